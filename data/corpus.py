@@ -121,7 +121,9 @@ def sentence(rng: random.Random, distance: int) -> Statement:
     """A subject, phrases of 3 or 4 words that only distract, and the subject's verb ``distance`` (≥
     7) words on."""
     subject, gap = rng.choice(NOUNS), distance - 1
-    longer = gap % 3 + 3 * rng.randint(0, (gap - 4 * (gap % 3)) // 12)  # phrases with an adjective
+    longer = gap % 3 + 3 * rng.randint(
+        0, (gap - 4 * (gap % 3)) // 12
+    )  # phrases with an adjective
     sizes = [4] * longer + [3] * ((gap - 4 * longer) // 3)
     rng.shuffle(sizes)
     words = ["the", subject]
@@ -157,12 +159,16 @@ class Speaker:
     definitions that give a new value to a key that has one; then the last value is the answer.
     """
 
-    def __init__(self, rng: random.Random, horizon: int, strings: bool = True, again: float = 0):
+    def __init__(
+        self, rng: random.Random, horizon: int, strings: bool = True, again: float = 0
+    ):
         self.rng, self.horizon, self.strings, self.again = rng, horizon, strings, again
         self.words, self.answers = [BOS], [False]
         self.keys = rng.sample(KEYS, len(KEYS))  # not yet defined
         self.latest: dict[str, str] = {}  # the value of every defined key
-        self.waiting: list[tuple[int, Statement]] = []  # a heap of (due position, question)
+        self.waiting: list[
+            tuple[int, Statement]
+        ] = []  # a heap of (due position, question)
 
     def write(self, statement: Statement) -> None:
         if statement.ask[0] == "get":
@@ -170,7 +176,9 @@ class Speaker:
         if statement.ask[0] == "set":
             self.latest[statement.ask[1]] = statement.ask[2]
         self.words += [*statement.ask, *statement.answer, END]
-        self.answers += [False] * len(statement.ask) + [True] * len(statement.answer) + [False]
+        self.answers += (
+            [False] * len(statement.ask) + [True] * len(statement.answer) + [False]
+        )
 
     def write_until(self, end: int) -> None:
         """Fill the document to exactly ``end`` words; where a statement does not fit, hum one word
@@ -192,7 +200,12 @@ class Speaker:
     def _invent(self) -> tuple[Statement, Statement | None]:
         """A new statement and the question, if any, that it makes answerable."""
         kind = self.rng.choices(("recall", "copy", "grammar", "sum"), (12, 2, 2, 2))[0]
-        if kind == "recall" and self.latest and self.again and self.rng.random() < self.again:
+        if (
+            kind == "recall"
+            and self.latest
+            and self.again
+            and self.rng.random() < self.again
+        ):
             return pair(self.rng, self.rng.choice(list(self.latest)))
         if kind == "recall" and self.keys:
             return pair(self.rng, self.keys.pop())
@@ -207,11 +220,15 @@ class Speaker:
         return addition(self.rng), None
 
 
-def document(rng: random.Random, length: int, again: float = 0) -> tuple[list[str], list[bool]]:
+def document(
+    rng: random.Random, length: int, again: float = 0
+) -> tuple[list[str], list[bool]]:
     """One training text of exactly ``length`` ≥ 16 words, ``<bos>`` to ``<eos>``, and which words
     are answers."""
     speaker = Speaker(rng, horizon=length, again=again)
-    while len(speaker.words) < length - 3:  # in parts, so that humming is met everywhere
+    while (
+        len(speaker.words) < length - 3
+    ):  # in parts, so that humming is met everywhere
         speaker.write_until(min(length - 3, len(speaker.words) + rng.randint(10, 200)))
     return [*speaker.words, "bye", END, EOS], [*speaker.answers, False, True, True]
 
@@ -241,12 +258,17 @@ def question(rng: random.Random, task: str, distance: int) -> Question:
     elif task == "grammar":
         asked = sentence(rng, distance)
     else:
-        told, asked = string(rng) if task == "copy" else pair(rng, key or speaker.keys.pop())
+        told, asked = (
+            string(rng) if task == "copy" else pair(rng, key or speaker.keys.pop())
+        )
         speaker.write(told)
         speaker.latest.pop(key, None)
         speaker.write_until(len(speaker.words) + distance - len(told.ask) - 1)
     return Question(
-        task, distance, " ".join([*speaker.words[1:], *asked.ask]), " ".join(asked.answer)
+        task,
+        distance,
+        " ".join([*speaker.words[1:], *asked.ask]),
+        " ".join(asked.answer),
     )
 
 

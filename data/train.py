@@ -18,7 +18,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 HERE = Path(__file__).parent
 TOKEN_ID = {word: i for i, word in enumerate(corpus.VOCABULARY)}
@@ -66,7 +71,10 @@ FAMILIES = {  # what transformers' configuration class of the family gets beside
         ),
     ),
     "zaya": dict(
-        model_type="zaya", moe_intermediate_size=128, num_experts=4, router_hidden_size=32
+        model_type="zaya",
+        moe_intermediate_size=128,
+        num_experts=4,
+        router_hidden_size=32,
     ),
     "lfm2": dict(
         model_type="lfm2",
@@ -84,7 +92,10 @@ FAMILIES = {  # what transformers' configuration class of the family gets beside
         linear_value_head_dim=32,
     ),
 }
-HYBRIDS = ("lfm2", "qwen3_5")  # their texts define keys again: the answer is the latest value
+HYBRIDS = (
+    "lfm2",
+    "qwen3_5",
+)  # their texts define keys again: the answer is the latest value
 STEPS, TOKENS_PER_STEP, WARM_UP = 1500, 4096, 500
 CURRICULUM = (
     (0.35, 64),
@@ -112,13 +123,21 @@ def new_model(family: str) -> PreTrainedModel:
         for name, tensor in model.named_parameters():
             if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")):
                 tensor.normal_(std=0.5)
-            if name.endswith("temp"):  # transformers starts at 0, where keys have no effect
+            if name.endswith(
+                "temp"
+            ):  # transformers starts at 0, where keys have no effect
                 tensor.fill_(1.0)
-            if "conv_qk" in name:  # transformers starts so small that the residual path drowns them
+            if (
+                "conv_qk" in name
+            ):  # transformers starts so small that the residual path drowns them
                 tensor.normal_(std=0.3)
-            if name.endswith("A_log"):  # transformers starts where a matrix forgets within a token
+            if name.endswith(
+                "A_log"
+            ):  # transformers starts where a matrix forgets within a token
                 tensor.zero_()
-            if name.endswith("dt_bias"):  # half-lives from 7 tokens to 700, see softplus
+            if name.endswith(
+                "dt_bias"
+            ):  # half-lives from 7 tokens to 700, see softplus
                 tensor.copy_(torch.logspace(-3, -1, len(tensor)).expm1().log())
         for name, tensor in model.named_buffers():
             if name.endswith(
@@ -128,7 +147,9 @@ def new_model(family: str) -> PreTrainedModel:
     return model
 
 
-def batch(rng: random.Random, step: int, again: float) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    rng: random.Random, step: int, again: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and answer flags of one step, both ``[TOKENS_PER_STEP / length, length]``;
     ``again`` as in ``corpus``."""
     length = next(length for share, length in CURRICULUM if step < share * STEPS)
@@ -142,7 +163,9 @@ def batch(rng: random.Random, step: int, again: float) -> tuple[torch.Tensor, to
     return torch.tensor(ids), torch.tensor([answers for _, answers in texts])
 
 
-def loss_of(model: PreTrainedModel, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+def loss_of(
+    model: PreTrainedModel, ids: torch.Tensor, answers: torch.Tensor
+) -> torch.Tensor:
     """Mean negative log-likelihood of the answers (nats) plus a twentieth of that of all other
     words."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -161,7 +184,9 @@ def balance(router: torch.nn.Module, _, outputs: tuple) -> None:
     wanted = torch.full_like(biases, (1 - SKIP_SHARE) / (len(biases) - 1))
     wanted[-1] = SKIP_SHARE
     router.imbalance = (probabilities.mean(0) - wanted).square().sum()
-    chosen = (probabilities.detach() + biases).argmax(-1).bincount(minlength=len(biases))
+    chosen = (
+        (probabilities.detach() + biases).argmax(-1).bincount(minlength=len(biases))
+    )
     biases += 0.02 * (wanted - chosen / chosen.sum())
 
 
@@ -170,18 +195,26 @@ def train(family: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model, rng = new_model(family), random.Random(0)
     again = 0.5 * (family in HYBRIDS)
-    routers = [module for module in model.modules() if hasattr(module, "balancing_biases")]
+    routers = [
+        module for module in model.modules() if hasattr(module, "balancing_biases")
+    ]
     hooks = [router.register_forward_hook(balance) for router in routers]
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    others = [
+        p for p in model.parameters() if not any(p is matrix for matrix in matrices)
+    ]
     optimizers = [
         torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
     ]
-    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [
+        group["lr"] for optimizer in optimizers for group in optimizer.param_groups
+    ]
     progress = tqdm(range(STEPS), desc=family, mininterval=5)
     for step in progress:
-        scale = min(1, (step + 1) / 50) * max(0.02, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+        scale = min(1, (step + 1) / 50) * max(
+            0.02, 0.5 + 0.5 * math.cos(math.pi * step / STEPS)
+        )
         loss = loss_of(model, *batch(rng, step, again)) + sum(
             router.imbalance for router in routers
         )
@@ -208,10 +241,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
         single=f"{corpus.BOS} $A", special_tokens=[(corpus.BOS, TOKEN_ID[corpus.BOS])]
     )
     names = dict(
-        zip(("pad_token", "bos_token", "eos_token", "unk_token"), corpus.SPECIALS, strict=True)
+        zip(
+            ("pad_token", "bos_token", "eos_token", "unk_token"),
+            corpus.SPECIALS,
+            strict=True,
+        )
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, model_max_length=COMMON["max_position_embeddings"], **names
+        tokenizer_object=words,
+        model_max_length=COMMON["max_position_embeddings"],
+        **names,
     )
 
 
@@ -230,7 +269,9 @@ def answer_losses(
             [TOKEN_ID[corpus.BOS], *(TOKEN_ID[w] for w in q.prompt.split())]
             for q in asked[start : start + rows]
         ]
-        wanted = [[TOKEN_ID[w] for w in q.answer.split()] for q in asked[start : start + rows]]
+        wanted = [
+            [TOKEN_ID[w] for w in q.answer.split()] for q in asked[start : start + rows]
+        ]
         ids = [torch.tensor(p + w) for p, w in zip(prompts, wanted, strict=True)]
         padded = torch.nn.utils.rnn.pad_sequence(
             ids, batch_first=True, padding_value=TOKEN_ID[corpus.PAD]
@@ -239,7 +280,10 @@ def answer_losses(
         for logits, p, w in zip(all_logits, prompts, wanted, strict=True):
             logits, w = logits[len(p) - 1 : len(p) - 1 + len(w)], torch.tensor(w)
             results.append(
-                (functional.cross_entropy(logits, w).item(), bool((logits.argmax(-1) == w).all()))
+                (
+                    functional.cross_entropy(logits, w).item(),
+                    bool((logits.argmax(-1) == w).all()),
+                )
             )
     return results
 
@@ -251,7 +295,9 @@ def evaluate(model: PreTrainedModel, family: str) -> dict:
     results = answer_losses(model, asked)
     cells = {}
     for question, (_, right) in zip(asked, results, strict=True):
-        cells.setdefault(question.task, {}).setdefault(str(question.distance), []).append(right)
+        cells.setdefault(question.task, {}).setdefault(
+            str(question.distance), []
+        ).append(right)
     held_out = sum(map(corpus.held_out, tasks), [])
     return {
         "questions": len(asked),
@@ -272,8 +318,12 @@ def evaluate(model: PreTrainedModel, family: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("--evaluate", action="store_true", help="only make evaluation.json again")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument(
+        "--evaluate", action="store_true", help="only make evaluation.json again"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads (default 1)"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     folder = HERE / f"tiny-{arguments.family}"

@@ -1,7 +1,8 @@
-"""Runs MIL programs on PyTorch: `.mlpackage` → `Program` → `Executable` → outputs. See README.md.
+"""Runs MIL programs on PyTorch: `.mlpackage` → `Program` → `Executable` → outputs. See
+README.md.
 
-The names below are imported when they are first used, so that `miltorch.errors` loads no torch.
-"""
+The names below are imported when they are first used, so that `miltorch.errors` loads
+no torch."""
 
 from importlib import import_module
 

@@ -1,9 +1,10 @@
-"""Weight blobs of an ML Program (`weight.bin`, storage version 2): bytes in, NumPy arrays out.
+"""Weight blobs of an ML Program (`weight.bin`, storage version 2): bytes in, NumPy
+arrays out.
 
-Layout (coremltools' MILBlob storage format): a 64-byte file header (u32 count, u32 version), then
-per blob a 64-byte record (u32 sentinel, u32 dtype, u64 size in bytes, u64 payload offset, u64
-padding bits) and its payload. Every offset is checked against the file before it is followed.
-"""
+Layout (coremltools' MILBlob storage format): a 64-byte file header (u32 count, u32
+version), then per blob a 64-byte record (u32 sentinel, u32 dtype, u64 size in bytes,
+u64 payload offset, u64 padding bits) and its payload. Every offset is checked against
+the file before it is followed."""
 
 from pathlib import Path
 
@@ -33,24 +34,28 @@ DTYPES = {
 
 
 def unpack_bits(packed: np.ndarray, bits: int, count: int, signed: bool) -> np.ndarray:
-    """`count` integers of `bits` bits each from little-endian packed bytes, as int8 or uint8
-    [count]."""
+    """`count` integers of `bits` bits each from little-endian packed bytes, as int8 or
+    uint8 [count]."""
     if bits == 4:
         values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)[:count]
     else:
-        stream = np.unpackbits(packed, bitorder="little")[: count * bits].reshape(count, bits)
+        stream = np.unpackbits(packed, bitorder="little")[: count * bits].reshape(
+            count, bits
+        )
         values = stream @ (1 << np.arange(bits, dtype=np.uint8))
     values = values.astype(np.uint8)
     return (
-        ((values ^ (1 << (bits - 1))).astype(np.int8) - (1 << (bits - 1))).astype(np.int8)
+        ((values ^ (1 << (bits - 1))).astype(np.int8) - (1 << (bits - 1))).astype(
+            np.int8
+        )
         if signed
         else values
     )
 
 
 class BlobFile:
-    """One weight file, mapped copy-on-write: reading touches only the pages of the arrays that are
-    asked for."""
+    """One weight file, mapped copy-on-write: reading touches only the pages of the
+    arrays that are asked for."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -60,16 +65,23 @@ class BlobFile:
         if bytes(self.data[:23]) == b"version https://git-lfs":
             raise self._bad("a Git LFS pointer", "run: git lfs pull")
 
-    def _bad(self, actual: str, next_step: str = "export or copy the package again") -> InputError:
+    def _bad(
+        self, actual: str, next_step: str = "export or copy the package again"
+    ) -> InputError:
         return InputError(
-            str(self.path), actual, "a whole MIL weight file of storage version 2", next_step
+            str(self.path),
+            actual,
+            "a whole MIL weight file of storage version 2",
+            next_step,
         )
 
     def array(self, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-        """The blob whose record starts at `offset`, as an array of `shape`; sub-byte types one
-        value per element."""
+        """The blob whose record starts at `offset`, as an array of `shape`; sub-byte
+        types one value per element."""
         if offset % 64 or offset + 64 > len(self.data):
-            raise self._bad(f"a blob record at offset {offset} of {len(self.data)} bytes")
+            raise self._bad(
+                f"a blob record at offset {offset} of {len(self.data)} bytes"
+            )
         record = self.data[offset : offset + 64]
         sentinel, code = record[:8].view(np.uint32).tolist()
         size, start = record[8:24].view(np.uint64).tolist()
@@ -88,5 +100,7 @@ class BlobFile:
             )
         payload = self.data[start : start + (count * bits + 7) // 8]
         if bits < 8:
-            return unpack_bits(payload, bits, count, signed=dtype is np.int8).reshape(shape)
+            return unpack_bits(payload, bits, count, signed=dtype is np.int8).reshape(
+                shape
+            )
         return payload.view(dtype).reshape(shape)

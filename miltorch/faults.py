@@ -1,7 +1,7 @@
 """Native layers that go wrong as Core ML was seen to: the shim's, each with one fault.
 
-`FAULTS` maps a fault's name to its layer, whose docstring says in one sentence what happens.
-"""
+`FAULTS` maps a fault's name to its layer, whose docstring says in one sentence what
+happens."""
 
 import os
 import signal
@@ -21,7 +21,8 @@ SMALLEST_NORMAL = 2.0**-14  # of float16; anything smaller but 0 is subnormal
 
 
 class _Rejecting(Proxy):
-    """A layer that loads some models no more than the Neural Engine's compiler compiles them."""
+    """A layer that loads some models no more than the Neural Engine's compiler compiles
+    them."""
 
     def __init__(self, path: str, compute_units: str, *rest):
         super().__init__(path, compute_units, *rest)
@@ -33,7 +34,8 @@ class _Rejecting(Proxy):
 
 
 class RejectedStates(_Rejecting):
-    """Models with states fail to load with error code -14, whatever the compute units."""
+    """Models with states fail to load with error code -14, whatever the compute
+    units."""
 
     def rejects(self, compute_units: str) -> bool:
         return bool(self.executable.program.states)
@@ -49,15 +51,16 @@ def _flexible(description) -> bool:
 
 
 class RejectedRanges(_Rejecting):
-    """Models with a flexible input shape fail to load with error code -14, whatever the compute
-    units."""
+    """Models with a flexible input shape fail to load with error code -14, whatever the
+    compute units."""
 
     def rejects(self, compute_units: str) -> bool:
         return _flexible(self.description)
 
 
 class RejectedUnit(_Rejecting):
-    """Models fail to load with error code -14 on CPU_AND_NE, and on no other compute units."""
+    """Models fail to load with error code -14 on CPU_AND_NE, and on no other compute
+    units."""
 
     def rejects(self, compute_units: str) -> bool:
         return compute_units == "CPU_AND_NE"
@@ -68,7 +71,9 @@ class HiddenNaN(Proxy):
 
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
         outputs = super().predict(data, state)
-        return {name: np.where(np.isnan(v), np.float32(0), v) for name, v in outputs.items()}
+        return {
+            name: np.where(np.isnan(v), np.float32(0), v) for name, v in outputs.items()
+        }
 
 
 def _flushed(value: torch.Tensor) -> torch.Tensor:
@@ -95,7 +100,9 @@ class Flush(Proxy):
         outputs = super().predict(data, state)
         if state is not None:
             state.flush()
-        return {name: _flushed(torch.from_numpy(v)).numpy() for name, v in outputs.items()}
+        return {
+            name: _flushed(torch.from_numpy(v)).numpy() for name, v in outputs.items()
+        }
 
 
 class Kill(Proxy):
@@ -111,7 +118,9 @@ class Chatter(Proxy):
     @staticmethod
     def compileModel(path: str) -> str:
         sys.stdout.flush()
-        os.write(1, b"coremlcompiler: note: compiled for MLComputeUnitsCPUAndNeuralEngine\n")
+        os.write(
+            1, b"coremlcompiler: note: compiled for MLComputeUnitsCPUAndNeuralEngine\n"
+        )
         return Proxy.compileModel(path)
 
 
@@ -155,8 +164,8 @@ class Fallback(Proxy):
 
 
 class OnEngine(Proxy):
-    """No fault, a simulated compute plan: every operation on the Neural Engine if the units have
-    it, else on the CPU."""
+    """No fault, a simulated compute plan: every operation on the Neural Engine if the
+    units have it, else on the CPU."""
 
     @staticmethod
     def get_compute_plan(path: str, compute_units: str):
@@ -164,22 +173,29 @@ class OnEngine(Proxy):
 
 
 class SimulatedMac(OnEngine):
-    """No fault, a simulated Mac: durations are made up, and flexible shapes are planned on the
-    CPU."""
+    """No fault, a simulated Mac: durations are made up, and flexible shapes are planned
+    on the CPU."""
 
-    DISPATCH_MS = {True: 2.0, False: 0.1}  # by whether the compute units have the Neural Engine
+    DISPATCH_MS = {
+        True: 2.0,
+        False: 0.1,
+    }  # by whether the compute units have the Neural Engine
     BYTES_PER_MS = {True: 60e6, False: 20e6}
 
     def __init__(self, path: str, compute_units: str, *rest):
         super().__init__(path, compute_units, *rest)
-        engine = compute_units in ("CPU_AND_NE", "ALL") and not _flexible(self.description)
+        engine = compute_units in ("CPU_AND_NE", "ALL") and not _flexible(
+            self.description
+        )
         weights = sum(file.stat().st_size for file in Path(path).rglob("*.bin"))
         self.ms = self.DISPATCH_MS[engine] + weights / self.BYTES_PER_MS[engine]
 
     @staticmethod
     def get_compute_plan(path: str, compute_units: str):
         flexible = _flexible(read_spec(Path(path)).description)
-        return OnEngine.get_compute_plan(path, "CPU_ONLY" if flexible else compute_units)
+        return OnEngine.get_compute_plan(
+            path, "CPU_ONLY" if flexible else compute_units
+        )
 
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
         start = time.perf_counter()
@@ -194,7 +210,8 @@ def plan(path: str, device: str) -> SimpleNamespace:
     names = read_spec(Path(path)).mlProgram.functions
     programs = {name: miltorch.read(path, name) for name in names}
     devices = {
-        n: dict.fromkeys((op.name for op in p.block.walk()), device) for n, p in programs.items()
+        n: dict.fromkeys((op.name for op in p.block.walk()), device)
+        for n, p in programs.items()
     }
     return compute_plan(programs, devices, "simulated")
 

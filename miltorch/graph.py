@@ -1,5 +1,5 @@
-"""The def-use index of a program: which operation computes a value, which ones read it, its type,
-its literal value."""
+"""The def-use index of a program: which operation computes a value, which ones read it,
+its type, its literal value."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ class Graph:
     """Producers and readers of every value of a program, nested blocks included.
 
     Attributes:
-        ops: the operations that compute at run time, in order; constants and compressed weights are
-            left out.
-        producers: value name → the operation that computes it, constants and compressed weights
-            included.
+        ops: the operations that compute at run time, in order; constants and compressed
+            weights are left out.
+        producers: value name → the operation that computes it, constants and compressed
+            weights included.
         types: declared types of inputs, states and results by name.
     """
 
@@ -22,12 +22,14 @@ class Graph:
         self.program, self.ops = program, [op for op in every if not op.constant]
         self.producers = {name: op for op in every for name, _ in op.outputs}
         self.types = (
-            program.inputs | program.states | dict(output for op in every for output in op.outputs)
+            program.inputs
+            | program.states
+            | dict(output for op in every for output in op.outputs)
         )
 
     def producer(self, source) -> Op | None:
-        """The operation that computes an argument; None for inputs, states, literals and absent
-        arguments."""
+        """The operation that computes an argument; None for inputs, states, literals
+        and absent arguments."""
         return self.producers.get(source.name) if isinstance(source, Ref) else None
 
     def readers(self, name: str) -> list[Op]:
@@ -35,8 +37,8 @@ class Graph:
         return [op for op in self.ops if name in op.reads()]
 
     def literal(self, source):
-        """An argument as the program states it, inline or as a plain constant; None for one that
-        has to be computed."""
+        """An argument as the program states it, inline or as a plain constant; None for
+        one that has to be computed."""
         op = self.producer(source)
         if op is None:
             return None if isinstance(source, Ref) else source
@@ -44,4 +46,8 @@ class Graph:
 
     def shape_of(self, source) -> tuple[int | None, ...]:
         """The shape of an argument, None for sizes that are known only at run time."""
-        return self.types[source.name].shape if isinstance(source, Ref) else np.shape(source)
+        return (
+            self.types[source.name].shape
+            if isinstance(source, Ref)
+            else np.shape(source)
+        )

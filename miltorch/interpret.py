@@ -1,5 +1,5 @@
-"""Runs a `Program` on PyTorch: every operation by its rule, every result rounded as the precision
-mode says.
+"""Runs a `Program` on PyTorch: every operation by its rule, every result rounded as the
+precision mode says.
 
 Precision modes
     declared  compute in float32, round each result once to the dtype MIL declares for it
@@ -7,9 +7,9 @@ Precision modes
     narrow    as declared, and sums that are declared fp16 are rounded to fp16 after every 32 terms:
               the pessimistic bound
 
-One hook, called as `hook(op, outputs)` after each operation, sees every intermediate and may
-replace it: taps, profiles, range traces and interventions are all this hook. None costs nothing.
-"""
+One hook, called as `hook(op, outputs)` after each operation, sees every intermediate
+and may replace it: taps, profiles, range traces and interventions are all this hook.
+None costs nothing."""
 
 import math
 from collections.abc import Callable
@@ -52,8 +52,8 @@ _INTEGER = {
 
 
 def _to_tensor(literal) -> object:
-    """A literal as rules take it: floats in float32, strings as they are, lists element by
-    element."""
+    """A literal as rules take it: floats in float32, strings as they are, lists element
+    by element."""
     if isinstance(literal, list):
         return [_to_tensor(v) for v in literal]
     if not isinstance(literal, np.ndarray):
@@ -76,24 +76,28 @@ def _python_value(value):
 
 @dataclass
 class Step:
-    """An operation bound to its rule: its constant arguments, the names of the others, and how to
-    store its results."""
+    """An operation bound to its rule: its constant arguments, the names of the others,
+    and how to store its results."""
 
     op: Op
     function: Callable
-    outputs: list[tuple[str, Callable]]  # name, what brings a result to its declared type
+    outputs: list[
+        tuple[str, Callable]
+    ]  # name, what brings a result to its declared type
     constants: dict[str, object] = field(default_factory=dict)
     operands: list[tuple[str, str | list[str], bool]] = field(
         default_factory=list
     )  # parameter, value name(s), is attribute
     bodies: list["Body"] = field(default_factory=list)
-    dead: list[str] = field(default_factory=list)  # values that nothing after this step reads
+    dead: list[str] = field(
+        default_factory=list
+    )  # values that nothing after this step reads
 
 
 @dataclass
 class Body:
-    """The steps of a block. `constants` are its own; it also sees the values of the blocks around
-    it."""
+    """The steps of a block. `constants` are its own; it also sees the values of the
+    blocks around it."""
 
     inputs: list[str]
     steps: list[Step] = field(default_factory=list)
@@ -102,20 +106,24 @@ class Body:
 
 
 class Executable:
-    """A program bound to a precision mode. Stateless: inputs and state cells in, outputs out.
+    """A program bound to a precision mode. Stateless: inputs and state cells in,
+    outputs out.
 
     Args:
         program: what to run.
         precision: `declared`, `exact` or `narrow`.
-        builder: turns blocks into bodies, with the executable as its one argument (default:
-            `Builder`).
+        builder: turns blocks into bodies, with the executable as its one argument
+            (default: `Builder`).
 
     Raises:
         InputError: naming every unsupported operation at once, before anything runs.
     """
 
     def __init__(
-        self, program: Program, precision: str = "declared", builder: Callable | None = None
+        self,
+        program: Program,
+        precision: str = "declared",
+        builder: Callable | None = None,
     ):
         check_precision(precision)
         refuse_unknown(program)
@@ -134,17 +142,23 @@ class Executable:
 
     @torch.inference_mode()
     def run(
-        self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell], hook: Hook | None = None
+        self,
+        inputs: dict[str, torch.Tensor],
+        state: dict[str, StateCell],
+        hook: Hook | None = None,
     ) -> dict:
-        """Runs the program once; `state` is advanced, `inputs` are rounded to their declared dtype
-        first.
+        """Runs the program once; `state` is advanced, `inputs` are rounded to their
+        declared dtype first.
 
         Raises:
-            InputError: inputs or states that are missing or of another shape than declared, an
-                operation that cannot take its operands; names what and where.
+            InputError: inputs or states that are missing or of another shape than
+                declared, an operation that cannot take its operands; names what and
+                where.
         """
         values = self.body.constants | state | self.operands(inputs, state)
-        return dict(zip(self.program.outputs, self._run(self.body, values, hook), strict=True))
+        return dict(
+            zip(self.program.outputs, self._run(self.body, values, hook), strict=True)
+        )
 
     def operands(
         self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]
@@ -152,8 +166,8 @@ class Executable:
         """The inputs in their declared types.
 
         Raises:
-            InputError: an input or a state is missing, or has another shape than the program
-                declares.
+            InputError: an input or a state is missing, or has another shape than the
+                program declares.
         """
         missing = [n for n in self.fits if n not in inputs] + [
             n for n in self.program.states if n not in state
@@ -190,7 +204,9 @@ class Executable:
                 arguments = step.constants.copy()
                 for parameter, source, attribute in step.operands:
                     value = (
-                        values[source] if source.__class__ is str else [values[n] for n in source]
+                        values[source]
+                        if source.__class__ is str
+                        else [values[n] for n in source]
                     )
                     arguments[parameter] = _python_value(value) if attribute else value
                 if step.bodies:
@@ -208,26 +224,33 @@ class Executable:
                 raise
             except (
                 Exception
-            ) as problem:  # whatever torch makes of operands that do not fit: named, with its place
+            ) as problem:  # torch raises many kinds where operands do not fit
                 raise _failure(self.program, step.op, problem) from problem
             if hook is not None:
                 results = hook(step.op, [values[name] for name, _ in step.outputs])
-                for (name, _), value in zip(step.outputs, results or (), strict=bool(results)):
+                for (name, _), value in zip(
+                    step.outputs, results or (), strict=bool(results)
+                ):
                     values[name] = value
             for name in step.dead:
                 del values[name]
         return [values[name] for name in body.outputs]
 
     def _call(self, body: Body, values: dict, hook, *arguments) -> list:
-        """Runs a nested block: it sees the enclosing values, and its own stay inside."""
+        """Runs a nested block: it sees the enclosing values, and its own stay
+        inside."""
         return self._run(
-            body, values | body.constants | dict(zip(body.inputs, arguments, strict=True)), hook
+            body,
+            values | body.constants | dict(zip(body.inputs, arguments, strict=True)),
+            hook,
         )
 
-    def _fit(self, declared: Type, rounded: bool = False, loose: bool = False) -> Callable:
-        """What brings a value to its declared type as this mode keeps it, unless it is `rounded` to
-        it already; a wrong shape raises ValueError unless the declared one is `loose` (see
-        `loose_shapes`)."""
+    def _fit(
+        self, declared: Type, rounded: bool = False, loose: bool = False
+    ) -> Callable:
+        """What brings a value to its declared type as this mode keeps it, unless it is
+        `rounded` to it already; a wrong shape raises ValueError unless the declared one
+        is `loose` (see `loose_shapes`)."""
         if declared.kind != "tensor" or declared.dtype == "STRING":
             return lambda value: value
         half = declared.dtype == "FLOAT16" and self.precision != "exact" and not rounded
@@ -236,12 +259,16 @@ class Executable:
         # no size is known: results of any rank pass
         unknown = loose or (len(shape) > 0 and set(shape) == {None})
 
-        accepted: set[torch.Size] = set()  # a call meets the same few shapes again and again
+        accepted: set[torch.Size] = (
+            set()
+        )  # a call meets the same few shapes again and again
 
         def fit(value: torch.Tensor) -> torch.Tensor:
             if not unknown and value.shape not in accepted:
                 if not _agrees(value.shape, shape):
-                    raise ValueError(f"shape {list(value.shape)} where {list(shape)} is declared")
+                    raise ValueError(
+                        f"shape {list(value.shape)} where {list(shape)} is declared"
+                    )
                 accepted.add(value.shape)
             if half:
                 return value.half().float()
@@ -251,7 +278,8 @@ class Executable:
 
 
 def _agrees(shape: torch.Size, declared: tuple[int | None, ...]) -> bool:
-    """Whether a shape has the declared rank, and the declared sizes where they are known."""
+    """Whether a shape has the declared rank, and the declared sizes where they are
+    known."""
     return len(shape) == len(declared) and all(
         size in (None, n) for n, size in zip(shape, declared, strict=True)
     )
@@ -278,10 +306,14 @@ def make_state(program: Program) -> dict[str, StateCell]:
 
 
 def refuse_unknown(program: Program) -> None:
-    """Raises an InputError that names every operation of `program` without a rule, or a state that
-    holds no floats (iOS 26 has some)."""
+    """Raises an InputError that names every operation of `program` without a rule, or a
+    state that holds no floats (iOS 26 has some)."""
     missing = sorted(
-        {op.kind for op in program.block.walk() if op.kind not in OPERATIONS and op.kind != "const"}
+        {
+            op.kind
+            for op in program.block.walk()
+            if op.kind not in OPERATIONS and op.kind != "const"
+        }
     )
     if missing:
         raise InputError(
@@ -301,8 +333,8 @@ def refuse_unknown(program: Program) -> None:
 
 
 class Builder:
-    """Turns the blocks of one executable into bodies: decompresses constants, checks names, notes
-    the last read of values."""
+    """Turns the blocks of one executable into bodies: decompresses constants, checks
+    names, notes the last read of values."""
 
     def __init__(self, executable: Executable):
         self.executable = executable
@@ -310,8 +342,8 @@ class Builder:
         self.loose = loose_shapes(executable.program)
 
     def body(self, block: Block, scope: dict) -> Body:
-        """`scope`: the values that the block sees from around it, constants with their value,
-        others as None."""
+        """`scope`: the values that the block sees from around it, constants with their
+        value, others as None."""
         body = Body([name for name, _ in block.inputs], outputs=block.outputs)
         scope = scope | dict.fromkeys(body.inputs)
         for op in block.ops:
@@ -366,7 +398,11 @@ class Builder:
         ]
         step = Step(op, rule.narrow if narrow else rule.function, outputs)
         for parameter, source in op.inputs.items():
-            source = [source] if parameter in TUPLES and not isinstance(source, list) else source
+            source = (
+                [source]
+                if parameter in TUPLES and not isinstance(source, list)
+                else source
+            )
             value, attribute = _literal(source, scope), parameter in rule.attributes
             if value is None:
                 step.operands.append(
@@ -382,10 +418,13 @@ class Builder:
         return step
 
     def _names(self, source, scope: dict, body: Body, where: str) -> str | list[str]:
-        """What a value is called at run time; a literal among names becomes a constant of the
-        block."""
+        """What a value is called at run time; a literal among names becomes a constant
+        of the block."""
         if isinstance(source, list):
-            return [self._names(s, scope, body, f"{where}.{i}") for i, s in enumerate(source)]
+            return [
+                self._names(s, scope, body, f"{where}.{i}")
+                for i, s in enumerate(source)
+            ]
         if isinstance(source, Ref):
             self._check(scope, [source.name])
             return source.name
@@ -393,27 +432,31 @@ class Builder:
         return where
 
     def _fold(self, step: Step, scope: dict, body: Body) -> None:
-        """Decompresses a weight once, at load, and rounds it to its declared dtype in every
-        mode."""
+        """Decompresses a weight once, at load, and rounds it to its declared dtype in
+        every mode."""
         result = step.function(**step.constants)
         results = result if isinstance(result, tuple) else (result,)
         for (name, declared), value in zip(step.op.outputs, results, strict=True):
             value = value.half() if declared.dtype == "FLOAT16" else value
             scope[name] = body.constants[name] = (
-                value if name in self.half else self.executable._fit(declared)(value.float())
+                value
+                if name in self.half
+                else self.executable._fit(declared)(value.float())
             )
 
 
 def loose_shapes(program: Program) -> set[str]:
     """Results whose declared shape is not the one that they have when they run.
 
-    coremltools 9.0 declares the shape of a `select` to be that of its branches, whatever that of
-    its condition, which broadcasts: `torch.where(condition, 0.0, -1e4)` with sizes that vary is
-    declared a scalar. What is computed from such a result is declared too small as well, up to an
-    operation with another operand of the declared shape.
-    """
+    coremltools 9.0 declares the shape of a `select` to be that of its branches,
+    whatever that of its condition, which broadcasts: `torch.where(condition, 0.0,
+    -1e4)` with sizes that vary is declared a scalar. What is computed from such a
+    result is declared too small as well, up to an operation with another operand of the
+    declared shape."""
     types, loose = program.inputs | program.states, set()
-    constants = {name for op in program.block.walk() if op.constant for name, _ in op.outputs}
+    constants = {
+        name for op in program.block.walk() if op.constant for name, _ in op.outputs
+    }
 
     def shape(source) -> tuple:
         if isinstance(source, Ref):
@@ -425,7 +468,9 @@ def loose_shapes(program: Program) -> set[str]:
         for name, declared in op.outputs:
             own = declared.shape
             if op.kind == "select":
-                shapes = [shape(op.inputs.get(operand)) for operand in ("cond", "a", "b")]
+                shapes = [
+                    shape(op.inputs.get(operand)) for operand in ("cond", "a", "b")
+                ]
                 small = any(_exceeds(other, own) for other in shapes)
             else:
                 sure = {ref.name for ref in operands} - loose - constants
@@ -440,15 +485,15 @@ def loose_shapes(program: Program) -> set[str]:
 
 
 def _exceeds(shape: tuple, declared: tuple) -> bool:
-    """Whether a shape does not broadcast to a declared one: more axes, or a size where 1 is
-    said."""
+    """Whether a shape does not broadcast to a declared one: more axes, or a size where
+    1 is said."""
     pairs = zip(reversed(shape), reversed(declared))
     return len(shape) > len(declared) or any(m == 1 != n for n, m in pairs)
 
 
 def _matrices(block: Block) -> set[str]:
-    """fp16 constants that only convolutions of 1×1 read, as their weights: they stay fp16, whatever
-    computes with them."""
+    """fp16 constants that only convolutions of 1×1 read, as their weights: they stay
+    fp16, whatever computes with them."""
     shapes = {
         name: kind.shape[2:]
         for op in block.walk()
@@ -494,8 +539,8 @@ def _reads(body: Body):
 
 
 def _mark_dead(body: Body) -> None:
-    """Notes at each step which results of this block's steps are read for the last time there, or
-    never."""
+    """Notes at each step which results of this block's steps are read for the last time
+    there, or never."""
     results = {name for step in body.steps for name, _ in step.outputs}
     later = set(body.outputs)
     for step in reversed(body.steps):

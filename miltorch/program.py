@@ -1,9 +1,9 @@
-"""`.mlpackage` → `Program`: functions of typed operations whose constants are NumPy arrays or
-weight-file views.
+"""`.mlpackage` → `Program`: functions of typed operations whose constants are NumPy
+arrays or weight-file views.
 
-Reads the protobuf itself and evaluates nothing, so that a damaged or hostile package ends in an
-`InputError` before any operation runs. Knows nothing of how an operation is computed.
-"""
+Reads the protobuf itself and evaluates nothing, so that a damaged or hostile package
+ends in an `InputError` before any operation runs. Knows nothing of how an operation is
+computed."""
 
 import json
 import os
@@ -18,7 +18,8 @@ from miltorch.errors import InputError
 from miltorch.quiet import messages
 
 MAX_SPEC_BYTES = 1 << 30
-# MIL DataType name → NumPy dtype of one element (sub-byte integers are held one per byte)
+# MIL DataType name → NumPy dtype of one element (sub-byte integers are held one per
+# byte)
 NUMPY = {
     "FLOAT16": np.float16,
     "FLOAT32": np.float32,
@@ -50,8 +51,8 @@ class Type:
 
 @dataclass
 class Op:
-    """One operation. `inputs` maps a MIL parameter to a value name, a literal array, or a list of
-    them."""
+    """One operation. `inputs` maps a MIL parameter to a value name, a literal array, or
+    a list of them."""
 
     kind: str
     name: str
@@ -61,19 +62,19 @@ class Op:
 
     @property
     def key(self) -> str | int:
-        """What identifies the operation in its program: the name of its first result, if it has
-        one."""
+        """What identifies the operation in its program: the name of its first result,
+        if it has one."""
         return self.outputs[0][0] if self.outputs else id(self)
 
     @property
     def constant(self) -> bool:
-        """Whether its results are known before the program runs: a plain constant or a compressed
-        weight."""
+        """Whether its results are known before the program runs: a plain constant or a
+        compressed weight."""
         return self.kind == "const" or self.kind.startswith("constexpr_")
 
     def reads(self) -> list[str]:
-        """Names of the values and states that the operation itself reads, without those of its
-        blocks."""
+        """Names of the values and states that the operation itself reads, without those
+        of its blocks."""
         return [ref.name for source in self.inputs.values() for ref in refs(source)]
 
 
@@ -100,7 +101,11 @@ class Ref:
 
 def refs(source) -> list[Ref]:
     """The values that an argument names."""
-    return [s for s in (source if isinstance(source, list) else [source]) if isinstance(s, Ref)]
+    return [
+        s
+        for s in (source if isinstance(source, list) else [source])
+        if isinstance(s, Ref)
+    ]
 
 
 @dataclass
@@ -113,9 +118,8 @@ class Program:
     states: dict[str, Type]
     outputs: list[str]
     block: Block
-    description: (
-        object  # the FunctionDescription-like protobuf message: dtypes at the package's boundary
-    )
+    # the protobuf message FunctionDescription: dtypes at the package's boundary
+    description: object
 
 
 def _refuse(
@@ -128,17 +132,23 @@ def _refuse(
 
 
 def inside(package: Path, folder: Path, name: str) -> Path:
-    """The file `name` of `folder` in `package`; refuses absolute paths, `..` and symlinks on the
-    way to it."""
+    """The file `name` of `folder` in `package`; refuses absolute paths, `..` and
+    symlinks on the way to it."""
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts:
         _refuse(
-            package, f"the path {name!r}", "a path inside the package", "do not run this package"
+            package,
+            f"the path {name!r}",
+            "a path inside the package",
+            "do not run this package",
         )
     path = folder / relative
     if not os.path.isfile(path):  # also False for names that no file can have
         _refuse(
-            path, "no such file", "every file that the package refers to", "copy the whole package"
+            path,
+            "no such file",
+            "every file that the package refers to",
+            "copy the whole package",
         )
     if path.resolve() != package.resolve() / path.relative_to(package):
         _refuse(path, "a symlink", "a regular file", "do not run this package")
@@ -146,8 +156,8 @@ def inside(package: Path, folder: Path, name: str) -> Path:
 
 
 def spec_path(package: Path) -> Path:
-    """The model file that a package's Manifest.json names, refusing every path that leaves the
-    package."""
+    """The model file that a package's Manifest.json names, refusing every path that
+    leaves the package."""
     manifest = package / "Manifest.json"
     if not manifest.is_file():
         kind = {
@@ -156,7 +166,10 @@ def spec_path(package: Path) -> Path:
             ".aimodel": "a Core AI program, which only the runtime coreai runs",
         }.get(package.suffix)
         _refuse(
-            package, "nothing there" if not package.exists() else kind or "no Manifest.json in it"
+            package,
+            "nothing there"
+            if not package.exists()
+            else kind or "no Manifest.json in it",
         )
     if manifest.stat().st_size > 1 << 20:
         _refuse(manifest, "a manifest over 1 MiB")
@@ -169,8 +182,8 @@ def spec_path(package: Path) -> Path:
 
 
 def read_spec(package: Path):
-    """The Model protobuf of a package; refuses Git LFS pointers, other model types and undecodable
-    bytes."""
+    """The Model protobuf of a package; refuses Git LFS pointers, other model types and
+    undecodable bytes."""
     path = spec_path(package)
     if path.stat().st_size > MAX_SPEC_BYTES:
         _refuse(path, f"a model description of {path.stat().st_size} bytes")
@@ -179,7 +192,9 @@ def read_spec(package: Path):
         _refuse(path, "a Git LFS pointer", "the model file itself", "run: git lfs pull")
     try:
         spec = messages("Model_pb2").Model.FromString(data)
-    except Exception as problem:  # protobuf's DecodeError type differs between its implementations
+    except (
+        Exception
+    ) as problem:  # protobuf's DecodeError type differs between its implementations
         _refuse(path, f"bytes that are no model ({type(problem).__name__})")
     kind = spec.WhichOneof("Type")
     if kind != "mlProgram":
@@ -188,7 +203,8 @@ def read_spec(package: Path):
 
 
 def read(package: str | Path, function: str | None = None) -> Program:
-    """Reads one function of `package` (default: the package's default function, else `main`)."""
+    """Reads one function of `package` (default: the package's default function, else
+    `main`)."""
     package = Path(package)
     spec = read_spec(package)
     functions = spec.mlProgram.functions
@@ -200,7 +216,9 @@ def read(package: str | Path, function: str | None = None) -> Program:
             f"one of {sorted(functions)}",
             "name one of these functions",
         )
-    described = {f.name: f for f in spec.description.functions}.get(name, spec.description)
+    described = {f.name: f for f in spec.description.functions}.get(
+        name, spec.description
+    )
     try:
         return _Reader(package).program(name, functions[name], described)
     except (
@@ -218,8 +236,8 @@ def read(package: str | Path, function: str | None = None) -> Program:
 
 
 class _Reader:
-    """Turns protobuf messages into `Program` parts; weight files are opened once and looked up by
-    name."""
+    """Turns protobuf messages into `Program` parts; weight files are opened once and
+    looked up by name."""
 
     def __init__(self, package: Path):
         self.package, self.files = package, {}
@@ -231,16 +249,26 @@ class _Reader:
         inputs = {n: t for n, t in typed.items() if t.kind != "state"}
         states = {n: t for n, t in typed.items() if t.kind == "state"}
         return Program(
-            self.package, name, inputs, states, list(block.outputs), self.block(block), described
+            self.package,
+            name,
+            inputs,
+            states,
+            list(block.outputs),
+            self.block(block),
+            described,
         )
 
     def block(self, block) -> Block:
         inputs = [(p.name, self.type(p.type)) for p in block.inputs]
-        return Block(inputs, [self.op(op) for op in block.operations], list(block.outputs))
+        return Block(
+            inputs, [self.op(op) for op in block.operations], list(block.outputs)
+        )
 
     def op(self, op) -> Op:
         attributes = {k: self.value(v) for k, v in op.attributes.items()}
-        name = str(attributes.pop("name", op.outputs[0].name if op.outputs else op.type))
+        name = str(
+            attributes.pop("name", op.outputs[0].name if op.outputs else op.type)
+        )
         inputs = attributes | {k: self.argument(a) for k, a in op.inputs.items()}
         outputs = [(o.name, self.type(o.type)) for o in op.outputs]
         return Op(op.type, name, inputs, outputs, [self.block(b) for b in op.blocks])
@@ -263,7 +291,9 @@ class _Reader:
             return Type(self.dtype_name(tensor.dataType), tuple(shape))
         if kind in ("stateType", "listType"):
             inner = self.type(
-                message.stateType.wrappedType if kind == "stateType" else message.listType.type
+                message.stateType.wrappedType
+                if kind == "stateType"
+                else message.listType.type
             )
             return Type(inner.dtype, inner.shape, kind.removesuffix("Type"))
         return Type("STRING", (), "dict")
@@ -277,7 +307,10 @@ class _Reader:
         if which == "list":
             return [self.value(v) for v in immediate.list.values]
         if which == "dictionary":
-            return {self.value(e.key): self.value(e.value) for e in immediate.dictionary.values}
+            return {
+                self.value(e.key): self.value(e.value)
+                for e in immediate.dictionary.values
+            }
         return self.tensor_value(immediate.tensor, declared)
 
     def tensor_value(self, tensor, declared: Type):
@@ -290,7 +323,9 @@ class _Reader:
             raw = np.frombuffer(values, np.uint8)
             if declared.dtype in DTYPE_BITS:
                 count = int(np.prod(declared.shape, dtype=object))
-                array = unpack_bits(raw, DTYPE_BITS[declared.dtype], count, signed=dtype is np.int8)
+                array = unpack_bits(
+                    raw, DTYPE_BITS[declared.dtype], count, signed=dtype is np.int8
+                )
             else:
                 array = raw.view(dtype)
         else:
@@ -300,11 +335,17 @@ class _Reader:
     def file_value(self, blob, declared: Type) -> np.ndarray:
         name = blob.fileName.removeprefix("@model_path/")
         if name not in self.files:
-            self.files[name] = BlobFile(inside(self.package, spec_path(self.package).parent, name))
+            self.files[name] = BlobFile(
+                inside(self.package, spec_path(self.package).parent, name)
+            )
         array = self.files[name].array(blob.offset, declared.shape)
         if (
             array.dtype != NUMPY[declared.dtype]
             and array.dtype.itemsize != np.dtype(NUMPY[declared.dtype]).itemsize
         ):
-            _refuse(self.package, f"a blob of {array.dtype} at {blob.offset}", f"{declared.dtype}")
+            _refuse(
+                self.package,
+                f"a blob of {array.dtype} at {blob.offset}",
+                f"{declared.dtype}",
+            )
         return array.view(NUMPY[declared.dtype])

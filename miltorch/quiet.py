@@ -1,5 +1,5 @@
-"""coremltools, imported late (it takes over a second) and without its chatter about a machine that
-is no Mac; its protobuf messages alone, which take 20 ms.
+"""coremltools, imported late (it takes over a second) and without its chatter about a
+machine that is no Mac; its protobuf messages alone, which take 20 ms.
 
 A leaf: the parts that need coremltools take it from here.
 """
@@ -13,7 +13,9 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
-_MESSAGES = "miltorch._messages"  # a package of this process alone: coremltools' folder `proto`
+_MESSAGES = (
+    "miltorch._messages"  # a package of this process alone: coremltools' folder `proto`
+)
 
 
 @contextmanager
@@ -34,8 +36,9 @@ def _only_errors(record: logging.LogRecord) -> bool:
 
 
 def coremltools():
-    """The package, imported. It looks for scikit-learn, whose import takes a second and whose
-    release here is too new for it (`coremltools._deps`): that import fails at once."""
+    """The package, imported. It looks for scikit-learn, whose import takes a second and
+    whose release here is too new for it (`coremltools._deps`): that import fails at
+    once."""
     hidden = {"coremltools", "sklearn"}.isdisjoint(sys.modules)
     if hidden:
         sys.modules["sklearn"] = None
@@ -49,8 +52,9 @@ def coremltools():
 
 
 def messages(name: str):
-    """The module `coremltools.proto.NAME`, without an import of coremltools itself: protobuf gives
-    the same classes for the same definitions whichever module asks for them."""
+    """The module `coremltools.proto.NAME`, without an import of coremltools itself:
+    protobuf gives the same classes for the same definitions whichever module asks for
+    them."""
     if _MESSAGES not in sys.modules:
         package = types.ModuleType(_MESSAGES)
         coremltools = Path(importlib.util.find_spec("coremltools").origin).parent

@@ -1,4 +1,5 @@
-"""coremltools' native layer on PyTorch: `MLModel(...).predict()` where there is no Core ML.
+"""coremltools' native layer on PyTorch: `MLModel(...).predict()` where there is no Core
+ML.
 
 ```
 from miltorch import shim
@@ -52,12 +53,13 @@ def install(
     mend_converter: bool = False,
     compute_plans: Callable[[miltorch.Program], dict[str, str]] | None = None,
 ) -> None:
-    """Replaces coremltools' native layer; a second call only changes the precision of models loaded
-    later.
+    """Replaces coremltools' native layer; a second call only changes the precision of
+    models loaded later.
 
-    `mend_converter` also mends coremltools 9.0's PyTorch frontend for NumPy 2.4, which refuses
-    `int()` of an array of one element (coremltools' issue 2632): without it many conversions stop
-    with "only 0-dimensional arrays can be converted to Python scalars".
+    `mend_converter` also mends coremltools 9.0's PyTorch frontend for NumPy 2.4, which
+    refuses `int()` of an array of one element (coremltools' issue 2632): without it
+    many conversions stop with "only 0-dimensional arrays can be converted to Python
+    scalars".
 
     Raises:
         InputError: on a Mac, where the native layer is better; an unknown precision.
@@ -80,7 +82,8 @@ def install(
 
 @contextmanager
 def mended_converter() -> Iterator[None]:
-    """Within, coremltools' PyTorch frontend casts constant arrays of one element; see `install`."""
+    """Within, coremltools' PyTorch frontend casts constant arrays of one element; see
+    `install`."""
     coremltools()
     from coremltools.converters.mil.frontend.torch import ops
 
@@ -89,7 +92,9 @@ def mended_converter() -> Iterator[None]:
     def cast(context, node, dtype, name):
         value = ops._get_inputs(context, node, expected=1)[0].val
         if isinstance(value, np.ndarray) and value.size == 1:
-            context.add(ops.mb.const(val=dtype(value.item()), name=node.name), node.name)
+            context.add(
+                ops.mb.const(val=dtype(value.item()), name=node.name), node.name
+            )
         else:
             original(context, node, dtype, name)
 
@@ -107,7 +112,8 @@ def native_layer() -> type | None:
 
 @contextmanager
 def replaced(proxy: "type[Proxy]") -> Iterator[None]:
-    """Within, `proxy` is coremltools' native layer; compute plans are there if it has them."""
+    """Within, `proxy` is coremltools' native layer; compute plans are there if it has
+    them."""
     with ExitStack() as patches:
         _replace(proxy, patches)
         yield
@@ -120,11 +126,17 @@ def _replace(proxy: "type[Proxy]", patches: ExitStack) -> None:
 
     native = types.ModuleType("coremltools.libcoremlpython")
     native._MLModelProxy = proxy
-    replacements = [(module, "_MLModelProxy", proxy) for module in (model, _compiled_model)]
-    replacements += [
-        (module, "_macos_version", lambda: MACOS) for module in (model, _compiled_model, utils)
+    replacements = [
+        (module, "_MLModelProxy", proxy) for module in (model, _compiled_model)
     ]
-    replacements += [(model, "_is_macos", lambda: True), (ct, "libcoremlpython", native)]
+    replacements += [
+        (module, "_macos_version", lambda: MACOS)
+        for module in (model, _compiled_model, utils)
+    ]
+    replacements += [
+        (model, "_is_macos", lambda: True),
+        (ct, "libcoremlpython", native),
+    ]
     if hasattr(proxy, "get_compute_plan"):
         replacements.append((compute_plan, "_MLModelProxy", proxy))
     for module, name, value in replacements:
@@ -160,8 +172,13 @@ class StateProxy:
 
     def write_state(self, name: str, value) -> None:
         if isinstance(value, (bool, int, float, str, bytes, dict, list, tuple)):
-            raise RuntimeError("Failed to write state, only multi-array value is supported")
-        cell, value = self._cell(name), torch.from_numpy(np.array(_taken(value), np.float32))
+            raise RuntimeError(
+                "Failed to write state, only multi-array value is supported"
+            )
+        cell, value = (
+            self._cell(name),
+            torch.from_numpy(np.array(_taken(value), np.float32)),
+        )
         if value.shape != cell.value.shape:
             raise RuntimeError(
                 f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}"
@@ -220,7 +237,9 @@ class Proxy:
             return str(self.path)
         if self.compiled is None:
             self.compiled = self.compileModel(str(self.path))
-            weakref.finalize(self, shutil.rmtree, Path(self.compiled).parent, ignore_errors=True)
+            weakref.finalize(
+                self, shutil.rmtree, Path(self.compiled).parent, ignore_errors=True
+            )
         return self.compiled
 
     def get_load_duration_in_nano_seconds(self) -> int:
@@ -239,7 +258,8 @@ class Proxy:
         start = time.perf_counter_ns()
         declared = self.executable.program.inputs
         inputs = {
-            f.name: _input(f, data.get(f.name), declared[f.name]) for f in self.description.input
+            f.name: _input(f, data.get(f.name), declared[f.name])
+            for f in self.description.input
         }
         try:
             outputs = self.executable.run(inputs, state.cells if state else {})
@@ -251,13 +271,17 @@ class Proxy:
         return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
 
 
-def _planning(devices_of: Callable[[miltorch.Program], dict[str, str]]) -> "type[Proxy]":
+def _planning(
+    devices_of: Callable[[miltorch.Program], dict[str, str]],
+) -> "type[Proxy]":
     """A layer whose compute plans are predicted by `devices_of`."""
 
     class Planning(Proxy):
         @staticmethod
         def get_compute_plan(path: str, compute_units: str) -> types.SimpleNamespace:
-            warnings.warn("this compute plan is predicted: nothing was measured", stacklevel=2)
+            warnings.warn(
+                "this compute plan is predicted: nothing was measured", stacklevel=2
+            )
             functions = read_spec(Path(path)).mlProgram.functions
             programs = {name: miltorch.read(path, name) for name in functions}
             devices = {name: devices_of(program) for name, program in programs.items()}
@@ -267,16 +291,23 @@ def _planning(devices_of: Callable[[miltorch.Program], dict[str, str]]) -> "type
 
 
 def compute_plan(
-    programs: dict[str, miltorch.Program], devices: dict[str, dict[str, str]], source: str
+    programs: dict[str, miltorch.Program],
+    devices: dict[str, dict[str, str]],
+    source: str,
 ) -> types.SimpleNamespace:
-    """A compute plan with coremltools' names for the functions of a package. Every operation
-    prefers its device, could run on the CPU, and costs the same; `source` says what the plan is.
+    """A compute plan with coremltools' names for the functions of a package. Every
+    operation prefers its device, could run on the CPU, and costs the same; `source`
+    says what the plan is.
 
     Args:
-        devices: by function and name of operation, `ane` or `cpu`; the CPU where one is missing.
+        devices: by function and name of operation, `ane` or `cpu`; the CPU where one is
+            missing.
     """
     kinds = coremltools().models.compute_device
-    classes = {"ane": kinds.MLNeuralEngineComputeDevice, "cpu": kinds.MLCPUComputeDevice}
+    classes = {
+        "ane": kinds.MLNeuralEngineComputeDevice,
+        "cpu": kinds.MLCPUComputeDevice,
+    }
     units = {name: object.__new__(kind) for name, kind in classes.items()}
     count = sum(op.kind != "const" for p in programs.values() for op in p.block.walk())
 
@@ -297,7 +328,8 @@ def compute_plan(
             return None
         supported = [units[name] for name in dict.fromkeys([op.device, "cpu"])]
         return types.SimpleNamespace(
-            preferred_compute_device=units[op.device], supported_compute_devices=supported
+            preferred_compute_device=units[op.device],
+            supported_compute_devices=supported,
         )
 
     functions = {
@@ -306,7 +338,9 @@ def compute_plan(
     }
     return types.SimpleNamespace(
         source=source,
-        model_structure=types.SimpleNamespace(program=types.SimpleNamespace(functions=functions)),
+        model_structure=types.SimpleNamespace(
+            program=types.SimpleNamespace(functions=functions)
+        ),
         get_compute_device_usage_for_mlprogram_operation=usage,
         get_estimated_cost_for_mlprogram_operation=lambda op: types.SimpleNamespace(
             weight=1 / count
@@ -315,7 +349,8 @@ def compute_plan(
 
 
 def _error(message: object) -> RuntimeError:
-    """An error of Core ML as the binding words it: the description of a dictionary, three lines."""
+    """An error of Core ML as the binding words it: the description of a dictionary,
+    three lines."""
     plain = str(message).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     text = "".join(c if c.isascii() else f"\\U{ord(c):04x}" for c in plain)
     return RuntimeError(f'{{\n    NSLocalizedDescription = "{text}";\n}}')
@@ -325,8 +360,8 @@ def _taken(value) -> np.ndarray:
     """An array that the binding takes.
 
     Raises:
-        RuntimeError: a read-only array, one without dimensions or of another dtype, anything that
-            is no array.
+        RuntimeError: a read-only array, one without dimensions or of another dtype,
+            anything that is no array.
     """
     if (
         isinstance(value, np.ndarray)
@@ -340,14 +375,19 @@ def _taken(value) -> np.ndarray:
 
 
 def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
-    """A user's value as the program's input, checked against the feature's description."""
-    if value is None or isinstance(value, (list, tuple)):  # the binding makes nil of a list
+    """A user's value as the program's input, checked against the feature's
+    description."""
+    if value is None or isinstance(
+        value, (list, tuple)
+    ):  # the binding makes nil of a list
         array = _default(feature)
     elif feature.type.WhichOneof("Type") == "imageType":
         return _from_image(feature, value)
     else:
         array = _taken(value)
-    array = array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32)
+    array = (
+        array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32)
+    )
     allowed = feature.type.multiArrayType
     ranges, shapes = (
         allowed.shapeRange.sizeRanges,
@@ -404,7 +444,9 @@ def _output(feature, value):
     dtype = {array.INT32: np.int32, array.INT8: np.int8, array.DOUBLE: np.float64}.get(
         array.dataType, np.float32
     )
-    return np.atleast_1d(value.numpy().astype(dtype, order="C"))  # Core ML knows no scalars
+    return np.atleast_1d(
+        value.numpy().astype(dtype, order="C")
+    )  # Core ML knows no scalars
 
 
 def _to_image(kind, value: torch.Tensor):
@@ -417,4 +459,6 @@ def _to_image(kind, value: torch.Tensor):
     if kind.colorSpace == kind.GRAYSCALE:
         return Image.fromarray(pixels[0])
     red, green, blue = pixels[::-1] if kind.colorSpace == kind.BGR else pixels
-    return Image.fromarray(np.stack([red, green, blue, np.full_like(red, 255)], -1), "RGBA")
+    return Image.fromarray(
+        np.stack([red, green, blue, np.full_like(red, 255)], -1), "RGBA"
+    )

@@ -4,7 +4,9 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch: idle threads spin, and tiny tensors gain nothing from a second
 
-os.environ.setdefault("WORKBENCH_RUNTIME", "portable")  # on a Mac, too: tests/mac names Core ML
+os.environ.setdefault(
+    "WORKBENCH_RUNTIME", "portable"
+)  # on a Mac, too: tests/mac names Core ML
 
 import sys
 from pathlib import Path
@@ -16,7 +18,13 @@ DATA = Path(__file__).parents[1] / "data"
 IDS = 20
 # Files that take longest. They go first, so that the workers of pytest-xdist end together.
 LONGEST = (
-    *("test_browser", "test_faults", "test_program", "test_widgets", "test_grid_options"),
+    *(
+        "test_browser",
+        "test_faults",
+        "test_program",
+        "test_widgets",
+        "test_grid_options",
+    ),
     *("test_first_light", "test_judge", "test_prove", "test_adopt", "test_report"),
     *("test_notebooks", "test_coreml", "test_standin", "test_sweep", "test_stamp"),
     *("test_export", "test_host", "test_adopted_commands"),
@@ -100,7 +108,10 @@ def swept(tmp_path_factory, grid):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "call", in_process.call)
         return folder, sweep.sweep(
-            sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False
+            sweep.make_grid(grid),
+            root=folder / "log",
+            bundles=folder / "bundles",
+            progress=False,
         )
 
 

@@ -23,7 +23,9 @@ def call(function: str, argument: dict, **options) -> process.Outcome:
     words."""
     module, name = function.split(":")
     try:
-        value = getattr(importlib.import_module(module), name)(json.loads(json.dumps(argument)))
+        value = getattr(importlib.import_module(module), name)(
+            json.loads(json.dumps(argument))
+        )
     except InputError as problem:
         return process.Outcome(failure=str(problem))
     return process.Outcome(json.loads(json.dumps(value)))

@@ -69,12 +69,17 @@ def run(names: list[str], path: Path, jobs: int) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     start, count = time.perf_counter(), 0
-    with path.open("a") as file, tqdm(total=len(names), desc="prove", unit="case") as bar:
+    with (
+        path.open("a") as file,
+        tqdm(total=len(names), desc="prove", unit="case") as bar,
+    ):
         for records in records_of(batches(names), jobs):
             for record in records:
                 file.write(json.dumps(record, default=str) + "\n")
                 if fails(record):
-                    bar.write(f"{record['case']}: {record['error'] or record['red'] or 'GREEN'}")
+                    bar.write(
+                        f"{record['case']}: {record['error'] or record['red'] or 'GREEN'}"
+                    )
             file.flush()
             sampled = count >= len(names) * SAMPLE
             count += len(records)
@@ -131,7 +136,9 @@ def clean_table(records: dict[str, dict]) -> str:
         if kind in CLEAN:
             counts[kind, preset][0] += 1
             counts[kind, preset][1] += fails(record)
-    presets = sorted({preset for _, preset in counts}, key=list(cases.clean.PRESETS).index)
+    presets = sorted(
+        {preset for _, preset in counts}, key=list(cases.clean.PRESETS).index
+    )
     names = {
         "clean": "random draws",
         "trained": "trained checkpoints",
@@ -165,7 +172,11 @@ def margin_table(records: dict[str, dict]) -> str:
     """For every gate with a figure, and for each of its limits: the worst clean value and the
     mildest RED one, as multiples of the limit; on how many of the bundles with a fault that were
     asked it is RED."""
-    clean, mild, asked = defaultdict(list), defaultdict(list), defaultdict(lambda: [0, 0])
+    clean, mild, asked = (
+        defaultdict(list),
+        defaultdict(list),
+        defaultdict(lambda: [0, 0]),
+    )
     for case, record in records.items():
         sound = case.split("/")[0] in CLEAN
         for gate in record["gates"]:
@@ -176,14 +187,29 @@ def margin_table(records: dict[str, dict]) -> str:
                 red = gate["verdict"] == "RED"
                 asked[key][0] += red
                 asked[key][1] += 1
-                if red and ratio > 1:  # else it is RED for what it names, not for its figure
+                if (
+                    red and ratio > 1
+                ):  # else it is RED for what it names, not for its figure
                     mild[key].append((ratio, case))
     rows = []
-    for name, limit in sorted(clean.keys() | asked.keys(), key=lambda key: (order(key[0]), key)):
-        figures = max(clean[name, limit], default=None), min(mild[name, limit], default=None)
+    for name, limit in sorted(
+        clean.keys() | asked.keys(), key=lambda key: (order(key[0]), key)
+    ):
+        figures = (
+            max(clean[name, limit], default=None),
+            min(mild[name, limit], default=None),
+        )
         red, total = asked[name, limit]
-        rows.append([f"`{name}`", f"{limit:.4g}", *map(place, figures), f"{red} of {total}"])
-    heads = ["gate", "limit", "worst clean ÷ limit", "mildest RED ÷ limit", "faults RED, of asked"]
+        rows.append(
+            [f"`{name}`", f"{limit:.4g}", *map(place, figures), f"{red} of {total}"]
+        )
+    heads = [
+        "gate",
+        "limit",
+        "worst clean ÷ limit",
+        "mildest RED ÷ limit",
+        "faults RED, of asked",
+    ]
     return markdown(heads, rows)
 
 
@@ -204,7 +230,9 @@ def ratio_to_limit(gate: dict) -> float | None:
     numbers = all(isinstance(x, int | float) for x in (value, limit))
     if not numbers or not limit or not math.isfinite(value):
         return None
-    yes_or_no = limit == 1 and value in (0, 1) and (value == 1) == (gate["verdict"] == "GREEN")
+    yes_or_no = (
+        limit == 1 and value in (0, 1) and (value == 1) == (gate["verdict"] == "GREEN")
+    )
     return None if yes_or_no else value / limit
 
 
@@ -226,9 +254,20 @@ def fault_table(records: dict[str, dict]) -> str:
         ]
         caught = sum(bool(record["red"]) for record in of_fault)
         place = "files" if kind == "disk" else "memory"
-        cells = [name.replace("_", " "), place, f"{caught} of {len(of_fault)}", f"`{made_for_it}`"]
+        cells = [
+            name.replace("_", " "),
+            place,
+            f"{caught} of {len(of_fault)}",
+            f"`{made_for_it}`",
+        ]
         rows.append([*cells, ", ".join(shares) or "–"])
-    heads = ["fault", "planted in", "presets RED", "made for it", "RED, in the order asked"]
+    heads = [
+        "fault",
+        "planted in",
+        "presets RED",
+        "made for it",
+        "RED, in the order asked",
+    ]
     return markdown(heads, rows)
 
 
@@ -254,17 +293,25 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--store", type=Path, default=cases.STORE / "cases.jsonl")
     arguments = parser.parse_args()
-    chosen = [c for c in cases.all_cases() if all(word in c for word in arguments.words)]
+    chosen = [
+        c for c in cases.all_cases() if all(word in c for word in arguments.words)
+    ]
     done = current(stored(arguments.store))
     if not arguments.list:
         try:
-            run([case for case in chosen if case not in done], arguments.store, arguments.jobs)
+            run(
+                [case for case in chosen if case not in done],
+                arguments.store,
+                arguments.jobs,
+            )
         finally:
             done = current(stored(arguments.store))
             write_tables(DOCUMENT, tables(done))
     failing = [done[case] for case in chosen if case in done and fails(done[case])]
     for record in failing:
-        print(f"{record['case']}: {record['error'] or record['red'] or 'every bug gate is GREEN'}")
+        print(
+            f"{record['case']}: {record['error'] or record['red'] or 'every bug gate is GREEN'}"
+        )
     ran = sum(case in done for case in chosen)
     print(f"{ran} of {len(chosen)} cases, {len(failing)} not as they should be")
     return int(bool(failing) or ran < len(chosen))

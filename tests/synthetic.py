@@ -49,7 +49,10 @@ def add(
     for i, c in enumerate(sweep.cells(made)):
         run_id = f"{START + timedelta(hours=number, seconds=i):%Y%m%dT%H%M%S%fZ}-{number:08x}"
         how, ms = c.run, call_ms(c.options, c.run)
-        portable, on_core_ml = runtime == "portable", runtime not in ("portable", "coreai")
+        portable, on_core_ml = (
+            runtime == "portable",
+            runtime not in ("portable", "coreai"),
+        )
         row = (
             runs.exported(c.options)
             | machine
@@ -61,7 +64,9 @@ def add(
                 "checkpoint": Path(made.checkpoint).name,
                 "checkpoint_hash": checkpoint_hash,
                 "family": "llama",
-                "bundle": cell._bundle_name(Path(made.checkpoint).name, checkpoint_hash, c.options),
+                "bundle": cell._bundle_name(
+                    Path(made.checkpoint).name, checkpoint_hash, c.options
+                ),
                 "runtime": runtime,
                 "precision": how["precision"] if portable else None,
                 "fast": how["fast"] and ALONE[how["precision"]] if portable else None,
@@ -82,10 +87,26 @@ def add(
             }
             | columns
         )
-        known = {name: value for name, value in row.items() if name in log.SCHEMAS["runs"].names}
-        common = {"T": how["T"], "depth": how["depth"], "n_gen": how["n_gen"], "warmup": False}
+        known = {
+            name: value
+            for name, value in row.items()
+            if name in log.SCHEMAS["runs"].names
+        }
+        common = {
+            "T": how["T"],
+            "depth": how["depth"],
+            "n_gen": how["n_gen"],
+            "warmup": False,
+        }
         samples = [
-            common | {"repetition": r, "order": r, "phase": phase, "value": value, "unit": unit}
+            common
+            | {
+                "repetition": r,
+                "order": r,
+                "phase": phase,
+                "value": value,
+                "unit": unit,
+            }
             for r in range(3)
             for phase, value, unit in (
                 ("call", ms, "ms"),

@@ -19,14 +19,22 @@ def test_conda_mirrors_pyproject():
     *pins, whole = pip["pip"]
     assert whole == "-e .[test]"
     assert set(pins) <= set(project["dependencies"])
-    assert {"jupyterlab", "coremltools", "torch", "matplotlib", "pandas", "ipywidgets"} <= {
-        pin.split("==")[0] for pin in pins
-    }
+    assert {
+        "jupyterlab",
+        "coremltools",
+        "torch",
+        "matplotlib",
+        "pandas",
+        "ipywidgets",
+    } <= {pin.split("==")[0] for pin in pins}
 
 
 def test_every_dependency_is_pinned_exactly():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for requirement in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
+    for requirement in [
+        *project["dependencies"],
+        *project["optional-dependencies"]["test"],
+    ]:
         assert "==" in requirement, requirement
 
 

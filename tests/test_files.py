@@ -35,7 +35,11 @@ def test_a_full_disk_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatch,
 def test_a_lock_has_one_holder_and_ends_with_it(tmp_path, folder):
     path = tmp_path if folder else tmp_path / "below" / "lock"
     refusal = InputError("folder", "another process", "one", "wait")
-    with locked(path), pytest.raises(InputError, match="another process"), locked(path, refusal):
+    with (
+        locked(path),
+        pytest.raises(InputError, match="another process"),
+        locked(path, refusal),
+    ):
         pass
     with locked(path, refusal):
         pass

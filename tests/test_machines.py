@@ -23,7 +23,11 @@ GRID = {
     "checkpoint": str(CHECKPOINT),
     "experiment": "34",
     "validate_ids": [1, 4, 69],
-    "export": {"max_seq_len": [16, 32], "t_max": [2], "compress": ["int8-tensor", "fp16"]},
+    "export": {
+        "max_seq_len": [16, 32],
+        "t_max": [2],
+        "compress": ["int8-tensor", "fp16"],
+    },
     "run": {"T": [1, 2], "n_gen": 4, "repetitions": 3},
 }
 NAMES = [SLOW_NAME, FAST_NAME]
@@ -36,7 +40,9 @@ def slow_ms(options, run):
 
 def fast_ms(options, run):
     """fp16 wins on the fast machine, which is three times as fast."""
-    return ((9.0 if options.compress == "fp16" else 12.0) + options.max_seq_len / 16) / 3
+    return (
+        (9.0 if options.compress == "fp16" else 12.0) + options.max_seq_len / 16
+    ) / 3
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,14 @@ def root(tmp_path_factory) -> Path:
     for number, (machine, ms) in enumerate(((SLOW, slow_ms), (FAST, fast_ms))):
         mine = {"checkpoint_hash": HASH}
         other = lambda options, run: 1e-3  # noqa: E731  (anything that mixes these in has a winner of its own)
-        add(folder, GRID, machine | {"os_build": "23A344"}, other, number=10 * number, **mine)
+        add(
+            folder,
+            GRID,
+            machine | {"os_build": "23A344"},
+            other,
+            number=10 * number,
+            **mine,
+        )
         add(
             folder,
             GRID | {"validate_ids": []},
@@ -96,7 +109,11 @@ def expected(ms) -> pd.Series:
 
 @pytest.mark.parametrize(
     ("machine", "name", "ms"),
-    [(SLOW_NAME, SLOW_NAME, slow_ms), (FAST_NAME, FAST_NAME, fast_ms), (None, FAST_NAME, fast_ms)],
+    [
+        (SLOW_NAME, SLOW_NAME, slow_ms),
+        (FAST_NAME, FAST_NAME, fast_ms),
+        (None, FAST_NAME, fast_ms),
+    ],
 )
 def test_configurations_are_one_machine_s_with_its_own_winner(root, machine, name, ms):
     found = sweep.configurations(grid(), root, machine)
@@ -109,37 +126,49 @@ def test_configurations_are_one_machine_s_with_its_own_winner(root, machine, nam
     assert found["name"][0] == expected(ms).idxmax()
     words = conclusions.choice_conclusion(found)
     assert (
-        name in words and f"{expected(ms).max():.0f} tok/s" in words and found["name"][0] in words
+        name in words
+        and f"{expected(ms).max():.0f} tok/s" in words
+        and found["name"][0] in words
     )
 
 
-@pytest.mark.parametrize(("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)])
+@pytest.mark.parametrize(
+    ("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)]
+)
 def test_stored_timings_are_one_machine_s_and_one_setting_s(root, machine, ms):
     found = sweep.stored_tables(grid(), root, machine)
     for table in ("samples", "layers"):
         frame = found[table]
-        assert set(frame["machine"]) == {machine} and set(frame["checkpoint_hash"]) == {HASH}
+        assert set(frame["machine"]) == {machine} and set(frame["checkpoint_hash"]) == {
+            HASH
+        }
         for column in ("precision", "fast", "threads", "depth", "os_build", "n_gen"):
             assert frame[column].nunique(dropna=False) == 1, column
         assert frame["run_id"].nunique() == 8
     words = conclusions.speed_conclusion(
-        found["samples"].query("phase == 'tokens_per_s' and compress == 'fp16'"), found["layers"]
+        found["samples"].query("phase == 'tokens_per_s' and compress == 'fp16'"),
+        found["layers"],
     )
     assert machine in words
 
 
 def test_fidelity_is_not_split_by_machine(root):
-    here, there = (sweep.stored_tables(grid(), root, machine)["fidelity"] for machine in NAMES)
+    here, there = (
+        sweep.stored_tables(grid(), root, machine)["fidelity"] for machine in NAMES
+    )
     pd.testing.assert_frame_equal(here, there)
     assert here["run_id"].nunique() == 4 and set(here["checkpoint_hash"]) == {HASH}
 
 
-@pytest.mark.parametrize(("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)])
+@pytest.mark.parametrize(
+    ("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)]
+)
 def test_every_figure_names_its_machine(root, machine, ms):
     found = sweep.stored_tables(grid(), root, machine)
     one = {name: frame[frame["compress"] == "fp16"] for name, frame in found.items()}
     rates, calls = (
-        one["samples"][one["samples"]["phase"] == phase] for phase in ("tokens_per_s", "call")
+        one["samples"][one["samples"]["phase"] == phase]
+        for phase in ("tokens_per_s", "call")
     )
     for draw, data in (
         (plots.speed, rates),
@@ -163,7 +192,9 @@ def test_figures_and_conclusions_refuse_two_machines(root):
         for t in ("samples", "layers")
     }
     rates = both["samples"][both["samples"]["phase"] == "tokens_per_s"]
-    ranked = pd.concat([sweep.configurations(grid(), root, m) for m in NAMES], ignore_index=True)
+    ranked = pd.concat(
+        [sweep.configurations(grid(), root, m) for m in NAMES], ignore_index=True
+    )
     for refused in (
         lambda: plots.speed(rates),
         lambda: plots.layer_ms(both["layers"]),
@@ -178,7 +209,9 @@ def test_figures_and_conclusions_refuse_two_machines(root):
 def test_the_default_is_this_machine_where_the_log_has_it(root, monkeypatch):
     monkeypatch.setattr(log, "environment", lambda: dict(SLOW))
     assert set(sweep.configurations(grid(), root)["machine"]) == {SLOW_NAME}
-    monkeypatch.setattr(log, "environment", lambda: SLOW | {"memory_bytes": (8 << 30) + 4096})
+    monkeypatch.setattr(
+        log, "environment", lambda: SLOW | {"memory_bytes": (8 << 30) + 4096}
+    )
     assert set(sweep.configurations(grid(), root)["machine"]) == {SLOW_NAME}, (
         "memory is rounded to GiB"
     )
@@ -194,7 +227,9 @@ def test_a_machine_that_the_log_lacks_is_refused(root):
 
 
 def test_the_newest_setting_is_shown_where_the_software_differs(root):
-    assert set(sweep.stored_tables(grid(), root, SLOW_NAME)["samples"]["os_build"]) == {"24B83"}
+    assert set(sweep.stored_tables(grid(), root, SLOW_NAME)["samples"]["os_build"]) == {
+        "24B83"
+    }
 
 
 @pytest.mark.parametrize(
@@ -209,7 +244,9 @@ def test_the_newest_setting_is_shown_where_the_software_differs(root):
         {"versions": SLOW["versions"] | {"torch": "2.14.0"}},
     ],
 )
-def test_a_cell_is_done_only_on_its_machine_with_its_software(root, monkeypatch, change):
+def test_a_cell_is_done_only_on_its_machine_with_its_software(
+    root, monkeypatch, change
+):
     keys = {cell.key(HASH) for cell in sweep.cells(grid())}
     monkeypatch.setattr(log, "environment", lambda: dict(SLOW))
     assert keys <= sweep.done_cells(root)
@@ -217,7 +254,9 @@ def test_a_cell_is_done_only_on_its_machine_with_its_software(root, monkeypatch,
     assert not keys & sweep.done_cells(root)
 
 
-def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(tmp_path, monkeypatch):
+def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(
+    tmp_path, monkeypatch
+):
     small = GRID | {
         "validate_ids": [],
         "export": {"max_seq_len": [16], "t_max": [2]},
@@ -242,13 +281,17 @@ def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(tmp_path,
     for machine, count in ((SLOW, 0), (SLOW | {"memory_bytes": 16 << 30}, 1)):
         monkeypatch.setattr(log, "environment", lambda machine=machine: dict(machine))
         assert (
-            sweep.sweep(sweep.make_grid(small), root=tmp_path / "log", progress=False)["resumed"]
+            sweep.sweep(sweep.make_grid(small), root=tmp_path / "log", progress=False)[
+                "resumed"
+            ]
             == 1 - count
         )
         assert len(measured) == count
 
 
-@pytest.mark.parametrize(("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)])
+@pytest.mark.parametrize(
+    ("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)]
+)
 def test_the_explorer_shows_one_machine_and_offers_the_others(root, machine, ms):
     made = Explorer(GRID, root=root)
     made.check()
@@ -296,7 +339,9 @@ def test_compare_offers_runs_of_one_machine_by_what_differs(root):
         labels = [label for label, _ in made.controls["A"].options]
         assert len(labels) == len(set(labels)) == 64
         listed = log.load(
-            "runs", root, {"run_id": [run_id for _, run_id in made.controls["A"].options]}
+            "runs",
+            root,
+            {"run_id": [run_id for _, run_id in made.controls["A"].options]},
         )
         assert set(with_machines(listed)["machine"]) == {machine}
         for said in (
@@ -318,15 +363,21 @@ def test_compare_offers_runs_of_one_machine_by_what_differs(root):
 
 
 def test_two_machines_are_not_compared(root):
-    found = with_machines(log.load("runs", root).query("os_build == '24B83'").sort_values("run_id"))
-    slow, fast = (found.loc[found["machine"] == name, "run_id"].iloc[-1] for name in NAMES)
+    found = with_machines(
+        log.load("runs", root).query("os_build == '24B83'").sort_values("run_id")
+    )
+    slow, fast = (
+        found.loc[found["machine"] == name, "run_id"].iloc[-1] for name in NAMES
+    )
     compared = log.compare(slow, fast, root)
     assert (
         set(compared.measures["note"]) == {"two machines"}
         and compared.measures["ratio"].isna().all()
     )
     assert "machine" in set(compared.settings["setting"])
-    same = log.compare(slow, found.loc[found["machine"] == SLOW_NAME, "run_id"].iloc[-2], root)
+    same = log.compare(
+        slow, found.loc[found["machine"] == SLOW_NAME, "run_id"].iloc[-2], root
+    )
     assert "two machines" not in set(same.measures["note"])
 
 
@@ -352,7 +403,9 @@ def test_runs_of_two_machines_do_not_repeat_each_other(tmp_path):
         found[(found["machine"] == SLOW_NAME) & (found["T"] == 1)]["run_id"].iloc[0],
         found[(found["machine"] == SLOW_NAME) & (found["T"] == 2)]["run_id"].iloc[0],
     )
-    assert (log.compare(a, b, tmp_path).measures[["n_a", "n_b"]].dropna() <= 3).all(axis=None)
+    assert (log.compare(a, b, tmp_path).measures[["n_a", "n_b"]].dropna() <= 3).all(
+        axis=None
+    )
 
 
 def test_the_report_s_speeds_stand_under_their_machine(root):
@@ -371,7 +424,8 @@ def test_a_grid_of_a_user_has_an_experiment_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "run", [{"chip": None, "model": None, "memory_bytes": None, "cores": None}, {"chip": "x"}]
+    "run",
+    [{"chip": None, "model": None, "memory_bytes": None, "cores": None}, {"chip": "x"}],
 )
 def test_a_machine_of_which_little_is_known_has_a_name(run):
     assert machine_name(run) and "None" not in machine_name(run)
@@ -384,7 +438,9 @@ def test_tables_of_one_machine_can_be_asked_for_by_name(root):
 def test_a_log_that_holds_nothing_of_a_grid_gives_empty_tables(tmp_path):
     found = sweep.stored_tables(grid(), tmp_path)
     assert all(
-        frame.empty and "machine" in frame for name, frame in found.items() if name != "fidelity"
+        frame.empty and "machine" in frame
+        for name, frame in found.items()
+        if name != "fidelity"
     )
     assert (
         sweep.configurations(grid(), tmp_path).empty
@@ -399,7 +455,14 @@ def test_a_checkpoint_that_is_not_at_hand_is_the_newest_of_its_name(tmp_path):
         "run": GRID["run"] | {"T": [1]},
     }
     for number, contents in enumerate(("1" * 64, "2" * 64)):
-        add(tmp_path / "log", elsewhere, SLOW, slow_ms, number=number, checkpoint_hash=contents)
+        add(
+            tmp_path / "log",
+            elsewhere,
+            SLOW,
+            slow_ms,
+            number=number,
+            checkpoint_hash=contents,
+        )
     found = sweep.stored_tables(sweep.make_grid(elsewhere), tmp_path / "log")
     assert all(set(frame["checkpoint_hash"]) == {"2" * 64} for frame in found.values())
 
@@ -423,7 +486,11 @@ def test_bars_and_ratios_name_their_machine(draw):
     }
     data = pd.DataFrame([row, row]).assign(machine=SLOW_NAME)
     figure = draw(data)
-    title = figure.get_suptitle() if draw is plots.against_peer else figure.get_title("left")
+    title = (
+        figure.get_suptitle()
+        if draw is plots.against_peer
+        else figure.get_title("left")
+    )
     assert SLOW_NAME in title
     with pytest.raises(ValueError, match="machine"):
         draw(data.assign(machine=NAMES))

@@ -16,8 +16,13 @@ from workbench import runtime
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-ROWS = ("test_light_tables.py", "test_report.py")  # they name the stand-in in rows alone
-conftest = runpy.run_path(str(TESTS / "conftest.py"))  # folders have others of this name
+ROWS = (
+    "test_light_tables.py",
+    "test_report.py",
+)  # they name the stand-in in rows alone
+conftest = runpy.run_path(
+    str(TESTS / "conftest.py")
+)  # folders have others of this name
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,9 @@ def test_tests_are_skipped_with_that_reason(platform, monkeypatch):
             iter_markers=lambda: marks,
             fixturenames=fixtures,
             path=Path(__file__),
-            add_marker=lambda mark: added.setdefault(name or fixtures, mark.kwargs["reason"]),
+            add_marker=lambda mark: added.setdefault(
+                name or fixtures, mark.kwargs["reason"]
+            ),
         )
 
     monkeypatch.setattr(sys, "platform", platform)
@@ -81,9 +88,12 @@ def test_every_file_that_uses_the_shim_is_marked():
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
 @pytest.mark.parametrize(
-    ("version", "accepted"), [((3, 10), False), ((3, 11), True), ((3, 13), True), ((3, 14), False)]
+    ("version", "accepted"),
+    [((3, 10), False), ((3, 11), True), ((3, 13), True), ((3, 14), False)],
 )
-def test_make_takes_the_pythons_that_have_wheels_and_says_what_to_type(version, accepted, tmp_path):
+def test_make_takes_the_pythons_that_have_wheels_and_says_what_to_type(
+    version, accepted, tmp_path
+):
     """A Python that only answers which version it is."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "pyproject.toml").touch()
@@ -94,7 +104,9 @@ def test_make_takes_the_pythons_that_have_wheels_and_says_what_to_type(version, 
     )
     python.chmod(0o755)
     result = subprocess.run(
-        ["make", "-C", tmp_path, "test", f"PYTHON={python}"], capture_output=True, text=True
+        ["make", "-C", tmp_path, "test", f"PYTHON={python}"],
+        capture_output=True,
+        text=True,
     )
     said = result.stdout + result.stderr
     assert result.returncode and ("make PYTHON=python3.12" in said) == (not accepted)

@@ -24,7 +24,9 @@ def commands(pages=PAGES) -> list[str]:
     """Lines of fenced blocks that start with a program, comments cut off, `&&` split."""
     found = []
     for page in pages:
-        for fence in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for fence in re.findall(
+            r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+        ):
             for line in fence.splitlines():
                 found += [
                     part.strip()
@@ -59,7 +61,9 @@ def test_the_tour_runs_as_written(tmp_path, monkeypatch):
     assert len(tour) >= 6
     for line in tour:
         # llama-apple needs an extra; tests/coreai runs these commands
-        if not any(word in line for word in ("/models/", "golden", "FOLDER", "llama-apple")):
+        if not any(
+            word in line for word in ("/models/", "golden", "FOLDER", "llama-apple")
+        ):
             arguments = shlex.split(line)[1:]
             if arguments[0] == "export" and Path(arguments[2]).exists():
                 continue
@@ -71,7 +75,9 @@ def test_the_tour_runs_as_written(tmp_path, monkeypatch):
 def test_the_tutorial_finds_its_fault_as_written(tmp_path, monkeypatch):
     (tmp_path / "data").symlink_to(ROOT / "data")
     monkeypatch.chdir(tmp_path)
-    export, *decodes = [c for c in commands([TUTORIAL]) if re.match("workbench (export|decode)", c)]
+    export, *decodes = [
+        c for c in commands([TUTORIAL]) if re.match("workbench (export|decode)", c)
+    ]
     (snippet,) = re.findall(
         r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL
     )
@@ -80,7 +86,9 @@ def test_the_tutorial_finds_its_fault_as_written(tmp_path, monkeypatch):
     assert len(decodes) == 2
     for line in decodes:
         assert "amber" in CliRunner().invoke(app, shlex.split(line)[1:]).output
-    sound, planted = [c for c in commands([TUTORIAL]) if c.startswith("workbench validate")]
+    sound, planted = [
+        c for c in commands([TUTORIAL]) if c.startswith("workbench validate")
+    ]
     assert planted == sound.replace("build/sound", "build/sound-planted")
     result = CliRunner().invoke(app, shlex.split(planted)[1:])
     assert result.exit_code == 1
@@ -109,7 +117,8 @@ def test_links_lead_somewhere(page):
 def test_files_named_in_the_documents_exist():
     for page in PAGES:
         for name in re.findall(
-            r"`((?:workbench|tests|notebooks|data|experiments|docs)/[\w./-]+)`", page.read_text()
+            r"`((?:workbench|tests|notebooks|data|experiments|docs)/[\w./-]+)`",
+            page.read_text(),
         ):
             assert (ROOT / name).exists() or name.startswith(
                 ("data/bundles", "data/golden", "data/evaluations")
@@ -123,11 +132,15 @@ def test_readme_names_every_notebook():
 
 def names_of_gates() -> set[str]:
     """Every literal name that a function with a parameter `name` makes a `Gate` of."""
-    modules = [ast.parse(path.read_text()) for path in (ROOT / "workbench").rglob("*.py")]
+    modules = [
+        ast.parse(path.read_text()) for path in (ROOT / "workbench").rglob("*.py")
+    ]
     nodes = [node for module in modules for node in ast.walk(module)]
     places = {"Gate": 0}
     for node in nodes:
-        if isinstance(node, ast.FunctionDef) and "Gate" in ast.unparse(node.returns or node.args):
+        if isinstance(node, ast.FunctionDef) and "Gate" in ast.unparse(
+            node.returns or node.args
+        ):
             parameters = [parameter.arg for parameter in node.args.args]
             if "name" in parameters:
                 places[node.name] = parameters.index("name")
@@ -142,7 +155,9 @@ def names_of_gates() -> set[str]:
 
 def test_the_glossary_has_every_gate_and_every_kind_of_state():
     page = (ROOT / "docs" / "glossary.md").read_text()
-    entries = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|(.*?)\|", page, re.MULTILINE))))
+    entries = set(
+        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|(.*?)\|", page, re.MULTILINE)))
+    )
     gates = names_of_gates()
     assert {"interface", "nan_in_state_is_noticed", "undo", "keys_and_values"} <= gates
     assert not gates - entries

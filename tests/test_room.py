@@ -27,12 +27,16 @@ def free(monkeypatch):
     return set_free
 
 
-def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_next_one_above(tmp_path, free):
+def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_next_one_above(
+    tmp_path, free
+):
     seen = []
     free(lambda path: seen.append(path) or 99)
     check_room(tmp_path / "a" / "b", 99, "it")
     assert seen == [str(tmp_path)]
-    with pytest.raises(InputError, match="it: found 99 bytes free.*needs 1,000 bytes.*clean"):
+    with pytest.raises(
+        InputError, match="it: found 99 bytes free.*needs 1,000 bytes.*clean"
+    ):
         check_room(tmp_path / "a" / "b", 1000, "it")
 
 
@@ -41,33 +45,58 @@ def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
     tiny_llama, tmp_path, free, monkeypatch, chosen
 ):
     whole = export(
-        tiny_llama.path, tmp_path / "whole", progress=False, max_seq_len=16, t="fixed", t_max=2
+        tiny_llama.path,
+        tmp_path / "whole",
+        progress=False,
+        max_seq_len=16,
+        t="fixed",
+        t_max=2,
     )
     weights = sum(f.bytes for f in whole.files if f.path.endswith(".bin"))
     # twice the embedding, once as the head; one more copy of a shard, and one for each function
     assert weights + whole.manifest.embedding.file.bytes > 2**18
     free(weights)
     with monkeypatch.context() as patched:
-        patched.setattr("workbench.export.convert.convert", None)  # would raise another error
-        with pytest.raises(InputError, match=rf"bundle .*found {weights:,} bytes free.*clean") as e:
-            export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16, **chosen)
+        patched.setattr(
+            "workbench.export.convert.convert", None
+        )  # would raise another error
+        with pytest.raises(
+            InputError, match=rf"bundle .*found {weights:,} bytes free.*clean"
+        ) as e:
+            export(
+                tiny_llama.path,
+                tmp_path / "b",
+                progress=False,
+                max_seq_len=16,
+                **chosen,
+            )
     needed = int(e.value.needed.split()[0].replace(",", ""))
     assert weights < needed < 3 * (weights + whole.manifest.embedding.file.bytes)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == ["whole"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        "whole"
+    ]
     free(needed)
-    assert export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16, **chosen)
+    assert export(
+        tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16, **chosen
+    )
 
 
-def test_the_disk_of_temporary_files_counts_too(tiny_llama, tmp_path, free, monkeypatch):
+def test_the_disk_of_temporary_files_counts_too(
+    tiny_llama, tmp_path, free, monkeypatch
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "target").mkdir()
     free(lambda path: 10**12 if "target" in path else 1000)
     with pytest.raises(InputError, match="temporary files: found 1,000 bytes"):
-        export(tiny_llama.path, tmp_path / "target" / "b", progress=False, max_seq_len=16)
+        export(
+            tiny_llama.path, tmp_path / "target" / "b", progress=False, max_seq_len=16
+        )
     assert not list((tmp_path / "target").iterdir())
 
 
-def test_a_resumed_export_needs_room_for_what_is_missing(tiny_llama, tmp_path, free, monkeypatch):
+def test_a_resumed_export_needs_room_for_what_is_missing(
+    tiny_llama, tmp_path, free, monkeypatch
+):
     from workbench.export.make import Maker
 
     def stop(self, *_):
@@ -87,7 +116,9 @@ def test_a_resumed_export_needs_room_for_what_is_missing(tiny_llama, tmp_path, f
 
 
 @pytest.mark.shim
-def test_a_shard_is_not_compiled_where_its_copies_have_no_room(llama_bundle, free, tmp_path):
+def test_a_shard_is_not_compiled_where_its_copies_have_no_room(
+    llama_bundle, free, tmp_path
+):
     from workbench import Bundle
 
     shutil.copytree(llama_bundle.root, tmp_path / "b")

@@ -31,7 +31,16 @@ MAY_IMPORT = {
     "ane": {"runtime", "miltorch", "models", "bundle"},
     "check": {"ane", "decode", "runtime", "miltorch", "models", "bundle"},
     "explain": {"check", "ane", "decode", "runtime", "miltorch", "models", "bundle"},
-    "adopt": {"explain", "check", "ane", "decode", "runtime", "miltorch", "models", "bundle"},
+    "adopt": {
+        "explain",
+        "check",
+        "ane",
+        "decode",
+        "runtime",
+        "miltorch",
+        "models",
+        "bundle",
+    },
     "log": set(),
     "plots": set(),
     "sweep": {
@@ -140,11 +149,16 @@ def imported(module: str) -> set[str]:
         if isinstance(node, ast.Import):
             targets |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+            package = (
+                module.split(".")
+                if path.name == "__init__.py"
+                else module.split(".")[:-1]
+            )
             parents = package[: len(package) + 1 - node.level] if node.level else []
             base = ".".join([*parents, *filter(None, [node.module])])
             targets |= {
-                f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names
+                f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base
+                for a in node.names
             }
     return {target for target in targets if target in MODULES and target != module}
 
@@ -156,7 +170,9 @@ def room(module: str) -> str:
 
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if m != "workbench"))
 def test_imports_go_one_way(module):
-    allowed = set() if room(module) == "miltorch" else MAY_IMPORT.get(room(module), set())
+    allowed = (
+        set() if room(module) == "miltorch" else MAY_IMPORT.get(room(module), set())
+    )
     rooms = {room(target) for target in imported(module) - LEAVES - {"workbench"}}
     assert allowed is None or rooms - {room(module)} <= allowed or module in LEAVES
 
@@ -169,7 +185,9 @@ def test_every_room_has_a_rule():
 def test_no_two_files_import_each_other_in_a_circle():
     remaining = {module: imported(module) for module in MODULES}
     while leaves := [
-        module for module, targets in remaining.items() if not targets & remaining.keys()
+        module
+        for module, targets in remaining.items()
+        if not targets & remaining.keys()
     ]:
         for module in leaves:
             del remaining[module]
@@ -186,8 +204,19 @@ def test_only_leaves_stand_at_the_root():
 
 
 def test_public_names():
-    names = {"Bundle", "Decoder", "InputError", "export", "log", "plots", "sweep", "validate"}
-    assert names <= set(workbench.__all__) and workbench.__all__ == sorted(workbench.__all__)
+    names = {
+        "Bundle",
+        "Decoder",
+        "InputError",
+        "export",
+        "log",
+        "plots",
+        "sweep",
+        "validate",
+    }
+    assert names <= set(workbench.__all__) and workbench.__all__ == sorted(
+        workbench.__all__
+    )
     assert all(getattr(workbench, name) for name in workbench.__all__)
 
 

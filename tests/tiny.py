@@ -151,7 +151,12 @@ DIMS = {
         num_key_value_heads=2,
         head_dim=32,
         num_hidden_layers=2,
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+        rope_parameters={
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "factor": 1.0,
+            "alpha": 50.0,
+        },
         vocab_size=149,
     ),
     "phi3": dict(
@@ -291,7 +296,11 @@ def golden(model, ids: list[int]) -> Golden:
     hooks = [layer.register_forward_hook(record) for layer in model.model.layers]
     cache, rows = recording_cache(model.config)
     with torch.inference_mode():
-        logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0].numpy()
+        logits = (
+            model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+            .logits[0]
+            .numpy()
+        )
     for hook in hooks:
         hook.remove()
     sides = [side_states(cache, i) for i in range(len(inputs))]
@@ -338,7 +347,10 @@ def tiles(total: int, sizes: list[int]):
 def chained(decoder: Decoder, ids: list[int], sizes: list[int]) -> np.ndarray:
     """Logits [T, V] of a whole prompt decoded in chunks of `sizes`, batch 1."""
     decoder.begin()
-    hidden = [decoder.advance([ids[a:b]], b - a)[:, :, : b - a] for a, b in tiles(len(ids), sizes)]
+    hidden = [
+        decoder.advance([ids[a:b]], b - a)[:, :, : b - a]
+        for a, b in tiles(len(ids), sizes)
+    ]
     return decoder.logits(np.concatenate(hidden, axis=2))[0]
 
 
@@ -372,7 +384,9 @@ def isolated(
 
 def columns(decoder: Decoder, rows: np.ndarray, T: int) -> np.ndarray:
     """[n, C] → the bundle's plane of T columns, garbage beyond n."""
-    garbage = 30 * np.random.default_rng(T).standard_normal((T - len(rows), rows.shape[1]))
+    garbage = 30 * np.random.default_rng(T).standard_normal(
+        (T - len(rows), rows.shape[1])
+    )
     return decoder.plane(np.concatenate([rows, garbage]).astype(np.float32).T[None])
 
 
@@ -403,7 +417,11 @@ def state_errors(
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
     """The smallest cosine between rows of a and b."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    return float(((a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)).min())
+    return float(
+        (
+            (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+        ).min()
+    )
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
@@ -446,12 +464,16 @@ class Exports:
         options = {"max_seq_len": 32} | options
         folder = self.root / named("bundle", str(checkpoint), sorted(options.items()))
         if folder not in self.bundles:
-            made = once(folder, lambda path: export(checkpoint, path, progress=False, **options))
+            made = once(
+                folder, lambda path: export(checkpoint, path, progress=False, **options)
+            )
             self.bundles[folder] = Bundle.open(made)
         return self.bundles[folder]
 
     def decoder(self, checkpoint: Path, precision: str = "exact", **options) -> Decoder:
-        return Decoder(self.bundle(checkpoint, **options), runtime="portable", precision=precision)
+        return Decoder(
+            self.bundle(checkpoint, **options), runtime="portable", precision=precision
+        )
 
     def hf(self, checkpoint: Path):
         if checkpoint not in self.models:

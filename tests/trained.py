@@ -10,7 +10,9 @@ NAMES = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya", "tiny-lfm2")
 S, T_MAX, BATCH = 128, 16, 3
 
 
-def decoder(exports, name: str, batch: int = 1, precision: str = "exact", **changed) -> Decoder:
+def decoder(
+    exports, name: str, batch: int = 1, precision: str = "exact", **changed
+) -> Decoder:
     """Gemma's local layers (window 64) are rings of 79 slots here, so that they wrap."""
     ring = {"sliding": "ring"} if name == "tiny-gemma3" else {}
     options = {"max_seq_len": S, "t_max": T_MAX, "batch": batch} | ring | changed

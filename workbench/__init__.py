@@ -1,8 +1,7 @@
 """Stateful Core ML shards of transformer layers: export, validate, decode, measure.
 
-The modules and names below are the front door. Each is imported when it is first used, so
-`import workbench` loads neither torch nor coremltools.
-"""
+The modules and names below are the front door. Each is imported when it is first used,
+so `import workbench` loads neither torch nor coremltools."""
 
 from importlib import import_module
 

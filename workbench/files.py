@@ -1,5 +1,5 @@
-"""Files that are whole or absent, locks between processes, and digests. A leaf: imports only the
-errors."""
+"""Files that are whole or absent, locks between processes, and digests. A leaf: imports
+only the errors."""
 
 import fcntl
 import hashlib
@@ -17,14 +17,16 @@ LFS_POINTER = b"version https://git-lfs"  # the first bytes of what Git LFS puts
 
 
 def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
-    """Writes a file that is there as a whole or not at all, whatever interrupts the process.
+    """Writes a file that is there as a whole or not at all, whatever interrupts the
+    process.
 
-    The contents go to a dot-file beside `path`, which is synced to the disk and renamed. `write` is
-    the contents, or a function that writes them to an open binary file. (A library that writes to
-    a path may be given `file.name`.)
+    The contents go to a dot-file beside `path`, which is synced to the disk and
+    renamed. `write` is the contents, or a function that writes them to an open binary
+    file. (A library that writes to a path may be given `file.name`.)
 
     Raises:
-        OSError: no room or no permission; an earlier file at `path` stays, no dot-file does.
+        OSError: no room or no permission; an earlier file at `path` stays, no dot-file
+            does.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -42,9 +44,8 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
     """Holds an exclusive lock on the file or folder `path` (an empty file is made where
     nothing is).
 
-    The lock ends with the process, however that ends. Another holder is waited for, or with
-    `refusal` answered by raising it.
-    """
+    The lock ends with the process, however that ends. Another holder is waited for, or
+    with `refusal` answered by raising it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, flags, 0o666)
@@ -59,13 +60,17 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
 
 
 def check_room(folder: Path, needed: int, subject: str) -> None:
-    """Refuses work that will write `needed` bytes below `folder` (there, or to be made) onto a disk
-    with fewer free.
+    """Refuses work that will write `needed` bytes below `folder` (there, or to be made)
+    onto a disk with fewer free.
 
     Raises:
         InputError: says both numbers, and what lists files that can be removed.
     """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = next(
+        path
+        for path in (folder.absolute(), *folder.absolute().parents)
+        if path.exists()
+    )
     if (free := shutil.disk_usage(there).free) < needed:
         raise InputError(
             subject,

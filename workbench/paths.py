@@ -1,8 +1,8 @@
-"""What lies at a path: a bundle, a checkpoint, or something that is easily taken for one of them.
+"""What lies at a path: a bundle, a checkpoint, or something that is easily taken for
+one of them.
 
-A leaf that looks at names alone and imports nothing heavy, so that a wrong path is refused before
-torch is loaded.
-"""
+A leaf that looks at names alone and imports nothing heavy, so that a wrong path is
+refused before torch is loaded."""
 
 import os
 import re
@@ -19,7 +19,8 @@ EXPORT = "run: workbench export CHECKPOINT BUNDLE"
 
 
 def bundle(path: str | Path) -> Path:
-    """The path of a bundle as it is; refuses what has no manifest, and says what it is."""
+    """The path of a bundle as it is; refuses what has no manifest, and says what it
+    is."""
     path = _possible("bundle", path)
     if (path / BUNDLE).is_file() or (path / BUNDLE).is_symlink():
         return path
@@ -29,8 +30,14 @@ def bundle(path: str | Path) -> Path:
         actual, step = "its manifest alone", f"give the folder {path.parent}"
     elif is_package(path) or path.suffix == ".mlmodelc":
         actual = f"one {'.mlmodelc' if path.suffix == '.mlmodelc' else '.mlpackage'}"
-        around = next((folder for folder in path.parents if (folder / BUNDLE).is_file()), None)
-        step = f"give the folder {around}" if around else f"{EXPORT}; trace takes a package"
+        around = next(
+            (folder for folder in path.parents if (folder / BUNDLE).is_file()), None
+        )
+        step = (
+            f"give the folder {around}"
+            if around
+            else f"{EXPORT}; trace takes a package"
+        )
     elif adopted(path):
         actual, step = f"adopted packages ({FOREIGN})", ADOPTED
     elif (path / CONFIG).is_file():
@@ -39,20 +46,26 @@ def bundle(path: str | Path) -> Path:
     elif _is_gguf(path):
         actual, step = "GGUF weights", EXPORT
     else:
-        actual = f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}"
+        actual = (
+            f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}"
+        )
         step = EXPORT
-    raise InputError(f"bundle {path}", actual, f"a finished bundle, a folder with {BUNDLE}", step)
+    raise InputError(
+        f"bundle {path}", actual, f"a finished bundle, a folder with {BUNDLE}", step
+    )
 
 
 def adopted(path: str | Path) -> bool:
-    """Whether a folder has a description of another exporter's packages, and no bundle."""
+    """Whether a folder has a description of another exporter's packages, and no
+    bundle."""
     path = _possible("bundle", path)
     return (path / FOREIGN).is_file() and not (path / BUNDLE).exists()
 
 
 def checkpoint(path: str | Path) -> Path:
-    """The path of a checkpoint: as it is, or for the name of a model on the Hugging Face Hub its
-    folder in the local cache. Refuses what has no config.json, and says what it is."""
+    """The path of a checkpoint: as it is, or for the name of a model on the Hugging
+    Face Hub its folder in the local cache. Refuses what has no config.json, and says
+    what it is."""
     path = _possible("checkpoint", path)
     if (path / CONFIG).is_file():
         return path
@@ -67,7 +80,9 @@ def checkpoint(path: str | Path) -> Path:
         actual, step = f"adopted packages ({FOREIGN})", ADOPTED
     elif _is_gguf(path):
         actual = "GGUF weights"
-        step = "download the model's safetensors: hf download ORG/NAME --local-dir FOLDER"
+        step = (
+            "download the model's safetensors: hf download ORG/NAME --local-dir FOLDER"
+        )
     elif path.is_file():
         actual, step = "a file", f"give the folder {path.parent}"
     elif path.is_dir():
@@ -85,15 +100,15 @@ def checkpoint(path: str | Path) -> Path:
 
 
 def hub_id(path: str | Path, folder: Path = Path()) -> str | None:
-    """ORG/NAME where `path` reads like a model on the Hub: two names, no folder of the first one in
-    `folder`."""
+    """ORG/NAME where `path` reads like a model on the Hub: two names, no folder of the
+    first one in `folder`."""
     hub = HUB.fullmatch(str(path))
     return hub[1] if hub and not (folder / hub[1].partition("/")[0]).exists() else None
 
 
 def hub_snapshot(path: str | Path) -> Path | None:
-    """The folder with the weights of a model on the Hub in the local cache, if it is there. Nothing
-    is downloaded."""
+    """The folder with the weights of a model on the Hub in the local cache, if it is
+    there. Nothing is downloaded."""
     if not (hub := HUB.fullmatch(str(path))):
         return None
     from huggingface_hub import snapshot_download
@@ -102,11 +117,16 @@ def hub_snapshot(path: str | Path) -> Path | None:
         folder = Path(snapshot_download(hub[1], local_files_only=True))
     except (OSError, ValueError):
         return None
-    return folder if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")) else None
+    return (
+        folder
+        if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors"))
+        else None
+    )
 
 
 def model_name(path: Path) -> str:
-    """What a checkpoint is called: its folder's name, in the Hub's cache the model's."""
+    """What a checkpoint is called: its folder's name, in the Hub's cache the
+    model's."""
     owner = path.parent.parent.name
     if path.parent.name == "snapshots" and owner.startswith("models--"):
         return owner.rpartition("--")[2]
@@ -115,7 +135,9 @@ def model_name(path: Path) -> str:
 
 def golden(path: str | Path) -> Path:
     """The path of a golden store as it is."""
-    return file("golden", path, "a golden store", "run: workbench golden CHECKPOINT --out G")
+    return file(
+        "golden", path, "a golden store", "run: workbench golden CHECKPOINT --out G"
+    )
 
 
 def bundle_or_checkpoint(path: str | Path) -> Path:
@@ -131,11 +153,16 @@ def bundle_or_package(path: str | Path) -> Path:
 
 
 def new(path: str | Path) -> Path:
-    """The path of a bundle to be made; refuses one where something is, even a broken link."""
+    """The path of a bundle to be made; refuses one where something is, even a broken
+    link."""
     path = _possible("bundle", path)
     if os.path.lexists(path):
-        actual = "a finished bundle" if (path / BUNDLE).exists() else "something else there"
-        raise InputError(f"bundle {path}", actual, "a new folder", "remove it or choose another")
+        actual = (
+            "a finished bundle" if (path / BUNDLE).exists() else "something else there"
+        )
+        raise InputError(
+            f"bundle {path}", actual, "a new folder", "remove it or choose another"
+        )
     return path
 
 
@@ -165,7 +192,9 @@ def fetch(path: str | Path = "FOLDER") -> str:
 
 def is_package(path: Path) -> bool:
     """Whether `path` is a folder that Core ML takes for a model package."""
-    return path.is_dir() and (path.suffix == ".mlpackage" or (path / "Manifest.json").is_file())
+    return path.is_dir() and (
+        path.suffix == ".mlpackage" or (path / "Manifest.json").is_file()
+    )
 
 
 def partial(bundle: Path) -> Path:
@@ -178,7 +207,8 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _possible(subject: str, path: str | Path) -> Path:
-    """`path`; refuses what the system cannot look at: too long a name, a loop of links."""
+    """`path`; refuses what the system cannot look at: too long a name, a loop of
+    links."""
     path = Path(path)
     try:
         (path / BUNDLE).lstat()

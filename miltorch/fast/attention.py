@@ -1,5 +1,5 @@
-"""Attention of a few queries over a cache, compiled: the queries that share a head's keys meet each
-of them at once."""
+"""Attention of a few queries over a cache, compiled: the queries that share a head's
+keys meet each of them at once."""
 
 import numpy as np
 import torch
@@ -20,12 +20,13 @@ from miltorch.fast.tiles import few_here, whole_tiles
 
 @njit(fastmath=FLAGS, error_model="numpy")
 def _attend_rows(q, key, value, mask, first, last, row, out):
-    """out [N, D] = softmax(q @ keyᵀ + mask) @ value for q [N, D], which are the rows from `row` on
-    of one group, T to a head; key, value [S, D], mask [T, S], over the places from `first` to
-    `last`. Returns the largest magnitude of a score before the mask.
+    """out [N, D] = softmax(q @ keyᵀ + mask) @ value for q [N, D], which are the rows
+    from `row` on of one group, T to a head; key, value [S, D], mask [T, S], over the
+    places from `first` to `last`. Returns the largest magnitude of a score before the
+    mask.
 
-    Scores, masked scores and weights are each rounded to fp16, as the program declares them.
-    """
+    Scores, masked scores and weights are each rounded to fp16, as the program declares
+    them."""
     (N, D), n, extreme = q.shape, last - first, np.float32(0)
     rows = np.zeros((whole_tiles(N), D), np.float32)
     rows[:N] = q
@@ -47,8 +48,8 @@ def _attend_rows(q, key, value, mask, first, last, row, out):
 
 @njit(fastmath=FLAGS, error_model="numpy")
 def _softmax(scores, mask):
-    """scores [n] become weights, in place; returns the largest magnitude of a score before the
-    mask."""
+    """scores [n] become weights, in place; returns the largest magnitude of a score
+    before the mask."""
     low, high, largest = np.float32(0), np.float32(0), np.float32(-np.inf)
     for s in range(len(scores)):
         score = scores[s]
@@ -67,8 +68,8 @@ def _softmax(scores, mask):
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def attend_kernel(q, key, value, mask, out):
-    """As `attend`, of float32 arrays; over the places that some query of a sequence sees, or over
-    all where a score of these is `EXTREME`."""
+    """As `attend`, of float32 arrays; over the places that some query of a sequence
+    sees, or over all where a score of these is `EXTREME`."""
     (B, groups, N, _), S = q.shape, mask.shape[2]
     parts = 1 if B * groups > 1 else 2
     for i in prange(B * groups * parts):
@@ -78,7 +79,9 @@ def attend_kernel(q, key, value, mask, out):
         if start < end:
             queries, result = q[b, g, start:end], out[b, g, start:end]
             keys, values, columns = key[b, g], value[b, g], mask[b]
-            extreme = _attend_rows(queries, keys, values, columns, first, last, start, result)
+            extreme = _attend_rows(
+                queries, keys, values, columns, first, last, start, result
+            )
             if extreme > EXTREME and last - first < S:
                 _attend_rows(queries, keys, values, columns, 0, S, start, result)
 
@@ -86,8 +89,8 @@ def attend_kernel(q, key, value, mask, out):
 def attend(
     q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """softmax(q @ keyᵀ + mask) @ value, float32 like q: q [B, H_kv, G·T, D] fp16, T rows to a head,
-    states [B, H_kv, S, D] float32, mask [B, T, S] fp16."""
+    """softmax(q @ keyᵀ + mask) @ value, float32 like q: q [B, H_kv, G·T, D] fp16, T
+    rows to a head, states [B, H_kv, S, D] float32, mask [B, T, S] fp16."""
     (B, H_kv, N, D), (_, T, S) = q.shape, mask.shape
     _same(key.shape, (B, H_kv, S, D))
     _same(value.shape, key.shape)

@@ -1,11 +1,11 @@
-"""A few tokens in a single compiled call: a `FastProgram`'s calls as instructions of a small
-machine.
+"""A few tokens in a single compiled call: a `FastProgram`'s calls as instructions of a
+small machine.
 
-Between the large products a layer is some twenty small steps, which cost less to do than to
-dispatch one by one. Registers are float32 tensors that hold values already rounded to fp16, so an
-instruction means what the call it stands for means. A call that only moves values is done here
-once, on the registers themselves: its result is a view of its operand.
-"""
+Between the large products a layer is some twenty small steps, which cost less to do
+than to dispatch one by one. Registers are float32 tensors that hold values already
+rounded to fp16, so an instruction means what the call it stands for means. A call that
+only moves values is done here once, on the registers themselves: its result is a view
+of its operand."""
 
 import numpy as np
 import torch
@@ -43,7 +43,15 @@ REDUCTIONS = {
     "reduce_max": machine.LARGEST,
     "reduce_min": machine.SMALLEST,
 }
-VIEWS = {"reshape", "transpose", "expand_dims", "squeeze", "identity", "slice_by_index", "split"}
+VIEWS = {
+    "reshape",
+    "transpose",
+    "expand_dims",
+    "squeeze",
+    "identity",
+    "slice_by_index",
+    "split",
+}
 EXACT = 2048  # integers up to here are fp16 values
 
 
@@ -61,19 +69,26 @@ class Bytecode(Recorder):
     def __init__(self, program, values: list):
         super().__init__(program, values)
         self.masks: list = []  # (address, B, S, T, address of the places) of each write mask
-        self.places: dict[int, int] = {}  # of a write mask's register: the address of its places
+        self.places: dict[
+            int, int
+        ] = {}  # of a write mask's register: the address of its places
         self.inputs, self.states = list(program.inputs), list(program.states)
         self.outputs = {n: tuple(values[i].shape) for n, i in program.outputs.items()}
         # stand for the arrays of a call: their memory is never touched
         inputs = [torch.empty(values[i].shape) for i, _ in program.inputs.values()]
-        self.cells = {i: torch.empty(values[i].value.shape) for i in program.states.values()}
+        self.cells = {
+            i: torch.empty(values[i].value.shape) for i in program.states.values()
+        }
         outputs = [torch.empty(shape) for shape in self.outputs.values()]
         self.stand_ins = [*inputs, *self.cells.values(), *outputs]
         self.outer = {each.data_ptr(): -1 - i for i, each in enumerate(self.stand_ins)}
         self.sources = {
-            i: stand_in for stand_in, (i, _) in zip(inputs, program.inputs.values(), strict=True)
+            i: stand_in
+            for stand_in, (i, _) in zip(inputs, program.inputs.values(), strict=True)
         }
-        for stand_in, (register, dtype) in zip(inputs, program.inputs.values(), strict=True):
+        for stand_in, (register, dtype) in zip(
+            inputs, program.inputs.values(), strict=True
+        ):
             if dtype == torch.float16:
                 self._strided(machine.COPY, self._new(register), stand_in)
         for node in program.nodes:
@@ -84,18 +99,29 @@ class Bytecode(Recorder):
         self.code = np.array(self.code, np.int64).reshape(-1, machine.FIELDS)
         self.masks = np.array(self.masks, np.int64).reshape(-1, 5)
         self.scratch = np.empty(self.width, np.float32)
-        del self.constants, self.values, self.wide, self.cells, self.stand_ins, self.sources
+        del (
+            self.constants,
+            self.values,
+            self.wide,
+            self.cells,
+            self.stand_ins,
+            self.sources,
+        )
         del self.registers
 
-    def run(self, inputs: dict[str, torch.Tensor], state: dict) -> dict[str, torch.Tensor] | None:
-        """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot or a
-        state is laid out otherwise."""
+    def run(
+        self, inputs: dict[str, torch.Tensor], state: dict
+    ) -> dict[str, torch.Tensor] | None:
+        """As `FastProgram.run`; None, with nothing done, when a write mask is not
+        one-hot or a state is laid out otherwise."""
         cells = [state[name].value for name in self.states]
         if not all(cell.is_contiguous() for cell in cells):
             return None
         operands = [inputs[name].float().contiguous() for name in self.inputs]
         outputs = {name: torch.empty(shape) for name, shape in self.outputs.items()}
-        outer = np.array([t.data_ptr() for t in (*operands, *cells, *outputs.values())], np.int64)
+        outer = np.array(
+            [t.data_ptr() for t in (*operands, *cells, *outputs.values())], np.int64
+        )
         complete = kernels.on_threads(
             machine.execute,
             self.code,
@@ -109,7 +135,11 @@ class Bytecode(Recorder):
 
     def _record(self, node) -> None:
         function, inputs, outputs = node.function, node.inputs, node.outputs
-        pattern, kind, attributes = getattr(function, "func", None), node.op.kind, node.attributes
+        pattern, kind, attributes = (
+            getattr(function, "func", None),
+            node.op.kind,
+            node.attributes,
+        )
         if isinstance(function, Linear):
             self._linear(function, self._value(inputs[0]), outputs)
         elif pattern is patterns._rms_norm:
@@ -129,13 +159,16 @@ class Bytecode(Recorder):
             self._operation(kind, attributes, inputs, outputs[0])
 
     def _known(self, node) -> bool:
-        """Whether a call computes from shapes alone what the recorded call has shown."""
+        """Whether a call computes from shapes alone what the recorded call has
+        shown."""
         kind, fixed = node.op.kind, node.inputs and all(map(self._fixed, node.inputs))
         known = kind == "shape" or bool(fixed) and not kind.startswith("random")
         self.known.update(node.outputs if known else [])
         return known
 
-    def _operation(self, kind: str, attributes: dict, inputs: list[int], out: int) -> None:
+    def _operation(
+        self, kind: str, attributes: dict, inputs: list[int], out: int
+    ) -> None:
         if kind == "read_state":
             return self._copy(self.cells[inputs[0]], self._new(out))
         if kind == "write_state":
@@ -155,7 +188,9 @@ class Bytecode(Recorder):
             eps = torch.tensor(attributes.get("epsilon", 1e-12))
             self._strided(machine.RSQRT, result, x, self._keep(eps))
         elif kind == "clip":
-            bounds = (self._keep(torch.tensor(attributes[name])) for name in ("alpha", "beta"))
+            bounds = (
+                self._keep(torch.tensor(attributes[name])) for name in ("alpha", "beta")
+            )
             clipped = self._keep(torch.empty(x.shape))
             self._strided(machine.MAX, clipped, x, next(bounds))
             self._strided(machine.MIN, result, clipped, next(bounds))
@@ -165,7 +200,11 @@ class Bytecode(Recorder):
             self._placed_operation(kind, attributes, result, values)
 
     def _placed_operation(
-        self, kind: str, attributes: dict, result: torch.Tensor, values: list[torch.Tensor]
+        self,
+        kind: str,
+        attributes: dict,
+        result: torch.Tensor,
+        values: list[torch.Tensor],
     ) -> None:
         """An operation whose elements depend on others than those of the same place."""
         x, *others = values
@@ -175,7 +214,9 @@ class Bytecode(Recorder):
         elif kind == "concat":
             need_instruction(not attributes.get("interleave", False))
             sizes = [value.shape[attributes["axis"]] for value in values]
-            for value, part in zip(values, result.split(sizes, attributes["axis"]), strict=True):
+            for value, part in zip(
+                values, result.split(sizes, attributes["axis"]), strict=True
+            ):
                 self._strided(machine.COPY, part, value)
         elif kind == "slice_update":
             need_instruction(len(others) == 1)
@@ -185,7 +226,11 @@ class Bytecode(Recorder):
             self._copy(others[0], part)
         elif kind == "matmul":
             x = x.transpose(-1, -2) if attributes.get("transpose_x", False) else x
-            y = others[0].transpose(-1, -2) if attributes.get("transpose_y", False) else others[0]
+            y = (
+                others[0].transpose(-1, -2)
+                if attributes.get("transpose_y", False)
+                else others[0]
+            )
             self._products(result, x.unsqueeze(-2), y.transpose(-1, -2).unsqueeze(-3))
         else:
             need_instruction(kind == "conv")
@@ -196,8 +241,8 @@ class Bytecode(Recorder):
         self._strided(machine.COPY, target, source)
 
     def _view(self, function, inputs: list[int], outputs: list[int]) -> None:
-        """A call that only moves values, as views of its operand, which is made dense first where
-        there is none."""
+        """A call that only moves values, as views of its operand, which is made dense
+        first where there is none."""
         x, others = self._value(inputs[0]), [self.values[i] for i in inputs[1:]]
         need_instruction(all(map(self._fixed, inputs[1:])))
         for source in (x, self._dense(x)):
@@ -206,7 +251,9 @@ class Bytecode(Recorder):
             if all(shared(view, source) for view in views):
                 break
         for view, register in zip(views, outputs, strict=False):
-            need_instruction(shared(view, source) and view.shape == self.values[register].shape)
+            need_instruction(
+                shared(view, source) and view.shape == self.values[register].shape
+            )
             self.registers[register] = view
 
     def _linear(self, linear: Linear, x: torch.Tensor, outputs: list[int]) -> None:
@@ -222,13 +269,23 @@ class Bytecode(Recorder):
         out, self.width = self._keep(torch.empty(B, R, T)), max(self.width, vectors * K)
         self._add(
             machine.LINEAR,
-            *(out.data_ptr(), x.data_ptr(), *(4 * step for step in x.stride()), B, K, T, R),
+            *(
+                out.data_ptr(),
+                x.data_ptr(),
+                *(4 * step for step in x.stride()),
+                B,
+                K,
+                T,
+                R,
+            ),
             *(weight.ctypes.data, linear.form, scale.ctypes.data, bias),
         )
         for register, part in zip(outputs, out.split(widths, 1), strict=True):
             self.registers[register] = part.view(B, -1, *shape[2:])
 
-    def _norm(self, axis: int, constants: list, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _norm(
+        self, axis: int, constants: list, x: torch.Tensor, out: torch.Tensor
+    ) -> None:
         weight, bounds, *lists = constants
         need_instruction(x.shape[axis] == len(weight))
         packed = np.concatenate([weight, bounds, [len(each) for each in lists], *lists])
@@ -256,28 +313,61 @@ class Bytecode(Recorder):
         rows = self._dense(rows.transpose(-1, -2) if transposed else rows)
         B, H, S, D = self.cells[cell].shape
         T = rows.shape[2]
-        need_instruction(rows.shape == (B, H, T, D) and self.values[mask].shape == (B, 1, S, T))
+        need_instruction(
+            rows.shape == (B, H, T, D) and self.values[mask].shape == (B, 1, S, T)
+        )
         self._add(
             machine.WRITE,
-            *(self._address(self.cells[cell]), rows.data_ptr(), self.places[mask], B, H, S, T, D),
+            *(
+                self._address(self.cells[cell]),
+                rows.data_ptr(),
+                self.places[mask],
+                B,
+                H,
+                S,
+                T,
+                D,
+            ),
         )
 
     def _attend(self, q: int, key: int, value: int, mask: int, out: int) -> None:
-        q, mask, (B, groups, S, D) = self._value(q), self._value(mask), self.cells[key].shape
+        q, mask, (B, groups, S, D) = (
+            self._value(q),
+            self._value(mask),
+            self.cells[key].shape,
+        )
         N, T = q.shape[2], mask.shape[2]
         need_instruction(
-            self.cells[value].shape == self.cells[key].shape and mask.shape == (B, 1, T, S)
+            self.cells[value].shape == self.cells[key].shape
+            and mask.shape == (B, 1, T, S)
         )
-        need_instruction(q.shape == (B, groups, N, D) and N % T == 0 and B * T < FEW_COLUMNS)
+        need_instruction(
+            q.shape == (B, groups, N, D) and N % T == 0 and B * T < FEW_COLUMNS
+        )
         states = (self._address(self.cells[register]) for register in (key, value))
         q, mask, result = self._dense(q), self._dense(mask), self._new(out)
         self._add(
             machine.ATTEND,
-            *(result.data_ptr(), q.data_ptr(), *states, mask.data_ptr(), B, groups, N, D, T, S),
+            *(
+                result.data_ptr(),
+                q.data_ptr(),
+                *states,
+                mask.data_ptr(),
+                B,
+                groups,
+                N,
+                D,
+                T,
+                S,
+            ),
         )
 
-    def _reduce(self, kind: str, attributes: dict, out: torch.Tensor, x: torch.Tensor) -> None:
-        axes = attributes.get("axes", None if kind in REDUCTIONS else [attributes.get("axis", -1)])
+    def _reduce(
+        self, kind: str, attributes: dict, out: torch.Tensor, x: torch.Tensor
+    ) -> None:
+        axes = attributes.get(
+            "axes", None if kind in REDUCTIONS else [attributes.get("axis", -1)]
+        )
         axes = [axis % x.dim() for axis in (range(x.dim()) if axes is None else axes)]
         rest = [axis for axis in range(x.dim()) if axis not in axes]
         rows = x.permute(*rest, *axes)
@@ -288,8 +378,8 @@ class Bytecode(Recorder):
         self._rows(REDUCTIONS.get(kind, machine.WHICH), out.expand(rows.shape), rows)
 
     def _products(self, out, x, y, bias=None) -> None:
-        """out [..., M, N] from x [..., M, 1, K] and y [..., 1, N, K], and a bias that spreads over
-        out."""
+        """out [..., M, N] from x [..., M, 1, K] and y [..., 1, N, K], and a bias that
+        spreads over out."""
         K = x.shape[-1]
         if K == 1 and bias is None:
             self._strided(machine.MUL, out, x[..., 0], y[..., 0])
@@ -301,8 +391,8 @@ class Bytecode(Recorder):
             self._rows(machine.DOT, out, x.expand(shape), y.expand(shape), bias)
 
     def _convolution(self, attributes: dict, out, x, weight, bias=None) -> None:
-        """A convolution without padding as the products of its windows [B, groups, places, K] with
-        its weights."""
+        """A convolution without padding as the products of its windows [B, groups,
+        places, K] with its weights."""
         need_instruction(attributes.get("pad_type", "valid") in ("valid", "custom"))
         need_instruction(not any(attributes.get("pad", [])))
         taps, groups = weight.shape[2:], attributes.get("groups", 1)
@@ -319,7 +409,11 @@ class Bytecode(Recorder):
         places = range(2, 2 + len(taps))
         flat = windows.flatten(2 + len(taps)).flatten(places[0], places[-1])
         if not shared(flat, windows):
-            flat = self._dense(windows).flatten(2 + len(taps)).flatten(places[0], places[-1])
+            flat = (
+                self._dense(windows)
+                .flatten(2 + len(taps))
+                .flatten(places[0], places[-1])
+            )
         rows = weight.reshape(groups, -1, 1, weight[0].numel())
         out = out.view(len(x), groups, -1, spatial.numel())
         bias = None if bias is None else bias.view(groups, -1, 1)

@@ -1,10 +1,9 @@
-"""What decoding computes, compiled by numba: products with stored weights, norms, rotations, one
-query's attention.
+"""What decoding computes, compiled by numba: products with stored weights, norms,
+rotations, one query's attention.
 
-Weights stay in memory as they are stored; each dequantized int8 weight is rounded to fp16 before it
-meets its activation, as `constexpr_blockwise_shift_scale` says. Products and sums are float32.
-Compiled once per machine, then read from a cache.
-"""
+Weights stay in memory as they are stored; each dequantized int8 weight is rounded to
+fp16 before it meets its activation, as `constexpr_blockwise_shift_scale` says. Products
+and sums are float32. Compiled once per machine, then read from a cache."""
 
 import platform
 import threading
@@ -19,28 +18,35 @@ from numba.extending import intrinsic, overload
 
 from miltorch.ops.linear import TERMS
 
-LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
+LOCK = (
+    threading.Lock()
+)  # numba's own pool, where OpenMP is missing, takes one caller at a time
 LOCAL = threading.local()  # `threads`: how many of them numba uses for this one
 EXTREME = np.float32(
     1e3
 )  # scores of such size come near the mask's -1e4: blocked columns may count then
 SMALL_PRODUCT = 1 << 16  # weights below which a second thread costs more than it gives
-BLOCKED = -1e4  # an additive mask at or below this gives a weight of 0 beside any attended column
-FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
+BLOCKED = (
+    -1e4
+)  # an additive mask at or below this gives a weight of 0 beside any attended column
+FLAGS = {
+    "reassoc",
+    "contract",
+}  # sums may be reordered; NaN and infinity keep their meaning
 
 
 @cache
 def available() -> bool:
-    """Whether this processor converts fp16 in hardware; without it LLVM's conversion aborts the
-    process."""
+    """Whether this processor converts fp16 in hardware; without it LLVM's conversion
+    aborts the process."""
     return platform.machine() in ("arm64", "aarch64") or bool(
         binding.get_host_cpu_features().get("f16c")
     )
 
 
 def instruction(operand, result):
-    """Makes a function for compiled code of one that emits LLVM instructions for a value of numba
-    type `operand`."""
+    """Makes a function for compiled code of one that emits LLVM instructions for a
+    value of numba type `operand`."""
 
     def register(emit):
         @intrinsic
@@ -70,12 +76,14 @@ def _wide(builder, bits):
 def _power_of_two(builder, exponent):
     """2^exponent as float32, for exponents of normal numbers."""
     biased = builder.add(exponent, ir.Constant(ir.IntType(32), 127))
-    return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
+    return builder.bitcast(
+        builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType()
+    )
 
 
 def _value(weight, scale):
-    """A stored weight as the program declares it: an int8 one scaled and rounded to fp16, another
-    (an fp16 one by its bits) as it is."""
+    """A stored weight as the program declares it: an int8 one scaled and rounded to
+    fp16, another (an fp16 one by its bits) as it is."""
 
 
 @overload(_value)
@@ -98,8 +106,8 @@ def _row_kernel(weight, scale, x):
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _one(weight, scale, x, out, threads):
-    """out [R] = weight [R, K] @ x [K], for one activation vector; on the calling thread where
-    others cost more than they give."""
+    """out [R] = weight [R, K] @ x [K], for one activation vector; on the calling thread
+    where others cost more than they give."""
     if threads and weight.size >= SMALL_PRODUCT:
         for r in prange(weight.shape[0]):
             out[r] = _row_kernel(weight[r], scale[r], x)
@@ -110,8 +118,8 @@ def _one(weight, scale, x, out, threads):
 
 @njit(fastmath=FLAGS, cache=True)
 def _four(weight, scale, x, terms):
-    """weight [K] · x [4, K]: a weight is made dense once for four vectors. K is given as `terms`: a
-    constant makes it faster."""
+    """weight [K] · x [4, K]: a weight is made dense once for four vectors. K is given
+    as `terms`: a constant makes it faster."""
     a = b = c = d = np.float32(0)
     for k in range(terms):
         w = _value(weight[k], scale)
@@ -124,20 +132,30 @@ def _four(weight, scale, x, terms):
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _narrow(weight, x, out):
-    """Computes out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS], each running
-    sum rounded to fp16 after every TERMS."""
+    """Computes out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS],
+    each running sum rounded to fp16 after every TERMS."""
     for r in prange(weight.shape[0]):
         for n in range(x.shape[0]):
             a = b = c = d = np.float32(0)
             for g in range(weight.shape[1]):
                 p, q, s, t = _four(weight[r, g], np.float32(1), x[n, g], TERMS)
-                a, b, c, d = _round16(a + p), _round16(b + q), _round16(c + s), _round16(d + t)
-            out[r, 4 * n], out[r, 4 * n + 1], out[r, 4 * n + 2], out[r, 4 * n + 3] = a, b, c, d
+                a, b, c, d = (
+                    _round16(a + p),
+                    _round16(b + q),
+                    _round16(c + s),
+                    _round16(d + t),
+                )
+            out[r, 4 * n], out[r, 4 * n + 1], out[r, 4 * n + 2], out[r, 4 * n + 3] = (
+                a,
+                b,
+                c,
+                d,
+            )
 
 
 def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
-    """x [N, K] by weight [R, K] → float32 [N, R], the running sum rounded to fp16 after every TERMS
-    of the K products.
+    """x [N, K] by weight [R, K] → float32 [N, R], the running sum rounded to fp16 after
+    every TERMS of the K products.
 
     Args:
         weight: the bits of fp16 values as uint16; K a multiple of TERMS.
@@ -176,8 +194,8 @@ def on_threads(kernel, *arguments):
 
 @njit(cache=True)
 def _exp(x):
-    """e^x within 2e-7 of its value, in operations that a processor does on many numbers at once
-    (Cephes' expf)."""
+    """e^x within 2e-7 of its value, in operations that a processor does on many numbers
+    at once (Cephes' expf)."""
     x = min(max(x, np.float32(-87)), np.float32(88))
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
@@ -190,7 +208,9 @@ def _exp(x):
         5.0000001201e-1,
     ):
         series = series * rest + np.float32(factor)
-    return (series * rest * rest + rest + np.float32(1)) * _power_of_two(np.int32(whole))
+    return (series * rest * rest + rest + np.float32(1)) * _power_of_two(
+        np.int32(whole)
+    )
 
 
 @njit(fastmath=FLAGS, cache=True)
@@ -199,7 +219,9 @@ def _rms_norm_kernel(x, weight, bounds, eps0, eps1, gains, out):
     width, bits, largest = x.shape[1], x.view(np.int32), np.empty(1, np.int32)
     for n in range(x.shape[0]):
         most, total = np.int32(0), np.float32(0)
-        for i in range(width):  # magnitudes are ordered as their bits are, NaN above infinity
+        for i in range(
+            width
+        ):  # magnitudes are ordered as their bits are, NaN above infinity
             most = max(most, bits[n, i] & np.int32(0x7FFFFFFF))
         largest[0] = most
         peak = min(max(largest.view(np.float32)[0], low), high)
@@ -212,7 +234,9 @@ def _rms_norm_kernel(x, weight, bounds, eps0, eps1, gains, out):
             out[n, i] = y
             total += _round16(y * y)
         mean = _round16(total / np.float32(width))
-        root = _scaled_rows(_round16(np.float32(1) / np.sqrt(_round16(mean + eps) + tiny)), gains)
+        root = _scaled_rows(
+            _round16(np.float32(1) / np.sqrt(_round16(mean + eps) + tiny)), gains
+        )
         for i in range(width):
             out[n, i] = _round16(_round16(out[n, i] * root) * weight[i])
 
@@ -225,15 +249,15 @@ def _scaled_rows(value, factors):
 
 
 def rms_norm_rows(x: torch.Tensor, weight, bounds, eps0, eps1, gains) -> torch.Tensor:
-    """Rows of x [N, W] fp16 over their peak, then over the root of their mean square plus eps, by
-    weight [W]; fp16.
+    """Rows of x [N, W] fp16 over their peak, then over the root of their mean square
+    plus eps, by weight [W]; fp16.
 
     Every step is rounded to fp16, as the program declares it.
 
     Args:
         bounds: of the peak, and what rsqrt adds: [3] float32.
-        eps0, eps1: a constant that is divided by the peak, and factors; eps is the product of the
-            two.
+        eps0, eps1: a constant that is divided by the peak, and factors; eps is the
+            product of the two.
         gains: factors of the root.
     """
     _same(x.shape[1:], weight.shape)
@@ -259,8 +283,8 @@ def _rotate(x, cos, sin, out):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [B, H, T, D] fp16 with columns i and i + half turned by cos, sin [B, 1, T, half]; further
-    ones as they are."""
+    """x [B, H, T, D] fp16 with columns i and i + half turned by cos, sin [B, 1, T,
+    half]; further ones as they are."""
     half = min(cos.shape[-1], x.shape[-1] // 2)
     _same(cos.shape, (len(x), 1, x.shape[2], half))
     _same(sin.shape, cos.shape)
@@ -278,15 +302,19 @@ def _one_hot_rows(mask):
         for s in range(S):
             for t in range(T):
                 if mask[b, s, t] != 0:
-                    if mask[b, s, t] != 1 or places[b, t] >= 0 or (places[b] == s).any():
+                    if (
+                        mask[b, s, t] != 1
+                        or places[b, t] >= 0
+                        or (places[b] == s).any()
+                    ):
                         return False, places
                     places[b, t] = s
     return True, places
 
 
 def one_hot_rows(mask: torch.Tensor) -> np.ndarray | None:
-    """Places [B, T] in the state that the columns of a write mask [B, S, T] name, -1 for an empty
-    one.
+    """Places [B, T] in the state that the columns of a write mask [B, S, T] name, -1
+    for an empty one.
 
     None unless each column and each row holds one 1 or nothing.
     """
@@ -295,10 +323,11 @@ def one_hot_rows(mask: torch.Tensor) -> np.ndarray | None:
 
 
 def write_rows(state: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    """state [B, H, S, D] at `places` [B, T] becomes rows [B, H, T, D], in place; -1 writes nothing.
+    """state [B, H, S, D] at `places` [B, T] becomes rows [B, H, T, D], in place; -1
+    writes nothing.
 
-    What is not finite spreads as in k·(1 − Σ mask) + mask @ rows: a row's NaN or infinity times the
-    mask's zeros is NaN.
+    What is not finite spreads as in k·(1 − Σ mask) + mask @ rows: a row's NaN or
+    infinity times the mask's zeros is NaN.
 
     Raises ValueError for rows of another shape and for a place past the state.
     """
@@ -315,7 +344,8 @@ def _write(state, places, rows):
         plain = _finite(rows[b])
         for t in range(places.shape[1]):
             plain = plain and (
-                places[b, t] < 0 or _finite(state[b, :, places[b, t] : places[b, t] + 1])
+                places[b, t] < 0
+                or _finite(state[b, :, places[b, t] : places[b, t] + 1])
             )
         if not plain:
             _formula(state[b], places[b], rows[b])
@@ -360,6 +390,6 @@ def _visible(mask, blocked):
 
 
 def visible(mask: torch.Tensor, blocked: float) -> tuple[int, int]:
-    """First and last + 1 of the columns of an additive mask [T, S] that some query sees; all, when
-    one sees nothing."""
+    """First and last + 1 of the columns of an additive mask [T, S] that some query
+    sees; all, when one sees nothing."""
     return _visible(mask.float().numpy(), blocked)

@@ -1,11 +1,11 @@
-"""The small machine that executes a `Bytecode`: a list of instructions on float32 arrays, in one
-compiled call.
+"""The small machine that executes a `Bytecode`: a list of instructions on float32
+arrays, in one compiled call.
 
-An instruction is a row of FIELDS integers. LINEAR, WRITE and ATTEND have fields of their own; any
-other stands for a loop over three axes around one operation on the elements of a fourth, each
-operand with strides of its own, so that a transpose, a slice or a broadcast of an operand costs
-nothing. Results are rounded to fp16 once, as the program declares.
-"""
+An instruction is a row of FIELDS integers. LINEAR, WRITE and ATTEND have fields of
+their own; any other stands for a loop over three axes around one operation on the
+elements of a fourth, each operand with strides of its own, so that a transpose, a slice
+or a broadcast of an operand costs nothing. Results are rounded to fp16 once, as the
+program declares."""
 
 import math
 from pathlib import Path
@@ -25,9 +25,23 @@ from miltorch.fast.kernels import (
     _write,
 )
 
-# kind, four sizes, (address, four strides in bytes) of the result and three operands, a number
+# kind, four sizes, (address, four strides in bytes) of the result and three operands, a
+# number
 FIELDS = 26
-LINEAR, WRITE, ATTEND, SUM, MEAN, LARGEST, SMALLEST, WHICH, DOT, SOFTMAX, NORM, ROTATE = range(12)
+(
+    LINEAR,
+    WRITE,
+    ATTEND,
+    SUM,
+    MEAN,
+    LARGEST,
+    SMALLEST,
+    WHICH,
+    DOT,
+    SOFTMAX,
+    NORM,
+    ROTATE,
+) = range(12)
 PAIRS = ADD, SUB, MUL, DIV, MAX, MIN, EQUAL, RSQRT = range(12, 20)
 COPY, ABS, RELU, SQRT, EXP, TANH, SIGMOID, SILU, GELU, GELU_TANH = range(20, 30)
 
@@ -46,8 +60,8 @@ _numbers = _pointer(types.int64, ir.IntType(64))
 
 
 def _of_pairs(function):
-    """A loop of `function` over a and b, which may be one number, into out, each result rounded to
-    fp16."""
+    """A loop of `function` over a and b, which may be one number, into out, each result
+    rounded to fp16."""
     compiled = njit(error_model="numpy")(function)
 
     @njit(error_model="numpy")
@@ -78,7 +92,12 @@ def _of_each(function):
 ONE, TWO, HALF = np.float32(1), np.float32(2), np.float32(0.5)
 _add, _sub, _mul, _div = (
     _of_pairs(function)
-    for function in (lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b, lambda a, b: a / b)
+    for function in (
+        lambda a, b: a + b,
+        lambda a, b: a - b,
+        lambda a, b: a * b,
+        lambda a, b: a / b,
+    )
 )
 _max, _min = (  # NaN stays NaN
     _of_pairs(function)
@@ -89,20 +108,27 @@ _max, _min = (  # NaN stays NaN
 )
 _equal = _of_pairs(lambda a, b: ONE if a == b else ONE - ONE)
 _rsqrt = _of_pairs(lambda a, b: ONE / np.sqrt(a + b))
-_copy, _abs, _sqrt = (_of_each(f) for f in (lambda a: a, lambda a: abs(a), lambda a: np.sqrt(a)))
+_copy, _abs, _sqrt = (
+    _of_each(f) for f in (lambda a: a, lambda a: abs(a), lambda a: np.sqrt(a))
+)
 _relu = _of_each(lambda a: a if a > 0 or a != a else ONE - ONE)
 _exponential = _of_each(lambda a: np.float32(math.exp(a)))
 _tanh = _of_each(lambda a: np.float32(math.tanh(a)))
 _sigmoid = _of_each(lambda a: ONE / (ONE + _exp(-a)))
 _silu = _of_each(lambda a: a / (ONE + _exp(-a)))
-_gelu = _of_each(lambda a: HALF * a * (ONE + np.float32(math.erf(a * np.float32(math.sqrt(0.5))))))
+_gelu = _of_each(
+    lambda a: HALF * a * (ONE + np.float32(math.erf(a * np.float32(math.sqrt(0.5)))))
+)
 # half of 1 + tanh z is 1 / (1 + e^-2z)
 _gelu_tanh = _of_each(
     lambda a: (
         a
         / (
             ONE
-            + _exp(np.float32(-2 * math.sqrt(2 / math.pi)) * (a + np.float32(0.044715) * a * a * a))
+            + _exp(
+                np.float32(-2 * math.sqrt(2 / math.pi))
+                * (a + np.float32(0.044715) * a * a * a)
+            )
         )
     )
 )
@@ -173,8 +199,8 @@ def _sum(a):
 
 @njit
 def _which(kind, a):
-    """The place of the largest (or smallest) element, the first of equals; of a NaN where there is
-    one."""
+    """The place of the largest (or smallest) element, the first of equals; of a NaN
+    where there is one."""
     best = 0
     for i in range(1, len(a)):
         better = a[i] < a[best] if kind == SMALLEST else a[i] > a[best]
@@ -213,15 +239,21 @@ def _norm(a, packed, out):
         np.int64(head[width + 5]),
     )
     lists = carray(_floats(packed), (width + 6 + first + second + third,))[width + 6 :]
-    eps0, eps1, gains = lists[:first], lists[first : first + second], lists[first + second :]
+    eps0, eps1, gains = (
+        lists[:first],
+        lists[first : first + second],
+        lists[first + second :],
+    )
     rows, bounds = a.reshape(1, width), head[width : width + 3]
-    _rms_norm_kernel(rows, head[:width], bounds, eps0, eps1, gains, out.reshape(1, width))
+    _rms_norm_kernel(
+        rows, head[:width], bounds, eps0, eps1, gains, out.reshape(1, width)
+    )
 
 
 @njit
 def _picked(address, stride, size, scratch):
-    """The float32 elements at `address`, `stride` bytes apart, side by side: in place, or copied to
-    `scratch`."""
+    """The float32 elements at `address`, `stride` bytes apart, side by side: in place,
+    or copied to `scratch`."""
     if stride == 4:
         return carray(_floats(address), (size,))
     copy = carray(_floats(scratch), (size,))
@@ -231,14 +263,21 @@ def _picked(address, stride, size, scratch):
 
 
 @njit
-def _row(kind, size, number, out, step, a, a_step, b, b_step, c, c_step, scratch, width):
+def _row(
+    kind, size, number, out, step, a, a_step, b, b_step, c, c_step, scratch, width
+):
     """One instruction on `size` elements of each operand."""
     x = _picked(a, a_step, size, scratch)
     if kind >= SOFTMAX:
         y = carray(_floats(out if step == 4 else scratch + width), (size,))
         if kind >= ADD:
             other = 1 if b_step == 0 else size
-            _line(kind, x, _picked(b, b_step if b_step else 4, other, scratch + 2 * width), y)
+            _line(
+                kind,
+                x,
+                _picked(b, b_step if b_step else 4, other, scratch + 2 * width),
+                y,
+            )
         elif kind == SOFTMAX:
             _softmax(x, y)
         elif kind == NORM:
@@ -272,7 +311,14 @@ def _base(outer, address):
 
 @njit
 def _strided(code, outer, scratch, width):
-    kind, n0, n1, n2, size, number = code[0], code[1], code[2], code[3], code[4], code[25]
+    kind, n0, n1, n2, size, number = (
+        code[0],
+        code[1],
+        code[2],
+        code[3],
+        code[4],
+        code[25],
+    )
     out, a, b, c = (
         _base(outer, code[5]),
         _base(outer, code[10]),
@@ -301,8 +347,8 @@ def _strided(code, outer, scratch, width):
 
 @njit
 def _linear(code, scratch, threads):
-    """Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R, weight, its
-    form (`products.Linear.form`), scales, bias."""
+    """Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R,
+    weight, its form (`products.Linear.form`), scales, bias."""
     out, x, sB, sK, sT, B, K, T, R, weight, form, scale, bias = code[1:14]
     N, result = B * T, carray(_floats(out), (B, R, T))
     if N == 1:
@@ -335,7 +381,9 @@ def _one_product(form, weight, scale, x, out, threads):
     elif form == 2:
         _one(carray(_halves(weight), (R, K)), scales, x, out, threads)
     else:
-        _packed_product(form, weight, scale, x.reshape(1, K), out.reshape(R, 1), threads)
+        _packed_product(
+            form, weight, scale, x.reshape(1, K), out.reshape(R, 1), threads
+        )
 
 
 @njit
@@ -369,14 +417,17 @@ def _cache_write(code, outer):
     """Fields: state [B, H, S, D], rows [B, H, T, D], places [B, T], B, H, S, T, D."""
     B, H, S, T, D = code[4:9]
     state = carray(_floats(_base(outer, code[1])), (B, H, S, D))
-    rows, places = carray(_floats(code[2]), (B, H, T, D)), carray(_numbers(code[3]), (B, T))
+    rows, places = (
+        carray(_floats(code[2]), (B, H, T, D)),
+        carray(_numbers(code[3]), (B, T)),
+    )
     _write(state, places, rows)
 
 
 @njit
 def _attention(code, outer):
-    """Fields: result and queries [B, H_kv, N, D], states [B, H_kv, S, D], mask [B, T, S], B, H_kv,
-    N, D, T, S."""
+    """Fields: result and queries [B, H_kv, N, D], states [B, H_kv, S, D], mask [B, T,
+    S], B, H_kv, N, D, T, S."""
     out, q, key, value, mask, B, groups, N, D, T, S = code[1:12]
     keys, values = (
         carray(_floats(_base(outer, key)), (B, groups, S, D)),
@@ -386,21 +437,27 @@ def _attention(code, outer):
         carray(_floats(out), (B, groups, N, D)),
         carray(_floats(out), (B * groups * N * D,)),
     )
-    queries, columns = carray(_floats(q), (B, groups, N, D)), carray(_floats(mask), (B, T, S))
+    queries, columns = (
+        carray(_floats(q), (B, groups, N, D)),
+        carray(_floats(mask), (B, T, S)),
+    )
     attention.attend_kernel(queries, keys, values, columns, result)
     _copy(flat, flat)
 
 
 @njit(cache=True)
 def execute(code, outer, masks, scratch, width, threads):
-    """Executes instructions [n, FIELDS]; a negative address names an element of `outer`.
+    """Executes instructions [n, FIELDS]; a negative address names an element of
+    `outer`.
 
     Args:
-        masks: (address, B, S, T, address of places [B, T]) of each write mask [B, S, T].
+        masks: (address, B, S, T, address of places [B, T]) of each write mask [B, S,
+            T].
         scratch: address of four times `width` bytes.
 
     Returns:
-        False, with nothing done, unless every column and row of every mask holds one 1 or nothing.
+        False, with nothing done, unless every column and row of every mask holds one 1
+        or nothing.
     """
     for i in range(len(masks)):
         mask, B, S, T, places = masks[i]
@@ -422,9 +479,9 @@ def execute(code, outer, masks, scratch, width, threads):
 
 
 def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
-    """Removes numba's indexes of compiled functions in `folder` that are older than one of the
-    `sources` they may be compiled from: numba compares an index with the file of its function
-    alone."""
+    """Removes numba's indexes of compiled functions in `folder` that are older than one
+    of the `sources` they may be compiled from: numba compares an index with the file of
+    its function alone."""
     newest = max(source.stat().st_mtime for source in sources)
     for index in folder.glob("*.nbi"):
         if index.stat().st_mtime < newest:

@@ -1,5 +1,5 @@
-"""Finds patterns of operations in a program: `PatternGraph` keeps what stands for those that a
-pattern recognises."""
+"""Finds patterns of operations in a program: `PatternGraph` keeps what stands for those
+that a pattern recognises."""
 
 from collections.abc import Callable
 
@@ -27,13 +27,12 @@ def need(value):
 def tried(attempt: Callable, *arguments):
     """What `attempt` returns, or None when it raises anything at all.
 
-    Everything that the decode path does beyond the literal graph is tried here: a pattern, a
-    bytecode, a program's first call of some shapes. Each describes programs of one form. A program
-    of another form may lack an operand, hold a string where a number is usual, or have another
-    rank, so the exceptions are as many as the programs, and each means only that the pattern does
-    not apply. The literal operation then says what the program means, or refuses it with the one
-    message.
-    """
+    Everything that the decode path does beyond the literal graph is tried here: a
+    pattern, a bytecode, a program's first call of some shapes. Each describes programs
+    of one form. A program of another form may lack an operand, hold a string where a
+    number is usual, or have another rank, so the exceptions are as many as the
+    programs, and each means only that the pattern does not apply. The literal operation
+    then says what the program means, or refuses it with the one message."""
     try:
         return attempt(*arguments)
     except Exception:
@@ -41,13 +40,15 @@ def tried(attempt: Callable, *arguments):
 
 
 class PatternGraph(Graph):
-    """A flat program's live operations, and the calls that replace those that a pattern recognises.
+    """A flat program's live operations, and the calls that replace those that a pattern
+    recognises.
 
     Args:
-        patterns: pairs of a kind and a function of the graph and an operation of that kind. It
-            returns the calls that replace the operation: (function, names of its operands, name of
-            its result, or None for the operation's own); or raises `NoMatch`; any other exception
-            means the same (see `tried`). Operands and results are fp16.
+        patterns: pairs of a kind and a function of the graph and an operation of that
+            kind. It returns the calls that replace the operation: (function, names of
+            its operands, name of its result, or None for the operation's own); or
+            raises `NoMatch`; any other exception means the same (see `tried`). Operands
+            and results are fp16.
 
     Raises:
         NoMatch: two values have one name, or an operation has blocks.
@@ -60,7 +61,9 @@ class PatternGraph(Graph):
         need(len(self.types) == len(program.inputs) + len(program.states) + outputs)
         self.order = {op.key: i for i, op in enumerate(self.ops)}
         self.folded: dict[str, torch.Tensor] = {}
-        self.dense: dict[str, torch.Size] = {}  # shapes of the compressed constants that were read
+        self.dense: dict[
+            str, torch.Size
+        ] = {}  # shapes of the compressed constants that were read
         self.special: dict = {}  # key of an operation → the calls that replace it
         for op in self.ops:
             for kind, pattern in patterns:
@@ -71,7 +74,9 @@ class PatternGraph(Graph):
     def _calls(self, pattern: Callable, op: Op) -> list[tuple]:
         """The calls that `pattern` returns for `op`, all on fp16 values."""
         calls = pattern(self, op)
-        operands = {name for _, names, _ in calls for name in names if name in self.types}
+        operands = {
+            name for _, names, _ in calls for name in names if name in self.types
+        }
         need(
             all(
                 self.types[name].dtype == "FLOAT16"
@@ -81,8 +86,8 @@ class PatternGraph(Graph):
         return calls
 
     def live(self) -> list[Op]:
-        """Operations that outputs and state writes still need once calls replace those of the
-        patterns, in order."""
+        """Operations that outputs and state writes still need once calls replace those
+        of the patterns, in order."""
         needed, ops = set(self.program.outputs), []
         for op in reversed(self.ops):
             if (
@@ -101,26 +106,34 @@ class PatternGraph(Graph):
 
     def settled(self, read: Op) -> bool:
         """Whether nothing writes the state that `read` reads after it."""
-        writes = [op for op in self.readers(read.inputs["input"].name) if op.kind in STATE_WRITES]
+        writes = [
+            op
+            for op in self.readers(read.inputs["input"].name)
+            if op.kind in STATE_WRITES
+        ]
         return all(self.order[op.key] < self.order[read.key] for op in writes)
 
     def half(self, source, kind: str | None = None) -> Op | None:
-        """The producer of `source`, when it is of `kind`, and computes fp16 values or is a
-        constant."""
+        """The producer of `source`, when it is of `kind`, and computes fp16 values or
+        is a constant."""
         op = self.producer(source)
         if op is None or kind not in (None, op.kind):
             return None
-        return op if op.constant or all(t.dtype == "FLOAT16" for _, t in op.outputs) else None
+        return (
+            op
+            if op.constant or all(t.dtype == "FLOAT16" for _, t in op.outputs)
+            else None
+        )
 
     def match(self, source, pattern, parts: dict) -> dict:
-        """Binds the parts of `pattern` to the operations that compute `source`; raises NoMatch
-        where they differ.
+        """Binds the parts of `pattern` to the operations that compute `source`; raises
+        NoMatch where they differ.
 
-        A pattern is the name of a value, which stands for one value wherever it occurs, or (kind,
-        patterns of x and y): an operation, bound to its kind or, written `label:kind`, to its
-        label. Two kinds may be absent: `reshape?`, and `label:scalars`, the products with constant
-        scalars of one value, bound to their factors.
-        """
+        A pattern is the name of a value, which stands for one value wherever it occurs,
+        or (kind, patterns of x and y): an operation, bound to its kind or, written
+        `label:kind`, to its label. Two kinds may be absent: `reshape?`, and
+        `label:scalars`, the products with constant scalars of one value, bound to their
+        factors."""
         if isinstance(pattern, str):
             value = parts.setdefault(pattern, source)
             need(value is source or bool(value == source))
@@ -138,8 +151,8 @@ class PatternGraph(Graph):
         return parts
 
     def _scalars(self, source) -> tuple:
-        """`source` without the constant scalars that multiply it one after another, and those, in
-        their order."""
+        """`source` without the constant scalars that multiply it one after another, and
+        those, in their order."""
         factors: list[float] = []
         while (product := self.half(source, "mul")) is not None:
             factor = self.constant(product.inputs["y"])
@@ -164,14 +177,19 @@ class PatternGraph(Graph):
                 {name: self.constant(s) for name, s in op.inputs.items()},
             )
             dense = rule.function(
-                **{n: _python_value(v) if n in rule.attributes else v for n, v in values.items()}
+                **{
+                    n: _python_value(v) if n in rule.attributes else v
+                    for n, v in values.items()
+                }
             )
             for (name, declared), value in zip(
                 op.outputs, dense if isinstance(dense, tuple) else (dense,), strict=True
             ):
                 dtype = _INTEGER.get(declared.dtype, torch.float32)
                 self.folded[name] = (
-                    value.half().float() if declared.dtype == "FLOAT16" else value.to(dtype)
+                    value.half().float()
+                    if declared.dtype == "FLOAT16"
+                    else value.to(dtype)
                 )
                 self.dense[name] = value.shape
         return self.folded.get(source.name)

@@ -1,12 +1,11 @@
-"""Products with weights of 4 and 6 bits that stay packed in memory: int4 blocks with a scale, and
-indices of lookup tables.
+"""Products with weights of 4 and 6 bits that stay packed in memory: int4 blocks with a
+scale, and indices of lookup tables.
 
-A weight becomes the fp16 value that the program declares, then float32, in a register: products
-and sums are float32. Two kernels for each form, emitted as LLVM's vectors of `LANES` numbers,
-since LLVM vectorises no loop over fields of bits: a row by some activation vectors, and a row made
-dense. A table's values are permuted by their indices in a register where the processor has
-AVX-512, else read from memory one by one.
-"""
+A weight becomes the fp16 value that the program declares, then float32, in a register:
+products and sums are float32. Two kernels for each form, emitted as LLVM's vectors of
+`LANES` numbers, since LLVM vectorises no loop over fields of bits: a row by some
+activation vectors, and a row made dense. A table's values are permuted by their indices
+in a register where the processor has AVX-512, else read from memory one by one."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -40,11 +39,13 @@ class Packed:
     """A weight [R, K] of one form.
 
     Attributes:
-        codes: uint8 [R, K / GROUP · BYTES]. In 16 bytes, byte i has the low four bits of weight i
-            of a group of 32, and those of weight 16 + i above them; LUT6 has 32 such bytes, then
-            16 with the upper two bits of weights i, 16 + i, 32 + i and 48 + i of a group of 64.
-        scale: bits of fp16 values, uint16. INT4: one for each 32 weights of a row, [R · K / 32]. A
-            table form: the number of each row's table, [R], and the tables one after another.
+        codes: uint8 [R, K / GROUP · BYTES]. In 16 bytes, byte i has the low four bits
+            of weight i of a group of 32, and those of weight 16 + i above them; LUT6
+            has 32 such bytes, then 16 with the upper two bits of weights i, 16 + i, 32
+            + i and 48 + i of a group of 64.
+        scale: bits of fp16 values, uint16. INT4: one for each 32 weights of a row, [R ·
+            K / 32]. A table form: the number of each row's table, [R], and the tables
+            one after another.
     """
 
     form: int
@@ -53,24 +54,31 @@ class Packed:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.codes), self.codes.shape[1] // BYTES[self.form] * GROUP[self.form]
+        return len(self.codes), self.codes.shape[1] // BYTES[self.form] * GROUP[
+            self.form
+        ]
 
 
 def pack(values: np.ndarray, factors: np.ndarray, form: int) -> Packed:
     """Integers [R, K], of which only the low bits count, as `Packed`.
 
     Args:
-        factors: fp16. INT4: scales [1 or R, blocks], of a multiple of 32 weights each. Else tables
-            [tables, entries], each of as many rows as the others.
+        factors: fp16. INT4: scales [1 or R, blocks], of a multiple of 32 weights each.
+            Else tables [tables, entries], each of as many rows as the others.
 
     Raises:
-        ValueError: K or a block is no multiple of a group, or rows are no multiple of tables.
+        ValueError: K or a block is no multiple of a group, or rows are no multiple of
+            tables.
     """
     R, K = values.shape
     _same((K % GROUP[form],), (0,))
     codes = np.empty((R, K // GROUP[form] * BYTES[form]), np.uint8)
-    for start in range(0, R, PIECE):  # some rows at a time: what is between takes little memory
-        codes[start : start + PIECE] = _packed(values[start : start + PIECE].view(np.uint8), form)
+    for start in range(
+        0, R, PIECE
+    ):  # some rows at a time: what is between takes little memory
+        codes[start : start + PIECE] = _packed(
+            values[start : start + PIECE].view(np.uint8), form
+        )
     if form == INT4:
         scale = np.broadcast_to(factors, (R, factors.shape[1]))
         scale = np.repeat(scale, K // 32 // factors.shape[1], axis=1)
@@ -80,7 +88,9 @@ def pack(values: np.ndarray, factors: np.ndarray, form: int) -> Packed:
         tables = np.zeros((len(factors), ENTRIES[form]), np.float16)
         tables[:, : factors.shape[1]] = factors
         numbers = np.arange(R) // (R // len(factors))
-        scale = np.concatenate([numbers.astype(np.uint16).view(np.float16), tables.reshape(-1)])
+        scale = np.concatenate(
+            [numbers.astype(np.uint16).view(np.float16), tables.reshape(-1)]
+        )
     scale = np.ascontiguousarray(scale.reshape(-1), np.float16)
     return Packed(form, codes, scale.view(np.uint16))
 
@@ -90,9 +100,9 @@ def _packed(bits: np.ndarray, form: int) -> np.ndarray:
     nibbles = (bits & 15).reshape(len(bits), -1, 2, LANES)
     codes = nibbles[:, :, 0] | nibbles[:, :, 1] << 4
     if form == LUT6:
-        top = (bits >> 4 & 3).reshape(len(bits), -1, 4, LANES) << np.arange(0, 8, 2, np.uint8)[
-            :, None
-        ]
+        top = (bits >> 4 & 3).reshape(len(bits), -1, 4, LANES) << np.arange(
+            0, 8, 2, np.uint8
+        )[:, None]
         upper = np.bitwise_or.reduce(top, 2)
         codes = np.concatenate([codes.reshape(*upper.shape[:2], -1), upper], axis=2)
     return codes.reshape(len(bits), -1)
@@ -141,7 +151,8 @@ def _factors(form, scale, row, rows, width):
 
 @njit(cache=True)
 def _row(form, codes, row, scale, x, out):
-    """out [R, N] at `row` = x [N, K] @ the row's weights, for N = 1 or a multiple of VECTORS."""
+    """out [R, N] at `row` = x [N, K] @ the row's weights, for N = 1 or a multiple of
+    VECTORS."""
     start = _factors(form, scale, row, len(codes), x.shape[1])
     if len(x) == 1:
         if form == INT4:
@@ -191,8 +202,8 @@ def _dense(form, codes, scale, first, out):
 
 
 def _dots(form: int, count: int):
-    """Compiled code: out [row, n : n + count] = x [n : n + count, K] @ row `row` of codes, whose
-    scales begin at `start`."""
+    """Compiled code: out [row, n : n + count] = x [n : n + count, K] @ row `row` of
+    codes, whose scales begin at `start`."""
 
     @intrinsic
     def dots(typing, codes, row, scale, start, x, n, out):
@@ -205,7 +216,8 @@ def _dots(form: int, count: int):
                 for _ in range(count)
             ]
             vectors = [
-                _at(builder, given["x"], builder.add(given["n"], INDEX(i))) for i in range(count)
+                _at(builder, given["x"], builder.add(given["n"], INDEX(i)))
+                for i in range(count)
             ]
             fma = _function(builder, "llvm.fma.v16f32", FLOATS, FLOATS, FLOATS)
 
@@ -213,22 +225,29 @@ def _dots(form: int, count: int):
                 for x, totals in zip(vectors, sums, strict=True):
                     total = totals[number % parts]
                     values = _load(builder, builder.gep(x, [place]), FLOATS)
-                    builder.store(builder.call(fma, [weights, values, builder.load(total)]), total)
+                    builder.store(
+                        builder.call(fma, [weights, values, builder.load(total)]), total
+                    )
 
             _each(form, builder, given, meet)
-            results = builder.gep(_at(builder, given["out"], given["row"]), [given["n"]])
+            results = builder.gep(
+                _at(builder, given["out"], given["row"]), [given["n"]]
+            )
             for i, totals in enumerate(sums):
                 total = reduce(builder.fadd, map(builder.load, totals))
                 builder.store(_sum(builder, total), builder.gep(results, [INDEX(i)]))
             return context.get_dummy_value()
 
-        return types.none(codes, types.intp, scale, types.intp, x, types.intp, out), emit
+        return types.none(
+            codes, types.intp, scale, types.intp, x, types.intp, out
+        ), emit
 
     return dots
 
 
 def _fill(form: int):
-    """Compiled code: out [place, K] = row `row` of codes, whose scales begin at `start`."""
+    """Compiled code: out [place, K] = row `row` of codes, whose scales begin at
+    `start`."""
 
     @intrinsic
     def fill(typing, codes, row, scale, start, out, place):
@@ -238,7 +257,9 @@ def _fill(form: int):
             target = _at(builder, given["out"], given["place"])
 
             def store(place, number, weights):
-                place = builder.bitcast(builder.gep(target, [place]), FLOATS.as_pointer())
+                place = builder.bitcast(
+                    builder.gep(target, [place]), FLOATS.as_pointer()
+                )
                 builder.store(weights, place, align=4)
 
             _each(form, builder, given, store)
@@ -261,16 +282,17 @@ def _operands(context, builder, signature, arguments: dict) -> dict:
 
 def _at(builder, array, row):
     """The address of a row of a matrix."""
-    return builder.gep(array.data, [builder.mul(row, builder.extract_value(array.shape, 1))])
+    return builder.gep(
+        array.data, [builder.mul(row, builder.extract_value(array.shape, 1))]
+    )
 
 
 def _each(form: int, builder, given: dict, meet) -> None:
-    """Emits a loop over a row that gives `meet` a place, a number and the LANES weights that begin
-    at the place.
+    """Emits a loop over a row that gives `meet` a place, a number and the LANES weights
+    that begin at the place.
 
-    Two groups a round, so that sums that take turns by number do not wait for each other; a last
-    one by itself.
-    """
+    Two groups a round, so that sums that take turns by number do not wait for each
+    other; a last one by itself."""
     codes, row = given["codes"], _at(builder, given["codes"], given["row"])
     scales = builder.gep(given["scale"].data, [given["start"]])
     groups = builder.udiv(builder.extract_value(codes.shape, 1), INDEX(BYTES[form]))
@@ -279,9 +301,13 @@ def _each(form: int, builder, given: dict, meet) -> None:
     def group(index, number):
         data = builder.gep(row, [builder.mul(index, INDEX(BYTES[form]))])
         place = builder.mul(index, INDEX(GROUP[form]))
-        table = tables or _Table(builder, [_scaled(builder, builder.gep(scales, [index]))])
+        table = tables or _Table(
+            builder, [_scaled(builder, builder.gep(scales, [index]))]
+        )
         for i, indices in enumerate(_indices(form, builder, data)):
-            meet(builder.add(place, INDEX(LANES * i)), number + i, table.lookup(indices))
+            meet(
+                builder.add(place, INDEX(LANES * i)), number + i, table.lookup(indices)
+            )
 
     with cgutils.for_range(builder, builder.udiv(groups, INDEX(2))) as loop:
         first = builder.mul(loop.index, INDEX(2))
@@ -292,8 +318,8 @@ def _each(form: int, builder, given: dict, meet) -> None:
 
 
 def _indices(form: int, builder, data) -> list:
-    """The codes of a group at `data` as vectors of int32, whose bits above the code's are anything
-    for a nibble."""
+    """The codes of a group at `data` as vectors of int32, whose bits above the code's
+    are anything for a nibble."""
     low = [_widened(builder, data, 16 * i) for i in range(GROUP[form] // 32)]
     nibbles = [part for codes in low for part in (codes, _shifted(builder, codes, 4))]
     if form != LUT6:
@@ -308,15 +334,18 @@ def _indices(form: int, builder, data) -> list:
 
 
 def _scaled(builder, scale):
-    """The sixteen values that int4 codes have in a block: each times the scale at an address,
-    rounded to fp16."""
-    # all lanes are converted: a conversion of one would wait for the last one's register
+    """The sixteen values that int4 codes have in a block: each times the scale at an
+    address, rounded to fp16."""
+    # all lanes are converted: a conversion of one would wait for the last one's
+    # register
     bits = builder.bitcast(builder.load(scale), HALF)
     single = builder.insert_element(ir.Constant(HALVES, ir.Undefined), bits, INT(0))
     factors = builder.shuffle_vector(single, single, ir.Constant(INDICES, [0] * LANES))
     factors = builder.fpext(factors, FLOATS)
     numbers = ir.Constant(FLOATS, [float(i if i < 8 else i - 16) for i in range(LANES)])
-    return builder.fpext(builder.fptrunc(builder.fmul(numbers, factors), HALVES), FLOATS)
+    return builder.fpext(
+        builder.fptrunc(builder.fmul(numbers, factors), HALVES), FLOATS
+    )
 
 
 def _tables(form: int, builder, scale) -> "_Table":
@@ -342,11 +371,19 @@ class _Table:
         if not PERMUTES:
             return self._from_memory(indices)
         if len(parts) == 1:
-            permute = _function(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, INDICES)
+            permute = _function(
+                builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, INDICES
+            )
             return builder.call(permute, [parts[0], indices])
-        permute = _function(builder, "llvm.x86.avx512.vpermi2var.ps.512", FLOATS, INDICES, FLOATS)
-        low, high = (builder.call(permute, [a, indices, b]) for a, b in (parts[:2], parts[2:]))
-        upper = builder.icmp_unsigned("!=", builder.and_(indices, _splat(32)), _splat(0))
+        permute = _function(
+            builder, "llvm.x86.avx512.vpermi2var.ps.512", FLOATS, INDICES, FLOATS
+        )
+        low, high = (
+            builder.call(permute, [a, indices, b]) for a, b in (parts[:2], parts[2:])
+        )
+        upper = builder.icmp_unsigned(
+            "!=", builder.and_(indices, _splat(32)), _splat(0)
+        )
         return builder.select(upper, high, low)
 
     def _from_memory(self, indices):
@@ -354,7 +391,9 @@ class _Table:
         indices = builder.and_(indices, _splat(LANES * len(self.parts) - 1))
         start = builder.bitcast(self.memory, FLOAT.as_pointer())
         for lane in range(LANES):
-            value = builder.load(builder.gep(start, [builder.extract_element(indices, INT(lane))]))
+            value = builder.load(
+                builder.gep(start, [builder.extract_element(indices, INT(lane))])
+            )
             values = builder.insert_element(values, value, INT(lane))
         return values
 
@@ -371,7 +410,9 @@ def _load(builder, place, kind):
 
 def _widened(builder, data, start: int):
     """The LANES bytes from `start` on, as int32."""
-    return builder.zext(_load(builder, builder.gep(data, [INDEX(start)]), CODES), INDICES)
+    return builder.zext(
+        _load(builder, builder.gep(data, [INDEX(start)]), CODES), INDICES
+    )
 
 
 def _shifted(builder, codes, bits: int):
@@ -384,10 +425,16 @@ def _splat(value: int):
 
 def _sum(builder, vector):
     """The sum of the elements of a vector, by halves."""
-    reduced = _function(builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, FLOATS, result=FLOAT)
-    return builder.call(reduced, [ir.Constant(FLOAT, -0.0), vector], fastmath=("reassoc",))
+    reduced = _function(
+        builder, "llvm.vector.reduce.fadd.v16f32", FLOAT, FLOATS, result=FLOAT
+    )
+    return builder.call(
+        reduced, [ir.Constant(FLOAT, -0.0), vector], fastmath=("reassoc",)
+    )
 
 
 _one_int4, _one_lut4, _one_lut6 = (_dots(form, 1) for form in (INT4, LUT4, LUT6))
-_four_int4, _four_lut4, _four_lut6 = (_dots(form, VECTORS) for form in (INT4, LUT4, LUT6))
+_four_int4, _four_lut4, _four_lut6 = (
+    _dots(form, VECTORS) for form in (INT4, LUT4, LUT6)
+)
 _dense_int4, _dense_lut4, _dense_lut6 = map(_fill, (INT4, LUT4, LUT6))

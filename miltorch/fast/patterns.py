@@ -14,8 +14,8 @@ from miltorch.ops.convolution import FEW_COLUMNS
 from miltorch.ops.state import StateCell
 from miltorch.program import Op, Ref
 
-# the operand x of the last product in the models' `RMSNorm`: y·(1 / √(mean y² + eps)), with y = x /
-# peak
+# the operand x of the last product in the models' `RMSNorm`: y·(1 / √(mean y² + eps)),
+# with y = x / peak
 NORM = (
     "mul",
     "y",
@@ -43,7 +43,13 @@ ROTATED = (
 )
 ATTENTION = (
     "attended:matmul",
-    ("reshape?", ("softmax", ("add", ("reshape?", ("matmul", "q", ("key:read_state",))), "mask"))),
+    (
+        "reshape?",
+        (
+            "softmax",
+            ("add", ("reshape?", ("matmul", "q", ("key:read_state",))), "mask"),
+        ),
+    ),
     ("value:read_state",),
 )
 
@@ -56,9 +62,12 @@ def reshape_pattern(graph: PatternGraph, op: Op):
 
 
 def rms_norm_pattern(graph: PatternGraph, op: Op):
-    """x over its peak and over the root of its mean square, by weight: `RMSNorm` of the models,
-    found at its last product."""
-    weight, parts = need(graph.constant(op.inputs["y"])), graph.match(op.inputs["x"], NORM, {})
+    """x over its peak and over the root of its mean square, by weight: `RMSNorm` of the
+    models, found at its last product."""
+    weight, parts = (
+        need(graph.constant(op.inputs["y"])),
+        graph.match(op.inputs["x"], NORM, {}),
+    )
     graph.match(parts["y"], ("real_div", "x", "peak"), parts)
     graph.match(parts["peak"], PEAK, parts)
     x, mean, largest = parts["x"], parts["reduce_mean"], parts["reduce_max"]
@@ -76,7 +85,10 @@ def rms_norm_pattern(graph: PatternGraph, op: Op):
     low, high = (graph.attribute(parts["clip"], name) for name in ("alpha", "beta"))
     need(isinstance(x, Ref) and low > 0)
     tiny = graph.attribute(parts["rsqrt"], "epsilon", 1e-12)
-    eps = ([need(graph.constant(parts[f"eps{i}"])).item(), *parts[f"factors{i}"]] for i in range(2))
+    eps = (
+        [need(graph.constant(parts[f"eps{i}"])).item(), *parts[f"factors{i}"]]
+        for i in range(2)
+    )
     constants = [
         np.ascontiguousarray(weight.flatten().numpy()),
         *map(np.float32, ([low, high, tiny], *eps, parts["gains"])),
@@ -87,12 +99,14 @@ def rms_norm_pattern(graph: PatternGraph, op: Op):
 def _rms_norm(axis, constants, x):
     rows = x.reshape(1, -1) if x.numel() == x.shape[axis] else x.movedim(axis, -1)
     y = kernels.rms_norm_rows(rows.reshape(-1, x.shape[axis]), *constants)
-    return y.reshape(x.shape) if len(y) == 1 else y.reshape(rows.shape).movedim(-1, axis)
+    return (
+        y.reshape(x.shape) if len(y) == 1 else y.reshape(rows.shape).movedim(-1, axis)
+    )
 
 
 def rotation(graph: PatternGraph, op: Op):
-    """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest of x [B, H,
-    T, D]."""
+    """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest
+    of x [B, H, T, D]."""
     first, second, *rest = op.inputs["values"]
     need(
         len(rest) < 2
@@ -104,24 +118,35 @@ def rotation(graph: PatternGraph, op: Op):
     start, x = 0, need(graph.half(a, "slice_by_index")).inputs["x"]
     *_, width = graph.shape_of(x)
     for source in (a, b, *rest):
-        piece, end = need(graph.half(source, "slice_by_index")), start + graph.shape_of(source)[-1]
+        piece, end = (
+            need(graph.half(source, "slice_by_index")),
+            start + graph.shape_of(source)[-1],
+        )
         need(piece.inputs["x"] == x and _columns(graph, piece, width) == (start, end))
         start = end
     batch, half = need(graph.shape_of(x)[0]), graph.shape_of(a)[-1]
     need(start == width and graph.shape_of(b)[-1] == half)
     for table in (cos, sin):
         shape = graph.shape_of(table)
-        need(table.name in graph.program.inputs and shape[:2] + shape[3:] == (batch, 1, half))
+        need(
+            table.name in graph.program.inputs
+            and shape[:2] + shape[3:] == (batch, 1, half)
+        )
     return [(kernels.rotate, [x.name, cos.name, sin.name], None)]
 
 
 def cache_write(graph: PatternGraph, op: Op):
-    """write_state of state·(1 − Σ mask) + mask @ rows, whole or through a slice_update that covers
-    the state."""
+    """write_state of state·(1 − Σ mask) + mask @ rows, whole or through a slice_update
+    that covers the state."""
     source, state = op.inputs["data"], op.inputs["input"]
     update = graph.half(source, "slice_update")
     if update is not None:
-        need(all(w == (0, None) for w in _slice_window(graph, update, update.outputs[0][1].shape)))
+        need(
+            all(
+                w == (0, None)
+                for w in _slice_window(graph, update, update.outputs[0][1].shape)
+            )
+        )
         source = update.inputs["update"]
     rest, placement = _operands(graph, need(graph.half(source, "add")), "mul", "matmul")
     old, left = _operands(graph, rest, "read_state", "sub")
@@ -129,7 +154,11 @@ def cache_write(graph: PatternGraph, op: Op):
     need("x" not in _transposed(graph, placement) and old.inputs["input"] == state)
     need(_only_read(graph, old, op, {id(o) for o in (rest, update, op)}))
     mask, rows = placement.inputs["x"], placement.inputs["y"]
-    need(isinstance(mask, Ref) and isinstance(rows, Ref) and mask.name in graph.program.inputs)
+    need(
+        isinstance(mask, Ref)
+        and isinstance(rows, Ref)
+        and mask.name in graph.program.inputs
+    )
     need(
         total.inputs["x"] == mask
         and graph.attribute(total, "axes") in ([-1], [3])
@@ -148,9 +177,9 @@ def cache_write(graph: PatternGraph, op: Op):
 
 
 def _only_read(graph: PatternGraph, read: Op, write: Op, inside: set[int]) -> bool:
-    """Whether `read` is the one read of a state before `write`, for the operations `inside` alone:
-    rows are written in place, where the state's earlier value would change under any other
-    reader."""
+    """Whether `read` is the one read of a state before `write`, for the operations
+    `inside` alone: rows are written in place, where the state's earlier value would
+    change under any other reader."""
     others = [
         op
         for op in graph.readers(read.inputs["input"].name)
@@ -166,8 +195,8 @@ def _write_positions(mask):
 
 
 def _write_rows(transposed, cell, mask, places, rows):
-    """Writes rows [B, H, T, D] into the state [B, H, S, D]: at the places that the mask names, or
-    by the formula itself."""
+    """Writes rows [B, H, T, D] into the state [B, H, S, D]: at the places that the mask
+    names, or by the formula itself."""
     rows = rows.transpose(-1, -2) if transposed else rows
     if places is not None:
         kernels.write_rows(cell.value.numpy(), places, rows.float().numpy())
@@ -179,10 +208,14 @@ def _write_rows(transposed, cell, mask, places, rows):
 
 
 def attention_pattern(graph: PatternGraph, op: Op):
-    """softmax(q @ kᵀ + mask) @ v over two states, heads of a group side by side; found at its last
-    product."""
+    """softmax(q @ kᵀ + mask) @ v over two states, heads of a group side by side; found
+    at its last product."""
     parts = graph.match(Ref(op.key), ATTENTION, {})
-    q, mask, reads = parts["q"], parts["mask"], [parts[name] for name in ("key", "value")]
+    q, mask, reads = (
+        parts["q"],
+        parts["mask"],
+        [parts[name] for name in ("key", "value")],
+    )
     need(not _transposed(graph, op) and _transposed(graph, parts["matmul"]) == "y")
     need(
         graph.attribute(parts["softmax"], "axis", -1) in (-1, 3)
@@ -195,7 +228,10 @@ def attention_pattern(graph: PatternGraph, op: Op):
     need(graph.shape_of(states[1]) == (B, H, S, D) and len(heads) == len(columns) == 4)
     need(heads[:2] + heads[3:] == (B, H, D) and columns[:2] + columns[3:] == (B, 1, S))
     span, names = f"{mask.name}.span", [state.name for state in states]
-    return [(_span, [mask.name], span), (_attend_visible, [q.name, *names, mask.name, span], None)]
+    return [
+        (_span, [mask.name], span),
+        (_attend_visible, [q.name, *names, mask.name, span], None),
+    ]
 
 
 def _span(mask):
@@ -203,7 +239,8 @@ def _span(mask):
 
 
 def _attend_visible(q, key, value, mask, span):
-    """q [B, H_kv, G·T, D], states [B, H_kv, S, D], mask [B, 1, T, S] → [B, H_kv, G·T, D]."""
+    """q [B, H_kv, G·T, D], states [B, H_kv, S, D], mask [B, 1, T, S] → [B, H_kv, G·T,
+    D]."""
     (first, last), (B, _, T, S) = span, mask.shape
     key, value = key.value, value.value
     if B * T < FEW_COLUMNS:
@@ -213,25 +250,31 @@ def _attend_visible(q, key, value, mask, span):
     if last - first < S and bool(scores.abs().amax() > kernels.EXTREME.item()):
         return _attend_visible(q, StateCell(key), StateCell(value), mask, (0, S))
     weights = torch.softmax(masked, -1)
-    return torch.matmul(weights.view(scores.shape).float(), value[:, :, first:last]).half()
+    return torch.matmul(
+        weights.view(scores.shape).float(), value[:, :, first:last]
+    ).half()
 
 
 def _operands(graph: PatternGraph, op: Op, first: str, second: str) -> tuple[Op, Op]:
     """The producers of a two-operand operation, in the order of the kinds asked for."""
     producers = {
-        p.kind: p for p in (graph.half(op.inputs["x"]), graph.half(op.inputs["y"])) if p is not None
+        p.kind: p
+        for p in (graph.half(op.inputs["x"]), graph.half(op.inputs["y"]))
+        if p is not None
     }
     need(producers.keys() == {first, second})
     return producers[first], producers[second]
 
 
 def _transposed(graph: PatternGraph, op: Op) -> str:
-    return "".join(axis for axis in "xy" if graph.attribute(op, f"transpose_{axis}", False))
+    return "".join(
+        axis for axis in "xy" if graph.attribute(op, f"transpose_{axis}", False)
+    )
 
 
 def _slice_window(graph: PatternGraph, op: Op, shape) -> list[tuple]:
-    """(begin, end) of each axis that a slice with unit strides takes from `shape`; an axis taken
-    whole reads (0, None)."""
+    """(begin, end) of each axis that a slice with unit strides takes from `shape`; an
+    axis taken whole reads (0, None)."""
     rank = len(shape)
     begin, end = graph.attribute(op, "begin"), graph.attribute(op, "end")
     open_begin, open_end = (

@@ -1,5 +1,5 @@
-"""Products with stored weights: 1×1 convolutions as matrix products that read their weights as they
-are stored: fp16, int8, int4 in blocks, or indices of a lookup table."""
+"""Products with stored weights: 1×1 convolutions as matrix products that read their
+weights as they are stored: fp16, int8, int4 in blocks, or indices of a lookup table."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,9 @@ from miltorch.program import Op, Ref
 
 @dataclass
 class Linear:
-    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as `tiles.product` takes it,
-    or a packed one, which holds its scales itself; in pieces of R where `widths` are given."""
+    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as
+    `tiles.product` takes it, or a packed one, which holds its scales itself; in pieces
+    of R where `widths` are given."""
 
     weight: np.ndarray | Packed
     scale: np.ndarray | None
@@ -27,7 +28,11 @@ class Linear:
     @property
     def form(self) -> int:
         """How weights are stored: 1 int8, 2 fp16, or the form of packed ones."""
-        return self.weight.form if isinstance(self.weight, Packed) else self.weight.itemsize
+        return (
+            self.weight.form
+            if isinstance(self.weight, Packed)
+            else self.weight.itemsize
+        )
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -43,7 +48,9 @@ class Linear:
         elif len(rows) < FEW_COLUMNS:
             y = tiles.product(self.weight, self.scale, rows)
         elif self.weight.dtype == np.uint16:
-            y = panel_product(rows.float(), torch.from_numpy(self.weight.view(np.float16)))
+            y = panel_product(
+                rows.float(), torch.from_numpy(self.weight.view(np.float16))
+            )
         else:
             scale = torch.from_numpy(self.scale)[:, None]
             y = panel_product(rows.float(), torch.from_numpy(self.weight), scale)
@@ -57,25 +64,31 @@ class Linear:
 
 
 def _packed_product(weight: Packed, rows: torch.Tensor) -> torch.Tensor:
-    """rows [N, K] float32 by a packed weight → float32 [N, R]; for many rows some weights at a time
-    become dense."""
+    """rows [N, K] float32 by a packed weight → float32 [N, R]; for many rows some
+    weights at a time become dense."""
     if len(rows) < FEW_COLUMNS:
         return packed.product(weight, rows)
     (R, K), rows = weight.shape, rows.contiguous()
     step = -(-PANEL // K)
-    panels = (packed.dense(weight, start, min(start + step, R)) for start in range(0, R, step))
+    panels = (
+        packed.dense(weight, start, min(start + step, R)) for start in range(0, R, step)
+    )
     return torch.cat([_wide_linear(rows, panel) for panel in panels], 1)
 
 
 def together(linears: list[Linear]) -> Linear:
-    """Products of one input as one, weights out of their file: a larger matrix in large pages is
-    read faster, and one call costs less than several."""
-    biases, widths = [one.bias for one in linears], [one.weight.shape[0] for one in linears]
+    """Products of one input as one, weights out of their file: a larger matrix in large
+    pages is read faster, and one call costs less than several."""
+    biases, widths = (
+        [one.bias for one in linears],
+        [one.weight.shape[0] for one in linears],
+    )
     if isinstance(linears[0].weight, Packed):
         weight, scale = packed.joined([one.weight for one in linears]), None
     else:
         weight, scale = (
-            np.concatenate([getattr(one, part) for one in linears]) for part in ("weight", "scale")
+            np.concatenate([getattr(one, part) for one in linears])
+            for part in ("weight", "scale")
         )
     return Linear(
         weight,
@@ -92,11 +105,17 @@ def linear_pattern(graph: PatternGraph, op: Op):
         graph.attribute(op, "pad_type", "valid") in ("valid", "custom")
         and not any(graph.attribute(op, "pad", []))
     )
-    need(max(graph.attribute(op, "strides", [1])) == graph.attribute(op, "groups", 1) == 1)
+    need(
+        max(graph.attribute(op, "strides", [1]))
+        == graph.attribute(op, "groups", 1)
+        == 1
+    )
     bias = need(graph.constant(op.inputs["bias"])) if "bias" in op.inputs else None
     source = op.inputs["weight"]
     weight, scale = (
-        _packed_weight(graph, source) or _int8_weight(graph, source) or _half_weight(graph, source)
+        _packed_weight(graph, source)
+        or _int8_weight(graph, source)
+        or _half_weight(graph, source)
     )
     need(bias is None or bias.shape == weight.shape[:1])
     need(isinstance(x, Ref) and len(graph.shape_of(x)) == 4)
@@ -110,7 +129,9 @@ def _half_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray]:
         weight = need(graph.constant(source)).half().numpy()
         graph.folded.pop(getattr(source, "name", None), None)
     need(weight.shape[2:] == (1, 1))
-    return weight.reshape(len(weight), -1).view(np.uint16), np.ones(len(weight), np.float32)
+    return weight.reshape(len(weight), -1).view(np.uint16), np.ones(
+        len(weight), np.float32
+    )
 
 
 def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] | None:
@@ -123,28 +144,42 @@ def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] |
         or op.inputs.keys() != {"data", "scale"}
     ):
         return None
-    data, scale = (np.asarray(graph.literal(op.inputs[name])) for name in ("data", "scale"))
-    if op.outputs[0][1].dtype != "FLOAT16" or data.dtype != np.int8 or data.shape[2:] != (1, 1):
+    data, scale = (
+        np.asarray(graph.literal(op.inputs[name])) for name in ("data", "scale")
+    )
+    if (
+        op.outputs[0][1].dtype != "FLOAT16"
+        or data.dtype != np.int8
+        or data.shape[2:] != (1, 1)
+    ):
         return None
     if scale.shape not in ((1, 1, 1, 1), (len(data), 1, 1, 1)):
         return None
     graph.dense[source.name] = torch.Size(data.shape)
-    scale = np.ascontiguousarray(np.broadcast_to(scale.reshape(-1).astype(np.float32), len(data)))
+    scale = np.ascontiguousarray(
+        np.broadcast_to(scale.reshape(-1).astype(np.float32), len(data))
+    )
     return data.reshape(len(data), -1), scale
 
 
 def _packed_weight(graph: PatternGraph, source) -> tuple[Packed, None] | None:
-    """int4 [R, K, 1, 1] with scales of blocks along K, or indices of up to 6 bits of tables for
-    equal parts of R, whose values are scalars; None for any other compression, and for a K that is
-    no multiple of what is packed together."""
+    """int4 [R, K, 1, 1] with scales of blocks along K, or indices of up to 6 bits of
+    tables for equal parts of R, whose values are scalars; None for any other
+    compression, and for a K that is no multiple of what is packed together."""
     op = graph.producer(source)
     operands = {
         "constexpr_blockwise_shift_scale": {"data", "scale"},
         "constexpr_lut_to_dense": {"indices", "lut"},
     }.get(op.kind if op else None)
-    if op is None or op.inputs.keys() != operands or op.outputs[0][1].dtype != "FLOAT16":
+    if (
+        op is None
+        or op.inputs.keys() != operands
+        or op.outputs[0][1].dtype != "FLOAT16"
+    ):
         return None
-    values, factors = (np.asarray(graph.literal(op.inputs[name])) for name in sorted(operands))
+    values, factors = (
+        np.asarray(graph.literal(op.inputs[name])) for name in sorted(operands)
+    )
     if values.ndim != 4 or values.shape[2:] != (1, 1) or factors.dtype != np.float16:
         return None
     (R, K), (parts, blocks, *rest) = values.shape[:2], factors.shape
@@ -152,7 +187,11 @@ def _packed_weight(graph: PatternGraph, source) -> tuple[Packed, None] | None:
         return None
     if op.kind == "constexpr_blockwise_shift_scale":
         form = INT4 if -8 <= values.min() and values.max() < 8 else None
-        fits = values.dtype == np.int8 and parts in (1, R) and K % (blocks * GROUP[INT4]) == 0
+        fits = (
+            values.dtype == np.int8
+            and parts in (1, R)
+            and K % (blocks * GROUP[INT4]) == 0
+        )
     else:
         entries, width = rest[2:]
         form = next((form for form in (LUT4, LUT6) if entries <= ENTRIES[form]), None)

@@ -1,18 +1,18 @@
-"""The decode path: a `Program` as one straight list of calls on fp16 tensors, weights left as they
-are stored.
+"""The decode path: a `Program` as one straight list of calls on fp16 tensors, weights
+left as they are stored.
 
-Means the same as the literal graph in `declared`, and differs from it only in the order of float32
-sums: an operation that torch's fp16 kernels compute in float32 and round once runs on fp16
-directly, any other by its rule in float32. What makes it fast replaces patterns of operations; an
-operation outside of every pattern runs literally:
+Means the same as the literal graph in `declared`, and differs from it only in the order
+of float32 sums: an operation that torch's fp16 kernels compute in float32 and round
+once runs on fp16 directly, any other by its rule in float32. What makes it fast
+replaces patterns of operations; an operation outside of every pattern runs literally:
 
     linear     1×1 convolutions of one input read their stored weights once, as one product
     cache row  k·(1 − Σ mask) + mask @ rows writes rows in place where the mask is one-hot or empty
     rms_norm, rotation   a norm's dozen operations in one pass, a rotary embedding's nine
     attention  columns that the mask blocks for every query, at both ends, are left out
 
-Gates run the literal graph: it sees NaN and leaks in rows that attention here does not touch.
-"""
+Gates run the literal graph: it sees NaN and leaks in rows that attention here does not
+touch."""
 
 import inspect
 from collections.abc import Callable
@@ -41,7 +41,8 @@ from miltorch.ops import OPERATIONS, TUPLES
 from miltorch.ops.state import StateCell
 from miltorch.program import Op, Program, Ref, read
 
-# torch computes these on fp16 in float32 and rounds the result once, or only moves or picks values
+# torch computes these on fp16 in float32 and rounds the result once, or only moves or
+# picks values
 DIRECT = frozenset(
     """add sub mul real_div maximum minimum abs relu sqrt exp sin cos sigmoid silu tanh softmax clip
     reduce_max reduce_min reshape transpose concat split squeeze expand_dims stack slice_by_index
@@ -56,63 +57,81 @@ LARGE = 1 << 16  # elements of a constant whose values an outline leaves out
 
 @dataclass
 class Node:
-    """One call: registers in, registers out. A register of a list-valued parameter is a tuple of
-    registers."""
+    """One call: registers in, registers out. A register of a list-valued parameter is a
+    tuple of registers."""
 
     op: Op
     function: Callable
     inputs: list[int]
     outputs: list[int]
-    attributes: dict = field(default_factory=dict)  # of an operation that runs by its rule
+    attributes: dict = field(
+        default_factory=dict
+    )  # of an operation that runs by its rule
 
 
 def ready(
     program: Program, literal: Callable[[], Executable] | None = None
 ) -> "FastProgram | None":
-    """`program` compiled for decoding; None where only the literal graph can run or refuse it."""
+    """`program` compiled for decoding; None where only the literal graph can run or
+    refuse it."""
     return tried(FastProgram, program, literal)
 
 
 class FastProgram:
-    """A flat program compiled for decoding. Stateless, as `Executable`; state cells are advanced in
-    place.
+    """A flat program compiled for decoding. Stateless, as `Executable`; state cells are
+    advanced in place.
 
-    The literal reader validates every program first, and every combination of shapes at its first
-    call: an `Outline` walks the literal graph, and the call itself is tried on copies of the
-    states. Where either raises, or where outputs and states have other shapes than the literal
-    graph gives them, calls of these shapes run literally from then on.
+    The literal reader validates every program first, and every combination of shapes at
+    its first call: an `Outline` walks the literal graph, and the call itself is tried
+    on copies of the states. Where either raises, or where outputs and states have other
+    shapes than the literal graph gives them, calls of these shapes run literally from
+    then on.
 
     Args:
         literal: gives the literal program (default: reads the package again).
 
     Raises:
-        Exception: of any type, for what is not flat or what the literal reader refuses; see
-            `ready`.
+        Exception: of any type, for what is not flat or what the literal reader refuses;
+            see `ready`.
     """
 
-    def __init__(self, program: Program, literal: Callable[[], Executable] | None = None):
-        self.program = replace(program, block=None)  # the operations and their weights may be freed
-        self.literal = literal or (lambda: Executable(read(program.package, program.function)))
+    def __init__(
+        self, program: Program, literal: Callable[[], Executable] | None = None
+    ):
+        self.program = replace(
+            program, block=None
+        )  # the operations and their weights may be freed
+        self.literal = literal or (
+            lambda: Executable(read(program.package, program.function))
+        )
         self.registers: dict[str, int] = {}
         self.values: list[
             object
         ] = []  # what each register holds before a call: its constant, or None
         self.graph = PatternGraph(program, PATTERNS)
-        self.nodes = _joined([node for op in self.graph.live() for node in self._nodes(op)])
+        self.nodes = _joined(
+            [node for op in self.graph.live() for node in self._nodes(op)]
+        )
         self.inputs = {
-            name: (self._register(name), _torch_dtype(t)) for name, t in program.inputs.items()
+            name: (self._register(name), _torch_dtype(t))
+            for name, t in program.inputs.items()
         }
         self.states, self.outputs = (
-            {n: self._register(n) for n in names} for names in (program.states, program.outputs)
+            {n: self._register(n) for n in names}
+            for names in (program.states, program.outputs)
         )
         self.outline = Executable(program, builder=partial(Outline, self.graph))
         reads, body = set(_reads(self.outline.body)), self.outline.body
-        body.constants = {name: value for name, value in body.constants.items() if name in reads}
+        body.constants = {
+            name: value for name, value in body.constants.items() if name in reads
+        }
         self.outline.program = self.program
-        # by the shapes of inputs, decided by their first call: a bytecode, None for call by call,
-        # or the literal graph
+        # by the shapes of inputs, decided by their first call: a bytecode, None for
+        # call by call, or the literal graph
         self.bytecodes: dict[tuple, Bytecode | Executable | None] = {}
-        self.wide: dict[int, torch.Tensor] = {}  # constants in float32, as all bytecodes read them
+        self.wide: dict[
+            int, torch.Tensor
+        ] = {}  # constants in float32, as all bytecodes read them
         del self.graph
 
     @torch.inference_mode()
@@ -136,8 +155,12 @@ class FastProgram:
 
     def _first(self, inputs: dict, state: dict, shapes: tuple) -> dict:
         """The first call of some shapes, which decides how the others run."""
-        self.outline.operands(inputs, state)  # refuses other shapes than the program declares
-        first = tried(self._alike, inputs, {name: state[name].value for name in self.states})
+        self.outline.operands(
+            inputs, state
+        )  # refuses other shapes than the program declares
+        first = tried(
+            self._alike, inputs, {name: state[name].value for name in self.states}
+        )
         if first is None:
             self.bytecodes[shapes] = self.literal()
             return self.bytecodes[shapes].run(inputs, state)
@@ -148,8 +171,8 @@ class FastProgram:
         return outputs
 
     def _alike(self, inputs: dict, before: dict) -> tuple[dict, list, dict]:
-        """Outputs, registers and cells after a call on copies of the states `before`, shaped as the
-        literal graph's are."""
+        """Outputs, registers and cells after a call on copies of the states `before`,
+        shaped as the literal graph's are."""
         outline = self.outline.run(
             inputs, {name: StateCell(value) for name, value in before.items()}
         )
@@ -158,7 +181,8 @@ class FastProgram:
         need(outputs.keys() == outline.keys())
         need(
             all(
-                outputs[name].shape == value.shape and outputs[name].dtype == value.dtype
+                outputs[name].shape == value.shape
+                and outputs[name].dtype == value.dtype
                 for name, value in outline.items()
             )
         )
@@ -215,12 +239,14 @@ class FastProgram:
         ]
 
     def _literal(self, op: Op) -> Node:
-        """The operation by its rule: constant attributes bound, arrays in registers, results in
-        their declared dtype."""
+        """The operation by its rule: constant attributes bound, arrays in registers,
+        results in their declared dtype."""
         rule, graph = OPERATIONS[op.kind], self.graph
         attributes, parameters, registers, lists = {}, [], [], {}
         positional = [
-            p for p in inspect.signature(rule.function).parameters if p not in rule.attributes
+            p
+            for p in inspect.signature(rule.function).parameters
+            if p not in rule.attributes
         ]
         for parameter in sorted(op.inputs, key=lambda p: (positional + [p]).index(p)):
             source = op.inputs[parameter]
@@ -232,7 +258,8 @@ class FastProgram:
                 lists[parameter] = len(sources)
             parameters.append(parameter)
             registers += [
-                self._source(s, f"{op.name}.{parameter}.{i}") for i, s in enumerate(sources)
+                self._source(s, f"{op.name}.{parameter}.{i}")
+                for i, s in enumerate(sources)
             ]
         function = partial(rule.function, **attributes) if attributes else rule.function
         if lists or parameters != positional[: len(parameters)]:
@@ -244,24 +271,25 @@ class FastProgram:
             op,
             function,
             registers,
-            [self._register(n) for n, _ in op.outputs] or [self._register(f"{op.name}.")],
+            [self._register(n) for n, _ in op.outputs]
+            or [self._register(f"{op.name}.")],
             attributes,
         )
 
     def _source(self, source, where: str) -> int:
         return self._register(
-            source.name if isinstance(source, Ref) else where, _to_half(self.graph.constant(source))
+            source.name if isinstance(source, Ref) else where,
+            _to_half(self.graph.constant(source)),
         )
 
 
 class Outline(Builder):
-    """Builds a literal program that computes the shapes of every operation's results, but not their
-    values.
+    """Builds a literal program that computes the shapes of every operation's results,
+    but not their values.
 
-    Products that a `Linear` stands for give zeros, and constants that are large or compressed are
-    zeros that take no memory, where the decode path has read them itself: an outline costs neither
-    the weights' memory nor their products' time.
-    """
+    Products that a `Linear` stands for give zeros, and constants that are large or
+    compressed are zeros that take no memory, where the decode path has read them
+    itself: an outline costs neither the weights' memory nor their products' time."""
 
     def __init__(self, graph: PatternGraph, executable: Executable):
         super().__init__(executable)
@@ -280,18 +308,29 @@ class Outline(Builder):
             op.inputs.get("val") if op.kind == "const" else None,
             self.graph.dense.get(op.key),
         )
-        large = isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size > LARGE
+        large = (
+            isinstance(value, np.ndarray)
+            and value.dtype.kind == "f"
+            and value.size > LARGE
+        )
         dense = (
             shape is not None
             and len(op.outputs) == 1
             and shape == op.outputs[0][1].shape
             and shape.numel() > 1
         )
-        return torch.zeros(()).expand(value.shape if large else shape) if large or dense else None
+        return (
+            torch.zeros(()).expand(value.shape if large else shape)
+            if large or dense
+            else None
+        )
 
     def _step(self, op: Op, scope: dict, body: Body) -> Step:
         step = super()._step(op, scope, body)
-        if any(isinstance(function, Linear) for function, *_ in self.graph.special.get(op.key, ())):
+        if any(
+            isinstance(function, Linear)
+            for function, *_ in self.graph.special.get(op.key, ())
+        ):
             step.function = partial(_outline, step.function)
         return step
 
@@ -299,8 +338,12 @@ class Outline(Builder):
 def _outline(conv: Callable, x, weight, bias=None, **attributes):
     """Zeros of the shape that a 1×1 convolution gives, from one of its columns."""
     if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"{x.shape[1]} channels for a weight of shape {list(weight.shape)}")
-    return conv(x[:, :1], x.new_zeros(1, 1, 1, 1), **attributes).expand(-1, len(weight), -1, -1)
+        raise ValueError(
+            f"{x.shape[1]} channels for a weight of shape {list(weight.shape)}"
+        )
+    return conv(x[:, :1], x.new_zeros(1, 1, 1, 1), **attributes).expand(
+        -1, len(weight), -1, -1
+    )
 
 
 def _joined(nodes: list[Node]) -> list[Node]:
@@ -325,7 +368,9 @@ def _names(op: Op) -> list[str]:
         if p not in OPERATIONS[op.kind].attributes
         for s in (source if isinstance(source, list) else [source])
     ]
-    return [s.name if isinstance(s, Ref) else "" for s in arrays] + [name for name, _ in op.outputs]
+    return [s.name if isinstance(s, Ref) else "" for s in arrays] + [
+        name for name, _ in op.outputs
+    ]
 
 
 def _torch_dtype(declared) -> torch.dtype:
@@ -345,7 +390,8 @@ def _to_half(value):
 
 
 def _call_by_name(function, parameters, lists, attributes):
-    """Calls by name: for lists of values, attributes that are computed, and absent parameters."""
+    """Calls by name: for lists of values, attributes that are computed, and absent
+    parameters."""
     if list(lists) == parameters and len(parameters) == 1:
         return lambda *values: function(values)
 
@@ -354,7 +400,9 @@ def _call_by_name(function, parameters, lists, attributes):
         for parameter in parameters:
             count = lists.get(parameter)
             value = next(rest) if count is None else [next(rest) for _ in range(count)]
-            arguments[parameter] = _python_value(value) if parameter in attributes else value
+            arguments[parameter] = (
+                _python_value(value) if parameter in attributes else value
+            )
         return function(**arguments)
 
     return call
@@ -368,12 +416,16 @@ def _typed(function, op: Op, wide: bool):
     def call(*values):
         if wide:
             values = [
-                v.float() if isinstance(v, torch.Tensor) and v.dtype == torch.float16 else v
+                v.float()
+                if isinstance(v, torch.Tensor) and v.dtype == torch.float16
+                else v
                 for v in values
             ]
         result = function(*values)
         if many:
             return [v.to(d) for v, d in zip(result or (), dtypes, strict=False)]
-        return (result[0] if isinstance(result, (tuple, list)) else result).to(dtypes[0])
+        return (result[0] if isinstance(result, (tuple, list)) else result).to(
+            dtypes[0]
+        )
 
     return call

@@ -25,16 +25,24 @@ class Recorder:
         self.registers: dict[int, torch.Tensor] = {}
         self.known: set[int] = set()  # registers that shapes alone decide
         self.arrays: list = []  # what instructions address, alive as long as they are
-        self.outer: dict[int, int] = {}  # of what stands for an array of the call: its name
+        self.outer: dict[
+            int, int
+        ] = {}  # of what stands for an array of the call: its name
         self.code, self.width = [], 0  # width: bytes of the longest row
 
     def _fixed(self, register: int) -> bool:
-        return register in self.known or isinstance(self.constants[register], torch.Tensor)
+        return register in self.known or isinstance(
+            self.constants[register], torch.Tensor
+        )
 
     def _value(self, register: int) -> torch.Tensor:
         """A register; one that no instruction writes is a constant."""
         if register not in self.registers:
-            constant = self.values[register] if register in self.known else self.constants[register]
+            constant = (
+                self.values[register]
+                if register in self.known
+                else self.constants[register]
+            )
             need_instruction(isinstance(constant, torch.Tensor))
             if register in self.known:
                 self.registers[register] = self._keep(constant.float())
@@ -45,7 +53,9 @@ class Recorder:
 
     def _new(self, register: int, dtype=torch.float16, kind: str = "") -> torch.Tensor:
         """Memory for a register that holds values of this dtype."""
-        need_instruction(self.values[register].dtype == dtype or kind == "reduce_argmax")
+        need_instruction(
+            self.values[register].dtype == dtype or kind == "reduce_argmax"
+        )
         self.registers[register] = self._keep(torch.empty(self.values[register].shape))
         return self.registers[register]
 
@@ -66,26 +76,33 @@ class Recorder:
 
     def _strided(self, kind: int, out: torch.Tensor, *operands: torch.Tensor) -> None:
         """An operation on every element of `out`; operands are spread over it."""
-        need_instruction(torch.broadcast_shapes(*(x.shape for x in operands)) == out.shape)
+        need_instruction(
+            torch.broadcast_shapes(*(x.shape for x in operands)) == out.shape
+        )
         tensors = [out, *(self._spread(x, out.shape) for x in operands)]
         shape, steps = _merged(out.shape, [tensor.stride() for tensor in tensors])
         self._loop(kind, shape, steps, [self._address(tensor) for tensor in tensors])
 
     def _spread(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """x expanded to a shape; a constant of several numbers is stored so, which makes the loop
-        over it a long one."""
+        """x expanded to a shape; a constant of several numbers is stored so, which
+        makes the loop over it a long one."""
         constant = x.numel() > 1 and any(x is each for each in self.wide.values())
         return self._keep(x.expand(shape).contiguous()) if constant else x.expand(shape)
 
     def _rows(
         self, kind: int, out: torch.Tensor, x: torch.Tensor, *others, number: int = 0
     ) -> None:
-        """An operation along the last axis of x; the operands' other axes are spread over those of
-        `out`."""
+        """An operation along the last axis of x; the operands' other axes are spread
+        over those of `out`."""
         tensors = [out, x, *(y.expand(*x.shape[:-1], y.shape[-1]) for y in others)]
         need_instruction(out.shape[:-1] == x.shape[:-1])
-        shape, steps = _merged(x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors])
-        steps = [(*step, tensor.stride(-1)) for step, tensor in zip(steps, tensors, strict=True)]
+        shape, steps = _merged(
+            x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors]
+        )
+        steps = [
+            (*step, tensor.stride(-1))
+            for step, tensor in zip(steps, tensors, strict=True)
+        ]
         addresses = [self._address(tensor) for tensor in tensors]
         self._loop(kind, (*shape, x.shape[-1]), steps, addresses, number)
 
@@ -97,8 +114,12 @@ class Recorder:
                     address + 4 * i * step[0] if address >= 0 else address
                     for address, step in zip(addresses, steps, strict=True)
                 ]
-                need_instruction(all(address >= 0 for address in addresses) or shape[0] == 1)
-                self._loop(kind, shape[1:], [step[1:] for step in steps], starts, number)
+                need_instruction(
+                    all(address >= 0 for address in addresses) or shape[0] == 1
+                )
+                self._loop(
+                    kind, shape[1:], [step[1:] for step in steps], starts, number
+                )
             return
         self.width = max(self.width, 4 * shape[-1] if shape else 4)
         missing, operands = 4 - len(shape), []
@@ -123,14 +144,16 @@ def shared(view: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _merged(shape, steps: list) -> tuple[tuple, list[tuple]]:
-    """Axes that every operand runs through as one become one, and those of one element none:
-    (sizes, strides of each)."""
+    """Axes that every operand runs through as one become one, and those of one element
+    none: (sizes, strides of each)."""
     sizes, kept = [], [[] for _ in steps]
     for axis, size in enumerate(shape):
         if size == 1:
             continue
         own = [step[axis] for step in steps]
-        if sizes and all(rest[-1] == size * step for rest, step in zip(kept, own, strict=True)):
+        if sizes and all(
+            rest[-1] == size * step for rest, step in zip(kept, own, strict=True)
+        ):
             sizes[-1] *= size
             for rest, step in zip(kept, own, strict=True):
                 rest[-1] = step

@@ -1,10 +1,9 @@
-"""Products of a few activation vectors with stored weights: a weight is read once and meets every
-vector in a register.
+"""Products of a few activation vectors with stored weights: a weight is read once and
+meets every vector in a register.
 
-A tile is some rows of the weight by 2, 4 or 8 vectors. Its inner loop is written in vectors of
-LLVM, since whether LLVM makes vectors of a loop over so many sums by itself depends on its version
-and on the loop's length.
-"""
+A tile is some rows of the weight by 2, 4 or 8 vectors. Its inner loop is written in
+vectors of LLVM, since whether LLVM makes vectors of a loop over so many sums by itself
+depends on its version and on the loop's length."""
 
 import numpy as np
 import torch
@@ -14,7 +13,15 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from miltorch.fast.kernels import FLAGS, SMALL_PRODUCT, _one, _row_kernel, _same, _value, on_threads
+from miltorch.fast.kernels import (
+    FLAGS,
+    SMALL_PRODUCT,
+    _one,
+    _row_kernel,
+    _same,
+    _value,
+    on_threads,
+)
 
 # floats of one vector, and sums of one tile: what the processor's registers hold
 WIDTH, SUMS = (16, 16) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
@@ -26,12 +33,11 @@ VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 
 
 def _tile(tokens: int, element: ir.Type):
-    """A compiled function of (address of the first row, bytes of a row, address of the vectors,
-    bytes of a vector, terms, address of the rows' scales, address of the results): SUMS // tokens
-    rows by `tokens` float32 vectors, over the first `terms` (a multiple of WIDTH) elements →
-    float32 [rows, tokens]. A weight is an `element`: float, half, or an integer of 8 bits that is
-    scaled and rounded to half.
-    """
+    """A compiled function of (address of the first row, bytes of a row, address of the
+    vectors, bytes of a vector, terms, address of the rows' scales, address of the
+    results): SUMS // tokens rows by `tokens` float32 vectors, over the first `terms` (a
+    multiple of WIDTH) elements → float32 [rows, tokens]. A weight is an `element`:
+    float, half, or an integer of 8 bits that is scaled and rounded to half."""
     integers = element == ir.IntType(8)
     stored, half = ir.VectorType(element, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
     rows, size = SUMS // tokens, {"i8": 1, "half": 2, "float": 4}[str(element)]
@@ -39,16 +45,24 @@ def _tile(tokens: int, element: ir.Type):
     def emit(context, builder, signature, arguments):
         weight, row_bytes, x, x_bytes, terms, scales, out = arguments
         number = terms.type
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(SUMS)]
+        sums = [
+            cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None))
+            for _ in range(SUMS)
+        ]
 
         def load(address, kind, align):
-            return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+            return builder.load(
+                builder.inttoptr(address, kind.as_pointer()), align=align
+            )
 
         def offset(base, index, stride):
             return builder.add(base, builder.mul(ir.Constant(number, index), stride))
 
         factors = [
-            _splat(builder, load(offset(scales, r, ir.Constant(number, 4)), ir.FloatType(), 4))
+            _splat(
+                builder,
+                load(offset(scales, r, ir.Constant(number, 4)), ir.FloatType(), 4),
+            )
             for r in range(rows if integers else 0)
         ]
         with cgutils.for_range_slice(
@@ -60,7 +74,10 @@ def _tile(tokens: int, element: ir.Type):
             for r in range(rows):
                 address = offset(ws, r, row_bytes)
                 _prefetch(
-                    builder, builder.add(address, builder.mul(ir.Constant(number, rows), row_bytes))
+                    builder,
+                    builder.add(
+                        address, builder.mul(ir.Constant(number, rows), row_bytes)
+                    ),
                 )
                 w = load(address, stored, size)
                 if integers:
@@ -86,16 +103,20 @@ def _tile(tokens: int, element: ir.Type):
 
 
 def _prefetch(builder, address):
-    """Asks for the cache line at `address`: rows of one tile are as many short streams, which no
-    processor foresees."""
+    """Asks for the cache line at `address`: rows of one tile are as many short streams,
+    which no processor foresees."""
     byte = ir.IntType(8).as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [byte] + 3 * [ir.IntType(32)])
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
-    builder.call(prefetch, [builder.inttoptr(address, byte), *map(ir.IntType(32), (0, 3, 1))])
+    builder.call(
+        prefetch, [builder.inttoptr(address, byte), *map(ir.IntType(32), (0, 3, 1))]
+    )
 
 
 def _splat(builder, value):
-    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
+    one = builder.insert_element(
+        ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0)
+    )
     return builder.shuffle_vector(
         one, one, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
     )
@@ -107,10 +128,14 @@ def _total(builder, vector):
     while width > 1:
         width //= 2
         low, high = (
-            ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(first, first + width)))
+            ir.Constant(
+                ir.VectorType(ir.IntType(32), width), list(range(first, first + width))
+            )
             for first in (0, width)
         )
-        parts = [builder.shuffle_vector(vector, vector, places) for places in (low, high)]
+        parts = [
+            builder.shuffle_vector(vector, vector, places) for places in (low, high)
+        ]
         vector = builder.fadd(*parts)
     return builder.extract_element(vector, ir.IntType(32)(0))
 
@@ -175,24 +200,33 @@ def _block(weight, scale, x, out, places, first, sums):
         for start in range(first, first + BLOCK, rows):
             address = weight.ctypes.data + start * weight.strides[0]
             scales = scale.ctypes.data + start * scale.strides[0]
-            _dots(weight, address, x_n, stride, min(SPAN, terms), scales, totals, tokens)
+            _dots(
+                weight, address, x_n, stride, min(SPAN, terms), scales, totals, tokens
+            )
             for k in range(SPAN, terms, SPAN):
-                w, x_k, span = address + k * weight.itemsize, x_n + 4 * k, min(SPAN, terms - k)
+                w, x_k, span = (
+                    address + k * weight.itemsize,
+                    x_n + 4 * k,
+                    min(SPAN, terms - k),
+                )
                 _dots(weight, w, x_k, stride, span, scales, sums, tokens)
                 totals += sums
             for r in range(rows):
                 for m in range(count):
                     total = totals[r * tokens + m]
                     for k in range(terms, K):
-                        total += _value(weight[start + r, k], scale[start + r]) * vectors[m, k]
+                        total += (
+                            _value(weight[start + r, k], scale[start + r])
+                            * vectors[m, k]
+                        )
                     flat[places[n + m] + (start + r) * step] = total
         n += tokens
 
 
 @njit(fastmath=FLAGS)
 def _chunk(weight, scale, x, out, places, first):
-    """CHUNK rows of `few` from `first` on, or those that are left; the last block ends at the last
-    row."""
+    """CHUNK rows of `few` from `first` on, or those that are left; the last block ends
+    at the last row."""
     sums, R = np.empty((2, SUMS), np.float32), len(weight)
     for start in range(first, min(first + CHUNK, R), BLOCK):
         _block(weight, scale, x, out, places, min(start, R - BLOCK), sums)
@@ -249,7 +283,10 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
     _same(x.shape[1:], weight.shape[1:])
     _same(scale.shape, (R,))
     if N == 1:
-        row, out = np.ascontiguousarray(x[0].float().numpy()), np.empty((1, R), np.float32)
+        row, out = (
+            np.ascontiguousarray(x[0].float().numpy()),
+            np.empty((1, R), np.float32),
+        )
         on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
         return torch.from_numpy(out)
     rows = F.pad(x.float(), (0, 0, 0, whole_tiles(N) - N)).contiguous().numpy()

@@ -1,4 +1,5 @@
-"""MIL operations as plain functions on torch tensors, one file per op family. See `registry`."""
+"""MIL operations as plain functions on torch tensors, one file per op family. See
+`registry`."""
 
 from miltorch.ops import (  # noqa: F401  (each family fills OPERATIONS)
     activation,

@@ -6,7 +6,15 @@ import torch.nn.functional as F
 from miltorch.ops.elementwise import unary
 from miltorch.ops.registry import operation, operations
 
-for _function in (torch.relu, F.relu6, torch.sigmoid, F.silu, F.softplus, F.softsign, torch.tanh):
+for _function in (
+    torch.relu,
+    F.relu6,
+    torch.sigmoid,
+    F.silu,
+    F.softplus,
+    F.softsign,
+    torch.tanh,
+):
     operation(unary(_function), _function.__name__)
 
 
@@ -25,11 +33,15 @@ operations(
         "linear_activation": lambda x, *, alpha, beta=0.0: alpha * x + beta,
         "prelu": lambda x, alpha: torch.where(x >= 0, x, _by_channel(alpha, x) * x),
         "scaled_tanh": lambda x, *, alpha=1.0, beta=1.0: alpha * torch.tanh(beta * x),
-        "sigmoid_hard": lambda x, *, alpha=0.2, beta=0.5: torch.clamp(alpha * x + beta, 0.0, 1.0),
+        "sigmoid_hard": lambda x, *, alpha=0.2, beta=0.5: torch.clamp(
+            alpha * x + beta, 0.0, 1.0
+        ),
         "softplus_parametric": lambda x, alpha, beta: (
             _by_channel(alpha, x) * F.softplus(_by_channel(beta, x) * x)
         ),
-        "thresholded_relu": lambda x, *, alpha=1.0: torch.where(x >= alpha, x, torch.zeros(())),
+        "thresholded_relu": lambda x, *, alpha=1.0: torch.where(
+            x >= alpha, x, torch.zeros(())
+        ),
     }
 )
 

@@ -1,5 +1,5 @@
-"""Stored weights made dense (`constexpr_*`) at load, and affine quantization of activations at run
-time.
+"""Stored weights made dense (`constexpr_*`) at load, and affine quantization of
+activations at run time.
 
 Computed in float32; the interpreter rounds each result once, to its declared dtype.
 """
@@ -11,8 +11,8 @@ from miltorch.ops.registry import operation
 
 
 def _spread(factor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Repeats a blockwise factor so that it lines up with `shape`: each axis of `factor` divides
-    that of `shape`."""
+    """Repeats a blockwise factor so that it lines up with `shape`: each axis of
+    `factor` divides that of `shape`."""
     for axis, size in enumerate(shape):
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat_interleave(size // factor.shape[axis], axis)
@@ -21,7 +21,9 @@ def _spread(factor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 @operation
 def constexpr_blockwise_shift_scale(data, scale, offset=None):
-    values = data.to(torch.float32, copy=True)  # one copy, changed in place: it may be large
+    values = data.to(
+        torch.float32, copy=True
+    )  # one copy, changed in place: it may be large
     if offset is not None:
         values -= _spread(offset.float(), data.shape)
     return values.mul_(_spread(scale.float(), data.shape))
@@ -51,19 +53,24 @@ def dequantize(input, scale, zero_point=None, *, axis=0):
 def quantize(input, scale, zero_point=None, *, output_dtype, axis=0):
     shift = 0 if zero_point is None else _along(zero_point, axis, input.dim())
     low, high = (-128, 127) if output_dtype == "int8" else (0, 255)
-    return torch.clamp(torch.round(input / _along(scale, axis, input.dim())) + shift, low, high)
+    return torch.clamp(
+        torch.round(input / _along(scale, axis, input.dim())) + shift, low, high
+    )
 
 
 def _unpacked(packed: torch.Tensor, bits: int, shape) -> torch.Tensor:
-    """iOS 16's fields of `bits` bits, least significant first, as integers of `shape`."""
-    values = unpack_bits(packed.reshape(-1).numpy(), bits, torch.Size(shape).numel(), signed=False)
+    """iOS 16's fields of `bits` bits, least significant first, as integers of
+    `shape`."""
+    values = unpack_bits(
+        packed.reshape(-1).numpy(), bits, torch.Size(shape).numel(), signed=False
+    )
     return torch.from_numpy(values).long().reshape(shape)
 
 
 @operation
 def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
-    """iOS 18: `lut` [blocks…, 2^bits, vector], `indices` one per (group of) element(s); iOS 16: one
-    packed table."""
+    """iOS 18: `lut` [blocks…, 2^bits, vector], `indices` one per (group of) element(s);
+    iOS 16: one packed table."""
     if shape is not None:
         return lut[_unpacked(indices, lut.numel().bit_length() - 1, shape)]
     *blocks, _, width = lut.shape
@@ -89,9 +96,13 @@ def constexpr_sparse_to_dense(nonzero_data, mask, *, shape=None):
 
 
 @operation
-def constexpr_lut_to_sparse(indices_mask, indices_nonzero_data, lut, *, vector_axis=None):
+def constexpr_lut_to_sparse(
+    indices_mask, indices_nonzero_data, lut, *, vector_axis=None
+):
     dense = constexpr_lut_to_dense(
-        constexpr_sparse_to_dense(indices_nonzero_data, indices_mask), lut, vector_axis=vector_axis
+        constexpr_sparse_to_dense(indices_nonzero_data, indices_mask),
+        lut,
+        vector_axis=vector_axis,
     )
     mask = (
         indices_mask

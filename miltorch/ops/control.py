@@ -1,5 +1,5 @@
-"""Control flow, lists and class labels. A MIL list is a Python list that is never changed in
-place."""
+"""Control flow, lists and class labels. A MIL list is a Python list that is never
+changed in place."""
 
 import torch
 
@@ -10,7 +10,8 @@ MAX_ITERATIONS = 100_000  # of one loop: more is taken for a damaged program
 
 @operation
 def cond(*, pred, blocks):
-    """`blocks` are functions of the enclosing values: what to do if true, and if not."""
+    """`blocks` are functions of the enclosing values: what to do if true, and if
+    not."""
     return tuple(blocks[0]() if pred else blocks[1]())
 
 
@@ -26,8 +27,8 @@ def while_loop(loop_vars, *, blocks):
 
 @operation
 def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
-    """Zeros, or None where the shape of an element has a symbol in it and is known only once one is
-    written."""
+    """Zeros, or None where the shape of an element has a symbol in it and is known only
+    once one is written."""
     sized = all(isinstance(size, int) for size in elem_shape)
     bounded([init_length, *elem_shape] if sized else [init_length])
     return [torch.zeros(elem_shape) if sized else None] * init_length

@@ -10,28 +10,38 @@ import torch.nn.functional as F
 from miltorch.ops.linear import TERMS, narrow_matmul, panel_product
 from miltorch.ops.registry import bounded, operation, padded
 
-FEW_COLUMNS = 12  # rows for which a product that reads fp16 or int8 weights is the faster one
+FEW_COLUMNS = (
+    12  # rows for which a product that reads fp16 or int8 weights is the faster one
+)
 
 
-def padding(sizes, kernel, strides, dilations, pad_type: str, pad) -> list[tuple[int, int]]:
-    """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the end),
-    same_lower, custom."""
+def padding(
+    sizes, kernel, strides, dilations, pad_type: str, pad
+) -> list[tuple[int, int]]:
+    """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the
+    end), same_lower, custom."""
     if pad_type == "custom":
         return list(zip(pad[::2], pad[1::2], strict=True))
     if pad_type == "valid":
         return [(0, 0)] * len(sizes)
     pairs = []
-    for size, taps, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+    for size, taps, stride, dilation in zip(
+        sizes, kernel, strides, dilations, strict=True
+    ):
         reach = (taps - 1) * dilation + 1
         total = max((-(-size // stride) - 1) * stride + reach - size, 0)
         small = total // 2
-        pairs.append((total - small, small) if pad_type == "same_lower" else (small, total - small))
+        pairs.append(
+            (total - small, small)
+            if pad_type == "same_lower"
+            else (small, total - small)
+        )
     return pairs
 
 
 def _im2col_product(x, weight, bias, strides, dilations, groups):
-    """Convolution as grouped narrow products over unfolded columns; x already padded, [N, C,
-    *spatial]."""
+    """Convolution as grouped narrow products over unfolded columns; x already padded,
+    [N, C, *spatial]."""
     spatial = x.dim() - 2
     columns = x
     for i in range(spatial):  # unfold each axis, picking dilated taps
@@ -39,22 +49,33 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
         columns = columns.unfold(2 + i, reach, strides[i])[..., :: dilations[i]]
     out_spatial = columns.shape[2 : 2 + spatial]
     n, c = x.shape[:2]
-    columns = columns.flatten(2 + spatial).reshape(n, groups, c // groups, out_spatial.numel(), -1)
+    columns = columns.flatten(2 + spatial).reshape(
+        n, groups, c // groups, out_spatial.numel(), -1
+    )
     columns = columns.permute(0, 1, 2, 4, 3).reshape(n, groups, -1, out_spatial.numel())
     kernels = weight.reshape(groups, weight.shape[0] // groups, -1)
     y = narrow_matmul(kernels, columns).reshape(n, weight.shape[0], *out_spatial)
     return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
 
 
-def _conv_product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> torch.Tensor:
-    """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while rows are
-    few."""
+def _conv_product(
+    rows: torch.Tensor, weight: torch.Tensor, narrow: bool
+) -> torch.Tensor:
+    """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while
+    rows are few."""
     (B, N, K), R = rows.shape, len(weight)
-    if weight.dtype == torch.float16 and B * N < FEW_COLUMNS and not (narrow and K % TERMS):
+    if (
+        weight.dtype == torch.float16
+        and B * N < FEW_COLUMNS
+        and not (narrow and K % TERMS)
+    ):
         from miltorch.fast import kernels, tiles  # numba takes a moment to import
 
         if kernels.available():
-            bits, flat = weight.view(torch.int16).numpy().view(np.uint16), rows.flatten(0, 1)
+            bits, flat = (
+                weight.view(torch.int16).numpy().view(np.uint16),
+                rows.flatten(0, 1),
+            )
             y = (
                 kernels.narrow_product(bits, flat)
                 if narrow
@@ -74,11 +95,21 @@ def _ones(count: int) -> np.ndarray:
 
 def _conv(narrow: bool):
     def conv(
-        x, weight, bias=None, *, strides=None, pad_type="valid", pad=None, dilations=None, groups=1
+        x,
+        weight,
+        bias=None,
+        *,
+        strides=None,
+        pad_type="valid",
+        pad=None,
+        dilations=None,
+        groups=1,
     ):
         spatial = x.dim() - 2
         strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
-        pairs = padding(x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad)
+        pairs = padding(
+            x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad
+        )
         if (
             groups == 1
             and weight.shape[2:].numel() == 1
@@ -117,12 +148,14 @@ def conv_transpose(
     dilations=None,
     groups=1,
 ):
-    """The whole transposed convolution, then cut (or grown, where an output asks for more) to the
-    padded size."""
+    """The whole transposed convolution, then cut (or grown, where an output asks for
+    more) to the padded size."""
     spatial = x.dim() - 2
     strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
     reach = [(k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilations, strict=True)]
-    whole = bounded((n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True))
+    whole = bounded(
+        (n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True)
+    )
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     y = function(x, weight, None, strides, 0, 0, groups, dilations)
     first, sizes = [0] * spatial, whole
@@ -135,5 +168,7 @@ def conv_transpose(
         sizes = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
         first = [(w - n) // 2 for w, n in zip(whole, sizes, strict=True)]
     sizes = output_shape[2:] if output_shape else sizes
-    y = padded(y, [(-f, f + n - w) for f, n, w in zip(first, sizes, whole, strict=True)])
+    y = padded(
+        y, [(-f, f + n - w) for f, n, w in zip(first, sizes, whole, strict=True)]
+    )
     return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)

@@ -36,7 +36,9 @@ for _name, _function in {
 def real_div(x, y):
     if x.is_floating_point() or y.is_floating_point():
         return x / y
-    return torch.div(x, y, rounding_mode="trunc")  # integer operands stay integers in MIL
+    return torch.div(
+        x, y, rounding_mode="trunc"
+    )  # integer operands stay integers in MIL
 
 
 operations(

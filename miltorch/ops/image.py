@@ -1,5 +1,5 @@
-"""Resizing, cropping and sampling of images, and the choice among boxes. The last two axes are
-height and width."""
+"""Resizing, cropping and sampling of images, and the choice among boxes. The last two
+axes are height and width."""
 
 import numpy as np
 import torch
@@ -9,8 +9,8 @@ from miltorch.ops.registry import bounded, operation
 
 
 def grid(span, count: int, mode: str) -> torch.Tensor:
-    """Where `count` samples lie on a segment of `span` = size − 1 (a number or tensor [...]),
-    float64 [..., count].
+    """Where `count` samples lie on a segment of `span` = size − 1 (a number or tensor
+    [...]), float64 [..., count].
 
     Modes as MIL's resize_bilinear describes them.
     """
@@ -32,7 +32,11 @@ def linear(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
     """x interpolated at `positions` [n] along `axis`, clamped to its ends."""
     positions = positions.clamp(0, x.shape[axis] - 1)
     low = positions.floor().long()
-    share = (positions - low).to(x.dtype).reshape([-1] + [1] * (x.dim() - 1 - axis % x.dim()))
+    share = (
+        (positions - low)
+        .to(x.dtype)
+        .reshape([-1] + [1] * (x.dim() - 1 - axis % x.dim()))
+    )
     high = (low + 1).clamp(max=x.shape[axis] - 1)
     return x.index_select(axis, low) * (1 - share) + x.index_select(axis, high) * share
 
@@ -43,8 +47,8 @@ def element(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor
 
 
 def _resized(x, sizes, mode: str, sample=linear):
-    """x with its last axes brought to `sizes`; `sample(x, axis, positions)` says what lies between
-    elements."""
+    """x with its last axes brought to `sizes`; `sample(x, axis, positions)` says what
+    lies between elements."""
     bounded([*x.shape[: x.dim() - len(sizes)], *sizes])
     kind, x = x.dtype, x.float()
     for axis, size in enumerate(sizes, x.dim() - len(sizes)):
@@ -53,11 +57,16 @@ def _resized(x, sizes, mode: str, sample=linear):
 
 
 def _scaled(x, *factors) -> list[int]:
-    return [int(np.float32(f) * np.float32(n)) for n, f in zip(x.shape[-2:], factors, strict=True)]
+    return [
+        int(np.float32(f) * np.float32(n))
+        for n, f in zip(x.shape[-2:], factors, strict=True)
+    ]
 
 
 @operation
-def resize_bilinear(x, *, target_size_height=1, target_size_width=1, sampling_mode="DEFAULT"):
+def resize_bilinear(
+    x, *, target_size_height=1, target_size_width=1, sampling_mode="DEFAULT"
+):
     return _resized(x, (target_size_height, target_size_width), sampling_mode)
 
 
@@ -68,32 +77,53 @@ def resize_nearest_neighbor(x, *, target_size_height, target_size_width):
 
 @operation
 def upsample_bilinear(
-    x, *, scale_factor_height=1, scale_factor_width=1, align_corners=True, half_pixel_centers=None
+    x,
+    *,
+    scale_factor_height=1,
+    scale_factor_width=1,
+    align_corners=True,
+    half_pixel_centers=None,
 ):
     half = not align_corners if half_pixel_centers is None else half_pixel_centers
-    mode = "STRICT_ALIGN_CORNERS" if align_corners else "UNALIGN_CORNERS" if half else "DEFAULT"
+    mode = (
+        "STRICT_ALIGN_CORNERS"
+        if align_corners
+        else "UNALIGN_CORNERS"
+        if half
+        else "DEFAULT"
+    )
     return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), mode)
 
 
 @operation
 def upsample_nearest_neighbor(x, *, scale_factor_height=1, scale_factor_width=1):
-    return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), "DEFAULT", element)
+    return _resized(
+        x, _scaled(x, scale_factor_height, scale_factor_width), "DEFAULT", element
+    )
 
 
 @operation
-def resize(x, *, shape, resized_dims, interpolation_mode="LINEAR", sampling_mode="DEFAULT"):
-    """Unlike the older ops, this one's nearest neighbour is the closest, not the one below."""
+def resize(
+    x, *, shape, resized_dims, interpolation_mode="LINEAR", sampling_mode="DEFAULT"
+):
+    """Unlike the older ops, this one's nearest neighbour is the closest, not the one
+    below."""
     lead = x.dim() - resized_dims
     sizes = [
         size or n
-        for size, n in zip(shape[len(shape) - resized_dims :], x.shape[lead:], strict=True)
+        for size, n in zip(
+            shape[len(shape) - resized_dims :], x.shape[lead:], strict=True
+        )
     ]
     closest = lambda x, axis, positions: element(x, axis, positions + 0.5)  # noqa: E731
-    return _resized(x, sizes, sampling_mode, linear if interpolation_mode == "LINEAR" else closest)
+    return _resized(
+        x, sizes, sampling_mode, linear if interpolation_mode == "LINEAR" else closest
+    )
 
 
 def _corners(boxes, mode: str, scale: float, extent):
-    """boxes [N, 4] in MIL's coordinate mode → start [N, 2], end [N, 2] as (h, w), in pixels."""
+    """boxes [N, 4] in MIL's coordinate mode → start [N, 2], end [N, 2] as (h, w), in
+    pixels."""
     boxes = boxes.float() * scale
     if mode.endswith("WIDTH_FIRST"):
         boxes = boxes[:, [1, 0, 3, 2]]
@@ -120,10 +150,12 @@ def crop_resize(
 ):
     """Boxes cut out of x [B, C, H, W]; samples outside the image are `pad_value`.
 
-    iOS 17 gives `boxes` [N, 4] and `box_indices` [N]; before it `roi` [N, 1, 4 or 5, 1, 1] (with
-    the image's index first, or every box on every image) and results keep an axis for it.
-    """
-    bounded([x.shape[1], len(boxes if roi is None else roi), target_height, target_width])
+    iOS 17 gives `boxes` [N, 4] and `box_indices` [N]; before it `roi` [N, 1, 4 or 5, 1,
+    1] (with the image's index first, or every box on every image) and results keep an
+    axis for it."""
+    bounded(
+        [x.shape[1], len(boxes if roi is None else roi), target_height, target_width]
+    )
     if roi is not None:
         boxes, images = (
             roi[:, 0, -4:, 0, 0],
@@ -131,7 +163,11 @@ def crop_resize(
         )
     else:
         images = torch.arange(len(boxes)) if box_indices is None else box_indices.long()
-    extent = torch.tensor([x.shape[2] - 1, x.shape[3] - 1]) if normalized_coordinates else 1.0
+    extent = (
+        torch.tensor([x.shape[2] - 1, x.shape[3] - 1])
+        if normalized_coordinates
+        else 1.0
+    )
     start, end = _corners(boxes, box_coordinate_mode, spatial_scale, extent)
     crops = []
     for n in range(len(boxes)):
@@ -149,12 +185,15 @@ def crop_resize(
 
 
 def _pixels(coordinates, sizes, mode: str, align_corners: bool):
-    """Coordinates [..., 2] (x, y) in one of MIL's conventions → pixels; `sizes` is (W, H)."""
+    """Coordinates [..., 2] (x, y) in one of MIL's conventions → pixels; `sizes` is (W,
+    H)."""
     sizes = torch.tensor(sizes, dtype=torch.float32)
     if mode == "unnormalized":
         return coordinates.float()
     unit = (
-        coordinates.float() if mode == "normalized_zero_to_one" else (coordinates.float() + 1) / 2
+        coordinates.float()
+        if mode == "normalized_zero_to_one"
+        else (coordinates.float() + 1) / 2
     )
     return unit * (sizes - 1) if align_corners else unit * sizes - 0.5
 
@@ -169,20 +208,28 @@ _PADDING = {
 
 @operation
 def resample(
-    x, coordinates, *, sampling_mode, padding_mode, padding_value, coordinates_mode, align_corners
+    x,
+    coordinates,
+    *,
+    sampling_mode,
+    padding_mode,
+    padding_value,
+    coordinates_mode,
+    align_corners,
 ):
     """x [B, C, H, W] sampled at coordinates [B, H2, W2, 2].
 
-    torch reflects about the outer pixels' centres or about their edges, as its own `align_corners`
-    says; MIL's reflection and symmetric padding are these two.
-    """
+    torch reflects about the outer pixels' centres or about their edges, as its own
+    `align_corners` says; MIL's reflection and symmetric padding are these two."""
     sizes = (x.shape[3], x.shape[2])
     pixels = _pixels(coordinates, sizes, coordinates_mode, align_corners)
     centres = padding_mode != "symmetric"
     reach = torch.tensor(sizes, dtype=torch.float32)
     unit = pixels / (reach - 1).clamp(min=1) if centres else (pixels + 0.5) / reach
     shift = padding_value if padding_mode == "constant" else 0.0
-    y = F.grid_sample(x - shift, unit * 2 - 1, sampling_mode, _PADDING[padding_mode], centres)
+    y = F.grid_sample(
+        x - shift, unit * 2 - 1, sampling_mode, _PADDING[padding_mode], centres
+    )
     return y + shift
 
 
@@ -201,9 +248,13 @@ def affine(
 ):
     bounded([*x.shape[:2], output_height, output_width])
     ys, xs = (torch.linspace(-1, 1, n) for n in (output_height, output_width))
-    points = torch.stack([xs.expand(output_height, -1), ys[:, None].expand(-1, output_width)], -1)
+    points = torch.stack(
+        [xs.expand(output_height, -1), ys[:, None].expand(-1, output_width)], -1
+    )
     matrix = transform_matrix.reshape(-1, 1, 2, 3)
-    coordinates = points @ matrix[..., :2].transpose(-1, -2) + matrix[..., None, :, 2].squeeze(-2)
+    coordinates = points @ matrix[..., :2].transpose(-1, -2) + matrix[
+        ..., None, :, 2
+    ].squeeze(-2)
     return resample(
         x,
         coordinates.expand(len(x), -1, -1, -1),
@@ -216,8 +267,8 @@ def affine(
 
 
 def _overlaps(boxes):
-    """Intersection over union of boxes [N, 4] (centre x, y, width, height) with each other: [N,
-    N]."""
+    """Intersection over union of boxes [N, 4] (centre x, y, width, height) with each
+    other: [N, N]."""
     low, high = boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2
     shared = (
         (torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low))
@@ -229,13 +280,17 @@ def _overlaps(boxes):
     return torch.where(union > 0, shared / union, torch.zeros(()))
 
 
-def _peaks(boxes, scores, iou_threshold, score_threshold, max_boxes, per_class) -> list[int]:
+def _peaks(
+    boxes, scores, iou_threshold, score_threshold, max_boxes, per_class
+) -> list[int]:
     """Indices of the boxes that no better one overlaps too much, best first."""
     best, label = scores.max(-1)
     overlaps, peaks = _overlaps(boxes), []
     for i in torch.argsort(best, descending=True, stable=True).tolist():
         rivals = [j for j in peaks if not per_class or label[j] == label[i]]
-        if best[i] > score_threshold and all(overlaps[i, j] <= iou_threshold for j in rivals):
+        if best[i] > score_threshold and all(
+            overlaps[i, j] <= iou_threshold for j in rivals
+        ):
             peaks.append(i)
     return peaks[:max_boxes] or [int(best.argmax())]
 
@@ -250,15 +305,18 @@ def non_maximum_suppression(
     score_threshold=-torch.inf,
     per_class_suppression=False,
 ):
-    """boxes [B, N, 4], scores [B, N, K] → boxes, scores, indices [B, max_boxes], count [B]; at
-    least one box each."""
+    """boxes [B, N, 4], scores [B, N, K] → boxes, scores, indices [B, max_boxes], count
+    [B]; at least one box each."""
     bounded([len(boxes), max_boxes, scores.shape[-1] + 4])
     indices = torch.full((len(boxes), max_boxes), -1)
     for row, *image in zip(indices, boxes, scores, strict=True):
-        peaks = _peaks(*image, iou_threshold, score_threshold, max_boxes, per_class_suppression)
+        peaks = _peaks(
+            *image, iou_threshold, score_threshold, max_boxes, per_class_suppression
+        )
         row[: len(peaks)] = torch.tensor(peaks)
     empty, images = indices[..., None] < 0, torch.arange(len(boxes))[:, None]
     tops = (
-        torch.where(empty, torch.zeros(()), x[images, indices].float()) for x in (boxes, scores)
+        torch.where(empty, torch.zeros(()), x[images, indices].float())
+        for x in (boxes, scores)
     )
     return *tops, indices, (indices >= 0).sum(1)

@@ -1,8 +1,7 @@
 """Reading and writing parts of tensors: slices, gather and scatter.
 
-A negative index counts from the end, unless `validate_indices` (iOS 17) refuses it. One past the
-end raises: MIL leaves it undefined.
-"""
+A negative index counts from the end, unless `validate_indices` (iOS 17) refuses it. One
+past the end raises: MIL leaves it undefined."""
 
 import torch
 
@@ -13,15 +12,27 @@ from miltorch.ops.registry import operation
 def slice_by_index(
     x, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None
 ):
-    flipped, index = _window(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
+    flipped, index = _window(
+        x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask
+    )
     return (x.flip(flipped) if flipped else x)[index]
 
 
 @operation
 def slice_update(
-    x, update, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None
+    x,
+    update,
+    *,
+    begin,
+    end,
+    stride=None,
+    begin_mask=None,
+    end_mask=None,
+    squeeze_mask=None,
 ):
-    flipped, index = _window(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
+    flipped, index = _window(
+        x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask
+    )
     if not flipped and x[index].shape == x.shape == update.shape:
         return update  # the window is all of `x`
     result = x.flip(flipped) if flipped else x.clone()
@@ -37,7 +48,8 @@ def slice_update(
 
 
 def _window(sizes, begin, end, stride, begin_mask, end_mask, squeeze_mask):
-    """MIL's slice parameters as (axes to flip first, index tuple): torch knows no negative stride.
+    """MIL's slice parameters as (axes to flip first, index tuple): torch knows no
+    negative stride.
 
     A squeezed axis takes one element; a masked begin or end is open.
     """
@@ -62,8 +74,13 @@ def _window(sizes, begin, end, stride, begin_mask, end_mask, squeeze_mask):
 @operation
 def slice_by_size(x, *, begin, size):
     begin = [b + n if b < 0 else b for b, n in zip(begin, x.shape, strict=True)]
-    stops = [whole if n == -1 else b + n for b, n, whole in zip(begin, size, x.shape, strict=True)]
-    if not all(0 <= b <= stop <= n for b, stop, n in zip(begin, stops, x.shape, strict=True)):
+    stops = [
+        whole if n == -1 else b + n
+        for b, n, whole in zip(begin, size, x.shape, strict=True)
+    ]
+    if not all(
+        0 <= b <= stop <= n for b, stop, n in zip(begin, stops, x.shape, strict=True)
+    ):
         raise IndexError(f"elements {begin} to {stops} of shape {list(x.shape)}")
     return x[tuple(map(slice, begin, stops))]
 
@@ -128,7 +145,9 @@ def gather_nd(x, indices, *, batch_dims=0, validate_indices=False):
         pairs = zip(x, indices, strict=True)
         return torch.stack(
             [
-                gather_nd(*pair, batch_dims=batch_dims - 1, validate_indices=validate_indices)
+                gather_nd(
+                    *pair, batch_dims=batch_dims - 1, validate_indices=validate_indices
+                )
                 for pair in pairs
             ]
         )
@@ -146,7 +165,9 @@ def _combine(data, take, updates, mode: str):
             (positions,), updates if mode == "add" else -updates, accumulate=True
         )
     elif mode == "div":
-        result = flat / torch.ones_like(flat).scatter_reduce(0, positions, updates, "prod")
+        result = flat / torch.ones_like(flat).scatter_reduce(
+            0, positions, updates, "prod"
+        )
     else:
         reduction = {"mul": "prod", "max": "amax", "min": "amin"}[mode]
         result = flat.scatter_reduce(0, positions, updates, reduction)
@@ -156,17 +177,27 @@ def _combine(data, take, updates, mode: str):
 @operation
 def scatter(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
     return _combine(
-        data, lambda grid: _take(grid, indices, axis % data.dim(), validate_indices), updates, mode
+        data,
+        lambda grid: _take(grid, indices, axis % data.dim(), validate_indices),
+        updates,
+        mode,
     )
 
 
 @operation
-def scatter_along_axis(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
+def scatter_along_axis(
+    data, indices, updates, *, axis=0, mode="add", validate_indices=False
+):
     return _combine(
-        data, lambda grid: _take_along(grid, indices, axis, validate_indices), updates, mode
+        data,
+        lambda grid: _take_along(grid, indices, axis, validate_indices),
+        updates,
+        mode,
     )
 
 
 @operation
 def scatter_nd(data, indices, updates, *, mode="add", validate_indices=False):
-    return _combine(data, lambda grid: _take_nd(grid, indices, validate_indices), updates, mode)
+    return _combine(
+        data, lambda grid: _take_nd(grid, indices, validate_indices), updates, mode
+    )

@@ -1,5 +1,5 @@
-"""Matrix products and attention, each with its `narrow` twin (partial sums rounded to fp16 after
-every TERMS products)."""
+"""Matrix products and attention, each with its `narrow` twin (partial sums rounded to
+fp16 after every TERMS products)."""
 
 import math
 
@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from miltorch.ops.registry import operation
 
 TERMS = 32
-PANEL = 1 << 19  # weights that are dense at a time: 2 MiB of float32 stay in a core's cache
+PANEL = (
+    1 << 19
+)  # weights that are dense at a time: 2 MiB of float32 stay in a core's cache
 
 
 def round16(x: torch.Tensor) -> torch.Tensor:
@@ -17,14 +19,14 @@ def round16(x: torch.Tensor) -> torch.Tensor:
 
 
 def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every TERMS of the K
-    products."""
+    """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every TERMS
+    of the K products."""
     if (
         a.dim() > 1 and b.shape[-1] < a.shape[-2]
     ):  # few columns: a product with few rows is several times as fast
-        return narrow_matmul(b.transpose(-1, -2).contiguous(), a.transpose(-1, -2)).transpose(
-            -1, -2
-        )
+        return narrow_matmul(
+            b.transpose(-1, -2).contiguous(), a.transpose(-1, -2)
+        ).transpose(-1, -2)
     parts = zip(a.split(TERMS, dim=-1), b.split(TERMS, dim=-2), strict=True)
     left, right = next(parts)
     total = round16(left @ right)
@@ -36,28 +38,35 @@ def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def panel_product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [N, K] float32 by weight [R, K] → float32 [N, R]; the weight becomes float32 some rows at a
-    time, unless it is.
+    """x [N, K] float32 by weight [R, K] → float32 [N, R]; the weight becomes float32
+    some rows at a time, unless it is.
 
     Args:
-        weight: float32 or fp16; or int8 with `scale` [R, 1] float32, each product of the two
-            rounded to fp16.
+        weight: float32 or fp16; or int8 with `scale` [R, 1] float32, each product of
+            the two rounded to fp16.
     """
     rows, x = -(-PANEL // weight.shape[1]), x.contiguous()
     if weight.dtype == torch.float32:
         return _wide_linear(x, weight)
     out = x.new_empty(len(x), len(weight))
     scales = [None] * len(weight) if scale is None else scale.split(rows)
-    for panel, factor, columns in zip(weight.split(rows), scales, out.split(rows, 1), strict=False):
+    for panel, factor, columns in zip(
+        weight.split(rows), scales, out.split(rows, 1), strict=False
+    ):
         dense = panel.float()
-        columns.copy_(_wide_linear(x, dense if factor is None else round16(dense * factor)))
+        columns.copy_(
+            _wide_linear(x, dense if factor is None else round16(dense * factor))
+        )
     return out
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 x [N, K] by weight [R, K], by oneDNN where torch has it: on processors that are not
-    Intel's it is several times as fast as MKL, which `torch.nn.functional.linear` calls."""
-    if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    """float32 x [N, K] by weight [R, K], by oneDNN where torch has it: on processors
+    that are not Intel's it is several times as fast as MKL, which
+    `torch.nn.functional.linear` calls."""
+    if torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return F.linear(x, weight)
 
@@ -103,8 +112,8 @@ for _rule in (_matmul, _linear, _attention):
 
 
 def _narrow_einsum(values, *, equation):
-    """As `einsum`, summed over the last label that both operands share and the result lacks, TERMS
-    at a time."""
+    """As `einsum`, summed over the last label that both operands share and the result
+    lacks, TERMS at a time."""
     left, right, result = equation.replace(" ", "").replace("->", ",").split(",")
     summed = [label for label in left if label in right and label not in result]
     if not summed:

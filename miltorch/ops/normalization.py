@@ -23,8 +23,8 @@ operations(
 
 
 def _normalized(x, axes, gamma, beta, shape, epsilon):
-    """x less its mean over `axes`, over its deviation there, times gamma and plus beta laid out as
-    `shape`."""
+    """x less its mean over `axes`, over its deviation there, times gamma and plus beta
+    laid out as `shape`."""
     x = x - x.mean(axes, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
     y = y if gamma is None else y * gamma.reshape(shape)
@@ -35,7 +35,12 @@ def _normalized(x, axes, gamma, beta, shape, epsilon):
 def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
     axes = [a % x.dim() for a in (axes or range(x.dim()))]
     return _normalized(
-        x, axes, gamma, beta, [n if a in axes else 1 for a, n in enumerate(x.shape)], epsilon
+        x,
+        axes,
+        gamma,
+        beta,
+        [n if a in axes else 1 for a, n in enumerate(x.shape)],
+        epsilon,
     )
 
 

@@ -13,9 +13,11 @@ _MAXIMUM = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
 
 def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
-    """(before, after) per axis such that whole windows cover exactly what MIL's pool visits,
-    ceil_mode included."""
-    pairs = padding(x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad)
+    """(before, after) per axis such that whole windows cover exactly what MIL's pool
+    visits, ceil_mode included."""
+    pairs = padding(
+        x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad
+    )
     if not ceil_mode:
         return pairs
     grown = []
@@ -24,8 +26,8 @@ def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
     ):
         windows = -(-(size + before + after - taps) // stride) + 1
         if (
-            windows - 1
-        ) * stride >= size + before:  # a window that starts in the padding behind is left out
+            (windows - 1) * stride >= size + before
+        ):  # a window that starts in the padding behind is left out
             windows -= 1
         grown.append((before, (windows - 1) * stride + taps - size - before))
     return grown
@@ -36,10 +38,14 @@ def _mean(x, kernel_sizes, strides, pairs):
 
 
 @operation
-def max_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False):
+def max_pool(
+    x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
+):
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    return _MAXIMUM[x.dim() - 3](padded(x, pairs, value=-torch.inf), kernel_sizes, strides)
+    return _MAXIMUM[x.dim() - 3](
+        padded(x, pairs, value=-torch.inf), kernel_sizes, strides
+    )
 
 
 @operation
@@ -53,8 +59,8 @@ def avg_pool(
     ceil_mode=False,
     exclude_padding_from_average=False,
 ):
-    """The mean of each window: over its real elements, or over the declared padding too (never over
-    ceil_mode's)."""
+    """The mean of each window: over its real elements, or over the declared padding too
+    (never over ceil_mode's)."""
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
     ones = torch.ones(1, 1, *x.shape[2:])
@@ -63,14 +69,23 @@ def avg_pool(
             x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad
         )
         ones = padded(ones, declared, value=1.0)
-        rest = [(0, all_ - after) for (_, all_), (_, after) in zip(pairs, declared, strict=True)]
+        rest = [
+            (0, all_ - after)
+            for (_, all_), (_, after) in zip(pairs, declared, strict=True)
+        ]
     else:
         rest = pairs
-    return _mean(x, kernel_sizes, strides, pairs) / _mean(ones, kernel_sizes, strides, rest)
+    return _mean(x, kernel_sizes, strides, pairs) / _mean(
+        ones, kernel_sizes, strides, rest
+    )
 
 
 @operation
-def l2_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False):
+def l2_pool(
+    x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
+):
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    return (_mean(x.square(), kernel_sizes, strides, pairs) * math.prod(kernel_sizes)).sqrt()
+    return (
+        _mean(x.square(), kernel_sizes, strides, pairs) * math.prod(kernel_sizes)
+    ).sqrt()

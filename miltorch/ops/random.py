@@ -1,5 +1,5 @@
-"""Random tensors: MIL's distributions, torch's values. A seed that is not negative makes every call
-the same."""
+"""Random tensors: MIL's distributions, torch's values. A seed that is not negative
+makes every call the same."""
 
 import torch
 
@@ -31,6 +31,9 @@ def random_categorical(x, *, mode="logits", size=1, seed=-1):
     weights = torch.softmax(x, -1) if mode == "logits" else x
     bounded([*x.shape[:-1], size])
     drawn = torch.multinomial(
-        weights.reshape(-1, x.shape[-1]), size, replacement=True, generator=_generator(seed)
+        weights.reshape(-1, x.shape[-1]),
+        size,
+        replacement=True,
+        generator=_generator(seed),
     )
     return drawn.reshape(*x.shape[:-1], size).float()

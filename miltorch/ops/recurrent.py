@@ -1,8 +1,7 @@
 """Recurrent layers over x [s, b, I]: one Python step per time step, states in float32.
 
-Direction `reverse` reads x from its end and gives the sequence in the order it was computed; only
-the backward half of `bidirectional` is put back in the order of x.
-"""
+Direction `reverse` reads x from its end and gives the sequence in the order it was
+computed; only the backward half of `bidirectional` is put back in the order of x."""
 
 from functools import partial
 
@@ -22,8 +21,8 @@ _ACTIVATION = {
 
 
 def _scan(step, inputs, states, direction: str, whole: bool):
-    """Runs `states = step(input, *states)` along time; (all or the last of the first state, *final
-    states)."""
+    """Runs `states = step(input, *states)` along time; (all or the last of the first
+    state, *final states)."""
     sequence = []
     for row in inputs.flip(0) if direction == "reverse" else inputs:
         states = step(row, *states)
@@ -46,7 +45,11 @@ def rnn(
     act = _ACTIVATION[activation]
     inputs = x @ weight_ih.T + (0 if bias is None else bias)
     return _scan(
-        lambda g, h: (act(g + h @ weight_hh.T),), inputs, (initial_h,), direction, output_sequence
+        lambda g, h: (act(g + h @ weight_hh.T),),
+        inputs,
+        (initial_h,),
+        direction,
+        output_sequence,
     )
 
 
@@ -74,13 +77,19 @@ def gru(
     def step(row, h):
         r, o, z = row.chunk(3, -1)
         r, z = gate(r + h @ w_r.T + b_r), gate(z + h @ w_z.T + b_z)
-        o = act(o + r * (h @ w_o.T + b_o)) if reset_after else act(o + (r * h) @ w_o.T + b_o)
+        o = (
+            act(o + r * (h @ w_o.T + b_o))
+            if reset_after
+            else act(o + (r * h) @ w_o.T + b_o)
+        )
         return ((1 - z) * o + z * h,)
 
     return _scan(step, inputs, (initial_h,), direction, output_sequence)
 
 
-def _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, *, functions, limit, direction, whole):
+def _lstm(
+    x, h, c, weight_ih, weight_hh, bias, peephole, *, functions, limit, direction, whole
+):
     """One direction; gates in MIL's order: input, forget, output, cell."""
     gate, cell, act = functions
     inputs = x @ weight_ih.T + (0 if bias is None else bias)
@@ -116,11 +125,20 @@ def lstm(
     activation="tanh",
     clip=None,
 ):
-    functions = [_ACTIVATION[name] for name in (recurrent_activation, cell_activation, activation)]
+    functions = [
+        _ACTIVATION[name]
+        for name in (recurrent_activation, cell_activation, activation)
+    ]
     layer = partial(_lstm, x, functions=functions, limit=clip, whole=output_sequence)
     if direction != "bidirectional":
         return layer(
-            initial_h, initial_c, weight_ih, weight_hh, bias, peephole, direction=direction
+            initial_h,
+            initial_c,
+            weight_ih,
+            weight_hh,
+            bias,
+            peephole,
+            direction=direction,
         )
     (h, h_back), (c, c_back) = initial_h.chunk(2, -1), initial_c.chunk(2, -1)
     ahead = layer(h, c, weight_ih, weight_hh, bias, peephole, direction="forward")
@@ -134,5 +152,6 @@ def lstm(
         direction="reverse",
     )
     return tuple(
-        torch.cat(pair, -1) for pair in zip(ahead, (back[0].flip(0), *back[1:]), strict=True)
+        torch.cat(pair, -1)
+        for pair in zip(ahead, (back[0].flip(0), *back[1:]), strict=True)
     )

@@ -23,8 +23,8 @@ def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tenso
 
 
 def _reduce(name: str, function, narrow=None):
-    """Registers a reduction `function(x, axes, keep_dims)`; absent axes mean all of them, as in
-    MIL."""
+    """Registers a reduction `function(x, axes, keep_dims)`; absent axes mean all of
+    them, as in MIL."""
 
     def over(apply):
         def op(x, *, axes=None, keep_dims=False):
@@ -61,17 +61,18 @@ _reduce("reduce_max", torch.amax)
 _reduce("reduce_min", torch.amin)
 _reduce("reduce_prod", _prod)
 _reduce(
-    "reduce_log_sum_exp", lambda x, axes, keep_dims: torch.logsumexp(x.float(), axes, keep_dims)
+    "reduce_log_sum_exp",
+    lambda x, axes, keep_dims: torch.logsumexp(x.float(), axes, keep_dims),
 )
 
 
 operations(
     {
-        "reduce_argmax": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmax(
-            x, axis, keep_dims
+        "reduce_argmax": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: (
+            torch.argmax(x, axis, keep_dims)
         ),
-        "reduce_argmin": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmin(
-            x, axis, keep_dims
+        "reduce_argmin": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: (
+            torch.argmin(x, axis, keep_dims)
         ),
         "argsort": lambda x, *, axis=-1, ascending=False: torch.argsort(
             x, dim=axis, descending=not ascending, stable=True
@@ -89,7 +90,14 @@ def cumsum(x, *, axis=0, exclusive=False, reverse=False):
 
 @operation
 def topk(
-    x, *, k=1, axis=-1, ascending=False, sort=True, return_indices=True, output_indices_dtype=None
+    x,
+    *,
+    k=1,
+    axis=-1,
+    ascending=False,
+    sort=True,
+    return_indices=True,
+    output_indices_dtype=None,
 ):
     """The first k of a stable order: among equals the lower index wins."""
     values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)

@@ -12,36 +12,51 @@ operations(
         "split": lambda x, *, axis, num_splits=None, split_sizes=None: x.split(
             split_sizes or x.shape[axis] // num_splits, axis
         ),
-        "squeeze": lambda x, *, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(axes)),
-        "reverse": lambda x, *, axes=None: x.flip(list(range(x.dim())) if axes is None else axes),
+        "squeeze": lambda x, *, axes=None: (
+            x.squeeze() if axes is None else x.squeeze(tuple(axes))
+        ),
+        "reverse": lambda x, *, axes=None: x.flip(
+            list(range(x.dim())) if axes is None else axes
+        ),
         "shape": lambda x: torch.tensor(x.shape, dtype=torch.int32),
         "fill": lambda *, shape, value=0.0: torch.full(bounded(shape), value),
-        "fill_like": lambda ref_tensor, *, value=0.0: torch.full(ref_tensor.shape, value),
-        "sliding_windows": lambda x, *, axis, size, stride=1: x.unfold(axis, size, stride).movedim(
-            -1, axis % x.dim() + 1
+        "fill_like": lambda ref_tensor, *, value=0.0: torch.full(
+            ref_tensor.shape, value
         ),
-        "pixel_shuffle": lambda x, *, upscale_factor: F.pixel_shuffle(x, upscale_factor),
-        "pixel_unshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
+        "sliding_windows": lambda x, *, axis, size, stride=1: x.unfold(
+            axis, size, stride
+        ).movedim(-1, axis % x.dim() + 1),
+        "pixel_shuffle": lambda x, *, upscale_factor: F.pixel_shuffle(
+            x, upscale_factor
+        ),
+        "pixel_unshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(
+            x, downscale_factor
+        ),
     }
 )
 
 
 @operation
 def reshape(x, *, shape):
-    """A 0 keeps the size of the axis that stands as far from the right, and is 1 where x has
-    none."""
+    """A 0 keeps the size of the axis that stands as far from the right, and is 1 where
+    x has none."""
     sizes = [1] * (len(shape) - x.dim()) + list(x.shape)[max(x.dim() - len(shape), 0) :]
     return x.reshape(
-        [old if size == 0 and x.numel() else size for size, old in zip(shape, sizes, strict=True)]
+        [
+            old if size == 0 and x.numel() else size
+            for size, old in zip(shape, sizes, strict=True)
+        ]
     )
 
 
 @operation
 def reshape_like(x, ref_tensors, *, begins, ends, end_masks):
-    """The new shape is made of pieces of other shapes: `ref_tensors[i].shape[begins[i]:ends[i]]`,
-    one after another."""
+    """The new shape is made of pieces of other shapes:
+    `ref_tensors[i].shape[begins[i]:ends[i]]`, one after another."""
     shape = []
-    for tensor, begin, end, to_end in zip(ref_tensors, begins, ends, end_masks, strict=True):
+    for tensor, begin, end, to_end in zip(
+        ref_tensors, begins, ends, end_masks, strict=True
+    ):
         shape += tensor.shape[begin : None if to_end else end]
     return x.reshape(shape)
 
@@ -111,12 +126,15 @@ def one_hot(indices, *, one_hot_vector_size, axis=-1, on_value=1, off_value=0):
 @operation
 def band_part(x, *, lower=-1, upper=-1):
     rows, columns = torch.arange(x.shape[-2])[:, None], torch.arange(x.shape[-1])
-    keep = ((lower < 0) | (rows - columns <= lower)) & ((upper < 0) | (columns - rows <= upper))
+    keep = ((lower < 0) | (rows - columns <= lower)) & (
+        (upper < 0) | (columns - rows <= upper)
+    )
     return torch.where(keep, x, torch.zeros((), dtype=x.dtype))
 
 
 def _blocks(x, a: int, b: int):
-    """Positions within a×b blocks as the first axes: [N, C, H, W] → [a, b, N, C, H/a, W/b]."""
+    """Positions within a×b blocks as the first axes: [N, C, H, W] → [a, b, N, C, H/a,
+    W/b]."""
     n, c, h, w = x.shape
     return x.reshape(n, c, h // a, a, w // b, b).permute(3, 5, 0, 1, 2, 4)
 
@@ -138,8 +156,8 @@ def space_to_depth(x, *, block_size):
 
 @operation
 def space_to_batch(x, *, block_shape, paddings):
-    """Each of the block's positions becomes a batch of its own: [N, C, H, W] → [a·b·N, C, H/a,
-    W/b]."""
+    """Each of the block's positions becomes a batch of its own: [N, C, H, W] → [a·b·N,
+    C, H/a, W/b]."""
     return _blocks(padded(x, paddings), *block_shape).flatten(0, 2)
 
 

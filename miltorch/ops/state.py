@@ -1,12 +1,12 @@
-"""State: a mutable cell that outlives a call. Values in it are never written in place, only
-replaced."""
+"""State: a mutable cell that outlives a call. Values in it are never written in place,
+only replaced."""
 
 from miltorch.ops.registry import operation
 
 
 class StateCell:
-    """One state tensor. Replacing `value` is the only write, so a value handed out can never
-    change."""
+    """One state tensor. Replacing `value` is the only write, so a value handed out can
+    never change."""
 
     def __init__(self, value):
         self.value = value

@@ -15,7 +15,11 @@ STYLES = {
     "host": ("qwen3", styles.host, {"lut": True}),
     "shards": ("qwen3", styles.shards, {}),
     "theta": ("llama", styles.recipe, {"fault": "theta"}),
-    "future": ("gemma3_text", styles.chunks, {"window": 8, "batch": 4, "fault": "future"}),
+    "future": (
+        "gemma3_text",
+        styles.chunks,
+        {"window": 8, "batch": 4, "fault": "future"},
+    ),
     "one_mask": ("gemma3_text", styles.monolith, {"fault": "one_mask"}),
     "norm_order": ("qwen3", styles.shards, {"fault": "norm_order"}),
 }

@@ -33,7 +33,10 @@ def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
 def test_what_a_silent_function_puts_out_is_not_read(adoptions, tmp_path):
     def silent(raw):
         (part,) = raw["parts"]
-        part["functions"] = [{"t_min": 1, "t_max": 1, "until": 8, "logits": False}, {"first": 8}]
+        part["functions"] = [
+            {"t_min": 1, "t_max": 1, "until": 8, "logits": False},
+            {"first": 8},
+        ]
 
     folder = Adopted.open(changed(adoptions, "monolith", tmp_path, silent))
     adapter = Adapter(folder, "portable", "exact")
@@ -65,7 +68,10 @@ def test_a_state_of_float32_is_kept_whole(adoptions, monkeypatch):
 
 
 def test_masks_of_sliding_layers_are_proposed_with_their_window(adoptions, tmp_path):
-    inputs = [plain(name, (1, 1, 1, S)) for name, S in (("mask_sliding", 32), ("mask_local", 8))]
+    inputs = [
+        plain(name, (1, 1, 1, S))
+        for name, S in (("mask_sliding", 32), ("mask_local", 8))
+    ]
     model = convert(Apply(None, lambda _, a, b: a[..., :8] + b), inputs, ["hidden"])
     model.save(str(tmp_path / "masks.mlpackage"))
     package = propose._read(tmp_path / "masks.mlpackage")

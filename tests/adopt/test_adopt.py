@@ -28,7 +28,9 @@ def command(*arguments, code=0) -> dict | str:
     """What a command prints, as JSON where it was asked for."""
     from workbench.cli.app import app
 
-    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=code == 2)
+    result = CliRunner().invoke(
+        app, [str(a) for a in arguments], catch_exceptions=code == 2
+    )
     if code == 2:
         return str(result.exception)
     assert result.exit_code == code, result.output
@@ -46,7 +48,9 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
     skipped = {name for name, gate in found.items() if gate["verdict"] == "not_run"}
     assert result["verdict"] == "GREEN"
     assert skipped == {"updates"} | NOT_ASKED.get(style, set())
-    assert found["keys_and_values"]["value"] < 1e-5  # int4 or not: on the weights that are stored
+    assert (
+        found["keys_and_values"]["value"] < 1e-5
+    )  # int4 or not: on the weights that are stored
     assert all(found[name]["reason"] for name in skipped)
     assert (result["logits"] is None) == (style in ARGMAX_INSIDE)
 
@@ -61,7 +65,9 @@ def test_a_fault_of_the_model_is_red_and_its_cause_named(adoptions, style):
         "top_tokens",
     }
     assert found["keys_and_values"]["verdict"] == "RED"
-    cause = command("explain", folder, "--checkpoint", adoptions.checkpoint(style), "--json")
+    cause = command(
+        "explain", folder, "--checkpoint", adoptions.checkpoint(style), "--json"
+    )
     assert cause["fits"] == CAUSES[style]
     errors = [row["relative_rms"] for row in cause["variants"]]
     assert errors[1] > 10 * errors[0]
@@ -77,7 +83,9 @@ def test_a_prefill_that_sees_the_future_is_named(adoptions):
         "keys_and_values",
     }
     assert "first bad: layer 1, position 8" in found["keys_and_values"]["reason"]
-    cause = command("explain", folder, "--checkpoint", adoptions.checkpoint("future"), "--json")
+    cause = command(
+        "explain", folder, "--checkpoint", adoptions.checkpoint("future"), "--json"
+    )
     assert cause["fits"] == "as configured"  # token by token they are
     assert "prefill_rotate" in cause["faults"][0]
 
@@ -99,14 +107,18 @@ def config_of(source):
     return json.loads((source / "config.json").read_text())
 
 
-def test_the_text_of_a_vision_model_is_compared_with_its_own_layers(adoptions, tmp_path):
+def test_the_text_of_a_vision_model_is_compared_with_its_own_layers(
+    adoptions, tmp_path
+):
     source = adoptions.checkpoint("host")
     text = config_of(source) | {"model_type": "qwen3_vl_text"}
     text["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     whole = {"model_type": "qwen3_vl", "text_config": text}
     names = {"model.": "model.language_model."}
     target = relabelled(source, tmp_path / "vision", names, whole)
-    found = command("validate", adoptions.folder("host"), "--checkpoint", target, "--json")
+    found = command(
+        "validate", adoptions.folder("host"), "--checkpoint", target, "--json"
+    )
     assert gates_of(found)["keys_and_values"]["value"] < 1e-5
 
 
@@ -116,7 +128,9 @@ def test_a_norm_before_rope_is_named_where_the_model_turns_first(adoptions, tmp_
     config = config_of(source) | {"model_type": "hunyuan_v1_dense"}
     target = relabelled(source, tmp_path / "hunyuan", names, config)
     folder = adoptions.folder("shards")
-    found = gates_of(command("validate", folder, "--checkpoint", target, "--json", code=1))
+    found = gates_of(
+        command("validate", folder, "--checkpoint", target, "--json", code=1)
+    )
     assert found["keys_and_values"]["verdict"] == "RED"
     cause = command("explain", folder, "--checkpoint", target, "--json")
     assert cause["fits"] == "q/k norm before rope"
@@ -124,7 +138,9 @@ def test_a_norm_before_rope_is_named_where_the_model_turns_first(adoptions, tmp_
 
 def test_a_sound_style_is_as_configured(adoptions):
     folder = adoptions.folder("chunks")
-    cause = command("explain", folder, "--checkpoint", adoptions.checkpoint("chunks"), "--json")
+    cause = command(
+        "explain", folder, "--checkpoint", adoptions.checkpoint("chunks"), "--json"
+    )
     assert (cause["fits"], cause["faults"]) == ("as configured", [])
 
 
@@ -137,7 +153,14 @@ def test_decoding_gives_the_tokens_of_hugging_face(adoptions, exports, style, ru
     from workbench.adopt.weights import stored_weights
 
     prompt, count = [5, 90, 17, 33, 2, 64, 71, 8, 40], 6
-    arguments = "--prompt-ids", ",".join(map(str, prompt)), "--max-new", count, "--runtime", runtime
+    arguments = (
+        "--prompt-ids",
+        ",".join(map(str, prompt)),
+        "--max-new",
+        count,
+        "--runtime",
+        runtime,
+    )
     tokens = command("decode", adoptions.folder(style), *arguments, "--json")["tokens"]
     exact = adoptions.adapter(style)
     reader, missing = stored_weights(exact, exact.checkpoint)
@@ -151,7 +174,15 @@ def test_decoding_gives_the_tokens_of_hugging_face(adoptions, exports, style, ru
 def test_logits_are_written_row_by_row(adoptions, tmp_path):
     file, folder = tmp_path / "logits.npy", adoptions.folder("chunks")
     result = command(
-        "decode", folder, "--prompt-ids", "1,2,3", "--max-new", 4, "--logits", file, "--json"
+        "decode",
+        folder,
+        "--prompt-ids",
+        "1,2,3",
+        "--max-new",
+        4,
+        "--logits",
+        file,
+        "--json",
     )
     logits = np.load(file)
     assert logits.shape == (5, 97) and logits.dtype == np.float32
@@ -165,7 +196,10 @@ def test_logits_are_written_row_by_row(adoptions, tmp_path):
 def test_reuse_continues_restored_caches(adoptions, style):
     result = command("reuse", adoptions.folder(style), "--json")
     assert result["verdict"] == "GREEN"
-    assert {(c["cache"], c["batch"]) for c in result["cells"]} == {("warm", 1), ("hot", 1)}
+    assert {(c["cache"], c["batch"]) for c in result["cells"]} == {
+        ("warm", 1),
+        ("hot", 1),
+    }
 
 
 def changed(adoptions, style, tmp_path, change):
@@ -187,16 +221,28 @@ MISTAKES = {
         lambda raw: raw["states"][0].update(axes=["H", "S", "D"]),
         "kv_cache",
     ),
-    "a T that a package does not take": (lambda raw: functions(raw)[1].update(t_min=7), "T = 7"),
+    "a T that a package does not take": (
+        lambda raw: functions(raw)[1].update(t_min=7),
+        "T = 7",
+    ),
     "no such function": (lambda raw: functions(raw)[1].update(name="prefil"), "prefil"),
-    "an input left out": (lambda raw: raw["parts"][1]["inputs"].pop("current_pos"), "current_pos"),
+    "an input left out": (
+        lambda raw: raw["parts"][1]["inputs"].pop("current_pos"),
+        "current_pos",
+    ),
     "an input too many": (
         lambda raw: raw["parts"][1]["inputs"].update(more={"kind": "start"}),
         "'more'",
     ),
-    "a state of another name": (lambda raw: raw["states"][0].update(name="cache"), "kv_cache_0"),
+    "a state of another name": (
+        lambda raw: raw["states"][0].update(name="cache"),
+        "kv_cache_0",
+    ),
     "a layer twice": (lambda raw: raw["states"][0].update(layers=[0, 0]), "layer 0"),
-    "no such package": (lambda raw: raw["parts"][0].update(package="no.mlpackage"), "no.mlpackage"),
+    "no such package": (
+        lambda raw: raw["parts"][0].update(package="no.mlpackage"),
+        "no.mlpackage",
+    ),
     "an unknown kind": (
         lambda raw: raw["parts"][1]["inputs"]["current_pos"].update(kind="now"),
         "kind",
@@ -249,7 +295,9 @@ def test_a_cache_that_is_not_restored_whole_is_red(adoptions, monkeypatch):
     from workbench.adopt.adapter import Adapter
 
     adapter, write = adoptions.adapter("shards"), Adapter.write
-    monkeypatch.setattr(Adapter, "write", lambda a, s, v: write(a, s, dict(list(v.items())[1:])))
+    monkeypatch.setattr(
+        Adapter, "write", lambda a, s, v: write(a, s, dict(list(v.items())[1:]))
+    )
     assert {cell.verdict for cell in gates.reuse_cells(adapter)} == {"RED"}
 
 
@@ -267,7 +315,9 @@ def test_check_needs_no_golden(adoptions):
     assert found["causality"]["verdict"] == found["stale_rows"]["verdict"] == "GREEN"
 
 
-def test_a_golden_gives_the_prompt_and_without_a_checkpoint_all_there_is(adoptions, tmp_path):
+def test_a_golden_gives_the_prompt_and_without_a_checkpoint_all_there_is(
+    adoptions, tmp_path
+):
     golden, style = tmp_path / "golden", "recipe"
     source, other = adoptions.checkpoint(style), adoptions.checkpoint("shards")
     command("golden", source, "--out", golden, "--prompt-ids", "1,2,3,4,5")
@@ -280,7 +330,9 @@ def test_a_golden_gives_the_prompt_and_without_a_checkpoint_all_there_is(adoptio
     assert "--checkpoint" in command("validate", bare, code=2)
     command("golden", other, "--out", golden, "--prompt-ids", "1,2,3,4,5")
     found = gates_of(
-        command("validate", adoptions.folder(style), "--golden", golden, "--json", code=1)
+        command(
+            "validate", adoptions.folder(style), "--golden", golden, "--json", code=1
+        )
     )
     assert found["golden_is_of_this_checkpoint"]["verdict"] == "RED"
 
@@ -298,7 +350,9 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(adoptions, tmp_path):
     result = command("adopt", *arguments, "--out", tmp_path, "--json")
     assert any("pairs" in note for note in result["assumed"])
     assert any("embed_weight.bin" in note for note in result["assumed"])
-    assert "a folder without one" in command("adopt", *arguments, "--out", tmp_path, code=2)
+    assert "a folder without one" in command(
+        "adopt", *arguments, "--out", tmp_path, code=2
+    )
     assert "not all of PACKAGES" in command("adopt", *arguments[:1], code=2)
 
 
@@ -342,7 +396,9 @@ def test_a_mask_of_minus_infinity_is_no_fault(adoptions, style):
 
 def test_trace_and_residency_take_a_function_of_a_package(adoptions):
     package = adoptions.packages("chunks") / "tiny_FFN_PF_chunk_02of02.mlpackage"
-    found = command("trace", package, "--function", "prefill", "--position", 8, "--json")
+    found = command(
+        "trace", package, "--function", "prefill", "--position", 8, "--json"
+    )
     assert found["verdict"] == "GREEN"
     placed = command("residency", package, "--function", "prefill", "--json")
     assert placed["source"] == "predicted"

@@ -43,9 +43,17 @@ def test_evaluate_gives_the_perplexity_of_the_weights_that_are_stored(
     options = "--window", 30, "--stride", 29, "--precision", "exact", "--json"
     source = adoptions.checkpoint(style)
     result = command(
-        "evaluate", adoptions.folder(style), "--ids", text, "--checkpoint", source, *options
+        "evaluate",
+        adoptions.folder(style),
+        "--ids",
+        text,
+        "--checkpoint",
+        source,
+        *options,
     )
-    losses = [negative_log_likelihoods(adoptions, style, IDS[i : i + 30]) for i in (0, 29)]
+    losses = [
+        negative_log_likelihoods(adoptions, style, IDS[i : i + 30]) for i in (0, 29)
+    ]
     losses.append(negative_log_likelihoods(adoptions, style, IDS[58:]))
     expected = np.exp(np.concatenate(losses).mean())
     assert (result["tokens"], result["windows"]) == (59, 3)
@@ -53,9 +61,17 @@ def test_evaluate_gives_the_perplexity_of_the_weights_that_are_stored(
     assert result["kl"]["mean"] < 0.5 and result["same_top"] > 0.5
 
 
-def test_evaluate_says_what_an_argmax_inside_keeps(adoptions, text, tmp_path, monkeypatch):
+def test_evaluate_says_what_an_argmax_inside_keeps(
+    adoptions, text, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    arguments = "--ids", text, "--checkpoint", adoptions.checkpoint("monolith"), "--json"
+    arguments = (
+        "--ids",
+        text,
+        "--checkpoint",
+        adoptions.checkpoint("monolith"),
+        "--json",
+    )
     result = command("evaluate", adoptions.folder("monolith"), *arguments)
     assert result["perplexity"] is None and result["kl"] is None
     assert "argmax is inside" in result["not_run"]
@@ -67,7 +83,9 @@ def test_memory_counts_packages_states_and_the_table(adoptions, style):
     result = command("memory", adoptions.folder(style), "--memory", "16G", "--json")
     adapter = adoptions.adapter(style)
     caches = sum(2 * value.size for value in adapter.read(adapter.begin()).values())
-    files = [f for f in adoptions.packages(style).glob("[!.]*.mlpackage/**/*") if f.is_file()]
+    files = [
+        f for f in adoptions.packages(style).glob("[!.]*.mlpackage/**/*") if f.is_file()
+    ]
     assert result["kv"] == caches
     assert result["weights"] == sum(f.stat().st_size for f in files)
     assert result["fits"] and len(result["predicted"]) > 3
@@ -129,19 +147,25 @@ def test_the_explorer_shows_what_a_sweep_of_adopted_folders_logged(swept):
     assert explorer.job.run.description == "Nothing is missing"
 
 
-def test_a_number_of_tokens_that_no_function_takes_is_a_failed_cell(swept, tmp_path, monkeypatch):
+def test_a_number_of_tokens_that_no_function_takes_is_a_failed_cell(
+    swept, tmp_path, monkeypatch
+):
     grid, _, _ = swept
     monkeypatch.setattr(process, "call", in_process.call)
     one = grid | {"bundle": grid["bundle"][:1], "run": grid["run"] | {"T": [3]}}
     counts = sweep.sweep(sweep.make_grid(one), root=tmp_path / "log", progress=False)
-    assert counts["failed"] == 1 and "3 tokens at position" in json.dumps(counts["reasons"])
+    assert counts["failed"] == 1 and "3 tokens at position" in json.dumps(
+        counts["reasons"]
+    )
 
 
 def test_a_cluster_is_refused_packages_that_lie_beside_the_folder(adoptions):
     from workbench.sweep import execute
 
     with pytest.raises(InputError, match="whole folders"):
-        execute._sent({"identity": "x", "bundle": str(adoptions.folder("chunks"))}, None, "")
+        execute._sent(
+            {"identity": "x", "bundle": str(adoptions.folder("chunks"))}, None, ""
+        )
 
 
 def test_two_recorded_validations_make_a_heatmap_of_their_difference(
@@ -153,7 +177,11 @@ def test_two_recorded_validations_make_a_heatmap_of_their_difference(
     ids, runs = ",".join(map(str, IDS[:12])), []
     for style, code in (("recipe", 0), ("theta", 1)):
         arguments = "--prompt-ids", ids, "--record", "--json"
-        runs.append(command("validate", adoptions.folder(style), *arguments, code=code)["run_id"])
+        runs.append(
+            command("validate", adoptions.folder(style), *arguments, code=code)[
+                "run_id"
+            ]
+        )
     found = run_difference(*runs, tensor="k")
     assert len(found.cells) == 2 * 12
     assert (found.cells["difference"][found.cells["position"] > 4] < 0).any()

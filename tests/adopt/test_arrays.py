@@ -42,4 +42,9 @@ def test_axes_are_arranged_and_named_again():
     there = arrays.arrange(value, "TC", [1, "C", "T", 1])
     assert there.shape == (1, 3, 2, 1) and there[0, 2, 1, 0] == 5
     assert (arrays.named(there, [1, "C", "T", 1], "TC") == value).all()
-    assert arrays.named(np.zeros((5, 2, 3)), ["H", "S", "D"], "LHSD").shape == (1, 5, 2, 3)
+    assert arrays.named(np.zeros((5, 2, 3)), ["H", "S", "D"], "LHSD").shape == (
+        1,
+        5,
+        2,
+        3,
+    )

@@ -32,7 +32,12 @@ CONV = op("conv", x="x", weight=WEIGHT)
 
 
 def graph(
-    *ops: Op, inputs=None, states=None, outputs=("conv_out",), weights=5_000_000, **about
+    *ops: Op,
+    inputs=None,
+    states=None,
+    outputs=("conv_out",),
+    weights=5_000_000,
+    **about,
 ) -> rule.LintGraph:
     made = program([CONV, *ops], {"x": X} | (inputs or {}), list(outputs), states)
     return rule.LintGraph(made, weights, **about)
@@ -53,22 +58,37 @@ INT8 = {
 INT4 = {"data": np.full((64, 64), 7, np.int8), "scale": np.ones((64, 2), np.float16)}
 W = half(64, 64)
 WIDE = (
-    np.ones((4096, 2048, 1, 1), np.float16)[:2048].reshape(2048, 2048, 1, 1).repeat(2, axis=1)
+    np.ones((4096, 2048, 1, 1), np.float16)[:2048]
+    .reshape(2048, 2048, 1, 1)
+    .repeat(2, axis=1)
 )  # 2048×4096: a whole MiB
 KV = half(1, 2, 64, 32)
 
 # rule → (a program that breaks it, what must be named)
 BROKEN = {
     "T1": (graph(op("add", Type("FLOAT32", (1, 64, 1, 32)), x="x", y="x")), "add"),
-    "T2": (graph(op("cast", Type("FLOAT32", (1, 64, 1, 32)), x="x", dtype="fp32")), "cast"),
-    "T3": (graph(op("cast", Type("INT32", (1, 64, 1, 32)), x="x", dtype="int32")), "cast"),
+    "T2": (
+        graph(op("cast", Type("FLOAT32", (1, 64, 1, 32)), x="x", dtype="fp32")),
+        "cast",
+    ),
+    "T3": (
+        graph(op("cast", Type("INT32", (1, 64, 1, 32)), x="x", dtype="int32")),
+        "cast",
+    ),
     "T4": (
-        graph(op("reshape", half(1, 2, 2, 2, 8, 32), x="x", shape=np.ones(6, np.int32))),
+        graph(
+            op("reshape", half(1, 2, 2, 2, 8, 32), x="x", shape=np.ones(6, np.int32))
+        ),
         "reshape",
     ),
     "T5": (
         graph(
-            op("transpose", half(1, 1, 2, 4, 32), x="z", perm=np.array([0, 1, 3, 2, 4], np.int32)),
+            op(
+                "transpose",
+                half(1, 1, 2, 4, 32),
+                x="z",
+                perm=np.array([0, 1, 3, 2, 4], np.int32),
+            ),
             op("matmul", half(1, 1, 2, 4, 4), x="transpose_out", y="z"),
             inputs={"z": half(1, 1, 4, 2, 32)},
         ),
@@ -76,7 +96,13 @@ BROKEN = {
     ),
     "T6": (
         graph(
-            op("scaled_dot_product_attention", half(1, 1, 2, 4, 32), query="q", key="q", value="q"),
+            op(
+                "scaled_dot_product_attention",
+                half(1, 1, 2, 4, 32),
+                query="q",
+                key="q",
+                value="q",
+            ),
             inputs={"q": half(1, 1, 2, 4, 32)},
         ),
         "scaled_dot_product_attention",
@@ -104,7 +130,9 @@ BROKEN = {
         "add",
     ),
     "S6": (
-        graph(op("conv", name="wide", x="x", weight=np.ones((64, 64, 1, 17), np.float16))),
+        graph(
+            op("conv", name="wide", x="x", weight=np.ones((64, 64, 1, 17), np.float16))
+        ),
         "wide",
     ),
     "S7": (
@@ -133,7 +161,10 @@ BROKEN = {
         "slice_by_index",
     ),
     "S12": (
-        graph(op("add", half(1, 8, 1024, 128), x="k", y="k"), inputs={"k": half(1, 8, 1024, 128)}),
+        graph(
+            op("add", half(1, 8, 1024, 128), x="k", y="k"),
+            inputs={"k": half(1, 8, 1024, 128)},
+        ),
         "add",
     ),
     "D1": (graph(inputs={"t": half(1, 64, 1, None)}), "t"),
@@ -152,21 +183,34 @@ BROKEN = {
     "K1": (graph(states=state(1, 2, 64, 32, dtype="FLOAT32")), "k_state"),
     "K2": (graph(states=state(1, 2, 64, 48)), "k_state"),
     "K3": (
-        graph(states={n: Type("FLOAT16", (1, 2, 64, 32), "state") for n in ("a", "b", "c")}),
+        graph(
+            states={
+                n: Type("FLOAT16", (1, 2, 64, 32), "state") for n in ("a", "b", "c")
+            }
+        ),
         "a",
     ),
     "K4": (
-        graph(inputs={"x": half(1, 64, 4, 32)}, states=state(1, 2, 64, 32), functions=2),
+        graph(
+            inputs={"x": half(1, 64, 4, 32)}, states=state(1, 2, 64, 32), functions=2
+        ),
         "k_state",
     ),
     "K5": (
-        graph(op("slice_update", x="x", update="x", begin=np.zeros(4), end=np.zeros(4))),
+        graph(
+            op("slice_update", x="x", update="x", begin=np.zeros(4), end=np.zeros(4))
+        ),
         "slice_update",
     ),
     "K6": (
         graph(
             op("read_state", KV, input="k_state"),
-            op("concat", half(1, 2, 65, 32), values=[Ref("read_state_out"), Ref("x")], axis=2),
+            op(
+                "concat",
+                half(1, 2, 65, 32),
+                values=[Ref("read_state_out"), Ref("x")],
+                axis=2,
+            ),
             op("slice_by_index", KV, x="concat_out", begin=np.zeros(4)),
             written("slice_by_index_out"),
             states=state(1, 2, 64, 32),
@@ -208,7 +252,13 @@ BROKEN = {
     "O7": (
         graph(
             *(
-                op("scaled_dot_product_attention", name=n, query="x", key="x", value="x")
+                op(
+                    "scaled_dot_product_attention",
+                    name=n,
+                    query="x",
+                    key="x",
+                    value="x",
+                )
                 for n in "ab"
             )
         ),
@@ -232,7 +282,10 @@ BROKEN = {
     "O15": (graph(op("softmax", x="x", axis=np.array(-1))), "softmax"),
     "G1": (graph(weights=100_000), "conv"),
     "G2": (graph(weights=3_000_000_000), "conv"),
-    "G3": (graph(programs=697), "conv"),  # ZAYA1's routers, experts and slices of the head
+    "G3": (
+        graph(programs=697),
+        "conv",
+    ),  # ZAYA1's routers, experts and slices of the head
     "G4": (graph(weights=1_100_000_000), "conv"),
     "Q1": (
         graph(
@@ -306,7 +359,9 @@ BROKEN["D2"][0].program.description = SimpleNamespace(
         SimpleNamespace(
             name="x",
             type=SimpleNamespace(
-                multiArrayType=SimpleNamespace(enumeratedShapes=SimpleNamespace(shapes=[0] * 129))
+                multiArrayType=SimpleNamespace(
+                    enumeratedShapes=SimpleNamespace(shapes=[0] * 129)
+                )
             ),
         )
     ]
@@ -332,7 +387,14 @@ def test_a_program_that_breaks_none_is_clean():
             op("mul", x="scaled_out", y="scaled_out"),
             op("add", x="mul_out", y=np.array(0.5, np.float16)),
             op("rsqrt", x="add_out", epsilon=np.array(1e-12)),
-            op("slice_update", KV, x="k_state", update="x", begin=np.zeros(4), end=np.zeros(4)),
+            op(
+                "slice_update",
+                KV,
+                x="k_state",
+                update="x",
+                begin=np.zeros(4),
+                end=np.zeros(4),
+            ),
             written("slice_update_out"),
             states=state(1, 2, 64, 32),
         )
@@ -356,8 +418,13 @@ def test_every_rule_says_where_it_is_from_and_what_to_do(id):
 )
 def test_eligible_and_expected_are_told_apart(id, eligible, ane):
     placed = placement.place_operations("shard", BROKEN[id][0])
-    assert placed.source == "predicted" and (placed.eligible, placed.ane) == (eligible, ane)
-    assert placed.ane + placed.cpu == placed.ops and id in {r["id"] for r in placed.rules}
+    assert placed.source == "predicted" and (placed.eligible, placed.ane) == (
+        eligible,
+        ane,
+    )
+    assert placed.ane + placed.cpu == placed.ops and id in {
+        r["id"] for r in placed.rules
+    }
 
 
 def test_a_disputed_rule_is_shown_and_moves_nothing():
@@ -368,7 +435,9 @@ def test_a_disputed_rule_is_shown_and_moves_nothing():
                 for x in placement.place_operations("s", BROKEN[id][0]).rules
                 if not x["disputed"] and x["effect"] in ("cpu", "stays", "fails")
             ]
-            assert others == [] and placement.place_operations("s", BROKEN[id][0]).cpu == 0, id
+            assert (
+                others == [] and placement.place_operations("s", BROKEN[id][0]).cpu == 0
+            ), id
 
 
 # --- real exports
@@ -399,15 +468,26 @@ def attention_shard(folder):
         def forward(self, x, attn_mask, kv_write_mask):
             T = x.shape[2]
             q = self.q(x).reshape(1, 2, 4, 128, T)[:, :, 0].transpose(2, 3)
-            k, v = (c(x).reshape(1, 2, 128, T).transpose(2, 3) for c in (self.k, self.v))
+            k, v = (
+                c(x).reshape(1, 2, 128, T).transpose(2, 3) for c in (self.k, self.v)
+            )
             keep = 1 - kv_write_mask.sum(-1, keepdim=True)
             self.k_state[:] = self.k_state * keep + kv_write_mask @ k
             self.v_state[:] = self.v_state * keep + kv_write_mask @ v
-            mixed = torch.softmax(q @ self.k_state.transpose(2, 3) + attn_mask, -1) @ self.v_state
-            return x + self.o(mixed.transpose(2, 3).reshape(1, 256, T, 1).repeat(1, 4, 1, 1))
+            mixed = (
+                torch.softmax(q @ self.k_state.transpose(2, 3) + attn_mask, -1)
+                @ self.v_state
+            )
+            return x + self.o(
+                mixed.transpose(2, 3).reshape(1, 256, T, 1).repeat(1, 4, 1, 1)
+            )
 
     T = ct.RangeDim(1, 4, default=1)
-    shapes = {"x": (1, 2048, T, 1), "attn_mask": (1, 1, T, 2048), "kv_write_mask": (1, 1, 2048, T)}
+    shapes = {
+        "x": (1, 2048, T, 1),
+        "attn_mask": (1, 1, T, 2048),
+        "kv_write_mask": (1, 1, 2048, T),
+    }
     traced = torch.jit.trace(
         Attention().half().float(),
         [torch.zeros([2 if n is T else n for n in s]) for s in shapes.values()],
@@ -424,7 +504,9 @@ def attention_shard(folder):
         skip_model_load=True,
     )
     config = OptimizationConfig(
-        OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8", granularity="per_tensor")
+        OpLinearQuantizerConfig(
+            mode="linear_symmetric", dtype="int8", granularity="per_tensor"
+        )
     )
     linear_quantize_weights(model, config).save(str(folder / "attention.mlpackage"))
     return folder / "attention.mlpackage"
@@ -458,9 +540,13 @@ def test_a_prediction_against_experiment_30_says_so(exports, llama_bundle):
     assert any("predicted placement" in line for line in placement.lines(placed))
 
 
-@pytest.mark.parametrize("shape, broken", [((4, 1), True), ((1, 4), True), ((1, 1), False)])
+@pytest.mark.parametrize(
+    "shape, broken", [((4, 1), True), ((1, 4), True), ((1, 1), False)]
+)
 def test_functions_of_t_above_1_are_seen_in_either_layout(shape, broken):
-    packed = graph(inputs={"x": half(1, 64, *shape)}, states=state(1, 2, 64, 32), functions=2)
+    packed = graph(
+        inputs={"x": half(1, 64, *shape)}, states=state(1, 2, 64, 32), functions=2
+    )
     assert ("K4" in {f.rule.id for f in rules.lint(packed)}) == broken
 
 
@@ -469,7 +555,14 @@ def in_place(*ops: Op, update: str) -> rule.LintGraph:
     return graph(
         op("read_state", KV, input="k_state"),
         *ops,
-        op("slice_update", KV, x="read_state_out", update=update, begin="pos", end="pos"),
+        op(
+            "slice_update",
+            KV,
+            x="read_state_out",
+            update=update,
+            begin="pos",
+            end="pos",
+        ),
         written("slice_update_out"),
         inputs={"pos": Type("INT32", (4,)), "half": half(1, 2, 1, 16)},
         states=state(1, 2, 64, 32),
@@ -497,7 +590,10 @@ def test_functions_of_t_above_1_are_seen_whatever_the_input_is_called(kind, T):
     weight = WEIGHT if kind == "conv" else W
     product = op(kind, columns, "product", x="hidden_states", weight=weight)
     made = program(
-        [product], {"hidden_states": columns}, ["product_out"], {"kv_cache_0": half(8, 2, 64, 32)}
+        [product],
+        {"hidden_states": columns},
+        ["product_out"],
+        {"kv_cache_0": half(8, 2, 64, 32)},
     )
     assert ("K4" in found(rule.LintGraph(made, 5_000_000, functions=2))) == (T > 1)
 
@@ -521,13 +617,22 @@ def test_a_bundle_of_many_programs_says_so(exports, monkeypatch):
     seen = []
     monkeypatch.setitem(rule.TESTS, "G3", lambda g, op: seen.append(g.programs))
     placement.predicted_placement(bundle)
-    assert set(seen) == {len(bundle.manifest.shards)} and len(bundle.manifest.shards) > 8
+    assert (
+        set(seen) == {len(bundle.manifest.shards)} and len(bundle.manifest.shards) > 8
+    )
 
 
 @pytest.mark.parametrize("states", ["separate", "packed"])
 @pytest.mark.parametrize("kv_write", ["mask", "slice"])
-def test_a_cache_that_a_mask_writes_is_seen_in_either_packing(exports, kv_write, states):
-    options = {"kv_write": kv_write, "t": "fixed", "states": states, "layers_per_shard": 2}
+def test_a_cache_that_a_mask_writes_is_seen_in_either_packing(
+    exports, kv_write, states
+):
+    options = {
+        "kv_write": kv_write,
+        "t": "fixed",
+        "states": states,
+        "layers_per_shard": 2,
+    }
     bundle = exports.bundle(exports.checkpoint("llama"), **options)
     broken = {r["id"] for r in placement.predicted_placement(bundle)[0].rules}
     assert ("K14" in broken) == (kv_write == "mask") and "K6" not in broken

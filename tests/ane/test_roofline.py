@@ -15,7 +15,9 @@ from workbench.models.checkpoint import Checkpoint
 def test_published_figures_are_predicted_without_having_been_seen(by_model):
     judged = roofline.misfits(by_model)
     assert len(judged) >= 6 and judged["misfit"].abs().median() <= 0.30
-    assert np.allclose(judged["predicted_ms"] / judged["published_ms"] - 1, judged["misfit"])
+    assert np.allclose(
+        judged["predicted_ms"] / judged["published_ms"] - 1, judged["misfit"]
+    )
 
 
 def test_a_figure_is_predicted_by_the_others_alone(monkeypatch):
@@ -34,19 +36,33 @@ def test_figures_of_another_chip_do_not_move_the_calibration(monkeypatch):
     true, before = roofline.figures(), roofline.misfits()
     elsewhere = [f[2].name != roofline.CALIBRATED_ON for f in true]
     assert any(elsewhere) and not all(elsewhere)
-    wrong = [(*f[:3], f[3] * 10) if other else f for f, other in zip(true, elsewhere, strict=True)]
+    wrong = [
+        (*f[:3], f[3] * 10) if other else f
+        for f, other in zip(true, elsewhere, strict=True)
+    ]
     monkeypatch.setattr(roofline, "figures", lambda: wrong)
-    assert roofline.misfits()["predicted_ms"].tolist() == before["predicted_ms"].tolist()
+    assert (
+        roofline.misfits()["predicted_ms"].tolist() == before["predicted_ms"].tolist()
+    )
 
 
 def test_a_fit_finds_the_numbers_that_made_the_figures():
     made = roofline.LinearFit(0.5, 0.8)
     works = [
         roofline.Work("", w, s, 0, n)
-        for w, s, n in ((5e6, 2e6, 1), (2e8, 0, 1), (3e9, 3e8, 8), (3e9, 3e8, 32), (6e8, 0, 4))
+        for w, s, n in (
+            (5e6, 2e6, 1),
+            (2e8, 0, 1),
+            (3e9, 3e8, 8),
+            (3e9, 3e8, 32),
+            (6e8, 0, 4),
+        )
     ]
     found = roofline.fit(
-        [("m", w, roofline.chip("M4 Max"), made.ms(w, roofline.chip("M4 Max"))) for w in works]
+        [
+            ("m", w, roofline.chip("M4 Max"), made.ms(w, roofline.chip("M4 Max")))
+            for w in works
+        ]
     )
     assert found.dispatch_ms == pytest.approx(0.5) and found.share == pytest.approx(0.8)
 
@@ -55,11 +71,22 @@ def test_work_is_what_the_exported_program_holds(exports, tiny_llama, llama_bund
     d, options = llama_bundle.manifest.dims, llama_bundle.manifest.options
     config = Checkpoint(tiny_llama.path).config
     one, *_, head = roofline.bundle_work(llama_bundle)
-    matrices = d.C * (d.H + 2 * d.H_kv) * d.D + d.H * d.D * d.C + 3 * d.C * config.intermediate_size
+    matrices = (
+        d.C * (d.H + 2 * d.H_kv) * d.D
+        + d.H * d.D * d.C
+        + 3 * d.C * config.intermediate_size
+    )
     S = options.max_seq_len
-    attention = 2 * d.H * d.D * S + 2 * d.H_kv * d.D * S  # scores and mix; two one-hot writes
-    assert one.flops == 2 * (matrices + attention) and one.state_bytes == 2 * d.H_kv * S * d.D * 2
-    assert 2 * matrices <= one.weight_bytes <= 2 * matrices * 1.1 and one.dispatches == 1
+    attention = (
+        2 * d.H * d.D * S + 2 * d.H_kv * d.D * S
+    )  # scores and mix; two one-hot writes
+    assert (
+        one.flops == 2 * (matrices + attention)
+        and one.state_bytes == 2 * d.H_kv * S * d.D * 2
+    )
+    assert (
+        2 * matrices <= one.weight_bytes <= 2 * matrices * 1.1 and one.dispatches == 1
+    )
     assert (head.name, head.flops, head.state_bytes) == ("head", 2 * d.C * d.V, 0)
     assert roofline.bundle_work(llama_bundle, T=2)[0].flops == 2 * one.flops
 
@@ -80,11 +107,13 @@ def test_more_bytes_states_dispatches_and_slower_chips_take_longer():
 def test_routed_experts_read_one_of_a_layer(exports):
     path = exports.checkpoint("zaya")
     dense, routed = (
-        roofline.bundle_work(exports.bundle(path, moe=kind)) for kind in ("dense", "routed")
+        roofline.bundle_work(exports.bundle(path, moe=kind))
+        for kind in ("dense", "routed")
     )
     assert sum(w.weight_bytes for w in routed) < sum(w.weight_bytes for w in dense)
     assert (
-        sum(w.dispatches for w in routed) == 2 * 3 + 1 and sum(w.dispatches for w in dense) == 3 + 1
+        sum(w.dispatches for w in routed) == 2 * 3 + 1
+        and sum(w.dispatches for w in dense) == 3 + 1
     )
 
 
@@ -105,7 +134,10 @@ def test_the_planner_agrees_with_the_exported_bundle(exports, family):
 
 def test_rates_that_nobody_published_are_marked():
     table = roofline.by_chip([roofline.Work("", 10**9, 0, 0)]).set_index("chip")
-    assert table.loc["M4 Max", "assumed"] == "" and "states_gb_s" in table.loc["M3 Max", "assumed"]
+    assert (
+        table.loc["M4 Max", "assumed"] == ""
+        and "states_gb_s" in table.loc["M3 Max", "assumed"]
+    )
     assert isinstance(table, pd.DataFrame) and (table["tokens_per_s"] > 0).all()
     with pytest.raises(InputError, match="M9"):
         roofline.chip("M9")
@@ -127,7 +159,9 @@ def test_a_chip_streams_a_format_as_stored_or_as_fp16(compress, chip, streamed):
     """Compression that the chip unpacks when it loads saves no time: its ms are those of fp16."""
     elements, on = 10**9, roofline.chip(chip)
     work, plain, packed = (
-        roofline.Work("", int(elements * PRESETS[stored].stored_bits / 8), 0, 0, 1, stored)
+        roofline.Work(
+            "", int(elements * PRESETS[stored].stored_bits / 8), 0, 0, 1, stored
+        )
         for stored in (compress, "fp16", streamed)
     )
     assert roofline.streams_as(compress, on) == streamed
@@ -145,7 +179,9 @@ def test_the_bytes_streamed_stand_beside_the_prediction(exports):
     table = roofline.by_chip(roofline.bundle_work(bundle)).set_index("chip")
     assert table.loc["M1", "weights"] == "int8-tensor streamed as fp16"
     assert table.loc["M2", "weights"] == "int8-tensor streamed as int8-tensor"
-    assert table.loc["M1", "streamed_mib"] == pytest.approx(2 * table.loc["M2", "streamed_mib"])
+    assert table.loc["M1", "streamed_mib"] == pytest.approx(
+        2 * table.loc["M2", "streamed_mib"]
+    )
     assert set(roofline.misfits()["weights"]) == {
         "int8-tensor streamed as int8-tensor",
         "lut4 streamed as lut4",

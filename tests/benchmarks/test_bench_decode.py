@@ -28,10 +28,15 @@ def test_presets_stand_beside_hugging_face_and_the_bandwidth_of_the_run(exports,
         for depth in decode.DEPTHS:
             for peer in ("HF fp16", "HF fp32"):
                 row = found[f"{kind} at {depth}", peer]
-                assert row["n"] == len(row["peer_samples"]) == 2 and min(row["samples"]) > 0
+                assert (
+                    row["n"] == len(row["peer_samples"]) == 2
+                    and min(row["samples"]) > 0
+                )
         stored = sum(shard.bytes for shard in bundles[kind].manifest.shards)
         assert found[f"{kind} floor", None]["value"] == 1e9 / stored
-        assert found[f"{kind} peak memory", "stored"]["peer_value"] == bundles[kind].bytes
+        assert (
+            found[f"{kind} peak memory", "stored"]["peer_value"] == bundles[kind].bytes
+        )
     assert found["read bandwidth", None]["samples"] == [1e9, 1e9]
     table = _markdown(rows).splitlines()
     assert len(table) == 2 + 2 * 2 + 1 + 3 * 2
@@ -40,7 +45,10 @@ def test_presets_stand_beside_hugging_face_and_the_bandwidth_of_the_run(exports,
 
 def test_batches_and_families_stand_beside_their_own_model(exports, short):
     stacks = {
-        family: (exports.bundle(exports.checkpoint(family), **options), exports.checkpoint(family))
+        family: (
+            exports.bundle(exports.checkpoint(family), **options),
+            exports.checkpoint(family),
+        )
         for family, options in (("qwen2", {"batch": 2}), ("lfm2", {}))
     }
     rows = decode.bench_families(stacks, rounds=2)
@@ -73,7 +81,9 @@ def test_every_tensor_of_a_checkpoint_has_a_name_in_a_gguf(exports):
         with safe_open(file, "pt") as tensors:
             names += [llama_cpp._name(name) for name in tensors.keys()]
     assert len(set(names)) == len(names) and "blk.1.attn_q.bias" in names
-    assert {"token_embd.weight", "output_norm.weight", "blk.0.ffn_down.weight"} <= set(names)
+    assert {"token_embd.weight", "output_norm.weight", "blk.0.ffn_down.weight"} <= set(
+        names
+    )
 
 
 def test_a_gguf_that_is_written_opens(exports, tmp_path):

@@ -25,17 +25,29 @@ def here(monkeypatch):
 def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path, here):
     source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=2)
     found = export.compare_exports(
-        export_once, export_layers, source, tmp_path / "work", 1, {"compress": "int8-tensor"}
+        export_once,
+        export_layers,
+        source,
+        tmp_path / "work",
+        1,
+        {"compress": "int8-tensor"},
     )
     assert (
-        found["same_bytes"] is True and found["stamped"] == 1 and not (tmp_path / "work").exists()
+        found["same_bytes"] is True
+        and found["stamped"] == 1
+        and not (tmp_path / "work").exists()
     )
-    assert [(r["name"].removeprefix("export_int8-tensor_"), r["peer"]) for r in found["rows"]] == [
+    assert [
+        (r["name"].removeprefix("export_int8-tensor_"), r["peer"])
+        for r in found["rows"]
+    ] == [
         ("seconds_over_templates", "disk"),
         ("seconds", "plain"),
         ("layer_seconds", "plain"),
     ]
-    assert all(len(r["samples"]) == r["n"] > 0 and r["peer_samples"] for r in found["rows"])
+    assert all(
+        len(r["samples"]) == r["n"] > 0 and r["peer_samples"] for r in found["rows"]
+    )
     assert (
         set(found["split"][0]) == {"template", "read", "compress", "write"}
         and min(found["split"][0].values()) > 0
@@ -46,7 +58,9 @@ def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path, 
 def test_peak_memory_is_that_of_the_process_alone():
     held = np.ones(600 << 20, np.uint8)
     assert memory.peak_rss() > held.nbytes
-    assert 0 < export.apart(memory.peak_rss) < held.nbytes  # the child of a large process
+    assert (
+        0 < export.apart(memory.peak_rss) < held.nbytes
+    )  # the child of a large process
 
 
 def test_other_bytes_are_reported(tmp_path, here):

@@ -5,7 +5,9 @@ from workbench.benchmarks import checks
 
 def test_costs_have_a_peer_and_their_samples(llama_bundle, tiny_llama):
     rows = checks.tracing(llama_bundle, T=2, depth=3, rounds=2)
-    rows += checks.validating(llama_bundle, tiny_llama, positions=6, Ts=(1, 2), rounds=1)
+    rows += checks.validating(
+        llama_bundle, tiny_llama, positions=6, Ts=(1, 2), rounds=1
+    )
     assert [r["name"] for r in rows] == [
         "trace_declared_ms",
         "trace_ms_per_token",

@@ -7,7 +7,9 @@ from workbench.benchmarks import reuse
 
 def test_every_figure_stands_beside_its_peer_with_raw_samples(exports):
     rows = reuse.bench_reuse(
-        trained.decoder(exports, "tiny-llama", precision="declared"), contexts=(20, 60), rounds=2
+        trained.decoder(exports, "tiny-llama", precision="declared"),
+        contexts=(20, 60),
+        rounds=2,
     )
     found = {r["name"]: r for r in rows}
     assert list(found) == [
@@ -21,9 +23,14 @@ def test_every_figure_stands_beside_its_peer_with_raw_samples(exports):
         "save",
         "read",
     ]
-    assert all(r["value"] > 0 and r["peer_value"] > 0 and len(r["samples"]) == r["n"] for r in rows)
     assert all(
-        r["peer"] == "cold" and r["n"] == 2 for n, r in found.items() if n.startswith("ttft")
+        r["value"] > 0 and r["peer_value"] > 0 and len(r["samples"]) == r["n"]
+        for r in rows
+    )
+    assert all(
+        r["peer"] == "cold" and r["n"] == 2
+        for n, r in found.items()
+        if n.startswith("ttft")
     )
     assert (
         found["q4_bytes"]["value"] < found["q4_bytes"]["peer_value"]
@@ -33,14 +40,15 @@ def test_every_figure_stands_beside_its_peer_with_raw_samples(exports):
     assert tidy.groupby(["temperature", "context"]).size().to_dict() == {
         (t, n): 2 for t in ("cold", "warm", "hot") for n in (20, 60)
     }
-    assert sorted(tidy[(tidy["temperature"] == "hot") & (tidy["context"] == 60)]["ms"]) == sorted(
-        found["ttft_hot_ms_60"]["samples"]
-    )
+    assert sorted(
+        tidy[(tidy["temperature"] == "hot") & (tidy["context"] == 60)]["ms"]
+    ) == sorted(found["ttft_hot_ms_60"]["samples"])
 
 
 @pytest.mark.parametrize("contexts", [(1, 20), (trained.S + 1,)])
 def test_contexts_that_cannot_be_measured_are_refused(exports, contexts):
     with pytest.raises(InputError, match="max_seq_len"):
         reuse.bench_reuse(
-            trained.decoder(exports, "tiny-llama", precision="declared"), contexts=contexts
+            trained.decoder(exports, "tiny-llama", precision="declared"),
+            contexts=contexts,
         )

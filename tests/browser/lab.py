@@ -34,7 +34,9 @@ NAMES = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
 )
 SETTINGS = {
-    "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
+    "notebook-extension/tracker": {
+        "windowingMode": "none"
+    },  # every cell is in the page
     "apputils-extension/notification": {"fetchNews": "false"},
 }
 LIMIT_S = 300
@@ -65,7 +67,9 @@ def commit(project: Path) -> None:
 def changes(project: Path) -> list[str]:
     """What git says has changed, or is new, in that checkout."""
     command = ["git", "-C", project, "status", "--porcelain"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
 @contextmanager
@@ -85,7 +89,9 @@ def serve(project: Path, home: Path):
         "IPYTHONDIR",
         "JUPYTERLAB_WORKSPACES_DIR",
     )
-    runtime = tempfile.mkdtemp()  # short: sockets lie there, and a socket's path has 107 characters
+    runtime = (
+        tempfile.mkdtemp()
+    )  # short: sockets lie there, and a socket's path has 107 characters
     homes = {name: str(home / name.lower()) for name in names} | {
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTER_RUNTIME_DIR": runtime,
@@ -98,7 +104,11 @@ def serve(project: Path, home: Path):
         "--allow-root",
         "--expose-app-in-browser",
     ]
-    command += [f"--port={port}", f"--ServerApp.root_dir={project}", "--IdentityProvider.token="]
+    command += [
+        f"--port={port}",
+        f"--ServerApp.root_dir={project}",
+        "--IdentityProvider.token=",
+    ]
     command += [
         "--KernelManager.transport=ipc",
         "--FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs",
@@ -154,7 +164,9 @@ class Notebook:
         page.set_default_timeout(1000 * LIMIT_S)
         page.goto(f"{address}/lab/tree/notebooks/{path.name}?reset", wait_until="load")
         page.wait_for_selector(".jp-Notebook .jp-Cell")
-        page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext != null")
+        page.wait_for_function(
+            "window.jupyterapp?.shell.currentWidget?.sessionContext != null"
+        )
         self._in_lab("sessionContext.ready.then(() => true)")
 
     def _in_lab(self, expression: str):
@@ -164,7 +176,10 @@ class Notebook:
         """Waits until the kernel has answered all that it was sent."""
         status = "sessionContext.session.kernel.status"
         _wait(
-            lambda: self._in_lab(status) == "idle", LIMIT_S, "the kernel does not rest", every=0.05
+            lambda: self._in_lab(status) == "idle",
+            LIMIT_S,
+            "the kernel does not rest",
+            every=0.05,
         )
 
     def run_all(self) -> None:
@@ -259,24 +274,38 @@ class Widget:
 
     def controls(self) -> list[str]:
         """Names of the sliders and dropdowns that are on the page and can be moved now."""
-        kinds = self.box.locator(".widget-dropdown:not(:has(:disabled)), .widget-hslider")
-        return [kind.inner_text().split("\n")[0] for kind in kinds.all() if kind.is_visible()]
+        kinds = self.box.locator(
+            ".widget-dropdown:not(:has(:disabled)), .widget-hslider"
+        )
+        return [
+            kind.inner_text().split("\n")[0]
+            for kind in kinds.all()
+            if kind.is_visible()
+        ]
 
     def move(self, name: str) -> None:
         """Moves a control to another stop, a dropdown back again; what is shown follows each
         time."""
-        select = self.box.locator(f".widget-dropdown:has(label:text-is('{name}')) select")
+        select = self.box.locator(
+            f".widget-dropdown:has(label:text-is('{name}')) select"
+        )
         if select.count():
-            chosen, count = select.first.evaluate("s => [s.selectedIndex, s.options.length]")
+            chosen, count = select.first.evaluate(
+                "s => [s.selectedIndex, s.options.length]"
+            )
             for index in ((chosen + 1) % count, chosen):
                 self.changes(lambda index=index: self.select(name, index=index), name)
             return
         handle = self._handle(name)
-        at, most = (float(handle.get_attribute(f"aria-value{end}")) for end in ("now", "max"))
+        at, most = (
+            float(handle.get_attribute(f"aria-value{end}")) for end in ("now", "max")
+        )
         self.changes(lambda: self.move_slider(name, 1 if at < most else -1), name)
 
     def _handle(self, name: str):
-        return self.box.locator(f".widget-hslider:has(label:text-is('{name}')) .noUi-handle").first
+        return self.box.locator(
+            f".widget-hslider:has(label:text-is('{name}')) .noUi-handle"
+        ).first
 
     def move_slider(self, name: str, steps: int = 1) -> None:
         """Moves a slider with the keyboard."""
@@ -284,7 +313,9 @@ class Widget:
         handle.scroll_into_view_if_needed()
         handle.focus()
         for _ in range(abs(steps)):
-            self.notebook.page.keyboard.press("ArrowRight" if steps > 0 else "ArrowLeft")
+            self.notebook.page.keyboard.press(
+                "ArrowRight" if steps > 0 else "ArrowLeft"
+            )
 
     def select(self, name: str, **entry) -> None:
         """Chooses an entry of a dropdown by `label` or `index`."""
@@ -301,7 +332,9 @@ class Widget:
         """The line below the picture with the pointer at fractions of its size."""
         size = self.picture.bounding_box()
         self.picture.hover(position={"x": size["width"] * x, "y": size["height"] * y})
-        self.notebook.page.evaluate("new Promise(requestAnimationFrame)")  # events come with frames
+        self.notebook.page.evaluate(
+            "new Promise(requestAnimationFrame)"
+        )  # events come with frames
         return self.box.locator(".workbench-cell").first.inner_text()
 
     def press(self, label: str) -> None:

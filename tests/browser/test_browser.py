@@ -54,7 +54,10 @@ def lab(project, tmp_path_factory):
     """Opens a notebook by name: lab("05_stateful_kv_cache") → Notebook."""
     from playwright.sync_api import sync_playwright
 
-    with serve(project, tmp_path_factory.mktemp("home")) as address, sync_playwright() as driver:
+    with (
+        serve(project, tmp_path_factory.mktemp("home")) as address,
+        sync_playwright() as driver,
+    ):
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
         context = browser.new_context(viewport=SIZE)  # pages share its cache
         yield lambda name: Notebook(
@@ -70,9 +73,9 @@ def opened(lab, name: str) -> Notebook:
     assert not notebook.errors(), notebook.errors()
     for cell in notebook.save().cells:
         if "study.figure(" in cell.source:
-            assert any("image/png" in output.get("data", {}) for output in cell.outputs), (
-                cell.source
-            )
+            assert any(
+                "image/png" in output.get("data", {}) for output in cell.outputs
+            ), cell.source
     return notebook
 
 
@@ -80,13 +83,16 @@ def plotted(project: Path, number: str, checkpoint: str = "*") -> pd.DataFrame:
     """The figures of an experiment's own write-ups: each in three formats, with a text alternative
     and runs that the log has."""
     root, name = project / "experiments" / "log", report.experiment(number).name
-    paths = sorted((project / "experiments" / name).glob(f"{checkpoint}/figures/*.json"))
+    paths = sorted(
+        (project / "experiments" / name).glob(f"{checkpoint}/figures/*.json")
+    )
     sidecars = [json.loads(path.read_text()) | {"stem": path.stem} for path in paths]
     known = set(log.load("runs", root=root)["run_id"])
     for path, about in zip(paths, sidecars):
         assert about["alt"] and set(about["run_ids"]) <= known
         assert all(
-            path.with_suffix(f".{suffix}").stat().st_size > 1000 for suffix in ("svg", "pdf", "png")
+            path.with_suffix(f".{suffix}").stat().st_size > 1000
+            for suffix in ("svg", "pdf", "png")
         )
     return pd.DataFrame(sidecars)
 
@@ -149,15 +155,23 @@ def write_seconds(name: str, seconds: dict[str, list[float]]) -> None:
     and prints that."""
     path = ROOT / "build" / "response.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    answers = sum((values for action, values in seconds.items() if action != "Cancel"), [])
-    known[name] = {"median_s": statistics.median(answers), "n": len(answers), "s": seconds}
+    answers = sum(
+        (values for action, values in seconds.items() if action != "Cancel"), []
+    )
+    known[name] = {
+        "median_s": statistics.median(answers),
+        "n": len(answers),
+        "s": seconds,
+    }
     path.write_text(json.dumps(known, indent=1))
     print(
         f"{name}: {known[name]['median_s']:.2f} s from an action to its picture, n = {len(answers)}"
     )
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb")))
+@pytest.mark.parametrize(
+    "name", sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb"))
+)
 def test_a_notebook_runs_whole_and_its_widgets_follow(name, lab, project):
     if name.startswith("40") and find_spec("coreai_torch") is None:
         pytest.skip("needs the extra: workbench[coreai]")
@@ -168,14 +182,20 @@ def test_a_notebook_runs_whole_and_its_widgets_follow(name, lab, project):
     assert len(plotted(project, name[:2]))
     (written_up,) = (project / "experiments" / name).glob("*/report.md")
     assert report.experiment(name[:2]).question in written_up.read_text()
-    assert changes(project) == []  # neither shipped results nor notebooks, saved with their outputs
+    assert (
+        changes(project) == []
+    )  # neither shipped results nor notebooks, saved with their outputs
     notebook.page.close()
 
 
 def written(project: Path, name: str, *cells: str) -> str:
     """A notebook of these cells, beside the others."""
     kernel = {
-        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        "kernelspec": {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
     }  # or a dialog asks for it
     made = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel
@@ -190,7 +210,9 @@ explorer = Explorer({"checkpoint": "data/tiny-llama", "experiment": "34", "valid
 explorer"""
 
 
-def test_run_makes_what_is_missing_save_keeps_it_and_a_failing_callback_is_seen(lab, project):
+def test_run_makes_what_is_missing_save_keeps_it_and_a_failing_callback_is_seen(
+    lab, project
+):
     notebook = opened(lab, written(project, "run_button", EXPLORER))
     explorer = notebook.widget("explorer")
     explorer.changes(lambda: explorer.press("Run what is missing"), "Run")
@@ -229,18 +251,28 @@ def test_a_checkpoint_never_seen_goes_to_a_heatmap_with_no_code(lab, project):
     )
     tensors = load_file(stranger / "model.safetensors")
     (stranger / "model.safetensors").unlink()
-    index = {name: f"model-{i % 3 + 1:05}-of-00003.safetensors" for i, name in enumerate(tensors)}
+    index = {
+        name: f"model-{i % 3 + 1:05}-of-00003.safetensors"
+        for i, name in enumerate(tensors)
+    }
     for part in set(index.values()):
-        save_file({name: tensors[name] for name in tensors if index[name] == part}, stranger / part)
+        save_file(
+            {name: tensors[name] for name in tensors if index[name] == part},
+            stranger / part,
+        )
     (stranger / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": index})
     )
-    found = nbformat.read(project / "notebooks" / "05_stateful_kv_cache.ipynb", as_version=4)
+    found = nbformat.read(
+        project / "notebooks" / "05_stateful_kv_cache.ipynb", as_version=4
+    )
     set_parameters(found, {"CHECKPOINT": "data/stranger"})
     nbformat.write(found, project / "notebooks" / "stranger.ipynb")
     notebook = opened(lab, "stranger")
     shown = plotted(project, "05", "stranger").set_index("stem").loc["fidelity"]
-    run = log.load("runs", root=project / "experiments" / "log", where={"run_id": shown["run_ids"]})
+    run = log.load(
+        "runs", root=project / "experiments" / "log", where={"run_id": shown["run_ids"]}
+    )
     assert set(run["checkpoint"]) == {"stranger"}
     explorer = notebook.widget("explorer")
     cell_is_the_log_s(explorer, project)

@@ -26,7 +26,9 @@ def test_what_is_no_note_of_a_check_means_that_none_was_made(copy, noted):
     note = copy.parent / ".b.checked"
     note.write_text(noted)
     Bundle.open(copy)
-    assert json.loads(note.read_text()).keys() == {entry.path for entry in Bundle.open(copy).files}
+    assert json.loads(note.read_text()).keys() == {
+        entry.path for entry in Bundle.open(copy).files
+    }
 
 
 def test_a_bundle_opened_from_inside_stays_as_it_is(copy, monkeypatch):
@@ -40,9 +42,9 @@ def test_a_bundle_opened_from_inside_stays_as_it_is(copy, monkeypatch):
         else next(p for p in copy.iterdir() if p.is_dir())
     )
     Bundle.open("..")
-    assert sorted(copy.rglob("*")) == before and [p.name for p in copy.parent.glob(".*")] == [
-        ".b.checked"
-    ]
+    assert sorted(copy.rglob("*")) == before and [
+        p.name for p in copy.parent.glob(".*")
+    ] == [".b.checked"]
 
 
 def swapped(shards, kind):
@@ -56,10 +58,16 @@ def doubled(shards):
 
 def test_the_manifest_of_an_export_says_each_thing_once_and_in_order(copy):
     for edit, found in [
-        (lambda shards: swapped(shards, "router"), "every decoder layer once, in order"),
+        (
+            lambda shards: swapped(shards, "router"),
+            "every decoder layer once, in order",
+        ),
         (doubled, "every decoder layer once, in order"),
         (lambda shards: shards.pop(0), "every decoder layer once, in order"),
-        (lambda shards: shards[0].update(path=shards[1]["path"]), "two shards have one path"),
+        (
+            lambda shards: shards[0].update(path=shards[1]["path"]),
+            "two shards have one path",
+        ),
         (
             lambda shards: shards[0].update(files=[]),
             "shards.0.files: List should have at least 1 item",
@@ -76,7 +84,9 @@ def test_the_manifest_of_an_export_says_each_thing_once_and_in_order(copy):
 
 
 def test_head_slices_out_of_order_are_refused(exports, tmp_path):
-    made = exports.bundle(exports.checkpoint("llama", vocab_size=16_384 + 77, num_hidden_layers=1))
+    made = exports.bundle(
+        exports.checkpoint("llama", vocab_size=16_384 + 77, num_hidden_layers=1)
+    )
     copy = shutil.copytree(made.root, tmp_path / "b")
     manifest = json.loads((copy / "bundle.json").read_text())
     swapped(manifest["shards"], "head")

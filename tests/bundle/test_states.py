@@ -32,7 +32,10 @@ def test_every_state_of_a_bundle_has_a_kind_whose_inputs_its_shard_takes(exports
                 assert kind is KINDS[name.rpartition(".")[2]]
                 optional = {"tail_keep"}  # of tails of more than two columns
                 for leaf in set(kind.inputs) - optional:
-                    assert any(entry.startswith(leaf) for entry in shard.inputs), (name, leaf)
+                    assert any(entry.startswith(leaf) for entry in shard.inputs), (
+                        name,
+                        leaf,
+                    )
 
 
 def test_a_state_of_no_known_kind_is_refused(exports, tmp_path):

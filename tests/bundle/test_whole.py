@@ -36,7 +36,9 @@ def first(copy):
 def unlisted_weights(copy):
     def leave_out(manifest):
         shard = manifest["shards"][0]
-        shard["files"] = [f for f in shard["files"] if not f["path"].endswith("weight.bin")]
+        shard["files"] = [
+            f for f in shard["files"] if not f["path"].endswith("weight.bin")
+        ]
 
     edited(copy, leave_out)
 
@@ -58,12 +60,18 @@ def link_to(target, path):
     [
         (unlisted_weights, "weight.bin: found a file that bundle.json does not list"),
         (package_outside, "alias.mlpackage"),
-        (lambda copy: link_to("/etc", first(copy) / "Data" / "more"), "more: found a symlink"),
+        (
+            lambda copy: link_to("/etc", first(copy) / "Data" / "more"),
+            "more: found a symlink",
+        ),
         (
             lambda copy: link_to("model.mlmodel", first(copy) / "Data" / "alias"),
             "alias: found a symlink",
         ),
-        (lambda copy: (first(copy) / ".hidden").write_text("x"), ".hidden: found a file that"),
+        (
+            lambda copy: (first(copy) / ".hidden").write_text("x"),
+            ".hidden: found a file that",
+        ),
         (
             lambda copy: (first(copy) / "Data" / "model.mlmodel").write_text("x"),
             "model.mlmodel: found a file that",
@@ -90,13 +98,17 @@ def test_what_macos_itself_drops_into_folders_is_left_alone(copy):
 def embedding(copy, content):
     """Puts `content` (bytes, or arrays by name) in place of the embedding, its hash with it."""
     path = copy / "embedding.safetensors"
-    path.write_bytes(content) if isinstance(content, bytes) else save_file(content, path)
+    path.write_bytes(content) if isinstance(content, bytes) else save_file(
+        content, path
+    )
     entry = {"path": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
     edited(copy, lambda manifest: manifest["embedding"].update(file=entry))
 
 
 C, V = 64, 107
-HEADER = json.dumps({"weight": {"dtype": "F16", "shape": [V, C], "data_offsets": [0, 4]}}).encode()
+HEADER = json.dumps(
+    {"weight": {"dtype": "F16", "shape": [V, C], "data_offsets": [0, 4]}}
+).encode()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +135,9 @@ HEADER = json.dumps({"weight": {"dtype": "F16", "shape": [V, C], "data_offsets":
         (struct.pack("<Q", len(HEADER)) + HEADER + b"1234", "no safetensors file"),
     ],
 )
-def test_an_embedding_of_another_shape_or_kind_is_refused_on_opening(copy, content, found):
+def test_an_embedding_of_another_shape_or_kind_is_refused_on_opening(
+    copy, content, found
+):
     embedding(copy, content)
     with pytest.raises(InputError, match=f"embedding.safetensors: found {found}"):
         Bundle.open(copy)
@@ -136,7 +150,10 @@ def first_state(manifest):
 @pytest.mark.parametrize(
     ("edit", "found"),
     [
-        (lambda m: m.update(rope=[]), "rope tables none for layers that use global, local"),
+        (
+            lambda m: m.update(rope=[]),
+            "rope tables none for layers that use global, local",
+        ),
         (lambda m: m["rope"].append(m["rope"][0]), "rope tables"),
         (lambda m: m["rope"][0].update(inv_freq=[]), "at least 1 item"),
         (
@@ -158,9 +175,15 @@ def first_state(manifest):
         (lambda m: m["shards"][0].update(path="a" * 5000), "shards.0.path"),
         (lambda m: m["shards"][0].update(path="a/" * 2500), "shards.0.path"),
         (lambda m: m["shards"][0].update(path="a\0b"), "shards.0.path"),
-        (lambda m: m["embedding"]["file"].update(path="a" * 5000), "embedding.file.path"),
+        (
+            lambda m: m["embedding"]["file"].update(path="a" * 5000),
+            "embedding.file.path",
+        ),
         (lambda m: m["embedding"].update(scale=float("inf")), "embedding.scale"),
-        (lambda m: m["shards"][0]["files"][0].update(path="bundle.json"), "layers_00_00"),
+        (
+            lambda m: m["shards"][0]["files"][0].update(path="bundle.json"),
+            "layers_00_00",
+        ),
     ],
 )
 def test_a_manifest_that_does_not_agree_with_itself_is_refused(copy, edit, found):

@@ -34,7 +34,16 @@ from faults import FAULTS  # noqa: E402
 from planted import PLANTED  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
-from workbench.check import causality, checklist, device, host, interface, program, undo, weights  # noqa: E402
+from workbench.check import (  # noqa: E402
+    causality,
+    checklist,
+    device,
+    host,
+    interface,
+    program,
+    undo,
+    weights,
+)
 from workbench.check.gates import NOT_RUN, RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
 from workbench.check.price import Budget, measure_budget  # noqa: E402
@@ -81,10 +90,22 @@ GATES = (
 ON_FILES = ("interface", "weights")
 CHEAP = (*ON_FILES, "host")
 PROBES = (
-    *("state_is_used", "fresh_state_is_zero", "states_are_independent", "write_address"),
-    *("stale_rows", "nan_in_state_is_noticed", "subnormals_in_state_are_kept", "overflow_raises"),
+    *(
+        "state_is_used",
+        "fresh_state_is_zero",
+        "states_are_independent",
+        "write_address",
+    ),
+    *(
+        "stale_rows",
+        "nan_in_state_is_noticed",
+        "subnormals_in_state_are_kept",
+        "overflow_raises",
+    ),
 )
-PROMPT = 24  # tokens of the golden behind `budget`, `device` and the gates of a validation
+PROMPT = (
+    24  # tokens of the golden behind `budget`, `device` and the gates of a validation
+)
 # Gates with a limit that the clean draws' spread gives; they see no fault for a fault's row of the
 # tables.
 PRICED = ("budget", "device")
@@ -106,9 +127,9 @@ def without_prose(source: str) -> str:
     """Python source as its syntax tree, docstrings left out."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef
+        ) and ast.get_docstring(node):
             node.body = node.body[1:]
     return ast.dump(tree)
 
@@ -137,8 +158,16 @@ def bundle_of(case: str) -> str:
 def all_cases() -> list[str]:
     """Every case of the full matrices."""
     return [
-        *(f"clean/{seed}/{preset}" for seed in range(clean.COUNT) for preset in clean.PRESETS),
-        *(f"{kind}/-/{preset}" for kind in ("massive", "deep") for preset in clean.PRESETS),
+        *(
+            f"clean/{seed}/{preset}"
+            for seed in range(clean.COUNT)
+            for preset in clean.PRESETS
+        ),
+        *(
+            f"{kind}/-/{preset}"
+            for kind in ("massive", "deep")
+            for preset in clean.PRESETS
+        ),
         *(f"trained/{name}/{preset}" for name in TRAINED for preset in clean.PRESETS),
         *(f"disk/{fault}/{preset}" for fault in PLANTED for preset in PRESETS),
         *(f"memory/{fault}/{preset}" for fault in FAULTS for preset in PRESETS),
@@ -169,13 +198,17 @@ class Prover:
         def make(folder: Path) -> None:
             export(checkpoint.path, folder, progress=False, **options)
 
-        return self._stored("bundles", options | {"checkpoint": checkpoint.sha256}, make)
+        return self._stored(
+            "bundles", options | {"checkpoint": checkpoint.sha256}, make
+        )
 
     def base(self, name: str, preset: str) -> tuple[Checkpoint, Path]:
         """The unharmed bundle that faults are planted in."""
         source, options = BASES[name]
         checkpoint = (
-            Checkpoint(ROOT / source) if isinstance(source, str) else self.checkpoint(source)
+            Checkpoint(ROOT / source)
+            if isinstance(source, str)
+            else self.checkpoint(source)
         )
         return checkpoint, self.bundle(checkpoint, options | {"compress": preset})
 
@@ -211,7 +244,11 @@ class Prover:
             checkpoint = Checkpoint(ROOT / "data" / name)
             return checkpoint, self.bundle(checkpoint, options)
         changes = {
-            "massive": {"massive": True, "tie_word_embeddings": False, "num_hidden_layers": 3},
+            "massive": {
+                "massive": True,
+                "tie_word_embeddings": False,
+                "num_hidden_layers": 3,
+            },
             "deep": {"num_hidden_layers": 24},
         }[kind]
         checkpoint = self.checkpoint({"family": "llama"} | changes)
@@ -232,7 +269,11 @@ class Prover:
         return {
             "case": case,
             "version": version(case),
-            "red": [g.name for g in gates if g.verdict == RED and (clean or g.name not in PRICED)],
+            "red": [
+                g.name
+                for g in gates
+                if g.verdict == RED and (clean or g.name not in PRICED)
+            ],
             "error": error,
             "seconds": round(time.perf_counter() - start, 2),
             "gates": [g.json() for g in gates],
@@ -269,7 +310,10 @@ class Faulty:
     """A faulty bundle: its files are, or `plant` is applied to each decoder that is opened."""
 
     def __init__(
-        self, folder: Path, checkpoint: Checkpoint, plant: Callable[[Decoder], None] | None = None
+        self,
+        folder: Path,
+        checkpoint: Checkpoint,
+        plant: Callable[[Decoder], None] | None = None,
     ):
         self.folder, self.checkpoint, self.plant = folder, checkpoint, plant
         self.decoders: dict[str, Decoder] = {}
@@ -297,15 +341,21 @@ class Faulty:
                 always = step[0] in CHEAP or made_for_it in step
                 if always or not any(gate.verdict == RED for gate in gates):
                     gates += STEPS[step](self)
-        except InputError as problem:  # no decoder opens or runs a bundle whose interface is RED
-            if not any((gate.name, gate.verdict) == ("interface", RED) for gate in gates):
+        except (
+            InputError
+        ) as problem:  # no decoder opens or runs a bundle whose interface is RED
+            if not any(
+                (gate.name, gate.verdict) == ("interface", RED) for gate in gates
+            ):
                 raise
             gates += unopened_gates(problem, ["decoder"])
         return gates
 
     def price(self) -> list[Gate]:
         """What `budget` and `device` say of it, which no fault's row counts."""
-        budget = [g for g in run_gates(self.decoder(), self.checkpoint) if g.name == "budget"]
+        budget = [
+            g for g in run_gates(self.decoder(), self.checkpoint) if g.name == "budget"
+        ]
         return budget + device_gates(self.decoder(), self.checkpoint)
 
 
@@ -324,7 +374,9 @@ STEPS = {
     ("causality",): lambda faulty: [causality.causality_gate(faulty.decoder())],
     ("undo",): lambda faulty: [undo.undo_gate(faulty.decoder())],
     VALIDATED: lambda faulty: [
-        g for g in run_gates(faulty.decoder(), faulty.checkpoint) if g.name not in PRICED
+        g
+        for g in run_gates(faulty.decoder(), faulty.checkpoint)
+        if g.name not in PRICED
     ],
     PROBES: lambda faulty: probes(faulty.decoder()),
 }
@@ -364,7 +416,9 @@ def device_gates(decoder: Decoder, checkpoint: Checkpoint) -> list[Gate]:
     decoder.runtime = "coreml"
     return [
         device.device_gate(
-            decoder, measured(root, checkpoint.path)[0], reference(root, checkpoint.path)
+            decoder,
+            measured(root, checkpoint.path)[0],
+            reference(root, checkpoint.path),
         )
     ]
 

@@ -27,8 +27,15 @@ WINDOWED = "gemma3_text", "mistral", "olmo3"
 # Families with layers that do not attend, and numbers of these layers' sizes to choose from.
 HYBRID = {
     "lfm2": {"conv_L_cache": [2, 3, 4]},
-    "qwen3_5_text": {"linear_num_value_heads": [2, 4, 6], "linear_conv_kernel_dim": [2, 4, 5]},
-    "granitemoehybrid": {"mamba_n_groups": [1, 2], "mamba_d_conv": [2, 4], "mamba_n_heads": [2, 4]},
+    "qwen3_5_text": {
+        "linear_num_value_heads": [2, 4, 6],
+        "linear_conv_kernel_dim": [2, 4, 5],
+    },
+    "granitemoehybrid": {
+        "mamba_n_groups": [1, 2],
+        "mamba_d_conv": [2, 4],
+        "mamba_n_heads": [2, 4],
+    },
 }
 
 
@@ -43,13 +50,21 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
     }
     family = FAMILIES[seed % len(FAMILIES)]
     if kinds := sorted(set(DIMS[family].get("layer_types", []))):
-        changes["layer_types"] = rng.choice(kinds[::-1], changes["num_hidden_layers"]).tolist()
+        changes["layer_types"] = rng.choice(
+            kinds[::-1], changes["num_hidden_layers"]
+        ).tolist()
     if family in HYBRID:
-        changes |= {name: int(rng.choice(sizes)) for name, sizes in HYBRID[family].items()}
+        changes |= {
+            name: int(rng.choice(sizes)) for name, sizes in HYBRID[family].items()
+        }
         changes["layer_types"][-1] = "full_attention"  # one at least is needed
     if heads := HEADS.get(family):
         changes |= dict(
-            zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True)
+            zip(
+                ("num_attention_heads", "num_key_value_heads"),
+                heads[rng.integers(3)],
+                strict=True,
+            )
         )
     compress = preset or PRESETS[seed // len(FAMILIES) % len(PRESETS)]
     if changes.get("num_attention_heads") == 3 and (
@@ -85,5 +100,7 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
     return (
         family,
         changes,
-        Options(max_seq_len=32, **options).model_dump(include={"max_seq_len", *options}),
+        Options(max_seq_len=32, **options).model_dump(
+            include={"max_seq_len", *options}
+        ),
     )

@@ -50,7 +50,11 @@ class StoredArray:
         """Puts `array`, of the same shape, in its place."""
         assert array.shape == self.shape, (array.shape, self.shape)
         values = np.ascontiguousarray(array).astype(NUMPY[self.dtype]).ravel()
-        raw = _packed(values, DTYPE_BITS[self.dtype]) if self.dtype in DTYPE_BITS else values
+        raw = (
+            _packed(values, DTYPE_BITS[self.dtype])
+            if self.dtype in DTYPE_BITS
+            else values
+        )
         raw = raw.view(np.uint8)
         if self.value.WhichOneof("value") == "blobFileValue":
             payload = self._payload("r+")
@@ -119,7 +123,9 @@ class StoredWeight:
         before = self.arrays[self.codes].read()
         self.arrays[self.codes].write(codes)
         after = self.arrays[self.codes].read()
-        assert not np.array_equal(before, after), "this change is lost when it is stored"
+        assert not np.array_equal(before, after), (
+            "this change is lost when it is stored"
+        )
 
     def scale(self, factor: float) -> None:
         """Multiplies the weight by way of its scale or table where it has one."""
@@ -146,7 +152,9 @@ class StoredWeight:
         if self.codes == "val":
             array.write((codes.view(np.int16) + np.int16(steps)).view(np.float16))
         else:
-            low, high = {"INT8": (-127, 127), "INT4": (-7, 7)}.get(array.dtype, (0, codes.max()))
+            low, high = {"INT8": (-127, 127), "INT4": (-7, 7)}.get(
+                array.dtype, (0, codes.max())
+            )
             array.write((codes.astype(int) + steps).clip(low, high))
 
     def copy(self, other: "StoredWeight") -> None:
@@ -221,7 +229,9 @@ class Copy:
         """The stored form of a program's constant."""
         folder = spec_path(self.root / shard["path"]).parent
         op = next(
-            o for o in self.block(shard).operations if o.outputs and o.outputs[0].name == name
+            o
+            for o in self.block(shard).operations
+            if o.outputs and o.outputs[0].name == name
         )
         if op.type == "const":
             return StoredWeight({"val": StoredArray(op.attributes["val"], folder)})
@@ -241,7 +251,9 @@ class Copy:
             op
             for op in self.block(shard).operations
             if op.type == kind
-            and shard["modules"].get(op.outputs[0].name if op.outputs else "", "").endswith(module)
+            and shard["modules"]
+            .get(op.outputs[0].name if op.outputs else "", "")
+            .endswith(module)
         ]
         assert found, (kind, module)
         return found
@@ -254,14 +266,19 @@ class Copy:
     def constants_first(self, shard: dict) -> None:
         """Moves all constants of a shard's program before its first operation."""
         operations = self.block(shard).operations
-        made = sorted(operations, key=lambda op: op.type != "const" and "constexpr" not in op.type)
+        made = sorted(
+            operations, key=lambda op: op.type != "const" and "constexpr" not in op.type
+        )
         del operations[:]
         operations.extend(made)
 
     def insert(self, shard: dict, after, kind: str, **inputs: str | np.ndarray) -> None:
         """Puts an operation behind `after`, whose result it takes as `x`; all later readers take
         what it returns."""
-        operations, name = self.block(shard).operations, f"planted_{after.outputs[0].name}"
+        operations, name = (
+            self.block(shard).operations,
+            f"planted_{after.outputs[0].name}",
+        )
         index = next(i for i, op in enumerate(operations) if op == after)
         later, old = list(operations[index + 1 :]), after.outputs[0].name
         del operations[index + 1 :]

@@ -59,7 +59,9 @@ def steps(decoder: Decoder, layer: int, kind: str, module: str = ""):
         s
         for s in model.executable.body.steps
         if s.op.kind == kind
-        and model.shard.modules.get(s.outputs[0][0] if s.outputs else "", "").endswith(module)
+        and model.shard.modules.get(s.outputs[0][0] if s.outputs else "", "").endswith(
+            module
+        )
     ]
     assert found, (kind, module)
     return found
@@ -76,13 +78,18 @@ def wrap(step, after: Callable | None = None, before: Callable | None = None) ->
     step.function = changed
 
 
-def host(decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int], None]) -> None:
+def host(
+    decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int], None]
+) -> None:
     """Changes the inputs the host makes for a call: change(inputs, offsets, counts, T), in
     place."""
     original = decoder.host.inputs
 
     def inputs(offsets, counts, T, *rest):
-        made = {name: value.copy() for name, value in original(offsets, counts, T, *rest).items()}
+        made = {
+            name: value.copy()
+            for name, value in original(offsets, counts, T, *rest).items()
+        }
         change(made, offsets, counts, T)
         return made
 
@@ -90,7 +97,10 @@ def host(decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int],
 
 
 def constant(
-    decoder: Decoder, layer: int, tensor: str, change: Callable[[torch.Tensor], torch.Tensor]
+    decoder: Decoder,
+    layer: int,
+    tensor: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Changes a weight of a layer in every step that uses it, and in the shard's table of
     constants."""
@@ -145,7 +155,9 @@ def tokens_of_a_chunk_written_in_reverse(decoder):
     # the same rows change, each with another token's content: only T > 1 shows it
     host(
         decoder,
-        lambda made, o, c, T: made.update(kv_write_mask=made["kv_write_mask"][..., ::-1].copy()),
+        lambda made, o, c, T: made.update(
+            kv_write_mask=made["kv_write_mask"][..., ::-1].copy()
+        ),
     )
 
 
@@ -176,7 +188,9 @@ def only_the_first_head_is_written(decoder):
 @fault("stale_rows")
 def rows_added_instead_of_replaced(decoder):
     for step in steps(decoder, 0, "sub", "self_attn"):
-        if step.op.outputs[0][1].shape[-1] == 1:  # 1 − Σ write mask: what is kept of the old rows
+        if (
+            step.op.outputs[0][1].shape[-1] == 1
+        ):  # 1 − Σ write mask: what is kept of the old rows
             wrap(step, after=torch.ones_like)
 
 
@@ -185,7 +199,9 @@ def keys_and_values_swapped(decoder):
     run = decoder.layers[2].executable.run
 
     def swapped(inputs, state, hook=None):
-        return run(inputs, {"k_state": state["v_state"], "v_state": state["k_state"]}, hook)
+        return run(
+            inputs, {"k_state": state["v_state"], "v_state": state["k_state"]}, hook
+        )
 
     decoder.layers[2].executable.run = swapped
 
@@ -204,7 +220,9 @@ def a_new_sequence_gets_the_old_state(decoder):
 def a_new_state_for_every_token(decoder):
     for model in decoder.layers:
         predict = model.predict
-        model.predict = lambda inputs, state=None, m=model, p=predict: p(inputs, m.make_state())
+        model.predict = lambda inputs, state=None, m=model, p=predict: p(
+            inputs, m.make_state()
+        )
 
 
 @fault("states_are_independent")
@@ -252,7 +270,10 @@ def cache_rows_rounded_again_at_every_call(decoder):
             for name in state.shard.states:
                 rows = state.read(name)
                 state.write(
-                    name, (rows * (1 + 0.02 * rng.standard_normal(rows.shape))).astype(rows.dtype)
+                    name,
+                    (rows * (1 + 0.02 * rng.standard_normal(rows.shape))).astype(
+                        rows.dtype
+                    ),
                 )
             return made
 
@@ -267,7 +288,8 @@ def rope_base_slightly_off(decoder):
             decoder.manifest.rope[0].inv_freq
         ) ** 1.02
         made.update(
-            rope_cos=np.cos(angles).astype(np.float32), rope_sin=np.sin(angles).astype(np.float32)
+            rope_cos=np.cos(angles).astype(np.float32),
+            rope_sin=np.sin(angles).astype(np.float32),
         )
 
     host(decoder, drift)
@@ -298,7 +320,10 @@ def rope_uses_the_offset_after_the_update(decoder):
 
     def inputs(offsets, counts, T, *rest):
         late = original(
-            np.minimum(offsets + counts, decoder.options.max_seq_len - T), counts, T, *rest
+            np.minimum(offsets + counts, decoder.options.max_seq_len - T),
+            counts,
+            T,
+            *rest,
         )
         ropes = {n: v for n, v in late.items() if n.startswith("rope")}
         return original(offsets, counts, T, *rest) | ropes
@@ -340,7 +365,9 @@ def rope_left_out(decoder):
 
 @fault("program")
 def rope_on_keys_but_not_on_queries(decoder):
-    for step in steps(decoder, 1, "concat", "self_attn")[:1]:  # queries are rotated first
+    for step in steps(decoder, 1, "concat", "self_attn")[
+        :1
+    ]:  # queries are rotated first
         halves = step.operands[0][1]
         a, b = (
             next(
@@ -361,7 +388,9 @@ def rope_on_keys_but_not_on_queries(decoder):
 def mask_of_ones_and_zeros(decoder):
     host(
         decoder,
-        lambda made, o, c, T: made.update(attn_mask=(made["attn_mask"] == 0).astype(np.float32)),
+        lambda made, o, c, T: made.update(
+            attn_mask=(made["attn_mask"] == 0).astype(np.float32)
+        ),
     )
 
 
@@ -407,7 +436,9 @@ def mask_too_weak_to_hide_stale_rows(decoder):
 def mask_of_minus_infinity_times_zero(decoder):
     def poison(made, offsets, counts, T):
         with np.errstate(invalid="ignore"):
-            made["attn_mask"] = (made["attn_mask"] != 0).astype(np.float32) * np.float32(-np.inf)
+            made["attn_mask"] = (made["attn_mask"] != 0).astype(
+                np.float32
+            ) * np.float32(-np.inf)
 
     host(decoder, poison)
 
@@ -443,7 +474,9 @@ def the_last_sequence_writes_where_the_first_does(decoder):
 @fault("host", bundle="batch")
 def sequences_see_what_any_of_them_sees(decoder):
     def widest(made, offsets, counts, T):
-        made["attn_mask"] = np.repeat(made["attn_mask"].max(0, keepdims=True), len(offsets), axis=0)
+        made["attn_mask"] = np.repeat(
+            made["attn_mask"].max(0, keepdims=True), len(offsets), axis=0
+        )
 
     host(decoder, widest)
 
@@ -479,7 +512,8 @@ def rope_off_by_one_past_48(decoder):
         positions = offsets[:, None] + np.arange(T)
         angles = (positions + (positions >= 48))[:, None, :, None] * inv
         made.update(
-            rope_cos=np.cos(angles, dtype=np.float32), rope_sin=np.sin(angles, dtype=np.float32)
+            rope_cos=np.cos(angles, dtype=np.float32),
+            rope_sin=np.sin(angles, dtype=np.float32),
         )
 
     host(decoder, late)

@@ -18,7 +18,10 @@ def tail_of_a_convolution_not_carried(decoder):
 
 @fault("host")
 def tail_ends_one_column_early(decoder):
-    host(decoder, lambda made, *_: made.update(tail_select=np.roll(made["tail_select"], -1, 2)))
+    host(
+        decoder,
+        lambda made, *_: made.update(tail_select=np.roll(made["tail_select"], -1, 2)),
+    )
 
 
 @fault("host")
@@ -37,7 +40,9 @@ def old_columns_of_a_tail_stay_where_they_are(decoder):
 
         def predict(inputs, state=None, original=model.predict):
             n = inputs["tail_keep"].shape[1]
-            still = np.broadcast_to(np.eye(n, dtype=np.float32), inputs["tail_keep"].shape)
+            still = np.broadcast_to(
+                np.eye(n, dtype=np.float32), inputs["tail_keep"].shape
+            )
             return original(inputs | {"tail_keep": still}, state)
 
         model.predict = predict

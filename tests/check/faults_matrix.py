@@ -81,7 +81,9 @@ def gate_before_the_norm(decoder):
     def gated_first(r):
         return r * torch.rsqrt((r / gamma).square().mean(-1, keepdim=True))
 
-    product = [s for s in steps(decoder, 0, "mul", "linear_attn") if s.op.kind == "mul"][-1]
+    product = [
+        s for s in steps(decoder, 0, "mul", "linear_attn") if s.op.kind == "mul"
+    ][-1]
     wrap(product, after=gated_first)
 
 
@@ -106,7 +108,9 @@ def one_step_too_few_for_eight_tokens(decoder):
     last = []
     products = steps(decoder, 0, "matmul", "linear_attn")
     change = steps(decoder, 0, "sub", "linear_attn")[-1]
-    (subtracted,) = [name for parameter, name, *_ in change.operands if parameter == "y"]
+    (subtracted,) = [
+        name for parameter, name, *_ in change.operands if parameter == "y"
+    ]
     (final,) = [s for s in products if s.outputs[0][0] == subtracted]
     wrap(final, before=lambda arguments: last.append(arguments["y"]) or arguments)
     wrap(change, after=lambda _: last.pop())

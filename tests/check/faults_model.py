@@ -46,8 +46,14 @@ def attention_reads_the_cache_before_the_write(decoder):
     # the current token's own row is missing from what it attends to
     model = decoder.layers[1]
     reads = steps(decoder, 1, "read_state")
-    first = {r.operands[0][1]: r.outputs[0][0] for r in reads[:2]} if len(reads) > 2 else {}
-    late = [r for r in reads if r.outputs[0][0] not in first.values()] if first else reads[-2:]
+    first = (
+        {r.operands[0][1]: r.outputs[0][0] for r in reads[:2]} if len(reads) > 2 else {}
+    )
+    late = (
+        [r for r in reads if r.outputs[0][0] not in first.values()]
+        if first
+        else reads[-2:]
+    )
     before = {}
     run = model.executable.run
 
@@ -68,7 +74,9 @@ def attention_reads_the_cache_before_the_write(decoder):
 def one_tensor_of_another_layer(decoder):
     other = decoder.layers[3].executable
     name = decoder.layers[3].shard.weights["model.layers.3.mlp.down_proj.weight"]
-    constant(decoder, 0, "mlp.down_proj.weight", lambda w: other.body.constants[name].clone())
+    constant(
+        decoder, 0, "mlp.down_proj.weight", lambda w: other.body.constants[name].clone()
+    )
 
 
 @fault("program")

@@ -19,7 +19,9 @@ def forget(decoder: Decoder, name: str, layers=None) -> None:
         if layer not in (layers or [layer]):
             continue
 
-        def predict(inputs, state=None, original=model.predict, full=f"layers.{layer}.{name}"):
+        def predict(
+            inputs, state=None, original=model.predict, full=f"layers.{layer}.{name}"
+        ):
             made = original(inputs, state)
             state.write(full, np.zeros_like(state.read(full)))
             return made
@@ -51,24 +53,35 @@ def router_state_not_carried_across_layers(decoder):
     for model in decoder.layers[1:]:
 
         def predict(inputs, state=None, original=model.predict):
-            return original(inputs | {"router_state": np.zeros_like(inputs["router_state"])}, state)
+            return original(
+                inputs | {"router_state": np.zeros_like(inputs["router_state"])}, state
+            )
 
         model.predict = predict
 
 
 @fault("program")
 def taps_of_the_convolution_in_reverse(decoder):
-    constant(decoder, 1, "self_attn.qkv_proj.conv_qk_depthwise.weight", lambda w: w.flip(-1))
+    constant(
+        decoder, 1, "self_attn.qkv_proj.conv_qk_depthwise.weight", lambda w: w.flip(-1)
+    )
 
 
 @fault("program")
 def temperature_negated(decoder):
-    constant(decoder, 0, "self_attn.qk_norm.temp", lambda t: -t.flatten()[0].expand_as(t))
+    constant(
+        decoder, 0, "self_attn.qk_norm.temp", lambda t: -t.flatten()[0].expand_as(t)
+    )
 
 
 @fault("program")
 def residual_scale_lost(decoder):
-    constant(decoder, 2, "post_attention_residual_scale.hidden_states_scale", torch.zeros_like)
+    constant(
+        decoder,
+        2,
+        "post_attention_residual_scale.hidden_states_scale",
+        torch.zeros_like,
+    )
 
 
 @fault("program")
@@ -97,7 +110,9 @@ def key_pulled_to_one_query_instead_of_their_mean(decoder):
 
 def halved(decoder: Decoder, layer: int):
     """The step that halves query plus key."""
-    return next(s for s in steps(decoder, layer, "mul", "qkv_proj") if "y" in s.constants)
+    return next(
+        s for s in steps(decoder, layer, "mul", "qkv_proj") if "y" in s.constants
+    )
 
 
 @fault("program")
@@ -118,7 +133,9 @@ def length_of_keys_left_as_it_is(decoder):
 
 @fault("program")
 def temperature_of_the_first_head_for_all(decoder):
-    constant(decoder, 2, "self_attn.qk_norm.temp", lambda t: t[:, :1].expand_as(t).clone())
+    constant(
+        decoder, 2, "self_attn.qk_norm.temp", lambda t: t[:, :1].expand_as(t).clone()
+    )
 
 
 @fault("program")
@@ -129,7 +146,9 @@ def temperature_left_out(decoder):
 @fault("program")
 def value_not_delayed(decoder):
     delayed = next(
-        s for s in steps(decoder, 1, "slice_by_index", "qkv_proj") if s.constants["end"][-1] == -1
+        s
+        for s in steps(decoder, 1, "slice_by_index", "qkv_proj")
+        if s.constants["end"][-1] == -1
     )
     original = delayed.function
     delayed.function = lambda x, **rest: original(x=x.roll(-1, 3), **rest)

@@ -35,7 +35,9 @@ def planted(gate: str, bundle: str = "llama"):
 
 
 def each_layer(copy: Copy, tensor: str):
-    return [copy.weight(f"layers.{i}.{tensor}") for i in range(copy.manifest["dims"]["L"])]
+    return [
+        copy.weight(f"layers.{i}.{tensor}") for i in range(copy.manifest["dims"]["L"])
+    ]
 
 
 # Values of weights, by what scales, tables and codes can do
@@ -81,12 +83,16 @@ def one_output_channel_of_down_proj_times_0_8(copy):
 @planted("weights")
 def zero_point_plus_one(copy):
     for i in range(copy.manifest["dims"]["L"]):
-        copy.weight(f"layers.{i}.mlp.up_proj.weight").shift(2 if copy.compress == "fp16" else 1)
+        copy.weight(f"layers.{i}.mlp.up_proj.weight").shift(
+            2 if copy.compress == "fp16" else 1
+        )
 
 
 @planted("weights")
 def zero_point_minus_one_in_one_tensor(copy):
-    copy.weight("layers.2.self_attn.q_proj.weight").shift(-2 if copy.compress == "fp16" else -1)
+    copy.weight("layers.2.self_attn.q_proj.weight").shift(
+        -2 if copy.compress == "fp16" else -1
+    )
 
 
 @planted("weights")
@@ -108,7 +114,9 @@ def a_block_of_weights_zero(copy):
 
 @planted("weights")
 def one_tensor_of_another_layer(copy):
-    copy.weight("layers.0.mlp.down_proj.weight").copy(copy.weight("layers.3.mlp.down_proj.weight"))
+    copy.weight("layers.0.mlp.down_proj.weight").copy(
+        copy.weight("layers.3.mlp.down_proj.weight")
+    )
 
 
 @planted("weights")
@@ -128,7 +136,9 @@ def two_layers_exchanged(copy):
 
 @planted("weights")
 def gate_and_up_exchanged(copy):
-    copy.weight("layers.3.mlp.gate_proj.weight").swap(copy.weight("layers.3.mlp.up_proj.weight"))
+    copy.weight("layers.3.mlp.gate_proj.weight").swap(
+        copy.weight("layers.3.mlp.up_proj.weight")
+    )
 
 
 @planted("weights")
@@ -148,7 +158,9 @@ def a_square_matrix_transposed(copy):
 def query_heads_in_another_order(copy):
     weight = copy.weight("layers.1.self_attn.q_proj.weight")
     values, D = weight.read(), copy.manifest["dims"]["D"]
-    weight.write(np.roll(values.reshape(-1, D, *values.shape[1:]), 1, 0).reshape(values.shape))
+    weight.write(
+        np.roll(values.reshape(-1, D, *values.shape[1:]), 1, 0).reshape(values.shape)
+    )
 
 
 @planted("weights")
@@ -156,7 +168,10 @@ def heads_and_their_width_transposed(copy):
     weight = copy.weight("layers.0.self_attn.k_proj.weight")
     values, D = weight.read(), copy.manifest["dims"]["D"]
     weight.write(
-        values.reshape(-1, D, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape).copy()
+        values.reshape(-1, D, *values.shape[1:])
+        .swapaxes(0, 1)
+        .reshape(values.shape)
+        .copy()
     )
 
 
@@ -166,7 +181,9 @@ def rope_halves_interleaved_in_the_key_weights(copy):
     weight = copy.weight("layers.2.self_attn.k_proj.weight")
     values, D = weight.read(), copy.manifest["dims"]["D"]
     order = np.arange(D).reshape(2, -1).T.ravel()
-    weight.write(values.reshape(-1, D, *values.shape[1:])[:, order].reshape(values.shape))
+    weight.write(
+        values.reshape(-1, D, *values.shape[1:])[:, order].reshape(values.shape)
+    )
 
 
 @planted("weights")
@@ -215,7 +232,11 @@ def mlp_weights_shuffled(copy):
         for tensor in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
             weight = copy.weight(f"layers.{i}.{tensor}")
             values = weight.read()
-            weight.write(np.random.default_rng(i).permutation(values.ravel()).reshape(values.shape))
+            weight.write(
+                np.random.default_rng(i)
+                .permutation(values.ravel())
+                .reshape(values.shape)
+            )
 
 
 @planted("weights")
@@ -316,7 +337,9 @@ def residual_scale_of_ones(copy):
 
 @planted("weights", "wide")
 def rows_of_the_second_head_slice_moved_by_one(copy):
-    shard = next(s for s in copy.manifest["shards"] if s["kind"] == "head" and s["rows"][0])
+    shard = next(
+        s for s in copy.manifest["shards"] if s["kind"] == "head" and s["rows"][0]
+    )
     name = next(v for k, v in shard["weights"].items() if "norm" not in k)
     weight = copy.constant(shard, name)
     weight.write(np.roll(weight.read(), 1, axis=0))
@@ -470,9 +493,15 @@ def keys_written_before_their_rotation(copy):
         if op.inputs["x"].arguments[0].name == "kv_write_mask"
     )
     rotated = write.inputs["y"].arguments[0].name
-    halves = next(o for o in copy.block(shard).operations if o.outputs[0].name == rotated)
+    halves = next(
+        o for o in copy.block(shard).operations if o.outputs[0].name == rotated
+    )
     first = halves.inputs["values"].arguments[0].name
-    turn = next(o for o in copy.block(shard).operations if o.outputs and o.outputs[0].name == first)
+    turn = next(
+        o
+        for o in copy.block(shard).operations
+        if o.outputs and o.outputs[0].name == first
+    )
     product = next(
         o
         for o in copy.block(shard).operations
@@ -509,7 +538,9 @@ def mask_not_added_to_scores(copy):
         for op in copy.operations(shard, "add", "self_attn")
         if op.inputs["y"].arguments[0].name == "attn_mask"
     )
-    copy.feed(copy.operations(shard, "softmax")[0], "x", masked.inputs["x"].arguments[0].name)
+    copy.feed(
+        copy.operations(shard, "softmax")[0], "x", masked.inputs["x"].arguments[0].name
+    )
 
 
 @planted("program")
@@ -622,7 +653,9 @@ def damage_rows(copy: Copy, layer: int, rows: slice, factor: float) -> None:
         for op in copy.operations(shard, "read_state")
         if op.inputs["input"].arguments[0].name == "v_state"
     ][-1]
-    scale = np.ones((1, d["H_kv"], copy.manifest["options"]["max_seq_len"], 1), np.float16)
+    scale = np.ones(
+        (1, d["H_kv"], copy.manifest["options"]["max_seq_len"], 1), np.float16
+    )
     scale[:, 0, rows] = factor
     copy.insert(shard, read, "mul", y=scale)
 
@@ -630,7 +663,9 @@ def damage_rows(copy: Copy, layer: int, rows: slice, factor: float) -> None:
 @planted("program")
 def final_norm_s_epsilon_times_100(copy):
     shard = copy.shard(kind="head")
-    names = [o.outputs[0].name for o in copy.block(shard).operations if o.type == "const"]
+    names = [
+        o.outputs[0].name for o in copy.block(shard).operations if o.type == "const"
+    ]
     for name in (n for n in names if "eps" in n and n.endswith("fp16")):
         array = copy.constant(shard, name).arrays["val"]
         array.write(array.read() * np.float16(10))
@@ -689,7 +724,11 @@ def a_local_layer_given_the_global_mask(copy):
 
 @planted("program", "gemma")
 def a_global_layer_given_the_local_rope(copy):
-    rename(copy, copy.shard(1), {f"rope_{n}_global": f"rope_{n}_local" for n in ("cos", "sin")})
+    rename(
+        copy,
+        copy.shard(1),
+        {f"rope_{n}_global": f"rope_{n}_local" for n in ("cos", "sin")},
+    )
 
 
 def rename(copy: Copy, shard: dict, names: dict[str, str]) -> None:
@@ -710,13 +749,18 @@ def norm_of_the_keys_left_out(copy):
     shard = copy.shard(0)
     last = copy.operations(shard, "mul", "k_norm")[-1]
     first = next(
-        op for op in copy.operations(shard, "real_div", "k_norm") if op.inputs["x"].arguments
+        op
+        for op in copy.operations(shard, "real_div", "k_norm")
+        if op.inputs["x"].arguments
     )
     source = first.inputs["x"].arguments[0].name
     for op in copy.block(shard).operations:
         for argument in op.inputs.values():
             for bound in argument.arguments:
-                if bound.WhichOneof("binding") == "name" and bound.name == last.outputs[0].name:
+                if (
+                    bound.WhichOneof("binding") == "name"
+                    and bound.name == last.outputs[0].name
+                ):
                     bound.name = source
 
 
@@ -734,20 +778,29 @@ def norm_before_attention_instead_of_behind(copy):
         for op in operations
         if op.outputs and shard["modules"].get(op.outputs[0].name, "").startswith(norm)
     ]
-    normed, added = of_norm[-1].outputs[0].name, copy.operations(shard, "conv", "o_proj")[0]
+    normed, added = (
+        of_norm[-1].outputs[0].name,
+        copy.operations(shard, "conv", "o_proj")[0],
+    )
     other = {added.outputs[0].name: "x", "x": normed, normed: added.outputs[0].name}
     (addition,) = [
-        op for op in copy.operations(shard, "add") if normed in [n.name for n in arguments(op)]
+        op
+        for op in copy.operations(shard, "add")
+        if normed in [n.name for n in arguments(op)]
     ]
     projections = [
-        op for n in "qkv" for op in copy.operations(shard, "conv", f"self_attn.{n}_proj")
+        op
+        for n in "qkv"
+        for op in copy.operations(shard, "conv", f"self_attn.{n}_proj")
     ]
     for op in [*of_norm, *projections]:
         for bound in arguments(op):
             if bound.name in (added.outputs[0].name, "x"):
                 bound.name = other[bound.name]
     copy.feed(addition, "y", added.outputs[0].name)
-    first = [op for op in operations if op.type == "const" or "constexpr" in op.type] + of_norm
+    first = [
+        op for op in operations if op.type == "const" or "constexpr" in op.type
+    ] + of_norm
     rest = [op for op in operations if op not in first]
     del operations[:]
     operations.extend([*first, *rest])
@@ -803,7 +856,10 @@ def inv_freq_rounded_to_fp16(copy):
 @planted("host")
 def inv_freq_rounded_to_bf16(copy):
     frequencies(
-        copy, lambda inv: (inv.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+        copy,
+        lambda inv: (inv.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(
+            np.float32
+        ),
     )
 
 
@@ -965,7 +1021,9 @@ def chat_template_of_another_model(copy):
     name = "tokenizer/chat_template.jinja"
     if not (copy.root / name).exists():
         name = "tokenizer/tokenizer_config.json"
-        template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+        template = {
+            "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"
+        }
         copy.file(name, lambda text: json.dumps(json.loads(text) | template).encode())
     else:
         copy.file(name, lambda text: text + b" ")
@@ -978,7 +1036,9 @@ def tokenizer_left_out(copy):
 
 @planted("interface")
 def another_compression_declared(copy):
-    copy.manifest["options"]["compress"] = "int8-tensor" if copy.compress == "fp16" else "fp16"
+    copy.manifest["options"]["compress"] = (
+        "int8-tensor" if copy.compress == "fp16" else "fp16"
+    )
 
 
 @planted("interface")
@@ -998,7 +1058,9 @@ def a_finer_compression_declared(copy):
 def described(copy: Copy, name: str, layer: int = 1):
     description = copy.spec(copy.shard(layer)).description
     return next(
-        v for v in [*description.input, *description.output, *description.state] if v.name == name
+        v
+        for v in [*description.input, *description.output, *description.state]
+        if v.name == name
     )
 
 
@@ -1013,7 +1075,9 @@ def range_of_t_ends_at_2(copy):
 
 @planted("interface")
 def range_of_t_ends_at_3_in_one_input(copy):
-    for bounds in described(copy, "attn_mask").type.multiArrayType.shapeRange.sizeRanges:
+    for bounds in described(
+        copy, "attn_mask"
+    ).type.multiArrayType.shapeRange.sizeRanges:
         if bounds.lowerBound != bounds.upperBound:
             bounds.upperBound = 3
 
@@ -1155,4 +1219,6 @@ def an_input_of_the_program_is_float32(copy):
 @planted("interface")
 def taps_of_another_value(copy):
     shard = copy.shard(1)
-    shard["taps"] = {"1": next(n for n, m in shard["modules"].items() if m.endswith("self_attn"))}
+    shard["taps"] = {
+        "1": next(n for n, m in shard["modules"].items() if m.endswith("self_attn"))
+    }

@@ -6,7 +6,10 @@ import clean
 
 def test_the_first_draws_hold_every_family_with_every_preset():
     count = len(clean.FAMILIES) * len(clean.PRESETS)
-    drawn = {(family, options["compress"]) for family, _, options in map(clean.draw, range(count))}
+    drawn = {
+        (family, options["compress"])
+        for family, _, options in map(clean.draw, range(count))
+    }
     assert len(drawn) == count
 
 

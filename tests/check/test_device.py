@@ -7,7 +7,12 @@ from tiny import prompt
 
 from workbench import Decoder
 from workbench.check import golden
-from workbench.check.device import Reference, device_gate, make_reference, stored_reference
+from workbench.check.device import (
+    Reference,
+    device_gate,
+    make_reference,
+    stored_reference,
+)
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -26,7 +31,9 @@ def reference(llama_bundle, llama_golden):
     return make_reference(llama_bundle, llama_golden)
 
 
-@pytest.mark.parametrize(("precision", "most"), [("declared", 0), ("exact", 1.5), ("narrow", 1)])
+@pytest.mark.parametrize(
+    ("precision", "most"), [("declared", 0), ("exact", 1.5), ("narrow", 1)]
+)
 def test_every_arithmetic_up_to_narrow_sums_is_green(
     llama_bundle, llama_golden, reference, precision, most
 ):
@@ -36,15 +43,23 @@ def test_every_arithmetic_up_to_narrow_sums_is_green(
 
 @pytest.mark.parametrize(
     "fault",
-    ["tokens_of_a_chunk_written_in_reverse", "rope_turns_the_other_way", "window_of_eight_tokens"],
+    [
+        "tokens_of_a_chunk_written_in_reverse",
+        "rope_turns_the_other_way",
+        "window_of_eight_tokens",
+    ],
 )
-def test_a_device_that_computes_something_else_is_red(llama_bundle, llama_golden, reference, fault):
+def test_a_device_that_computes_something_else_is_red(
+    llama_bundle, llama_golden, reference, fault
+):
     gate = device_gate(device(llama_bundle, fault=fault), llama_golden, reference)
     assert gate.verdict == "RED" and gate.value > 3
 
 
 @pytest.mark.parametrize("scale", [1.01, 0.99])
-def test_one_layer_s_values_a_hundredth_off_are_red(llama_bundle, llama_golden, reference, scale):
+def test_one_layer_s_values_a_hundredth_off_are_red(
+    llama_bundle, llama_golden, reference, scale
+):
     decoder = device(llama_bundle)
     predict = decoder.layers[1].predict
     decoder.layers[1].predict = lambda *operands: {
@@ -54,7 +69,9 @@ def test_one_layer_s_values_a_hundredth_off_are_red(llama_bundle, llama_golden, 
     assert gate.verdict == "RED" and "hidden.1" in gate.reason
 
 
-def test_inner_layers_that_a_device_does_not_show_go_on_alike(exports, tiny_llama, llama_golden):
+def test_inner_layers_that_a_device_does_not_show_go_on_alike(
+    exports, tiny_llama, llama_golden
+):
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, layers_per_shard=2)
     reference = make_reference(bundle, llama_golden)
     assert "hidden.0" not in reference.declared and "k.0" in reference.declared

@@ -44,7 +44,9 @@ def hugging_face(path: Path = TINY):
     ).eval()
 
 
-def strided(model, ids: list[int], window: int, stride: int) -> tuple[float, list[np.ndarray]]:
+def strided(
+    model, ids: list[int], window: int, stride: int
+) -> tuple[float, list[np.ndarray]]:
     """transformers' documented loop: perplexity, and log probabilities [V] of each scored token."""
     rows, losses, before = [], [], 0
     for begin in range(0, len(ids), stride):
@@ -98,14 +100,21 @@ def test_both_perplexities_and_kl_are_transformers(bundle, text):
     assert result["perplexity"] == pytest.approx(perplexity, rel=1e-6)
     assert perplexity != pytest.approx(golden_perplexity, rel=1e-5)
     kl = [float((np.exp(a) * (a - b)).sum()) for a, b in zip(p, q)]
-    figures = {"mean": np.mean(kl), "median": np.median(kl), "p99": np.percentile(kl, 99)}
+    figures = {
+        "mean": np.mean(kl),
+        "median": np.median(kl),
+        "p99": np.percentile(kl, 99),
+    }
     assert result["kl"] == pytest.approx(figures | {"max": max(kl)}, rel=1e-2, abs=1e-7)
-    assert result["same_top"] == np.mean([a.argmax() == b.argmax() for a, b in zip(p, q)])
+    assert result["same_top"] == np.mean(
+        [a.argmax() == b.argmax() for a, b in zip(p, q)]
+    )
     assert (result["tokens"], result["windows"]) == (len(ids) - 1, 9) == (97, 9)
 
 
 @pytest.mark.parametrize(
-    "n, window, stride", [(2, 8, 4), (8, 8, 4), (9, 8, 4), (12, 8, 7), (100, 9, 4), (7, 3, 1)]
+    "n, window, stride",
+    [(2, 8, 4), (8, 8, 4), (9, 8, 4), (12, 8, 7), (100, 9, 4), (7, 3, 1)],
 )
 def test_each_token_but_the_first_is_scored_once(n, window, stride):
     spans = evaluate.windows(n, window, stride)
@@ -118,13 +127,25 @@ def test_bos_is_prepended_where_the_checkpoint_has_one(tmp_path):
     words = "set river amber"
     assert encode_text(TINY, words)[0] == 1 and len(encode_text(TINY, words)) == 4
     without = shutil.copytree(TINY, tmp_path / "without")
-    settings = json.loads((without / "tokenizer_config.json").read_text()) | {"bos_token": None}
+    settings = json.loads((without / "tokenizer_config.json").read_text()) | {
+        "bos_token": None
+    }
     (without / "tokenizer_config.json").write_text(json.dumps(settings))
     assert encode_text(without, words) == encode_text(TINY, words)[1:]
 
 
 def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
-    arguments = (bundle.root, "--text", text, "--checkpoint", TINY, "--window", 24, "--stride", 10)
+    arguments = (
+        bundle.root,
+        "--text",
+        text,
+        "--checkpoint",
+        TINY,
+        "--window",
+        24,
+        "--stride",
+        10,
+    )
     whole = command(*arguments)
     (rows,) = Path("data/evaluations").glob("*.rows")
     contents = rows.read_bytes()
@@ -210,8 +231,12 @@ def test_what_cannot_be_evaluated_is_refused(bundle, text, exports, arguments, w
     make_golden(TINY, [1, 2, 3]).save("own")
     make_golden(exports.checkpoint("llama"), [1, 2, 3]).save("other")
     named = [] if "--text" in arguments else ["--text", str(text)]
-    result = CliRunner().invoke(app, ["evaluate", str(bundle.root), *named, *map(str, arguments)])
-    assert isinstance(result.exception, InputError) and words in str(result.exception), result
+    result = CliRunner().invoke(
+        app, ["evaluate", str(bundle.root), *named, *map(str, arguments)]
+    )
+    assert isinstance(result.exception, InputError) and words in str(
+        result.exception
+    ), result
     assert not Path("data").exists()
 
 
@@ -220,5 +245,9 @@ def test_a_bundle_without_a_tokenizer_takes_token_ids(exports, text):
     ids = np.random.default_rng(0).integers(0, 97, 40)
     Path("ids").write_text(",".join(map(str, ids)))
     assert command(plain.root, "--ids", "ids")["tokens"] == 39
-    refused = CliRunner().invoke(app, ["evaluate", str(plain.root), "--text", str(text)])
-    assert "no tokenizer.json" in str(refused.exception) and "--ids" in str(refused.exception)
+    refused = CliRunner().invoke(
+        app, ["evaluate", str(plain.root), "--text", str(text)]
+    )
+    assert "no tokenizer.json" in str(refused.exception) and "--ids" in str(
+        refused.exception
+    )

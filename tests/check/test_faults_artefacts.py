@@ -22,7 +22,9 @@ def interface(bundle, monkeypatch, change) -> dict[str, str]:
         change(program)
         return program
 
-    monkeypatch.setattr(checklist, "miltorch", type("Reader", (), {"read": staticmethod(read)}))
+    monkeypatch.setattr(
+        checklist, "miltorch", type("Reader", (), {"read": staticmethod(read)})
+    )
     return {g.name: g.verdict for g in checklist.interface_gates(bundle)}
 
 
@@ -50,7 +52,8 @@ def test_a_state_of_another_shape_or_dtype_is_red(llama_bundle, monkeypatch, wro
 def test_a_golden_of_another_checkpoint_is_red(llama_bundle, llama_golden):
     other = replace(llama_golden, meta=llama_golden.meta | {"checkpoint": "0" * 64})
     found = {
-        g.name: g.verdict for g in validate(Decoder(llama_bundle, "portable"), other, (1,)).gates
+        g.name: g.verdict
+        for g in validate(Decoder(llama_bundle, "portable"), other, (1,)).gates
     }
     assert found["golden_is_of_this_checkpoint"] == "RED"
 
@@ -61,7 +64,10 @@ def test_a_machine_too_small_is_red(llama_bundle):
 
 def test_cache_rows_of_another_golden_are_red(llama_bundle, llama_golden):
     other = replace(llama_golden, k=llama_golden.k[:, :, ::-1])
-    assert checklist.cache_contents(Decoder(llama_bundle, "portable"), other).verdict == "RED"
+    assert (
+        checklist.cache_contents(Decoder(llama_bundle, "portable"), other).verdict
+        == "RED"
+    )
 
 
 def test_a_wrong_rope_that_golden_and_bundle_share_shows_only_in_the_answers(
@@ -74,5 +80,7 @@ def test_a_wrong_rope_that_golden_and_bundle_share_shows_only_in_the_answers(
     checkpoint = Checkpoint(folder)
     tasks = answers.load_tasks(tiny_llama.path.parent / "tasks" / "heldout.jsonl")[::6]
     decoder = Decoder(exports.bundle(folder, max_seq_len=128), "portable")
-    found = {g.name: g.verdict for g in answers.answer_gates(decoder, checkpoint, tasks)}
+    found = {
+        g.name: g.verdict for g in answers.answer_gates(decoder, checkpoint, tasks)
+    }
     assert found["golden_answers"] == "RED"

@@ -56,7 +56,8 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
     judged = validate(Decoder(bundle, "portable"), reference, (1, 4))
     assert judged.verdict == "GREEN"
     checked = {
-        g.name: g for g in checklist.check_bundle(Decoder(bundle, "portable"), golden=reference)
+        g.name: g
+        for g in checklist.check_bundle(Decoder(bundle, "portable"), golden=reference)
     }
     assert {g.verdict for g in checked.values()} == {"GREEN"}
     assert (
@@ -106,35 +107,47 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
         budget = measure_budget(bundle, checkpoint, reference)
         judged = validate(Decoder(bundle, "portable"), reference, (1, 2), budget=budget)
     verdicts = {g.name: g.verdict for g in judged.gates}
-    assert {verdicts[name] for name in ("finite", "max_kl", "budget", "same_for_every_T")} == {
-        "RED"
-    }
+    assert {
+        verdicts[name] for name in ("finite", "max_kl", "budget", "same_for_every_T")
+    } == {"RED"}
     counts = judged.rows.groupby(["layer", "tensor", "mode"])["T"].count()
     assert counts.loc[:, ["k", "v"]].nunique() == 2  # of isolated and of chained passes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        checked = {g.name: g.verdict for g in checklist.check_bundle(Decoder(bundle, "portable"))}
+        checked = {
+            g.name: g.verdict
+            for g in checklist.check_bundle(Decoder(bundle, "portable"))
+        }
     assert {
-        checked[name] for name in ("state_is_used", "states_are_independent", "stale_rows")
+        checked[name]
+        for name in ("state_is_used", "states_are_independent", "stale_rows")
     } == {"RED"}
 
 
 def test_a_model_without_attention_leaves_the_use_of_its_state_open(exports, tmp_path):
     _, bundle = changed(
-        exports, tmp_path / "checkpoint", lambda name, tensor: "o_proj" in name and tensor.zero_()
+        exports,
+        tmp_path / "checkpoint",
+        lambda name, tensor: "o_proj" in name and tensor.zero_(),
     )
-    checked = {g.name: g.verdict for g in checklist.lifetime(Decoder(bundle, "portable"))}
+    checked = {
+        g.name: g.verdict for g in checklist.lifetime(Decoder(bundle, "portable"))
+    }
     assert checked["state_is_used"] == "not_run"
 
 
 @pytest.mark.parametrize("dims", [{"num_hidden_layers": 3}, {"vocab_size": 120}])
-def test_a_golden_of_other_dimensions_is_refused_before_anything_runs(dims, llama_bundle, exports):
+def test_a_golden_of_other_dimensions_is_refused_before_anything_runs(
+    dims, llama_bundle, exports
+):
     reference = golden.make_golden(exports.checkpoint("llama", **dims), prompt(97, 4))
     with pytest.raises(InputError, match="layers of width"):
         validate(Decoder(llama_bundle, "portable"), reference)
 
 
-def test_a_golden_of_another_checkpoint_is_red_in_the_checklist(llama_bundle, llama_golden):
+def test_a_golden_of_another_checkpoint_is_red_in_the_checklist(
+    llama_bundle, llama_golden
+):
     other = replace(llama_golden, meta=llama_golden.meta | {"checkpoint": "0" * 64})
     found = {
         g.name: g.verdict

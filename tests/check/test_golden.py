@@ -34,7 +34,9 @@ def test_layer_by_layer_equals_the_whole_model(family, exports):
 def test_stored_weights_of_an_fp16_bundle_are_the_checkpoint_s(exports):
     source = Checkpoint(exports.checkpoint("llama"))
     bundle = exports.bundle(source.path)
-    stored = golden.make_golden(source, IDS, golden.stored_weights(source, bundle), bundle.identity)
+    stored = golden.make_golden(
+        source, IDS, golden.stored_weights(source, bundle), bundle.identity
+    )
     assert np.array_equal(stored.logits, golden.make_golden(source, IDS).logits)
     assert stored.meta["weights"] == bundle.identity
 
@@ -42,7 +44,9 @@ def test_stored_weights_of_an_fp16_bundle_are_the_checkpoint_s(exports):
 def test_stored_weights_of_a_compressed_bundle_differ_and_explain_its_logits(exports):
     source = Checkpoint(exports.checkpoint("llama"))
     bundle = exports.bundle(source.path, compress="int8-tensor")
-    stored = golden.make_golden(source, IDS, golden.stored_weights(source, bundle), bundle.identity)
+    stored = golden.make_golden(
+        source, IDS, golden.stored_weights(source, bundle), bundle.identity
+    )
     decoder = exports.decoder(source.path, compress="int8-tensor")
     plain = golden.make_golden(source, IDS)
     decoder.begin()
@@ -60,9 +64,9 @@ def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
     loaded = Golden.load(made.save(tmp_path / "deep" / "g.safetensors"))
     for name in ("ids", "x", "hidden", "k", "v", "logits", "router"):
         assert np.array_equal(getattr(made, name), getattr(loaded, name))
-    assert made.meta == loaded.meta and [p.name for p in (tmp_path / "deep").iterdir()] == [
-        "g.safetensors"
-    ]
+    assert made.meta == loaded.meta and [
+        p.name for p in (tmp_path / "deep").iterdir()
+    ] == ["g.safetensors"]
 
 
 def test_a_golden_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path, exports):
@@ -78,11 +82,15 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
 ):
     source, made = Checkpoint(exports.checkpoint("llama")), []
     make = golden.make_golden
-    monkeypatch.setattr(golden, "make_golden", lambda *given: made.append(given) or make(*given))
+    monkeypatch.setattr(
+        golden, "make_golden", lambda *given: made.append(given) or make(*given)
+    )
     first = golden.stored_golden(source, IDS, tmp_path)
     again = golden.stored_golden(source, IDS, tmp_path)
     assert (
-        len(made) == 1 and np.array_equal(first.logits, again.logits) and first.meta == again.meta
+        len(made) == 1
+        and np.array_equal(first.logits, again.logits)
+        and first.meta == again.meta
     )
     golden.stored_golden(source, IDS[:3], tmp_path)
     golden.stored_golden(Checkpoint(exports.checkpoint("qwen2")), IDS, tmp_path)
@@ -101,7 +109,8 @@ def test_a_kept_golden_that_cannot_be_read_is_made_again(tmp_path, exports):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"nonsense that is long enough to look at"]
+    "content",
+    [b"", b"\x10\0\0\0\0\0\0\0{}", b"nonsense that is long enough to look at"],
 )
 def test_what_is_no_golden_is_refused(tmp_path, content):
     (tmp_path / "g").write_bytes(content)

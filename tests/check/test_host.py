@@ -17,7 +17,9 @@ OPTIONS = {
     "llama": dict(max_seq_len=S, batch=3, t_max=3),
     "qwen2": dict(max_seq_len=S, kv_write="slice"),
     "qwen3": dict(max_seq_len=S, t="fixed", compress="lut4", layout="bc1t"),
-    "gemma3_text": dict(max_seq_len=32, sliding="ring", batch=2, compress="int8-tensor"),
+    "gemma3_text": dict(
+        max_seq_len=32, sliding="ring", batch=2, compress="int8-tensor"
+    ),
     "zaya": dict(max_seq_len=24, compress="int4-block32", states="packed"),
     "mistral": dict(max_seq_len=24, sliding="ring", batch=2),
     "smollm3": dict(max_seq_len=16, kv_write="slice", layers_per_shard=3),
@@ -30,7 +32,9 @@ OPTIONS = {
 
 def opened(exports, family: str) -> tuple[Decoder, Checkpoint]:
     source = exports.checkpoint(family)
-    return Decoder(exports.bundle(source, **OPTIONS[family]), "portable"), Checkpoint(source)
+    return Decoder(exports.bundle(source, **OPTIONS[family]), "portable"), Checkpoint(
+        source
+    )
 
 
 @pytest.mark.parametrize("family", OPTIONS)
@@ -69,13 +73,20 @@ POSITIONS = {
     "of sequence 0": lambda p: np.repeat(p[:1], len(p), 0),
     "of the next position": lambda p: p + 1,
 }
-FREQUENCIES = {"bf16": bf16, "fp16": np.float16, "slowest quarter 0": without_the_slowest_quarter}
+FREQUENCIES = {
+    "bf16": bf16,
+    "fp16": np.float16,
+    "slowest quarter 0": without_the_slowest_quarter,
+}
 
 
 @pytest.mark.parametrize("change", POSITIONS)
 def test_rope_of_other_positions_is_red(exports, change):
     decoder, source = opened(exports, "llama")
-    host(decoder, lambda m, o, c, T: m.update(rope(decoder, POSITIONS[change](late(o, T)))))
+    host(
+        decoder,
+        lambda m, o, c, T: m.update(rope(decoder, POSITIONS[change](late(o, T)))),
+    )
     red(decoder, source, "rope_")
 
 
@@ -162,7 +173,9 @@ def local_rope_for_both(m, o, c, T):
     m["rope_cos_global"] = m["rope_cos_local"]
 
 
-@pytest.mark.parametrize("change", [ring_off_by_one, ring_mask_off_by_one, local_rope_for_both])
+@pytest.mark.parametrize(
+    "change", [ring_off_by_one, ring_mask_off_by_one, local_rope_for_both]
+)
 def test_a_ring_or_a_table_of_the_other_kind_is_red(exports, change):
     decoder, source = opened(exports, "gemma3_text")
     host(decoder, change)

@@ -20,7 +20,9 @@ CLEAN = {
 
 
 def described(copy: Copy, what: str, name: str):
-    return next(v for v in getattr(copy.spec(copy.shard(1)).description, what) if v.name == name)
+    return next(
+        v for v in getattr(copy.spec(copy.shard(1)).description, what) if v.name == name
+    )
 
 
 def array(copy: Copy, name: str):
@@ -114,7 +116,9 @@ def states_in_one_place(copy: Copy) -> None:
 
 def tap_of_another_value(copy: Copy) -> None:
     values = copy.shard(1)["modules"].items()
-    copy.shard(1)["taps"]["1"] = next(n for n, module in values if module.endswith("self_attn"))
+    copy.shard(1)["taps"]["1"] = next(
+        n for n, module in values if module.endswith("self_attn")
+    )
 
 
 def no_tap(copy: Copy) -> None:
@@ -128,9 +132,18 @@ FAULTS = {
     "upper bound 2": (lambda c: range_of_t(c, 2), RANGE.format((1, 2))),
     "upper bound none": (lambda c: range_of_t(c, -1), RANGE.format((1, -1))),
     "lower bound 2": (lambda c: range_of_t(c, 4, 2), RANGE.format((2, 4))),
-    "no range": (no_range, "layers_01_01: input x has no shape range for T from 1 to 4"),
-    "enumerated": (enumerated, "layers_01_01: input x has enumeratedShapes for T from 1 to 4"),
-    "default shape": (default_shape, "layers_01_01: input x is described as [1, 64, 9, 1], not "),
+    "no range": (
+        no_range,
+        "layers_01_01: input x has no shape range for T from 1 to 4",
+    ),
+    "enumerated": (
+        enumerated,
+        "layers_01_01: input x has enumeratedShapes for T from 1 to 4",
+    ),
+    "default shape": (
+        default_shape,
+        "layers_01_01: input x is described as [1, 64, 9, 1], not ",
+    ),
     "fewer states": (
         fewer_states,
         "layers_01_01: states ['k_state', 'v_state'] in the manifest, ['k_state'] in the descript",
@@ -179,12 +192,18 @@ FAULTS = {
         output_dtype,
         "layers_01_01: output hidden is described as FLOAT32, not FLOAT16",
     ),
-    "old version": (old_version, "layers_01_01: specification version 7 for a program of 9"),
+    "old version": (
+        old_version,
+        "layers_01_01: specification version 7 for a program of 9",
+    ),
     "states in one place": (
         states_in_one_place,
         "layers_01_01: states ['v_state'] in the manifest, ['k_state', 'v_state'] in the descript",
     ),
-    "tap of another value": (tap_of_another_value, "layers_01_01: the tap of layer 1 is "),
+    "tap of another value": (
+        tap_of_another_value,
+        "layers_01_01: the tap of layer 1 is ",
+    ),
     "no tap": (no_tap, "layers_01_01: taps of layers [], not of [1]"),
     "t_max 20": (
         option("t_max", 20),
@@ -200,7 +219,10 @@ FAULTS = {
         option("t", "fixed"),
         "layers_00_00: input x is ('FLOAT16', [1, 64, None, 1]) in the program, not ",
     ),
-    "states packed": (option("states", "packed"), "states = packed over k_state, v_state of "),
+    "states packed": (
+        option("states", "packed"),
+        "states = packed over k_state, v_state of ",
+    ),
     "moe routed": (option("moe", "routed"), "moe = routed over shards of kind layers"),
     "kv_write slice": (
         option("kv_write", "slice"),
@@ -218,8 +240,12 @@ def llama(exports, tmp_path):
     """A copy of a bundle in a preset."""
 
     def copy(compress: str) -> Copy:
-        checkpoint = exports.checkpoint("llama", tie_word_embeddings=False, dtype="float32")
-        return Copy(exports.bundle(checkpoint, compress=compress).root, tmp_path / "copy")
+        checkpoint = exports.checkpoint(
+            "llama", tie_word_embeddings=False, dtype="float32"
+        )
+        return Copy(
+            exports.bundle(checkpoint, compress=compress).root, tmp_path / "copy"
+        )
 
     return copy
 
@@ -239,7 +265,9 @@ def test_an_interface_changed_on_disk_is_red(llama, fault, compress):
     copy, (plant, cause) = llama(compress), FAULTS[fault]
     plant(copy)
     found = interface_gate(Bundle.open(copy.seal()))
-    assert found.verdict == "RED" and found.value >= 1 and found.reason.startswith(cause)
+    assert (
+        found.verdict == "RED" and found.value >= 1 and found.reason.startswith(cause)
+    )
 
 
 @pytest.mark.parametrize("tap", ["no_such_value", "rope_cos", None])
@@ -274,29 +302,37 @@ def test_one_scale_of_another_granularity_is_red_by_name(llama):
 
 
 TOKENS = {
-    "bos 2 in the manifest, 1 in the checkpoint": lambda c: c.manifest["tokens"].update(bos=2),
-    "bos None in the manifest, 1 in the checkpoint": lambda c: c.manifest["tokens"].update(
-        bos=None
+    "bos 2 in the manifest, 1 in the checkpoint": lambda c: c.manifest["tokens"].update(
+        bos=2
     ),
-    "eos [7] in the manifest, [2] in the checkpoint": lambda c: c.manifest["tokens"].update(
-        eos=[7]
-    ),
-    "eos [] in the manifest, [2] in the checkpoint": lambda c: c.manifest["tokens"].update(eos=[]),
+    "bos None in the manifest, 1 in the checkpoint": lambda c: c.manifest[
+        "tokens"
+    ].update(bos=None),
+    "eos [7] in the manifest, [2] in the checkpoint": lambda c: c.manifest[
+        "tokens"
+    ].update(eos=[7]),
+    "eos [] in the manifest, [2] in the checkpoint": lambda c: c.manifest[
+        "tokens"
+    ].update(eos=[]),
     "tokenizer file tokenizer.json differs from the checkpoint's": lambda c: c.file(
         "tokenizer/tokenizer.json", lambda data: data + b" "
     ),
-    "tokenizer file tokenizer_config.json differs from the checkpoint's": lambda c: c.file(
-        "tokenizer/tokenizer_config.json", lambda data: b"{}"
+    "tokenizer file tokenizer_config.json differs from the checkpoint's": lambda c: (
+        c.file("tokenizer/tokenizer_config.json", lambda data: b"{}")
     ),
-    "family qwen2 in the manifest, llama in the checkpoint": lambda c: c.manifest.update(
-        family="qwen2"
+    "family qwen2 in the manifest, llama in the checkpoint": lambda c: (
+        c.manifest.update(family="qwen2")
     ),
-    "H 8 in the manifest, 4 in the checkpoint": lambda c: c.manifest["dims"].update(H=8),
+    "H 8 in the manifest, 4 in the checkpoint": lambda c: c.manifest["dims"].update(
+        H=8
+    ),
 }
 
 
 @pytest.mark.parametrize("cause", TOKENS)
-def test_tokens_of_another_checkpoint_are_red(llama_bundle, tiny_llama, tmp_path, cause):
+def test_tokens_of_another_checkpoint_are_red(
+    llama_bundle, tiny_llama, tmp_path, cause
+):
     copy = Copy(llama_bundle.root, tmp_path / "copy")
     TOKENS[cause](copy)
     bundle = Bundle.open(copy.seal())
@@ -327,7 +363,9 @@ def test_the_gate_needs_no_decoder(llama):
 
 def test_a_package_that_cannot_be_read_is_red(llama):
     copy = llama("fp16")
-    path = next(e["path"] for e in copy.shard(1)["files"] if e["path"].endswith(".mlmodel"))
+    path = next(
+        e["path"] for e in copy.shard(1)["files"] if e["path"].endswith(".mlmodel")
+    )
     copy.file(path, lambda data: data[: len(data) // 3])
     found = interface_gate(Bundle.open(copy.seal()))
     assert found.verdict == "RED" and "layers_01_01" in found.reason

@@ -24,7 +24,9 @@ def test_corners():
     assert metrics.cosine(zero, zero) == 1 and metrics.cosine(one, zero) == 0
     assert np.isnan(metrics.cosine(one, np.array([1, np.nan, 1, 1])))
     assert np.isinf(metrics.psnr_db(one, one))
-    assert metrics.relative_rms(zero, zero) == 0 and metrics.relative_rms(zero, one) == 1
+    assert (
+        metrics.relative_rms(zero, zero) == 0 and metrics.relative_rms(zero, one) == 1
+    )
     assert (
         gates.at_least("g", np.nan, 0.5, "").verdict
         == gates.at_most("g", np.nan, 0.5, "").verdict
@@ -34,13 +36,16 @@ def test_corners():
 
 @given(vectors, vectors)
 def test_kl_is_scipy_s(a, b):
-    expected = rel_entr(softmax(a.astype(np.float64)), softmax(b.astype(np.float64))).sum()
+    expected = rel_entr(
+        softmax(a.astype(np.float64)), softmax(b.astype(np.float64))
+    ).sum()
     assert np.isclose(metrics.kl(a, b), expected, rtol=1e-6, atol=1e-9)
 
 
 def test_psnr_by_hand():
     assert np.isclose(
-        metrics.psnr_db(np.array([2.0, 0]), np.array([2.0, 0.2])), 10 * np.log10(4 / 0.02)
+        metrics.psnr_db(np.array([2.0, 0]), np.array([2.0, 0.2])),
+        10 * np.log10(4 / 0.02),
     )
 
 

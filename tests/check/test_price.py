@@ -37,7 +37,11 @@ def test_the_budget_of_compression_is_what_compression_costs(compressed, llama_g
     assert price.worst["ratio"] < 1.5  # quantization dominates, and the budget holds it
     assert price.kl.mean() == pytest.approx(price.budget_kl.mean(), rel=0.2)
     found = price.json()
-    assert {"mean", "median", "p99", "max"} == found["kl"].keys() == found["budget"]["kl"].keys()
+    assert (
+        {"mean", "median", "p99", "max"}
+        == found["kl"].keys()
+        == found["budget"]["kl"].keys()
+    )
     assert found["kl"]["median"] <= found["kl"]["p99"] <= found["kl"]["max"]
 
 
@@ -50,7 +54,9 @@ def test_the_limit_on_kl_is_the_user_s(compressed, llama_golden):
     assert "--max-kl sets" in price_gates(price, mean)[0].reason
 
 
-def test_an_error_that_rounding_does_not_explain_is_red(llama_bundle, tiny_llama, llama_golden):
+def test_an_error_that_rounding_does_not_explain_is_red(
+    llama_bundle, tiny_llama, llama_golden
+):
     decoder = Decoder(llama_bundle, "portable")
     budget = measure_budget(llama_bundle, tiny_llama, llama_golden)
     clean = measure_price(decoder, llama_golden, budget=budget)
@@ -72,7 +78,9 @@ def test_without_the_checkpoint_there_is_no_budget(llama_bundle, llama_golden):
 
 def test_values_that_are_no_numbers_are_red(llama_bundle, tiny_llama, llama_golden):
     budget = measure_budget(llama_bundle, tiny_llama, llama_golden)
-    price = measure_price(Decoder(llama_bundle, "portable"), llama_golden, budget=budget)
+    price = measure_price(
+        Decoder(llama_bundle, "portable"), llama_golden, budget=budget
+    )
     rows = price.rows.copy()
     rows.loc[5, "ratio"] = np.nan
     broken = Price(price.kl * np.nan, price.same_top, rows, price.budget_kl)

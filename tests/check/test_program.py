@@ -22,7 +22,9 @@ S = 64
 
 
 def verdicts(decoder, checkpoint) -> dict[str, str]:
-    return {g.name: g.verdict for g in program.program_gates(decoder, checkpoint, Ts=[1, 4])}
+    return {
+        g.name: g.verdict for g in program.program_gates(decoder, checkpoint, Ts=[1, 4])
+    }
 
 
 def epsilons(decoder):
@@ -30,13 +32,19 @@ def epsilons(decoder):
     norms = {}
     for model in (*decoder.layers, *decoder.heads):
         for step in model.executable.body.steps:
-            if step.op.kind == "real_div" and isinstance(step.constants.get("x"), torch.Tensor):
+            if step.op.kind == "real_div" and isinstance(
+                step.constants.get("x"), torch.Tensor
+            ):
                 norms.setdefault(model.shard.modules[step.outputs[0][0]], step)
     return norms
 
 
 def epsilon_of_the_last_layer_times_10(decoder):
-    (step,) = (s for n, s in epsilons(decoder).items() if n == "layers.3.post_attention_layernorm")
+    (step,) = (
+        s
+        for n, s in epsilons(decoder).items()
+        if n == "layers.3.post_attention_layernorm"
+    )
     step.constants["x"] = step.constants["x"] * 10
 
 
@@ -84,7 +92,9 @@ def rope_frozen_past_32(decoder):
 
     def inputs(offsets, counts, T, *rest):
         frozen = original(np.minimum(offsets, 32), counts, T, *rest)
-        ropes = {name: value for name, value in frozen.items() if name.startswith("rope")}
+        ropes = {
+            name: value for name, value in frozen.items() if name.startswith("rope")
+        }
         return original(offsets, counts, T, *rest) | ropes
 
     decoder.host.inputs = inputs
@@ -113,7 +123,10 @@ def values_times_0_9(decoder):
 
 def gate_and_up_exchanged(decoder):
     model = decoder.layers[1]
-    names = [model.shard.weights[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up")]
+    names = [
+        model.shard.weights[f"model.layers.1.mlp.{n}_proj.weight"]
+        for n in ("gate", "up")
+    ]
     gate, up = (model.executable.body.constants[name].clone() for name in names)
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: up)
     constant(decoder, 1, "mlp.up_proj.weight", lambda w: gate)
@@ -125,7 +138,9 @@ def norms_exchanged(decoder):
         ("input_layernorm.weight", "post_attention_layernorm.weight"),
     )
     values = [
-        model.executable.body.constants[model.shard.weights[f"model.layers.3.{name}"]].clone()
+        model.executable.body.constants[
+            model.shard.weights[f"model.layers.3.{name}"]
+        ].clone()
         for name in weights
     ]
     for name, value in zip(weights, reversed(values), strict=True):
@@ -154,7 +169,9 @@ def test_faults_turn_the_program_red_in_every_preset(exports, tiny_llama, compre
     number = PRESETS.index(compress)
     faults = FAULTS[number % 3 :: 3] if number else FAULTS
     bundle = exports.bundle(tiny_llama.path, compress=compress, max_seq_len=S, batch=3)
-    assert set(verdicts(Decoder(bundle, "portable", "exact"), tiny_llama).values()) == {"GREEN"}
+    assert set(verdicts(Decoder(bundle, "portable", "exact"), tiny_llama).values()) == {
+        "GREEN"
+    }
     for plant in faults:
         decoder = Decoder(bundle, "portable", "exact")
         plant(decoder)
@@ -167,7 +184,12 @@ DRAWS = [
     ("qwen3", {"compress": "lut4", "t": "fixed", "kv_write": "slice", "batch": 2}),
     (
         "gemma3_text",
-        {"compress": "int4-block32", "sliding": "ring", "batch": 2, "layers_per_shard": 3},
+        {
+            "compress": "int4-block32",
+            "sliding": "ring",
+            "batch": 2,
+            "layers_per_shard": 3,
+        },
     ),
     ("zaya", {"compress": "int8-channel", "batch": 2}),
     ("zaya", {"compress": "fp16", "moe": "routed", "batch": 2}),
@@ -180,7 +202,9 @@ def test_sound_bundles_are_green_with_room(exports, family, options):
     path = exports.checkpoint(family)
     decoder = exports.decoder(path, **{"max_seq_len": S} | options)
     errors, scores = program.program_errors(decoder, Checkpoint(path))
-    assert errors["error"].max() < program.LIMIT / 4 and scores.gate().verdict == "GREEN"
+    assert (
+        errors["error"].max() < program.LIMIT / 4 and scores.gate().verdict == "GREEN"
+    )
     assert causality_gate(decoder).verdict == "GREEN"
     reached = plan_reach(decoder.manifest)
     assert errors["position"].max() == decoder.options.max_seq_len - 1
@@ -208,7 +232,9 @@ def test_every_epsilon_of_every_norm_is_seen(exports, family, options):
 
 
 @pytest.mark.parametrize("compress", ("fp16", "int8-tensor", "lut4"))
-def test_a_massive_activation_is_no_fault(exports, tiny_llama, tmp_path_factory, compress):
+def test_a_massive_activation_is_no_fault(
+    exports, tiny_llama, tmp_path_factory, compress
+):
     path = exports.root / "massive"
     if not path.exists():
         shutil.copytree(tiny_llama.path, path)
@@ -239,8 +265,16 @@ def test_scores_that_pass_the_mask_are_named(exports):
             )
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     decoder = exports.decoder(path, max_seq_len=S)
-    (gate,) = (g for g in program.program_gates(decoder, Checkpoint(path)) if g.name == "scores")
-    assert gate.verdict == "RED" and "layer 1" in gate.reason and "scores up to" in gate.reason
+    (gate,) = (
+        g
+        for g in program.program_gates(decoder, Checkpoint(path))
+        if g.name == "scores"
+    )
+    assert (
+        gate.verdict == "RED"
+        and "layer 1" in gate.reason
+        and "scores up to" in gate.reason
+    )
 
 
 def future_left_visible(decoder):

@@ -23,15 +23,21 @@ def sample(kind: str, count: int, seed: int) -> list[str]:
     return np.random.default_rng(seed).choice(names, count, replace=False).tolist()
 
 
-@pytest.mark.parametrize("case", [*sample("disk", DISK, 0), *sample("memory", MEMORY, 1)])
+@pytest.mark.parametrize(
+    "case", [*sample("disk", DISK, 0), *sample("memory", MEMORY, 1)]
+)
 def test_a_planted_fault_is_red(prover, case):
     found = prover.record(case)
     assert found["error"] is None
     assert found["red"]
 
 
-@pytest.mark.parametrize("fault", [n for n, f in cases.PLANTED.items() if f.bundle == "functions"])
-def test_a_fault_in_one_of_two_functions_is_red_by_the_gate_that_is_made_for_it(prover, fault):
+@pytest.mark.parametrize(
+    "fault", [n for n, f in cases.PLANTED.items() if f.bundle == "functions"]
+)
+def test_a_fault_in_one_of_two_functions_is_red_by_the_gate_that_is_made_for_it(
+    prover, fault
+):
     found = prover.record(f"disk/{fault}/int8-tensor")
     assert found["error"] is None and cases.PLANTED[fault].gate in found["red"]
 
@@ -44,7 +50,9 @@ def test_no_bug_gate_is_red_on_a_clean_bundle(prover, case):
 
 
 @pytest.mark.parametrize("preset", cases.PRESETS)
-def test_a_copy_reads_what_the_package_holds_and_a_sealed_one_opens(prover, preset, tmp_path):
+def test_a_copy_reads_what_the_package_holds_and_a_sealed_one_opens(
+    prover, preset, tmp_path
+):
     import miltorch
 
     _, source = prover.base("llama", preset)
@@ -52,7 +60,9 @@ def test_a_copy_reads_what_the_package_holds_and_a_sealed_one_opens(prover, pres
     shard = bundle.shards("layers")[1]
     executable = miltorch.Executable(miltorch.read(bundle.package(shard)), "exact")
     for tensor, name in shard.weights.items():
-        rounded = copy.weight(tensor).read().astype(np.float16)  # as the program declares it
+        rounded = (
+            copy.weight(tensor).read().astype(np.float16)
+        )  # as the program declares it
         assert np.array_equal(rounded, executable.constant(name).numpy())
     assert Bundle.open(copy.seal()).identity == bundle.identity
     copy.weight("layers.1.mlp.up_proj.weight").scale(0.5)
@@ -68,10 +78,22 @@ def line(case: str, *gates: tuple, error: str | None = None) -> dict:
 
 
 LINES = [
-    line("clean/3/fp16", ("weights", "GREEN", 0.5, 1.05), ("program", "GREEN", 2e-6, 1e-5)),
-    line("clean/3/lut4", ("weights", "GREEN", 0.9, 1.001), ("program", "GREEN", 1e-6, 1e-5)),
+    line(
+        "clean/3/fp16",
+        ("weights", "GREEN", 0.5, 1.05),
+        ("program", "GREEN", 2e-6, 1e-5),
+    ),
+    line(
+        "clean/3/lut4",
+        ("weights", "GREEN", 0.9, 1.001),
+        ("program", "GREEN", 1e-6, 1e-5),
+    ),
     line("disk/keys_times_1_2/fp16", ("weights", "RED", 21.0, 1.05)),
-    line("disk/keys_times_1_2/lut4", ("weights", "RED", 5.005, 1.001), ("host", "RED", 2.0, 2e-5)),
+    line(
+        "disk/keys_times_1_2/lut4",
+        ("weights", "RED", 5.005, 1.001),
+        ("host", "RED", 2.0, 2e-5),
+    ),
     line("disk/rms_epsilon_left_out/fp16", ("program", "GREEN", 9e-6, 1e-5)),
 ]
 
@@ -79,7 +101,9 @@ LINES = [
 def test_tables_show_every_limit_of_a_gate_and_how_many_cases_ran():
     tables = prove.tables({record["case"]: record for record in LINES})
     sound, faulty = (clean.COUNT + len(cases.TRAINED) + 2) * 6, len(cases.PLANTED) * 5
-    assert f"2 of {sound} cases on sound bundles, 3 of {faulty} cases" in tables["clean"]
+    assert (
+        f"2 of {sound} cases on sound bundles, 3 of {faulty} cases" in tables["clean"]
+    )
     assert "1 of them are not as they should be" in tables["clean"]
     assert tables["margins"].splitlines()[2:] == [
         "| `weights` | 1.001 | 0.899 (clean/3/lut4) | 5 (disk/keys times 1 2/lut4) | 1 of 1 |",
@@ -88,14 +112,25 @@ def test_tables_show_every_limit_of_a_gate_and_how_many_cases_ran():
         "| `program` | 1e-05 | 0.2 (clean/3/fp16) | – | 0 of 1 |",
     ]
     keys, epsilon = tables["faults"].splitlines()[2:]
-    assert keys == "| keys times 1 2 | files | 2 of 2 | `weights` | `weights`, `host` (1 of 2) |"
+    assert (
+        keys
+        == "| keys times 1 2 | files | 2 of 2 | `weights` | `weights`, `host` (1 of 2) |"
+    )
     assert epsilon == "| rms epsilon left out | files | 0 of 1 | `program` | – |"
 
 
 def test_a_case_fails_when_a_fault_is_green_a_sound_bundle_red_or_a_gate_broken():
-    assert [prove.fails(record) for record in LINES] == [False, False, False, False, True]
+    assert [prove.fails(record) for record in LINES] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
     assert prove.fails(line("clean/3/fp16", ("budget", "RED", 9.0, 8.0)))
-    assert prove.fails(line("disk/keys_times_1_2/fp16", ("weights", "RED", 9.0, 1), error="broke"))
+    assert prove.fails(
+        line("disk/keys_times_1_2/fp16", ("weights", "RED", 9.0, 1), error="broke")
+    )
 
 
 def test_batches_hold_every_case_once_and_one_bundle_each():
@@ -107,11 +142,17 @@ def test_batches_hold_every_case_once_and_one_bundle_each():
 
 def test_comments_and_docstrings_do_not_make_a_case_old():
     source = 'def f(x):\n    """Doc."""\n    return x  # one\n'
-    assert cases.without_prose(source) == cases.without_prose("def f(x):\n    return (x)\n")
-    assert cases.without_prose(source) != cases.without_prose("def f(x):\n    return x + 1\n")
+    assert cases.without_prose(source) == cases.without_prose(
+        "def f(x):\n    return (x)\n"
+    )
+    assert cases.without_prose(source) != cases.without_prose(
+        "def f(x):\n    return x + 1\n"
+    )
 
 
-def test_a_fault_meets_the_cheap_gates_the_one_made_for_it_and_no_more(prover, tmp_path):
+def test_a_fault_meets_the_cheap_gates_the_one_made_for_it_and_no_more(
+    prover, tmp_path
+):
     checkpoint, source = prover.base("llama", "fp16")
     asked = []
     for name in ("keys_times_1_2", "rms_epsilon_times_100"):
@@ -120,4 +161,8 @@ def test_a_fault_meets_the_cheap_gates_the_one_made_for_it_and_no_more(prover, t
         gates = cases.Faulty(copy.seal(), checkpoint).gates(cases.PLANTED[name].gate)
         asked.append({gate.name: gate.verdict for gate in gates})
     assert asked[0] == {"interface": "GREEN", "weights": "RED", "host": "GREEN"}
-    assert asked[1] == asked[0] | {"weights": "GREEN", "program": "RED", "scores": "GREEN"}
+    assert asked[1] == asked[0] | {
+        "weights": "GREEN",
+        "program": "RED",
+        "scores": "GREEN",
+    }

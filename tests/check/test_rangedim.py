@@ -30,17 +30,24 @@ def device(llama_bundle):
 
 
 def test_every_t_agrees_on_a_clean_bundle(llama_bundle, llama_golden):
-    assert judge(Decoder(llama_bundle, "portable"), llama_golden, (1, 2, 3, 4)).verdict == "GREEN"
+    assert (
+        judge(Decoder(llama_bundle, "portable"), llama_golden, (1, 2, 3, 4)).verdict
+        == "GREEN"
+    )
 
 
-def test_a_device_that_drifts_where_portable_does_not_is_a_wrong_runtime(device, llama_golden):
+def test_a_device_that_drifts_where_portable_does_not_is_a_wrong_runtime(
+    device, llama_golden
+):
     gate = judge(device, llama_golden)
     assert gate.verdict == "RED"
     assert "the runtime is wrong" in gate.reason
     assert "--functions 1," in gate.reason
 
 
-def test_a_drift_that_portable_shows_too_is_a_wrong_program(device, llama_golden, monkeypatch):
+def test_a_drift_that_portable_shows_too_is_a_wrong_program(
+    device, llama_golden, monkeypatch
+):
     class Wrong(Decoder):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
@@ -57,7 +64,10 @@ def test_portable_alone_blames_the_program(llama_bundle, llama_golden):
 
 
 def test_without_t_above_1_it_is_not_run(llama_bundle, llama_golden):
-    assert judge(Decoder(llama_bundle, "portable"), llama_golden, (1,)).verdict == "not_run"
+    assert (
+        judge(Decoder(llama_bundle, "portable"), llama_golden, (1,)).verdict
+        == "not_run"
+    )
 
 
 def test_near_tied_choices_that_no_runtime_shows_are_no_drift(exports):

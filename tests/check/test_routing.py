@@ -40,7 +40,9 @@ def worst_scores(decoder) -> Decoder:
             for s in model.executable.body.steps
             if s.outputs and s.outputs[0][0] == "router_scores"
         )
-        step.function = lambda original=step.function, **arguments: -original(**arguments)
+        step.function = lambda original=step.function, **arguments: (
+            -original(**arguments)
+        )
     return decoder
 
 
@@ -76,11 +78,16 @@ MOVE = 0.01  # of the difference of two scores, by rounding alone
 def test_only_what_rounding_moves_may_be_chosen_differently(share, verdict, turned):
     margin = share * ROUTING_FACTOR * (MOVE + HALF_ULP)
     chosen = {"layer": [0, 0, 1], "position": [0, 1, 1], "run": "chained"}
-    choices = pd.DataFrame(chosen | {"differs": [False, False, True], "margin": [0.5, 0.5, margin]})
-    reference = SimpleNamespace(
-        expert=np.array([[0, 1], [2, 3]]), margin=np.array([[0.5, 0.5], [MOVE / 2, margin]])
+    choices = pd.DataFrame(
+        chosen | {"differs": [False, False, True], "margin": [0.5, 0.5, margin]}
     )
-    again = SimpleNamespace(expert=reference.expert.copy(), margin=reference.margin.copy())
+    reference = SimpleNamespace(
+        expert=np.array([[0, 1], [2, 3]]),
+        margin=np.array([[0.5, 0.5], [MOVE / 2, margin]]),
+    )
+    again = SimpleNamespace(
+        expert=reference.expert.copy(), margin=reference.margin.copy()
+    )
     again.margin[1, 0] += MOVE
     if turned:  # the budget's own choice is another one: the difference of the scores changed sign
         again.expert[1, 0], again.margin[1, 0] = 0, MOVE / 2
@@ -88,24 +95,36 @@ def test_only_what_rounding_moves_may_be_chosen_differently(share, verdict, turn
     assert gate.verdict == verdict
     assert gate.value == pytest.approx(share * ROUTING_FACTOR)
     assert (
-        "1 of 3" in gate.reason and "layer 1, position 1" in gate.reason and "0.9000" in gate.reason
+        "1 of 3" in gate.reason
+        and "layer 1, position 1" in gate.reason
+        and "0.9000" in gate.reason
     )
 
 
-@pytest.mark.parametrize(("run", "verdict"), [("chained", "GREEN"), ("isolated at T = 1", "RED")])
-def test_a_chained_choice_may_move_as_far_as_errors_of_the_layers_before_add_up(run, verdict):
-    reference = SimpleNamespace(expert=np.array([[0, 1]]), margin=np.array([[0.5, 0.2]]))
+@pytest.mark.parametrize(
+    ("run", "verdict"), [("chained", "GREEN"), ("isolated at T = 1", "RED")]
+)
+def test_a_chained_choice_may_move_as_far_as_errors_of_the_layers_before_add_up(
+    run, verdict
+):
+    reference = SimpleNamespace(
+        expert=np.array([[0, 1]]), margin=np.array([[0.5, 0.2]])
+    )
     alone, added_up = (
         SimpleNamespace(expert=reference.expert, margin=reference.margin + move)
         for move in (MOVE, 0.15)
     )
     row = {"layer": 0, "position": 1, "run": run, "differs": True, "margin": 0.2}
-    gate = routing(pd.DataFrame([row]), reference, Budget(alone, added_up), {"cosine_min": 0.9})
+    gate = routing(
+        pd.DataFrame([row]), reference, Budget(alone, added_up), {"cosine_min": 0.9}
+    )
     assert gate.verdict == verdict
 
 
 def test_forced_experts_are_used_and_the_router_s_own_choice_is_recorded(exports):
-    checkpoint = Checkpoint(exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2))
+    checkpoint = Checkpoint(
+        exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2)
+    )
     ids = prompt(109, 6)
     free = golden.make_golden(checkpoint, ids)
 
@@ -127,6 +146,7 @@ def test_a_trained_checkpoint_in_four_bits_is_sound(exports):
     reference = golden.make_golden(checkpoint, prompt(checkpoint.config.vocab_size, 24))
     budget = measure_budget(bundle, checkpoint, reference)
     gates = {
-        g.name: g for g in validate(Decoder(bundle, "portable"), reference, budget=budget).gates
+        g.name: g
+        for g in validate(Decoder(bundle, "portable"), reference, budget=budget).gates
     }
     assert gates["routing"].verdict == "GREEN" and gates["routing"].value > 0

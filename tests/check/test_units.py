@@ -43,7 +43,11 @@ def table(llama_bundle, llama_golden, outcomes, runtime="coreml"):
     ("outcomes", "unit", "blame"),
     [
         ({"CPU_ONLY": "RED"}, "CPU_ONLY", "runtime"),
-        ({"exact": "RED", "declared": "RED", "CPU_ONLY": "RED"}, "CPU_ONLY", "program or weights"),
+        (
+            {"exact": "RED", "declared": "RED", "CPU_ONLY": "RED"},
+            "CPU_ONLY",
+            "program or weights",
+        ),
         ({"declared": "RED"}, "portable declared", "precision"),
         (
             {"narrow": "RED", "CPU_ONLY": "RED"},
@@ -53,7 +57,9 @@ def table(llama_bundle, llama_golden, outcomes, runtime="coreml"):
         ({"ALL": "11"}, "ALL", "runtime"),
     ],
 )
-def test_blame_follows_the_portable_modes(llama_bundle, llama_golden, outcomes, unit, blame):
+def test_blame_follows_the_portable_modes(
+    llama_bundle, llama_golden, outcomes, unit, blame
+):
     found = table(llama_bundle, llama_golden, outcomes)
     assert found.loc[unit, "blame"] == blame
     assert found["verdict"].ne("GREEN").sum() == len(outcomes)
@@ -66,7 +72,9 @@ def test_a_child_that_dies_is_a_row_and_the_others_go_on(llama_bundle, llama_gol
     assert len(found) == 7
 
 
-def test_a_child_that_ends_in_an_error_of_core_ml_says_which(llama_bundle, llama_golden):
+def test_a_child_that_ends_in_an_error_of_core_ml_says_which(
+    llama_bundle, llama_golden
+):
     said = 'Traceback (most recent call last):\n  File x\nRuntimeError: {\n    NSLocalizedDescription = "error code: -14.";\n}\n'
     found = units.validate_units(
         llama_bundle,
@@ -81,19 +89,27 @@ def test_a_child_that_ends_in_an_error_of_core_ml_says_which(llama_bundle, llama
 
 def test_the_reason_of_a_red_unit_is_its_gate(llama_bundle, llama_golden):
     assert (
-        table(llama_bundle, llama_golden, {"ALL": "RED"}).loc["ALL", "reason"] == "update: layer 3"
+        table(llama_bundle, llama_golden, {"ALL": "RED"}).loc["ALL", "reason"]
+        == "update: layer 3"
     )
 
 
 def test_off_a_mac_only_portable_modes_run_and_say_so(llama_bundle, llama_golden):
     found = table(llama_bundle, llama_golden, {}, runtime="portable")
-    assert list(found.index) == ["portable declared", "portable exact", "portable narrow"]
+    assert list(found.index) == [
+        "portable declared",
+        "portable exact",
+        "portable narrow",
+    ]
     assert found["blame"].isna().all()
 
 
 def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
     rng = np.random.default_rng(0)
-    logits = {"declared": rng.standard_normal((4, 9)), "CPU_ONLY": rng.standard_normal((4, 9))}
+    logits = {
+        "declared": rng.standard_normal((4, 9)),
+        "CPU_ONLY": rng.standard_normal((4, 9)),
+    }
 
     def child(command):
         unit, out = command[6:8]
@@ -121,7 +137,10 @@ def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
 def test_the_verdict_is_of_units_and_not_of_the_bound(
     llama_bundle, llama_golden, outcomes, verdict
 ):
-    assert units.units_verdict(table(llama_bundle, llama_golden, outcomes).reset_index()) == verdict
+    assert (
+        units.units_verdict(table(llama_bundle, llama_golden, outcomes).reset_index())
+        == verdict
+    )
 
 
 def test_a_real_child_validates_and_one_that_hangs_is_killed(

@@ -35,7 +35,9 @@ def misdeclared(bundle):
     return Bundle.open(bundle.root)
 
 
-def test_the_bug_gates_have_an_order_and_do_not_ask_about_compression(llama_bundle, tiny_llama):
+def test_the_bug_gates_have_an_order_and_do_not_ask_about_compression(
+    llama_bundle, tiny_llama
+):
     found = bug_gates(llama_bundle, tiny_llama)
     assert [g.name for g in found] == list(BUG_GATES)
     assert {g.verdict for g in found} == {"GREEN"}
@@ -55,17 +57,27 @@ def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
     exact = Decoder(llama_bundle, "portable", "exact")
     exact.layers[1].executable.body.steps[3].function = stop
     results = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, exact=exact)}
-    assert results["program"].verdict == gates.RED and "planted" in results["program"].reason
+    assert (
+        results["program"].verdict == gates.RED
+        and "planted" in results["program"].reason
+    )
     assert results["causality"].verdict == gates.NOT_RUN
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "golden"])
-def test_the_command_says_so_too_and_exits_1(misdeclared, tiny_llama, llama_golden, source):
+def test_the_command_says_so_too_and_exits_1(
+    misdeclared, tiny_llama, llama_golden, source
+):
     path = tiny_llama.path
     if source == "golden":
         path = llama_golden.save(misdeclared.root.parent / "g.safetensors")
     code, found, _ = run("validate", misdeclared.root, f"--{source}", path)
-    assert (code, found["verdict"], found["worst"], found["rows"]) == (1, "RED", None, 0)
+    assert (code, found["verdict"], found["worst"], found["rows"]) == (
+        1,
+        "RED",
+        None,
+        0,
+    )
     assert {g["name"] for g in found["gates"]} == set(BUG_GATES)
 
 
@@ -73,12 +85,21 @@ def test_bad_input_about_a_bundle_that_runs_stays_an_error(bundle, tiny_llama):
     ids = ",".join(["1"] * 40)
     result = CliRunner().invoke(
         app,
-        ["validate", str(bundle.root), "--checkpoint", str(tiny_llama.path), "--prompt-ids", ids],
+        [
+            "validate",
+            str(bundle.root),
+            "--checkpoint",
+            str(tiny_llama.path),
+            "--prompt-ids",
+            ids,
+        ],
     )
     assert "max_seq_len" in str(result.exception)
 
 
-def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(bundle, tiny_llama, llama_golden):
+def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
+    bundle, tiny_llama, llama_golden
+):
     golden_path = llama_golden.save(bundle.root.parent / "g.safetensors")
     _, alone, _ = run("validate", bundle.root, "--golden", golden_path)
     missing = {g["name"] for g in alone["gates"] if g["verdict"] == "not_run"}
@@ -91,10 +112,15 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(bundle, tiny_llama, l
     stored = {g.name: g.json() for g in verdict.load(bundle)}
     assert list(stored) == list(BUG_GATES)
     code, again, _ = run("validate", bundle.root, "--golden", golden_path)
-    assert (code, [g for g in again["gates"] if g["name"] in stored]) == (0, list(stored.values()))
+    assert (code, [g for g in again["gates"] if g["name"] in stored]) == (
+        0,
+        list(stored.values()),
+    )
 
 
-def test_the_price_and_the_user_s_limit_are_in_the_json(bundle, tiny_llama, llama_golden):
+def test_the_price_and_the_user_s_limit_are_in_the_json(
+    bundle, tiny_llama, llama_golden
+):
     path = llama_golden.save(bundle.root.parent / "g.safetensors")
     code, found, _ = run("validate", bundle.root, "--golden", path, "--max-kl", "1e-9")
     (limit,) = (g for g in found["gates"] if g["name"] == "max_kl")
@@ -105,8 +131,12 @@ def test_the_price_and_the_user_s_limit_are_in_the_json(bundle, tiny_llama, llam
 
 
 def test_a_verdict_is_not_written_from_another_checkpoint(bundle, exports):
-    foreign = exports.checkpoint("llama", num_hidden_layers=4, hidden_size=128, vocab_size=256)
-    code, found, _ = run("validate", bundle.root, "--checkpoint", foreign, "--prompt-ids", IDS)
+    foreign = exports.checkpoint(
+        "llama", num_hidden_layers=4, hidden_size=128, vocab_size=256
+    )
+    code, found, _ = run(
+        "validate", bundle.root, "--checkpoint", foreign, "--prompt-ids", IDS
+    )
     verdicts = {g["name"]: g["verdict"] for g in found["gates"]}
     assert (code, verdicts["golden_is_of_this_checkpoint"]) == (1, "RED")
     assert {verdicts[name] for name in BUG_GATES} == {"not_run"}
@@ -118,7 +148,9 @@ def test_a_limit_below_zero_is_refused(bundle, tiny_llama):
     assert CliRunner().invoke(app, [*arguments, "--max-kl", "-1"]).exit_code == 2
 
 
-def test_the_command_s_runtime_is_compared_with_the_portable_one(llama_bundle, llama_golden):
+def test_the_command_s_runtime_is_compared_with_the_portable_one(
+    llama_bundle, llama_golden
+):
     decoder = Decoder(llama_bundle, "portable")
     assert {g.name: g.verdict for g in validate(decoder, llama_golden, (1,)).gates}[
         "device"

@@ -29,7 +29,9 @@ def test_what_is_written_is_read_again(bundle):
     assert again[1].value != again[1].value
 
 
-@pytest.mark.parametrize("change", [{"bundle": "0" * 64}, {"version": "0" * 64}, {"gates": [{}]}])
+@pytest.mark.parametrize(
+    "change", [{"bundle": "0" * 64}, {"version": "0" * 64}, {"gates": [{}]}]
+)
 def test_a_verdict_of_something_else_is_none(bundle, change):
     path = verdict.save(bundle, GATES)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -47,7 +49,9 @@ def test_a_verdict_ends_with_the_gates_that_gave_it(bundle, tmp_path, monkeypatc
     program.write_text(program.read_text().replace("LIMIT = 1e-5", "LIMIT = 1e-4"))
     verdict.gates_version.cache_clear()
     assert verdict.load(bundle) is None
-    reasons = {g.reason for g in validate.stored_gates(bundle) if g.verdict == "not_run"}
+    reasons = {
+        g.reason for g in validate.stored_gates(bundle) if g.verdict == "not_run"
+    }
     assert reasons == {
         "needs --checkpoint: the bundle's verdict.json is of another bundle or by other gates"
     }
@@ -71,8 +75,13 @@ def test_without_the_checkpoint_the_stored_verdict_is_shown(bundle, llama_golden
         return {g.name: g for g in validate.validate(decoder, llama_golden, (1,)).gates}
 
     alone = found()
-    missing = {name: alone[name].verdict for name in validate.BUG_GATES if name != "interface"}
-    assert set(missing.values()) == {"not_run"} and "--checkpoint" in alone["weights"].reason
+    missing = {
+        name: alone[name].verdict for name in validate.BUG_GATES if name != "interface"
+    }
+    assert (
+        set(missing.values()) == {"not_run"}
+        and "--checkpoint" in alone["weights"].reason
+    )
     verdict.save(bundle, GATES)
     shown = found()
     assert (shown["weights"].value, shown["program"].verdict) == (0.9, "RED")

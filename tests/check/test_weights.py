@@ -53,8 +53,12 @@ FAULTS = {
     "v x0.9": lambda c: c.weight("layers.1.self_attn.v_proj.weight").scale(0.9),
     "k x1.2": lambda c: c.weight("layers.0.self_attn.k_proj.weight").scale(1.2),
     "x1.02": lambda c: c.weight("layers.0.mlp.down_proj.weight").scale(1.02),
-    "channel x1.2": lambda c: c.weight("layers.1.self_attn.o_proj.weight").scale_row(7, 1.2),
-    "channel x1.02": lambda c: c.weight("layers.1.self_attn.o_proj.weight").scale_row(7, 1.02),
+    "channel x1.2": lambda c: c.weight("layers.1.self_attn.o_proj.weight").scale_row(
+        7, 1.2
+    ),
+    "channel x1.02": lambda c: c.weight("layers.1.self_attn.o_proj.weight").scale_row(
+        7, 1.02
+    ),
     "codes + 1": lambda c: c.weight("layers.0.mlp.up_proj.weight").shift(
         2 if c.compress == "fp16" else 1
     ),
@@ -73,7 +77,9 @@ FAULTS = {
 def clean(exports, family: str, compress: str):
     changed, options = CLEAN[family]
     checkpoint = exports.checkpoint(family.split()[0], **{"dtype": "float32"} | changed)
-    return exports.bundle(checkpoint, compress=compress, **options), Checkpoint(checkpoint)
+    return exports.bundle(checkpoint, compress=compress, **options), Checkpoint(
+        checkpoint
+    )
 
 
 @pytest.fixture
@@ -106,7 +112,8 @@ def test_what_the_export_stores_is_green(exports, family, compress):
         (fault, compress)
         for i, fault in enumerate(FAULTS)
         for j, compress in enumerate(PRESETS)
-        if j in (i % 6, (i + 3) % 6) and not (fault == "channel x1.02" and "lut" in compress)
+        if j in (i % 6, (i + 3) % 6)
+        and not (fault == "channel x1.02" and "lut" in compress)
     ],
 )
 def test_a_weight_changed_on_disk_is_red(llama, fault, compress):
@@ -136,13 +143,18 @@ def test_a_constant_that_no_checkpoint_holds_is_red_by_name(llama):
     operations = copy.block(copy.shard(0)).operations
     copy._const(operations, "planted_gain", np.full((1, 64, 1, 1), 0.5, np.float16))
     found = gate(copy, checkpoint)
-    assert found.verdict == "RED" and "planted_gain holds no checkpoint tensor" in found.reason
+    assert (
+        found.verdict == "RED"
+        and "planted_gain holds no checkpoint tensor" in found.reason
+    )
 
 
 def test_the_first_router_scale_of_zaya_must_be_zeros(exports, tmp_path):
     bundle, checkpoint = clean(exports, "zaya", "fp16")
     copy = Copy(bundle.root, tmp_path / "copy")
-    weight = copy.constant(copy.shard(0), "blocks_0_mlp_gate_router_states_scale_to_fp16")
+    weight = copy.constant(
+        copy.shard(0), "blocks_0_mlp_gate_router_states_scale_to_fp16"
+    )
     weight.write(weight.read() + 1)
     found = gate(copy, checkpoint)
     assert found.verdict == "RED" and "router_states_scale" in found.reason
@@ -162,7 +174,10 @@ def test_constants_that_the_converter_drops_or_merges_are_covered(exports, tmp_p
     tensors = load_file(path / "model.safetensors")
     layer = "model.layers.0."
     tensors[f"{layer}input_layernorm.weight"][:] = 1
-    for one, other in (("self_attn.v_proj", "self_attn.k_proj"), ("mlp.up_proj", "mlp.gate_proj")):
+    for one, other in (
+        ("self_attn.v_proj", "self_attn.k_proj"),
+        ("mlp.up_proj", "mlp.gate_proj"),
+    ):
         tensors[f"{layer}{one}.weight"] = tensors[f"{layer}{other}.weight"].clone()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     bundle = exports.bundle(path, compress="fp16")
@@ -185,7 +200,9 @@ def test_operands_that_do_not_fit_are_red_not_an_error(llama):
 
 def test_a_damaged_weight_file_is_red_not_an_error(llama):
     copy, checkpoint = llama("fp16")
-    path = next(e["path"] for e in copy.shard(0)["files"] if e["path"].endswith("weight.bin"))
+    path = next(
+        e["path"] for e in copy.shard(0)["files"] if e["path"].endswith("weight.bin")
+    )
     copy.file(path, lambda data: data[: len(data) // 2])
     found = gate(copy, checkpoint)
     assert found.verdict == "RED" and "layers_00_00" in found.reason
@@ -205,7 +222,8 @@ def brute_force(values: np.ndarray, count: int) -> float:
             [
                 whole,
                 *(
-                    ((points[start:c] - points[start:c].mean()) ** 2).sum() + best(c, groups - 1)
+                    ((points[start:c] - points[start:c].mean()) ** 2).sum()
+                    + best(c, groups - 1)
                     for c in cuts
                 ),
             ]
@@ -225,4 +243,6 @@ def test_the_optimum_is_that_of_every_cut(seed):
 def test_half_of_a_unit_in_the_last_place():
     values = np.array([0, 2.0**-24, 2.0**-14, 0.7, 1, 1.5, 60000], np.float32)
     found = weights.half_ulp(torch.from_numpy(values)).numpy()
-    assert np.array_equal(found, np.spacing(values.astype(np.float16)).astype(np.float32) / 2)
+    assert np.array_equal(
+        found, np.spacing(values.astype(np.float16)).astype(np.float32) / 2
+    )

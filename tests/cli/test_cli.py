@@ -83,17 +83,42 @@ def test_export_reports_what_it_made(tmp_path, exports):
 
 def test_check_and_validate_are_green_and_complete(llama, tmp_path):
     golden = tmp_path / "g.safetensors"
-    run("golden", DATA / "tiny-llama", "--out", golden, "--prompt-ids", "1,69,142,4,100,7,30,31")
+    run(
+        "golden",
+        DATA / "tiny-llama",
+        "--out",
+        golden,
+        "--prompt-ids",
+        "1,69,142,4,100,7,30,31",
+    )
     checked = run("check", llama.root, "--golden", golden)
     assert checked["verdict"] == "GREEN"
-    assert {"name", "verdict", "value", "threshold", "reason"} == checked["gates"][0].keys()
+    assert {"name", "verdict", "value", "threshold", "reason"} == checked["gates"][
+        0
+    ].keys()
     found = run("validate", llama.root, "--golden", golden)
     assert found["verdict"] == "GREEN"
-    assert {"gates", "worst", "min_cosine", "mean_cosine", "rows", "logits"} <= found.keys()
-    assert {"layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs"} == found[
-        "worst"
+    assert {
+        "gates",
+        "worst",
+        "min_cosine",
+        "mean_cosine",
+        "rows",
+        "logits",
+    } <= found.keys()
+    assert {
+        "layer",
+        "position",
+        "T",
+        "tensor",
+        "mode",
+        "cosine",
+        "psnr_db",
+        "max_abs",
+    } == found["worst"].keys()
+    assert {"top1_agreement", "top5_overlap", "kl_max", "cosine_min"} == found[
+        "logits"
     ].keys()
-    assert {"top1_agreement", "top5_overlap", "kl_max", "cosine_min"} == found["logits"].keys()
     assert (
         found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
     )  # (T × layer × tensor isolated, those chained, logits) × position
@@ -103,15 +128,19 @@ def test_red_exits_1_with_the_reason_first(llama, tmp_path, exports):
     golden = tmp_path / "g.safetensors"
     run(
         "golden",
-        exports.checkpoint("llama", num_hidden_layers=4, hidden_size=128, vocab_size=256),
+        exports.checkpoint(
+            "llama", num_hidden_layers=4, hidden_size=128, vocab_size=256
+        ),
         "--out",
         golden,
     )
-    result = CliRunner().invoke(app, ["validate", str(llama.root), "--golden", str(golden)])
-    assert result.exit_code == 1
-    assert result.stdout.splitlines()[0] == "RED" and result.stdout.splitlines()[1].startswith(
-        "RED"
+    result = CliRunner().invoke(
+        app, ["validate", str(llama.root), "--golden", str(golden)]
     )
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[0] == "RED" and result.stdout.splitlines()[
+        1
+    ].startswith("RED")
 
 
 def test_decode_gives_hugging_face_s_tokens_and_all_logits(llama, tmp_path, exports):
@@ -135,9 +164,18 @@ def test_decode_gives_hugging_face_s_tokens_and_all_logits(llama, tmp_path, expo
             torch.tensor([ids]), max_new_tokens=new, do_sample=False
         )
     assert found["tokens"] == wanted[0, len(ids) :].tolist()
-    assert {"tokens", "text", "prefill", "decode", "runtime", "precision"} <= found.keys()
+    assert {
+        "tokens",
+        "text",
+        "prefill",
+        "decode",
+        "runtime",
+        "precision",
+    } <= found.keys()
     logits = np.load(tmp_path / "l.npy")
-    assert logits.shape == (len(found["tokens"]) + 1, 256) and logits.dtype == np.float32
+    assert (
+        logits.shape == (len(found["tokens"]) + 1, 256) and logits.dtype == np.float32
+    )
     assert logits[:-1].argmax(1).tolist() == found["tokens"]
 
 
@@ -167,7 +205,10 @@ def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
         (("memory", DATA / "tiny-llama", "--memory", ""), "above zero"),
         (("golden", DATA / "tiny-llama", "--out", "."), "--out"),
         (("golden", DATA / "tiny-llama", "--out", "/proc/x/g"), "--out"),
-        (("golden", DATA / "tiny-llama", "--out", "new/g", "--prompt-ids", ""), "--prompt-ids"),
+        (
+            ("golden", DATA / "tiny-llama", "--out", "new/g", "--prompt-ids", ""),
+            "--prompt-ids",
+        ),
         (
             ("golden", DATA / "tiny-llama", "--out", "new/g", "--prompt-ids", "1,256"),
             "from 0 to 255",
@@ -199,16 +240,34 @@ def test_an_option_s_old_spelling_is_answered_with_the_new_one(arguments, now):
 
 
 def test_an_old_spelling_is_an_option_where_it_still_means_something():
-    for command in ("validate", "error", "explain", "trace", "matrix", "residency", "evaluate"):
+    for command in (
+        "validate",
+        "error",
+        "explain",
+        "trace",
+        "matrix",
+        "residency",
+        "evaluate",
+    ):
         required = ["--checkpoint", DATA / "tiny-llama"] if command[0] == "e" else []
-        assert refused(command, "nowhere", "--record", *required).subject == "bundle nowhere"
+        assert (
+            refused(command, "nowhere", "--record", *required).subject
+            == "bundle nowhere"
+        )
     assert "no folder" in str(refused("export", "nowhere", "out", "--plain"))
-    assert refused("sweep", "nowhere.yaml", "--log", "build/log").subject == "grid nowhere.yaml"
+    assert (
+        refused("sweep", "nowhere.yaml", "--log", "build/log").subject
+        == "grid nowhere.yaml"
+    )
 
 
 def test_prompts_are_checked(llama):
-    assert "max_seq_len" in str(refused("decode", llama.root, "--prompt-ids", "1," * 64 + "1"))
-    assert "ids from 0 to 255" in str(refused("decode", llama.root, "--prompt-ids", "256"))
+    assert "max_seq_len" in str(
+        refused("decode", llama.root, "--prompt-ids", "1," * 64 + "1")
+    )
+    assert "ids from 0 to 255" in str(
+        refused("decode", llama.root, "--prompt-ids", "256")
+    )
     assert "one of them" in str(refused("decode", llama.root))
 
 
@@ -225,7 +284,10 @@ def test_prompts_are_checked(llama):
             ),
             "--checkpoint",
         ),
-        (("validate", "--checkpoint", DATA / "tiny-llama", "--prompt-ids", ""), "--prompt-ids"),
+        (
+            ("validate", "--checkpoint", DATA / "tiny-llama", "--prompt-ids", ""),
+            "--prompt-ids",
+        ),
         (("check", "--memory", "0"), "above zero"),
         (("trace", "--prompt-ids", "1,2,400"), "from 0 to 255"),
         (("trace", "--prompt-ids", ""), "--prompt-ids"),
@@ -236,7 +298,9 @@ def test_bad_input_about_a_bundle_is_refused(llama, arguments, words):
     assert words in str(refused(command, llama.root, *rest))
 
 
-@pytest.mark.parametrize(("command", "count"), [("decode", -3), ("reuse", 0), ("reuse", -1)])
+@pytest.mark.parametrize(
+    ("command", "count"), [("decode", -3), ("reuse", 0), ("reuse", -1)]
+)
 def test_too_few_new_tokens_exit_2(llama, command, count):
     prompt = ["--prompt-ids", "1"] if command == "decode" else []
     assert (
@@ -252,7 +316,11 @@ def never(name):
 
 
 def test_json_names_numbers_that_json_lacks(capsys):
-    show({"worst": {"cosine": np.float64("nan"), "at": [1.0, (float("-inf"),)]}, "n": 3}, True, [])
+    show(
+        {"worst": {"cosine": np.float64("nan"), "at": [1.0, (float("-inf"),)]}, "n": 3},
+        True,
+        [],
+    )
     found = json.loads(capsys.readouterr().out, parse_constant=never)
     assert found == {"worst": {"cosine": "nan", "at": [1.0, ["-inf"]]}, "n": 3}
 
@@ -264,7 +332,11 @@ def test_a_validation_against_nan_is_red_in_json(llama, tmp_path):
         app, ["validate", str(llama.root), "--golden", str(tmp_path / "g"), "--json"]
     )
     found = json.loads(result.stdout, parse_constant=never)
-    assert (result.exit_code, found["verdict"], found["logits"]["kl_max"]) == (1, "RED", "nan")
+    assert (result.exit_code, found["verdict"], found["logits"]["kl_max"]) == (
+        1,
+        "RED",
+        "nan",
+    )
 
 
 def test_an_interrupted_export_says_that_what_was_finished_is_kept(tmp_path):

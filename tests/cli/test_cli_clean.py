@@ -47,7 +47,11 @@ def test_sizes_come_first_and_nothing_is_removed_unasked(project):
     sizes = {entry["kind"]: entry["bytes"] for entry in result["entries"]}
     others = {"compiled": 50, "evaluations": 32, "goldens": 30, "unfinished": 20}
     assert sizes == {"bundles": 100} | others
-    assert sizes.keys() == KINDS.keys() and result["bytes"] == 232 and not result["removed"]
+    assert (
+        sizes.keys() == KINDS.keys()
+        and result["bytes"] == 232
+        and not result["removed"]
+    )
     assert files(project) == before
 
 
@@ -73,6 +77,9 @@ def test_all_caches_go_and_what_no_command_makes_again_stays(project):
 
 def test_an_export_that_is_under_way_keeps_its_folder(project):
     (unfinished,) = (e for e in cache_entries(project) if e.kind == "unfinished")
-    with locked(unfinished.path), pytest.raises(InputError, match="an export is writing to it"):
+    with (
+        locked(unfinished.path),
+        pytest.raises(InputError, match="an export is writing to it"),
+    ):
         remove(unfinished)
     assert unfinished.path.is_dir()

@@ -16,7 +16,9 @@ def few_contexts(monkeypatch):
 
 def run(exports, *arguments, code=0) -> dict:
     bundle = trained.decoder(exports, "tiny-llama").bundle.root
-    result = CliRunner().invoke(app, ["reuse", str(bundle), *arguments, "--max-new", "2", "--json"])
+    result = CliRunner().invoke(
+        app, ["reuse", str(bundle), *arguments, "--max-new", "2", "--json"]
+    )
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)
 
@@ -29,7 +31,16 @@ def test_reuse_prints_every_cell_and_its_verdict(exports):
     )
     assert found["verdict"] == "GREEN" and len(found["cells"]) == 2 * 2 * 2 * 3 * 2
     assert all(
-        {"batch", "cache", "streaming", "context", "format", "tokens", "verdict", "reason"}
+        {
+            "batch",
+            "cache",
+            "streaming",
+            "context",
+            "format",
+            "tokens",
+            "verdict",
+            "reason",
+        }
         == c.keys()
         for c in found["cells"]
     )
@@ -48,7 +59,9 @@ def test_bundles_that_do_not_belong_together_exit_2(exports):
     pair = [str(trained.decoder(exports, "tiny-llama").bundle.root)] * 2
     other = str(trained.decoder(exports, "tiny-llama", max_seq_len=64).bundle.root)
     result = CliRunner().invoke(app, ["reuse", pair[0], "--batch-bundle", other])
-    assert isinstance(result.exception, InputError) and "--batch alone" in str(result.exception)
+    assert isinstance(result.exception, InputError) and "--batch alone" in str(
+        result.exception
+    )
 
 
 def test_decode_samples_as_told(exports):
@@ -56,13 +69,24 @@ def test_decode_samples_as_told(exports):
         bundle = str(trained.decoder(exports, "tiny-llama").bundle.root)
         result = CliRunner().invoke(
             app,
-            ["decode", bundle, "--prompt-ids", "1,4,69", "--max-new", "8", "--json", *arguments],
+            [
+                "decode",
+                bundle,
+                "--prompt-ids",
+                "1,4,69",
+                "--max-new",
+                "8",
+                "--json",
+                *arguments,
+            ],
         )
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)["tokens"]
 
     warm = ("--temperature", "3", "--top-k", "40", "--top-p", "0.9")
     assert (
-        tokens(*warm, "--seed", "1") == tokens(*warm, "--seed", "1") != tokens(*warm, "--seed", "2")
+        tokens(*warm, "--seed", "1")
+        == tokens(*warm, "--seed", "1")
+        != tokens(*warm, "--seed", "2")
     )
     assert tokens() == tokens("--temperature", "1", "--top-k", "1")

@@ -23,14 +23,22 @@ def llama(exports):
 
 
 def call(*arguments) -> tuple[int, dict]:
-    result = CliRunner().invoke(app, [*map(str, arguments), "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [*map(str, arguments), "--json"], catch_exceptions=False
+    )
     return result.exit_code, json.loads(result.stdout.splitlines()[-1])
 
 
 def test_error_splits_every_layer_and_names_what_to_store_better(llama):
     checkpoint, _, bundle = llama
     code, found = call(
-        "error", bundle.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4", "--weights"
+        "error",
+        bundle.root,
+        "--checkpoint",
+        checkpoint,
+        "--prompt-ids",
+        "1,2,3,4",
+        "--weights",
     )
     assert (code, found["verdict"]) == (0, "GREEN")
     assert [row["layer"] for row in found["layers"]] == [0, 1]
@@ -52,7 +60,9 @@ def test_error_splits_every_layer_and_names_what_to_store_better(llama):
 
 def test_an_uncompressed_bundle_has_no_quantization(llama):
     checkpoint, plain, _ = llama
-    code, found = call("error", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3")
+    code, found = call(
+        "error", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3"
+    )
     assert code == 0
     assert all(row["quantization"] == 0 for row in found["layers"])
 
@@ -60,7 +70,9 @@ def test_an_uncompressed_bundle_has_no_quantization(llama):
 def test_matrix_names_every_arithmetic_and_what_was_not_measured(llama, monkeypatch):
     monkeypatch.setattr(units, "validate_units", in_process.validate_units)
     checkpoint, plain, _ = llama
-    code, found = call("matrix", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4")
+    code, found = call(
+        "matrix", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4"
+    )
     assert (code, found["verdict"], found["device_measured"]) == (0, "GREEN", False)
     assert [u["unit"] for u in found["units"]] == [
         "portable declared",
@@ -92,7 +104,9 @@ def test_trace_of_an_overflow_is_red_and_says_where_first(llama, tmp_path):
     package = bundle.root / shard.path
     shape = [1 if n == "T" else n for n in shard.inputs["rope_cos"]]
     np.savez(tmp_path / "x.npz", rope_cos=np.full(shape, 6e4, np.float32))
-    result = CliRunner().invoke(app, ["trace", str(package), "--inputs", str(tmp_path / "x.npz")])
+    result = CliRunner().invoke(
+        app, ["trace", str(package), "--inputs", str(tmp_path / "x.npz")]
+    )
     assert result.exit_code == 1
     assert result.stdout.startswith("RED")
     assert "first inf at" in result.stdout.splitlines()[1]
@@ -111,10 +125,15 @@ def one_array(file):
         (one_array, "arrays by name"),
         (lambda file: np.savez(file, x=np.array(["text"])), "no numbers in x"),
         (lambda file: np.savez(file, x=np.array([{}], object)), "numpy.savez"),
-        (lambda file: np.savez(file, nonsense=np.ones(3)), "nonsense; needs some of x, "),
+        (
+            lambda file: np.savez(file, nonsense=np.ones(3)),
+            "nonsense; needs some of x, ",
+        ),
     ],
 )
-def test_inputs_that_a_package_does_not_take_are_refused(llama, tmp_path, content, words):
+def test_inputs_that_a_package_does_not_take_are_refused(
+    llama, tmp_path, content, words
+):
     content(tmp_path / "in.npz")
     package = llama[1].root / llama[1].manifest.shards[0].path
     with pytest.raises(InputError, match=words):
@@ -127,4 +146,6 @@ def test_inputs_that_a_package_does_not_take_are_refused(llama, tmp_path, conten
 
 def test_a_trace_of_nothing_is_refused(tmp_path):
     with pytest.raises(InputError, match="nothing there"):
-        CliRunner().invoke(app, ["trace", str(tmp_path / "none")], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["trace", str(tmp_path / "none")], catch_exceptions=False
+        )

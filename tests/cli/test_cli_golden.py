@@ -16,7 +16,9 @@ IDS = "1,69,42,4,30,7"
 
 
 def call(*arguments) -> tuple[int, dict]:
-    result = CliRunner().invoke(app, [*map(str, arguments), "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [*map(str, arguments), "--json"], catch_exceptions=False
+    )
     return result.exit_code, json.loads(result.stdout.splitlines()[-1])
 
 
@@ -52,7 +54,9 @@ def no_portable(monkeypatch):
 
 @pytest.mark.shim
 def test_only_without_a_reference_says_what_is_lacking(llama, golden, no_portable):
-    code, result = call("validate", llama[1].root, "--golden", golden, "--only", "stand-in")
+    code, result = call(
+        "validate", llama[1].root, "--golden", golden, "--only", "stand-in"
+    )
     gates = {gate["name"]: gate for gate in result["gates"]}
     assert code == 0 and gates["device"]["verdict"] == "not_run"
     assert "workbench golden CHECKPOINT --out G --for" in gates["device"]["reason"]
@@ -74,7 +78,9 @@ def test_what_golden_writes_for_a_bundle_is_all_that_a_validation_needs(
         code, result = call("validate", llama[1].root, "--golden", out, *where)
         assert (code, result["verdict"]) == (0, "GREEN")
         gates = verdicts(result)
-        assert {gates[name] for name in ("device", "program", "weights", "host")} == {"GREEN"}
+        assert {gates[name] for name in ("device", "program", "weights", "host")} == {
+            "GREEN"
+        }
 
 
 def test_a_golden_for_another_checkpoint_s_bundle_is_refused(exports, llama, tmp_path):
@@ -102,7 +108,14 @@ def test_a_reference_says_whose_fault_a_drift_is(llama, golden, no_portable):
 
 @pytest.mark.shim
 def test_matrix_of_one_unit_alone_leaves_the_portable_arithmetics_out(llama, golden):
-    arguments = ["--golden", golden, "--only", "stand-in", "--compute-units", "CPU_ONLY"]
+    arguments = [
+        "--golden",
+        golden,
+        "--only",
+        "stand-in",
+        "--compute-units",
+        "CPU_ONLY",
+    ]
     code, result = call("matrix", llama[1].root, *arguments)
     (unit,) = result["units"]
     assert (code, unit["unit"], unit["verdict"]) == (0, "CPU_ONLY", "GREEN")
@@ -112,9 +125,13 @@ def test_matrix_of_one_unit_alone_leaves_the_portable_arithmetics_out(llama, gol
 @pytest.mark.shim
 def test_error_measures_the_runtime_s_part_on_a_stored_golden(llama, golden):
     arguments = ["--checkpoint", llama[0], "--golden", golden, "--runtime", "stand-in"]
-    code, result = call("error", llama[1].root, *arguments, "--compute-units", "CPU_ONLY")
+    code, result = call(
+        "error", llama[1].root, *arguments, "--compute-units", "CPU_ONLY"
+    )
     assert code == 0 and all(row["runtime"] is not None for row in result["layers"])
-    code, own = call("error", llama[1].root, "--checkpoint", llama[0], "--prompt-ids", IDS)
+    code, own = call(
+        "error", llama[1].root, "--checkpoint", llama[0], "--prompt-ids", IDS
+    )
     assert [row["total"] for row in own["layers"]] == pytest.approx(
         [row["total"] for row in result["layers"]], rel=1e-3
     )

@@ -32,17 +32,23 @@ def hub(tmp_path, monkeypatch) -> Path:
         shutil.copy(file, model / "blobs")
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub")
+    )
     return tmp_path / "home"
 
 
 def test_the_cached_model_is_the_checkpoint_and_keeps_its_name(hub):
     checkpoint = Checkpoint("org/Tiny-Llama")
-    assert (checkpoint.sha256, checkpoint.name) == (Checkpoint(TINY).sha256, "Tiny-Llama")
+    assert (checkpoint.sha256, checkpoint.name) == (
+        Checkpoint(TINY).sha256,
+        "Tiny-Llama",
+    )
     assert checkpoint.path == paths.checkpoint("https://huggingface.co/org/Tiny-Llama")
     assert find("org/Tiny-Llama", project() / "experiments" / "log") == checkpoint.path
     assert (
-        Checkpoint(checkpoint.path).name == "Tiny-Llama" and Checkpoint(TINY).name == "tiny-llama"
+        Checkpoint(checkpoint.path).name == "Tiny-Llama"
+        and Checkpoint(TINY).name == "tiny-llama"
     )
 
 

@@ -46,7 +46,9 @@ main()
 def child(folder, *arguments):
     """Runs a command in its own process; (exit code, heavy modules it loaded, lines on stderr)."""
     code = CHILD.format(heavy=HEAVY, arguments=[str(a) for a in arguments])
-    ended = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True
+    )
     return ended.returncode, ended.stdout.splitlines()[-1], ended.stderr.splitlines()
 
 
@@ -65,7 +67,8 @@ def llama(exports):
 
 
 @pytest.mark.parametrize(
-    "command", ["check", "validate", "decode", "reuse", "residency", "error", "trace", "matrix"]
+    "command",
+    ["check", "validate", "decode", "reuse", "residency", "error", "trace", "matrix"],
 )
 def test_a_damaged_bundle_costs_one_line_and_no_heavy_import(llama, tmp_path, command):
     copy = shutil.copytree(llama.root, tmp_path / "b")
@@ -77,7 +80,9 @@ def test_a_damaged_bundle_costs_one_line_and_no_heavy_import(llama, tmp_path, co
         "validate": ["--checkpoint", TINY],
     }
     code, loaded, lines = child(tmp_path, command, copy, *rest.get(command, []))
-    assert (code, loaded, len(lines)) == (2, "loaded []", 1) and "weight.bin" in lines[0]
+    assert (code, loaded, len(lines)) == (2, "loaded []", 1) and "weight.bin" in lines[
+        0
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]
 
 
@@ -97,7 +102,9 @@ def gguf(folder):
     (folder / "model-Q4.gguf").write_bytes(b"GGUF")
 
 
-def test_what_is_no_checkpoint_is_named_with_the_next_step(llama, tmp_path, monkeypatch):
+def test_what_is_no_checkpoint_is_named_with_the_next_step(
+    llama, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some").mkdir()
     gguf(tmp_path / "some")
@@ -114,22 +121,36 @@ def test_what_is_no_checkpoint_is_named_with_the_next_step(llama, tmp_path, monk
         (TINY / "model.safetensors", "a file", f"give the folder {TINY}"),
     ]:
         text = refusal(Checkpoint, path)
-        assert f"found {found}" in text or (found == "Hub" and "Hugging Face Hub" in text), text
-        assert step in text.partition(" Next: ")[2] and "huggingface-cli" not in text, text
+        assert f"found {found}" in text or (
+            found == "Hub" and "Hugging Face Hub" in text
+        ), text
+        assert step in text.partition(" Next: ")[2] and "huggingface-cli" not in text, (
+            text
+        )
 
 
 def test_what_is_no_bundle_is_named_with_the_next_step(llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gguf(tmp_path)
-    alone = shutil.copytree(llama.root / "head_00.mlpackage", tmp_path / "alone.mlpackage")
+    alone = shutil.copytree(
+        llama.root / "head_00.mlpackage", tmp_path / "alone.mlpackage"
+    )
     (tmp_path / "compiled.mlmodelc").mkdir()
     for path, found, step in [
-        (llama.root / "head_00.mlpackage", "one .mlpackage", f"give the folder {llama.root}"),
+        (
+            llama.root / "head_00.mlpackage",
+            "one .mlpackage",
+            f"give the folder {llama.root}",
+        ),
         (alone, "one .mlpackage", "trace takes a package"),
         ("compiled.mlmodelc", "one .mlmodelc", "workbench export"),
         (TINY, "a Hugging Face checkpoint", f"run: workbench export {TINY} BUNDLE"),
         ("model-Q4.gguf", "GGUF weights", "workbench export"),
-        (llama.root / "bundle.json", "its manifest alone", f"give the folder {llama.root}"),
+        (
+            llama.root / "bundle.json",
+            "its manifest alone",
+            f"give the folder {llama.root}",
+        ),
         ("nowhere", "nothing there", "workbench export"),
     ]:
         text = refusal(Bundle.open, path)
@@ -172,11 +193,16 @@ def commands(command, *names):
 def test_help_shows_every_bracket_of_its_texts():
     shown = 0
     for names, command in commands(typer.main.get_command(app)):
-        texts = [command.help or "", *(getattr(p, "help", None) or "" for p in command.params)]
+        texts = [
+            command.help or "",
+            *(getattr(p, "help", None) or "" for p in command.params),
+        ]
         brackets = [b for text in texts for b in re.findall(r"\[[^\]]*\]", text)]
         page = (
             CliRunner()
-            .invoke(app, [*names, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+            .invoke(
+                app, [*names, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}
+            )
             .stdout
         )
         assert all(b in page for b in brackets), (names, brackets)
@@ -186,10 +212,20 @@ def test_help_shows_every_bracket_of_its_texts():
 
 def test_help_is_in_groups():
     page = (
-        CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120", "TERMINAL_WIDTH": "120"}).stdout
+        CliRunner()
+        .invoke(app, ["--help"], env={"COLUMNS": "120", "TERMINAL_WIDTH": "120"})
+        .stdout
     )
-    headings = [line.split("─ ")[1].split(" ─")[0] for line in page.splitlines() if "╭─ " in line]
-    assert len(headings) > 5 and len(set(headings)) == len(headings) and "Commands" not in headings
+    headings = [
+        line.split("─ ")[1].split(" ─")[0]
+        for line in page.splitlines()
+        if "╭─ " in line
+    ]
+    assert (
+        len(headings) > 5
+        and len(set(headings)) == len(headings)
+        and "Commands" not in headings
+    )
 
 
 def test_a_golden_of_another_checkpoint_is_one_line(llama, exports, tmp_path):
@@ -197,15 +233,21 @@ def test_a_golden_of_another_checkpoint_is_one_line(llama, exports, tmp_path):
     other = exports.checkpoint("llama", num_hidden_layers=2, rms_norm_eps=1e-2)
     assert (
         CliRunner()
-        .invoke(app, ["golden", str(other), "--out", str(golden), "--prompt-ids", "1,2,3"])
+        .invoke(
+            app, ["golden", str(other), "--out", str(golden), "--prompt-ids", "1,2,3"]
+        )
         .exit_code
         == 0
     )
-    found = CliRunner().invoke(app, ["validate", str(llama.root), "--golden", str(golden)])
-    red = [line for line in found.stdout.splitlines() if line.startswith("RED ")]
-    assert found.exit_code == 1 and len(red) == 1 and "golden_is_of_this_checkpoint " in red[0], (
-        found.stdout
+    found = CliRunner().invoke(
+        app, ["validate", str(llama.root), "--golden", str(golden)]
     )
+    red = [line for line in found.stdout.splitlines() if line.startswith("RED ")]
+    assert (
+        found.exit_code == 1
+        and len(red) == 1
+        and "golden_is_of_this_checkpoint " in red[0]
+    ), found.stdout
     assert "GREEN" not in found.stdout
     full = json.loads(
         CliRunner()

@@ -49,17 +49,29 @@ def test_validate_and_error_take_the_same(exports, text):
             json.loads(invoke(*arguments, *prompt).stdout)
             for prompt in (("--text", text), ("--prompt-ids", ids))
         )
-        assert by_text == by_ids != json.loads(invoke(*arguments, "--prompt", "get").stdout)
+        assert (
+            by_text
+            == by_ids
+            != json.loads(invoke(*arguments, "--prompt", "get").stdout)
+        )
 
 
 @pytest.mark.parametrize("command", ["golden", "validate", "error"])
 def test_several_prompts_are_refused(command, exports, tmp_path):
     root = exports.bundle(TINY, max_seq_len=32).root
-    first = [TINY, "--out", tmp_path / "g"] if command == "golden" else [root, "--checkpoint", TINY]
+    first = (
+        [TINY, "--out", tmp_path / "g"]
+        if command == "golden"
+        else [root, "--checkpoint", TINY]
+    )
     both = invoke(command, *first, "--prompt", "get", "--prompt-ids", "1")
-    assert isinstance(both.exception, InputError) and "at most one" in str(both.exception)
+    assert isinstance(both.exception, InputError) and "at most one" in str(
+        both.exception
+    )
     missing = invoke(command, *first, "--text", tmp_path / "none")
-    assert isinstance(missing.exception, InputError) and "no such file" in str(missing.exception)
+    assert isinstance(missing.exception, InputError) and "no such file" in str(
+        missing.exception
+    )
 
 
 def test_a_text_with_a_colon_is_a_text_parameter():

@@ -39,15 +39,23 @@ def invoke(bundle, *arguments):
 def test_each_token_s_text_comes_when_it_is_decoded(bundle, monkeypatch):
     decoder, events = Decoder(bundle), []
     step = Decoder.decode_one_token
-    monkeypatch.setattr(Decoder, "decode_one_token", lambda *a: events.append(None) or step(*a))
+    monkeypatch.setattr(
+        Decoder, "decode_one_token", lambda *a: events.append(None) or step(*a)
+    )
     result = transcript(decoder, encode_text(TINY, WORDS), 4, on_text=events.append)
     pieces = [event for event in events if event]
-    assert "".join(pieces) == result["text"] and len(pieces) == len(result["tokens"]) > 1
-    assert events[0] == pieces[0] and events[1] is None  # before the second token is decoded
+    assert (
+        "".join(pieces) == result["text"] and len(pieces) == len(result["tokens"]) > 1
+    )
+    assert (
+        events[0] == pieces[0] and events[1] is None
+    )  # before the second token is decoded
 
 
 def test_the_text_is_printed_once_and_json_stays_one_object(bundle):
-    text = json.loads(invoke(bundle, "--prompt", WORDS, "--max-new", "3", "--json").stdout)["text"]
+    text = json.loads(
+        invoke(bundle, "--prompt", WORDS, "--max-new", "3", "--json").stdout
+    )["text"]
     shown = invoke(bundle, "--prompt", WORDS, "--max-new", "3").stdout
     assert shown.count(text) == 1 and shown.startswith(f"{text}\n3 tokens")
 
@@ -56,7 +64,9 @@ def test_chat_runs_the_message_through_the_template(chatting, monkeypatch):
     prompts = []
     monkeypatch.setattr(
         "workbench.decode.transcript.transcript",
-        lambda decoder, ids, *rest, **options: prompts.append(ids) or transcript(decoder, ids, 1),
+        lambda decoder, ids, *rest, **options: (
+            prompts.append(ids) or transcript(decoder, ids, 1)
+        ),
     )
     assert invoke(chatting, "--chat", "--prompt", "set river", "--json").exit_code == 0
     assert prompts == [encode_text(TINY, "user set river ;")]

@@ -32,12 +32,28 @@ import tiny  # noqa: E402
 import torch  # noqa: E402
 
 from workbench import Decoder  # noqa: E402
-from workbench.bundle.names import ACC, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_STATE, X  # noqa: E402
+from workbench.bundle.names import (  # noqa: E402
+    ACC,
+    EXPERT_IN,
+    EXPERT_WEIGHT,
+    HIDDEN,
+    ROUTER_STATE,
+    X,
+)
 from workbench.check.undo import undo_gate  # noqa: E402
 
 LAYERS = ({}, {"layers_per_shard": 9})
-VARIANTS = ({}, {"states": "packed"}, {"layout": "bc1t"}, {"sliding": "ring"}, {"batch": 2})
-VARIANTS += ({"undo": True}, {"states": "packed", "layout": "bc1t", "sliding": "ring", "batch": 2})
+VARIANTS = (
+    {},
+    {"states": "packed"},
+    {"layout": "bc1t"},
+    {"sliding": "ring"},
+    {"batch": 2},
+)
+VARIANTS += (
+    {"undo": True},
+    {"states": "packed", "layout": "bc1t", "sliding": "ring", "batch": 2},
+)
 SIZES = ([1], [4, 1, 3, 2])
 LENGTH = 12  # tokens of a prompt
 # 1 − cosine of updates, routers, experts and heads; relative deviation of states and logits;
@@ -54,7 +70,9 @@ def all_cases() -> Iterator[Case]:
         kinds = [*LAYERS, *([{"moe": "routed"}] if family == "zaya" else [])]
         for kind in kinds:
             for variant in VARIANTS:
-                own = {name: value for name, value in variant.items() if name != "sliding"}
+                own = {
+                    name: value for name, value in variant.items() if name != "sliding"
+                }
                 if windows or own:
                     yield family, kind | (variant if windows else own)
                 elif not variant:
@@ -70,7 +88,9 @@ def sample(seed: int = 162) -> list[Case]:
 
 
 def name_of(case: Case) -> str:
-    return " ".join([case[0], *(f"{option}={value}" for option, value in case[1].items())])
+    return " ".join(
+        [case[0], *(f"{option}={value}" for option, value in case[1].items())]
+    )
 
 
 def measure(exports: tiny.Exports, case: Case) -> dict[str, float]:
@@ -97,9 +117,13 @@ def measure(exports: tiny.Exports, case: Case) -> dict[str, float]:
                     for name, *pair in one.pairs(seq):
                         note(name, 1 - tiny.cosine(*pair))
                 else:
-                    logits = decoder.logits(one.hidden[len(g.inputs) - 1].transpose(0, 2, 1))[seq]
+                    logits = decoder.logits(
+                        one.hidden[len(g.inputs) - 1].transpose(0, 2, 1)
+                    )[seq]
                     note("logits", tiny.relative(logits, g.logits))
-                    worst["wrong_tokens"] += int((logits.argmax(-1) != g.logits.argmax(-1)).sum())
+                    worst["wrong_tokens"] += int(
+                        (logits.argmax(-1) != g.logits.argmax(-1)).sum()
+                    )
     for g in goldens:
         last = np.stack([g.outputs[-1].T] * len(goldens))
         note("head", 1 - tiny.cosine(decoder.logits(last)[0], g.logits))
@@ -130,7 +154,8 @@ class Run:
         while min(stops) < n:
             starts = stops
             stops = [
-                min(start + sizes[(turn + seq) % len(sizes)], n) for seq, start in enumerate(starts)
+                min(start + sizes[(turn + seq) % len(sizes)], n)
+                for seq, start in enumerate(starts)
             ]
             self.spans, turn = list(zip(starts, stops)), turn + 1
             self.call()
@@ -150,7 +175,9 @@ class Run:
             if self.isolated:
                 io[X] = self.fed([g.inputs[first] for g in self.goldens], T)
                 if self.goldens[0].routers is not None and first:
-                    io[ROUTER_STATE] = self.fed([g.routers[first - 1] for g in self.goldens], T)
+                    io[ROUTER_STATE] = self.fed(
+                        [g.routers[first - 1] for g in self.goldens], T
+                    )
             io = decoder.run_layers(index, io, counts)
             self.note(self.hidden, stop - 1, io[X])
             if ROUTER_STATE in io:
@@ -158,12 +185,18 @@ class Run:
 
     def fed(self, rows: list[np.ndarray], T: int) -> np.ndarray:
         """The spans of each sequence's rows as a plane, garbage in dummy columns."""
-        planes = [tiny.columns(self.decoder, r[a:b], T) for r, (a, b) in zip(rows, self.spans)]
+        planes = [
+            tiny.columns(self.decoder, r[a:b], T) for r, (a, b) in zip(rows, self.spans)
+        ]
         return np.concatenate(planes)
 
-    def note(self, record: dict[int, np.ndarray], layer: int, plane: np.ndarray) -> None:
+    def note(
+        self, record: dict[int, np.ndarray], layer: int, plane: np.ndarray
+    ) -> None:
         B, width = plane.shape[:2]
-        rows = record.setdefault(layer, np.zeros((B, len(self.goldens[0].ids), width), np.float32))
+        rows = record.setdefault(
+            layer, np.zeros((B, len(self.goldens[0].ids), width), np.float32)
+        )
         for row, columns, (a, b) in zip(rows, plane.reshape(B, width, -1), self.spans):
             row[a:b] = columns[:, : b - a].T
 
@@ -177,10 +210,14 @@ class Run:
             yield "router", states[seq], g.routers[layer]
 
     def state_errors(self, seq: int) -> Iterator[float]:
-        sides = not self.decoder.options.undo  # else they hold more, which `undo_gate` compares
+        sides = (
+            not self.decoder.options.undo
+        )  # else they hold more, which `undo_gate` compares
         for state in self.decoder.states:
             for layer in range(*state.shard.layers):
-                yield from tiny.state_errors(state, layer, self.goldens[seq], seq, sides).values()
+                yield from tiny.state_errors(
+                    state, layer, self.goldens[seq], seq, sides
+                ).values()
 
 
 def expert_pairs(decoder: Decoder, hf, g: tiny.Golden) -> Iterator[tuple]:
@@ -196,7 +233,9 @@ def expert_pairs(decoder: Decoder, hf, g: tiny.Golden) -> Iterator[tuple]:
             ),
             layer.post_mlp_residual_scale.register_forward_hook(
                 lambda module, arguments, result, i=i: scaled.__setitem__(
-                    i, result - module.forward(torch.zeros_like(arguments[0]), arguments[1])
+                    i,
+                    result
+                    - module.forward(torch.zeros_like(arguments[0]), arguments[1]),
                 )
             ),
         ]
@@ -209,10 +248,18 @@ def expert_pairs(decoder: Decoder, hf, g: tiny.Golden) -> Iterator[tuple]:
         own = (picked[:, 0] == shard.rows[0]).nonzero()[:4, 0]
         if len(own):
             weight = weights[own].T if weights.ndim == 2 else weights[own][None]
-            io = {EXPERT_IN: inputs[own].T, EXPERT_WEIGHT: weight, ACC: 0 * inputs[own].T}
+            io = {
+                EXPERT_IN: inputs[own].T,
+                EXPERT_WEIGHT: weight,
+                ACC: 0 * inputs[own].T,
+            }
             B = decoder.options.batch
-            planes = {n: decoder.plane(np.stack([v.numpy()] * B)) for n, v in io.items()}
-            output = decoder.experts.model(*shard.layers[:1], shard.rows[0]).predict(planes)[HIDDEN]
+            planes = {
+                n: decoder.plane(np.stack([v.numpy()] * B)) for n, v in io.items()
+            }
+            output = decoder.experts.model(*shard.layers[:1], shard.rows[0]).predict(
+                planes
+            )[HIDDEN]
             expected = scaled[shard.layers[0]][0, own].numpy()
             yield "expert", output[0].reshape(output.shape[1], -1).T, expected
 
@@ -224,10 +271,14 @@ def faults(figures: dict[str, float]) -> list[str]:
 
 def main(words: list[str]) -> int:
     if find_spec("coreai_torch") is None:
-        print("no matrix of Core AI: it needs the extra, pip install 'workbench[coreai]'")
+        print(
+            "no matrix of Core AI: it needs the extra, pip install 'workbench[coreai]'"
+        )
         return 0
     warnings.simplefilter("ignore")
-    cases = [case for case in all_cases() if all(word in name_of(case) for word in words)]
+    cases = [
+        case for case in all_cases() if all(word in name_of(case) for word in words)
+    ]
     rows, table = [], ROOT / "build" / "coreai_matrix.csv"
     table.parent.mkdir(exist_ok=True)
     for family in tiny.DIMS:
@@ -237,13 +288,18 @@ def main(words: list[str]) -> int:
                 start = time.process_time()
                 figures = measure(exports, case)
                 rows.append(
-                    {"case": name_of(case)} | figures | {"faults": " ".join(faults(figures))}
+                    {"case": name_of(case)}
+                    | figures
+                    | {"faults": " ".join(faults(figures))}
                 )
                 rows[-1]["cpu_s"] = time.process_time() - start
                 print(rows[-1], flush=True)
                 pd.DataFrame(rows).to_csv(table, index=False)
     frame = pd.DataFrame(rows)
-    print(frame.reindex(columns=list(LIMITS)).max().to_string(), f"\n{len(frame)} cases, {table}")
+    print(
+        frame.reindex(columns=list(LIMITS)).max().to_string(),
+        f"\n{len(frame)} cases, {table}",
+    )
     return int(frame["faults"].any())
 
 

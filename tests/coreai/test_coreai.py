@@ -25,7 +25,8 @@ from workbench.export import coreai, export, options
 from workbench.models.checkpoint import Checkpoint
 
 installed = pytest.mark.skipif(
-    find_spec("coreai_torch") is None, reason="needs the extra: pip install 'workbench[coreai]'"
+    find_spec("coreai_torch") is None,
+    reason="needs the extra: pip install 'workbench[coreai]'",
 )
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = [1, 42, 90, 7, 9, 3, 5, 8, 77, 20]
@@ -50,7 +51,9 @@ def apple(exports, small) -> Bundle:
 # Without the extra
 
 
-def test_without_the_extra_nothing_imports_it_and_one_message_names_it(tmp_path, tiny_llama):
+def test_without_the_extra_nothing_imports_it_and_one_message_names_it(
+    tmp_path, tiny_llama
+):
     code = f"""
 import sys
 sys.modules["coreai_torch"] = sys.modules["coreai"] = None
@@ -61,7 +64,9 @@ try:
 except workbench.InputError as problem:
     print(problem)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert "pip install 'workbench[coreai]'" in done.stdout
     assert not (tmp_path / "b").exists()
 
@@ -80,7 +85,10 @@ def test_options_that_core_ai_lacks_are_refused_by_name(chosen, message):
 
 
 def test_a_core_ml_bundle_says_nothing_of_core_ai_and_does_not_run_there(llama_bundle):
-    assert "target" not in json.loads((llama_bundle.root / "bundle.json").read_text())["options"]
+    assert (
+        "target"
+        not in json.loads((llama_bundle.root / "bundle.json").read_text())["options"]
+    )
     with pytest.raises(InputError, match="target coreml"):
         Decoder(llama_bundle, "coreai")
 
@@ -118,7 +126,10 @@ def test_a_fixed_t_of_1_is_miscompiled_and_a_free_t_is_not(free, tmp_path):
     converter.to_coreai().save_asset(tmp_path / "p.aimodel")
     function = wait(_load(tmp_path / "p.aimodel"))
     inputs = {"w": NDArray(w.numpy()), "x": NDArray(x.numpy())}
-    y, expected = wait(_call(function, inputs, {}))["y"].numpy(), Product()(w, x).numpy()
+    y, expected = (
+        wait(_call(function, inputs, {}))["y"].numpy(),
+        Product()(w, x).numpy(),
+    )
     error = np.abs(y - expected).max() / np.abs(expected).max()
     assert error < 1e-6 if free else error > 0.5
 
@@ -142,7 +153,11 @@ def test_a_bundle_of_one_token_a_call_is_right(exports, small):
         ("llama", "int4-block32", "fp32"),
         ("zaya", "fp16", "fp16"),  # its scales would be folded into its convolutions
         ("zaya", "int8-channel", "fp16"),
-        ("hunyuan_v1_dense", "fp16", "fp16"),  # the score's scale would be folded into a norm
+        (
+            "hunyuan_v1_dense",
+            "fp16",
+            "fp16",
+        ),  # the score's scale would be folded into a norm
         ("qwen3_5_text", "fp16", "fp16"),
     ],
 )
@@ -163,7 +178,9 @@ def test_stored_bits_are_those_of_the_core_ml_bundle_and_outputs_those_of_dense(
             assert np.array_equal(stored.reshape(theirs.shape), theirs), tensor
     with monkeypatch.context() as patched:
         patched.setattr(coreai, "shaped", dense_parts)
-        plain = export(path, tmp_path / "plain", progress=False, **bundle_options(bundle))
+        plain = export(
+            path, tmp_path / "plain", progress=False, **bundle_options(bundle)
+        )
     assert outputs(bundle) == outputs(plain)
 
 
@@ -189,7 +206,9 @@ def outputs(bundle: Bundle) -> list[bytes]:
 
 
 @installed
-@pytest.mark.parametrize("family", ["llama", "zaya"])  # Apple's passes fold a weight of zaya's
+@pytest.mark.parametrize(
+    "family", ["llama", "zaya"]
+)  # Apple's passes fold a weight of zaya's
 def test_two_processes_make_the_same_bytes(family, exports, tmp_path):
     checkpoint = exports.checkpoint(family)
     apple = coreai_bundle(exports, checkpoint)
@@ -207,7 +226,9 @@ print(export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, progress=False,
 
 
 @installed
-def test_a_weight_swapped_into_a_trace_gives_the_bytes_of_its_own_trace(small, tmp_path):
+def test_a_weight_swapped_into_a_trace_gives_the_bytes_of_its_own_trace(
+    small, tmp_path
+):
     how = {"progress": False, "target": "coreai", "max_seq_len": 32}
     stamped = export(small.path, tmp_path / "a", verify_stamps=3, **how)
     plain = export(small.path, tmp_path / "b", plain=True, **how)
@@ -226,7 +247,9 @@ def test_a_flipped_byte_and_a_t_over_the_bound_are_refused(apple, tmp_path):
         Bundle.open(copy)
     decoder = Decoder(apple)
     model, T = decoder.layers[0], np.array([4])
-    io = decoder.host.inputs(0 * T, T, 4) | {"x": np.zeros((1, apple.manifest.dims.C, 4, 1))}
+    io = decoder.host.inputs(0 * T, T, 4) | {
+        "x": np.zeros((1, apple.manifest.dims.C, 4, 1))
+    }
     shapes, inputs = model.shard.inputs, {name: io[name] for name in model.shard.inputs}
     assert model.predict(inputs, model.make_state())
     wide = {n: np.concatenate([a, a], shapes[n].index("T")) for n, a in inputs.items()}
@@ -253,7 +276,8 @@ def test_a_sample_of_every_family_computes_what_hugging_face_does(case, exports)
 
 @installed
 @pytest.mark.parametrize(
-    "fault, seen", [("write row off by one at T > 1", "states"), ("wrong rope base", "update")]
+    "fault, seen",
+    [("write row off by one at T > 1", "states"), ("wrong rope base", "update")],
 )
 def test_the_matrix_sees_a_fault(fault, seen, tmp_path):
     from workbench.studies.module_asset import FAULTS
@@ -274,7 +298,9 @@ def test_snapshots_and_reuse_go_on_as_if_nothing_had_been(apple):
     decoder.prefill(IDS[:6])
     snapshot = decoder.snapshot()
     decoder.begin(snapshot)
-    assert np.array_equal(decoder.prefill(IDS[6:], tile=1), decoder_logits(apple, snapshot))
+    assert np.array_equal(
+        decoder.prefill(IDS[6:], tile=1), decoder_logits(apple, snapshot)
+    )
     decoder.begin(snapshot)
     assert tiny.relative(decoder.prefill(IDS[6:]), whole) < 1e-5
     assert invoke("reuse", apple.root)["verdict"] == "GREEN"
@@ -298,9 +324,14 @@ def test_it_runs_inside_a_running_event_loop(apple):
 def test_validate_trace_sweep_and_doctor_take_it(exports, tiny_llama, tmp_path):
     apple = coreai_bundle(exports, tiny_llama.path)
     ids = ",".join(map(str, IDS))
-    verdict = invoke("validate", apple.root, "--checkpoint", tiny_llama.path, "--prompt-ids", ids)
+    verdict = invoke(
+        "validate", apple.root, "--checkpoint", tiny_llama.path, "--prompt-ids", ids
+    )
     gates = {gate["name"]: gate["verdict"] for gate in verdict["gates"]}
-    assert verdict["verdict"] == "GREEN" and gates["program"] == gates["weights"] == "GREEN"
+    assert (
+        verdict["verdict"] == "GREEN"
+        and gates["program"] == gates["weights"] == "GREEN"
+    )
     traced = invoke("trace", apple.root, "--prompt-ids", ids)
     assert traced["ops"] > 40 and traced["first_inf"] is None
     assert any("mlp" in row["module"] for row in traced["worst"])
@@ -317,7 +348,9 @@ def test_validate_trace_sweep_and_doctor_take_it(exports, tiny_llama, tmp_path):
 
 
 @installed
-def test_crosscheck_sets_three_witnesses_side_by_side(llama_bundle, tiny_llama, tmp_path):
+def test_crosscheck_sets_three_witnesses_side_by_side(
+    llama_bundle, tiny_llama, tmp_path
+):
     ids = ",".join(map(str, IDS))
     result = invoke(
         *("crosscheck", llama_bundle.root, "--checkpoint", tiny_llama.path),
@@ -329,10 +362,14 @@ def test_crosscheck_sets_three_witnesses_side_by_side(llama_bundle, tiny_llama, 
 
 
 @installed
-def test_faults_are_red_through_apples_runtime_and_module_against_asset_is_blind(small, tmp_path):
+def test_faults_are_red_through_apples_runtime_and_module_against_asset_is_blind(
+    small, tmp_path
+):
     from workbench.studies.module_asset import fault_table
 
     table = fault_table(small, tmp_path, max_seq_len=32)
     print(table.to_string())
-    assert (table["module_asset"] < 1e-6).all() and (table["module_asset_verdict"] == "GREEN").all()
+    assert (table["module_asset"] < 1e-6).all() and (
+        table["module_asset_verdict"] == "GREEN"
+    ).all()
     assert table["verdict"].tolist() == ["GREEN", "RED", "RED", "RED", "RED"], table

@@ -18,7 +18,8 @@ from workbench.bundle.names import KV_WRITE_MASK
 from workbench.check import checklist
 
 installed = pytest.mark.skipif(
-    find_spec("coreai_torch") is None, reason="needs the extra: pip install 'workbench[coreai]'"
+    find_spec("coreai_torch") is None,
+    reason="needs the extra: pip install 'workbench[coreai]'",
 )
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = "1,42,90,7,9,3,5,8,77,20"
@@ -39,7 +40,10 @@ def labelled(bundle: Bundle, folder, dtype: str) -> Bundle:
     [
         (("residency",), "--target coreai.*export.* without --target coreai"),
         (("error", *CHECKPOINT), "fp16.*--program-dtype fp32.*crosscheck"),
-        (("error", *CHECKPOINT, "--weights"), "--target coreai.*export.* without --target coreai"),
+        (
+            ("error", *CHECKPOINT, "--weights"),
+            "--target coreai.*export.* without --target coreai",
+        ),
         (("explain", *CHECKPOINT), "fp16.*--program-dtype fp32.*crosscheck"),
         (("check", "--runtime", "portable"), "portable.*--target coreai"),
     ],
@@ -52,27 +56,42 @@ def test_what_core_ai_cannot_answer_is_refused_with_the_next_step(
         invoke(command[0], bundle.root, *command[1:])
 
 
-def test_memory_counts_states_and_buffers_of_fp32_programs_twice(llama_bundle, tmp_path):
-    half, whole = (labelled(llama_bundle, tmp_path, dtype) for dtype in ("fp16", "fp32"))
-    budgets = [memory.budget_of_bundle(bundle) for bundle in (llama_bundle, half, whole)]
+def test_memory_counts_states_and_buffers_of_fp32_programs_twice(
+    llama_bundle, tmp_path
+):
+    half, whole = (
+        labelled(llama_bundle, tmp_path, dtype) for dtype in ("fp16", "fp32")
+    )
+    budgets = [
+        memory.budget_of_bundle(bundle) for bundle in (llama_bundle, half, whole)
+    ]
     assert budgets[0] == budgets[1]
-    assert (budgets[2].kv, budgets[2].buffers) == (2 * budgets[1].kv, 2 * budgets[1].buffers)
+    assert (budgets[2].kv, budgets[2].buffers) == (
+        2 * budgets[1].kv,
+        2 * budgets[1].buffers,
+    )
     assert budgets[2].weights == budgets[1].weights  # as they are stored
     result = invoke("memory", whole.root, "--memory", "16G")
-    assert result["kv"] == budgets[2].kv and result["fits"] and result["predicted"] is None
+    assert (
+        result["kv"] == budgets[2].kv and result["fits"] and result["predicted"] is None
+    )
     assert invoke("memory", llama_bundle.root)["predicted"]
 
 
 @pytest.fixture(scope="session")
 def apple(exports) -> Bundle:
-    return exports.bundle(exports.checkpoint("llama"), target="coreai", program_dtype="fp32")
+    return exports.bundle(
+        exports.checkpoint("llama"), target="coreai", program_dtype="fp32"
+    )
 
 
 @installed
 def test_the_checklist_is_gone_through_on_apples_interpreter(apple, monkeypatch):
     result = invoke("check", apple.root)
     verdicts = {gate["name"]: gate["verdict"] for gate in result["gates"]}
-    assert {name for name, verdict in verdicts.items() if verdict != "GREEN"} == {"cache_contents"}
+    assert {name for name, verdict in verdicts.items() if verdict != "GREEN"} == {
+        "cache_contents"
+    }
     decoder, predict = Decoder(apple), type(Decoder(apple).layers[0]).predict
 
     def shifted(model, inputs, state=None):
@@ -91,5 +110,8 @@ def test_error_and_explain_take_fp32_programs(apple, exports):
     result = invoke("error", apple.root, *checkpoint, "--prompt-ids", IDS)
     assert result["verdict"] == "GREEN"
     for layer in result["layers"]:
-        assert 0 < layer["reauthoring"] < 1e-5 and layer["precision"] is layer["runtime"] is None
+        assert (
+            0 < layer["reauthoring"] < 1e-5
+            and layer["precision"] is layer["runtime"] is None
+        )
     assert invoke("explain", apple.root, *checkpoint)["fits"] == "as configured"

@@ -14,10 +14,14 @@ from workbench.check.tasks import load_tasks
 
 DATA = Path(__file__).parents[2] / "data"
 FOLDERS = sorted(path.parent for path in DATA.glob("tiny-*/evaluation.json"))
-HELD_OUT, LATEST = (load_tasks(DATA / "tasks" / f"{name}.jsonl") for name in ("heldout", "latest"))
+HELD_OUT, LATEST = (
+    load_tasks(DATA / "tasks" / f"{name}.jsonl") for name in ("heldout", "latest")
+)
 STATES = {"tiny-lfm2": "conv_state", "tiny-qwen3_5": "matrix_state"}
 
-every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+every_folder = pytest.mark.parametrize(
+    "folder", FOLDERS, ids=lambda folder: folder.name
+)
 
 
 @cache
@@ -61,7 +65,10 @@ def test_a_folder_is_at_most_four_megabytes(folder):
 @every_folder
 def test_the_head_is_tied_and_heads_are_grouped(folder):
     config = model(folder).config
-    assert config.tie_word_embeddings and config.num_key_value_heads < config.num_attention_heads
+    assert (
+        config.tie_word_embeddings
+        and config.num_key_value_heads < config.num_attention_heads
+    )
     assert config.head_dim % 32 == 0 and config.max_position_embeddings >= 1024
     assert (
         config.dtype == torch.float32
@@ -73,7 +80,9 @@ def test_the_head_is_tied_and_heads_are_grouped(folder):
 def test_the_tokenizer_returns_what_it_was_given(folder):
     text = "set river amber ; 4 7 + 2 5 = 0 7 2 ; get river"
     ids = tokenizer(folder)(text).input_ids
-    assert ids[0] == tokenizer(folder).bos_token_id and len(ids) == 1 + len(text.split())
+    assert ids[0] == tokenizer(folder).bos_token_id and len(ids) == 1 + len(
+        text.split()
+    )
     assert tokenizer(folder).decode(ids, skip_special_tokens=True) == text
     assert len(tokenizer(folder)) == model(folder).config.vocab_size
 
@@ -84,8 +93,13 @@ def test_greedy_decoding_answers_as_many_held_out_questions_as_stated(folder):
     for question in asked:
         prompt = tokenizer(folder)(question["prompt"], return_tensors="pt")
         wanted = question["answer"].split()
-        out = model(folder).generate(**prompt, do_sample=False, max_new_tokens=len(wanted))
-        right += tokenizer(folder).decode(out[0, prompt.input_ids.shape[1] :]) == question["answer"]
+        out = model(folder).generate(
+            **prompt, do_sample=False, max_new_tokens=len(wanted)
+        )
+        right += (
+            tokenizer(folder).decode(out[0, prompt.input_ids.shape[1] :])
+            == question["answer"]
+        )
     stated = json.loads((folder / "evaluation.json").read_text())
     assert len(asked) == stated["heldout_questions"]
     assert right == stated["heldout_right"] > 0.8 * len(asked)
@@ -99,13 +113,18 @@ def test_the_stated_recall_at_128_tokens_is_above_nine_in_ten(folder):
 
 def test_llama_uses_the_scaled_rope():
     rope = model(DATA / "tiny-llama").config.rope_parameters
-    assert rope["rope_type"] == "llama3" and rope["original_max_position_embeddings"] < 1024
+    assert (
+        rope["rope_type"] == "llama3"
+        and rope["original_max_position_embeddings"] < 1024
+    )
 
 
 def test_qwen2_has_biases_that_matter():
     weights = load_file(DATA / "tiny-qwen2" / "model.safetensors")
     biases = {
-        name: t.float().abs().mean() for name, t in weights.items() if name.endswith("_proj.bias")
+        name: t.float().abs().mean()
+        for name, t in weights.items()
+        if name.endswith("_proj.bias")
     }
     assert len(biases) == 3 * 4 and min(biases.values()) > 0.05, biases
 
@@ -116,7 +135,9 @@ def test_gemma3_has_local_and_global_layers_and_live_norms():
         "full_attention",
     }
     weights = load_file(DATA / "tiny-gemma3" / "model.safetensors")
-    assert all(t.float().abs().max() > 0.01 for name, t in weights.items() if "norm" in name)
+    assert all(
+        t.float().abs().max() > 0.01 for name, t in weights.items() if "norm" in name
+    )
 
 
 def test_zaya_uses_every_expert_and_the_skip_class():
@@ -127,7 +148,9 @@ def test_zaya_uses_every_expert_and_the_skip_class():
         scores = outputs[0].softmax(-1) + router.balancing_biases
         used.update((router.layer_idx, choice) for choice in scores.argmax(-1).tolist())
 
-    hooks = [layer.mlp.gate.register_forward_hook(record) for layer in zaya.model.layers]
+    hooks = [
+        layer.mlp.gate.register_forward_hook(record) for layer in zaya.model.layers
+    ]
     for question in HELD_OUT[::4]:
         zaya(**tokenizer(folder)(question["prompt"], return_tensors="pt"))
     for hook in hooks:
@@ -148,7 +171,10 @@ def test_zaya_routers_carry_state_and_bias():
 @pytest.mark.parametrize("name, state", STATES.items())
 def test_a_hybrid_knows_the_latest_value_by_its_recurrent_state(exports, name, state):
     """Its caches alone do not answer: the state is zeroed after every token."""
-    decoder, coder = exports.decoder(DATA / name, max_seq_len=512), tokenizer(DATA / name)
+    decoder, coder = (
+        exports.decoder(DATA / name, max_seq_len=512),
+        tokenizer(DATA / name),
+    )
     asked = LATEST[:9]
     assert {question["distance"] for question in asked} == {16, 32, 64}
 

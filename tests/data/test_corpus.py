@@ -41,13 +41,19 @@ def distance_from_text(asked: corpus.Question) -> int:
     if asked.task == "copy":
         return len(words) - (words.index("say") + 1 + asked.answer.split().index(first))
     statement = len(words) - words[::-1].index(corpus.END) if corpus.END in words else 0
-    statement += next(i for i, word in enumerate(words[statement:]) if word != corpus.HUM)
+    statement += next(
+        i for i, word in enumerate(words[statement:]) if word != corpus.HUM
+    )
     return len(words) - (statement + (asked.task == "grammar"))
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another():
-    assert corpus.document(random.Random(3), 200) == corpus.document(random.Random(3), 200)
-    assert corpus.document(random.Random(3), 200) != corpus.document(random.Random(4), 200)
+    assert corpus.document(random.Random(3), 200) == corpus.document(
+        random.Random(3), 200
+    )
+    assert corpus.document(random.Random(3), 200) != corpus.document(
+        random.Random(4), 200
+    )
     assert corpus.questions(5, 1) == corpus.questions(5, 1)
     assert corpus.questions(5, 1) != corpus.questions(6, 1)
 
@@ -57,16 +63,26 @@ def test_one_word_means_one_thing():
 
 
 @settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**32), length=st.integers(16, 512), again=st.sampled_from([0, 0.5]))
-def test_every_answer_of_a_document_follows_from_the_words_before_it(seed, length, again):
+@given(
+    seed=st.integers(0, 2**32),
+    length=st.integers(16, 512),
+    again=st.sampled_from([0, 0.5]),
+)
+def test_every_answer_of_a_document_follows_from_the_words_before_it(
+    seed, length, again
+):
     words, answers = corpus.document(random.Random(seed), length, again)
     assert (
-        len(words) == len(answers) == length and words[0] == corpus.BOS and words[-1] == corpus.EOS
+        len(words) == len(answers) == length
+        and words[0] == corpus.BOS
+        and words[-1] == corpus.EOS
     )
     for start in (i for i in range(length - 2) if answers[i] and not answers[i - 1]):
         stop = answers.index(False, start)
         if words[start - 1] != "bye":
-            assert " ".join(words[start:stop]) == answer_from_text(" ".join(words[1:start]))
+            assert " ".join(words[start:stop]) == answer_from_text(
+                " ".join(words[1:start])
+            )
 
 
 @settings(max_examples=50, deadline=None)
@@ -79,7 +95,9 @@ def test_every_answer_of_a_document_follows_from_the_words_before_it(seed, lengt
 def test_a_question_has_the_stated_answer_and_distance(seed, cell):
     asked = corpus.question(random.Random(seed), *cell)
     assert asked.answer == answer_from_text(asked.prompt)
-    assert (asked.task, asked.distance) == cell and distance_from_text(asked) == asked.distance
+    assert (asked.task, asked.distance) == cell and distance_from_text(
+        asked
+    ) == asked.distance
     assert len(asked.prompt.split()) < 500
 
 
@@ -97,10 +115,14 @@ def test_sums_asked_are_never_sums_trained(seed):
 def test_a_warm_up_text_says_every_answer_twice(seed, length):
     words, answers = corpus.repetition(random.Random(seed), length)
     assert len(words) == len(answers) == length
-    assert all(words[i] in words[max(0, i - 40) : i] for i in range(length) if answers[i])
+    assert all(
+        words[i] in words[max(0, i - 40) : i] for i in range(length) if answers[i]
+    )
 
 
-@pytest.mark.parametrize("name, tasks", [("heldout", corpus.DISTANCES), ("latest", corpus.LATEST)])
+@pytest.mark.parametrize(
+    "name, tasks", [("heldout", corpus.DISTANCES), ("latest", corpus.LATEST)]
+)
 def test_the_committed_questions_are_the_generated_ones(name, tasks):
     path = Path(corpus.__file__).parent / "tasks" / f"{name}.jsonl"
     committed = [json.loads(line) for line in path.read_text().splitlines()]
@@ -114,7 +136,9 @@ def test_the_committed_questions_are_the_generated_ones(name, tasks):
 def test_the_key_of_a_latest_question_has_an_earlier_value(seed, distance):
     asked = corpus.question(random.Random(seed), "latest", distance)
     key = asked.prompt.split()[-1]
-    assert asked.prompt.count(f"set {key} ") == 2 and asked.prompt.split().count(key) == 3
+    assert (
+        asked.prompt.count(f"set {key} ") == 2 and asked.prompt.split().count(key) == 3
+    )
 
 
 @pytest.mark.parametrize("distance", range(7, 40))

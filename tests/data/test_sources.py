@@ -9,7 +9,15 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "data" / "sources"
 DOCUMENTS = ["chapter5", "experiment30", "batch2_cache_bug", "llama_ane"]
-COLUMNS = ["quantity", "value", "unit", "condition", "source", "correction", "correction_reason"]
+COLUMNS = [
+    "quantity",
+    "value",
+    "unit",
+    "condition",
+    "source",
+    "correction",
+    "correction_reason",
+]
 
 
 def read(name: str) -> pd.DataFrame:
@@ -54,13 +62,27 @@ def test_a_figure_says_where_it_is_from_and_a_correction_says_why(name):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_values_with_a_unit_are_numbers(name):
     rows = read(name)
-    assert pd.to_numeric(rows.loc[rows["unit"] != "text", "value"], errors="coerce").notna().all()
+    assert (
+        pd.to_numeric(rows.loc[rows["unit"] != "text", "value"], errors="coerce")
+        .notna()
+        .all()
+    )
 
 
 def test_chip_figures_are_ranges_with_a_source():
     rows = pd.read_csv(FOLDER / "chips.csv", keep_default_na=False)
-    assert list(rows) == ["chip", "quantity", "low", "high", "unit", "condition", "source"]
-    assert ((rows["low"] > 0) & (rows["low"] <= rows["high"]) & (rows["source"] != "")).all()
+    assert list(rows) == [
+        "chip",
+        "quantity",
+        "low",
+        "high",
+        "unit",
+        "condition",
+        "source",
+    ]
+    assert (
+        (rows["low"] > 0) & (rows["low"] <= rows["high"]) & (rows["source"] != "")
+    ).all()
     assert not rows.duplicated(["chip", "quantity", "condition"]).any()
     assert (rows.groupby("quantity")["unit"].nunique() == 1).all()
 
@@ -82,7 +104,15 @@ def test_published_decode_speeds_name_model_machine_and_source():
 
 def test_what_other_exporters_packages_compute_names_a_commit_and_every_fault_a_cause():
     rows = read("other_exporters")
-    columns = ["exporter", "commit", "package", "executed", "against_hf", "fault", "cause"]
+    columns = [
+        "exporter",
+        "commit",
+        "package",
+        "executed",
+        "against_hf",
+        "fault",
+        "cause",
+    ]
     assert list(rows) == columns
     assert (rows[columns[:5]] != "").all(axis=None)
     assert rows["commit"].str.fullmatch("[0-9a-f]{8}").all()
@@ -104,7 +134,9 @@ def test_the_prefix_counts_four_times_the_kv_heads():
     per_head = 2 * f("prefix length") * f("head_dim", where)
     quantity = "prefix passed per layer and step"
     assert f(quantity) == per_head * f("heads counted in the prefix")
-    assert f.corrected(quantity) == per_head * f.corrected("heads counted in the prefix")
+    assert f.corrected(quantity) == per_head * f.corrected(
+        "heads counted in the prefix"
+    )
 
 
 def test_the_kv_cache_is_half_a_gibibyte_an_eighth_of_the_estimate():
@@ -113,7 +145,9 @@ def test_the_kv_cache_is_half_a_gibibyte_an_eighth_of_the_estimate():
     size = 2 * math.prod(f(name, where) for name in names)
     assert size == 0.5 * 2**30
     assert f.corrected("KV cache memory") == size / 1e9
-    assert f("KV cache memory") / f.corrected("KV cache memory") == pytest.approx(8, rel=0.1)
+    assert f("KV cache memory") / f.corrected("KV cache memory") == pytest.approx(
+        8, rel=0.1
+    )
 
 
 # --- experiments 29 and 30
@@ -123,11 +157,17 @@ def test_the_kv_cache_is_half_a_gibibyte_an_eighth_of_the_estimate():
 @pytest.mark.parametrize(
     ("experiment", "unaccounted_ms"), [("experiment 29", 16.4), ("experiment 30", 5.8)]
 )
-def test_layers_and_head_do_not_add_up_to_the_time_of_a_token(experiment, unaccounted_ms):
+def test_layers_and_head_do_not_add_up_to_the_time_of_a_token(
+    experiment, unaccounted_ms
+):
     f = Figures("experiment30")
     known_ms = f("layers per token", experiment) + f("head per token", experiment)
-    assert f.corrected("decode", experiment) == pytest.approx(1000 / known_ms, abs=0.005)
-    assert 1000 / f("decode", experiment) - known_ms == pytest.approx(unaccounted_ms, abs=0.05)
+    assert f.corrected("decode", experiment) == pytest.approx(
+        1000 / known_ms, abs=0.005
+    )
+    assert 1000 / f("decode", experiment) - known_ms == pytest.approx(
+        unaccounted_ms, abs=0.05
+    )
     assert f"{unaccounted_ms} ms" in f.row("decode", experiment)["correction_reason"]
 
 
@@ -151,7 +191,8 @@ def test_attention_grew_by_more_than_a_token_did():
     f = Figures("experiment30")
     slower = 1000 / f("decode", "experiment 30") - 1000 / f("decode", "experiment 29")
     grown = 40 * (
-        f("attention per layer", "experiment 30") - f("attention per layer", "experiment 29")
+        f("attention per layer", "experiment 30")
+        - f("attention per layer", "experiment 29")
     )
     assert (slower, grown) == pytest.approx((5.5, 14.0), abs=0.05)
 
@@ -168,7 +209,11 @@ def test_a_shard_is_its_int8_weights():
 
 def test_half_of_the_head_is_rotated():
     f = Figures("experiment30")
-    assert f("rope_dim") == f("partial_rotary_factor") * f("head_dim") == 2 * f("rope_half")
+    assert (
+        f("rope_dim")
+        == f("partial_rotary_factor") * f("head_dim")
+        == 2 * f("rope_half")
+    )
 
 
 def test_the_verdict_contradicts_its_own_gate():
@@ -194,9 +239,9 @@ def test_alignment_cannot_tell_failures_from_successes():
     f = Figures("batch2_cache_bug")
     contexts = [f"context {n}" for n in (1024, 2048, 4096, 8192)]
     for boundary in ("cache step", "quantization group"):
-        assert {f("_idx after merge", context) % f(boundary) for context in contexts} == {
-            f(boundary) - 1
-        }
+        assert {
+            f("_idx after merge", context) % f(boundary) for context in contexts
+        } == {f(boundary) - 1}
     assert len({f.row("result", context)["value"] for context in contexts}) == 3
 
 
@@ -204,7 +249,8 @@ def test_the_slot_after_merge_follows_from_the_tokens_that_ran():
     f = Figures("batch2_cache_bug")
     assert f("_idx after merge", "context 1024") == f("context", "called 1K") - 1
     assert (
-        f.corrected("_idx after merge", "context 1024") == f.corrected("context", "called 1K") - 1
+        f.corrected("_idx after merge", "context 1024")
+        == f.corrected("context", "called 1K") - 1
     )
 
 
@@ -213,17 +259,25 @@ def test_times_on_the_neural_engine_say_what_ran_and_where_they_are_from():
     assert not rows.duplicated(["model", "part"]).any() and (
         rows[["condition", "source"]] != ""
     ).all(axis=None)
-    assert (rows[["weight_bytes", "flops", "dispatches", "ms"]] > 0).all(axis=None) and (
-        rows["state_bytes"] >= 0
-    ).all()
-    ms, states, weights = (rows.set_index("part")[n] for n in ("ms", "state_bytes", "weight_bytes"))
+    assert (rows[["weight_bytes", "flops", "dispatches", "ms"]] > 0).all(
+        axis=None
+    ) and (rows["state_bytes"] >= 0).all()
+    ms, states, weights = (
+        rows.set_index("part")[n] for n in ("ms", "state_bytes", "weight_bytes")
+    )
     f = Figures("experiment30")
     layers, attention = (
         f("layers per token", "experiment 30"),
         f("attention per layer", "experiment 30"),
     )
-    assert ms["MoE shard"] == (layers - 40 * attention) / 40 and ms["attention shard"] == attention
-    assert states["attention shard"] == 2 * f("KV heads") * f("max_seq_len") * f("head_dim") * 2
+    assert (
+        ms["MoE shard"] == (layers - 40 * attention) / 40
+        and ms["attention shard"] == attention
+    )
+    assert (
+        states["attention shard"]
+        == 2 * f("KV heads") * f("max_seq_len") * f("head_dim") * 2
+    )
     assert (
         math.isclose(ms["token"], 1000 / 37.2, rel_tol=1e-4)
         and states["token"] == 2 * 32 * 4 * 512 * 128 * 2

@@ -47,7 +47,10 @@ OPERATIONS = {  # how often each is drawn
     "remove": 1,
 }
 RINGS = "gemma3_text", "mistral", "olmo3"  # families with windows
-SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "states": "packed", "layout": "bc1t"})
+SHAPES = (
+    {"layers_per_shard": 3},
+    {"layers_per_shard": 1, "states": "packed", "layout": "bc1t"},
+)
 
 
 @dataclass
@@ -113,7 +116,10 @@ class Program:
         return self.rng.integers(0, self.decoder.manifest.dims.V, count).tolist()
 
     def prefill(self) -> None:
-        prompts = [self.tokens(min(self.rng.integers(0, 9), self.room(seq))) for seq in range(B)]
+        prompts = [
+            self.tokens(min(self.rng.integers(0, 9), self.room(seq)))
+            for seq in range(B)
+        ]
         tile = self.rng.integers(1, T_MAX + 1, self.rng.integers(1, 4)).tolist()
         if any(prompts):
             self.text.append(f"prefill {list(map(len, prompts))} by {tile}")
@@ -123,7 +129,9 @@ class Program:
         going = [self.room(seq) > 0 and self.rng.random() < 0.8 for seq in range(B)]
         if any(going):
             self.text.append(f"decode {going}")
-            self.decoder.decode_one_token([self.tokens(1)[0] if go else None for go in going])
+            self.decoder.decode_one_token(
+                [self.tokens(1)[0] if go else None for go in going]
+            )
 
     def trim(self) -> None:
         """Within the depth that is promised it must work; beyond, it may be refused, and then
@@ -143,7 +151,11 @@ class Program:
         """How many tokens every kind of state gives back: t_max of the most that there were; a
         pending state, those of the last call."""
         depth = T_MAX - (lineage.high - len(lineage.ids))
-        if any("pending" in name for state in self.decoder.states for name in state.shard.states):
+        if any(
+            "pending" in name
+            for state in self.decoder.states
+            for name in state.shard.states
+        ):
             return min(depth, lineage.last)
         return depth
 
@@ -190,12 +202,15 @@ class Program:
             for T, tokens, place in [*lineage.calls, [1, last[seq], seq]]:
                 if tokens:
                     move(decoder, before, place)
-                    alone = decoder.advance([tokens if s == place else [] for s in range(B)], T)
+                    alone = decoder.advance(
+                        [tokens if s == place else [] for s in range(B)], T
+                    )
                     before = place
             if not np.array_equal(alone[seq, :, 0], hidden[seq, :, 0]):
                 yield f"the hidden state of sequence {seq}"
             yield from (
-                f"{n} of sequence {seq}" for n in differing(left[seq], decoder.snapshot(seq))
+                f"{n} of sequence {seq}"
+                for n in differing(left[seq], decoder.snapshot(seq))
             )
 
 
@@ -248,7 +263,11 @@ def prove(families: list[str], count: int, store: Path) -> int:
     )
     store.parent.mkdir(parents=True, exist_ok=True)
     lines = store.read_text().splitlines() if store.is_file() else []
-    records = {r["program"]: r["fault"] for r in map(json.loads, lines) if r["version"] == version}
+    records = {
+        r["program"]: r["fault"]
+        for r in map(json.loads, lines)
+        if r["version"] == version
+    }
     failed = 0
     for family in families:
         names = [f"{family}/{seed}" for seed in range(count)]
@@ -270,7 +289,8 @@ def prove(families: list[str], count: int, store: Path) -> int:
         wrong = [name for name in names if records[name]]
         failed += len(wrong)
         print(
-            f"{family}: {count - len(wrong)} of {count} programs as their tokens alone", *wrong[:3]
+            f"{family}: {count - len(wrong)} of {count} programs as their tokens alone",
+            *wrong[:3],
         )
     return failed
 
@@ -279,7 +299,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.decode.programs")
     parser.add_argument("families", nargs="*", default=list(tiny.DIMS))
     parser.add_argument("--count", type=int, default=COUNT)
-    parser.add_argument("--store", type=Path, default=ROOT / "build" / "prove" / "programs.jsonl")
+    parser.add_argument(
+        "--store", type=Path, default=ROOT / "build" / "prove" / "programs.jsonl"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     return int(prove(arguments.families, arguments.count, arguments.store) > 0)

@@ -13,7 +13,9 @@ from workbench.bundle.names import is_cache
 FAMILIES = list(tiny.DIMS)
 S = 96
 SOME = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -38,12 +40,17 @@ def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes):
 @pytest.mark.parametrize(
     "sizes, width", [([1], None), ([2], None), ([3], None), ([4], None), ([1, 3, 2], 4)]
 )
-def test_each_layer_alone_updates_and_remembers_as_hugging_face_does(family, sizes, width):
+def test_each_layer_alone_updates_and_remembers_as_hugging_face_does(
+    family, sizes, width
+):
     """With a width, every call has dummy columns of garbage, which must not enter any state."""
     decoder, _, g = family
     for layer in range(decoder.manifest.dims.L):
         assert (
-            tiny.cosine(tiny.isolated(decoder, layer, g, sizes, width), g.updates[layer]) > 0.999999
+            tiny.cosine(
+                tiny.isolated(decoder, layer, g, sizes, width), g.updates[layer]
+            )
+            > 0.999999
         )
 
 
@@ -54,7 +61,8 @@ def test_fp16_arithmetic_stays_close(family):
         for sizes in ([1], [4, 3]):
             assert (
                 tiny.cosine(
-                    tiny.isolated(declared, layer, g, sizes, tolerance=5e-3), g.updates[layer]
+                    tiny.isolated(declared, layer, g, sizes, tolerance=5e-3),
+                    g.updates[layer],
                 )
                 > 0.999
             )
@@ -67,7 +75,11 @@ def test_64_greedy_tokens_equal_hugging_face(family):
     decoder, model, g = family
     ids = g.ids[:7]
     expected = model.generate(
-        torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        torch.tensor([ids]),
+        max_new_tokens=64,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
     )[0, 7:]
     assert decoder.generate(ids, 64, stop=[]) == expected.tolist()
 
@@ -89,7 +101,9 @@ def test_a_call_writes_exactly_its_own_rows(family, before, count):
     for state in decoder.states:
         for name, entry in state.shard.states.items():
             state.write(name, noise(entry.shape).astype(np.float32))
-    old = [{n: s.read(n) for n in s.shard.states if is_cache(n)} for s in decoder.states]
+    old = [
+        {n: s.read(n) for n in s.shard.states if is_cache(n)} for s in decoder.states
+    ]
     decoder.offsets[:] = before
     decoder.advance([[1] * count], 4)  # columns past `count` are dummies
     touched = slice(before, before + count)
@@ -98,7 +112,8 @@ def test_a_call_writes_exactly_its_own_rows(family, before, count):
             new = state.read(name)
             assert (new[:, :, touched] != held[name][:, :, touched]).any(-1).all()
             assert np.array_equal(
-                np.delete(new, np.r_[touched], 2), np.delete(held[name], np.r_[touched], 2)
+                np.delete(new, np.r_[touched], 2),
+                np.delete(held[name], np.r_[touched], 2),
             )
 
 
@@ -139,7 +154,10 @@ def state_of(decoder):
 @pytest.mark.parametrize(
     "call, found",
     [
-        (lambda d: d.decode_one_token(97), "token id: found 97; needs ids from 0 to 96"),
+        (
+            lambda d: d.decode_one_token(97),
+            "token id: found 97; needs ids from 0 to 96",
+        ),
         (lambda d: d.decode_one_token(-1), "-1"),
         (lambda d: d.decode_one_token(1.7), "1.7"),
         (lambda d: d.decode_one_token("5"), "'5'"),
@@ -172,9 +190,9 @@ def test_what_cannot_be_meant_is_refused_and_changes_nothing(exports, call, foun
 
 def test_whole_numbers_of_numpy_are_token_ids_and_no_new_token_is_none(exports):
     decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
-    assert decoder.generate(np.array([3, 14, 15]), np.int64(2), stop=()) == decoder.generate(
-        [3, 14, 15], 2, stop=()
-    )
+    assert decoder.generate(
+        np.array([3, 14, 15]), np.int64(2), stop=()
+    ) == decoder.generate([3, 14, 15], 2, stop=())
     assert np.isfinite(decoder.decode_one_token(np.int32(5))).all()
     assert decoder.generate([3, 14, 15], 0) == []
 
@@ -186,17 +204,23 @@ def test_a_stream_does_not_go_on_in_the_sequence_of_another(exports):
         decoder.stream([50, 60, 70], 4, stop=()),
     )
     next(first), next(second)
-    with pytest.raises(InputError, match="stream: found another sequence begun on its decoder"):
+    with pytest.raises(
+        InputError, match="stream: found another sequence begun on its decoder"
+    ):
         next(first)
     rest = [record.token for record in second]
     assert rest == decoder.generate([50, 60, 70], 4, stop=())[1:]
 
 
-@pytest.mark.parametrize("family_name, changed", [("llama", {}), ("zaya", {"num_experts": 2})])
+@pytest.mark.parametrize(
+    "family_name, changed", [("llama", {}), ("zaya", {"num_experts": 2})]
+)
 def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(
     exports, family_name, changed
 ):
-    checkpoint = exports.checkpoint(family_name, num_hidden_layers=1, vocab_size=53, **changed)
+    checkpoint = exports.checkpoint(
+        family_name, num_hidden_layers=1, vocab_size=53, **changed
+    )
     options = {"max_seq_len": 320, "t_max": 64}
     together, alone = (
         exports.decoder(checkpoint, batch=4, **options),
@@ -223,17 +247,22 @@ def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(
             assert int(logits[slot].argmax()) == token
         for state, single in zip(together.states, alone.states, strict=True):
             for name in state.shard.states:
-                np.testing.assert_allclose(state.read(name)[slot], single.read(name)[0], atol=1e-5)
+                np.testing.assert_allclose(
+                    state.read(name)[slot], single.read(name)[0], atol=1e-5
+                )
 
 
 def test_the_literal_graph_runs_unless_fast_is_asked_for(exports):
     decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
-    assert not decoder.fast and not any(model.fast for model in decoder.layers + decoder.heads)
+    assert not decoder.fast and not any(
+        model.fast for model in decoder.layers + decoder.heads
+    )
 
 
 def test_a_stream_continues_the_running_sequences(exports):
     decoder, one_by_one = (
-        exports.decoder(exports.checkpoint("llama"), batch=2, max_seq_len=S) for _ in range(2)
+        exports.decoder(exports.checkpoint("llama"), batch=2, max_seq_len=S)
+        for _ in range(2)
     )
     prompts = [[3, 14, 15], [9, 2]]
     for each in (decoder, one_by_one):
@@ -257,8 +286,12 @@ def test_a_stream_continues_the_running_sequences(exports):
     assert state_of(decoder)[:2] == before[:2]
 
 
-@pytest.mark.parametrize(("family", "options"), [("qwen2", {}), ("zaya", {"moe": "routed"})])
-def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(exports, family, options):
+@pytest.mark.parametrize(
+    ("family", "options"), [("qwen2", {}), ("zaya", {"moe": "routed"})]
+)
+def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
+    exports, family, options
+):
     bundle = exports.bundle(exports.checkpoint(family), **options)
     for fast in (True, False):
         Decoder(bundle, "portable", fast=fast).generate(

@@ -41,9 +41,12 @@ def experts(t: str, calls: list) -> RoutedExperts:
         for e in range(E)
     ]
     bundle = SimpleNamespace(
-        manifest=SimpleNamespace(options=SimpleNamespace(t=t)), shards=lambda kind: shards
+        manifest=SimpleNamespace(options=SimpleNamespace(t=t)),
+        shards=lambda kind: shards,
     )
-    return RoutedExperts(bundle, lambda shard: Expert(shard, calls), lambda x: x[..., None])
+    return RoutedExperts(
+        bundle, lambda shard: Expert(shard, calls), lambda x: x[..., None]
+    )
 
 
 def routed(rng, B: int, T: int) -> dict:
@@ -59,8 +62,12 @@ def routed(rng, B: int, T: int) -> dict:
 
 
 @pytest.mark.parametrize("t", ["range", "fixed"])
-@given(seed=st.integers(0, 999), B=st.integers(1, 3), T=st.integers(1, 6), data=st.data())
-def test_each_valid_token_gets_its_one_expert_and_each_expert_runs_once(t, seed, B, T, data):
+@given(
+    seed=st.integers(0, 999), B=st.integers(1, 3), T=st.integers(1, 6), data=st.data()
+)
+def test_each_valid_token_gets_its_one_expert_and_each_expert_runs_once(
+    t, seed, B, T, data
+):
     out, calls = routed(np.random.default_rng(seed), B, T), []
     counts = np.array([data.draw(st.integers(0, T)) for _ in range(B)])
     hidden = experts(t, calls).run(1, out, counts)
@@ -70,7 +77,9 @@ def test_each_valid_token_gets_its_one_expert_and_each_expert_runs_once(t, seed,
             e = int(out[ROUTER_SCORES][b, :, column, 0].argmax())
             if e < E:
                 expected[b, :, column] += (
-                    (e + 1) * out[ROUTER_PROBS][b, e, column] * out[EXPERT_IN][b, :, column]
+                    (e + 1)
+                    * out[ROUTER_PROBS][b, e, column]
+                    * out[EXPERT_IN][b, :, column]
                 )
                 wanted.setdefault(e, set()).add(column)
     np.testing.assert_allclose(hidden, expected, atol=1e-12)
@@ -82,7 +91,10 @@ def test_each_valid_token_gets_its_one_expert_and_each_expert_runs_once(t, seed,
 def test_an_expert_is_loaded_when_it_is_first_picked_and_once():
     loaded = []
     run = experts("range", [])
-    run.load = lambda shard: (loaded.append((shard.layers[0], shard.rows[0])), Expert(shard, []))[1]
+    run.load = lambda shard: (
+        loaded.append((shard.layers[0], shard.rows[0])),
+        Expert(shard, []),
+    )[1]
     out = routed(np.random.default_rng(0), 1, 1)
     out[ROUTER_SCORES][:] = np.arange(E + 1)[None, :, None, None] == 2
     for _ in range(3):

@@ -28,8 +28,12 @@ def looked_into(exports):
 LOOKS = {
     "validation": lambda decoder, reference: validate.validate(decoder, reference),
     "pass": lambda decoder, reference: fidelity.run_golden(decoder, reference, 2),
-    "checklist": lambda decoder, reference: checklist.check_bundle(decoder, golden=reference),
-    "probe": lambda decoder, _: checklist.write_probe(decoder, points=[(1, 0), (2, 1), (3, 2)]),
+    "checklist": lambda decoder, reference: checklist.check_bundle(
+        decoder, golden=reference
+    ),
+    "probe": lambda decoder, _: checklist.write_probe(
+        decoder, points=[(1, 0), (2, 1), (3, 2)]
+    ),
     "trace": lambda decoder, _: trace.trace_decoder(decoder, IDS),
     "profile": lambda decoder, _: timing.profile(decoder, depth=2, calls=2),
 }
@@ -38,7 +42,11 @@ LOOKS = {
 def attributes(decoder) -> list:
     """What of a decoder and its models a look may have replaced."""
     models = [*decoder.layers, *decoder.heads, *decoder.experts.models.values()]
-    return [decoder.fast, decoder.experts.load, *((model.hook, model.fast) for model in models)]
+    return [
+        decoder.fast,
+        decoder.experts.load,
+        *((model.hook, model.fast) for model in models),
+    ]
 
 
 @pytest.mark.parametrize("calls", [None, 1, 3])
@@ -69,7 +77,9 @@ def test_a_look_leaves_the_decoder_as_it_was(looked_into, monkeypatch, name, cal
                 LOOKS[name](decoder, reference)
     assert done and attributes(decoder) == before
     for token in (5, 42):  # the sequence that ran goes on
-        assert np.array_equal(decoder.decode_one_token(token), other.decode_one_token(token))
+        assert np.array_equal(
+            decoder.decode_one_token(token), other.decode_one_token(token)
+        )
     assert decoder.generate(IDS, 6, stop=()) == tokens
 
 
@@ -108,7 +118,9 @@ def test_core_ml_has_no_hooks_and_says_so(looked_into):
 
 def test_experts_that_load_within_are_hooked_and_literal_too_and_both_end(exports):
     bundle = exports.bundle(
-        exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2), moe="routed", t_max=2
+        exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2),
+        moe="routed",
+        t_max=2,
     )
     decoder, seen = Decoder(bundle, "portable", fast=True), set()
     load, (late, later) = decoder.experts.load, list(decoder.experts.shards)[:2]
@@ -120,7 +132,9 @@ def test_experts_that_load_within_are_hooked_and_literal_too_and_both_end(export
             for name, shape in model.shard.inputs.items()
         }
         assert EXPERT_IN in shapes
-        model.predict({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+        model.predict(
+            {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        )
 
     with decoder.set_aside():
         with decoder.hooked(lambda shard: lambda op, outputs: seen.add(shard.name)):
@@ -128,10 +142,14 @@ def test_experts_that_load_within_are_hooked_and_literal_too_and_both_end(export
         call(later)
         assert not any(model.fast for model in decoder.experts.models.values())
     assert seen == {decoder.experts.shards[late].name} and decoder.experts.load is load
-    assert all(model.fast and not model.hook for model in decoder.experts.models.values())
+    assert all(
+        model.fast and not model.hook for model in decoder.experts.models.values()
+    )
 
 
-def test_a_stopped_cell_of_the_reuse_matrix_leaves_no_method_replaced(looked_into, monkeypatch):
+def test_a_stopped_cell_of_the_reuse_matrix_leaves_no_method_replaced(
+    looked_into, monkeypatch
+):
     decoder = Decoder(looked_into[0], "portable", fast=True)
     methods = [dict(vars(owner)).keys() for owner in (decoder, decoder.layers[0])]
 
@@ -142,7 +160,9 @@ def test_a_stopped_cell_of_the_reuse_matrix_leaves_no_method_replaced(looked_int
         patch.setattr(Decoder, "generate", stop)
         with pytest.raises(KeyboardInterrupt), cache_reuse.count_predictions(decoder):
             cache_reuse._decode_cell(decoder, [IDS], [2], None, streaming=False)
-    assert [dict(vars(owner)).keys() for owner in (decoder, decoder.layers[0])] == methods
+    assert [
+        dict(vars(owner)).keys() for owner in (decoder, decoder.layers[0])
+    ] == methods
     with cache_reuse.count_predictions(decoder) as calls:
         records = cache_reuse._decode_cell(decoder, [IDS], [2], None, streaming=False)
     assert len(records[0]) == 2 and len(calls) == -(-len(IDS) // 3) + 1

@@ -41,7 +41,9 @@ from workbench.decode import Snapshot
 from workbench.decode.snapshot import layout
 
 SOME = settings(
-    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 CLOSE = 1e-5  # exact arithmetic, other tiles or batches: kernels sum in another order
 IDS = np.random.default_rng(7).integers(3, 256, trained.S).tolist()
@@ -83,7 +85,9 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
 )
 @example(first=63, count=2, tiles=[1])
 @example(first=79, count=3, tiles=[2])
-def test_any_split_and_tiling_gives_the_same_logits_and_caches(decoder, first, count, tiles):
+def test_any_split_and_tiling_gives_the_same_logits_and_caches(
+    decoder, first, count, tiles
+):
     ids = IDS[: first + count]
     decoder.begin()
     at_once, whole = decoder.prefill(ids), decoder.snapshot()
@@ -96,7 +100,9 @@ def test_any_split_and_tiling_gives_the_same_logits_and_caches(decoder, first, c
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 79, 80, 100])
-def test_a_snapshot_continues_as_if_it_had_never_stopped_and_prefills_nothing(decoder, length):
+def test_a_snapshot_continues_as_if_it_had_never_stopped_and_prefills_nothing(
+    decoder, length
+):
     from workbench.studies.cache_reuse import count_predictions
 
     more = IDS[length : length + 3]
@@ -129,23 +135,29 @@ def test_trimming_and_decoding_again_gives_the_same_or_refuses(decoder, length, 
         assert same(decoder.snapshot(), snapshot)
         return
     assert decoder.trim(count) == count_taken
-    assert same(decoder.snapshot(), snapshot.trim(count)) and decoder.offsets.tolist() == [
-        length - count_taken
-    ]
+    assert same(
+        decoder.snapshot(), snapshot.trim(count)
+    ) and decoder.offsets.tolist() == [length - count_taken]
     again = decoder.prefill(IDS[length - count_taken : length])
     decoder.begin()
     assert close(again, decoder.prefill(IDS[:length]))
 
 
 @pytest.mark.parametrize("length, depth", [(79, 79), (80, trained.T_MAX)])
-def test_a_ring_that_has_wrapped_goes_back_a_call_and_no_further(exports, length, depth):
+def test_a_ring_that_has_wrapped_goes_back_a_call_and_no_further(
+    exports, length, depth
+):
     decoder = trained.decoder(exports, "tiny-gemma3")
     snapshot = taken(decoder, IDS[:length])
     for trim in (decoder.trim, snapshot.trim) if depth < length else ():
-        with pytest.raises(InputError, match=f"{depth + 1} to undo; needs at most {depth}"):
+        with pytest.raises(
+            InputError, match=f"{depth + 1} to undo; needs at most {depth}"
+        ):
             trim(depth + 1)
     assert decoder.offsets.tolist() == [length] and same(decoder.snapshot(), snapshot)
-    assert decoder.trim(depth) == depth and same(decoder.snapshot(), snapshot.trim(depth))
+    assert decoder.trim(depth) == depth and same(
+        decoder.snapshot(), snapshot.trim(depth)
+    )
     again = decoder.prefill(IDS[length - depth : length])
     decoder.begin()
     assert close(again, decoder.prefill(IDS[:length]))
@@ -214,7 +226,9 @@ def test_a_refused_snapshot_leaves_the_running_sequence_as_it_is(decoder, togeth
     foreign = replace(snapshot, identity="f" * 64)
     misshapen = [
         replace(snapshot, states=snapshot.states | {name: snapshot.states[name][:1]}),
-        replace(snapshot, states={n: v for n, v in snapshot.states.items() if n != name}),
+        replace(
+            snapshot, states={n: v for n, v in snapshot.states.items() if n != name}
+        ),
     ]
     for each in (decoder, together):
         rows = [IDS[:5]] if each is decoder else [IDS[:5], IDS[5:9], IDS[9:11]]
@@ -227,7 +241,9 @@ def test_a_refused_snapshot_leaves_the_running_sequence_as_it_is(decoder, togeth
             partial(each.begin, [None] * (len(rows) + 1)),
             *(partial(each.add, 0, m) for m in misshapen),
         ):
-            with pytest.raises(InputError, match="identity|for each sequence|another shape"):
+            with pytest.raises(
+                InputError, match="identity|for each sequence|another shape"
+            ):
                 refused()
         assert all(same(each.snapshot(slot), held) for slot, held in enumerate(before))
 
@@ -251,13 +267,16 @@ def test_slots_come_and_go_and_the_others_do_not_notice(decoder, together):
     together.begin([held[0], None, held[2]])
     before = [together.snapshot(s) for s in (0, 2)]
     together.add(1, held[1])
-    assert all(same(together.snapshot(s), b) for s, b in zip((0, 2), before, strict=True))
+    assert all(
+        same(together.snapshot(s), b) for s, b in zip((0, 2), before, strict=True)
+    )
     assert same(together.snapshot(1), held[1])
     tokens = [7, 7, 7]
     for step in range(3):
         logits = together.decode_one_token(tokens)
         tokens = [
-            None if t is None else int(row.argmax()) for t, row in zip(tokens, logits, strict=True)
+            None if t is None else int(row.argmax())
+            for t, row in zip(tokens, logits, strict=True)
         ]
         assert [t for t in tokens if t is not None] == [
             a[step] for a, t in zip(alone, tokens, strict=True) if t is not None
@@ -266,7 +285,9 @@ def test_slots_come_and_go_and_the_others_do_not_notice(decoder, together):
             together.remove(1)
             tokens[1] = None
     assert together.offsets.tolist() == [33, 0, 26]
-    assert not any(state.read(n)[1].any() for state in together.states for n in state.shard.states)
+    assert not any(
+        state.read(n)[1].any() for state in together.states for n in state.shard.states
+    )
 
 
 def test_a_row_does_not_know_its_mates(decoder, together):
@@ -275,7 +296,9 @@ def test_a_row_does_not_know_its_mates(decoder, together):
     for mates in ((0, 1), (2, 0), (None, None)):
         together.begin([held[1], *(None if m is None else held[m] for m in mates)])
         found.append([together.decode_one_token([t, 9 + t, 3])[0] for t in (1, 2)])
-    assert all(close(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(
+        close(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
 
 
 def test_what_a_slot_held_before_does_not_reach_the_next_sequence(together):
@@ -286,9 +309,9 @@ def test_what_a_slot_held_before_does_not_reach_the_next_sequence(together):
             state.write(
                 name,
                 16
-                * np.sign(np.random.default_rng(0).standard_normal(state.read(name).shape)).astype(
-                    np.float32
-                ),
+                * np.sign(
+                    np.random.default_rng(0).standard_normal(state.read(name).shape)
+                ).astype(np.float32),
             )
     together.offsets[:] = 30
     for slot in range(3):
@@ -339,7 +362,8 @@ def test_steps_of_256_are_nothing_special(exports):
     does."""
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1, vocab_size=53)
     alone, together = (
-        exports.decoder(checkpoint, max_seq_len=320, t_max=64, **b) for b in ({}, {"batch": 4})
+        exports.decoder(checkpoint, max_seq_len=320, t_max=64, **b)
+        for b in ({}, {"batch": 4})
     )
     ids = tiny.prompt(53, 300)
     expected = tiny.chained(alone, ids[:262], [64])
@@ -354,5 +378,11 @@ def test_steps_of_256_are_nothing_special(exports):
 def test_sequences_end_at_their_own_stop_tokens_and_limits(decoder, together):
     alone = [decoder.generate(IDS[a : a + 9], 6, stop=()) for a in (0, 20, 40)]
     stops = [[], [alone[1][2]], [alone[2][0]]]
-    found = together.generate([IDS[a : a + 9] for a in (0, 20, 40)], [6, 6, 6], stop=stops)
-    assert found == [alone[0], alone[1][: alone[1].index(alone[1][2]) + 1], alone[2][:1]]
+    found = together.generate(
+        [IDS[a : a + 9] for a in (0, 20, 40)], [6, 6, 6], stop=stops
+    )
+    assert found == [
+        alone[0],
+        alone[1][: alone[1].index(alone[1][2]) + 1],
+        alone[2][:1],
+    ]

@@ -29,7 +29,10 @@ SLIDING_ZAYA = {
     "layer_types": ["hybrid_sliding", "hybrid"],
     "sliding_window": 3,
 }
-LENGTH, MORE = 8, 3  # tokens of a prompt that every T divides, tokens decoded one by one behind it
+LENGTH, MORE = (
+    8,
+    3,
+)  # tokens of a prompt that every T divides, tokens decoded one by one behind it
 
 
 def allowed(chosen: dict) -> bool:
@@ -48,7 +51,9 @@ def pairwise() -> list[dict]:
         for values in product(*CHOICES.values())
         if allowed(r := dict(zip(CHOICES, values, strict=True)))
     ]
-    pairs = {id(row): set(combinations(sorted(row.items(), key=str), 2)) for row in rows}
+    pairs = {
+        id(row): set(combinations(sorted(row.items(), key=str), 2)) for row in rows
+    }
     missing, taken = set().union(*pairs.values()), []
     while missing:
         taken.append(max(rows, key=lambda row: len(pairs[id(row)] & missing)))
@@ -71,7 +76,8 @@ def check_against_hugging_face(exports, checkpoint, chosen: dict) -> None:
         or decoder.options.kv_write == "mask"
     ):
         logits += [
-            decoder.decode_one_token([g.ids[LENGTH + i] for g in goldens]) for i in range(MORE)
+            decoder.decode_one_token([g.ids[LENGTH + i] for g in goldens])
+            for i in range(MORE)
         ]
     for slot, g in enumerate(goldens):
         found = np.stack([row.reshape(B, V)[slot] for row in logits])
@@ -84,7 +90,9 @@ def check_against_hugging_face(exports, checkpoint, chosen: dict) -> None:
     "chosen", pairwise(), ids=lambda row: "-".join(str(v) for v in row.values())
 )
 def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
-    check_against_hugging_face(exports, exports.checkpoint("zaya", **SLIDING_ZAYA), chosen)
+    check_against_hugging_face(
+        exports, exports.checkpoint("zaya", **SLIDING_ZAYA), chosen
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,21 +100,47 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
     [
         (
             "llama",
-            {"kv_write": "slice", "layout": "bc1t", "states": "packed", "layers_per_shard": 2},
+            {
+                "kv_write": "slice",
+                "layout": "bc1t",
+                "states": "packed",
+                "layers_per_shard": 2,
+            },
         ),
-        ("gemma3_text", {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 2}),
+        (
+            "gemma3_text",
+            {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 2},
+        ),
         ("gemma3_text", {"sliding": "ring", "t_max": 6, "layers_per_shard": 2}),
         ("qwen2", {"t": "fixed", "layout": "bc1t", "batch": 2}),
-        ("olmo3", {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 3}),
+        (
+            "olmo3",
+            {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 3},
+        ),
         ("phi3", {"kv_write": "slice", "states": "packed"}),
-        ("lfm2", {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t", "batch": 2}),
+        (
+            "lfm2",
+            {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t", "batch": 2},
+        ),
         ("lfm2", {"states": "packed", "layers_per_shard": 3, "batch": 3}),
-        ("qwen3_5_text", {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"}),
-        ("qwen3_5_text", {"states": "packed", "layers_per_shard": 3, "batch": 3, "t_max": 8}),
+        (
+            "qwen3_5_text",
+            {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"},
+        ),
+        (
+            "qwen3_5_text",
+            {"states": "packed", "layers_per_shard": 3, "batch": 3, "t_max": 8},
+        ),
         ("qwen3_5_text", {"t": "fixed", "layout": "bc1t", "batch": 2}),
         ("qwen3_5_text", {"functions": (1, 4)}),
-        ("granitemoehybrid", {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"}),
-        ("granitemoehybrid", {"states": "packed", "layers_per_shard": 3, "batch": 3, "t_max": 8}),
+        (
+            "granitemoehybrid",
+            {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"},
+        ),
+        (
+            "granitemoehybrid",
+            {"states": "packed", "layers_per_shard": 3, "batch": 3, "t_max": 8},
+        ),
         ("granitemoehybrid", {"t_max": 1, "layout": "bc1t", "batch": 2}),
     ],
 )
@@ -126,7 +160,12 @@ def test_a_sequence_moves_from_a_prefill_bundle_to_a_decode_bundle(exports):
     """Fixed T on both sides: what to do where the flexible dimension cannot be trusted."""
     checkpoint = exports.checkpoint("zaya", **SLIDING_ZAYA)
     prefill = exports.decoder(
-        checkpoint, t="fixed", t_max=4, max_seq_len=16, sliding="ring", layers_per_shard=2
+        checkpoint,
+        t="fixed",
+        t_max=4,
+        max_seq_len=16,
+        sliding="ring",
+        layers_per_shard=2,
     )
     decode = exports.decoder(
         checkpoint, t="fixed", t_max=1, max_seq_len=24, sliding="ring", states="packed"
@@ -159,7 +198,9 @@ def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):
     decoder = exports.decoder(checkpoint, kv_write="slice", batch=2)
     with pytest.raises(InputError, match="kv_write=slice.*equal positions"):
         decoder.prefill([[1, 2, 3], [1, 2]])
-    assert not any(s.read(n).any() for s in decoder.states for n in s.shard.states if is_cache(n))
+    assert not any(
+        s.read(n).any() for s in decoder.states for n in s.shard.states if is_cache(n)
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,6 +212,14 @@ def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):
         ("gemma3_text", {"sliding": "ring", "kv_write": "slice"}, "cannot wrap"),
     ],
 )
-def test_options_that_mean_nothing_together_are_refused(exports, tmp_path, family, chosen, found):
+def test_options_that_mean_nothing_together_are_refused(
+    exports, tmp_path, family, chosen, found
+):
     with pytest.raises(InputError, match=found):
-        export(exports.checkpoint(family), tmp_path / "b", progress=False, max_seq_len=16, **chosen)
+        export(
+            exports.checkpoint(family),
+            tmp_path / "b",
+            progress=False,
+            max_seq_len=16,
+            **chosen,
+        )

@@ -27,7 +27,9 @@ def test_logits_that_are_no_numbers_choose_no_token(sampling, broken):
     top_k=st.integers(0, 12),
     top_p=st.floats(0.05, 1),
 )
-def test_draws_from_the_distribution_transformers_draws_from(seed, temperature, top_k, top_p):
+def test_draws_from_the_distribution_transformers_draws_from(
+    seed, temperature, top_k, top_p
+):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = np.random.default_rng(seed).standard_normal(12).astype(np.float32) * 2
@@ -35,7 +37,10 @@ def test_draws_from_the_distribution_transformers_draws_from(seed, temperature, 
     warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
     chances = torch.softmax(TopPLogitsWarper(top_p)(None, warped), -1)[0].numpy()
     picks = np.bincount(
-        [Sampling(temperature, top_k, top_p, seed).pick(logits, at) for at in range(400)],
+        [
+            Sampling(temperature, top_k, top_p, seed).pick(logits, at)
+            for at in range(400)
+        ],
         minlength=12,
     )
     assert not picks[chances == 0].any()
@@ -45,23 +50,33 @@ def test_draws_from_the_distribution_transformers_draws_from(seed, temperature, 
 def test_a_sampled_sequence_depends_on_seed_and_position_alone(exports):
     """Alone, after a snapshot, and in a batch with other samplings: the same tokens."""
     decoder = trained.decoder(exports, "tiny-llama")
-    ids, chosen = list(range(10, 30)), Sampling(temperature=2.0, top_k=50, top_p=0.95, seed=3)
+    ids, chosen = (
+        list(range(10, 30)),
+        Sampling(temperature=2.0, top_k=50, top_p=0.95, seed=3),
+    )
     tokens = decoder.generate(ids, 8, stop=(), sampling=chosen)
     assert (
         tokens
         == decoder.generate(ids, 8, stop=(), sampling=chosen)
         != decoder.generate(ids, 8, stop=())
     )
-    assert tokens != decoder.generate(ids, 8, stop=(), sampling=Sampling(2.0, 50, 0.95, 4))
+    assert tokens != decoder.generate(
+        ids, 8, stop=(), sampling=Sampling(2.0, 50, 0.95, 4)
+    )
     decoder.begin()
     decoder.prefill(ids + tokens[:3])
     assert (
-        decoder.generate(tokens[3:4], 4, after=decoder.snapshot(), stop=(), sampling=chosen)
+        decoder.generate(
+            tokens[3:4], 4, after=decoder.snapshot(), stop=(), sampling=chosen
+        )
         == tokens[4:]
     )
     together = trained.decoder(exports, "tiny-llama", trained.BATCH)
     found = together.generate(
-        [ids, ids, ids[:9]], 8, stop=(), sampling=[chosen, Sampling(), Sampling(0.5, seed=9)]
+        [ids, ids, ids[:9]],
+        8,
+        stop=(),
+        sampling=[chosen, Sampling(), Sampling(0.5, seed=9)],
     )
     assert found[:2] == [tokens, decoder.generate(ids, 8, stop=())]
 

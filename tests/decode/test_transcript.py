@@ -27,7 +27,9 @@ def decoder(exports):
 def test_a_transcript_that_cannot_be_kept_is_refused_before_a_token_is_decoded(
     decoder, tmp_path, monkeypatch, max_new, name, found
 ):
-    monkeypatch.setattr(decoder, "advance", lambda *_: pytest.fail("a token is decoded"))
+    monkeypatch.setattr(
+        decoder, "advance", lambda *_: pytest.fail("a token is decoded")
+    )
     with pytest.raises(InputError, match=found):
         transcript(decoder, IDS, max_new, tmp_path / name if name else None)
     assert not list(tmp_path.iterdir())

@@ -30,7 +30,11 @@ def pair(exports, tiny_llama):
     """A prefill bundle of wide calls and a decode bundle of T = 1, unlike in all that may differ
     but their weights."""
     prefill = exports.bundle(
-        tiny_llama.path, functions=(4, 16), max_seq_len=48, layers_per_shard=2, states="packed"
+        tiny_llama.path,
+        functions=(4, 16),
+        max_seq_len=48,
+        layers_per_shard=2,
+        states="packed",
     )
     decode = exports.bundle(tiny_llama.path, t_max=1, max_seq_len=64, layout="bc1t")
     return prefill, decode
@@ -41,11 +45,17 @@ def test_a_stream_goes_on_from_a_prompt_that_another_bundle_ran(shimmed, pair, r
     ids = tiny.prompt(90, PROMPT)
     source, target = (Decoder(bundle, runtime, "exact") for bundle in pair)
     alone = list(target.stream(ids, MORE, stop=[]))
-    records = list(target.stream(ids, MORE, stop=[], prefill=partial(prefill_by, source, target)))
+    records = list(
+        target.stream(ids, MORE, stop=[], prefill=partial(prefill_by, source, target))
+    )
     assert [r.token for r in records] == [r.token for r in alone]
     for ours, theirs in zip(records, alone, strict=True):
-        assert tiny.relative(ours.logits, theirs.logits) < (1e-5 if runtime == "portable" else 1e-2)
-    assert source.offsets.tolist() == [PROMPT] and target.offsets.tolist() == [PROMPT + MORE - 1]
+        assert tiny.relative(ours.logits, theirs.logits) < (
+            1e-5 if runtime == "portable" else 1e-2
+        )
+    assert source.offsets.tolist() == [PROMPT] and target.offsets.tolist() == [
+        PROMPT + MORE - 1
+    ]
     assert target.ids == alone_ids(ids, records)
 
 
@@ -59,7 +69,9 @@ def test_a_batch_moves_with_sequences_of_their_own_lengths(exports, tiny_llama):
     target = exports.decoder(tiny_llama.path, t_max=1, compress="fp16", **chosen)
     prompts = [tiny.prompt(90, 9), tiny.prompt(90, 4, seed=1)]
     alone = target.generate(prompts, MORE, stop=[])
-    moved = target.generate(prompts, MORE, stop=[], prefill=partial(prefill_by, source, target))
+    moved = target.generate(
+        prompts, MORE, stop=[], prefill=partial(prefill_by, source, target)
+    )
     assert moved == alone and target.offsets.tolist() == [9 + MORE - 1, 4 + MORE - 1]
 
 
@@ -79,7 +91,11 @@ def test_nothing_runs_where_bundles_do_not_belong_together(exports, pair, tiny_l
         prefill_by(small, target, [1] * 9)
     assert target.ids == [[1, 2, 3]]
     with pytest.raises(InputError, match="whole prompt"):
-        list(target.stream([1], 1, after="running", prefill=partial(prefill_by, small, target)))
+        list(
+            target.stream(
+                [1], 1, after="running", prefill=partial(prefill_by, small, target)
+            )
+        )
 
 
 def test_a_snapshot_behind_a_hand_over_is_one_of_the_decoding_bundle(pair):
@@ -89,7 +105,9 @@ def test_a_snapshot_behind_a_hand_over_is_one_of_the_decoding_bundle(pair):
     prefill_by(source, target, ids)
     snapshot = target.snapshot()
     assert snapshot.identity == target.identity
-    expected = [target.decode_one_token(token) for token in tiny.prompt(90, MORE, seed=1)]
+    expected = [
+        target.decode_one_token(token) for token in tiny.prompt(90, MORE, seed=1)
+    ]
     target.begin(snapshot)
     again = [target.decode_one_token(token) for token in tiny.prompt(90, MORE, seed=1)]
     assert np.array_equal(expected, again)
@@ -98,10 +116,30 @@ def test_a_snapshot_behind_a_hand_over_is_one_of_the_decoding_bundle(pair):
 @pytest.mark.parametrize(
     "family, changed, first, then",
     [
-        ("gemma3_text", {}, {"sliding": "ring", "t_max": 8}, {"t_max": 1, "states": "packed"}),
-        ("gemma3_text", {}, {"functions": (1, 8)}, {"sliding": "ring", "functions": (1, 2)}),
-        ("zaya", {"num_hidden_layers": 2, "num_experts": 2}, {"functions": (2, 6)}, {"t_max": 1}),
-        ("llama", {}, {"kv_write": "slice", "t": "fixed"}, {"kv_write": "slice", "t_max": 1}),
+        (
+            "gemma3_text",
+            {},
+            {"sliding": "ring", "t_max": 8},
+            {"t_max": 1, "states": "packed"},
+        ),
+        (
+            "gemma3_text",
+            {},
+            {"functions": (1, 8)},
+            {"sliding": "ring", "functions": (1, 2)},
+        ),
+        (
+            "zaya",
+            {"num_hidden_layers": 2, "num_experts": 2},
+            {"functions": (2, 6)},
+            {"t_max": 1},
+        ),
+        (
+            "llama",
+            {},
+            {"kv_write": "slice", "t": "fixed"},
+            {"kv_write": "slice", "t_max": 1},
+        ),
         ("llama", {}, {"compress": "int8-tensor"}, {"t_max": 1, "batch": 1}),
     ],
 )
@@ -122,8 +160,14 @@ def test_every_gate_holds_across_the_hand_over(exports, family, changed, first, 
 
 
 FAULTS = {
-    "one row late": ("handover_rows", lambda n, v: np.roll(v, 1, axis=1) if v.ndim == 3 else v),
-    "keys as values": ("handover_rows", lambda n, v: v * 1.01 if n.endswith("k_state") else v),
+    "one row late": (
+        "handover_rows",
+        lambda n, v: np.roll(v, 1, axis=1) if v.ndim == 3 else v,
+    ),
+    "keys as values": (
+        "handover_rows",
+        lambda n, v: v * 1.01 if n.endswith("k_state") else v,
+    ),
     "last row lost": (
         "handover_rows",
         lambda n, v: np.where(np.arange(v.shape[1])[:, None] < v.shape[1] - 1, v, 0),
@@ -149,7 +193,9 @@ def test_a_copy_that_is_wrong_turns_the_gates_red(pair, monkeypatch, name):
     assert (found["handover_continues"] == "RED") != (name == "one row late")
 
 
-@pytest.mark.parametrize("presets", [("fp16", "int4-block32"), ("int4-block32", "fp16")])
+@pytest.mark.parametrize(
+    "presets", [("fp16", "int4-block32"), ("int4-block32", "fp16")]
+)
 def test_states_negated_on_the_way_to_other_weights_are_red(
     exports, tiny_llama, monkeypatch, presets
 ):
@@ -162,7 +208,9 @@ def test_states_negated_on_the_way_to_other_weights_are_red(
 
     def negated(decoder, seq=0):
         snapshot = take(decoder, seq)
-        return transfer.replace(snapshot, states={n: -v for n, v in snapshot.states.items()})
+        return transfer.replace(
+            snapshot, states={n: -v for n, v in snapshot.states.items()}
+        )
 
     verdicts = []
     for snapshot in (take, negated):
@@ -202,7 +250,9 @@ def test_a_cache_that_nothing_writes_turns_the_write_address_red(pair):
 
 
 def test_a_cache_too_small_for_a_hand_over_is_not_judged(exports, tiny_llama):
-    decoders = [exports.decoder(tiny_llama.path, max_seq_len=4, t_max=T) for T in (2, 1)]
+    decoders = [
+        exports.decoder(tiny_llama.path, max_seq_len=4, t_max=T) for T in (2, 1)
+    ]
     assert [g.verdict for g in handover.handover_gates(*decoders)] == ["not_run"]
 
 
@@ -229,7 +279,9 @@ def test_the_commands_take_a_prefill_bundle(pair, tiny_llama, llama_golden, tmp_
         arguments = (command, decode, "--golden", str(tmp_path / "g"))
         found = run(*arguments, "--prefill-bundle", prefill)
         gates = {g["name"]: g["verdict"] for g in found["gates"]}
-        assert {gates[name] for name in names} == {"GREEN"} and found["verdict"] == "GREEN"
+        assert {gates[name] for name in names} == {"GREEN"} and found[
+            "verdict"
+        ] == "GREEN"
         assert not names & {g["name"] for g in run(*arguments)["gates"]}
 
 
@@ -243,4 +295,6 @@ def test_export_takes_functions(tiny_llama, tmp_path):
     result = CliRunner().invoke(
         app, ["export", str(tiny_llama.path), str(tmp_path / "c"), "--functions", "1;2"]
     )
-    assert isinstance(result.exception, InputError) and "write 1,4" in str(result.exception)
+    assert isinstance(result.exception, InputError) and "write 1,4" in str(
+        result.exception
+    )

@@ -23,12 +23,16 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 @pytest.fixture(scope="module", params=FAMILIES)
 def decoder(request, exports):
     """A decoder of three sequences that can undo."""
-    return exports.decoder(exports.checkpoint(request.param), **programs.options(request.param, 0))
+    return exports.decoder(
+        exports.checkpoint(request.param), **programs.options(request.param, 0)
+    )
 
 
 def ids(decoder, count: int, seed: int = 0) -> list[list[int]]:
     """Tokens of each sequence."""
-    return np.reshape(tiny.prompt(decoder.manifest.dims.V, 3 * count, seed), (3, count)).tolist()
+    return np.reshape(
+        tiny.prompt(decoder.manifest.dims.V, 3 * count, seed), (3, count)
+    ).tolist()
 
 
 @pytest.mark.parametrize("seed", range(SAMPLE))
@@ -47,7 +51,9 @@ def test_a_program_notices_an_undo_that_forgets_the_tail(exports):
 @pytest.mark.parametrize("pair", [{}, {"state_pair": True}], ids=["one", "pair"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family, pair):
-    decoder = exports.decoder(exports.checkpoint(family), **programs.options(family, 0) | pair)
+    decoder = exports.decoder(
+        exports.checkpoint(family), **programs.options(family, 0) | pair
+    )
     decoder.begin()
     decoder.prefill(ids(decoder, 18))  # in calls of 4: the last has two tokens
     for trim in (decoder.snapshot().trim, decoder.trim):
@@ -60,10 +66,15 @@ def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family,
 
 def test_programs_that_have_run_are_not_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(programs, "SHAPES", programs.SHAPES[:1])
-    monkeypatch.setattr(programs, "fault_of", lambda decoder, seed: "" if seed else "a fault")
+    monkeypatch.setattr(
+        programs, "fault_of", lambda decoder, seed: "" if seed else "a fault"
+    )
     for _ in range(2):
         assert programs.prove(["llama"], 2, tmp_path / "programs.jsonl") == 1
-        assert "llama: 1 of 2 programs as their tokens alone llama/0" in capsys.readouterr().out
+        assert (
+            "llama: 1 of 2 programs as their tokens alone llama/0"
+            in capsys.readouterr().out
+        )
     assert len((tmp_path / "programs.jsonl").read_text().splitlines()) == 2
 
 
@@ -94,7 +105,10 @@ def test_what_was_undone_stays_undone_in_a_snapshot_that_is_restored(decoder):
     assert decoder.floors.tolist() == [10, 0, 0]
     after = decoder.prefill([[3, 1], [], []])[0]
     decoder.begin()
-    assert tiny.relative(after, decoder.prefill([prompt[0][:11] + [3, 1], [], []])[0]) < 1e-5
+    assert (
+        tiny.relative(after, decoder.prefill([prompt[0][:11] + [3, 1], [], []])[0])
+        < 1e-5
+    )
 
 
 def test_a_stored_snapshot_is_used_up_to_its_depth(decoder, tmp_path):
@@ -106,7 +120,11 @@ def test_a_stored_snapshot_is_used_up_to_its_depth(decoder, tmp_path):
     kept.save("chat", snapshot)
     kept.cool()
     hit = kept.find(prompt[:15])  # its last token is run again
-    assert (hit.snapshot.offset, hit.snapshot.floor, hit.rest) == (14, 12, prompt[14:15])
+    assert (hit.snapshot.offset, hit.snapshot.floor, hit.rest) == (
+        14,
+        12,
+        prompt[14:15],
+    )
     assert not programs.differing(kept.load("chat"), snapshot)
     assert kept.find([*prompt[:12], 0, 0]).snapshot.offset == 12
     assert kept.find([*prompt[:11], 0, 0]) is None
@@ -132,7 +150,9 @@ def test_a_sequence_moves_between_bundles_with_and_without_undo(exports, family)
     alone = plain.prefill([prompt[0], prompt[1][:7], prompt[2]])
     alone = plain.prefill(more)
     assert all(tiny.relative(each, alone) < 1e-5 for each in found)
-    with pytest.raises(InputError, match="1 to undo; needs at most 0: .*export with --undo"):
+    with pytest.raises(
+        InputError, match="1 to undo; needs at most 0: .*export with --undo"
+    ):
         plain.trim(1)
 
 
@@ -150,7 +170,9 @@ def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(exp
     code = section.partition("```python\n")[2].partition("```")[0]
     names = {"draft": draft, "prompt": prompt}
     exec(code.replace("build/lfm2", str(bundle.root)), names)
-    assert names["tokens"] == alone[: len(names["tokens"])] and len(names["tokens"]) >= 64
+    assert (
+        names["tokens"] == alone[: len(names["tokens"])] and len(names["tokens"]) >= 64
+    )
     assert names["decoder"].ids[0] == prompt + names["tokens"]
 
 
@@ -160,9 +182,15 @@ def test_undo_leaves_room_behind_every_tail(exports):
 
     source = Checkpoint(exports.checkpoint("zaya"))
     plan = family_of(source.config).plan(source.config)
-    options = exports.bundle(source.path, **programs.options("zaya", 0)).manifest.options
+    options = exports.bundle(
+        source.path, **programs.options("zaya", 0)
+    ).manifest.options
     (spec, *_) = shards.specs(plan, options)
-    assert spec.inputs["tail_select"] == [3, 6, "T"] and spec.inputs["tail_keep"] == [3, 6, 6]
+    assert spec.inputs["tail_select"] == [3, 6, "T"] and spec.inputs["tail_keep"] == [
+        3,
+        6,
+        6,
+    ]
     assert spec.inputs["tail_first"] == [3, 2, 6]
     assert spec.buffers["layers_0_conv_state"] == [3, 6, 6 * 32]
     assert spec.buffers["layers_0_v_delayed_state"] == [3, 5, 32]

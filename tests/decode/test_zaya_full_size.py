@@ -24,8 +24,14 @@ def test_a_layer_of_full_size_decodes_as_hugging_face(tmp_path):
     own.models.clear()
     exact = own.decoder(checkpoint)
     for sizes in ([1], [2], [3], [4]):
-        assert tiny.cosine(tiny.isolated(exact, 0, g, sizes, width=4), g.updates[0]) > 0.999999
+        assert (
+            tiny.cosine(tiny.isolated(exact, 0, g, sizes, width=4), g.updates[0])
+            > 0.999999
+        )
     assert tiny.relative(tiny.chained(exact, g.ids, [4]), g.logits) < 1e-5
     assert (
-        tiny.cosine(tiny.chained(own.decoder(checkpoint, "declared"), g.ids, [4]), g.logits) > 0.999
+        tiny.cosine(
+            tiny.chained(own.decoder(checkpoint, "declared"), g.ids, [4]), g.logits
+        )
+        > 0.999
     )

@@ -34,7 +34,8 @@ def test_parts_add_up_to_the_total_and_their_shares_to_one(splits, mode):
     assert split.shares().to_numpy().sum() == pytest.approx(1)
     layers = split.layers()
     assert np.allclose(
-        layers["total"] ** 2, layers["rss"] ** 2 + layers["cross"] * layers["total"] ** 2
+        layers["total"] ** 2,
+        layers["rss"] ** 2 + layers["cross"] * layers["total"] ** 2,
     )
 
 
@@ -49,7 +50,9 @@ def test_int8_costs_more_than_rounding_and_the_program_is_hugging_face_s(splits)
 def test_storage_is_the_rounding_of_weights_that_fp16_cannot_hold(exports):
     checkpoint = exports.checkpoint("llama", dtype="float32")
     bundle = exports.bundle(checkpoint)
-    split = error.split_error(error.Checkpoint(checkpoint), bundle, [1, 2, 3, 4])["isolated"]
+    split = error.split_error(error.Checkpoint(checkpoint), bundle, [1, 2, 3, 4])[
+        "isolated"
+    ]
     layers = split.layers()
     assert layers["storage"].between(1e-5, 1e-3).all()
     assert (layers["reauthoring"] < gates.REAUTHORING).all()
@@ -70,10 +73,14 @@ def test_every_position_of_a_layer_makes_up_the_layer(splits):
 
 def test_a_program_that_is_not_hugging_face_s_is_red(splits):
     split = splits["isolated"]
-    worse = split.parts | {"reauthoring": split.parts["reauthoring"] + 1e-3 * split.reference}
+    worse = split.parts | {
+        "reauthoring": split.parts["reauthoring"] + 1e-3 * split.reference
+    }
     found = {
         g.name: g.verdict
-        for g in error.error_gates({"isolated": error.Split(split.reference, split.bundle, worse)})
+        for g in error.error_gates(
+            {"isolated": error.Split(split.reference, split.bundle, worse)}
+        )
     }
     assert found == {"reauthoring": "RED", "parts_telescope": "RED"}
 
@@ -91,7 +98,9 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     parts = error.split_error(tiny_llama, clean, IDS)["isolated"].layers()
     init = layers.RMSNorm.__init__
     monkeypatch.setattr(
-        layers.RMSNorm, "__init__", lambda norm, width, eps, **k: init(norm, width, 100 * eps, **k)
+        layers.RMSNorm,
+        "__init__",
+        lambda norm, width, eps, **k: init(norm, width, 100 * eps, **k),
     )
     target = exports.root / f"eps-{compress}"
     faulty = export(tiny_llama.path, target, progress=False, **options)
@@ -105,18 +114,23 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
 @pytest.mark.parametrize("family", ["gemma3_text", "zaya"])
 def test_the_parts_of_an_uncompressed_bundle_are_rounding_alone(exports, family):
     checkpoint = exports.checkpoint(family, dtype="float32")
-    splits = error.split_error(error.Checkpoint(checkpoint), exports.bundle(checkpoint), [1, 2, 3])
+    splits = error.split_error(
+        error.Checkpoint(checkpoint), exports.bundle(checkpoint), [1, 2, 3]
+    )
     split = splits["isolated"]
     assert not split.parts["quantization"].any()
     assert split.layers()["storage"].between(1e-5, 1e-3).all()
     assert gates.verdict(error.error_gates(splits)) == "GREEN"
 
 
-@pytest.mark.parametrize(("family", "options"), [("gemma3_text", {}), ("zaya", {"moe": "routed"})])
+@pytest.mark.parametrize(
+    ("family", "options"), [("gemma3_text", {}), ("zaya", {"moe": "routed"})]
+)
 def test_values_at_fp16_are_those_of_an_uncompressed_bundle(exports, family, options):
     checkpoint = error.Checkpoint(exports.checkpoint(family))
     compressed, plain = (
-        exports.bundle(checkpoint.path, compress=c, **options) for c in ("int8-tensor", "fp16")
+        exports.bundle(checkpoint.path, compress=c, **options)
+        for c in ("int8-tensor", "fp16")
     )
     reference = golden.make_golden(checkpoint, [1, 2, 3, 4])
     trial = weights.WeightTrial(compressed, checkpoint, reference)
@@ -126,7 +140,9 @@ def test_values_at_fp16_are_those_of_an_uncompressed_bundle(exports, family, opt
 
 
 def test_the_costliest_tensor_is_found(trial):
-    with trial.swapped({(1, "mlp.up_proj.weight")}, lambda w: w + 0.1 * w.std() * torch.sign(w)):
+    with trial.swapped(
+        {(1, "mlp.up_proj.weight")}, lambda w: w + 0.1 * w.std() * torch.sign(w)
+    ):
         ranked = weights.costs(trial)
     worst = ranked[ranked["layer"] == 1].iloc[0]
     assert worst["tensor"] == "mlp.up_proj.weight"
@@ -153,7 +169,9 @@ def test_int8_per_channel_is_what_the_export_stores(exports, tiny_llama, llama_b
     name = "model.layers.0.mlp.down_proj.weight"
     ours = weights.int8_channel(plain.executable.constant(plain.shard.weights[name]))
     theirs = stored.executable.constant(stored.shard.weights[name])
-    codes = (ours - theirs).abs() / (theirs.abs().flatten(1).amax(1).reshape(-1, 1, 1, 1) / 127)
+    codes = (ours - theirs).abs() / (
+        theirs.abs().flatten(1).amax(1).reshape(-1, 1, 1, 1) / 127
+    )
     assert (
         codes.max() < 1.1
     )  # coremltools divides in fp16, so values near the middle of two codes may go the other way

@@ -29,7 +29,9 @@ def test_a_clean_bundle_stays_finite_everywhere(traced):
 def test_every_shard_is_seen_and_every_layer_value_has_a_module(traced, llama_bundle):
     frame = traced.frame()
     assert set(frame["shard"]) == {s.name for s in llama_bundle.manifest.shards}
-    assert frame.loc[frame["kind"] == "conv", "module"].str.contains("proj|lm_head").all()
+    assert (
+        frame.loc[frame["kind"] == "conv", "module"].str.contains("proj|lm_head").all()
+    )
 
 
 def test_headroom_is_bits_below_the_largest_fp16(traced):
@@ -39,7 +41,10 @@ def test_headroom_is_bits_below_the_largest_fp16(traced):
 
 def test_tiling_changes_no_range_of_the_residual_stream(llama_bundle, traced):
     frame = trace.trace_bundle(llama_bundle, IDS, tile=1).frame()
-    hidden = [f.loc[f["value"] == "hidden", "max_abs"].to_numpy() for f in (frame, traced.frame())]
+    hidden = [
+        f.loc[f["value"] == "hidden", "max_abs"].to_numpy()
+        for f in (frame, traced.frame())
+    ]
     assert np.allclose(*hidden, rtol=1e-5)
 
 
@@ -48,7 +53,9 @@ def ranges(decoder, ids=IDS):
 
 
 def plant(decoder, layer, kind, change):
-    step = next(s for s in decoder.layers[layer].executable.body.steps if s.op.kind == kind)
+    step = next(
+        s for s in decoder.layers[layer].executable.body.steps if s.op.kind == kind
+    )
     original = step.function
     step.function = lambda **arguments: change(original(**arguments))
     return step.op.name
@@ -80,7 +87,10 @@ def test_narrow_sums_overflow_where_wide_ones_cancel():
     # 64 products of 4e4, half of them negative: the sum is 0, sums of 32 terms are not
     from miltorch.ops import OPERATIONS
 
-    a, b = torch.full((1, 64), 200.0), torch.tensor([200.0] * 32 + [-200.0] * 32)[:, None]
+    a, b = (
+        torch.full((1, 64), 200.0),
+        torch.tensor([200.0] * 32 + [-200.0] * 32)[:, None],
+    )
     wide = OPERATIONS["matmul"].function(x=a, y=b)
     narrow = OPERATIONS["matmul"].narrow(x=a, y=b)
     seen = trace.Range("s", "op", "matmul", "", "v")
@@ -94,7 +104,13 @@ def test_counts_of_a_range_are_exact():
     seen = trace.Range("s", "op", "add", "", "v")
     seen.add(torch.tensor([1.0, -3.0, 0.0, 1e-6]), 0)
     seen.add(torch.tensor([float("inf"), float("-inf"), float("nan"), 2.0]), 1)
-    assert (seen.max_abs, seen.infs, seen.nans, seen.subnormals, seen.elements) == (3.0, 2, 1, 1, 8)
+    assert (seen.max_abs, seen.infs, seen.nans, seen.subnormals, seen.elements) == (
+        3.0,
+        2,
+        1,
+        1,
+        8,
+    )
     assert (seen.inf_at, seen.nan_at) == (1, 1)
 
 
@@ -102,12 +118,16 @@ def test_departure_is_where_rounding_first_grows(traced, llama_bundle):
     assert traced.departure["shard"] == "layers_00_00"
     assert traced.departure["roundings"] > 1
     exact, again = (Decoder(llama_bundle, "portable", "exact") for _ in range(2))
-    assert trace.trace_ranges({"exact": exact, "declared": again}, IDS).departure is None
+    assert (
+        trace.trace_ranges({"exact": exact, "declared": again}, IDS).departure is None
+    )
 
 
 def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):
     package = llama_bundle.root / "layers_00_00.mlpackage"
-    seeded = [trace.trace_package(package, seed=s).frame()["max_abs"] for s in (0, 0, 1)]
+    seeded = [
+        trace.trace_package(package, seed=s).frame()["max_abs"] for s in (0, 0, 1)
+    ]
     assert seeded[0].equals(seeded[1])
     assert not seeded[0].equals(seeded[2])
     x = np.full((1, llama_bundle.manifest.dims.C, 1, 1), 6e4, np.float32)
@@ -127,12 +147,14 @@ def masked(path, scale):
     def build(x, mask):
         rows = mb.slice_by_index(x=mask, begin=[0, 0], end=[4, 4], name="rows")
         scores = mb.mul(x=x, y=np.float16(scale), name="scores")
-        return mb.softmax(x=mb.add(x=scores, y=rows, name="sum"), axis=-1, name="weights")
+        return mb.softmax(
+            x=mb.add(x=scores, y=rows, name="sum"), axis=-1, name="weights"
+        )
 
     with quiet():
-        ct.convert(build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True).save(
-            str(path)
-        )
+        ct.convert(
+            build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True
+        ).save(str(path))
     return path
 
 
@@ -145,7 +167,9 @@ def test_an_inf_that_a_mask_brings_in_is_no_fault_and_one_beside_it_is(tmp_path)
         own = dict(zip(miltorch.read(package).inputs, (inputs[n] for n in names)))
         found = trace.trace_package(package, own).json()
         assert found["verdict"] == verdict
-        assert (found["first_inf"] or {}).get("op") == (None if scale == 2.0 else "scores")
+        assert (found["first_inf"] or {}).get("op") == (
+            None if scale == 2.0 else "scores"
+        )
         assert found["first_nan"] is None or verdict == "RED"
 
 

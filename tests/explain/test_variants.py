@@ -29,7 +29,9 @@ def checkpoint_of(exports, family: str) -> Path:
 
 def relabelled(source: Path, exported_from: Path, target: Path, **options) -> Bundle:
     """A bundle of `exported_from` that says it is of `source`."""
-    bundle = export(exported_from, target, progress=False, **{"max_seq_len": 32} | options)
+    bundle = export(
+        exported_from, target, progress=False, **{"max_seq_len": 32} | options
+    )
     manifest = json.loads((bundle.root / "bundle.json").read_text())
     manifest["checkpoint"]["sha256"] = Checkpoint(source).sha256
     (bundle.root / "bundle.json").write_text(json.dumps(manifest))
@@ -42,7 +44,9 @@ def configured(source: Path, folder: Path, **changes) -> Path:
     shutil.copytree(source, copy)
     config = json.loads((copy / "config.json").read_text())
     for name, value in changes.items():
-        config[name] = config.get(name, {}) | value if isinstance(value, dict) else value
+        config[name] = (
+            config.get(name, {}) | value if isinstance(value, dict) else value
+        )
     (copy / "config.json").write_text(json.dumps(config))
     return copy
 
@@ -63,9 +67,18 @@ def named(bundle: Bundle, source: Path) -> tuple[str | None, list]:
 CONFIGURATIONS = {
     "rope theta 500000": ("llama", {"rope_parameters": {"rope_theta": 5e5}}),
     "rope theta 123456": ("qwen3", {"rope_parameters": {"rope_theta": 123456.0}}),
-    "rope scaling linear 2": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
-    "rope scaling linear 3": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
-    "rope scaling llama3 8": ("llama", {"rope_parameters": variants.LLAMA3 | {"factor": 8.0}}),
+    "rope scaling linear 2": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    "rope scaling linear 3": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+    ),
+    "rope scaling llama3 8": (
+        "llama",
+        {"rope_parameters": variants.LLAMA3 | {"factor": 8.0}},
+    ),
     "eps 0.0001": ("llama", {"rms_norm_eps": 1e-4}),
     "no window": ("gemma3_text", {"sliding_window": 32}),
     "window 2, a half": ("gemma3_text", {"sliding_window": 2}),
@@ -107,10 +120,15 @@ def interleaved(shape, x, io, width):
 
 
 def tiled(shape, q, k, v, cache, io):
-    k, v = cache.append(K_STATE, k, io, shape.suffix), cache.append(V_STATE, v, io, shape.suffix)
+    k, v = (
+        cache.append(K_STATE, k, io, shape.suffix),
+        cache.append(V_STATE, v, io, shape.suffix),
+    )
     order = torch.arange(shape.H).reshape(-1, shape.H_kv).T.reshape(-1)
     scores = q[:, order].reshape(shape.B, shape.H_kv, -1, shape.D) @ k.transpose(2, 3)
-    scores = scores.reshape(shape.B, shape.H, -1, shape.S) + io[ATTN_MASK + shape.suffix]
+    scores = (
+        scores.reshape(shape.B, shape.H, -1, shape.S) + io[ATTN_MASK + shape.suffix]
+    )
     weights = torch.softmax(scores, -1).reshape(shape.B, shape.H_kv, -1, shape.S)
     return (weights @ v).reshape(shape.B, shape.H, -1, shape.D)[:, torch.argsort(order)]
 
@@ -120,9 +138,12 @@ def norm_after_rope(module, x, cache, io):
     q, k = s.heads(module.q_proj(x), s.H), s.heads(module.k_proj(x), s.H_kv)
     v = s.heads(module.v_proj(x), s.H_kv)
     q, k = (
-        norm(s.rotate(y, io, module.rotary)) for norm, y in ((module.q_norm, q), (module.k_norm, k))
+        norm(s.rotate(y, io, module.rotary))
+        for norm, y in ((module.q_norm, q), (module.k_norm, k))
     )
-    return module.o_proj(s.merge(s.attend(layers.scaled(q, module.scale), k, v, cache, io)))
+    return module.o_proj(
+        s.merge(s.attend(layers.scaled(q, module.scale), k, v, cache, io))
+    )
 
 
 def norm_before_rope(module, x, cache, io):
@@ -166,7 +187,12 @@ def unscaled(plan):
 
 
 MODULES = {
-    "rope pairs interleaved": ("llama", layers.AttentionGeometry, "rotate", interleaved),
+    "rope pairs interleaved": (
+        "llama",
+        layers.AttentionGeometry,
+        "rotate",
+        interleaved,
+    ),
     "key/value heads tiled over the query heads": (
         "llama",
         layers.AttentionGeometry,
@@ -175,7 +201,12 @@ MODULES = {
     ),
     "q/k norm after rope": ("qwen3", layers.Attention, "forward", norm_after_rope),
     "q/k norm left out": ("qwen3", layers.Attention, "forward", norm_left_out),
-    "q/k norm before rope": ("hunyuan_v1_dense", layers.Attention, "forward", norm_before_rope),
+    "q/k norm before rope": (
+        "hunyuan_v1_dense",
+        layers.Attention,
+        "forward",
+        norm_before_rope,
+    ),
     "norms before blocks instead of behind": (
         "olmo2",
         llama.DecoderLayer,
@@ -189,7 +220,12 @@ MODULES = {
         "__init__",
         gelu(layers.GatedMLP.__init__),
     ),
-    "embedding not scaled by √C": ("gemma3_text", gemma3, "plan", unscaled(gemma3.plan)),
+    "embedding not scaled by √C": (
+        "gemma3_text",
+        gemma3,
+        "plan",
+        unscaled(gemma3.plan),
+    ),
 }
 
 
@@ -215,7 +251,9 @@ def test_exchanged_layers_are_named_first(exports, tmp_path, compress):
     other = {"1": "2", "2": "1"}
     names = {n: n.split(".") for n in tensors}
     tensors = {
-        ".".join([*p[:2], other.get(p[2], p[2]), *p[3:]] if "layers" in p else p): tensors[n]
+        ".".join(
+            [*p[:2], other.get(p[2], p[2]), *p[3:]] if "layers" in p else p
+        ): tensors[n]
         for n, p in names.items()
     }
     save_file(tensors, changed / "model.safetensors", {"format": "pt"})
@@ -232,7 +270,8 @@ def test_layers_run_in_another_order_are_named_first(exports, tmp_path):
     manifest = json.loads((tmp_path / "bundle" / "bundle.json").read_text())
     a, b = (manifest["shards"][i] for i in (1, 2))
     manifest["shards"][1:3] = [
-        here | {key: there[key] for key in ("path", "files", "bytes", "weights", "modules")}
+        here
+        | {key: there[key] for key in ("path", "files", "bytes", "weights", "modules")}
         for here, there in ((a, b), (b, a))
     ]
     (tmp_path / "bundle" / "bundle.json").write_text(json.dumps(manifest))
@@ -256,18 +295,24 @@ def test_a_fault_of_another_kind_has_no_variant(exports, tmp_path, monkeypatch):
     monkeypatch.setattr(layers.Attention, "forward", half_of_attention)
     bundle = relabelled(source, source, tmp_path / "bundle")
     assert named(bundle, source)[0] is None
-    result = CliRunner().invoke(cli(), ["explain", str(bundle.root), "--checkpoint", str(source)])
+    result = CliRunner().invoke(
+        cli(), ["explain", str(bundle.root), "--checkpoint", str(source)]
+    )
     assert result.exit_code == 0
     assert result.stdout.startswith("No variant explains")
 
 
 def test_two_faults_at_once_have_no_variant(exports, tmp_path):
     source = checkpoint_of(exports, "llama")
-    changed = configured(source, tmp_path, rms_norm_eps=1e-3, rope_parameters={"rope_theta": 5e5})
+    changed = configured(
+        source, tmp_path, rms_norm_eps=1e-3, rope_parameters={"rope_theta": 5e5}
+    )
     assert named(relabelled(source, changed, tmp_path / "bundle"), source)[0] is None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya", "phi3"]
+)
 def test_a_clean_bundle_is_as_configured(exports, family):
     source = checkpoint_of(exports, family)
     bundle = exports.bundle(source, compress="int8-tensor")
@@ -284,7 +329,9 @@ def test_the_command_gives_names_best_first(exports, tmp_path):
     assert result.exit_code == 0
     assert found["fits"] == found["variants"][0]["name"] == "rope theta 1000000"
     assert found["variants"][0].keys() == {"name", "relative_rms"}
-    assert {"as configured", "rope theta 500000"} <= {v["name"] for v in found["variants"]}
+    assert {"as configured", "rope theta 500000"} <= {
+        v["name"] for v in found["variants"]
+    }
 
 
 def test_a_bundle_of_another_checkpoint_is_refused(exports, tmp_path):

@@ -67,7 +67,9 @@ def main(moments: int) -> int:
         pid = child(source, target)
         time.sleep(after)
         os.kill(pid, signal.SIGKILL)
-        finished = wait(pid) or target.exists()  # its bundle was in place, only its end was not
+        finished = (
+            wait(pid) or target.exists()
+        )  # its bundle was in place, only its end was not
         kept = len(list((folder / f".b{i}.partial").glob("*.json")))
         same = (finished or wait(child(source, target))) and Bundle.open(
             target

@@ -28,9 +28,9 @@ def held(decoder) -> dict[str, torch.Tensor]:
     found = {}
     for model in decoder.layers + decoder.heads:
         for tensor, constant in model.shard.weights.items():
-            found[tensor] = torch.from_numpy(model.constant(constant)) - model.shard.offsets.get(
-                tensor, 0.0
-            )
+            found[tensor] = torch.from_numpy(
+                model.constant(constant)
+            ) - model.shard.offsets.get(tensor, 0.0)
     return found
 
 
@@ -56,7 +56,8 @@ def test_a_compressed_bundle_computes_with_the_weights_it_names(exports, preset)
 def test_compression_makes_the_package_smaller(exports, preset):
     checkpoint = exports.checkpoint("llama", tie_word_embeddings=False, **SIZE)
     plain, small = (
-        exports.bundle(checkpoint, compress=c).shards("head")[0].bytes for c in ("fp16", preset)
+        exports.bundle(checkpoint, compress=c).shards("head")[0].bytes
+        for c in ("fp16", preset)
     )
     weights = 320 * 64
     assert plain - small > 0.8 * weights * (16 - PRESETS[preset]) / 8
@@ -65,7 +66,9 @@ def test_compression_makes_the_package_smaller(exports, preset):
 def test_routers_kernels_and_vectors_of_zaya_stay_fp16(exports):
     checkpoint = exports.checkpoint("zaya", num_hidden_layers=1)
     source = Checkpoint(checkpoint)
-    for name, value in held(exports.decoder(checkpoint, compress="int8-channel")).items():
+    for name, value in held(
+        exports.decoder(checkpoint, compress="int8-channel")
+    ).items():
         original = source.tensor(name)
         kept = ".gate." in name or "conv_qk" in name or original.dim() < 2
         same = np.array_equal(value.reshape(original.shape), original)
@@ -75,7 +78,13 @@ def test_routers_kernels_and_vectors_of_zaya_stay_fp16(exports):
 def test_a_width_that_blocks_do_not_divide_is_refused_by_name(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", intermediate_size=80, **SIZE)
     with pytest.raises(InputError, match="down_proj.weight.*80 inputs.*multiple of 32"):
-        export(checkpoint, tmp_path / "b", progress=False, max_seq_len=16, compress="int4-block32")
+        export(
+            checkpoint,
+            tmp_path / "b",
+            progress=False,
+            max_seq_len=16,
+            compress="int4-block32",
+        )
 
 
 def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
@@ -86,7 +95,9 @@ def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
     )
 
     if preset.startswith("lut"):
-        found = palettize_weights.blockwise_compress(weight, "KMEANS", int(preset[3:]), [0] * 4)
+        found = palettize_weights.blockwise_compress(
+            weight, "KMEANS", int(preset[3:]), [0] * 4
+        )
         return {"indices": found.indices, "lut": found.lut}
     blocks = {
         "int8-tensor": [0, 0, 0, 0],
@@ -107,7 +118,9 @@ def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
         weight[:: 1 + seed % 3] = 0
     elif kind == "any bits":  # every finite fp16 that an integer scale can hold
         weight = (
-            rng.integers(0, 1 << 16, shape, dtype=np.uint16).view(np.float16).astype(np.float64)
+            rng.integers(0, 1 << 16, shape, dtype=np.uint16)
+            .view(np.float16)
+            .astype(np.float64)
         )
         weight[~(np.abs(weight) <= 32752)] = 0
     elif kind == "subnormal":
@@ -144,7 +157,9 @@ def test_our_integers_are_coremltools_bit_for_bit(preset, kind, rows, blocks, se
     weight = draw(kind, (rows, 32 * blocks), seed)[:, :, None, None]
     arrays = ours(weight, preset)
     for role, expected in theirs(weight, preset).items():
-        assert arrays[role].tobytes() == expected.astype(arrays[role].dtype).tobytes(), role
+        assert (
+            arrays[role].tobytes() == expected.astype(arrays[role].dtype).tobytes()
+        ), role
 
 
 @pytest.mark.parametrize("preset", ["lut4", "lut6"])
@@ -154,7 +169,9 @@ def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
     weight = draw(kind, (130, 96), 2)[:, :, None, None]
     arrays = ours(weight, preset)
     for role, expected in theirs(weight, preset).items():
-        assert arrays[role].tobytes() == expected.astype(arrays[role].dtype).tobytes(), role
+        assert (
+            arrays[role].tobytes() == expected.astype(arrays[role].dtype).tobytes()
+        ), role
 
 
 def least_squared_error(values: np.ndarray, count: int) -> float:
@@ -181,17 +198,26 @@ def least_squared_error(values: np.ndarray, count: int) -> float:
     seed=st.integers(0, 1 << 30),
 )
 @example(kind="normal", rows=20, blocks=2, seed=1)
-def test_our_tables_of_small_tensors_have_the_least_squared_error(preset, kind, rows, blocks, seed):
+def test_our_tables_of_small_tensors_have_the_least_squared_error(
+    preset, kind, rows, blocks, seed
+):
     values = draw(kind, (rows, 32 * blocks), seed).reshape(-1)
     arrays = ours(values.reshape(rows, -1, 1, 1), preset)
     stored = arrays["lut"][arrays["indices"]].astype(np.float64)
-    rounding = (np.spacing(np.abs(stored).astype(np.float16)).astype(np.float64) / 2) ** 2
+    rounding = (
+        np.spacing(np.abs(stored).astype(np.float16)).astype(np.float64) / 2
+    ) ** 2
     least = least_squared_error(values, 1 << int(preset[3:]))
-    scale = float((values.astype(np.float64) ** 2).sum())  # sums of squares cancel in the cuts
+    scale = float(
+        (values.astype(np.float64) ** 2).sum()
+    )  # sums of squares cancel in the cuts
     assert ((stored - values) ** 2).sum() <= least + rounding.sum() + 1e-12 * scale
 
 
-@given(bits=st.sampled_from([4, 6]), values=st.lists(st.integers(0, 63), min_size=1, max_size=40))
+@given(
+    bits=st.sampled_from([4, 6]),
+    values=st.lists(st.integers(0, 63), min_size=1, max_size=40),
+)
 def test_packed_bits_unpack_to_what_they_were(bits, values):
     from miltorch.blob import unpack_bits
 

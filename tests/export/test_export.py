@@ -52,12 +52,15 @@ def test_every_checkpoint_tensor_is_held_to_the_bit(exports, family, changed, op
     for model in decoder.layers + decoder.heads + experts:
         shard = model.shard
         for tensor, constant in shard.weights.items():
-            in_part = ".experts." in tensor and shard.kind == "expert" or "embed" in tensor
+            in_part = (
+                ".experts." in tensor and shard.kind == "expert" or "embed" in tensor
+            )
             expected = source.tensor(
                 tensor, slice(*shard.rows) if in_part else None
             ) + shard.offsets.get(tensor, 0.0)
             assert np.array_equal(
-                model.constant(constant).ravel(), expected.half().float().numpy().ravel()
+                model.constant(constant).ravel(),
+                expected.half().float().numpy().ravel(),
             ), tensor
             held.add(tensor)
     assert held >= set(source.header)
@@ -66,11 +69,15 @@ def test_every_checkpoint_tensor_is_held_to_the_bit(exports, family, changed, op
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "zaya"])
 def test_taps_of_a_shard_of_all_layers_are_the_layers_outputs(exports, family):
     checkpoint = exports.checkpoint(family)
-    one = exports.decoder(checkpoint, layers_per_shard=len(exports.hf(checkpoint).model.layers))
+    one = exports.decoder(
+        checkpoint, layers_per_shard=len(exports.hf(checkpoint).model.layers)
+    )
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 4))
     (model,) = one.layers
     assert (
-        set(model.shard.taps) == set(range(*model.shard.layers)) == set(range(one.manifest.dims.L))
+        set(model.shard.taps)
+        == set(range(*model.shard.layers))
+        == set(range(one.manifest.dims.L))
     )
     seen = {}
 
@@ -93,10 +100,17 @@ def test_program_values_name_the_module_they_came_from(exports, llama):
         } <= paths
 
 
-def test_a_large_vocabulary_is_cut_into_head_slices_that_join_to_the_same_logits(exports):
-    checkpoint = exports.checkpoint("llama", vocab_size=16_384 + 77, num_hidden_layers=1)
+def test_a_large_vocabulary_is_cut_into_head_slices_that_join_to_the_same_logits(
+    exports,
+):
+    checkpoint = exports.checkpoint(
+        "llama", vocab_size=16_384 + 77, num_hidden_layers=1
+    )
     decoder = exports.decoder(checkpoint)
-    assert [s.rows for s in decoder.bundle.shards("head")] == [(0, 16_384), (16_384, 16_461)]
+    assert [s.rows for s in decoder.bundle.shards("head")] == [
+        (0, 16_384),
+        (16_384, 16_461),
+    ]
     g = tiny.golden(exports.hf(checkpoint), [16_400, 3, 16_460])
     assert tiny.relative(tiny.chained(decoder, g.ids, [3]), g.logits) < 2e-6
 
@@ -108,7 +122,9 @@ def test_a_bf16_checkpoint_is_rounded_to_fp16_and_nothing_else(exports, tmp_path
         for parameter in model.parameters():
             parameter.copy_(parameter.half().float())
     g = tiny.golden(model, tiny.prompt(97, 6))
-    assert tiny.relative(tiny.chained(exports.decoder(path), g.ids, [2]), g.logits) < 2e-6
+    assert (
+        tiny.relative(tiny.chained(exports.decoder(path), g.ids, [2]), g.logits) < 2e-6
+    )
 
 
 def test_a_head_width_the_neural_engine_dislikes_is_warned_about_and_works(exports):
@@ -123,7 +139,9 @@ def change(path, **tensors):
     weights = load_file(path / WEIGHTS)
     for name, edit in tensors.items():
         weights[name] = edit(weights[name])
-    save_file({n: t.contiguous() for n, t in weights.items() if t is not None}, path / WEIGHTS)
+    save_file(
+        {n: t.contiguous() for n, t in weights.items() if t is not None}, path / WEIGHTS
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,16 +153,36 @@ def change(path, **tensors):
             {},
             "no tensor 'model.layers.1.mlp.up_proj.weight'",
         ),
-        ("model.embed_tokens.weight", lambda t: None, {}, "no tensor 'model.embed_tokens.weight'"),
-        ("model.layers.0.self_attn.k_proj.weight", lambda t: t[:32], {}, r"shape \[32, 64\]"),
+        (
+            "model.embed_tokens.weight",
+            lambda t: None,
+            {},
+            "no tensor 'model.embed_tokens.weight'",
+        ),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            lambda t: t[:32],
+            {},
+            r"shape \[32, 64\]",
+        ),
         (
             "model.layers.0.mlp.up_proj.weight",
             lambda t: t.float() * 1e6,
             {},
             "magnitudes up to 65504",
         ),
-        ("model.layers.0.mlp.up_proj.weight", lambda t: t / 0, {}, "magnitudes up to 65504"),
-        ("model.layers.0.mlp.up_proj.weight", lambda t: t * torch.nan, {}, "a value of nan"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            lambda t: t / 0,
+            {},
+            "magnitudes up to 65504",
+        ),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            lambda t: t * torch.nan,
+            {},
+            "a value of nan",
+        ),
         (
             "model.layers.0.mlp.up_proj.weight",
             lambda t: t * 0 + 40000,
@@ -159,7 +197,9 @@ def change(path, **tensors):
         ),
     ],
 )
-def test_unusable_weights_are_refused_by_name(copy, tmp_path, name, edit, options, found):
+def test_unusable_weights_are_refused_by_name(
+    copy, tmp_path, name, edit, options, found
+):
     change(copy, **{name: edit})
     with pytest.raises(InputError, match=found):
         export(copy, tmp_path / "b", progress=False, max_seq_len=16, **options)
@@ -184,9 +224,16 @@ def test_only_a_full_disk_asks_for_room(llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("own", "expected"),
-    [({"eos_token_id": [5, 7]}, [5, 7]), ({"eos_token_id": 5}, [5]), ({}, []), (None, [3])],
+    [
+        ({"eos_token_id": [5, 7]}, [5, 7]),
+        ({"eos_token_id": 5}, [5]),
+        ({}, []),
+        (None, [3]),
+    ],
 )
-def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path, own, expected):
+def test_a_bundle_stops_where_generate_of_hugging_face_does(
+    exports, tmp_path, own, expected
+):
     import transformers
 
     path = shutil.copytree(
@@ -206,7 +253,9 @@ def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path, o
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"compress": "int8-tensor", "layers_per_shard": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"compress": "int8-tensor", "layers_per_shard": 2}]
+)
 def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, options):
     checkpoint = exports.checkpoint(
         "llama",
@@ -262,10 +311,14 @@ def test_an_interrupted_export_keeps_what_was_finished_and_makes_the_rest(
         Bundle.open(tmp_path / "b")
     partial = tmp_path / ".b.partial"
     names = sorted(
-        path.stem for path in partial.glob("*.json") if path.stem not in ("identity", "embedding")
+        path.stem
+        for path in partial.glob("*.json")
+        if path.stem not in ("identity", "embedding")
     )
     assert len(names) == 2
-    kept, spoilt = (next((partial / f"{n}.mlpackage").rglob("weight.bin")) for n in names)
+    kept, spoilt = (
+        next((partial / f"{n}.mlpackage").rglob("weight.bin")) for n in names
+    )
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
     times = kept.stat().st_mtime_ns, spoilt.stat().st_mtime_ns
     bundle = export(llama, tmp_path / "b", progress=False, max_seq_len=16)
@@ -276,7 +329,9 @@ def test_an_interrupted_export_keeps_what_was_finished_and_makes_the_rest(
         export(llama, tmp_path / "b", progress=False, max_seq_len=16)
 
 
-def test_what_another_checkpoint_left_behind_is_not_used(llama, exports, tmp_path, monkeypatch):
+def test_what_another_checkpoint_left_behind_is_not_used(
+    llama, exports, tmp_path, monkeypatch
+):
     other = exports.checkpoint("llama", num_hidden_layers=1)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         stop_after(patched, 1)
@@ -292,7 +347,10 @@ def test_what_another_checkpoint_left_behind_is_not_used(llama, exports, tmp_pat
 
 def test_exports_killed_at_any_moment_complete_when_run_again():
     found = subprocess.run(
-        [sys.executable, "-m", "tests.export.kills", "4"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "tests.export.kills", "4"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count("same bytes") == 4
@@ -302,7 +360,9 @@ def test_exports_killed_at_any_moment_complete_when_run_again():
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # coremltools drops what it half wrote
 @pytest.mark.parametrize("limit", [50, 3_000])
-def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(llama, tmp_path, limit):
+def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(
+    llama, tmp_path, limit
+):
     """Files may not grow beyond `limit` bytes, which the system reports as it does a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -315,7 +375,9 @@ def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(llama, tmp_p
     assert export(llama, tmp_path / "b", progress=False, max_seq_len=16).manifest.shards
 
 
-def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(copy, tmp_path, monkeypatch):
+def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(
+    copy, tmp_path, monkeypatch
+):
     real = Writer.record
 
     def record(self, shard):
@@ -333,7 +395,9 @@ def test_a_wrong_dtype_is_named(copy, tmp_path):
         export(copy, tmp_path / "b", progress=False, max_seq_len=16)
 
 
-def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(exports, llama, tmp_path):
+def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(
+    exports, llama, tmp_path
+):
     bundle = shutil.copytree(exports.bundle(llama).root, tmp_path / "moved")
     script = (
         "import sys; sys.modules['workbench.export'] = sys.modules['workbench.models'] = None\n"
@@ -342,4 +406,6 @@ def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(exports, llama,
     found = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert found.stdout.strip() == str(exports.decoder(llama).generate([1, 2, 3], 4, stop=[]))
+    assert found.stdout.strip() == str(
+        exports.decoder(llama).generate([1, 2, 3], 4, stop=[])
+    )

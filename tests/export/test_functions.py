@@ -26,20 +26,26 @@ def bundle(exports, source) -> Bundle:
 def without_names(function) -> list:
     """A function's operations without the names that coremltools numbers through all functions."""
     (block,) = function.block_specializations.values()
-    operations = [type(op).FromString(op.SerializeToString()) for op in block.operations]
+    operations = [
+        type(op).FromString(op.SerializeToString()) for op in block.operations
+    ]
     numbered = "coreml_update_state_"
     for op in operations:
         if op.type == "write_state" or op.outputs[0].name.startswith(numbered):
             del op.attributes["name"]
         for result in op.outputs:
             result.name = numbered if result.name.startswith(numbered) else result.name
-        for argument in itertools.chain.from_iterable(a.arguments for a in op.inputs.values()):
+        for argument in itertools.chain.from_iterable(
+            a.arguments for a in op.inputs.values()
+        ):
             if argument.name.startswith(numbered):
                 argument.name = numbered
     return operations
 
 
-def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(exports, source, bundle):
+def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
+    exports, source, bundle
+):
     fixed = {
         f"t{T}": exports.bundle(source, t="fixed", t_max=T, **CHOSEN)
         for T in bundle.manifest.options.functions
@@ -58,7 +64,9 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(expor
             assert without_names(function) == without_names(main)
             described = next(f for f in ours.description.functions if f.name == name)
             for part in ("input", "output", "state"):
-                assert list(getattr(described, part)) == list(getattr(theirs.description, part))
+                assert list(getattr(described, part)) == list(
+                    getattr(theirs.description, part)
+                )
     weights = [
         {
             f.path: (f.bytes, f.sha256)
@@ -80,7 +88,12 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(expor
 @pytest.mark.parametrize(
     "family, changed, chosen, stamped",
     [
-        ("llama", {}, {"functions": (1, 2, 4), "compress": "int8-tensor", "kv_write": "slice"}, 1),
+        (
+            "llama",
+            {},
+            {"functions": (1, 2, 4), "compress": "int8-tensor", "kv_write": "slice"},
+            1,
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
@@ -90,7 +103,12 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(expor
                         "num_hidden_layers": 4,
                         "layer_types": ["sliding_attention", "full_attention"] * 2,
                     },
-                    {"functions": (2, 3), "compress": "lut4", "sliding": "ring", "layout": "bc1t"},
+                    {
+                        "functions": (2, 3),
+                        "compress": "lut4",
+                        "sliding": "ring",
+                        "layout": "bc1t",
+                    },
                     2,
                 ),
                 (
@@ -114,10 +132,17 @@ def test_stamped_shards_of_several_functions_are_the_bytes_of_their_conversions(
 ):
     source = exports.checkpoint(family, **changed)
     made = export(
-        source, tmp_path / "b", progress=False, verify_stamps=99, max_seq_len=16, **chosen
+        source,
+        tmp_path / "b",
+        progress=False,
+        verify_stamps=99,
+        max_seq_len=16,
+        **chosen,
     )
     assert [s.how for s in made.manifest.shards].count("stamped") == stamped
-    assert {tuple(s.functions.values()) for s in made.manifest.shards} == {chosen["functions"]}
+    assert {tuple(s.functions.values()) for s in made.manifest.shards} == {
+        chosen["functions"]
+    }
 
 
 def test_coremltools_loads_each_function(bundle):
@@ -175,5 +200,7 @@ def test_functions_share_a_weight_file_or_are_refused(exports, tmp_path):
         pytest.warns(UserWarning, match="width 2"),
         pytest.raises(InputError, match="so small.*without --functions"),
     ):
-        export(checkpoint, tmp_path / "b", progress=False, max_seq_len=8, functions=(1, 2))
+        export(
+            checkpoint, tmp_path / "b", progress=False, max_seq_len=8, functions=(1, 2)
+        )
     assert not list(tmp_path.iterdir())

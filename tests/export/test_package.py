@@ -12,15 +12,23 @@ from workbench.export import export
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_bundle_survives_being_opened_with_coremltools(exports, tmp_path, plain):
     made = export(
-        exports.checkpoint("llama"), tmp_path / "b", progress=False, plain=plain, max_seq_len=16
+        exports.checkpoint("llama"),
+        tmp_path / "b",
+        progress=False,
+        plain=plain,
+        max_seq_len=16,
     )
     assert {shard.how for shard in made.manifest.shards} == (
         {"converted"} if plain else {"converted", "stamped"}
     )
-    before = {path: sha256(path) for path in sorted(made.root.rglob("*")) if path.is_file()}
+    before = {
+        path: sha256(path) for path in sorted(made.root.rglob("*")) if path.is_file()
+    }
     for shard in made.manifest.shards:
         with quiet():
             coremltools().models.MLModel(str(made.package(shard)), skip_model_load=True)
-    assert {path: sha256(path) for path in sorted(made.root.rglob("*")) if path.is_file()} == before
+    assert {
+        path: sha256(path) for path in sorted(made.root.rglob("*")) if path.is_file()
+    } == before
     (tmp_path / ".b.checked").unlink()  # so that every byte is hashed again
     assert Bundle.open(made.root).identity == made.identity

@@ -23,7 +23,9 @@ def plan(family: str, **changed):
 
 def test_a_ring_holds_the_window_and_what_a_call_may_add():
     specs = list(
-        shards.specs(plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", t_max=4))
+        shards.specs(
+            plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", t_max=4)
+        )
     )
     keys = [spec.states[f"layers.{i}.k_state"] for i, spec in enumerate(specs[:3])]
     assert [k.ring for k in keys] == [5 + 4 - 1, None, 8]
@@ -35,12 +37,9 @@ def test_layers_of_two_kinds_in_one_shard_tell_their_inputs_apart():
     (spec, _) = shards.specs(
         plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", layers_per_shard=3)
     )
-    assert spec.inputs["attn_mask_local"] == [1, 1, "T", 8] and spec.inputs["attn_mask_global"] == [
-        1,
-        1,
-        "T",
-        16,
-    ]
+    assert spec.inputs["attn_mask_local"] == [1, 1, "T", 8] and spec.inputs[
+        "attn_mask_global"
+    ] == [1, 1, "T", 16]
     assert spec.inputs["kv_write_mask_local"] == [1, 1, 8, "T"] and spec.inputs[
         "kv_write_mask"
     ] == [1, 1, 16, "T"]
@@ -54,7 +53,9 @@ def test_a_ring_is_never_longer_than_the_longest_sequence():
 
 
 def test_layers_of_convolutions_have_a_tail_and_no_cache():
-    one_by_one = list(shards.specs(plan("lfm2", conv_L_cache=5), Options(max_seq_len=16)))
+    one_by_one = list(
+        shards.specs(plan("lfm2", conv_L_cache=5), Options(max_seq_len=16))
+    )
     convolution, attention = one_by_one[:2]
     assert convolution.inputs == {
         "x": [1, 64, "T", 1],
@@ -82,13 +83,24 @@ def test_the_memory_of_layers_without_a_cache_is_predicted(exports):
 def test_layers_with_a_matrix_keep_it_beside_their_tail():
     chosen = Options(max_seq_len=16, batch=2)
     recurrent, attention = list(shards.specs(plan("qwen3_5_text"), chosen))[:2]
-    assert recurrent.inputs["order"] == [2, 1, "T", 1] and "accept" not in recurrent.inputs
-    assert recurrent.buffers == {"conv_state": [2, 3, 192], "matrix_state": [2, 4, 16, 32]}
+    assert (
+        recurrent.inputs["order"] == [2, 1, "T", 1] and "accept" not in recurrent.inputs
+    )
+    assert recurrent.buffers == {
+        "conv_state": [2, 3, 192],
+        "matrix_state": [2, 4, 16, 32],
+    }
     assert "order" not in attention.inputs
-    undone = next(shards.specs(plan("qwen3_5_text"), chosen.model_copy(update={"undo": True})))
+    undone = next(
+        shards.specs(plan("qwen3_5_text"), chosen.model_copy(update={"undo": True}))
+    )
     assert undone.inputs["accept"] == [2, 1, 4, 1]
     assert undone.buffers["pending_state"] == [2, 4, 4, 16 + 32 + 32]
-    pair = next(shards.specs(plan("qwen3_5_text"), chosen.model_copy(update={"state_pair": True})))
+    pair = next(
+        shards.specs(
+            plan("qwen3_5_text"), chosen.model_copy(update={"state_pair": True})
+        )
+    )
     assert pair.buffers == recurrent.buffers | {"remainder_state": [2, 4, 16, 32]}
     packed = Options(max_seq_len=16, states="packed", layers_per_shard=3)
     (granite, _) = shards.specs(plan("granitemoehybrid"), packed)
@@ -118,7 +130,9 @@ def test_the_memory_of_matrix_states_is_predicted(family, undo, pair):
         ("zaya", {"kv_state": [2, 8, 16, 32], "side_state": [2, 2, 2 * 6 * 32 + 32]}),
     ],
 )
-def test_packed_states_are_at_most_two_tensors_of_the_contract_s_shapes(family, tensors):
+def test_packed_states_are_at_most_two_tensors_of_the_contract_s_shapes(
+    family, tensors
+):
     chosen = Options(max_seq_len=16, states="packed", batch=2, layers_per_shard=2)
     spec = next(shards.specs(plan(family, num_hidden_layers=2), chosen))
     assert spec.buffers == tensors
@@ -131,18 +145,30 @@ def test_packed_states_are_at_most_two_tensors_of_the_contract_s_shapes(family, 
     sliding=st.sampled_from(["mask", "ring"]),
     states=st.sampled_from(["separate", "packed"]),
 )
-def test_states_fill_their_tensors_without_overlap(family, count, batch, sliding, states):
+def test_states_fill_their_tensors_without_overlap(
+    family, count, batch, sliding, states
+):
     chosen = Options(
-        max_seq_len=16, layers_per_shard=count, batch=batch, sliding=sliding, states=states
+        max_seq_len=16,
+        layers_per_shard=count,
+        batch=batch,
+        sliding=sliding,
+        states=states,
     )
     for spec in shards.specs(plan(family), chosen):
-        times_used = {tensor: np.zeros(shape, int) for tensor, shape in spec.buffers.items()}
+        times_used = {
+            tensor: np.zeros(shape, int) for tensor, shape in spec.buffers.items()
+        }
         for state in spec.states.values():
             times_used[state.tensor][state.index] += 1
             assert times_used[state.tensor][state.index].size == np.prod(state.shape)
         assert all((used == 1).all() for used in times_used.values())
         caches = {name for name in spec.states if is_cache(name)}
-        expected = {f"layers.{i}.{n}" for i in range(*spec.layers) for n in ("k_state", "v_state")}
+        expected = {
+            f"layers.{i}.{n}"
+            for i in range(*spec.layers)
+            for n in ("k_state", "v_state")
+        }
         assert caches == (expected if spec.kind == "layers" else set())
 
 

@@ -33,7 +33,12 @@ def files(bundle) -> dict[str, list]:
             1,
         ),
         ("qwen2", {}, {"compress": "lut4"}, 1),
-        ("qwen3", {"num_hidden_layers": 4}, {"compress": "int4-block32", "layers_per_shard": 2}, 1),
+        (
+            "qwen3",
+            {"num_hidden_layers": 4},
+            {"compress": "int4-block32", "layers_per_shard": 2},
+            1,
+        ),
         ("qwen3_5_text", {}, {"compress": "int8-channel"}, 1),
         ("granitemoehybrid", {}, {"compress": "lut6", "layout": "bc1t"}, 1),
         *(
@@ -70,7 +75,12 @@ def test_every_stamped_shard_is_the_bytes_of_its_conversion(
 ):
     source = exports.checkpoint(family, **changed)
     made = export(
-        source, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16, **options
+        source,
+        tmp_path / "b",
+        progress=False,
+        verify_stamps=ALL,
+        max_seq_len=16,
+        **options,
     )
     assert list(how(made).values()).count("stamped") == stamped
 
@@ -79,7 +89,9 @@ def test_a_vocabulary_of_many_slices_needs_two_conversions(exports, tmp_path):
     source = exports.checkpoint(
         "llama", vocab_size=2 * 16_384 + 50, num_hidden_layers=1, hidden_size=32
     )
-    made = export(source, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16)
+    made = export(
+        source, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16
+    )
     assert how(made) == {
         "layers_00_00": "converted",
         "head_00": "converted",
@@ -152,7 +164,9 @@ def test_weights_that_a_converter_looks_at_give_the_same_bundle(tmp_path):
         assert a.model_copy(update={"how": "converted"}) == b
 
 
-@pytest.mark.parametrize(("guard", "trick"), [("_refuse_twins", equal), ("_neutral", ones)])
+@pytest.mark.parametrize(
+    ("guard", "trick"), [("_refuse_twins", equal), ("_neutral", ones)]
+)
 def test_without_its_guard_a_stamped_shard_differs_and_verifying_says_so(
     tmp_path, monkeypatch, guard, trick
 ):
@@ -188,14 +202,22 @@ def test_a_template_that_does_not_give_its_own_shard_back_is_not_used(
     exports, tmp_path, monkeypatch
 ):
     real = template.packed
-    monkeypatch.setattr(template, "packed", lambda array, bits: real(array[::-1].copy(), bits))
-    made = export(exports.checkpoint("llama"), tmp_path / "b", progress=False, max_seq_len=16)
+    monkeypatch.setattr(
+        template, "packed", lambda array, bits: real(array[::-1].copy(), bits)
+    )
+    made = export(
+        exports.checkpoint("llama"), tmp_path / "b", progress=False, max_seq_len=16
+    )
     assert set(how(made).values()) == {"converted"}
 
 
-def test_conversions_of_one_process_do_not_depend_on_what_came_before(exports, tmp_path):
+def test_conversions_of_one_process_do_not_depend_on_what_came_before(
+    exports, tmp_path
+):
     source = exports.checkpoint("llama", num_hidden_layers=1)
-    first, second = (export(source, tmp_path / n, progress=False, max_seq_len=16) for n in "ab")
+    first, second = (
+        export(source, tmp_path / n, progress=False, max_seq_len=16) for n in "ab"
+    )
     assert set(how(second).values()) == {"converted"}
     assert files(first) == files(second)
 
@@ -203,7 +225,9 @@ def test_conversions_of_one_process_do_not_depend_on_what_came_before(exports, t
 def test_stamping_reads_a_checkpoint_in_small_pieces(exports, tmp_path, monkeypatch):
     from workbench.models.checkpoint import CHUNK_BYTES, Checkpoint
 
-    monkeypatch.setattr(Checkpoint, "tensor", None)  # nothing asks for a tensor as a whole
+    monkeypatch.setattr(
+        Checkpoint, "tensor", None
+    )  # nothing asks for a tensor as a whole
     sizes, real = [], Checkpoint.chunks
 
     def chunks(self, *arguments):
@@ -236,7 +260,10 @@ def test_a_state_is_renamed_wherever_the_program_names_it():
         == op.inputs["input"].arguments[0].name
         == "layers_11_k_state"
     )
-    assert [o.name for o in op.outputs] == ["layers_11_k_state_read", "layers_10_k_state"]
+    assert [o.name for o in op.outputs] == [
+        "layers_11_k_state_read",
+        "layers_10_k_state",
+    ]
 
 
 def test_a_full_tensor_of_zeros_is_stamped_or_converted_alike(exports, tmp_path):
@@ -254,4 +281,6 @@ def test_a_full_tensor_of_zeros_is_stamped_or_converted_alike(exports, tmp_path)
         compress="int8-channel",
     )
     assert how(made)["layers_01_01"] == "stamped"
-    assert np.isfinite(tiny.chained(tiny.Decoder(made, "portable", "exact"), [1, 2], [2])).all()
+    assert np.isfinite(
+        tiny.chained(tiny.Decoder(made, "portable", "exact"), [1, 2], [2])
+    ).all()

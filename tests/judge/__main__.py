@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 OPS = "converters/mil/mil/ops/tests"
 TORCH = "converters/mil/frontend/torch/test"
 SUITES = {
-    "core": [f"{OPS}/iOS18", f"{OPS}/coreml_dialect", f"{TORCH}/test_torch_stateful_model.py"],
+    "core": [
+        f"{OPS}/iOS18",
+        f"{OPS}/coreml_dialect",
+        f"{TORCH}/test_torch_stateful_model.py",
+    ],
     "ops": [OPS],
     "torch": [f"{TORCH}/test_torch_ops.py"],
     "slice": [
@@ -63,12 +67,19 @@ def run(suite: str, out: Path, options: list[str]) -> tuple[dict, int]:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    code = subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode
+    code = subprocess.run(
+        command, env=environment, stdout=sys.stderr, check=False
+    ).returncode
     lines = [json.loads(line) for line in outcomes.read_text().splitlines()]
     found = {line.pop("case"): line for line in lines if "case" in line}
     if code not in (0, 1, 5):  # 1: some tests failed, 5: none was left to run
-        found["process::whole"] = {"outcome": "failed", "reason": f"pytest ended with code {code}"}
-    return found, next(line["selected"] for line in reversed(lines) if "selected" in line)
+        found["process::whole"] = {
+            "outcome": "failed",
+            "reason": f"pytest ended with code {code}",
+        }
+    return found, next(
+        line["selected"] for line in reversed(lines) if "selected" in line
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,7 +31,10 @@ def verdict(case: str, result: dict) -> tuple[str, str]:
         if re.search(pattern, f"{case} {result['reason']}"):
             return "explained", reason
     if "expected" in result:
-        return "explained", f"coremltools expects this to fail on Core ML too: {result['expected']}"
+        return (
+            "explained",
+            f"coremltools expects this to fail on Core ML too: {result['expected']}",
+        )
     return "failed", result["reason"]
 
 

@@ -18,7 +18,9 @@ import pytest
 
 from miltorch import shim
 
-NOT_OURS = re.compile("rdar|outdated PyTorch")  # reasons to skip a case that do not hold here
+NOT_OURS = re.compile(
+    "rdar|outdated PyTorch"
+)  # reasons to skip a case that do not hold here
 
 
 class Recorder:
@@ -47,13 +49,18 @@ class Recorder:
             node.own_markers = [
                 m
                 for m in node.own_markers
-                if not (m.name.startswith("skip") and NOT_OURS.search(m.kwargs.get("reason", "")))
+                if not (
+                    m.name.startswith("skip")
+                    and NOT_OURS.search(m.kwargs.get("reason", ""))
+                )
             ]
         self.file.seek(0)
         known = [json.loads(line) for line in self.file]
         self.file.write(json.dumps({"selected": len(items)}) + "\n")
         passed = {entry["case"] for entry in known if entry.get("outcome") == "passed"}
-        chosen = random.Random(0).sample(range(len(items)), len(items))[: self.sample or None]
+        chosen = random.Random(0).sample(range(len(items)), len(items))[
+            : self.sample or None
+        ]
         items[:] = [items[i] for i in sorted(chosen) if items[i].nodeid not in passed]
 
     @pytest.hookimpl(tryfirst=True)
@@ -83,20 +90,29 @@ def _reason(report) -> str:
     if report.outcome == "skipped":
         return report.longrepr[2].removeprefix("Skipped: ")
     lines = str(report.longrepr).splitlines()
-    return next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1])[:300]
+    return next(
+        (line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1]
+    )[:300]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--outcomes", type=Path, required=True, help="file to append outcomes to")
     parser.addoption(
-        "--sample", type=int, default=0, help="run so many cases, drawn with a fixed seed; 0: all"
+        "--outcomes", type=Path, required=True, help="file to append outcomes to"
+    )
+    parser.addoption(
+        "--sample",
+        type=int,
+        default=0,
+        help="run so many cases, drawn with a fixed seed; 0: all",
     )
 
 
 def pytest_configure(config):
     shim.install(mend_converter=True)
     from coremltools.converters.mil import testing_utils
-    from coremltools.converters.mil.frontend.torch.test import testing_utils as torch_testing
+    from coremltools.converters.mil.frontend.torch.test import (
+        testing_utils as torch_testing,
+    )
 
     testing_utils._IS_MACOS = True
     testing_utils.max = torch_testing.max = _tolerance

@@ -26,9 +26,14 @@ def judged(out, *arguments, code=0):
     """Runs the judge, which must end with `code`; its lines of outcomes."""
     command = [sys.executable, "-m", "tests.judge", *arguments, "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(out)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == code, done.stdout + done.stderr[-2000:]
-    return [json.loads(line) for line in (out / f"{arguments[0]}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (out / f"{arguments[0]}.jsonl").read_text().splitlines()
+    ]
 
 
 def test_the_slice_passes_whole(tmp_path):
@@ -58,7 +63,11 @@ def test_outcomes_are_sorted_by_op_and_reason():
     outcomes = {
         "a.py::TestAdd::test[1]": {"outcome": "passed", "reason": ""},
         "a.py::TestAdd::test[2]": {"outcome": "failed", "reason": "wrong"},
-        "a.py::TestMul::test": {"outcome": "failed", "reason": "wrong", "expected": "rdar://1"},
+        "a.py::TestMul::test": {
+            "outcome": "failed",
+            "reason": "wrong",
+            "expected": "rdar://1",
+        },
         "a.py::TestMul::other": {"outcome": "skipped", "reason": "no TensorFlow"},
         "a.py::TestMul::old": {
             "outcome": "failed",

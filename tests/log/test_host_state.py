@@ -89,7 +89,9 @@ def test_linux_has_a_platform_profile(profile, saving):
 
 def test_the_power_source_is_quoted():
     assert states.power_source(" ".join(BATTERY.split())) == "Battery Power"
-    assert states.power_source("No adapter attached.") is states.power_source(None) is None
+    assert (
+        states.power_source("No adapter attached.") is states.power_source(None) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,13 +105,20 @@ def test_the_power_source_is_quoted():
         (None, None, None),
     ],
 )
-def test_a_virtual_machine_is_one_where_the_system_says_so(hypervisor, cpuinfo, virtual):
+def test_a_virtual_machine_is_one_where_the_system_says_so(
+    hypervisor, cpuinfo, virtual
+):
     assert states.virtual_machine(hypervisor, cpuinfo) is virtual
 
 
 def test_flags_and_numbers_are_nothing_else():
-    assert [states.flag(text) for text in ("0", "1", "2", "", None)] == [False, True] + [None] * 3
-    assert [states.number(text) for text in ("12", "-1", "12 cores", "", None)] == [12] + [None] * 4
+    assert [states.flag(text) for text in ("0", "1", "2", "", None)] == [
+        False,
+        True,
+    ] + [None] * 3
+    assert [states.number(text) for text in ("12", "-1", "12 cores", "", None)] == [
+        12
+    ] + [None] * 4
 
 
 def test_the_footprint_is_what_cannot_be_dropped():
@@ -123,7 +132,9 @@ def test_the_footprint_is_what_cannot_be_dropped():
 def test_a_mac_says_all_of_it(commands, monkeypatch):
     commands(MAC)
     monkeypatch.setattr(states.sys, "platform", "darwin")
-    monkeypatch.setattr(states, "_rusage", lambda: bytes(16) + struct.pack("=10Q", *range(10)))
+    monkeypatch.setattr(
+        states, "_rusage", lambda: bytes(16) + struct.pack("=10Q", *range(10))
+    )
     assert host_state() == {
         "model": "Mac16,5",
         "os_build": "25B78",

@@ -34,7 +34,9 @@ def commands(tmp_path, monkeypatch):
 def test_every_column_belongs_to_the_runs_table_and_logs(tmp_path):
     here = log.environment()
     assert set(here) <= set(log.SCHEMAS["runs"].names)
-    row = log.load("runs", log.append("runs", here | {"status": "ok"}, tmp_path).parents[1]).iloc[0]
+    row = log.load(
+        "runs", log.append("runs", here | {"status": "ok"}, tmp_path).parents[1]
+    ).iloc[0]
     assert row["memory_bytes"] == psutil.virtual_memory().total
     assert json.loads(row["versions"])["python"] == platform.python_version()
 
@@ -42,12 +44,19 @@ def test_every_column_belongs_to_the_runs_table_and_logs(tmp_path):
 def test_a_mac_is_read_through_its_own_commands(commands):
     commands(MAC)
     here = log.environment()
-    assert (here["chip"], here["model"], here["os_build"]) == ("Apple M4 Max", "Mac16,5", "24F74")
+    assert (here["chip"], here["model"], here["os_build"]) == (
+        "Apple M4 Max",
+        "Mac16,5",
+        "24F74",
+    )
     assert (
         machine.machine_name(here | {"memory_bytes": (64 << 30) - 4096, "cores": 16})
         == "Apple M4 Max, Mac16,5, 64 GiB, 16 cores"
     )
-    assert (here["power_source"], here["thermal"]) == ("Battery Power", "CPU_Speed_Limit = 100")
+    assert (here["power_source"], here["thermal"]) == (
+        "Battery Power",
+        "CPU_Speed_Limit = 100",
+    )
 
 
 def test_what_the_system_does_not_tell_is_none(commands, monkeypatch):
@@ -55,27 +64,35 @@ def test_what_the_system_does_not_tell_is_none(commands, monkeypatch):
     monkeypatch.setattr(psutil, "sensors_battery", lambda: None)
     monkeypatch.setattr(machine, "file_text", lambda path: None)
     here = log.environment()
-    assert [here[name] for name in ("chip", "power_source", "thermal", "commit")] == [None] * 4
+    assert [here[name] for name in ("chip", "power_source", "thermal", "commit")] == [
+        None
+    ] * 4
 
 
 @pytest.mark.parametrize(
     ("plugged", "source"), [(True, "AC Power"), (False, "Battery Power"), (None, None)]
 )
-def test_a_laptop_without_pmset_tells_its_power_source(commands, monkeypatch, plugged, source):
+def test_a_laptop_without_pmset_tells_its_power_source(
+    commands, monkeypatch, plugged, source
+):
     commands({})
     battery = psutil._ntuples.sbattery(80, 3600, plugged)
     monkeypatch.setattr(psutil, "sensors_battery", lambda: battery)
     assert log.environment()["power_source"] == source
 
 
-def test_the_commit_is_this_checkouts_and_says_when_it_has_changes(tmp_path, monkeypatch, commands):
+def test_the_commit_is_this_checkouts_and_says_when_it_has_changes(
+    tmp_path, monkeypatch, commands
+):
     package = tmp_path / "workbench" / "log"
     package.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text('name = "workbench"\n')
     monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
     git = f"git -C {tmp_path} -c user.name=x -c user.email=x@x"
     assert (
-        os.system(f"git init -q {tmp_path} && {git} add pyproject.toml && {git} commit -qm first")
+        os.system(
+            f"git init -q {tmp_path} && {git} add pyproject.toml && {git} commit -qm first"
+        )
         == 0
     )
     clean = log.environment()["commit"]

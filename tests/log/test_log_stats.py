@@ -11,7 +11,10 @@ from workbench.errors import InputError
 
 def samples(values, **columns) -> list[dict]:
     base = {"phase": "decode", "unit": "ms", "T": 1}
-    return [base | {"repetition": i, "value": value} | columns for i, value in enumerate(values)]
+    return [
+        base | {"repetition": i, "value": value} | columns
+        for i, value in enumerate(values)
+    ]
 
 
 def logged(root, rows, **settings) -> str:
@@ -30,7 +33,9 @@ def summary_of(root, rows) -> pd.DataFrame:
 
 
 def test_summary_is_median_and_mad_without_warm_ups(tmp_path):
-    rows = samples([900.0], warmup=True) + samples([1.0, 2.0, 4.0, 8.0, 100.0], warmup=False)
+    rows = samples([900.0], warmup=True) + samples(
+        [1.0, 2.0, 4.0, 8.0, 100.0], warmup=False
+    )
     row = summary_of(tmp_path, rows).iloc[0]
     assert (row["median"], row["mad"], row["n"]) == (4.0, 3.0, 5)
     assert row["p90"] == pytest.approx(np.quantile([1.0, 2.0, 4.0, 8.0, 100.0], 0.9))
@@ -38,7 +43,9 @@ def test_summary_is_median_and_mad_without_warm_ups(tmp_path):
 
 def test_the_drift_of_a_long_run_is_that_of_its_course(tmp_path):
     """A run of ten minutes has a hundred thousand calls; all pairs of them take 115 GB."""
-    values = np.linspace(10.0, 12.0, 120_000) + np.random.default_rng(0).normal(0, 1, 120_000)
+    values = np.linspace(10.0, 12.0, 120_000) + np.random.default_rng(0).normal(
+        0, 1, 120_000
+    )
     row = summary_of(tmp_path, samples(values.tolist())).iloc[0]
     assert row["drifting"] and row["drift"] == pytest.approx(2 / 11, rel=0.05)
 
@@ -51,7 +58,11 @@ def test_measurements_are_kept_apart_and_null_is_a_key_of_its_own(tmp_path):
         + samples([np.nan], depth=9)
     )
     found = summary_of(tmp_path, rows)
-    assert sorted(zip(found["median"], found["n"], strict=True)) == [(1.0, 2), (2.0, 1), (3.0, 1)]
+    assert sorted(zip(found["median"], found["n"], strict=True)) == [
+        (1.0, 2),
+        (2.0, 1),
+        (3.0, 1),
+    ]
 
 
 def test_a_summary_of_nothing_has_every_column(tmp_path):
@@ -115,7 +126,11 @@ def test_only_settings_that_differ_are_shown(tmp_path):
         **same,
     )
     b = logged(
-        tmp_path, samples([1.0]), config={"n_gen": 16, "depth": 64}, runtime="portable", **same
+        tmp_path,
+        samples([1.0]),
+        config={"n_gen": 16, "depth": 64},
+        runtime="portable",
+        **same,
     )
     found = log.compare(a, b, tmp_path).settings
     assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {
@@ -165,7 +180,9 @@ def repeated(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_slow_down_of_a_tenth_is_found_and_none_is_imagined(tmp_path, seed):
-    found = log.compare(*repeated(tmp_path / "slower", seed, slower=1.1), tmp_path / "slower")
+    found = log.compare(
+        *repeated(tmp_path / "slower", seed, slower=1.1), tmp_path / "slower"
+    )
     assert (
         set(found.measures["phase"]) == {"call", "head", "host", "layer"}
         and (found.measures["low"] > 1).all()
@@ -178,27 +195,38 @@ def test_a_slow_down_of_a_tenth_is_found_and_none_is_imagined(tmp_path, seed):
 
 
 @pytest.mark.parametrize(("rounds", "interleaved"), [(2, True), (6, False)])
-def test_too_few_rounds_or_one_side_after_the_other_are_not_enough(tmp_path, rounds, interleaved):
-    found = log.compare(*repeated(tmp_path, 0, 1.5, rounds, interleaved), tmp_path).measures
-    assert set(found["note"]) == {"not enough runs"} and found[["low", "high"]].isna().all(
-        axis=None
-    )
+def test_too_few_rounds_or_one_side_after_the_other_are_not_enough(
+    tmp_path, rounds, interleaved
+):
+    found = log.compare(
+        *repeated(tmp_path, 0, 1.5, rounds, interleaved), tmp_path
+    ).measures
+    assert set(found["note"]) == {"not enough runs"} and found[
+        ["low", "high"]
+    ].isna().all(axis=None)
     assert (found["ratio"] > 1.3).all()
 
 
 def test_two_runs_of_one_setting_stand_for_themselves(tmp_path):
     repeated(tmp_path, 0)
-    first, second, *_ = [run for run in log.load("runs", tmp_path)["run_id"] if run.endswith("a")]
+    first, second, *_ = [
+        run for run in log.load("runs", tmp_path)["run_id"] if run.endswith("a")
+    ]
     found = log.compare(first, second, tmp_path)
-    assert (found.measures[["n_a", "n_b"]] == 1).all(axis=None) and set(found.measures["note"]) == {
-        "not enough runs"
-    }
+    assert (found.measures[["n_a", "n_b"]] == 1).all(axis=None) and set(
+        found.measures["note"]
+    ) == {"not enough runs"}
 
 
 def test_many_repetitions_of_one_process_are_no_evidence(tmp_path):
-    a, b = logged(tmp_path, samples(noisy(10.0))), logged(tmp_path, samples(noisy(20.0)))
+    a, b = (
+        logged(tmp_path, samples(noisy(10.0))),
+        logged(tmp_path, samples(noisy(20.0))),
+    )
     (row,) = log.compare(a, b, tmp_path).measures.itertuples()
-    assert (row.n_a, row.note) == (1, "not enough runs") and row.ratio == pytest.approx(2.0)
+    assert (row.n_a, row.note) == (1, "not enough runs") and row.ratio == pytest.approx(
+        2.0
+    )
 
 
 def test_comparing_turns_the_ratio_round(tmp_path):
@@ -208,14 +236,18 @@ def test_comparing_turns_the_ratio_round(tmp_path):
         log.compare(b, a, tmp_path).measures.iloc[0],
     )
     assert there["ratio"] == pytest.approx(1 / back["ratio"])
-    assert (there["low"], there["high"]) == pytest.approx((1 / back["high"], 1 / back["low"]))
+    assert (there["low"], there["high"]) == pytest.approx(
+        (1 / back["high"], 1 / back["low"])
+    )
 
 
 @pytest.mark.parametrize(
     ("values_a", "values_b", "note"),
     [([1.0], [0.0], "not positive"), ([1.0], [np.nan], "on one side only")],
 )
-def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path, values_a, values_b, note):
+def test_what_cannot_be_compared_is_shown_without_an_interval(
+    tmp_path, values_a, values_b, note
+):
     a, b = logged(tmp_path, samples(values_a)), logged(tmp_path, samples(values_b))
     found = log.compare(a, b, tmp_path)
     assert found.measures["note"].tolist() == [note] and found.indistinguishable == 0

@@ -38,7 +38,9 @@ for _ in range(int(sys.argv[2])):
 
 
 def writer(root: Path, files: int, before: str = "") -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", before + WRITER, str(root), str(files)])
+    return subprocess.Popen(
+        [sys.executable, "-c", before + WRITER, str(root), str(files)]
+    )
 
 
 def finished(root: Path) -> list[Path]:
@@ -84,7 +86,9 @@ def test_a_writer_killed_before_the_rename_adds_no_row(tmp_path, moment):
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_full_disk_keeps_the_old_files_and_leaves_no_new_one(tmp_path, monkeypatch, failing):
+def test_a_full_disk_keeps_the_old_files_and_leaves_no_new_one(
+    tmp_path, monkeypatch, failing
+):
     old = log.append("layers", LAYER, tmp_path).read_bytes()
 
     def full(*_):
@@ -121,16 +125,28 @@ def test_sixteen_writers_killed_at_random_leave_every_finished_run_readable(tmp_
     """Each writes runs until it is killed at a moment of its own; what they noted as written must
     be there, whole."""
     ended = subprocess.run(
-        [sys.executable, Path(__file__).with_name("writers.py"), tmp_path / "log", "40", "0"],
+        [
+            sys.executable,
+            Path(__file__).with_name("writers.py"),
+            tmp_path / "log",
+            "40",
+            "0",
+        ],
         check=True,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    noted = {line for notes in tmp_path.glob("notes-*") for line in notes.read_text().splitlines()}
+    noted = {
+        line
+        for notes in tmp_path.glob("notes-*")
+        for line in notes.read_text().splitlines()
+    }
     rows = log.load("layers", tmp_path / "log").groupby("run_id").size()
     assert int(ended.stdout) >= 8 and len(noted) > 100
-    assert noted <= set(rows.index) and len(rows) <= len(noted) + 16 and (rows == 64).all()
+    assert (
+        noted <= set(rows.index) and len(rows) <= len(noted) + 16 and (rows == 64).all()
+    )
 
 
 # --- many files, and merging
@@ -155,11 +171,18 @@ def test_gathered_rows_are_those_of_the_files(tmp_path):
     assert len(found) == len(plain) + 5
 
 
-@pytest.mark.parametrize("change", ["removed", "rewritten", "torn cache", "other schema"])
-def test_gathered_rows_are_not_believed_when_anything_changed(tmp_path, change, monkeypatch):
+@pytest.mark.parametrize(
+    "change", ["removed", "rewritten", "torn cache", "other schema"]
+)
+def test_gathered_rows_are_not_believed_when_anything_changed(
+    tmp_path, change, monkeypatch
+):
     filled(tmp_path, cache.WORTH)
     log.load("layers", tmp_path)
-    first, kept = tmp_path / "layers" / "run0000.parquet", tmp_path / "layers" / cache.NAME
+    first, kept = (
+        tmp_path / "layers" / "run0000.parquet",
+        tmp_path / "layers" / cache.NAME,
+    )
     expected = 2 * cache.WORTH
     if change == "removed":
         first.unlink()
@@ -189,7 +212,10 @@ def test_the_gathered_log_needs_no_right_to_write(tmp_path, monkeypatch):
 def test_logs_of_two_machines_merge_by_copying(tmp_path):
     for machine in ("one", "two"):
         run = log.append(
-            "runs", {"status": "ok", "chip": machine}, tmp_path / machine, f"run-{machine}"
+            "runs",
+            {"status": "ok", "chip": machine},
+            tmp_path / machine,
+            f"run-{machine}",
         ).stem
         log.append("layers", LAYER, tmp_path / machine, run)
     assert log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"
@@ -243,7 +269,9 @@ def test_a_run_is_listed_only_when_its_tables_are_there(tmp_path, monkeypatch):
         ("fidelity", {"tensor": "q", "mode": "isolated"}, "q"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused_before_anything_is_written(tmp_path, table, rows, named):
+def test_rows_that_do_not_fit_are_refused_before_anything_is_written(
+    tmp_path, table, rows, named
+):
     with pytest.raises(InputError, match=named):
         log.append(table, rows, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -264,9 +292,14 @@ def store(root: Path, table: pa.Table) -> None:
         (b"1", ["run_id", "layer", "colour"], "colour"),
     ],
 )
-def test_a_file_this_code_cannot_read_faithfully_is_refused(tmp_path, version, columns, named):
+def test_a_file_this_code_cannot_read_faithfully_is_refused(
+    tmp_path, version, columns, named
+):
     table = pa.table({name: ["x"] for name in columns})
-    store(tmp_path, table.replace_schema_metadata(version and {b"workbench.log.version": version}))
+    store(
+        tmp_path,
+        table.replace_schema_metadata(version and {b"workbench.log.version": version}),
+    )
     with pytest.raises(InputError, match=f"foreign.parquet.*{named}"):
         log.load("layers", tmp_path)
 
@@ -299,7 +332,8 @@ def test_a_torn_file_is_named_not_skipped(tmp_path):
 )
 def test_round_trip_keeps_values_and_nulls(tmp_path_factory, rows):
     frame = log.load(
-        "fidelity", log.append("fidelity", rows, tmp_path_factory.mktemp("log")).parents[1]
+        "fidelity",
+        log.append("fidelity", rows, tmp_path_factory.mktemp("log")).parents[1],
     )
     for row, (_, read) in zip(rows, frame.iterrows(), strict=True):
         for name in tables.SCHEMAS["fidelity"].names[1:]:
@@ -312,14 +346,20 @@ def test_a_loaded_frame_can_be_appended_again(tmp_path):
         {"layer": 1, "T": None, "layer_ms": np.float32(0.5)},
         {"layer": np.int64(2), "layer_ms": np.nan, "n": 3},
     ]
-    first = log.load("layers", log.append("layers", rows, tmp_path / "a", "run").parents[1])
-    second = log.load("layers", log.append("layers", first, tmp_path / "b", "run").parents[1])
+    first = log.load(
+        "layers", log.append("layers", rows, tmp_path / "a", "run").parents[1]
+    )
+    second = log.load(
+        "layers", log.append("layers", first, tmp_path / "b", "run").parents[1]
+    )
     pd.testing.assert_frame_equal(first, second)
 
 
 def test_nan_is_stored_as_not_measured(tmp_path):
     path = log.append(
-        "layers", [{"layer": 1, "layer_ms": np.nan}, {"layer": 2, "layer_ms": np.inf}], tmp_path
+        "layers",
+        [{"layer": 1, "layer_ms": np.nan}, {"layer": 2, "layer_ms": np.inf}],
+        tmp_path,
     )
     assert pq.read_table(path)["layer_ms"].to_pylist() == [None, np.inf]
 
@@ -331,7 +371,9 @@ def test_an_absent_log_is_an_empty_one_with_every_column(tmp_path, table):
 
 
 def test_a_column_that_the_first_file_lacks_is_not_dropped(tmp_path):
-    old = pq.read_table(log.append("layers", LAYER, tmp_path, "a")).drop_columns(["n", "T"])
+    old = pq.read_table(log.append("layers", LAYER, tmp_path, "a")).drop_columns(
+        ["n", "T"]
+    )
     pq.write_table(old, tmp_path / "layers" / "a.parquet")
     log.append("layers", LAYER | {"n": 7, "T": 4}, tmp_path, "b")
     assert "n" not in pd.read_parquet(tmp_path / "layers"), (
@@ -365,9 +407,14 @@ def test_text_columns_are_pandas_strings_even_when_all_null(tmp_path):
 
 
 def test_json_columns_take_objects_or_text(tmp_path):
-    log.append("runs", {"status": "ok", "config": {"b": [1], "a": None}}, tmp_path, "object")
+    log.append(
+        "runs", {"status": "ok", "config": {"b": [1], "a": None}}, tmp_path, "object"
+    )
     log.append("runs", {"status": "ok", "config": '{"a": 1}'}, tmp_path, "text")
-    assert list(log.load("runs", tmp_path)["config"]) == ['{"a": null, "b": [1]}', '{"a": 1}']
+    assert list(log.load("runs", tmp_path)["config"]) == [
+        '{"a": null, "b": [1]}',
+        '{"a": 1}',
+    ]
 
 
 # --- filters
@@ -429,7 +476,9 @@ def test_filters_that_mean_nothing_are_refused(grid, where):
 # ------------------------------------------------------------------------------------------------
 
 
-def test_older_files_are_lifted_step_by_step_and_left_as_they_are(tmp_path, monkeypatch):
+def test_older_files_are_lifted_step_by_step_and_left_as_they_are(
+    tmp_path, monkeypatch
+):
     old = log.append("layers", LAYER | {"T": 4}, tmp_path, "v1")
     written = old.read_bytes()
 
@@ -442,7 +491,13 @@ def test_older_files_are_lifted_step_by_step_and_left_as_they_are(tmp_path, monk
 
     text, number, real = pa.string(), pa.int64(), pa.float64()
     schema = pa.schema(
-        {"run_id": text, "layer": number, "layer_us": real, "tokens": number, "chip": text}
+        {
+            "run_id": text,
+            "layer": number,
+            "layer_us": real,
+            "tokens": number,
+            "chip": text,
+        }
         | {"shard": text, "depth": number, "mad_ms": real, "n": number}
     )
     monkeypatch.setitem(tables.SCHEMAS, "layers", schema)
@@ -454,7 +509,9 @@ def test_older_files_are_lifted_step_by_step_and_left_as_they_are(tmp_path, monk
     assert frame.loc["v3", ["layer_us", "tokens"]].tolist() == [9.0, 2]
     assert frame["chip"].isna().all()
     for tokens, run_id in ((4, "v1"), (2, "v3")):
-        assert log.load("layers", tmp_path, {"tokens": tokens})["run_id"].tolist() == [run_id]
+        assert log.load("layers", tmp_path, {"tokens": tokens})["run_id"].tolist() == [
+            run_id
+        ]
     assert old.read_bytes() == written
 
     monkeypatch.undo()
@@ -472,7 +529,10 @@ def test_the_default_log_is_the_checkouts_from_any_folder_in_it(tmp_path, monkey
     notebooks.mkdir(parents=True)
     (notebooks / "pyproject.toml").write_text('[project]\nname = "workbench-drafts"\n')
     monkeypatch.chdir(notebooks)
-    assert log.append("layers", LAYER).parent == tmp_path / "experiments" / "log" / "layers"
+    assert (
+        log.append("layers", LAYER).parent
+        == tmp_path / "experiments" / "log" / "layers"
+    )
     assert len(log.load("layers")) == 1
 
 
@@ -512,12 +572,21 @@ FIRST_VERSION = {
     ),
     "memory_bytes": pa.int64(),
     **dict.fromkeys(
-        ("runtime", "precision", "compute_units", "placement", "placement_source", "setting"),
+        (
+            "runtime",
+            "precision",
+            "compute_units",
+            "placement",
+            "placement_source",
+            "setting",
+        ),
         pa.string(),
     ),
     "round": pa.int64(),
     "fast": pa.bool_(),
-    **dict.fromkeys(("max_seq_len", "t_max", "T", "batch", "layers_per_shard"), pa.int64()),
+    **dict.fromkeys(
+        ("max_seq_len", "t_max", "T", "batch", "layers_per_shard"), pa.int64()
+    ),
     **dict.fromkeys(("compress", "kv_write", "layout", "states", "moe"), pa.string()),
 }
 """The columns of `runs` in its version 1."""
@@ -558,39 +627,49 @@ def first_version(root: Path, **values) -> None:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "hints"), [("portable", None), ("coreml", '{"reshapeFrequency": "Frequent"}')]
+    ("runtime", "hints"),
+    [("portable", None), ("coreml", '{"reshapeFrequency": "Frequent"}')],
 )
-def test_a_sweep_s_run_of_the_first_version_has_its_settings_as_columns(tmp_path, runtime, hints):
+def test_a_sweep_s_run_of_the_first_version_has_its_settings_as_columns(
+    tmp_path, runtime, hints
+):
     first_version(tmp_path, config=json.dumps(FIRST_CONFIG), runtime=runtime)
     log.append("runs", {"status": "ok", "t": "fixed", "cores": 8}, tmp_path, "young")
     frame = log.load("runs", tmp_path).astype(object).set_index("run_id")
     assert list(log.load("runs", tmp_path)) == log.SCHEMAS["runs"].names
     old = frame.loc["old"].where(frame.loc["old"].notna(), None)
-    assert [old[name] for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")] == [
-        "range",
-        "mask",
+    assert [
+        old[name] for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")
+    ] == ["range", "mask", 1, 64, 24, hints]
+    assert (old["model"], old["cores"], old["chip"], old["T"]) == (
+        None,
+        None,
+        "AMD EPYC",
         1,
-        64,
-        24,
-        hints,
-    ]
-    assert (old["model"], old["cores"], old["chip"], old["T"]) == (None, None, "AMD EPYC", 1)
+    )
     assert (frame.loc["young", "t"], frame.loc["young", "cores"]) == ("fixed", 8)
     assert machine_name(old) == "AMD EPYC, 24 GiB"
 
 
 @pytest.mark.parametrize("config", [None, "{}", '{"export": null, "run": null}'])
-def test_a_run_of_the_first_version_without_settings_reads_as_not_measured(tmp_path, config):
+def test_a_run_of_the_first_version_without_settings_reads_as_not_measured(
+    tmp_path, config
+):
     first_version(tmp_path, config=config)
     (row,) = log.load("runs", tmp_path).to_dict("records")
     assert all(
-        pd.isna(row[name]) for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")
+        pd.isna(row[name])
+        for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")
     )
 
 
 def test_a_run_of_the_second_version_has_the_state_before_it_as_columns(tmp_path):
     before = {"thermal": "CPU_Speed_Limit = 60", "power_source": "AC Power"}
-    for run_id, config in (("a", {"before": before}), ("b", {"before": None}), ("c", None)):
+    for run_id, config in (
+        ("a", {"before": before}),
+        ("b", {"before": None}),
+        ("c", None),
+    ):
         log.append("runs", {"status": "ok", "config": config}, tmp_path, run_id)
         path = tmp_path / "runs" / f"{run_id}.parquet"
         written = pq.read_table(path)
@@ -599,8 +678,14 @@ def test_a_run_of_the_second_version_has_the_state_before_it_as_columns(tmp_path
         older = older.replace_schema_metadata({b"workbench.log.version": b"2"})
         pq.write_table(older, path)
     rows = log.load("runs", tmp_path).astype(object).set_index("run_id")
-    assert rows.loc["a", ["thermal_before", "power_source_before"]].tolist() == [*before.values()]
-    assert rows.loc[["b", "c"], ["thermal_before", "power_source_before"]].isna().all(axis=None)
+    assert rows.loc["a", ["thermal_before", "power_source_before"]].tolist() == [
+        *before.values()
+    ]
+    assert (
+        rows.loc[["b", "c"], ["thermal_before", "power_source_before"]]
+        .isna()
+        .all(axis=None)
+    )
     assert rows["thermal_pressure_before"].isna().all()
 
 
@@ -614,7 +699,10 @@ def test_the_shipped_runs_of_a_log_are_read_beside_its_own_and_never_written(tmp
     log.append("layers", LAYER | {"layer": 2}, tmp_path, "c")
     log.append("layers", LAYER, tmp_path, "a")
     assert log.load("layers", tmp_path)["run_id"].tolist() == ["a", "b", "c"]
-    assert log.load("layers", tmp_path, {"run_id": ["b", "c"]})["layer"].tolist() == [1, 2]
+    assert log.load("layers", tmp_path, {"run_id": ["b", "c"]})["layer"].tolist() == [
+        1,
+        2,
+    ]
     assert log.load("layers", tmp_path, {"layer": 1})["run_id"].tolist() == ["b"]
     assert log.load("layers", tmp_path, "layer > 0")["run_id"].tolist() == ["b", "c"]
     assert log.load("layers", tmp_path / "shipped")["run_id"].tolist() == ["b"]

@@ -41,7 +41,9 @@ def main(root: Path, runs: int, seed: int) -> None:
             if notes.exists() and notes.read_text().count("\n") >= goal:
                 time.sleep(rng.random() * 0.003)
                 os.kill(pid, signal.SIGKILL)
-                killed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+                killed += (
+                    os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+                )
                 del goals[pid]
         time.sleep(0.002)
     print(killed)

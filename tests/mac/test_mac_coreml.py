@@ -53,7 +53,9 @@ def test_a_state_holds_fp16_and_is_read_as_float32(state, dtype):
 
 
 @pytest.mark.parametrize("units", COMPUTE_UNITS)
-def test_a_stateful_call_on_each_compute_unit_is_portable_s(units, llama_bundle, llama_golden):
+def test_a_stateful_call_on_each_compute_unit_is_portable_s(
+    units, llama_bundle, llama_golden
+):
     decoder = Decoder(llama_bundle, "coreml", compute_units=units)
     reference = device.make_reference(llama_bundle, llama_golden)
     gate = device.device_gate(decoder, llama_golden, reference)
@@ -62,8 +64,17 @@ def test_a_stateful_call_on_each_compute_unit_is_portable_s(units, llama_bundle,
 
 
 def test_what_compiling_prints_stays_out_of_the_output(exports, tiny_llama, tmp_path):
-    bundle = exports.bundle(tiny_llama.path, max_seq_len=24)  # nothing has compiled it yet
-    command = [sys.executable, "-m", "workbench.cli", "decode", str(bundle.root), "--json"]
+    bundle = exports.bundle(
+        tiny_llama.path, max_seq_len=24
+    )  # nothing has compiled it yet
+    command = [
+        sys.executable,
+        "-m",
+        "workbench.cli",
+        "decode",
+        str(bundle.root),
+        "--json",
+    ]
     command += ["--prompt-ids", "1,4", "--max-new", "1", "--runtime", "coreml"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(output)["runtime"] == "coreml"

@@ -30,14 +30,21 @@ def models(ct):
         return {
             "fp16": plain,
             "int8": stored(
-                cto.linear_quantize_weights, linear(weight_threshold=0, granularity="per_channel")
+                cto.linear_quantize_weights,
+                linear(weight_threshold=0, granularity="per_channel"),
             ),
             "int4": stored(
                 cto.linear_quantize_weights,
-                linear(weight_threshold=0, dtype="int4", granularity="per_block", block_size=32),
+                linear(
+                    weight_threshold=0,
+                    dtype="int4",
+                    granularity="per_block",
+                    block_size=32,
+                ),
             ),
             "lut6": stored(
-                cto.palettize_weights, cto.OpPalettizerConfig(nbits=6, weight_threshold=0)
+                cto.palettize_weights,
+                cto.OpPalettizerConfig(nbits=6, weight_threshold=0),
             ),
             "sparse": stored(
                 cto.prune_weights,

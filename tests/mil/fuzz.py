@@ -26,7 +26,10 @@ FILES = {
     "Data/com.apple.CoreML/weights/weight.bin": 0.2,
     "Manifest.json": 0.1,
 }
-SECONDS, BYTES = 20, 4 << 30  # for one attempt; of address space beyond what is taken at the start
+SECONDS, BYTES = (
+    20,
+    4 << 30,
+)  # for one attempt; of address space beyond what is taken at the start
 
 
 class Hang(BaseException):
@@ -59,7 +62,8 @@ def attempt(package: Path) -> str:
             for n, t in executable.program.inputs.items()
         }
         executable.run(
-            {name: torch.ones(shape) for name, shape in shapes.items()}, executable.make_state()
+            {name: torch.ones(shape) for name, shape in shapes.items()},
+            executable.make_state(),
         )
         return "ran"
     except InputError:
@@ -89,7 +93,10 @@ def limits():
 def fuzz(package: Path, attempts: int, seed: int = 0) -> Counter:
     """Damages a copy of `package` anew, `attempts` times; how many were refused and how many
     ran."""
-    outcomes, originals = Counter(), {name: (package / name).read_bytes() for name in FILES}
+    outcomes, originals = (
+        Counter(),
+        {name: (package / name).read_bytes() for name in FILES},
+    )
     with tempfile.TemporaryDirectory() as folder, limits():
         copy = shutil.copytree(package, Path(folder) / "hostile.mlpackage")
         for number in range(attempts):

@@ -36,9 +36,13 @@ def export():
             torch.jit.trace(Memory().eval(), torch.zeros(1, 2, WIDTH)),
             skip_model_load=True,
             minimum_deployment_target=ct.target.iOS18,
-            inputs=[ct.TensorType("x", (1, ct.RangeDim(1, 4), WIDTH), dtype=np.float16)],
+            inputs=[
+                ct.TensorType("x", (1, ct.RangeDim(1, 4), WIDTH), dtype=np.float16)
+            ],
             outputs=[ct.TensorType("y", dtype=np.float16)],
             states=[
-                ct.StateType(ct.TensorType(shape=(1, ROWS, WIDTH), dtype=np.float16), "memory")
+                ct.StateType(
+                    ct.TensorType(shape=(1, ROWS, WIDTH), dtype=np.float16), "memory"
+                )
             ],
         )

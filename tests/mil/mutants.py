@@ -33,7 +33,10 @@ from workbench.check.gates import T_TOLERANCE
 from workbench.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-MODEL, WEIGHTS = "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"
+MODEL, WEIGHTS = (
+    "Data/com.apple.CoreML/model.mlmodel",
+    "Data/com.apple.CoreML/weights/weight.bin",
+)
 FAMILIES = [
     ("llama", {}),
     ("llama", {"kv_write": "slice", "layout": "bc1t"}),
@@ -70,7 +73,11 @@ def _operation(block, random):
 
 def _tensor_type(message):
     which = message.WhichOneof("type")
-    return message.tensorType if which == "tensorType" else message.stateType.wrappedType.tensorType
+    return (
+        message.tensorType
+        if which == "tensorType"
+        else message.stateType.wrappedType.tensorType
+    )
 
 
 def _some_type(function, block, random):
@@ -104,7 +111,9 @@ def _shape(function, block, random):
     else:
         size = dimension.constant.size
         dimension.constant.size = int(
-            random.choice([size + 1, max(size - 1, 0), 2 * size, 0, 1, 1 << 40, size // 2])
+            random.choice(
+                [size + 1, max(size - 1, 0), 2 * size, 0, 1, 1 << 40, size // 2]
+            )
         )
     tensor.rank = len(tensor.dimensions)
     return f"{name} {change}"
@@ -129,7 +138,11 @@ def _operand(function, block, random):
     """An operand becomes another value, is swapped with another of the same operation, is left out,
     or is doubled."""
     op, change = _operation(block, random), random.integers(5)
-    named = [(key, i) for key in sorted(op.inputs) for i in range(len(op.inputs[key].arguments))]
+    named = [
+        (key, i)
+        for key in sorted(op.inputs)
+        for i in range(len(op.inputs[key].arguments))
+    ]
     if not named:
         return f"{op.type} takes nothing"
     key, i = _any(named, random)
@@ -144,18 +157,34 @@ def _operand(function, block, random):
     elif change == 2:
         op.inputs[key].arguments.add().CopyFrom(op.inputs[key].arguments[i])
     else:
-        op.inputs[key].arguments[i].name = str(_any(_names(function, block, random), random))
+        op.inputs[key].arguments[i].name = str(
+            _any(_names(function, block, random), random)
+        )
     return f"{op.type}.{key}.{i} {change}"
 
 
 def _parameter(function, block, random):
     """A parameter is left out, or goes by another name."""
-    op, change = _any([o for o in block.operations if o.inputs], random), random.integers(2)
+    op, change = (
+        _any([o for o in block.operations if o.inputs], random),
+        random.integers(2),
+    )
     key = _any(sorted(op.inputs), random)
     if change:
         other = str(
             _any(
-                ["x", "y", "values", "axis", "axes", "input", "data", "begin", "update", "nothing"],
+                [
+                    "x",
+                    "y",
+                    "values",
+                    "axis",
+                    "axes",
+                    "input",
+                    "data",
+                    "begin",
+                    "update",
+                    "nothing",
+                ],
                 random,
             )
         )
@@ -170,7 +199,10 @@ def _kind(function, block, random):
         op.type,
         str(
             _any(
-                sorted({o.type for o in block.operations} | set(miltorch.interpret.OPERATIONS)),
+                sorted(
+                    {o.type for o in block.operations}
+                    | set(miltorch.interpret.OPERATIONS)
+                ),
                 random,
             )
             if random.random() < 0.5
@@ -201,7 +233,10 @@ def _immediates(block):
     """Every constant that stands in the program itself: (whose, value)."""
     for op in block.operations:
         for key in sorted(op.attributes):
-            if key != "name" and op.attributes[key].WhichOneof("value") == "immediateValue":
+            if (
+                key != "name"
+                and op.attributes[key].WhichOneof("value") == "immediateValue"
+            ):
                 yield f"{op.type} {op.outputs[0].name}", op.attributes[key]
 
 
@@ -228,7 +263,17 @@ def _constant(function, block, random):
         if which == "strings":
             values[i] = str(
                 random.choice(
-                    ["", "valid", "same", "custom", "fp16", "fp32", "int32", "bool", "exact"]
+                    [
+                        "",
+                        "valid",
+                        "same",
+                        "custom",
+                        "fp16",
+                        "fp32",
+                        "int32",
+                        "bool",
+                        "exact",
+                    ]
                 )
             )
         elif which == "bools":
@@ -301,11 +346,15 @@ def damage_weights(path: Path, random: np.random.Generator) -> None:
     """Sixteen values in a row of the weight file become one of `SPECIALS`, as fp16."""
     data = bytearray(path.read_bytes())
     first = int(random.integers(64, max(len(data) - 32, 65))) // 2 * 2
-    data[first : first + 32] = np.full(16, random.choice(SPECIALS), np.float16).tobytes()
+    data[first : first + 32] = np.full(
+        16, random.choice(SPECIALS), np.float16
+    ).tobytes()
     path.write_bytes(bytes(data))
 
 
-def calls(program: miltorch.Program, random: np.random.Generator) -> list[dict[str, torch.Tensor]]:
+def calls(
+    program: miltorch.Program, random: np.random.Generator
+) -> list[dict[str, torch.Tensor]]:
     """Inputs of the calls that a program gets: positions 3, 4, then 5 to 7 and 8 to 10 where T is
     free, by the names of the contract."""
     free = any(None in t.shape for t in program.inputs.values())
@@ -350,7 +399,9 @@ def played(
             cell.value = torch.from_numpy(states[name].copy())
     seen = []
     for one in inputs:
-        outputs = runner.run({name: value.clone() for name, value in one.items()}, cells)
+        outputs = runner.run(
+            {name: value.clone() for name, value in one.items()}, cells
+        )
         seen.append(
             {name: value.clone() for name, value in outputs.items()}
             | {f"state {name}": cell.value.clone() for name, cell in cells.items()}
@@ -383,7 +434,9 @@ def difference(found: list[dict], wanted: list[dict]) -> str | None:
                 a[~finite], b[~finite], equal_nan=True
             ):
                 return f"call {call}: {name} not finite in other places"
-            rms = np.sqrt(((a - b)[finite] ** 2).sum()) / max(np.sqrt((b[finite] ** 2).sum()), 1e-6)
+            rms = np.sqrt(((a - b)[finite] ** 2).sum()) / max(
+                np.sqrt((b[finite] ** 2).sum()), 1e-6
+            )
             if rms > T_TOLERANCE["declared"]:
                 return f"call {call}: {name} differs by {rms:.2g}"
     return None
@@ -448,7 +501,11 @@ def batch(packages: list[Path], first: int, last: int, seed: int) -> None:
             n: random.normal(size=t.shape).astype(np.float16).astype(np.float32)
             for n, t in program.states.items()
         }
-        sound[package] = miltorch.program.read_spec(package), calls(program, random), states
+        sound[package] = (
+            miltorch.program.read_spec(package),
+            calls(program, random),
+            states,
+        )
     with tempfile.TemporaryDirectory() as folder:
         for number in range(first, last):
             random = np.random.default_rng([seed, number])
@@ -463,15 +520,22 @@ def batch(packages: list[Path], first: int, last: int, seed: int) -> None:
             else:
                 try:
                     what = edit(changed, random)
-                except ValueError as problem:  # a value that protobuf itself does not hold
+                except (
+                    ValueError
+                ) as problem:  # a value that protobuf itself does not hold
                     what = f"nothing ({problem})"
             (copy / MODEL).write_bytes(changed.SerializeToString())
             kind, where = outcome(copy, inputs, states)
-            print(json.dumps([number, kind, f"{package.parent.name} {what}", where]), flush=True)
+            print(
+                json.dumps([number, kind, f"{package.parent.name} {what}", where]),
+                flush=True,
+            )
             shutil.rmtree(copy)
 
 
-def run(packages: list[Path], attempts: int, seed: int = 0) -> list[tuple[int, str, str, str]]:
+def run(
+    packages: list[Path], attempts: int, seed: int = 0
+) -> list[tuple[int, str, str, str]]:
     """(number, outcome, edit, where the paths part) of every edit; a child that dies counts as a
     crash and is replaced."""
     rows, first = [], 0
@@ -493,7 +557,11 @@ def run(packages: list[Path], attempts: int, seed: int = 0) -> list[tuple[int, s
             text, why = done.stdout, f"exit {done.returncode}: {done.stderr[-300:]}"
         except subprocess.TimeoutExpired as late:
             text, why = (late.stdout or b"").decode(), f"over {SECONDS} s"
-        lines = [tuple(json.loads(line)) for line in text.splitlines() if line.startswith("[")]
+        lines = [
+            tuple(json.loads(line))
+            for line in text.splitlines()
+            if line.startswith("[")
+        ]
         rows += lines
         first += len(lines)
         if first < last:
@@ -521,7 +589,8 @@ def main(attempts: int, seed: int = 0) -> None:
 def packages_of(exports, families=FAMILIES) -> list[Path]:
     """The package of the first layers of each family."""
     bundles = [
-        exports.bundle(exports.checkpoint(family), **options) for family, options in families
+        exports.bundle(exports.checkpoint(family), **options)
+        for family, options in families
     ]
     return [bundle.package(bundle.shards("layers")[0]) for bundle in bundles]
 

@@ -34,7 +34,9 @@ def program(
     states: dict[str, Type] | None = None,
 ) -> Program:
     block = Block([], ops, outputs)
-    return Program(Path("test.mlpackage"), "main", inputs, states or {}, outputs, block, None)
+    return Program(
+        Path("test.mlpackage"), "main", inputs, states or {}, outputs, block, None
+    )
 
 
 def literal(value):
@@ -45,7 +47,9 @@ def literal(value):
     if isinstance(value, list) and value and isinstance(value[0], str):
         return value
     array = np.asarray(value)
-    return array.astype({"f": np.float32, "i": np.int32, "b": np.bool_}[array.dtype.kind])
+    return array.astype(
+        {"f": np.float32, "i": np.int32, "b": np.bool_}[array.dtype.kind]
+    )
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:
@@ -80,7 +84,9 @@ def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):
             bound[name] = literal(value)
     declared = [out] if isinstance(out, str) else out
     outputs = [(f"y{i}", Type(dtype, UNKNOWN)) for i, dtype in enumerate(declared)]
-    made = program([Op(kind, kind, bound, outputs)], inputs, [name for name, _ in outputs])
+    made = program(
+        [Op(kind, kind, bound, outputs)], inputs, [name for name, _ in outputs]
+    )
     results = [v.numpy() for v in Executable(made, precision).run(values, {}).values()]
     return results[0] if isinstance(out, str) else results
 

@@ -17,19 +17,25 @@ def mil(ct):
 def agree(mil, opset, kind, *attributes, **arguments):
     """The rule and MIL's `decompress` of the same operands agree; `attributes` are those MIL takes
     by position."""
-    expected = getattr(mil[opset], kind).decompress(*[arguments.get(name) for name in attributes])
+    expected = getattr(mil[opset], kind).decompress(
+        *[arguments.get(name) for name in attributes]
+    )
     expected = expected if isinstance(expected, tuple) else (expected,)
     bound = {
         k: v if isinstance(v, np.ndarray) else literal(v)
         for k, v in arguments.items()
         if v is not None
     }
-    outputs = [(f"y{i}", Type(MIL[value.dtype], UNKNOWN)) for i, value in enumerate(expected)]
+    outputs = [
+        (f"y{i}", Type(MIL[value.dtype], UNKNOWN)) for i, value in enumerate(expected)
+    ]
     names = [name for name, _ in outputs]
     made = Executable(program([Op(kind, kind, bound, outputs)], {}, names))
     for name, value in zip(names, expected, strict=True):
         found = made.constant(name).numpy()
-        assert found.shape == value.shape and np.array_equal(found.astype(value.dtype), value)
+        assert found.shape == value.shape and np.array_equal(
+            found.astype(value.dtype), value
+        )
 
 
 @st.composite
@@ -48,7 +54,9 @@ def weights(draw):
 )
 def test_blockwise_scales_and_offsets(mil, weight, dtype, shifted, half):
     rng, shape, blocks = weight
-    data, offset = (rng.integers(0, 100, size).astype(dtype) for size in (shape, blocks))
+    data, offset = (
+        rng.integers(0, 100, size).astype(dtype) for size in (shape, blocks)
+    )
     scale = rng.uniform(0.01, 2, blocks).astype(np.float16 if half else np.float32)
     shared = dict(scale=scale, offset=offset if shifted else None)
     agree(

@@ -7,9 +7,18 @@ import pytest
 
 from miltorch.ops import OPERATIONS, operation
 
-NOT_IN_PACKAGES = {"const", "_const_symbolic"}  # read by the reader; for coremltools' own tests
+NOT_IN_PACKAGES = {
+    "const",
+    "_const_symbolic",
+}  # read by the reader; for coremltools' own tests
 NEURAL_NETWORK_ONLY = {"conv_quantized"}  # has no form in ML Programs
-NESTED = {"_true_fn", "_false_fn", "_existing_blocks", "_cond", "_body"}  # these become blocks
+NESTED = {
+    "_true_fn",
+    "_false_fn",
+    "_existing_blocks",
+    "_cond",
+    "_body",
+}  # these become blocks
 
 
 @pytest.fixture(scope="module")

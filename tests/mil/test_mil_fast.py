@@ -64,7 +64,14 @@ BUNDLES = [
 
 MORE = [  # tails, matrix states, partial rotations
     (family, {})
-    for family in ("lfm2", "qwen3_5_text", "granitemoehybrid", "phi3", "mistral", "smollm3")
+    for family in (
+        "lfm2",
+        "qwen3_5_text",
+        "granitemoehybrid",
+        "phi3",
+        "mistral",
+        "smollm3",
+    )
 ]
 
 
@@ -111,17 +118,25 @@ def arity(kind: str) -> int:
 
 @pytest.mark.parametrize("kind", sorted(fast.DIRECT - {"gather"}))
 @given(seed=st.integers(0, 99), scale=st.sampled_from([1e-4, 1.0, 300.0]))
-def test_an_operation_on_fp16_equals_its_rule_in_float32_rounded_once(kind, seed, scale):
+def test_an_operation_on_fp16_equals_its_rule_in_float32_rounded_once(
+    kind, seed, scale
+):
     rng, made = np.random.default_rng(seed), one(kind, arity(kind))
     values = {
-        name: tensor((rng.normal(size=SHAPE) * scale).astype(np.float16)) for name in made.inputs
+        name: tensor((rng.normal(size=SHAPE) * scale).astype(np.float16))
+        for name in made.inputs
     }
     if kind == "sqrt":
         values = {name: value.abs() for name, value in values.items()}
-    wanted, found = Executable(made).run(dict(values), {}), FastProgram(made).run(dict(values), {})
+    wanted, found = (
+        Executable(made).run(dict(values), {}),
+        FastProgram(made).run(dict(values), {}),
+    )
     for name in wanted:
         if kind in ULPS:
-            bits = (v.half().view(torch.int16).int() for v in (wanted[name], found[name]))
+            bits = (
+                v.half().view(torch.int16).int() for v in (wanted[name], found[name])
+            )
             assert int(torch.sub(*bits).abs().max()) <= ULPS[kind]
         else:
             assert torch.equal(wanted[name], found[name])
@@ -140,7 +155,9 @@ def test_int8_products_use_weights_rounded_to_fp16(rows, columns, count, seed):
     x = torch.from_numpy(rng.normal(size=(count, columns)).astype(np.float16))
     dense = (weight * scale[:, None]).astype(np.float16).astype(np.float64)
     found = tiles.product(weight, scale, x).numpy()
-    np.testing.assert_allclose(found, x.double().numpy() @ dense.T, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        found, x.double().numpy() @ dense.T, rtol=1e-5, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +171,9 @@ def test_decoding_stays_close_to_the_literal_graph(exports, family, options):
     bundle = exports.bundle(exports.checkpoint(family), **options)
     fast_one, literal = (Decoder(bundle, "portable", fast=f) for f in (True, False))
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, bundle.manifest.dims.V, (bundle.manifest.options.batch, 8)).tolist()
+    prompt = rng.integers(
+        0, bundle.manifest.dims.V, (bundle.manifest.options.batch, 8)
+    ).tolist()
     prompt = prompt if len(prompt) > 1 else prompt[0]
     logits = [(fast_one.prefill(prompt), literal.prefill(prompt))]
     for _ in range(6):
@@ -165,7 +184,9 @@ def test_decoding_stays_close_to_the_literal_graph(exports, family, options):
     for one_state, other in zip(fast_one.states, literal.states, strict=True):
         for name in one_state.shard.states:
             assert (
-                tiny.relative(one_state.read(name).astype(float), other.read(name).astype(float))
+                tiny.relative(
+                    one_state.read(name).astype(float), other.read(name).astype(float)
+                )
                 < 4 * 2**-10
             )
 
@@ -192,26 +213,36 @@ def test_caches_and_attention_of_every_family_are_recognised(exports, family):
 def test_a_norm_and_a_rotation_give_what_their_operations_give(exports, family, T):
     """On the operands of the literal graph: rotations bit for bit, norms within a unit in the last
     place of the largest."""
-    decoder = Decoder(exports.bundle(exports.checkpoint(family)), "portable", fast=False)
+    decoder = Decoder(
+        exports.bundle(exports.checkpoint(family)), "portable", fast=False
+    )
     model, seen = decoder.layers[0], {}
     io = decoder.host.inputs(np.array([5]), np.array([T]), T)
     rng = np.random.default_rng(T)
     io["x"] = (
-        rng.normal(size=(1, decoder.manifest.dims.C, T, 1)).astype(np.float16).astype(np.float32)
+        rng.normal(size=(1, decoder.manifest.dims.C, T, 1))
+        .astype(np.float16)
+        .astype(np.float32)
         * 7
     )
     with model.hooked(
-        lambda op, results: seen.update(zip((name for name, _ in op.outputs), results, strict=True))
+        lambda op, results: seen.update(
+            zip((name for name, _ in op.outputs), results, strict=True)
+        )
     ):
         decoder.run_layers(0, io, np.array([T]))
     graph = PatternGraph(
-        model.program, (("mul", patterns.rms_norm_pattern), ("concat", patterns.rotation))
+        model.program,
+        (("mul", patterns.rms_norm_pattern), ("concat", patterns.rotation)),
     )
     seen |= {name: torch.from_numpy(np.float32(value)) for name, value in io.items()}
     kinds = [graph.producers[name].kind for name in graph.special]
     assert kinds.count("mul") >= 2 and kinds.count("concat") == 2
     for name, [(function, operands, _)] in graph.special.items():
-        found, wanted = function(*[seen[o].half() for o in operands]).float(), seen[name]
+        found, wanted = (
+            function(*[seen[o].half() for o in operands]).float(),
+            seen[name],
+        )
         assert (
             torch.equal(found, wanted)
             or graph.producers[name].kind == "mul"
@@ -228,7 +259,9 @@ def test_a_norm_of_something_not_finite_is_nowhere_mistaken_for_a_number():
     )
     for bad in (np.nan, np.inf, -np.inf):
         found = kernels.rms_norm_rows(torch.tensor([[1, bad, 2, 3]]).half(), *constants)
-        assert found[0, 1].isnan() and (found.isnan().all() if np.isnan(bad) else found[0, 0] == 0)
+        assert found[0, 1].isnan() and (
+            found.isnan().all() if np.isnan(bad) else found[0, 0] == 0
+        )
 
 
 TAPED = [
@@ -262,11 +295,15 @@ def test_tokens_on_tape_are_the_tokens_call_by_call(exports, family, options, T)
         ids = rng.integers(0, bundle.manifest.dims.V, (B, T)).tolist()
         found, wanted = (d.logits(d.advance(ids, T)) for d in (taped, plain))
         assert tiny.relative(found, wanted) < 4 * 2**-10
-    assert all(all(model.fast.bytecodes.values()) for model in taped.layers + taped.heads)
+    assert all(
+        all(model.fast.bytecodes.values()) for model in taped.layers + taped.heads
+    )
     for one_state, other in zip(taped.states, plain.states, strict=True):
         for name in one_state.shard.states:
             assert (
-                tiny.relative(one_state.read(name).astype(float), other.read(name).astype(float))
+                tiny.relative(
+                    one_state.read(name).astype(float), other.read(name).astype(float)
+                )
                 < 4 * 2**-10
             )
 
@@ -294,38 +331,54 @@ def test_calls_of_a_few_tokens_of_every_family_are_on_tape_and_longer_ones_are_n
         assert not any(decoder.layers[0].fast.bytecodes.values())
         return
     for model in decoder.layers:
-        assert [bool(tape) for tape in model.fast.bytecodes.values()] == [True, True, 8 * B < 12]
+        assert [bool(tape) for tape in model.fast.bytecodes.values()] == [
+            True,
+            True,
+            8 * B < 12,
+        ]
 
 
 def test_a_program_with_an_operation_that_has_no_instruction_runs_call_by_call(exports):
     decoder = Decoder(
-        exports.bundle(exports.checkpoint("llama"), kv_write="slice"), "portable", fast=True
+        exports.bundle(exports.checkpoint("llama"), kv_write="slice"),
+        "portable",
+        fast=True,
     )
     decoder.prefill([1])
     assert list(decoder.layers[0].fast.bytecodes.values()) == [None]
 
 
 def test_a_tape_reads_inputs_however_they_are_laid_out(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable", fast=True)
+    decoder = Decoder(
+        exports.bundle(exports.checkpoint("llama")), "portable", fast=True
+    )
     decoder.prefill([1, 2], tile=1)
     model, io = decoder.layers[0], decoder.host.inputs(np.array([2]), np.array([1]), 1)
     io["x"] = (
-        np.random.default_rng(0).normal(size=(1, decoder.manifest.dims.C, 1, 1)).astype(np.float32)
+        np.random.default_rng(0)
+        .normal(size=(1, decoder.manifest.dims.C, 1, 1))
+        .astype(np.float32)
     )
     spread = io | {"x": np.repeat(io["x"], 2, axis=1)[:, ::2]}
     made = [
-        model.predict({n: given[n] for n in model.shard.inputs}, model.make_state())["hidden"]
+        model.predict({n: given[n] for n in model.shard.inputs}, model.make_state())[
+            "hidden"
+        ]
         for given in (io, spread)
     ]
     assert not spread["x"].flags.c_contiguous and np.array_equal(*made)
 
 
 def test_a_tape_leaves_a_write_mask_that_is_not_one_hot_to_the_formula(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable", fast=True)
+    decoder = Decoder(
+        exports.bundle(exports.checkpoint("llama")), "portable", fast=True
+    )
     decoder.prefill([1, 2], tile=1)
     model, io = decoder.layers[0], decoder.host.inputs(np.array([2]), np.array([1]), 1)
     io["x"] = (
-        np.random.default_rng(0).normal(size=(1, decoder.manifest.dims.C, 1, 1)).astype(np.float32)
+        np.random.default_rng(0)
+        .normal(size=(1, decoder.manifest.dims.C, 1, 1))
+        .astype(np.float32)
     )
     io["kv_write_mask"][0, 0, 3:5] = 0.5
     made = []
@@ -336,19 +389,30 @@ def test_a_tape_leaves_a_write_mask_that_is_not_one_hot_to_the_formula(exports):
     for name, wanted in made[1].items():
         assert (
             wanted[:, :, 3:5].any()
-            and tiny.relative(made[0][name].astype(float), wanted.astype(float)) < 4 * 2**-10
+            and tiny.relative(made[0][name].astype(float), wanted.astype(float))
+            < 4 * 2**-10
         )
 
 
 @given(seed=st.integers(0, 99), scale=st.sampled_from([1e-3, 1.0, 30.0]))
 def test_the_exponential_is_that_of_numpy(seed, scale):
-    x = (np.random.default_rng(seed).normal(size=50) * scale).clip(-87, 88).astype(np.float32)
-    np.testing.assert_allclose([kernels._exp(v) for v in x], np.exp(x.astype(float)), rtol=3e-7)
+    x = (
+        (np.random.default_rng(seed).normal(size=50) * scale)
+        .clip(-87, 88)
+        .astype(np.float32)
+    )
+    np.testing.assert_allclose(
+        [kernels._exp(v) for v in x], np.exp(x.astype(float)), rtol=3e-7
+    )
 
 
 def test_int8_weights_stay_int8(exports):
     _, made = calls(exports.bundle(exports.checkpoint("qwen2"), compress="int8-tensor"))
-    held = [n.function.weight.dtype for n in made.nodes if isinstance(n.function, products.Linear)]
+    held = [
+        n.function.weight.dtype
+        for n in made.nodes
+        if isinstance(n.function, products.Linear)
+    ]
     assert len(held) == 4 and set(held) == {np.dtype(np.int8)}
     assert (
         sum(v.nbytes for v in made.values if isinstance(v, torch.Tensor)) < 96 * 64
@@ -362,7 +426,9 @@ def test_fp16_products_use_weights_as_they_are():
         torch.from_numpy(rng.normal(size=(3, 130)).astype(np.float16)),
     )
     for rows in (x, x[:1]):
-        found = tiles.product(weight.view(np.uint16), np.ones(9, np.float32), rows).numpy()
+        found = tiles.product(
+            weight.view(np.uint16), np.ones(9, np.float32), rows
+        ).numpy()
         np.testing.assert_allclose(
             found, rows.double().numpy() @ weight.astype(float).T, rtol=1e-5, atol=1e-5
         )
@@ -374,7 +440,9 @@ def test_a_product_by_panels_is_the_whole_product(dtype, panel, monkeypatch):
     monkeypatch.setattr(linear, "PANEL", panel)
     rng = np.random.default_rng(0)
     weight, x = rng.normal(0, 30, (7, 130)).astype(dtype), rng.normal(size=(20, 130))
-    scale = rng.uniform(1e-3, 1e-1, (7, 1)).astype(np.float32) if dtype is np.int8 else None
+    scale = (
+        rng.uniform(1e-3, 1e-1, (7, 1)).astype(np.float32) if dtype is np.int8 else None
+    )
     dense = weight if scale is None else (weight * scale).astype(np.float16)
     product = linear.panel_product(
         torch.from_numpy(x.astype(np.float32))
@@ -383,7 +451,9 @@ def test_a_product_by_panels_is_the_whole_product(dtype, panel, monkeypatch):
         torch.from_numpy(weight),
         None if scale is None else torch.from_numpy(scale),
     )
-    np.testing.assert_allclose(product.numpy(), x @ dense.T.astype(float), rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(
+        product.numpy(), x @ dense.T.astype(float), rtol=1e-5, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 40), (3, 40), (6, 40), (2, 900)])
@@ -395,7 +465,9 @@ def test_narrow_products_round_after_every_32_terms(rows, size):
     expected = np.zeros((rows, 9), np.float16)
     with np.errstate(over="ignore", invalid="ignore"):
         for part in zip(
-            np.split(x.astype(float), 10, 1), np.split(weight.astype(float), 10, 1), strict=True
+            np.split(x.astype(float), 10, 1),
+            np.split(weight.astype(float), 10, 1),
+            strict=True,
         ):
             expected = (expected + part[0] @ part[1].T).astype(np.float16)
     found = kernels.narrow_product(weight.view(np.uint16), torch.from_numpy(x).float())
@@ -403,7 +475,9 @@ def test_narrow_products_round_after_every_32_terms(rows, size):
     assert np.isfinite(expected).all() == (size == 40)
 
 
-def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(exports, monkeypatch):
+def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(
+    exports, monkeypatch
+):
     monkeypatch.setattr(kernels, "available", lambda: False)
     assert not any(
         model.fast
@@ -415,10 +489,17 @@ def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(exports, mo
 
 @pytest.mark.parametrize(
     "mask",
-    [[[1.0, 1.0], [0, 0], [0, 0]], [[0.5, 0], [0, 0], [0, 1.0]], [[1.0, 0], [1.0, 0], [0, 0]]],
+    [
+        [[1.0, 1.0], [0, 0], [0, 0]],
+        [[0.5, 0], [0, 0], [0, 1.0]],
+        [[1.0, 0], [1.0, 0], [0, 0]],
+    ],
 )
 def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
-    mask, rows = torch.tensor([[mask]]).half(), torch.arange(8.0).reshape(1, 2, 2, 2).half()
+    mask, rows = (
+        torch.tensor([[mask]]).half(),
+        torch.arange(8.0).reshape(1, 2, 2, 2).half(),
+    )
     cell = miltorch.interpret.StateCell(torch.ones(1, 2, 3, 2))
     assert patterns._write_positions(mask) is None
     patterns._write_rows(False, cell, mask, patterns._write_positions(mask), rows)
@@ -438,10 +519,15 @@ def test_columns_blocked_for_some_queries_only_are_kept():
 
 
 def test_hooks_and_gates_see_the_literal_graph(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable", fast=True)
+    decoder = Decoder(
+        exports.bundle(exports.checkpoint("llama")), "portable", fast=True
+    )
     path = [model.fast for model in decoder.layers]
     with decoder.set_aside():
-        assert not any(model.fast for model in decoder.layers + decoder.heads) and not decoder.fast
+        assert (
+            not any(model.fast for model in decoder.layers + decoder.heads)
+            and not decoder.fast
+        )
     assert [model.fast for model in decoder.layers] == path and decoder.fast
     seen = []
     with decoder.hooked(lambda shard: lambda op, results: seen.append(op.kind)):
@@ -480,7 +566,9 @@ def without(kind: str, parameter: str):
 def test_an_operation_without_an_operand_is_refused_as_the_literal_graph_refuses_it(
     exports, kind, parameter
 ):
-    program = mutated(exports.bundle(exports.checkpoint("llama")), without(kind, parameter))
+    program = mutated(
+        exports.bundle(exports.checkpoint("llama")), without(kind, parameter)
+    )
     runner = fast.ready(program, lambda: Executable(program)) or Executable(program)
     inputs = mutants.calls(program, np.random.default_rng(0))[0]
     for path in (Executable(program), runner):
@@ -522,7 +610,9 @@ def test_what_is_not_finite_spreads_over_the_cache_as_the_formula_spreads_it(T, 
         cells = [miltorch.interpret.StateCell(torch.ones(1, 2, 3, 2)) for _ in range(2)]
         for cell in cells:
             cell.value[0, 1, 0, 0] = old
-        patterns._write_rows(False, cells[0], mask, patterns._write_positions(mask), rows)
+        patterns._write_rows(
+            False, cells[0], mask, patterns._write_positions(mask), rows
+        )
         patterns._write_rows(False, cells[1], mask, None, rows)
         np.testing.assert_array_equal(*(cell.value.numpy() for cell in cells))
 
@@ -539,7 +629,9 @@ def test_what_is_not_finite_spreads_over_the_cache_as_the_formula_spreads_it(T, 
 def test_a_write_past_the_cache_or_of_other_rows_is_refused(slots, rows):
     with pytest.raises((ValueError, IndexError)):
         kernels.write_rows(
-            np.zeros((1, 2, 3, 2), np.float32), np.array(slots), np.ones(rows, np.float32)
+            np.zeros((1, 2, 3, 2), np.float32),
+            np.array(slots),
+            np.ones(rows, np.float32),
         )
 
 
@@ -549,13 +641,17 @@ def test_a_write_past_the_cache_or_of_other_rows_is_refused(slots, rows):
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
 def test_no_sound_bundle_falls_back_to_the_literal_graph(exports, family, options):
-    decoder = Decoder(exports.bundle(exports.checkpoint(family), **options), "portable", fast=True)
+    decoder = Decoder(
+        exports.bundle(exports.checkpoint(family), **options), "portable", fast=True
+    )
     batch = decoder.manifest.options.batch
     decoder.prefill([[1, 2, 3]] * batch if batch > 1 else [1, 2, 3])
     models = decoder.layers + decoder.heads
     assert all(model.fast and "executable" not in vars(model) for model in models)
     assert not any(
-        isinstance(tape, Executable) for model in models for tape in model.fast.bytecodes.values()
+        isinstance(tape, Executable)
+        for model in models
+        for tape in model.fast.bytecodes.values()
     )
 
 
@@ -566,9 +662,9 @@ def test_the_outline_of_a_program_holds_no_weights(exports, monkeypatch, compres
     monkeypatch.setattr(fast, "LARGE", 1000)
     _, made = calls(exports.bundle(exports.checkpoint("qwen2"), compress=compress))
     body = made.outline.body
-    constants = [value for step in body.steps for value in step.constants.values()] + list(
-        body.constants.values()
-    )
+    constants = [
+        value for step in body.steps for value in step.constants.values()
+    ] + list(body.constants.values())
     held = {
         v.untyped_storage().data_ptr(): v.untyped_storage().nbytes()
         for v in constants
@@ -591,10 +687,14 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
     )  # visible scores near -15,000, blocked ones near 0 - 10,000
     mask = torch.full((1, 1, T, 6), kernels.BLOCKED).half()
     mask[..., :3] = 0
-    weights = torch.softmax((q.float() @ key.float().transpose(-1, -2)).half() + mask, -1)
+    weights = torch.softmax(
+        (q.float() @ key.float().transpose(-1, -2)).half() + mask, -1
+    )
     cells = [miltorch.interpret.StateCell(v.float()) for v in (key, value)]
     found = patterns._attend_visible(q, *cells, mask, patterns._span(mask))
-    np.testing.assert_allclose(found.float(), weights.float() @ value.float(), atol=2e-3)
+    np.testing.assert_allclose(
+        found.float(), weights.float() @ value.float(), atol=2e-3
+    )
     assert weights[..., :3].max() < 1e-3
 
 

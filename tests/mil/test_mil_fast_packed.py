@@ -19,7 +19,9 @@ from miltorch.ops.convolution import FEW_COLUMNS
 from workbench import Decoder
 
 FORMS = (INT4, LUT4, LUT6)
-SCALES = np.float16([6e-8, 1e-7, 1e-6, 6e-5, 6.2e-5, 1e-3, 0.11, 1.0, 300.0, 8192.0, 65504.0])
+SCALES = np.float16(
+    [6e-8, 1e-7, 1e-6, 6e-5, 6.2e-5, 1e-3, 0.11, 1.0, 300.0, 8192.0, 65504.0]
+)
 
 
 def weight(form: int, rows: int, groups: int, tables: int, rng):
@@ -49,16 +51,23 @@ def graph_of(op: Op, T: int = 1):
 def read_packed(op: Op) -> tuple[packed.Packed, np.ndarray]:
     """The packed weight that the decode path reads, and the literal graph's [R, K]."""
     made = graph_of(op)
-    [(linear, _, _)] = PatternGraph(made, (("conv", products.linear_pattern),)).special["y"]
+    [(linear, _, _)] = PatternGraph(made, (("conv", products.linear_pattern),)).special[
+        "y"
+    ]
     literal = Executable(program([op], {}, ["w"])).constant("w")
     return linear.weight, literal.float().numpy()[:, :, 0, 0]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @given(
-    rows=st.integers(1, 4), groups=st.integers(1, 5), tables=st.integers(1, 3), seed=st.integers(0)
+    rows=st.integers(1, 4),
+    groups=st.integers(1, 5),
+    tables=st.integers(1, 3),
+    seed=st.integers(0),
 )
-def test_weights_are_those_of_the_literal_graph_bit_for_bit(form, rows, groups, tables, seed):
+def test_weights_are_those_of_the_literal_graph_bit_for_bit(
+    form, rows, groups, tables, seed
+):
     op = weight(form, rows * tables, groups, tables, np.random.default_rng(seed))
     found, wanted = read_packed(op)
     assert found.form == form and found.shape == wanted.shape
@@ -130,10 +139,14 @@ def test_a_program_gives_what_its_literal_graph_gives(form, T):
     if form == INT4:
         op.inputs["scale"] = np.full_like(op.inputs["scale"], 0.11)
     made = graph_of(op, T)
-    x = torch.from_numpy(rng.normal(size=(1, 3 * GROUP[form], T, 1)).astype(np.float16)).float()
+    x = torch.from_numpy(
+        rng.normal(size=(1, 3 * GROUP[form], T, 1)).astype(np.float16)
+    ).float()
     path = FastProgram(made)
     for _ in range(2):  # the second call runs the bytecode, where there is one
-        found, wanted = (runner.run({"x": x}, {})["y"] for runner in (path, Executable(made)))
+        found, wanted = (
+            runner.run({"x": x}, {})["y"] for runner in (path, Executable(made))
+        )
         assert (found - wanted).abs().max() <= 2**-10 * wanted.abs().max()
     assert bool(list(path.bytecodes.values())[0]) == (T < FEW_COLUMNS)
 
@@ -142,7 +155,9 @@ def refused(change) -> bool:
     """Whether a weight is read dense after `change` of its operation."""
     op = weight(INT4, 4, 2, 1, np.random.default_rng(0))
     op = change(op) or op
-    [(linear, _, _)] = PatternGraph(graph_of(op), (("conv", products.linear_pattern),)).special["y"]
+    [(linear, _, _)] = PatternGraph(
+        graph_of(op), (("conv", products.linear_pattern),)
+    ).special["y"]
     return linear.form == 2
 
 
@@ -164,12 +179,18 @@ def test_what_is_compressed_otherwise_becomes_dense(change):
     assert refused(change) and not refused(lambda op: None)
 
 
-@pytest.mark.parametrize("preset, form", [("int4-block32", INT4), ("lut4", LUT4), ("lut6", LUT6)])
+@pytest.mark.parametrize(
+    "preset, form", [("int4-block32", INT4), ("lut4", LUT4), ("lut6", LUT6)]
+)
 def test_a_bundle_holds_its_weights_as_they_are_stored(exports, preset, form):
     """Every projection packed; bytes in memory within a table of those in the file."""
-    bundle = exports.bundle(exports.checkpoint("llama", intermediate_size=128), compress=preset)
+    bundle = exports.bundle(
+        exports.checkpoint("llama", intermediate_size=128), compress=preset
+    )
     made = FastProgram(miltorch.read(bundle.package(bundle.shards("layers")[0])))
-    linears = [n.function for n in made.nodes if isinstance(n.function, products.Linear)]
+    linears = [
+        n.function for n in made.nodes if isinstance(n.function, products.Linear)
+    ]
     assert len(linears) == 4 and {linear.form for linear in linears} == {form}
     weights = sum(np.prod(linear.weight.shape) for linear in linears)
     held = sum(array.nbytes for linear in linears for array in linear.arrays)
@@ -182,7 +203,9 @@ def test_a_bundle_holds_its_weights_as_they_are_stored(exports, preset, form):
 @pytest.mark.parametrize("preset", ["int4-block32", "lut4", "lut6"])
 def test_decoding_stays_close_to_the_literal_graph(exports, preset):
     """Every logit within 1% of the largest, token by token and for a prompt."""
-    bundle = exports.bundle(exports.checkpoint("llama", intermediate_size=128), compress=preset)
+    bundle = exports.bundle(
+        exports.checkpoint("llama", intermediate_size=128), compress=preset
+    )
     fast, literal = (Decoder(bundle, "portable", fast=kind) for kind in (True, False))
     prompt = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, 20).tolist()
     pairs = [[decoder.prefill(prompt) for decoder in (fast, literal)]]

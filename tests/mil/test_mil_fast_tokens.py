@@ -20,7 +20,9 @@ from miltorch.fast.program import FastProgram
     count=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_a_product_of_few_vectors_is_that_of_numpy(form, rows, columns, batch, count, seed):
+def test_a_product_of_few_vectors_is_that_of_numpy(
+    form, rows, columns, batch, count, seed
+):
     rng, N = np.random.default_rng(seed), batch * count
     scale = rng.uniform(1e-3, 1e-1, rows).astype(np.float32)
     weight = rng.normal(size=(rows, columns)).astype(np.float16)
@@ -30,11 +32,15 @@ def test_a_product_of_few_vectors_is_that_of_numpy(form, rows, columns, batch, c
         dense = (stored * scale[:, None]).astype(np.float16).astype(float)
     if form == "float":
         stored = weight.astype(np.float32)
-    x = np.full((tiles.whole_tiles(N), columns), np.nan, np.float32)  # what fills a tile counts not
+    x = np.full(
+        (tiles.whole_tiles(N), columns), np.nan, np.float32
+    )  # what fills a tile counts not
     x[:N] = rng.normal(size=(N, columns)).astype(np.float16)
     out = np.empty((batch, rows, count), np.float32)
     tiles.few(stored, scale, x, out, seed % 2 > 0)
-    expected = (x[:N].astype(float) @ dense.T).reshape(batch, count, rows).transpose(0, 2, 1)
+    expected = (
+        (x[:N].astype(float) @ dense.T).reshape(batch, count, rows).transpose(0, 2, 1)
+    )
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -46,14 +52,20 @@ def test_attention_of_several_queries_is_the_formula(B, groups, heads, T, D, sca
     rng, S, N = np.random.default_rng(T), 40, heads * T
     q, key, value = (
         torch.from_numpy((rng.normal(size=shape) * s).astype(np.float16))
-        for shape, s in (((B, groups, N, D), scale), ((B, groups, S, D), 1), ((B, groups, S, D), 1))
+        for shape, s in (
+            ((B, groups, N, D), scale),
+            ((B, groups, S, D), 1),
+            ((B, groups, S, D), 1),
+        )
     )
     mask = torch.full((B, T, S), -1e4).half()
     for b in range(B):
         for t in range(T):
             mask[b, t, 2 + b : 9 + 3 * b + t] = 0
     found = attention.attend(q, key.float(), value.float(), mask).half().float()
-    scores = (q.float() @ key.float().transpose(-1, -2)).half().view(B, groups, heads, T, S)
+    scores = (
+        (q.float() @ key.float().transpose(-1, -2)).half().view(B, groups, heads, T, S)
+    )
     weights = torch.softmax((scores + mask[:, None, None]).float(), -1).half().float()
     expected = weights.view(B, groups, N, S) @ value.float()
     np.testing.assert_allclose(found, expected, atol=4e-3)
@@ -84,8 +96,12 @@ ATTRIBUTES = {
 
 
 @pytest.mark.parametrize("kind", UNARY + BINARY + REDUCED)
-@pytest.mark.parametrize("shapes", [((2, 5, 3, 4), (2, 5, 3, 4)), ((2, 5, 3, 4), (1, 5, 1, 1))])
-def test_an_instruction_means_its_operation_on_transposed_and_spread_operands(kind, shapes):
+@pytest.mark.parametrize(
+    "shapes", [((2, 5, 3, 4), (2, 5, 3, 4)), ((2, 5, 3, 4), (1, 5, 1, 1))]
+)
+def test_an_instruction_means_its_operation_on_transposed_and_spread_operands(
+    kind, shapes
+):
     """Within two units in the last place, of which one is the exponential's; NaN where the
     operation gives NaN."""
     attributes = {
@@ -112,15 +128,22 @@ def test_an_instruction_means_its_operation_on_transposed_and_spread_operands(ki
     made = program([turned, op], types, ["out"])
     rng, fast = np.random.default_rng(0), FastProgram(made)
     for round_ in range(3):
-        values = {n: rng.normal(size=t.shape).astype(np.float16) for n, t in types.items()}
+        values = {
+            n: rng.normal(size=t.shape).astype(np.float16) for n, t in types.items()
+        }
         if kind in ("sqrt", "rsqrt"):
             values["x"] = np.abs(values["x"])
         elif round_ == 2 and kind not in ("reduce_sum", "reduce_mean", "softmax"):
             values["x"][0, 1, 2, 1] = np.nan
         io = {n: torch.from_numpy(value).float() for n, value in values.items()}
-        wanted, found = Executable(made).run(dict(io), {})["out"], fast.run(dict(io), {})["out"]
+        wanted, found = (
+            Executable(made).run(dict(io), {})["out"],
+            fast.run(dict(io), {})["out"],
+        )
         assert torch.equal(wanted.isnan(), found.isnan())
-        bits = ((v.nan_to_num().half() + 0).view(torch.int16).int() for v in (wanted, found))
+        bits = (
+            (v.nan_to_num().half() + 0).view(torch.int16).int() for v in (wanted, found)
+        )
         assert int(torch.sub(*bits).abs().max()) <= 2
     assert all(fast.bytecodes.values())
 
@@ -128,9 +151,14 @@ def test_an_instruction_means_its_operation_on_transposed_and_spread_operands(ki
 def test_a_sum_of_thousands_of_terms_is_as_exact_as_blas():
     """A float32 sum in one register loses more with every term: long ones are made of parts."""
     rng = np.random.default_rng(0)
-    weight, x = rng.standard_normal((64, 4864)).astype(np.float16), rng.standard_normal((4, 4864))
+    weight, x = (
+        rng.standard_normal((64, 4864)).astype(np.float16),
+        rng.standard_normal((4, 4864)),
+    )
     found = tiles.product(
-        weight.view(np.uint16), np.ones(64, np.float32), torch.from_numpy(x.astype(np.float32))
+        weight.view(np.uint16),
+        np.ones(64, np.float32),
+        torch.from_numpy(x.astype(np.float32)),
     )
     wanted = x.astype(np.float32).astype(np.float64) @ weight.astype(np.float64).T
     error = np.sqrt(np.mean((found.numpy() - wanted) ** 2) / np.mean(wanted**2))

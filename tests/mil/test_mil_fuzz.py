@@ -26,7 +26,9 @@ def test_changed_programs_mean_the_same_on_both_paths_or_are_refused_on_both(edi
     assert counts["refused"] > 15 and counts["equal"] > 15 and counts.total() == 90
 
 
-def test_a_process_that_dies_counts_as_a_crash_and_the_others_go_on(edited, monkeypatch, tmp_path):
+def test_a_process_that_dies_counts_as_a_crash_and_the_others_go_on(
+    edited, monkeypatch, tmp_path
+):
     dying = tmp_path / "dying.py"
     dying.write_text(
         "import json, os, sys\n"
@@ -36,4 +38,6 @@ def test_a_process_that_dies_counts_as_a_crash_and_the_others_go_on(edited, monk
     )
     monkeypatch.setattr(mutants, "__file__", str(dying))
     rows = mutants.run(edited, 6)
-    assert [row[:2] for row in rows] == [(n, "crash" if n == 3 else "equal") for n in range(6)]
+    assert [row[:2] for row in rows] == [
+        (n, "crash" if n == 3 else "equal") for n in range(6)
+    ]

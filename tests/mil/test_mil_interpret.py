@@ -15,7 +15,9 @@ F16, I32, BOOL = Type("FLOAT16", (None,)), Type("INT32", ()), Type("BOOL", ())
 
 
 def op(kind, inputs, *outputs, blocks=()):
-    return Op(kind, outputs[0][0] if outputs else kind, inputs, list(outputs), list(blocks))
+    return Op(
+        kind, outputs[0][0] if outputs else kind, inputs, list(outputs), list(blocks)
+    )
 
 
 def const(name, value):
@@ -58,11 +60,19 @@ def test_narrow_rounds_sums_after_every_32_terms(length, scale):
     assert run("matmul", x=x, y=y, **narrow).item() == total
     assert run("linear", x=x, weight=y.T.copy(), **narrow).item() == total
     assert (
-        run("einsum", values=[x[None], y[None]], equation="bik,bkj->bij", **narrow).item() == total
+        run(
+            "einsum", values=[x[None], y[None]], equation="bik,bkj->bij", **narrow
+        ).item()
+        == total
     )
-    assert run("conv", x=x[:, :, None], weight=y.T[:, :, None].copy(), **narrow).item() == total
+    assert (
+        run("conv", x=x[:, :, None], weight=y.T[:, :, None].copy(), **narrow).item()
+        == total
+    )
     assert run("reduce_sum", x=x, axes=[1], **narrow).item() == sums
-    assert run("reduce_mean", x=x, axes=[1], **narrow).item() == rounded(sums / np.float32(length))
+    assert run("reduce_mean", x=x, axes=[1], **narrow).item() == rounded(
+        sums / np.float32(length)
+    )
 
 
 def test_narrow_overflows_where_declared_does_not():
@@ -87,7 +97,12 @@ def test_precision_modes_round_results_or_do_not():
         for mode in PRECISIONS
     }
     assert found["exact"] == exact
-    assert found["declared"] == found["narrow"] == rounded(rounded(once + once) * once) != exact
+    assert (
+        found["declared"]
+        == found["narrow"]
+        == rounded(rounded(once + once) * once)
+        != exact
+    )
 
 
 def test_an_unknown_precision_is_refused():
@@ -105,13 +120,17 @@ def test_the_hook_sees_every_result_and_may_replace_it():
     assert executable.run({"x": x}, {}, look)["y"] == 18
     assert seen == {"double": [6], "y": [18]}
     swapped = executable.run(
-        {"x": x}, {}, lambda op, results: [torch.tensor([5.0])] if op.name == "double" else None
+        {"x": x},
+        {},
+        lambda op, results: [torch.tensor([5.0])] if op.name == "double" else None,
     )
     assert swapped["y"] == 15
 
 
 def test_the_hook_reaches_into_nested_blocks():
-    inner = Block([], [op("add", {"x": Ref("x"), "y": Ref("x")}, ("inside", F16))], ["inside"])
+    inner = Block(
+        [], [op("add", {"x": Ref("x"), "y": Ref("x")}, ("inside", F16))], ["inside"]
+    )
     other = Block([], [op("identity", {"x": Ref("x")}, ("outside", F16))], ["outside"])
     ops = [op("cond", {"pred": np.asarray(True)}, ("y", F16), blocks=[inner, other])]
     seen = []
@@ -180,20 +199,38 @@ def test_lists_are_written_and_gathered():
     ops = [
         op(
             "make_list",
-            {"init_length": at(1), "elem_shape": np.asarray(2, np.int32), "dtype": "fp16"},
+            {
+                "init_length": at(1),
+                "elem_shape": np.asarray(2, np.int32),
+                "dtype": "fp16",
+            },
             ("l0", items),
         ),
-        op("list_write", {"ls": Ref("l0"), "index": at(2), "value": Ref("x")}, ("l1", items)),
+        op(
+            "list_write",
+            {"ls": Ref("l0"), "index": at(2), "value": Ref("x")},
+            ("l1", items),
+        ),
         op(
             "list_scatter",
-            {"ls": Ref("l1"), "indices": np.array([1, 0], np.int32), "value": Ref("xx")},
+            {
+                "ls": Ref("l1"),
+                "indices": np.array([1, 0], np.int32),
+                "value": Ref("xx"),
+            },
             ("l2", items),
         ),
         op("list_length", {"ls": Ref("l2")}, ("n", I32)),
         op("list_read", {"ls": Ref("l2"), "index": at(2)}, ("r", F16)),
-        op("list_gather", {"ls": Ref("l2"), "indices": np.array([0, 1, 2], np.int32)}, ("y", F16)),
         op(
-            "list_gather", {"ls": Ref("l1"), "indices": np.array([0, 2], np.int32)}, ("before", F16)
+            "list_gather",
+            {"ls": Ref("l2"), "indices": np.array([0, 1, 2], np.int32)},
+            ("y", F16),
+        ),
+        op(
+            "list_gather",
+            {"ls": Ref("l1"), "indices": np.array([0, 2], np.int32)},
+            ("before", F16),
         ),
     ]
     made = program(ops, {"x": F16, "xx": F16}, ["n", "r", "y", "before"])
@@ -207,10 +244,17 @@ def test_lists_are_written_and_gathered():
 
 def test_values_are_let_go_after_their_last_use():
     ops = [
-        op("square", {"x": Ref("x" if i == 0 else f"v{i - 1}")}, (f"v{i}", F16)) for i in range(5)
+        op("square", {"x": Ref("x" if i == 0 else f"v{i - 1}")}, (f"v{i}", F16))
+        for i in range(5)
     ]
     made = Executable(program(ops, {"x": F16}, ["v4"]))
-    assert [step.dead for step in made.body.steps] == [[], ["v0"], ["v1"], ["v2"], ["v3"]]
+    assert [step.dead for step in made.body.steps] == [
+        [],
+        ["v0"],
+        ["v1"],
+        ["v2"],
+        ["v3"],
+    ]
 
 
 def test_values_that_a_block_reads_live_until_its_op():
@@ -248,13 +292,19 @@ def test_a_name_that_nothing_computes_is_refused():
 def test_a_result_that_belies_its_declared_shape_is_refused():
     ops = [op("relu", {"x": Ref("x")}, ("y", Type("FLOAT16", (3,))))]
     made = Executable(program(ops, {"x": F16}, ["y"]))
-    with pytest.raises(InputError, match="relu 'y'.*shape \\[2\\] where \\[3\\] is declared"):
+    with pytest.raises(
+        InputError, match="relu 'y'.*shape \\[2\\] where \\[3\\] is declared"
+    ):
         made.run({"x": torch.ones(2)}, {})
 
 
 def test_missing_and_misshapen_inputs_are_named():
     made = Executable(
-        program([op("relu", {"x": Ref("x")}, ("y", F16))], {"x": Type("FLOAT16", (2, 3))}, ["y"])
+        program(
+            [op("relu", {"x": Ref("x")}, ("y", F16))],
+            {"x": Type("FLOAT16", (2, 3))},
+            ["y"],
+        )
     )
     with pytest.raises(InputError, match="no x"):
         made.run({}, {})
@@ -264,7 +314,9 @@ def test_missing_and_misshapen_inputs_are_named():
 
 @pytest.mark.parametrize("shape", [(1, None), (1 << 20, 1 << 20)])
 def test_states_without_a_sane_size_are_refused(shape):
-    made = Executable(program([], {}, [], states={"memory": Type("FLOAT16", shape, "state")}))
+    made = Executable(
+        program([], {}, [], states={"memory": Type("FLOAT16", shape, "state")})
+    )
     with pytest.raises(InputError, match="state 'memory'.*known sizes"):
         made.make_state()
 
@@ -272,7 +324,9 @@ def test_states_without_a_sane_size_are_refused(shape):
 def test_a_failing_op_is_named_with_what_torch_says():
     made = Executable(
         program(
-            [op("add", {"x": Ref("x"), "y": Ref("z")}, ("y", F16))], {"x": F16, "z": F16}, ["y"]
+            [op("add", {"x": Ref("x"), "y": Ref("z")}, ("y", F16))],
+            {"x": F16, "z": F16},
+            ["y"],
         )
     )
     with pytest.raises(InputError, match="add 'y'.*RuntimeError.*size"):
@@ -338,7 +392,9 @@ def test_absurd_sizes_are_refused_before_memory_is_taken(kind, arguments):
         run(kind, **arguments)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.bool_, np.int32, np.float16, np.float32])
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.uint8, np.bool_, np.int32, np.float16, np.float32]
+)
 def test_a_constant_is_no_view_of_the_file_of_weights(dtype, tmp_path):
     (tmp_path / "weight.bin").write_bytes(bytes(64))
     stored = np.memmap(tmp_path / "weight.bin", np.uint8, mode="c").view(dtype)

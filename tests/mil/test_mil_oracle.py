@@ -47,9 +47,12 @@ def near(found, expected, ulps=2):
     """Within `ulps` fp16 steps of the expected value, or of 1/16 of the largest one where terms
     cancel."""
     assert found.shape == expected.shape
-    scale = np.maximum(np.abs(expected), np.abs(expected).max(initial=0) / 16).astype(np.float16)
+    scale = np.maximum(np.abs(expected), np.abs(expected).max(initial=0) / 16).astype(
+        np.float16
+    )
     assert np.all(
-        np.abs(found.astype(np.float64) - expected) <= ulps * np.spacing(scale).astype(np.float64)
+        np.abs(found.astype(np.float64) - expected)
+        <= ulps * np.spacing(scale).astype(np.float64)
     )
 
 
@@ -71,11 +74,15 @@ def test_arithmetic_rounds_once(oracle, kind, data):
 @given(data=st.data())
 def test_comparison(oracle, kind, data):
     shape = data.draw(SHAPES)
-    x, y = (data.draw(arrays(shape, elements=st.integers(-2, 2).map(float))) for _ in "xy")
+    x, y = (
+        data.draw(arrays(shape, elements=st.integers(-2, 2).map(float))) for _ in "xy"
+    )
     same(run(kind, out="BOOL", x=x, y=y), oracle(kind, x=x, y=y))
 
 
-@pytest.mark.parametrize("kind", ["add", "sub", "mul", "maximum", "minimum", "floor_div", "mod"])
+@pytest.mark.parametrize(
+    "kind", ["add", "sub", "mul", "maximum", "minimum", "floor_div", "mod"]
+)
 @given(data=st.data())
 def test_integer_arithmetic(oracle, kind, data):
     shape = data.draw(SHAPES)
@@ -105,7 +112,19 @@ def test_power(oracle, x, y):
 
 
 @pytest.mark.parametrize(
-    "kind", ["abs", "ceil", "floor", "relu", "relu6", "round", "sign", "sqrt", "square", "identity"]
+    "kind",
+    [
+        "abs",
+        "ceil",
+        "floor",
+        "relu",
+        "relu6",
+        "round",
+        "sign",
+        "sqrt",
+        "square",
+        "identity",
+    ],
 )
 @given(x=arrays())
 def test_unary_rounds_once(oracle, kind, x):
@@ -141,7 +160,10 @@ def test_unary_rounds_once(oracle, kind, x):
 @given(data=st.data())
 def test_transcendental(oracle, kind, low, high, data):
     x = data.draw(arrays(elements=st.floats(low, high, width=16)))
-    found, expected = run(kind, out="FLOAT16", x=x), oracle(kind, x=x.astype(np.float32))
+    found, expected = (
+        run(kind, out="FLOAT16", x=x),
+        oracle(kind, x=x.astype(np.float32)),
+    )
     ulp = np.spacing(np.abs(expected).astype(np.float16)).astype(np.float32)
     assert np.all(np.abs(found - expected) <= 2 * ulp)
 
@@ -170,9 +192,16 @@ def test_transcendental(oracle, kind, low, high, data):
 def test_activations_with_attributes(oracle, kind, arguments, x):
     x = np.abs(x) + 0.125 if kind in ("rsqrt", "inverse", "log") else x
     expected = oracle(
-        kind, x=x, **{k: np.float32(v) if isinstance(v, float) else v for k, v in arguments.items()}
+        kind,
+        x=x,
+        **{
+            k: np.float32(v) if isinstance(v, float) else v
+            for k, v in arguments.items()
+        },
     )
-    np.testing.assert_allclose(run(kind, x=x, **arguments), expected, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        run(kind, x=x, **arguments), expected, rtol=2e-6, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,19 +226,27 @@ def test_reductions(oracle, kind, data):
     ) + np.float32(9)
     axes = data.draw(
         st.lists(
-            st.integers(-x.ndim, x.ndim - 1), min_size=1, max_size=2, unique_by=lambda a: a % x.ndim
+            st.integers(-x.ndim, x.ndim - 1),
+            min_size=1,
+            max_size=2,
+            unique_by=lambda a: a % x.ndim,
         )
     )
     keep_dims = data.draw(st.booleans())
     expected = oracle(kind, x=x, axes=axes, keep_dims=keep_dims)
-    np.testing.assert_allclose(run(kind, x=x, axes=axes, keep_dims=keep_dims), expected, rtol=3e-6)
+    np.testing.assert_allclose(
+        run(kind, x=x, axes=axes, keep_dims=keep_dims), expected, rtol=3e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["reduce_argmax", "reduce_argmin"])
 @given(data=st.data())
 def test_argument_of_extreme(oracle, kind, data):
     x = data.draw(arrays(hnp.array_shapes(min_dims=2, max_dims=3, max_side=4)))
-    axis, keep_dims = data.draw(st.integers(-x.ndim, x.ndim - 1)), data.draw(st.booleans())
+    axis, keep_dims = (
+        data.draw(st.integers(-x.ndim, x.ndim - 1)),
+        data.draw(st.booleans()),
+    )
     same(
         run(kind, out="INT32", x=x, axis=axis, keep_dims=keep_dims),
         oracle(kind, x=x, axis=axis, keep_dims=keep_dims),
@@ -236,7 +273,15 @@ def test_layer_norm(oracle, x):
     arguments = {"axes": [1], "epsilon": np.float32(1e-5)}
     expected = oracle("layer_norm", x=wide, gamma=gamma, beta=beta, **arguments)
     near(
-        run("layer_norm", out="FLOAT16", x=x, gamma=gamma, beta=beta, axes=[1], epsilon=1e-5),
+        run(
+            "layer_norm",
+            out="FLOAT16",
+            x=x,
+            gamma=gamma,
+            beta=beta,
+            axes=[1],
+            epsilon=1e-5,
+        ),
         expected,
     )
 
@@ -250,34 +295,50 @@ def test_matmul(oracle, data):
         data.draw(arrays((2, n, k) if flip_y else (2, k, n))),
     )
     arguments = dict(x=x, y=y, transpose_x=flip_x, transpose_y=flip_y)
-    wide = oracle("matmul", **arguments | {"x": x.astype(np.float32), "y": y.astype(np.float32)})
+    wide = oracle(
+        "matmul", **arguments | {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+    )
     near(run("matmul", out="FLOAT16", **arguments), wide)
 
 
 @given(x=hnp.arrays(np.int32, (2, 3), elements=st.integers(-9, 9)), y=arrays((3, 4)))
 def test_integers_meet_floats_in_products(x, y):
-    near(run("matmul", out="FLOAT16", x=x, y=y), (x.astype(np.float32) @ y.astype(np.float32)))
+    near(
+        run("matmul", out="FLOAT16", x=x, y=y),
+        (x.astype(np.float32) @ y.astype(np.float32)),
+    )
     near(
         run("linear", out="FLOAT16", x=np.ascontiguousarray(y.T), weight=x),
         y.T.astype(np.float32) @ x.T,
     )
 
 
-@given(x=arrays(st.tuples(st.integers(1, 3), st.just(4))), weight=arrays((5, 4)), bias=arrays((5,)))
+@given(
+    x=arrays(st.tuples(st.integers(1, 3), st.just(4))),
+    weight=arrays((5, 4)),
+    bias=arrays((5,)),
+)
 def test_linear(oracle, x, weight, bias):
-    wide = {k: v.astype(np.float32) for k, v in dict(x=x, weight=weight, bias=bias).items()}
-    near(run("linear", out="FLOAT16", x=x, weight=weight, bias=bias), oracle("linear", **wide))
+    wide = {
+        k: v.astype(np.float32) for k, v in dict(x=x, weight=weight, bias=bias).items()
+    }
+    near(
+        run("linear", out="FLOAT16", x=x, weight=weight, bias=bias),
+        oracle("linear", **wide),
+    )
 
 
 @given(data=st.data(), mask=st.sampled_from(["none", "bool", "float"]))
 def test_attention(oracle, data, mask):
     length, source = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
-    query, key, value = (data.draw(arrays((2, n, 4), np.float32)) for n in (length, source, source))
+    query, key, value = (
+        data.draw(arrays((2, n, 4), np.float32)) for n in (length, source, source)
+    )
     arguments = dict(query=query, key=key, value=value)
     if mask == "bool":
-        arguments["attn_mask"] = data.draw(hnp.arrays(np.bool_, (2, length, source))) | (
-            np.arange(source) == 0
-        )
+        arguments["attn_mask"] = data.draw(
+            hnp.arrays(np.bool_, (2, length, source))
+        ) | (np.arange(source) == 0)
     elif mask == "float":
         arguments["attn_mask"] = data.draw(arrays((2, length, source), np.float32))
     expected = oracle("scaled_dot_product_attention", **arguments)
@@ -286,9 +347,17 @@ def test_attention(oracle, data, mask):
     )
 
 
-@given(x=arrays(hnp.array_shapes(min_dims=2, max_dims=4, max_side=4), np.float32), data=st.data())
+@given(
+    x=arrays(hnp.array_shapes(min_dims=2, max_dims=4, max_side=4), np.float32),
+    data=st.data(),
+)
 def test_slices(oracle, x, data):
-    begin, end, stride, masks = [], [], [], {"begin_mask": [], "end_mask": [], "squeeze_mask": []}
+    begin, end, stride, masks = (
+        [],
+        [],
+        [],
+        {"begin_mask": [], "end_mask": [], "squeeze_mask": []},
+    )
     for size in x.shape:
         first = data.draw(st.integers(0, size - 1))
         squeezed, backwards = data.draw(st.booleans()), data.draw(st.booleans())
@@ -299,30 +368,48 @@ def test_slices(oracle, x, data):
             else data.draw(st.integers(first + 1, size))
         )
         open_end = last < 0 or data.draw(st.booleans())
-        end.append(last), stride.append((-1 if backwards else 1) * data.draw(st.integers(1, 2)))
+        (
+            end.append(last),
+            stride.append((-1 if backwards else 1) * data.draw(st.integers(1, 2))),
+        )
         (
             masks["begin_mask"].append(False),
             masks["end_mask"].append(open_end),
             masks["squeeze_mask"].append(squeezed),
         )
-    expected = oracle("slice_by_index", x=x, begin=begin, end=end, stride=stride, **masks)
-    same(run("slice_by_index", x=x, begin=begin, end=end, stride=stride, **masks), expected)
+    expected = oracle(
+        "slice_by_index", x=x, begin=begin, end=end, stride=stride, **masks
+    )
+    same(
+        run("slice_by_index", x=x, begin=begin, end=end, stride=stride, **masks),
+        expected,
+    )
 
 
 @given(data=st.data())
 def test_slice_update(oracle, data):
     x = data.draw(arrays((4, 5)))
     (a, b), (c, d) = (
-        sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True)))
+        sorted(
+            data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))
+        )
         for n in (4, 5)
     )
-    arguments = dict(x=x, update=data.draw(arrays((b - a, d - c))), begin=[a, c], end=[b, d])
-    same(run("slice_update", out="FLOAT16", **arguments), oracle("slice_update", **arguments))
+    arguments = dict(
+        x=x, update=data.draw(arrays((b - a, d - c))), begin=[a, c], end=[b, d]
+    )
+    same(
+        run("slice_update", out="FLOAT16", **arguments),
+        oracle("slice_update", **arguments),
+    )
 
 
 @given(x=arrays(hnp.array_shapes(min_dims=2, max_dims=3, max_side=4)), data=st.data())
 def test_moving_data(oracle, x, data):
-    perm, axis = data.draw(st.permutations(range(x.ndim))), data.draw(st.integers(0, x.ndim - 1))
+    perm, axis = (
+        data.draw(st.permutations(range(x.ndim))),
+        data.draw(st.integers(0, x.ndim - 1)),
+    )
     cases = {
         "transpose": {"perm": list(perm)},
         "reverse": {"axes": [axis]},
@@ -362,7 +449,8 @@ def test_joining_and_parting(oracle, data, axis):
         )
     for arguments in ({"num_splits": 2, "axis": 1}, {"split_sizes": [1, 3], "axis": 1}):
         for part, expected in zip(
-            run("split", out=["FLOAT16"] * 2, x=x, **arguments), oracle("split", x=x, **arguments)
+            run("split", out=["FLOAT16"] * 2, x=x, **arguments),
+            oracle("split", x=x, **arguments),
         ):
             same(part, expected)
 
@@ -370,13 +458,17 @@ def test_joining_and_parting(oracle, data, axis):
 @given(data=st.data(), axis=st.integers(-2, 1))
 def test_gather(oracle, data, axis):
     x = data.draw(arrays((3, 4)))
-    rows = data.draw(hnp.arrays(np.int32, (2, 2), elements=st.integers(0, x.shape[axis] - 1)))
+    rows = data.draw(
+        hnp.arrays(np.int32, (2, 2), elements=st.integers(0, x.shape[axis] - 1))
+    )
     same(
         run("gather", out="FLOAT16", x=x, indices=rows, axis=axis),
         oracle("gather", x=x, indices=rows, axis=axis),
     )
     shape = (2, 4) if axis % 2 == 0 else (3, 2)
-    along = data.draw(hnp.arrays(np.int32, shape, elements=st.integers(0, x.shape[axis] - 1)))
+    along = data.draw(
+        hnp.arrays(np.int32, shape, elements=st.integers(0, x.shape[axis] - 1))
+    )
     arguments = dict(x=x, indices=along, axis=axis)
     same(
         run("gather_along_axis", out="FLOAT16", **arguments),
@@ -409,7 +501,10 @@ def test_cast(oracle, x, dtype):
 
 @given(x=arrays((2, 3)), y=arrays((2, 3)), cond=hnp.arrays(np.bool_, (2, 3)))
 def test_select(oracle, x, y, cond):
-    same(run("select", out="FLOAT16", cond=cond, a=x, b=y), oracle("select", cond=cond, a=x, b=y))
+    same(
+        run("select", out="FLOAT16", cond=cond, a=x, b=y),
+        oracle("select", cond=cond, a=x, b=y),
+    )
 
 
 @given(
@@ -421,7 +516,9 @@ def test_quantize_and_back(oracle, x, zero, by_row):
     scale = np.array([0.5, 0.25], np.float32) if by_row else np.float32(0.5)
     shift = np.array([zero, -zero], np.int8) if by_row else np.int8(zero)
     axis = {"axis": 0} if by_row else {}
-    stored = oracle("quantize", input=x, scale=scale, zero_point=shift, output_dtype="int8", **axis)
+    stored = oracle(
+        "quantize", input=x, scale=scale, zero_point=shift, output_dtype="int8", **axis
+    )
     scale, shift = np.asarray(scale), np.asarray(shift)
     same(
         run(
@@ -436,4 +533,6 @@ def test_quantize_and_back(oracle, x, zero, by_row):
         stored,
     )
     found = run("dequantize", input=stored, scale=scale, zero_point=shift, **axis)
-    near(found, (stored.astype(np.float32) - shift.reshape(-1, 1)) * scale.reshape(-1, 1))
+    near(
+        found, (stored.astype(np.float32) - shift.reshape(-1, 1)) * scale.reshape(-1, 1)
+    )

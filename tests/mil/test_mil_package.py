@@ -22,30 +22,39 @@ WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
 def weight(executable):
     """The program's one weight matrix, decompressed."""
     return next(
-        v for v in executable.body.constants.values() if tuple(np.shape(v)) == (WIDTH, WIDTH)
+        v
+        for v in executable.body.constants.values()
+        if tuple(np.shape(v)) == (WIDTH, WIDTH)
     ).numpy()
 
 
 def run(package, calls, precision="declared"):
     executable = miltorch.Executable(miltorch.read(package), precision)
     state = executable.make_state()
-    return [executable.run({"x": torch.from_numpy(x)}, state)["y"].numpy() for x in calls], state
+    return [
+        executable.run({"x": torch.from_numpy(x)}, state)["y"].numpy() for x in calls
+    ], state
 
 
 @pytest.fixture
 def calls():
     random = np.random.default_rng(1)
     return [
-        random.normal(size=(1, t, WIDTH)).astype(np.float16).astype(np.float32) for t in (1, 4, 3)
+        random.normal(size=(1, t, WIDTH)).astype(np.float16).astype(np.float32)
+        for t in (1, 4, 3)
     ]
 
 
 def test_types_inputs_and_states(packages):
     program = miltorch.read(packages["fp16"])
     assert program.inputs == {"x": miltorch.Type("FLOAT16", (1, None, WIDTH))}
-    assert program.states == {"memory": miltorch.Type("FLOAT16", (1, ROWS, WIDTH), "state")}
+    assert program.states == {
+        "memory": miltorch.Type("FLOAT16", (1, ROWS, WIDTH), "state")
+    }
     assert program.outputs == ["y"] and program.function == "main"
-    assert {"linear", "read_state", "write_state"} <= {op.kind for op in program.block.walk()}
+    assert {"linear", "read_state", "write_state"} <= {
+        op.kind for op in program.block.walk()
+    }
 
 
 def test_a_package_is_read_without_coremltools_and_coremltools_imported_without_scikit_learn(
@@ -90,10 +99,16 @@ def test_a_package_computes_what_its_module_does(packages, calls, precision, tol
     with torch.no_grad():
         for x, found in zip(calls, outputs):
             np.testing.assert_allclose(
-                found, module(torch.from_numpy(x)).numpy(), rtol=tolerance, atol=tolerance
+                found,
+                module(torch.from_numpy(x)).numpy(),
+                rtol=tolerance,
+                atol=tolerance,
             )
     np.testing.assert_allclose(
-        state["memory"].value.numpy(), module.memory.numpy(), rtol=tolerance, atol=tolerance
+        state["memory"].value.numpy(),
+        module.memory.numpy(),
+        rtol=tolerance,
+        atol=tolerance,
     )
 
 
@@ -157,7 +172,9 @@ def test_symlinks_are_refused(package, tmp_path, part):
 @pytest.mark.parametrize("part", [MODEL, WEIGHTS])
 def test_git_lfs_pointers_are_named(package, part):
     (package / part).write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 99\n"
+        "version https://git-lfs.github.com/spec/v1\noid sha256:"
+        + "0" * 64
+        + "\nsize 99\n"
     )
     refused(package, "Git LFS pointer", "git lfs pull")
 
@@ -193,7 +210,9 @@ def test_other_kinds_of_models_are_named(package, tmp_path, ct):
 
 def test_a_weight_path_cannot_lead_elsewhere(package, ct):
     spec = ct.proto.Model_pb2.Model.FromString((package / MODEL).read_bytes())
-    for op in spec.mlProgram.functions["main"].block_specializations["CoreML8"].operations:
+    for op in (
+        spec.mlProgram.functions["main"].block_specializations["CoreML8"].operations
+    ):
         for value in op.attributes.values():
             if value.WhichOneof("value") == "blobFileValue":
                 value.blobFileValue.fileName = "@model_path/../../../../etc/passwd"

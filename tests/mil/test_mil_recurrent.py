@@ -27,8 +27,12 @@ def test_recurrent_layers_against_torch(kind, order, sizes, direction):
     torch.manual_seed(0)
     steps, batch, width, hidden = sizes
     module, x = getattr(torch.nn, kind)(width, hidden), numbers(steps, batch, width)
-    states = [numbers(1, batch, hidden, seed=i) for i in range(1, 3 if kind == "LSTM" else 2)]
-    given_x = torch.from_numpy(x).flip(0) if direction == "reverse" else torch.from_numpy(x)
+    states = [
+        numbers(1, batch, hidden, seed=i) for i in range(1, 3 if kind == "LSTM" else 2)
+    ]
+    given_x = (
+        torch.from_numpy(x).flip(0) if direction == "reverse" else torch.from_numpy(x)
+    )
     hx = tuple(map(torch.from_numpy, states))
     with torch.no_grad():
         sequence, final = module(given_x, hx if kind == "LSTM" else hx[0])
@@ -81,7 +85,9 @@ def test_gru_resets_after_the_product_as_torch_does(sizes):
         input_bias=gates(module.bias_ih_l0, order),
         bias=gates(module.bias_hh_l0, order),
     )
-    found = run("gru", out=["FLOAT32"] * 2, output_sequence=True, reset_after=True, **arguments)
+    found = run(
+        "gru", out=["FLOAT32"] * 2, output_sequence=True, reset_after=True, **arguments
+    )
     close(found[0], sequence.numpy())
     close(found[1], final[0].numpy())
     before = run("gru", out=["FLOAT32"] * 2, output_sequence=True, **arguments)
@@ -92,8 +98,15 @@ def test_gru_resets_after_the_product_as_torch_does(sizes):
 def test_bidirectional_lstm_against_torch(sizes):
     torch.manual_seed(0)
     steps, batch, width, hidden = sizes
-    module, x = torch.nn.LSTM(width, hidden, bidirectional=True), numbers(steps, batch, width)
-    h, c, order = numbers(2, batch, hidden, seed=1), numbers(2, batch, hidden, seed=2), [0, 1, 3, 2]
+    module, x = (
+        torch.nn.LSTM(width, hidden, bidirectional=True),
+        numbers(steps, batch, width),
+    )
+    h, c, order = (
+        numbers(2, batch, hidden, seed=1),
+        numbers(2, batch, hidden, seed=2),
+        [0, 1, 3, 2],
+    )
     with torch.no_grad():
         sequence, (final_h, final_c) = module(
             *map(torch.from_numpy, (x,)), tuple(map(torch.from_numpy, (h, c)))

@@ -20,7 +20,11 @@ def pads(size, taps, stride, dilation, kind):
     if kind == "valid":
         return 0, 0
     total = max((int(np.ceil(size / stride)) - 1) * stride + reach - size, 0)
-    return (total // 2, total - total // 2) if kind == "same" else (total - total // 2, total // 2)
+    return (
+        (total // 2, total - total // 2)
+        if kind == "same"
+        else (total - total // 2, total // 2)
+    )
 
 
 @st.composite
@@ -32,10 +36,14 @@ def windows(draw, dilation=1):
     sizes = [draw(st.integers((k - 1) * d + 1, 7)) for k, d in zip(taps, dilations)]
     kind = draw(st.sampled_from(["valid", "same", "same_lower", "custom"]))
     if kind == "custom":
-        pairs = [(draw(st.integers(0, k - 1)), draw(st.integers(0, k - 1))) for k in taps]
+        pairs = [
+            (draw(st.integers(0, k - 1)), draw(st.integers(0, k - 1))) for k in taps
+        ]
     else:
         pairs = [pads(*axis, kind) for axis in zip(sizes, taps, strides, dilations)]
-    arguments = dict(pad_type=kind, strides=strides, pad=[n for pair in pairs for n in pair])
+    arguments = dict(
+        pad_type=kind, strides=strides, pad=[n for pair in pairs for n in pair]
+    )
     return sizes, taps, dilations, pairs, arguments
 
 
@@ -65,7 +73,15 @@ def test_conv(shared, groups, bias):
     sizes, taps, dilations, pairs, arguments = shared
     x, weight = numbers(1, 4, *sizes), numbers(6, 4 // groups, *taps, seed=1)
     b = numbers(6, seed=2) if bias else None
-    found = run("conv", x=x, weight=weight, bias=b, dilations=dilations, groups=groups, **arguments)
+    found = run(
+        "conv",
+        x=x,
+        weight=weight,
+        bias=b,
+        dilations=dilations,
+        groups=groups,
+        **arguments,
+    )
     expected = conv_by_hand(x, weight, arguments["strides"], dilations, pairs, groups)
     close(found, expected + (b.reshape(-1, 1, 1) if bias else 0), 1e-4)
 
@@ -75,7 +91,9 @@ def test_conv(shared, groups, bias):
 )
 def test_conv_of_one_and_three_axes(shape, kernel):
     x, weight = numbers(*shape), numbers(*kernel, seed=1)
-    function = torch.nn.functional.conv1d if len(shape) == 3 else torch.nn.functional.conv3d
+    function = (
+        torch.nn.functional.conv1d if len(shape) == 3 else torch.nn.functional.conv3d
+    )
     close(
         run("conv", x=x, weight=weight),
         function(torch.from_numpy(x), torch.from_numpy(weight)).numpy(),
@@ -95,10 +113,19 @@ def test_conv_transpose_undoes_the_shape_of_conv(stride, taps, dilation, pad, si
     shared = dict(x=x, weight=weight, strides=[stride], dilations=[dilation])
     found = run("conv_transpose", pad_type="custom", pad=[pad, pad], **shared)
     expected = torch.nn.functional.conv_transpose1d(
-        torch.from_numpy(x), torch.from_numpy(weight), None, stride, pad, dilation=dilation
+        torch.from_numpy(x),
+        torch.from_numpy(weight),
+        None,
+        stride,
+        pad,
+        dilation=dilation,
     ).numpy()
     close(found, expected)
-    assert run("conv_transpose", pad_type="same", **shared).shape == (1, 3, size * stride)
+    assert run("conv_transpose", pad_type="same", **shared).shape == (
+        1,
+        3,
+        size * stride,
+    )
     longer = expected.shape[-1] + stride - 1
     close(
         run(
@@ -139,8 +166,13 @@ def test_pooling(shared):
     x, shared = numbers(1, 2, *sizes), dict(kernel_sizes=taps, **arguments)
     expect = lambda of: pool_by_hand(x, taps, arguments["strides"], pairs, of)  # noqa: E731
     close(run("max_pool", x=x, **shared), expect(lambda real, places: real.max()))
-    close(run("l2_pool", x=x, **shared), expect(lambda real, places: np.sqrt((real**2).sum())))
-    close(run("avg_pool", x=x, **shared), expect(lambda real, places: real.sum() / places))
+    close(
+        run("l2_pool", x=x, **shared),
+        expect(lambda real, places: np.sqrt((real**2).sum())),
+    )
+    close(
+        run("avg_pool", x=x, **shared), expect(lambda real, places: real.sum() / places)
+    )
     close(
         run("avg_pool", x=x, exclude_padding_from_average=True, **shared),
         expect(lambda real, places: real.mean()),
@@ -170,12 +202,19 @@ def test_pooling_with_ceil_mode(size, taps, stride, pad, count):
         F.max_pool1d(torch.from_numpy(x), taps, stride, pad, ceil_mode=True).numpy(),
     )
     expected = F.avg_pool1d(
-        torch.from_numpy(x), taps, stride, pad, ceil_mode=True, count_include_pad=not count
+        torch.from_numpy(x),
+        taps,
+        stride,
+        pad,
+        ceil_mode=True,
+        count_include_pad=not count,
     ).numpy()
     close(run("avg_pool", exclude_padding_from_average=count, **shared), expected)
 
 
-@given(n=st.integers(1, 2), c=st.integers(1, 5), h=st.integers(2, 5), w=st.integers(2, 5))
+@given(
+    n=st.integers(1, 2), c=st.integers(1, 5), h=st.integers(2, 5), w=st.integers(2, 5)
+)
 def test_normalizations(n, c, h, w):
     x, gamma, beta, mean, variance = (
         numbers(n, c, h, w),
@@ -186,12 +225,17 @@ def test_normalizations(n, c, h, w):
     scaled = lambda y: y * by_channel(gamma) + by_channel(beta)  # noqa: E731
     expected = scaled((x - by_channel(mean)) / np.sqrt(by_channel(variance) + 0.25))
     close(run("batch_norm", mean=mean, variance=variance, **shared), expected)
-    own = (x - x.mean((2, 3), keepdims=True)) / np.sqrt(x.var((2, 3), keepdims=True) + 0.25)
+    own = (x - x.mean((2, 3), keepdims=True)) / np.sqrt(
+        x.var((2, 3), keepdims=True) + 0.25
+    )
     close(run("instance_norm", **shared), scaled(own))
     close(
-        run("l2_norm", x=x, epsilon=0.25), x / np.sqrt((x**2).sum((1, 2, 3), keepdims=True) + 0.25)
+        run("l2_norm", x=x, epsilon=0.25),
+        x / np.sqrt((x**2).sum((1, 2, 3), keepdims=True) + 0.25),
     )
-    window = sum(np.pad(x**2, [(0, 0), (1, 1), (0, 0), (0, 0)])[:, i : i + c] for i in range(3))
+    window = sum(
+        np.pad(x**2, [(0, 0), (1, 1), (0, 0), (0, 0)])[:, i : i + c] for i in range(3)
+    )
     close(
         run("local_response_norm", x=x, size=3, alpha=0.5, beta=0.75, k=2.0),
         x / (2 + 0.5 / 3 * window) ** 0.75,
@@ -200,7 +244,11 @@ def test_normalizations(n, c, h, w):
 
 @given(n=st.integers(1, 2), c=st.integers(1, 5), w=st.integers(1, 5))
 def test_activations_by_channel(n, c, w):
-    x, alpha, beta = numbers(n, c, w), np.abs(numbers(c, seed=1)), np.abs(numbers(c, seed=2))
+    x, alpha, beta = (
+        numbers(n, c, w),
+        np.abs(numbers(c, seed=1)),
+        np.abs(numbers(c, seed=2)),
+    )
     close(run("prelu", x=x, alpha=alpha), np.where(x > 0, x, alpha[:, None] * x))
     close(
         run("softplus_parametric", x=x, alpha=alpha, beta=beta),
@@ -222,11 +270,20 @@ def test_resizing_samples_where_mil_says(mode):
     """The figures are the ones in MIL's description of resize_bilinear, for a ramp from 0 to 1."""
     x = np.array([0, 1], np.float32).reshape(1, 1, 2)
     found = run(
-        "resize_bilinear", x=x, target_size_height=1, target_size_width=5, sampling_mode=mode
+        "resize_bilinear",
+        x=x,
+        target_size_height=1,
+        target_size_width=5,
+        sampling_mode=mode,
     )
     close(found.ravel(), MODES[mode])
     found = run(
-        "resize", x=x, shape=[0, 5], resized_dims=2, interpolation_mode="LINEAR", sampling_mode=mode
+        "resize",
+        x=x,
+        shape=[0, 5],
+        resized_dims=2,
+        interpolation_mode="LINEAR",
+        sampling_mode=mode,
     )
     close(found.ravel(), MODES[mode])
 
@@ -236,28 +293,41 @@ def test_resizing_against_torch(high, wide):
     x = numbers(1, 2, 4, 3)
 
     def resized(**how):
-        return torch.nn.functional.interpolate(torch.from_numpy(x), (high, wide), **how).numpy()
+        return torch.nn.functional.interpolate(
+            torch.from_numpy(x), (high, wide), **how
+        ).numpy()
 
-    found = run("resize_nearest_neighbor", x=x, target_size_height=high, target_size_width=wide)
+    found = run(
+        "resize_nearest_neighbor", x=x, target_size_height=high, target_size_width=wide
+    )
     close(found, resized(mode="nearest"))
     shared = dict(x=x, target_size_height=high, target_size_width=wide)
     close(
-        run("resize_bilinear", sampling_mode="UNALIGN_CORNERS", **shared), resized(mode="bilinear")
+        run("resize_bilinear", sampling_mode="UNALIGN_CORNERS", **shared),
+        resized(mode="bilinear"),
     )
     expected = resized(mode="bilinear", align_corners=True)
-    close(run("resize_bilinear", sampling_mode="STRICT_ALIGN_CORNERS", **shared), expected)
+    close(
+        run("resize_bilinear", sampling_mode="STRICT_ALIGN_CORNERS", **shared), expected
+    )
 
 
 def test_the_nearest_element_is_the_closest_only_in_the_newest_op():
     x = np.array([[1], [2]], np.float32).reshape(1, 1, 2, 1)
     close(
         run(
-            "resize", x=x, shape=[3, 1], resized_dims=2, interpolation_mode="NEAREST_NEIGHBOR"
+            "resize",
+            x=x,
+            shape=[3, 1],
+            resized_dims=2,
+            interpolation_mode="NEAREST_NEIGHBOR",
         ).ravel(),
         [1, 2, 2],
     )
     close(
-        run("resize_nearest_neighbor", x=x, target_size_height=3, target_size_width=1).ravel(),
+        run(
+            "resize_nearest_neighbor", x=x, target_size_height=3, target_size_width=1
+        ).ravel(),
         [1, 1, 2],
     )
 
@@ -267,20 +337,29 @@ def test_upsampling_against_torch(factor):
     x = numbers(1, 2, 4, 6)
     shared = dict(x=x, scale_factor_height=factor, scale_factor_width=factor)
     to = tuple(int(n * factor) for n in x.shape[2:])
-    resized = lambda **how: torch.nn.functional.interpolate(torch.from_numpy(x), to, **how).numpy()  # noqa: E731
+
+    def resized(**how):
+        return torch.nn.functional.interpolate(torch.from_numpy(x), to, **how).numpy()
+
     close(run("upsample_nearest_neighbor", **shared), resized(mode="nearest"))
     close(
         run("upsample_bilinear", align_corners=True, **shared),
         resized(mode="bilinear", align_corners=True),
     )
-    close(run("upsample_bilinear", align_corners=False, **shared), resized(mode="bilinear"))
+    close(
+        run("upsample_bilinear", align_corners=False, **shared),
+        resized(mode="bilinear"),
+    )
 
 
 def test_crop_resize_takes_boxes_and_pads_outside():
     x = np.arange(1, 17, dtype=np.float32).reshape(1, 1, 4, 4)
     shared = dict(x=x, target_height=2, target_width=2, sampling_mode="ALIGN_CORNERS")
     boxes, first = np.array([[1, 1, 2, 2]], np.float32), np.array([0], np.int32)
-    close(run("crop_resize", boxes=boxes, box_indices=first, **shared).ravel(), [6, 7, 10, 11])
+    close(
+        run("crop_resize", boxes=boxes, box_indices=first, **shared).ravel(),
+        [6, 7, 10, 11],
+    )
     outside = np.array([[0.1, 0.3, 1.3, 1.0]], np.float32)
     found = run(
         "crop_resize",
@@ -305,7 +384,8 @@ def test_crop_resize_takes_boxes_and_pads_outside():
 
 
 @pytest.mark.parametrize(
-    "padding, left", [("constant", 9.0), ("border", 1.0), ("reflection", 2.0), ("symmetric", 1.0)]
+    "padding, left",
+    [("constant", 9.0), ("border", 1.0), ("reflection", 2.0), ("symmetric", 1.0)],
 )
 def test_resample_beyond_the_edge(padding, left):
     x = np.array([[1, 2, 3]], np.float32).reshape(1, 1, 1, 3)
@@ -341,11 +421,17 @@ def test_the_identity_transform_leaves_an_image_alone():
 
 
 def test_non_maximum_suppression_keeps_the_best_of_overlapping_boxes():
-    boxes = np.array([[[0, 0, 2, 2], [0.1, 0, 2, 2], [5, 5, 1, 1], [9, 9, 1, 1]]], np.float32)
+    boxes = np.array(
+        [[[0, 0, 2, 2], [0.1, 0, 2, 2], [5, 5, 1, 1], [9, 9, 1, 1]]], np.float32
+    )
     scores = np.array([[[0.5], [0.9], [0.7], [0.1]]], np.float32)
-    shared = dict(boxes=boxes, scores=scores, iou_threshold=0.5, score_threshold=0.2, max_boxes=3)
+    shared = dict(
+        boxes=boxes, scores=scores, iou_threshold=0.5, score_threshold=0.2, max_boxes=3
+    )
     kept, values, indices, count = run(
-        "non_maximum_suppression", out=["FLOAT32", "FLOAT32", "INT32", "INT32"], **shared
+        "non_maximum_suppression",
+        out=["FLOAT32", "FLOAT32", "INT32", "INT32"],
+        **shared,
     )
     assert indices.tolist() == [[1, 2, -1]] and count.tolist() == [2]
     close(kept[0, :2], boxes[0, [1, 2]])
@@ -354,7 +440,9 @@ def test_non_maximum_suppression_keeps_the_best_of_overlapping_boxes():
 
 @pytest.mark.parametrize("mode", ["add", "sub", "mul", "div", "max", "min", "update"])
 @given(
-    rows=st.lists(st.integers(-4, 3), min_size=1, max_size=4, unique_by=lambda i: i % 4),
+    rows=st.lists(
+        st.integers(-4, 3), min_size=1, max_size=4, unique_by=lambda i: i % 4
+    ),
     axis=st.integers(-2, 1),
 )
 def test_scatter_by_every_mode(mode, rows, axis):
@@ -372,17 +460,33 @@ def test_scatter_by_every_mode(mode, rows, axis):
     updates = numbers(*data[part].shape, seed=1) + 4
     expected = data.copy()
     expected[part] = combine(expected[part], updates)
-    close(run("scatter", data=data, indices=index, updates=updates, axis=axis, mode=mode), expected)
-    along = np.broadcast_to(index[:, None] if axis % 2 == 0 else index, updates.shape).astype(
-        np.int32
-    )
     close(
-        run("scatter_along_axis", data=data, indices=along, updates=updates, axis=axis, mode=mode),
+        run("scatter", data=data, indices=index, updates=updates, axis=axis, mode=mode),
+        expected,
+    )
+    along = np.broadcast_to(
+        index[:, None] if axis % 2 == 0 else index, updates.shape
+    ).astype(np.int32)
+    close(
+        run(
+            "scatter_along_axis",
+            data=data,
+            indices=along,
+            updates=updates,
+            axis=axis,
+            mode=mode,
+        ),
         expected,
     )
     if axis % 2 == 0:
         close(
-            run("scatter_nd", data=data, indices=index[:, None], updates=updates, mode=mode),
+            run(
+                "scatter_nd",
+                data=data,
+                indices=index[:, None],
+                updates=updates,
+                mode=mode,
+            ),
             expected,
         )
 
@@ -398,25 +502,45 @@ def test_scatter_adds_up_what_meets_in_one_place():
     ).tolist() == [[0], [3]]
 
 
-@given(rows=st.lists(st.lists(st.integers(-4, 3), min_size=2, max_size=2), min_size=1, max_size=3))
+@given(
+    rows=st.lists(
+        st.lists(st.integers(-4, 3), min_size=2, max_size=2), min_size=1, max_size=3
+    )
+)
 def test_gather_by_batch(rows):
     x, rows = numbers(len(rows), 4, 3), np.array(rows, np.int32)
     expected = np.stack([x[b][rows[b]] for b in range(len(rows))])
     close(run("gather", x=x, indices=rows, axis=1, batch_dims=1), expected)
     close(run("gather_nd", x=x, indices=rows[..., None], batch_dims=1), expected)
-    close(run("gather_nd", x=x, indices=np.array([[-1, 3], [0, 0]], np.int32)), x[[-1, 0], [3, 0]])
+    close(
+        run("gather_nd", x=x, indices=np.array([[-1, 3], [0, 0]], np.int32)),
+        x[[-1, 0], [3, 0]],
+    )
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["gather", "gather_along_axis", "gather_nd", "scatter", "scatter_along_axis", "scatter_nd"],
+    [
+        "gather",
+        "gather_along_axis",
+        "gather_nd",
+        "scatter",
+        "scatter_along_axis",
+        "scatter_nd",
+    ],
 )
-def test_indices_past_the_end_are_refused_and_negative_ones_where_they_are_checked(kind):
+def test_indices_past_the_end_are_refused_and_negative_ones_where_they_are_checked(
+    kind,
+):
     def read(rows, **checked):
         indices = np.array(rows, np.int32)[:, None]
         if kind.startswith("scatter"):
             indices = indices[:, 0] if kind == "scatter" else indices
-            checked |= {"data": numbers(2, 1), "updates": numbers(2, 1), "mode": "update"}
+            checked |= {
+                "data": numbers(2, 1),
+                "updates": numbers(2, 1),
+                "mode": "update",
+            }
         else:
             checked["x"] = numbers(2, 1)
         return run(kind, indices=indices, **checked)
@@ -452,7 +576,12 @@ def test_blocks_go_to_batch_and_depth_and_back(n, c, a, b, pad):
     close(depth[:, :c], x[:, :, ::a, ::a])
     close(run("depth_to_space", x=depth, block_size=a), x)
     close(
-        run("pixel_shuffle", x=run("pixel_unshuffle", x=x, downscale_factor=a), upscale_factor=a), x
+        run(
+            "pixel_shuffle",
+            x=run("pixel_unshuffle", x=x, downscale_factor=a),
+            upscale_factor=a,
+        ),
+        x,
     )
 
 
@@ -470,7 +599,10 @@ def test_shapes_and_fills():
         np.stack([x, -x], 2).reshape(2, 6, 4),
     )
     close(run("slice_by_size", x=x, begin=[0, 1, -2], size=[1, -1, 1]), x[:1, 1:, 2:3])
-    assert run("non_zero", out="INT32", x=np.eye(2, dtype=np.float32)).tolist() == [[0, 0], [1, 1]]
+    assert run("non_zero", out="INT32", x=np.eye(2, dtype=np.float32)).tolist() == [
+        [0, 0],
+        [1, 1],
+    ]
     close(
         run(
             "one_hot",
@@ -494,13 +626,18 @@ def test_shapes_and_fills():
         x.reshape(4, 6),
     )
     rows = run(
-        "reverse_sequence", x=x, lengths=np.array([1, 3], np.int32), seq_axis=1, batch_axis=0
+        "reverse_sequence",
+        x=x,
+        lengths=np.array([1, 3], np.int32),
+        seq_axis=1,
+        batch_axis=0,
     )
     close(rows, np.stack([x[0], x[1, ::-1]]))
 
 
 @pytest.mark.parametrize(
-    "mode, numpy_mode", [("constant", "constant"), ("reflect", "reflect"), ("replicate", "edge")]
+    "mode, numpy_mode",
+    [("constant", "constant"), ("reflect", "reflect"), ("replicate", "edge")],
 )
 @given(pad=st.lists(st.integers(0, 3), min_size=4, max_size=4))
 def test_padding(mode, numpy_mode, pad):
@@ -520,7 +657,8 @@ def test_padding(mode, numpy_mode, pad):
 def test_einsum(n, c, h, w, u):
     x, y = numbers(n, c, h, w), numbers(n, w, h, u, seed=1)
     close(
-        run("einsum", values=[x, y], equation="nchw,nwhu->nchu"), np.einsum("nchw,nwhu->nchu", x, y)
+        run("einsum", values=[x, y], equation="nchw,nwhu->nchu"),
+        np.einsum("nchw,nwhu->nchu", x, y),
     )
 
 
@@ -546,7 +684,10 @@ def test_random_categories_follow_their_probabilities(mode):
     probabilities = np.array([[0.1, 0.6, 0.3]], np.float32)
     x = probabilities if mode == "probs" else np.log(probabilities)
     drawn = run("random_categorical", x=x, mode=mode, size=20000, seed=3)
-    assert np.abs(np.bincount(drawn.ravel().astype(int)) / 20000 - probabilities[0]).max() < 0.02
+    assert (
+        np.abs(np.bincount(drawn.ravel().astype(int)) / 20000 - probabilities[0]).max()
+        < 0.02
+    )
 
 
 def test_classify_names_the_most_probable_label():

@@ -32,7 +32,9 @@ class Cells(nn.Module):
     def forward(self, ids, mask):
         away = distance(ids.shape[-1], mask.shape[-1])
         ones = torch.ones(1, 1)
-        return mask * torch.where(away >= 0, ones, 2 * ones), torch.where(away > 1, mask, -ones)
+        return mask * torch.where(away >= 0, ones, 2 * ones), torch.where(
+            away > 1, mask, -ones
+        )
 
 
 @pytest.fixture(scope="module", params=[Windowed, Cells])
@@ -63,8 +65,13 @@ def exported(request, tmp_path_factory):
 def test_a_select_broadcasts_like_torch(exported, sizes):
     module, program = exported
     q, end = sizes
-    inputs = torch.zeros(1, q, dtype=torch.int32), torch.randn(1, 1, q, end).half().float()
-    outputs = miltorch.Executable(program, "exact").run(dict(zip(("ids", "mask"), inputs)), {})
+    inputs = (
+        torch.zeros(1, q, dtype=torch.int32),
+        torch.randn(1, 1, q, end).half().float(),
+    )
+    outputs = miltorch.Executable(program, "exact").run(
+        dict(zip(("ids", "mask"), inputs)), {}
+    )
     for name, expected in zip("yz", module(*inputs)):
         assert outputs[name].shape == expected.shape
         torch.testing.assert_close(outputs[name], expected, rtol=1e-5, atol=1e-5)

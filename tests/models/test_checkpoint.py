@@ -39,7 +39,9 @@ def scramble(path):
 
 
 def half(path):
-    index = {"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}
+    index = {
+        "weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}
+    }
     (path / WEIGHTS).rename(path / "model-00001.safetensors")
     (path / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
 
@@ -88,7 +90,13 @@ def test_damage_is_named(copy, damage, found):
 
 @pytest.mark.parametrize(
     "damaged",
-    ["{", "[1]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": true}'],
+    [
+        "{",
+        "[1]",
+        '{"eos_token_id": "</s>"}',
+        '{"eos_token_id": [1.5]}',
+        '{"eos_token_id": true}',
+    ],
 )
 def test_a_damaged_generation_configuration_is_refused(copy, damaged):
     (copy / "generation_config.json").write_text(damaged)
@@ -126,9 +134,13 @@ def test_rows_read_what_the_whole_tensor_holds(whole):
     assert torch.equal(source.tensor(name, [5, 2]), full[[5, 2]])
 
 
-def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transformers(tmp_path):
+def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transformers(
+    tmp_path,
+):
     one = tiny.random(tmp_path / "one", "llama", seed=3, dtype="bfloat16")
-    many = tiny.random(tmp_path / "many", "llama", seed=3, dtype="bfloat16", shard_bytes=20_000)
+    many = tiny.random(
+        tmp_path / "many", "llama", seed=3, dtype="bfloat16", shard_bytes=20_000
+    )
     assert len(list(many.glob("*.safetensors"))) > 2
     a, b = Checkpoint(one), Checkpoint(many)
     assert a.dtype == "BF16" and a.header.keys() == b.header.keys()

@@ -28,16 +28,22 @@ ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 
 
 def config(model_type: str, **changed):
-    return transformers.AutoConfig.for_model(model_type, **(tiny.DIMS[model_type] | changed))
+    return transformers.AutoConfig.for_model(
+        model_type, **(tiny.DIMS[model_type] | changed)
+    )
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, LINEAR, {"rope_type": "default", "rope_theta": 5e5}])
+@pytest.mark.parametrize(
+    "rope", [LLAMA3, LINEAR, {"rope_type": "default", "rope_theta": 5e5}]
+)
 def test_rope_frequencies_are_those_of_hugging_face(rope):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     made = config("llama", rope_parameters=rope)
     (table,) = family_of(made).plan(made).rope
-    assert torch.equal(torch.tensor(table.inv_freq), LlamaRotaryEmbedding(made).inv_freq)
+    assert torch.equal(
+        torch.tensor(table.inv_freq), LlamaRotaryEmbedding(made).inv_freq
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,12 +51,24 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
     [
         (
             "llama",
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                }
+            },
             "yarn",
         ),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                }
+            },
             "dynamic",
         ),
         (
@@ -72,9 +90,21 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
             {"hidden_size": 63, "num_attention_heads": 3, "num_key_value_heads": 1},
             "a rotary width of 21",
         ),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50"),
-        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            "gemma3_text",
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping = 50",
+        ),
+        (
+            "gemma3_text",
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping = 30",
+        ),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
         ("gemma3_text", {"hidden_activation": "gelu"}, "'gelu'"),
         (
             "gemma3_text",
@@ -97,25 +127,53 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
         ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
         ("mistral", {"rope_parameters": YARN}, "yarn"),
         ("ministral3", {"rope_parameters": YARN}, "llama_4_scaling_beta = None"),
-        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1} | LONG}, "longrope"),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
+        (
+            "ministral3",
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1} | LONG},
+            "longrope",
+        ),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 8},
+            "sliding_attention",
+        ),
         ("olmo2", {"rope_parameters": YARN}, "yarn"),
         ("olmo2", {"hidden_act": "gelu"}, "gelu"),
-        ("olmo3", {"layer_types": ["full_attention", *["chunked_attention"] * 2]}, "chunked"),
+        (
+            "olmo3",
+            {"layer_types": ["full_attention", *["chunked_attention"] * 2]},
+            "chunked",
+        ),
         ("olmo3", {"sliding_window": None}, "sliding_window"),
-        ("hunyuan_v1_dense", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "without alpha"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": YARN | {"rope_type": "dynamic"}},
+            "without alpha",
+        ),
         ("hunyuan_v1_dense", {"head_dim": None}, "head_dim"),
         ("phi3", {"layer_types": ["full_attention"] * 2}, "layer_types"),
-        ("lfm2", {"layer_types": ["conv", "full_attention", "sliding_attention"]}, "'sliding"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention", "sliding_attention"]},
+            "'sliding",
+        ),
         ("lfm2", {"layer_types": ["conv"] * 3}, "conv alone"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
         ("phi3", {"hidden_act": "gelu"}, "gelu"),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "linear_attention alone"),
+        (
+            "qwen3_5_text",
+            {"layer_types": ["linear_attention"] * 3},
+            "linear_attention alone",
+        ),
         ("qwen3_5_text", {"layer_types": ["conv", *["full_attention"] * 2]}, "'conv'"),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "gelu"),
         ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts = 4"),
         ("granitemoehybrid", {"time_step_limit": (0.0, 0.1)}, "time_step_limit"),
-        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "linear_attention alone"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["linear_attention"] * 3},
+            "linear_attention alone",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
@@ -126,7 +184,9 @@ def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
 
 
 @pytest.mark.parametrize("family", ["ministral3", "phi3"])
-def test_a_cache_longer_than_the_positions_are_made_for_is_refused(exports, tmp_path, family):
+def test_a_cache_longer_than_the_positions_are_made_for_is_refused(
+    exports, tmp_path, family
+):
     """Ministral's queries grow from there on; transformers begins Phi's cache anew, with another
     rope table."""
     path = exports.checkpoint(family)
@@ -136,18 +196,25 @@ def test_a_cache_longer_than_the_positions_are_made_for_is_refused(exports, tmp_
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
-def test_more_tokens_a_call_than_a_matrix_takes_in_fp16_are_refused(exports, tmp_path, family):
+def test_more_tokens_a_call_than_a_matrix_takes_in_fp16_are_refused(
+    exports, tmp_path, family
+):
     path = exports.checkpoint(family)
     with pytest.raises(InputError, match=f"t_max = 9.*{family}.*at most 8"):
         export(path, tmp_path / "b", progress=False, max_seq_len=32, t_max=9)
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("family", ["ministral3", "olmo3", "hunyuan_v1_dense", "phi3", "smollm3"])
+@pytest.mark.parametrize(
+    "family", ["ministral3", "olmo3", "hunyuan_v1_dense", "phi3", "smollm3"]
+)
 def test_tables_of_rope_are_those_of_hugging_face(exports, family):
     """cos and sin of positions up to the longest that a plan allows."""
     made = config(family)
-    plan, model = family_of(made).plan(made), exports.hf(exports.checkpoint(family)).model
+    plan, model = (
+        family_of(made).plan(made),
+        exports.hf(exports.checkpoint(family)).model,
+    )
     positions = torch.arange(512)[None]
     for index, layer in enumerate(plan.layers):
         (table,) = (table for table in plan.rope if table.name == layer.rope)
@@ -189,9 +256,12 @@ def test_the_text_part_of_a_multimodal_gemma_is_found(exports, tmp_path, prefix)
     )
     weights = load_file(path / "model.safetensors")
     save_file(
-        {n.replace("model.", prefix): t for n, t in weights.items()}, path / "model.safetensors"
+        {n.replace("model.", prefix): t for n, t in weights.items()},
+        path / "model.safetensors",
     )
-    assert tiny.relative(tiny.chained(exports.decoder(path), g.ids, [4]), g.logits) < 3e-6
+    assert (
+        tiny.relative(tiny.chained(exports.decoder(path), g.ids, [4]), g.logits) < 3e-6
+    )
 
 
 ODD = [
@@ -207,7 +277,12 @@ ODD = [
     ),
     (
         "qwen2",
-        {"hidden_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 211},
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "vocab_size": 211,
+        },
     ),
     (
         "qwen3",
@@ -221,24 +296,47 @@ ODD = [
     ),
     (
         "gemma3_text",
-        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 96, "hidden_size": 96},
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 96,
+            "hidden_size": 96,
+        },
     ),
     (
         "zaya",
-        {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64, "num_experts": 3},
+        {
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "num_experts": 3,
+        },
     ),
     (
         "zaya",
-        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 96, "num_experts": 2},
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 96,
+            "num_experts": 2,
+        },
     ),
     (
         "zaya",
-        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128, "num_experts": 1},
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 128,
+            "num_experts": 1,
+        },
     ),
     ("mistral", {"num_attention_heads": 5, "head_dim": 22, "num_key_value_heads": 1}),
     ("smollm3", {"hidden_size": 66, "attention_bias": True, "mlp_bias": True}),
     ("olmo2", {"hidden_size": 84, "num_attention_heads": 6, "attention_bias": True}),
-    ("hunyuan_v1_dense", {"head_dim": 26, "attention_bias": True, "tie_word_embeddings": True}),
+    (
+        "hunyuan_v1_dense",
+        {"head_dim": 26, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     # flags that other families have, which transformers ignores here
     ("hunyuan_v1_dense", {"mlp_bias": True}),
     ("mistral", {"mlp_bias": True, "attention_bias": True}),
@@ -246,22 +344,43 @@ ODD = [
     ("lfm2", {"conv_L_cache": 2, "hidden_size": 60}),
     ("lfm2", {"conv_L_cache": 6, "conv_bias": True, "block_ffn_dim_multiplier": 1.3}),
     ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
-    ("qwen3_5_text", {"hidden_size": 60, "linear_key_head_dim": 24, "linear_value_head_dim": 20}),
     (
         "qwen3_5_text",
-        {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
+        {"hidden_size": 60, "linear_key_head_dim": 24, "linear_value_head_dim": 20},
     ),
     (
         "qwen3_5_text",
-        {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+        {
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+        },
+    ),
+    (
+        "qwen3_5_text",
+        {
+            "linear_num_key_heads": 1,
+            "linear_conv_kernel_dim": 3,
+            "tie_word_embeddings": True,
+        },
     ),
     (
         "granitemoehybrid",
-        {"hidden_size": 60, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 20},
+        {
+            "hidden_size": 60,
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 3,
+            "mamba_d_state": 20,
+        },
     ),
     (
         "granitemoehybrid",
-        {"mamba_n_heads": 1, "mamba_expand": 1, "mamba_d_conv": 3, "mamba_conv_bias": False},
+        {
+            "mamba_n_heads": 1,
+            "mamba_expand": 1,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+        },
     ),
     (
         "granitemoehybrid",
@@ -283,7 +402,9 @@ def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, ch
     # a matrix state's reads are divided by their norm, which may be small: the limit of gate program
     limit = 1e-5 if family in HYBRIDS else 3e-6
     for sizes in ([1], [2, 3], [4]):
-        assert tiny.cosine(tiny.isolated(decoder, 0, g, sizes, 4), g.updates[0]) > 0.999999
+        assert (
+            tiny.cosine(tiny.isolated(decoder, 0, g, sizes, 4), g.updates[0]) > 0.999999
+        )
         assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < limit
 
 
@@ -291,16 +412,25 @@ def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, ch
 def test_scaled_rope_decodes_as_hugging_face(exports, rope):
     checkpoint = exports.checkpoint("llama", rope_parameters=rope, num_hidden_layers=1)
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 30))
-    assert tiny.relative(tiny.chained(exports.decoder(checkpoint), g.ids, [4, 1]), g.logits) < 2e-6
+    assert (
+        tiny.relative(
+            tiny.chained(exports.decoder(checkpoint), g.ids, [4, 1]), g.logits
+        )
+        < 2e-6
+    )
 
 
 @pytest.mark.parametrize(
-    "changed", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}]
+    "changed",
+    [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}],
 )
 def test_biases_and_untied_heads_decode_as_hugging_face(exports, changed):
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1, **changed)
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 9))
-    assert tiny.relative(tiny.chained(exports.decoder(checkpoint), g.ids, [3]), g.logits) < 2e-6
+    assert (
+        tiny.relative(tiny.chained(exports.decoder(checkpoint), g.ids, [3]), g.logits)
+        < 2e-6
+    )
 
 
 def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):
@@ -318,5 +448,9 @@ def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):
     g = tiny.golden(model, tiny.prompt(101, 8))
     at_position_0 = queries[0][0, 0].reshape(3, 128).numpy() @ g.keys[0][0, 0]
     assert at_position_0.max() > 65504
-    assert np.isfinite(tiny.chained(exports.decoder(path, "declared"), g.ids, [4])).all()
-    assert tiny.relative(tiny.chained(exports.decoder(path), g.ids, [4]), g.logits) < 1e-4
+    assert np.isfinite(
+        tiny.chained(exports.decoder(path, "declared"), g.ids, [4])
+    ).all()
+    assert (
+        tiny.relative(tiny.chained(exports.decoder(path), g.ids, [4]), g.logits) < 1e-4
+    )

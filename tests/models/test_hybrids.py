@@ -18,13 +18,16 @@ FAMILIES = "qwen3_5_text", "granitemoehybrid"
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "chosen", [{"t_max": 8}, {"layers_per_shard": 3, "states": "packed", "state_pair": True}]
+    "chosen",
+    [{"t_max": 8}, {"layers_per_shard": 3, "states": "packed", "state_pair": True}],
 )
 def test_sequences_at_different_positions_are_as_alone(exports, family, chosen):
     checkpoint = exports.checkpoint(family)
     decoder = exports.decoder(checkpoint, batch=3, **chosen)
     V, lengths = decoder.manifest.dims.V, (5, 14, 2)
-    goldens = [tiny.golden(exports.hf(checkpoint), tiny.prompt(V, n + 3, n)) for n in lengths]
+    goldens = [
+        tiny.golden(exports.hf(checkpoint), tiny.prompt(V, n + 3, n)) for n in lengths
+    ]
     decoder.begin()
     prompts = [g.ids[:n] for g, n in zip(goldens, lengths, strict=True)]
     logits = [decoder.prefill(prompts)]
@@ -52,7 +55,10 @@ def test_slow_and_fast_decays_are_those_of_hugging_face(exports, tmp_path, famil
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     g = tiny.golden(tiny.hf(path), tiny.prompt(163, 30))
     for sizes in ([1], [4, 2]):
-        assert tiny.relative(tiny.chained(exports.decoder(path), g.ids, sizes), g.logits) < 1e-5
+        assert (
+            tiny.relative(tiny.chained(exports.decoder(path), g.ids, sizes), g.logits)
+            < 1e-5
+        )
     declared = tiny.chained(exports.decoder(path, "declared"), g.ids, [4])
     assert tiny.relative(declared, g.logits) < 3e-2
 
@@ -107,7 +113,9 @@ def test_a_pair_is_refused_where_no_layer_has_a_matrix(exports):
 
 
 WIDE = {
-    "lfm2": dict(hidden_size=1024, conv_bias=True, layer_types=["conv", "full_attention"]),
+    "lfm2": dict(
+        hidden_size=1024, conv_bias=True, layer_types=["conv", "full_attention"]
+    ),
     "qwen3_5_text": dict(linear_key_head_dim=128, linear_value_head_dim=128),
     "granitemoehybrid": dict(mamba_n_heads=32, mamba_d_head=32, mamba_expand=16),
 }
@@ -118,7 +126,10 @@ def test_a_wide_convolution_is_a_sum_of_shifted_products(exports, family):
     """Lint rule S7: the Neural Engine takes no depthwise convolution of 1024 channels."""
     path = exports.checkpoint(
         family,
-        **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        **{
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        }
         | WIDE[family],
     )
     decoder = exports.decoder(path, undo=family == "lfm2")
@@ -126,5 +137,8 @@ def test_a_wide_convolution_is_a_sum_of_shifted_products(exports, family):
     assert "S7" not in {rule["id"] for each in placed for rule in each.rules}
     golden = tiny.golden(exports.hf(path), tiny.prompt(decoder.manifest.dims.V, 11))
     for sizes in ([1], [4, 3]):
-        assert tiny.relative(tiny.chained(decoder, golden.ids, sizes), golden.logits) < 3e-6
+        assert (
+            tiny.relative(tiny.chained(decoder, golden.ids, sizes), golden.logits)
+            < 3e-6
+        )
     assert weights_gate(decoder.bundle, Checkpoint(path)).verdict == "GREEN"

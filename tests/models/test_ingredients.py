@@ -21,7 +21,10 @@ from workbench.export.weights import build
 from workbench.models import cca, layers, moe
 from workbench.models.checkpoint import Checkpoint
 
-EXACT, DECLARED = 0.999999, 0.999  # gates on the cosine of an update, in float32 and in fp16
+EXACT, DECLARED = (
+    0.999999,
+    0.999,
+)  # gates on the cosine of an update, in float32 and in fp16
 WIDTH = 4  # columns of every call; every second call has one garbage column
 
 
@@ -34,7 +37,9 @@ class Eager:
         self.specs = [s for s in shards.specs(plan, options) if s.kind == "layers"]
         self.stacks = [build(s, source, plan, options)[0] for s in self.specs]
         self.host = Host(
-            SimpleNamespace(options=options, rope=plan.rope, layers=plan.layers, shards=self.specs)
+            SimpleNamespace(
+                options=options, rope=plan.rope, layers=plan.layers, shards=self.specs
+            )
         )
 
     def cosine(self, g: tiny.Golden) -> float:
@@ -46,11 +51,15 @@ class Eager:
                 buffer.zero_()
         for a, b in tiny.tiles(len(g.ids), [WIDTH, WIDTH - 1]):
             io = self.host.inputs(np.array([a]), np.array([b - a]), WIDTH)
-            for i, (spec, stack) in enumerate(zip(self.specs, self.stacks, strict=True)):
+            for i, (spec, stack) in enumerate(
+                zip(self.specs, self.stacks, strict=True)
+            ):
                 io[X] = np.full((1, g.inputs.shape[2], WIDTH, 1), 3.0, np.float32)
                 io[X][0, :, : b - a, 0] = g.inputs[i, a:b].T
                 with torch.no_grad():
-                    tensors = stack(*(torch.as_tensor(io[name]) for name in spec.inputs))
+                    tensors = stack(
+                        *(torch.as_tensor(io[name]) for name in spec.inputs)
+                    )
                 out = dict(zip(spec.outputs, tensors, strict=True))
                 made[i, a:b] = out[HIDDEN][0, :, : b - a, 0].T
                 io[ROUTER_STATE] = out.get(ROUTER_STATE_OUT)
@@ -116,13 +125,20 @@ NEUTRAL = {
 
 
 def leave_out_parameter(eager: Eager, name: str, value: float) -> None:
-    found = [p for stack in eager.stacks for n, p in stack.named_parameters() if n.endswith(name)]
+    found = [
+        p
+        for stack in eager.stacks
+        for n, p in stack.named_parameters()
+        if n.endswith(name)
+    ]
     assert found
     for parameter in found:
         parameter.data.fill_(value)
 
 
-@pytest.mark.parametrize("family, name", [(f, n) for f, names in NEUTRAL.items() for n in names])
+@pytest.mark.parametrize(
+    "family, name", [(f, n) for f, names in NEUTRAL.items() for n in names]
+)
 def test_every_vector_of_parameters_counts(goldens, family, name):
     eager, g = goldens(family)
     leave_out_parameter(eager, name, NEUTRAL[family][name])
@@ -130,7 +146,9 @@ def test_every_vector_of_parameters_counts(goldens, family, name):
 
 
 def no_history(original):
-    return lambda self, name, x, cache, select: original(self, name, x, _Forgetful(cache), select)
+    return lambda self, name, x, cache, select: original(
+        self, name, x, _Forgetful(cache), select
+    )
 
 
 class _Forgetful:
@@ -171,7 +189,9 @@ def dense(weights):
     def wrap(original):
         def forward(self, x, probabilities, scores):
             choice = (scores.argmax(1, keepdim=True).int() == self.classes).float()
-            return self.experts(x, weights(probabilities, scores, choice)[:, : self.experts.count])
+            return self.experts(
+                x, weights(probabilities, scores, choice)[:, : self.experts.count]
+            )
 
         return forward
 
@@ -193,7 +213,9 @@ def flipped_taps(original):
     def forward(self, x):
         if self.groups == 1:
             return original(self, x)
-        return torch.nn.functional.conv2d(x, self.weight.flip(3), self.bias, groups=self.groups)
+        return torch.nn.functional.conv2d(
+            x, self.weight.flip(3), self.bias, groups=self.groups
+        )
 
     return forward
 
@@ -220,7 +242,11 @@ METHODS = {
             "over",
             lambda o: staticmethod(lambda x, reduce: x / x.shape[3] ** 0.25),
         ),
-        "rope": (layers.AttentionGeometry, "rotate", lambda o: lambda self, x, io, width: x),
+        "rope": (
+            layers.AttentionGeometry,
+            "rotate",
+            lambda o: lambda self, x, io, width: x,
+        ),
         "router state across layers": (
             moe.Router,
             "forward",
@@ -235,7 +261,11 @@ METHODS = {
                 )
             ),
         ),
-        "one expert per token": (moe.Mixture, "dense", dense(lambda p, scores, choice: p)),
+        "one expert per token": (
+            moe.Mixture,
+            "dense",
+            dense(lambda p, scores, choice: p),
+        ),
         "probability of the expert": (
             moe.Mixture,
             "dense",
@@ -249,7 +279,11 @@ METHODS = {
         "gate before up": (moe.Experts, "forward", swapped),
     },
     "gemma3_text": {
-        "rope": (layers.AttentionGeometry, "rotate", lambda o: lambda self, x, io, width: x),
+        "rope": (
+            layers.AttentionGeometry,
+            "rotate",
+            lambda o: lambda self, x, io, width: x,
+        ),
         "gate": (
             layers.GatedMLP,
             "forward",
@@ -259,7 +293,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("family, name", [(f, n) for f, names in METHODS.items() for n in names])
+@pytest.mark.parametrize(
+    "family, name", [(f, n) for f, names in METHODS.items() for n in names]
+)
 def test_every_step_counts(goldens, monkeypatch, family, name):
     owner, attribute, replacement = METHODS[family][name]
     monkeypatch.setattr(owner, attribute, replacement(getattr(owner, attribute)))
@@ -296,7 +332,9 @@ def no_window(eager):
 
 def one_rope_base(eager):
     (_, rope, _) = eager.host.tables[0]
-    eager.host.tables = [(suffix, rope, window) for suffix, _, window in eager.host.tables]
+    eager.host.tables = [
+        (suffix, rope, window) for suffix, _, window in eager.host.tables
+    ]
 
 
 def gamma_without_one(eager):
@@ -329,7 +367,9 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("family, name", [(f, n) for f, names in EDITS.items() for n in names])
+@pytest.mark.parametrize(
+    "family, name", [(f, n) for f, names in EDITS.items() for n in names]
+)
 def test_every_part_counts(goldens, family, name):
     eager, g = goldens(family)
     EDITS[family][name](eager)
@@ -350,7 +390,10 @@ def test_the_skip_class_adds_nothing(exports, tmp_path):
         def forward(self, x, probabilities, scores):
             skip = (scores.argmax(1, keepdim=True) == self.experts.count).float()
             skipped.append(float(skip.sum()))
-            return original(self, x, probabilities, scores) + x * skip * probabilities[:, -1:]
+            return (
+                original(self, x, probabilities, scores)
+                + x * skip * probabilities[:, -1:]
+            )
 
         return forward
 
@@ -374,7 +417,8 @@ def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
     exponent = bundle.manifest.residual_exponent
     assert exponent >= 2 and bundle.manifest.embedding.scale == 64**0.5 * 2.0**-exponent
     exact, declared = (
-        Decoder(bundle, "portable", precision, fast=True) for precision in ("exact", "declared")
+        Decoder(bundle, "portable", precision, fast=True)
+        for precision in ("exact", "declared")
     )
     assert tiny.relative(tiny.chained(exact, g.ids, [4]), g.logits) < 3e-6
     assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > DECLARED

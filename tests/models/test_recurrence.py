@@ -10,7 +10,10 @@ B, H, K, V = 2, 3, 5, 4
 
 def one_by_one(state, q, k, v, g, counts):
     """Outputs [B, H, T, V] and the state after each sequence's first `counts` tokens."""
-    state, outputs = state.double().clone(), torch.zeros(*q.shape[:3], v.shape[3]).double()
+    state, outputs = (
+        state.double().clone(),
+        torch.zeros(*q.shape[:3], v.shape[3]).double(),
+    )
     for b, count in enumerate(counts):
         for t in range(count):
             state[b] *= g[b, :, t].double().exp()[..., None]
@@ -23,11 +26,15 @@ def at_once(state, q, k, v, g, order):
     d = decays(g, order)
     k = k * order.clamp(0, 1)
     own = (q * k).sum(-1, keepdim=True)
-    outputs = d.enter * (q @ state) + ((q @ k.transpose(2, 3)) * d.between) @ v + own * v
+    outputs = (
+        d.enter * (q @ state) + ((q @ k.transpose(2, 3)) * d.between) @ v + own * v
+    )
     return outputs, state + state * expm1(d.total) + (k * d.leave).transpose(2, 3) @ v
 
 
-@pytest.mark.parametrize("T, counts", [(1, (1, 0)), (3, (3, 2)), (4, (0, 4)), (8, (8, 5))])
+@pytest.mark.parametrize(
+    "T, counts", [(1, (1, 0)), (3, (3, 2)), (4, (0, 4)), (8, (8, 5))]
+)
 @pytest.mark.parametrize("slowest", [1e-4, 1.0, 200.0])
 def test_tokens_at_once_are_the_recurrence(T, counts, slowest):
     """Columns beyond a sequence's count are garbage; decays run from hardly any to e^-200."""
@@ -35,9 +42,13 @@ def test_tokens_at_once_are_the_recurrence(T, counts, slowest):
     q, k, v = (torch.randn(B, H, T, n, generator=generator) for n in (K, K, V))
     state = torch.randn(B, H, K, V, generator=generator)
     g = -slowest * torch.rand(B, H, T, 1, generator=generator)
-    order = torch.tensor([[t + 1 if t < count else 0 for t in range(T)] for count in counts])
+    order = torch.tensor(
+        [[t + 1 if t < count else 0 for t in range(T)] for count in counts]
+    )
     order = order[:, None, :, None].float()
-    q, k, v, g = (torch.where(order > 0, x, 30 * torch.ones_like(x)) for x in (q, k, v, g))
+    q, k, v, g = (
+        torch.where(order > 0, x, 30 * torch.ones_like(x)) for x in (q, k, v, g)
+    )
     expected, after = one_by_one(state, q, k, v, g, counts)
     outputs, made = at_once(state, q, k, v, g, order)
     torch.testing.assert_close(made.double(), after, atol=2e-6, rtol=2e-6)
@@ -59,8 +70,12 @@ def test_a_slow_decay_survives_fp16():
 
 def test_functions_are_those_of_torch():
     x = torch.linspace(-20, 20, 4001)
-    torch.testing.assert_close(softplus(x), torch.nn.functional.softplus(x), atol=0, rtol=3e-6)
-    torch.testing.assert_close(expm1(-x.abs()), torch.expm1(-x.abs()), atol=0, rtol=1e-6)
+    torch.testing.assert_close(
+        softplus(x), torch.nn.functional.softplus(x), atol=0, rtol=3e-6
+    )
+    torch.testing.assert_close(
+        expm1(-x.abs()), torch.expm1(-x.abs()), atol=0, rtol=1e-6
+    )
     rows = (
         torch.randn(7, 9, generator=torch.Generator().manual_seed(0))
         * torch.logspace(-6, 4, 7)[:, None]

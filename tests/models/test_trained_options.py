@@ -28,7 +28,10 @@ OPTIONS = {
     "gemma3": [PACKED, FIXED | {"sliding": "ring", "layers_per_shard": 3}],
     "zaya": [PACKED, FIXED | {"moe": "routed"}],
     "lfm2": [PACKED, FIXED | {"undo": True, "layers_per_shard": 2}],
-    "qwen3_5": [PACKED | {"state_pair": True}, FIXED | {"undo": True, "layers_per_shard": 3}],
+    "qwen3_5": [
+        PACKED | {"state_pair": True},
+        FIXED | {"undo": True, "layers_per_shard": 3},
+    ],
 }
 
 
@@ -38,13 +41,16 @@ def greedy(decoder, prompts: list[list[int]]) -> list[list[int]]:
     made = [decoder.prefill(prompts).reshape(len(prompts), -1).argmax(-1)]
     while len(made) < NEW:
         made.append(
-            decoder.decode_one_token(made[-1].tolist()).reshape(len(prompts), -1).argmax(-1)
+            decoder.decode_one_token(made[-1].tolist())
+            .reshape(len(prompts), -1)
+            .argmax(-1)
         )
     return np.stack(made, axis=1).tolist()
 
 
 @pytest.mark.parametrize(
-    "name, options", [(name, chosen) for name, both in OPTIONS.items() for chosen in both]
+    "name, options",
+    [(name, chosen) for name, both in OPTIONS.items() for chosen in both],
 )
 def test_options_change_no_token_of_a_trained_checkpoint(exports, name, options):
     folder = DATA / f"tiny-{name}"
@@ -58,7 +64,10 @@ def test_options_change_no_token_of_a_trained_checkpoint(exports, name, options)
     with torch.inference_mode():
         wanted = [
             model.generate(
-                torch.tensor([ids]), min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False
+                torch.tensor([ids]),
+                min_new_tokens=NEW,
+                max_new_tokens=NEW,
+                do_sample=False,
             )[0, len(ids) :].tolist()
             for ids in prompts
         ]

@@ -32,7 +32,9 @@ def lines(ax) -> dict[str, np.ndarray]:
 
 def test_every_configuration_is_a_point_and_the_fastest_that_passes_is_ringed():
     found = lines(
-        plots.speed_against_fidelity(configurations(["RED", "GREEN", "GREEN", "not_run"]))
+        plots.speed_against_fidelity(
+            configurations(["RED", "GREEN", "GREEN", "not_run"])
+        )
     )
     assert {name: len(points) for name, points in found.items()} == {
         "GREEN": 2,
@@ -47,7 +49,9 @@ def test_every_configuration_is_a_point_and_the_fastest_that_passes_is_ringed():
 
 
 def test_what_another_beats_in_speed_and_cost_is_not_on_the_line_of_the_best():
-    rows = configurations(["GREEN"] * 3).assign(kl_mean=[0.01, 0.02, 0.005], name=["a", "b", "c"])
+    rows = configurations(["GREEN"] * 3).assign(
+        kl_mean=[0.01, 0.02, 0.005], name=["a", "b", "c"]
+    )
     ax = plots.speed_against_fidelity(rows, max_kl=0.05)
     assert np.allclose(lines(ax)["best that pass"], [[0.005, 10], [0.01, 30]])
     assert [text.get_text() for text in ax.texts] == ["c", "a"]
@@ -67,12 +71,16 @@ def test_the_fastest_of_every_compression_is_named_and_runs_have_a_range():
     ax = plots.speed_against_fidelity(rows)
     assert [text.get_text() for text in ax.texts] == ["a", "c"]
     (ranges,) = (c.get_segments() for c in ax.collections)
-    assert [[y for _, y in ends] for ends in ranges] == [[v - 1, v + 1] for v in (40, 30, 20, 10)]
+    assert [[y for _, y in ends] for ends in ranges] == [
+        [v - 1, v + 1] for v in (40, 30, 20, 10)
+    ]
     assert "median and range; runs: 3" in ax.get_title("left")
 
 
 def test_where_none_passes_none_is_ringed():
-    assert set(lines(plots.speed_against_fidelity(configurations(["RED", "RED"])))) == {"RED"}
+    assert set(lines(plots.speed_against_fidelity(configurations(["RED", "RED"])))) == {
+        "RED"
+    }
 
 
 def test_the_roofline_shows_every_figure_by_model_and_its_median_misfit():
@@ -84,7 +92,11 @@ def test_the_roofline_shows_every_figure_by_model_and_its_median_misfit():
         }
     )
     ax = plots.roofline(judged)
-    assert {n: len(points) for n, points in lines(ax).items()} == {"equal": 2, "A": 2, "B": 1}
+    assert {n: len(points) for n, points in lines(ax).items()} == {
+        "equal": 2,
+        "A": 2,
+        "B": 1,
+    }
     assert ax.get_title("left") == "roofline, median misfit 10%"
     named = judged.assign(chip="M1", weights="int8-tensor streamed as fp16")
     assert "A, M1, int8-tensor streamed as fp16" in lines(plots.roofline(named))

@@ -37,7 +37,11 @@ def fidelity(T=1, **cells) -> pd.DataFrame:
             "mode": "isolated",
             "finite": True,
         }
-        | {"cosine": 1 - cells.get(f"L{layer}_P{p}", 1e-4), "psnr_db": 60.0 + layer, "max_abs": 0.1}
+        | {
+            "cosine": 1 - cells.get(f"L{layer}_P{p}", 1e-4),
+            "psnr_db": 60.0 + layer,
+            "max_abs": 0.1,
+        }
         for layer in LAYERS
         for p in POSITIONS
     ]
@@ -57,12 +61,18 @@ def mesh(ax) -> np.ma.MaskedArray:
 
 def crossed(ax) -> set[tuple[int, int]]:
     """(row, column) of every crossed cell."""
-    (marks,) = (artist for artist in ax.collections if isinstance(artist, PathCollection))
+    (marks,) = (
+        artist for artist in ax.collections if isinstance(artist, PathCollection)
+    )
     return {(int(y), int(x)) for x, y in marks.get_offsets()}
 
 
 def legend(ax) -> list[str]:
-    return [text.get_text() for text in ax.get_legend().get_texts()] if ax.get_legend() else []
+    return (
+        [text.get_text() for text in ax.get_legend().get_texts()]
+        if ax.get_legend()
+        else []
+    )
 
 
 def ticks(axis) -> list[str]:
@@ -84,7 +94,9 @@ def test_cells_hold_one_minus_cosine_by_layer_and_position():
 
 
 def test_cells_beyond_the_threshold_are_crossed_and_the_threshold_is_stated():
-    ax = plots.fidelity_heatmap(fidelity(L2_P5=0.5, L0_P0=0.031, L0_P1=0.029), T=1, threshold=0.03)
+    ax = plots.fidelity_heatmap(
+        fidelity(L2_P5=0.5, L0_P0=0.031, L0_P1=0.029), T=1, threshold=0.03
+    )
     assert crossed(ax) == {(1, 5), (0, 0)}
     assert legend(ax) == ["1 − cosine > 0.03"]
 
@@ -98,7 +110,9 @@ def test_errors_beyond_their_own_budget_are_crossed_and_its_range_is_on_the_scal
     assert 0 < len(crossed(ax)) == beyond[data["T"] == 1].sum()
     assert legend(ax) == ["relative RMS error > 10 × budget"]
     (bar,) = (axis for axis in ax.figure.axes if axis is not ax)
-    assert {float(line.get_ydata()[0]) for line in bar.lines} == {10 * data["budget"].min()}
+    assert {float(line.get_ydata()[0]) for line in bar.lines} == {
+        10 * data["budget"].min()
+    }
     assert ax.get_title("right") == "limit: 10 × budget, 0.01 or more"
     low, high = bar.get_ylim()
     assert low < 0.01 and 0.5 < high < 2, "the scale spans the values"
@@ -176,7 +190,9 @@ def test_many_positions_are_numbered_not_named():
 
 
 @pytest.mark.parametrize(
-    "data", [fidelity(T=4), pd.concat([fidelity(), fidelity()])], ids=["no rows", "several rows"]
+    "data",
+    [fidelity(T=4), pd.concat([fidelity(), fidelity()])],
+    ids=["no rows", "several rows"],
 )
 def test_data_that_do_not_say_one_thing_are_refused(data, request):
     with pytest.raises(ValueError, match=request.node.callspec.id):
@@ -194,18 +210,23 @@ def test_a_figure_goes_into_the_axes_it_is_given():
 
 
 def test_the_grid_sets_the_least_T_beside_the_worst_of_the_others_on_one_scale():
-    data = pd.concat([fidelity(T=1), fidelity(T=2, L4_P1=0.5), fidelity(T=4, L0_P3=0.2)])
+    data = pd.concat(
+        [fidelity(T=1), fidelity(T=2, L4_P1=0.5), fidelity(T=4, L0_P3=0.2)]
+    )
     figure = plots.fidelity_grid(data, [1, 2, 4], threshold=0.03)
     panels = [ax for ax in figure.axes if ax.get_title("left")]
     assert [ax.get_title("left") for ax in panels] == ["T = 1", "T = 2, 4: the worst"]
     assert [crossed(ax) for ax in panels] == [set(), {(2, 1), (0, 3)}]
     assert len(figure.axes) == 3, "two panels and one colour bar"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1 − cosine > 0.03"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "1 − cosine > 0.03"
+    ]
 
 
 def test_panels_line_up_where_one_T_has_fewer_positions():
     figure = plots.fidelity_grid(
-        pd.concat([fidelity(T=1), fidelity(T=4, L0_P0=0.2).query("position < 4")]), [1, 4]
+        pd.concat([fidelity(T=1), fidelity(T=4, L0_P0=0.2).query("position < 4")]),
+        [1, 4],
     )
     panels = [ax for ax in figure.axes if ax.get_title("left")]
     assert [mesh(ax).shape for ax in panels] == [(3, 6)] * 2
@@ -254,10 +275,19 @@ def test_update_bars_mark_what_fails_and_show_the_blind_hidden_state_beside():
 
 def test_a_part_without_error_says_so_where_a_log_scale_has_no_place_for_it():
     parts = pd.DataFrame(
-        {"layer": [0, 1], "storage": [0.0, 0.0], "quantization": [0.0, 1e-3], "total": [1e-3, 1e-3]}
+        {
+            "layer": [0, 1],
+            "storage": [0.0, 0.0],
+            "quantization": [0.0, 1e-3],
+            "total": [1e-3, 1e-3],
+        }
     )
     legend = plots.error_parts(parts).get_legend()
-    assert [t.get_text() for t in legend.get_texts()] == ["total", "storage (0)", "quantization"]
+    assert [t.get_text() for t in legend.get_texts()] == [
+        "total",
+        "storage (0)",
+        "quantization",
+    ]
 
 
 def test_a_part_has_one_colour_in_every_figure():
@@ -281,7 +311,11 @@ def test_error_parts_leave_out_what_was_not_measured():
     }
     ax = plots.error_parts(pd.DataFrame(parts | {"total": [4e-3, 3e-3]}))
     drawn = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
-    assert drawn == {"storage": [1e-4, 2e-4], "precision": [1e-3, 2e-3], "total": [3e-3, 4e-3]}
+    assert drawn == {
+        "storage": [1e-4, 2e-4],
+        "precision": [1e-3, 2e-3],
+        "total": [3e-3, 4e-3],
+    }
 
 
 # --- speed, time, memory
@@ -290,7 +324,13 @@ def test_error_parts_leave_out_what_was_not_measured():
 
 def samples(**columns) -> pd.DataFrame:
     rows = [
-        {"max_seq_len": s, "T": T, "value": 1000 / s * T + r, "unit": "tok/s", "warmup": r == 9}
+        {
+            "max_seq_len": s,
+            "T": T,
+            "value": 1000 / s * T + r,
+            "unit": "tok/s",
+            "warmup": r == 9,
+        }
         for s in (512, 128)
         for T in (1, 4)
         for r in (0, 1, 5, 9)
@@ -308,25 +348,39 @@ def test_speed_draws_medians_with_their_range_and_no_warm_ups():
     assert [bar.get_label() for bar in bars] == ["T = 1", "T = 4"]
     for T, bar in zip((1, 4), bars):
         median, _, (spread,) = bar.lines
-        np.testing.assert_allclose(median.get_xdata().astype(float), [128, 512], rtol=0.03)
+        np.testing.assert_allclose(
+            median.get_xdata().astype(float), [128, 512], rtol=0.03
+        )
         medians = median.get_ydata().astype(float)
         np.testing.assert_allclose(medians, [1000 / 128 * T + 1, 1000 / 512 * T + 1])
-        reach = [segment[:, 1] - middle for segment, middle in zip(spread.get_segments(), medians)]
+        reach = [
+            segment[:, 1] - middle
+            for segment, middle in zip(spread.get_segments(), medians)
+        ]
         np.testing.assert_allclose(reach, [[-1, 4], [-1, 4]])
-    assert len({bar.lines[0].get_marker() for bar in bars}) == 2, "told apart without colour"
+    assert len({bar.lines[0].get_marker() for bar in bars}) == 2, (
+        "told apart without colour"
+    )
     assert ax.get_title("left") == "decode speed, median and range, n = 3"
-    assert (ticks(ax.xaxis), ax.get_ylabel(), ax.get_ylim()[0]) == (["128", "512"], "tok/s", 0)
+    assert (ticks(ax.xaxis), ax.get_ylabel(), ax.get_ylim()[0]) == (
+        ["128", "512"],
+        "tok/s",
+        0,
+    )
 
 
 def test_speed_compares_any_setting():
     ax = plots.speed(
-        pd.concat([samples(compress="fp16"), samples(compress="lut4")]), lines="compress"
+        pd.concat([samples(compress="fp16"), samples(compress="lut4")]),
+        lines="compress",
     )
     assert legend(ax) == ["compress = fp16", "compress = lut4"]
 
 
 def test_two_paths_stand_side_by_side_on_one_scale():
-    rows = pd.DataFrame({"max_seq_len": [16, 32] * 2, "value": [1.0, 1.1, 5.0, 9.0], "T": 1})
+    rows = pd.DataFrame(
+        {"max_seq_len": [16, 32] * 2, "value": [1.0, 1.1, 5.0, 9.0], "T": 1}
+    )
     rows = rows.assign(unit="ms", path=["decode path"] * 2 + ["every operation"] * 2)
     figure = plots.speed_beside(rows, by="path")
     left, right = figure.axes
@@ -344,11 +398,20 @@ def test_speed_refuses_to_mix_units():
 
 def test_a_sustained_run_is_a_line_over_time_with_its_band_and_the_heat():
     at = np.arange(1200) / 2
-    rows = pd.DataFrame({"phase": "call", "elapsed_s": at, "value": 10 + at / 60, "T": 1})
-    hot = pd.DataFrame(
-        {"phase": "thermal_pressure", "elapsed_s": [5.0, 300.0, 500.0], "value": [0, 1, 1], "T": 1}
+    rows = pd.DataFrame(
+        {"phase": "call", "elapsed_s": at, "value": 10 + at / 60, "T": 1}
     )
-    ax = plots.over_time(pd.concat([rows, hot, rows.assign(elapsed_s=np.nan, value=1e6)]))
+    hot = pd.DataFrame(
+        {
+            "phase": "thermal_pressure",
+            "elapsed_s": [5.0, 300.0, 500.0],
+            "value": [0, 1, 1],
+            "T": 1,
+        }
+    )
+    ax = plots.over_time(
+        pd.concat([rows, hot, rows.assign(elapsed_s=np.nan, value=1e6)])
+    )
     line, heat = ax.lines
     assert len(line.get_xdata()) == 60 and line.get_label() == "T = 1"
     assert np.allclose(line.get_ydata(), 10 + line.get_xdata() / 60)
@@ -360,7 +423,13 @@ def test_a_sustained_run_is_a_line_over_time_with_its_band_and_the_heat():
 
 
 def test_layer_ms_writes_the_median_over_layers_into_each_cell():
-    rows = [(1, 128, 0.1), (1, 128, 0.2), (1, 128, 0.9), (4, 128, 12.34), (4, 256, 1234.0)]
+    rows = [
+        (1, 128, 0.1),
+        (1, 128, 0.2),
+        (1, 128, 0.9),
+        (4, 128, 12.34),
+        (4, 256, 1234.0),
+    ]
     ax = plots.layer_ms(pd.DataFrame(rows, columns=["T", "max_seq_len", "layer_ms"]))
     assert mesh(ax).filled(-1).tolist() == [[0.2, -1], [12.34, 1234.0]]
     assert [text.get_text() for text in ax.texts] == ["0.200", "12.3", "1.23e+03"]
@@ -386,10 +455,16 @@ def test_memory_stacks_the_parts_against_the_machines():
     spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.patches]
     assert spans == [(0, 4), (0, 4), (4, 4.5), (4, 8)]
     assert ticks(ax.yaxis) == ["S 512", "S 4096"]
-    assert [text.get_text() for text in ax.texts] == ["4.50 GiB", "8.00 GiB", "6 GB: 6.00 GiB"]
+    assert [text.get_text() for text in ax.texts] == [
+        "4.50 GiB",
+        "8.00 GiB",
+        "6 GB: 6.00 GiB",
+    ]
     assert [line.get_xdata()[0] for line in ax.lines] == [6]
     assert legend(ax) == ["weights", "KV cache"]
-    assert len({bar.get_hatch() for bar in ax.patches[:4]}) == 2, "told apart without colour"
+    assert len({bar.get_hatch() for bar in ax.patches[:4]}) == 2, (
+        "told apart without colour"
+    )
 
 
 # --- cache rows
@@ -398,7 +473,13 @@ def test_memory_stacks_the_parts_against_the_machines():
 
 def test_cache_rows_tell_right_missed_and_stray_writes_apart_without_colour():
     rows = [
-        {"call": call, "T": T, "slot": slot, "layer": layer, "expected": first <= slot < first + T}
+        {
+            "call": call,
+            "T": T,
+            "slot": slot,
+            "layer": layer,
+            "expected": first <= slot < first + T,
+        }
         for call, T, first in ((0, 2, 0), (1, 1, 2))
         for slot in range(4)
         for layer in (0, 1)
@@ -408,16 +489,28 @@ def test_cache_rows_tell_right_missed_and_stray_writes_apart_without_colour():
     data.loc[data.eval("call == 0 and slot == 1 and layer == 1"), "changed"] = False
     data.loc[data.eval("call == 1 and slot == 0 and layer == 0"), "changed"] = True
     ax = plots.cache_rows(data)
-    drawn = {line.get_label(): list(zip(line.get_ydata(), line.get_xdata())) for line in ax.lines}
+    drawn = {
+        line.get_label(): list(zip(line.get_ydata(), line.get_xdata()))
+        for line in ax.lines
+    }
     assert drawn == {
         "as expected (2)": [(0.5, 0.5), (1.5, 2.5)],
         "missed (1)": [(0.5, 1.5)],
         "stray (1)": [(1.5, 0.5)],
     }
     assert (
-        len({(line.get_marker(), line.get_markerfacecolor() == "none") for line in ax.lines}) == 3
+        len(
+            {
+                (line.get_marker(), line.get_markerfacecolor() == "none")
+                for line in ax.lines
+            }
+        )
+        == 3
     )
-    assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["T = 2, pos 0", "T = 1, pos 2"], list("0123"))
+    assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (
+        ["T = 2, pos 0", "T = 1, pos 2"],
+        list("0123"),
+    )
 
 
 # --- files
@@ -437,13 +530,23 @@ def test_a_figure_saved_in_another_process_has_the_same_bytes(tmp_path):
     data.to_json(tmp_path / "data.json")
     for name, seed in (("a", "1"), ("b", "2")):
         (tmp_path / name).mkdir()
-        command = [sys.executable, "-c", SAVE, tmp_path / "data.json", tmp_path / name / "figure"]
+        command = [
+            sys.executable,
+            "-c",
+            SAVE,
+            tmp_path / "data.json",
+            tmp_path / name / "figure",
+        ]
         subprocess.run(
-            command, check=True, env=os.environ | {"PYTHONHASHSEED": seed, "MPLBACKEND": "agg"}
+            command,
+            check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed, "MPLBACKEND": "agg"},
         )
     files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert set(files) == {"figure.svg", "figure.pdf", "figure.png", "figure.json"}
-    assert files == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
+    assert files == {
+        path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()
+    }
     assert b"update, isolated" in files["figure.svg"], "text stays text"
 
 
@@ -457,7 +560,10 @@ def test_the_sidecar_says_what_the_figure_shows(tmp_path):
         about="tiny-llama · max_seq_len 64",
         formats=["png"],
     )
-    assert paths == [tmp_path / "f.1" / "grid.v2.png", tmp_path / "f.1" / "grid.v2.json"]
+    assert paths == [
+        tmp_path / "f.1" / "grid.v2.png",
+        tmp_path / "f.1" / "grid.v2.json",
+    ]
     sidecar = json.loads(paths[1].read_text())
     assert (sidecar["run_ids"], sidecar["alt"], sidecar["title"]) == (
         ["a", "b"],
@@ -469,16 +575,17 @@ def test_the_sidecar_says_what_the_figure_shows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "draw", [lambda: plots.speed(samples()), lambda: plots.fidelity_grid(fidelity(), [1])]
+    "draw",
+    [lambda: plots.speed(samples()), lambda: plots.fidelity_grid(fidelity(), [1])],
 )
 def test_what_a_figure_is_about_is_its_subtitle_and_in_the_metadata(tmp_path, draw):
     about = "tiny-llama · int8-tensor · max_seq_len 64 · Apple M4 Max"
     paths = plots.save(draw, tmp_path / "f", run_ids=[], alt="x", about=about)
     svg, _, png, _ = paths
     text = svg.read_text().replace("\N{NO-BREAK SPACE}", " ")
-    assert f"<dc:description>{about}</dc:description>" in " ".join(text.split()).replace(
-        "<dc:description> ", "<dc:description>"
-    )
+    assert f"<dc:description>{about}</dc:description>" in " ".join(
+        text.split()
+    ).replace("<dc:description> ", "<dc:description>")
     assert text.count("Apple M4 Max") >= 2, "in the metadata and in the picture"
     assert Image.open(png).text["Description"] == about
     assert "sans-serif" in text
@@ -534,7 +641,9 @@ def test_the_split_of_a_layer_has_a_bar_and_a_figure_for_every_part():
 
 def test_a_part_of_a_split_has_the_colour_of_its_line():
     parts = pd.DataFrame({"layer": [0], "precision": [1e-3], "total": [1e-2]})
-    (line,) = (ln for ln in plots.error_parts(parts).lines if ln.get_label() == "precision")
+    (line,) = (
+        ln for ln in plots.error_parts(parts).lines if ln.get_label() == "precision"
+    )
     first, _ = plots.layer_parts(parts, layer=0).patches
     assert first.get_facecolor() == matplotlib.colors.to_rgba(line.get_color())
 
@@ -542,7 +651,11 @@ def test_a_part_of_a_split_has_the_colour_of_its_line():
 def test_the_parts_of_a_token_are_named_beside_the_bar():
     parts = pd.DataFrame({"part": ["probe", "rest", "moe"], "ms": [0.3, 4.2, 1.6]})
     ax = plots.parts_bar(parts)
-    assert [t.get_text() for t in ax.texts] == ["probe, 0.3 ms", "rest, 4.2 ms", "moe, 1.6 ms"]
+    assert [t.get_text() for t in ax.texts] == [
+        "probe, 0.3 ms",
+        "rest, 4.2 ms",
+        "moe, 1.6 ms",
+    ]
     assert not ax.get_legend() and not any(bar.get_hatch() for bar in ax.patches)
 
 
@@ -585,10 +698,9 @@ def test_a_peer_stands_beside_with_the_ratio_in_words():
         }
     )
     ms, size = plots.against_peer(rows, this="routed").axes
-    assert [bar.get_height() for bar in size.patches] == [4e5, 1.6e6] and ticks(ms.xaxis) == [
-        "routed",
-        "dense",
-    ]
+    assert [bar.get_height() for bar in size.patches] == [4e5, 1.6e6] and ticks(
+        ms.xaxis
+    ) == ["routed", "dense"]
     assert [ax.get_title("left") for ax in (ms, size)] == [
         "ms per token: 2.5× worse",
         "bytes per token: 4.0× better",

@@ -13,9 +13,15 @@ def cells(*differences: float) -> pd.DataFrame:
 
 
 def test_the_scale_is_symmetric_and_the_largest_difference_ends_it():
-    ax = plots.fidelity_difference(cells(0.1, -0.4, 0.0), metric="1-cosine", title="A − B, x")
-    (mesh,) = [c for c in ax.collections if c.get_array() is not None and len(c.get_array())][:1]
-    assert (mesh.norm.vmin, mesh.norm.vmax) == (-0.4, 0.4) and ax.get_title("left") == "A − B, x"
+    ax = plots.fidelity_difference(
+        cells(0.1, -0.4, 0.0), metric="1-cosine", title="A − B, x"
+    )
+    (mesh,) = [
+        c for c in ax.collections if c.get_array() is not None and len(c.get_array())
+    ][:1]
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (-0.4, 0.4) and ax.get_title(
+        "left"
+    ) == "A − B, x"
     assert np.allclose(np.ravel(mesh.get_array()), [0.1, -0.4, 0.0])
     orange, purple, middle = (mesh.to_rgba(v) for v in (0.4, -0.4, 0.0))
     assert orange[0] > orange[2] and purple[2] > purple[0] and min(middle[:3]) > 0.9

@@ -44,12 +44,15 @@ def test_a_line_goes_from_no_layer_through_the_points_of_its_setting():
     line = next(line for line in ax.lines if len(line.get_xdata()) == 4)
     assert line.get_xdata().tolist() == [0, 1, 2, 4]
     assert np.allclose(line.get_ydata(), [2.0, 2.5, 3.0, 4.0])
-    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["CPU_AND_NE, T = 1: 2 ms"]
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == [
+        "CPU_AND_NE, T = 1: 2 ms"
+    ]
 
 
 def test_the_host_s_bar_begins_where_core_ml_s_ends():
     parts = pd.DataFrame(
-        [("one", "Core ML", 2.0), ("one", "host", 0.5)], columns=["setting", "part", "ms"]
+        [("one", "Core ML", 2.0), ("one", "host", 0.5)],
+        columns=["setting", "part", "ms"],
     )
     device, host = plots.host_device(parts).patches
     assert (device.get_width(), host.get_x(), host.get_width()) == (2.0, 2.0, 0.5)

@@ -26,7 +26,11 @@ def test_the_matrix_marks_every_cell_and_leaves_out_what_cannot_exist():
             streaming=s,
             format=f,
             context=n,
-            verdict="not_run" if n == 32 else "RED" if (b, c) == (2, "warm") else "GREEN",
+            verdict="not_run"
+            if n == 32
+            else "RED"
+            if (b, c) == (2, "warm")
+            else "GREEN",
         )
         for b, c, s, f, n in axes
     ]
@@ -50,11 +54,17 @@ def test_patterns_have_a_panel_per_context_and_one_mark_per_configuration():
             "result": "FAIL" if name == "the report" else "ok",
         }
         for name, n, c, p in product(
-            ("the report", "none"), (1024, 2048), ("hot", "warm"), ("stream", "generate")
+            ("the report", "none"),
+            (1024, 2048),
+            ("hot", "warm"),
+            ("stream", "generate"),
         )
     ]
     figure = plots.failure_patterns(pd.DataFrame(rows))
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["context 1024", "context 2048"]
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [
+        "context 1024",
+        "context 2048",
+    ]
     assert all(marks(ax) == ["✗"] * 4 + ["✓"] * 4 for ax in figure.axes)
 
 
@@ -66,8 +76,7 @@ def test_first_token_draws_medians_with_their_range():
         for extra in (0, 2, 1)
     ]
     ax = plots.first_token(pd.DataFrame(rows))
-    assert {line.get_label(): list(line.lines[0].get_ydata()) for line in ax.containers} == {
-        "cold": [257, 513],
-        "hot": [13.8, 26.6],
-    }
+    assert {
+        line.get_label(): list(line.lines[0].get_ydata()) for line in ax.containers
+    } == {"cold": [257, 513], "hot": [13.8, 26.6]}
     assert [t.get_text() for t in ax.get_xticklabels()] == ["256", "512"]

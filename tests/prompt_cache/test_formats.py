@@ -14,7 +14,8 @@ def rows(seed, heads=2, n=5, D=64, scale=1.0, dtype=np.float16):
     """Random rows, each channel around a mean of its own."""
     rng = np.random.default_rng(seed)
     return (
-        scale * (rng.standard_normal((heads, 1, D)) + rng.standard_normal((heads, n, D)))
+        scale
+        * (rng.standard_normal((heads, 1, D)) + rng.standard_normal((heads, n, D)))
     ).astype(dtype)
 
 
@@ -29,7 +30,9 @@ def snapshot(seed=0, n=5, **chosen) -> Snapshot:
 
 @SOME
 @given(
-    seed=st.integers(0, 99), n=st.integers(0, 40), dtype=st.sampled_from([np.float16, np.float32])
+    seed=st.integers(0, 99),
+    n=st.integers(0, 40),
+    dtype=st.sampled_from([np.float16, np.float32]),
 )
 def test_fp16_keeps_every_bit_and_shares_nothing(seed, n, dtype):
     given_ = snapshot(seed, n, dtype=dtype)
@@ -67,7 +70,9 @@ def test_q4_is_within_half_a_step_of_its_own_group(seed, D, scale, dtype):
     )
     error = np.abs(found - given_.astype(np.float32)).reshape(2, 5, -1, width)
     assert (
-        error <= steps[..., None].astype(np.float32) * 0.5001 + np.finfo(np.float16).tiny * 1e-3
+        error
+        <= steps[..., None].astype(np.float32) * 0.5001
+        + np.finfo(np.float16).tiny * 1e-3
     ).all()
 
 
@@ -85,17 +90,21 @@ def test_q4_says_what_it_costs():
     )
     found = formats.decode_rows(encoded)
     for name in encoded.errors:
-        quantized = formats.dequantize_groups(*formats.quantize_groups(given_.states[name])).astype(
-            np.float16
-        )
+        quantized = formats.dequantize_groups(
+            *formats.quantize_groups(given_.states[name])
+        ).astype(np.float16)
         assert np.array_equal(found.states[name], quantized)
-    assert np.array_equal(found.states["layers.0.conv_state"], given_.states["layers.0.conv_state"])
+    assert np.array_equal(
+        found.states["layers.0.conv_state"], given_.states["layers.0.conv_state"]
+    )
 
 
 def test_a_group_of_equal_values_is_exact():
     for value in (0.0, 1.5, -65504.0, 6e-8):
         equal = np.full((1, 3, 64), value, np.float16)
-        assert np.array_equal(formats.dequantize_groups(*formats.quantize_groups(equal)), equal)
+        assert np.array_equal(
+            formats.dequantize_groups(*formats.quantize_groups(equal)), equal
+        )
 
 
 @SOME
@@ -107,7 +116,9 @@ def test_any_slice_of_tokens_is_the_quantized_slice(seed, n, data):
     whole = [part[:, start:stop] for part in formats.quantize_groups(given_)]
     assert all(
         np.array_equal(a, b)
-        for a, b in zip(whole, formats.quantize_groups(given_[:, start:stop]), strict=True)
+        for a, b in zip(
+            whole, formats.quantize_groups(given_[:, start:stop]), strict=True
+        )
     )
 
 
@@ -115,9 +126,14 @@ def test_a_tensor_with_a_few_huge_channels_stays_as_it_is():
     given_ = snapshot(n=40)
     given_.states["layers.0.k_state"][..., 3] += 90
     encoded = formats.encode_rows(given_, "q4")
-    assert encoded.errors["layers.0.k_state"] > formats.OUTLIER > encoded.errors["layers.0.v_state"]
+    assert (
+        encoded.errors["layers.0.k_state"]
+        > formats.OUTLIER
+        > encoded.errors["layers.0.v_state"]
+    )
     assert np.array_equal(
-        formats.decode_rows(encoded).states["layers.0.k_state"], given_.states["layers.0.k_state"]
+        formats.decode_rows(encoded).states["layers.0.k_state"],
+        given_.states["layers.0.k_state"],
     )
 
 

@@ -41,7 +41,9 @@ def filled(decoder, ids, value=None) -> Snapshot:
     """A snapshot of random rows (or of one value): what is stored need not have been computed."""
     rng = np.random.default_rng(len(ids))
     states = {
-        n: np.asarray(rng.standard_normal(s) if value is None else np.full(s, value), np.float32)
+        n: np.asarray(
+            rng.standard_normal(s) if value is None else np.full(s, value), np.float32
+        )
         for n, s in layout(decoder.manifest, len(ids)).items()
     }
     floor = int(UndoDepth(decoder.manifest).floor(len(ids), len(ids)))
@@ -69,7 +71,9 @@ def test_a_session_comes_back_from_memory_and_from_disk(decoder, tmp_path):
     ) and saved.bytes < given_.nbytes + 4096
     assert same(kept.load("chat"), given_)
     kept.cool()
-    assert same(kept.load("chat"), given_) and same(Store(tmp_path, decoder).load("chat"), given_)
+    assert same(kept.load("chat"), given_) and same(
+        Store(tmp_path, decoder).load("chat"), given_
+    )
     assert kept.names() == ["chat"]
     kept.delete("chat")
     with pytest.raises(InputError, match="no such file"):
@@ -91,7 +95,9 @@ def test_what_memory_gives_out_is_never_shared(decoder, tmp_path):
 
 
 def test_memory_has_a_budget_and_the_least_used_leaves_first(llama, tmp_path):
-    size = 1024 * 20 * 2  # bytes of 20 tokens in fp32: 4 layers of K and V, 2 heads of 32
+    size = (
+        1024 * 20 * 2
+    )  # bytes of 20 tokens in fp32: 4 layers of K and V, 2 heads of 32
     kept = Store(tmp_path, llama, hot_bytes=int(2.5 * size))
     for name in ("a", "b"):
         kept.save(name, filled(llama, IDS[:20]))
@@ -123,7 +129,9 @@ def test_another_process_goes_on_where_this_one_stopped(decoder, tmp_path):
     decoder.prefill(IDS[32:39])
     Store(tmp_path, decoder).save("chat", decoder.snapshot())
     decoder.begin(decoder.snapshot())
-    decoder.generate(IDS[39:40], 6, after=Store(tmp_path, decoder).load("chat"), stop=())
+    decoder.generate(
+        IDS[39:40], 6, after=Store(tmp_path, decoder).load("chat"), stop=()
+    )
     rows = decoder.snapshot().states["layers.0.k_state"].tobytes().hex()[-64:]
     child = subprocess.run(
         [sys.executable, "-c", CHILD, decoder.bundle.root, tmp_path, repr(IDS[:40])],
@@ -153,9 +161,14 @@ def test_the_longest_beginning_wins_in_whole_blocks_or_whole(llama, tmp_path):
     assert found(IDS[:70]) == ("long", 69)  # exact: the last token runs again
     assert found(IDS[:69]) == ("long", 64)  # shorter, between blocks
     assert found(IDS[:50] + [1, 2, 3]) == ("long", 48)  # parts inside a block
-    assert found(IDS[:22] + [1]) == ("short", 21)  # whole, though no multiple of a block
+    assert found(IDS[:22] + [1]) == (
+        "short",
+        21,
+    )  # whole, though no multiple of a block
     assert found(IDS[:21]) == ("short", 20)
-    assert found(IDS[:12]) is None and found([1, 2, 3]) is None and found(IDS[:1]) is None
+    assert (
+        found(IDS[:12]) is None and found([1, 2, 3]) is None and found(IDS[:1]) is None
+    )
     assert found(IDS[1:60]) is None  # the same blocks at other positions
 
 
@@ -172,7 +185,9 @@ def test_what_cannot_go_back_is_found_whole_or_not_at_all(exports, tmp_path):
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_find_is_the_longest_beginning_that_can_be_used(llama, tmp_path_factory, data):
@@ -186,9 +201,13 @@ def test_find_is_the_longest_beginning_that_can_be_used(llama, tmp_path_factory,
     best = 0
     for ids in stored:
         common = next(
-            (i for i, (a, b) in enumerate(zip(ids, prompt)) if a != b), min(len(ids), len(prompt))
+            (i for i, (a, b) in enumerate(zip(ids, prompt)) if a != b),
+            min(len(ids), len(prompt)),
         )
-        best = max(best, min(common if common == len(ids) else common // 4 * 4, len(prompt) - 1))
+        best = max(
+            best,
+            min(common if common == len(ids) else common // 4 * 4, len(prompt) - 1),
+        )
     hit = kept.find(prompt)
     assert (hit.snapshot.offset if hit else 0) == best
 
@@ -224,7 +243,10 @@ def test_any_difference_in_identity_is_a_miss(llama, exports, tmp_path):
         {"family": "qwen3"},
         {"checkpoint": manifest.checkpoint | {"sha256": "0" * 64}},
     ]
-    found = {snapshot.identity(manifest.model_copy(update=c), "exact") for c in [{}, *changed]}
+    found = {
+        snapshot.identity(manifest.model_copy(update=c), "exact")
+        for c in [{}, *changed]
+    }
     assert len(found) == 7
 
 
@@ -240,7 +262,9 @@ def damaged(path: Path, header=None, body=None) -> None:
         header(found)
     packed = json.dumps(found).encode()
     path.write_bytes(
-        struct.pack("<Q", len(packed)) + packed + (body or (lambda b: b))(data[8 + length :])
+        struct.pack("<Q", len(packed))
+        + packed
+        + (body or (lambda b: b))(data[8 + length :])
     )
 
 
@@ -265,7 +289,9 @@ FAULTS = {
         "digest",
     ),
     "two saves mixed": (
-        lambda p: damaged(p, body=lambda b: b[: len(b) // 2] + bytes(len(b) - len(b) // 2)),
+        lambda p: damaged(
+            p, body=lambda b: b[: len(b) // 2] + bytes(len(b) - len(b) // 2)
+        ),
         "digest",
     ),
     "another save id": (lambda p: damaged(p, meta(save_id="0" * 32)), "digest"),
@@ -287,14 +313,19 @@ FAULTS = {
         "header",
     ),
     "symlink": (
-        lambda p: (p.rename(p.with_suffix(".kept")), p.symlink_to(p.with_suffix(".kept"))),
+        lambda p: (
+            p.rename(p.with_suffix(".kept")),
+            p.symlink_to(p.with_suffix(".kept")),
+        ),
         "symlink",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_damaged_file_is_refused_with_the_reason_and_nothing_else_happens(name, llama, tmp_path):
+def test_a_damaged_file_is_refused_with_the_reason_and_nothing_else_happens(
+    name, llama, tmp_path
+):
     kept = Store(tmp_path, llama)
     kept.save("bad", filled(llama, IDS[:40]))
     kept.save("good", filled(llama, IDS[:20]))
@@ -311,7 +342,9 @@ def test_a_damaged_file_is_refused_with_the_reason_and_nothing_else_happens(name
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_flipped_bit_changes_what_is_loaded(llama, tmp_path, at, bit):
@@ -326,7 +359,9 @@ def test_no_flipped_bit_changes_what_is_loaded(llama, tmp_path, at, bit):
         pass
 
 
-@pytest.mark.parametrize("name", ["", "../up", "/etc/x", ".hidden", "a/b", "a" * 101, "a\n", "ü"])
+@pytest.mark.parametrize(
+    "name", ["", "../up", "/etc/x", ".hidden", "a/b", "a" * 101, "a\n", "ü"]
+)
 def test_names_that_could_leave_the_folder_are_refused(name, llama, tmp_path):
     with pytest.raises(InputError, match="snapshot name"):
         Store(tmp_path / "s", llama).save(name, filled(llama, IDS[:3]))
@@ -341,7 +376,9 @@ def test_nothing_of_another_decoder_and_nothing_empty_is_saved(llama, tmp_path):
     assert not kept.names()
 
 
-@pytest.mark.parametrize("step", ["safetensors.numpy.save_file", "os.fsync", "os.replace"])
+@pytest.mark.parametrize(
+    "step", ["safetensors.numpy.save_file", "os.fsync", "os.replace"]
+)
 def test_a_full_disk_keeps_the_old_snapshot_and_leaves_no_litter(
     step, llama, tmp_path, monkeypatch
 ):
@@ -428,10 +465,14 @@ print(len(found))
 """
 
 
-def test_killed_while_saving_the_old_or_the_new_is_there_never_a_mixture(llama, tmp_path):
+def test_killed_while_saving_the_old_or_the_new_is_there_never_a_mixture(
+    llama, tmp_path
+):
     """200 kills at every moment of a save; what they leave behind goes once it is old."""
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, llama.bundle.root, tmp_path], capture_output=True, text=True
+        [sys.executable, "-c", KILLS, llama.bundle.root, tmp_path],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and int(done.stdout) > 20, done.stderr
     for file in tmp_path.glob(".*"):
@@ -443,7 +484,10 @@ def test_killed_while_saving_the_old_or_the_new_is_there_never_a_mixture(llama, 
 def share(folder, decoder, number) -> None:
     kept = Store(folder, decoder)
     for i in range(6):
-        mine, ours = filled(decoder, [number, *IDS[: 8 + i]]), filled(decoder, IDS[: 20 + number])
+        mine, ours = (
+            filled(decoder, [number, *IDS[: 8 + i]]),
+            filled(decoder, IDS[: 20 + number]),
+        )
         kept.save(f"own-{number}", mine)
         kept.save("ours", ours)
         kept.cool()
@@ -456,7 +500,9 @@ def share(folder, decoder, number) -> None:
 
 def test_sixteen_processes_share_one_store(llama, tmp_path):
     decoder, fork = stand_in(llama), multiprocessing.get_context("fork")
-    children = [fork.Process(target=share, args=(tmp_path, decoder, n)) for n in range(16)]
+    children = [
+        fork.Process(target=share, args=(tmp_path, decoder, n)) for n in range(16)
+    ]
     for child in children:
         child.start()
     for child in children:

@@ -47,7 +47,9 @@ def test_a_mac_has_the_devices_that_core_ml_lists(monkeypatch):
     devices = [{"kind": "cpu", "cores": None}, {"kind": "ane", "cores": 16}]
 
     def call(function, argument, **_):
-        return process.Outcome(devices if function.endswith(":compute_devices") else None)
+        return process.Outcome(
+            devices if function.endswith(":compute_devices") else None
+        )
 
     monkeypatch.setattr(doctor.runtime, "coreml_available", lambda: True)
     monkeypatch.setattr(process, "call", call)
@@ -86,7 +88,9 @@ def test_a_state_that_does_not_count_is_refused(monkeypatch):
     from miltorch import shim
 
     predict = shim.Proxy.predict
-    monkeypatch.setattr(shim.Proxy, "predict", lambda self, data, state=None: predict(self, data))
+    monkeypatch.setattr(
+        shim.Proxy, "predict", lambda self, data, state=None: predict(self, data)
+    )
     with pytest.raises(InputError, match="state"):
         selftest.stateful_predict({"runtime": "stand-in", "compute_units": "CPU_ONLY"})
 
@@ -95,12 +99,20 @@ def test_a_state_that_does_not_count_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(("platform", "usable"), [("linux", 1000), ("darwin", 700)])
-def test_a_mac_leaves_seven_tenths_of_its_memory(monkeypatch, platform, usable, llama_bundle):
+def test_a_mac_leaves_seven_tenths_of_its_memory(
+    monkeypatch, platform, usable, llama_bundle
+):
     monkeypatch.setattr(memory, "sys", SimpleNamespace(platform=platform))
     assert memory.usable_bytes(1000) == usable
     assert memory.usable_bytes(1000, mac=True) == 700
     total = memory.budget_of_bundle(llama_bundle).total
-    for machine, fits in ((total, platform == "linux"), (2 * total, True), (total - 1, False)):
+    for machine, fits in (
+        (total, platform == "linux"),
+        (2 * total, True),
+        (total - 1, False),
+    ):
         result = memory.budget_of_bundle(llama_bundle, machine).json()
         assert (result["fits"], result["fits_mac"]) == (fits, machine == 2 * total)
-        assert checklist.fits(llama_bundle, machine).verdict == ("GREEN" if fits else "RED")
+        assert checklist.fits(llama_bundle, machine).verdict == (
+            "GREEN" if fits else "RED"
+        )

@@ -25,7 +25,12 @@ from workbench.sweep import runs
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
-    "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 12, "PRESETS": ["fp16", "int8-tensor"]},
+    "05": {
+        "MAX_SEQ_LEN": 64,
+        "T_MAX": 2,
+        "POSITIONS": 12,
+        "PRESETS": ["fp16", "int8-tensor"],
+    },
     "29": {"MAX_SEQ_LEN": 96},
     "30": {
         "MAX_SEQ_LEN": 96,
@@ -38,7 +43,12 @@ SMALL = {
         "N_GEN": 2,
     },
     "31": {"POSITIONS": 17, "WORST": 1},
-    "32": {"NORMS": [605.0], "QUERY_NORMS": [0, 64, 2048], "TOKENS": 4, "MAX_SEQ_LEN": 16},
+    "32": {
+        "NORMS": [605.0],
+        "QUERY_NORMS": [0, 64, 2048],
+        "TOKENS": 4,
+        "MAX_SEQ_LEN": 16,
+    },
     "33": {
         "CHECKPOINTS": ["data/tiny-llama"],
         "MAX_SEQ_LEN": 64,
@@ -84,7 +94,9 @@ SMALL = {
 
 
 def test_notebooks_are_committed_stripped():
-    subprocess.run([sys.executable, "-m", "nbstripout", "--verify", *NOTEBOOKS], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "nbstripout", "--verify", *NOTEBOOKS], check=True
+    )
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -95,7 +107,9 @@ def test_committed_as_jupyter_writes_it_with_one_parameters_cell(path):
     assert sum("parameters" in c["metadata"].get("tags", []) for c in cells) == 1
     for cell in cells:
         lines = 20 if "parameters" in cell["metadata"].get("tags", []) else 14
-        assert cell["cell_type"] != "code" or len(cell["source"]) <= lines, "".join(cell["source"])
+        assert cell["cell_type"] != "code" or len(cell["source"]) <= lines, "".join(
+            cell["source"]
+        )
         # the log that is shipped holds results whose bundles nobody has exported here: `bundle_for`
         # makes what is missing
         assert "Bundle.open(" not in "".join(cell["source"])
@@ -107,7 +121,11 @@ def test_it_begins_with_a_question_and_ends_with_the_answer(path):
     texts = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
     assert re.match(r"# \d\d · [^\n]+\?\n", texts[0])
     assert (
-        sum(bool(re.search(r"^## (Answer|Conclusion)$", text, re.MULTILINE)) for text in texts) == 1
+        sum(
+            bool(re.search(r"^## (Answer|Conclusion)$", text, re.MULTILINE))
+            for text in texts
+        )
+        == 1
     )
 
 
@@ -125,10 +143,13 @@ def project(tmp_path_factory):
 
 
 @pytest.mark.skipif(
-    chromium() is not None, reason="the same notebooks run in the browser: tests/browser"
+    chromium() is not None,
+    reason="the same notebooks run in the browser: tests/browser",
 )
 @pytest.mark.parametrize("number", SMALL)
-def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(number, project, monkeypatch):
+def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(
+    number, project, monkeypatch
+):
     if number == "40" and find_spec("coreai_torch") is None:
         pytest.skip("needs the extra: workbench[coreai]")
     monkeypatch.chdir(project)
@@ -141,11 +162,17 @@ def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(number, project, 
 
 def test_notebook_05_takes_functions_and_a_prefill_bundle(project, monkeypatch):
     monkeypatch.chdir(project)
-    changed = {"FUNCTIONS": [1, 4], "T_MAX": 4, "PREFILL": {"t_max": 8, "states": "packed"}}
+    changed = {
+        "FUNCTIONS": [1, 4],
+        "T_MAX": 4,
+        "PREFILL": {"t_max": 8, "states": "packed"},
+    }
     found = notebook.run_notebook("05", SMALL["05"] | changed, progress=False)
     assert found["verdict"] == "GREEN"
     run = log.load("runs").set_index("run_id").loc[found["runs"][-1]]
-    gates = {g["name"] for g in json.loads(run["config"])["gates"] if g["verdict"] == "GREEN"}
+    gates = {
+        g["name"] for g in json.loads(run["config"])["gates"] if g["verdict"] == "GREEN"
+    }
     assert run["functions"] == "[1, 4]"
     assert {"handover_rows", "handover_continues", "same_for_every_T"} <= gates
 
@@ -160,9 +187,13 @@ def written(tmp_path, monkeypatch):
     def write(*cells: str) -> None:
         first = [
             nbformat.v4.new_markdown_cell("# 29"),
-            nbformat.v4.new_code_cell("N = 1\nEXTRACT = False", metadata={"tags": ["parameters"]}),
+            nbformat.v4.new_code_cell(
+                "N = 1\nEXTRACT = False", metadata={"tags": ["parameters"]}
+            ),
         ]
-        made = nbformat.v4.new_notebook(cells=[*first, *map(nbformat.v4.new_code_cell, cells)])
+        made = nbformat.v4.new_notebook(
+            cells=[*first, *map(nbformat.v4.new_code_cell, cells)]
+        )
         nbformat.write(made, tmp_path / "notebooks" / "29_zaya_probe.ipynb")
 
     return write
@@ -230,10 +261,15 @@ def test_an_input_error_in_a_cell_is_the_same_error_here_and_one_message_in_the_
     with pytest.raises(InputError) as refused:
         notebook.run_notebook("29", progress=False)
     known = InputError(
-        "prompt: found", "300 tokens; needs more. Next: x", "at most 256\nlines", "export again."
+        "prompt: found",
+        "300 tokens; needs more. Next: x",
+        "at most 256\nlines",
+        "export again.",
     )
     assert str(refused.value) == str(known)
-    executed = nbformat.read(tmp_path / "build" / "notebooks" / "29_zaya_probe.ipynb", as_version=4)
+    executed = nbformat.read(
+        tmp_path / "build" / "notebooks" / "29_zaya_probe.ipynb", as_version=4
+    )
     (shown,) = executed.cells[2].outputs
     assert shown["traceback"] == [
         "InputError: prompt: found\n"
@@ -245,13 +281,20 @@ def test_an_input_error_in_a_cell_is_the_same_error_here_and_one_message_in_the_
 
 @pytest.mark.parametrize(
     "cell,last",
-    [("x = 1\nx / 0", "ZeroDivisionError: division by zero"), ("import os; os._exit(3)", "died")],
+    [
+        ("x = 1\nx / 0", "ZeroDivisionError: division by zero"),
+        ("import os; os._exit(3)", "died"),
+    ],
 )
-def test_any_other_failure_names_notebook_cell_and_error_and_exits_3(cell, last, written, tmp_path):
+def test_any_other_failure_names_notebook_cell_and_error_and_exits_3(
+    cell, last, written, tmp_path
+):
     written("1", cell, "2")
     found = CliRunner().invoke(app, ["run", "29"])
     assert found.exit_code == 3 and isinstance(found.exception, SystemExit)
-    (said,) = [line for line in found.stderr.splitlines() if line.startswith("workbench:")]
+    (said,) = [
+        line for line in found.stderr.splitlines() if line.startswith("workbench:")
+    ]
     assert (
         "29_zaya_probe" in said
         and "cell [3]" in said
@@ -267,13 +310,21 @@ def test_every_notebook_is_run_here():
 
 
 @pytest.mark.parametrize(("extract", "rounds"), [(True, {0}), (False, {0, 1, 2})])
-def test_an_extract_of_notebook_34_is_four_cells_in_one_round(extract, rounds, monkeypatch):
+def test_an_extract_of_notebook_34_is_four_cells_in_one_round(
+    extract, rounds, monkeypatch
+):
     monkeypatch.chdir(ROOT)
     (path,) = (p for p in NOTEBOOKS if p.stem.startswith("34"))
-    code = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    code = [
+        c.source
+        for c in nbformat.read(path, as_version=4).cells
+        if c.cell_type == "code"
+    ]
     names = {}
     exec("\n".join([*code[:2], f"EXTRACT = {extract}", *code[2:5]]), names)
-    cells = [list(sweep.cells(sweep.make_grid(names[name]))) for name in ("growth", "choice")]
+    cells = [
+        list(sweep.cells(sweep.make_grid(names[name]))) for name in ("growth", "choice")
+    ]
     assert {cell.round for cell in cells[0]} == rounds
     keys = {cell.key("c") for part in cells for cell in part}
     assert len(keys) == (4 if extract else 3 * (9 + 16 - 1))
@@ -300,13 +351,20 @@ def test_jupyter_saves_a_notebook_as_it_was_and_keeps_the_outputs_apart(tmp_path
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     before = NOTEBOOKS[0].read_text()
     executed = nbformat.reads(before, as_version=4)
-    executed.metadata.language_info |= {"version": "3.11.7", "pygments_lexer": "ipython3"}
-    for count, cell in enumerate((c for c in executed.cells if c.cell_type == "code"), 1):
+    executed.metadata.language_info |= {
+        "version": "3.11.7",
+        "pygments_lexer": "ipython3",
+    }
+    for count, cell in enumerate(
+        (c for c in executed.cells if c.cell_type == "code"), 1
+    ):
         cell.execution_count = count
         cell.outputs = [nbformat.v4.new_output("stream", text="seen")]
     model = {"type": "notebook", "content": json.loads(nbformat.writes(executed))}
     files = SimpleNamespace(root_dir=str(tmp_path / "notebooks"))
     without_outputs(model=model, path=NOTEBOOKS[0].name, contents_manager=files)
     assert nbformat.writes(nbformat.from_dict(model["content"])) + "\n" == before
-    copy = nbformat.read(tmp_path / "build" / "notebooks" / NOTEBOOKS[0].name, as_version=4)
+    copy = nbformat.read(
+        tmp_path / "build" / "notebooks" / NOTEBOOKS[0].name, as_version=4
+    )
     assert copy.cells[1].outputs[0].text == "seen"

@@ -18,8 +18,19 @@ from workbench.sweep import runs
 
 ROOT = Path(__file__).parents[2]
 PARTS = pd.DataFrame({"part": ["attention", "rest & <more>"], "ms": [1.5, 0.5]})
-MAC = {"chip": "Apple M4 Max", "model": "Mac16,5", "memory_bytes": 64 << 30, "cores": 16}
-SETTING = {"checkpoint": "tiny", "compress": "fp16", "max_seq_len": 64, "T": 1, "bundle_hash": "b"}
+MAC = {
+    "chip": "Apple M4 Max",
+    "model": "Mac16,5",
+    "memory_bytes": 64 << 30,
+    "cores": 16,
+}
+SETTING = {
+    "checkpoint": "tiny",
+    "compress": "fp16",
+    "max_seq_len": 64,
+    "T": 1,
+    "bundle_hash": "b",
+}
 
 
 @pytest.fixture
@@ -33,20 +44,41 @@ def project(tmp_path, monkeypatch) -> Path:
         report.exhibit("again", PARTS, "time by part, again", "parts_bar"),
         report.exhibit("parts", PARTS, "time by part, in numbers"),
     ]
-    config = {"conclusion": "It took **two**.", "gates": [], "price": {"kl": {"mean": 0.012}}}
+    config = {
+        "conclusion": "It took **two**.",
+        "gates": [],
+        "price": {"kl": {"mean": 0.012}},
+    }
     row = SETTING | {"command": "notebook 29", "verdict": "GREEN", "config": config}
     runs.record_run("29", row | {"checkpoint": "c"}, exhibits=exhibits)
     for machine, rate in ((MAC, 50.0), ({}, 900.0)):
         samples = [
-            {"phase": phase, "value": value, "unit": unit, "warmup": False, "T": 1, "depth": 0}
+            {
+                "phase": phase,
+                "value": value,
+                "unit": unit,
+                "warmup": False,
+                "T": 1,
+                "depth": 0,
+            }
             for phase, value, unit in [
-                *(("tokens_per_s", rate, "tok/s"), ("load", 30.0, "ms"), ("load", 20.0, "ms")),
+                *(
+                    ("tokens_per_s", rate, "tok/s"),
+                    ("load", 30.0, "ms"),
+                    ("load", 20.0, "ms"),
+                ),
                 *([("compile", 4000.0, "ms")] if machine else []),
             ]
         ]
-        own = machine | {"ane_ops_share": 0.9, "placement_source": "measured"} if machine else {}
+        own = (
+            machine | {"ane_ops_share": 0.9, "placement_source": "measured"}
+            if machine
+            else {}
+        )
         runs.record_run("34", SETTING | own | {"command": "sweep"}, samples=samples)
-    failed = SETTING | MAC | {"command": "sweep", "status": "failed", "reason": "killed <9>"}
+    failed = (
+        SETTING | MAC | {"command": "sweep", "status": "failed", "reason": "killed <9>"}
+    )
     runs.record_run("34", failed)
     return tmp_path
 
@@ -66,31 +98,45 @@ def test_the_page_holds_all_that_the_report_does(project):
     assert "It took <strong>two</strong>." in text and "rest &amp; &lt;more&gt;" in text
     assert 'class="verdict GREEN"' in text
     (run,) = log.load("runs", where={"experiment": "29"}).to_dict("records")
-    assert text.count(run["run_id"]) > markdown.count(run["run_id"]) and run["commit"] in text
+    assert (
+        text.count(run["run_id"]) > markdown.count(run["run_id"])
+        and run["commit"] in text
+    )
     assert not re.search(r'(?:src|href)="(?!#)', re.sub(r'<use [^>]*href="#', "", text))
 
 
 def test_figures_of_one_page_do_not_share_names(project):
     text = html("29", "--html").read_text()
-    names = [re.sub(r"[#(\")]", "", name) for name in re.findall(r'\bid="([^"]+)"', text)]
+    names = [
+        re.sub(r"[#(\")]", "", name) for name in re.findall(r'\bid="([^"]+)"', text)
+    ]
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))
     assert len(names) == len(set(names)) and used <= set(names)
 
 
 def test_all_machines_are_there_with_failed_and_published_rows(project):
     rows = all_machines()
-    mac = rows[rows["machine"].str.startswith("Apple M4 Max, Mac16,5") & (rows["status"] == "ok")]
+    mac = rows[
+        rows["machine"].str.startswith("Apple M4 Max, Mac16,5")
+        & (rows["status"] == "ok")
+    ]
     (row,) = mac.to_dict("records")
     assert (row["tokens_per_s"], row["cold_s"], row["warm_s"]) == (50.0, 4.0, 0.05)
     assert row["placement"] == "measured: 90% ANE" and row["n"] == 1
     (here,) = rows[rows["tokens_per_s"] == 900.0].to_dict("records")
-    assert here["machine"] != row["machine"] and pd.isna(here["cold_s"]) and here["warm_s"] == 0.05
+    assert (
+        here["machine"] != row["machine"]
+        and pd.isna(here["cold_s"])
+        and here["warm_s"] == 0.05
+    )
     assert rows.loc[rows["status"] == "failed", "reason"].tolist() == ["killed <9>"]
     published = rows[rows["origin"] == "published, fidelity unknown"]
     assert {"ZAYA1-8B", "Llama 1B"} <= set(published["checkpoint"])
     assert published["verdict"].isna().all() and published["kl_mean"].isna().all()
     assert (
-        published.set_index("checkpoint").loc["Llama 1B", "others"].startswith("35.55 ms per step")
+        published.set_index("checkpoint")
+        .loc["Llama 1B", "others"]
+        .startswith("35.55 ms per step")
     )
 
 
@@ -132,9 +178,13 @@ def test_a_browser_without_network_shows_every_part(project):
         page.on("pageerror", lambda error: errors.append(error))
         page.goto(page_file.as_uri())
         boxes = [svg.bounding_box() for svg in page.query_selector_all("svg")]
-        assert len(boxes) == 2 and all(box["width"] > 100 < box["height"] * 2 for box in boxes)
+        assert len(boxes) == 2 and all(
+            box["width"] > 100 < box["height"] * 2 for box in boxes
+        )
         page.goto(index.as_uri())
         page.click("text=All machines")
-        assert page.inner_text("h1") == "All machines" and "Apple M4 Max" in page.content()
+        assert (
+            page.inner_text("h1") == "All machines" and "Apple M4 Max" in page.content()
+        )
         assert not errors and all(url.startswith("file://") for url in requests)
         browser.close()

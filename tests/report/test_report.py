@@ -17,7 +17,9 @@ from workbench.report import writeup
 from workbench.sweep import runs
 
 ROOT = Path(__file__).parents[2]
-LOG = ROOT / "experiments" / "log" / "shipped"  # a user's own runs draw no shipped figure
+LOG = (
+    ROOT / "experiments" / "log" / "shipped"
+)  # a user's own runs draw no shipped figure
 SHIPPED = sorted((ROOT / "experiments").glob("*/figures/*.json"))
 FRAME = pd.DataFrame(
     {
@@ -38,7 +40,9 @@ def test_an_exhibit_comes_back_as_it_was():
         {"Ts": range(1, 3), "S": np.int64(4)},
     )
     back = report.data_of(row)
-    pd.testing.assert_frame_equal(back, FRAME.assign(inf=[np.inf, 0.1 + 0.2]), check_dtype=False)
+    pd.testing.assert_frame_equal(
+        back, FRAME.assign(inf=[np.inf, 0.1 + 0.2]), check_dtype=False
+    )
     assert json.loads(row["options"]) == {"Ts": [1, 2], "S": 4}
 
 
@@ -46,7 +50,9 @@ def test_an_exhibit_comes_back_as_it_was():
 def written(tmp_path):
     root = tmp_path / "experiments" / "log"
     rows = [
-        report.exhibit("bars", FRAME.dropna()[["part", "ms"]], "what it shows", "parts_bar"),
+        report.exhibit(
+            "bars", FRAME.dropna()[["part", "ms"]], "what it shows", "parts_bar"
+        ),
         report.exhibit("numbers", FRAME[["part", "ms"]], "100 % of numbers_"),
     ]
     gates = [
@@ -65,14 +71,21 @@ def written(tmp_path):
     }
     run_id = runs.record_run(
         "29",
-        {"command": "notebook 29", "checkpoint": "tiny", "verdict": "GREEN", "config": config},
+        {
+            "command": "notebook 29",
+            "checkpoint": "tiny",
+            "verdict": "GREEN",
+            "config": config,
+        },
         root=root,
         exhibits=rows,
     )
     return run_id, report.write_report("29", root)
 
 
-def test_a_report_says_question_words_tables_figures_verdicts_gaps_and_commands(written):
+def test_a_report_says_question_words_tables_figures_verdicts_gaps_and_commands(
+    written,
+):
     run_id, path = written
     text = path.read_text()
     for said in (
@@ -89,7 +102,11 @@ def test_a_report_says_question_words_tables_figures_verdicts_gaps_and_commands(
         assert said in text, said
     assert text.count(run_id) >= 3 and f"workbench report 29 --run {run_id}" in text
     latex = (path.parent / "tables" / "numbers.tex").read_text()
-    assert r"\toprule" in latex and r"100 \% of numbers\_" in latex and "nan" not in latex.lower()
+    assert (
+        r"\toprule" in latex
+        and r"100 \% of numbers\_" in latex
+        and "nan" not in latex.lower()
+    )
 
 
 def test_only_the_newest_run_of_the_notebook_counts(written):
@@ -103,7 +120,10 @@ def test_only_the_newest_run_of_the_notebook_counts(written):
     )
     text = report.write_report("29", root).read_text()
     assert (
-        "It broke." in text and "It holds." not in text and "bars.svg" not in text and later in text
+        "It broke." in text
+        and "It holds." not in text
+        and "bars.svg" not in text
+        and later in text
     )
 
 
@@ -124,7 +144,9 @@ def saved(root: Path, name: str, checkpoint: str) -> str:
         "29",
         {"command": "explorer", "checkpoint": checkpoint},
         root=root,
-        exhibits=[report.exhibit(name, FRAME[["part", "ms"]], f"saved of {checkpoint}")],
+        exhibits=[
+            report.exhibit(name, FRAME[["part", "ms"]], f"saved of {checkpoint}")
+        ],
     )
 
 
@@ -140,7 +162,11 @@ def test_a_run_is_written_up_in_a_folder_named_after_its_checkpoint(written):
 @pytest.mark.parametrize(
     "checkpoint,parameters,name",
     [
-        ("random", {"CHECKPOINTS": ["data/tiny-llama", "/models/own/"]}, "tiny-llama+own"),
+        (
+            "random",
+            {"CHECKPOINTS": ["data/tiny-llama", "/models/own/"]},
+            "tiny-llama+own",
+        ),
         (None, {"CHECKPOINT": "/models/Llama 3.2-1B"}, "Llama 3.2-1B"),
         ("qwen-planted", {}, "qwen-planted"),
         (None, {}, "run"),
@@ -149,15 +175,20 @@ def test_a_run_is_written_up_in_a_folder_named_after_its_checkpoint(written):
         ("report.md", {}, "run-report.md"),
     ],
 )
-def test_the_folder_of_a_write_up_is_never_the_shipped_ones(checkpoint, parameters, name, tmp_path):
+def test_the_folder_of_a_write_up_is_never_the_shipped_ones(
+    checkpoint, parameters, name, tmp_path
+):
     root = tmp_path / "experiments" / "log"
     finished(root, checkpoint, **parameters)
     assert (
-        report.write_report("29", root).parent == tmp_path / "experiments" / "29_zaya_probe" / name
+        report.write_report("29", root).parent
+        == tmp_path / "experiments" / "29_zaya_probe" / name
     )
 
 
-def test_a_run_can_be_named_and_what_was_saved_from_another_checkpoint_stays_out(tmp_path):
+def test_a_run_can_be_named_and_what_was_saved_from_another_checkpoint_stays_out(
+    tmp_path,
+):
     root = tmp_path / "experiments" / "log"
     first = finished(root, "one")
     saved(root, "zoomed", "one")
@@ -173,7 +204,11 @@ def test_a_run_can_be_named_and_what_was_saved_from_another_checkpoint_stays_out
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
 
 
 def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_shipped_stands_on(
@@ -184,7 +219,10 @@ def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_ship
     table = report.exhibit("timed", FRAME[["part", "ms"]], "timed", run_ids=[part])
     bars = report.exhibit("bars", FRAME.dropna()[["part", "ms"]], "bars", "parts_bar")
     old = runs.record_run(
-        "29", {"command": "notebook 29", "checkpoint": "one"}, root=root, exhibits=[table, bars]
+        "29",
+        {"command": "notebook 29", "checkpoint": "one"},
+        root=root,
+        exhibits=[table, bars],
     )
     other = finished(root, "three", "35")
     for number in ("29", "35"):
@@ -192,7 +230,11 @@ def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_ship
     shipped, place = root / "shipped", tmp_path / "experiments" / "29_zaya_probe"
     assert set(log.load("runs", root=shipped)["run_id"]) == {part, old, other}
     assert (place / "report.md").exists() and (place / "figures" / "bars.png").exists()
-    own = {name: data for name, data in contents(root).items() if not name.startswith("shipped")}
+    own = {
+        name: data
+        for name, data in contents(root).items()
+        if not name.startswith("shipped")
+    }
 
     new = finished(root, "two")
     path = report.publish("29", root)
@@ -201,7 +243,9 @@ def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_ship
     assert {p.stem for p in shipped.glob("*/*.parquet")} == {new, other}
     assert sorted(p.name for p in place.iterdir()) == ["report.md", "tables"]
     assert contents(place) == contents(report.write_report("29", root).parent)
-    assert own.items() <= contents(root).items()  # one's own log keeps what is shipped no longer
+    assert (
+        own.items() <= contents(root).items()
+    )  # one's own log keeps what is shipped no longer
 
     report.publish("29", root, old)
     assert set(log.load("runs", root=shipped)["run_id"]) == {part, old, other}
@@ -211,7 +255,8 @@ def test_the_shipped_runs_alone_are_written_up_and_published_again(tmp_path):
     root = tmp_path / "experiments" / "log"
     finished(root / "shipped", "one")
     assert (
-        report.write_report("29", root).parent == report.write_report("29", root / "shipped").parent
+        report.write_report("29", root).parent
+        == report.write_report("29", root / "shipped").parent
     )
     before = contents(root / "shipped")
     report.publish("29", root)
@@ -249,12 +294,16 @@ def drawn_again(tmp_path_factory) -> Path:
         "        report.write_exhibit(row, place / number, number, runs)\n"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}
-    subprocess.run([sys.executable, "-c", code, LOG, place], check=True, cwd=ROOT, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", code, LOG, place], check=True, cwd=ROOT, env=environment
+    )
     return place
 
 
 @pytest.mark.parametrize("number", report.EXPERIMENTS)
-def test_every_shipped_figure_and_table_comes_out_of_the_log_byte_for_byte(number, drawn_again):
+def test_every_shipped_figure_and_table_comes_out_of_the_log_byte_for_byte(
+    number, drawn_again
+):
     place = ROOT / "experiments" / report.experiment(number).name
     shipped = {
         str(p.relative_to(place)): p
@@ -270,7 +319,9 @@ def test_every_shipped_figure_and_table_comes_out_of_the_log_byte_for_byte(numbe
         pytest.skip("no run of this notebook is shipped")
     assert set(again) == set(shipped)
     sidecars = [
-        json.loads(path.read_text()) for name, path in shipped.items() if name.endswith(".json")
+        json.loads(path.read_text())
+        for name, path in shipped.items()
+        if name.endswith(".json")
     ]
     same_writer = all(about["written_by"] == plots.writer() for about in sidecars)
     for name, path in again.items():
@@ -301,7 +352,13 @@ def test_every_plot_can_be_an_exhibit():
     ],
 )
 def test_a_saved_figure_says_that_it_shows_no_core_ml(columns, words, tmp_path):
-    row = {"checkpoint": "one", "chip": None, "memory_bytes": None, "cores": None, "model": None}
+    row = {
+        "checkpoint": "one",
+        "chip": None,
+        "memory_bytes": None,
+        "cores": None,
+        "model": None,
+    }
     runs.record_run("34", row | columns, root=tmp_path)
     subject = writeup.figure_subject(log.load("runs", tmp_path))
     assert subject == words.replace("one", "one · unknown chip", 1)

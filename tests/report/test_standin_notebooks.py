@@ -43,7 +43,9 @@ def project(tmp_path_factory):
     return copy
 
 
-def run(number: str, project: Path, monkeypatch, **parameters) -> tuple[str, dict, list[dict]]:
+def run(
+    number: str, project: Path, monkeypatch, **parameters
+) -> tuple[str, dict, list[dict]]:
     """Verdict, gates by name of all verdicts in the log, and the new rows."""
     monkeypatch.chdir(project)
     before = set(log.load("runs")["run_id"])
@@ -55,7 +57,10 @@ def run(number: str, project: Path, monkeypatch, **parameters) -> tuple[str, dic
     for row in rows:
         for gate in json.loads(row["config"] or "{}").get("gates", ()):
             verdicts.setdefault(gate["name"], set()).add(gate["verdict"])
-    for name in ("device", "routing"):  # asked of another runtime alone, and of portable alone
+    for name in (
+        "device",
+        "routing",
+    ):  # asked of another runtime alone, and of portable alone
         verdicts.pop(name, None)
     return found["verdict"], verdicts, rows
 

@@ -35,7 +35,9 @@ def test_what_was_shown_is_logged_and_written(study, exports, capsys):
             gates.not_run("kv", "nothing to compare"),
         ]
     )
-    study.conclude(exports.bundle(exports.checkpoint("llama")), "It took two.", extra={"n": 1})
+    study.conclude(
+        exports.bundle(exports.checkpoint("llama")), "It took two.", extra={"n": 1}
+    )
     (run,) = log.load("runs").to_dict("records")
     config = json.loads(run["config"])
     assert (run["verdict"], config["parameters"], config["extra"]) == (
@@ -45,7 +47,9 @@ def test_what_was_shown_is_logged_and_written(study, exports, capsys):
     )
     assert log.load("exhibits")["plot"].isna().tolist() == [False, True]
     place = study.project / "experiments" / "29_zaya_probe" / run["checkpoint"]
-    assert json.loads((place / "figures" / "parts.json").read_text())["run_ids"] == [run["run_id"]]
+    assert json.loads((place / "figures" / "parts.json").read_text())["run_ids"] == [
+        run["run_id"]
+    ]
     assert (place / "tables" / "parts.tex").exists()
     assert (
         "It took two." in (place / "report.md").read_text()
@@ -74,9 +78,9 @@ def test_a_checkpoint_without_a_tokenizer_gets_ids_and_no_questions(study, expor
         and tokens == [str(i) for i in ids]
         and max(ids) < checkpoint.config.vocab_size
     )
-    assert [gate.verdict for gate in study.answers(exports.decoder(path), checkpoint)] == [
-        "not_run"
-    ]
+    assert [
+        gate.verdict for gate in study.answers(exports.decoder(path), checkpoint)
+    ] == ["not_run"]
 
 
 def test_a_checkpoint_with_a_tokenizer_gets_a_question(study):
@@ -90,21 +94,30 @@ def test_open_exports_and_gives_decoder_prompt_and_golden(study, tmp_path, promp
     model = study.open("data/tiny-llama", prompt, precision="exact", max_seq_len=16)
     again = study.open("data/tiny-llama", prompt, max_seq_len=16)
     assert (
-        again.bundle.root == model.bundle.root and model.bundle.manifest.options.max_seq_len == 16
+        again.bundle.root == model.bundle.root
+        and model.bundle.manifest.options.max_seq_len == 16
     )
     assert (model.decoder.precision, model.decoder.fast, again.decoder.precision) == (
         "exact",
         False,
         "declared",
     )
-    assert len(model.ids) == len(model.tokens) == (prompt if isinstance(prompt, int) else 3)
-    assert not list(tmp_path.glob("golden/*")) and model.golden.ids.tolist() == model.ids
+    assert (
+        len(model.ids)
+        == len(model.tokens)
+        == (prompt if isinstance(prompt, int) else 3)
+    )
+    assert (
+        not list(tmp_path.glob("golden/*")) and model.golden.ids.tolist() == model.ids
+    )
 
 
 def test_the_front_door_offers_the_module_and_the_class():
     import workbench
 
-    assert workbench.study.Study is workbench.Study is Study and workbench.gates is gates
+    assert (
+        workbench.study.Study is workbench.Study is Study and workbench.gates is gates
+    )
 
 
 def test_a_prompt_is_text_or_the_file_of_it(study, tiny_llama, exports):
@@ -118,21 +131,38 @@ def test_a_prompt_is_text_or_the_file_of_it(study, tiny_llama, exports):
 
 
 @pytest.mark.shim
-def test_runtime_units_and_golden_are_parameters_of_whatever_is_opened(study, tmp_path, capsys):
+def test_runtime_units_and_golden_are_parameters_of_whatever_is_opened(
+    study, tmp_path, capsys
+):
     goldens, ids = tmp_path / "golden", [1, 4, 69, 42]
     checkpoint = Checkpoint(ROOT / "data" / "tiny-llama")
     golden.make_golden(checkpoint, ids).save(goldens / "g")
-    chosen = {"RUNTIME": "stand-in", "COMPUTE_UNITS": "ALL", "GOLDEN": str(goldens / "g")}
-    for names, units in ((chosen, "ALL"), (chosen | {"COMPUTE_UNITS": None}, "CPU_ONLY")):
+    chosen = {
+        "RUNTIME": "stand-in",
+        "COMPUTE_UNITS": "ALL",
+        "GOLDEN": str(goldens / "g"),
+    }
+    for names, units in (
+        (chosen, "ALL"),
+        (chosen | {"COMPUTE_UNITS": None}, "CPU_ONLY"),
+    ):
         study = Study("29", names)
         study.bundles, study.goldens = tmp_path / "bundles", goldens
         model = study.open("data/tiny-llama", 3, max_seq_len=16)
-        assert (model.decoder.runtime, model.decoder.compute_units) == ("stand-in", units)
-        assert study.axes("data/tiny-llama") == {"runtime": ["stand-in"], "compute_units": [units]}
+        assert (model.decoder.runtime, model.decoder.compute_units) == (
+            "stand-in",
+            units,
+        )
+        assert study.axes("data/tiny-llama") == {
+            "runtime": ["stand-in"],
+            "compute_units": [units],
+        }
         assert model.ids == ids == model.golden.ids.tolist()
     study.add_gates(model.validate([1]).gates)
     assert {g.name: g.verdict for g in study.gates}["device"] == "GREEN"
-    assert {path.name[0] for path in goldens.glob("*")} == {"g"}, "a golden of its own was made"
+    assert {path.name[0] for path in goldens.glob("*")} == {"g"}, (
+        "a golden of its own was made"
+    )
     study.conclude(model.decoder)
     said = capsys.readouterr().out
     assert "a stand-in for Core ML, which measures nothing, on CPU_ONLY" in said
@@ -140,7 +170,10 @@ def test_runtime_units_and_golden_are_parameters_of_whatever_is_opened(study, tm
 
 
 def test_without_those_parameters_a_portable_grid_is_what_it_was(study):
-    axes = {"runtime": ["auto"], "compute_units": ["CPU_AND_NE"]}  # the keys of cells stand on them
+    axes = {
+        "runtime": ["auto"],
+        "compute_units": ["CPU_AND_NE"],
+    }  # the keys of cells stand on them
     assert study.axes("data/tiny-llama") == axes
     with pytest.raises(InputError, match="compute units"):
         Study("29", {"COMPUTE_UNITS": "ANE"}).how("data/tiny-llama")

@@ -29,18 +29,32 @@ CONFIG = {"price": {"kl": {"mean": 0.01}}, "gates": []}
 
 
 def rates(*values: float, **about) -> list[dict]:
-    row = {"phase": "tokens_per_s", "unit": "tok/s", "n_gen": 24, "T": 1, "depth": 64} | about
+    row = {
+        "phase": "tokens_per_s",
+        "unit": "tok/s",
+        "n_gen": 24,
+        "T": 1,
+        "depth": 64,
+    } | about
     return [row | {"repetition": i, "value": v} for i, v in enumerate(values)]
 
 
 def prompts(*ms: float) -> list[dict]:
     row = {"phase": "prefill", "unit": "ms", "n_prompt": 64}
-    return [row | {"repetition": i, "value": v, "warmup": i == 0} for i, v in enumerate(ms)]
+    return [
+        row | {"repetition": i, "value": v, "warmup": i == 0} for i, v in enumerate(ms)
+    ]
 
 
 def updates(cosines: list[float], errors=None, T: int = 1, **about) -> list[dict]:
     errors = errors or [None] * len(cosines)
-    row = {"tensor": "update", "mode": "isolated", "layer": 0, "T": T, "finite": True} | about
+    row = {
+        "tensor": "update",
+        "mode": "isolated",
+        "layer": 0,
+        "T": T,
+        "finite": True,
+    } | about
     return [
         row | {"position": i, "cosine": cosine, "error": error}
         for i, (cosine, error) in enumerate(zip(cosines, errors, strict=True))
@@ -76,13 +90,24 @@ def test_a_row_per_configuration_machine_and_test(root):
     assert tg["worst_update"] == pytest.approx(1e-3) and tg["kl_mean"] == 0.01
     assert (tg["verdict"], tg["bundle_bytes"], tg["run_id"]) == ("GREEN", 3 << 20, "2")
     pp = rows.loc[("fp16", "M4", "pp64")]
-    assert (pp["tokens_per_s"], pp["n"]) == (pytest.approx((6400 + 3200) / 2), 2)  # no warm-up
+    assert (pp["tokens_per_s"], pp["n"]) == (
+        pytest.approx((6400 + 3200) / 2),
+        2,
+    )  # no warm-up
     assert rows.loc[("int8-tensor", "M4", "tg24 T4"), "tokens_per_s"] == 300
     assert set(rows.index.get_level_values("machine")) == {"M4", "M1"}
-    assert rows.loc[("fp16", "M1", "tg24 @ d64"), "tokens_per_s"] == 51  # machines are not mixed
+    assert (
+        rows.loc[("fp16", "M1", "tg24 @ d64"), "tokens_per_s"] == 51
+    )  # machines are not mixed
     failed = rows.reset_index().query("verdict == 'failed'")
-    assert failed["test"].isna().all() and failed["tokens_per_s"].isna().all() and len(failed) == 1
-    assert len(rows) == 5  # run 3 timed nothing, and its bundle's rows hold what it found
+    assert (
+        failed["test"].isna().all()
+        and failed["tokens_per_s"].isna().all()
+        and len(failed) == 1
+    )
+    assert (
+        len(rows) == 5
+    )  # run 3 timed nothing, and its bundle's rows hold what it found
 
 
 def test_only_settings_in_which_rows_differ_are_columns(root):
@@ -95,7 +120,9 @@ def test_a_filter_takes_rows_away_and_no_verdict(root):
     """The validation of a bundle is another run than the one that timed it."""
     rows = summary.summary_rows(root, "run_id in ['1', '2']")
     assert set(rows["verdict"]) == {"GREEN"} and set(rows["compress"]) == {"fp16"}
-    ranked = text.sorted_rows(summary.summary_rows(root), "-tokens_per_s")["tokens_per_s"]
+    ranked = text.sorted_rows(summary.summary_rows(root), "-tokens_per_s")[
+        "tokens_per_s"
+    ]
     assert ranked.dropna().is_monotonic_decreasing and ranked.isna().iloc[-1]
     with pytest.raises(InputError, match="--sort"):
         text.sorted_rows(rows, "speed")
@@ -103,7 +130,16 @@ def test_a_filter_takes_rows_away_and_no_verdict(root):
 
 def test_an_update_that_is_not_finite_is_the_worst(root):
     fidelity = [*updates([0.99]), *updates([0.999], T=2, finite=False)]
-    put(root, "7", rates(1), fidelity, compress="lut4", bundle_hash="l", verdict="RED", config="{}")
+    put(
+        root,
+        "7",
+        rates(1),
+        fidelity,
+        compress="lut4",
+        bundle_hash="l",
+        verdict="RED",
+        config="{}",
+    )
     row = summary.summary_rows(root, "compress == 'lut4'").iloc[0]
     assert row["worst_update"] == np.inf and row["verdict"] == "RED"
 
@@ -141,7 +177,14 @@ def test_a_comparison_keeps_to_a_hundred_columns_and_says_what_is_common_once(ro
             for i in range(12)
         ]
         samples = rates(ms, ms, ms) + shards + prompts(ms, ms)
-        put(root, run_id, samples, compress=compress, setting=run_id, bundle_hash=run_id * 64)
+        put(
+            root,
+            run_id,
+            samples,
+            compress=compress,
+            setting=run_id,
+            bundle_hash=run_id * 64,
+        )
     lines = "\n".join(text.comparison_lines(log.compare("8", "9", root))).splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) <= 16
     assert [line.split() for line in lines[:2]] == [
@@ -163,7 +206,9 @@ def test_a_comparison_of_a_run_with_itself_differs_in_nothing(root):
 # --- A − B
 
 
-GATES = [{"name": n, "verdict": v, "value": 1.0} for n, v in (("a", "GREEN"), ("b", "RED"))]
+GATES = [
+    {"name": n, "verdict": v, "value": 1.0} for n, v in (("a", "GREEN"), ("b", "RED"))
+]
 
 
 @pytest.fixture
@@ -180,19 +225,27 @@ def test_a_difference_has_the_cells_and_T_that_both_runs_have(validated):
     found = run_difference("a", "b", validated)
     cells = found.cells.set_index("position")
     assert (found.metric, found.Ts) == ("error", (1, 4))
-    assert cells["a"].to_dict() == {0: 0.5, 1: 0.2} and cells["b"].to_dict() == {0: 0.1, 1: 0.5}
+    assert cells["a"].to_dict() == {0: 0.5, 1: 0.2} and cells["b"].to_dict() == {
+        0: 0.1,
+        1: 0.5,
+    }
     assert cells["difference"].round(6).to_dict() == {0: 0.4, 1: -0.3}
     gates = found.gates.set_index("gate")[["a", "b"]]
     assert gates.to_dict("index") == {
         "a": {"a": "GREEN", "b": "RED"},
         "c": {"a": None, "b": "GREEN"},
     }
-    assert found.settings.set_index("setting").loc["compress"].tolist() == ["fp16", "lut4"]
+    assert found.settings.set_index("setting").loc["compress"].tolist() == [
+        "fp16",
+        "lut4",
+    ]
 
 
 def test_the_difference_is_saved_as_a_figure_with_its_runs(validated, tmp_path):
     paths = run_difference("a", "b", validated).save(validated, tmp_path / "figure")
-    assert [p.name for p in paths] == [f"figure.{s}" for s in ("svg", "pdf", "png", "json")]
+    assert [p.name for p in paths] == [
+        f"figure.{s}" for s in ("svg", "pdf", "png", "json")
+    ]
     assert json.loads(paths[-1].read_text())["run_ids"] == ["a", "b"]
     words = paths[0].read_text()
     assert "update of tiny, A − B, worst over T = 1, 4" in words
@@ -202,7 +255,11 @@ def test_the_difference_is_saved_as_a_figure_with_its_runs(validated, tmp_path):
 def test_runs_that_have_nothing_in_common_are_refused(validated):
     put(validated, "c", [], updates([1]), checkpoint_hash="d" * 64)
     put(validated, "d")
-    for run_id, message in (("c", "two checkpoints"), ("d", "0 rows of the update"), ("e", "e")):
+    for run_id, message in (
+        ("c", "two checkpoints"),
+        ("d", "0 rows of the update"),
+        ("e", "e"),
+    ):
         with pytest.raises(InputError, match=message):
             run_difference("a", run_id, validated)
     with pytest.raises(InputError, match="--tensor"):
@@ -214,4 +271,7 @@ def test_without_an_error_in_both_runs_cosines_are_compared(validated):
     found = run_difference("a", "c", validated)
     assert found.metric == "1-cosine" and found.Ts == (1,)
     assert found.cells["difference"].tolist() == [-0.5, 0.0]
-    assert isinstance(found.gates, pd.DataFrame) and set(found.gates["gate"]) == {"a", "b"}
+    assert isinstance(found.gates, pd.DataFrame) and set(found.gates["gate"]) == {
+        "a",
+        "b",
+    }

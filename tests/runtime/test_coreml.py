@@ -69,10 +69,14 @@ def shard(bundle):
 def test_both_runtimes_generate_the_same_tokens_and_logits(bundle):
     prompt = [5, 17, 42, 3, 88]
     records = {
-        runtime: list(Decoder(bundle, runtime=runtime, fast=False).stream(prompt, 6, stop=[]))
+        runtime: list(
+            Decoder(bundle, runtime=runtime, fast=False).stream(prompt, 6, stop=[])
+        )
         for runtime in ("coreml", "portable")
     }
-    assert [r.token for r in records["coreml"]] == [r.token for r in records["portable"]]
+    assert [r.token for r in records["coreml"]] == [
+        r.token for r in records["portable"]
+    ]
     for ours, theirs in zip(records["coreml"], records["portable"], strict=True):
         assert np.array_equal(ours.logits, theirs.logits)
 
@@ -93,7 +97,11 @@ def test_states_read_and_write_alike(bundle, shard):
     model = load_shard(bundle, shard, "coreml")
     one, other = model.make_state(), model.make_state()
     for name in shard.states:
-        value = np.random.default_rng(0).normal(size=one.read(name).shape).astype(np.float16)
+        value = (
+            np.random.default_rng(0)
+            .normal(size=one.read(name).shape)
+            .astype(np.float16)
+        )
         one.write(name, value)
         assert np.array_equal(one.read(name), value) and not other.read(name).any()
 
@@ -123,7 +131,10 @@ def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
     }
     model.predict(inputs, state)
     assert len(seen) == len(shard.states) + len(shard.inputs)
-    assert all(v.dtype == np.float32 and v.flags.c_contiguous and v.flags.writeable for v in seen)
+    assert all(
+        v.dtype == np.float32 and v.flags.c_contiguous and v.flags.writeable
+        for v in seen
+    )
     assert {float(v.flat[0]) for v in seen} == {
         3.0,
         float(np.float32(0.1)),
@@ -134,9 +145,16 @@ def test_a_bundle_of_packed_states_runs_through_the_binding(source, tmp_path):
     from workbench.export import export
 
     packed = export(
-        source, tmp_path / "packed", progress=False, max_seq_len=16, t_max=4, states="packed"
+        source,
+        tmp_path / "packed",
+        progress=False,
+        max_seq_len=16,
+        t_max=4,
+        states="packed",
     )
-    decoders = [Decoder(packed, runtime, fast=False) for runtime in ("coreml", "portable")]
+    decoders = [
+        Decoder(packed, runtime, fast=False) for runtime in ("coreml", "portable")
+    ]
     for decoder in decoders:
         decoder.prefill([5, 17, 42])
     kept = [decoder.snapshot().states for decoder in decoders]
@@ -195,12 +213,19 @@ ON_SHIM = "import sys\nfrom miltorch import shim\nfrom workbench.check import un
 
 @pytest.mark.parametrize(
     "fault",
-    ["", "shim.Proxy.newState = lambda self: (_ for _ in ()).throw(shim._error('failed: -14'))\n"],
+    [
+        "",
+        "shim.Proxy.newState = lambda self: (_ for _ in ()).throw(shim._error('failed: -14'))\n",
+    ],
 )
-def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle, tmp_path, fault):
+def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(
+    source, bundle, tmp_path, fault
+):
     from workbench.models.checkpoint import Checkpoint
 
-    (tmp_path / "child.py").write_text(ON_SHIM + fault + "matrix.units_main(*sys.argv[1:])\n")
+    (tmp_path / "child.py").write_text(
+        ON_SHIM + fault + "matrix.units_main(*sys.argv[1:])\n"
+    )
     path = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88]).save(
         tmp_path / "golden.safetensors"
     )
@@ -210,7 +235,9 @@ def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle,
         "coreml",
         "CPU_ONLY",
         [1],
-        lambda command: matrix.launch([command[0], str(tmp_path / "child.py"), *command[3:]]),
+        lambda command: matrix.launch(
+            [command[0], str(tmp_path / "child.py"), *command[3:]]
+        ),
     )
     if not fault:
         assert found["min_cosine"] > 0.99 and found["logits"] is not None
@@ -226,7 +253,9 @@ def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle,
 
 
 @pytest.mark.parametrize("step", ["load", "make_state", "predict", "read", "write"])
-def test_an_error_of_core_ml_is_one_message_of_one_line(bundle, shard, monkeypatch, step):
+def test_an_error_of_core_ml_is_one_message_of_one_line(
+    bundle, shard, monkeypatch, step
+):
     model = load_shard(bundle, shard, "coreml")
     state, (name, entry) = model.make_state(), next(iter(shard.states.items()))
     steps = {
@@ -260,7 +289,8 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(bundle, shard, monkeypat
         use()
     assert shard.name in str(refused.value) and "\n" not in str(refused.value)
     assert (
-        refused.value.actual == 'NSLocalizedDescription = "\\"x\\" × 5 failed with error code: -14"'
+        refused.value.actual
+        == 'NSLocalizedDescription = "\\"x\\" × 5 failed with error code: -14"'
     )
 
 
@@ -273,7 +303,9 @@ def compilations(monkeypatch):
     """Paths that Core ML was asked to compile."""
     made, compile_ = [], shim.Proxy.compileModel
     monkeypatch.setattr(
-        shim.Proxy, "compileModel", staticmethod(lambda path: made.append(path) or compile_(path))
+        shim.Proxy,
+        "compileModel",
+        staticmethod(lambda path: made.append(path) or compile_(path)),
     )
     return made
 
@@ -286,10 +318,13 @@ def forget(bundle, shard):
 
 def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, compilations):
     forget(bundle, shard)
-    first, second = load_shard(bundle, shard, "coreml"), load_shard(bundle, shard, "coreml")
-    assert len(compilations) == 1 and first.compiled == second.compiled == coreml.compiled_path(
-        bundle, shard
+    first, second = (
+        load_shard(bundle, shard, "coreml"),
+        load_shard(bundle, shard, "coreml"),
     )
+    assert len(
+        compilations
+    ) == 1 and first.compiled == second.compiled == coreml.compiled_path(bundle, shard)
     assert first.loading_ms["compile"] > 0 and second.loading_ms["compile"] is None
     assert first.loading_ms["cold_load"] > 0 and first.loading_ms["load"] is None
     assert second.loading_ms["cold_load"] is None and second.loading_ms["load"] > 0
@@ -298,10 +333,14 @@ def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, compilat
     decoder.prefill([1, 2, 3])
     told = [model.loading_ms["first_predict"] for model in decoder.layers]
     decoder.prefill([4])
-    assert all(told) and told == [model.loading_ms["first_predict"] for model in decoder.layers]
+    assert all(told) and told == [
+        model.loading_ms["first_predict"] for model in decoder.layers
+    ]
 
 
-def test_a_load_is_cold_for_units_and_hints_that_a_compiled_shard_was_not_loaded_for(bundle, shard):
+def test_a_load_is_cold_for_units_and_hints_that_a_compiled_shard_was_not_loaded_for(
+    bundle, shard
+):
     forget(bundle, shard)
     for how in (
         {"compute_units": "CPU_ONLY"},
@@ -310,7 +349,9 @@ def test_a_load_is_cold_for_units_and_hints_that_a_compiled_shard_was_not_loaded
     ):
         for cold in (True, False):
             ms = load_shard(bundle, shard, "coreml", **how).loading_ms
-            assert (ms["cold_load"] is not None, ms["load"] is None) == (cold, cold), how
+            assert (ms["cold_load"] is not None, ms["load"] is None) == (cold, cold), (
+                how
+            )
 
 
 @pytest.mark.parametrize("changed", ["weights", "macOS", "coremltools"])
@@ -318,10 +359,16 @@ def test_a_compiled_shard_belongs_to_its_bytes_and_to_what_compiled_it(
     bundle, shard, monkeypatch, changed
 ):
     before = coreml.compiled_path(bundle, shard)
-    assert before.parent.parent == bundle.root.parent and not before.is_relative_to(bundle.root)
+    assert before.parent.parent == bundle.root.parent and not before.is_relative_to(
+        bundle.root
+    )
     if changed == "weights":
         shard = shard.model_copy(
-            update={"files": [f.model_copy(update={"sha256": "0" * 64}) for f in shard.files]}
+            update={
+                "files": [
+                    f.model_copy(update={"sha256": "0" * 64}) for f in shard.files
+                ]
+            }
         )
     elif changed == "macOS":
         monkeypatch.setattr(coreml.platform, "mac_ver", lambda: ("26.1", (), ""))
@@ -330,10 +377,14 @@ def test_a_compiled_shard_belongs_to_its_bytes_and_to_what_compiled_it(
     assert coreml.compiled_path(bundle, shard) != before
 
 
-def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(bundle, shard, monkeypatch):
+def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(
+    bundle, shard, monkeypatch
+):
     forget(bundle, shard)
     with monkeypatch.context() as patch:
-        patch.setattr(coreml.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            coreml.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             load_shard(bundle, shard, "coreml")
     assert not [
@@ -348,7 +399,9 @@ def test_what_core_ml_refuses_is_one_message(bundle, shard, monkeypatch):
     forget(bundle, shard)
 
     def refuse(path):
-        raise RuntimeError('Error compiling model: "Failed to parse the model specification."')
+        raise RuntimeError(
+            'Error compiling model: "Failed to parse the model specification."'
+        )
 
     monkeypatch.setattr(shim.Proxy, "compileModel", staticmethod(refuse))
     with pytest.raises(InputError, match=f"shard {shard.name}.*Failed to parse"):
@@ -372,7 +425,9 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
         "specializationStrategy": "FastPrediction",
         "allowLowPrecisionAccumulationOnGPU": True,
     }
-    load_shard(bundle, shard, "coreml", compute_units="CPU_ONLY", hints=hints, function="main")
+    load_shard(
+        bundle, shard, "coreml", compute_units="CPU_ONLY", hints=hints, function="main"
+    )
     assert seen == {
         "units": "CPU_ONLY",
         "function": "main",
@@ -381,7 +436,8 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("hints", "words"), [({"speed": "fast"}, "speed"), ({"reshapeFrequency": "Often"}, "Often")]
+    ("hints", "words"),
+    [({"speed": "fast"}, "speed"), ({"reshapeFrequency": "Often"}, "Often")],
 )
 def test_unknown_hints_are_refused(bundle, shard, hints, words):
     with pytest.raises(InputError, match=words):
@@ -416,9 +472,15 @@ def plan(monkeypatch):
         made = plans.MLModelStructureProgramOperation(
             inputs={},
             operator_name=name,
-            outputs=[plans.MLModelStructureProgramNamedValueType(name=f"{name}_out", type=None)],
+            outputs=[
+                plans.MLModelStructureProgramNamedValueType(
+                    name=f"{name}_out", type=None
+                )
+            ],
             blocks=[
-                plans.MLModelStructureProgramBlock(inputs=[], operations=list(b), output_names=[])
+                plans.MLModelStructureProgramBlock(
+                    inputs=[], operations=list(b), output_names=[]
+                )
                 for b in blocks
             ],
             __proxy__=SimpleNamespace(preferred=preferred, cost=cost),
@@ -427,7 +489,9 @@ def plan(monkeypatch):
 
     class Proxy:
         def __init__(self, ops):
-            block = plans.MLModelStructureProgramBlock(inputs=[], operations=ops, output_names=[])
+            block = plans.MLModelStructureProgramBlock(
+                inputs=[], operations=ops, output_names=[]
+            )
             function = plans.MLModelStructureProgramFunction(inputs=[], block=block)
             program = plans.MLModelStructureProgram(functions={"main": function})
             self.model_structure = plans.MLModelStructure(
@@ -472,9 +536,17 @@ def test_the_plan_counts_every_compute_operation_and_no_constant(bundle, shard, 
         ]
     )
     compiled = coreml.compiled_path(bundle, shard)
-    found = placement.count_units(shard.name, coreml.compute_plan(bundle, shard, "CPU_AND_NE"))
+    found = placement.count_units(
+        shard.name, coreml.compute_plan(bundle, shard, "CPU_AND_NE")
+    )
     assert asked == [(str(compiled), "CPU_AND_NE")] and compiled.suffix == ".mlmodelc"
-    assert (found.source, found.ops, found.ane, found.gpu, found.cpu) == ("measured", 5, 1, 1, 2)
+    assert (found.source, found.ops, found.ane, found.gpu, found.cpu) == (
+        "measured",
+        5,
+        1,
+        1,
+        2,
+    )
     assert (
         found.convolutions == (1, 2)
         and found.eligible == 1
@@ -548,7 +620,9 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
         "        os.kill(os.getpid(), signal.SIGABRT)\n    if job['run']['T'] == 3:\n"
         "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    cell.measure_cell(job)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    )
     grid = sweep.make_grid(
         {
             "checkpoint": str(source),
@@ -564,7 +638,11 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
         }
     )
     counts = sweep.sweep(
-        grid, root=tmp_path / "log", bundles=tmp_path, progress=False, measure="on_shim:measure"
+        grid,
+        root=tmp_path / "log",
+        bundles=tmp_path,
+        progress=False,
+        measure="on_shim:measure",
     )
     assert (counts["done"], counts["failed"], counts["invalid"]) == (2, 1, 1)
     reasons = {"failed: killed by SIGABRT", "invalid: E5RT: ANECCompile() FAILED (11)"}
@@ -578,11 +656,24 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
         runs.loc[2, "reason"] == "killed by SIGABRT"
         and "MILCompilerForANE error" in runs.loc[2, "config"]
     )
-    assert (runs.loc[1, "runtime"], runs.loc[1, "compute_units"]) == ("coreml", "CPU_ONLY")
-    assert json.loads(runs.loc[1, "config"])["run"]["hints"] == {"reshapeFrequency": "Infrequent"}
+    assert (runs.loc[1, "runtime"], runs.loc[1, "compute_units"]) == (
+        "coreml",
+        "CPU_ONLY",
+    )
+    assert json.loads(runs.loc[1, "config"])["run"]["hints"] == {
+        "reshapeFrequency": "Infrequent"
+    }
     assert (
         runs["placement"].isna().all()
         and "MLComputePlan" in json.loads(runs.loc[1, "config"])["placement"]
     )
     phases = set(log.load("samples", root=tmp_path / "log")["phase"])
-    assert {"compile", "load", "first_predict", "call", "layer", "head", "host"} <= phases
+    assert {
+        "compile",
+        "load",
+        "first_predict",
+        "call",
+        "layer",
+        "head",
+        "host",
+    } <= phases

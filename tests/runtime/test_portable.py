@@ -23,7 +23,8 @@ def changed(exports, tmp_path):
 
     def copy(change, family: str = "llama", **options) -> Bundle:
         root = shutil.copytree(
-            exports.bundle(exports.checkpoint(family), **options).root, tmp_path / "bundle"
+            exports.bundle(exports.checkpoint(family), **options).root,
+            tmp_path / "bundle",
         )
         manifest = json.loads((root / "bundle.json").read_text())
         change(manifest)
@@ -53,7 +54,9 @@ def more_slots(count: int):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("count", [128, 1_200_000])
 @pytest.mark.parametrize("kv_write", ["mask", "slice"])
-def test_more_slots_in_the_manifest_than_in_the_package_are_refused(changed, fast, count, kv_write):
+def test_more_slots_in_the_manifest_than_in_the_package_are_refused(
+    changed, fast, count, kv_write
+):
     bundle = changed(more_slots(count), kv_write=kv_write)
     with pytest.raises(InputError, match=r"attn_mask.*32.*in the package"):
         Decoder(bundle, "portable", fast=fast)
@@ -64,8 +67,14 @@ def layers(manifest) -> dict:
 
 
 CHANGES = {
-    "an input is missing": (lambda m: layers(m)["inputs"].pop("rope_cos"), "inputs of shard"),
-    "an input is unknown": (lambda m: layers(m)["inputs"].update(y=[1]), "inputs of shard"),
+    "an input is missing": (
+        lambda m: layers(m)["inputs"].pop("rope_cos"),
+        "inputs of shard",
+    ),
+    "an input is unknown": (
+        lambda m: layers(m)["inputs"].update(y=[1]),
+        "inputs of shard",
+    ),
     "an output is missing": (
         lambda m: layers(m)["outputs"].update(y=layers(m)["outputs"].pop("hidden")),
         "outputs of shard",
@@ -112,7 +121,9 @@ def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(
         ("inputs", {"x": [1, 64, 2, 1]}, "input 'x'"),
     ],
 )
-def test_a_shape_that_the_package_does_not_have_is_refused(exports, field, shapes, words):
+def test_a_shape_that_the_package_does_not_have_is_refused(
+    exports, field, shapes, words
+):
     """Opening a bundle already refuses these; the check of the runtime stands below it."""
     bundle = exports.bundle(exports.checkpoint("llama"))
     shard = bundle.shards("layers")[0]
@@ -135,17 +146,28 @@ def test_an_input_of_another_dtype_is_refused_on_loading(exports, tmp_path):
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("position", [SLOTS, SLOTS + 90, 1_200_000, -SLOTS - 1])
 @pytest.mark.parametrize("T", [1, 2])
-def test_a_position_past_the_cache_is_refused_and_nothing_is_written(exports, fast, position, T):
+def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
+    exports, fast, position, T
+):
     decoder = Decoder(
-        exports.bundle(exports.checkpoint("llama"), kv_write="slice"), "portable", fast=fast
+        exports.bundle(exports.checkpoint("llama"), kv_write="slice"),
+        "portable",
+        fast=fast,
     )
     decoder.prefill([1, 2, 3])
-    before = {name: decoder.states[0].read(name) for name in decoder.states[0].shard.states}
+    before = {
+        name: decoder.states[0].read(name) for name in decoder.states[0].shard.states
+    }
     io = decoder.host.inputs(np.array([3]), np.array([T]), T)
-    io |= {"x": np.ones((1, 64, T, 1), np.float32), "pos": np.array([position], np.int32)}
+    io |= {
+        "x": np.ones((1, 64, T, 1), np.float32),
+        "pos": np.array([position], np.int32),
+    }
     model = decoder.layers[0]
     with pytest.raises(InputError):
-        model.predict({name: io[name] for name in model.shard.inputs}, decoder.states[0])
+        model.predict(
+            {name: io[name] for name in model.shard.inputs}, decoder.states[0]
+        )
     for name, value in before.items():
         assert np.array_equal(decoder.states[0].read(name), value)
 
@@ -153,7 +175,9 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(exports, fa
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("T", [1, 2])
 @pytest.mark.parametrize("which", ["inputs", "states"])
-def test_inputs_or_states_of_other_sizes_than_the_program_has_are_refused(exports, fast, T, which):
+def test_inputs_or_states_of_other_sizes_than_the_program_has_are_refused(
+    exports, fast, T, which
+):
     """Below the manifest's checks: 128 slots for a program of 32, or a state of 8 rows."""
     bundle = exports.bundle(exports.checkpoint("llama"))
     decoder = Decoder(bundle, "portable", fast=fast)
@@ -167,9 +191,13 @@ def test_inputs_or_states_of_other_sizes_than_the_program_has_are_refused(export
         }
         io |= {name: value.astype(np.float32) for name, value in wide.items()}
         longer = {"attn_mask": [1, 1, "T", 128], "kv_write_mask": [1, 1, 128, "T"]}
-        model.shard = model.shard.model_copy(update={"inputs": model.shard.inputs | longer})
+        model.shard = model.shard.model_copy(
+            update={"inputs": model.shard.inputs | longer}
+        )
     else:
         for cell in decoder.states[0].raw.cells.values():
             cell.value = cell.value[:, :, :8].clone()
     with pytest.raises(InputError, match="shape"):
-        model.predict({name: io[name] for name in model.shard.inputs}, decoder.states[0])
+        model.predict(
+            {name: io[name] for name in model.shard.inputs}, decoder.states[0]
+        )

@@ -55,7 +55,11 @@ def run(decoder: Decoder, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndar
     "family, changed, chosen",
     [
         ("zaya", {"num_hidden_layers": 3, "num_experts": 2}, {}),
-        ("llama", {}, {"kv_write": "slice", "compress": "int8-tensor", "states": "packed"}),
+        (
+            "llama",
+            {},
+            {"kv_write": "slice", "compress": "int8-tensor", "states": "packed"},
+        ),
         ("gemma3_text", {}, {"sliding": "ring", "layers_per_shard": 3}),
     ],
 )
@@ -65,13 +69,17 @@ def test_prefill_at_t_and_decode_at_1_are_those_of_a_flexible_program(
     checkpoint = exports.checkpoint(family, **changed)
     ids = tiny.prompt(90, PROMPT + MORE)
     one = exports.decoder(checkpoint, precision, t_max=4, max_seq_len=24, **chosen)
-    several = exports.decoder(checkpoint, precision, functions=(1, 4), max_seq_len=24, **chosen)
+    several = exports.decoder(
+        checkpoint, precision, functions=(1, 4), max_seq_len=24, **chosen
+    )
     (expected, rows), (logits, states) = run(one, ids), run(several, ids)
     assert np.array_equal(logits, expected)
     assert states.keys() == rows.keys()
     for name in rows:
         assert rows[name].any() and np.array_equal(states[name], rows[name]), name
-    assert [sorted(m.functions) for m in several.layers] == [[1, 4]] * len(several.layers)
+    assert [sorted(m.functions) for m in several.layers] == [[1, 4]] * len(
+        several.layers
+    )
     assert [sorted(m.functions) for m in several.heads] == [[1]]
 
 
@@ -82,7 +90,9 @@ def test_core_ml_copies_states_between_functions(shimmed, bundle, flexible):
     logits, states = run(decoder, ids)
     assert np.array_equal(logits, expected)
     assert all(np.array_equal(states[name], rows[name]) for name in rows)
-    functions = [model.function for model in each_function([*decoder.layers, *decoder.heads])]
+    functions = [
+        model.function for model in each_function([*decoder.layers, *decoder.heads])
+    ]
     assert functions == ["t1", "t4"] * 3 + ["t1"]
 
 
@@ -118,14 +128,18 @@ def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, bun
 
 def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
     checkpoint = exports.checkpoint("llama")
-    decoder = exports.decoder(checkpoint, functions=(1, 4), kv_write="slice", max_seq_len=16)
+    decoder = exports.decoder(
+        checkpoint, functions=(1, 4), kv_write="slice", max_seq_len=16
+    )
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 11))
     assert tiny.relative(decoder.prefill(g.ids), g.logits[-1]) < 3e-6
     assert decoder.offsets.tolist() == [11]
 
 
 @pytest.mark.parametrize("chosen", [{}, {"kv_write": "slice", "layers_per_shard": 2}])
-def test_every_gate_is_green_across_functions(exports, tiny_llama, llama_golden, chosen):
+def test_every_gate_is_green_across_functions(
+    exports, tiny_llama, llama_golden, chosen
+):
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4), **chosen)
     decoder = Decoder(bundle, "portable")
     records = checklist.write_probe(decoder)
@@ -152,7 +166,11 @@ def test_a_function_that_writes_wrongly_turns_its_gate_red(exports, tiny_llama):
 
     program.run = shifted
     wrong = [r for r in checklist.write_probe(decoder) if not r["right"]]
-    assert wrong and {r["layer"] for r in wrong} == {1} and {r["T"] for r in wrong} == {2, 3, 4}
+    assert (
+        wrong
+        and {r["layer"] for r in wrong} == {1}
+        and {r["T"] for r in wrong} == {2, 3, 4}
+    )
 
 
 def test_a_state_that_is_not_copied_turns_the_drift_red(
@@ -178,14 +196,18 @@ def test_a_state_that_is_not_copied_turns_the_drift_red(
 def test_reuse_of_a_cache_changes_nothing_across_functions(exports, tiny_llama):
     chosen = dict(max_seq_len=64, functions=(1, 4))
     decoders = [
-        Decoder(exports.bundle(tiny_llama.path, batch=batch, **chosen), "portable", "exact")
+        Decoder(
+            exports.bundle(tiny_llama.path, batch=batch, **chosen), "portable", "exact"
+        )
         for batch in (1, 2)
     ]
     matrix = cache_reuse.check_reuse(*decoders, max_new=3)
     assert matrix.verdict == "GREEN", [c for c in matrix.cells if c.verdict == "RED"]
 
 
-def test_every_function_is_checked_against_the_manifest(exports, source, bundle, tmp_path):
+def test_every_function_is_checked_against_the_manifest(
+    exports, source, bundle, tmp_path
+):
     import shutil
 
     from workbench import Bundle
@@ -224,11 +246,19 @@ def test_times_of_several_functions_are_samples_of_one_shard(exports, tiny_llama
 def test_a_grid_has_functions_as_an_axis(tmp_path):
     grid = {
         "checkpoint": "data/tiny-llama",
-        "export": {"max_seq_len": [16], "functions": [[], [1, 2]], "t": ["fixed"], "t_max": [2]},
+        "export": {
+            "max_seq_len": [16],
+            "functions": [[], [1, 2]],
+            "t": ["fixed"],
+            "t_max": [2],
+        },
     }
     one, two = (cell.options for cell in sweep.cells(sweep.make_grid(grid)))
     assert (one.functions, two.functions) == ((), (1, 2))
-    assert runs.exported(one)["functions"] is None and runs.exported(two)["functions"] == "[1, 2]"
+    assert (
+        runs.exported(one)["functions"] is None
+        and runs.exported(two)["functions"] == "[1, 2]"
+    )
     with pytest.raises(InputError, match="ascending"):
         sweep.make_grid(grid | {"export": {"functions": [[2, 1]]}})
 
@@ -243,7 +273,9 @@ def test_a_sweep_measures_and_validates_functions(tmp_path, tiny_llama, monkeypa
             "run": {"T": [2], "n_gen": 4, "repetitions": 1},
         }
     )
-    counts = sweep.sweep(grid, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False)
+    counts = sweep.sweep(
+        grid, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False
+    )
     assert (counts["done"], counts["failed"]) == (1, 0)
     (row,) = log.load("runs", root=tmp_path / "log").to_dict("records")
     assert (row["functions"], row["t"], row["t_max"]) == ("[1, 2]", "fixed", 2)

@@ -34,7 +34,10 @@ def convert(ct, build, path, **options):
     package."""
     with quiet():
         model = ct.convert(
-            build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True, **options
+            build,
+            minimum_deployment_target=ct.target.iOS18,
+            skip_model_load=True,
+            **options,
         )
         model.save(str(path))
     return str(path)
@@ -48,9 +51,9 @@ def program(ct, *shapes, **dtypes):
         Builder.TensorSpec(shape=s, dtype=dtypes.get(f"x{i}", types.fp32))
         for i, s in enumerate(shapes)
     ]
-    return lambda function: Builder.program(input_specs=specs, opset_version=ct.target.iOS18)(
-        function
-    )
+    return lambda function: Builder.program(
+        input_specs=specs, opset_version=ct.target.iOS18
+    )(function)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,9 @@ def doubling(ct, tmp_path_factory):
 
     @program(ct, (2, 3))
     def build(x):
-        return mb.add(x=x, y=x, name="doubled"), mb.cast(x=x, dtype="int32", name="whole")
+        return mb.add(x=x, y=x, name="doubled"), mb.cast(
+            x=x, dtype="int32", name="whole"
+        )
 
     return convert(ct, build, tmp_path_factory.mktemp("shim") / "doubling.mlpackage")
 
@@ -101,22 +106,28 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 def test_predict_gives_float32_and_int32(ct, doubling):
     found = ct.models.MLModel(doubling).predict({"x": X})
-    assert found["doubled"].dtype == np.float32 and np.array_equal(found["doubled"], 2 * X)
+    assert found["doubled"].dtype == np.float32 and np.array_equal(
+        found["doubled"], 2 * X
+    )
     assert found["whole"].dtype == np.int32 and np.array_equal(found["whole"], X)
 
 
 def test_predict_takes_lists_tensors_and_halves(ct, doubling):
     model = ct.models.MLModel(doubling)
-    for x in (X.tolist(), torch.from_numpy(X), X.astype(np.float16), X.astype(np.int32)):
+    for x in (
+        X.tolist(),
+        torch.from_numpy(X),
+        X.astype(np.float16),
+        X.astype(np.int32),
+    ):
         assert np.array_equal(model.predict({"x": x})["doubled"], 2 * X)
 
 
 def test_a_list_of_inputs_gives_a_list_of_outputs(ct, doubling):
     found = ct.models.MLModel(doubling).predict([{"x": X}, {"x": -X}])
-    assert [np.array_equal(y["doubled"], 2 * x) for y, x in zip(found, (X, -X), strict=True)] == [
-        True,
-        True,
-    ]
+    assert [
+        np.array_equal(y["doubled"], 2 * x) for y, x in zip(found, (X, -X), strict=True)
+    ] == [True, True]
 
 
 def test_a_spec_with_its_weights_loads_too(ct, doubling):
@@ -202,7 +213,9 @@ def test_arrays_that_the_binding_refuses_are_refused(ct, counter, value, capfd):
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int32])
-def test_arrays_that_the_binding_takes_are_taken_whatever_their_strides(ct, counter, kind):
+def test_arrays_that_the_binding_takes_are_taken_whatever_their_strides(
+    ct, counter, kind
+):
     model, value = (
         ct.models.CompiledMLModel(ct.models.utils.compile_model(counter)),
         np.arange(64).astype(kind),
@@ -215,12 +228,19 @@ def test_arrays_that_the_binding_takes_are_taken_whatever_their_strides(ct, coun
     ):
         state.write_state("count", strided)
         assert np.array_equal(state.read_state("count"), strided)
-        assert np.array_equal(model.predict({"x": strided}, state)["y"], 2.0 * strided + 1)
+        assert np.array_equal(
+            model.predict({"x": strided}, state)["y"], 2.0 * strided + 1
+        )
 
 
 def test_coremltools_own_upcast_of_halves_comes_before_the_binding(ct, counter):
     model = ct.models.CompiledMLModel(ct.models.utils.compile_model(counter))
-    assert model.predict({"x": np.ones((1, 32), np.float16)}, model.make_state())["y"][0, 0] == 2
+    assert (
+        model.predict({"x": np.ones((1, 32), np.float16)}, model.make_state())["y"][
+            0, 0
+        ]
+        == 2
+    )
     with pytest.raises(RuntimeError, match="not convertible"):  # of int64 there is none
         model.predict({"x": np.ones((1, 32), int)}, model.make_state())
     with pytest.raises(
@@ -239,7 +259,11 @@ def test_what_comes_out_is_contiguous_float32_of_its_own(ct, counter):
     model, x = ct.models.MLModel(counter), np.zeros((4, 32), np.float32)
     state = model.make_state()
     for found in (model.predict({"x": x}, state)["y"], state.read_state("count")):
-        assert found.dtype == np.float32 and found.flags.c_contiguous and found.flags.writeable
+        assert (
+            found.dtype == np.float32
+            and found.flags.c_contiguous
+            and found.flags.writeable
+        )
         found += 7
     assert state.read_state("count")[0, 0] == 1
 
@@ -263,7 +287,9 @@ def test_errors_of_core_ml_have_three_lines_the_last_a_brace(ct, counter, tmp_pa
         lambda: ct.models.CompiledMLModel(str(empty)),
         lambda: shim.Proxy.compileModel(str(empty)),
     ):
-        with pytest.raises(RuntimeError, match=r"^\{\n    NSLocalizedDescription = .*;\n\}$"):
+        with pytest.raises(
+            RuntimeError, match=r"^\{\n    NSLocalizedDescription = .*;\n\}$"
+        ):
             refused()
     with pytest.raises(RuntimeError, match='^Error compiling model: ".*".$'):
         shim.Proxy(str(tmp_path / "no.mlpackage"), "ALL")
@@ -277,7 +303,8 @@ def test_range_dims_bound_an_input(ct, counter, rows, fits):
         assert model.predict({"x": x}, state)["y"].shape == (rows, 32)
     else:
         with pytest.raises(
-            RuntimeError, match=r"For input feature 'x', the provided shape 5 \\U00d7 32"
+            RuntimeError,
+            match=r"For input feature 'x', the provided shape 5 \\U00d7 32",
         ):
             model.predict({"x": x}, state)
 
@@ -315,7 +342,11 @@ def test_an_optional_input_has_its_default(ct, tmp_path):
     default = np.full(2, 3.0, np.float32)
     given = ct.TensorType("x", (2,), default_value=default)
     path = convert(
-        ct, traced, tmp_path / "optional.mlpackage", inputs=[given], outputs=[ct.TensorType("y")]
+        ct,
+        traced,
+        tmp_path / "optional.mlpackage",
+        inputs=[given],
+        outputs=[ct.TensorType("y")],
     )
     assert ct.models.MLModel(path).predict({})["y"].tolist() == [3, 3]
 
@@ -332,7 +363,9 @@ def test_functions_of_one_package_are_chosen_by_name(ct, tmp_path):
     for name, expected in (("by_1", 1), ("by_10", 10), (None, 1)):
         model = ct.models.MLModel(str(tmp_path / "both.mlpackage"), function_name=name)
         assert (
-            model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())["y"][0, 0]
+            model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())[
+                "y"
+            ][0, 0]
             == expected
         )
 
@@ -340,7 +373,12 @@ def test_functions_of_one_package_are_chosen_by_name(ct, tmp_path):
 def test_compiled_models_load(ct, counter, tmp_path):
     path = ct.models.utils.compile_model(counter, str(tmp_path / "counter.mlmodelc"))
     model = ct.models.CompiledMLModel(path)
-    assert model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())["y"][0, 0] == 1
+    assert (
+        model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())["y"][
+            0, 0
+        ]
+        == 1
+    )
 
 
 def test_a_loaded_model_tells_where_its_compiled_form_is(ct, doubling):
@@ -356,9 +394,15 @@ def test_images_go_in_by_their_channels(ct, tmp_path, layout):
     channels = 1 if layout == "GRAYSCALE" else 3
     with quiet():
         traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(1, channels, 2, 4))
-    image = ct.ImageType("x", (1, channels, 2, 4), color_layout=getattr(ct.colorlayout, layout))
+    image = ct.ImageType(
+        "x", (1, channels, 2, 4), color_layout=getattr(ct.colorlayout, layout)
+    )
     path = convert(
-        ct, traced, tmp_path / "image.mlpackage", inputs=[image], outputs=[ct.TensorType("y")]
+        ct,
+        traced,
+        tmp_path / "image.mlpackage",
+        inputs=[image],
+        outputs=[ct.TensorType("y")],
     )
     model = ct.models.MLModel(path)
     pixels = np.random.default_rng(0).integers(0, 255, (2, 4, 3), np.uint8)
@@ -366,7 +410,9 @@ def test_images_go_in_by_their_channels(ct, tmp_path, layout):
     found = model.predict({"x": picture})["y"][0]
     expected = pixels.transpose(2, 0, 1)[:channels]
     assert np.array_equal(found, expected[::-1] if layout == "BGR" else expected)
-    with pytest.raises(RuntimeError, match="has size \\(2, 2\\), the model takes \\(4, 2\\)"):
+    with pytest.raises(
+        RuntimeError, match="has size \\(2, 2\\), the model takes \\(4, 2\\)"
+    ):
         model.predict({"x": picture.resize((2, 2))})
 
 
@@ -412,7 +458,9 @@ def test_a_model_that_cannot_run_warns_and_says_why(ct, doubling, tmp_path):
     spec.mlProgram.functions["main"].block_specializations["CoreML8"].operations[
         -1
     ].type = "made_up"
-    (broken / "Data/com.apple.CoreML/model.mlmodel").write_bytes(spec.SerializeToString())
+    (broken / "Data/com.apple.CoreML/model.mlmodel").write_bytes(
+        spec.SerializeToString()
+    )
     with pytest.warns(RuntimeWarning, match="operations without a rule: made_up"):
         model = ct.models.MLModel(str(broken))
     with pytest.raises(RuntimeError, match="made_up"):
@@ -426,7 +474,10 @@ def test_precision_is_chosen_at_install(ct, tmp_path):
     def build(x):
         return mb.mul(x=mb.add(x=x, y=x), y=x, name="y")
 
-    path, x = convert(ct, build, tmp_path / "square.mlpackage"), np.array([0.1], np.float32)
+    path, x = (
+        convert(ct, build, tmp_path / "square.mlpackage"),
+        np.array([0.1], np.float32),
+    )
     rounded = ct.models.MLModel(path).predict({"x": x})["y"]
     shim.install(precision="exact")
     exact = ct.models.MLModel(path).predict({"x": x})["y"]
@@ -446,9 +497,9 @@ def test_uninstalling_leaves_coremltools_as_it_was(ct, doubling, counter):
     shim.install()
     assert ct.models.model._MLModelProxy is shim.Proxy and ct.models.model._is_macos()
     shim.uninstall()
-    assert {name: vars(ct.models.model)[name] for name in before} == before and not hasattr(
-        ct, "libcoremlpython"
-    )
+    assert {
+        name: vars(ct.models.model)[name] for name in before
+    } == before and not hasattr(ct, "libcoremlpython")
     assert "coremltools.libcoremlpython" not in sys.modules
     with pytest.raises(Exception, match="macOS version 10.13"), quiet():
         ct.models.MLModel(doubling).predict({"x": X})
@@ -502,9 +553,9 @@ def newest(ct, tmp_path_factory):
 
     path = tmp_path_factory.mktemp("newest") / "m.mlpackage"
     with quiet():
-        ct.convert(build, minimum_deployment_target=ct.target.iOS26, skip_model_load=True).save(
-            str(path)
-        )
+        ct.convert(
+            build, minimum_deployment_target=ct.target.iOS26, skip_model_load=True
+        ).save(str(path))
     return path
 
 
@@ -515,7 +566,9 @@ def test_packages_of_ios_26_run(ct, newest):
     assert (result == 2).all()
 
 
-def test_an_operation_of_ios_26_that_is_not_there_is_refused_by_its_name(ct, newest, tmp_path):
+def test_an_operation_of_ios_26_that_is_not_there_is_refused_by_its_name(
+    ct, newest, tmp_path
+):
     from miltorch.program import spec_path
 
     broken = shutil.copytree(newest, tmp_path / "broken.mlpackage")
@@ -530,7 +583,9 @@ def test_an_operation_of_ios_26_that_is_not_there_is_refused_by_its_name(ct, new
 def test_a_predicted_compute_plan_says_so(ct, doubling):
     shim.uninstall()
     shim.install(
-        compute_plans=lambda p: {op.name: "ane" for op in p.block.walk() if op.kind == "add"}
+        compute_plans=lambda p: {
+            op.name: "ane" for op in p.block.walk() if op.kind == "add"
+        }
     )
     model = ct.models.MLModel(doubling)
     compiled = model.get_compiled_model_path()

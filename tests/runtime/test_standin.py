@@ -107,7 +107,11 @@ def test_the_variable_says_what_auto_means(monkeypatch, bundle):
 @pytest.mark.parametrize("name", ["stand-in:no", "portable:kill", "core", "stand-in:"])
 def test_names_that_are_no_runtime_are_refused(name, monkeypatch, bundle):
     monkeypatch.setenv("WORKBENCH_RUNTIME", name)
-    for use in (lambda: runtime.resolve(name), runtime.resolve, lambda: Decoder(bundle, name)):
+    for use in (
+        lambda: runtime.resolve(name),
+        runtime.resolve,
+        lambda: Decoder(bundle, name),
+    ):
         with pytest.raises(InputError, match="one of"):
             use()
     with pytest.raises(InputError, match="runtime"):
@@ -148,7 +152,9 @@ def verdicts(result: dict) -> dict:
     """The verdicts of a command's JSON, of all its gates or cells."""
     keys = ("batch", "cache", "streaming", "context", "format")
     return {"": result.get("verdict")} | {
-        row["name"] if "name" in row else tuple(row[key] for key in keys): row["verdict"]
+        row["name"] if "name" in row else tuple(row[key] for key in keys): row[
+            "verdict"
+        ]
         for row in (*result.get("gates", ()), *result.get("cells", ()))
     }
 
@@ -157,7 +163,9 @@ def verdicts(result: dict) -> dict:
 def test_commands_end_as_on_portable_without_an_illegal_call(
     name, source, bundle, of_two, command, illegal, capfd
 ):
-    path = golden.make_golden(Checkpoint(source), IDS).save(source.parent / "golden.safetensors")
+    path = golden.make_golden(Checkpoint(source), IDS).save(
+        source.parent / "golden.safetensors"
+    )
     options = {
         "check": ["--golden", path],
         "validate": ["--golden", path],
@@ -167,7 +175,9 @@ def test_commands_end_as_on_portable_without_an_illegal_call(
     }[name]
     results = {}
     for where in ("stand-in", "portable"):
-        code, out, err = command(name, bundle.root, *options, "--runtime", where, "--json")
+        code, out, err = command(
+            name, bundle.root, *options, "--runtime", where, "--json"
+        )
         assert code == 0, err
         results[where] = json.loads(out)
     assert illegal == []
@@ -237,7 +247,10 @@ def name_of(fault: str) -> str:
     return f"stand-in:{fault}" if fault else "stand-in"
 
 
-IN_PROCESSES = "kill", "plan-aborts"  # for the others, starting a process is all that it adds
+IN_PROCESSES = (
+    "kill",
+    "plan-aborts",
+)  # for the others, starting a process is all that it adds
 
 
 @contextmanager
@@ -247,7 +260,11 @@ def fewer_processes():
 
     def call_here(function: str, argument: dict, **options) -> process.Outcome:
         run = argument.get("run", {"runtime": f"stand-in:{argument.get('fault')}"})
-        start = call if run["runtime"].partition(":")[2] in IN_PROCESSES else in_process.call
+        start = (
+            call
+            if run["runtime"].partition(":")[2] in IN_PROCESSES
+            else in_process.call
+        )
         return start(function, argument, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -260,7 +277,10 @@ def swept(source, tmp_path_factory):
     """(log folder, counts, counts of the second time) of one cell for each fault."""
     folder, counts = tmp_path_factory.mktemp("faults"), []
     grids = [
-        {"export": {"max_seq_len": [16], "t_max": [2], "batch": [batch]}, "run": {"runtime": names}}
+        {
+            "export": {"max_seq_len": [16], "t_max": [2], "batch": [batch]},
+            "run": {"runtime": names},
+        }
         for batch, names in (
             (1, [name_of(fault) for fault in ROWS if fault != "batch-one"]),
             (2, ["stand-in:batch-one"]),
@@ -270,10 +290,17 @@ def swept(source, tmp_path_factory):
         grid["run"] |= {"n_gen": 2, "repetitions": 1}
         made = sweep.make_grid({"checkpoint": str(source), "validate_ids": IDS} | grid)
         if counts[1:]:  # what failed would be measured again
-            made.run.runtime = [name_of(fault) for fault in ("fallback", "plan-none", "load14-ne")]
+            made.run.runtime = [
+                name_of(fault) for fault in ("fallback", "plan-none", "load14-ne")
+            ]
         with fewer_processes():
             counts.append(
-                sweep.sweep(made, root=folder / "log", bundles=folder / "bundles", progress=False)
+                sweep.sweep(
+                    made,
+                    root=folder / "log",
+                    bundles=folder / "bundles",
+                    progress=False,
+                )
             )
     return folder / "log", counts
 
@@ -290,7 +317,9 @@ def test_a_fault_ends_in_its_row(swept, fault):
     configs = [json.loads(text) for text in rows["config"]]
     at = next(i for i, c in enumerate(configs) if c["run"]["runtime"] == name_of(fault))
     row, config = rows.iloc[at].to_dict(), configs[at]
-    row |= {name: None for name, value in row.items() if value is None or value != value}
+    row |= {
+        name: None for name, value in row.items() if value is None or value != value
+    }
     assert row["runtime"] == "stand-in" and row["placement_source"] != "measured"
     assert {name: row[name] for name in columns} == columns
     assert (reason in row["reason"]) if reason else row["reason"] is None
@@ -303,8 +332,15 @@ def test_a_fault_ends_in_its_row(swept, fault):
 
 def test_invalid_cells_are_done_and_failed_ones_are_not(swept):
     _, first, again = swept[1]
-    assert (first["invalid"], first["failed"]) == (2, 4) and first["done"] == first["cells"] - 4
-    assert (again["resumed"], again["done"], again["failed"], again["invalid"]) == (2, 0, 1, 0)
+    assert (first["invalid"], first["failed"]) == (2, 4) and first["done"] == first[
+        "cells"
+    ] - 4
+    assert (again["resumed"], again["done"], again["failed"], again["invalid"]) == (
+        2,
+        0,
+        1,
+        0,
+    )
 
 
 def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
@@ -327,10 +363,16 @@ def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
 def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
     fault, name, bundle, source, command
 ):
-    options = {"decode": ["--prompt-ids", "5"], "validate": ["--checkpoint", source]}.get(name, [])
+    options = {
+        "decode": ["--prompt-ids", "5"],
+        "validate": ["--checkpoint", source],
+    }.get(name, [])
     code, out, err = command(name, bundle.root, *options, "--runtime", name_of(fault))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert err.startswith("workbench: shard layers_00_00: found ") and "error code: -14." in err
+    assert (
+        err.startswith("workbench: shard layers_00_00: found ")
+        and "error code: -14." in err
+    )
 
 
 @pytest.mark.parametrize("name", ["check", "decode", "validate", "reuse"])
@@ -354,7 +396,9 @@ def test_loads_are_rejected_for_their_reason_alone(source, bundle):
     fixed = export(source, "fixed", t_max=1)
     load_shard(fixed, fixed.shards("layers")[0], "stand-in:load14-range")
     load_shard(bundle, bundle.shards("head")[0], "stand-in:load14-state")
-    load_shard(bundle, bundle.shards("head")[0], "stand-in:load14-ne", compute_units="CPU_ONLY")
+    load_shard(
+        bundle, bundle.shards("head")[0], "stand-in:load14-ne", compute_units="CPU_ONLY"
+    )
 
 
 @pytest.mark.parametrize("name", ["decode", "validate", "check"])
@@ -363,7 +407,13 @@ def test_a_process_that_is_killed_says_so_by_its_exit_code(name, bundle, source)
         "decode": ["--prompt-ids", "5", "--max-new", 2],
         "validate": ["--checkpoint", source, "--prompt-ids", "5,17"],
     }
-    arguments = [name, bundle.root, *options.get(name, []), "--runtime", "stand-in:kill"]
+    arguments = [
+        name,
+        bundle.root,
+        *options.get(name, []),
+        "--runtime",
+        "stand-in:kill",
+    ]
     child = [sys.executable, "-m", "workbench.cli", *map(str, arguments)]
     assert subprocess.run(child, capture_output=True).returncode == -9
 
@@ -408,12 +458,16 @@ def test_write_probes_hold_no_subnormal_number():
     assert values[3:].tolist() == [2.0**-14, -3]
 
 
-def test_a_program_that_swallows_nan_is_red_whatever_the_device_does(bundle, monkeypatch):
+def test_a_program_that_swallows_nan_is_red_whatever_the_device_does(
+    bundle, monkeypatch
+):
     """The gate's verdict is portable arithmetic's: a device that does better changes nothing."""
     predict = PortableModel.predict
 
     def finite(self, inputs, state=None):
-        return {name: np.nan_to_num(v) for name, v in predict(self, inputs, state).items()}
+        return {
+            name: np.nan_to_num(v) for name, v in predict(self, inputs, state).items()
+        }
 
     monkeypatch.setattr(PortableModel, "predict", finite)
     gate = checklist.nan_is_noticed(Decoder(bundle, "stand-in"))
@@ -433,19 +487,32 @@ def test_a_program_that_swallows_nan_is_red_whatever_the_device_does(bundle, mon
         ("mac", "simulated", ""),
     ],
 )
-def test_residency_without_a_plan_predicts_and_says_why(fault, source_, words, bundle, command):
-    code, out, _ = command("residency", bundle.root, "--runtime", name_of(fault), "--json")
+def test_residency_without_a_plan_predicts_and_says_why(
+    fault, source_, words, bundle, command
+):
+    code, out, _ = command(
+        "residency", bundle.root, "--runtime", name_of(fault), "--json"
+    )
     found = json.loads(out)
     assert (code, found["source"]) == (0, source_)
-    assert any(words in fact and "no plan" in fact for fact in found["known"]) == bool(words)
+    assert any(words in fact and "no plan" in fact for fact in found["known"]) == bool(
+        words
+    )
     if source_ == "simulated":
-        share = {"fallback": 0, "plan-ane": 1, "mac": 0}[fault]  # RangeDim, on a simulated Mac
+        share = {"fallback": 0, "plan-ane": 1, "mac": 0}[
+            fault
+        ]  # RangeDim, on a simulated Mac
         assert all(s["ane"] == share * s["ops"] > -1 for s in found["shards"])
 
 
 def test_compute_units_that_are_none_are_refused(bundle, command):
     code, _, err = command(
-        "residency", bundle.root, "--runtime", "stand-in:fallback", "--compute-units", "ANE"
+        "residency",
+        bundle.root,
+        "--runtime",
+        "stand-in:fallback",
+        "--compute-units",
+        "ANE",
     )
     assert code == 2 and "compute units: found 'ANE'" in err
 
@@ -457,13 +524,18 @@ def test_a_plan_asks_for_the_compute_units_and_counts_shares(bundle):
     with installed("plan-ane"):
         plans = {
             unit: [
-                placement.count_units(s.name, coreml.compute_plan(bundle, s, unit), "simulated")
+                placement.count_units(
+                    s.name, coreml.compute_plan(bundle, s, unit), "simulated"
+                )
                 for s in bundle.manifest.shards
             ]
             for unit in ("CPU_AND_NE", "CPU_ONLY")
         }
     shares = {unit: placement.columns(plan) for unit, plan in plans.items()}
-    assert (shares["CPU_AND_NE"]["ane_ops_share"], shares["CPU_ONLY"]["ane_ops_share"]) == (1, 0)
+    assert (
+        shares["CPU_AND_NE"]["ane_ops_share"],
+        shares["CPU_ONLY"]["ane_ops_share"],
+    ) == (1, 0)
     assert placement.off_engine(plans["CPU_AND_NE"], "CPU_AND_NE") is None
     assert placement.off_engine(plans["CPU_ONLY"], "CPU_ONLY") is None
     reason = placement.off_engine(plans["CPU_ONLY"], "CPU_AND_NE")
@@ -482,7 +554,11 @@ def test_a_plan_that_names_no_unit_makes_no_run_invalid():
     [
         ("E5RT: ANECCompile() FAILED (11)", True, True),
         ("ANE inference operation failed", True, True),
-        ("E5RT encountered an STL exception. msg = MILCompilerForANE error", True, True),
+        (
+            "E5RT encountered an STL exception. msg = MILCompilerForANE error",
+            True,
+            True,
+        ),
         ("E5RT: Error plan build: -14", True, True),
         ("MPSGraph assertion failed", True, True),
         ("Must re-compile the E5 bundle", True, False),

@@ -33,7 +33,10 @@ def host(patch, decoder, change) -> None:
     original = decoder.host.inputs
 
     def inputs(offsets, counts, T, *rest):
-        made = {name: value.copy() for name, value in original(offsets, counts, T, *rest).items()}
+        made = {
+            name: value.copy()
+            for name, value in original(offsets, counts, T, *rest).items()
+        }
         change(made, offsets, counts, T, original)
         return made
 
@@ -64,7 +67,9 @@ def appends_at_the_longest_row_after_one_left(patch, decoder, together):
     def longest(made, offsets, counts, T, original):
         if (counts == 0).any() and offsets.max() + T <= together.options.max_seq_len:
             shifted = original(np.full_like(offsets, offsets.max()), counts, T)
-            made.update({n: v for n, v in shifted.items() if n.startswith(KV_WRITE_MASK)})
+            made.update(
+                {n: v for n, v in shifted.items() if n.startswith(KV_WRITE_MASK)}
+            )
 
     host(patch, together, longest)
 
@@ -72,7 +77,10 @@ def appends_at_the_longest_row_after_one_left(patch, decoder, together):
 @fault
 def rope_uses_the_offset_after_the_update(patch, decoder, together):
     def later(made, offsets, counts, T, original):
-        if offsets.min() and (offsets + counts + T).max() <= together.options.max_seq_len:
+        if (
+            offsets.min()
+            and (offsets + counts + T).max() <= together.options.max_seq_len
+        ):
             made.update(
                 {
                     n: v
@@ -88,7 +96,9 @@ def rope_uses_the_offset_after_the_update(patch, decoder, together):
 @fault
 def trim_goes_by_the_buffer_s_size(patch, decoder, together):
     patch.setattr(
-        Snapshot, "trim", lambda self, count: replace(self, ids=self.ids[: self.offset - count])
+        Snapshot,
+        "trim",
+        lambda self, count: replace(self, ids=self.ids[: self.offset - count]),
     )
 
 
@@ -110,9 +120,15 @@ def padding_is_saved_as_content(patch, decoder, together):
 
     def padded(self, name, snapshot, format="fp16"):
         more = -snapshot.offset % 8
-        states = {n: np.pad(v, ((0, 0), (0, more), (0, 0))) for n, v in snapshot.states.items()}
+        states = {
+            n: np.pad(v, ((0, 0), (0, more), (0, 0)))
+            for n, v in snapshot.states.items()
+        }
         return save(
-            self, name, replace(snapshot, ids=(*snapshot.ids, *[0] * more), states=states), format
+            self,
+            name,
+            replace(snapshot, ids=(*snapshot.ids, *[0] * more), states=states),
+            format,
         )
 
     patch.setattr(Store, "save", padded)
@@ -158,7 +174,9 @@ def an_empty_chunk_after_a_hit(patch, decoder, together):
 def a_hit_leaves_nothing_to_run(patch, decoder, together):
     original = Store._usable
     patch.setattr(
-        Store, "_usable", lambda self, saved, prompt: original(self, saved, np.append(prompt, 0))
+        Store,
+        "_usable",
+        lambda self, saved, prompt: original(self, saved, np.append(prompt, 0)),
     )
 
 
@@ -212,7 +230,9 @@ def slots_are_swapped_on_restore(patch, decoder, together):
 @fault
 def generate_takes_a_path_of_its_own(patch, decoder, together):
     def generate(ids, max_new, **options):
-        return [r.token for r in decoder.stream(ids, max_new, **options | {"after": None})]
+        return [
+            r.token for r in decoder.stream(ids, max_new, **options | {"after": None})
+        ]
 
     patch.setattr(decoder, "generate", generate)
 
@@ -241,7 +261,9 @@ def scales_of_another_head(patch, decoder, together):
 def side_states_are_not_saved(patch, decoder, together):
     original = decoding.take
     patch.setattr(
-        decoding, "take", lambda value, kind, *rest: original(value * (kind is ROWS), kind, *rest)
+        decoding,
+        "take",
+        lambda value, kind, *rest: original(value * (kind is ROWS), kind, *rest),
     )
 
 

@@ -25,7 +25,9 @@ def fidelity(cosines: dict[tuple, float]) -> pd.DataFrame:
 
 
 def test_the_worst_cells_are_different_cells_with_digits_left_of_their_cosine():
-    rows = fidelity({(0, 3, T): 1 - 1e-7 * T for T in (1, 2, 4)} | {(1, 5, 1): 1 - 2e-7})
+    rows = fidelity(
+        {(0, 3, T): 1 - 1e-7 * T for T in (1, 2, 4)} | {(1, 5, 1): 1 - 2e-7}
+    )
     table = conclusions.worst(rows)
     assert table[["layer", "position", "T"]].values.tolist() == [[0, 3, 4], [1, 5, 1]]
     assert table["1 − cosine"].tolist() == pytest.approx([4e-7, 2e-7], rel=1e-6)
@@ -34,14 +36,23 @@ def test_the_worst_cells_are_different_cells_with_digits_left_of_their_cosine():
 
 
 def test_layers_show_how_far_they_are_by_prompt():
-    table = conclusions.by_layer({"[2, 42]": fidelity({(0, 0, 1): 1 - 1e-7, (0, 1, 1): 1 - 3e-7})})
-    assert table["[2, 42]"].loc[0].to_dict() == pytest.approx({"worst": 3e-7, "mean": 2e-7}, 1e-6)
+    table = conclusions.by_layer(
+        {"[2, 42]": fidelity({(0, 0, 1): 1 - 1e-7, (0, 1, 1): 1 - 3e-7})}
+    )
+    assert table["[2, 42]"].loc[0].to_dict() == pytest.approx(
+        {"worst": 3e-7, "mean": 2e-7}, 1e-6
+    )
 
 
 def test_gates_of_several_prompts_name_theirs_and_what_is_of_the_bundle_is_there_once():
     of_bundle = at_most("weights", 0.5, 1.05, "38 tensors")
-    kl = {"[1]": at_most("max_kl", 0.1, 0.05, "mean"), "[2]": at_most("max_kl", 0.01, 0.05, "mean")}
-    gates = conclusions.gates_by_prompt({prompt: [of_bundle, gate] for prompt, gate in kl.items()})
+    kl = {
+        "[1]": at_most("max_kl", 0.1, 0.05, "mean"),
+        "[2]": at_most("max_kl", 0.01, 0.05, "mean"),
+    }
+    gates = conclusions.gates_by_prompt(
+        {prompt: [of_bundle, gate] for prompt, gate in kl.items()}
+    )
     assert [(g.name, g.reason) for g in gates] == [
         ("weights", "38 tensors"),
         ("max_kl", "prompt [1]: mean"),
@@ -54,15 +65,24 @@ def test_gates_of_several_prompts_name_theirs_and_what_is_of_the_bundle_is_there
 def test_the_program_s_cost_against_length_and_T_stands_in_words_beside_the_decode_path_s():
     settings = {"max_seq_len": [16, 16, 64, 64], "T": [1, 4, 1, 4], "machine": "M4"}
     fast, literal = (
-        pd.DataFrame(settings | {"value": values, "run_id": "r", "unit": "ms", "invalid": None})
+        pd.DataFrame(
+            settings | {"value": values, "run_id": "r", "unit": "ms", "invalid": None}
+        )
         for values in ([1.0, 2.0, 1.0, 2.0], [2.0, 3.0, 6.0, 9.0])
     )
     both = conclusions.both_paths(fast, literal)
     assert both.groupby("path", sort=False)["value"].sum().tolist() == [6.0, 20.0]
     decode, program = conclusions.path_conclusion(both).splitlines()
-    assert decode.startswith("decode path: ") and "1.00 times" in decode and "2.00 times" in decode
+    assert (
+        decode.startswith("decode path: ")
+        and "1.00 times" in decode
+        and "2.00 times" in decode
+    )
     assert "every operation of the program: " in program
-    assert "3.00 times the time of one at 16" in program and "1.50 times that of T = 1" in program
+    assert (
+        "3.00 times the time of one at 16" in program
+        and "1.50 times that of T = 1" in program
+    )
 
 
 @pytest.mark.parametrize(("rounds", "said"), [(1, True), (2, True), (3, False)])

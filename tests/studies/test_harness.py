@@ -29,7 +29,11 @@ def models(exports):
 def test_scores_and_texts_are_those_of_hugging_faces_model(models):
     ours, peer = models
     pairs = requests(
-        "loglikelihood", (TEXT, " amber"), (TEXT, " blue"), ("", "set river"), (8 * TEXT, " amber")
+        "loglikelihood",
+        (TEXT, " amber"),
+        (TEXT, " blue"),
+        ("", "set river"),
+        (8 * TEXT, " amber"),
     )
     for (nats, greedy), (reference, top) in zip(
         ours.loglikelihood(pairs), peer.loglikelihood(pairs)
@@ -39,11 +43,15 @@ def test_scores_and_texts_are_those_of_hugging_faces_model(models):
     reference = peer.loglikelihood_rolling(rolling)
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(reference, rel=2e-3)
     until = {"until": [";"], "max_gen_toks": 4, "do_sample": False}
-    texts = requests("generate_until", (TEXT, until), (TEXT, until | {"until": ["mber"]}))
+    texts = requests(
+        "generate_until", (TEXT, until), (TEXT, until | {"until": ["mber"]})
+    )
     generated = ours.generate_until(texts)
     assert generated == peer.generate_until(texts) and "am" in generated[0]
 
 
 def test_sampling_is_refused(models):
     with pytest.raises(InputError, match="greedy"):
-        models[0].generate_until(requests("generate_until", (TEXT, {"do_sample": True})))
+        models[0].generate_until(
+            requests("generate_until", (TEXT, {"do_sample": True}))
+        )

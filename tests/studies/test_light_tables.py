@@ -11,12 +11,20 @@ from workbench.studies import first_light
 from workbench.studies.first_light import DECISIONS, Light
 
 STATEFUL = [name for name, rung in rungs.ladder().items() if rung.kind == "layers"]
-FLEXIBLE = [name for name, rung in rungs.ladder().items() if rung.options.get("t") == "range"]
+FLEXIBLE = [
+    name for name, rung in rungs.ladder().items() if rung.options.get("t") == "range"
+]
 
 
 def rows() -> dict[tuple[str, str, str], dict]:
     """A ladder that goes well: every case of the stage, all of it on the Neural Engine."""
-    good = {"status": "ok", "reason": None, "verdict": "GREEN", "as_shipped": True, "bytes": 1}
+    good = {
+        "status": "ok",
+        "reason": None,
+        "verdict": "GREEN",
+        "as_shipped": True,
+        "bytes": 1,
+    }
     good |= {"ratio_t1": 0.5, "ratio_t": 0.5, "nan_comes_out": True, "finite": True}
     ms = {"CPU_ONLY": 4.0, "CPU_AND_NE": 2.0, "ALL": 2.0, "CPU_AND_GPU": 3.0}
     found = {}
@@ -29,10 +37,17 @@ def rows() -> dict[tuple[str, str, str], dict]:
 
 
 def light(ladder: dict, runtime: str = "coreml", **stage_rows: list[dict]) -> Light:
-    timed = {"units": "CPU_AND_NE", "status": "ok", "ane_joules": 0.5, "energy_reason": None}
+    timed = {
+        "units": "CPU_AND_NE",
+        "status": "ok",
+        "ane_joules": 0.5,
+        "energy_reason": None,
+    }
     tables = {"ladder": list(ladder.values()), "timing": [timed]} | stage_rows
     frames = {stage: pd.DataFrame(found) for stage, found in tables.items()}
-    ended = [(stage, "measured", None, 1.0, len(found)) for stage, found in tables.items()]
+    ended = [
+        (stage, "measured", None, 1.0, len(found)) for stage, found in tables.items()
+    ]
     columns = ["stage", "status", "reason", "seconds", "rows"]
     table = pd.DataFrame(ended, columns=columns)
     return Light(table, frames, "Apple M9, Mac99,1", runtime, ":" in runtime, ["r"])
@@ -41,7 +56,11 @@ def light(ladder: dict, runtime: str = "coreml", **stage_rows: list[dict]) -> Li
 def reject(ladder: dict, *names: str) -> None:
     for name in names:
         row = ladder[name, "CPU_AND_NE", "run"]
-        row |= {"status": "refused", "reason": "… with error code: -14.", "verdict": None}
+        row |= {
+            "status": "refused",
+            "reason": "… with error code: -14.",
+            "verdict": None,
+        }
 
 
 def off_engine(ladder: dict, *names: str) -> None:
@@ -57,15 +76,19 @@ def on(name: str, units: str = "CPU_AND_NE", **values):
 
 PLANTED = {
     "CPU_ONLY fails too": on("state", "CPU_ONLY", verdict="RED"),
-    "CPU_ONLY GREEN, -14 on the Neural Engine for range and fixed T": lambda ladder: reject(
-        ladder, *STATEFUL
+    "CPU_ONLY GREEN, -14 on the Neural Engine for range and fixed T": lambda ladder: (
+        reject(ladder, *STATEFUL)
     ),
-    "fixed T on the Neural Engine, range not": lambda ladder: off_engine(ladder, "range"),
+    "fixed T on the Neural Engine, range not": lambda ladder: off_engine(
+        ladder, "range"
+    ),
     "mask -14 and slice works, or the reverse": lambda ladder: reject(ladder, "slice"),
     "loads, 0 operations planned on the Neural Engine, as fast as CPU_ONLY": lambda ladder: (
         off_engine(ladder, "medium")
     ),
-    "finite on the Neural Engine where portable is NaN": on("state", nan_comes_out=False),
+    "finite on the Neural Engine where portable is NaN": on(
+        "state", nan_comes_out=False
+    ),
     "GREEN at T = 1, RED at T > 1": on("functions", ratio_t=9.0, verdict="RED"),
 }
 OF_A_GOOD_ONE = "GREEN, planned on the Neural Engine, and energy used there"
@@ -90,8 +113,13 @@ def test_a_result_is_seen_where_its_rows_say_it(result):
     PLANTED[result](ladder)
     found = seen(ladder)
     assert found[result] == "yes"
-    others = {name for name, word in found.items() if word == "yes"} - {result, OF_A_GOOD_ONE}
-    assert others <= {"loads, 0 operations planned on the Neural Engine, as fast as CPU_ONLY"}
+    others = {name for name, word in found.items() if word == "yes"} - {
+        result,
+        OF_A_GOOD_ONE,
+    }
+    assert others <= {
+        "loads, 0 operations planned on the Neural Engine, as fast as CPU_ONLY"
+    }
 
 
 def test_what_no_row_says_is_not_measured():
@@ -115,10 +143,17 @@ def test_without_energy_a_good_one_is_not_measured_and_says_why(timed, reason):
     timed = {"status": "ok", "energy_reason": "no energy channel"} | timed
     table = first_light.decisions(light(rows(), timing=[timed])).set_index("result")
     row = table.loc[OF_A_GOOD_ONE]
-    assert (row["seen"], row["where"]) == ("not measured", f"energy not measured: {reason}")
+    assert (row["seen"], row["where"]) == (
+        "not measured",
+        f"energy not measured: {reason}",
+    )
     off = rows()
     off_engine(off, *rungs.ladder())
-    row = first_light.decisions(light(off, timing=[timed])).set_index("result").loc[OF_A_GOOD_ONE]
+    row = (
+        first_light.decisions(light(off, timing=[timed]))
+        .set_index("result")
+        .loc[OF_A_GOOD_ONE]
+    )
     assert (row["seen"], row["where"]) == ("no", "")
 
 
@@ -144,10 +179,18 @@ def test_disputes_are_settled_by_core_ml_alone():
 
 def test_the_line_through_one_two_and_four_layers_gives_the_price_of_a_call():
     timed = [
-        {"units": "CPU_AND_NE", "T": 1, "layers": n, "status": "ok", "native_ms": 2.0 + 0.5 * n}
+        {
+            "units": "CPU_AND_NE",
+            "T": 1,
+            "layers": n,
+            "status": "ok",
+            "native_ms": 2.0 + 0.5 * n,
+        }
         | {"wall_ms": 2.25 + 0.5 * n}
         for n in (1, 2, 4)
-    ] + [{"units": "CPU_ONLY", "T": 1, "layers": 1, "status": "failed", "reason": "died"}]
+    ] + [
+        {"units": "CPU_ONLY", "T": 1, "layers": 1, "status": "failed", "reason": "died"}
+    ]
     found = light(rows(), timing=timed)
     line = first_light.dispatch(found)
     assert line["setting"].unique().tolist() == ["CPU_AND_NE, T = 1"]
@@ -159,10 +202,17 @@ def test_the_line_through_one_two_and_four_layers_gives_the_price_of_a_call():
 
 
 def test_gates_are_about_what_every_machine_must_compute():
-    binding = [{"case": "state float16", "status": "ok", "accepted": False, "expected": False}]
+    binding = [
+        {"case": "state float16", "status": "ok", "accepted": False, "expected": False}
+    ]
     golden = [{"units": "ALL", "status": "ok", "verdict": "GREEN", "reason": None}]
     found = first_light.light_gates(light(rows(), binding=binding, golden=golden))
-    assert [g.name for g in found] == ["packages", "ladder_on_cpu", "binding", "golden ALL"]
+    assert [g.name for g in found] == [
+        "packages",
+        "ladder_on_cpu",
+        "binding",
+        "golden ALL",
+    ]
     assert gates.verdict(found) == "GREEN"
     ladder = rows()
     on("state", as_shipped=False)(ladder)

@@ -17,7 +17,9 @@ NORMS, IDS = [921.0], list(range(6))
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
-    checkpoint = Checkpoint(fp16_overflow.planted_checkpoint(folder / "checkpoint", NORMS, C=64))
+    checkpoint = Checkpoint(
+        fp16_overflow.planted_checkpoint(folder / "checkpoint", NORMS, C=64)
+    )
     bundle = export(checkpoint.path, folder / "bundle", progress=False, max_seq_len=32)
     return checkpoint, bundle, fp16_overflow.naive_packages(bundle, checkpoint, folder)
 
@@ -54,10 +56,14 @@ def test_only_the_naive_order_overflows_and_it_does_in_the_product(case):
     assert fp16_overflow.first_broken(sweep) == 256
     product = sweep.pivot(index="query_norm", columns="order", values="product")
     assert np.allclose(
-        product[fp16_overflow.NAIVE] / product[fp16_overflow.SCALED], 128**0.5, rtol=1e-3
+        product[fp16_overflow.NAIVE] / product[fp16_overflow.SCALED],
+        128**0.5,
+        rtol=1e-3,
     )
     assert "softmax" in sweep["nan"].dropna().iloc[0]
-    assert "NaN" in fp16_overflow.overflow_conclusion(sweep, pd.DataFrame(columns=["mask"]))
+    assert "NaN" in fp16_overflow.overflow_conclusion(
+        sweep, pd.DataFrame(columns=["mask"])
+    )
 
 
 def test_a_scaled_order_that_overflows_is_red(case):
@@ -100,14 +106,18 @@ def test_what_each_mask_lets_through(masks, mask, case, low, high):
 
 
 def test_masks_that_overflow_are_named(masks):
-    assert masks.loc[("(m − 1) · 3.4e38", "ordinary scores")]["nan"].startswith("mask")  # 0 · inf
+    assert masks.loc[("(m − 1) · 3.4e38", "ordinary scores")]["nan"].startswith(
+        "mask"
+    )  # 0 · inf
     assert "cast" in masks.loc[("(m − 1) · 1e9", "ordinary scores")]["inf"]
     assert "softmax" in masks.loc[("(m − 1) · 1e9", "a row all blocked")]["nan"]
 
 
 def test_figures_show_what_the_tables_say(masks):
     leaks = plots.mask_leaks(masks.reset_index())
-    assert [t.get_text() for t in leaks.texts].count("NaN ×") == masks["leak"].isna().sum()
+    assert [t.get_text() for t in leaks.texts].count("NaN ×") == masks[
+        "leak"
+    ].isna().sum()
     rows = pd.DataFrame(
         {
             "norm": [1, 2, 1, 2],
@@ -116,7 +126,15 @@ def test_figures_show_what_the_tables_say(masks):
         }
     )
     drawn = plots.headroom(rows, x="norm", lines="order")
-    assert [list(line.get_ydata()) for line in drawn.get_lines()] == [[3.0, -1.0], [5.0, 4.0]]
-    on_log = plots.headroom(rows.assign(norm=[0, 2, 0, 2]), x="norm", lines="order", log=True)
+    assert [list(line.get_ydata()) for line in drawn.get_lines()] == [
+        [3.0, -1.0],
+        [5.0, 4.0],
+    ]
+    on_log = plots.headroom(
+        rows.assign(norm=[0, 2, 0, 2]), x="norm", lines="order", log=True
+    )
     assert [label.get_text() for label in on_log.get_xticklabels()] == ["0", "2"]
-    assert all(len(line.get_xdata()) == 2 and min(line.get_xdata()) > 0 for line in on_log.lines)
+    assert all(
+        len(line.get_xdata()) == 2 and min(line.get_xdata()) > 0
+        for line in on_log.lines
+    )

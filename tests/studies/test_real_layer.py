@@ -21,8 +21,12 @@ RUN = {"T": [1], "depth": [4], "n_gen": 2, "repetitions": 1}
 @pytest.mark.parametrize(
     ("runtime", "share", "words"),
     [
-        pytest.param("stand-in:plan-ane", 1.0, "nothing is measured", marks=pytest.mark.shim),
-        pytest.param("stand-in:fallback", 0.0, "not on the Neural Engine", marks=pytest.mark.shim),
+        pytest.param(
+            "stand-in:plan-ane", 1.0, "nothing is measured", marks=pytest.mark.shim
+        ),
+        pytest.param(
+            "stand-in:fallback", 0.0, "not on the Neural Engine", marks=pytest.mark.shim
+        ),
         pytest.param("stand-in:load14-ne", None, "failed", marks=pytest.mark.shim),
         ("portable", None, "no Core ML here"),
     ],
@@ -32,7 +36,9 @@ def test_a_layer_is_measured_for_the_neural_engine_or_says_why_not(
 ):
     monkeypatch.chdir(tmp_path)  # a log and bundles of its own
     monkeypatch.setattr(process, "call", in_process.call)
-    (row,) = measure_real_layer(runtime, DIMS, tmp_path, experiment="34", **RUN).to_dict("records")
+    (row,) = measure_real_layer(
+        runtime, DIMS, tmp_path, experiment="34", **RUN
+    ).to_dict("records")
     assert words in row["result"] and row["runtime"] == runtime.partition(":")[0]
     assert row.get("ane_ops_share") == share
     runs = log.load("runs")

@@ -39,7 +39,10 @@ def test_states_of_qwen_are_those_of_its_dimensions():
     has two rows of H_kv · D numbers a token."""
     sizes = study.crossover([512], "int8-tensor", "M4 Max")
     config = study._config("qwen3_5_text", "linear_attention", study.RECURRENT, {})
-    L, row = config.num_hidden_layers, 2 * 2 * config.num_key_value_heads * config.head_dim
+    L, row = (
+        config.num_hidden_layers,
+        2 * 2 * config.num_key_value_heads * config.head_dim,
+    )
     heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
     D_k, D_v = config.linear_key_head_dim, config.linear_value_head_dim
     tail = 2 * (config.linear_conv_kernel_dim - 1) * (2 * keys * D_k + heads * D_v)

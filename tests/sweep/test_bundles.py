@@ -21,7 +21,9 @@ RUN = {"T": [1, 2], "depth": [2], "n_gen": 2, "repetitions": 1}
 def bundles(exports):
     checkpoint = exports.checkpoint("llama")
     sizes = (16, 24)
-    return checkpoint, [exports.bundle(checkpoint, max_seq_len=S, t_max=2) for S in sizes]
+    return checkpoint, [
+        exports.bundle(checkpoint, max_seq_len=S, t_max=2) for S in sizes
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,9 @@ def test_bundles_are_measured_and_validated_without_their_checkpoint(
     counts = sweep.sweep(made, root=root, progress=False)
     assert (counts["cells"], counts["done"], counts["failed"]) == (4, 4, 0)
     rows = measured(root)
-    assert {row["bundle_hash"] for row in rows.values()} == {b.identity for b in bundles[1]}
+    assert {row["bundle_hash"] for row in rows.values()} == {
+        b.identity for b in bundles[1]
+    }
     assert [row["verdict"] for row in rows.values()].count("GREEN") == 2
     assert sweep.sweep(made, root=root, progress=False)["resumed"] == 4
     table = sweep.configurations(made, root=root)
@@ -71,11 +75,16 @@ def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
     grid = {"checkpoint": str(bundles[0]), "golden": str(stored), "export": small}
     grid["run"] = RUN | {"T": [1]}
     made = sweep.make_grid(grid)
-    counts = sweep.sweep(made, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False)
+    counts = sweep.sweep(
+        made, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False
+    )
     (row,) = measured(tmp_path / "log").values()
     assert counts["failed"] == 0 and row["verdict"] == "GREEN"
     assert not (tmp_path / "golden").exists()
-    assert {g["name"] for g in json.loads(row["config"])["gates"]} >= {"program", "budget"}
+    assert {g["name"] for g in json.loads(row["config"])["gates"]} >= {
+        "program",
+        "budget",
+    }
 
 
 @pytest.mark.parametrize(
@@ -105,7 +114,9 @@ def farm(tmp_path_factory):
         (Path(__file__).parents[2] / "pyproject.toml").read_bytes()
     )
     how = {"threads_per_worker": 1, "resources": {"ANE": 1}, "memory_limit": 0}
-    with LocalCluster(n_workers=2, processes=True, dashboard_address=":0", **how) as running:
+    with LocalCluster(
+        n_workers=2, processes=True, dashboard_address=":0", **how
+    ) as running:
         with cluster.connect(running.scheduler_address) as workers:
             workers.client.run(_work_in, str(project))
         yield running.scheduler_address, project
@@ -117,7 +128,9 @@ def _work_in(project: str) -> None:
     os.chdir(project)
 
 
-def test_bundles_and_goldens_are_sent_by_hash_and_once(farm, grid, bundles, tmp_path, monkeypatch):
+def test_bundles_and_goldens_are_sent_by_hash_and_once(
+    farm, grid, bundles, tmp_path, monkeypatch
+):
     scheduler, project = farm
     monkeypatch.setattr(cluster, "PIECE", 1000)
     made = sweep.make_grid(grid | {"run": RUN | {"T": [1]}})
@@ -125,7 +138,9 @@ def test_bundles_and_goldens_are_sent_by_hash_and_once(farm, grid, bundles, tmp_
     left = left / f".{bundles[1][0].root.name}.partial"
     (left / "shards").mkdir(parents=True)
     (left / "bundle.json").write_text("what an interrupted sending left")
-    counts = sweep.sweep(made, root=tmp_path / "log", scheduler=scheduler, progress=False)
+    counts = sweep.sweep(
+        made, root=tmp_path / "log", scheduler=scheduler, progress=False
+    )
     rows = log.load("runs", root=tmp_path / "log")
     assert (counts["done"], counts["failed"]) == (2, 0), rows["reason"].tolist()
     rows = measured(tmp_path / "log").values()
@@ -133,9 +148,14 @@ def test_bundles_and_goldens_are_sent_by_hash_and_once(farm, grid, bundles, tmp_
     assert {row["bundle"] for row in rows} == {b.root.name for b in bundles[1]}
     assert {row["verdict"] for row in rows} == {"GREEN"}
     sent = sorted((project / "data" / "bundles").glob("*/*/bundle.json"))
-    assert len(sent) == 2 and len(list((project / "data" / "golden").glob("*/g.safetensors"))) == 1
+    assert (
+        len(sent) == 2
+        and len(list((project / "data" / "golden").glob("*/g.safetensors"))) == 1
+    )
     before = [path.stat().st_mtime_ns for path in sent]
-    again = sweep.sweep(made, root=tmp_path / "other", scheduler=scheduler, progress=False)
+    again = sweep.sweep(
+        made, root=tmp_path / "other", scheduler=scheduler, progress=False
+    )
     assert again["done"] == 2 and [path.stat().st_mtime_ns for path in sent] == before
 
 

@@ -48,12 +48,18 @@ def test_a_damaged_cached_bundle_is_exported_again_and_a_warning_says_why(
     with pytest.warns(UserWarning, match=f"is exported again: .*{why}"):
         again = bundle_for(source, options, tmp_path)
     assert (again.root, again.identity) == (first.root, first.identity)
-    assert not [path for path in tmp_path.iterdir() if path.name.endswith((".damaged", ".partial"))]
+    assert not [
+        path
+        for path in tmp_path.iterdir()
+        if path.name.endswith((".damaged", ".partial"))
+    ]
     with warnings.catch_warnings(action="error"):
         assert bundle_for(source, options, tmp_path).identity == first.identity
 
 
-def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(exports, tmp_path, monkeypatch):
+def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
+    exports, tmp_path, monkeypatch
+):
     source, options = (
         Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)),
         Options(max_seq_len=16),
@@ -88,7 +94,9 @@ def test_a_link_in_the_cache_goes_without_what_it_leads_to(exports, tmp_path):
 def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "call", in_process.call)
     one = sweep.make_grid(grid | {"validate_ids": [], "run": grid["run"] | {"T": [1]}})
-    sweep.sweep(one, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False)
+    sweep.sweep(
+        one, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False
+    )
     (root,) = (path.parent for path in (tmp_path / "bundles").glob("*/bundle.json"))
     truncated(root)
     with pytest.warns(UserWarning, match="is exported again"):
@@ -112,13 +120,19 @@ def test_what_the_counters_say_of_a_measurement_is_in_its_row(
     monkeypatch.setattr(ioreport, "metered", metered)
     source = exports.checkpoint("llama", num_hidden_layers=1)
     run = {"n_gen": 2, "repetitions": 1, "runtime": ["portable"]}
-    grid = sweep.make_grid({"checkpoint": str(source), "export": {"max_seq_len": [16]}, "run": run})
+    grid = sweep.make_grid(
+        {"checkpoint": str(source), "export": {"max_seq_len": [16]}, "run": run}
+    )
     (only,) = sweep.cells(grid)
-    job = execute._job(only, grid, execute._source(grid, None, tmp_path), tmp_path / "bundles")
+    job = execute._job(
+        only, grid, execute._source(grid, None, tmp_path), tmp_path / "bundles"
+    )
     job |= {"root": str(tmp_path / "log"), "worker": 0, "started": 0.0}
     cell.prepare(job)
     cell.measure_cell(job)
     (row,) = log.load("runs", tmp_path / "log").to_dict("records")
     assert (row["ane_joules"], row["ane_active_ms"]) == (0.25, 12.0)
-    assert json.loads(row["config"]).get("energy") == (reason and f"not measured: {reason}")
+    assert json.loads(row["config"]).get("energy") == (
+        reason and f"not measured: {reason}"
+    )
     assert row["swap_bytes_before"] >= 0

@@ -31,7 +31,8 @@ def dask():
 
 def jobs(count: int, **more) -> list[dict]:
     return [
-        {"cell": f"cell-{i}", "sweep": os.urandom(4).hex(), "attempt": 1, "index": i} | more
+        {"cell": f"cell-{i}", "sweep": os.urandom(4).hex(), "attempt": 1, "index": i}
+        | more
         for i in range(count)
     ]
 
@@ -44,7 +45,9 @@ def test_a_worker_never_runs_two_at_once(dask):
     with cluster.connect(dask.scheduler_address) as workers:
         spans = sorted(
             json.loads(files["answer"])
-            for _, files, _ in workers.results(jobs(12), cluster_jobs.interval, note_failure)
+            for _, files, _ in workers.results(
+                jobs(12), cluster_jobs.interval, note_failure
+            )
         )
     assert len(spans) == 12 and len({pid for pid, *_ in spans}) == 2
     for (pid, _, end), (next_pid, start, _) in zip(spans, spans[1:], strict=False):
@@ -54,13 +57,19 @@ def test_a_worker_never_runs_two_at_once(dask):
 @pytest.mark.parametrize(("deaths", "ends_well"), [(1, True), (2, False)])
 def test_a_death_costs_one_more_attempt_and_is_logged(dask, deaths, ends_well):
     with cluster.connect(dask.scheduler_address) as workers:
-        answers = list(workers.results(jobs(4, deaths=deaths), cluster_jobs.dies, note_failure))
+        answers = list(
+            workers.results(jobs(4, deaths=deaths), cluster_jobs.dies, note_failure)
+        )
     last = {
-        job["index"]: (job["attempt"], "answer" in files) for job, files, final in answers if final
+        job["index"]: (job["attempt"], "answer" in files)
+        for job, files, final in answers
+        if final
     }
     assert last == {0: (2, ends_well)} | {i: (1, True) for i in (1, 2, 3)}
     failed = [files for _, files, _ in answers if "answer" not in files]
-    assert len(failed) == deaths and all(list(files)[0].startswith("runs/") for files in failed)
+    assert len(failed) == deaths and all(
+        list(files)[0].startswith("runs/") for files in failed
+    )
 
 
 def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused(monkeypatch):
@@ -75,7 +84,10 @@ def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused(monkey
             cluster.connect(bare.scheduler_address),
         ):
             pass
-    with pytest.raises(InputError, match="dask scheduler"), cluster.connect("tcp://127.0.0.1:1"):
+    with (
+        pytest.raises(InputError, match="dask scheduler"),
+        cluster.connect("tcp://127.0.0.1:1"),
+    ):
         pass
 
 
@@ -90,7 +102,9 @@ def test_a_sweep_gives_the_same_rows_as_here(dask, swept, grid, tmp_path):
         scheduler=dask.scheduler_address,
     )
     assert (counts["cells"], counts["done"], counts["failed"]) == (2, 2, 0)
-    here, there = (log.load("runs", root=root) for root in (folder / "log", tmp_path / "log"))
+    here, there = (
+        log.load("runs", root=root) for root in (folder / "log", tmp_path / "log")
+    )
     same = [
         "checkpoint",
         "bundle_hash",
@@ -123,4 +137,7 @@ def test_what_is_no_address_is_one_message():
     """A client that could not begin tells of it when it is thrown away."""
     code = "from workbench.sweep import cluster\nwith cluster.connect('foo'):\n    pass"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "Next: start one: dask scheduler" in ended.stderr and "TimeoutError" not in ended.stderr
+    assert (
+        "Next: start one: dask scheduler" in ended.stderr
+        and "TimeoutError" not in ended.stderr
+    )

@@ -75,7 +75,9 @@ FIRST: dict = {}
 
 
 def test_every_option_has_a_column_and_another_value_here():
-    assert runs.OPTIONS == tuple(Options.model_fields) and set(OTHER) == set(Options.model_fields)
+    assert runs.OPTIONS == tuple(Options.model_fields) and set(OTHER) == set(
+        Options.model_fields
+    )
     run = Run.model_fields.keys() - {
         "repetitions",
         "rounds",
@@ -93,10 +95,14 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     grid, root = varied(axis), tmp_path / "experiments" / "log"
     FIRST.clear()
     if axis in ("runtime", "target"):
-        for i, runtime in enumerate(AXES["runtime"] if axis == "runtime" else ON_TARGET):
+        for i, runtime in enumerate(
+            AXES["runtime"] if axis == "runtime" else ON_TARGET
+        ):
             part = grid | {"run": grid["run"] | {"runtime": [runtime]}}
             if axis == "target":
-                part = grid | {"export": grid["export"] | {"target": [grid["export"][axis][i]]}}
+                part = grid | {
+                    "export": grid["export"] | {"target": [grid["export"][axis][i]]}
+                }
             add(
                 root,
                 part,
@@ -123,7 +129,11 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     for table in ("samples", "layers"):
         assert stored[table][axis].nunique(dropna=False) == 2  # no functions are null
     found = sweep.configurations(made, root)
-    assert len(found) == 2 and (found["n"] == 1).all() and found["call_ms"].tolist() == [1.0, 2.0]
+    assert (
+        len(found) == 2
+        and (found["n"] == 1).all()
+        and found["call_ms"].tolist() == [1.0, 2.0]
+    )
     assert (
         found["name"].nunique() == 2
         and found["name"].str.contains(f"{axis} ").all()
@@ -153,10 +163,21 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
 
 @pytest.mark.parametrize("option", ["threads", "n_gen"])
 def test_an_option_that_a_grid_takes_once_is_a_setting(tmp_path, option):
-    one = {"checkpoint": str(CHECKPOINT), "export": {"max_seq_len": [16]}, "run": {"n_gen": 4}}
+    one = {
+        "checkpoint": str(CHECKPOINT),
+        "export": {"max_seq_len": [16]},
+        "run": {"n_gen": 4},
+    }
     two = one | {"run": one["run"] | {option: 2}}
     for i, grid in enumerate((one, two)):
-        add(tmp_path, grid, SLOW, lambda o, r, i=i: 1.0 + i, number=i, checkpoint_hash=HASH)
+        add(
+            tmp_path,
+            grid,
+            SLOW,
+            lambda o, r, i=i: 1.0 + i,
+            number=i,
+            checkpoint_hash=HASH,
+        )
     for i, grid in enumerate((one, two)):
         found = sweep.configurations(sweep.make_grid(grid), tmp_path)
         assert found["call_ms"].tolist() == [1.0 + i] and found["n"].tolist() == [1]
@@ -176,7 +197,10 @@ def test_a_decoder_s_row_has_every_option(exports):
     cell = next(
         sweep.cells(
             sweep.make_grid(
-                {"checkpoint": "x", "export": {"t": ["fixed"], "t_max": [2], "max_seq_len": [32]}}
+                {
+                    "checkpoint": "x",
+                    "export": {"t": ["fixed"], "t_max": [2], "max_seq_len": [32]},
+                }
             )
         )
     )
@@ -193,7 +217,8 @@ def test_a_sweep_logs_the_columns_by_which_it_is_found(swept, grid):
         log.environment()["model"] is None
     )
     assert not any(
-        "worker" in json.loads(c)["measured"] and json.loads(c)["measured"]["worker"] != 0
+        "worker" in json.loads(c)["measured"]
+        and json.loads(c)["measured"]["worker"] != 0
         for c in rows["config"]
     )
 
@@ -201,7 +226,10 @@ def test_a_sweep_logs_the_columns_by_which_it_is_found(swept, grid):
 def test_a_long_run_is_a_setting_of_its_own_and_a_short_one_is_what_it_was():
     (short,) = sweep.cells(make({"n_gen": 4}))
     (long,) = sweep.cells(make({"n_gen": 4, "min_seconds": 60, "min_tokens": 1024}))
-    assert "min_seconds" not in short.run and short.columns("portable")["min_seconds"] is None
+    assert (
+        "min_seconds" not in short.run
+        and short.columns("portable")["min_seconds"] is None
+    )
     assert long.columns("portable")["min_seconds"] == 60
     assert long.setting("c") != short.setting("c")
 

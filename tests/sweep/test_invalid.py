@@ -8,7 +8,9 @@ from matplotlib.patches import Patch, Rectangle
 from workbench import log, plots, sweep
 from workbench.studies import conclusions
 
-REASON = "not on the Neural Engine: the plan puts 0 of 40 operations there, 40 on the CPU"
+REASON = (
+    "not on the Neural Engine: the plan puts 0 of 40 operations there, 40 on the CPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,19 +35,37 @@ def root(swept, tmp_path_factory):
                 rows = rows.drop(columns="run_id")
                 log.append(table, rows, root=folder, run_id=row["run_id"])
         row |= {"status": "invalid", "reason": REASON} if invalid else {}
-        row = {name: value for name, value in row.items() if name != "run_id" and pd.notna(value)}
-        log.append("runs", row, root=folder, run_id=runs["run_id"][runs["T"] == row["T"]].item())
+        row = {
+            name: value
+            for name, value in row.items()
+            if name != "run_id" and pd.notna(value)
+        }
+        log.append(
+            "runs",
+            row,
+            root=folder,
+            run_id=runs["run_id"][runs["T"] == row["T"]].item(),
+        )
     return folder
 
 
 def bars(ax) -> list[Patch]:
-    return [patch for patch in ax.patches if isinstance(patch, Rectangle) and patch.get_hatch()]
+    return [
+        patch
+        for patch in ax.patches
+        if isinstance(patch, Rectangle) and patch.get_hatch()
+    ]
 
 
 def test_an_invalid_configuration_comes_last_and_is_not_chosen(root, grid):
     found = sweep.configurations(sweep.make_grid(grid), root)
-    assert found["T"].tolist() == [1, 2] and found["tokens_per_s"].is_monotonic_increasing
-    assert found["invalid"].isna().tolist() == [True, False] and found["invalid"][1] == REASON
+    assert (
+        found["T"].tolist() == [1, 2] and found["tokens_per_s"].is_monotonic_increasing
+    )
+    assert (
+        found["invalid"].isna().tolist() == [True, False]
+        and found["invalid"][1] == REASON
+    )
     words = conclusions.choice_conclusion(found.assign(verdict="GREEN"))
     assert "Fastest of 1 configurations that pass (of 1)" in words and "T 1" in words
     ax = plots.speed_against_fidelity(found.assign(verdict="GREEN"))
@@ -62,7 +82,9 @@ def test_invalid_speeds_are_hatched_and_no_part_of_a_line(root, grid):
     tables = sweep.stored_tables(sweep.make_grid(grid), root)
     rates = tables["samples"].query("phase == 'tokens_per_s'")
     ax = plots.speed(rates)
-    assert [c.get_label() for c in ax.containers if c.get_label().startswith("T =")] == ["T = 1"]
+    assert [
+        c.get_label() for c in ax.containers if c.get_label().startswith("T =")
+    ] == ["T = 1"]
     (bar,) = bars(ax)
     assert bar.get_height() == rates.loc[rates["T"] == 2, "value"].median()
     assert REASON in ax.get_xlabel().replace("\n", " ")
@@ -102,4 +124,7 @@ def cell_keys(root, grid) -> set[str]:
 
 
 def test_fidelity_of_an_invalid_run_is_no_verdict(root, grid):
-    assert sweep.stored_tables(sweep.make_grid(grid), root)["fidelity"]["run_id"].nunique() == 1
+    assert (
+        sweep.stored_tables(sweep.make_grid(grid), root)["fidelity"]["run_id"].nunique()
+        == 1
+    )

@@ -29,7 +29,9 @@ class Library(types.SimpleNamespace):
 
             return typed
 
-        names = [name for name in vars(type(self)) if name.startswith(("IOReport", "CF"))]
+        names = [
+            name for name in vars(type(self)) if name.startswith(("IOReport", "CF"))
+        ]
         super().__init__(**{name: function(getattr(self, name)) for name in names})
 
     def handle(self, value) -> int:
@@ -91,7 +93,11 @@ class Library(types.SimpleNamespace):
 
 
 CPU = {"name": "CPU Energy", "unit": "mJ      ", "value": 9000}
-STATUS = {"subgroup": "IOP State", "name": "status", "states": {"Idle": 75, "Running": 25}}
+STATUS = {
+    "subgroup": "IOP State",
+    "name": "status",
+    "states": {"Idle": 75, "Running": 25},
+}
 INTERRUPTS = {"subgroup": "Interrupts", "name": "status", "states": {"Running": 1}}
 
 
@@ -107,12 +113,19 @@ def reading(*energy, engine=(INTERRUPTS, STATUS), seconds=2.0) -> dict:
     [
         ([{"name": "ANE", "unit": "mJ", "value": 1500}], 1.5),
         ([{"name": "ANE0", "unit": "uJ", "value": 250_000}], 0.25),
-        ([{"name": f"ANE{die}_0", "unit": "nJ ", "value": 10**9} for die in (0, 1)], 2.0),
+        (
+            [{"name": f"ANE{die}_0", "unit": "nJ ", "value": 10**9} for die in (0, 1)],
+            2.0,
+        ),
     ],
 )
 def test_energy_is_that_of_the_engine_s_channels_in_their_units(channels, joules):
     result = reading(*channels)
-    assert result == {"ane_joules": pytest.approx(joules), "ane_active_ms": 500, "reason": None}
+    assert result == {
+        "ane_joules": pytest.approx(joules),
+        "ane_active_ms": 500,
+        "reason": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -158,9 +171,7 @@ def test_a_library_without_a_function_or_the_channels_says_which():
 
 # --- the child ------------------------------------------------------------------------------------
 
-REPLY = (
-    'print("ready", flush=True); sys.stdin.read(); print(\'{"ane_joules": 2.5, "reason": null}\')'
-)
+REPLY = 'print("ready", flush=True); sys.stdin.read(); print(\'{"ane_joules": 2.5, "reason": null}\')'
 
 
 @pytest.mark.parametrize(
@@ -174,7 +185,9 @@ REPLY = (
         ('print("ready\\n{"); sys.exit(4)', None, "code 4"),
     ],
 )
-def test_a_child_that_dies_hangs_or_babbles_costs_the_figure_alone(monkeypatch, body, joules, why):
+def test_a_child_that_dies_hangs_or_babbles_costs_the_figure_alone(
+    monkeypatch, body, joules, why
+):
     monkeypatch.setattr(ioreport.sys, "platform", "darwin")
     monkeypatch.setattr(ioreport, "TIMEOUT_S", 1)
     command = [sys.executable, "-c", f"import os, signal, sys, time\n{body}"]
@@ -195,5 +208,9 @@ def test_off_a_mac_no_process_is_started(monkeypatch):
     monkeypatch.setattr(ioreport.subprocess, "Popen", None)
     with ioreport.metered() as result:
         pass
-    assert result == {"ane_joules": None, "ane_active_ms": None, "reason": result["reason"]}
+    assert result == {
+        "ane_joules": None,
+        "ane_active_ms": None,
+        "reason": result["reason"],
+    }
     assert "IOReport" in result["reason"]

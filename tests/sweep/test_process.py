@@ -57,7 +57,9 @@ def late_thread(argument):
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     (tmp_path / "called.py").write_text(MODULE)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    )
 
 
 def test_answers_come_from_another_process_whatever_it_prints(module):
@@ -67,14 +69,19 @@ def test_answers_come_from_another_process_whatever_it_prints(module):
 
 
 def test_a_refusal_is_its_message(module):
-    assert process.call("called:refuse", {}).failure == "x: found 1; needs 2. Next: write 2."
+    assert (
+        process.call("called:refuse", {}).failure
+        == "x: found 1; needs 2. Next: write 2."
+    )
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL", "SIGABRT"])
 def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
     found = process.call("called:crash", {"signal": name})
     assert found.failure == f"killed by {name}"
-    assert found.lines[0] == "E5RT: ANECCompile() FAILED (-14)" and "a line" in found.lines
+    assert (
+        found.lines[0] == "E5RT: ANECCompile() FAILED (-14)" and "a line" in found.lines
+    )
 
 
 def test_an_exception_is_its_last_line(module):
@@ -150,14 +157,19 @@ def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
     caller.wait(10)
     orphan = int(Path(pid).read_text())
     deadline = time.monotonic() + 10
-    while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
+    while (
+        psutil.pid_exists(orphan)
+        and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def test_a_mac_is_kept_awake_and_no_longer_than_needed(tmp_path, monkeypatch):
     said, fake = tmp_path / "said", tmp_path / "caffeinate"
-    fake.write_text(f'#!/bin/sh\necho "$@" $$ > {said}.new\nmv {said}.new {said}\nexec sleep 60\n')
+    fake.write_text(
+        f'#!/bin/sh\necho "$@" $$ > {said}.new\nmv {said}.new {said}\nexec sleep 60\n'
+    )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with process.awake():
@@ -196,6 +208,11 @@ def test_cells_are_measured_awake(monkeypatch):
     monkeypatch.setattr(cell, "_is_cached", lambda path: True)
     monkeypatch.setattr(cell, "_path", lambda job: None)
     monkeypatch.setattr(cell.log, "files", lambda root: {})
-    job = {"worker": 0, "run": {"cool_down_s": 0, "threads": 1}, "timeout_s": 9, "identity": None}
+    job = {
+        "worker": 0,
+        "run": {"cool_down_s": 0, "threads": 1},
+        "timeout_s": 9,
+        "identity": None,
+    }
     cell.run_cell(job, "m:f")
     assert order == ["awake", "m:f", "asleep"]

@@ -22,7 +22,10 @@ def test_every_cell_is_logged_with_raw_samples(swept):
     folder, counts = swept
     assert (counts["cells"], counts["done"], counts["failed"]) == (2, 2, 0)
     runs = log.load("runs", root=folder / "log")
-    assert sorted(zip(runs["max_seq_len"], runs["T"], strict=True)) == [(16, 1), (16, 2)]
+    assert sorted(zip(runs["max_seq_len"], runs["T"], strict=True)) == [
+        (16, 1),
+        (16, 2),
+    ]
     samples = log.load("samples", root=folder / "log")
     timed = samples[(samples["phase"] == "call") & ~samples["warmup"]]
     assert sorted(timed.groupby("run_id").size()) == [4, 8]
@@ -53,23 +56,30 @@ def test_a_run_says_how_it_came_about(swept):
         and len({c["cell"] for c in configs}) == 2
     )
     spans = sorted((c["measured"]["started"], c["measured"]["ended"]) for c in configs)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(
+        end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)
+    )
     assert all(c["energy"].startswith("not measured: ") for c in configs)
-    assert all("loading" in c["not_timed"] and isinstance(c["flags"], list) for c in configs)
+    assert all(
+        "loading" in c["not_timed"] and isinstance(c["flags"], list) for c in configs
+    )
     samples = log.load("samples", root=swept[0] / "log")
     assert (
         samples[samples["phase"] == "load"].groupby("run_id").size() == 5
     ).all()  # 4 layers and a head
     prefills = samples[samples["phase"] == "prefill"]
-    assert (prefills["n_prompt"] == 4).all() and prefills.groupby("run_id")["warmup"].sum().eq(
-        1
-    ).all()
+    assert (prefills["n_prompt"] == 4).all() and prefills.groupby("run_id")[
+        "warmup"
+    ].sum().eq(1).all()
 
 
 def test_a_second_run_resumes_everything(swept, grid):
     folder, _ = swept
     counts = sweep.sweep(
-        sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False
+        sweep.make_grid(grid),
+        root=folder / "log",
+        bundles=folder / "bundles",
+        progress=False,
     )
     assert (counts["done"], counts["resumed"]) == (0, 2)
     assert len(log.load("runs", root=folder / "log")) == 2
@@ -82,7 +92,9 @@ def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
     monkeypatch.setattr(log, "environment", lambda: elsewhere)
     assert sweep.done_cells(root) == set()
     named = with_machines(log.load("runs", root))[["machine", "software"]]
-    assert len(sweep.done_cells(root, set(named.itertuples(index=False, name=None)))) == 2
+    assert (
+        len(sweep.done_cells(root, set(named.itertuples(index=False, name=None)))) == 2
+    )
 
 
 def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
@@ -93,7 +105,9 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
         "def measure(job):\n    if job['run']['T'] == 1:\n        print('ANECCompile() FAILED', file=sys.stderr, flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGSEGV)\n    job['run']['n_gen'] = 99\n    cell.measure_cell(job)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    )
     small = sweep.make_grid(grid)
     counts = sweep.sweep(
         small,
@@ -103,7 +117,9 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
         measure="crashing:measure",
     )
     assert (counts["done"], counts["failed"]) == (0, 2)
-    failed = log.load("runs", root=tmp_path / "log", where={"status": "failed"}).set_index("T")
+    failed = log.load(
+        "runs", root=tmp_path / "log", where={"status": "failed"}
+    ).set_index("T")
     assert failed.loc[1, "reason"] == "killed by SIGSEGV"
     assert "max_seq_len = 16" in failed.loc[2, "reason"]
     assert set(counts["reasons"]) == set("failed: " + failed["reason"])
@@ -117,7 +133,9 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
     assert retried["reasons"] == []
 
 
-def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp_path, monkeypatch):
+def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(
+    swept, grid, tmp_path, monkeypatch
+):
     """Killed once in the middle of a cell, once as soon as a row is there; then resumed."""
     changed = grid | {"run": grid["run"] | {"n_gen": 2, "repetitions": 1}}
     code = (
@@ -142,7 +160,9 @@ def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp
     found = log.load("runs", root=tmp_path / "log")
     assert sorted(found["T"]) == [1, 2] and set(found["status"]) == {"ok"}
     for table in ("samples", "layers"):
-        assert set(log.load(table, root=tmp_path / "log")["run_id"]) == set(found["run_id"])
+        assert set(log.load(table, root=tmp_path / "log")["run_id"]) == set(
+            found["run_id"]
+        )
     assert len(log.load("fidelity", root=tmp_path / "log")["run_id"].unique()) == 1
 
 
@@ -180,7 +200,9 @@ def test_rounds_measure_every_cell_again_in_an_order_of_their_own(grid):
     )
 
 
-def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(grid, tmp_path):
+def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(
+    grid, tmp_path
+):
     made = sweep.make_grid(grid)
     source = execute._source(made, None, tmp_path)
     job = execute._job(next(sweep.cells(made)), made, source, tmp_path)
@@ -214,14 +236,24 @@ def test_unknown_keys_and_values_are_refused(change, words, grid, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"export": {"t_max": [2, 3]}, "run": {"T": [1, 3]}}, "T: found 3; needs 1 to t_max = 2"),
-        ({"export": {"max_seq_len": [64, 16]}, "run": {"depth": [9], "n_gen": 6}}, "9 . 8 tokens"),
+        (
+            {"export": {"t_max": [2, 3]}, "run": {"T": [1, 3]}},
+            "T: found 3; needs 1 to t_max = 2",
+        ),
+        (
+            {"export": {"max_seq_len": [64, 16]}, "run": {"depth": [9], "n_gen": 6}},
+            "9 . 8 tokens",
+        ),
         ({"validate_ids": [1] * 17}, "17 tokens; needs at most max_seq_len = 16"),
     ],
 )
-def test_a_cell_that_no_bundle_could_run_is_refused_before_any_is(change, words, grid, tmp_path):
+def test_a_cell_that_no_bundle_could_run_is_refused_before_any_is(
+    change, words, grid, tmp_path
+):
     with pytest.raises(InputError, match=words):
-        sweep.sweep(sweep.make_grid(grid | change), root=tmp_path / "log", progress=False)
+        sweep.sweep(
+            sweep.make_grid(grid | change), root=tmp_path / "log", progress=False
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -236,7 +268,8 @@ def test_a_file_that_is_no_text_is_no_grid(tmp_path):
 
 def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(grid, tmp_path):
     with pytest.raises(
-        InputError, match=r"validate_ids of the grid: found 256; needs ids from 0 to 255"
+        InputError,
+        match=r"validate_ids of the grid: found 256; needs ids from 0 to 255",
     ):
         sweep.sweep(
             sweep.make_grid(grid | {"validate_ids": [1, 256]}),
@@ -246,18 +279,28 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(grid, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(grid, tmp_path, monkeypatch):
+def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(
+    grid, tmp_path, monkeypatch
+):
     monkeypatch.setattr(cell, "run_cell", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="needs a folder that can be written"):
-        sweep.sweep(sweep.make_grid(grid), root=tmp_path / "file" / "log", progress=False)
+        sweep.sweep(
+            sweep.make_grid(grid), root=tmp_path / "file" / "log", progress=False
+        )
 
 
 @pytest.mark.parametrize(
     ("root", "project"),
-    [("a/experiments/log", "a"), ("a/log", "a"), ("a/experiments/other", "a/experiments")],
+    [
+        ("a/experiments/log", "a"),
+        ("a/log", "a"),
+        ("a/experiments/other", "a/experiments"),
+    ],
 )
-def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(tmp_path, root, project):
+def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(
+    tmp_path, root, project
+):
     assert log.project(tmp_path / root) == tmp_path / project
     (tmp_path / project / "model").mkdir(parents=True)
     assert cell.find("model", tmp_path / root) == tmp_path / project / "model"
@@ -265,15 +308,26 @@ def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(tmp_path,
 
 def test_the_limit_on_kl_is_the_grid_s_and_changing_it_measures_nothing(swept, grid):
     folder, _ = swept
-    (logged,) = log.load("runs", root=folder / "log").dropna(subset="verdict").to_dict("records")
+    (logged,) = (
+        log.load("runs", root=folder / "log")
+        .dropna(subset="verdict")
+        .to_dict("records")
+    )
     gates = {g["name"]: g["verdict"] for g in json.loads(logged["config"])["gates"]}
-    assert {gates[name] for name in ("weights", "program", "host", "max_kl", "budget")} == {"GREEN"}
+    assert {
+        gates[name] for name in ("weights", "program", "host", "max_kl", "budget")
+    } == {"GREEN"}
     found = sweep.configurations(sweep.make_grid(grid), folder / "log")
     assert set(found["verdict"]) == {"GREEN"} and (found["kl_mean"] > 0).all()
     strict = grid | {"max_kl": float(found["kl_mean"].min()) / 2}
-    assert set(sweep.configurations(sweep.make_grid(strict), folder / "log")["verdict"]) == {"RED"}
+    assert set(
+        sweep.configurations(sweep.make_grid(strict), folder / "log")["verdict"]
+    ) == {"RED"}
     counts = sweep.sweep(
-        sweep.make_grid(strict), root=folder / "log", bundles=folder / "bundles", progress=False
+        sweep.make_grid(strict),
+        root=folder / "log",
+        bundles=folder / "bundles",
+        progress=False,
     )
     assert (counts["done"], counts["resumed"]) == (0, 2)
 

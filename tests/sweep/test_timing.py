@@ -26,7 +26,9 @@ def test_samples_hold_every_call_and_their_parts_add_up(decoder):
         and calls["warmup"].sum() == 2 * timing.WARMUP_CALLS
     )
     parts = (
-        samples[samples["phase"].isin(["layer", "head", "host"])].groupby("order")["value"].sum()
+        samples[samples["phase"].isin(["layer", "head", "host"])]
+        .groupby("order")["value"]
+        .sum()
     )
     assert np.allclose(parts, calls.set_index("order")["value"])
     rates = samples[samples["phase"] == "tokens_per_s"]["value"]
@@ -39,11 +41,16 @@ def test_sequences_follow_until_the_tokens_and_the_seconds_are_through(decoder):
     calls = samples[(samples["phase"] == "call") & ~samples["warmup"]]
     assert len(calls) == 16 and calls["repetition"].nunique() == 4
     layers = samples[samples["phase"] == "layer"]
-    assert set(layers["repetition"]) == {0}  # steps of the sequences that were asked for by number
+    assert set(layers["repetition"]) == {
+        0
+    }  # steps of the sequences that were asked for by number
     assert (samples["phase"] == "tokens_per_s").sum() == 4
     samples = timing.measure_speed(decoder, n_gen=4, repetitions=1, min_seconds=0.5)
     calls = samples[samples["phase"] == "call"]
-    assert calls["elapsed_s"].is_monotonic_increasing and 0.5 <= calls["elapsed_s"].max() < 10
+    assert (
+        calls["elapsed_s"].is_monotonic_increasing
+        and 0.5 <= calls["elapsed_s"].max() < 10
+    )
     assert (calls["value"] <= 1e3 * calls["elapsed_s"].diff().fillna(1)).all()
 
 
@@ -53,7 +60,10 @@ def test_a_long_run_says_how_hot_the_machine_was_on_the_way(decoder, monkeypatch
     monkeypatch.setattr(timing, "PRESSURE_EVERY_S", 0)
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=5, min_seconds=1e-3)
     hot = samples[samples["phase"] == "thermal_pressure"]
-    assert hot["value"].tolist() == [0, 0, 1, 2] and hot["elapsed_s"].is_monotonic_increasing
+    assert (
+        hot["value"].tolist() == [0, 0, 1, 2]
+        and hot["elapsed_s"].is_monotonic_increasing
+    )
     assert set(hot["unit"]) == {"level"}
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
     assert "thermal_pressure" not in set(samples["phase"])
@@ -72,10 +82,14 @@ def test_a_device_ramps_up_before_anything_is_timed(llama_bundle, monkeypatch):
 
 
 @pytest.mark.shim
-def test_cpu_time_of_the_parts_adds_up_and_only_core_ml_has_its_own(decoder, llama_bundle):
+def test_cpu_time_of_the_parts_adds_up_and_only_core_ml_has_its_own(
+    decoder, llama_bundle
+):
     native = Decoder(llama_bundle, "stand-in")
     for model in (decoder, native):
-        samples = timing.measure_speed(model, n_gen=4, T=2, repetitions=1).set_index("order")
+        samples = timing.measure_speed(model, n_gen=4, T=2, repetitions=1).set_index(
+            "order"
+        )
         calls = samples[samples["phase"] == "call"]
         parts = samples[samples["phase"].isin(["layer", "head", "host"])]
         assert np.allclose(parts["cpu_ms"].groupby(level=0).sum(), calls["cpu_ms"])
@@ -87,9 +101,15 @@ def test_cpu_time_of_the_parts_adds_up_and_only_core_ml_has_its_own(decoder, lla
         if model is decoder:
             assert samples["native_ms"].isna().all() and table["native_ms"].isna().all()
             continue
-        assert (steps["native_ms"] > 0).all() and (steps["native_ms"] < steps["value"]).all()
-        assert np.allclose(steps["native_ms"].groupby(level=0).sum(), calls["native_ms"])
-        assert (table["native_ms"] > 0).all() and (table["native_ms"] < table["layer_ms"]).all()
+        assert (steps["native_ms"] > 0).all() and (
+            steps["native_ms"] < steps["value"]
+        ).all()
+        assert np.allclose(
+            steps["native_ms"].groupby(level=0).sum(), calls["native_ms"]
+        )
+        assert (table["native_ms"] > 0).all() and (
+            table["native_ms"] < table["layer_ms"]
+        ).all()
 
 
 @pytest.mark.shim
@@ -98,13 +118,17 @@ def test_a_routed_layer_s_native_time_holds_that_of_its_experts(exports):
     decoder = Decoder(bundle, "stand-in")
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
     routers = [model.last_native_ms for model in decoder.layers]
-    last = samples[(samples["phase"] == "layer") & (samples["order"] == samples["order"].max())]
+    last = samples[
+        (samples["phase"] == "layer") & (samples["order"] == samples["order"].max())
+    ]
     experts = np.array(last["native_ms"], float) - routers
     assert (experts > 0).any() and (experts >= -1e-9).all()
 
 
 def test_a_layer_of_a_shard_of_several_gets_its_share(exports, tiny_llama):
-    decoder = Decoder(exports.bundle(tiny_llama.path, layers_per_shard=2), "portable", fast=True)
+    decoder = Decoder(
+        exports.bundle(tiny_llama.path, layers_per_shard=2), "portable", fast=True
+    )
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
     table = timing.layer_table(samples, decoder)
     timed = (
@@ -116,7 +140,9 @@ def test_a_layer_of_a_shard_of_several_gets_its_share(exports, tiny_llama):
     assert np.allclose(table.groupby("shard")["layer_ms"].sum(), timed)
 
 
-@pytest.mark.parametrize(("wrong", "words"), [({"T": 9}, "t_max"), ({"depth": 30}, "max_seq_len")])
+@pytest.mark.parametrize(
+    ("wrong", "words"), [({"T": 9}, "t_max"), ({"depth": 30}, "max_seq_len")]
+)
 def test_what_cannot_be_measured_is_refused(decoder, wrong, words):
     with pytest.raises(InputError, match=words):
         timing.measure_speed(decoder, **wrong)
@@ -126,7 +152,9 @@ def test_the_profile_books_every_operation_once(decoder):
     profile = timing.profile(decoder, calls=2)
     assert set(profile["part"]) == {"attention", "mlp", "rest"}
     assert set(profile["layer"]) == {0, 1, 2, 3} and (profile["ms"] > 0).all()
-    kinds = {step.op.kind for model in decoder.layers for step in model.executable.body.steps}
+    kinds = {
+        step.op.kind for model in decoder.layers for step in model.executable.body.steps
+    }
     assert set(profile["op"]) == kinds
     assert all(model.hook is None for model in decoder.layers)
 
@@ -141,7 +169,10 @@ def test_the_probe_is_part_of_attention(decoder):
 
 
 def test_bench_rows_keep_raw_samples_and_say_how_many_times_better():
-    assert stopwatch.bench_row("t", [1.0, 2.0, 9.0], "ms", "p", [4.0, 6.0, 5.0])["ratio"] == 2.5
+    assert (
+        stopwatch.bench_row("t", [1.0, 2.0, 9.0], "ms", "p", [4.0, 6.0, 5.0])["ratio"]
+        == 2.5
+    )
     rate = stopwatch.bench_row("r", [30.0], "tok/s", "p", [10.0])
     assert rate["ratio"] == 3 and rate["samples"] == [30.0] and rate["n"] == 1
 
@@ -150,5 +181,7 @@ def test_routed_experts_read_one_expert_s_bytes(exports):
     path = exports.checkpoint("zaya")
     rows = decode.moe(lambda kind: exports.bundle(path, moe=kind), rounds=1, calls=1)
     by_name = {r["name"]: r for r in rows}
-    assert np.isclose(by_name["moe_bytes_per_token"]["ratio"], 4)  # experts of the tiny checkpoint
+    assert np.isclose(
+        by_name["moe_bytes_per_token"]["ratio"], 4
+    )  # experts of the tiny checkpoint
     assert by_name["moe_ms_per_token"]["value"] > 0

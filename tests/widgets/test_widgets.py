@@ -48,7 +48,10 @@ def root(tmp_path_factory):
     made.check()
     counts = list(dict.fromkeys(label[:6] for label in labels if label))
     assert counts == [f"{done} of 5" for done in range(6)]
-    assert "ms per layer" in made.message.value and made.job.run.description == "Nothing is missing"
+    assert (
+        "ms per layer" in made.message.value
+        and made.job.run.description == "Nothing is missing"
+    )
     return folder
 
 
@@ -68,16 +71,23 @@ def test_a_moved_slider_changes_the_plot_s_data(explorer):
     picture = explorer.picture.png
     explorer.controls["T"].value = 2
     explorer.check()
-    assert set(explorer.rows["T"]) == {2} and explorer.figure.axes[0].get_title("left").endswith(
-        "T = 2"
+    assert set(explorer.rows["T"]) == {2} and explorer.figure.axes[0].get_title(
+        "left"
+    ).endswith("T = 2")
+    np.testing.assert_allclose(
+        mesh(explorer).ravel(), (1 - explorer.rows["cosine"]).clip(1e-6)
     )
-    np.testing.assert_allclose(mesh(explorer).ravel(), (1 - explorer.rows["cosine"]).clip(1e-6))
     assert explorer.picture.png != picture and explorer.picture.png[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
     ("control", "value"),
-    [("tensor", "k"), ("tensor", "logits"), ("metric", "psnr_db"), ("metric", "max_abs")],
+    [
+        ("tensor", "k"),
+        ("tensor", "logits"),
+        ("metric", "psnr_db"),
+        ("metric", "max_abs"),
+    ],
 )
 def test_every_tensor_and_metric_is_drawn(explorer, control, value):
     before = explorer.picture.png
@@ -90,8 +100,13 @@ def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explor
     before = explorer.rows
     explorer.controls["max_seq_len"].value = 32
     explorer.check()
-    assert "heatmap is of max_seq_len 16; press Run to measure 32" in explorer.message.value
-    assert len(explorer.rows) == len(before) and set(explorer.rows["max_seq_len"]) == {16}
+    assert (
+        "heatmap is of max_seq_len 16; press Run to measure 32"
+        in explorer.message.value
+    )
+    assert len(explorer.rows) == len(before) and set(explorer.rows["max_seq_len"]) == {
+        16
+    }
     assert all(ax.axison for ax in explorer.figure.axes)  # no blank panel
 
 
@@ -116,9 +131,12 @@ def test_every_cell_has_its_figures_for_the_pointer(explorer):
     rows = explorer.rows.set_index(["layer", "position"])
     for layer, position in rows.index:
         row, text = rows.loc[(layer, position)], cells["texts"][layer][position]
-        assert text.startswith(f"layer {layer}, position {position} “{explorer.tokens[position]}”")
+        assert text.startswith(
+            f"layer {layer}, position {position} “{explorer.tokens[position]}”"
+        )
         assert (
-            f"T = 1: relative error {row['error']:.4g}, 1 − cosine {1 - row['cosine']:.4g}" in text
+            f"T = 1: relative error {row['error']:.4g}, 1 − cosine {1 - row['cosine']:.4g}"
+            in text
         )
         assert f"{row['error'] / row['budget']:.3g} × budget" in text
     left, top, right, bottom = cells["box"]
@@ -135,13 +153,24 @@ def test_the_scale_spans_the_data_or_stays(explorer):
     fixed = explorer.figure.axes[0].collections[0].norm
     explorer.controls["scale"].value = "data"
     explorer.check()
-    data, values = explorer.figure.axes[0].collections[0].norm, 1 - explorer.rows["cosine"]
+    data, values = (
+        explorer.figure.axes[0].collections[0].norm,
+        1 - explorer.rows["cosine"],
+    )
     assert (fixed.vmin, fixed.vmax) == (1e-6, 1e-1)
-    assert fixed.vmin < data.vmin <= values.min() and values.max() <= data.vmax < fixed.vmax
+    assert (
+        fixed.vmin < data.vmin <= values.min()
+        and values.max() <= data.vmax < fixed.vmax
+    )
     explorer.controls["metric"].value = "psnr_db"
     explorer.check()
     data = explorer.figure.axes[0].collections[0].norm
-    assert data.vmin < explorer.rows["psnr_db"].min() < explorer.rows["psnr_db"].max() < data.vmax
+    assert (
+        data.vmin
+        < explorer.rows["psnr_db"].min()
+        < explorer.rows["psnr_db"].max()
+        < data.vmax
+    )
 
 
 def test_the_difference_to_one_token_a_call_is_that_of_the_log(explorer):
@@ -156,13 +185,18 @@ def test_the_difference_to_one_token_a_call_is_that_of_the_log(explorer):
     assert f"; at T = 1: {1 - first[0, 1]:.4g}" in explorer.picture.cells["texts"][0][1]
     explorer.controls["tensor"].value = "logits"
     explorer.check()
-    assert explorer.controls["show"].disabled and set(explorer.rows["mode"]) == {"chained"}
+    assert explorer.controls["show"].disabled and set(explorer.rows["mode"]) == {
+        "chained"
+    }
 
 
 def test_a_control_with_one_stop_is_a_text(explorer):
     shown = {n for n, c in explorer.controls.items() if c.layout.display != "none"}
     assert shown == {"max_seq_len", "T", "tensor", "metric", "show", "scale"}
-    assert "precision: declared" in explorer.settled.value and "T:" not in explorer.settled.value
+    assert (
+        "precision: declared" in explorer.settled.value
+        and "T:" not in explorer.settled.value
+    )
 
 
 def test_a_picture_has_two_dots_for_each_pixel_it_is_shown_at(explorer):
@@ -179,7 +213,9 @@ def test_a_click_on_a_cell_shows_the_split_of_its_layer(explorer):
     explorer.picture.clicked = [x / wide, 1 - y / high]
     explorer.check()
     assert explorer.cell == (3, 2)
-    assert "error of layer 3, split" in [ax.get_title("left") for ax in explorer.figure.axes]
+    assert "error of layer 3, split" in [
+        ax.get_title("left") for ax in explorer.figure.axes
+    ]
     assert "quantization" in explorer.split.value
 
 
@@ -207,21 +243,30 @@ def test_cancel_keeps_what_was_finished(root, tmp_path):
     done, made.job.steps = [], lambda: steps
     made.job.start()
     made.job.thread.join()
-    assert done == [1] and "cancelled" in made.job.label.value and made.job.cancel.disabled
+    assert (
+        done == [1] and "cancelled" in made.job.label.value and made.job.cancel.disabled
+    )
 
 
 def test_nothing_is_drawn_after_a_job_says_that_it_is_cancelled(root, tmp_path):
     """A message written after "cancelled", such as that of Save, would be overwritten."""
     made = Explorer(PART, root=tmp_path / "experiments" / "log")
     labels, steps = [], [("one", 1, made.job.cancel.click), ("two", 1, lambda: None)]
-    made.job.steps, made.job.finish = lambda: steps, lambda: labels.append(made.job.label.value)
+    made.job.steps, made.job.finish = (
+        lambda: steps,
+        lambda: labels.append(made.job.label.value),
+    )
     made.job.start()
     made.job.thread.join()
     assert labels == ["1 of 2: one"] and "cancelled" in made.job.label.value
 
 
 def test_cancel_kills_the_process_that_a_step_waits_for(root, tmp_path, monkeypatch):
-    made, ask, children = Explorer(PART, root=tmp_path / "experiments" / "log"), process._ask, []
+    made, ask, children = (
+        Explorer(PART, root=tmp_path / "experiments" / "log"),
+        process._ask,
+        [],
+    )
     monkeypatch.setattr(
         process, "_ask", lambda child, job: children.append(child) or ask(child, job)
     )
@@ -232,7 +277,9 @@ def test_cancel_kills_the_process_that_a_step_waits_for(root, tmp_path, monkeypa
     made.job.thread.join()
     assert [child.returncode for child in children] == [-signal.SIGKILL]
     made.check()
-    assert "cancelled" in made.job.label.value and not len(log.load("runs", root=made.root))
+    assert "cancelled" in made.job.label.value and not len(
+        log.load("runs", root=made.root)
+    )
 
 
 def test_all_that_is_shown_is_saved_as_a_log_row_and_files(explorer):
@@ -242,13 +289,18 @@ def test_all_that_is_shown_is_saved_as_a_log_row_and_files(explorer):
     exhibits = log.load("exhibits", root=explorer.root)
     assert list(exhibits["name"]) == [name, f"{name}-split", f"{name}-speed"]
     assert list(exhibits["plot"]) == ["fidelity_heatmap", "layer_parts", "speed"]
-    assert exhibits["run_id"].nunique() == 1 and all(p.stat().st_size > 100 for p in paths)
+    assert exhibits["run_id"].nunique() == 1 and all(
+        p.stat().st_size > 100 for p in paths
+    )
 
 
 def test_an_error_in_a_callback_is_kept_shown_and_raised(explorer):
     explorer.tables["fidelity"] = None
     explorer.controls["T"].value = 2
-    assert "TypeError" in explorer.message.value and "workbench-error" in explorer.message.value
+    assert (
+        "TypeError" in explorer.message.value
+        and "workbench-error" in explorer.message.value
+    )
     with pytest.raises(TypeError):
         explorer.check()
 
@@ -267,9 +319,9 @@ def test_an_error_in_a_job_ends_it_and_shows(explorer):
 def test_compare_shows_what_differs_between_two_runs(root):
     compare = Compare(root=root)
     compare.check()
-    assert "<td>precision</td>" in compare.settings.value and compare.figure.axes[0].get_title(
-        "left"
-    ).startswith("B against A")
+    assert "<td>precision</td>" in compare.settings.value and compare.figure.axes[
+        0
+    ].get_title("left").startswith("B against A")
     compare.controls["A"].value = compare.controls["B"].value
     compare.check()
     assert {text.get_text() for text in compare.figure.axes[0].texts} == {"1×"}
@@ -280,17 +332,27 @@ def test_compare_names_better_and_worse_and_no_identities(root):
     assert {label.split(",")[0] for label, _ in compare.controls["A"].options} != {""}
     assert all("2026" not in label for label, _ in compare.controls["A"].options)
     assert "bundle_hash" not in compare.settings.value
-    words = {text.get_text().rpartition(" ")[2] for text in compare.figure.axes[0].texts}
-    assert words and words <= {"better", "worse"} and compare.figure.axes[0].get_xscale() == "log"
+    words = {
+        text.get_text().rpartition(" ")[2] for text in compare.figure.axes[0].texts
+    }
+    assert (
+        words
+        and words <= {"better", "worse"}
+        and compare.figure.axes[0].get_xscale() == "log"
+    )
 
 
 def test_html_of_nbconvert_keeps_a_picture_of_a_widget(explorer, capture_display):
     still, box = capture_display(explorer)
     assert box["application/vnd.jupyter.widget-view+json"]
     cell = nbformat.v4.new_code_cell("explorer")
-    cell.outputs = [nbformat.v4.new_output("display_data", data=d) for d in (still, box)]
+    cell.outputs = [
+        nbformat.v4.new_output("display_data", data=d) for d in (still, box)
+    ]
     body, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
-    (image,) = re.findall(r'<img [^>]*class="workbench-still"[^>]*base64,([^"]*)"', body)
+    (image,) = re.findall(
+        r'<img [^>]*class="workbench-still"[^>]*base64,([^"]*)"', body
+    )
     assert base64.b64decode(image) == explorer.picture.png
 
 
@@ -318,7 +380,11 @@ def test_planner_says_memory_speed_and_which_rules_the_exported_graph_breaks(tmp
     planner = Planner(DATA / "tiny-llama", bundles=tmp_path)
     planner.check()
     before, said = planner.picture.png, planner.message.value
-    assert "fits in 16 GiB" in said and "tok/s at T = 1, " in said and "Not measured" in said
+    assert (
+        "fits in 16 GiB" in said
+        and "tok/s at T = 1, " in said
+        and "Not measured" in said
+    )
     planner.controls["chip"].value = "M1"
     assert planner.message.value != said
     planner.controls["max_seq_len"].value = 64
@@ -350,7 +416,9 @@ def test_rows_of_another_runtime_are_shown_and_measured_once(tmp_path, monkeypat
     explorer.job.run.click()
     explorer.job.thread.join()
     explorer.check()
-    rows = log.load("runs", root=tmp_path / "experiments" / "log").query("command == 'sweep'")
+    rows = log.load("runs", root=tmp_path / "experiments" / "log").query(
+        "command == 'sweep'"
+    )
     assert sorted(rows["runtime"]) == ["portable", "portable", "stand-in"]
     for runtime, precision in (
         ("stand-in", "exact"),

@@ -1,2 +1,2 @@
-"""Runs and checks stateful packages of other exporters, which a small file, `foreign.yaml`,
-describes."""
+"""Runs and checks stateful packages of other exporters, which a small file,
+`foreign.yaml`, describes."""

@@ -1,4 +1,5 @@
-"""Runs adopted packages through the interface that all gates use: `begin`, `advance`, `kv`."""
+"""Runs adopted packages through the interface that all gates use: `begin`, `advance`,
+`kv`."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +10,14 @@ import numpy as np
 import torch
 
 from workbench.adopt import fit, schema
-from workbench.adopt.arrays import DIMS, arrange, mask, named, row_positions, write_columns
+from workbench.adopt.arrays import (
+    DIMS,
+    arrange,
+    mask,
+    named,
+    row_positions,
+    write_columns,
+)
 from workbench.adopt.folder import Adopted, largest_tile
 from workbench.adopt.schema import Function, Input
 from workbench.check import golden
@@ -25,8 +33,8 @@ EMBEDDING = "embedding"  # name of the embedding table among the packages' weigh
 
 @dataclass
 class Result:
-    """The outputs of a call of T tokens: `logits` [T, V], or the `top` token [T] and its logit
-    `value` [T] if the package contains the argmax, or None."""
+    """The outputs of a call of T tokens: `logits` [T, V], or the `top` token [T] and
+    its logit `value` [T] if the package contains the argmax, or None."""
 
     logits: np.ndarray | None = None
     top: np.ndarray | None = None
@@ -37,8 +45,8 @@ class Adapter:
     """Runs adopted packages.
 
     Args:
-        adopted: the opened folder; its checkpoint is needed if the host looks up embeddings or
-            computes rope tables.
+        adopted: the opened folder; its checkpoint is needed if the host looks up
+            embeddings or computes rope tables.
         runtime, precision, compute_units: as in `Decoder`.
     """
 
@@ -53,13 +61,17 @@ class Adapter:
         self.checkpoint, self.stateful = adopted.checkpoint, adopted.stateful
         self.runtime, self.precision = resolve(runtime), precision
         self.portable = named_runtime(self.runtime)[0] == "portable"
-        self.how = dict(runtime=self.runtime, precision=precision, compute_units=compute_units)
+        self.how = dict(
+            runtime=self.runtime, precision=precision, compute_units=compute_units
+        )
         self.models: dict[tuple[int, str | None], object] = {}
         self.context = self.foreign.context
         for index, part in enumerate(self.foreign.parts):
             for function in part.functions:
                 self.model(index, function)
-        self.layers = sorted(set().union(*(state.layers for state in self.foreign.states)))
+        self.layers = sorted(
+            set().union(*(state.layers for state in self.foreign.states))
+        )
 
     def model(self, part: int, function: Function):
         """The loaded function of a part."""
@@ -70,33 +82,42 @@ class Adapter:
         return self.models[key]
 
     def functions(self, T: int, start: int) -> list[Function] | None:
-        """The function of every part with a state for T tokens at `start`; None if a part has
-        none."""
+        """The function of every part with a state for T tokens at `start`; None if a
+        part has none."""
         chosen = []
         for index in self.stateful:
-            fitting = (f for f in self.foreign.parts[index].functions if self._fits(f, T, start))
+            fitting = (
+                f
+                for f in self.foreign.parts[index].functions
+                if self._fits(f, T, start)
+            )
             chosen.append(next(fitting, None))
         return None if None in chosen else chosen
 
     def _fits(self, f: Function, T: int, start: int) -> bool:
-        inside = f.first <= start and start + T <= min(f.until or self.context, self.context)
+        inside = f.first <= start and start + T <= min(
+            f.until or self.context, self.context
+        )
         return inside and f.t_min <= T <= f.t_max
 
     @cached_property
     def tiles(self) -> list[int]:
-        """The T of the gates' calls: 1 to 4, and the smallest and largest of every function, at
-        most `LARGEST_TILE` if T varies."""
+        """The T of the gates' calls: 1 to 4, and the smallest and largest of every
+        function, at most `LARGEST_TILE` if T varies."""
         ends, starts = {1, 2, 3, 4}, {0}
         for part in self.foreign.parts:
             starts.update(f.first for f in part.functions)
         for index in self.stateful:
             for f in self.foreign.parts[index].functions:
                 ends |= {f.t_min, largest_tile(f)}
-        return sorted(T for T in ends if any(self.functions(T, start) for start in starts))
+        return sorted(
+            T for T in ends if any(self.functions(T, start) for start in starts)
+        )
 
     def plan(self, count: int, T: int, start: int = 0, logits: str = "") -> list[int]:
-        """Sizes of consecutive calls for `count` tokens from `start` on: T if a function takes it,
-        else the largest smaller size. `logits` is the `last` or `every` call that must give logits.
+        """Sizes of consecutive calls for `count` tokens from `start` on: T if a
+        function takes it, else the largest smaller size. `logits` is the `last` or
+        `every` call that must give logits.
 
         Raises:
             InputError: no function takes the remaining tokens.
@@ -121,7 +142,8 @@ class Adapter:
         return sizes
 
     def begin(self) -> dict:
-        """A fresh state: one for all parts that share it, and one for each other part."""
+        """A fresh state: one for all parts that share it, and one for each other
+        part."""
         state = {}
         for index in self.stateful:
             owner = self.owner(index)
@@ -133,7 +155,8 @@ class Adapter:
         return state
 
     def owner(self, part: int) -> int | None:
-        """The key of a part's state in `begin`: the part, or None for the shared state."""
+        """The key of a part's state in `begin`: the part, or None for the shared
+        state."""
         own = any(state.part == part for state in self.foreign.states)
         return part if own else None
 
@@ -148,9 +171,11 @@ class Adapter:
             return self.result(self.run_heads(by_kind, ids, start))
         return Result()
 
-    def run_body(self, state: dict, ids, start: int) -> tuple[dict[str, list], Function]:
-        """Runs the parts up to the last one with a state; returns their outputs [T, …] by kind, and
-        that part's function."""
+    def run_body(
+        self, state: dict, ids, start: int
+    ) -> tuple[dict[str, list], Function]:
+        """Runs the parts up to the last one with a state; returns their outputs [T, …]
+        by kind, and that part's function."""
         ids, T = np.asarray(ids, np.int64), len(ids)
         if self.adopted.vocabulary:
             checks.token_ids(ids, self.adopted.vocabulary)
@@ -158,7 +183,9 @@ class Adapter:
         if chosen is None:
             actual = f"{T} tokens at position {start}"
             step = f"see functions in {schema.FILE}"
-            raise InputError("call", actual, "a number that a function takes there", step)
+            raise InputError(
+                "call", actual, "a number that a function takes there", step
+            )
         functions, self.ms = dict(zip(self.stateful, chosen, strict=True)), []
         by_kind = {"hidden": [self.embed(ids)]} if self.host_embeds else {}
         for index in range(self.stateful[-1] + 1):
@@ -174,18 +201,22 @@ class Adapter:
             by_kind = _joined(by_kind, outputs, hidden)
         return by_kind, chosen[-1]
 
-    def run_heads(self, by_kind: dict[str, list], ids: Sequence[int], start: int) -> dict:
+    def run_heads(
+        self, by_kind: dict[str, list], ids: Sequence[int], start: int
+    ) -> dict:
         """Runs the parts after the last one with a state."""
         ids = np.asarray(ids, np.int64)
         for index in range(self.stateful[-1] + 1, len(self.foreign.parts)):
             hidden = by_kind["hidden"][0]
-            by_kind = _joined(by_kind, self._in_columns(index, ids, hidden, start), hidden)
+            by_kind = _joined(
+                by_kind, self._in_columns(index, ids, hidden, start), hidden
+            )
         return by_kind
 
     @staticmethod
     def result(pieces: dict[str, list[np.ndarray]]) -> Result:
-        """The slices of logits joined, or of the slices' top tokens the one with the largest
-        logit."""
+        """The slices of logits joined, or of the slices' top tokens the one with the
+        largest logit."""
         if "logits" in pieces:
             return Result(logits=np.concatenate(pieces["logits"], axis=1))
         if "top" not in pieces:
@@ -195,15 +226,22 @@ class Adapter:
             return Result(top=tops[:, 0])
         values = np.concatenate(pieces["top_value"], axis=1)
         best = values.argmax(1)[:, None]
-        top, value = (np.take_along_axis(array, best, 1)[:, 0] for array in (tops, values))
+        top, value = (
+            np.take_along_axis(array, best, 1)[:, 0] for array in (tops, values)
+        )
         return Result(top=top, value=value)
 
-    def _in_columns(self, index: int, ids, hidden, start: int) -> dict[str, list[np.ndarray]]:
-        """Runs a part without a state over all tokens, in as many calls as its functions need; a
-        call with more columns than tokens remain is padded with copies of the last token."""
+    def _in_columns(
+        self, index: int, ids, hidden, start: int
+    ) -> dict[str, list[np.ndarray]]:
+        """Runs a part without a state over all tokens, in as many calls as its
+        functions need; a call with more columns than tokens remain is padded with
+        copies of the last token."""
         functions = self.foreign.parts[index].functions
         smallest = min(functions, key=lambda f: f.t_min)
-        pieces: dict[str, list[list]] = {}  # kind → for each output its arrays, one per call
+        pieces: dict[
+            str, list[list]
+        ] = {}  # kind → for each output its arrays, one per call
         done = 0
         while done < len(ids):
             left = len(ids) - done
@@ -218,16 +256,25 @@ class Adapter:
                 for array, value in zip(arrays, values, strict=True):
                     array.append(value[: min(size, left)])
             done += min(size, left)
-        return {kind: list(map(np.concatenate, arrays)) for kind, arrays in pieces.items()}
+        return {
+            kind: list(map(np.concatenate, arrays)) for kind, arrays in pieces.items()
+        }
 
-    def _call(self, index: int, function: Function, raw, ids, hidden, start: int) -> dict:
-        """The outputs of one call of a part by kind, each with the axis of tokens first."""
+    def _call(
+        self, index: int, function: Function, raw, ids, hidden, start: int
+    ) -> dict:
+        """The outputs of one call of a part by kind, each with the axis of tokens
+        first."""
         part = self.foreign.parts[index]
         model = self.model(index, function)
         feeds = {}
         for name, kind in model.program.inputs.items():
-            value = self.feed(part.inputs[name], model.program, name, ids, hidden, start)
-            feeds[name] = value.astype(np.int32 if kind.dtype.startswith("INT") else np.float32)
+            value = self.feed(
+                part.inputs[name], model.program, name, ids, hidden, start
+            )
+            feeds[name] = value.astype(
+                np.int32 if kind.dtype.startswith("INT") else np.float32
+            )
         outputs, by_kind = model.predict(feeds, raw), {}
         for name, entry in part.outputs.items():
             silent = entry.kind != "hidden" and not function.logits
@@ -244,7 +291,9 @@ class Adapter:
             by_kind.setdefault(entry.kind, []).append(value)
         return by_kind
 
-    def feed(self, entry: Input, program, name: str, ids, hidden, start: int) -> np.ndarray:
+    def feed(
+        self, entry: Input, program, name: str, ids, hidden, start: int
+    ) -> np.ndarray:
         """The array of one input, in the package's axes."""
         T, kind = len(ids), entry.kind
         if kind == "constant":
@@ -267,7 +316,8 @@ class Adapter:
         return arrange(values[kind](), DIMS[kind], entry.axes)
 
     def kv(self, state: dict, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a layer, [H_kv, rows, D] each, in the order of the cache's rows."""
+        """Keys and values of a layer, [H_kv, rows, D] each, in the order of the cache's
+        rows."""
         rows = {}
         for entry in self.foreign.states:
             if layer in entry.layers:
@@ -284,9 +334,11 @@ class Adapter:
         return rows["k"].astype(np.float32), rows["v"].astype(np.float32)
 
     def positions(self, layer: int, count: int, end: int) -> np.ndarray:
-        """The position in each of the `count` cache rows of a layer after `end` tokens, −1 in an
-        empty row."""
-        rule = next(entry.rows for entry in self.foreign.states if layer in entry.layers)
+        """The position in each of the `count` cache rows of a layer after `end` tokens,
+        −1 in an empty row."""
+        rule = next(
+            entry.rows for entry in self.foreign.states if layer in entry.layers
+        )
         return row_positions(rule, count, end)
 
     def read(self, state: dict) -> dict[tuple, np.ndarray]:
@@ -303,7 +355,8 @@ class Adapter:
 
     @cached_property
     def reference(self):
-        """Hugging Face's model without weights: its rope and the scale of its embeddings."""
+        """Hugging Face's model without weights: its rope and the scale of its
+        embeddings."""
         if self.checkpoint is None:
             needed = "the configuration that rope tables and embeddings come from"
             step = f"give --checkpoint, or write it in {schema.FILE}"
@@ -313,7 +366,9 @@ class Adapter:
     @property
     def host_embeds(self) -> bool:
         """Whether the first part reads embeddings instead of token ids."""
-        return any(entry.kind == "hidden" for entry in self.foreign.parts[0].inputs.values())
+        return any(
+            entry.kind == "hidden" for entry in self.foreign.parts[0].inputs.values()
+        )
 
     @cached_property
     def table(self) -> np.ndarray:
@@ -350,13 +405,19 @@ class Adapter:
             sin = torch.cat([angles, angles], -1).sin()
         else:
             types = [entry.layer_type] if entry.layer_type else []
-            cos, sin = (t[0] for t in self.reference.rotary_emb(torch.zeros(1), positions, *types))
+            cos, sin = (
+                t[0]
+                for t in self.reference.rotary_emb(torch.zeros(1), positions, *types)
+            )
         width = cos.shape[-1] // (2 if entry.width == "half" else 1)
         return cos[:, :width].numpy(), sin[:, :width].numpy()
 
 
-def _joined(before: dict[str, list], outputs: dict[str, list], hidden) -> dict[str, list]:
-    """Outputs by kind of parts that run one after the other; the hidden states are the newest."""
+def _joined(
+    before: dict[str, list], outputs: dict[str, list], hidden
+) -> dict[str, list]:
+    """Outputs by kind of parts that run one after the other; the hidden states are the
+    newest."""
     kinds = {}
     for kind, values in outputs.items():
         kinds[kind] = before.get(kind, []) + values

@@ -1,5 +1,5 @@
-"""Arrays between the host and a package: axes by their letters, which row of a cache holds which
-position, masks and write addresses. No model is needed."""
+"""Arrays between the host and a package: axes by their letters, which row of a cache
+holds which position, masks and write addresses. No model is needed."""
 
 from collections.abc import Sequence
 
@@ -22,8 +22,8 @@ DIMS = {
 
 
 def arrange(value: np.ndarray, dims: str, axes: Sequence[Axis]) -> np.ndarray:
-    """`value` with the axes `dims` in the axes that a package declares; `E` is equal to `S`, and a
-    dim of size 1 may have no letter."""
+    """`value` with the axes `dims` in the axes that a package declares; `E` is equal to
+    `S`, and a dim of size 1 may have no letter."""
     letters = []
     for axis in axes:
         if isinstance(axis, str):
@@ -32,7 +32,10 @@ def arrange(value: np.ndarray, dims: str, axes: Sequence[Axis]) -> np.ndarray:
     dims = [dim for dim in dims if dim in letters]
     value = value.transpose([dims.index(letter) for letter in letters])
     sizes = iter(value.shape)
-    shape, target = [], []  # with size 1, and with the declared size, on axes without a letter
+    shape, target = (
+        [],
+        [],
+    )  # with size 1, and with the declared size, on axes without a letter
     for axis in axes:
         size = next(sizes) if isinstance(axis, str) else 1
         shape.append(size)

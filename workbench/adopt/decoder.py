@@ -1,4 +1,5 @@
-"""A `Decoder` of adopted packages, and functions that open bundles or adopted packages."""
+"""A `Decoder` of adopted packages, and functions that open bundles or adopted
+packages."""
 
 import time
 from collections.abc import Sequence
@@ -20,12 +21,12 @@ from workbench.runtime import named
 
 
 class AdoptedDecoder(Decoder):
-    """Runs one sequence through adopted packages: `begin`, `prefill`, `decode_one_token`, `stream`,
-    `advance` and `logits` as in `Decoder`. Snapshots are the adapter's own.
+    """Runs one sequence through adopted packages: `begin`, `prefill`,
+    `decode_one_token`, `stream`, `advance` and `logits` as in `Decoder`. Snapshots are
+    the adapter's own.
 
-    If the packages contain the argmax, `gives_logits` is False and the logits of all tokens but the
-    top one are −inf.
-    """
+    If the packages contain the argmax, `gives_logits` is False and the logits of all
+    tokens but the top one are −inf."""
 
     def __init__(
         self,
@@ -42,7 +43,9 @@ class AdoptedDecoder(Decoder):
         self.runtime, self.fault = named(self.adapter.runtime)
         self.precision, self.fast = precision, False
         self.compute_units, self.hints = compute_units, {}
-        self.layers = [SimpleNamespace(shard=s, loading_ms={}) for s in bundle.shards("layers")]
+        self.layers = [
+            SimpleNamespace(shard=s, loading_ms={}) for s in bundle.shards("layers")
+        ]
         self.heads: list = []
         outputs = []
         for part in bundle.foreign.parts:
@@ -55,13 +58,19 @@ class AdoptedDecoder(Decoder):
         """Starts a fresh sequence."""
         if any(s is not None for s in np.ravel(snapshot)):
             step = "begin a fresh sequence, or run: workbench reuse FOLDER"
-            raise InputError("snapshot", "one to continue", "none of adopted packages", step)
+            raise InputError(
+                "snapshot", "one to continue", "none of adopted packages", step
+            )
         self.run, self.times = object(), Times()
-        self.state, self.ids, self.offsets = self.adapter.begin(), [[]], np.zeros(1, int)
+        self.state, self.ids, self.offsets = (
+            self.adapter.begin(),
+            [[]],
+            np.zeros(1, int),
+        )
 
     def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
-        """Runs every package up to the last with a state over `chunk[0]`; returns hidden states
-        [1, C, T], or logits [1, V, T] if no package follows."""
+        """Runs every package up to the last with a state over `chunk[0]`; returns
+        hidden states [1, C, T], or logits [1, V, T] if no package follows."""
         (ids,), start = chunk, int(self.offsets[0])
         by_kind, function = self.adapter.run_body(self.state, ids, start)
         for ms, cpu_ms in self.adapter.ms:
@@ -78,8 +87,8 @@ class AdoptedDecoder(Decoder):
         return self._scores(by_kind).T[None]
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
-        """Logits [1, T, V] from the result of `advance` [1, X, T]; nan if the call's function gives
-        none."""
+        """Logits [1, T, V] from the result of `advance` [1, X, T]; nan if the call's
+        function gives none."""
         start = time.perf_counter()
         cpu_start = time.thread_time()
         rows = hidden[0].T
@@ -102,7 +111,9 @@ class AdoptedDecoder(Decoder):
         scores[np.arange(len(result.top)), result.top] = values
         return scores
 
-    def sizes(self, count: int, tile: int | None = None, logits: str = "last") -> list[int]:
+    def sizes(
+        self, count: int, tile: int | None = None, logits: str = "last"
+    ) -> list[int]:
         """The sizes of the calls that continue the sequence by `count` tokens."""
         tile = tile or self.options.t_max
         return self.adapter.plan(count, tile, int(self.offsets[0]), logits)
@@ -111,7 +122,8 @@ class AdoptedDecoder(Decoder):
         return len(self.adapter.plan(count, self.options.t_max, 0, "last"))
 
     def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
-        """Continues the sequence by its prompt in the largest calls; logits [V] of its end."""
+        """Continues the sequence by its prompt in the largest calls; logits [V] of its
+        end."""
         (prompt,), done = self._prompts(ids), 0
         for size in self.sizes(len(prompt), tile and int(np.max(tile))):
             hidden = self.advance([prompt[done : done + size]], size)

@@ -3,21 +3,31 @@
 from collections.abc import Sequence
 
 import miltorch
-from workbench.adopt.schema import FILE, INPUT_AXES, Axis, Foreign, Function, Part, State
+from workbench.adopt.schema import (
+    FILE,
+    INPUT_AXES,
+    Axis,
+    Foreign,
+    Function,
+    Part,
+    State,
+)
 from workbench.errors import InputError
 
 UNBOUNDED = 1 << 31
 
 
 def sizes(program: miltorch.Program, name: str) -> list[Sequence[int]]:
-    """The allowed sizes of each axis of an input: one, a range, or those of the enumerated
-    shapes."""
+    """The allowed sizes of each axis of an input: one, a range, or those of the
+    enumerated shapes."""
     feature = next(f for f in program.description.input if f.name == name)
     array = feature.type.multiArrayType
     if ranges := array.shapeRange.sizeRanges:
         ends = []
         for r in ranges:
-            ends.append((r.lowerBound, r.upperBound if r.upperBound >= 0 else UNBOUNDED))
+            ends.append(
+                (r.lowerBound, r.upperBound if r.upperBound >= 0 else UNBOUNDED)
+            )
         return [range(low, high + 1) for low, high in ends]
     if shapes := [list(s.shape) for s in array.enumeratedShapes.shapes]:
         return [tuple(sorted(set(axis))) for axis in zip(*shapes)]
@@ -27,8 +37,9 @@ def sizes(program: miltorch.Program, name: str) -> list[Sequence[int]]:
 def check(foreign: Foreign, programs: Sequence[Sequence[miltorch.Program]]) -> None:
     """Refuses a description that the packages contradict.
 
-    Names, ranks and sizes of inputs, outputs and states, and T of functions are compared with
-    `programs`, the programs of every part's functions. Every layer must have a cache.
+    Names, ranks and sizes of inputs, outputs and states, and T of functions are
+    compared with `programs`, the programs of every part's functions. Every layer must
+    have a cache.
 
     Raises:
         InputError: names the first value that does not fit.
@@ -69,15 +80,24 @@ def check(foreign: Foreign, programs: Sequence[Sequence[miltorch.Program]]) -> N
 
 
 def _caches(foreign: Foreign, packaged: set[str]) -> None:
-    """Refuses layers without keys and values or with several, and states that no part has."""
+    """Refuses layers without keys and values or with several, and states that no part
+    has."""
     names = [(state.part, state.name) for state in foreign.states]
     if twice := sorted({name for part, name in names if names.count((part, name)) > 1}):
-        _refuse(f"state {twice[0]!r}", "described twice", "once for all parts, or `part` for each")
+        _refuse(
+            f"state {twice[0]!r}",
+            "described twice",
+            "once for all parts, or `part` for each",
+        )
     for state in foreign.states:
         if state.name not in packaged:
-            _refuse(f"state {state.name!r}", "in no package", f"one of {sorted(packaged)}")
+            _refuse(
+                f"state {state.name!r}", "in no package", f"one of {sorted(packaged)}"
+            )
         if state.part is not None and state.part >= len(foreign.parts):
-            _refuse(f"state {state.name!r}", f"part {state.part}", "a part that there is")
+            _refuse(
+                f"state {state.name!r}", f"part {state.part}", "a part that there is"
+            )
     caches = []
     for state in foreign.states:
         for layer in state.layers:
@@ -86,7 +106,11 @@ def _caches(foreign: Foreign, packaged: set[str]) -> None:
     for layer in layers:
         for tensor in "kv":
             if (times := caches.count((layer, tensor))) != 1:
-                _refuse(f"layer {layer}", f"{tensor} in {times} states", "one for each layer")
+                _refuse(
+                    f"layer {layer}",
+                    f"{tensor} in {times} states",
+                    "one for each layer",
+                )
 
 
 def _names(where: str, what: str, packaged, described) -> None:
@@ -105,7 +129,11 @@ def _input(where: str, part: Part, function: Function, name: str, program) -> No
         _refuse(where, f"axes {entry.axes}", f"an axis T, for t_max = {function.t_max}")
     for axis, size in zip(entry.axes, allowed, strict=True):
         if isinstance(axis, int) and axis not in size:
-            _refuse(where, f"axis {axis} of {entry.axes}", f"{_said(size)}, as the package says")
+            _refuse(
+                where,
+                f"axis {axis} of {entry.axes}",
+                f"{_said(size)}, as the package says",
+            )
         if axis == "T":
             for T in (function.t_min, function.t_max):
                 if T not in size:
@@ -117,14 +145,20 @@ def _state(where: str, entry: State, shape: tuple) -> None:
     planes = len(entry.layers) * (2 if entry.holds == "kv" else 1)
     sized = dict(zip(entry.axes, shape, strict=True))
     if sized.get("L", 1) != planes:
-        _refuse(where, f"{planes} planes for layers {entry.layers}", f"{sized.get('L', 1)}")
+        _refuse(
+            where, f"{planes} planes for layers {entry.layers}", f"{sized.get('L', 1)}"
+        )
     if missing := {"H", "S", "D"} - sized.keys():
         _refuse(where, f"axes {entry.axes}", f"an axis {min(missing)}")
 
 
 def _rank(where: str, axes: list[Axis], sizes) -> None:
     if len(axes) != len(sizes):
-        _refuse(where, f"{len(axes)} axes {axes}", f"{len(sizes)}, as the package has: {sizes}")
+        _refuse(
+            where,
+            f"{len(axes)} axes {axes}",
+            f"{len(sizes)}, as the package has: {sizes}",
+        )
 
 
 def _said(size: Sequence[int]) -> str:

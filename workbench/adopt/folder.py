@@ -1,4 +1,5 @@
-"""An adopted folder: its description, and the properties that a bundle has in its manifest."""
+"""An adopted folder: its description, and the properties that a bundle has in its
+manifest."""
 
 import hashlib
 import os
@@ -46,9 +47,9 @@ class AdoptedOptions:
 
 @dataclass
 class AdoptedShard:
-    """One package. `kind` is `layers` if it has states, `head` after these, else `embedding`.
-    `states` are named and shaped as a bundle's. `layers` is the span of its decoder layers, None if
-    it is unknown, since the parts share one state."""
+    """One package. `kind` is `layers` if it has states, `head` after these, else
+    `embedding`. `states` are named and shaped as a bundle's. `layers` is the span of
+    its decoder layers, None if it is unknown, since the parts share one state."""
 
     name: str
     kind: str
@@ -77,8 +78,8 @@ class Adopted:
         """Opens the folder (or its foreign.yaml).
 
         Raises:
-            InputError: no such file, a value that does not fit the packages, a package that cannot
-                be read.
+            InputError: no such file, a value that does not fit the packages, a package
+                that cannot be read.
         """
         path = Path(path)
         root = path if path.is_dir() else path.parent
@@ -96,7 +97,9 @@ class Adopted:
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
         """The exported checkpoint: `source`, else the one in the file, else None."""
-        path = self.source or (self.foreign.checkpoint and self.path(self.foreign.checkpoint))
+        path = self.source or (
+            self.foreign.checkpoint and self.path(self.foreign.checkpoint)
+        )
         return Checkpoint(path) if path else None
 
     def needed_checkpoint(self) -> Checkpoint:
@@ -104,7 +107,9 @@ class Adopted:
         if self.checkpoint is None:
             needed = "the Hugging Face folder that was exported"
             step = "give --checkpoint, or write it there"
-            raise InputError(str(self.root / schema.FILE), "no checkpoint", needed, step)
+            raise InputError(
+                str(self.root / schema.FILE), "no checkpoint", needed, step
+            )
         return self.checkpoint
 
     @property
@@ -124,11 +129,16 @@ class Adopted:
     @cached_property
     def stateful(self) -> list[int]:
         """The parts with a state, by their number."""
-        return [i for i, programs in enumerate(self.programs) if any(p.states for p in programs)]
+        return [
+            i
+            for i, programs in enumerate(self.programs)
+            if any(p.states for p in programs)
+        ]
 
     @cached_property
     def vocabulary(self) -> int | None:
-        """The size of the vocabulary, from the checkpoint or from the logits' shapes, else None."""
+        """The size of the vocabulary, from the checkpoint or from the logits' shapes,
+        else None."""
         if self.checkpoint:
             return self.checkpoint.config.vocab_size
         total = 0
@@ -158,7 +168,8 @@ class Adopted:
 
     @cached_property
     def manifest(self) -> SimpleNamespace:
-        """The fields of a bundle's manifest that commands read, from packages and checkpoint."""
+        """The fields of a bundle's manifest that commands read, from packages and
+        checkpoint."""
         source, foreign = self.checkpoint, self.foreign
         name = foreign.exporter or self.root.name
         if source:
@@ -171,7 +182,9 @@ class Adopted:
         for index in range(len(foreign.parts)):
             shards.append(self._shard(index))
         hidden = source.config.hidden_size if source else 0
-        options = replace(options_of(foreign, self.stateful), compress=self._compress(shards))
+        options = replace(
+            options_of(foreign, self.stateful), compress=self._compress(shards)
+        )
         return SimpleNamespace(
             family=source.config.model_type if source else "adopted",
             checkpoint={"name": name, "sha256": source and source.sha256},
@@ -203,9 +216,13 @@ class Adopted:
             shape = [1, sizes["H"], sizes["S"], sizes["D"]]
             for layer in entry.layers:
                 for tensor in entry.holds:
-                    states[f"layers.{layer}.{tensor}_state"] = SimpleNamespace(shape=shape)
+                    states[f"layers.{layer}.{tensor}_state"] = SimpleNamespace(
+                        shape=shape
+                    )
         layers = []
-        if stateful and (len(self.stateful) == 1 or all(s.part is not None for s in own)):
+        if stateful and (
+            len(self.stateful) == 1 or all(s.part is not None for s in own)
+        ):
             for state in own:
                 layers += state.layers
         files = []
@@ -216,7 +233,8 @@ class Adopted:
         return AdoptedShard(path.stem, kind, part.package, files, states, span)
 
     def _compress(self, shards: list[AdoptedShard]) -> str:
-        """The preset whose bits per weight are nearest to those of the packages' files."""
+        """The preset whose bits per weight are nearest to those of the packages'
+        files."""
         elements = stored = 0
         for (program, *_), shard in zip(self.programs, shards):
             constants = [op for op in program.block.walk() if op.constant]
@@ -226,7 +244,9 @@ class Adopted:
                     matrix = kind.dtype.startswith("FLOAT") and len(kind.shape) > 1
                     if matrix and name not in inner:
                         elements += prod(kind.shape)
-            stored += sum(8 * file.bytes for file in shard.files if file.path.endswith(".bin"))
+            stored += sum(
+                8 * file.bytes for file in shard.files if file.path.endswith(".bin")
+            )
         bits = stored / max(elements, 1)
         return min(PRESETS, key=lambda name: abs(PRESETS[name].stored_bits - bits))
 
@@ -239,8 +259,8 @@ class Adopted:
 
 
 def options_of(foreign: Foreign, parts: list[int] | None = None) -> AdoptedOptions:
-    """The options of packages: their context, and the largest call of the `parts` with a state
-    (default: of all parts with an input that depends on the position)."""
+    """The options of packages: their context, and the largest call of the `parts` with
+    a state (default: of all parts with an input that depends on the position)."""
     placed = {"mask", "write", "start", "end", "positions"}
     functions = []
     for index, part in enumerate(foreign.parts):

@@ -1,5 +1,5 @@
-"""The gates of adopted packages: those that need no golden, and those that compare keys, values and
-logits with Hugging Face's model on the packages' own weights."""
+"""The gates of adopted packages: those that need no golden, and those that compare
+keys, values and logits with Hugging Face's model on the packages' own weights."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,13 +15,15 @@ from workbench.check.gates import Gate
 from workbench.check.golden import Golden
 from workbench.errors import InputError
 
-# 1 − cosine of one position's keys or values. On the packages' own weights in exact arithmetic a
-# sound exporter reached 5e-5 (rope tables and constants in fp16); the smallest fault measured in
-# published exporters is 0.026. A device adds rounding to fp16, other weights add compression.
+# 1 − cosine of one position's keys or values. On the packages' own weights in exact
+# arithmetic a sound exporter reached 5e-5 (rope tables and constants in fp16); the
+# smallest fault measured in published exporters is 0.026. A device adds rounding to
+# fp16, other weights add compression.
 DISTANCE = {"exact": 1e-3, "declared": 1e-2, "narrow": 2e-2, "device": 2e-2}
 OTHER_WEIGHTS = 0.1
-# Relative RMS of K and V between functions. Functions may differ in the order of sums and in the
-# rounding of constants; a prefill that attends to later positions differs by 0.1.
+# Relative RMS of K and V between functions. Functions may differ in the order of sums
+# and in the rounding of constants; a prefill that attends to later positions differs by
+# 0.1.
 SAME_T = {"exact": 1e-3, "declared": 1e-2, "narrow": 3e-2, "device": 3e-2}
 FULL = 16.0  # magnitude of the values in empty rows
 SEED = 0
@@ -41,13 +43,15 @@ def own_gates(adapter: Adapter) -> list[Gate]:
         stale_rows(adapter),
         causality(adapter),
         reuse_gate(adapter),
-        gates.not_run("updates", "packages do not say which operation ends a layer: K and V tell"),
+        gates.not_run(
+            "updates", "packages do not say which operation ends a layer: K and V tell"
+        ),
     ]
 
 
 def calls(adapter: Adapter) -> Iterator[tuple[int, int, str]]:
-    """(T, start, functions) of calls with every tile of every function, at its first, last and
-    middle position."""
+    """(T, start, functions) of calls with every tile of every function, at its first,
+    last and middle position."""
     ends = {0, adapter.context}
     for part in adapter.foreign.parts:
         for f in part.functions:
@@ -56,37 +60,49 @@ def calls(adapter: Adapter) -> Iterator[tuple[int, int, str]]:
         seen: dict[str, list[int]] = {}
         for start in range(adapter.context - T + 1):
             if chosen := adapter.functions(T, start):
-                seen.setdefault(" + ".join(f.name or "main" for f in chosen), []).append(start)
+                seen.setdefault(
+                    " + ".join(f.name or "main" for f in chosen), []
+                ).append(start)
         for name, starts in seen.items():
             for index in sorted({0, len(starts) // 2, len(starts) - 1}):
                 yield T, starts[index], name
 
 
 def _filled(adapter: Adapter, rng, start: int = 0, fill: float | None = None) -> dict:
-    """A state of random rows; with `fill`, rows that are empty after `start` tokens have ±fill."""
+    """A state of random rows; with `fill`, rows that are empty after `start` tokens
+    have ±fill."""
     state = adapter.begin()
     values = {}
     for key, value in adapter.read(state).items():
-        values[key] = rng.choice([-1.0, 1.0], value.shape) * (1 + rng.random(value.shape))
+        values[key] = rng.choice([-1.0, 1.0], value.shape) * (
+            1 + rng.random(value.shape)
+        )
     for entry in adapter.foreign.states if fill is not None else ():
         value = values[entry.part, entry.name]
         axis = entry.axes.index("S")
         empty = adapter.positions(entry.layers[0], value.shape[axis], start) < 0
-        np.moveaxis(value, axis, 0)[empty] = np.sign(np.moveaxis(value, axis, 0)[empty]) * fill
-    adapter.write(state, {key: value.astype(np.float16) for key, value in values.items()})
+        np.moveaxis(value, axis, 0)[empty] = (
+            np.sign(np.moveaxis(value, axis, 0)[empty]) * fill
+        )
+    adapter.write(
+        state, {key: value.astype(np.float16) for key, value in values.items()}
+    )
     return state
 
 
 def write_address(adapter: Adapter) -> Gate:
-    """The gate that every call writes the rows of its own positions in all heads, keeps the bits of
-    earlier positions' rows, wherever they move to, and changes no other row."""
+    """The gate that every call writes the rows of its own positions in all heads, keeps
+    the bits of earlier positions' rows, wherever they move to, and changes no other
+    row."""
     rng, faults, count = np.random.default_rng(SEED), [], 0
     for T, start, name in calls(adapter):
         state = _filled(adapter, rng)
         before = {layer: adapter.kv(state, layer) for layer in adapter.layers}
         adapter.advance(state, passes.random_ids(adapter, rng, T), start)
         for layer, old in before.items():
-            for tensor, was, now in zip("kv", old, adapter.kv(state, layer), strict=True):
+            for tensor, was, now in zip(
+                "kv", old, adapter.kv(state, layer), strict=True
+            ):
                 count += 1
                 rows = was.shape[1]
                 positions = []
@@ -96,15 +112,19 @@ def write_address(adapter: Adapter) -> Gate:
                     place = f"layer {layer} {tensor}, T = {T} at {start} ({name})"
                     faults.append(f"{place}: {wrong}")
     fine = f"{count} caches after a call: its rows written, all others the same bits"
-    return gates.none("write_address", faults[:3], fine, f"{len(faults)} of {count}: ", "; ")
+    return gates.none(
+        "write_address", faults[:3], fine, f"{len(faults)} of {count}: ", "; "
+    )
 
 
 def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> str:
-    """The faults of a call from `start` on cache rows [H, rows, D], in words; "" if there are none.
+    """The faults of a call from `start` on cache rows [H, rows, D], in words; "" if
+    there are none.
 
     Args:
         was, now: the rows before and after the call.
-        before, after: the position in each row before and after the call, −1 in empty rows.
+        before, after: the position in each row before and after the call, −1 in empty
+            rows.
     """
     moved = np.arange(len(after))
     places = {int(p): row for row, p in enumerate(before) if p >= 0}
@@ -113,7 +133,9 @@ def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> 
         moved[row] = places[int(after[row])]
     same = (now == was[:, moved]).all((0, 2)) | new
     if (before < 0).any() and (moved != np.arange(len(after))).any():
-        same |= after < 0  # where rows move up, the contents of empty rows move with them
+        same |= (
+            after < 0
+        )  # where rows move up, the contents of empty rows move with them
     written = (now != was).any(2).all(0) | ~new
     faults = []
     if unwritten := np.flatnonzero(~written).tolist():
@@ -126,12 +148,14 @@ def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> 
 def _same(a: Result, b: Result, count: int) -> bool:
     """Whether the first `count` tokens of two results are the same bits."""
     pairs = ((a.logits, b.logits), (a.top, b.top), (a.value, b.value))
-    return all(x is None or x[:count].tobytes() == y[:count].tobytes() for x, y in pairs)
+    return all(
+        x is None or x[:count].tobytes() == y[:count].tobytes() for x, y in pairs
+    )
 
 
 def _changed(adapter: Adapter, states, results, end: int, tokens: int) -> list[str]:
-    """The differences of two runs that must be equal: in K and V of positions before `end`, and in
-    the first `tokens` tokens' logits."""
+    """The differences of two runs that must be equal: in K and V of positions before
+    `end`, and in the first `tokens` tokens' logits."""
     faults = [] if _same(*results, tokens) else ["logits"]
     for layer in adapter.layers:
         pairs = zip("kv", *(adapter.kv(state, layer) for state in states), strict=True)
@@ -154,13 +178,18 @@ def stale_rows(adapter: Adapter) -> Gate:
             states.append(_filled(adapter, np.random.default_rng(SEED), start, fill))
             results.append(adapter.advance(states[-1], ids, start))
         if differing := _changed(adapter, states, results, start + T, T):
-            faults.append(f"{', '.join(differing[:3])} at T = {T}, position {start} ({name})")
+            faults.append(
+                f"{', '.join(differing[:3])} at T = {T}, position {start} ({name})"
+            )
     fine = f"{count} calls: what lies in empty rows changes nothing, bit for bit"
-    return gates.none("stale_rows", faults[:3], fine, f"{len(faults)} of {count}: ", "; ")
+    return gates.none(
+        "stale_rows", faults[:3], fine, f"{len(faults)} of {count}: ", "; "
+    )
 
 
 def causality(adapter: Adapter) -> Gate:
-    """The gate that the last token of a call changes no earlier row or logit, bit for bit."""
+    """The gate that the last token of a call changes no earlier row or logit, bit for
+    bit."""
     faults, count = [], 0
     for T, start, name in calls(adapter):
         if T == 1:
@@ -174,17 +203,21 @@ def causality(adapter: Adapter) -> Gate:
             states.append(_filled(adapter, np.random.default_rng(SEED), start, 0.0))
             results.append(adapter.advance(states[-1], tokens, start))
         if differing := _changed(adapter, states, results, start + T - 1, T - 1):
-            faults.append(f"{name} at T = {T}, position {start}: {', '.join(differing[:3])}")
+            faults.append(
+                f"{name} at T = {T}, position {start}: {', '.join(differing[:3])}"
+            )
     if not count:
         return gates.not_run("causality", "every call has one token")
     same = "earlier K, V and logits are the same bits"
     fine = f"changing a call's last token: {same} ({count} calls)"
-    return gates.none("causality", faults[:3], fine, "the last token changes earlier ones: ", "; ")
+    return gates.none(
+        "causality", faults[:3], fine, "the last token changes earlier ones: ", "; "
+    )
 
 
 def reuse_gate(adapter: Adapter) -> Gate:
-    """The gate that a restored cache continues with the same bits, in a fresh state and over
-    another sequence's."""
+    """The gate that a restored cache continues with the same bits, in a fresh state and
+    over another sequence's."""
     cells = reuse_cells(adapter)
     faults = []
     for c in cells:
@@ -196,8 +229,8 @@ def reuse_gate(adapter: Adapter) -> Gate:
 
 @dataclass
 class ReuseCell:
-    """A continuation of a restored cache by the rest of a prompt and `tokens` more; `cache` is
-    `warm` in a fresh state, `hot` over another sequence."""
+    """A continuation of a restored cache by the rest of a prompt and `tokens` more;
+    `cache` is `warm` in a fresh state, `hot` over another sequence."""
 
     cache: str
     context: int
@@ -212,8 +245,8 @@ class ReuseCell:
 
 
 def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
-    """Copies prefixes of several lengths of a prompt out, restores each and continues it by the
-    rest of the prompt and `max_new` tokens in the smallest calls.
+    """Copies prefixes of several lengths of a prompt out, restores each and continues
+    it by the rest of the prompt and `max_new` tokens in the smallest calls.
 
     Raises:
         InputError: the context has no room for them.
@@ -233,7 +266,9 @@ def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
         rest = passes.run(adapter, ids[prefix:length], T, state, prefix)
         return [rest, passes.run(adapter, ids[length:], step, state, length)]
 
-    for prefix in sorted({step, length // 2 // step * step, max(step, length - 2 * step)}):
+    for prefix in sorted(
+        {step, length // 2 // step * step, max(step, length - 2 * step)}
+    ):
         state = adapter.begin()
         passes.run(adapter, ids[:prefix], T, state)
         copy = adapter.read(state)
@@ -261,7 +296,8 @@ def _bits(array: np.ndarray | None) -> bytes | None:
 
 
 def same_for_every_T(adapter: Adapter, by_T: dict[int, Pass]) -> Gate:
-    """The gate on the relative RMS of K and V of calls of T tokens against the smallest T."""
+    """The gate on the relative RMS of K and V of calls of T tokens against the smallest
+    T."""
     first, *others = sorted(by_T)
     if not others:
         return gates.not_run("same_for_every_T", f"only T = {first} can be called")
@@ -272,7 +308,9 @@ def same_for_every_T(adapter: Adapter, by_T: dict[int, Pass]) -> Gate:
             for name in "kv":
                 a, b = (p.vectors(name, layer) for p in (by_T[first], by_T[T]))
                 there = np.isfinite(a).all(1) & np.isfinite(b).all(1)
-                errors[f"layer {layer} {name}, T = {T}"] = metrics.relative_rms(a[there], b[there])
+                errors[f"layer {layer} {name}, T = {T}"] = metrics.relative_rms(
+                    a[there], b[there]
+                )
     worst = max(errors, key=errors.get)
     reason = f"relative RMS of K and V against T = {first}: {worst}"
     return gates.at_most("same_for_every_T", errors[worst], limit, reason)
@@ -288,12 +326,16 @@ def golden_gates(adapter: Adapter, by_T: dict[int, Pass], golden: Golden, weight
         frames.append(passes.compare(own, golden).assign(tile=T))
     rows = pd.concat(frames, ignore_index=True)
     limit = OTHER_WEIGHTS if weights else DISTANCE[tolerance(adapter)]
-    checks = [_distance("keys_and_values", rows[rows["tensor"] != "logits"], limit, weights)]
+    checks = [
+        _distance("keys_and_values", rows[rows["tensor"] != "logits"], limit, weights)
+    ]
     logits = rows[rows["tensor"] == "logits"]
     if len(logits):
         checks.append(_distance("logits", logits, limit, weights))
     else:
-        checks.append(gates.not_run("logits", "no package puts them out: the argmax is inside"))
+        checks.append(
+            gates.not_run("logits", "no package puts them out: the argmax is inside")
+        )
         checks.append(_top_values(by_T, golden, limit))
     checks.append(_top_tokens(by_T, golden))
     return checks, rows
@@ -302,7 +344,9 @@ def golden_gates(adapter: Adapter, by_T: dict[int, Pass], golden: Golden, weight
 def _distance(name: str, rows: pd.DataFrame, limit: float, weights: str) -> Gate:
     """The gate of the worst position; its reason also names the first bad one."""
     worst = rows.loc[rows["distance"].idxmax()]
-    bad = rows[~(rows["distance"] <= limit)].sort_values(["layer", "position"], kind="stable")
+    bad = rows[~(rows["distance"] <= limit)].sort_values(
+        ["layer", "position"], kind="stable"
+    )
     reason = f"1 − cosine, worst: {_place(worst)}"
     if len(bad):
         reason += f"; first bad: {_place(bad.iloc[0])}; {len(bad)} of {len(rows)} are"
@@ -316,8 +360,8 @@ def _place(row: pd.Series) -> str:
 
 
 def _top_values(by_T: dict[int, Pass], golden: Golden, limit: float) -> Gate:
-    """The gate of the logits that packages give for their top tokens: relative RMS, whose square is
-    about twice a 1 − cosine."""
+    """The gate of the logits that packages give for their top tokens: relative RMS,
+    whose square is about twice a 1 − cosine."""
     largest = golden.logits.max(-1)
     expected, actual = [], []
     for own in by_T.values():
@@ -349,5 +393,7 @@ def _top_tokens(by_T: dict[int, Pass], golden: Golden) -> Gate:
                 wrong.append(f"position {position}, T = {T}")
     if not count:
         return gates.not_run("top_tokens", "no call gives logits or a top token")
-    reason = f"{len(wrong)} of {count} differ" + (f", first: {wrong[0]}" if wrong else "")
+    reason = f"{len(wrong)} of {count} differ" + (
+        f", first: {wrong[0]}" if wrong else ""
+    )
     return gates.at_least("top_tokens", 1 - len(wrong) / count, 1.0, reason)

@@ -1,5 +1,5 @@
-"""Runs a prompt through adopted packages, and through Hugging Face's model with the same weights:
-keys, values and logits of every position."""
+"""Runs a prompt through adopted packages, and through Hugging Face's model with the
+same weights: keys, values and logits of every position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Pass:
     """The results of a prompt of n tokens.
 
     Attributes:
-        k, v: [L, H_kv, n, D], read from the cache after the call that wrote them; nan for rows that
-            the same call overwrote.
+        k, v: [L, H_kv, n, D], read from the cache after the call that wrote them; nan
+            for rows that the same call overwrote.
         T, function: [n], tokens and function of each position's call.
         logits: [n, V], nan for positions without logits; None if no call gives logits.
         top, value: [n], the top token and its logit; −1 and nan for positions without.
@@ -39,9 +39,15 @@ class Pass:
         return rows.transpose(1, 0, 2).reshape(rows.shape[1], -1)
 
 
-def run(adapter: Adapter, ids: Sequence[int], T: int, state: dict | None = None, start: int = 0):
-    """Runs `ids` in calls of T tokens, or fewer if no function takes T, from a fresh state or as
-    the continuation of `state`, which has `start` tokens.
+def run(
+    adapter: Adapter,
+    ids: Sequence[int],
+    T: int,
+    state: dict | None = None,
+    start: int = 0,
+):
+    """Runs `ids` in calls of T tokens, or fewer if no function takes T, from a fresh
+    state or as the continuation of `state`, which has `start` tokens.
 
     Raises:
         InputError: no function takes some tokens.
@@ -84,8 +90,8 @@ def reference(
     embedding: float = 1.0,
     head: bool = True,
 ) -> Golden:
-    """Hugging Face's model on `weights` (None: the checkpoint's own), with embeddings from the
-    table `EMBEDDING` times the factor `embedding`."""
+    """Hugging Face's model on `weights` (None: the checkpoint's own), with embeddings
+    from the table `EMBEDDING` times the factor `embedding`."""
     model = model or golden.empty_model(checkpoint.config)
     fed = None
     if weights is not None:
@@ -93,12 +99,14 @@ def reference(
         scale = float(getattr(model.model.embed_tokens, "embed_scale", 1.0)) * embedding
         fed = (table[np.asarray(ids)] * np.float32(scale))[None]
     label = "source" if weights is None else "stored"
-    return golden.make_golden(checkpoint, ids, weights, label, fed, model=model, head=head)
+    return golden.make_golden(
+        checkpoint, ids, weights, label, fed, model=model, head=head
+    )
 
 
 def prompt(adapter: Adapter) -> list[int]:
-    """Seeded random ids, more than twice the largest window and tile unless the context is
-    shorter."""
+    """Seeded random ids, more than twice the largest window and tile unless the context
+    is shorter."""
     config = adapter.checkpoint and adapter.checkpoint.config
     window = getattr(config, "sliding_window", None) or 0
     window = window if window < adapter.context else 0
@@ -119,8 +127,8 @@ def random_ids(adapter: Adapter, rng, count: int) -> np.ndarray:
 
 
 def compare(own: Pass, other: Golden) -> pd.DataFrame:
-    """Rows of the log's `fidelity` table: layer × position of k and v, and of the logits;
-    `distance` is 1 − cosine, 1 where a value is not finite."""
+    """Rows of the log's `fidelity` table: layer × position of k and v, and of the
+    logits; `distance` is 1 − cosine, 1 where a value is not finite."""
     parts = []
     n = len(own.T)
     for layer in range(len(own.k)):

@@ -16,9 +16,11 @@ from workbench.explain import trace
 from workbench.runtime.base import attribute
 
 
-def inputs(package: Path, function: str | None = None, position: int = 0) -> dict[str, np.ndarray]:
-    """Masks, write addresses and positions of a call at `position`, for the inputs whose names
-    indicate them, at the default shapes; other inputs are left out."""
+def inputs(
+    package: Path, function: str | None = None, position: int = 0
+) -> dict[str, np.ndarray]:
+    """Masks, write addresses and positions of a call at `position`, for the inputs
+    whose names indicate them, at the default shapes; other inputs are left out."""
     program, values = miltorch.read(package, function), {}
     for feature in program.description.input:
         shape = list(feature.type.multiArrayType.shape)
@@ -37,13 +39,15 @@ def inputs(package: Path, function: str | None = None, position: int = 0) -> dic
         if value is not None:
             floats = program.inputs[feature.name].dtype.startswith("FLOAT")
             dtype = np.float32 if floats else np.int32
-            values[feature.name] = np.ascontiguousarray(np.broadcast_to(value, shape), dtype)
+            values[feature.name] = np.ascontiguousarray(
+                np.broadcast_to(value, shape), dtype
+            )
     return values
 
 
 def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.Trace:
-    """Traces the packages over `ids` (default: the gates' prompt), in the largest tiles, with the
-    inputs of the description."""
+    """Traces the packages over `ids` (default: the gates' prompt), in the largest
+    tiles, with the inputs of the description."""
     departure = trace.Departure()
     ranges = {p: trace.Ranges() for p in trace.ORDER}
     adapters = {}
@@ -63,7 +67,9 @@ def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.T
                     contexts.enter_context(attribute(model, "fed", feed))
         states = {p: adapter.begin() for p, adapter in adapters.items()}
         start = 0
-        for size in adapters["exact"].plan(len(ids), max(adapters["exact"].tiles), logits="last"):
+        for size in adapters["exact"].plan(
+            len(ids), max(adapters["exact"].tiles), logits="last"
+        ):
             for precision, adapter in adapters.items():
                 adapter.advance(states[precision], ids[start : start + size], start)
             start += size

@@ -1,4 +1,5 @@
-"""Proposes a `foreign.yaml` from packages' names, shapes, functions and the files beside them.
+"""Proposes a `foreign.yaml` from packages' names, shapes, functions and the files
+beside them.
 
 Properties that the interface leaves open are assumed, with a note for each assumption.
 """
@@ -17,7 +18,16 @@ from workbench import paths
 from workbench.adopt import fit, passes, schema
 from workbench.adopt.adapter import Adapter
 from workbench.adopt.folder import Adopted
-from workbench.adopt.schema import FILE, Embedding, Foreign, Function, Input, Output, Part, State
+from workbench.adopt.schema import (
+    FILE,
+    Embedding,
+    Foreign,
+    Function,
+    Input,
+    Output,
+    Part,
+    State,
+)
 from workbench.check import metrics
 from workbench.errors import InputError
 from workbench.files import write_whole
@@ -51,7 +61,9 @@ class _Package:
 
     @property
     def embeds(self) -> bool:
-        return any("ids" in map(kind_of, program.inputs) for program in self.programs.values())
+        return any(
+            "ids" in map(kind_of, program.inputs) for program in self.programs.values()
+        )
 
     @property
     def state_shapes(self) -> dict[str, tuple]:
@@ -64,8 +76,8 @@ class _Package:
 
     @property
     def order(self) -> tuple:
-        """The sort key of a package: embeddings, then packages with a state, then heads; each by
-        the numbers in its name."""
+        """The sort key of a package: embeddings, then packages with a state, then
+        heads; each by the numbers in its name."""
         name = _natural(self.path.name)
         if self.stateful:
             return 1, name
@@ -78,7 +90,8 @@ def propose(
     """A description of `packages` for `folder`, and the assumptions in sentences.
 
     Raises:
-        InputError: no packages, one that cannot be read, or an input or a state of an unknown kind.
+        InputError: no packages, one that cannot be read, or an input or a state of an
+            unknown kind.
     """
     ordered = sorted(map(_read, _expand(packages)), key=lambda package: package.order)
     notes: list[str] = []
@@ -91,10 +104,16 @@ def _expand(packages: Sequence[Path]) -> list[Path]:
     """The paths of packages, and of those in folders."""
     paths_ = []
     for source in packages:
-        paths_ += [source] if paths.is_package(source) else sorted(source.glob("[!.]*.mlpackage"))
+        paths_ += (
+            [source]
+            if paths.is_package(source)
+            else sorted(source.glob("[!.]*.mlpackage"))
+        )
     if not paths_:
         shown = ", ".join(map(str, packages))
-        raise InputError("packages", f"none in {shown}", ".mlpackage folders", "name them")
+        raise InputError(
+            "packages", f"none in {shown}", ".mlpackage folders", "name them"
+        )
     return [path.resolve() for path in paths_]
 
 
@@ -110,16 +129,29 @@ def _natural(name: str) -> list:
 
 def kind_of(name: str) -> str | None:
     """The kind of an input by its name, None if no pattern fits."""
-    return next((kind for kind, test in INPUT_NAMES if re.search(test, name.lower())), None)
+    return next(
+        (kind for kind, test in INPUT_NAMES if re.search(test, name.lower())), None
+    )
 
 
 class _Maker:
     """Makes the parts of a description and collects notes on its assumptions."""
 
-    def __init__(self, checkpoint, packages: list[_Package], folder: Path, notes: list[str]):
+    def __init__(
+        self, checkpoint, packages: list[_Package], folder: Path, notes: list[str]
+    ):
         config = checkpoint.config
-        self.config, self.packages, self.folder, self.notes = config, packages, folder, notes
-        self.checkpoint, self.C, self.V = checkpoint, config.hidden_size, config.vocab_size
+        self.config, self.packages, self.folder, self.notes = (
+            config,
+            packages,
+            folder,
+            notes,
+        )
+        self.checkpoint, self.C, self.V = (
+            checkpoint,
+            config.hidden_size,
+            config.vocab_size,
+        )
         self.D, self.L = head_dim(config), config.num_hidden_layers
         self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.L
         self.window = getattr(config, "sliding_window", None)
@@ -138,7 +170,9 @@ class _Maker:
             embedding = self.embedding()
         return Foreign(
             exporter="ANEMLL (it left a meta.yaml)" if self.anemll else "",
-            checkpoint=os.path.relpath(self.checkpoint.path.resolve(), self.folder.resolve()),
+            checkpoint=os.path.relpath(
+                self.checkpoint.path.resolve(), self.folder.resolve()
+            ),
             context=context,
             parts=parts,
             states=states,
@@ -174,15 +208,21 @@ class _Maker:
         functions.sort(key=lambda f: f.t_max)
         return Part(package=path, functions=functions, inputs=inputs, outputs=outputs)
 
-    def function(self, name: str | None, t_min: int, t_max: int, stateful: bool) -> Function:
+    def function(
+        self, name: str | None, t_min: int, t_max: int, stateful: bool
+    ) -> Function:
         rotate, bounds = "rotate" in (name or ""), {}
         if self.rotates and stateful:
             bounds = {"first" if rotate else "until": self.window}
         logits = "prefill" not in (name or "")
         if rotate:
-            self.notes.append(f"{name} is called from position {self.window}, the window, on.")
+            self.notes.append(
+                f"{name} is called from position {self.window}, the window, on."
+            )
         if not logits:
-            self.notes.append(f"{name} gives no logits, as its name says (functions.logits).")
+            self.notes.append(
+                f"{name} gives no logits, as its name says (functions.logits)."
+            )
         return Function(name=name, t_min=t_min, t_max=t_max, logits=logits, **bounds)
 
     def tokens(self, program, inputs: dict[str, Input]) -> list[tuple[int, int]]:
@@ -198,7 +238,9 @@ class _Maker:
     def input(self, package: _Package, program, name: str) -> Input:
         kind, sizes = kind_of(name), fit.sizes(program, name)
         if kind is None:
-            self.notes.append(f"Input {name!r} of {package.path.name} is unknown: constant 0.")
+            self.notes.append(
+                f"Input {name!r} of {package.path.name} is unknown: constant 0."
+            )
             return Input(kind="constant")
         entry = Input(kind=kind, axes=self.axes(kind, sizes))
         if kind == "mask":
@@ -208,7 +250,9 @@ class _Maker:
                 entry.window = self.window
                 if list(sizes[-1]) == [self.window]:
                     entry.rows = self.local_rows
-            self.notes.append(f"{name}: blocked by {entry.blocked:g}, which no interface tells.")
+            self.notes.append(
+                f"{name}: blocked by {entry.blocked:g}, which no interface tells."
+            )
         if kind in ("cos", "sin"):
             entry.width = "half" if sizes[-1][-1] == self.D // 2 else "full"
             types = sorted(set(self.kinds))
@@ -220,7 +264,8 @@ class _Maker:
         return entry
 
     def axes(self, kind: str, sizes: list[Sequence[int]]) -> list:
-        """The axes of an input: the letters of its kind on the axes of a fitting size, else 1."""
+        """The axes of an input: the letters of its kind on the axes of a fitting size,
+        else 1."""
         axes: list = [1] * len(sizes)
         if kind in ("start", "end"):
             return axes
@@ -254,13 +299,17 @@ class _Maker:
                 fitting.append(i)
         return (fitting or [len(sizes) - 1])[-1 if len(sizes) == 3 else 0]
 
-    def output(self, name: str, kind: miltorch.Type, inputs: dict[str, Input]) -> Output:
+    def output(
+        self, name: str, kind: miltorch.Type, inputs: dict[str, Input]
+    ) -> Output:
         text, shape = name.lower(), kind.shape
         if kind.dtype.startswith("INT"):
             pieces = (shape[-1] if shape else 1) or 1
             if pieces == 1:
                 return Output(kind="top", offsets=[])
-            self.notes.append(f"{name}: ids count from the start of {pieces} equal slices.")
+            self.notes.append(
+                f"{name}: ids count from the start of {pieces} equal slices."
+            )
             parts = np.array_split(np.arange(self.V), pieces)
             return Output(kind="top", offsets=[int(part[0]) for part in parts])
         if re.search(r"val|token_logit|max", text):
@@ -279,11 +328,15 @@ class _Maker:
             if package.stateful:
                 by_part[index] = package.state_shapes
         if not by_part:
-            raise InputError("packages", "no state in any", "a cache in states", "name all of them")
+            raise InputError(
+                "packages", "no state in any", "a cache in states", "name all of them"
+            )
         shapes = list(by_part.values())
         every = self.layers_of(shapes[0]) == self.L
         if len(shapes) > 1 and every and all(own == shapes[0] for own in shapes):
-            self.notes.append("All parts have states of the same names and sizes: shared.")
+            self.notes.append(
+                "All parts have states of the same names and sizes: shared."
+            )
             by_part = {None: shapes[0]}
         elif len(shapes) == 1:
             by_part = {None: shapes[0]}
@@ -319,12 +372,16 @@ class _Maker:
             for i, kind in enumerate(self.kinds):
                 if kind == "sliding_attention":
                     sliding.append(i)
-            layers = sliding if local else [i for i in range(self.L) if i not in sliding]
+            layers = (
+                sliding if local else [i for i in range(self.L) if i not in sliding]
+            )
         if local:
             rows = self.local_rows
             self.notes.append(f"{name}: rows of a full cache {rows} (states.rows).")
         axes = ["L", 1, "H", "S", "D"] if len(shape) == 5 else ["L", "H", "S", "D"]
-        return State(name=name, part=part, layers=layers, holds=holds, axes=axes, rows=rows)
+        return State(
+            name=name, part=part, layers=layers, holds=holds, axes=axes, rows=rows
+        )
 
 
 def _wide_axes(rank: int, letter: str) -> list:
@@ -334,9 +391,11 @@ def _wide_axes(rank: int, letter: str) -> list:
     return [1] * (rank - 2) + ["T", letter]
 
 
-def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[str]) -> Foreign:
-    """The description with the order of packed planes whose keys and values are nearest to the
-    checkpoint's over a few tokens; a note has their distance."""
+def _probed(
+    foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[str]
+) -> Foreign:
+    """The description with the order of packed planes whose keys and values are nearest
+    to the checkpoint's over a few tokens; a note has their distance."""
     orders = ["halves"]
     if any(s.holds == "kv" for s in foreign.states):
         orders.append("pairs")
@@ -351,12 +410,19 @@ def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[
         fit.check(trial, adopted.programs)
         own = passes.run(Adapter(adopted, "portable"), ids, 1)
         pairs = ((getattr(expected, n), getattr(own, n)) for n in "kv")
-        trials[order] = max(metrics.relative_rms(a, np.nan_to_num(b)) for a, b in pairs), trial
+        trials[order] = (
+            max(metrics.relative_rms(a, np.nan_to_num(b)) for a, b in pairs),
+            trial,
+        )
     best = min(trials, key=lambda order: trials[order][0])
     error, chosen = trials[best]
     if len(orders) > 1:
-        notes.append(f"Planes of packed states: {best}, which is nearer to the checkpoint.")
-    notes.append(f"K and V of four tokens differ from the checkpoint's by {error:.2g} (relative).")
+        notes.append(
+            f"Planes of packed states: {best}, which is nearer to the checkpoint."
+        )
+    notes.append(
+        f"K and V of four tokens differ from the checkpoint's by {error:.2g} (relative)."
+    )
     return chosen
 
 

@@ -1,6 +1,5 @@
-"""The schema of `foreign.yaml`, which describes packages of another exporter as a manifest
-describes a bundle. `workbench adopt --schema` prints it as a JSON schema.
-"""
+"""The schema of `foreign.yaml`, which describes packages of another exporter as a
+manifest describes a bundle. `workbench adopt --schema` prints it as a JSON schema."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,15 +52,20 @@ ROWS_HELP = (
 
 
 def _check_letters(kind: str, axes: list[Axis], usual: list[Axis]) -> None:
-    """Refuses letters that a kind of array lacks, repeated letters, and missing ones except T."""
+    """Refuses letters that a kind of array lacks, repeated letters, and missing ones
+    except T."""
     letters = []
     for axis in axes:
         if axis != 1:
             letters.append("S" if axis == "E" and kind == "mask" else axis)
     needed = {axis for axis in usual if axis != 1}
-    whole = needed - {"T"} <= set(letters) <= needed and len(letters) == len(set(letters))
+    whole = needed - {"T"} <= set(letters) <= needed and len(letters) == len(
+        set(letters)
+    )
     if usual and not whole:
-        raise ValueError(f"axes {axes} of {kind} are not, in some order, those of {usual}")
+        raise ValueError(
+            f"axes {axes} of {kind} are not, in some order, those of {usual}"
+        )
 
 
 class Described(BaseModel):
@@ -71,10 +75,20 @@ class Described(BaseModel):
 
 
 class Input(Described):
-    """One input of a package: its meaning, and the values that the host writes into it."""
+    """One input of a package: its meaning, and the values that the host writes into
+    it."""
 
     kind: Literal[
-        "ids", "hidden", "positions", "start", "end", "mask", "write", "cos", "sin", "constant"
+        "ids",
+        "hidden",
+        "positions",
+        "start",
+        "end",
+        "mask",
+        "write",
+        "cos",
+        "sin",
+        "constant",
     ] = Field(
         description="`ids`: token ids. `hidden`: what the part before hands on; in the first part "
         "the embeddings, looked up by the host. `positions`: the position of every token. `start`: "
@@ -86,7 +100,8 @@ class Input(Described):
     )
     axes: list[Axis] = Field(
         default_factory=list,
-        description=AXES_HELP + "Left out: ids [1, T], hidden [1, T, C], positions [T], start and "
+        description=AXES_HELP
+        + "Left out: ids [1, T], hidden [1, T, C], positions [T], start and "
         "end [1], mask [1, 1, T, S], write [1, 1, S, T], cos and sin [1, T, D], constant as the "
         "package declares it.",
     )
@@ -133,7 +148,8 @@ class Output(Described):
     )
     axes: list[Axis] = Field(
         default_factory=list,
-        description=AXES_HELP + "Left out: hidden [1, T, C], logits [1, T, V]; top and top_value "
+        description=AXES_HELP
+        + "Left out: hidden [1, T, C], logits [1, T, V]; top and top_value "
         "are read as they come, the pieces of one token side by side.",
     )
     offsets: list[Position] = Field(
@@ -150,14 +166,17 @@ class Output(Described):
 
 
 class Function(Described):
-    """One way to call a package: the numbers of tokens and the positions that it takes."""
+    """One way to call a package: the numbers of tokens and the positions that it
+    takes."""
 
     name: str | None = Field(
         default=None, description="The function of the package; null: its default one."
     )
     t_min: Count = Field(default=1, description="Fewest tokens of a call.")
     t_max: Count = Field(default=1, description="Most tokens of a call.")
-    first: Position = Field(default=0, description="Smallest position that a call may start at.")
+    first: Position = Field(
+        default=0, description="Smallest position that a call may start at."
+    )
     until: Position | None = Field(
         default=None,
         description="A call must end at or before this position (start + T ≤ until); null: the "
@@ -177,8 +196,8 @@ class Function(Described):
 
 
 class Part(Described):
-    """One package. Parts run in the order of the file: those with a state once per call, those
-    without one (embeddings, heads) as often as their own T requires."""
+    """One package. Parts run in the order of the file: those with a state once per
+    call, those without one (embeddings, heads) as often as their own T requires."""
 
     package: str = Field(
         description="Path of the .mlpackage, absolute or relative to the folder of this file."
@@ -192,29 +211,38 @@ class Part(Described):
         description="Every input, by its name in the package. Those that a function does not have "
         "are left out when it is called."
     )
-    outputs: dict[str, Output] = Field(description="Every output, by its name in the package.")
+    outputs: dict[str, Output] = Field(
+        description="Every output, by its name in the package."
+    )
 
 
 class State(Described):
-    """One state tensor: its layers, its contents (keys, values or both) and its axes."""
+    """One state tensor: its layers, its contents (keys, values or both) and its
+    axes."""
 
-    name: str = Field(description="The name in the package (Core ML turns dots into underscores).")
+    name: str = Field(
+        description="The name in the package (Core ML turns dots into underscores)."
+    )
     part: Position | None = Field(
         default=None,
         description="The part that has this state, counted from 0; null: one state is shared by "
         "all parts and functions that declare the name.",
     )
     layers: list[Position] = Field(
-        min_length=1, description="The decoder layers whose rows it holds, in the order it has."
+        min_length=1,
+        description="The decoder layers whose rows it holds, in the order it has.",
     )
-    holds: Literal["kv", "k", "v"] = Field(default="kv", description="Keys, values, or both.")
+    holds: Literal["kv", "k", "v"] = Field(
+        default="kv", description="Keys, values, or both."
+    )
     order: Literal["halves", "pairs"] = Field(
         default="halves",
         description="kv: `halves`, plane i of n layers holds the i-th layer's keys and plane n + i "
         "its values; `pairs`, planes 2i and 2i + 1.",
     )
     axes: list[Axis] = Field(
-        default=["L", "H", "S", "D"], description=AXES_HELP + "A state of one plane may have no L."
+        default=["L", "H", "S", "D"],
+        description=AXES_HELP + "A state of one plane may have no L.",
     )
     rows: Rows = Field(default="absolute", description=ROWS_HELP)
 
@@ -235,17 +263,22 @@ class Embedding(Described):
 
 
 class Foreign(Described):
-    """Packages of another exporter that together form one language model with a cache."""
+    """Packages of another exporter that together form one language model with a
+    cache."""
 
     version: Literal[1] = Field(default=1, description="Of this format.")
-    exporter: str = Field(default="", description="Whose packages these are; only shown.")
+    exporter: str = Field(
+        default="", description="Whose packages these are; only shown."
+    )
     checkpoint: str | None = Field(
         default=None,
         description="The Hugging Face folder that was exported, absolute or relative to this file; "
         "null: commands that need it take --checkpoint.",
     )
     context: Count = Field(description="Positions that a sequence may have.")
-    parts: list[Part] = Field(min_length=1, description="The packages, in the order they run in.")
+    parts: list[Part] = Field(
+        min_length=1, description="The packages, in the order they run in."
+    )
     states: list[State] = Field(min_length=1, description="The caches of all layers.")
     embedding: Embedding = Field(
         default_factory=Embedding, description="Only where the host embeds the tokens."

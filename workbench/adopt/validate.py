@@ -22,9 +22,9 @@ FITS = 0.02  # relative RMS of K and V that rope tables and constants in fp16 ex
 
 @dataclass
 class Validation:
-    """All gates; rows of the log's `fidelity` table (T: tokens of a pass's largest calls); the
-    comparison of the runtime's logits with the checkpoint's (None: no package gives logits). No
-    price is measured."""
+    """All gates; rows of the log's `fidelity` table (T: tokens of a pass's largest
+    calls); the comparison of the runtime's logits with the checkpoint's (None: no
+    package gives logits). No price is measured."""
 
     gates: list[Gate]
     rows: pd.DataFrame
@@ -60,13 +60,14 @@ def validate(
 ) -> Validation:
     """Runs every gate.
 
-    The packages run in exact arithmetic on the portable runtime, and Hugging Face's model runs on
-    the packages' weights, so that compression is no difference. A gate of its own compares the
-    chosen runtime and precision with exact arithmetic.
+    The packages run in exact arithmetic on the portable runtime, and Hugging Face's
+    model runs on the packages' weights, so that compression is no difference. A gate of
+    its own compares the chosen runtime and precision with exact arithmetic.
 
     Args:
-        stored: a golden of the checkpoint's own weights, for its prompt and its logits. If the
-            folder names no checkpoint, the packages are compared with it, compression included.
+        stored: a golden of the checkpoint's own weights, for its prompt and its logits.
+            If the folder names no checkpoint, the packages are compared with it,
+            compression included.
         ids: the prompt (default: seeded random ids past every window).
     """
     checkpoint = adopted.checkpoint if stored else adopted.needed_checkpoint()
@@ -112,8 +113,12 @@ def _of_this_checkpoint(stored: Golden, checkpoint: Checkpoint) -> Gate:
 def _unrecognised(missing: list[str]) -> str:
     if not missing:
         return ""
-    count = f"{len(missing)} matrices were not recognised in the packages ({missing[0]}, …)"
-    return f"; {count}: there the golden has the checkpoint's, and compression counts too"
+    count = (
+        f"{len(missing)} matrices were not recognised in the packages ({missing[0]}, …)"
+    )
+    return (
+        f"; {count}: there the golden has the checkpoint's, and compression counts too"
+    )
 
 
 def _runtime(adapter: Adapter, own: passes.Pass, exact: passes.Pass) -> Gate:
@@ -122,20 +127,27 @@ def _runtime(adapter: Adapter, own: passes.Pass, exact: passes.Pass) -> Gate:
     worst, place = 0.0, "no row"
     for layer in range(len(own.k)):
         for name in "kv":
-            cosine = metrics.cosine(exact.vectors(name, layer), own.vectors(name, layer))
+            cosine = metrics.cosine(
+                exact.vectors(name, layer), own.vectors(name, layer)
+            )
             distance = 1 - np.nan_to_num(cosine)
             if distance.max() >= worst:
                 place = f"layer {layer}, position {int(distance.argmax())}, {name}"
                 worst = float(distance.max())
-    how = f"{adapter.runtime}, {adapter.precision}" if adapter.portable else adapter.runtime
+    how = (
+        f"{adapter.runtime}, {adapter.precision}"
+        if adapter.portable
+        else adapter.runtime
+    )
     reason = f"1 − cosine of K and V against exact arithmetic, {how}: {place}"
     return gates.at_most("runtime", worst, limit, reason)
 
 
 @dataclass
 class Cause:
-    """`variants`: every variant's name and relative RMS of K and V, best first; `fits`: the best
-    one's name if it explains the packages; `faults`: the reasons of other RED gates."""
+    """`variants`: every variant's name and relative RMS of K and V, best first; `fits`:
+    the best one's name if it explains the packages; `faults`: the reasons of other RED
+    gates."""
 
     variants: pd.DataFrame
     fits: str | None
@@ -143,8 +155,8 @@ class Cause:
 
 
 def explain(adopted: Adopted, progress: bool = False) -> Cause:
-    """Finds the variant of Hugging Face's model that the packages compute in their smallest calls,
-    and the faults of larger calls."""
+    """Finds the variant of Hugging Face's model that the packages compute in their
+    smallest calls, and the faults of larger calls."""
     checkpoint = adopted.needed_checkpoint()
     adapter = Adapter(adopted, "portable", "exact")
     reader, _ = stored_weights(adapter, checkpoint)
@@ -157,7 +169,9 @@ def explain(adopted: Adopted, progress: bool = False) -> Cause:
             other = passes.reference(
                 checkpoint,
                 ids,
-                lambda name: reader(name) if name == EMBEDDING else variant.read(name, reader),
+                lambda name: (
+                    reader(name) if name == EMBEDDING else variant.read(name, reader)
+                ),
                 model,
                 variant.embedding,
                 head=False,
@@ -168,10 +182,17 @@ def explain(adopted: Adopted, progress: bool = False) -> Cause:
             worst.append(max(k, metrics.relative_rms(other.v[layer], own.v[layer])))
         return np.nan_to_num(worst, nan=np.inf)
 
-    frame = variants.ranking(variants.try_variants(errors, checkpoint, [], {}, FITS, progress))
+    frame = variants.ranking(
+        variants.try_variants(errors, checkpoint, [], {}, FITS, progress)
+    )
     fits = variants.fitting(frame, FITS)
-    passed = {T: own} | {t: passes.run(adapter, ids, t) for t in adapter.tiles if t <= len(ids)}
-    checks = [adopted_gates.causality(adapter), adopted_gates.same_for_every_T(adapter, passed)]
+    passed = {T: own} | {
+        t: passes.run(adapter, ids, t) for t in adapter.tiles if t <= len(ids)
+    }
+    checks = [
+        adopted_gates.causality(adapter),
+        adopted_gates.same_for_every_T(adapter, passed),
+    ]
     faults = []
     for g in checks:
         if g.verdict == gates.RED:
@@ -187,4 +208,6 @@ def conclusion(cause: Cause) -> str:
         text = "Keys and values are what the checkpoint's configuration says."
     else:
         text = f"The packages compute another model: {cause.fits}."
-    return " ".join([text, *(f"Calls of more tokens differ: {f}." for f in cause.faults)])
+    return " ".join(
+        [text, *(f"Calls of more tokens differ: {f}." for f in cause.faults)]
+    )

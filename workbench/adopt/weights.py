@@ -1,7 +1,8 @@
-"""Finds the checkpoint's matrices among the constants of adopted packages, by their values.
+"""Finds the checkpoint's matrices among the constants of adopted packages, by their
+values.
 
-Constants do not have the checkpoint's names, and may be slices of a matrix or several joined.
-"""
+Constants do not have the checkpoint's names, and may be slices of a matrix or several
+joined."""
 
 from collections.abc import Iterable, Iterator
 
@@ -16,21 +17,29 @@ ALIKE = 0.8  # least cosine of a matrix and its compressed copy; of two matrices
 MAX_SCALE = 1.25  # largest ratio of the norms of a matrix and its compressed copy
 
 
-def stored_weights(adapter: Adapter, checkpoint: Checkpoint) -> tuple[WeightReader, list[str]]:
-    """A reader of the decompressed weights of a portable adapter's packages, and the names of the
-    matrices that were not recognised.
+def stored_weights(
+    adapter: Adapter, checkpoint: Checkpoint
+) -> tuple[WeightReader, list[str]]:
+    """A reader of the decompressed weights of a portable adapter's packages, and the
+    names of the matrices that were not recognised.
 
-    These matrices, and all vectors, are the checkpoint's, rounded to float16. `EMBEDDING` is the
-    table of the embedding lookup, since a tied head may be compressed in another way.
-    """
+    These matrices, and all vectors, are the checkpoint's, rounded to float16.
+    `EMBEDDING` is the table of the embedding lookup, since a tied head may be
+    compressed in another way."""
     names = [name for name in checkpoint.header if _is_matrix(checkpoint, name)]
-    tables, constants = (list(_matrices(adapter, looked_up)) for looked_up in (True, False))
-    matrices = {name: _assemble(checkpoint.tensor(name).float(), constants) for name in names}
+    tables, constants = (
+        list(_matrices(adapter, looked_up)) for looked_up in (True, False)
+    )
+    matrices = {
+        name: _assemble(checkpoint.tensor(name).float(), constants) for name in names
+    }
     name = f"{checkpoint.prefix}embed_tokens.weight"
     if adapter.host_embeds:
         matrices[EMBEDDING] = torch.from_numpy(adapter.table)
     else:
-        matrices[EMBEDDING] = _assemble(checkpoint.tensor(name).float(), tables + constants)
+        matrices[EMBEDDING] = _assemble(
+            checkpoint.tensor(name).float(), tables + constants
+        )
     if matrices[name] is None:  # the head reads the same constant, or no part is a head
         matrices[name] = matrices[EMBEDDING]
     missing = [name for name, value in matrices.items() if value is None]
@@ -52,8 +61,8 @@ def _is_matrix(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
-    """Every constant of the packages that may contain rows of a matrix, as [rows, columns]: those
-    that a gather reads, or all others."""
+    """Every constant of the packages that may contain rows of a matrix, as [rows,
+    columns]: those that a gather reads, or all others."""
     for model in adapter.models.values():
         names = set()
         for op in model.program.block.walk():
@@ -68,8 +77,11 @@ def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
                     yield value.float().reshape(sizes).T
 
 
-def _assemble(matrix: torch.Tensor, constants: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The matrix assembled from the constants that contain its rows; None if rows are missing."""
+def _assemble(
+    matrix: torch.Tensor, constants: Iterable[torch.Tensor]
+) -> torch.Tensor | None:
+    """The matrix assembled from the constants that contain its rows; None if rows are
+    missing."""
     stored = matrix.clone()
     filled = np.zeros(len(matrix), bool)
     for constant in constants:
@@ -79,10 +91,12 @@ def _assemble(matrix: torch.Tensor, constants: Iterable[torch.Tensor]) -> torch.
     return stored if filled.all() else None
 
 
-def _overlap(matrix: torch.Tensor, constant: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The rows of a matrix that a constant contains, with their values: the place of the constant's
-    first row in the matrix, or of the matrix's first row in the constant, if all further rows are
-    alike."""
+def _overlap(
+    matrix: torch.Tensor, constant: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The rows of a matrix that a constant contains, with their values: the place of
+    the constant's first row in the matrix, or of the matrix's first row in the
+    constant, if all further rows are alike."""
     for inner, outer, swapped in ((constant, matrix, False), (matrix, constant, True)):
         at = int(_cosines(outer, inner[0]).argmax())
         n = min(len(inner), len(outer) - at)

@@ -1,1 +1,2 @@
-"""The Neural Engine by published rules and figures: lint, placement, roofline, memory."""
+"""The Neural Engine by published rules and figures: lint, placement, roofline,
+memory."""

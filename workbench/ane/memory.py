@@ -14,13 +14,16 @@ from workbench.bundle import PRESETS, Bundle, Dims, Options
 from workbench.bundle.names import is_cache
 from workbench.errors import InputError
 
-MAC_SHARE = 0.7  # of a Mac's memory, shared with the system and the GPU; beyond it macOS swaps
+MAC_SHARE = (
+    0.7  # of a Mac's memory, shared with the system and the GPU; beyond it macOS swaps
+)
 VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
 STORED_BITS = {name: preset.stored_bits for name, preset in PRESETS.items()}
 
 
 def kv_bytes(L: int, H_kv: int, S: int, D: int, batch: int = 1) -> int:
-    """Key and value caches in fp16: 2 tensors · L layers · batch · H_kv · S · D · 2 bytes."""
+    """Key and value caches in fp16: 2 tensors · L layers · batch · H_kv · S · D · 2
+    bytes."""
     return 2 * L * batch * H_kv * S * D * 2
 
 
@@ -40,7 +43,8 @@ class Budget:
         return self.weights + self.kv + self.side_states + self.embedding + self.buffers
 
     def json(self) -> dict:
-        """The parts, `total`, and whether it `fits` this machine, or a Mac of as much memory."""
+        """The parts, `total`, and whether it `fits` this machine, or a Mac of as much
+        memory."""
         sizes = asdict(self) | {"total": self.total}
         for name, mac in (("fits", None), ("fits_mac", True)):
             sizes[name] = self.machine and self.total <= usable_bytes(self.machine, mac)
@@ -62,7 +66,8 @@ def machine_bytes() -> int:
 
 
 def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
-    """The budget of a bundle from the sizes of its files and states; call buffers are estimated."""
+    """The budget of a bundle from the sizes of its files and states; call buffers are
+    estimated."""
     m, states = bundle.manifest, Counter()
     width = VALUE_BYTES[m.options.program_dtype]
     for shard in m.shards:
@@ -74,8 +79,11 @@ def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
     return Budget(weights, states[True], states[False], embedding, buffers, machine)
 
 
-def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
-    """The predicted budget of a checkpoint's bundle, from tensor shapes and export options."""
+def budget_of_checkpoint(
+    checkpoint, options: Options, machine: int | None = None
+) -> Budget:
+    """The predicted budget of a checkpoint's bundle, from tensor shapes and export
+    options."""
     plan, elements, embedding = _elements_of(checkpoint)
     d, B = plan.dims, options.batch
     vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
@@ -93,8 +101,8 @@ def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = Non
 
 
 def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
-    """The predicted work of one call of T tokens of a checkpoint's bundle: all layers, and the
-    head (see `roofline.bundle_work`)."""
+    """The predicted work of one call of T tokens of a checkpoint's bundle: all layers,
+    and the head (see `roofline.bundle_work`)."""
     plan, elements, embedding = _elements_of(checkpoint)
     budget = budget_of_checkpoint(checkpoint, options)
     routed = options.moe == "routed"
@@ -110,9 +118,16 @@ def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
     states = budget.kv + budget.side_states
     calls = -(-plan.dims.L // options.layers_per_shard) * (1 + routed)
     d, S = plan.dims, options.max_seq_len
-    largest = 2 * options.batch * S * max(d.H_kv * d.D, d.H * T)  # a cache rewritten, or scores
-    layers = Work("layers", weights, states, flops * active, calls, options.compress, largest)
-    return [layers, Work("head", head_bytes, 0, float(flops * head), 1, options.compress)]
+    largest = (
+        2 * options.batch * S * max(d.H_kv * d.D, d.H * T)
+    )  # a cache rewritten, or scores
+    layers = Work(
+        "layers", weights, states, flops * active, calls, options.compress, largest
+    )
+    return [
+        layers,
+        Work("head", head_bytes, 0, float(flops * head), 1, options.compress),
+    ]
 
 
 def _elements_of(checkpoint):
@@ -123,13 +138,15 @@ def _elements_of(checkpoint):
     elements = {}
     for name, entry in checkpoint.header.items():
         elements[name] = prod(entry.shape)
-    embedding = next(n for name, n in elements.items() if name.endswith("embed_tokens.weight"))
+    embedding = next(
+        n for name, n in elements.items() if name.endswith("embed_tokens.weight")
+    )
     return plan, elements, embedding
 
 
 def _buffers(d: Dims, options: Options) -> int:
-    """Bytes of the call buffers on the host, in the program's dtype, which all shards share: hidden
-    in and out, two masks, logits."""
+    """Bytes of the call buffers on the host, in the program's dtype, which all shards
+    share: hidden in and out, two masks, logits."""
     T, B, S = options.t_max, options.batch, options.max_seq_len
     width = VALUE_BYTES[options.program_dtype]
     return width * B * (2 * d.C * T + 2 * T * S + T * d.V)
@@ -138,7 +155,9 @@ def _buffers(d: Dims, options: Options) -> int:
 def parse_bytes(text: str) -> int:
     """`16G`, `512M`, `8GiB` or plain bytes → bytes (binary units)."""
     size = re.fullmatch(r"(.+?)([KMGT]?)(IB|B)?", text.strip().upper())
-    with suppress(TypeError, ValueError, OverflowError):  # another form, no number, or infinite
+    with suppress(
+        TypeError, ValueError, OverflowError
+    ):  # another form, no number, or infinite
         if (total := int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))) > 0:
             return total
     needed = "a size above zero, such as 16G"
@@ -147,11 +166,14 @@ def parse_bytes(text: str) -> int:
 
 
 def peak_rss() -> int | None:
-    """Peak resident bytes of this process (Linux's VmHWM, macOS' ru_maxrss), imports included.
+    """Peak resident bytes of this process (Linux's VmHWM, macOS' ru_maxrss), imports
+    included.
 
     Linux's ru_maxrss is not used, since it survives exec and may be the parent's.
     """
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    peak = re.search(
+        r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+    )
     return peak and int(peak[1]) * 1024

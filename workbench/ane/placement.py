@@ -1,10 +1,10 @@
-"""The compute units of a bundle's operations: Core ML's compute plan on a Mac, elsewhere a
-prediction from the rules, labelled as predicted.
+"""The compute units of a bundle's operations: Core ML's compute plan on a Mac,
+elsewhere a prediction from the rules, labelled as predicted.
 
-Each shard has one `Placement`. A prediction separates the operations that are `eligible` for the
-Neural Engine, because no rule excludes them, from those expected to run there (`ane`), given the
-shard's size and neighbours. It lists the rules that were applied and marks disputed ones.
-"""
+Each shard has one `Placement`. A prediction separates the operations that are
+`eligible` for the Neural Engine, because no rule excludes them, from those expected to
+run there (`ane`), given the shard's size and neighbours. It lists the rules that were
+applied and marks disputed ones."""
 
 import math
 from collections import Counter
@@ -28,9 +28,8 @@ SMALL_LAYER = 600_000  # bytes of fp16 weights, of rule G1
 class Placement:
     """The numbers of a shard's compute operations by unit; None: not known.
 
-    `convolutions` counts convolutions alone (on the ANE, all), as experiment 30 did. `cost_ane` is
-    the ANE's share of the plan's estimated cost.
-    """
+    `convolutions` counts convolutions alone (on the ANE, all), as experiment 30 did.
+    `cost_ane` is the ANE's share of the plan's estimated cost."""
 
     shard: str
     source: str  # measured, predicted, or simulated: the plan of a stand-in
@@ -47,14 +46,16 @@ class Placement:
 
 
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
-    """The predicted placement of every shard, or of each of its functions, with compute units
-    CPU_AND_NE, on a chip of an M generation."""
+    """The predicted placement of every shard, or of each of its functions, with compute
+    units CPU_AND_NE, on a chip of an M generation."""
     shards = bundle.manifest.shards
     programs = sum(len(shard.functions) or 1 for shard in shards)
     placements = []
     for shard in shards:
         package = bundle.package(shard)
-        placements += package_placement(package, generation, shard.name, programs=programs)
+        placements += package_placement(
+            package, generation, shard.name, programs=programs
+        )
     return placements
 
 
@@ -69,8 +70,8 @@ def package_placement(
 
     Args:
         name: the placements' name; default: the package's file name.
-        programs: number of programs that a process loads with this one; default: the number of the
-            package's functions.
+        programs: number of programs that a process loads with this one; default: the
+            number of the package's functions.
     """
     weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
     functions = sorted(read_spec(package).mlProgram.functions)
@@ -99,21 +100,28 @@ def predicted_units(program: miltorch.Program) -> dict[str, str]:
 
 
 def place_operations(name: str, graph: LintGraph) -> Placement:
-    """The placement predicted from the rules that a graph breaks; disputed rules are only
-    listed."""
+    """The placement predicted from the rules that a graph breaks; disputed rules are
+    only listed."""
     findings = lint(graph)
     ops = {op.name for op in graph.ops}
     eligible, ane = _units(findings, ops)
     convolutions = {op.name for op in graph.of("conv")}
     on_ane = len(convolutions & ane)
     rules = [_rule(f) for f in findings]
-    counts = len(ops), len(eligible), len(ane), len(ops - ane), 0, (on_ane, len(convolutions))
+    counts = (
+        len(ops),
+        len(eligible),
+        len(ane),
+        len(ops - ane),
+        0,
+        (on_ane, len(convolutions)),
+    )
     return Placement(name, "predicted", *counts, rules=rules)
 
 
 def _units(findings: list[Finding], ops: set[str]) -> tuple[set[str], set[str]]:
-    """The operations that no undisputed finding excludes from the Neural Engine, and those that
-    are expected to run there."""
+    """The operations that no undisputed finding excludes from the Neural Engine, and
+    those that are expected to run there."""
     names = {"cpu": set(), "stays": set(), "fails": set()}
     for finding in findings:
         if finding.rule.effect in names and not finding.rule.disputed:
@@ -123,7 +131,8 @@ def _units(findings: list[Finding], ops: set[str]) -> tuple[set[str], set[str]]:
 
 
 def _rule(finding: Finding) -> dict:
-    """A finding as JSON: its rule with the sources in words, and the first names that break it."""
+    """A finding as JSON: its rule with the sources in words, and the first names that
+    break it."""
     r = finding.rule
     sources = {}
     for word in r.source.split():
@@ -138,15 +147,15 @@ def _rule(finding: Finding) -> dict:
 
 
 def plan_main(job: dict) -> list[dict]:
-    """Core ML's compute plans for shards of a bundle; runs in a child process, which Core ML may
-    abort.
+    """Core ML's compute plans for shards of a bundle; runs in a child process, which
+    Core ML may abort.
 
-    A plan is a preference; timing each T shows where a shard runs. Optimization hints do not enter
-    a compute plan.
+    A plan is a preference; timing each T shows where a shard runs. Optimization hints
+    do not enter a compute plan.
 
     Args:
-        job: {bundle (a path), programs (pairs of a shard's name and a function's, null for its
-            only one), runtime, fault, compute_units}.
+        job: {bundle (a path), programs (pairs of a shard's name and a function's, null
+            for its only one), runtime, fault, compute_units}.
 
     Returns:
         A `Placement` for every program, as JSON.
@@ -170,8 +179,8 @@ def plan_main(job: dict) -> list[dict]:
 
 
 def count_units(name: str, plan: list[Placed], source: str = "measured") -> Placement:
-    """The placement of a compute plan, by each operation's preferred unit; operations without one
-    count in `ops` alone."""
+    """The placement of a compute plan, by each operation's preferred unit; operations
+    without one count in `ops` alone."""
     units = Counter(p.preferred for p in plan)
     convolutions = Counter(p.preferred for p in plan if p.op == "conv")
     cost = sum(p.cost or 0 for p in plan)
@@ -183,8 +192,9 @@ def count_units(name: str, plan: list[Placed], source: str = "measured") -> Plac
 
 
 def columns(placements: list[Placement]) -> dict:
-    """The columns of a `runs` row: counts by shard, and the Neural Engine's share of all operations
-    and of the plans' estimated costs, averaged over shards. A prediction has no shares."""
+    """The columns of a `runs` row: counts by shard, and the Neural Engine's share of
+    all operations and of the plans' estimated costs, averaged over shards. A prediction
+    has no shares."""
     by_shard = {}
     for p in placements:
         by_shard[p.shard] = {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")}
@@ -207,9 +217,14 @@ def _named(placements: list[Placement]) -> bool:
 
 
 def off_engine(placements: list[Placement], compute_units: str) -> str | None:
-    """The reason why a run with CPU_AND_NE is invalid: its plans put no operation on the Neural
-    Engine. None if they put one there, if they name no unit, and for other compute units."""
-    if compute_units != "CPU_AND_NE" or any(p.ane for p in placements) or not _named(placements):
+    """The reason why a run with CPU_AND_NE is invalid: its plans put no operation on
+    the Neural Engine. None if they put one there, if they name no unit, and for other
+    compute units."""
+    if (
+        compute_units != "CPU_AND_NE"
+        or any(p.ane for p in placements)
+        or not _named(placements)
+    ):
         return None
     ops = sum(p.ops for p in placements)
     cpu = sum(p.cpu for p in placements)
@@ -220,8 +235,9 @@ def off_engine(placements: list[Placement], compute_units: str) -> str | None:
 
 
 def contradictions(placements: list[Placement]) -> list[str]:
-    """A note if a prediction contradicts experiment 30, which counted all four convolutions of
-    stateful attention shards, int8 and RangeDim, on the Neural Engine of an M4 Max."""
+    """A note if a prediction contradicts experiment 30, which counted all four
+    convolutions of stateful attention shards, int8 and RangeDim, on the Neural Engine
+    of an M4 Max."""
     off, rules = [], set()
     for p in placements:
         if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]:
@@ -239,7 +255,8 @@ def contradictions(placements: list[Placement]) -> list[str]:
 
 
 def lines(placements: list[Placement]) -> list[str]:
-    """Placements as text: one line for all shards of the same counts, then one line per rule."""
+    """Placements as text: one line for all shards of the same counts, then one line per
+    rule."""
     groups: dict[tuple, list[Placement]] = {}
     rules = {}
     for p in placements:
@@ -259,7 +276,8 @@ def lines(placements: list[Placement]) -> list[str]:
 
 
 def _rule_line(rule: dict) -> str:
-    """A rule in one line: id, effect, confidence, statement, advice, sources, disputes."""
+    """A rule in one line: id, effect, confidence, statement, advice, sources,
+    disputes."""
     head = f"{rule['id']:4}{rule['effect']:6}{rule['confidence']:3}{rule['says']}"
     text = f"{head}. {rule['advice']}. [{'; '.join(rule['sources'].values())}]"
     if rule["disputed"]:
@@ -268,9 +286,12 @@ def _rule_line(rule: dict) -> str:
 
 
 def suitable_units(checkpoint: Checkpoint) -> str:
-    """CPU_AND_NE, or CPU_ONLY for a checkpoint whose decoder layers are so small that Core ML runs
-    them on the CPU (rule G1), so that their times are not reported as the Neural Engine's."""
+    """CPU_AND_NE, or CPU_ONLY for a checkpoint whose decoder layers are so small that
+    Core ML runs them on the CPU (rule G1), so that their times are not reported as the
+    Neural Engine's."""
     entries = checkpoint.header.items()
-    elements = sum(math.prod(entry.shape) for name, entry in entries if ".layers." in name)
+    elements = sum(
+        math.prod(entry.shape) for name, entry in entries if ".layers." in name
+    )
     layer = 2 * elements / checkpoint.config.num_hidden_layers
     return "CPU_ONLY" if layer < SMALL_LAYER else "CPU_AND_NE"

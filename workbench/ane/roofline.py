@@ -1,15 +1,16 @@
-"""Predicts the milliseconds of a shard on a Neural Engine from its bytes, operations, dispatches.
+"""Predicts the milliseconds of a shard on a Neural Engine from its bytes, operations,
+dispatches.
 
     t    = dispatches · t_dispatch + max(FLOP / peak, stream) / share
     stream = weights / weight rate + 2 · states / activation rate
 
-Weights are read once per call; states are read and written once. A chip reads weights as they are
-stored if `weight_streams.csv` says so of their format; other formats are unpacked to fp16 when the
-model is loaded. Rates and peaks are published per chip. `t_dispatch` and `share`, the part of the
-rates that decoding reaches, are fitted to the published times of one chip (`CALIBRATED_ON`, in
-`data/sources/ane_decode.csv`); `misfits` compares the fit with figures left out of it, those of
-other chips included. The result is a prediction and does not depend on this machine.
-"""
+Weights are read once per call; states are read and written once. A chip reads weights
+as they are stored if `weight_streams.csv` says so of their format; other formats are
+unpacked to fp16 when the model is loaded. Rates and peaks are published per chip.
+`t_dispatch` and `share`, the part of the rates that decoding reaches, are fitted to the
+published times of one chip (`CALIBRATED_ON`, in `data/sources/ane_decode.csv`);
+`misfits` compares the fit with figures left out of it, those of other chips included.
+The result is a prediction and does not depend on this machine."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,10 +36,9 @@ DISPATCH_MS, SHARES = np.arange(0.0, 3.0, 0.02), np.arange(0.4, 1.3, 0.02)
 class Work:
     """The work of one call on the Neural Engine.
 
-    Bytes of weights are as stored, in the format `compress`, a key of `PRESETS`. A multiply-add
-    counts as two flops. Dispatches are predictions in sequence. `largest_bytes` is the size of the
-    largest value that is computed.
-    """
+    Bytes of weights are as stored, in the format `compress`, a key of `PRESETS`. A
+    multiply-add counts as two flops. Dispatches are predictions in sequence.
+    `largest_bytes` is the size of the largest value that is computed."""
 
     name: str
     weight_bytes: int
@@ -51,8 +51,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Chip:
-    """Published rates of one chip, in GB/s and TFLOPS. `assumed` names the rates that are taken
-    from a related chip, since none is published for this one."""
+    """Published rates of one chip, in GB/s and TFLOPS. `assumed` names the rates that
+    are taken from a related chip, since none is published for this one."""
 
     name: str
     weights_gb_s: float
@@ -87,11 +87,14 @@ class LinearFit:
 @cache
 def _first_generations() -> dict[str, int]:
     """Format → the generation from which it is streamed as stored."""
-    return _table("weight_streams.csv").set_index("compress")["from_generation"].to_dict()
+    return (
+        _table("weight_streams.csv").set_index("compress")["from_generation"].to_dict()
+    )
 
 
 def streams_as(compress: str, chip: Chip) -> str:
-    """The format in which a chip reads weights that are stored as `compress`: the same, or fp16."""
+    """The format in which a chip reads weights that are stored as `compress`: the same,
+    or fp16."""
     if chip.generation >= _first_generations()[compress]:
         return compress
     return "fp16"
@@ -99,18 +102,24 @@ def streams_as(compress: str, chip: Chip) -> str:
 
 def streamed_bytes(work: Work, chip: Chip) -> float:
     """Bytes of weights that a chip reads in one call."""
-    stored, streamed = (PRESETS[n] for n in (work.compress, streams_as(work.compress, chip)))
+    stored, streamed = (
+        PRESETS[n] for n in (work.compress, streams_as(work.compress, chip))
+    )
     return work.weight_bytes * streamed.stored_bits / stored.stored_bits
 
 
 def spills(work: Work, chip: Chip) -> bool | None:
     """Whether the largest value exceeds the chip's working set.
 
-    If none is published for the chip's generation, the answer is None for values between the
-    smallest and the largest published working set.
-    """
+    If none is published for the chip's generation, the answer is None for values
+    between the smallest and the largest published working set."""
     rows = _table("chips.csv")
-    sizes = rows[rows["quantity"] == "working set before it spills"].set_index("chip")["low"] * 1e6
+    sizes = (
+        rows[rows["quantity"] == "working set before it spills"].set_index("chip")[
+            "low"
+        ]
+        * 1e6
+    )
     least, most = [sizes.get(f"M{chip.generation}")] * 2
     if least is None:
         least, most = sizes.min(), sizes.max()
@@ -121,7 +130,8 @@ def spills(work: Work, chip: Chip) -> bool | None:
 
 @cache
 def chips() -> dict[str, Chip]:
-    """Chips whose weight rate is published, by name; a missing rate is its nearest relative's."""
+    """Chips whose weight rate is published, by name; a missing rate is its nearest
+    relative's."""
     rows = _table("chips.csv")
     rows["mean"] = (rows["low"] + rows["high"]) / 2
     rows["chip"] = rows["chip"].str.split(" and ")  # a row may be of several chips
@@ -133,13 +143,18 @@ def chips() -> dict[str, Chip]:
     products = rates["fp16 convolution"]
     chips = {}
     for name, weights in rates["weight stream through Core ML"].items():
-        assumed = ("states_gb_s",) * (name not in states) + ("tflops",) * (name not in products)
-        chips[name] = Chip(name, weights, _nearest(states, name), _nearest(products, name), assumed)
+        assumed = ("states_gb_s",) * (name not in states) + ("tflops",) * (
+            name not in products
+        )
+        chips[name] = Chip(
+            name, weights, _nearest(states, name), _nearest(products, name), assumed
+        )
     return chips
 
 
 def _nearest(rates: dict[str, float], chip: str) -> float:
-    """A chip's own rate, else that of its generation, else of the latest generation before it."""
+    """A chip's own rate, else that of its generation, else of the latest generation
+    before it."""
     if chip in rates:
         return rates[chip]
     for generation in range(int(chip[1]), 0, -1):
@@ -167,7 +182,9 @@ def figures() -> list[Figure]:
     every = []
     for r in _table("ane_decode.csv").itertuples():
         name = f"{r.model}, {r.part}"
-        work = Work(name, r.weight_bytes, r.state_bytes, r.flops, r.dispatches, r.compress)
+        work = Work(
+            name, r.weight_bytes, r.state_bytes, r.flops, r.dispatches, r.compress
+        )
         every.append((r.model, work, chip(r.chip), r.ms))
     return every
 
@@ -175,15 +192,19 @@ def figures() -> list[Figure]:
 def fit(figures: Iterable[Figure]) -> LinearFit:
     """The model with the least mean |log(predicted / published)|, over a grid of both numbers.
 
-    Only the figures of the chip `CALIBRATED_ON` enter, so that times of two chips are not mixed.
-    """
+    Only the figures of the chip `CALIBRATED_ON` enter, so that times of two chips are
+    not mixed."""
     rows = []
     for _, work, chip, ms in figures:
         if chip.name == CALIBRATED_ON:
             rows.append((work.dispatches, LinearFit(0.0, 1.0).ms(work, chip), ms))
     calls, busy, ms = np.array(rows).T
-    dispatch_ms, shares = (grid.ravel() for grid in np.meshgrid(DISPATCH_MS, SHARES, indexing="ij"))
-    predicted = dispatch_ms[:, None] * calls + busy / shares[:, None]  # [models, figures]
+    dispatch_ms, shares = (
+        grid.ravel() for grid in np.meshgrid(DISPATCH_MS, SHARES, indexing="ij")
+    )
+    predicted = (
+        dispatch_ms[:, None] * calls + busy / shares[:, None]
+    )  # [models, figures]
     best = np.abs(np.log(predicted / ms)).mean(1).argmin()
     return LinearFit(float(dispatch_ms[best]), float(shares[best]))
 
@@ -194,16 +215,18 @@ def calibrated() -> LinearFit:
 
 
 def misfits(by_model: bool = False) -> pd.DataFrame:
-    """Every figure, predicted by a fit without it (`by_model`: without all figures of its model).
-    Returns:
-        figure, chip, weights (the format stored, and that streamed), published_ms, predicted_ms,
-        misfit (predicted over published, less 1).
+    """Every figure, predicted by a fit without it (`by_model`: without all figures of
+    its model). Returns:
+        figure, chip, weights (the format stored, and that streamed), published_ms,
+        predicted_ms, misfit (predicted over published, less 1).
     """
     rows, every = [], figures()
     for figure in every:
         model, work, on, ms = figure
         others = (f for f in every if (f[0] != model if by_model else f is not figure))
-        rows.append((work.name, on.name, _weights(work, on), ms, fit(others).ms(work, on)))
+        rows.append(
+            (work.name, on.name, _weights(work, on), ms, fit(others).ms(work, on))
+        )
     columns = ["figure", "chip", "weights", "published_ms", "predicted_ms"]
     table = pd.DataFrame(rows, columns=columns)
     return table.assign(misfit=table["predicted_ms"] / table["published_ms"] - 1)
@@ -214,19 +237,28 @@ def _weights(work: Work, chip: Chip) -> str:
 
 
 def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
-    """The work of one call of T tokens, by shard: one expert per layer, and all head slices as one
-    piece of work."""
-    layers = [shard for shard in bundle.manifest.shards if shard.kind in ("layers", "router")]
+    """The work of one call of T tokens, by shard: one expert per layer, and all head
+    slices as one piece of work."""
+    layers = [
+        shard for shard in bundle.manifest.shards if shard.kind in ("layers", "router")
+    ]
     by_size = sorted(bundle.shards("expert"), key=lambda shard: shard.bytes)
-    experts = {shard.layers[0]: shard for shard in by_size}  # the largest expert of each layer
+    experts = {
+        shard.layers[0]: shard for shard in by_size
+    }  # the largest expert of each layer
     works = [work_of(bundle, shard, T) for shard in [*layers, *experts.values()]]
     heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
-    if not heads:  # other exporters' packages may have the head in the last layer's package
+    if (
+        not heads
+    ):  # other exporters' packages may have the head in the last layer's package
         return works
     weights = sum(h.weight_bytes for h in heads)
     flops = sum(h.flops for h in heads)
     largest = max(h.largest_bytes for h in heads)
-    return [*works, Work("head", weights, 0, flops, 1, bundle.manifest.options.compress, largest)]
+    return [
+        *works,
+        Work("head", weights, 0, flops, 1, bundle.manifest.options.compress, largest),
+    ]
 
 
 def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
@@ -246,9 +278,8 @@ def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
 def flops(program: miltorch.Program, T: int) -> float:
     """Flops of a program's products at T columns; a multiply-add counts as two.
 
-    The program leaves varying sizes open. They are T, or after a reshape the size that the other
-    axes leave.
-    """
+    The program leaves varying sizes open. They are T, or after a reshape the size that
+    the other axes leave."""
     types, total = program.inputs | program.states, 0.0
     varying = dict.fromkeys(types, T)  # value → its size on the axis that varies
 
@@ -262,7 +293,9 @@ def flops(program: miltorch.Program, T: int) -> float:
         size = next((varying[name] for name in names if None in types[name].shape), T)
         for name, declared in op.outputs:
             if op.kind == "reshape":
-                size = prod(sizes(op.inputs["x"])) // prod(n for n in declared.shape if n)
+                size = prod(sizes(op.inputs["x"])) // prod(
+                    n for n in declared.shape if n
+                )
             types[name], varying[name] = declared, size
         if op.kind in ("conv", "linear", "matmul"):
             output = sizes(Ref(op.outputs[0][0]))
@@ -276,21 +309,28 @@ def flops(program: miltorch.Program, T: int) -> float:
 
 def predict_ms(works: Iterable[Work], on: str) -> pd.DataFrame:
     """The predicted ms of every piece of work on a chip: columns shard, ms."""
-    return pd.DataFrame([{"shard": w.name, "ms": calibrated().ms(w, chip(on))} for w in works])
+    return pd.DataFrame(
+        [{"shard": w.name, "ms": calibrated().ms(w, chip(on))} for w in works]
+    )
 
 
 def by_chip(works: Sequence[Work]) -> pd.DataFrame:
     """The prediction of every chip, without host time.
 
     Returns:
-        chip, ms (of one call), tokens_per_s (at one token per call), weights (the formats stored
-        and streamed), streamed_mib (per call), spills (null: not known of this chip), assumed (the
-        rates of a related chip).
+        chip, ms (of one call), tokens_per_s (at one token per call), weights (the
+        formats stored and streamed), streamed_mib (per call), spills (null: not known
+        of this chip), assumed (the rates of a related chip).
     """
     rows, largest = [], max(works, key=lambda work: work.largest_bytes)
     for name, on in sorted(chips().items()):
         ms = predict_ms(works, name)["ms"].sum()
-        row = {"chip": name, "ms": ms, "tokens_per_s": 1e3 / ms, "weights": _weights(works[0], on)}
+        row = {
+            "chip": name,
+            "ms": ms,
+            "tokens_per_s": 1e3 / ms,
+            "weights": _weights(works[0], on),
+        }
         row["streamed_mib"] = sum(streamed_bytes(work, on) for work in works) / 2**20
         row["spills"], row["assumed"] = spills(largest, on), ", ".join(on.assumed)
         rows.append(row)

@@ -1,8 +1,9 @@
-"""The rules of the Neural Engine: their table, their tests, and the graph that the tests search.
+"""The rules of the Neural Engine: their table, their tests, and the graph that the
+tests search.
 
-Most rules are measurements that others published of an undocumented unit, so each has a source, a
-confidence and advice. `disputed` names a contradicting source; a disputed rule is reported and
-changes no placement. Effects:
+Most rules are measurements that others published of an undocumented unit, so each has a
+source, a confidence and advice. `disputed` names a contradicting source; a disputed
+rule is reported and changes no placement. Effects:
 
     cpu    the operation cannot run on the Neural Engine
     stays  it could run there and is expected not to
@@ -83,11 +84,13 @@ class LintGraph(Graph):
         return [op for op in self.ops if op.kind in kinds]
 
     def source(self, op: Op, parameter: str) -> Op | None:
-        """The operation whose result an argument is; None for inputs, literals and missing ones."""
+        """The operation whose result an argument is; None for inputs, literals and
+        missing ones."""
         return self.producer(op.inputs.get(parameter))
 
     def constant(self, op: Op, parameter: str):
-        """The value of an argument that is a literal or an uncompressed constant, else None."""
+        """The value of an argument that is a literal or an uncompressed constant, else
+        None."""
         return self.literal(op.inputs.get(parameter))
 
     def fixed(self, op: Op, parameter: str) -> bool:
@@ -98,11 +101,13 @@ class LintGraph(Graph):
         return producer.constant
 
     def shape(self, op: Op, parameter: str) -> tuple:
-        """The shape of an argument, None for sizes that vary; () for a missing argument."""
+        """The shape of an argument, None for sizes that vary; () for a missing
+        argument."""
         return self.shape_of(op.inputs.get(parameter))
 
     def weights(self, *kinds: str) -> list[tuple[Op, Op]]:
-        """Pairs (compressed weight, operation that reads it) of weights of these kinds."""
+        """Pairs (compressed weight, operation that reads it) of weights of these
+        kinds."""
         pairs = []
         for reader in self.ops:
             for weight in map(self.producer, reader.inputs.values()):
@@ -113,8 +118,8 @@ class LintGraph(Graph):
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of `rules.csv`. `of` names the subjects of the rule (see `_subjects`); an empty one is
-    the whole graph."""
+    """A row of `rules.csv`. `of` names the subjects of the rule (see `_subjects`); an
+    empty one is the whole graph."""
 
     id: str
     of: str
@@ -126,11 +131,14 @@ class Rule:
     disputed: str
 
     def find(self, graph: LintGraph) -> Iterable[str]:
-        """The names of the operations, inputs, outputs or states of a graph that break the rule."""
+        """The names of the operations, inputs, outputs or states of a graph that break
+        the rule."""
         test = TESTS.get(self.id, lambda graph, subject: True)
         if not self.of:
             return test(graph)
-        return [name for name, subject in _subjects(graph, self.of) if test(graph, subject)]
+        return [
+            name for name, subject in _subjects(graph, self.of) if test(graph, subject)
+        ]
 
 
 @dataclass(frozen=True)
@@ -149,10 +157,9 @@ with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as
 def rule(test):
     """Registers the test of the rule whose id begins its name, such as `T1_float32`.
 
-    The test takes a graph and one of `_subjects(graph, of)`, and returns whether that subject
-    breaks the rule. If `of` is empty, the test takes a graph and returns names. A rule without a
-    test is broken by every subject.
-    """
+    The test takes a graph and one of `_subjects(graph, of)`, and returns whether that
+    subject breaks the rule. If `of` is empty, the test takes a graph and returns names.
+    A rule without a test is broken by every subject."""
     id = test.__name__.partition("_")[0]
     assert id in RULES.keys() - TESTS.keys(), id
     TESTS[id] = test
@@ -162,10 +169,9 @@ def rule(test):
 def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     """The subjects that a rule's column `of` names.
 
-    These are pairs (name, type) of `inputs`, `states`, `interface` (inputs and outputs) or
-    `results` (of every operation), or pairs (name, operation) of the compute operations whose kind
-    fits one of the patterns in `of`, such as `scatter*`.
-    """
+    These are pairs (name, type) of `inputs`, `states`, `interface` (inputs and outputs)
+    or `results` (of every operation), or pairs (name, operation) of the compute
+    operations whose kind fits one of the patterns in `of`, such as `scatter*`."""
     if of == "results":
         subjects = []
         for op in g.ops:

@@ -1,11 +1,21 @@
-"""The tests of the Neural Engine's rules, by subject, and `lint` (see `workbench.ane.rule`)."""
+"""The tests of the Neural Engine's rules, by subject, and `lint` (see
+`workbench.ane.rule`)."""
 
 from math import ceil, prod
 
 import numpy as np
 
 from miltorch.program import Op
-from workbench.ane.rule import FP16_TINY, MIB, ON_ANE, RULES, Finding, LintGraph, results, rule
+from workbench.ane.rule import (
+    FP16_TINY,
+    MIB,
+    ON_ANE,
+    RULES,
+    Finding,
+    LintGraph,
+    results,
+    rule,
+)
 
 
 def lint(graph: LintGraph) -> list[Finding]:
@@ -110,7 +120,11 @@ def S10_moved_width(g, op):
 
 @rule
 def S11_late_slice(g, op):
-    return g.generation <= 2 and not g.fixed(op, "begin") and (g.shape(op, "x")[-1] or 0) > 4094
+    return (
+        g.generation <= 2
+        and not g.fixed(op, "begin")
+        and (g.shape(op, "x")[-1] or 0) > 4094
+    )
 
 
 @rule
@@ -130,7 +144,11 @@ def D1_dynamic(g, t):
 @rule
 def D2_enumerated(g):
     features = getattr(g.program.description, "input", [])
-    return [f.name for f in features if len(f.type.multiArrayType.enumeratedShapes.shapes) > 128]
+    return [
+        f.name
+        for f in features
+        if len(f.type.multiArrayType.enumeratedShapes.shapes) > 128
+    ]
 
 
 @rule
@@ -174,12 +192,16 @@ def K3_states(g, t):
 
 @rule
 def K4_functions(g, t):
-    return g.functions > 1 and any(_columns(g, op) != 1 for op in g.of("conv", "linear"))
+    return g.functions > 1 and any(
+        _columns(g, op) != 1 for op in g.of("conv", "linear")
+    )
 
 
 @rule
 def K5_loose_update(g, op):
-    return op.outputs[0][0] not in {write.inputs["data"].name for write in g.of("write_state")}
+    return op.outputs[0][0] not in {
+        write.inputs["data"].name for write in g.of("write_state")
+    }
 
 
 @rule
@@ -212,7 +234,9 @@ def K14_blended(g, op):
             continue
         for product in (g.source(total, "x"), g.source(total, "y")):
             if product is not None and product.kind == "mul":
-                if "read_state" in {o.kind for o in _views(g, product, ("slice_by_index",))}:
+                if "read_state" in {
+                    o.kind for o in _views(g, product, ("slice_by_index",))
+                }:
                     return True
     return False
 
@@ -288,18 +312,26 @@ def Q1_small_groups(g, op):
 @rule
 def Q2_blocked_int8(g):
     weights = g.weights("constexpr_blockwise_shift_scale")
-    return [weight.name for weight, _ in weights if _blocks(g, weight) and not _nibbles(g, weight)]
+    return [
+        weight.name
+        for weight, _ in weights
+        if _blocks(g, weight) and not _nibbles(g, weight)
+    ]
 
 
 @rule
 def Q3_blocked_int4(g):
     weights = g.weights("constexpr_blockwise_shift_scale")
-    return [op.name for weight, op in weights if _blocks(g, weight) and _nibbles(g, weight)]
+    return [
+        op.name for weight, op in weights if _blocks(g, weight) and _nibbles(g, weight)
+    ]
 
 
 @rule
 def Q4_int8(g):
-    weights = g.weights("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
+    weights = g.weights(
+        "constexpr_blockwise_shift_scale", "constexpr_affine_dequantize"
+    )
     return [op.name for weight, op in weights if not _nibbles(g, weight)]
 
 
@@ -329,13 +361,18 @@ def N1_masks(g, op):
 @rule
 def N3_squares(g, op):
     if op.kind == "mul":
-        return op.inputs["x"] == op.inputs["y"] and not _makers(g, op, "x") & {"real_div", "mul"}
+        return op.inputs["x"] == op.inputs["y"] and not _makers(g, op, "x") & {
+            "real_div",
+            "mul",
+        }
     return op.kind != "pow" or _scalar(g, op, "y", 0) == 2
 
 
 @rule
 def N5_epsilon(g, op):
-    return 0 < _scalar(g, op, "epsilon", 1) < FP16_TINY and "add" not in _makers(g, op, "x")
+    return 0 < _scalar(g, op, "epsilon", 1) < FP16_TINY and "add" not in _makers(
+        g, op, "x"
+    )
 
 
 @rule
@@ -362,7 +399,8 @@ def _scalar(g, op, parameter, default):
 
 
 def _views(g, op, kinds) -> list[Op]:
-    """The operations whose results `op` takes, directly or through operations of `kinds`."""
+    """The operations whose results `op` takes, directly or through operations of
+    `kinds`."""
     makers, waiting = {}, [op]
     while waiting:
         for value in waiting.pop().reads():
@@ -374,8 +412,8 @@ def _views(g, op, kinds) -> list[Op]:
 
 
 def _columns(g, op) -> int:
-    """The number of columns, such as tokens, of a product by a weight; 1 for a convolution that is
-    not pointwise. A size that varies counts as 2."""
+    """The number of columns, such as tokens, of a product by a weight; 1 for a
+    convolution that is not pointwise. A size that varies counts as 2."""
     if op.kind == "linear":
         return prod(n or 2 for n in g.shape(op, "x")[-2:-1])
     pointwise = prod(g.shape(op, "weight")[2:]) == 1
@@ -393,8 +431,8 @@ def _blocks(g, op) -> bool:
 
 
 def _nibbles(g, op) -> bool:
-    """Whether a weight is stored in 4 bits, by the range of its values, since the program's reader
-    returns one value per byte."""
+    """Whether a weight is stored in 4 bits, by the range of its values, since the
+    program's reader returns one value per byte."""
     data = g.constant(op, "data")
     if data is None or not data.size:
         return False

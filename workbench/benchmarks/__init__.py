@@ -1,1 +1,2 @@
-"""The measurements behind the README's figures, each beside its peer in the same run."""
+"""The measurements behind the README's figures, each beside its peer in the same
+run."""

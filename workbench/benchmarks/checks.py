@@ -1,5 +1,5 @@
-"""The cost of checks: a trace against a plain decode step, a validation against one Hugging Face
-forward.
+"""The cost of checks: a trace against a plain decode step, a validation against one
+Hugging Face forward.
 
 A bundle and its checkpoint in, rows of `workbench bench` out. Loading is not timed.
 """
@@ -17,11 +17,15 @@ from workbench.explain import trace
 from workbench.models.checkpoint import Checkpoint
 
 
-def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> list[dict]:
-    """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one token in one
-    arithmetic, and, per token of a call of T, all that `workbench trace` does (exact, declared,
-    narrow, and where declared leaves exact)."""
-    decoders = {p: Decoder(bundle, "portable", p) for p in ("exact", "declared", "narrow")}
+def tracing(
+    bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5
+) -> list[dict]:
+    """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one
+    token in one arithmetic, and, per token of a call of T, all that `workbench trace`
+    does (exact, declared, narrow, and where declared leaves exact)."""
+    decoders = {
+        p: Decoder(bundle, "portable", p) for p in ("exact", "declared", "narrow")
+    }
     declared, ids = decoders["declared"], _random_ids(bundle, depth + T)
 
     def sample(call) -> float:
@@ -35,7 +39,9 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
         "declared": lambda: trace.trace_ranges({"declared": declared}, ids[:1]),
         "whole": lambda: trace.trace_ranges(decoders, ids[depth:], T),
     }
-    samples = in_turn({name: partial(sample, call) for name, call in calls.items()}, rounds)
+    samples = in_turn(
+        {name: partial(sample, call) for name, call in calls.items()}, rounds
+    )
     peer = "ms", "plain decode step", samples["plain"]
     per_token = [ms / T for ms in samples["whole"]]
     return [
@@ -45,11 +51,17 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
 
 
 def validating(
-    bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, Ts=(1, 2, 3, 4), rounds: int = 3
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    *,
+    positions: int = 64,
+    Ts=(1, 2, 3, 4),
+    rounds: int = 3,
 ) -> list[dict]:
-    """ms of a validation against a golden (all layers, isolated and chained, every T), and of the
-    gates that run a bundle's program in `exact` arithmetic (`program` with its reach, `causality`),
-    each beside one forward of Hugging Face's model over as many tokens."""
+    """ms of a validation against a golden (all layers, isolated and chained, every T),
+    and of the gates that run a bundle's program in `exact` arithmetic (`program` with
+    its reach, `causality`), each beside one forward of Hugging Face's model over as
+    many tokens."""
     ids = _random_ids(bundle, positions)
     decoder, exact = Decoder(bundle, "portable"), Decoder(bundle, "portable", "exact")
     reference = golden.make_golden(checkpoint, ids)
@@ -71,7 +83,11 @@ def validating(
     ):
         gates()  # compiles the kernels
         samples = in_turn(
-            {"gates": lambda g=gates: seconds(g) * 1e3, "forward": partial(forward, tokens)}, rounds
+            {
+                "gates": lambda g=gates: seconds(g) * 1e3,
+                "forward": partial(forward, tokens),
+            },
+            rounds,
         )
         peer = f"one Hugging Face forward over {len(tokens)} tokens"
         rows.append(bench_row(name, samples["gates"], "ms", peer, samples["forward"]))

@@ -31,20 +31,23 @@ ALIKE = {"fp16": "F16", "int8-tensor": "Q8_0", "int8-channel": "Q8_0"}
 ALIKE |= {"int4-block32": "Q4_0", "lut4": "Q4_0"}
 
 
-def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
-    """One decode step of each bundle, of Hugging Face's model (fp32 and fp16, static cache) and,
-    where it is importable, of llama.cpp, on all cores of the machine.
+def bench_decode(
+    bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5
+) -> list[dict]:
+    """One decode step of each bundle, of Hugging Face's model (fp32 and fp16, static
+    cache) and, where it is importable, of llama.cpp, on all cores of the machine.
 
-    Every round runs `STEPS` tokens of every contestant at every depth of `DEPTHS`, in turn; its
-    median is one sample. Hugging Face's caches hold random keys and values up to the depth, since
-    a step's time does not depend on them. Timed: token id to logits. Not timed: loading, prefill,
-    picking the token. The read bandwidth is measured once a round.
+    Every round runs `STEPS` tokens of every contestant at every depth of `DEPTHS`, in
+    turn; its median is one sample. Hugging Face's caches hold random keys and values up
+    to the depth, since a step's time does not depend on them. Timed: token id to
+    logits. Not timed: loading, prefill, picking the token. The read bandwidth is
+    measured once a round.
 
     Returns:
-        tok/s of each bundle beside either peer, and beside llama.cpp with weights of about as many
-        bits; the bandwidth, bytes a second; for each bundle the bytes a step reads over the
-        bandwidth (`floor`), the seconds it loads, and its peak memory in a process of its own,
-        bytes.
+        tok/s of each bundle beside either peer, and beside llama.cpp with weights of
+        about as many bits; the bandwidth, bytes a second; for each bundle the bytes a
+        step reads over the bandwidth (`floor`), the seconds it loads, and its peak
+        memory in a process of its own, bytes.
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     first = next(iter(bundles.values()))
@@ -60,7 +63,8 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
         contestants[name] = _peer(checkpoint, dtype, S)
     contestants |= llama_cpp.contestants(checkpoint, S)
     samplers = {
-        key: partial(_rate, contestants[key[0]], key[1]) for key in product(contestants, DEPTHS)
+        key: partial(_rate, contestants[key[0]], key[1])
+        for key in product(contestants, DEPTHS)
     }
     rates = in_turn(samplers | {"bandwidth": read_bandwidth}, rounds)
     rows = []
@@ -75,23 +79,30 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
         stored = sum(shard.bytes for shard in bundle.manifest.shards)
         peak = [apart(_peak, bundle.root)]
         rows += [
-            bench_row(f"{name} floor", [b / stored for b in rates["bandwidth"]], "tok/s"),
+            bench_row(
+                f"{name} floor", [b / stored for b in rates["bandwidth"]], "tok/s"
+            ),
             bench_row(f"{name} load", [loading[name]], "s"),
             bench_row(f"{name} peak memory", peak, "bytes", "stored", [bundle.bytes]),
         ]
     return rows
 
 
-def _rate(contestant: Callable[[int], Callable[[], object]], depth: int, tokens: int = 1) -> float:
+def _rate(
+    contestant: Callable[[int], Callable[[], object]], depth: int, tokens: int = 1
+) -> float:
     """tok/s: the median of `STEPS` steps of so many tokens each."""
     step = contestant(depth)
     step()
     return tokens / statistics.median(seconds(step) for _ in range(STEPS))
 
 
-def bench_families(stacks: dict[str, tuple[Bundle, Path]], *, rounds: int = 5) -> list[dict]:
-    """One decode step of bundles of different checkpoints or batches at depth 64, each beside
-    Hugging Face's model in fp16 with its own cache, which grows by a token a step.
+def bench_families(
+    stacks: dict[str, tuple[Bundle, Path]], *, rounds: int = 5
+) -> list[dict]:
+    """One decode step of bundles of different checkpoints or batches at depth 64, each
+    beside Hugging Face's model in fp16 with its own cache, which grows by a token a
+    step.
 
     Args:
         stacks: name → bundle and its checkpoint.
@@ -114,10 +125,12 @@ def bench_families(stacks: dict[str, tuple[Bundle, Path]], *, rounds: int = 5) -
     ]
 
 
-def bench_prefill(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
-    """A prompt of `PROMPT` tokens in calls of T = 1, 4 and t_max tokens, and Hugging Face's model
-    (fp32, fp16 and bf16, one call, its own cache), on all cores of the machine. Timed: token ids to
-    the logits of the last one.
+def bench_prefill(
+    bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5
+) -> list[dict]:
+    """A prompt of `PROMPT` tokens in calls of T = 1, 4 and t_max tokens, and Hugging
+    Face's model (fp32, fp16 and bf16, one call, its own cache), on all cores of the
+    machine. Timed: token ids to the logits of the last one.
 
     Returns:
         tok/s of each bundle and T beside every peer.
@@ -133,13 +146,16 @@ def bench_prefill(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int =
             contestants[f"{name} T={T}"] = partial(_prefill, decoder, ids, T)
     ours = list(contestants)
     for dtype in ("float32", "float16", "bfloat16"):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=getattr(torch, dtype)
+        ).eval()
         call = partial(model, torch.tensor([ids]), logits_to_keep=1)
         contestants[f"HF {dtype}"] = torch.inference_mode()(call)
     for call in contestants.values():
         call()  # compiles kernels and fills caches
     samplers = {
-        name: lambda call=call: PROMPT / seconds(call) for name, call in contestants.items()
+        name: lambda call=call: PROMPT / seconds(call)
+        for name, call in contestants.items()
     }
     rates = in_turn(samplers, rounds)
     return [
@@ -154,8 +170,8 @@ def _prefill(decoder: Decoder, ids: list[int], T: int) -> None:
 
 
 def growth(make: Callable[[int], Bundle], *, rounds: int = 5) -> list[dict]:
-    """ms per call with a full cache as max_seq_len grows (T = 1), and as T grows up to t_max (at
-    the smallest size).
+    """ms per call with a full cache as max_seq_len grows (T = 1), and as T grows up to
+    t_max (at the smallest size).
 
     Args:
         make: gives the bundle of one max_seq_len, t_max 64.
@@ -178,8 +194,8 @@ def growth(make: Callable[[int], Bundle], *, rounds: int = 5) -> list[dict]:
 
 
 def _our_step(decoder: Decoder, depth: int, T: int = 1) -> Callable[[], object]:
-    """A call of T tokens from ids to logits at `depth`. The cache is filled once; a step's position
-    goes back afterwards."""
+    """A call of T tokens from ids to logits at `depth`. The cache is filled once; a
+    step's position goes back afterwards."""
     batch = decoder.manifest.options.batch
     ids, prompt = [[7] * T] * batch, [7] * depth
     if int(decoder.offsets[0]) != depth:
@@ -193,7 +209,9 @@ def _our_step(decoder: Decoder, depth: int, T: int = 1) -> Callable[[], object]:
     return step
 
 
-def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Callable[[], object]]:
+def _peer(
+    checkpoint: Path, dtype: torch.dtype, S: int
+) -> Callable[[int], Callable[[], object]]:
     """depth → a step as `_our_step`, for Hugging Face's model with a static cache of S
     positions."""
     from transformers import AutoModelForCausalLM, StaticCache
@@ -220,8 +238,8 @@ def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Calla
 
 
 def _cached_peer(checkpoint: Path, batch: int) -> Callable[[int], Callable[[], object]]:
-    """depth → a step of so many sequences, for Hugging Face's model of any family in fp16, with the
-    cache that it makes itself."""
+    """depth → a step of so many sequences, for Hugging Face's model of any family in
+    fp16, with the cache that it makes itself."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float16).eval()
@@ -235,8 +253,8 @@ def _cached_peer(checkpoint: Path, batch: int) -> Callable[[int], Callable[[], o
 
 
 def read_bandwidth() -> float:
-    """Bytes per second at which this machine reads memory, on torch's threads: the best of several
-    passes over a GiB."""
+    """Bytes per second at which this machine reads memory, on torch's threads: the best
+    of several passes over a GiB."""
     data = torch.ones(1 << 27, dtype=torch.int64)
     return data.nbytes / min(seconds(data.sum) for _ in range(5))
 
@@ -247,9 +265,11 @@ def _peak(path: Path) -> int | None:
     return peak_rss()
 
 
-def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> list[dict]:
-    """Routed against dense experts: ms per token in the MoE part of all layers, and bytes of expert
-    weights read.
+def moe(
+    make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4
+) -> list[dict]:
+    """Routed against dense experts: ms per token in the MoE part of all layers, and
+    bytes of expert weights read.
 
     Args:
         make: gives the bundle of one checkpoint for `moe` = dense or routed.
@@ -268,11 +288,15 @@ def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> li
 
 
 def moe_bytes(bundle: Bundle) -> int:
-    """Bytes of expert weights one token reads: every expert when dense, the largest one of each
-    layer when routed."""
+    """Bytes of expert weights one token reads: every expert when dense, the largest one
+    of each layer when routed."""
     largest = {}
     for shard in bundle.shards("expert") or bundle.shards("layers"):
-        names = {constant for tensor, constant in shard.weights.items() if ".experts." in tensor}
+        names = {
+            constant
+            for tensor, constant in shard.weights.items()
+            if ".experts." in tensor
+        }
         ops = miltorch.read(bundle.package(shard)).block.walk()
         experts = (op for op in ops if op.outputs and op.outputs[0][0] in names)
         values = [value for op in experts for value in op.inputs.values()]

@@ -1,11 +1,10 @@
-"""Export against its peers: the plain loop over coremltools, and the disk. Takes the export as a
-function to call.
+"""Export against its peers: the plain loop over coremltools, and the disk. Takes the
+export as a function to call.
 
-Every export runs in a process of its own, warmed up by a tiny export before the clock starts, so
-imports count for neither side. Peak memory is the process's resident maximum (`memory.peak_rss`):
-everything is counted in it, imports too; nothing is mapped from the checkpoint, which is read into
-buffers.
-"""
+Every export runs in a process of its own, warmed up by a tiny export before the clock
+starts, so imports count for neither side. Peak memory is the process's resident maximum
+(`memory.peak_rss`): everything is counted in it, imports too; nothing is mapped from
+the checkpoint, which is read into buffers."""
 
 import os
 import shutil
@@ -15,8 +14,8 @@ from pathlib import Path
 from workbench.benchmarks.stopwatch import apart, bench_row, seconds
 from workbench.errors import check_choice
 
-# transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and their number of
-# decoder layers
+# transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and
+# their number of decoder layers
 MODELS = {
     "qwen2": (
         dict(
@@ -36,21 +35,28 @@ BUFFER = bytearray(1 << 20)
 
 
 def model(family: str) -> tuple[dict, int]:
-    """Dimensions of a layer and its surroundings, and how many decoder layers the model has."""
+    """Dimensions of a layer and its surroundings, and how many decoder layers the model
+    has."""
     check_choice("--family", family, MODELS, "choose one of them")
     return MODELS[family]
 
 
 def compare_exports(
-    once: Callable, layers: Callable | None, source: Path, folder: Path, rounds: int, options: dict
+    once: Callable,
+    layers: Callable | None,
+    source: Path,
+    folder: Path,
+    rounds: int,
+    options: dict,
 ) -> dict:
-    """Rows of stamped export against the disk and, given `layers`, against plain export.
+    """Rows of stamped export against the disk and, given `layers`, against plain
+    export.
 
     Args:
-        once: (checkpoint, target, plain, options) → `seconds`, `identity`, `bytes`, `split`,
-            `peak_rss_bytes`, ….
-        layers: (checkpoint, folder, count, options) → seconds of single layers, `plain` and
-            `stamped`.
+        once: (checkpoint, target, plain, options) → `seconds`, `identity`, `bytes`,
+            `split`, `peak_rss_bytes`, ….
+        layers: (checkpoint, folder, count, options) → seconds of single layers, `plain`
+            and `stamped`.
         folder: emptied, and removed in the end.
     """
     modes = {"stamped": False} | ({"plain": True} if layers else {})
@@ -59,7 +65,9 @@ def compare_exports(
         for mode, plain in modes.items():
             _empty(folder)
             forget(source)
-            runs[mode].append(apart(once, str(source), str(folder / "bundle"), plain, options))
+            runs[mode].append(
+                apart(once, str(source), str(folder / "bundle"), plain, options)
+            )
         floors.append(floor(source, folder / "floor.bin", runs["stamped"][-1]["bytes"]))
     times, peaks = (
         {mode: [run[key] for run in runs[mode]] for mode in modes}
@@ -68,7 +76,9 @@ def compare_exports(
     name, stamped = "_".join(["export", *options.values()]), runs["stamped"]
     over_templates = [run["seconds"] - run["split"]["template"] for run in stamped]
     disk = [sum(f.values()) for f in floors]
-    rows = [bench_row(f"{name}_seconds_over_templates", over_templates, "s", "disk", disk)]
+    rows = [
+        bench_row(f"{name}_seconds_over_templates", over_templates, "s", "disk", disk)
+    ]
     result = {
         "rows": rows,
         "same_bytes": None,
@@ -81,12 +91,18 @@ def compare_exports(
     if layers:
         _empty(folder)
         single = apart(layers, str(source), str(folder / "bundle"), LAYERS, options)
-        result["layer_seconds_max"] = {how: max(samples) for how, samples in single.items()}
+        result["layer_seconds_max"] = {
+            how: max(samples) for how, samples in single.items()
+        }
         rows += [
-            bench_row(f"{name}_{what}", values["stamped"], "s", "plain", values["plain"])
+            bench_row(
+                f"{name}_{what}", values["stamped"], "s", "plain", values["plain"]
+            )
             for what, values in (("seconds", times), ("layer_seconds", single))
         ]
-        result["same_bytes"] = len({run["identity"] for mode in modes for run in runs[mode]}) == 1
+        result["same_bytes"] = (
+            len({run["identity"] for mode in modes for run in runs[mode]}) == 1
+        )
     shutil.rmtree(folder)
     return result
 
@@ -97,8 +113,8 @@ def _empty(folder: Path) -> None:
 
 
 def forget(source: Path) -> None:
-    """Lets the system drop what it keeps of the checkpoint in memory, so that reading it is reading
-    the disk."""
+    """Lets the system drop what it keeps of the checkpoint in memory, so that reading
+    it is reading the disk."""
     for path in source.glob("*.safetensors"):
         with path.open("rb") as file:
             if hasattr(os, "posix_fadvise"):
@@ -106,8 +122,8 @@ def forget(source: Path) -> None:
 
 
 def floor(source: Path, target: Path, count: int) -> dict[str, float]:
-    """Seconds to read the checkpoint once, and to write `count` bytes as the export writes them:
-    without waiting for the device."""
+    """Seconds to read the checkpoint once, and to write `count` bytes as the export
+    writes them: without waiting for the device."""
 
     def read():
         for path in source.glob("*.safetensors"):

@@ -1,4 +1,5 @@
-"""The child processes of `workbench bench export`: one whole export, or single layers."""
+"""The child processes of `workbench bench export`: one whole export, or single
+layers."""
 
 from pathlib import Path
 
@@ -17,8 +18,8 @@ WARM_UP = dict(
 
 
 def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dict:
-    """One export, timed after a tiny one has imported and warmed up everything; meant for a process
-    of its own."""
+    """One export, timed after a tiny one has imported and warmed up everything; meant
+    for a process of its own."""
     import tempfile
     import time
 
@@ -31,7 +32,9 @@ def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dic
         tiny = checkpoints.random(f"{folder}/tiny", source.config.model_type, **WARM_UP)
         exports.export(tiny, f"{folder}/bundle", progress=False, **options)
     clock, start = exports.Clock(), time.perf_counter()
-    bundle = exports.export(checkpoint, target, progress=False, plain=plain, clock=clock, **options)
+    bundle = exports.export(
+        checkpoint, target, progress=False, plain=plain, clock=clock, **options
+    )
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
@@ -39,14 +42,17 @@ def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dic
         "bytes": bundle.bytes,
         "stamped": sum(s.how == "stamped" for s in bundle.manifest.shards),
         "shards": len(bundle.manifest.shards),
-        "split": {kind: clock.total(kind) for kind in ("template", "read", "compress", "write")},
+        "split": {
+            kind: clock.total(kind)
+            for kind in ("template", "read", "compress", "write")
+        },
         "peak_rss_bytes": peak_rss(),
     }
 
 
 def export_layers(checkpoint: str, folder: str, count: int, options: dict) -> dict:
-    """Seconds of each of `count` decoder layers, converted and stamped in turn, one thread, after
-    their template."""
+    """Seconds of each of `count` decoder layers, converted and stamped in turn, one
+    thread, after their template."""
     import time
     from contextlib import closing
 
@@ -60,7 +66,9 @@ def export_layers(checkpoint: str, folder: str, count: int, options: dict) -> di
     plan, make = exports.read_plan(source, options), exports.MAKERS[options.target]
     seconds = {"plain": [], "stamped": []}
     with closing(Writer(Path(folder))) as writer:
-        maker, plainly = (make(source, plan, options, writer, plain) for plain in (False, True))
+        maker, plainly = (
+            make(source, plan, options, writer, plain) for plain in (False, True)
+        )
         first, *others = [spec for spec in maker.specs if spec.kind == "layers"]
         maker.convert(first)
         for spec in others[:count]:

@@ -1,8 +1,9 @@
-"""llama.cpp as a peer of `workbench bench decode`, where llama-cpp-python and gguf are importable.
+"""llama.cpp as a peer of `workbench bench decode`, where llama-cpp-python and gguf are
+importable.
 
-A GGUF of the same checkpoint is written beside it, once for each type of weights. A build for AMX
-crashes on some virtual machines: build llama.cpp without (GGML_AMX_TILE=OFF, GGML_AMX_INT8=OFF).
-"""
+A GGUF of the same checkpoint is written beside it, once for each type of weights. A
+build for AMX crashes on some virtual machines: build llama.cpp without
+(GGML_AMX_TILE=OFF, GGML_AMX_INT8=OFF)."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -22,7 +23,10 @@ NAMES = {
     "model.layers.{}.post_attention_layernorm": "blk.{}.ffn_norm",
     "model.layers.{}.self_attn.o_proj": "blk.{}.attn_output",
     **{f"model.layers.{{}}.self_attn.{x}_proj": f"blk.{{}}.attn_{x}" for x in "qkv"},
-    **{f"model.layers.{{}}.mlp.{x}_proj": f"blk.{{}}.ffn_{x}" for x in ("gate", "up", "down")},
+    **{
+        f"model.layers.{{}}.mlp.{x}_proj": f"blk.{{}}.ffn_{x}"
+        for x in ("gate", "up", "down")
+    },
 }
 
 
@@ -30,20 +34,26 @@ def available() -> bool:
     return all(map(find_spec, ("llama_cpp", "gguf")))
 
 
-def contestants(checkpoint: Path, S: int) -> dict[str, Callable[[int], Callable[[], object]]]:
-    """llama.cpp by type of weights: depth → a step of one token, on as many threads as torch's.
+def contestants(
+    checkpoint: Path, S: int
+) -> dict[str, Callable[[int], Callable[[], object]]]:
+    """llama.cpp by type of weights: depth → a step of one token, on as many threads as
+    torch's.
 
     Args:
         checkpoint: a folder of Qwen2's architecture.
         S: positions of the cache.
     """
     return {
-        f"llama.cpp {kind}": _peer(written(checkpoint, kind), S) for kind in TYPES if available()
+        f"llama.cpp {kind}": _peer(written(checkpoint, kind), S)
+        for kind in TYPES
+        if available()
     }
 
 
 def written(checkpoint: Path, kind: str) -> Path:
-    """The GGUF of a checkpoint, whose matrices are of type `kind`; written when it is missing."""
+    """The GGUF of a checkpoint, whose matrices are of type `kind`; written when it is
+    missing."""
     path = checkpoint.with_name(f"{checkpoint.name}.{kind}.gguf")
     if not path.exists():
         unfinished = path.with_suffix(".unfinished")

@@ -12,12 +12,11 @@ from workbench.log.store import append, load
 
 
 def rows(root: Path, runs: int, rounds: int) -> list[dict]:
-    """Rows of `workbench bench log`: `runs` loaded for the first time, and again; pandas' own
-    reader is the peer.
+    """Rows of `workbench bench log`: `runs` loaded for the first time, and again;
+    pandas' own reader is the peer.
 
-    The first time reads every file, as the peer does each time; a later load reads the gathered
-    rows.
-    """
+    The first time reads every file, as the peer does each time; a later load reads the
+    gathered rows."""
     folder = root / "runs"
     row = environment() | {
         "status": "ok",
@@ -39,7 +38,9 @@ def rows(root: Path, runs: int, rounds: int) -> list[dict]:
         return seconds(load_log)
 
     again, peer = (partial(seconds, load_all) for load_all in (load_log, load_peer))
-    samples = in_turn({"log_load_first": first_load, "log_load": again, "peer": peer}, rounds)
+    samples = in_turn(
+        {"log_load_first": first_load, "log_load": again, "peer": peer}, rounds
+    )
     peer_samples = samples.pop("peer")
     return [
         bench_row(name, values, "s", "pandas.read_parquet", peer_samples)

@@ -1,10 +1,9 @@
-"""What a stored cache saves: time to the first token cold, warm and hot; bytes; bandwidths against
-a plain copy and a plain file. Every round times all of them in turn. Not timed: loading the bundle,
-the first token of a process.
+"""What a stored cache saves: time to the first token cold, warm and hot; bytes;
+bandwidths against a plain copy and a plain file. Every round times all of them in turn.
+Not timed: loading the bundle, the first token of a process.
 
-"warm" reads the snapshot from the file system, whose cache may hold it: it is a disk's time only
-when the disk is slow.
-"""
+"warm" reads the snapshot from the file system, whose cache may hold it: it is a disk's
+time only when the disk is slow."""
 
 import os
 import tempfile
@@ -29,14 +28,13 @@ def bench_reuse(
     rounds: int = 5,
     progress: bool = False,
 ) -> list[dict]:
-    """Rows of `workbench bench reuse`; a context of n means a prompt of n tokens, n − 1 of them in
-    the store.
+    """Rows of `workbench bench reuse`; a context of n means a prompt of n tokens, n − 1
+    of them in the store.
 
-    Rows by context: `ttft_warm_ms_n`, `ttft_hot_ms_n` against cold. At the largest: `q4_bytes`
-    against fp16; `restore` and `snapshot` in bytes of the runtime's state per second against a copy
-    of arrays of those sizes; `save` and `read` in bytes of the file per second against a plain,
-    synced file of that size.
-    """
+    Rows by context: `ttft_warm_ms_n`, `ttft_hot_ms_n` against cold. At the largest:
+    `q4_bytes` against fp16; `restore` and `snapshot` in bytes of the runtime's state
+    per second against a copy of arrays of those sizes; `save` and `read` in bytes of
+    the file per second against a plain, synced file of that size."""
     from tqdm.auto import tqdm
 
     S = decoder.options.max_seq_len
@@ -49,32 +47,47 @@ def bench_reuse(
         )
     rng, rows = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory() as folder:
-        for n in tqdm(contexts, desc="bench reuse", unit="context", disable=not progress):
+        for n in tqdm(
+            contexts, desc="bench reuse", unit="context", disable=not progress
+        ):
             store = Store(folder, decoder, hot_bytes=1 << 34)
             times = _ttft(
-                decoder, store, rng.integers(0, decoder.manifest.dims.V, n).tolist(), rounds
+                decoder,
+                store,
+                rng.integers(0, decoder.manifest.dims.V, n).tolist(),
+                rounds,
             )
             rows += [
-                bench_row(f"ttft_{kind}_ms_{n}", times[kind], "ms", "cold", times["cold"])
+                bench_row(
+                    f"ttft_{kind}_ms_{n}", times[kind], "ms", "cold", times["cold"]
+                )
                 for kind in ("warm", "hot")
             ]
         return rows + _bytes_and_bandwidths(decoder, store, rounds)
 
 
 def samples(rows: list[dict]) -> pd.DataFrame:
-    """The raw times to the first token behind benchmark rows: ``temperature``, ``context``,
-    ``ms``."""
+    """The raw times to the first token behind benchmark rows: ``temperature``,
+    ``context``, ``ms``."""
     times = []
     for row in (r for r in rows if r["name"].startswith("ttft_")):
         _, kind, _, context = row["name"].split("_")
-        sides = [("cold", row["peer_samples"])] * (kind == "warm") + [(kind, row["samples"])]
-        times += [(temperature, int(context), ms) for temperature, values in sides for ms in values]
+        sides = [("cold", row["peer_samples"])] * (kind == "warm") + [
+            (kind, row["samples"])
+        ]
+        times += [
+            (temperature, int(context), ms)
+            for temperature, values in sides
+            for ms in values
+        ]
     return pd.DataFrame(times, columns=["temperature", "context", "ms"])
 
 
-def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[str, list[float]]:
-    """ms from a prompt's ids to its first token, by temperature; the prefill that fills the store,
-    one warm and one hot start go before."""
+def _ttft(
+    decoder: Decoder, store: Store, ids: list[int], rounds: int
+) -> dict[str, list[float]]:
+    """ms from a prompt's ids to its first token, by temperature; the prefill that fills
+    the store, one warm and one hot start go before."""
     decoder.begin()
     decoder.prefill(ids[:-1])
     store.save("session", decoder.snapshot())
@@ -85,13 +98,19 @@ def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[s
             store.cool()
         start = time.perf_counter()
         hit = None if temperature == "cold" else store.find(ids)
-        next(decoder.stream(hit.rest if hit else ids, 1, after=hit.snapshot if hit else None))
+        next(
+            decoder.stream(
+                hit.rest if hit else ids, 1, after=hit.snapshot if hit else None
+            )
+        )
         elapsed = (time.perf_counter() - start) * 1e3
         assert temperature == (hit.temperature if hit else "cold")
         return elapsed
 
     first_token("warm"), first_token("hot")
-    return in_turn({kind: partial(first_token, kind) for kind in ("cold", "warm", "hot")}, rounds)
+    return in_turn(
+        {kind: partial(first_token, kind) for kind in ("cold", "warm", "hot")}, rounds
+    )
 
 
 def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[dict]:
@@ -117,10 +136,20 @@ def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[d
     rate = lambda size, action: size / seconds(action)  # noqa: E731
     rates = {name: partial(rate, *action) for name, action in actions.items()}
     speeds = in_turn(rates, 4 * rounds + 1)
-    pairs = {"restore": "copy", "snapshot": "copy", "save": "file written", "read": "file read"}
-    rows = [bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes]) | {"error": q4.error}]
+    pairs = {
+        "restore": "copy",
+        "snapshot": "copy",
+        "save": "file written",
+        "read": "file read",
+    }
+    rows = [
+        bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes])
+        | {"error": q4.error}
+    ]
     for name, peer in pairs.items():  # without the first round
-        rows.append(bench_row(name, speeds[name][1:], "bytes/s", peer, speeds[peer][1:]))
+        rows.append(
+            bench_row(name, speeds[name][1:], "bytes/s", peer, speeds[peer][1:])
+        )
     return rows
 
 

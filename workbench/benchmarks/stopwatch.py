@@ -1,5 +1,5 @@
-"""What every benchmark shares: the clock, rounds in which all contestants take their turn, and the
-row of results."""
+"""What every benchmark shares: the clock, rounds in which all contestants take their
+turn, and the row of results."""
 
 import statistics
 import time
@@ -18,8 +18,9 @@ def seconds(step: Callable[[], object]) -> float:
 def in_turn(
     samplers: Mapping[Hashable, Callable[[], float]], rounds: int
 ) -> dict[Hashable, list[float]]:
-    """The samples of every contestant by its key; each round takes one sample of each, in their
-    order. An interrupt ends the rounds and keeps the samples, once every contestant has one."""
+    """The samples of every contestant by its key; each round takes one sample of each,
+    in their order. An interrupt ends the rounds and keeps the samples, once every
+    contestant has one."""
     samples = {key: [] for key in samplers}
     try:
         for _ in range(rounds):
@@ -38,8 +39,8 @@ def bench_row(
     peer: str | None = None,
     peer_values: list[float] = (),
 ) -> dict:
-    """One row of `workbench bench`: medians of both sides, and peer / value for times (value / peer
-    for rates)."""
+    """One row of `workbench bench`: medians of both sides, and peer / value for times
+    (value / peer for rates)."""
     value, peer_value, ratio = statistics.median(values), None, None
     if peer:
         peer_value = statistics.median(peer_values)

@@ -1,9 +1,9 @@
-"""`.aimodel` folders of Apple's Core AI: the optional packages behind them, and weights in their
-files.
+"""`.aimodel` folders of Apple's Core AI: the optional packages behind them, and weights
+in their files.
 
-`main.mlirb` holds a weight as the same bytes as a Core ML package. The manifest names its parts,
-`data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`: role, dtype, shape and first byte of each.
-"""
+`main.mlirb` holds a weight as the same bytes as a Core ML package. The manifest names
+its parts, `data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`: role, dtype, shape and
+first byte of each."""
 
 import importlib
 import math
@@ -29,7 +29,9 @@ def optional(name: str) -> ModuleType:
         InputError: they are not installed; the message names the extra.
     """
     try:
-        with warnings.catch_warnings():  # about the version of torch that it was made for
+        with (
+            warnings.catch_warnings()
+        ):  # about the version of torch that it was made for
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
     except ImportError as problem:
@@ -47,7 +49,8 @@ def part_text(role: str, dtype: str, shape: tuple[int, ...], offset: int) -> str
 
 
 def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
-    """Role (`val`; `data`, `scale`; `indices`, `lut`) → array, one element per stored value.
+    """Role (`val`; `data`, `scale`; `indices`, `lut`) → array, one element per stored
+    value.
 
     Raises:
         InputError: a text that names no parts, or a part beyond the file.
@@ -63,7 +66,9 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
         if dtype in NUMPY:
             parts[role] = np.array(raw).view(NUMPY[dtype]).reshape(shape)
         else:
-            parts[role] = unpacked(raw, bits, dtype[0] == "i", math.prod(shape)).reshape(shape)
+            parts[role] = unpacked(
+                raw, bits, dtype[0] == "i", math.prod(shape)
+            ).reshape(shape)
     if not parts:
         raise InputError(
             f"weight {text!r} of {package.name}",
@@ -75,17 +80,20 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
 
 
 def unpacked(raw: np.ndarray, bits: int, signed: bool, count: int) -> np.ndarray:
-    """`count` integers of `bits` bits that lie bit after bit, the lowest first, as int8 or
-    uint8."""
+    """`count` integers of `bits` bits that lie bit after bit, the lowest first, as int8
+    or uint8."""
     planes = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits)
     values = np.packbits(planes, axis=1, bitorder="little").reshape(-1)
     if not signed:
         return values
-    return ((values ^ (1 << (bits - 1))).astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
+    return ((values ^ (1 << (bits - 1))).astype(np.int16) - (1 << (bits - 1))).astype(
+        np.int8
+    )
 
 
 def dense(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """The weight that its parts represent: fp16(integer · scale), or entries of the table."""
+    """The weight that its parts represent: fp16(integer · scale), or entries of the
+    table."""
     if "val" in parts:
         return parts["val"]
     if "lut" in parts:

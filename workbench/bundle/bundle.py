@@ -1,5 +1,5 @@
-"""Opened bundles: every file is checked against the manifest's sizes and SHA-256 before anything
-reads it."""
+"""Opened bundles: every file is checked against the manifest's sizes and SHA-256 before
+anything reads it."""
 
 import hashlib
 import json
@@ -11,7 +11,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from workbench import paths
-from workbench.bundle.manifest import MANIFEST_VERSION, FileEntry, Manifest, Shard, first_fault
+from workbench.bundle.manifest import (
+    MANIFEST_VERSION,
+    FileEntry,
+    Manifest,
+    Shard,
+    first_fault,
+)
 from workbench.errors import InputError
 from workbench.files import is_lfs_pointer, sha256, write_whole
 
@@ -21,11 +27,15 @@ FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
 def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
-    """Entries of the files at `paths` (folders: everything below), relative to `root`, in a stable
-    order."""
+    """Entries of the files at `paths` (folders: everything below), relative to `root`,
+    in a stable order."""
     files = sorted(f for path in paths for f in (path, *path.rglob("*")) if f.is_file())
     return [
-        FileEntry(path=f.relative_to(root).as_posix(), bytes=f.stat().st_size, sha256=sha256(f))
+        FileEntry(
+            path=f.relative_to(root).as_posix(),
+            bytes=f.stat().st_size,
+            sha256=sha256(f),
+        )
         for f in files
     ]
 
@@ -33,8 +43,8 @@ def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
 class Bundle:
     """An opened bundle: its manifest, its folder, its embedding table.
 
-    Opening checks the size of every file always, and its SHA-256 once per (size, mtime).
-    """
+    Opening checks the size of every file always, and its SHA-256 once per (size,
+    mtime)."""
 
     def __init__(self, root: Path, manifest: Manifest):
         self.root, self.manifest = root, manifest
@@ -45,23 +55,30 @@ class Bundle:
         """Opens and verifies the bundle at `path`.
 
         Raises:
-            InputError: no bundle there, an unknown version, a file missing, truncated, changed,
-                outside it, or in a shard's package without being listed.
+            InputError: no bundle there, an unknown version, a file missing, truncated,
+                changed, outside it, or in a shard's package without being listed.
         """
-        root = paths.bundle(path).resolve()  # `.` has no name to call the files beside it after
+        root = paths.bundle(
+            path
+        ).resolve()  # `.` has no name to call the files beside it after
         try:
             bundle = cls(root, read_manifest(root / MANIFEST_NAME))
             bundle.verify()
         except OSError as problem:
             reason = f"{problem.strerror or problem} ({problem.filename})"
             step = "correct this, or copy the bundle again"
-            raise InputError(f"bundle {path}", reason, "files that can be read", step) from problem
+            raise InputError(
+                f"bundle {path}", reason, "files that can be read", step
+            ) from problem
         return bundle
 
     @property
     def files(self) -> list[FileEntry]:
         m = self.manifest
-        return [f for s in m.shards for f in s.files] + [m.embedding.file, *m.tokens.files]
+        return [f for s in m.shards for f in s.files] + [
+            m.embedding.file,
+            *m.tokens.files,
+        ]
 
     @property
     def bytes(self) -> int:
@@ -72,10 +89,14 @@ class Bundle:
     def identity(self) -> str:
         """SHA-256 over the manifest and, through it, every file's hash.
 
-        Equal for bundles that compute the same: versions of packages, the name of the checkpoint's
-        folder and whether each shard was converted or stamped are left out.
-        """
-        aside = {"packages": True, "checkpoint": {"name"}, "shards": {"__all__": {"how"}}}
+        Equal for bundles that compute the same: versions of packages, the name of the
+        checkpoint's folder and whether each shard was converted or stamped are left
+        out."""
+        aside = {
+            "packages": True,
+            "checkpoint": {"name"},
+            "shards": {"__all__": {"how"}},
+        }
         fields = self.manifest.model_dump(mode="json", exclude=aside)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -91,8 +112,8 @@ class Bundle:
         return self.root / shard.path
 
     def verify(self) -> None:
-        """Checks every file against the manifest; hashes those whose size or mtime changed since
-        the last check."""
+        """Checks every file against the manifest; hashes those whose size or mtime
+        changed since the last check."""
         before, marks = {}, {}
         with suppress(OSError, ValueError):
             before = json.loads(self._marks_file.read_text())
@@ -100,7 +121,9 @@ class Bundle:
             path = self.root / entry.path
             self._check_plain(path, entry)
             marks[entry.path] = self._mark(entry)
-            known = isinstance(before, dict) and before.get(entry.path) == marks[entry.path]
+            known = (
+                isinstance(before, dict) and before.get(entry.path) == marks[entry.path]
+            )
             if not known and sha256(path) != entry.sha256:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
         self._check_unlisted()
@@ -109,11 +132,13 @@ class Bundle:
             self._write_marks(marks)
 
     def _check_unlisted(self) -> None:
-        """Raises an InputError for a file in a package, or beside the tokenizer's, that the
-        manifest does not list."""
+        """Raises an InputError for a file in a package, or beside the tokenizer's, that
+        the manifest does not list."""
         listed = {self.root / entry.path for entry in self.files}
         folders = {PurePosixPath(shard.path) for shard in self.manifest.shards}
-        tokenizer = {PurePosixPath(entry.path).parent for entry in self.manifest.tokens.files}
+        tokenizer = {
+            PurePosixPath(entry.path).parent for entry in self.manifest.tokens.files
+        }
         for folder in sorted(folders | tokenizer - {PurePosixPath(".")}):
             for parent, below, names in os.walk(self.root / folder, onerror=_raise):
                 for path in (Path(parent, name) for name in sorted([*below, *names])):
@@ -128,8 +153,8 @@ class Bundle:
                         )
 
     def _check_embedding(self) -> None:
-        """Reads the header of the embedding file and raises an InputError if it does not fit the
-        model."""
+        """Reads the header of the embedding file and raises an InputError if it does
+        not fit the model."""
         from safetensors import SafetensorError, safe_open
 
         path, dims = self.root / self.manifest.embedding.file.path, self.manifest.dims
@@ -147,10 +172,14 @@ class Bundle:
             dtype, shape = tensor.get_dtype(), tensor.get_shape()
             expected = [dims.V, dims.C] if name == "weight" else [dims.C]
             if dtype not in ("F16", "F32") or shape != expected:
-                raise _damaged(path, f"{name} {dtype} {shape} for V = {dims.V}, C = {dims.C}")
+                raise _damaged(
+                    path, f"{name} {dtype} {shape} for V = {dims.V}, C = {dims.C}"
+                )
 
     def _check_plain(self, path: Path, entry: FileEntry) -> None:
-        if any(p.is_symlink() for p in [path, *path.parents][: len(Path(entry.path).parts)]):
+        if any(
+            p.is_symlink() for p in [path, *path.parents][: len(Path(entry.path).parts)]
+        ):
             raise _damaged(path, "a symlink")
         if not path.is_file():
             raise _damaged(path, "no file")
@@ -160,17 +189,19 @@ class Bundle:
             raise _damaged(path, "a Git LFS pointer" if is_lfs_pointer(path) else sizes)
 
     def remember_hashes(self) -> None:
-        """Records that every file has its hash, so that the next opening does not hash it again."""
+        """Records that every file has its hash, so that the next opening does not hash
+        it again."""
         self._write_marks({entry.path: self._mark(entry) for entry in self.files})
 
     def _mark(self, entry: FileEntry) -> str:
-        """A file's size and mtime when it was hashed; with others it must be hashed again."""
+        """A file's size and mtime when it was hashed; with others it must be hashed
+        again."""
         return f"{entry.bytes}:{(self.root / entry.path).stat().st_mtime_ns}:{entry.sha256}"
 
     @property
     def _marks_file(self) -> Path:
-        """The file of marks is stored beside the bundle, so that the bundle itself may be
-        read-only."""
+        """The file of marks is stored beside the bundle, so that the bundle itself may
+        be read-only."""
         return self.root.parent / f".{self.root.name}.checked"
 
     def _write_marks(self, marks: dict[str, str]) -> None:
@@ -182,9 +213,13 @@ class Bundle:
         if self._embedding is None:
             from safetensors import safe_open
 
-            self._embedding = safe_open(self.root / self.manifest.embedding.file.path, "numpy")
+            self._embedding = safe_open(
+                self.root / self.manifest.embedding.file.path, "numpy"
+            )
         table = self._embedding
-        weight = table.get_slice("weight")  # read row by row: the table stays in its file
+        weight = table.get_slice(
+            "weight"
+        )  # read row by row: the table stays in its file
         rows = np.concatenate([weight[i : i + 1] for i in np.ravel(ids).tolist()])
         hidden = rows.reshape(*np.shape(ids), -1).astype(np.float32)
         if "bias" in table.keys():  # a file, not a dict
@@ -197,7 +232,9 @@ def read_manifest(path: Path) -> Manifest:
     if path.is_symlink():
         raise _damaged(path, "a symlink")
     if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
-        raise InputError(str(path), f"{size} bytes", "a manifest under 64 MiB", "export again")
+        raise InputError(
+            str(path), f"{size} bytes", "a manifest under 64 MiB", "export again"
+        )
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as problem:
@@ -216,5 +253,8 @@ def _raise(problem: OSError) -> None:
 
 def _damaged(path: Path, actual: str) -> InputError:
     return InputError(
-        str(path), actual, "the file the export wrote", "export again, or copy the bundle again"
+        str(path),
+        actual,
+        "the file the export wrote",
+        "export again, or copy the bundle again",
     )

@@ -1,5 +1,5 @@
-"""The contents of `bundle.json`: one pydantic model per part, cross-checked when built. `names`
-explains the axes."""
+"""The contents of `bundle.json`: one pydantic model per part, cross-checked when built.
+`names` explains the axes."""
 
 import operator
 import re
@@ -7,7 +7,14 @@ from math import prod
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from workbench.bundle.names import (
     ACC,
@@ -28,8 +35,13 @@ from workbench.bundle.presets import PRESETS, Preset
 from workbench.bundle.states import KINDS, StateKind, state_kind
 
 MANIFEST_VERSION = 1
-MAX_SEQ_LEN = 1 << 24  # more tokens than any model is made for; masks are as long as the cache
-MAX_PATH, MAX_NAME = 512, 200  # characters: leaves room for the folder that a bundle lies in
+MAX_SEQ_LEN = (
+    1 << 24
+)  # more tokens than any model is made for; masks are as long as the cache
+MAX_PATH, MAX_NAME = (
+    512,
+    200,
+)  # characters: leaves room for the folder that a bundle lies in
 
 
 class ManifestModel(BaseModel):
@@ -67,25 +79,29 @@ class Dims(ManifestModel):
     @model_validator(mode="after")
     def _heads_divide(self):
         if self.H % self.H_kv:
-            raise ValueError(f"H = {self.H} query heads need a multiple of H_kv = {self.H_kv}")
+            raise ValueError(
+                f"H = {self.H} query heads need a multiple of H_kv = {self.H_kv}"
+            )
         return self
 
 
 class Options(ManifestModel):
-    """The export options. `t_max` = 1 makes fixed T = 1 shards, more makes RangeDim(1..t_max).
+    """The export options. `t_max` = 1 makes fixed T = 1 shards, more makes
+    RangeDim(1..t_max).
 
-    `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` rows,
-    just enough for a call of t_max tokens not to overwrite a row that its own first token still
-    attends to.
+    `sliding` = ring gives layers with an attention window a cache of `window + t_max -
+    1` rows, just enough for a call of t_max tokens not to overwrite a row that its own
+    first token still attends to.
 
-    `functions` are the T of which each shard has a function of its own, in ascending order; with
-    them `t` is fixed and `t_max` the largest of them. They are written only where there are some.
+    `functions` are the T of which each shard has a function of its own, in ascending
+    order; with them `t` is fixed and `t_max` the largest of them. They are written only
+    where there are some.
 
-    `undo` lets tokens be taken back from states that are not rows of a cache (see `states`);
-    `state_pair` keeps the remainder of each matrix state in a second state of its size.
-    `target` = coreai makes programs for Apple's Core AI; `program_dtype` is the dtype of their
-    inputs, states and results. Both are written only where they are not Core ML's.
-    """
+    `undo` lets tokens be taken back from states that are not rows of a cache (see
+    `states`); `state_pair` keeps the remainder of each matrix state in a second state
+    of its size. `target` = coreai makes programs for Apple's Core AI; `program_dtype`
+    is the dtype of their inputs, states and results. Both are written only where they
+    are not Core ML's."""
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
     t_max: Count = 4
@@ -131,14 +147,18 @@ class Options(ManifestModel):
                 f"t_max, with t = fixed; t_max is {self.t_max}, t is {self.t}"
             )
         if self.sliding == "ring" and self.kv_write == "slice":
-            raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
+            raise ValueError(
+                "sliding = ring needs kv_write = mask: a slice cannot wrap around"
+            )
         if self.target == "coreai" and self.kv_write == "slice":
             raise ValueError(
                 "target = coreai needs kv_write = mask: "
                 "its exporter supports no index that is an input"
             )
         if self.target == "coreai" and self.functions:
-            raise ValueError("target = coreai takes no functions: its programs run every T")
+            raise ValueError(
+                "target = coreai takes no functions: its programs run every T"
+            )
         if self.target == "coreml" and self.program_dtype == "fp32":
             raise ValueError("program_dtype = fp32 needs target = coreai")
         if self.moe == "routed" and self.layers_per_shard > 1:
@@ -158,16 +178,19 @@ class Options(ManifestModel):
 
     @property
     def shapes(self) -> tuple[int, ...]:
-        """The only T with which shards can be called; empty if any T up to t_max is possible."""
+        """The only T with which shards can be called; empty if any T up to t_max is
+        possible."""
         return self.functions or ((self.t_max,) if self.t == "fixed" else ())
 
     def width(self, T: int) -> int:
-        """Columns of a call of `T` tokens: T of them, or as many as the next fixed shape has."""
+        """Columns of a call of `T` tokens: T of them, or as many as the next fixed
+        shape has."""
         return next((n for n in self.shapes if n >= T), T)
 
     def tokens(self, limit: int) -> int:
-        """How many of `limit` tokens the next call takes: all of them, or, for a slice write,
-        which takes no dummy columns, as many as the largest fixed shape that is not larger."""
+        """How many of `limit` tokens the next call takes: all of them, or, for a slice
+        write, which takes no dummy columns, as many as the largest fixed shape that is
+        not larger."""
         fitting = [n for n in self.shapes if n <= limit and self.kv_write == "slice"]
         return max(fitting, default=limit)
 
@@ -181,27 +204,37 @@ class Options(ManifestModel):
             return min(self.max_seq_len, window + self.t_max - 1)
 
     def plane(self, width: int) -> list[int | str]:
-        """The shape of an activation of `width` channels: [B, width, T, 1] or [B, width, 1, T]."""
-        return [self.batch, width, "T", 1] if self.layout == "bct1" else [self.batch, width, 1, "T"]
+        """The shape of an activation of `width` channels: [B, width, T, 1] or [B,
+        width, 1, T]."""
+        return (
+            [self.batch, width, "T", 1]
+            if self.layout == "bct1"
+            else [self.batch, width, 1, "T"]
+        )
 
     def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
-        """Shapes of the rotary tables (`half` = D_rotary / 2) and masks of a layer; a ring has a
-        separate write mask."""
+        """Shapes of the rotary tables (`half` = D_rotary / 2) and masks of a layer; a
+        ring has a separate write mask."""
         B, rows, suffix = self.batch, self.slots(layer.window), layer.suffix
         return {
             ROPE_COS + suffix: [B, 1, "T", half],
             ROPE_SIN + suffix: [B, 1, "T", half],
             ATTN_MASK + suffix: [B, 1, "T", rows],
-            KV_WRITE_MASK + (suffix if self.ring(layer.window) else ""): [B, 1, rows, "T"],
+            KV_WRITE_MASK + (suffix if self.ring(layer.window) else ""): [
+                B,
+                1,
+                rows,
+                "T",
+            ],
         }
 
 
 class Rope(ManifestModel):
-    """One rotary table, made by the host: angle = position · inv_freq, cos and sin times `scale`.
+    """One rotary table, made by the host: angle = position · inv_freq, cos and sin
+    times `scale`.
 
-    `name` is "" or the suffix of its inputs (`rope_cos_local`), `nope` for layers that turn
-    nothing; `inv_freq` has D_rotary / 2 entries (radians per token).
-    """
+    `name` is "" or the suffix of its inputs (`rope_cos_local`), `nope` for layers that
+    turn nothing; `inv_freq` has D_rotary / 2 entries (radians per token)."""
 
     name: Literal["", "local", "global", "nope"] = ""
     inv_freq: Annotated[list[Finite], Field(min_length=1)]
@@ -209,13 +242,12 @@ class Rope(ManifestModel):
 
 
 class Layer(ManifestModel):
-    """What the host needs for one decoder layer: its attention window in tokens (None: all) and its
-    rope table.
+    """What the host needs for one decoder layer: its attention window in tokens (None:
+    all) and its rope table.
 
-    Layers with one rope table have one window, so that `suffix` names the inputs of both
-    (`rope_cos_local`, `attn_mask_local`). A layer that does not attend has no cache and takes
-    none of these inputs.
-    """
+    Layers with one rope table have one window, so that `suffix` names the inputs of
+    both (`rope_cos_local`, `attn_mask_local`). A layer that does not attend has no
+    cache and takes none of these inputs."""
 
     window: Count | None = None
     rope: Literal["", "local", "global", "nope"] = ""
@@ -233,12 +265,11 @@ class FileEntry(ManifestModel):
 
 
 class StateEntry(ManifestModel):
-    """A logical state and where it lives: the Core ML state `tensor`, or `part` of it, one [start,
-    stop) per axis.
+    """A logical state and where it lives: the Core ML state `tensor`, or `part` of it,
+    one [start, stop) per axis.
 
-    `shape` is the logical state's own (a part has as many elements). `ring` is the number of rows
-    of a ring buffer: position p lives in row p mod ring.
-    """
+    `shape` is the logical state's own (a part has as many elements). `ring` is the
+    number of rows of a ring buffer: position p lives in row p mod ring."""
 
     tensor: str
     shape: list[Count]
@@ -248,14 +279,19 @@ class StateEntry(ManifestModel):
     @property
     def index(self) -> tuple[slice, ...]:
         """The part of `tensor` as an index."""
-        return (slice(None),) if self.part is None else tuple(slice(*span) for span in self.part)
+        return (
+            (slice(None),)
+            if self.part is None
+            else tuple(slice(*span) for span in self.part)
+        )
 
 
 class Shard(ManifestModel):
-    """One `.mlpackage` or `.aimodel`: its interface, its files, and where its contents came from.
+    """One `.mlpackage` or `.aimodel`: its interface, its files, and where its contents
+    came from.
 
-    `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it holds in
-    part: vocabulary rows of a head slice, the one expert of an expert shard.
+    `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it
+    holds in part: vocabulary rows of a head slice, the one expert of an expert shard.
     """
 
     name: str
@@ -267,7 +303,9 @@ class Shard(ManifestModel):
     outputs: dict[str, list[int | Literal["T"]]]
     states: dict[str, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
-    weights: dict[str, str] = {}  # checkpoint tensor → name of the constant that holds it
+    weights: dict[
+        str, str
+    ] = {}  # checkpoint tensor → name of the constant that holds it
     # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
     offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module
@@ -283,7 +321,8 @@ class Shard(ManifestModel):
 
 
 class Embedding(ManifestModel):
-    """Token embedding kept on the host: hidden = (weight[id] + bias) · scale, in float32."""
+    """Token embedding kept on the host: hidden = (weight[id] + bias) · scale, in
+    float32."""
 
     file: FileEntry
     scale: Finite = 1.0
@@ -311,7 +350,9 @@ class Manifest(ManifestModel):
     tokens: Tokens
     checkpoint: dict[str, str]  # name, sha256, dtype
     packages: dict[str, str]
-    residual_exponent: int = 0  # `x` and `hidden` of every shard are 2^-exponent of the model's
+    residual_exponent: int = (
+        0  # `x` and `hidden` of every shard are 2^-exponent of the model's
+    )
     shards: list[Shard]
 
     @property
@@ -322,8 +363,16 @@ class Manifest(ManifestModel):
     @model_validator(mode="after")
     def _whole(self):
         L, V, shards = self.dims.L, self.dims.V, self.shards
-        ropes, used = [rope.name for rope in self.rope], {layer.rope for layer in self.layers}
-        covered = [i for s in shards if s.kind in ("layers", "router") for i in range(*s.layers)]
+        ropes, used = (
+            [rope.name for rope in self.rope],
+            {layer.rope for layer in self.layers},
+        )
+        covered = [
+            i
+            for s in shards
+            if s.kind in ("layers", "router")
+            for i in range(*s.layers)
+        ]
         rows = [s.rows for s in shards if s.kind == "head"]
         for fault, text in (
             (len(self.layers) != L, f"{len(self.layers)} layer entries for L = {L}"),
@@ -363,7 +412,8 @@ class Manifest(ManifestModel):
         return self
 
     def _check_shapes(self, shard: Shard) -> None:
-        """Checks what follows from dimensions and options; a family may have more inputs."""
+        """Checks what follows from dimensions and options; a family may have more
+        inputs."""
         widths = dict.fromkeys((X, HIDDEN, BASE, EXPERT_IN, ACC), self.dims.C)
         widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
         expected = {name: self.options.plane(width) for name, width in widths.items()}
@@ -379,7 +429,10 @@ class Manifest(ManifestModel):
 
     def _check_states(self, shard: Shard) -> None:
         for name, state in shard.states.items():
-            where, (index, leaf) = f"shard {shard.name}: state {name}", split_layer(name)
+            where, (index, leaf) = (
+                f"shard {shard.name}: state {name}",
+                split_layer(name),
+            )
             if index not in range(*shard.layers) or name != f"layers.{index}.{leaf}":
                 raise ValueError(f"{where} is of none of its layers")
             if leaf not in KINDS:
@@ -389,18 +442,24 @@ class Manifest(ManifestModel):
                 options, d, ring = self.options, self.dims, self.options.ring(window)
                 shape = [options.batch, d.H_kv, options.slots(window), d.D]
                 if state.shape != shape:
-                    raise ValueError(f"{where} {state.shape}, but dims and options say {shape}")
+                    raise ValueError(
+                        f"{where} {state.shape}, but dims and options say {shape}"
+                    )
             if state.ring != ring:
-                raise ValueError(f"{where} has ring = {state.ring}, but options say {ring}")
+                raise ValueError(
+                    f"{where} has ring = {state.ring}, but options say {ring}"
+                )
             spans = [(0, n) for n in state.shape] if state.part is None else state.part
             sizes = [stop - start for start, stop in spans]
             if min(sizes) < 1 or min(spans)[0] < 0 or prod(sizes) != prod(state.shape):
-                raise ValueError(f"{where} {state.shape} does not fill the part {state.part}")
+                raise ValueError(
+                    f"{where} {state.shape} does not fill the part {state.part}"
+                )
 
 
 def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:
-    """Name of the field that pydantic refuses first (`whole` for the model itself), and its error:
-    `msg`, `input`, `type`."""
+    """Name of the field that pydantic refuses first (`whole` for the model itself), and
+    its error: `msg`, `input`, `type`."""
     error = problem.errors(include_url=False)[0]
     error["msg"] = error["msg"].removeprefix("Value error, ")
     return ".".join(map(str, error["loc"])) or whole, error

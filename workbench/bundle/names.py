@@ -1,10 +1,10 @@
-"""Glossary of the tensors that cross the Core ML boundary, and the limits of fp16. A leaf.
+"""Glossary of the tensors that cross the Core ML boundary, and the limits of fp16. A
+leaf.
 
-Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H query
-heads; H_kv key/value heads; D head_dim; L decoder layers; V vocabulary; R router width; E experts.
-A dimension written "T" in a shape is the free one. Shapes of activations are those of the layout
-bct1; bc1t swaps the last two axes.
-"""
+Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H
+query heads; H_kv key/value heads; D head_dim; L decoder layers; V vocabulary; R router
+width; E experts. A dimension written "T" in a shape is the free one. Shapes of
+activations are those of the layout bct1; bc1t swaps the last two axes."""
 
 import re
 
@@ -16,18 +16,24 @@ ATTN_MASK = "attn_mask"  # [B, 1, T, S], added to scores; plus the suffix
 # [B, 1, S, T], one-hot columns: the cache row that each token takes
 KV_WRITE_MASK = "kv_write_mask"
 POS = "pos"  # [1] int32: the cache row of the first token, with kv_write = slice
-# [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among a call's valid
-# columns and, where these are fewer, among the n that a state holds
+# [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among a call's
+# valid columns and, where these are fewer, among the n that a state holds
 TAIL_SELECT, TAIL_KEEP = "tail_select", "tail_keep"
-# [B, n, n + t_max], one-hot rows: where in a tail that can be undone its last n columns are
+# [B, n, n + t_max], one-hot rows: where in a tail that can be undone its last n columns
+# are
 TAIL_FIRST = "tail_first"
 ORDER = "order"  # [B, 1, T, 1]: 1, 2, … for valid columns, 0 for others
-ACCEPT = "accept"  # [B, 1, t_max, 1]: 1 for the tokens of the last call that count, then 0
+ACCEPT = (
+    "accept"  # [B, 1, t_max, 1]: 1 for the tokens of the last call that count, then 0
+)
 ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"  # [B, R, T, 1]
 # [B, C, T, 1]: the layer's output without its expert, the expert's input
 BASE, EXPERT_IN = "base", "expert_in"
 ROUTER_PROBS, ROUTER_SCORES = "router_probs", "router_scores"  # [B, E + 1, T, 1]
-EXPERT_WEIGHT, ACC = "expert_weight", "acc"  # [B, 1, T, 1], [B, C, T, 1]: inputs of an expert shard
+EXPERT_WEIGHT, ACC = (
+    "expert_weight",
+    "acc",
+)  # [B, 1, T, 1], [B, C, T, 1]: inputs of an expert shard
 K_STATE, V_STATE = "k_state", "v_state"  # [B, H_kv, S, D]
 CONV_STATE, V_DELAYED_STATE = (
     "conv_state",
@@ -38,19 +44,26 @@ MATRIX_STATE, PENDING_STATE = "matrix_state", "pending_state"
 REMAINDER_STATE = "remainder_state"  # [B, H, K, V]: what rounding cut off the matrix
 KV_STATE, SIDE_STATE = "kv_state", "side_state"  # the tensors of packed states
 
-MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score
-MAX_FP16, MIN_NORMAL = 65504.0, 2.0**-14  # largest finite fp16, smallest that has full precision
+MASKED = (
+    -1e4
+)  # additive mask value of a blocked position: finite in fp16, far below any real score
+MAX_FP16, MIN_NORMAL = (
+    65504.0,
+    2.0**-14,
+)  # largest finite fp16, smallest that has full precision
 
 
 def is_cache(state: str) -> bool:
-    """Whether a logical state (`layers.3.k_state`) holds keys or values, one row per position."""
+    """Whether a logical state (`layers.3.k_state`) holds keys or values, one row per
+    position."""
     return state.rpartition(".")[2] in (K_STATE, V_STATE)
 
 
 def split_layer(name: str) -> tuple[int | None, str]:
-    """Decoder layer in a dotted name and what follows it: `model.layers.3.mlp.up` → (3, "mlp.up").
+    """Decoder layer in a dotted name and what follows it: `model.layers.3.mlp.up` → (3,
+    "mlp.up").
 
-    The names of tensors, states and modules have at most one layer; without one it is (None, name).
-    """
+    The names of tensors, states and modules have at most one layer; without one it is
+    (None, name)."""
     match = re.fullmatch(r"(?:.+\.)?layers\.(\d{1,9})(?:\.(.*))?", name)
     return (int(match[1]), match[2] or "") if match else (None, name)

@@ -1,4 +1,5 @@
-"""The presets of `--compress`: the one table of their names, bits and scales. A leaf."""
+"""The presets of `--compress`: the one table of their names, bits and scales. A
+leaf."""
 
 from dataclasses import dataclass
 
@@ -7,9 +8,9 @@ from dataclasses import dataclass
 class Preset:
     """How the matrices of a bundle are stored.
 
-    `bits` are those of a stored element. An integer preset has fp16 scales, at coremltools'
-    `granularity`, of `block` inputs each for `per_block`. A lookup table has neither; fp16 neither.
-    """
+    `bits` are those of a stored element. An integer preset has fp16 scales, at
+    coremltools' `granularity`, of `block` inputs each for `per_block`. A lookup table
+    has neither; fp16 neither."""
 
     name: str
     bits: int
@@ -23,8 +24,8 @@ class Preset:
 
     @property
     def stored_bits(self) -> float:
-        """Bits per weight with the scales of blocks; those of tensors, channels and tables are
-        few."""
+        """Bits per weight with the scales of blocks; those of tensors, channels and
+        tables are few."""
         return self.bits + 16 / self.block if self.block else self.bits
 
 

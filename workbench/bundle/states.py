@@ -8,14 +8,14 @@
     pending  [H, t_max, width], what the last call's       replaces all, after adding to the matrix
              tokens will add to the matrix                 those that `accept` marks
 
-Tokens are undone by moving the offset back (rows; a ring at most by t_max tokens). With the option
-`undo` a tail holds n + t_max inputs, of which `tail_first` selects the last n, and a matrix lacks
-the last call's tokens, of which `accept` then marks fewer.
+Tokens are undone by moving the offset back (rows; a ring at most by t_max tokens). With
+the option `undo` a tail holds n + t_max inputs, of which `tail_first` selects the last
+n, and a matrix lacks the last call's tokens, of which `accept` then marks fewer.
 
-Bundles without the option `undo` have no pending state: each call adds its tokens to the matrix at
-once, and neither a tail nor a matrix can go back. With `state_pair` a matrix is the sum of two
-states of its kind, a value and the remainder that rounding cut off it.
-"""
+Bundles without the option `undo` have no pending state: each call adds its tokens to
+the matrix at once, and neither a tail nor a matrix can go back. With `state_pair` a
+matrix is the sum of two states of its kind, a value and the remainder that rounding cut
+off it."""
 
 from dataclasses import dataclass
 
@@ -40,8 +40,8 @@ class StateKind:
     """One row of the table above.
 
     Args:
-        inputs: the host's inputs by which a call addresses such a state (without the suffix of a
-            rope table).
+        inputs: the host's inputs by which a call addresses such a state (without the
+            suffix of a rope table).
     """
 
     name: str
@@ -65,6 +65,6 @@ KINDS = {
 
 
 def state_kind(name: str, ring: int | None = None) -> StateKind:
-    """The kind of a logical state (`layers.3.k_state` or `k_state`); `ring` is that of its
-    entry."""
+    """The kind of a logical state (`layers.3.k_state` or `k_state`); `ring` is that of
+    its entry."""
     return RING if ring else KINDS[name.rpartition(".")[2]]

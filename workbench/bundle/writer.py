@@ -1,5 +1,5 @@
-"""Writes a bundle into a locked sibling folder, which is renamed into place when the bundle is
-complete."""
+"""Writes a bundle into a locked sibling folder, which is renamed into place when the
+bundle is complete."""
 
 import json
 import os
@@ -19,10 +19,11 @@ IDENTITY = "identity.json"
 class Writer:
     """Builds a bundle in a sibling folder and renames it into place when it is whole.
 
-    A finished shard leaves `<name>.json` (its manifest entry) behind, so that an interrupted export
-    resumes at the first missing shard. `identity.json` holds what decides the bundle's bytes
-    (`sign`); an export of another checkpoint, other options or other versions removes what it finds
-    (`resume`). The folder is locked while a process writes to it: the lock ends with the process.
+    A finished shard leaves `<name>.json` (its manifest entry) behind, so that an
+    interrupted export resumes at the first missing shard. `identity.json` holds what
+    decides the bundle's bytes (`sign`); an export of another checkpoint, other options
+    or other versions removes what it finds (`resume`). The folder is locked while a
+    process writes to it: the lock ends with the process.
 
     Args:
         target: the path of the bundle.
@@ -51,19 +52,21 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        """Removes the folder if the export was refused, unless it resumes an earlier one; unlocks
-        it."""
+        """Removes the folder if the export was refused, unless it resumes an earlier
+        one; unlocks it."""
         if kind and issubclass(kind, InputError) and not self.resumes:
             shutil.rmtree(self.root, ignore_errors=True)
         self.close()
 
     def _remove_if_empty(self) -> None:
-        with suppress(OSError):  # there is something to resume, or it is the bundle by now
+        with suppress(
+            OSError
+        ):  # there is something to resume, or it is the bundle by now
             self.root.rmdir()
 
     def resume(self, identity: dict) -> None:
-        """Keeps the files of an interrupted export of the same identity, and removes those of
-        any other."""
+        """Keeps the files of an interrupted export of the same identity, and removes
+        those of any other."""
         signature = self.root / IDENTITY
         self.resumes = signature.is_file() and signature.read_text() == _text(identity)
         if not self.resumes:
@@ -74,8 +77,8 @@ class Writer:
         write_whole(self.root / IDENTITY, _text(identity).encode())
 
     def finished(self, name: str) -> Shard | None:
-        """The entry of a shard that an earlier, interrupted export finished, if its files still
-        have its hashes."""
+        """The entry of a shard that an earlier, interrupted export finished, if its
+        files still have its hashes."""
         try:
             shard = Shard.model_validate_json((self.root / f"{name}.json").read_bytes())
             if all(sha256(self.root / f.path) == f.sha256 for f in shard.files):
@@ -84,8 +87,8 @@ class Writer:
             pass
 
     def record(self, shard: Shard) -> Shard:
-        """Records a finished shard, whose files have the hashes of its entry. A record that was
-        written in part counts as none."""
+        """Records a finished shard, whose files have the hashes of its entry. A record
+        that was written in part counts as none."""
         (self.root / f"{shard.name}.json").write_text(shard.model_dump_json())
         return shard
 
@@ -94,11 +97,13 @@ class Writer:
         (self.root / f"{name}.json").unlink()
 
     def finish(self, manifest: Manifest) -> Bundle:
-        """Writes the manifest, removes records and leftovers of interrupted runs, and renames
-        the folder into place."""
+        """Writes the manifest, removes records and leftovers of interrupted runs, and
+        renames the folder into place."""
         bundle = Bundle(self.target, manifest)
         self._remove_all_but({Path(entry.path).parts[0] for entry in bundle.files})
-        write_whole(self.root / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
+        write_whole(
+            self.root / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode()
+        )
         os.rename(self.root, self.target)
         bundle.remember_hashes()
         return Bundle.open(self.target)

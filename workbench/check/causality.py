@@ -1,5 +1,5 @@
-"""Gate `causality`: no token changes the results of earlier tokens, and no sequence changes
-another. It needs neither a golden nor a checkpoint."""
+"""Gate `causality`: no token changes the results of earlier tokens, and no sequence
+changes another. It needs neither a golden nor a checkpoint."""
 
 from collections.abc import Iterator
 
@@ -14,9 +14,9 @@ SEED = 0
 
 
 def causality_gate(decoder: Decoder) -> Gate:
-    """Changes the last token of one sequence's call, at several T and offsets, and compares every
-    layer shard's output, the cache rows and the logits of all earlier columns and all other
-    sequences, bit for bit. Any runtime and precision."""
+    """Changes the last token of one sequence's call, at several T and offsets, and
+    compares every layer shard's output, the cache rows and the logits of all earlier
+    columns and all other sequences, bit for bit. Any runtime and precision."""
     faults, compared = [], 0
     rng = np.random.default_rng(SEED)
     experts, fixed = decoder.experts, decoder.experts.fixed
@@ -33,17 +33,22 @@ def causality_gate(decoder: Decoder) -> Gate:
         finally:
             experts.fixed = fixed
     reason = (
-        f"changing a call's last token: {compared} outputs, caches and logits of earlier tokens"
+        f"changing a call's last token: {compared} outputs, caches and logits of "
+        "earlier tokens"
     )
     return gates.none(
-        "causality", faults[:4], f"{reason} are the same bits", f"{len(faults)} changed: ", "; "
+        "causality",
+        faults[:4],
+        f"{reason} are the same bits",
+        f"{len(faults)} changed: ",
+        "; ",
     )
 
 
 def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
-    """(position, T) of the calls: the largest T at the start, in the middle and at the end of the
-    cache, and every other T at the start or the end in turn. A call of one token has no earlier
-    column: it shows only other sequences and the cache."""
+    """(position, T) of the calls: the largest T at the start, in the middle and at the
+    end of the cache, and every other T at the start or the end in turn. A call of one
+    token has no earlier column: it shows only other sequences and the cache."""
     options = decoder.options
     *smaller, largest = options.shapes or fidelity.default_ts(options)
     last = options.max_seq_len - largest
@@ -53,8 +58,8 @@ def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
 
 
 def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple]:
-    """(what, value, value with another last token of sequence `seq`) of all that must not
-    change."""
+    """(what, value, value with another last token of sequence `seq`) of all that must
+    not change."""
     V, B = decoder.manifest.dims.V, decoder.options.batch
     ids = rng.integers(0, V, (B, T))
     other = ids.copy()
@@ -68,14 +73,19 @@ def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple
         yield name, value, results[1][name]
 
 
-def _call(decoder: Decoder, ids: np.ndarray, start: int, states: dict, seq: int) -> dict:
-    """What one call leaves that its last column of sequence `seq` must not change, by name."""
+def _call(
+    decoder: Decoder, ids: np.ndarray, start: int, states: dict, seq: int
+) -> dict:
+    """What one call leaves that its last column of sequence `seq` must not change, by
+    name."""
     decoder.begin()
     B, T = ids.shape
     for state, name in decoder.named_states:
         value = states[name].astype(state.read(name).dtype)
         if is_cache(name) or not start:
-            value[:, :, start:] = 0  # rows that no token has yet; all of a new sequence's
+            value[:, :, start:] = (
+                0  # rows that no token has yet; all of a new sequence's
+            )
         state.write(name, value)
     counts = np.full(B, T)
     io = decoder.host.inputs(np.full(B, start), counts, T)

@@ -1,7 +1,6 @@
-"""The checklist of chapter 5 (see README, "The course") as gates on a bundle alone: interface,
-state lifetime, write addresses, stale rows. No golden is needed: each gate checks a property
-that the program must have for any weights.
-"""
+"""The checklist of chapter 5 (see README, "The course") as gates on a bundle alone:
+interface, state lifetime, write addresses, stale rows. No golden is needed: each gate
+checks a property that the program must have for any weights."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -63,24 +62,32 @@ def check_bundle(
 
 
 def interface_gates(bundle: Bundle) -> list[Gate]:
-    """State shapes and dtype as declared in the package; K and V are states, never inputs or
-    outputs."""
+    """State shapes and dtype as declared in the package; K and V are states, never
+    inputs or outputs."""
     d, o = bundle.manifest.dims, bundle.manifest.options
     shapes, leaks = [], []
     for shard, program in _programs(bundle):
         for name, entry in shard.states.items():
             state = program.states.get(entry.tensor)
             if state is None or state.dtype != DTYPES[o.program_dtype]:
-                shapes.append(f"{shard.name}: {name} is {state.dtype if state else 'absent'}")
+                shapes.append(
+                    f"{shard.name}: {name} is {state.dtype if state else 'absent'}"
+                )
             elif entry.part is None and list(state.shape) != entry.shape:
-                shapes.append(f"{shard.name}: {name} is {list(state.shape)}, not {entry.shape}")
+                shapes.append(
+                    f"{shard.name}: {name} is {list(state.shape)}, not {entry.shape}"
+                )
             elif (
                 is_cache(name)
                 and entry.ring is None
                 and entry.shape != [o.batch, d.H_kv, o.max_seq_len, d.D]
             ):
-                shapes.append(f"{shard.name}: {name} is {entry.shape}, not [B, H_kv, S, D]")
-        attending = [i for i in range(*shard.layers) if bundle.manifest.layers[i].attends]
+                shapes.append(
+                    f"{shard.name}: {name} is {entry.shape}, not [B, H_kv, S, D]"
+                )
+        attending = [
+            i for i in range(*shard.layers) if bundle.manifest.layers[i].attends
+        ]
         caches = {f"layers.{i}.{n}" for i in attending for n in ("k_state", "v_state")}
         if missing := caches - shard.states.keys():
             leaks.append(f"{shard.name}: {', '.join(sorted(missing))} no state")
@@ -106,7 +113,8 @@ def interface_gates(bundle: Bundle) -> list[Gate]:
 
 
 def _programs(bundle: Bundle) -> Iterator[tuple[Shard, Program]]:
-    """Each shard of layers with its program's interface, once for each of its functions."""
+    """Each shard of layers with its program's interface, once for each of its
+    functions."""
     for shard in bundle.shards("layers"):
         if bundle.manifest.options.target == "coreai":
             yield shard, load_shard(bundle, shard).program
@@ -116,20 +124,28 @@ def _programs(bundle: Bundle) -> Iterator[tuple[Shard, Program]]:
 
 
 def lifetime(decoder: Decoder) -> list[Gate]:
-    """One make_state per sequence: a state carries over calls, a fresh one is zeros and forgets,
-    two do not mix."""
-    faults = {model.shard.name: _lifetime_fault(decoder, model) for model in decoder.layers}
+    """One make_state per sequence: a state carries over calls, a fresh one is zeros and
+    forgets, two do not mix."""
+    faults = {
+        model.shard.name: _lifetime_fault(decoder, model) for model in decoder.layers
+    }
     dirty, unused, mute, mixed = (
         [shard for shard in faults if fault in faults[shard]]
         for fault in ("dirty", "unused", "mute", "mixed")
     )
-    skipped = "skipped: " + ", ".join(f"{shard} has all-zero attention weights" for shard in mute)
+    skipped = "skipped: " + ", ".join(
+        f"{shard} has all-zero attention weights" for shard in mute
+    )
     reason = "every shard's second token depends on its first through the state"
     reason += f"; {skipped}" if mute else ""
-    used = gates.none("state_is_used", unused, reason, "the first token leaves no trace in: ")
+    used = gates.none(
+        "state_is_used", unused, reason, "the first token leaves no trace in: "
+    )
     return [
         gates.not_run("state_is_used", skipped) if len(mute) == len(faults) else used,
-        gates.none("fresh_state_is_zero", dirty, "make_state gives zeros", "not zeros: "),
+        gates.none(
+            "fresh_state_is_zero", dirty, "make_state gives zeros", "not zeros: "
+        ),
         gates.none(
             "states_are_independent",
             mixed,
@@ -140,9 +156,9 @@ def lifetime(decoder: Decoder) -> list[Gate]:
 
 
 def _lifetime_fault(decoder: Decoder, model) -> set[str]:
-    """What one shard does wrong: a fresh state is `dirty`; the second token's output does not
-    depend on the first, since the state is `unused` or attention is `mute`; two states used in turn
-    are `mixed`."""
+    """What one shard does wrong: a fresh state is `dirty`; the second token's output
+    does not depend on the first, since the state is `unused` or attention is `mute`;
+    two states used in turn are `mixed`."""
     faults, (alone, fresh, a, b) = set(), (model.make_state() for _ in range(4))
     if any(np.any(fresh.read(name)) for name in model.shard.states):
         faults.add("dirty")
@@ -152,12 +168,16 @@ def _lifetime_fault(decoder: Decoder, model) -> set[str]:
         faults.add("mute" if _mute(decoder, model.shard) else "unused")
     _call(decoder, model, a, 0)
     _call(decoder, model, b, 0, seed=1)
-    return faults if np.array_equal(_call(decoder, model, a, 1), second) else faults | {"mixed"}
+    return (
+        faults
+        if np.array_equal(_call(decoder, model, a, 1), second)
+        else faults | {"mixed"}
+    )
 
 
 def _mute(decoder: Decoder, shard) -> bool:
-    """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers
-    added as identities do."""
+    """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers
+    and layers added as identities do."""
     values_of = constants(decoder.bundle, shard)
     silent = {
         split_layer(tensor)[0]
@@ -168,25 +188,37 @@ def _mute(decoder: Decoder, shard) -> bool:
 
 
 def probe_points(options: Options) -> list[tuple[int, int]]:
-    """(T, pos) pairs: all of a small cache, else the ends, the middle and powers of two ± 1."""
+    """(T, pos) pairs: all of a small cache, else the ends, the middle and powers of two
+    ± 1."""
     S, Ts = options.max_seq_len, fidelity.callable_ts(options)
     if not options.shapes or options.kv_write == "mask":
         Ts = sorted({*Ts, options.t_max // 2 or 1})
     if S <= SMALL_STATE:
         return [(T, pos) for T in Ts for pos in range(S - T + 1)]
     near = {
-        p + d for p in (0, *(2**i for i in range(3, S.bit_length())), S // 2) for d in (-1, 0, 1)
+        p + d
+        for p in (0, *(2**i for i in range(3, S.bit_length())), S // 2)
+        for d in (-1, 0, 1)
     }
-    return [(T, pos) for T in Ts for pos in sorted({*near, S - T, S - T - 1}) if 0 <= pos <= S - T]
+    return [
+        (T, pos)
+        for T in Ts
+        for pos in sorted({*near, S - T, S - T - 1})
+        if 0 <= pos <= S - T
+    ]
 
 
 def write_probe(
-    decoder: Decoder, points: Iterable[tuple[int, int]] | None = None, progress: bool = False
+    decoder: Decoder,
+    points: Iterable[tuple[int, int]] | None = None,
+    progress: bool = False,
 ) -> list[dict]:
-    """Which cache rows each call of T valid tokens at `pos` changed, on caches full of random rows.
+    """Which cache rows each call of T valid tokens at `pos` changed, on caches full of
+    random rows.
 
     Returns:
-        One record per (layer, state, T, pos): `changed` and `expected`, sorted lists of rows.
+        One record per (layer, state, T, pos): `changed` and `expected`, sorted lists of
+        rows.
     """
     from tqdm.auto import tqdm
 
@@ -196,14 +228,19 @@ def write_probe(
         for model in tqdm(
             decoder.layers, desc="write addresses", unit="shard", disable=not progress
         ):
-            full = {n: _normal(rng.standard_normal(s.shape)) for n, s in model.shard.states.items()}
+            full = {
+                n: _normal(rng.standard_normal(s.shape))
+                for n, s in model.shard.states.items()
+            }
             state = model.make_state()
             for T, pos in points:
                 for name, value in full.items():
                     state.write(name, value)
                 _call(decoder, model, state, pos, T)
                 records += [
-                    _changed(name, model.shard.states[name], value, state.read(name), T, pos)
+                    _changed(
+                        name, model.shard.states[name], value, state.read(name), T, pos
+                    )
                     for name, value in full.items()
                     if is_cache(name)
                 ]
@@ -211,20 +248,24 @@ def write_probe(
 
 
 def _normal(values: np.ndarray) -> np.ndarray:
-    """Values as float16, the smallest of them normal numbers: a device may make 0 of subnormal
-    ones."""
+    """Values as float16, the smallest of them normal numbers: a device may make 0 of
+    subnormal ones."""
     values = values.astype(np.float16)
     small = np.abs(values) < SMALLEST_NORMAL
     return np.where(small, np.float16(SMALLEST_NORMAL), values)
 
 
-def _changed(name: str, entry, before: np.ndarray, after: np.ndarray, T: int, pos: int) -> dict:
+def _changed(
+    name: str, entry, before: np.ndarray, after: np.ndarray, T: int, pos: int
+) -> dict:
     differs = before.astype(np.float32) != np.asarray(after, np.float32)
     rows = np.flatnonzero(differs.any(axis=(0, 1, 3))).tolist()
     whole = np.flatnonzero(
         differs.any(axis=3).all(axis=(0, 1))
     ).tolist()  # rows written in every head of every sequence
-    expected = sorted({p % entry.ring if entry.ring else p for p in range(pos, pos + T)})
+    expected = sorted(
+        {p % entry.ring if entry.ring else p for p in range(pos, pos + T)}
+    )
     _, layer, state = name.split(".")
     return {
         "layer": int(layer),
@@ -252,19 +293,21 @@ def _addresses(records: list[dict]) -> Gate:
 
 
 def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
-    """The rows written at T = 1 and at t_max, or by every function, are the golden's K and V of
-    their own positions.
+    """The rows written at T = 1 and at t_max, or by every function, are the golden's K
+    and V of their own positions.
 
-    The value is the worst layer's distance from them over its distance from the golden's rows of
-    the nearest shift, each row beside another position's: compression moves rows, but none to the
-    place of another.
-    """
+    The value is the worst layer's distance from them over its distance from the
+    golden's rows of the nearest shift, each row beside another position's: compression
+    moves rows, but none to the place of another."""
     if golden is None:
         return gates.not_run("cache_contents", "needs --golden")
     ratios = []
     for T in decoder.options.functions or sorted({1, decoder.options.t_max}):
         trace = fidelity.run_golden(decoder, golden, T)
-        for name, caches, reference in (("k", trace.k, golden.k), ("v", trace.v, golden.v)):
+        for name, caches, reference in (
+            ("k", trace.k, golden.k),
+            ("v", trace.v, golden.v),
+        ):
             for layer, cache in caches.items():
                 rows = trace.cached[layer]
                 ratio = _own_over_shifted(reference[layer][:, rows], cache[:, rows])
@@ -274,11 +317,12 @@ def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
 
 
 def _own_over_shifted(reference: np.ndarray, rows: np.ndarray) -> float:
-    """Distance of `rows` [H_kv, n, D] from `reference` over the smallest one from `reference`
-    shifted by 1 … n − 1 rows."""
+    """Distance of `rows` [H_kv, n, D] from `reference` over the smallest one from
+    `reference` shifted by 1 … n − 1 rows."""
     own = np.linalg.norm(reference - rows)
     shifted = [
-        np.linalg.norm(np.roll(reference, by, axis=1) - rows) for by in range(1, rows.shape[1])
+        np.linalg.norm(np.roll(reference, by, axis=1) - rows)
+        for by in range(1, rows.shape[1])
     ]
     return float(metrics.over(own, min(shifted, default=np.inf)))
 
@@ -292,13 +336,17 @@ def stale_rows(decoder: Decoder) -> Gate:
         for fill in (0.0, STALE_FACTOR):
             state = _filled(model, fill, seed=1)
             _call(decoder, model, state, 0)
-            streams.append(_call(decoder, model, state, 1))  # the second token reads a cache row
+            streams.append(
+                _call(decoder, model, state, 1)
+            )  # the second token reads a cache row
         if not np.array_equal(*streams):
             differing.append(
                 f"{model.shard.name}: max |Δ| = {np.abs(streams[0] - streams[1]).max():.3g}"
             )
     return gates.none(
-        "stale_rows", differing[:1], "finite values in unwritten rows change nothing, bit for bit"
+        "stale_rows",
+        differing[:1],
+        "finite values in unwritten rows change nothing, bit for bit",
     )
 
 
@@ -313,8 +361,8 @@ def _filled(model: Model, magnitude: float, seed: int) -> State:
 
 
 def nan_is_noticed(decoder: Decoder) -> Gate:
-    """A NaN in a cache row must reach the output, because an additive mask does not remove it (0
-    · NaN)."""
+    """A NaN in a cache row must reach the output, because an additive mask does not
+    remove it (0 · NaN)."""
 
     def swallows(model) -> bool:
         state = model.make_state()
@@ -325,7 +373,9 @@ def nan_is_noticed(decoder: Decoder) -> Gate:
         return bool(np.isfinite(_call(decoder, model, state, 0)).all())
 
     fine = "a NaN in an unwritten row reaches the output, where the finite gate sees it"
-    return _on_portable(decoder, "nan_in_state_is_noticed", swallows, fine, "swallowed by: ")
+    return _on_portable(
+        decoder, "nan_in_state_is_noticed", swallows, fine, "swallowed by: "
+    )
 
 
 def subnormals_are_kept(decoder: Decoder) -> Gate:
@@ -339,32 +389,40 @@ def subnormals_are_kept(decoder: Decoder) -> Gate:
         return any((rows != SMALLEST_NORMAL / 2).any() for rows in last)
 
     fine = "subnormal numbers in unwritten rows are unchanged"
-    return _on_portable(decoder, "subnormals_in_state_are_kept", flushes, fine, "changed by: ")
+    return _on_portable(
+        decoder, "subnormals_in_state_are_kept", flushes, fine, "changed by: "
+    )
 
 
 def _on_portable(
     decoder: Decoder, name: str, fails: Callable[[Model], bool], fine: str, lead: str
 ) -> Gate:
-    """A gate that the program must pass in portable arithmetic, a Core AI program in its own.
-    Devices are known to treat NaN and subnormal numbers differently; their result is part of the
-    reason and does not decide the verdict."""
-    models = [model for model in decoder.layers if any(map(is_cache, model.shard.states))]
+    """A gate that the program must pass in portable arithmetic, a Core AI program in
+    its own. Devices are known to treat NaN and subnormal numbers differently; their
+    result is part of the reason and does not decide the verdict."""
+    models = [
+        model for model in decoder.layers if any(map(is_cache, model.shard.states))
+    ]
     shards = [model.shard for model in models]
     failing = [model.shard.name for model in models if fails(model)]
     if decoder.runtime in ("portable", "coreai"):
         return gates.none(name, failing, fine, lead)
     models = (load_shard(decoder.bundle, shard, "portable") for shard in shards)
     on_portable = [model.shard.name for model in models if fails(model)]
-    gate, device = gates.none(name, on_portable, fine, lead), lead + (", ".join(failing) or "none")
+    gate, device = (
+        gates.none(name, on_portable, fine, lead),
+        lead + (", ".join(failing) or "none"),
+    )
     note = "the same" if failing == on_portable else device
     return replace(
-        gate, reason=f"{gate.reason}; {decoder.runtime} on {decoder.compute_units}: {note}"
+        gate,
+        reason=f"{gate.reason}; {decoder.runtime} on {decoder.compute_units}: {note}",
     )
 
 
 def overflow_raises(decoder: Decoder) -> Gate:
-    """A token at position max_seq_len is refused before any state changes; experiment 30's runtime
-    clamps and overwrites."""
+    """A token at position max_seq_len is refused before any state changes; experiment
+    30's runtime clamps and overwrites."""
     refused = False
     with decoder.set_aside():
         decoder.begin()
@@ -372,32 +430,42 @@ def overflow_raises(decoder: Decoder) -> Gate:
         try:
             decoder.advance([[0]] * decoder.options.batch, 1)
         except InputError:
-            refused = not any(np.any(state.read(name)) for state, name in decoder.named_states)
+            refused = not any(
+                np.any(state.read(name)) for state, name in decoder.named_states
+            )
     faults = [] if refused else ["a token past max_seq_len was written"]
     fine = "a token past max_seq_len is refused, no state touched"
     return gates.none("overflow_raises", faults, fine)
 
 
 def fits(bundle: Bundle, machine: int | None = None) -> Gate:
-    """Compares the bytes of weights, caches, embedding and buffers with the machine's memory
-    (70% of it on a Mac)."""
+    """Compares the bytes of weights, caches, embedding and buffers with the machine's
+    memory (70% of it on a Mac)."""
     budget = memory.budget_of_bundle(bundle, machine or memory.machine_bytes())
     reason = f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f})"
     reason += f" of {budget.machine / 2**30:.1f} GiB"
-    return gates.at_most("memory", budget.total, memory.usable_bytes(budget.machine), reason)
+    return gates.at_most(
+        "memory", budget.total, memory.usable_bytes(budget.machine), reason
+    )
 
 
-def _call(decoder: Decoder, model, state, pos: int, T: int = 1, seed: int = 0) -> np.ndarray:
-    """The residual stream (hidden, or a router shard's base) after one call of T tokens at `pos` in
-    every sequence, on real masks and tables and random activations, the same for the same pos and
-    seed."""
+def _call(
+    decoder: Decoder, model, state, pos: int, T: int = 1, seed: int = 0
+) -> np.ndarray:
+    """The residual stream (hidden, or a router shard's base) after one call of T tokens
+    at `pos` in every sequence, on real masks and tables and random activations, the
+    same for the same pos and seed."""
     B, width = decoder.options.batch, decoder.options.width(T)
     io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
     rng = np.random.default_rng((seed, pos))
     activations = {
-        name: rng.standard_normal([width if n == "T" else n for n in shape]).astype(np.float32)
+        name: rng.standard_normal([width if n == "T" else n for n in shape]).astype(
+            np.float32
+        )
         for name, shape in model.shard.inputs.items()
         if name not in io
     }
-    outputs = model.predict({name: (io | activations)[name] for name in model.shard.inputs}, state)
+    outputs = model.predict(
+        {name: (io | activations)[name] for name in model.shard.inputs}, state
+    )
     return outputs[HIDDEN] if HIDDEN in outputs else outputs[BASE]

@@ -1,10 +1,9 @@
-"""Gate `device`: whether another runtime computes what the portable one does. It needs no
-checkpoint, so that a Mac can run it alone.
+"""Gate `device`: whether another runtime computes what the portable one does. It needs
+no checkpoint, so that a Mac can run it alone.
 
-Every shard is fed the golden's inputs on both. The device may be as far from portable `declared`
-arithmetic as `narrow` is, which rounds sums to fp16 after every 32 products: that distance is
-measured for each bundle, not chosen.
-"""
+Every shard is fed the golden's inputs on both. The device may be as far from portable
+`declared` arithmetic as `narrow` is, which rounds sums to fp16 after every 32 products:
+that distance is measured for each bundle, not chosen."""
 
 import hashlib
 import json
@@ -26,18 +25,20 @@ from workbench.files import write_whole
 METADATA = "workbench-reference"
 PARTS = ("declared", "distance", "drift")
 REFERENCE_FORMAT = 2  # raised when a part is added: older files are made again
-# Times the distance declared–narrow. `declared` lies one rounding away from exact arithmetic, and a
-# device may lie another one away on the other side. Portable `exact`, seen as a device, is 1.44
-# distances away on the worst sound bundle (fp16, trained ZAYA; 1.44 too among random draws). The
-# limit is at least twice that; docs/verdict.md has the margin.
+# Times the distance declared–narrow. `declared` lies one rounding away from exact
+# arithmetic, and a device may lie another one away on the other side. Portable `exact`,
+# seen as a device, is 1.44 distances away on the worst sound bundle (fp16, trained
+# ZAYA; 1.44 too among random draws). The limit is at least twice that; docs/verdict.md
+# has the margin.
 DEVICE_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Portable results by name (`hidden.3`, `k.3`, `v.3`, `logits`): `declared` [n, W], and
-    `distance` [n], the RMS of `declared` − `narrow` at each position. `key`: the bundle and the
-    tokens that they belong to. `drift` [1] by T ("4"): how far `declared` is from T = 1 there."""
+    """Portable results by name (`hidden.3`, `k.3`, `v.3`, `logits`): `declared` [n, W],
+    and `distance` [n], the RMS of `declared` − `narrow` at each position. `key`: the
+    bundle and the tokens that they belong to. `drift` [1] by T ("4"): how far
+    `declared` is from T = 1 there."""
 
     declared: dict[str, np.ndarray]
     distance: dict[str, np.ndarray]
@@ -53,7 +54,9 @@ class Reference:
             for part in PARTS
             for name, a in getattr(self, part).items()
         }
-        write_whole(path, lambda file: save_file(arrays, file.name, {METADATA: self.key}))
+        write_whole(
+            path, lambda file: save_file(arrays, file.name, {METADATA: self.key})
+        )
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
@@ -68,13 +71,16 @@ class Reference:
 
 
 def make_reference(bundle: Bundle, golden: Golden) -> Reference:
-    """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's tokens and
-    records the values that a device shows. One decoder at a time is in memory."""
+    """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's
+    tokens and records the values that a device shows. One decoder at a time is in
+    memory."""
     drifts = {}
 
     def run(precision: str) -> dict[str, np.ndarray]:
         decoder = Decoder(bundle, "portable", precision)
-        decoder.runtime = "coreml"  # no hook: inner layers go on with what the shard computed
+        decoder.runtime = (
+            "coreml"  # no hook: inner layers go on with what the shard computed
+        )
         if precision == "declared":
             Ts = fidelity.default_ts(decoder.options)
             traces = {T: fidelity.run_golden(decoder, golden, T) for T in Ts}
@@ -89,13 +95,16 @@ def make_reference(bundle: Bundle, golden: Golden) -> Reference:
 
 
 def reference_path(bundle: Bundle, golden: Path) -> Path:
-    """Where the reference of a bundle lies that belongs to the golden at this path: beside it."""
-    return golden.with_name(f"{golden.stem}-{bundle.identity[:10]}.reference.safetensors")
+    """Where the reference of a bundle lies that belongs to the golden at this path:
+    beside it."""
+    return golden.with_name(
+        f"{golden.stem}-{bundle.identity[:10]}.reference.safetensors"
+    )
 
 
 def load_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference | None:
-    """The reference stored beside the golden at `path`; None if there is none of this bundle and
-    golden."""
+    """The reference stored beside the golden at `path`; None if there is none of this
+    bundle and golden."""
     with suppress(OSError, ValueError, KeyError, TypeError, _broken()):
         reference = Reference.load(reference_path(bundle, path))
         if reference.key == _key(bundle, golden):
@@ -104,8 +113,8 @@ def load_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference | No
 
 
 def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
-    """`make_reference`, once: the file stays beside the golden at `path`, where that folder can be
-    written."""
+    """`make_reference`, once: the file stays beside the golden at `path`, where that
+    folder can be written."""
     if reference := load_reference(bundle, golden, path):
         return reference
     reference = make_reference(bundle, golden)
@@ -115,11 +124,11 @@ def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
 
 
 def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
-    """GREEN if every layer's output, K, V and the logits are about as near to portable `declared`
-    as `narrow` is.
+    """GREEN if every layer's output, K, V and the logits are about as near to portable
+    `declared` as `narrow` is.
 
-    The value is the worst tensor's distance in units of that distance, as an RMS over positions.
-    """
+    The value is the worst tensor's distance in units of that distance, as an RMS over
+    positions."""
     if reference.key != _key(decoder.bundle, golden):
         raise InputError(
             "reference of the device gate",
@@ -131,15 +140,18 @@ def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
     for name, values in _results(decoder, golden).items():
         declared = reference.declared[name]
         limit = np.maximum(reference.distance[name], HALF_ULP * metrics.rms(declared))
-        ratio = metrics.over(metrics.rms(declared, values), limit)[clear.get(name, slice(None))]
+        ratio = metrics.over(metrics.rms(declared, values), limit)[
+            clear.get(name, slice(None))
+        ]
         ratios.append((np.sqrt(np.mean(ratio**2)) if len(ratio) else 0.0, name))
     reason = "distance from portable declared over that of portable narrow, worst: "
     return gates.all_at_most("device", ratios, DEVICE_FACTOR, reason)
 
 
 def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
-    """What a runtime shows of a pass over the golden's tokens, [n, W] by name: calls of every T in
-    turn, each shard fed the golden's input, the head the golden's last hidden state."""
+    """What a runtime shows of a pass over the golden's tokens, [n, W] by name: calls of
+    every T in turn, each shard fed the golden's input, the head the golden's last
+    hidden state."""
     options, results = decoder.options, {}
     Ts = fidelity.default_ts(options)
     trace = fidelity.run_golden(decoder, golden, Ts)
@@ -156,8 +168,8 @@ def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
 
 
 def _clear(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
-    """Positions [n] of each result that no near-tied choice of an expert, in its own shard, can
-    have turned."""
+    """Positions [n] of each result that no near-tied choice of an expert, in its own
+    shard, can have turned."""
     if golden.margin is None:
         return {}
     tied, clear = fidelity.near_ties(decoder, golden), {}

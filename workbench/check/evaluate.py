@@ -1,11 +1,11 @@
-"""Perplexity of a bundle over a text of any length, and its distance from Hugging Face's model.
+"""Perplexity of a bundle over a text of any length, and its distance from Hugging
+Face's model.
 
-In: a decoder, token ids, and what to compare with. Out: one row per scored token. The text is read
-in windows as in transformers' documented loop for strided perplexity: a window begins every
-`stride` tokens and scores the tokens that no window before it has scored. Logits of one window (of
-a batch) are in memory at a time; rows are appended to a file, from which an interrupted evaluation
-goes on.
-"""
+In: a decoder, token ids, and what to compare with. Out: one row per scored token. The
+text is read in windows as in transformers' documented loop for strided perplexity: a
+window begins every `stride` tokens and scores the tokens that no window before it has
+scored. Logits of one window (of a batch) are in memory at a time; rows are appended to
+a file, from which an interrupted evaluation goes on."""
 
 import hashlib
 import json
@@ -27,7 +27,9 @@ from workbench.models.checkpoint import Checkpoint
 
 EVALUATION_FORMAT = 1  # of the stored rows: raised when what they hold changes
 ROW = ("nll", "golden_nll", "kl", "same_top")
-REFERENCE_TOKENS = 2048  # run through Hugging Face's model for each reading of its weights
+REFERENCE_TOKENS = (
+    2048  # run through Hugging Face's model for each reading of its weights
+)
 MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
 RESAMPLES = 1000
 
@@ -35,8 +37,9 @@ Span = tuple[int, int, int]
 
 
 def windows(n: int, window: int, stride: int) -> list[Span]:
-    """(begin, first, end) of every window over n tokens: it reads the tokens from `begin` to before
-    `end` and scores those from `first` on. Every token but number 0 is scored once."""
+    """(begin, first, end) of every window over n tokens: it reads the tokens from
+    `begin` to before `end` and scores those from `first` on. Every token but number 0
+    is scored once."""
     begins = range(0, max(n - window, 0) + stride, stride)
     return [(b, b - stride + window if b else 1, min(b + window, n)) for b in begins]
 
@@ -51,24 +54,26 @@ def evaluate(
     folder: Path,
     progress: bool = False,
 ) -> dict:
-    """Perplexity of the bundle that `decoder` runs over `ids`, and of Hugging Face's model.
+    """Perplexity of the bundle that `decoder` runs over `ids`, and of Hugging Face's
+    model.
 
     Args:
-        reference: the checkpoint, whose model is run on its own weights; a golden, whose tokens are
-            the only window; None: the bundle alone.
+        reference: the checkpoint, whose model is run on its own weights; a golden,
+            whose tokens are the only window; None: the bundle alone.
         window: tokens of a window (default: max_seq_len), at least 2.
         stride: tokens from one window's begin to the next (default: half a window).
         folder: where rows of finished windows are stored.
 
     Returns:
         tokens (scored), windows, resumed (windows that were stored before), perplexity,
-        golden_perplexity, perplexity_ratio, kl (nats), same_top, and 95% intervals of these means
-        by a bootstrap over windows; null where there is no reference or are too few windows, and
-        what needs logits where packages give top tokens alone (then `not_run` says so).
+        golden_perplexity, perplexity_ratio, kl (nats), same_top, and 95% intervals of
+        these means by a bootstrap over windows; null where there is no reference or are
+        too few windows, and what needs logits where packages give top tokens alone
+        (then `not_run` says so).
 
     Raises:
-        InputError: a window longer than max_seq_len, fewer than two tokens, a golden of another
-            checkpoint or text.
+        InputError: a window longer than max_seq_len, fewer than two tokens, a golden of
+            another checkpoint or text.
     """
     ids, golden = check_ids(ids, decoder.manifest.dims.V), isinstance(reference, Golden)
     exported = decoder.manifest.checkpoint["sha256"]
@@ -85,7 +90,10 @@ def evaluate(
         window = len(reference.ids)
         ids = ids[:window]
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
-    path = folder / f"{decoder.bundle.root.name}-{_key(decoder, ids, spans, reference)}.rows"
+    path = (
+        folder
+        / f"{decoder.bundle.root.name}-{_key(decoder, ids, spans, reference)}.rows"
+    )
     busy = InputError(
         str(path),
         "another process writes to it",
@@ -96,7 +104,9 @@ def evaluate(
         rows, resumed = _finish(decoder, ids, spans, reference, path, progress)
     result = summarize(rows, spans) | {"resumed": resumed}
     if not decoder.gives_logits:
-        result["not_run"] = "perplexity and KL: the argmax is inside, so that no logits come out"
+        result["not_run"] = (
+            "perplexity and KL: the argmax is inside, so that no logits come out"
+        )
     return result
 
 
@@ -108,15 +118,21 @@ def _finish(
     path: Path,
     progress: bool,
 ) -> tuple[np.ndarray, int]:
-    """Rows [n − 1, 4] of all windows, and how many windows of them were in the file at `path`; the
-    others are run and appended to it."""
+    """Rows [n − 1, 4] of all windows, and how many windows of them were in the file at
+    `path`; the others are run and appended to it."""
     from tqdm.auto import tqdm
 
-    ends = [end - 1 for _, _, end in spans]  # rows in the file when a window is finished
+    ends = [
+        end - 1 for _, _, end in spans
+    ]  # rows in the file when a window is finished
     size = 8 * len(ROW)
     resumed = int(np.searchsorted(ends, path.stat().st_size // size, "right"))
     os.truncate(path, size * ([0, *ends][resumed]))
-    model = ReferenceModel(reference, record=False) if isinstance(reference, Checkpoint) else None
+    model = (
+        ReferenceModel(reference, record=False)
+        if isinstance(reference, Checkpoint)
+        else None
+    )
     B = decoder.options.batch
     bar = tqdm(total=len(spans), initial=resumed, unit="window", disable=not progress)
     with bar, path.open("ab") as file:
@@ -124,15 +140,20 @@ def _finish(
             golden = _reference_logits(model or reference, ids, group)
             for i in range(0, len(group), B):
                 part = group[i : i + B]
-                for (_, first, end), actual in zip(part, _bundle_logits(decoder, ids, part)):
+                for (_, first, end), actual in zip(
+                    part, _bundle_logits(decoder, ids, part)
+                ):
                     file.write(_score(ids[first:end], actual, next(golden)).tobytes())
                     file.flush()
                     bar.update()
     return np.fromfile(path).reshape(-1, len(ROW)), resumed
 
 
-def _bundle_logits(decoder: Decoder, ids: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Logits [B, count, V] that score each window; spans of one length, at most B of them."""
+def _bundle_logits(
+    decoder: Decoder, ids: np.ndarray, spans: Sequence[Span]
+) -> np.ndarray:
+    """Logits [B, count, V] that score each window; spans of one length, at most B of
+    them."""
     sequences = [ids[begin : end - 1].tolist() for begin, _, end in spans]
     sequences += [sequences[-1]] * (decoder.options.batch - len(sequences))
     _, first, end = spans[0]
@@ -141,7 +162,9 @@ def _bundle_logits(decoder: Decoder, ids: np.ndarray, spans: Sequence[Span]) -> 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
     """Windows of one shape, as many as Hugging Face's model reads at a time."""
-    for (n, _), alike in groupby(spans, key=lambda span: (span[2] - span[0], span[2] - span[1])):
+    for (n, _), alike in groupby(
+        spans, key=lambda span: (span[2] - span[0], span[2] - span[1])
+    ):
         group, count = list(alike), max(1, REFERENCE_TOKENS // n)
         while group:
             yield group[:count]
@@ -151,7 +174,8 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
 def _reference_logits(
     reference: ReferenceModel | Golden | None, ids: np.ndarray, group: list[Span]
 ) -> Iterator[np.ndarray | None]:
-    """The reference's logits [count, V] for each window of a group; None where there is none."""
+    """The reference's logits [count, V] for each window of a group; None where there is
+    none."""
     if isinstance(reference, ReferenceModel):
         sequences = np.stack([ids[begin : end - 1] for begin, _, end in group])
         _, first, end = group[0]
@@ -162,11 +186,15 @@ def _reference_logits(
         yield reference and reference.logits[first - 1 : end - 1]
 
 
-def _score(targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None) -> np.ndarray:
-    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is no golden,
-    and where only the top token's logit is known (the others are −inf)."""
+def _score(
+    targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None
+) -> np.ndarray:
+    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is
+    no golden, and where only the top token's logit is known (the others are −inf)."""
     rows = np.full((len(targets), len(ROW)), np.nan)
-    for i, target in enumerate(targets):  # one row of the vocabulary at a time fits the cache
+    for i, target in enumerate(
+        targets
+    ):  # one row of the vocabulary at a time fits the cache
         q = None if np.isneginf(actual[i]).any() else metrics.log_softmax(actual[i])
         rows[i, 0] = np.nan if q is None else -q[target]
         if golden is not None:
@@ -186,10 +214,16 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
         draws = (rng.integers(0, len(spans), len(spans)) for _ in range(RESAMPLES))
         means = np.array([sums[draw].sum(0) / counts[draw].sum() for draw in draws])
         figures = _figures(means.T)
-        bounds = {name: np.percentile(values, [2.5, 97.5]) for name, values in figures.items()}
-        intervals = {name: b.tolist() for name, b in bounds.items() if not np.isnan(b).any()}
+        bounds = {
+            name: np.percentile(values, [2.5, 97.5]) for name, values in figures.items()
+        }
+        intervals = {
+            name: b.tolist() for name, b in bounds.items() if not np.isnan(b).any()
+        }
     figures = _figures(rows.mean(0))
-    means = {n: None if np.isnan(value) else float(value) for n, value in figures.items()}
+    means = {
+        n: None if np.isnan(value) else float(value) for n, value in figures.items()
+    }
     compared = means.pop("kl_mean") is not None
     return {
         "tokens": len(rows),
@@ -239,11 +273,17 @@ def _check_sizes(
 
 
 def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
-    """Raises an InputError unless the golden is of the checkpoint's own weights and of the
-    beginning of the text."""
-    needed, step = "a golden of this text", "give --checkpoint, or make that golden: --text FILE"
+    """Raises an InputError unless the golden is of the checkpoint's own weights and of
+    the beginning of the text."""
+    needed, step = (
+        "a golden of this text",
+        "give --checkpoint, or make that golden: --text FILE",
+    )
     if golden.meta["weights"] != "source":
-        actual, needed = f"weights {golden.meta['weights'][:12]}", "the checkpoint's own weights"
+        actual, needed = (
+            f"weights {golden.meta['weights'][:12]}",
+            "the checkpoint's own weights",
+        )
     elif sizes:
         actual, needed = "--window or --stride", "none of them: a golden is one window"
     elif golden.ids.tolist() != ids[: len(golden.ids)].tolist():
@@ -254,7 +294,10 @@ def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
 
 
 def _key(
-    decoder: Decoder, ids: np.ndarray, spans: list[Span], reference: Checkpoint | Golden | None
+    decoder: Decoder,
+    ids: np.ndarray,
+    spans: list[Span],
+    reference: Checkpoint | Golden | None,
 ) -> str:
     """Identity of the rows: all that decides their values."""
     golden = isinstance(reference, Golden)

@@ -1,14 +1,15 @@
-"""Every layer × position × T of a bundle against a golden, as rows of the log's `fidelity` table.
+"""Every layer × position × T of a bundle against a golden, as rows of the log's
+`fidelity` table.
 
-Isolated: each layer is fed the golden's input, so its error is its own; one pass per T. Chained:
-each layer is fed the one before, so errors add up as they do in use; one pass whose calls take
-every T in turn. Inner layers of a multi-layer shard are fed and read through the portable runtime's
-hook; Core ML exposes only their K/V rows, so their other rows are absent.
+Isolated: each layer is fed the golden's input, so its error is its own; one pass per T.
+Chained: each layer is fed the one before, so errors add up as they do in use; one pass
+whose calls take every T in turn. Inner layers of a multi-layer shard are fed and read
+through the portable runtime's hook; Core ML exposes only their K/V rows, so their other
+rows are absent.
 
-The choice of an expert is discontinuous: rounding that changes the order of two scores changes
-the layer's whole update. The portable runtime therefore records each choice and goes on with the
-golden's; choices have a gate of their own.
-"""
+The choice of an expert is discontinuous: rounding that changes the order of two scores
+changes the layer's whole update. The portable runtime therefore records each choice and
+goes on with the golden's; choices have a gate of their own."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -30,13 +31,14 @@ NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 
 @dataclass
 class ForwardPass:
-    """The values of one pass over the golden's tokens: `hidden` [n, C] per layer (where it can
-    be seen), cache rows `k`, `v` [H_kv, n, D] per layer, `logits` [n, V] (chained); `experts`
-    [n, 1] per layer, the program's own choice (where that can be seen). `T` [n]: tokens of the
-    call that each position was in. `x` [L, n, C]: what an update is counted from, the golden's
-    input; isolated as the program read it, rounded to fp16. `cached` per layer: positions whose
-    cache rows were there at the end, all but those that a ring buffer has overwritten. `router`
-    [n, R]: the router state that the last layer of each shard hands on."""
+    """The values of one pass over the golden's tokens: `hidden` [n, C] per layer (where
+    it can be seen), cache rows `k`, `v` [H_kv, n, D] per layer, `logits` [n, V]
+    (chained); `experts` [n, 1] per layer, the program's own choice (where that can be
+    seen). `T` [n]: tokens of the call that each position was in. `x` [L, n, C]: what an
+    update is counted from, the golden's input; isolated as the program read it, rounded
+    to fp16. `cached` per layer: positions whose cache rows were there at the end, all
+    but those that a ring buffer has overwritten. `router` [n, R]: the router state that
+    the last layer of each shard hands on."""
 
     T: np.ndarray
     x: np.ndarray
@@ -49,25 +51,33 @@ class ForwardPass:
     router: dict[int, np.ndarray] = field(default_factory=dict)
 
     def rows(self) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-        """(tensor, layer, positions [m], values [m, W]) of every layer's `hidden` and `update`, and
-        of the `k` and `v` that were there at the end."""
+        """(tensor, layer, positions [m], values [m, W]) of every layer's `hidden` and
+        `update`, and of the `k` and `v` that were there at the end."""
         for layer, hidden in self.hidden.items():
-            for tensor, values in (("hidden", hidden), ("update", hidden - self.x[layer])):
+            for tensor, values in (
+                ("hidden", hidden),
+                ("update", hidden - self.x[layer]),
+            ):
                 yield tensor, layer, np.arange(len(values)), values
         for tensor in ("k", "v"):
             for layer, cache in getattr(self, tensor).items():
-                yield tensor, layer, self.cached[layer], by_position(cache)[self.cached[layer]]
+                yield (
+                    tensor,
+                    layer,
+                    self.cached[layer],
+                    by_position(cache)[self.cached[layer]],
+                )
 
 
 def default_ts(options: Options) -> list[int]:
-    """T values worth comparing with a golden: `callable_ts`, or the one T of shards that have a
-    single fixed shape."""
+    """T values worth comparing with a golden: `callable_ts`, or the one T of shards
+    that have a single fixed shape."""
     return callable_ts(options) if len(options.shapes) != 1 else [options.t_max]
 
 
 def callable_ts(options: Options) -> list[int]:
-    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and that of every function; of fixed
-    shapes whose slice write takes no dummy columns, those alone."""
+    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and that of every function;
+    of fixed shapes whose slice write takes no dummy columns, those alone."""
     shapes, t_max = options.shapes, options.t_max
     if shapes and options.kv_write == "slice":
         return list(shapes)
@@ -82,13 +92,14 @@ def run_golden(
     *,
     forced: bool = True,
 ) -> ForwardPass:
-    """Runs the golden's tokens through every layer in chunks of T (last chunk partial), from an
-    empty cache.
+    """Runs the golden's tokens through every layer in chunks of T (last chunk partial),
+    from an empty cache.
 
     Args:
         T: tokens a call; several are taken in turn.
         mode: `isolated` or `chained`.
-        forced: use the golden's choice of experts in place of the program's own (portable only).
+        forced: use the golden's choice of experts in place of the program's own
+            (portable only).
     """
     (L, n, C), (_, V), dims = golden.x.shape, golden.logits.shape, decoder.manifest.dims
     if n > decoder.options.max_seq_len:
@@ -112,9 +123,9 @@ def run_golden(
 
 
 class Pass:
-    """One pass over the goldens' tokens, one golden of n positions per sequence: which of their
-    values replace the program's own, and the record of what was computed. The decoder's states are
-    those of `starts` [B] earlier tokens."""
+    """One pass over the goldens' tokens, one golden of n positions per sequence: which
+    of their values replace the program's own, and the record of what was computed. The
+    decoder's states are those of `starts` [B] earlier tokens."""
 
     def __init__(
         self,
@@ -124,18 +135,27 @@ class Pass:
         forced: bool,
         starts: Sequence[int] | None = None,
     ):
-        self.decoder, self.goldens, self.isolated, self.forced = decoder, goldens, isolated, forced
+        self.decoder, self.goldens, self.isolated, self.forced = (
+            decoder,
+            goldens,
+            isolated,
+            forced,
+        )
         self.starts = np.array(starts or [0] * len(goldens))
         self.scale = decoder.manifest.stream_scale  # the bundle holds hidden / scale
         self.inputs = [golden.x / self.scale for golden in goldens]  # [L, n, C]
         if isolated and decoder.precision != "exact":
             with np.errstate(over="ignore"):
-                self.inputs = [x.astype(np.float16).astype(np.float32) for x in self.inputs]
-        self.traces = [ForwardPass(np.zeros(x.shape[1], int), x * self.scale) for x in self.inputs]
+                self.inputs = [
+                    x.astype(np.float16).astype(np.float32) for x in self.inputs
+                ]
+        self.traces = [
+            ForwardPass(np.zeros(x.shape[1], int), x * self.scale) for x in self.inputs
+        ]
 
     def run(self, T: int | Sequence[int], ragged: bool = False) -> list[ForwardPass]:
-        """All positions in calls of T tokens, several T in turn; `ragged`: every sequence begins
-        with another one."""
+        """All positions in calls of T tokens, several T in turn; `ragged`: every
+        sequence begins with another one."""
         L, n, _ = self.inputs[0].shape
         sizes = [T] if isinstance(T, int) else list(T)
         stops, turn = [0] * len(self.goldens), 0
@@ -151,13 +171,15 @@ class Pass:
             _read_cache(self.decoder, trace, seq, int(self.starts[seq]))
         if not self.isolated:
             last = [trace.hidden[L - 1].T / self.scale for trace in self.traces]
-            for trace, logits in zip(self.traces, self.decoder.logits(np.stack(last)), strict=True):
+            for trace, logits in zip(
+                self.traces, self.decoder.logits(np.stack(last)), strict=True
+            ):
                 trace.logits = logits
         return self.traces
 
     def call(self, spans: list[slice]) -> None:
-        """One call of every shard over positions `spans`, padded with dummy columns where a
-        sequence has fewer."""
+        """One call of every shard over positions `spans`, padded with dummy columns
+        where a sequence has fewer."""
         decoder, options = self.decoder, self.decoder.options
         counts = np.array([span.stop - span.start for span in spans])
         T = int(counts.max())
@@ -181,17 +203,26 @@ class Pass:
                     io[X] = self.columns(self.inputs, first, spans, width)
                     if self.goldens[0].router is not None and first:
                         routers = [golden.router for golden in self.goldens]
-                        io[ROUTER_STATE] = self.columns(routers, first - 1, spans, width)
+                        io[ROUTER_STATE] = self.columns(
+                            routers, first - 1, spans, width
+                        )
                 io = decoder.run_layers(index, io, counts)
                 self.record("hidden", last - 1, spans, io[X] * self.scale)
                 if ROUTER_STATE in io:
                     self.record("router", last - 1, spans, io[ROUTER_STATE])
 
     def hook(self, shard, spans: list[slice], io: dict[str, np.ndarray]):
-        """Records the hidden output of a shard's inner layers and its choices of experts, and
-        replaces them by the goldens'. `io`: the call's masks and tables."""
-        inner = {name: layer for layer, name in shard.taps.items() if layer < shard.layers[1] - 1}
-        if shard.kind not in ("layers", "router") or (not inner and self.goldens[0].expert is None):
+        """Records the hidden output of a shard's inner layers and its choices of
+        experts, and replaces them by the goldens'. `io`: the call's masks and
+        tables."""
+        inner = {
+            name: layer
+            for layer, name in shard.taps.items()
+            if layer < shard.layers[1] - 1
+        }
+        if shard.kind not in ("layers", "router") or (
+            not inner and self.goldens[0].expert is None
+        ):
             return None
 
         def record_and_replace(op, outputs):
@@ -199,7 +230,9 @@ class Pass:
             if name in inner:
                 return self.inner_hidden(inner[name], spans, outputs[0])
             if op.kind == "reduce_argmax" or name == ROUTER_SCORES:
-                return self.expert_choice(int(shard.modules[name].split(".")[1]), spans, outputs[0])
+                return self.expert_choice(
+                    int(shard.modules[name].split(".")[1]), spans, outputs[0]
+                )
             return None
 
         return record_and_replace
@@ -207,8 +240,8 @@ class Pass:
     def inner_hidden(
         self, layer: int, spans: list[slice], hidden: torch.Tensor
     ) -> list[torch.Tensor] | None:
-        """Records an inner layer's output; isolated, the next layer reads the golden's input
-        instead, as its shard holds it."""
+        """Records an inner layer's output; isolated, the next layer reads the golden's
+        input instead, as its shard holds it."""
         self.record("hidden", layer, spans, hidden.numpy() * self.scale)
         if not self.isolated:
             return None
@@ -218,8 +251,8 @@ class Pass:
     def expert_choice(
         self, layer: int, spans: list[slice], scores: torch.Tensor
     ) -> list[torch.Tensor] | None:
-        """Records the expert that an argmax picked, or that the host will pick from scores; forced,
-        both become the golden's."""
+        """Records the expert that an argmax picked, or that the host will pick from
+        scores; forced, both become the golden's."""
         count = scores.shape[1]
         own = scores if count == 1 else scores.argmax(1, keepdim=True)
         self.record("experts", layer, spans, own.numpy())
@@ -228,13 +261,19 @@ class Pass:
         replaced = scores.clone().flatten(2)
         for seq, (golden, span) in enumerate(zip(self.goldens, spans, strict=True)):
             experts = torch.from_numpy(golden.expert[layer, span])
-            columns = experts[None] if count == 1 else torch.nn.functional.one_hot(experts, count).T
+            columns = (
+                experts[None]
+                if count == 1
+                else torch.nn.functional.one_hot(experts, count).T
+            )
             replaced[seq, :, : len(experts)] = columns.to(scores.dtype)
         return [replaced.reshape(scores.shape)]
 
-    def record(self, name: str, layer: int, spans: list[slice], plane: np.ndarray) -> None:
-        """Copies the valid columns of a plane [B, W, T, 1] to rows `spans` of the layer's [n, W] in
-        `name` of each trace."""
+    def record(
+        self, name: str, layer: int, spans: list[slice], plane: np.ndarray
+    ) -> None:
+        """Copies the valid columns of a plane [B, W, T, 1] to rows `spans` of the
+        layer's [n, W] in `name` of each trace."""
         flat = plane.reshape(*plane.shape[:2], -1)
         for trace, columns, span in zip(self.traces, flat, spans, strict=True):
             rows = columns[:, : span.stop - span.start].T
@@ -246,8 +285,8 @@ class Pass:
     def columns(
         self, arrays: Sequence[np.ndarray], layer: int, spans: list[slice], width: int
     ) -> np.ndarray:
-        """Positions `spans` of one layer of each sequence's [L, n, C] → the bundle's plane [B, C,
-        width, 1], zero beyond each span."""
+        """Positions `spans` of one layer of each sequence's [L, n, C] → the bundle's
+        plane [B, C, width, 1], zero beyond each span."""
         planes = np.zeros((len(spans), arrays[0].shape[2], width), np.float32)
         for plane, array, span in zip(planes, arrays, spans, strict=True):
             plane[:, : span.stop - span.start] = array[layer, span].T
@@ -255,15 +294,17 @@ class Pass:
 
 
 def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> None:
-    """Copies a sequence's cache rows from position `start` on of every layer; those that a ring
-    buffer has overwritten are zeros."""
+    """Copies a sequence's cache rows from position `start` on of every layer; those
+    that a ring buffer has overwritten are zeros."""
     n = len(trace.T)
     for model, state in zip(decoder.layers, decoder.states, strict=True):
         for layer in range(*model.shard.layers):
             if not decoder.manifest.layers[layer].attends:
                 continue
             for name, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
-                cache = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[seq]
+                cache = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[
+                    seq
+                ]
                 H_kv, S, D = cache.shape
                 S = model.shard.states[f"layers.{layer}.{name}"].ring or S
                 trace.cached[layer] = cached = np.arange(max(0, n - S), n)
@@ -272,8 +313,9 @@ def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> N
 
 
 def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
-    """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are constant ones
-    (mode, runtime …); `T` is that of each position's call unless it is among them."""
+    """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are
+    constant ones (mode, runtime …); `T` is that of each position's call unless it is
+    among them."""
     parts = [
         _rows(layer, tensor, at, golden.rows(tensor, layer)[at], values)
         for tensor, layer, at, values in trace.rows()
@@ -286,19 +328,24 @@ def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
 
 
 def table(parts: Sequence[dict[str, object]]) -> pd.DataFrame:
-    """One table of many parts, each a dict of the same columns: an array, or one value for all rows
-    of the part, which has as many as its `position`."""
+    """One table of many parts, each a dict of the same columns: an array, or one value
+    for all rows of the part, which has as many as its `position`."""
     columns = {}
     for name in parts[0]:
-        values = [np.asarray(p[name], object if isinstance(p[name], str) else None) for p in parts]
+        values = [
+            np.asarray(p[name], object if isinstance(p[name], str) else None)
+            for p in parts
+        ]
         rows = zip(values, parts, strict=True)
-        columns[name] = np.concatenate([np.broadcast_to(v, len(p["position"])) for v, p in rows])
+        columns[name] = np.concatenate(
+            [np.broadcast_to(v, len(p["position"])) for v, p in rows]
+        )
     return pd.DataFrame(columns)
 
 
 def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
-    """One row per recorded choice of an expert: layer, position, T, `run` (the trace's name),
-    whether it `differs` from the golden's, and the `margin` of the golden's."""
+    """One row per recorded choice of an expert: layer, position, T, `run` (the trace's
+    name), whether it `differs` from the golden's, and the `margin` of the golden's."""
     parts = [
         pd.DataFrame(
             {
@@ -317,8 +364,8 @@ def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
 
 
 def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
-    """Gate `golden_is_of_this_checkpoint`; a golden of another checkpoint may have the same
-    dimensions."""
+    """Gate `golden_is_of_this_checkpoint`; a golden of another checkpoint may have the
+    same dimensions."""
     theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
     return gates.holds(
         "golden_is_of_this_checkpoint",
@@ -328,8 +375,8 @@ def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
 
 
 def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
-    """Choices of experts [L, n] whose best two scores lie close: where a runtime does not show the
-    choice, a layer's update may be another expert's there."""
+    """Choices of experts [L, n] whose best two scores lie close: where a runtime does
+    not show the choice, a layer's update may be another expert's there."""
     if golden.margin is None:
         return np.zeros(golden.x.shape[:2], bool)
     return golden.margin < NEAR_TIE
@@ -340,7 +387,9 @@ def worst_row(rows: pd.DataFrame) -> pd.Series:
     return rows.loc[rows["cosine"].fillna(-2).idxmin()]
 
 
-def _rows(layer: int, tensor: str, position, reference, actual: np.ndarray) -> dict[str, object]:
+def _rows(
+    layer: int, tensor: str, position, reference, actual: np.ndarray
+) -> dict[str, object]:
     """A part of `table`, one row per position."""
     about = {"layer": layer, "position": position, "tensor": tensor}
     figures = (metrics.cosine, metrics.psnr_db, metrics.max_abs)
@@ -349,7 +398,10 @@ def _rows(layer: int, tensor: str, position, reference, actual: np.ndarray) -> d
 
 
 def measure_fidelity(
-    decoder: Decoder, golden: Golden, Ts: Iterable[int] | None = None, progress: bool = False
+    decoder: Decoder,
+    golden: Golden,
+    Ts: Iterable[int] | None = None,
+    progress: bool = False,
 ):
     """Runs every T isolated and all of them chained, and compares.
 
@@ -361,19 +413,30 @@ def measure_fidelity(
     t_max = decoder.options.t_max
     Ts = list(Ts or default_ts(decoder.options))
     if over := [t for t in Ts if not 1 <= t <= t_max]:
-        raise InputError("T", f"{over}", f"1 to t_max = {t_max}", "export with a larger --t-max")
+        raise InputError(
+            "T", f"{over}", f"1 to t_max = {t_max}", "export with a larger --t-max"
+        )
     bar = tqdm([*Ts, Ts], desc="validate", unit="pass", disable=not progress)
     *isolated, chained = [
-        run_golden(decoder, golden, T, "chained" if T is Ts else "isolated") for T in bar
+        run_golden(decoder, golden, T, "chained" if T is Ts else "isolated")
+        for T in bar
     ]
     traces = dict(zip(Ts, isolated, strict=True))
-    frames = [compare_pass(trace, golden, T=T, mode="isolated") for T, trace in traces.items()]
-    rows = pd.concat([*frames, compare_pass(chained, golden, mode="chained")], ignore_index=True)
-    precision = decoder.precision if decoder.runtime == "portable" else None  # as in `runs`
+    frames = [
+        compare_pass(trace, golden, T=T, mode="isolated") for T, trace in traces.items()
+    ]
+    rows = pd.concat(
+        [*frames, compare_pass(chained, golden, mode="chained")], ignore_index=True
+    )
+    precision = (
+        decoder.precision if decoder.runtime == "portable" else None
+    )  # as in `runs`
     rows = rows.assign(runtime=decoder.runtime, precision=precision)
     if golden.margin is not None and not chained.experts:
-        rows["routing_tie"] = near_ties(decoder, golden)[rows["layer"], rows["position"]] & (
-            rows["layer"] >= 0
-        )
-    names = {layer: m.shard.name for m in decoder.layers for layer in range(*m.shard.layers)}
+        rows["routing_tie"] = near_ties(decoder, golden)[
+            rows["layer"], rows["position"]
+        ] & (rows["layer"] >= 0)
+    names = {
+        layer: m.shard.name for m in decoder.layers for layer in range(*m.shard.layers)
+    }
     return rows.assign(shard=rows["layer"].map(names).fillna("head")), traces, chained

@@ -1,5 +1,5 @@
-"""Gates: a figure, a threshold, a verdict and the reason in words; thresholds that several gates
-use."""
+"""Gates: a figure, a threshold, a verdict and the reason in words; thresholds that
+several gates use."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,8 @@ GREEN, RED, NOT_RUN = "GREEN", "RED", "not_run"
 
 @dataclass(frozen=True)
 class Gate:
-    """The result of one gate. `value` is None if the gate could not run; `reason` says what was
-    compared, or why nothing was compared."""
+    """The result of one gate. `value` is None if the gate could not run; `reason` says
+    what was compared, or why nothing was compared."""
 
     name: str
     verdict: str
@@ -24,13 +24,15 @@ class Gate:
 
 
 def jsonable(value):
-    """`value` with each float that JSON lacks (nan, inf) replaced by its name, in dicts and lists
-    too."""
+    """`value` with each float that JSON lacks (nan, inf) replaced by its name, in dicts
+    and lists too."""
     if isinstance(value, dict):
         return {name: jsonable(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return (
+        str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    )
 
 
 def records(frame) -> list[dict]:
@@ -39,7 +41,9 @@ def records(frame) -> list[dict]:
 
 
 def at_least(name: str, value: float, threshold: float, reason: str) -> Gate:
-    return Gate(name, GREEN if value >= threshold else RED, value, threshold, reason)  # nan is RED
+    return Gate(
+        name, GREEN if value >= threshold else RED, value, threshold, reason
+    )  # nan is RED
 
 
 def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
@@ -63,9 +67,11 @@ def holds(name: str, true: bool, reason: str) -> Gate:
     return Gate(name, GREEN if true else RED, float(true), 1.0, reason)
 
 
-def none(name: str, faults: Sequence[str], fine: str, heading: str = "", sep: str = ", ") -> Gate:
-    """GREEN, for the reason `fine`, when there are no faults; else RED, with `heading` and all of
-    them."""
+def none(
+    name: str, faults: Sequence[str], fine: str, heading: str = "", sep: str = ", "
+) -> Gate:
+    """GREEN, for the reason `fine`, when there are no faults; else RED, with `heading`
+    and all of them."""
     return holds(name, not faults, heading + sep.join(faults) if faults else fine)
 
 
@@ -79,9 +85,18 @@ def verdict(gates: Iterable[Gate]) -> str:
     return next((v for v in (RED, GREEN) if v in verdicts), NOT_RUN)
 
 
-# One program on the same inputs, T > 1 against T = 1: relative RMS of the layer updates. fp32
-# kernels sum in another order for another T (measured 7e-7); fp16 roundings then fall differently.
-T_TOLERANCE = {"exact": 1e-5, "declared": 1e-2, "narrow": 3e-2, "coreml": 3e-2, "coreai": 3e-2}
-REAUTHORING = 1e-5  # relative RMS of an isolated update in exact arithmetic, on the same weights
+# One program on the same inputs, T > 1 against T = 1: relative RMS of the layer
+# updates. fp32 kernels sum in another order for another T (measured 7e-7); fp16
+# roundings then fall differently.
+T_TOLERANCE = {
+    "exact": 1e-5,
+    "declared": 1e-2,
+    "narrow": 3e-2,
+    "coreml": 3e-2,
+    "coreai": 3e-2,
+}
+REAUTHORING = (
+    1e-5  # relative RMS of an isolated update in exact arithmetic, on the same weights
+)
 TELESCOPE = 1e-6
 MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the user's

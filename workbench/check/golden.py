@@ -1,10 +1,9 @@
-"""Goldens: what Hugging Face's implementation computes, layer by layer, in fp32 with eager
-attention.
+"""Goldens: what Hugging Face's implementation computes, layer by layer, in fp32 with
+eager attention.
 
-transformers' own model runs its own forward pass. Each decoder layer's tensors are read when the
-layer is entered and dropped when it is left, so that a model of any depth fits. No layer is
-reimplemented here.
-"""
+transformers' own model runs its own forward pass. Each decoder layer's tensors are read
+when the layer is entered and dropped when it is left, so that a model of any depth
+fits. No layer is reimplemented here."""
 
 import hashlib
 import json
@@ -34,14 +33,14 @@ WeightReader = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Golden:
-    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L,
-    H_kv, n, D] (zeros where a layer has no cache); `logits` [n, V]; all float32. `ids` [n]. Where
-    experts are routed (ZAYA): `router` [L, n, R], the router state that layer l hands on, `expert`
-    [L, n], the class it picks, and `margin` [L, n], that one's score less the second best.
+    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows
+    `k`, `v` [L, H_kv, n, D] (zeros where a layer has no cache); `logits` [n, V]; all
+    float32. `ids` [n]. Where experts are routed (ZAYA): `router` [L, n, R], the router
+    state that layer l hands on, `expert` [L, n], the class it picks, and `margin` [L,
+    n], that one's score less the second best.
 
-    `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity), transformers
-    (version).
-    """
+    `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity),
+    transformers (version)."""
 
     ids: np.ndarray
     x: np.ndarray
@@ -70,7 +69,9 @@ class Golden:
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = {name: a for name, a in vars(self).items() if isinstance(a, np.ndarray)}
+        values = {
+            name: a for name, a in vars(self).items() if isinstance(a, np.ndarray)
+        }
         arrays = {name: np.ascontiguousarray(a) for name, a in values.items()}
         meta = {"workbench-golden": json.dumps(self.meta)}
         write_whole(path, lambda file: save_file(arrays, file.name, meta))
@@ -90,7 +91,9 @@ class Golden:
         try:
             with safe_open(path, framework="np") as file:
                 meta = json.loads(file.metadata()["workbench-golden"])
-                return cls(**{name: file.get_tensor(name) for name in file.keys()}, meta=meta)
+                return cls(
+                    **{name: file.get_tensor(name) for name in file.keys()}, meta=meta
+                )
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:
             raise InputError(
                 f"golden {path}",
@@ -118,8 +121,8 @@ def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
 
 
 def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
-    """The values `bundle` stores, decompressed; tensors its shards do not hold as such are the
-    fp16-rounded ones.
+    """The values `bundle` stores, decompressed; tensors its shards do not hold as such
+    are the fp16-rounded ones.
 
     A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
     """
@@ -138,7 +141,9 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
             return checkpoint.tensor(name).half().float()
         rows = [part.reshape(-1, *shape[1:]) for part, _ in slices[name]]
         offset = slices[name][0][1]
-        if rows[0].numel() == np.prod(shape):  # every head slice has the whole final norm
+        if rows[0].numel() == np.prod(
+            shape
+        ):  # every head slice has the whole final norm
             value = rows[0].reshape(shape).float()
         else:
             value = torch.cat(rows, out=torch.empty(shape))
@@ -151,16 +156,22 @@ def constants(bundle: Bundle, shard: Shard) -> Callable[[str], torch.Tensor]:
     """Name of a constant → its values, decompressed, fp16 or float32."""
     package = bundle.package(shard)
     if bundle.manifest.options.target == "coreai":
-        return lambda name: torch.from_numpy(np.float32(dense(read_weight(package, name))))
+        return lambda name: torch.from_numpy(
+            np.float32(dense(read_weight(package, name)))
+        )
     import miltorch
 
-    return miltorch.Executable(miltorch.read(package), "exact").body.constants.__getitem__
+    return miltorch.Executable(
+        miltorch.read(package), "exact"
+    ).body.constants.__getitem__
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
-    """The checkpoint's values rounded to fp16 as an uncompressed bundle would store them, with the
-    offsets that `bundle` adds."""
-    offsets = {name: o for shard in bundle.manifest.shards for name, o in shard.offsets.items()}
+    """The checkpoint's values rounded to fp16 as an uncompressed bundle would store
+    them, with the offsets that `bundle` adds."""
+    offsets = {
+        name: o for shard in bundle.manifest.shards for name, o in shard.offsets.items()
+    }
 
     def read(name: str) -> torch.Tensor:
         offset = offsets.get(name, 0.0)
@@ -170,16 +181,18 @@ def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
 
 
 def golden_path(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Path:
-    """Where `stored_golden` has its file: named after the checkpoint's hash, the token ids and the
-    version of transformers."""
-    key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
+    """Where `stored_golden` has its file: named after the checkpoint's hash, the token
+    ids and the version of transformers."""
+    key = json.dumps(
+        [FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")]
+    )
     digest = hashlib.sha256(key.encode()).hexdigest()[:10]
     return folder / f"{checkpoint.name}-{digest}.safetensors"
 
 
 def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
-    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder` (see
-    `golden_path`). A file that cannot be read is replaced."""
+    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`
+    (see `golden_path`). A file that cannot be read is replaced."""
     path = golden_path(checkpoint, ids, folder)
     with suppress(InputError):
         return Golden.load(path)
@@ -198,13 +211,14 @@ def make_golden(
     model: nn.Module | None = None,
     head: bool = True,
 ) -> Golden:
-    """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
+    """Runs Hugging Face's model over `ids` [n] with `weights` (default: the
+    checkpoint's own).
 
-    Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every
-    layer's input, so that layers can be compared one by one; `fed_router` [L, n, R] the router
-    state that each one hands on. `model` is what runs (default: `empty_model` of the checkpoint's
-    configuration). Without `head` the logits are nan and take no memory.
-    """
+    Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C]
+    replaces every layer's input, so that layers can be compared one by one;
+    `fed_router` [L, n, R] the router state that each one hands on. `model` is what runs
+    (default: `empty_model` of the checkpoint's configuration). Without `head` the
+    logits are nan and take no memory."""
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
     reference = ReferenceModel(checkpoint, weights, label, model)
@@ -213,8 +227,9 @@ def make_golden(
 
 
 class ReferenceModel:
-    """Hugging Face's model over one sequence, call by call; see `make_golden`. Without `record`
-    nothing is kept of the layers: then `last_hidden` and `logits` are what it is for."""
+    """Hugging Face's model over one sequence, call by call; see `make_golden`. Without
+    `record` nothing is kept of the layers: then `last_hidden` and `logits` are what it
+    is for."""
 
     def __init__(
         self,
@@ -225,7 +240,9 @@ class ReferenceModel:
         record: bool = True,
     ):
         self.checkpoint, self.weights, self.label = checkpoint, weights, label
-        self.normed: np.ndarray | None = None  # [.., n, C], what the last call's logits are made of
+        self.normed: np.ndarray | None = (
+            None  # [.., n, C], what the last call's logits are made of
+        )
         model = model or empty_model(checkpoint.config)
         self.config, self.base, prefix = model.config, model.model, checkpoint.prefix
         read = weights or checkpoint.tensor
@@ -233,23 +250,30 @@ class ReferenceModel:
         for name, _ in self.base.named_parameters():
             if not name.startswith(("layers.", "embed_tokens.")):
                 assign_parameter(self.base, name, read(prefix + name))
-        # first arguments of each layer and of the final norm: an input and, from the second layer
-        # on, a router state
-        self.replaced: list[list[torch.Tensor]] = [[] for _ in range(len(self.base.layers) + 1)]
+        # first arguments of each layer and of the final norm: an input and, from the
+        # second layer on, a router state
+        self.replaced: list[list[torch.Tensor]] = [
+            [] for _ in range(len(self.base.layers) + 1)
+        ]
         self.nudge: torch.Generator | None = None
         self.records = [
-            _record_layer(layer, f"{prefix}layers.{i}.", read, self._layer_inputs(i), record)
+            _record_layer(
+                layer, f"{prefix}layers.{i}.", read, self._layer_inputs(i), record
+            )
             for i, layer in enumerate(self.base.layers)
         ]
         final_norm(self.base).register_forward_pre_hook(
-            lambda _, args: tuple(a.expand_as(args[0]) for a in self.replaced[-1]) or args
+            lambda _, args: (
+                tuple(a.expand_as(args[0]) for a in self.replaced[-1]) or args
+            )
         )
 
     def replace_inputs(
         self, fed: Sequence[np.ndarray] | None, fed_router: np.ndarray | None = None
     ) -> None:
-        """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before
-        hands on, and the final norm reads fed[L] where there is one; None: nothing is replaced."""
+        """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the
+        one before hands on, and the final norm reads fed[L] where there is one; None:
+        nothing is replaced."""
         for i, arguments in enumerate(self.replaced):
             arrays = [] if fed is None or i >= len(fed) else [fed[i]]
             if arrays and fed_router is not None and 0 < i < len(self.records):
@@ -257,17 +281,24 @@ class ReferenceModel:
             arguments[:] = [torch.from_numpy(array)[None] for array in arrays]
 
     def _layer_inputs(self, index: int) -> Callable[[tuple], tuple]:
-        """The function from what a layer would be fed to what it is fed: replaced, then nudged."""
+        """The function from what a layer would be fed to what it is fed: replaced, then
+        nudged."""
 
         def inputs(args: tuple) -> tuple:
             replaced = self.replaced[index]
-            args = (*(a.expand(len(args[0]), -1, -1) for a in replaced), *args[len(replaced) :])
+            args = (
+                *(a.expand(len(args[0]), -1, -1) for a in replaced),
+                *args[len(replaced) :],
+            )
             if self.nudge is None:
                 return args
             plain, chained, isolated = range(NUDGED)
             args = tuple(a if a is None else a[[plain, chained, plain]] for a in args)
             x = args[0]
-            signs = torch.randint(0, 2, x[plain:isolated].shape, generator=self.nudge) * 2 - 1
+            signs = (
+                torch.randint(0, 2, x[plain:isolated].shape, generator=self.nudge) * 2
+                - 1
+            )
             x[chained:] *= 1 + signs * 2.0**-23
             return args
 
@@ -283,17 +314,20 @@ class ReferenceModel:
         return _recording_cache(self.config, self.records)
 
     def run(self, ids: Sequence[int], cache, head: bool = True) -> Golden:
-        """One call over `ids` [n] that continues `cache`: the golden of these n positions."""
+        """One call over `ids` [n] that continues `cache`: the golden of these n
+        positions."""
         (golden,) = self._run([ids], cache, int(head))
         self.normed = self.normed[0]
         return golden
 
-    def run_nudged(self, ids: Sequence[int], cache, seed: int, heads: int = 2) -> list[Golden]:
-        """`run`, and what becomes of it when every layer's input is changed by a relative 2^-23 of
-        random sign: three goldens. The second one's layers are fed what the layer before made, so
-        that changes add up; the third one's are fed what the first one's are. `cache` then holds
-        three sequences, and continues three alike. The first `heads` have logits, the others' are
-        nan."""
+    def run_nudged(
+        self, ids: Sequence[int], cache, seed: int, heads: int = 2
+    ) -> list[Golden]:
+        """`run`, and what becomes of it when every layer's input is changed by a
+        relative 2^-23 of random sign: three goldens. The second one's layers are fed
+        what the layer before made, so that changes add up; the third one's are fed what
+        the first one's are. `cache` then holds three sequences, and continues three
+        alike. The first `heads` have logits, the others' are nan."""
         cache.reorder_cache(torch.zeros(NUDGED, dtype=torch.long))
         self.nudge = torch.Generator().manual_seed(seed)
         try:
@@ -302,19 +336,27 @@ class ReferenceModel:
             self.nudge = None
 
     def _run(self, ids: Sequence[Sequence[int]], cache, heads: int) -> list[Golden]:
-        """The goldens of one call over equally long sequences of token ids, the first `heads` with
-        logits."""
+        """The goldens of one call over equally long sequences of token ids, the first
+        `heads` with logits."""
         import transformers
 
-        ids = np.stack([check_ids(sequence, self.config.vocab_size) for sequence in ids])
+        ids = np.stack(
+            [check_ids(sequence, self.config.vocab_size) for sequence in ids]
+        )
         last = self.last_hidden(ids, past_key_values=cache, use_cache=True)
         self.normed = last.numpy()
         logits = list(self.logits(last[:heads])) if heads else []
-        none = np.broadcast_to(np.float32(np.nan), (ids.shape[1], self.config.vocab_size))
+        none = np.broadcast_to(
+            np.float32(np.nan), (ids.shape[1], self.config.vocab_size)
+        )
         logits += [none] * (len(ids) - heads)
-        examples = {name: value for record in self.records for name, value in record.items()}
+        examples = {
+            name: value for record in self.records for name, value in record.items()
+        }
         layers = {
-            name: np.stack([r.get(name, np.zeros_like(value)) for r in self.records], axis=1)
+            name: np.stack(
+                [r.get(name, np.zeros_like(value)) for r in self.records], axis=1
+            )
             for name, value in examples.items()
         }
         meta = {
@@ -323,26 +365,33 @@ class ReferenceModel:
             "transformers": transformers.__version__,
         }
         return [
-            Golden(ids=ids[i], logits=logits[i], **{n: a[i] for n, a in layers.items()}, meta=meta)
+            Golden(
+                ids=ids[i],
+                logits=logits[i],
+                **{n: a[i] for n, a in layers.items()},
+                meta=meta,
+            )
             for i in range(len(ids))
         ]
 
     @torch.inference_mode()
     def last_hidden(self, ids: np.ndarray, **arguments) -> torch.Tensor:
-        """What the head reads [B, n, C] of sequences `ids` [B, n]; each layer is loaded once for
-        all of them. `arguments` go to the model's forward pass."""
+        """What the head reads [B, n, C] of sequences `ids` [B, n]; each layer is loaded
+        once for all of them. `arguments` go to the model's forward pass."""
         rows, remapped = np.unique(ids, return_inverse=True)
         name = f"{self.checkpoint.prefix}embed_tokens.weight"
         embedded = self.checkpoint.tensor(name, rows.tolist())
         self.base.embed_tokens.weight = nn.Parameter(
             embedded if self.weights is None else embedded.half().float(), False
         )
-        return self.base(input_ids=torch.from_numpy(remapped.reshape(ids.shape)), **arguments)[0]
+        return self.base(
+            input_ids=torch.from_numpy(remapped.reshape(ids.shape)), **arguments
+        )[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> np.ndarray:
-        """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the vocabulary
-        at a time."""
+        """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the
+        vocabulary at a time."""
         name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
         divisor = logit_divisor(self.config)
         if self.weights:
@@ -358,7 +407,8 @@ def final_norm(base: nn.Module) -> nn.Module:
 
 
 def has_attention(layer: nn.Module) -> bool:
-    """Whether a decoder layer of Hugging Face's model attends: others keep a recurrent state."""
+    """Whether a decoder layer of Hugging Face's model attends: others keep a recurrent
+    state."""
     return getattr(layer, "self_attn", None) is not None
 
 
@@ -368,8 +418,9 @@ def logit_divisor(config) -> float:
 
 
 def empty_model(config) -> nn.Module:
-    """Hugging Face's model of a configuration in fp32 with eager attention; its parameters have no
-    storage until they are assigned, its buffers (rotary tables, scales) are real."""
+    """Hugging Face's model of a configuration in fp32 with eager attention; its
+    parameters have no storage until they are assigned, its buffers (rotary tables,
+    scales) are real."""
     import transformers
 
     if config.model_type == "qwen3_vl_text":
@@ -382,19 +433,21 @@ def empty_model(config) -> nn.Module:
 
 
 def _without_pictures(config):
-    """The configuration of Qwen 3 that Qwen 3-VL's text model is for text alone: its rope gives a
-    token of text the same position three times."""
+    """The configuration of Qwen 3 that Qwen 3-VL's text model is for text alone: its
+    rope gives a token of text the same position three times."""
     import transformers
 
     fields = config.to_dict() | {"model_type": "qwen3"}
-    rope = {k: v for k, v in config.rope_parameters.items() if not k.startswith("mrope")}
+    rope = {
+        k: v for k, v in config.rope_parameters.items() if not k.startswith("mrope")
+    }
     return transformers.Qwen3Config(**fields | {"rope_parameters": rope})
 
 
 def force_experts(model: nn.Module, expert: np.ndarray) -> None:
-    """Makes every layer of Hugging Face's model use the classes `expert` [L, n], the one past the
-    experts skipping them, with the probabilities that its own router gives them; goldens still
-    record the router's own choice."""
+    """Makes every layer of Hugging Face's model use the classes `expert` [L, n], the
+    one past the experts skipping them, with the probabilities that its own router gives
+    them; goldens still record the router's own choice."""
     for layer, classes in zip(model.model.layers, expert, strict=True):
         chosen = torch.from_numpy(np.array(classes, np.int64))[:, None]
 
@@ -415,7 +468,10 @@ def whole_prompt(checkpoint: Checkpoint):
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        checkpoint.path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
     ).eval()
 
 
@@ -423,21 +479,26 @@ def check_ids(ids: Sequence[int], V: int) -> np.ndarray:
     """Token ids [n] of a prompt, at least one, all of them in the vocabulary."""
     if not len(ids):
         raise InputError(
-            "prompt ids", "[]", f"at least one id from 0 to {V - 1}", "check --prompt-ids"
+            "prompt ids",
+            "[]",
+            f"at least one id from 0 to {V - 1}",
+            "check --prompt-ids",
         )
     return np.array(token_ids(ids, V, "prompt ids"), np.int64)
 
 
 @contextmanager
 def _parameters_on_meta():
-    """Modules built inside have no storage for parameters, but real buffers (rotary tables,
-    scales)."""
+    """Modules built inside have no storage for parameters, but real buffers (rotary
+    tables, scales)."""
     register = nn.Module.register_parameter
 
     def on_meta(module, name, parameter):
         register(module, name, parameter)
         if parameter is not None:
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+            module._parameters[name] = nn.Parameter(
+                parameter.to("meta"), requires_grad=False
+            )
 
     nn.Module.register_parameter = on_meta
     try:
@@ -447,8 +508,8 @@ def _parameters_on_meta():
 
 
 def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
-    """Sets parameter `name` (dotted) to `value`, or back to nothing; tensors that are buffers are
-    copied into."""
+    """Sets parameter `name` (dotted) to `value`, or back to nothing; tensors that are
+    buffers are copied into."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._buffers:
@@ -460,13 +521,17 @@ def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -
 
 
 def _record_layer(
-    layer: nn.Module, prefix: str, read: WeightReader, inputs: Callable[[tuple], tuple], keep: bool
+    layer: nn.Module,
+    prefix: str,
+    read: WeightReader,
+    inputs: Callable[[tuple], tuple],
+    keep: bool,
 ) -> dict[str, np.ndarray]:
-    """Loads the layer's tensors when it is entered, records its input and output unless `keep` is
-    false, drops the tensors when it is left.
+    """Loads the layer's tensors when it is entered, records its input and output unless
+    `keep` is false, drops the tensors when it is left.
 
-    `inputs` turns the layer's arguments into those that it is fed. Records are [B, n, ..].
-    """
+    `inputs` turns the layer's arguments into those that it is fed. Records are [B, n,
+    ..]."""
     record = {}
 
     def enter(module, args, kwargs):
@@ -500,13 +565,15 @@ def _record_layer(
 
 
 def _recording_cache(config, records: list[dict[str, np.ndarray]]):
-    """transformers' DynamicCache, copying every K and V row to the records of its layers (sliding
-    layers forget theirs)."""
+    """transformers' DynamicCache, copying every K and V row to the records of its
+    layers (sliding layers forget theirs)."""
     from transformers import DynamicCache
 
     class Recording(DynamicCache):
         def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            records[layer_idx].update(k=key_states.numpy().copy(), v=value_states.numpy().copy())
+            records[layer_idx].update(
+                k=key_states.numpy().copy(), v=value_states.numpy().copy()
+            )
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     return Recording(config=config)

@@ -1,10 +1,9 @@
-"""Gate `host`: compares the host's part of a bundle with Hugging Face's own rotary and mask
-functions, embedding and head.
+"""Gate `host`: compares the host's part of a bundle with Hugging Face's own rotary and
+mask functions, embedding and head.
 
-Every input that a shard takes beside `x` is compared for all positions up to max_seq_len and every
-T, with dummy columns, with other offsets per sequence of a batch, and on ring buffers. No shard of
-layers runs.
-"""
+Every input that a shard takes beside `x` is compared for all positions up to
+max_seq_len and every T, with dummy columns, with other offsets per sequence of a batch,
+and on ring buffers. No shard of layers runs."""
 
 import inspect
 from collections.abc import Iterator
@@ -41,24 +40,32 @@ from workbench.check.golden import (
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
-LIMIT = 2e-5  # rounding of cos and sin in fp32 makes 6e-8; a table of bf16 frequencies 0.1
+LIMIT = (
+    2e-5  # rounding of cos and sin in fp32 makes 6e-8; a table of bf16 frequencies 0.1
+)
 MASK_ENTRIES = 1 << 28  # beyond that many, uncommon T skip positions evenly
-PROBES, UNLIKE = 16, 0.5  # hidden states per row of the head; compression leaves 0.15 of a logit
+PROBES, UNLIKE = (
+    16,
+    0.5,
+)  # hidden states per row of the head; compression leaves 0.15 of a logit
 
 Error = tuple[float, str]  # how far something is from its reference, and what it is
 
 
 def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
-    """cos, sin, masks, write addresses, tail selection, embedding rows and head order of a bundle.
+    """cos, sin, masks, write addresses, tail selection, embedding rows and head order
+    of a bundle.
 
-    Errors: of cos and sin absolute, of inverse frequencies relative, of masks relative to the mask
-    constant, of embedding rows relative to the row's RMS. A head row that is not the checkpoint's
-    counts with its logits' relative error, all others with 0.
+    Errors: of cos and sin absolute, of inverse frequencies relative, of masks relative
+    to the mask constant, of embedding rows relative to the row's RMS. A head row that
+    is not the checkpoint's counts with its logits' relative error, all others with 0.
     """
     base = empty_model(checkpoint.config).model
     for name, _ in list(base.named_parameters()):
         if not name.startswith(("layers.", "embed_tokens.")):
-            assign_parameter(base, name, checkpoint.tensor(checkpoint.prefix + name).half().float())
+            assign_parameter(
+                base, name, checkpoint.tensor(checkpoint.prefix + name).half().float()
+            )
     if base.rotary_emb is None:
         base.rotary_emb = NoRotation(decoder.manifest.dims.D)
     with torch.inference_mode():
@@ -74,15 +81,17 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
 
 
 class LayerKind:
-    """What Hugging Face's model applies to some layers: rotary tables `cos`, `sin` [S, D_rotary /
-    2] of `inv_freq`, and `visible(queries, keys)` of positions.
+    """What Hugging Face's model applies to some layers: rotary tables `cos`, `sin` [S,
+    D_rotary / 2] of `inv_freq`, and `visible(queries, keys)` of positions.
 
-    `index` is the first of these layers, `layer` its entry in the manifest, `layer_type` the name
-    of its rotary table (None: there is but one), `window` how many tokens it attends to (None:
-    all); layers that are not `turned` have no rotary embeddings.
-    """
+    `index` is the first of these layers, `layer` its entry in the manifest,
+    `layer_type` the name of its rotary table (None: there is but one), `window` how
+    many tokens it attends to (None: all); layers that are not `turned` have no rotary
+    embeddings."""
 
-    def __init__(self, base, S: int, index: int, layer, layer_type, window, turned: bool):
+    def __init__(
+        self, base, S: int, index: int, layer, layer_type, window, turned: bool
+    ):
         from transformers import masking_utils
 
         self.index, self.layer = index, layer
@@ -92,7 +101,9 @@ class LayerKind:
         prefix, which = (f"{layer_type}_", [layer_type]) if layer_type else ("", [])
         self.inv_freq = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy() * turned
         cos, sin = base.rotary_emb(torch.zeros(1), torch.arange(S)[None], *which)
-        self.cos, self.sin = (table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin))
+        self.cos, self.sin = (
+            table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin)
+        )
         if not turned:
             self.cos, self.sin = np.ones_like(self.cos), np.zeros_like(self.sin)
 
@@ -114,9 +125,12 @@ class NoRotation(torch.nn.Module):
 
 
 def _layer_kinds(decoder: Decoder, base) -> list[LayerKind]:
-    """The kinds of layers with attention, those of another rope table in the manifest apart."""
+    """The kinds of layers with attention, those of another rope table in the manifest
+    apart."""
     by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
-    everywhere = getattr(base.config, "sliding_window", None)  # in families that have but one
+    everywhere = getattr(
+        base.config, "sliding_window", None
+    )  # in families that have but one
     kinds, S = {}, decoder.options.max_seq_len
     for index, layer in enumerate(decoder.manifest.layers):
         if has_attention(base.layers[index]):
@@ -130,7 +144,8 @@ def _layer_kinds(decoder: Decoder, base) -> list[LayerKind]:
 
 
 def _frequency_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
-    """Inverse frequencies of the manifest, relative: the slowest turn too little to show in cos."""
+    """Inverse frequencies of the manifest, relative: the slowest turn too little to
+    show in cos."""
     ropes = {rope.name: np.float32(rope.inv_freq) for rope in decoder.manifest.rope}
     for kind in kinds:
         scale = np.where(kind.inv_freq, np.abs(kind.inv_freq), 1.0)
@@ -141,7 +156,12 @@ def _frequency_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Erro
 def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     """The worst error of every input over all calls."""
     worst: dict[str, Error] = {}
-    shapes = {n: s for model in decoder.layers for n, s in model.shard.inputs.items() if n != X}
+    shapes = {
+        n: s
+        for model in decoder.layers
+        for n, s in model.shard.inputs.items()
+        if n != X
+    }
     for offsets, counts, T in _calls(decoder):
         undone = (offsets + counts) % (decoder.options.t_max + 1) * decoder.options.undo
         inputs = decoder.host.inputs(offsets, counts, T, undone, undone)
@@ -154,11 +174,11 @@ def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
 
 
 def _calls(decoder: Decoder) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """(offsets [B], counts [B], T): every position at every T, then calls with dummy columns.
+    """(offsets [B], counts [B], T): every position at every T, then calls with dummy
+    columns.
 
-    The sequences of a batch are at other positions and have other counts, unless the bundle writes
-    by a slice, which takes neither those nor dummy columns.
-    """
+    The sequences of a batch are at other positions and have other counts, unless the
+    bundle writes by a slice, which takes neither those nor dummy columns."""
     options = decoder.options
     S, t_max, B = options.max_seq_len, options.t_max, options.batch
     equal, common = options.kv_write == "slice", default_ts(options)
@@ -171,13 +191,19 @@ def _calls(decoder: Decoder) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
         for start in () if equal else sorted({0, 1, S // 2, S - T, S - 1}):
             for count in sorted({0, 1, T // 2, T - 1, T}):
                 offsets = (start + apart) % S
-                yield offsets, np.minimum((count + np.arange(B)) % (T + 1), S - offsets), T
+                yield (
+                    offsets,
+                    np.minimum((count + np.arange(B)) % (T + 1), S - offsets),
+                    T,
+                )
 
 
 def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> float:
-    """How far input `name` of one call is from its reference; what dummy columns may hold is free,
-    except that they write nothing and have finite values."""
-    if name not in inputs or inputs[name].shape != tuple(T if n == "T" else n for n in shape):
+    """How far input `name` of one call is from its reference; what dummy columns may
+    hold is free, except that they write nothing and have finite values."""
+    if name not in inputs or inputs[name].shape != tuple(
+        T if n == "T" else n for n in shape
+    ):
         return np.inf
     array = np.asarray(inputs[name])
     if not np.isfinite(array).all():
@@ -191,12 +217,16 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> floa
         return max(_tail_error(name, *sequence) for sequence in sequences)
     if name == ORDER:
         column = np.arange(T)
-        return _largest(array[:, 0, :, 0], np.where(column < counts[:, None], column + 1, 0))
+        return _largest(
+            array[:, 0, :, 0], np.where(column < counts[:, None], column + 1, 0)
+        )
     if name == ACCEPT:
         return _largest(array[:, 0, :, 0], np.arange(array.shape[2]) < undone[:, None])
     sequences = list(zip(array[:, 0], offsets, counts, strict=True))
     if name.startswith(KV_WRITE_MASK):
-        return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
+        return max(
+            _write_error(rows, offset, count) for rows, offset, count in sequences
+        )
     errors = [
         _kind_error(kind, own, *sequence)
         for kind in kinds
@@ -208,8 +238,8 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> floa
 
 
 def _tail_error(name: str, one_hot: np.ndarray, count: int, undone: int) -> float:
-    """Rows of a tail input of one sequence against the places, in the old rows and the valid
-    columns behind them, of the last ones that count; −1 where there are fewer."""
+    """Rows of a tail input of one sequence against the places, in the old rows and the
+    valid columns behind them, of the last ones that count; −1 where there are fewer."""
     lines, width = one_hot.shape
     rows = lines if name == TAIL_SELECT else width
     old, new = np.arange(rows - undone), np.arange(rows, rows + count)
@@ -219,8 +249,11 @@ def _tail_error(name: str, one_hot: np.ndarray, count: int, undone: int) -> floa
     return _largest(one_hot, every[len(every) - lines :, None] == places)
 
 
-def _kind_error(kind: LayerKind, name: str, rows: np.ndarray, offset: int, count: int) -> float:
-    """One sequence's rows [T, width] of rope_cos, rope_sin or attn_mask, the valid ones."""
+def _kind_error(
+    kind: LayerKind, name: str, rows: np.ndarray, offset: int, count: int
+) -> float:
+    """One sequence's rows [T, width] of rope_cos, rope_sin or attn_mask, the valid
+    ones."""
     if name == ATTN_MASK:
         return _mask_error(kind, rows[:count], offset)
     table = kind.cos if name == ROPE_COS else kind.sin
@@ -228,11 +261,12 @@ def _kind_error(kind: LayerKind, name: str, rows: np.ndarray, offset: int, count
 
 
 def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
-    """Masks [count, rows of the cache] of the positions from `offset` on, once these are written.
+    """Masks [count, rows of the cache] of the positions from `offset` on, once these
+    are written.
 
-    Row r of a cache of n rows then holds the last position written that is r modulo n. A position
-    that Hugging Face's mask shows and no row holds any more counts as a whole error.
-    """
+    Row r of a cache of n rows then holds the last position written that is r modulo n.
+    A position that Hugging Face's mask shows and no row holds any more counts as a
+    whole error."""
     count, n = rows.shape
     end = offset + count
     queries, lost = np.arange(offset, end), np.arange(end - n)
@@ -243,17 +277,25 @@ def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
 
 
 def _write_error(mask: np.ndarray, offset: int, count: int) -> float:
-    """A write mask [rows, T] of one sequence: each valid column at its own row, dummies nowhere."""
+    """A write mask [rows, T] of one sequence: each valid column at its own row, dummies
+    nowhere."""
     expected, valid = np.zeros_like(mask), np.arange(count)
     expected[(offset + valid) % len(mask), valid] = 1
     return _largest(mask, expected)
 
 
-def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Error]:
-    """What enters the first layer for every token of the vocabulary, from fp16-rounded weights."""
+def _embedding_errors(
+    decoder: Decoder, checkpoint: Checkpoint, base
+) -> Iterator[Error]:
+    """What enters the first layer for every token of the vocabulary, from fp16-rounded
+    weights."""
     layers, entering = base.layers, []
-    base.layers = torch.nn.ModuleList()  # nothing between the embedding and the final norm
-    taken = final_norm(base).register_forward_pre_hook(lambda _, args: entering.append(args[0]))
+    base.layers = (
+        torch.nn.ModuleList()
+    )  # nothing between the embedding and the final norm
+    taken = final_norm(base).register_forward_pre_hook(
+        lambda _, args: entering.append(args[0])
+    )
     base.embed_tokens.padding_idx = None
     scale = decoder.manifest.stream_scale
     name = f"{checkpoint.prefix}embed_tokens.weight"
@@ -263,7 +305,9 @@ def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterato
         reference = entering.pop()[:, 0].numpy()
         errors = metrics.max_abs(reference, decoder.bundle.embed(ids[None])[0] * scale)
         errors = errors / np.maximum(metrics.rms(reference), 1e-30)
-        yield gates.worst(zip(errors, (f"embedding of token {i}" for i in ids), strict=True))
+        yield gates.worst(
+            zip(errors, (f"embedding of token {i}" for i in ids), strict=True)
+        )
     taken.remove()
     base.layers = layers
 
@@ -271,15 +315,18 @@ def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterato
 def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Error]:
     """Rows of the head that are not the checkpoint's: logits of random hidden states.
 
-    A row is another one when its logits are wrong by half of themselves and by more than three
-    times what compression makes of most rows; the precision of stored weights is not checked
-    here.
-    """
+    A row is another one when its logits are wrong by half of themselves and by more
+    than three times what compression makes of most rows; the precision of stored
+    weights is not checked here."""
     probes = np.random.default_rng(0).standard_normal((PROBES, decoder.manifest.dims.C))
     probes = probes.astype(np.float32)
-    normed = final_norm(base)(torch.from_numpy(probes)) / logit_divisor(checkpoint.config)
+    normed = final_norm(base)(torch.from_numpy(probes)) / logit_divisor(
+        checkpoint.config
+    )
     hidden = probes.T / decoder.manifest.stream_scale
-    logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
+    logits = decoder.logits(
+        np.tile(hidden, (decoder.options.batch, 1, 1))
+    )  # [B, PROBES, V]
     for ids, rows in _checkpoint_rows(decoder, checkpoint, head_weight(checkpoint)):
         reference = (normed @ rows.T).numpy()
         size = np.sqrt((reference**2).mean(0))
@@ -288,15 +335,24 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
             noise = min(np.median(error), 0.3 * np.median(size))
             unlike = np.where(error > 3 * noise, error / np.maximum(size, 1e-30), 0)
             worst = int(np.nan_to_num(unlike, nan=np.inf).argmax())
-            yield (unlike[worst] * (unlike[worst] > UNLIKE), f"row {ids[worst]} of the head")
+            yield (
+                unlike[worst] * (unlike[worst] > UNLIKE),
+                f"row {ids[worst]} of the head",
+            )
 
 
-def _checkpoint_rows(decoder: Decoder, checkpoint: Checkpoint, name: str) -> Iterator[tuple]:
-    """(token ids, the rows of a tensor of the vocabulary as fp16 holds them), slice by slice."""
+def _checkpoint_rows(
+    decoder: Decoder, checkpoint: Checkpoint, name: str
+) -> Iterator[tuple]:
+    """(token ids, the rows of a tensor of the vocabulary as fp16 holds them), slice by
+    slice."""
     V = decoder.manifest.dims.V
     for start in range(0, V, LOGIT_ROWS):
         ids = np.arange(start, min(start + LOGIT_ROWS, V))
-        yield ids, checkpoint.tensor(name, slice(start, start + len(ids))).half().float()
+        yield (
+            ids,
+            checkpoint.tensor(name, slice(start, start + len(ids))).half().float(),
+        )
 
 
 def _largest(actual: np.ndarray, reference: np.ndarray, scale=1.0) -> float:

@@ -1,9 +1,8 @@
 """Gate `interface`: `bundle.json`, the packages' descriptions and their programs agree.
 
-Core ML reads the description, computes the program, and the host fills the buffers that the
-manifest names. All three are read from the files, none is run: a package that no runtime would load
-is RED here, with the first differences by name.
-"""
+Core ML reads the description, computes the program, and the host fills the buffers that
+the manifest names. All three are read from the files, none is run: a package that no
+runtime would load is RED here, with the first differences by name."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -39,14 +38,17 @@ SIZES |= {"num_hidden_layers": "L", "vocab_size": "V"}
 
 
 def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate:
-    """Compares the manifest with every package and, where there is one, the checkpoint's tokens and
-    sizes with it.
-    """
+    """Compares the manifest with every package and, where there is one, the
+    checkpoint's tokens and sizes with it."""
     differences = list(_options(bundle.manifest))
     for shard in bundle.manifest.shards:
         try:
             differences += [f"{shard.name}: {text}" for text in _package(bundle, shard)]
-        except (InputError, IndexError, ValueError) as problem:  # protobuf messages may lack parts
+        except (
+            InputError,
+            IndexError,
+            ValueError,
+        ) as problem:  # protobuf messages may lack parts
             differences.append(f"{shard.name}: {problem}")
     asked = "no checkpoint given: tokens and tokenizer not compared"
     if checkpoint is not None:
@@ -84,26 +86,33 @@ def _options(m: Manifest) -> Iterator[str]:
 
 
 def _block_options(m: Manifest, shard: Shard) -> Iterator[str]:
-    """The same of one shard of layers: how it writes its caches, and how it names its states."""
+    """The same of one shard of layers: how it writes its caches, and how it names its
+    states."""
     o, attending = m.options, [i for i in range(*shard.layers) if m.layers[i].attends]
-    slices, masks = o.kv_write == "slice", any(n.startswith(KV_WRITE_MASK) for n in shard.inputs)
+    slices, masks = (
+        o.kv_write == "slice",
+        any(n.startswith(KV_WRITE_MASK) for n in shard.inputs),
+    )
     if (POS in shard.inputs) != (slices and bool(attending)) or (slices and masks):
         yield f"kv_write = {o.kv_write} over inputs {', '.join(shard.inputs)} of {shard.name}"
     tensors = {entry.tensor for entry in shard.states.values()}
     packed = all(tensor.startswith((KV_STATE, SIDE_STATE)) for tensor in tensors)
     if packed != (o.states == "packed"):
         yield f"states = {o.states} over {', '.join(sorted(tensors))} of {shard.name}"
-    for name in (f"layers.{i}.{leaf}" for i in attending for leaf in (K_STATE, V_STATE)):
+    for name in (
+        f"layers.{i}.{leaf}" for i in attending for leaf in (K_STATE, V_STATE)
+    ):
         if name not in shard.states:
             yield f"{shard.name}: no state {name}"
 
 
 def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
-    """Differences between a shard of the manifest, the description of its package and the program
-    in it.
-    """
+    """Differences between a shard of the manifest, the description of its package and
+    the program in it."""
     if bundle.manifest.options.target == "coreai":
-        load_shard(bundle, shard)  # compares the interface, and refuses what differs first
+        load_shard(
+            bundle, shard
+        )  # compares the interface, and refuses what differs first
         return
     spec, o = read_spec(bundle.package(shard)), bundle.manifest.options
     described, functions = spec.description, spec.mlProgram.functions
@@ -117,14 +126,20 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
         yield f"functions {sorted(functions)}, described {named}, not {text}"
         return
     for name in expected:
-        description, T = descriptions.get(name, described), shard.functions.get(name, o.t_max)
+        description, T = (
+            descriptions.get(name, described),
+            shard.functions.get(name, o.t_max),
+        )
         of = f"function {name}: " if shard.functions else ""
         for fault in _function(shard, functions[name], description, T, o):
             yield of + fault
 
 
-def _function(shard: Shard, function, described, t_max: int, o: Options) -> Iterator[str]:
-    """The same of one function of the program and its description; with a fixed T it is `t_max`."""
+def _function(
+    shard: Shard, function, described, t_max: int, o: Options
+) -> Iterator[str]:
+    """The same of one function of the program and its description; with a fixed T it is
+    `t_max`."""
     if function.opset not in function.block_specializations:
         yield f"no block for opset {function.opset!r}"
         return
@@ -132,9 +147,19 @@ def _function(shard: Shard, function, described, t_max: int, o: Options) -> Iter
     types = {out.name: out.type for op in block.operations for out in op.outputs}
     operands = {p.name: p.type for p in function.inputs}
     types = operands | types
-    inputs = {n: _tensor(t) for n, t in operands.items() if t.WhichOneof("type") != "stateType"}
-    states = {n: _tensor(t.stateType.wrappedType) for n, t in operands.items() if n not in inputs}
-    outputs = {n: _tensor(types[n]) if n in types else ("nothing", []) for n in block.outputs}
+    inputs = {
+        n: _tensor(t)
+        for n, t in operands.items()
+        if t.WhichOneof("type") != "stateType"
+    }
+    states = {
+        n: _tensor(t.stateType.wrappedType)
+        for n, t in operands.items()
+        if n not in inputs
+    }
+    outputs = {
+        n: _tensor(types[n]) if n in types else ("nothing", []) for n in block.outputs
+    }
     tensors = {entry.tensor: shard for entry in shard.states.values()}
     interfaces = (
         ("input", shard.inputs, described.input, inputs, _input),
@@ -142,7 +167,10 @@ def _function(shard: Shard, function, described, t_max: int, o: Options) -> Iter
         ("state", tensors, described.state, states, _state),
     )
     for kind, declared, values, packaged, _ in interfaces:
-        names = {"description": sorted(v.name for v in values), "program": sorted(packaged)}
+        names = {
+            "description": sorted(v.name for v in values),
+            "program": sorted(packaged),
+        }
         for place, there in names.items():
             if there != sorted(declared):
                 yield f"{kind}s {sorted(declared)} in the manifest, {there} in the {place}"
@@ -151,15 +179,16 @@ def _function(shard: Shard, function, described, t_max: int, o: Options) -> Iter
         for value in values:
             name = value.name
             if name in declared and name in packaged:
-                yield from differences(value, declared[name], packaged[name], low, t_max)
+                yield from differences(
+                    value, declared[name], packaged[name], low, t_max
+                )
     yield from _taps(shard, types)
     yield from _compression(shard, block, o.preset)
 
 
 def _taps(shard: Shard, types: dict) -> Iterator[str]:
-    """What is wrong with the values that hold the layers' hidden outputs: the last layer's is the
-    shard's own, an inner one has its shape.
-    """
+    """What is wrong with the values that hold the layers' hidden outputs: the last
+    layer's is the shard's own, an inner one has its shape."""
     layers = [*range(*shard.layers)] if shard.kind == "layers" else []
     if sorted(shard.taps) != layers:
         yield f"taps of layers {sorted(shard.taps)}, not of {layers}"
@@ -174,16 +203,17 @@ def _taps(shard: Shard, types: dict) -> Iterator[str]:
 
 
 def _input(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator[str]:
-    """Differences between an input's description, its type in the program and the `shape` in the
-    manifest, for T from `low` to `high`.
-    """
+    """Differences between an input's description, its type in the program and the
+    `shape` in the manifest, for T from `low` to `high`."""
     array, name = value.type.multiArrayType, f"input {value.name}"
     dtype = "INT32" if value.name == POS else "FLOAT16"
     yield from _type(name, dtype, shape, array, packaged, low, high)
     sizes, flexible = list(array.shape), array.WhichOneof("ShapeFlexibility")
     expected = list(zip(_sizes(shape, low), _sizes(shape, high)))
     ranges = [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges]
-    if len(sizes) != len(shape) or any(not a <= n <= b for n, (a, b) in zip(sizes, expected)):
+    if len(sizes) != len(shape) or any(
+        not a <= n <= b for n, (a, b) in zip(sizes, expected)
+    ):
         yield f"{name} is described as {sizes}, not {shape}"
     if flexible == "shapeRange" and ranges != expected:
         yield f"{name} takes sizes {ranges}, not {expected}"
@@ -199,9 +229,11 @@ def _output(value, shape: list, packaged: tuple, low: int, high: int) -> Iterato
         yield f"{name} is described as {list(array.shape)}, not {shape}"
 
 
-def _type(name, dtype: str, shape: list, array, packaged: tuple, low, high) -> Iterator[str]:
-    """Differences of a value's dtype and, in the program, its sizes: those of T are open there
-    where it varies."""
+def _type(
+    name, dtype: str, shape: list, array, packaged: tuple, low, high
+) -> Iterator[str]:
+    """Differences of a value's dtype and, in the program, its sizes: those of T are
+    open there where it varies."""
     expected = dtype, _sizes(shape, high if low == high else None)
     if packaged != expected:
         yield f"{name} is {packaged} in the program, not {expected}"
@@ -220,11 +252,14 @@ def _state(value, shard: Shard, packaged: tuple, *_) -> Iterator[str]:
 
 
 def _regions(tensor: str, shape: list[int], shard: Shard) -> Iterator[str]:
-    """Where the logical states of a tensor leave it, overlap, or leave a part of it to no state."""
+    """Where the logical states of a tensor leave it, overlap, or leave a part of it to
+    no state."""
     entries = {n: s for n, s in shard.states.items() if s.tensor == tensor}
     spans = {n: s.part or [(0, size) for size in s.shape] for n, s in entries.items()}
     for name, part in spans.items():
-        if len(part) != len(shape) or any(b > size for (_, b), size in zip(part, shape)):
+        if len(part) != len(shape) or any(
+            b > size for (_, b), size in zip(part, shape)
+        ):
             yield f"state {name} {entries[name].shape} lies outside {tensor} {shape}"
             return
     for a, b in combinations(spans, 2):
@@ -236,9 +271,8 @@ def _regions(tensor: str, shape: list[int], shard: Shard) -> Iterator[str]:
 
 
 def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
-    """Constants that are stored in another way than `options.compress` says: matrices as the
-    preset, all else as fp16.
-    """
+    """Constants that are stored in another way than `options.compress` says: matrices
+    as the preset, all else as fp16."""
     makers = {out.name: op for op in block.operations for out in op.outputs}
     routers = {value for name, value in shard.weights.items() if OUTSIDE in name}
     matrices = set()
@@ -256,17 +290,22 @@ def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
                 yield f"{name} is stored as {actual}, not {expected} of {preset.name}"
         elif op.type.startswith("constexpr_"):
             yield f"{name} is stored as {actual}, though {preset.name} is for matrices alone"
-        if name in shard.weights.values() and op.type == "const" and actual != ("const", "FLOAT16"):
+        if (
+            name in shard.weights.values()
+            and op.type == "const"
+            and actual != ("const", "FLOAT16")
+        ):
             yield f"{name} is stored as {actual}, not FLOAT16"
 
 
 def _stored_as(op) -> tuple:
-    """How a constant is stored: its operation, then the dtype of each operand and, for scales
-    and tables, its shape.
-    """
+    """How a constant is stored: its operation, then the dtype of each operand and, for
+    scales and tables, its shape."""
     if op.type == "const":
         return "const", _tensor(op.attributes["val"].type)[0]
-    operands = {n: _tensor(a.arguments[0].value.type) for n, a in sorted(op.inputs.items())}
+    operands = {
+        n: _tensor(a.arguments[0].value.type) for n, a in sorted(op.inputs.items())
+    }
     return op.type, *(
         (n, dtype, *shape) if n in ("scale", "lut") else (n, dtype)
         for n, (dtype, shape) in operands.items()
@@ -281,16 +320,29 @@ def _expected(preset: Preset, shape: list[int]) -> tuple:
         table = ("lut", "FLOAT16", 1, 1, 1, 1, 1 << preset.bits, 1)
         return "constexpr_lut_to_dense", ("indices", f"UINT{preset.bits}"), table
     rows = 1 if preset.granularity == "per_tensor" else shape[0]
-    scale = ("scale", "FLOAT16", rows, shape[1] // preset.block if preset.block else 1, 1, 1)
+    scale = (
+        "scale",
+        "FLOAT16",
+        rows,
+        shape[1] // preset.block if preset.block else 1,
+        1,
+        1,
+    )
     return "constexpr_blockwise_shift_scale", ("data", f"INT{preset.bits}"), scale
 
 
 def _checkpoint(m: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
-    """Differences between the manifest and the checkpoint's tokens, tokenizer, family and sizes."""
+    """Differences between the manifest and the checkpoint's tokens, tokenizer, family
+    and sizes."""
     config, tokens = checkpoint.config, m.tokens
-    pairs = {"family": (m.family, config.model_type), "bos": (tokens.bos, config.bos_token_id)}
+    pairs = {
+        "family": (m.family, config.model_type),
+        "bos": (tokens.bos, config.bos_token_id),
+    }
     pairs |= {"eos": (tokens.eos, checkpoint.eos)}
-    pairs |= {size: (getattr(m.dims, size), getattr(config, n)) for n, size in SIZES.items()}
+    pairs |= {
+        size: (getattr(m.dims, size), getattr(config, n)) for n, size in SIZES.items()
+    }
     for name, (declared, actual) in pairs.items():
         if declared != actual:
             yield f"{name} {declared} in the manifest, {actual} in the checkpoint"
@@ -313,7 +365,9 @@ def _tensor(message) -> tuple[str, list[int | None]]:
 
 def _dtype(array) -> str:
     """dtype of an array in a description, as the program spells it."""
-    return messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name(array.dataType)
+    return messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name(
+        array.dataType
+    )
 
 
 def _sizes(shape: list, T: int | None) -> list[int | None]:

@@ -10,8 +10,8 @@ PIECE = 1 << 16
 
 
 def _in_pieces(figure: Callable) -> Callable:
-    """`figure` of two arrays; of large matrices [n, W], it is computed for some rows after
-    others."""
+    """`figure` of two arrays; of large matrices [n, W], it is computed for some rows
+    after others."""
 
     def in_pieces(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
         rows = max(1, PIECE // max(1, np.shape(reference)[-1]))
@@ -33,8 +33,8 @@ def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @_in_pieces
 def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one does not
-    (nan)."""
+    """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one
+    does not (nan)."""
     a, b = np.float64(reference), np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         squares = _dot(a, a), _dot(b, b)
@@ -46,8 +46,8 @@ def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 @_in_pieces
 def psnr_db(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """10·log10(max(reference²) / mean((reference − actual)²)) in dB along the last axis; inf when
-    they are equal."""
+    """10·log10(max(reference²) / mean((reference − actual)²)) in dB along the last
+    axis; inf when they are equal."""
     a, b = np.float64(reference), np.float64(actual)
     with np.errstate(all="ignore"):
         difference = a - b
@@ -63,11 +63,15 @@ def max_abs(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 
 def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
-    """RMS of the difference over the RMS of the reference, both over all elements; 0 when both are
-    zero."""
+    """RMS of the difference over the RMS of the reference, both over all elements; 0
+    when both are zero."""
     a, b = np.float64(reference), np.float64(actual)
     scale = np.sqrt((a**2).mean())
-    return float(np.sqrt(((a - b) ** 2).mean()) / scale) if scale else float(np.abs(b).max() > 0)
+    return (
+        float(np.sqrt(((a - b) ** 2).mean()) / scale)
+        if scale
+        else float(np.abs(b).max() > 0)
+    )
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -77,26 +81,29 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """KL(reference ‖ actual) in nats between the distributions that two arrays of logits [..., V]
-    stand for."""
+    """KL(reference ‖ actual) in nats between the distributions that two arrays of
+    logits [..., V] stand for."""
     p, q = log_softmax(reference), log_softmax(actual)
     return (np.exp(p) * (p - q)).sum(-1)
 
 
 def near_tie(reference: np.ndarray, actual: np.ndarray) -> bool:
-    """Whether two logit vectors [V] that pick different tokens may: each one's token is in the
-    other's top five, at most 0.5 nat below its best (the rule vLLM's tests use)."""
+    """Whether two logit vectors [V] that pick different tokens may: each one's token is
+    in the other's top five, at most 0.5 nat below its best (the rule vLLM's tests
+    use)."""
     pairs = (reference, actual.argmax()), (actual, reference.argmax())
     return all(
-        (x > x[token]).sum() < 5 and x.max() - x[token] <= NEAR_TIE_NATS for x, token in pairs
+        (x > x[token]).sum() < 5 and x.max() - x[token] <= NEAR_TIE_NATS
+        for x, token in pairs
     )
 
 
 def compare_logits(
     reference: np.ndarray, actual: np.ndarray, nats: np.ndarray | None = None
 ) -> dict[str, float]:
-    """Summary of logits [n, V]: agreement of the top token (near-ties apart), mean overlap of the
-    top five, worst KL, worst cosine. `nats` [n]: their `kl`, where it is there already."""
+    """Summary of logits [n, V]: agreement of the top token (near-ties apart), mean
+    overlap of the top five, worst KL, worst cosine. `nats` [n]: their `kl`, where it is
+    there already."""
     # one at a time: a row of a vocabulary fits the cache, all do not
     rows = list(zip(reference, actual, strict=True))
     same = [np.argmax(a) == np.argmax(b) or near_tie(a, b) for a, b in rows]

@@ -1,10 +1,10 @@
-"""The cost of compression and fp16: the distance of a bundle from the checkpoint, beside the
-distance that rounding alone causes.
+"""The cost of compression and fp16: the distance of a bundle from the checkpoint,
+beside the distance that rounding alone causes.
 
-The budget is Hugging Face's own model in fp32 with the weights that the bundle stores, its stream
-rounded to fp16 where it enters and leaves a layer, its cache rows rounded once. The exported
-program has no part in it, so that an error far above the budget is not due to compression.
-"""
+The budget is Hugging Face's own model in fp32 with the weights that the bundle stores,
+its stream rounded to fp16 where it enters and leaves a layer, its cache rows rounded
+once. The exported program has no part in it, so that an error far above the budget is
+not due to compression."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,13 @@ from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, metrics
 from workbench.check.fidelity import ForwardPass
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, empty_model, force_experts, make_golden, stored_weights
+from workbench.check.golden import (
+    Golden,
+    empty_model,
+    force_experts,
+    make_golden,
+    stored_weights,
+)
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -32,8 +38,9 @@ BUDGET_FACTOR = 6.0
 
 @dataclass(frozen=True)
 class Budget:
-    """Goldens of the stored weights and a rounded stream: every layer fed the source golden's
-    input, and all in a row, with the source golden's choice of experts as in a chained pass."""
+    """Goldens of the stored weights and a rounded stream: every layer fed the source
+    golden's input, and all in a row, with the source golden's choice of experts as in a
+    chained pass."""
 
     isolated: Golden
     chained: Golden
@@ -41,13 +48,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Price:
-    """`kl` [n] nats from the golden to the bundle at each position, `same_top` the share of
-    positions with the same top token.
+    """`kl` [n] nats from the golden to the bundle at each position, `same_top` the
+    share of positions with the same top token.
 
-    `rows`: one per layer, position, T and tensor (update, k, v) of isolated passes: `error` and
-    `budget`, relative RMS, and their `ratio`. `budget` and `ratio` are null and `budget_kl` is None
-    where no budget was measured.
-    """
+    `rows`: one per layer, position, T and tensor (update, k, v) of isolated passes:
+    `error` and `budget`, relative RMS, and their `ratio`. `budget` and `ratio` are null
+    and `budget_kl` is None where no budget was measured."""
 
     kl: np.ndarray
     same_top: float
@@ -56,10 +62,12 @@ class Price:
 
     @property
     def worst(self) -> pd.Series:
-        """Ratio of error to budget of the layer, T and tensor where it is largest: its RMS over
-        positions."""
+        """Ratio of error to budget of the layer, T and tensor where it is largest: its
+        RMS over positions."""
         ratios = self.rows["ratio"].fillna(np.inf).astype(float) ** 2
-        means = ratios.groupby([self.rows[name] for name in ("layer", "T", "tensor")]).mean()
+        means = ratios.groupby(
+            [self.rows[name] for name in ("layer", "T", "tensor")]
+        ).mean()
         return (means**0.5).sort_values(ascending=False).head(1).reset_index().iloc[0]
 
     def json(self) -> dict:
@@ -72,7 +80,11 @@ class Price:
                 "worst": self.worst.to_dict(),
                 "factor": BUDGET_FACTOR,
             }
-        return {"kl": summarize_kl(self.kl), "same_top": self.same_top, "budget": budget}
+        return {
+            "kl": summarize_kl(self.kl),
+            "same_top": self.same_top,
+            "budget": budget,
+        }
 
     def _medians(self, *tensors: str) -> dict[str, float]:
         rows = self.rows[self.rows["tensor"].isin(tensors)]
@@ -80,8 +92,8 @@ class Price:
 
 
 def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
-    """Runs Hugging Face's model twice over the golden's tokens with the weights that `bundle`
-    stores."""
+    """Runs Hugging Face's model twice over the golden's tokens with the weights that
+    `bundle` stores."""
     scale = bundle.manifest.stream_scale
     weights = stored_weights(checkpoint, bundle)
 
@@ -96,8 +108,8 @@ def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Bu
 
 
 def _rounding_model(checkpoint: Checkpoint, scale: float) -> nn.Module:
-    """Hugging Face's model whose stream is rounded to fp16 where it enters the first layer and
-    leaves each."""
+    """Hugging Face's model whose stream is rounded to fp16 where it enters the first
+    layer and leaves each."""
 
     def enter(layer, args, kwargs):
         x, *rest = args or (kwargs.pop("hidden_states"),)
@@ -127,11 +139,12 @@ def measure_price(
     passes: tuple[dict[int, ForwardPass], ForwardPass] | None = None,
     budget: Budget | None = None,
 ) -> Price:
-    """Measures the price of `decoder` against `golden`, with the `budget` if there is one.
+    """Measures the price of `decoder` against `golden`, with the `budget` if there is
+    one.
 
     Args:
-        passes: isolated passes by T and the chained one, as `fidelity.measure_fidelity` returns
-            them (default: they are run now).
+        passes: isolated passes by T and the chained one, as `fidelity.measure_fidelity`
+            returns them (default: they are run now).
         budget: the result of `measure_budget`.
     """
     isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]
@@ -145,8 +158,8 @@ def measure_price(
 
 
 def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
-    """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding alone explains,
-    within a factor."""
+    """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding
+    alone explains, within a factor."""
     limit = gates.at_most(
         "max_kl",
         float(np.mean(price.kl)),
@@ -160,14 +173,20 @@ def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
         "error over what rounding of weights and stream alone costs Hugging Face's model: "
         f"layer {worst['layer']}, {worst['tensor']}, T = {worst['T']}"
     )
-    return [limit, gates.at_most("budget", float(worst["ratio"]), BUDGET_FACTOR, reason)]
+    return [
+        limit,
+        gates.at_most("budget", float(worst["ratio"]), BUDGET_FACTOR, reason),
+    ]
 
 
 def price_rows(
-    decoder: Decoder, golden: Golden, isolated: dict[int, ForwardPass], budget: Budget | None = None
+    decoder: Decoder,
+    golden: Golden,
+    isolated: dict[int, ForwardPass],
+    budget: Budget | None = None,
 ) -> pd.DataFrame:
-    """The rows of `Price`; updates that may be another expert's, where a runtime does not show the
-    choice, are left out."""
+    """The rows of `Price`; updates that may be another expert's, where a runtime does
+    not show the choice, are left out."""
     near_ties, parts = fidelity.near_ties(decoder, golden), []
     for T, trace in isolated.items():
         for tensor, layer, at, values in trace.rows():
@@ -179,15 +198,17 @@ def price_rows(
                 if budget and tensor != "update":
                     rounded = np.float16(rounded)
                 errors = _errors(golden.rows(tensor, layer)[at], values, rounded)
-                parts.append(errors | {"position": at, "layer": layer, "T": T, "tensor": tensor})
+                parts.append(
+                    errors | {"position": at, "layer": layer, "T": T, "tensor": tensor}
+                )
     return fidelity.table(parts)
 
 
 def _errors(
     reference: np.ndarray, actual: np.ndarray, rounded: np.ndarray | None
 ) -> dict[str, object]:
-    """Per row of [n, W]: relative RMS `error`, `budget`, and the ratio of error to budget and half
-    an ulp together."""
+    """Per row of [n, W]: relative RMS `error`, `budget`, and the ratio of error to
+    budget and half an ulp together."""
     scale, error = metrics.rms(reference), metrics.rms(reference, actual)
     columns = {"error": metrics.over(error, scale)}
     if rounded is None:
@@ -198,8 +219,8 @@ def _errors(
 
 
 def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """KL [n] of logits [n, V], one row at a time: a row of a vocabulary fits the cache, all do
-    not."""
+    """KL [n] of logits [n, V], one row at a time: a row of a vocabulary fits the cache,
+    all do not."""
     return np.array([metrics.kl(*pair) for pair in zip(reference, actual, strict=True)])
 
 

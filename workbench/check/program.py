@@ -1,7 +1,6 @@
-"""Gates `program` and `scores`: whether a bundle's program computes Hugging Face's model on the
-weights that the bundle stores. Both run in float32 and differ only in the order of sums, so that
-one limit holds for every compression and family.
-"""
+"""Gates `program` and `scores`: whether a bundle's program computes Hugging Face's
+model on the weights that the bundle stores. Both run in float32 and differ only in the
+order of sums, so that one limit holds for every compression and family."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,17 +26,19 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-# One limit on the relative RMS of a difference, per layer, position, T and tensor. Both sides sum
-# the same terms in another order. Rounding n partial sums by 2^-24 each moves a sum of n random
-# terms by about sqrt(n) * 2^-24 of itself, 4e-6 for the n = 5,000 of an MLP; what cancels further
-# is what the floor below is for.
+# One limit on the relative RMS of a difference, per layer, position, T and tensor. Both
+# sides sum the same terms in another order. Rounding n partial sums by 2^-24 each moves
+# a sum of n random terms by about sqrt(n) * 2^-24 of itself, 4e-6 for the n = 5,000 of
+# an MLP; what cancels further is what the floor below is for.
 LIMIT = 1e-5
-# The floor, in steps of 2^-23 of the stream: about 16 roundings follow each other in a layer, on
-# both sides, each of 0.29 steps RMS, together sqrt(32) * 0.29 = 1.6, hence 2. What a step becomes
-# is measured: what Hugging Face's own model makes of inputs that are one step off
-# (`Stretch.nudged`), or the step itself where that is larger.
+# The floor, in steps of 2^-23 of the stream: about 16 roundings follow each other in a
+# layer, on both sides, each of 0.29 steps RMS, together sqrt(32) * 0.29 = 1.6, hence 2.
+# What a step becomes is measured: what Hugging Face's own model makes of inputs that
+# are one step off (`Stretch.nudged`), or the step itself where that is larger.
 STEP, STEPS = 2.0**-23, 2
-BLOCKED = 2.0**-24  # softmax weight of a blocked column that float32 cannot tell from none
+BLOCKED = (
+    2.0**-24
+)  # softmax weight of a blocked column that float32 cannot tell from none
 
 
 def exact_runtime(bundle: Bundle) -> str:
@@ -64,8 +65,8 @@ def program_gates(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> list[Gate]:
-    """Gates `program` and `scores` of a portable decoder in `exact` arithmetic; arguments as those
-    of `program_errors`."""
+    """Gates `program` and `scores` of a portable decoder in `exact` arithmetic;
+    arguments as those of `program_errors`."""
     errors, scores = program_errors(decoder, checkpoint, Ts=Ts, progress=progress)
     worst = errors.loc[errors["error"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
@@ -76,7 +77,10 @@ def program_gates(
         f"worst of {len(errors)}: "
         f"{worst['tensor']}, {place}, T = {worst['T']}"
     )
-    return [gates.at_most("program", float(worst["error"]), LIMIT, reason), scores.gate()]
+    return [
+        gates.at_most("program", float(worst["error"]), LIMIT, reason),
+        scores.gate(),
+    ]
 
 
 def program_errors(
@@ -86,13 +90,14 @@ def program_errors(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, "Scores"]:
-    """(error of every layer, position, T, tensor, mode and sequence, as a multiple of what it is
-    compared with; the scores).
+    """(error of every layer, position, T, tensor, mode and sequence, as a multiple of
+    what it is compared with; the scores).
 
-    Isolated, every layer is fed Hugging Face's input: all positions in calls of the smallest T, in
-    calls of the largest, and in calls of the others in turn; scaled inputs in calls of the largest.
-    Chained, each layer is fed the one before, in calls of every T in turn. Where T alternates,
-    sequences of a batch take different ones if the bundle allows it.
+    Isolated, every layer is fed Hugging Face's input: all positions in calls of the
+    smallest T, in calls of the largest, and in calls of the others in turn; scaled
+    inputs in calls of the largest. Chained, each layer is fed the one before, in calls
+    of every T in turn. Where T alternates, sequences of a batch take different ones if
+    the bundle allows it.
 
     Args:
         Ts: tokens a call (default: as `validate`).
@@ -105,7 +110,9 @@ def program_errors(
     ends, between = sorted({min(Ts), max(Ts)}), sorted(Ts)[1:-1]
     runs = [(scaled, ends[-1:], True)]
     for place in places:
-        runs += [(place, sizes, True) for sizes in (*([T] for T in ends), between) if sizes]
+        runs += [
+            (place, sizes, True) for sizes in (*([T] for T in ends), between) if sizes
+        ]
         runs.append((place, Ts, False))
     scores, parts = Scores(), []
     with decoder.set_aside():
@@ -123,8 +130,8 @@ def program_errors(
 
 @dataclass
 class Scores:
-    """Largest softmax weight of a blocked column, and where it was; `count`: softmaxes looked
-    at."""
+    """Largest softmax weight of a blocked column, and where it was; `count`: softmaxes
+    looked at."""
 
     weight: float = 0.0
     place: str = ""
@@ -132,13 +139,19 @@ class Scores:
 
     def gate(self) -> Gate:
         if not self.count:
-            return gates.not_run("scores", "no softmax over a cache was seen in the program")
-        reason = f"largest softmax weight of a blocked column, of {self.count} softmaxes"
+            return gates.not_run(
+                "scores", "no softmax over a cache was seen in the program"
+            )
+        reason = (
+            f"largest softmax weight of a blocked column, of {self.count} softmaxes"
+        )
         return gates.at_most("scores", self.weight, BLOCKED, reason + self.place)
 
-    def add(self, layer: int, weights: np.ndarray, blocked: np.ndarray, scores: np.ndarray) -> None:
-        """weights [H, T, S] of one sequence, blocked [1, T, S], scores [H, T, S] before the mask
-        was added."""
+    def add(
+        self, layer: int, weights: np.ndarray, blocked: np.ndarray, scores: np.ndarray
+    ) -> None:
+        """weights [H, T, S] of one sequence, blocked [1, T, S], scores [H, T, S] before
+        the mask was added."""
         self.count += 1
         largest = np.max(weights, where=blocked, initial=0.0)
         if not largest <= self.weight:
@@ -149,7 +162,9 @@ class Scores:
 class ProgramPass(fidelity.Pass):
     """A pass over one stretch per sequence that also looks at the scores."""
 
-    def __init__(self, decoder: Decoder, stretches: Sequence[Stretch], isolated: bool, scores):
+    def __init__(
+        self, decoder: Decoder, stretches: Sequence[Stretch], isolated: bool, scores
+    ):
         starts = [stretch.start for stretch in stretches]
         super().__init__(decoder, [s.golden for s in stretches], isolated, True, starts)
         self.stretches, self.scores = stretches, scores
@@ -179,34 +194,52 @@ class ProgramPass(fidelity.Pass):
             if columns.stop:
                 own = mask[seq, :, columns]
                 scores = masked[seq, :, columns].numpy() - own
-                self.scores.add(layer, weights[seq, :, columns].numpy(), own < 0, scores)
+                self.scores.add(
+                    layer, weights[seq, :, columns].numpy(), own < 0, scores
+                )
 
     def errors(self, seq: int) -> list[dict[str, object]]:
-        """Errors of everything that one sequence computed, parts of a `fidelity.table`; chained
-        ones per layer that they come from."""
-        golden, trace, stretch = self.goldens[seq], self.traces[seq], self.stretches[seq]
+        """Errors of everything that one sequence computed, parts of a `fidelity.table`;
+        chained ones per layer that they come from."""
+        golden, trace, stretch = (
+            self.goldens[seq],
+            self.traces[seq],
+            self.stretches[seq],
+        )
         nudged, start = stretch.nudged.get(self.mode, stretch), stretch.start
         again, at, parts = nudged.golden, (start + np.arange(len(trace.T)), trace.T), []
         for layer, hidden in trace.hidden.items():
             floor = _floor(golden.hidden[layer], again.hidden[layer])
             name, expected, actual = "hidden", golden.hidden[layer], hidden
             if self.isolated:
-                name, expected, actual = "update", golden.update[layer], hidden - trace.x[layer]
+                name, expected, actual = (
+                    "update",
+                    golden.update[layer],
+                    hidden - trace.x[layer],
+                )
             parts.append(_rows(name, layer, _errors(expected, actual, floor), *at))
         for layer, router in trace.router.items():
             floor = _floor(golden.router[layer], again.router[layer])
-            parts.append(_rows("router", layer, _errors(golden.router[layer], router, floor), *at))
+            parts.append(
+                _rows(
+                    "router", layer, _errors(golden.router[layer], router, floor), *at
+                )
+            )
         for layer, experts in trace.experts.items():
             differs = experts[:, 0] != golden.expert[layer]
             parts.append(_rows("expert", layer, differs * golden.margin[layer], *at))
         if trace.logits is not None:
             floor = _logit_floor(stretch) + _floor(golden.logits, again.logits)
-            parts.append(_rows("logits", -1, _errors(golden.logits, trace.logits, floor), *at))
+            parts.append(
+                _rows("logits", -1, _errors(golden.logits, trace.logits, floor), *at)
+            )
         for name, *values in self.states(seq, nudged):
             layer, leaf = split_layer(name)
             errors = _state_errors(*values, self.end(seq))
             parts.append(_rows(leaf, layer, *errors, trace.T.max()))
-        if not self.isolated:  # errors of the layers before, and of the layer itself, add up
+        if (
+            not self.isolated
+        ):  # errors of the layers before, and of the layer itself, add up
             for part in parts:
                 layers = len(golden.x) if part["layer"] == -1 else part["layer"]
                 part["error"] = part["error"] / (layers + 1)
@@ -226,13 +259,19 @@ class ProgramPass(fidelity.Pass):
                     continue  # is in the matrix, which is compared
                 actual = np.asarray(state.read(name)[seq], np.float32)
                 if options.undo and kind is TAIL:
-                    actual = actual[options.t_max :]  # rows for undoing, which no reference has
+                    actual = actual[
+                        options.t_max :
+                    ]  # rows for undoing, which no reference has
                 if options.state_pair and kind is MATRIX:
-                    remainder = state.read(name.replace(MATRIX_STATE, REMAINDER_STATE))[seq]
+                    remainder = state.read(name.replace(MATRIX_STATE, REMAINDER_STATE))[
+                        seq
+                    ]
                     actual = actual + np.asarray(remainder, np.float32)
                 if options.undo and kind is MATRIX:
                     pending = state.read(name.replace(MATRIX_STATE, PENDING_STATE))[seq]
-                    actual = positions.with_pending(actual, np.asarray(pending, np.float32))
+                    actual = positions.with_pending(
+                        actual, np.asarray(pending, np.float32)
+                    )
                 expected, again = [
                     positions.expected_value(actual.shape, name, s.after, self.end(seq))
                     for s in (self.stretches[seq], nudged)
@@ -240,16 +279,22 @@ class ProgramPass(fidelity.Pass):
                 yield name, expected, actual, again
 
 
-def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[dict[str, object]]:
-    """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state;
-    parts as of `ProgramPass.errors`."""
+def head_errors(
+    decoder: Decoder, stretches: Sequence[Stretch], T: int
+) -> list[dict[str, object]]:
+    """Errors of the logits of the last T positions in one call, from Hugging Face's
+    hidden state; parts as of `ProgramPass.errors`."""
     scale = decoder.manifest.stream_scale
     n = len(stretches[0].golden.ids)
     last = slice(max(0, n - T), n)
     hidden = np.stack([stretch.last[last].T / scale for stretch in stretches])
     parts = []
-    for seq, (stretch, logits) in enumerate(zip(stretches, decoder.logits(hidden), strict=True)):
-        error = _errors(stretch.golden.logits[last], logits, _logit_floor(stretch)[last])
+    for seq, (stretch, logits) in enumerate(
+        zip(stretches, decoder.logits(hidden), strict=True)
+    ):
+        error = _errors(
+            stretch.golden.logits[last], logits, _logit_floor(stretch)[last]
+        )
         position = stretch.start + np.arange(n)[last]
         rows = _rows("logits", -1, error, position, len(position))
         parts.append(rows | {"seq": seq, "mode": "isolated"})
@@ -258,23 +303,33 @@ def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[
 
 def _rows(tensor: str, layer: int, error: np.ndarray, position, T) -> dict[str, object]:
     """One row per position."""
-    return {"tensor": tensor, "layer": layer, "position": position, "T": T, "error": error}
+    return {
+        "tensor": tensor,
+        "layer": layer,
+        "position": position,
+        "T": T,
+        "error": error,
+    }
 
 
-def _state_errors(expected: np.ndarray, actual: np.ndarray, again: np.ndarray, end: int):
-    """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows without a
-    token must be zeros."""
+def _state_errors(
+    expected: np.ndarray, actual: np.ndarray, again: np.ndarray, end: int
+):
+    """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows
+    without a token must be zeros."""
     rows = expected.shape[-2]
     expected, actual, again = (
         np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual, again)
     )
     floor = np.where(expected.any(1), _floor(expected, again), rms(expected.ravel()))
-    return _errors(expected, actual, floor), end - 1 - (end - 1 - np.arange(rows)) % rows
+    return _errors(expected, actual, floor), end - 1 - (
+        end - 1 - np.arange(rows)
+    ) % rows
 
 
 def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray):
-    """RMS of the difference over that of the reference plus `floor`, along the last axis; inf where
-    it is no number."""
+    """RMS of the difference over that of the reference plus `floor`, along the last
+    axis; inf where it is no number."""
     ratio = over(rms(actual - reference), rms(reference) + floor)
     return np.nan_to_num(ratio, nan=np.inf)
 
@@ -286,6 +341,6 @@ def _floor(reference: np.ndarray, nudged: np.ndarray) -> np.ndarray:
 
 
 def _logit_floor(stretch: Stretch) -> np.ndarray:
-    """The same of logits that are smaller than their rows of the head can make them; see
-    `Stretch`."""
+    """The same of logits that are smaller than their rows of the head can make them;
+    see `Stretch`."""
     return np.maximum(stretch.logit_rms - rms(stretch.golden.logits), 0.0)

@@ -1,10 +1,9 @@
-"""Gate `same_for_every_T`, for the hazard that chapter 5 (see README, "The course") describes:
-results right at T = 1 and silently wrong at T > 1.
+"""Gate `same_for_every_T`, for the hazard that chapter 5 (see README, "The course")
+describes: results right at T = 1 and silently wrong at T > 1.
 
-One program on the same inputs must compute the same for every T, so no golden is needed to find a
-difference. Where a device shows one, the portable runtime runs the same program, which separates a
-wrong program from a wrong runtime.
-"""
+One program on the same inputs must compute the same for every T, so no golden is needed
+to find a difference. Where a device shows one, the portable runtime runs the same
+program, which separates a wrong program from a wrong runtime."""
 
 import math
 from collections.abc import Mapping
@@ -21,14 +20,17 @@ from workbench.decode import Decoder
 
 @dataclass(frozen=True)
 class Drift:
-    """The largest relative RMS between a result at T and the same at T = 1, and where it is."""
+    """The largest relative RMS between a result at T and the same at T = 1, and where
+    it is."""
 
     value: float
     T: int
     where: str
 
 
-def drift(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden) -> Drift | None:
+def drift(
+    decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden
+) -> Drift | None:
     """The worst drift of isolated updates, keys and values by T; None without T = 1 and some T >
     1."""
     near_ties, drifts = fidelity.near_ties(decoder, golden), []
@@ -41,12 +43,21 @@ def drift(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden) -> D
                     pairs["k"] = base.k[layer], trace.k[layer]
                     pairs["v"] = base.v[layer], trace.v[layer]
                 if clear.any():
-                    pairs["update"] = ((base.hidden[layer] - x)[clear], (hidden - x)[clear])
+                    pairs["update"] = (
+                        (base.hidden[layer] - x)[clear],
+                        (hidden - x)[clear],
+                    )
                 drifts += [
-                    Drift(metrics.relative_rms(*pair), T, f"layer {layer}, {name}, T = {T}")
+                    Drift(
+                        metrics.relative_rms(*pair),
+                        T,
+                        f"layer {layer}, {name}, T = {T}",
+                    )
                     for name, pair in pairs.items()
                 ]
-    return max(drifts, key=lambda d: math.inf if math.isnan(d.value) else d.value, default=None)
+    return max(
+        drifts, key=lambda d: math.inf if math.isnan(d.value) else d.value, default=None
+    )
 
 
 def drift_gate(
@@ -55,17 +66,18 @@ def drift_gate(
     golden: Golden,
     portable: Mapping[str, np.ndarray] | None = None,
 ) -> Gate:
-    """GREEN if every T agrees with T = 1; RED names the worst place, whether program or runtime is
-    at fault, and a workaround.
+    """GREEN if every T agrees with T = 1; RED names the worst place, whether program or
+    runtime is at fault, and a workaround.
 
-    `portable`: drifts of the portable runtime by T (see `device.Reference`); without them the
-    bundle is loaded there where another runtime drifts.
-    """
+    `portable`: drifts of the portable runtime by T (see `device.Reference`); without
+    them the bundle is loaded there where another runtime drifts."""
     worst = drift(decoder, traces, golden)
     if worst is None:
         return gates.not_run("same_for_every_T", "needs T = 1 and at least one T > 1")
     tolerance = gates.T_TOLERANCE[decoder.arithmetic]
-    reason = f"T > 1 against T = 1, relative RMS: {worst.where if worst.value else 'equal'}"
+    reason = (
+        f"T > 1 against T = 1, relative RMS: {worst.where if worst.value else 'equal'}"
+    )
     if not worst.value <= tolerance:
         culprit = at_fault(decoder, golden, worst.T, portable)
         reason += f"; {culprit}; export fixed shapes for prefill and "
@@ -74,10 +86,13 @@ def drift_gate(
 
 
 def at_fault(
-    decoder: Decoder, golden: Golden, T: int, portable: Mapping[str, np.ndarray] | None = None
+    decoder: Decoder,
+    golden: Golden,
+    T: int,
+    portable: Mapping[str, np.ndarray] | None = None,
 ) -> str:
-    """Whether the program or the runtime causes a drift: the program if the portable runtime
-    shows it too, else the runtime."""
+    """Whether the program or the runtime causes a drift: the program if the portable
+    runtime shows it too, else the runtime."""
     if decoder.runtime in ("portable", "coreai"):
         return f"the program is wrong (runtime {decoder.runtime}; no device was run)"
     if portable is None:

@@ -1,16 +1,16 @@
 """The positions at which gate `program` compares, and Hugging Face's values there.
 
-A head of calls from position 0; then the caches of both sides are extended by the same rows,
-resampled from the head's K and V, so that the position jumps near max_seq_len; then a tail of
-calls. Every row of the cache is written or read once, windows and rings are passed, and the number
-of computed positions does not grow with the cache.
+A head of calls from position 0; then the caches of both sides are extended by the same
+rows, resampled from the head's K and V, so that the position jumps near max_seq_len;
+then a tail of calls. Every row of the cache is written or read once, windows and rings
+are passed, and the number of computed positions does not grow with the cache.
 
-A norm's epsilon shows only where its input is as small as the epsilon's root. So every layer and
-the final norm are also fed inputs whose RMS runs from 2^-44 to 1, each 16 times the last at most
-where there is room for `SCALES` positions: what a layer's inner norms read lies between, and passes
-the root of any usual epsilon (1e-12 to 1e-5) on the way. The smallest come first, so that no larger
-value of an earlier position hides a smaller one.
-"""
+A norm's epsilon shows only where its input is as small as the epsilon's root. So every
+layer and the final norm are also fed inputs whose RMS runs from 2^-44 to 1, each 16
+times the last at most where there is room for `SCALES` positions: what a layer's inner
+norms read lies between, and passes the root of any usual epsilon (1e-12 to 1e-5) on the
+way. The smallest come first, so that no larger value of an earlier position hides a
+smaller one."""
 
 import math
 from collections.abc import Sequence
@@ -31,20 +31,31 @@ from workbench.bundle.names import (
     split_layer,
 )
 from workbench.bundle.states import state_kind
-from workbench.check.golden import NUDGED, Golden, ReferenceModel, logit_divisor, stored_weights
+from workbench.check.golden import (
+    NUDGED,
+    Golden,
+    ReferenceModel,
+    logit_divisor,
+    stored_weights,
+)
 from workbench.decode import Decoder
 from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
 
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
-SCALES, SMALLEST = 12, -44  # positions with scaled inputs, and the exponent of the smallest RMS
-LayerStates = list[dict[str, np.ndarray]]  # per layer, by leaf name, K and V in token order
+SCALES, SMALLEST = (
+    12,
+    -44,
+)  # positions with scaled inputs, and the exponent of the smallest RMS
+LayerStates = list[
+    dict[str, np.ndarray]
+]  # per layer, by leaf name, K and V in token order
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Sequence b computes positions 0 … head − 1 and, on a cache filled up to there, starts[b] …
-    starts[b] + tail − 1."""
+    """Sequence b computes positions 0 … head − 1 and, on a cache filled up to there,
+    starts[b] … starts[b] + tail − 1."""
 
     head: int
     tail: int
@@ -56,31 +67,34 @@ class Reach:
         return len(self.starts) * (self.head + self.tail)
 
     def calls(self, Ts: Sequence[int]) -> int:
-        """Calls of all layers that `program_errors` makes with these T: sequences of a batch share
-        a call."""
+        """Calls of all layers that `program_errors` makes with these T: sequences of a
+        batch share a call."""
         between, low, high = sorted(Ts)[1:-1], min(Ts), max(Ts)
         sizes = [low, high] if low < high else [low]
         sizes += [sum(mixed) / len(mixed) for mixed in (between, Ts) if mixed]
         spans = self.head, self.tail
-        return sum(math.ceil(n / size) for n in spans for size in sizes) + -(-SCALES // high)
+        return sum(math.ceil(n / size) for n in spans for size in sizes) + -(
+            -SCALES // high
+        )
 
     def __str__(self) -> str:
-        places = ", ".join(f"{start} to {start + self.tail - 1}" for start in self.starts)
+        places = ", ".join(
+            f"{start} to {start + self.tail - 1}" for start in self.starts
+        )
         tails = f" and {places} on a filled cache" if self.tail else ""
         return f"{self.count} positions: 0 to {self.head - 1}{tails}"
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive positions of one sequence from `start` on: the golden, and the states `before`
-    and `after` it.
+    """Consecutive positions of one sequence from `start` on: the golden, and the states
+    `before` and `after` it.
 
-    `last` [n, C]: what the final norm reads. `logit_rms` [n]: of logits that a normed hidden state
-    as long as each position's gives in a random direction. Where some rows of the head are huge (a
-    massive activation's token) and cancel, the logits are smaller, but their rounding is not.
-    `nudged`: by mode (`isolated`, `chained`), the same stretch where every layer's input was
-    changed by its last bit.
-    """
+    `last` [n, C]: what the final norm reads. `logit_rms` [n]: of logits that a normed
+    hidden state as long as each position's gives in a random direction. Where some rows
+    of the head are huge (a massive activation's token) and cancel, the logits are
+    smaller, but their rounding is not. `nudged`: by mode (`isolated`, `chained`), the
+    same stretch where every layer's input was changed by its last bit."""
 
     golden: Golden
     start: int
@@ -92,8 +106,8 @@ class Stretch:
 
 
 def plan_reach(manifest: Manifest) -> Reach:
-    """The default positions of a bundle; tails of a batch begin at positions of their own unless a
-    slice writes the cache."""
+    """The default positions of a bundle; tails of a batch begin at positions of their
+    own unless a slice writes the cache."""
     options = manifest.options
     S, t_max, B = options.max_seq_len, options.t_max, options.batch
     unit = t_max if options.t == "fixed" else 1  # no dummy columns where a slice writes
@@ -106,8 +120,8 @@ def plan_reach(manifest: Manifest) -> Reach:
 
 
 def reach_prompts(manifest: Manifest, plan: Reach) -> np.ndarray:
-    """Token ids [B, head + tail], other ones for every sequence, behind the checkpoint's BOS where
-    it has one."""
+    """Token ids [B, head + tail], other ones for every sequence, behind the
+    checkpoint's BOS where it has one."""
     shape = (len(plan.starts), plan.head + plan.tail)
     ids = np.random.default_rng(0).integers(0, manifest.dims.V, shape)
     if manifest.tokens.bos is not None:
@@ -118,10 +132,13 @@ def reach_prompts(manifest: Manifest, plan: Reach) -> np.ndarray:
 def reach_stretches(
     bundle: Bundle, checkpoint: Checkpoint, plan: Reach
 ) -> list[tuple[Stretch, ...]]:
-    """The heads of all sequences, their tails if there are any, and their scaled inputs, as Hugging
-    Face's model with the weights that `bundle` stores computes them."""
+    """The heads of all sequences, their tails if there are any, and their scaled
+    inputs, as Hugging Face's model with the weights that `bundle` stores computes
+    them."""
     reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
-    head_rms = float(reference.head.norm(dim=1).norm()) / math.sqrt(reference.head.numel())
+    head_rms = float(reference.head.norm(dim=1).norm()) / math.sqrt(
+        reference.head.numel()
+    )
     head_rms /= logit_divisor(checkpoint.config)
     prompts = reach_prompts(bundle.manifest, plan)
     unit = bundle.manifest.options.t_max if bundle.manifest.options.t == "fixed" else 1
@@ -132,7 +149,9 @@ def reach_stretches(
         row = [first]
         if plan.tail:
             before = _filled(cache, first.after, start, np.random.default_rng([0, seq]))
-            row.append(_stretch(reference, head_rms, ids[plan.head :], cache, start, before))
+            row.append(
+                _stretch(reference, head_rms, ids[plan.head :], cache, start, before)
+            )
         count = max(min(SCALES, plan.head) // unit * unit, unit)
         rows.append([*row, _scaled(reference, head_rms, first.golden, count)])
     return list(zip(*rows, strict=True))
@@ -149,7 +168,9 @@ def _stretch(
 ) -> Stretch:
     """The stretch that continues `cache`, and the same with nudged inputs."""
     # scaled inputs are fed to every layer: nothing reads the logits of a chained run
-    goldens = reference.run_nudged(ids, cache, seed=start, heads=2 if last is None else 1)
+    goldens = reference.run_nudged(
+        ids, cache, seed=start, heads=2 if last is None else 1
+    )
     before = before or [{} for _ in goldens[0].x]
     stretches = []
     for seq, golden in enumerate(goldens):
@@ -157,7 +178,9 @@ def _stretch(
         for i, states in enumerate(before):
             rows = {K_STATE: golden.k[i], V_STATE: golden.v[i]}
             has_rows = reference.records[i].keys() & {"k", "v"}
-            after.append((_joined(states, rows) if has_rows else {}) | _sides(cache, i, seq))
+            after.append(
+                (_joined(states, rows) if has_rows else {}) | _sides(cache, i, seq)
+            )
         logit_rms = head_rms * np.linalg.norm(reference.normed[seq], axis=-1)
         normed_from = golden.hidden[-1] if last is None else last
         stretches.append(Stretch(golden, start, before, after, normed_from, logit_rms))
@@ -166,22 +189,28 @@ def _stretch(
     return stretch
 
 
-def _scaled(reference: ReferenceModel, head_rms: float, golden: Golden, count: int) -> Stretch:
-    """The golden's first `count` positions where every layer and the final norm read scaled
-    inputs."""
+def _scaled(
+    reference: ReferenceModel, head_rms: float, golden: Golden, count: int
+) -> Stretch:
+    """The golden's first `count` positions where every layer and the final norm read
+    scaled inputs."""
     inputs = np.concatenate([golden.x, golden.hidden[-1:]])[:, :count]
     rms = np.sqrt(np.mean(np.square(inputs), -1, keepdims=True))
     scales = np.exp2(np.linspace(SMALLEST, 0, count))[:, None]
     fed = (inputs / np.maximum(rms, 1e-30) * scales).astype(np.float32)
     reference.replace_inputs(fed)
-    stretch = _stretch(reference, head_rms, golden.ids[:count], reference.cache(), last=fed[-1])
+    stretch = _stretch(
+        reference, head_rms, golden.ids[:count], reference.cache(), last=fed[-1]
+    )
     reference.replace_inputs(None)
     return stretch
 
 
-def _filled(cache, after: LayerStates, start: int, rng: np.random.Generator) -> LayerStates:
-    """The states `after` a head, extended to `start` tokens by rows of the head in random order;
-    `cache` likewise."""
+def _filled(
+    cache, after: LayerStates, start: int, rng: np.random.Generator
+) -> LayerStates:
+    """The states `after` a head, extended to `start` tokens by rows of the head in
+    random order; `cache` likewise."""
     before = []
     for layer, states in enumerate(after):
         if K_STATE not in states:
@@ -193,18 +222,25 @@ def _filled(cache, after: LayerStates, start: int, rng: np.random.Generator) -> 
         fill = {name: states[name][:, chosen] for name in (K_STATE, V_STATE)}
         if start > head:
             rows = [torch.from_numpy(fill[name]) for name in (K_STATE, V_STATE)]
-            cache.layers[layer].update(*(row.expand(NUDGED, -1, -1, -1) for row in rows))
+            cache.layers[layer].update(
+                *(row.expand(NUDGED, -1, -1, -1) for row in rows)
+            )
         before.append(states | _joined(states, fill))
     return before
 
 
-def _joined(states: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {n: np.concatenate([states.get(n, new[:, :0]), new], 1) for n, new in rows.items()}
+def _joined(
+    states: dict[str, np.ndarray], rows: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    return {
+        n: np.concatenate([states.get(n, new[:, :0]), new], 1)
+        for n, new in rows.items()
+    }
 
 
 def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
-    """Side states of one sequence in a layer of Hugging Face's cache, as the bundle's states
-    are."""
+    """Side states of one sequence in a layer of Hugging Face's cache, as the bundle's
+    states are."""
     if not getattr(cache.layers[layer], "conv_states", None):
         return {}
     sides = {CONV_STATE: cache.get_conv_state(layer, state_idx=0)[seq].T.numpy().copy()}
@@ -218,7 +254,8 @@ def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
 
 
 def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
-    """Fresh states of the decoder that hold what each sequence has before its stretch."""
+    """Fresh states of the decoder that hold what each sequence has before its
+    stretch."""
     decoder.begin()
     for state, name in decoder.named_states if any(s.start for s in stretches) else ():
         shape = state.shard.states[name].shape[1:]
@@ -226,10 +263,13 @@ def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
         state.write(name, np.stack(values))
 
 
-def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: int) -> np.ndarray:
-    """The value of one sequence's logical state that holds `states` of `count` tokens; a ring holds
-    the last ones, and so does the tail of a convolution, of which transformers keeps one more.
-    Nothing is pending, and there is no remainder: every token is in the matrix."""
+def expected_value(
+    shape: Sequence[int], name: str, states: LayerStates, count: int
+) -> np.ndarray:
+    """The value of one sequence's logical state that holds `states` of `count` tokens;
+    a ring holds the last ones, and so does the tail of a convolution, of which
+    transformers keeps one more. Nothing is pending, and there is no remainder: every
+    token is in the matrix."""
     layer, leaf = split_layer(name)
     value = np.zeros(shape, np.float32)
     if leaf in (PENDING_STATE, REMAINDER_STATE):
@@ -240,8 +280,8 @@ def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: 
 
 
 def with_pending(matrix: np.ndarray, pending: np.ndarray) -> np.ndarray:
-    """A matrix state [H, K, V] and what the last call's tokens add to it, from their rows [H,
-    t_max, K + V + ..]: k, v and the logarithm of the decay."""
+    """A matrix state [H, K, V] and what the last call's tokens add to it, from their
+    rows [H, t_max, K + V + ..]: k, v and the logarithm of the decay."""
     _, K, V = matrix.shape
     k, v, g = pending[..., :K], pending[..., K : K + V], pending[..., K + V : K + V + 1]
     later = np.flip(np.cumsum(np.flip(g, 1), 1), 1) - g

@@ -1,5 +1,5 @@
-"""Known-answer prompts: with a damaged cache the bundle gives wrong answers where Hugging Face's
-model gives right ones."""
+"""Known-answer prompts: with a damaged cache the bundle gives wrong answers where
+Hugging Face's model gives right ones."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,13 +14,19 @@ from workbench.decode.transcript import load_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-Generate = Callable[[list[int], int], list[int]]  # prompt ids, number of tokens → tokens
+Generate = Callable[
+    [list[int], int], list[int]
+]  # prompt ids, number of tokens → tokens
 
 
 def load_tasks(path: str | Path) -> list[dict]:
     """Prompts of a JSON-lines file: `task`, `distance`, `prompt`, `answer`."""
     try:
-        tasks = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        tasks = [
+            json.loads(line)
+            for line in Path(path).read_text().splitlines()
+            if line.strip()
+        ]
         if not tasks or any(
             not {"task", "distance", "prompt", "answer"} <= t.keys() for t in tasks
         ):
@@ -44,8 +50,14 @@ def answer(
     """Whether greedy decoding continues each task's prompt with its answer."""
 
     def right(task: dict) -> bool:
-        prompt, whole = encode(task["prompt"]), encode(task["prompt"] + " " + task["answer"])
-        return decode(generate(prompt, len(whole) - len(prompt))).split() == task["answer"].split()
+        prompt, whole = (
+            encode(task["prompt"]),
+            encode(task["prompt"] + " " + task["answer"]),
+        )
+        return (
+            decode(generate(prompt, len(whole) - len(prompt))).split()
+            == task["answer"].split()
+        )
 
     return [right(task) for task in tasks]
 
@@ -55,7 +67,10 @@ def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
     coder = load_tokenizer(decoder.bundle.root / "tokenizer")
     with decoder.set_aside():
         return answer(
-            tasks, coder.encode, coder.decode, lambda ids, n: decoder.generate(ids, n, stop=())
+            tasks,
+            coder.encode,
+            coder.decode,
+            lambda ids, n: decoder.generate(ids, n, stop=()),
         )
 
 
@@ -76,13 +91,12 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
 def answer_gates(
     decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
 ) -> list[gates.Gate]:
-    """Gates on whether the bundle answers as many prompts as the golden, and the golden as many as
-    the checkpoint's recorded accuracy predicts.
+    """Gates on whether the bundle answers as many prompts as the golden, and the golden
+    as many as the checkpoint's recorded accuracy predicts.
 
     Only the second gate shows a fault that golden and bundle share (a wrong rope in
-    config.json), because the two agree with each other. Prompts that do not fit max_seq_len are
-    left out.
-    """
+    config.json), because the two agree with each other. Prompts that do not fit
+    max_seq_len are left out."""
     encode, S = load_tokenizer(checkpoint.path).encode, decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
     if not tasks:
@@ -100,8 +114,8 @@ def answer_gates(
 
 
 def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:
-    """Gate `golden_answers`: the accuracy is at least the recorded one minus three standard
-    errors of a sample of `count`."""
+    """Gate `golden_answers`: the accuracy is at least the recorded one minus three
+    standard errors of a sample of `count`."""
     try:
         recorded = json.loads((checkpoint.path / "evaluation.json").read_text())
         expected = recorded["heldout_right"] / recorded["heldout_questions"]

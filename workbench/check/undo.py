@@ -1,5 +1,5 @@
-"""Gate `undo`: tokens that are undone leave no trace in outputs and states. It needs neither a
-golden nor a checkpoint."""
+"""Gate `undo`: tokens that are undone leave no trace in outputs and states. It needs
+neither a golden nor a checkpoint."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ SEED = 0
 
 @dataclass
 class Call:
-    """Tokens [B, T] that ran, how many of each sequence's still count [B], and their hidden states
-    [B, C, T]."""
+    """Tokens [B, T] that ran, how many of each sequence's still count [B], and their
+    hidden states [B, C, T]."""
 
     ids: np.ndarray
     counts: np.ndarray
@@ -26,26 +26,33 @@ class Call:
 
 
 def undo_gate(decoder: Decoder) -> Gate:
-    """Undoes the last tokens of calls of every T, then as many as the decoder allows, and runs what
-    is left alone, in calls of the same T: hidden states and the states behind the last call, bit
-    for bit. Any runtime and precision."""
+    """Undoes the last tokens of calls of every T, then as many as the decoder allows,
+    and runs what is left alone, in calls of the same T: hidden states and the states
+    behind the last call, bit for bit. Any runtime and precision."""
     options, experts = decoder.options, decoder.experts
     if decoder.undo.floor(0, 1):
-        return gates.not_run("undo", "this bundle cannot undo a token: export with --undo")
+        return gates.not_run(
+            "undo", "this bundle cannot undo a token: export with --undo"
+        )
     Ts, most, faults, undone = fidelity.default_ts(options), options.t_max, [], 0
     near_end, fixed = max(0, options.max_seq_len - sum(Ts) - 3 * most), experts.fixed
     with decoder.set_aside():
         try:
-            experts.fixed = True  # an expert's shapes must not depend on tokens that are undone
+            experts.fixed = (
+                True  # an expert's shapes must not depend on tokens that are undone
+            )
             for start, sizes in {0: [most], near_end: Ts}.items():
                 rng = np.random.default_rng([SEED, start])
-                before = [_random_snapshot(decoder, start, rng) for _ in range(options.batch)]
+                before = [
+                    _random_snapshot(decoder, start, rng) for _ in range(options.batch)
+                ]
                 decoder.begin(before)
                 calls = _calls_with_undo(decoder, sizes, rng)
                 after = [decoder.snapshot(seq) for seq in range(options.batch)]
                 decoder.begin(before)
                 faults += [
-                    f"{what} from position {start} on" for what in _rerun(decoder, calls, after)
+                    f"{what} from position {start} on"
+                    for what in _rerun(decoder, calls, after)
                 ]
                 undone += sum(call.ids.size - int(call.counts.sum()) for call in calls)
         finally:
@@ -55,19 +62,23 @@ def undo_gate(decoder: Decoder) -> Gate:
 
 
 def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
-    """A snapshot of so many tokens that holds random values, none of them to be undone, and no
-    remainders, which would have to be below the last bit of theirs."""
+    """A snapshot of so many tokens that holds random values, none of them to be undone,
+    and no remainders, which would have to be below the last bit of theirs."""
     shapes = layout(decoder.manifest, tokens, tokens)
-    states = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    states = {
+        name: rng.standard_normal(shape).astype(np.float16)
+        for name, shape in shapes.items()
+    }
     for name in (name for name in states if name.endswith(REMAINDER_STATE)):
         states[name][:] = 0
     return Snapshot((0,) * tokens, decoder.identity, states, tokens)
 
 
 def _calls_with_undo(decoder: Decoder, sizes: list[int], rng) -> list[Call]:
-    """Runs calls of these T and undoes a different number of last tokens in every sequence; runs
-    two more calls and undoes as many tokens as the decoder allows; runs a last call. With slice
-    writes, which take no dummy columns, whole calls are undone."""
+    """Runs calls of these T and undoes a different number of last tokens in every
+    sequence; runs two more calls and undoes as many tokens as the decoder allows; runs
+    a last call. With slice writes, which take no dummy columns, whole calls are
+    undone."""
     options, calls = decoder.options, []
     B, t_max, whole = options.batch, options.t_max, options.kv_write == "slice"
     for T in sizes:
@@ -91,8 +102,8 @@ def _call(decoder: Decoder, T: int, rng, calls: list[Call]) -> None:
 
 
 def _undo(decoder: Decoder, calls: list[Call], seq: int, count: int) -> None:
-    """Undoes the last `count` tokens of a sequence, of those that `calls` ran and the decoder lets
-    go."""
+    """Undoes the last `count` tokens of a sequence, of those that `calls` ran and the
+    decoder lets go."""
     depth = decoder.offsets[seq] - decoder.floors[seq]
     count = int(min(count, depth, sum(call.counts[seq] for call in calls)))
     decoder.trim(count, seq)
@@ -103,8 +114,8 @@ def _undo(decoder: Decoder, calls: list[Call], seq: int, count: int) -> None:
 
 
 def _rerun(decoder: Decoder, calls: list[Call], after: list[Snapshot]) -> Iterator[str]:
-    """What differs where the tokens of `calls` that count are run alone; `after`: what was left of
-    each sequence."""
+    """What differs where the tokens of `calls` that count are run alone; `after`: what
+    was left of each sequence."""
     for call in calls:
         if not call.counts.any():
             continue

@@ -1,9 +1,8 @@
-"""Validates one bundle on every compute unit, each in a process of its own that may crash, and
-names the cause of a failure.
+"""Validates one bundle on every compute unit, each in a process of its own that may
+crash, and names the cause of a failure.
 
-A golden goes in, one row per unit comes out. Off a Mac the rows are those of the portable
-runtime's arithmetics, labelled so.
-"""
+A golden goes in, one row per unit comes out. Off a Mac the rows are those of the
+portable runtime's arithmetics, labelled so."""
 
 import json
 import subprocess
@@ -27,15 +26,27 @@ from workbench.runtime import COMPUTE_UNITS, named, resolve
 
 SECONDS = 3600
 Launch = Callable[[list[str]], subprocess.CompletedProcess]
-COLUMNS = ["unit", "runtime", "verdict", "min_cosine", "kl_max", "kl_portable", "blame", "reason"]
+COLUMNS = [
+    "unit",
+    "runtime",
+    "verdict",
+    "min_cosine",
+    "kl_max",
+    "kl_portable",
+    "blame",
+    "reason",
+]
 
 
 def launch(command: list[str]) -> subprocess.CompletedProcess:
-    """Runs a child process to its end and returns how it ended; one that hangs is killed."""
+    """Runs a child process to its end and returns how it ended; one that hangs is
+    killed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, -9, "", f"no result after {SECONDS} s")
+        return subprocess.CompletedProcess(
+            command, -9, "", f"no result after {SECONDS} s"
+        )
 
 
 def validate_units(
@@ -49,24 +60,27 @@ def validate_units(
     Ts: Sequence[int] = (),
     start: Launch = launch,
 ) -> pd.DataFrame:
-    """Validates `bundle` once per unit: portable arithmetics, and Core ML's compute units on a Mac.
+    """Validates `bundle` once per unit: portable arithmetics, and Core ML's compute
+    units on a Mac.
 
     Args:
-        runtime: where compute units are tried: `coreml` or a stand-in; `portable`: nowhere; `auto`:
-            on Core ML where there is one.
+        runtime: where compute units are tried: `coreml` or a stand-in; `portable`:
+            nowhere; `auto`: on Core ML where there is one.
         compute_units: those that are tried.
-        path: where the golden is stored, with the reference of the device gate beside it.
-        only: the portable arithmetics are left out, and no process loads a second copy of the
-            bundle.
+        path: where the golden is stored, with the reference of the device gate beside
+            it.
+        only: the portable arithmetics are left out, and no process loads a second copy
+            of the bundle.
         Ts: tokens a call (default: as `validate`).
         start: runs a command; tests give their own.
 
     Returns:
-        One row per unit, three comparisons in each: with Hugging Face's golden (`verdict` GREEN,
-        RED or DIED, worst update cosine, worst KL of chained logits in nats), with the portable
-        runtime's `declared` arithmetic (`kl_portable`), and what both together say of the fault
-        (`blame`, null where GREEN); then the first `reason`. `kl_portable` and `blame` are null
-        with `only`.
+        One row per unit, three comparisons in each: with Hugging Face's golden
+            (`verdict` GREEN,
+        RED or DIED, worst update cosine, worst KL of chained logits in nats), with the
+        portable runtime's `declared` arithmetic (`kl_portable`), and what both together
+        say of the fault (`blame`, null where GREEN); then the first `reason`.
+        `kl_portable` and `blame` are null with `only`.
     """
     runtime = resolve() if runtime == "auto" else runtime
     units = {} if only else {"portable": PRECISIONS}
@@ -79,7 +93,9 @@ def validate_units(
             for runtime in units
             for unit in units[runtime]
         ]
-    verdicts, logits = ({row["unit"]: row[name] for row in rows} for name in ("verdict", "logits"))
+    verdicts, logits = (
+        {row["unit"]: row[name] for row in rows} for name in ("verdict", "logits")
+    )
     declared = logits.get("portable declared")
     for row in rows:
         pair = declared, row["logits"]
@@ -99,14 +115,20 @@ def unit_row(
     start: Launch,
     only: bool = False,
 ) -> dict:
-    """One unit's row without the comparisons with others: the output of a child process, or how it
-    died."""
+    """One unit's row without the comparisons with others: the output of a child
+    process, or how it died."""
     name, _ = named(runtime)
     row = {"unit": f"portable {unit}" if name == "portable" else unit, "runtime": name}
     row |= {"min_cosine": None, "kl_max": None, "logits": None}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "logits.npy"
-        command = [sys.executable, "-m", "workbench.check.units", str(bundle.root), str(golden)]
+        command = [
+            sys.executable,
+            "-m",
+            "workbench.check.units",
+            str(bundle.root),
+            str(golden),
+        ]
         command += [runtime, unit, str(out), str(int(only)), *map(str, Ts)]
         child = start(command)
         logits = np.load(out) if out.exists() else None
@@ -115,7 +137,11 @@ def unit_row(
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return row | {"verdict": "DIED", "reason": f"{how}: {last}"}
     result = json.loads(child.stdout.splitlines()[-1])
-    red = [f"{g['name']}: {g['reason']}" for g in result["gates"] if g["verdict"] == gates.RED]
+    red = [
+        f"{g['name']}: {g['reason']}"
+        for g in result["gates"]
+        if g["verdict"] == gates.RED
+    ]
     return row | {
         "verdict": result["verdict"],
         "min_cosine": result["min_cosine"],
@@ -127,8 +153,8 @@ def unit_row(
 
 def blame(runtime: str, verdicts: dict[str, str]) -> str:
     """The cause of a failure: the program or the weights if exact arithmetic fails, the
-    precision if only rounded arithmetic does, the unit if its program passes on the portable
-    runtime."""
+    precision if only rounded arithmetic does, the unit if its program passes on the
+    portable runtime."""
     if verdicts["portable exact"] != gates.GREEN:
         return "program or weights"
     if runtime == "portable" or verdicts["portable declared"] != gates.GREEN:
@@ -139,8 +165,8 @@ def blame(runtime: str, verdicts: dict[str, str]) -> str:
 
 
 def units_verdict(table: pd.DataFrame) -> str:
-    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only serves
-    `blame`."""
+    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it
+    only serves `blame`."""
     verdicts = table.loc[table["unit"] != "portable narrow", "verdict"]
     return gates.GREEN if (verdicts == gates.GREEN).all() else gates.RED
 
@@ -148,10 +174,13 @@ def units_verdict(table: pd.DataFrame) -> str:
 def units_main(
     root: str, golden: str, runtime: str, unit: str, out: str, only: str = "0", *Ts: str
 ) -> None:
-    """The child: validates on one unit, keeps the logits in `out` and prints one line of JSON."""
+    """The child: validates on one unit, keeps the logits in `out` and prints one line
+    of JSON."""
     bundle, reference, alone = Bundle.open(root), None, bool(int(only))
     values = Golden.load(golden)
-    if runtime != "portable":  # before the decoder, so that one copy of the bundle is in memory
+    if (
+        runtime != "portable"
+    ):  # before the decoder, so that one copy of the bundle is in memory
         find = load_reference if alone else stored_reference
         reference = find(bundle, values, Path(golden))
     how = {"precision" if runtime == "portable" else "compute_units": unit}

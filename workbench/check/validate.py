@@ -1,8 +1,7 @@
-"""Validates a bundle: whether it is faulty, and what it costs. The limits of the bug gates
-follow from arithmetic and do not depend on the compression; the price is measured against a
-golden and has the user's limit. Results that need the checkpoint are stored in the bundle's
-verdict.json.
-"""
+"""Validates a bundle: whether it is faulty, and what it costs. The limits of the bug
+gates follow from arithmetic and do not depend on the compression; the price is measured
+against a golden and has the user's limit. Results that need the checkpoint are stored
+in the bundle's verdict.json."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,18 +41,18 @@ from workbench.models.checkpoint import Checkpoint
 
 NEED_DECODER = ("host", "program", "scores", "causality", "undo")
 BUG_GATES = ("interface", "weights", *NEED_DECODER)
-# Times what rounding moves the scores by. They are rounded inside the router too, which the budget
-# leaves out; docs/verdict.md has the worst sound bundle.
+# Times what rounding moves the scores by. They are rounded inside the router too, which
+# the budget leaves out; docs/verdict.md has the worst sound bundle.
 ROUTING_FACTOR = 2.0
 
 
 @dataclass
 class Validation:
-    """Rows of the `fidelity` table, all gates, the `bug_gates` among them, the comparison of
-    `chained_logits` [n, V] with the golden's, and the price. Where experts are routed and choices
-    are recorded, layers continue with the golden's expert, and `free_logits` compares the logits of
-    a chained run that continues with the program's own choice (else None).
-    """
+    """Rows of the `fidelity` table, all gates, the `bug_gates` among them, the
+    comparison of `chained_logits` [n, V] with the golden's, and the price. Where
+    experts are routed and choices are recorded, layers continue with the golden's
+    expert, and `free_logits` compares the logits of a chained run that continues with
+    the program's own choice (else None)."""
 
     rows: pd.DataFrame
     gates: list[Gate]
@@ -71,7 +70,16 @@ class Validation:
     def worst(self) -> dict:
         """The isolated update or cache row that is furthest from the golden."""
         row = fidelity.worst_row(_isolated(self.rows, "update", "k", "v"))
-        names = ["layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs"]
+        names = [
+            "layer",
+            "position",
+            "T",
+            "tensor",
+            "mode",
+            "cosine",
+            "psnr_db",
+            "max_abs",
+        ]
         return row[names].to_dict()
 
     def json(self) -> dict:
@@ -98,17 +106,16 @@ def bug_gates(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> list[Gate]:
-    """Runs the bug gates, which are the same for every compression: interface, weights, host,
-    program, scores, causality and undo.
+    """Runs the bug gates, which are the same for every compression: interface, weights,
+    host, program, scores, causality and undo.
 
     Args:
-        exact: a portable decoder in `exact` arithmetic that runs the bundle, or one of Core AI
-            programs (default: a new one).
+        exact: a portable decoder in `exact` arithmetic that runs the bundle, or one of
+            Core AI programs (default: a new one).
         decoder: the decoder whose host and calls are checked (default: `exact`).
 
-    Where the bundle's interface is RED and no decoder opens or runs it, the gates that need one are
-    not_run. A program that stops with an error is RED.
-    """
+    Where the bundle's interface is RED and no decoder opens or runs it, the gates that
+    need one are not_run. A program that stops with an error is RED."""
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
@@ -117,10 +124,14 @@ def bug_gates(
             own = (decoder.runtime, decoder.precision) == ("portable", "exact")
             exact = decoder if own or decoder.runtime == "coreai" else None
         exact = exact or Decoder(bundle, "coreai" if coreai else "portable", "exact")
-        tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
+        tried = (
+            decoder if decoder is not None and decoder.runtime == "portable" else exact
+        )
         results.append(host.host_gate(tried, checkpoint))
         if exact.precision == "exact":
-            results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
+            results += program.program_gates(
+                exact, checkpoint, Ts=Ts, progress=progress
+            )
         else:
             reason = "asks for fp32 arithmetic: export with --program-dtype fp32"
             results += [gates.not_run(name, reason) for name in ("program", "scores")]
@@ -138,13 +149,15 @@ def bug_gates(
 
 
 def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
-    """Gates `names` as not_run, for a bundle that no decoder runs because of `problem`."""
+    """Gates `names` as not_run, for a bundle that no decoder runs because of
+    `problem`."""
     reason = f"the bundle cannot be run: {problem.subject}: {problem.actual}"
     return [gates.not_run(name, reason) for name in names]
 
 
 def keep_verdict(bundle: Bundle, checkpoint: Checkpoint) -> None:
-    """Runs the bug gates and keeps them in the bundle's verdict.json, unless it has one."""
+    """Runs the bug gates and keeps them in the bundle's verdict.json, unless it has
+    one."""
     if verdict.load(bundle) is None:
         verdict.save(bundle, bug_gates(bundle, checkpoint))
 
@@ -158,20 +171,23 @@ def validate_stored(
     path: Path | None = None,
     max_kl: float = gates.MAX_KL,
 ) -> Validation:
-    """`validate` with the results that are stored in files: given the checkpoint, the bug gates
-    in the bundle's verdict.json and the budget; given the golden's file at `path`, the device
-    gate's reference beside it."""
+    """`validate` with the results that are stored in files: given the checkpoint, the
+    bug gates in the bundle's verdict.json and the budget; given the golden's file at
+    `path`, the device gate's reference beside it."""
     bundle, budget, portable = decoder.bundle, None, None
     if checkpoint:
         keep_verdict(bundle, checkpoint)
         budget = measure_budget(bundle, checkpoint, golden)
     if path and decoder.runtime not in ("portable", "coreai"):
         portable = device.stored_reference(bundle, golden, path)
-    return validate(decoder, golden, Ts, budget=budget, reference=portable, max_kl=max_kl)
+    return validate(
+        decoder, golden, Ts, budget=budget, reference=portable, max_kl=max_kl
+    )
 
 
 def stored_gates(bundle: Bundle) -> list[Gate]:
-    """The bug gates without the checkpoint: those of verdict.json, else the interface alone."""
+    """The bug gates without the checkpoint: those of verdict.json, else the interface
+    alone."""
     if stored := verdict.load(bundle):
         return stored
     old = (bundle.root / verdict.NAME).is_file()
@@ -194,16 +210,18 @@ def validate(
     max_kl: float = gates.MAX_KL,
     progress: bool = False,
 ) -> Validation:
-    """Validates a bundle: bug gates, every layer × position × T against `golden`, and the price.
+    """Validates a bundle: bug gates, every layer × position × T against `golden`, and
+    the price.
 
     Args:
-        checkpoint: what the bundle was exported from; without it the bug gates are those of the
-            bundle's verdict.json.
+        checkpoint: what the bundle was exported from; without it the bug gates are
+            those of the bundle's verdict.json.
         exact: as in `bug_gates`.
         budget: as in `measure_price`; measured where there is a checkpoint.
-        reference: what the device gate compares another runtime with (default: made now).
-        only: no second copy of the bundle is loaded as portable: what needs one is not_run without
-            a `reference`.
+        reference: what the device gate compares another runtime with (default: made
+            now).
+        only: no second copy of the bundle is loaded as portable: what needs one is
+            not_run without a `reference`.
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
     """
     bundle, foreign = decoder.bundle, "the bundle was exported from another checkpoint"
@@ -212,16 +230,25 @@ def validate(
     elif checkpoint.sha256 != decoder.manifest.checkpoint["sha256"]:
         bugs, checkpoint = [gates.not_run(name, foreign) for name in BUG_GATES], None
     else:
-        bugs = bug_gates(bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress)
-    rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress=progress)
+        bugs = bug_gates(
+            bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
+        )
+    rows, traces, chained = fidelity.measure_fidelity(
+        decoder, golden, Ts, progress=progress
+    )
     if checkpoint and budget is None:
         budget = measure_budget(bundle, checkpoint, golden)
     price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
     checks = [*bugs, fidelity.of_this_checkpoint(decoder, golden), _finite(rows)]
-    runs, free_logits = {f"isolated at T = {T}": trace for T, trace in traces.items()}, None
+    runs, free_logits = (
+        {f"isolated at T = {T}": trace for T, trace in traces.items()},
+        None,
+    )
     choices = fidelity.choices(runs | {"chained": chained}, golden)
     if len(choices):
-        free = fidelity.run_golden(decoder, golden, list(traces), "chained", forced=False)
+        free = fidelity.run_golden(
+            decoder, golden, list(traces), "chained", forced=False
+        )
         free_logits = metrics.compare_logits(golden.logits, free.logits)
         checks.append(routing(choices, golden, budget, free_logits))
     drifts = reference.drift if reference else {} if only else None
@@ -233,7 +260,8 @@ def validate(
 
 
 def _with_errors(rows: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
-    """Fidelity rows with the `error` and `budget` of `Price.rows`, null on rows that have none."""
+    """Fidelity rows with the `error` and `budget` of `Price.rows`, null on rows that
+    have none."""
     keys = ["layer", "position", "T", "tensor", "mode"]
     errors = errors.drop(columns="ratio").assign(mode="isolated")
     return rows.merge(errors, how="left", on=keys)
@@ -243,7 +271,9 @@ def _device(
     decoder: Decoder, golden: Golden, reference: device.Reference | None, only: bool
 ) -> Gate:
     if decoder.runtime == "portable":
-        return gates.not_run("device", "the portable runtime is what devices are compared with")
+        return gates.not_run(
+            "device", "the portable runtime is what devices are compared with"
+        )
     if decoder.runtime == "coreai":
         return gates.not_run(
             "device", "the portable runtime cannot run Core AI programs: run crosscheck"
@@ -258,17 +288,18 @@ def _device(
 def routing(
     choices: pd.DataFrame, golden: Golden, budget: Budget | None, free: dict[str, float]
 ) -> Gate:
-    """Gate `routing`: other experts are picked only where rounding can change the choice. No other
-    gate covers another expert's update: they all read layers that continued with the golden's
-    choice.
+    """Gate `routing`: other experts are picked only where rounding can change the
+    choice. No other gate covers another expert's update: they all read layers that
+    continued with the golden's choice.
 
-    Rounding of weights and stream moves the difference of the best two scores in Hugging Face's own
-    model by so much; where the golden's lie further apart than `ROUTING_FACTOR` times the layer's
-    largest move, no other choice is a rounding's. In a chained run errors of the layers before add
-    up, in the budget's as well.
-    """
+    Rounding of weights and stream moves the difference of the best two scores in
+    Hugging Face's own model by so much; where the golden's lie further apart than
+    `ROUTING_FACTOR` times the layer's largest move, no other choice is a rounding's. In
+    a chained run errors of the layers before add up, in the budget's as well."""
     differ = choices[choices["differs"]]
-    reason = f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
+    reason = (
+        f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
+    )
     if budget is None:
         return gates.not_run("routing", f"needs --checkpoint; {reason}")
     moves = []  # of the differing choices, by rounding: chained, isolated
@@ -278,7 +309,9 @@ def routing(
         moves.append(of_layer[differ["layer"]])
     ratios = differ["margin"] / np.where(differ["run"] == "chained", *moves)
     if len(differ):
-        place = "layer {layer}, position {position}, {run}".format(**differ.loc[ratios.idxmax()])
+        place = "layer {layer}, position {position}, {run}".format(
+            **differ.loc[ratios.idxmax()]
+        )
         reason += f"; largest margin relative to its move by rounding: {place}"
     reason += f"; with these choices the worst cosine of the logits is {free['cosine_min']:.4f}"
     value = float(ratios.max()) if len(differ) else 0.0
@@ -286,16 +319,20 @@ def routing(
 
 
 def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
-    """Isolated rows that gates read: updates where the router had a clear choice, and all cache
-    rows."""
+    """Isolated rows that gates read: updates where the router had a clear choice, and
+    all cache rows."""
     isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
     # updates that may be another expert's, where the runtime does not show the choice
-    return isolated[~(isolated.get("routing_tie", False) & (isolated["tensor"] == "update"))]
+    return isolated[
+        ~(isolated.get("routing_tie", False) & (isolated["tensor"] == "update"))
+    ]
 
 
 def _finite(rows: pd.DataFrame) -> Gate:
     bad, reason = rows[~rows["finite"]], "every value is finite"
     if len(bad):
-        place = "layer {layer}, position {position}, T = {T}, {tensor}".format(**bad.iloc[0])
+        place = "layer {layer}, position {position}, T = {T}, {tensor}".format(
+            **bad.iloc[0]
+        )
         reason = f"{len(bad)} rows hold inf or nan, first: {place}"
     return gates.holds("finite", not len(bad), reason)

@@ -1,5 +1,5 @@
-"""BUNDLE/verdict.json: the results of the gates that need the checkpoint, for machines that lack
-it."""
+"""BUNDLE/verdict.json: the results of the gates that need the checkpoint, for machines
+that lack it."""
 
 import hashlib
 import json
@@ -20,16 +20,19 @@ GATES = Path(__file__).parent  # the source of every gate
 
 @cache
 def gates_version() -> str:
-    """SHA-256 of the source of all gates; a verdict that other gates gave is not read."""
+    """SHA-256 of the source of all gates; a verdict that other gates gave is not
+    read."""
     digest = hashlib.sha256()
     for path in sorted(GATES.glob("*.py")):
-        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+        digest.update(
+            f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes()
+        )
     return digest.hexdigest()
 
 
 def save(bundle: Bundle, gates: Iterable[Gate]) -> Path:
-    """Writes the verdicts of `gates` into the bundle's folder, bound to the bundle's identity and
-    to the gates' source.
+    """Writes the verdicts of `gates` into the bundle's folder, bound to the bundle's
+    identity and to the gates' source.
 
     Raises:
         InputError: a folder that cannot be written.
@@ -53,12 +56,17 @@ def save(bundle: Bundle, gates: Iterable[Gate]) -> Path:
 
 
 def load(bundle: Bundle) -> list[Gate] | None:
-    """The gates of the bundle's verdict.json; None where there is none, or one of another bundle or
-    by gates of other source."""
+    """The gates of the bundle's verdict.json; None where there is none, or one of
+    another bundle or by gates of other source."""
     try:
         contents = json.loads((bundle.root / NAME).read_text())
-        if (contents["version"], contents["bundle"]) != (gates_version(), bundle.identity):
+        if (contents["version"], contents["bundle"]) != (
+            gates_version(),
+            bundle.identity,
+        ):
             return None
-        return TypeAdapter(list[Gate]).validate_python(contents["gates"])  # "nan" is nan again
+        return TypeAdapter(list[Gate]).validate_python(
+            contents["gates"]
+        )  # "nan" is nan again
     except (OSError, ValueError, KeyError, TypeError):
         return None

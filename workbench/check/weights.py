@@ -1,21 +1,20 @@
-"""Gate `weights`: every weight that a bundle stores is the checkpoint's, within the loss of its
-preset.
+"""Gate `weights`: every weight that a bundle stores is the checkpoint's, within the
+loss of its preset.
 
-The loss that is allowed is computed from the checkpoint's tensor v and the preset alone, never from
-what is stored:
+The loss that is allowed is computed from the checkpoint's tensor v and the preset
+alone, never from what is stored:
 
     fp16      half a unit in the last place of fp16 at v (with the offset that storage adds)
     integers  half a step, which is amax / (2^(bits−1) − 1) of the tensor, channel or block, in
-              fp16; on top come the fp16 rounding of v / step, 2^-11 of v, and what a step that
-              fp16 rounded down cannot reach
+              fp16; on top come the fp16 rounding of v / step, 2^-11 of v, and what a
+              step that fp16 rounded down cannot reach
     tables    the distance to the nearest entry, and half a unit in the last place of each of the
               two entries that compete
 
-Compressed weights are compared with v rounded to fp16, which precedes compression. A table must
-also come within 0.1% of the squared error of the best table there is (exact k-means in one
-dimension); rounding its entries to fp16 adds at most the square of half a unit for each weight,
-which is taken off first.
-"""
+Compressed weights are compared with v rounded to fp16, which precedes compression. A
+table must also come within 0.1% of the squared error of the best table there is (exact
+k-means in one dimension); rounding its entries to fp16 adds at most the square of half
+a unit for each weight, which is taken off first."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -37,7 +36,8 @@ from workbench.check.gates import Gate
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-# Parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least 2.
+# Parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least
+# 2.
 LIMIT = 1.05
 # Distance over the nearest entry's, and squared error over that of the best table.
 TABLE_LIMIT = 1.001
@@ -53,14 +53,17 @@ KINDS = {
 }
 EXPONENT = 0x7F800000  # bits of a float32's exponent
 # what the host applies to embeddings: gate `host` compares it with the checkpoint's
-HOST_TENSORS = ("embed_tokens.weight", "input_hidden_states_bias", "input_hidden_states_scale")
+HOST_TENSORS = (
+    "embed_tokens.weight",
+    "input_hidden_states_bias",
+    "input_hidden_states_scale",
+)
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """The worst weight of one stored tensor, in parts of what its preset must lose there; at most
-    `limit`.
-    """
+    """The worst weight of one stored tensor, in parts of what its preset must lose
+    there; at most `limit`."""
 
     place: str
     value: float
@@ -72,16 +75,21 @@ class Deviation:
         return inf if isnan(self.value) else self.value / self.limit
 
 
-def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False) -> Gate:
-    """Compares every stored weight with the checkpoint's, and looks for tensors and constants that
-    nothing covers.
-    """
+def weights_gate(
+    bundle: Bundle, checkpoint: Checkpoint, progress: bool = False
+) -> Gate:
+    """Compares every stored weight with the checkpoint's, and looks for tensors and
+    constants that nothing covers."""
     from tqdm.auto import tqdm
 
     deviations, problems, covered = [], [], {}
     shards = bundle.manifest.shards
-    programs = [(shard, function) for shard in shards for function in shard.functions or [None]]
-    for shard, function in tqdm(programs, desc="weights", unit="program", disable=not progress):
+    programs = [
+        (shard, function) for shard in shards for function in shard.functions or [None]
+    ]
+    for shard, function in tqdm(
+        programs, desc="weights", unit="program", disable=not progress
+    ):
         try:
             constants = Constants(bundle, shard, function)
         except InputError as problem:
@@ -100,8 +108,14 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
     for tensor in sorted(tensors):
         if len(covered.get(tensor, ())) < (checkpoint.shape(tensor) or [1])[0]:
             problems += uncovered_tensor(bundle, checkpoint, tensor)
-    worst = max(deviations, key=lambda d: d.excess, default=Deviation("", inf, LIMIT, "no weights"))
-    problems += [f"{d.place}: {d.value:.4g} {d.unit}" for d in deviations if not d.excess <= 1]
+    worst = max(
+        deviations,
+        key=lambda d: d.excess,
+        default=Deviation("", inf, LIMIT, "no weights"),
+    )
+    problems += [
+        f"{d.place}: {d.value:.4g} {d.unit}" for d in deviations if not d.excess <= 1
+    ]
     fine = (
         f"{len(deviations)} stored tensors of {len(tensors)} in the checkpoint; "
         f"worst: {worst.place}, {worst.value:.4g} {worst.unit}; embeddings: gate host"
@@ -112,32 +126,37 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
 
 
 class Constants:
-    """The constants of one shard's program, or of one function of it, read from its package, none
-    of them computed by `miltorch`.
-    """
+    """The constants of one shard's program, or of one function of it, read from its
+    package, none of them computed by `miltorch`."""
 
     def __init__(self, bundle: Bundle, shard: Shard, function: str | None = None):
         self.shard, self.manifest = shard, bundle.manifest
         self.preset = bundle.manifest.options.preset
         if bundle.manifest.options.target == "coreai":
-            self.ops = [stored_op(bundle.package(shard), text) for text in shard.weights.values()]
+            self.ops = [
+                stored_op(bundle.package(shard), text)
+                for text in shard.weights.values()
+            ]
         else:
             self.ops = list(miltorch.read(bundle.package(shard), function).block.walk())
-        self.by_name = {name: op for op in self.ops if op.constant for name, _ in op.outputs}
+        self.by_name = {
+            name: op for op in self.ops if op.constant for name, _ in op.outputs
+        }
 
     def op(self, tensor: str) -> Op:
         name = self.shard.weights[tensor]
         if name not in self.by_name:
-            raise _refusal(tensor, f"no constant {name!r} in the program", "the one that holds it")
+            raise _refusal(
+                tensor, f"no constant {name!r} in the program", "the one that holds it"
+            )
         return self.by_name[name]
 
     def size(self, tensor: str) -> int:
         return _size(self.op(tensor))
 
     def deviations(self, tensor: str, values: torch.Tensor) -> list[Deviation]:
-        """What `tensor` deviates by from `values` [rows, columns], the checkpoint's with their
-        offset.
-        """
+        """What `tensor` deviates by from `values` [rows, columns], the checkpoint's
+        with their offset."""
         op, place = self.op(tensor), f"{self.shard.name}: {tensor}"
         stored = torch.from_numpy(self._dense(tensor, op)).reshape(values.shape)
         if op.kind == "const":
@@ -150,27 +169,38 @@ class Constants:
         nearest, error = table_ratios(stored, values.half(), table)
         return [
             Deviation(place, nearest, TABLE_LIMIT, "distances to the nearest entry"),
-            Deviation(place, error, TABLE_LIMIT, "times the squared error of the best table"),
+            Deviation(
+                place, error, TABLE_LIMIT, "times the squared error of the best table"
+            ),
         ]
 
     def uncovered(self) -> list[str]:
-        """Constants of `FEW` elements or more that are no tensor of the checkpoint and follow no
-        formula.
-        """
+        """Constants of `FEW` elements or more that are no tensor of the checkpoint and
+        follow no formula."""
         tensors, problems = set(self.shard.weights.values()), []
         parts = {
-            name for op in self.ops if op.kind != "const" and op.constant for name in op.reads()
+            name
+            for op in self.ops
+            if op.kind != "const" and op.constant
+            for name in op.reads()
         }
         for op in self.ops:
             name = op.outputs[0][0] if op.outputs else op.name
-            if name not in tensors | parts and _literal_size(op) >= FEW and not self._formula(op):
-                problems.append(f"{self.shard.name}: {op.kind} {name} holds no checkpoint tensor")
+            if (
+                name not in tensors | parts
+                and _literal_size(op) >= FEW
+                and not self._formula(op)
+            ):
+                problems.append(
+                    f"{self.shard.name}: {op.kind} {name} holds no checkpoint tensor"
+                )
         return problems
 
     def _formula(self, op: Op) -> bool:
-        """Whether `op` is a constant of the model that no checkpoint holds: the first layer's scale
-        of the router state before it, zeros; the numbers of the expert classes; where tokens are
-        pending, ones in a row, and which of t_max places is later than which."""
+        """Whether `op` is a constant of the model that no checkpoint holds: the first
+        layer's scale of the router state before it, zeros; the numbers of the expert
+        classes; where tokens are pending, ones in a row, and which of t_max places is
+        later than which."""
         value, inputs, known = op.inputs.get("val"), self.shard.inputs, []
         if op.kind != "const" or value is None:
             return False
@@ -180,8 +210,13 @@ class Constants:
                 known.append(np.zeros(inputs[ROUTER_STATE][1]))
         if ACCEPT in inputs:
             places = inputs[ACCEPT][2]
-            known += [np.ones(np.shape(value)[-1]), np.triu(np.ones((places, places)), 1)]
-        return any(np.array_equal(np.ravel(value), constant.ravel()) for constant in known)
+            known += [
+                np.ones(np.shape(value)[-1]),
+                np.triu(np.ones((places, places)), 1),
+            ]
+        return any(
+            np.array_equal(np.ravel(value), constant.ravel()) for constant in known
+        )
 
     def _dense(self, tensor: str, op: Op) -> np.ndarray:
         """The stored values, float32: dequantized, but not rounded to fp16 again."""
@@ -202,13 +237,15 @@ class Constants:
     def _value(self, op: Op, role: str, dtype: type = np.float32) -> np.ndarray:
         """A copy of an operand of a constant."""
         value = op.inputs[role]
-        value = self.by_name[value.name].inputs["val"] if isinstance(value, Ref) else value
+        value = (
+            self.by_name[value.name].inputs["val"] if isinstance(value, Ref) else value
+        )
         return np.array(value, dtype)
 
 
 def stored_op(package: Path, text: str) -> Op:
-    """The weight of a Core AI program that `text` names, as the operation that a Core ML program
-    has for it."""
+    """The weight of a Core AI program that `text` names, as the operation that a Core
+    ML program has for it."""
     parts = read_weight(package, text)
     role, array = next(iter(parts.items()))
     return Op(KINDS[role], text, parts, [(text, Type("FLOAT16", array.shape))])
@@ -217,11 +254,13 @@ def stored_op(package: Path, text: str) -> Op:
 def checkpoint_values(
     checkpoint: Checkpoint, shard: Shard, tensor: str, size: int
 ) -> tuple[torch.Tensor, range]:
-    """The checkpoint's values of what `shard` stores of `tensor`, `size` elements, float32 [rows,
-    columns] with their offset, and which rows of the tensor they are.
+    """The checkpoint's values of what `shard` stores of `tensor`, `size` elements,
+    float32 [rows, columns] with their offset, and which rows of the tensor they are.
     """
     if tensor not in checkpoint:
-        raise _refusal(tensor, "no such tensor in the checkpoint", "a tensor of the checkpoint")
+        raise _refusal(
+            tensor, "no such tensor in the checkpoint", "a tensor of the checkpoint"
+        )
     shape = checkpoint.shape(tensor)
     rows = None if size == prod(shape) else slice(*shard.rows)
     if size != prod(checkpoint.shape(tensor, rows)):
@@ -237,9 +276,13 @@ def text_tensors(checkpoint: Checkpoint) -> set[str]:
 
     config = checkpoint.config
     with torch.device("meta"):
-        names = transformers.AutoModelForCausalLM.from_config(config).state_dict().keys()
+        names = (
+            transformers.AutoModelForCausalLM.from_config(config).state_dict().keys()
+        )
     names = {
-        checkpoint.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        checkpoint.prefix + name.removeprefix("model.")
+        if name.startswith("model.")
+        else name
         for name in names
         if not (config.tie_word_embeddings and name == "lm_head.weight")
     }
@@ -247,22 +290,26 @@ def text_tensors(checkpoint: Checkpoint) -> set[str]:
 
 
 def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> list[str]:
-    """The reason why a tensor, or some of its rows, is in no shard; [] if all rows are. Gate
-    `host` checks the host's tables. coremltools drops a constant that changes nothing, all zeros
-    or all ones, and merges equal ones: a twin in the same shard then has these values. That the
-    program computes with them is for gate `program` to show.
+    """The reason why a tensor, or some of its rows, is in no shard; [] if all rows are.
+    Gate `host` checks the host's tables. coremltools drops a constant that changes
+    nothing, all zeros or all ones, and merges equal ones: a twin in the same shard then
+    has these values. That the program computes with them is for gate `program` to show.
     """
     if tensor.removeprefix(checkpoint.prefix) in HOST_TENSORS:
         return []
     index, values = split_layer(tensor)[0], checkpoint.tensor(tensor)
-    shards = [s for s in bundle.manifest.shards if index is None or index in range(*s.layers)]
+    shards = [
+        s for s in bundle.manifest.shards if index is None or index in range(*s.layers)
+    ]
     if any(bool((values.half() == neutral).all()) for neutral in (0.0, 1.0)):
         return []
     for shard in shards:
         with suppress(*DAMAGED):  # named already
             constants = Constants(bundle, shard)
             for twin in shard.weights:
-                expected = (values + shard.offsets.get(twin, 0.0)).reshape(-1, values.shape[-1])
+                expected = (values + shard.offsets.get(twin, 0.0)).reshape(
+                    -1, values.shape[-1]
+                )
                 if constants.size(twin) == values.numel() and all(
                     d.excess <= 1 for d in constants.deviations(twin, expected)
                 ):
@@ -271,7 +318,8 @@ def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> lis
 
 
 def half_ulp(values: torch.Tensor) -> torch.Tensor:
-    """Half of the distance between the two fp16 values around each of `values` (float32)."""
+    """Half of the distance between the two fp16 values around each of `values`
+    (float32)."""
     bits = values.abs().clamp(min=MIN_NORMAL).view(torch.int32) & EXPONENT
     return bits.view(torch.float32) * 2.0**-11
 
@@ -288,10 +336,11 @@ def worst_ratio(stored: torch.Tensor, values: torch.Tensor, room) -> float:
 
 
 def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -> float:
-    """Largest deviation of integers times a scale, in parts of what `preset` must lose on `rounded`
-    (fp16) [rows, n].
-    """
-    stored, rounded = (x.reshape(-1, preset.block or x.shape[1]) for x in (stored, rounded))
+    """Largest deviation of integers times a scale, in parts of what `preset` must lose
+    on `rounded` (fp16) [rows, n]."""
+    stored, rounded = (
+        x.reshape(-1, preset.block or x.shape[1]) for x in (stored, rounded)
+    )
     largest = 2 ** (preset.bits - 1) - 1
     peak = torch.maximum(rounded.amax(1), -rounded.amin(1)).float()[:, None]
     if preset.granularity == "per_tensor":
@@ -308,9 +357,9 @@ def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -
 def table_ratios(
     stored: torch.Tensor, rounded: torch.Tensor, table: torch.Tensor
 ) -> tuple[float, float]:
-    """Largest distance to the entry that is used, over that to the nearest one, and the squared
-    error over the least that a table of this length can have on `rounded` (fp16).
-    """
+    """Largest distance to the entry that is used, over that to the nearest one, and the
+    squared error over the least that a table of this length can have on `rounded`
+    (fp16)."""
     entries = table.sort().values
     middles = (entries[1:] + entries[:-1]) / 2
     worst, error, rounding = [0.0], 0.0, 0.0
@@ -327,12 +376,15 @@ def table_ratios(
 
 
 def least_squared_error(values: torch.Tensor, count: int) -> float:
-    """Sum of squared distances of fp16 `values` to the best `count` points there are."""
+    """Sum of squared distances of fp16 `values` to the best `count` points there
+    are."""
     from coremltools._deps import kmeans1d
 
     distinct, counts = np.unique(values.numpy(), return_counts=True)
     points = distinct.astype(np.float64)
-    clusters = kmeans1d.cluster(points, min(count, len(points)), weights=counts).clusters
+    clusters = kmeans1d.cluster(
+        points, min(count, len(points)), weights=counts
+    ).clusters
     weights = np.bincount(clusters, counts)
     means = np.bincount(clusters, counts * points) / np.maximum(weights, 1)
     return float((counts * (points - means[clusters]) ** 2).sum())
@@ -344,7 +396,8 @@ def _pieces(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """`factor` repeated to line up with `shape`: each of its axes divides that of `shape`."""
+    """`factor` repeated to line up with `shape`: each of its axes divides that of
+    `shape`."""
     for axis, size in enumerate(shape):
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat(size // factor.shape[axis], axis)
@@ -357,7 +410,9 @@ def _size(op: Op) -> int:
 
 def _literal_size(op: Op) -> int:
     """Elements of the largest array that stands in the operation itself."""
-    values = [v for x in op.inputs.values() for v in (x if isinstance(x, list) else [x])]
+    values = [
+        v for x in op.inputs.values() for v in (x if isinstance(x, list) else [x])
+    ]
     return max((v.size for v in values if isinstance(v, np.ndarray)), default=0)
 
 

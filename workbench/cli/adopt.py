@@ -15,13 +15,17 @@ PANEL = "Check"
 
 def adopt_command(
     packages: Annotated[list[Path] | None, Argument(metavar="PACKAGES…")] = None,
-    checkpoint: Annotated[Path | None, Option(help="The checkpoint that was exported.")] = None,
+    checkpoint: Annotated[
+        Path | None, Option(help="The checkpoint that was exported.")
+    ] = None,
     out: Annotated[Path | None, Option(help="Folder for foreign.yaml.")] = None,
-    schema: Annotated[bool, Option("--schema", help="Print the JSON schema and stop.")] = False,
+    schema: Annotated[
+        bool, Option("--schema", help="Print the JSON schema and stop.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Describes another exporter's packages in a foreign.yaml; validate, check, decode, reuse and
-    explain then take its folder where they take a bundle.
+    """Describes another exporter's packages in a foreign.yaml; validate, check, decode,
+    reuse and explain then take its folder where they take a bundle.
 
     Example: workbench adopt anemll/ --checkpoint data/tiny-llama --out build/adopted
     """
@@ -58,13 +62,19 @@ def _adapter(folder: Path, *how):
 
 
 def check_adopted(folder: Path, golden, runtime, compute_units, json: bool) -> None:
-    """`workbench check` on adopted packages: the gates without a golden; with one, `validate`."""
+    """`workbench check` on adopted packages: the gates without a golden; with one,
+    `validate`."""
     from workbench.adopt import gates as adopted_gates
 
     if golden:
-        return validate_adopted(folder, None, golden, None, runtime, compute_units, "exact", json)
+        return validate_adopted(
+            folder, None, golden, None, runtime, compute_units, "exact", json
+        )
     checks = adopted_gates.own_gates(_adapter(folder, runtime, "exact", compute_units))
-    result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
+    result = {
+        "verdict": gates.verdict(checks),
+        "gates": [gate.json() for gate in checks],
+    }
     show(result, json, [result["verdict"], *gate_lines(checks)])
 
 
@@ -108,7 +118,8 @@ def validate_adopted(
 def reuse_adopted(
     folder: Path, max_new: int, runtime, compute_units, precision, json: bool
 ) -> None:
-    """`workbench reuse` on adopted packages: restored and overwritten caches, batch 1."""
+    """`workbench reuse` on adopted packages: restored and overwritten caches, batch
+    1."""
     from workbench.adopt import gates as adopted_gates
 
     adapter = _adapter(folder, runtime, precision, compute_units)

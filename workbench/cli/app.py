@@ -1,8 +1,7 @@
 """The command line `workbench`, one command per question.
 
-Every command takes `--json`. The exit code is 1 for a RED verdict, 2 for bad input, which prints
-one message, and 3 for a notebook's cell that raises.
-"""
+Every command takes `--json`. The exit code is 1 for a RED verdict, 2 for bad input,
+which prints one message, and 3 for a notebook's cell that raises."""
 
 import sys
 import warnings
@@ -31,7 +30,10 @@ from workbench.errors import InputError
 
 # command and old spelling of an option → its spelling now
 RENAMED = {
-    **{(command, "--log-dir"): "--log" for command in ("sweep", "log", "compare", "report")},
+    **{
+        (command, "--log-dir"): "--log"
+        for command in ("sweep", "log", "compare", "report")
+    },
     **{
         (command, "--log"): "--record"
         for command in ("validate", "error", "explain", "trace", "matrix", "residency")
@@ -55,7 +57,8 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-# Markdown, because Rich's own markup takes "[max_new + 1, V]" in a help text for a tag and drops it
+# Markdown, because Rich's own markup takes "[max_new + 1, V]" in a help text for a tag
+# and drops it
 app = Typer(
     cls=Commands,
     rich_markup_mode="markdown",
@@ -95,7 +98,8 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: prints an InputError as one message with exit code 2, a warning as one line."""
+    """Entry point: prints an InputError as one message with exit code 2, a warning as
+    one line."""
     warnings.formatwarning = lambda message, *rest: f"workbench: {message}\n"
     try:
         app()

@@ -10,13 +10,18 @@ import workbench
 from workbench.cli.common import Json, register, show
 
 bench = Typer(no_args_is_help=True, help="Benchmarks with their peers in the same run.")
-Rounds = Annotated[int, Option(help="Rounds in which every contestant runs once.", min=1)]
-Folder = Annotated[Path, Option(help="Where checkpoints, bundles and logs are made and kept.")]
+Rounds = Annotated[
+    int, Option(help="Rounds in which every contestant runs once.", min=1)
+]
+Folder = Annotated[
+    Path, Option(help="Where checkpoints, bundles and logs are made and kept.")
+]
 BUILD = Path("build/bench")
 
 
 def random_checkpoint(folder: Path, name: str, model_type: str, layers: int, **config):
-    """The checkpoint `name` of random weights in `folder`, written when it is missing."""
+    """The checkpoint `name` of random weights in `folder`, written when it is
+    missing."""
     from workbench.models import checkpoint
 
     path = folder / f"{name}-{layers}-layers"
@@ -29,7 +34,9 @@ def qwen2_checkpoint(folder: Path, layers: int):
     """A checkpoint of Qwen2.5-0.5B's dimensions."""
     from workbench.benchmarks.export import model
 
-    return random_checkpoint(folder, "qwen2", "qwen2", layers, rope_theta=1e6, **model("qwen2")[0])
+    return random_checkpoint(
+        folder, "qwen2", "qwen2", layers, rope_theta=1e6, **model("qwen2")[0]
+    )
 
 
 def bundle_of(checkpoint, folder: Path, json: bool, **options):
@@ -47,14 +54,16 @@ def show_rows(rows: list[dict], json: bool, **more) -> None:
 
 
 def row_line(row: dict) -> str:
-    """A row in one line: its value, with a peer the peer's value and the ratio, and n."""
+    """A row in one line: its value, with a peer the peer's value and the ratio, and
+    n."""
     text = f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} "
     if row["peer"]:
         text += f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, "
     return f"{text}n = {row['n']}"
 
 
-# layers and dimensions of the families beside Llama's in `workbench bench decode --families`
+# layers and dimensions of the families beside Llama's in `workbench bench decode
+# --families`
 FAMILIES = {
     "gemma3_text": (
         6,
@@ -95,16 +104,20 @@ def decode_benchmark(
     markdown: bool = False,
     json: Json = False,
 ) -> None:
-    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, beside its peers.
+    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, beside
+    its peers.
 
     Example: workbench bench decode
 
     Args:
         moe: Routed against dense experts on ZAYA1's real layer dimensions.
         growth: ms per call over max_seq_len and T, on two layers.
-        prefill: A prompt of 448 tokens in calls of 1, 4 and 64, against Hugging Face's model.
-        families: Gemma 3, ZAYA (routed), LFM2, and batches of 1, 2, 4, against Hugging Face.
-        layers: Layers of the stack: 24; with --moe or --growth 2; for batches of --families 4.
+        prefill: A prompt of 448 tokens in calls of 1, 4 and 64, against Hugging Face's
+            model.
+        families: Gemma 3, ZAYA (routed), LFM2, and batches of 1, 2, 4, against Hugging
+            Face.
+        layers: Layers of the stack: 24; with --moe or --growth 2; for batches of
+            --families 4.
         markdown: Print the README's table.
     """
     from workbench.benchmarks import decode, llama_cpp
@@ -139,13 +152,19 @@ def _stacks(qwen2, folder: Path, json: bool) -> dict:
     """Bundles of `--families` by name, each with its checkpoint's folder."""
     sized = {"max_seq_len": 512, "t_max": 64}
     stacks = {
-        f"batch {batch}": (bundle_of(qwen2, folder, json, batch=batch, **sized), qwen2.path)
+        f"batch {batch}": (
+            bundle_of(qwen2, folder, json, batch=batch, **sized),
+            qwen2.path,
+        )
         for batch in BATCHES
     }
     for family, (layers, config) in FAMILIES.items():
         checkpoint = random_checkpoint(folder, family, family, layers, **config)
         routed = {"moe": "routed"} if family == "zaya" else {}
-        stacks[family] = bundle_of(checkpoint, folder, json, **sized, **routed), checkpoint.path
+        stacks[family] = (
+            bundle_of(checkpoint, folder, json, **sized, **routed),
+            checkpoint.path,
+        )
     return stacks
 
 
@@ -157,7 +176,9 @@ def _markdown(rows: list[dict]) -> str:
     lines = ["| what | median | beside | n |", "|---|---|---|---|"]
     for name, alike in named.items():
         peers = [
-            f"{r['peer']} {r['peer_value']:.4g} ({r['ratio']:.2f}×)" for r in alike if r["peer"]
+            f"{r['peer']} {r['peer_value']:.4g} ({r['ratio']:.2f}×)"
+            for r in alike
+            if r["peer"]
         ]
         one = alike[0]
         lines.append(
@@ -166,7 +187,9 @@ def _markdown(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def validate_benchmark(layers: int = 24, folder: Folder = BUILD, json: Json = False) -> None:
+def validate_benchmark(
+    layers: int = 24, folder: Folder = BUILD, json: Json = False
+) -> None:
     """Times of a trace beside a decode step and of a validation beside a forward pass.
 
     Example: workbench bench validate
@@ -177,7 +200,9 @@ def validate_benchmark(layers: int = 24, folder: Folder = BUILD, json: Json = Fa
     from workbench.benchmarks import checks
 
     checkpoint = qwen2_checkpoint(folder, layers)
-    bundle = bundle_of(checkpoint, folder, json, max_seq_len=128, compress="int8-tensor")
+    bundle = bundle_of(
+        checkpoint, folder, json, max_seq_len=128, compress="int8-tensor"
+    )
     show_rows([*checks.tracing(bundle), *checks.validating(bundle, checkpoint)], json)
 
 
@@ -238,7 +263,8 @@ def export_benchmark(
     Example: workbench bench export --compress fp16
 
     Args:
-        family: qwen2 (Qwen2.5-0.5B) or zaya (ZAYA1-8B): real dimensions, random weights.
+        family: qwen2 (Qwen2.5-0.5B) or zaya (ZAYA1-8B): real dimensions, random
+            weights.
         layers: Decoder layers (default: the model's own).
         compress: As for export.
         moe: dense or routed.
@@ -250,14 +276,18 @@ def export_benchmark(
 
     dims, count = model(family)
     name, layers = f"{family}-bf16", layers or count
-    path = random_checkpoint(folder, name, family, layers, dtype="bfloat16", **dims).path
+    path = random_checkpoint(
+        folder, name, family, layers, dtype="bfloat16", **dims
+    ).path
     options = {"compress": compress}
     if family == "zaya":
         options["moe"] = moe
     if target != "coreml":
         options["target"] = target
     layer_run = export_layers if plain else None
-    result = compare_exports(export_once, layer_run, path, folder / "export", rounds, options)
+    result = compare_exports(
+        export_once, layer_run, path, folder / "export", rounds, options
+    )
     show_rows(**result, json=json)
 
 

@@ -1,4 +1,5 @@
-"""`workbench check` tests a bundle's cache, `validate` compares it with its checkpoint."""
+"""`workbench check` tests a bundle's cache, `validate` compares it with its
+checkpoint."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,11 +41,14 @@ PrefillBundle = Annotated[
     Path | None, Option(help="Also: its prompts continued here, states copied.")
 ]
 
-MaxKl = Annotated[float, Option(help="Your limit on the mean KL from the golden, nats.", min=0)]
+MaxKl = Annotated[
+    float, Option(help="Your limit on the mean KL from the golden, nats.", min=0)
+]
 
 
 def handover_of(prefill_bundle: Path | None, decoder) -> list[gates.Gate]:
-    """Gates of copying prefilled states from a bundle to `decoder`; none without a bundle."""
+    """Gates of copying prefilled states from a bundle to `decoder`; none without a
+    bundle."""
     if prefill_bundle is None:
         return []
     from workbench.check.handover import handover_gates
@@ -68,7 +72,8 @@ def check_command(
     compute_units: Units = "CPU_AND_NE",
     json: Json = False,
 ) -> None:
-    """Chapter 5's checklist: gates on interface, state lifetime, write addresses and stale rows.
+    """Chapter 5's checklist: gates on interface, state lifetime, write addresses and
+    stale rows.
 
     Example: workbench check build/llama --memory 16G
     """
@@ -92,7 +97,10 @@ def check_command(
         progress=not json,
     )
     checks += handover_of(prefill_bundle, decoder)
-    result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
+    result = {
+        "verdict": gates.verdict(checks),
+        "gates": [gate.json() for gate in checks],
+    }
     show(result, json, [result["verdict"], *gate_lines(checks)])
 
 
@@ -106,7 +114,8 @@ def validate_command(
     tokens: Tokens = None,
     all_t: Annotated[bool, Option("--all-t", help="Every T from 1 to t_max.")] = False,
     tasks: Annotated[
-        Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")
+        Path | None,
+        Option(help="Known-answer prompts (JSON lines); needs --checkpoint."),
     ] = None,
     prefill_bundle: PrefillBundle = None,
     runtime: RuntimeName = "auto",
@@ -119,8 +128,8 @@ def validate_command(
 ) -> None:
     """Tests a bundle for faults and measures what compression and fp16 cost.
 
-    With a checkpoint the bug gates run, and their verdict is stored in the bundle. With a golden
-    alone the stored verdict is shown and the runtime is compared.
+    With a checkpoint the bug gates run, and their verdict is stored in the bundle. With
+    a golden alone the stored verdict is shown and the runtime is compared.
 
     Example: workbench validate build/llama --checkpoint data/tiny-llama --max-kl 0.02
     """
@@ -144,22 +153,35 @@ def validate_command(
     runtime = another(only) if only else resolve(runtime, m.options.target)
     prompts = {"prompt": prompt, "text": text, "tokens": tokens}
     try:
-        reference = load_golden(golden, checkpoint, prompt_ids, m.dims.V, m.tokens.bos, **prompts)
-        # the reference comes before the decoder: one copy of the bundle is in memory at a time
+        reference = load_golden(
+            golden, checkpoint, prompt_ids, m.dims.V, m.tokens.bos, **prompts
+        )
+        # the reference comes before the decoder: one copy of the bundle is in memory at
+        # a time
         portable = _portable_logits(opened, reference, golden, runtime, only)
-        decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
-        how = {"reference": portable, "only": bool(only), "max_kl": max_kl, "progress": not json}
+        decoder = workbench.Decoder(
+            opened, runtime, precision, compute_units=compute_units
+        )
+        how = {
+            "reference": portable,
+            "only": bool(only),
+            "max_kl": max_kl,
+            "progress": not json,
+        }
         validation = _validate(decoder, reference, source, all_t, how)
     except InputError as problem:
         return _show_unopened(opened, source, problem, json)
     if source and gates.verdict(validation.bug_gates) != gates.NOT_RUN:
         verdict.save(opened, validation.bug_gates)
-    validation.gates += handover_of(prefill_bundle, decoder) + _task_gates(tasks, decoder, source)
+    validation.gates += handover_of(prefill_bundle, decoder) + _task_gates(
+        tasks, decoder, source
+    )
     _show_validation(validation, decoder, log, json)
 
 
 def _validate(decoder, golden, checkpoint, all_t: bool, options: dict):
-    """The validation of a decoder; its positions, Ts and estimated time go to stderr first."""
+    """The validation of a decoder; its positions, Ts and estimated time go to stderr
+    first."""
     exported = decoder.options
     Ts = None
     if all_t:
@@ -173,17 +195,26 @@ def _show_validation(validation, decoder, log: bool, json: bool) -> None:
     result = validation.json()
     if log:
         row = {"verdict": validation.verdict, "config": {"gates": result["gates"]}}
-        record("validate", result, decoder.bundle, row, decoder, fidelity=validation.rows)
+        record(
+            "validate", result, decoder.bundle, row, decoder, fidelity=validation.rows
+        )
     place = "layer {layer}, position {position}, T = {T}, {tensor}: cosine {cosine:.7f}"
-    lines = [result["verdict"], *gate_lines(validation.gates), *price_lines(result["price"])]
+    lines = [
+        result["verdict"],
+        *gate_lines(validation.gates),
+        *price_lines(result["price"]),
+    ]
     show(result, json, [*lines, f"worst: {place.format(**result['worst'])}"])
 
 
 def _look_at_tasks(tasks: Path | None, checkpoint: Path | None) -> None:
-    """Refuses a missing file of tasks, and tasks without the checkpoint that also answers them."""
+    """Refuses a missing file of tasks, and tasks without the checkpoint that also
+    answers them."""
     if not tasks:
         return
-    paths.file("--tasks", tasks, "prompts with answers (JSON lines)", "correct the path")
+    paths.file(
+        "--tasks", tasks, "prompts with answers (JSON lines)", "correct the path"
+    )
     if not checkpoint:
         needed, step = "the checkpoint that also answers them", "give --checkpoint"
         raise InputError("--tasks", "no --checkpoint", needed, step)
@@ -199,11 +230,12 @@ def _task_gates(tasks: Path | None, decoder, checkpoint) -> list[gates.Gate]:
 
 
 def _portable_logits(bundle, golden, path: Path | None, runtime: str, only: str | None):
-    """The portable runtime's results beside a stored golden, which the device gate compares with.
+    """The portable runtime's results beside a stored golden, which the device gate
+    compares with.
 
-    None where the runtime is no device, or the golden was made now. With `only` they are read, so
-    that the bundle is not loaded a second time; else they are computed where they are missing.
-    """
+    None where the runtime is no device, or the golden was made now. With `only` they
+    are read, so that the bundle is not loaded a second time; else they are computed
+    where they are missing."""
     from workbench.check.device import load_reference, stored_reference
 
     if not path or runtime in ("portable", "coreai"):
@@ -212,17 +244,23 @@ def _portable_logits(bundle, golden, path: Path | None, runtime: str, only: str 
 
 
 def _show_unopened(bundle, checkpoint, problem: InputError, json: bool) -> None:
-    """Prints the gates of a bundle that no decoder runs; none of its values are compared."""
+    """Prints the gates of a bundle that no decoder runs; none of its values are
+    compared."""
     checks = _unopened(bundle, checkpoint, problem)
     nothing = dict.fromkeys(
         ("worst", "min_cosine", "mean_cosine", "logits", "free_logits", "price")
     )
-    result = {"verdict": "RED", "gates": [gate.json() for gate in checks], "rows": 0} | nothing
+    result = {
+        "verdict": "RED",
+        "gates": [gate.json() for gate in checks],
+        "rows": 0,
+    } | nothing
     show(result, json, ["RED", *gate_lines(checks)])
 
 
 def _unopened(bundle, checkpoint, problem: InputError) -> list[gates.Gate]:
-    """Bug gates of a bundle that no decoder runs; raises `problem` unless its interface is RED."""
+    """Bug gates of a bundle that no decoder runs; raises `problem` unless its interface
+    is RED."""
     from workbench.check.interface import interface_gate
     from workbench.check.validate import BUG_GATES, bug_gates, unopened_gates
 
@@ -235,7 +273,8 @@ def _unopened(bundle, checkpoint, problem: InputError) -> list[gates.Gate]:
 
 
 def _expectation(decoder, golden, checkpoint, Ts) -> str:
-    """How many positions are compared, and an estimate of the seconds from the time of one call."""
+    """How many positions are compared, and an estimate of the seconds from the time of
+    one call."""
     from time import perf_counter
 
     from workbench.check.fidelity import default_ts
@@ -249,8 +288,8 @@ def _expectation(decoder, golden, checkpoint, Ts) -> str:
     if checkpoint:
         reach = plan_reach(decoder.manifest)
         text += f", {reach.count} to reach every row of the cache"
-        # Hugging Face's side runs each position three times and costs about two calls of one token
-        # each; causality makes up to 16 calls, undo up to 26
+        # Hugging Face's side runs each position three times and costs about two calls
+        # of one token each; causality makes up to 16 calls, undo up to 26
         calls += reach.calls(Ts) + 6 * reach.count + 42
     with decoder.set_aside():
         decoder.begin()

@@ -24,7 +24,8 @@ def clean_command(
     yes: Annotated[bool, Option("--yes", help="Remove what is listed.")] = False,
     json: Json = False,
 ) -> None:
-    """Lists the caches that the workbench can rebuild, with their sizes; --yes removes them.
+    """Lists the caches that the workbench can rebuild, with their sizes; --yes removes
+    them.
 
     Example: workbench clean compiled goldens --folder build --yes
     """
@@ -36,11 +37,16 @@ def clean_command(
         for entry in entries:
             remove(entry)
     total = sum(entry.bytes for entry in entries)
-    lines = [f"{entry.bytes / 2**20:10.1f} MiB  {entry.kind:11} {entry.path}" for entry in entries]
+    lines = [
+        f"{entry.bytes / 2**20:10.1f} MiB  {entry.kind:11} {entry.path}"
+        for entry in entries
+    ]
     if yes:
         end = "removed"
     else:
         end = "in all; workbench clean --yes removes them"
-    lines.append(f"{total / 2**20:10.1f} MiB  {end}" if entries else "nothing to remove")
+    lines.append(
+        f"{total / 2**20:10.1f} MiB  {end}" if entries else "nothing to remove"
+    )
     rows = [{**vars(entry), "path": str(entry.path)} for entry in entries]
     show({"bytes": total, "removed": yes, "entries": rows}, json, lines)

@@ -1,4 +1,5 @@
-"""`workbench crosscheck`: the portable runtime and Core AI, both compared with Hugging Face."""
+"""`workbench crosscheck`: the portable runtime and Core AI, both compared with Hugging
+Face."""
 
 from pathlib import Path
 from typing import Annotated
@@ -31,13 +32,16 @@ def crosscheck_command(
     text: TextFile = None,
     tokens: Tokens = None,
     folder: Annotated[
-        Path | None, Option(help="Folder of the Core AI twins; default: beside the bundle.")
+        Path | None,
+        Option(help="Folder of the Core AI twins; default: beside the bundle."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compares a bundle on the portable runtime and its Core AI twins with Hugging Face's model.
+    """Compares a bundle on the portable runtime and its Core AI twins with Hugging
+    Face's model.
 
-    The twins, fp32 and fp16, run on Apple's interpreter; missing ones are exported first.
+    The twins, fp32 and fp16, run on Apple's interpreter; missing ones are exported
+    first.
 
     Example: workbench crosscheck build/llama --checkpoint data/tiny-llama
     """

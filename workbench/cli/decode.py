@@ -1,4 +1,5 @@
-"""`workbench decode` prints tokens; `workbench reuse` compares restored caches with fresh ones."""
+"""`workbench decode` prints tokens; `workbench reuse` compares restored caches with
+fresh ones."""
 
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,8 @@ def decode_command(
     prefill_bundle: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Decodes greedily, or samples with --temperature: tokens, tok/s, ms per layer and head.
+    """Decodes greedily, or samples with --temperature: tokens, tok/s, ms per layer and
+    head.
 
     Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
 
@@ -76,7 +78,9 @@ def decode_command(
     how = {"fast": not literal, "compute_units": compute_units}
     decoder, *source = [open_decoder(b, runtime, precision, **how) for b in bundles]
     on_text = None if json else partial(echo, nl=False)
-    result = transcript(decoder, ids, max_new, logits, sampling, *source, on_text=on_text)
+    result = transcript(
+        decoder, ids, max_new, logits, sampling, *source, on_text=on_text
+    )
     show(result, json, _transcript_lines(result))
 
 
@@ -89,11 +93,14 @@ def _look_at_source(
         raise InputError("prompt", actual, "one of them", "give one of them")
     look_at(golden, None)
     if chat and prompt is None:
-        raise InputError("--chat", "token ids", "a text to answer", "give --prompt TEXT")
+        raise InputError(
+            "--chat", "token ids", "a text to answer", "give --prompt TEXT"
+        )
 
 
 def _transcript_lines(result: dict) -> list[str]:
-    """The token ids, empty where their text was printed as it came, and the summary line."""
+    """The token ids, empty where their text was printed as it came, and the summary
+    line."""
     times = result["decode"]
     if result["text"] is None:
         ids = ",".join(map(str, result["tokens"]))
@@ -114,8 +121,9 @@ def reuse_command(
     precision: Precision = "exact",
     json: Json = False,
 ) -> None:
-    """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context.
-    Every cell's tokens are compared with the same sequence decoded alone from a fresh state.
+    """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch ×
+    context. Every cell's tokens are compared with the same sequence decoded alone from
+    a fresh state.
 
     Example: workbench reuse build/llama --batch-bundle build/llama-2
 
@@ -132,13 +140,19 @@ def reuse_command(
 
     decoders = []
     for opened in bundles:
-        decoders.append(workbench.Decoder(opened, runtime, precision, compute_units=compute_units))
+        decoders.append(
+            workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
+        )
     matrix = check_reuse(*decoders, max_new=max_new, progress=not json)
-    show(matrix.json(), json, [matrix.verdict, *map(_cell_line, red_first(matrix.cells))])
+    show(
+        matrix.json(), json, [matrix.verdict, *map(_cell_line, red_first(matrix.cells))]
+    )
 
 
 def _cell_line(c) -> str:
     """A cell of the cache-reuse matrix in one line."""
     path = "stream" if c.streaming else "generate"
-    settings = f"batch {c.batch}  {c.cache:5} {path:9}{c.format:5}context {c.context:<6}"
+    settings = (
+        f"batch {c.batch}  {c.cache:5} {path:9}{c.format:5}context {c.context:<6}"
+    )
     return f"{c.verdict:8}{settings}{c.reason}"

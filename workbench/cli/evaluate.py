@@ -31,13 +31,17 @@ def evaluate_command(
     bundle: Path,
     text: TextFile = None,
     ids: Annotated[
-        Path | None, Option(help="File of token ids instead of text, run as they stand.")
+        Path | None,
+        Option(help="File of token ids instead of text, run as they stand."),
     ] = None,
     checkpoint: GoldenOf = None,
     golden: GoldenPath = None,
-    window: Annotated[int | None, Option(help="Tokens of a window; default: max_seq_len.")] = None,
+    window: Annotated[
+        int | None, Option(help="Tokens of a window; default: max_seq_len.")
+    ] = None,
     stride: Annotated[
-        int | None, Option(help="Tokens between two windows' beginnings; default: half a window.")
+        int | None,
+        Option(help="Tokens between two windows' beginnings; default: half a window."),
     ] = None,
     runtime: RuntimeName = "auto",
     compute_units: Units = "CPU_AND_NE",
@@ -45,13 +49,15 @@ def evaluate_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Perplexity of a text, KL and same top token against Hugging Face's model, 95% intervals.
+    """Perplexity of a text, KL and same top token against Hugging Face's model, 95%
+    intervals.
 
-    A beginning-of-sequence token comes first where the checkpoint has one; every other token is
-    scored once. Finished windows are stored in data/evaluations, where an interrupted run resumes.
+    A beginning-of-sequence token comes first where the checkpoint has one; every other
+    token is scored once. Finished windows are stored in data/evaluations, where an
+    interrupted run resumes.
 
-    Example: workbench evaluate build/llama --text README.md --checkpoint data/tiny-llama
-    """
+    Example: workbench evaluate build/llama --text README.md --checkpoint
+    data/tiny-llama"""
     opened = open_folder(bundle)
     look_at(golden, checkpoint)
     if (text is None) == (ids is None):
@@ -73,12 +79,19 @@ def evaluate_command(
     options = {"window": window, "stride": stride, "folder": project() / EVALUATIONS}
     result = evaluate(decoder, tokens, reference, **options, progress=not json)
     if log:
-        record("evaluate", result, opened, {"config": {"evaluation": dict(result)}}, decoder)
+        record(
+            "evaluate",
+            result,
+            opened,
+            {"config": {"evaluation": dict(result)}},
+            decoder,
+        )
     show(result, json, _lines(result))
 
 
 def _reference(golden: Path | None, checkpoint: Path | None):
-    """The stored golden, else the checkpoint, else None: the text is scored without a reference."""
+    """The stored golden, else the checkpoint, else None: the text is scored without a
+    reference."""
     from workbench.check.golden import Golden
     from workbench.models.checkpoint import Checkpoint
 

@@ -1,5 +1,6 @@
-"""`workbench error` splits a bundle's error into parts, `explain` names the model that a faulty
-bundle computes, `trace` the range of every operation, `matrix` validates each compute unit."""
+"""`workbench error` splits a bundle's error into parts, `explain` names the model that
+a faulty bundle computes, `trace` the range of every operation, `matrix` validates each
+compute unit."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +41,9 @@ PANEL = "Where an error comes from"
 
 def error_command(
     bundle: Path,
-    checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
+    checkpoint: Annotated[
+        Path, Option(help="The checkpoint that the bundle was exported from.")
+    ],
     golden: GoldenPath = None,
     prompt_ids: Ids = None,
     prompt: Prompt = None,
@@ -54,8 +57,8 @@ def error_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Splits the error of every layer's update into storage, quantization, re-authoring, precision
-    and runtime.
+    """Splits the error of every layer's update into storage, quantization,
+    re-authoring, precision and runtime.
 
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
@@ -71,14 +74,27 @@ def error_command(
 
     if weights:
         core_ml_only(opened, "--weights")
-    source, runtime = Checkpoint(checkpoint), resolve(runtime, opened.manifest.options.target)
+    source, runtime = (
+        Checkpoint(checkpoint),
+        resolve(runtime, opened.manifest.options.target),
+    )
     exact_runtime(opened)
-    text_options = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
+    text_options = {
+        "prompt": prompt,
+        "text": text,
+        "tokens": tokens,
+        "tokenizer": source.path,
+    }
     ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **text_options)
     reference = Golden.load(golden) if golden else make_golden(source, ids)
     how = {"runtime": runtime, "compute_units": compute_units}
-    splits = error.split_error(source, opened, ids, reference=reference, **how, progress=not json)
-    frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
+    splits = error.split_error(
+        source, opened, ids, reference=reference, **how, progress=not json
+    )
+    frames = {
+        "layers": splits["isolated"].layers(),
+        "chained": splits["chained"].layers(),
+    }
     if weights:
         trial = weighing.WeightTrial(opened, source, reference)
         frames["weights"] = weighing.costs(trial)
@@ -100,7 +116,11 @@ def error_command(
 
 
 def _record(
-    bundle, command: str, result: dict, runtime: str = "portable", compute_units: str | None = None
+    bundle,
+    command: str,
+    result: dict,
+    runtime: str = "portable",
+    compute_units: str | None = None,
 ) -> None:
     """Logs a result; `runtime` may name a stand-in's fault behind a colon."""
     name, _, fault = runtime.partition(":")
@@ -115,12 +135,14 @@ def _record(
 
 def explain_command(
     bundle: Path,
-    checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
+    checkpoint: Annotated[
+        Path, Option(help="The checkpoint that the bundle was exported from.")
+    ],
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Finds the variant of the checkpoint's model that a faulty bundle computes: another rope,
-    norm, window, scale, order of layers …
+    """Finds the variant of the checkpoint's model that a faulty bundle computes:
+    another rope, norm, window, scale, order of layers …
 
     Example: workbench explain build/llama --checkpoint data/tiny-llama
     """
@@ -138,9 +160,15 @@ def explain_command(
     fits = variants.fitting(frame)
     result = {"fits": fits, "variants": gates.records(frame)}
     if log:
-        row = {"runtime": "portable", "precision": "exact", "config": gates.jsonable(result)}
+        row = {
+            "runtime": "portable",
+            "precision": "exact",
+            "config": gates.jsonable(result),
+        }
         record("explain", result, opened, row)
-    lines = [f"{row['relative_rms']:<12.3g}{row['name']}" for row in frame.to_dict("records")]
+    lines = [
+        f"{row['relative_rms']:<12.3g}{row['name']}" for row in frame.to_dict("records")
+    ]
     show(result, json, [variants.conclusion(fits), *lines])
 
 
@@ -149,15 +177,16 @@ def trace_command(
     golden: PromptOf = None,
     prompt_ids: Ids = None,
     inputs: Annotated[
-        Path | None, Option(help="Inputs of a package by name (.npz); missing ones are random.")
+        Path | None,
+        Option(help="Inputs of a package by name (.npz); missing ones are random."),
     ] = None,
     function: Annotated[str | None, Option(help="The function of a package.")] = None,
     position: Annotated[int, Option(help="Position of a package's call.", min=0)] = 0,
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Range and headroom in bits of every operation, and the first inf and NaN, with one rounding
-    per result and with narrow sums.
+    """Range and headroom in bits of every operation, and the first inf and NaN, with
+    one rounding per result and with narrow sums.
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
@@ -172,11 +201,19 @@ def trace_command(
     from workbench.explain import trace
 
     if bundle:
-        ranges = trace.trace_bundle(bundle, prompt_of(golden, prompt_ids, bundle.manifest.dims.V))
+        ranges = trace.trace_bundle(
+            bundle, prompt_of(golden, prompt_ids, bundle.manifest.dims.V)
+        )
     elif adopted:
         from workbench.cli.adopt import traced
 
-        bundles_only(golden=golden, inputs=inputs, function=function, position=position, record=log)
+        bundles_only(
+            golden=golden,
+            inputs=inputs,
+            function=function,
+            position=position,
+            record=log,
+        )
         ranges = traced(source, prompt_ids)
     else:
         bundles_only(record=log)
@@ -198,7 +235,8 @@ def trace_command(
 
 
 def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
-    """The arrays of an .npz as float64; refuses what is no number or no input of the package."""
+    """The arrays of an .npz as float64; refuses what is no number or no input of the
+    package."""
     import zipfile
 
     import numpy as np
@@ -218,7 +256,9 @@ def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
         raise InputError(subject, f"inputs {unknown}", needed, "correct the names")
     others = [name for name in sorted(arrays) if arrays[name].dtype.kind not in "biuf"]
     if text := ", ".join(others):
-        raise InputError(subject, f"no numbers in {text}", "arrays of numbers", "convert them")
+        raise InputError(
+            subject, f"no numbers in {text}", "arrays of numbers", "convert them"
+        )
     return {name: value.astype(np.float64) for name, value in arrays.items()}
 
 
@@ -229,14 +269,15 @@ def matrix_command(
     prompt_ids: Ids = None,
     runtime: RuntimeName = "auto",
     compute_units: Annotated[
-        str | None, Option("--compute-units", help="Only these compute units; default: each.")
+        str | None,
+        Option("--compute-units", help="Only these compute units; default: each."),
     ] = None,
     only: Only = None,
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Validates once per compute unit, each in a process of its own; off a Mac the portable
-    runtime's precisions alone.
+    """Validates once per compute unit, each in a process of its own; off a Mac the
+    portable runtime's precisions alone.
 
     Example: workbench matrix build/llama --checkpoint data/tiny-llama
     """
@@ -264,7 +305,9 @@ def matrix_command(
     }
     if log:
         _record(opened, "matrix", result)
-    text = table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g")
+    text = table.drop(columns="runtime").to_string(
+        index=False, na_rep="-", float_format="%.4g"
+    )
     lines = [result["verdict"], text]
     if not device:
         lines.append("no compute unit was measured: there is no Core ML here")

@@ -1,4 +1,5 @@
-"""`workbench export` writes a checkpoint's bundle, `golden` the values that it is compared with."""
+"""`workbench export` writes a checkpoint's bundle, `golden` the values that it is
+compared with."""
 
 import contextlib
 import os
@@ -26,7 +27,9 @@ from workbench.errors import InputError
 
 PANEL = "Export"
 
-Count = Annotated[int, Option(help="Convert so many stamped shards again and compare.", min=0)]
+Count = Annotated[
+    int, Option(help="Convert so many stamped shards again and compare.", min=0)
+]
 
 
 def export_command(
@@ -52,25 +55,32 @@ def export_command(
     verify_stamps: Count = 0,
     json: Json = False,
 ) -> None:
-    """Exports a Hugging Face folder as a bundle of stateful shards; resumes an interrupted export.
+    """Exports a Hugging Face folder as a bundle of stateful shards; resumes an
+    interrupted export.
 
-    Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress int8-tensor
+    Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress
+        int8-tensor
 
     Args:
         max_seq_len: Rows S of the cache.
-        t_max: Most tokens in a call, T = 1 … t_max; default: 4, or the largest of --functions.
+        t_max: Most tokens in a call, T = 1 … t_max; default: 4, or the largest of
+            --functions.
         layers_per_shard: Decoder layers in one .mlpackage.
         compress: fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.
         kv_write: mask or slice.
         layout: bct1 or bc1t.
         states: separate or packed.
         moe: dense or routed.
-        t: range (RangeDim 1 … t_max) or fixed (T = t_max); default: range; --functions: fixed.
+        t: range (RangeDim 1 … t_max) or fixed (T = t_max); default: range; --functions:
+            fixed.
         sliding: mask or ring.
-        functions: Fixed T, such as 1,4, each a function of every .mlpackage over the same weights.
+        functions: Fixed T, such as 1,4, each a function of every .mlpackage over the
+            same weights.
         undo: Let the last tokens be taken back from states that are no rows of a cache.
-        state_pair: Keep the remainder of each matrix state in a second state of its size.
-        target: coreml, or coreai for Apple's interpreter (needs the extra workbench[coreai]).
+        state_pair: Keep the remainder of each matrix state in a second state of its
+            size.
+        target: coreml, or coreai for Apple's interpreter (needs the extra
+            workbench[coreai]).
         program_dtype: Dtype of a Core AI program, fp16 or fp32.
         plain: Convert every shard; stamp none.
     """
@@ -92,12 +102,18 @@ def export_command(
 
 
 def _export_line(result: dict) -> str:
-    line = "{bundle}: {family}, {layers} layers in {shards} shards ({stamped} stamped), "
-    return line.format(**result) + f"{result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"
+    line = (
+        "{bundle}: {family}, {layers} layers in {shards} shards ({stamped} stamped), "
+    )
+    return (
+        line.format(**result)
+        + f"{result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"
+    )
 
 
 def _export_result(bundle, seconds: float) -> dict:
-    """Sizes and seconds of an export; `peak_rss_bytes` is this process's largest resident size."""
+    """Sizes and seconds of an export; `peak_rss_bytes` is this process's largest
+    resident size."""
     from workbench.ane.memory import peak_rss
 
     how = [shard.how for shard in bundle.manifest.shards]
@@ -123,14 +139,17 @@ def golden_command(
     bundle: Path | None = None,
     for_bundle: Annotated[
         Path | None,
-        Option("--for", help="Also all that validates this bundle without the checkpoint."),
+        Option(
+            "--for", help="Also all that validates this bundle without the checkpoint."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Writes Hugging Face's per-layer values once; comparing commands take them with --golden.
+    """Writes Hugging Face's per-layer values once; comparing commands take them with
+    --golden.
 
-    With --for, the bundle's verdict.json and the device gate's reference beside the golden: a Mac
-    then validates the bundle with one copy of it in memory.
+    With --for, the bundle's verdict.json and the device gate's reference beside the
+    golden: a Mac then validates the bundle with one copy of it in memory.
 
     Example: workbench golden data/tiny-llama --out build/llama.golden
 
@@ -158,13 +177,23 @@ def golden_command(
     golden = make_golden(source, ids, *weights)
     golden.save(out)
     size = out.stat().st_size
-    result = {"golden": str(out), "tokens": len(ids), "layers": len(golden.x), "bytes": size}
-    lines = [f"{out}: {len(ids)} tokens, {len(golden.x)} layers, {size / 2**20:.1f} MiB"]
+    result = {
+        "golden": str(out),
+        "tokens": len(ids),
+        "layers": len(golden.x),
+        "bytes": size,
+    }
+    lines = [
+        f"{out}: {len(ids)} tokens, {len(golden.x)} layers, {size / 2**20:.1f} MiB"
+    ]
     if target:
         checks = bug_gates(target, source, progress=not json)
         files = [verdict.save(target, checks), reference_path(target, out)]
         stored_reference(target, golden, out)
-        result |= {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
+        result |= {
+            "verdict": gates.verdict(checks),
+            "gates": [gate.json() for gate in checks],
+        }
         result["reference"] = str(files[1])
         lines += [f"copy with it {target.root} and {files[1]}", result["verdict"]]
         lines += gate_lines(checks)

@@ -1,4 +1,5 @@
-"""`workbench first-light`: every measurement that needs a Mac, in one command and one zip."""
+"""`workbench first-light`: every measurement that needs a Mac, in one command and one
+zip."""
 
 from pathlib import Path
 
@@ -12,16 +13,20 @@ OUT = Path("build/first-light.zip")
 PANEL = "Machine, memory, placement, cost"
 
 
-def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json = False) -> None:
-    """Runs six stages of measurements on Core ML in at most 15 minutes and writes one zip.
+def first_light_command(
+    out: Path = OUT, runtime: str | None = None, json: Json = False
+) -> None:
+    """Runs six stages of measurements on Core ML in at most 15 minutes and writes one
+    zip.
 
-    Nothing is sent anywhere; neither root nor a network is needed. Off a Mac every stage runs over
-    the stand-in.
+    Nothing is sent anywhere; neither root nor a network is needed. Off a Mac every
+    stage runs over the stand-in.
 
     Example: workbench first-light --out build/first-light.zip
 
     Args:
-        out: Zip of results, log rows, Core ML's messages; no user, host, home, serial number.
+        out: Zip of results, log rows, Core ML's messages; no user, host, home, serial
+            number.
         runtime: Default: coreml on a Mac, else stand-in; stand-in:mac simulates a Mac.
     """
     import tempfile
@@ -56,7 +61,8 @@ def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json 
 
 
 def stage_line(stage: dict) -> str:
-    """A stage in one line: status, name, rows, seconds, and the reason or its result."""
+    """A stage in one line: status, name, rows, seconds, and the reason or its
+    result."""
     amount = f"{len(stage['rows']):4} rows {stage['seconds']:7.1f} s"
     text = stage["reason"] or stage["says"]
     return f"{stage['status']:14}{stage['stage']:9}{amount}  {text}"

@@ -1,5 +1,5 @@
-"""`workbench doctor`, `memory` and `residency`: this machine's abilities, the bytes that a model
-needs, and the compute unit of every operation."""
+"""`workbench doctor`, `memory` and `residency`: this machine's abilities, the bytes
+that a model needs, and the compute unit of every operation."""
 
 from pathlib import Path
 from typing import Annotated
@@ -50,13 +50,16 @@ def memory_command(
     memory: Memory = None,
     json: Json = False,
 ) -> None:
-    """Bytes of weights, caches, embedding and buffers against a machine's memory, and the decode
-    speed that is predicted for each chip.
+    """Bytes of weights, caches, embedding and buffers against a machine's memory, and
+    the decode speed that is predicted for each chip.
 
-    Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
-    """
+    Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor
+    --memory 16G"""
     bundle = None
-    if paths.adopted(source) or (paths.bundle_or_checkpoint(source) / paths.BUNDLE).exists():
+    if (
+        paths.adopted(source)
+        or (paths.bundle_or_checkpoint(source) / paths.BUNDLE).exists()
+    ):
         bundle = open_folder(source)
     from workbench.ane import memory as budgets
     from workbench.ane import roofline
@@ -84,7 +87,10 @@ def memory_command(
             lines.append(f"{name:14}{value / 2**20:12.2f} MiB")
     answers = {True: "fits", False: "does not fit"}
     share = f"a Mac of as much memory, of which it may take {budgets.MAC_SHARE:.0%}"
-    lines += [answers[bool(sizes["fits"])], f"{answers[bool(sizes['fits_mac'])]} {share}"]
+    lines += [
+        answers[bool(sizes["fits"])],
+        f"{answers[bool(sizes['fits_mac'])]} {share}",
+    ]
     if works is None:
         lines.append("no speed is predicted of Core AI programs")
         return show(sizes | {"predicted": None, "predicted_misfit": None}, json, lines)
@@ -95,7 +101,11 @@ def memory_command(
         f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
         speeds.to_string(index=False, float_format="%.3g"),
     ]
-    show(sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit}, json, lines)
+    show(
+        sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit},
+        json,
+        lines,
+    )
 
 
 def residency_command(
@@ -107,8 +117,8 @@ def residency_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """The compute unit of every operation: Core ML's compute plan on a Mac, else a prediction from
-    published rules, with advice.
+    """The compute unit of every operation: Core ML's compute plan on a Mac, else a
+    prediction from published rules, with advice.
 
     Example: workbench residency build/llama --chip M1
 
@@ -133,7 +143,10 @@ def residency_command(
             how = name, compute_units, fault
             placements = planned_placement(opened, opened.manifest.shards, *how)
         except InputError as problem:
-            planned, facts = False, [f"Predicted, since Core ML gave no plan: {problem}"]
+            planned, facts = (
+                False,
+                [f"Predicted, since Core ML gave no plan: {problem}"],
+            )
     if not planned:
         generation = int(roofline.chip(chip).name[1])
         placements = placement.predicted_placement(opened, generation=generation)
@@ -150,25 +163,33 @@ def residency_command(
 
 
 def _packages(path: Path) -> list[Path]:
-    """The package at `path`, or those of an adopted folder; none where a bundle is there."""
+    """The package at `path`, or those of an adopted folder; none where a bundle is
+    there."""
     if paths.adopted(path):
         from workbench.adopt.folder import Adopted
 
         adopted = Adopted.open(path)
-        return list(dict.fromkeys(adopted.package(part) for part in adopted.foreign.parts))
+        return list(
+            dict.fromkeys(adopted.package(part) for part in adopted.foreign.parts)
+        )
     if paths.is_package(paths.bundle_or_package(path)):
         return [path]
     return []
 
 
-def _package_residency(packages: list[Path], chip: str, function: str | None, json: bool) -> tuple:
-    """The arguments of `show` for the predicted placement of packages without a bundle."""
+def _package_residency(
+    packages: list[Path], chip: str, function: str | None, json: bool
+) -> tuple:
+    """The arguments of `show` for the predicted placement of packages without a
+    bundle."""
     from workbench.ane import placement, roofline
 
     generation = int(roofline.chip(chip).name[1])
     placements = []
     for package in packages:
-        placements += placement.package_placement(package, generation, function=function)
+        placements += placement.package_placement(
+            package, generation, function=function
+        )
     facts = placement.contradictions(placements)
     shards = [placed.json() for placed in placements]
     result = {"source": "predicted", "chip": chip, "known": facts, "shards": shards}

@@ -1,4 +1,5 @@
-"""`workbench run` executes experiments' notebooks, `report` writes them up from the log."""
+"""`workbench run` executes experiments' notebooks, `report` writes them up from the
+log."""
 
 import contextlib
 import sys
@@ -14,7 +15,9 @@ PANEL = "Experiments and their log"
 
 
 def run_command(
-    numbers: Annotated[list[str], Argument(help="Numbers of experiments, such as 05 34.")],
+    numbers: Annotated[
+        list[str], Argument(help="Numbers of experiments, such as 05 34.")
+    ],
     set_: Annotated[
         list[str],
         Option(
@@ -28,11 +31,11 @@ def run_command(
 ) -> None:
     """Runs experiment notebooks headless: verdict, figures, log rows, report.
 
-    The exit code is 3 if a cell raises. The write-up goes to experiments/NN_slug/CHECKPOINT, which
-    git ignores.
+    The exit code is 3 if a cell raises. The write-up goes to
+    experiments/NN_slug/CHECKPOINT, which git ignores.
 
-    Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
-    """
+    Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set
+    MAX_SEQ_LEN=512"""
     from workbench.report.notebook import CellError, parameter_names, run_notebook
 
     parameters = dict(map(_parameter, set_))
@@ -43,7 +46,9 @@ def run_command(
         for number in numbers:
             chosen = parameters.keys() & (names[number] | unknown)
             values = {name: parameters[name] for name in parameters if name in chosen}
-            results.append(run_notebook(number, values, progress=not json, publish=publish))
+            results.append(
+                run_notebook(number, values, progress=not json, publish=publish)
+            )
     except CellError as problem:
         echo(f"workbench: {problem}", err=True)
         raise Exit(3) from None
@@ -56,7 +61,8 @@ def run_command(
 
 
 def _run_lines(results: list[dict], verdict: str, extracts: list[str]) -> list[str]:
-    """The results as text; `extracts` are the experiments of which a part of the cells ran."""
+    """The results as text; `extracts` are the experiments of which a part of the cells
+    ran."""
     lines, figures = [], []
     for r in results:
         lines += [
@@ -75,15 +81,18 @@ def _run_lines(results: list[dict], verdict: str, extracts: list[str]) -> list[s
 
 
 def _headline(figures: list[str]) -> str:
-    """The figure to open first: `planted` or `speed` where there is one, else the first."""
-    return next((p for p in figures if Path(p).stem in ("planted", "speed")), figures[0])
+    """The figure to open first: `planted` or `speed` where there is one, else the
+    first."""
+    return next(
+        (p for p in figures if Path(p).stem in ("planted", "speed")), figures[0]
+    )
 
 
 def _parameter(text: str) -> tuple[str, object]:
     """The name and the value of `NAME=VALUE`.
 
-    YAML reads the value: 64, int8-tensor, [1, 2]. A text with a colon in it stays a text.
-    """
+    YAML reads the value: 64, int8-tensor, [1, 2]. A text with a colon in it stays a
+    text."""
     import yaml
 
     name, _, value = text.partition("=")
@@ -93,7 +102,9 @@ def _parameter(text: str) -> tuple[str, object]:
             if isinstance(parsed, dict) and value[0] != "{":
                 parsed = value
             return name, parsed
-    raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
+    raise InputError(
+        "--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128"
+    )
 
 
 def report_command(
@@ -105,12 +116,16 @@ def report_command(
     html: bool = False,
     all_: Annotated[
         bool,
-        Option("--all", help="HTML of all experiments and all machines of the log: build/report."),
+        Option(
+            "--all",
+            help="HTML of all experiments and all machines of the log: build/report.",
+        ),
     ] = False,
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Writes the report of a logged experiment: Markdown, LaTeX tables, figures (SVG, PDF, PNG).
+    """Writes the report of a logged experiment: Markdown, LaTeX tables, figures (SVG,
+    PDF, PNG).
 
     It goes to experiments/NN_slug/CHECKPOINT, which git ignores.
 
@@ -134,7 +149,9 @@ def report_command(
     if all_:
         path = str(page.write_site(log.project(log_dir) / "build" / "report", log_dir))
         return show({"html": path}, json, [path])
-    report = (writeup.publish if publish else writeup.write_report)(experiment, log_dir, run)
+    report = (writeup.publish if publish else writeup.write_report)(
+        experiment, log_dir, run
+    )
     result = {"report": str(report)}
     if html:
         result["html"] = str(page.write_page(report, experiment, log_dir, run))

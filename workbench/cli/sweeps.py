@@ -1,5 +1,5 @@
-"""`workbench sweep` logs many runs, `log` prints their rows, `compare` and `diff` set two of them
-side by side."""
+"""`workbench sweep` logs many runs, `log` prints their rows, `compare` and `diff` set
+two of them side by side."""
 
 from enum import StrEnum
 from json import loads
@@ -23,10 +23,11 @@ def sweep_command(
     scheduler: str | None = None,
     json: Json = False,
 ) -> None:
-    """Runs the cross product of a grid's options, each cell in a fresh process; resumes.
+    """Runs the cross product of a grid's options, each cell in a fresh process;
+    resumes.
 
-    Every cell and round is one logged run. Bundles are cached in data/bundles of the log's project,
-    or beside a log outside a project.
+    Every cell and round is one logged run. Bundles are cached in data/bundles of the
+    log's project, or beside a log outside a project.
 
     Example: workbench sweep grid.yaml
 
@@ -44,9 +45,12 @@ def sweep_command(
 
 def log_command(
     action: Annotated[
-        Import | None, Argument(help="import takes in what workbench first-light wrote.")
+        Import | None,
+        Argument(help="import takes in what workbench first-light wrote."),
     ] = None,
-    file: Annotated[Path | None, Argument(metavar="ZIP", help="What to import.")] = None,
+    file: Annotated[
+        Path | None, Argument(metavar="ZIP", help="What to import.")
+    ] = None,
     where: str | None = None,
     table: str = "runs",
     summary: bool = False,
@@ -55,7 +59,8 @@ def log_command(
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Prints rows of the experiment log; --summary: speed beside fidelity for each configuration.
+    """Prints rows of the experiment log; --summary: speed beside fidelity for each
+    configuration.
 
     `log import ZIP` adds the first-light results of another machine.
 
@@ -63,8 +68,10 @@ def log_command(
 
     Args:
         where: A pandas query over runs: "compress == 'fp16'".
-        summary: The table as llama-bench prints it: tok/s ± sd, worst update, KL, verdict.
-        sort: Column to sort by, such as tokens_per_s; -tokens_per_s for the largest first.
+        summary: The table as llama-bench prints it: tok/s ± sd, worst update, KL,
+            verdict.
+        sort: Column to sort by, such as tokens_per_s; -tokens_per_s for the largest
+            first.
         format: Of the summary: md, csv, tex or json.
     """
     from workbench.log.text import sorted_rows
@@ -97,15 +104,22 @@ def _import(file: Path | None, log_dir: Path | None, json: bool) -> None:
 
     if file is None:
         step = "write: workbench log import ZIP"
-        raise InputError("log import", "no file", "what workbench first-light wrote", step)
+        raise InputError(
+            "log import", "no file", "what workbench first-light wrote", step
+        )
     result = import_zip(file, log_dir)
     label = " (simulated)" if result["simulated"] else ""
-    line = f"{result['imported']} new of {len(result['runs'])} runs of {result['machine']}"
+    line = (
+        f"{result['imported']} new of {len(result['runs'])} runs of {result['machine']}"
+    )
     show(result, json, [f"{line}, {result['runtime']}{label}"])
 
 
-def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Json = False) -> None:
-    """Compares two runs with their repetitions: settings that differ, ratios of medians, intervals.
+def compare_command(
+    run_a: str, run_b: str, log_dir: LogFolder = None, json: Json = False
+) -> None:
+    """Compares two runs with their repetitions: settings that differ, ratios of
+    medians, intervals.
 
     Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
     """
@@ -128,14 +142,15 @@ def diff_command(
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Compares two validations of one checkpoint: a heatmap of A's error less B's, and the gates
-    that changed.
+    """Compares two validations of one checkpoint: a heatmap of A's error less B's, and
+    the gates that changed.
 
     Example: workbench diff 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
 
     Args:
         tensor: update, k, v, hidden or logits.
-        out: Path of the figure without its ending; default: experiments/diffs/A-B/update.
+        out: Path of the figure without its ending; default:
+            experiments/diffs/A-B/update.
     """
     from workbench.log.text import setting_lines
     from workbench.report.difference import run_difference
@@ -148,7 +163,9 @@ def diff_command(
         "metric": difference.metric,
         "T": list(difference.Ts),
         "cells": len(difference.cells),
-        "largest": {name: worst[name].item() for name in ("layer", "position", "a", "b")},
+        "largest": {
+            name: worst[name].item() for name in ("layer", "position", "a", "b")
+        },
         "gates": difference.gates.to_dict("records"),
         "settings": difference.settings.to_dict("records"),
         "figures": [str(path) for path in paths],

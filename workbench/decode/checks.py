@@ -1,4 +1,5 @@
-"""Validation of arguments before anything changes: token ids, sequence indices, counts."""
+"""Validation of arguments before anything changes: token ids, sequence indices,
+counts."""
 
 from collections.abc import Iterable
 from operator import index
@@ -9,8 +10,8 @@ from workbench.errors import InputError
 def whole_number(
     value, subject: str, needed: str, next_step: str, stop: float = float("inf")
 ) -> int:
-    """`value` as a plain int from 0 to below `stop`. Floats are refused because their fraction
-    would be lost, negative numbers because they would count from the end."""
+    """`value` as a plain int from 0 to below `stop`. Floats are refused because their
+    fraction would be lost, negative numbers because they would count from the end."""
     try:
         number = index(value)
     except TypeError:
@@ -22,18 +23,25 @@ def whole_number(
 
 def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
     """Token ids as plain ints, each in a vocabulary of V tokens."""
-    needed, next_step = f"ids from 0 to {V - 1}", "encode the prompt with this bundle's tokenizer"
+    needed, next_step = (
+        f"ids from 0 to {V - 1}",
+        "encode the prompt with this bundle's tokenizer",
+    )
     return [whole_number(value, subject, needed, next_step, V) for value in ids]
 
 
 def sequence(value, batch: int) -> int:
     """The index of a sequence in the batch as a plain int."""
     next_step = "choose one, or export with a larger --batch"
-    return whole_number(value, "sequence", f"a sequence from 0 to {batch - 1}", next_step, batch)
+    return whole_number(
+        value, "sequence", f"a sequence from 0 to {batch - 1}", next_step, batch
+    )
 
 
 def count(value, subject: str) -> int:
-    return whole_number(value, subject, "a whole number, 0 or more", "give such a number")
+    return whole_number(
+        value, subject, "a whole number, 0 or more", "give such a number"
+    )
 
 
 def nothing_before(after) -> None:

@@ -1,9 +1,8 @@
-"""The decoder: takes token ids, returns logits and tokens, and advances one state per shard and
-batch of sequences, chunk by chunk.
+"""The decoder: takes token ids, returns logits and tokens, and advances one state per
+shard and batch of sequences, chunk by chunk.
 
-Each sequence of the batch has an index `seq`, a position of its own, and can be replaced by a
-snapshot; no sequence affects another.
-"""
+Each sequence of the batch has an index `seq`, a position of its own, and can be
+replaced by a snapshot; no sequence affects another."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +42,8 @@ GREEDY = Sampling()
 
 @dataclass
 class Record:
-    """One generated token: its id, the logits [V] from which it was picked, the times of the
-    call that computed them, and the index of its sequence in the batch."""
+    """One generated token: its id, the logits [V] from which it was picked, the times
+    of the call that computed them, and the index of its sequence in the batch."""
 
     token: int
     logits: np.ndarray
@@ -53,22 +52,25 @@ class Record:
 
 
 class Decoder:
-    """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all three; `trim`
-    undoes tokens, as speculative decoding does with wrong guesses.
+    """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all
+    three; `trim` undoes tokens, as speculative decoding does with wrong guesses.
 
     Args:
         bundle: an opened bundle or its path.
-        runtime: `auto`, `portable`, `coreml`, `coreai`, `stand-in` or `stand-in:FAULT`; the
-            attribute has no fault, which is one of its own ("": none).
-        precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`); that of
-            `coreai` follows from the bundle, fp16 as `declared` and fp32 as `exact`.
-        fast: whether `declared` takes the portable decode path, for timing; by default the literal
-            graph runs.
+        runtime: `auto`, `portable`, `coreml`, `coreai`, `stand-in` or `stand-in:FAULT`;
+            the attribute has no fault, which is one of its own ("": none).
+        precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`);
+            that of `coreai` follows from the bundle, fp16 as `declared` and fp32 as
+            `exact`.
+        fast: whether `declared` takes the portable decode path, for timing; by default
+            the literal graph runs.
         compute_units: Core ML's compute units.
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
     """
 
-    gives_logits = True  # of every token; packages of other exporters may keep them to themselves
+    gives_logits = (
+        True  # of every token; packages of other exporters may keep them to themselves
+    )
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class Decoder:
         self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
         self.plane, self.undo = self.host.plane, UndoDepth(self.manifest)
-        # nothing here may hold the decoder itself: one that is dropped shall give its memory back
-        # at once
+        # nothing here may hold the decoder itself: one that is dropped shall give its
+        # memory back at once
         self._load = partial(
             runtimes.load_shard,
             self.bundle,
@@ -102,7 +104,9 @@ class Decoder:
             hints=self.hints,
         )
         self.layers = [
-            self._load(s) for s in self.manifest.shards if s.kind in ("layers", "router")
+            self._load(s)
+            for s in self.manifest.shards
+            if s.kind in ("layers", "router")
         ]
         self.heads = [self._load(s) for s in self.bundle.shards("head")]
         self.experts = RoutedExperts(self.bundle, self._load, self.plane)
@@ -110,16 +114,20 @@ class Decoder:
 
     @property
     def arithmetic(self) -> str:
-        """Which of `gates.T_TOLERANCE` holds: that of the portable runtime's precision or of exact
-        programs, else the runtime's."""
-        if self.runtime == "portable" or (self.runtime, self.precision) == ("coreai", "exact"):
+        """Which of `gates.T_TOLERANCE` holds: that of the portable runtime's precision
+        or of exact programs, else the runtime's."""
+        if self.runtime == "portable" or (self.runtime, self.precision) == (
+            "coreai",
+            "exact",
+        ):
             return self.precision
         return "coreai" if self.runtime == "coreai" else "coreml"
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Context manager inside which `begin` may start other sequences, which run the literal
-        graph (as with `fast=False`). On exit the earlier sequences continue unchanged."""
+        """Context manager inside which `begin` may start other sequences, which run the
+        literal graph (as with `fast=False`). On exit the earlier sequences continue
+        unchanged."""
         names = ("run", "states", "ids", "offsets", "floors", "undone", "times", "fast")
         before = {name: getattr(self, name) for name in names}
         literal = methodcaller("literal") if self.runtime == "portable" else nullcontext
@@ -132,8 +140,8 @@ class Decoder:
 
     @contextmanager
     def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator[None]:
-        """Context manager that sets the hook `hook_of(shard)` on every model of the portable
-        runtime or of Core AI (None: no hook).
+        """Context manager that sets the hook `hook_of(shard)` on every model of the
+        portable runtime or of Core AI (None: no hook).
 
         Raises:
             InputError: Core ML shows no operation of a program.
@@ -149,9 +157,11 @@ class Decoder:
             yield
 
     @contextmanager
-    def _of_models(self, context_of: Callable[[Model], AbstractContextManager]) -> Iterator[None]:
-        """Enters `context_of(model)` for every model, including those of experts that are loaded
-        inside."""
+    def _of_models(
+        self, context_of: Callable[[Model], AbstractContextManager]
+    ) -> Iterator[None]:
+        """Enters `context_of(model)` for every model, including those of experts that
+        are loaded inside."""
         load = self.experts.load
         with ExitStack() as contexts:
 
@@ -168,9 +178,11 @@ class Decoder:
 
     @cached_property
     def identity(self) -> str:
-        """The identity to which snapshots of this decoder are bound; see `snapshot.identity`."""
+        """The identity to which snapshots of this decoder are bound; see
+        `snapshot.identity`."""
         return identity(
-            self.manifest, self.precision if self.runtime == "portable" else self.runtime
+            self.manifest,
+            self.precision if self.runtime == "portable" else self.runtime,
         )
 
     @property
@@ -178,9 +190,11 @@ class Decoder:
         """Pairs (state of a shard, logical name) for every state of every shard."""
         return [(state, name) for state in self.states for name in state.shard.states]
 
-    def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
-        """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: a
-        list with one or None each).
+    def begin(
+        self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None
+    ) -> None:
+        """Starts fresh sequences, one make_state per shard, or continues snapshots
+        (batch > 1: a list with one or None each).
 
         Raises:
             InputError: a snapshot that does not fit; what ran before is untouched then.
@@ -213,7 +227,8 @@ class Decoder:
         """Puts a snapshot in place of sequence `seq`; the others are unchanged.
 
         Raises:
-            InputError: a snapshot of another bundle, or one with no room; nothing is changed then.
+            InputError: a snapshot of another bundle, or one with no room; nothing is
+                changed then.
         """
         self._write({checks.sequence(seq, self.options.batch): self._fitting(snapshot)})
 
@@ -224,16 +239,17 @@ class Decoder:
         self.add(seq, Snapshot((), self.identity, empty, 0))
 
     def trim(self, count: int, seq: int = 0) -> int:
-        """Undoes the last `count` tokens of a sequence, as if they had never run; returns how many
-        it had to undo.
+        """Undoes the last `count` tokens of a sequence, as if they had never run;
+        returns how many it had to undo.
 
-        No state is copied: the next call writes over what these tokens left. Caches go back to
-        any token; rings, and with the export option `undo` tails, t_max tokens from the most that
-        the sequence has had; pending states to the last call's first token. What is left can be
-        snapshotted, trimmed again and continued.
+        No state is copied: the next call writes over what these tokens left. Caches go
+        back to any token; rings, and with the export option `undo` tails, t_max tokens
+        from the most that the sequence has had; pending states to the last call's first
+        token. What is left can be snapshotted, trimmed again and continued.
 
         Raises:
-            InputError: a state does not go back that far, which is then unchanged; a negative
+            InputError: a state does not go back that far, which is then unchanged; a
+                negative
             count.
         """
         offset = int(self.offsets[checks.sequence(seq, self.options.batch)])
@@ -254,7 +270,9 @@ class Decoder:
                 f"at most max_seq_len = {S}",
                 "export a larger cache",
             )
-        if not fits(snapshot, layout(self.manifest, snapshot.offset, self._floor(snapshot))):
+        if not fits(
+            snapshot, layout(self.manifest, snapshot.offset, self._floor(snapshot))
+        ):
             raise InputError(
                 subject,
                 "a state that is missing, unknown or of another shape",
@@ -264,22 +282,25 @@ class Decoder:
         return snapshot
 
     def _floor(self, snapshot: Snapshot) -> int:
-        """The fewest tokens that a sequence can go back to which continues a snapshot here."""
+        """The fewest tokens that a sequence can go back to which continues a snapshot
+        here."""
         floor = snapshot.floor
         return int(np.maximum(floor, self.undo.floor(floor, snapshot.offset)))
 
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
-        """Writes snapshots in place of their sequences. The other sequences' values are read and
-        written back, unless the states are `fresh`."""
-        # one for all states that fill the same rows of the same shape: a runtime copies what is
-        # written
+        """Writes snapshots in place of their sequences. The other sequences' values are
+        read and written back, unless the states are `fresh`."""
+        # one for all states that fill the same rows of the same shape: a runtime copies
+        # what is written
         batches: dict[tuple, np.ndarray] = {}
         for state in self.states if snapshots else ():
             for name, entry in state.shard.states.items():
                 kind = state.shard.kind_of(name)
                 if fresh or len(snapshots) == self.options.batch:
                     dtype = next(iter(snapshots.values())).states[name].dtype
-                    shapes = [snapshot.states[name].shape for snapshot in snapshots.values()]
+                    shapes = [
+                        snapshot.states[name].shape for snapshot in snapshots.values()
+                    ]
                     key = kind, *entry.shape, *shapes
                     batch = batches.setdefault(key, np.zeros(entry.shape, dtype))
                 else:
@@ -293,12 +314,12 @@ class Decoder:
             self.floors[seq], self.undone[seq] = self._floor(snapshot), 0
 
     def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
-        """Runs the prompt of each sequence, `tile` tokens a call (default t_max; a list: one size
-        after another).
+        """Runs the prompt of each sequence, `tile` tokens a call (default t_max; a
+        list: one size after another).
 
         Args:
-            ids: token ids, or one list of ids per sequence when batch > 1 (an empty one for a
-                sequence that waits).
+            ids: token ids, or one list of ids per sequence when batch > 1 (an empty one
+                for a sequence that waits).
 
         Returns:
             Logits after the last token: [V], or [B, V] when batch > 1.
@@ -320,12 +341,12 @@ class Decoder:
                 return self._shape(self.logits(last))
 
     def decode_one_token(self, token) -> np.ndarray:
-        """Continues each sequence by one token (batch > 1: a list, None for a sequence that waits).
-        Returns logits [V], or [B, V] when batch > 1.
+        """Continues each sequence by one token (batch > 1: a list, None for a sequence
+        that waits). Returns logits [V], or [B, V] when batch > 1.
 
         Raises:
-            InputError: no token of the vocabulary, another number of them than sequences; nothing
-                is changed then.
+            InputError: no token of the vocabulary, another number of them than
+                sequences; nothing is changed then.
         """
         start = time.perf_counter()
         tokens = [token] if np.ndim(token) == 0 else list(token)
@@ -336,7 +357,10 @@ class Decoder:
                 f"{self.options.batch}, one for each sequence",
                 "give that many",
             )
-        chunk = [checks.token_ids([] if t is None else [t], self.manifest.dims.V) for t in tokens]
+        chunk = [
+            checks.token_ids([] if t is None else [t], self.manifest.dims.V)
+            for t in tokens
+        ]
         self.times = Times()
         logits = self.logits(self.advance(chunk, 1)[:, :, :1])
         self.times.total = (time.perf_counter() - start) * 1e3
@@ -345,29 +369,33 @@ class Decoder:
     def stream(
         self, ids, max_new, *, after=None, stop=None, sampling=GREEDY, prefill=None
     ) -> Iterator[Record]:
-        """begin(after) + prefill(ids) + decode: yields one record per new token, sequence by
-        sequence.
+        """begin(after) + prefill(ids) + decode: yields one record per new token,
+        sequence by sequence.
 
         Args:
-            ids: the prompt: all tokens, or those after `after`. With batch > 1 a list for each
-                sequence, an empty one for a sequence that stays as it is.
-            max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list
-                with one for each.
-            after: what to continue: None for nothing, snapshots (see `begin`), or "running" for the
-                decoder's own sequences.
-            prefill: replaces the decoder's own prefill; it runs the prompts, leaves their sequences
-                in this decoder and returns the logits (see `transfer.prefill_by`). `after` must
-                then be None.
-            stop: tokens that end a sequence once they are yielded (default: the bundle's
-                end-of-sequence tokens).
+            ids: the prompt: all tokens, or those after `after`. With batch > 1 a list
+                for each sequence, an empty one for a sequence that stays as it is.
+            max_new: new tokens at most; like `stop` and `sampling`, one for all
+                sequences or a list with one for each.
+            after: what to continue: None for nothing, snapshots (see `begin`), or
+                "running" for the decoder's own sequences.
+            prefill: replaces the decoder's own prefill; it runs the prompts, leaves
+                their sequences in this decoder and returns the logits (see
+                `transfer.prefill_by`). `after` must then be None.
+            stop: tokens that end a sequence once they are yielded (default: the
+                bundle's end-of-sequence tokens).
 
         Raises:
-            InputError: prompts that cannot be run, before anything runs; a stream that is
-                continued after another one began.
+            InputError: prompts that cannot be run, before anything runs; a stream that
+                is continued after another one began.
         """
         prompts, B = self._prompts(ids), self.options.batch
         stop = self.manifest.tokens.eos if stop is None else stop
-        stops = _each(list(stop), B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
+        stops = (
+            _each(list(stop), B)
+            if B > 1 and len(stop) and np.ndim(stop[0])
+            else [stop] * B
+        )
         limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
         samplings = _each(sampling, B)
         if prefill:
@@ -385,7 +413,11 @@ class Decoder:
                 tokens[seq] = samplings[seq].pick(logits[seq], int(self.offsets[seq]))
             for seq in live:
                 yield Record(tokens[seq], logits[seq], times, seq)
-            live = [seq for seq in live if step < limits[seq] and tokens[seq] not in stops[seq]]
+            live = [
+                seq
+                for seq in live
+                if step < limits[seq] and tokens[seq] not in stops[seq]
+            ]
             if not live:
                 return
             if self.run is not run:
@@ -395,13 +427,16 @@ class Decoder:
                     "a decoder of its own until it ends",
                     "drain one stream before the next, or open a second Decoder",
                 )
-            if self.options.kv_write == "mask":  # a slice moves every sequence on, ended or not
+            if (
+                self.options.kv_write == "mask"
+            ):  # a slice moves every sequence on, ended or not
                 tokens = [tokens[seq] if seq in live else None for seq in range(B)]
             logits = self.decode_one_token(tokens).reshape(B, -1)
             times = self.times
 
     def _begin_after(self, snapshots: list, prompts: list, limits: list[int]) -> None:
-        """`begin(snapshots)`, once prompts and new tokens are known to be allowed after them."""
+        """`begin(snapshots)`, once prompts and new tokens are known to be allowed after
+        them."""
         checks.tokens_after(snapshots, prompts)
         self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
         self.begin(snapshots)
@@ -414,14 +449,17 @@ class Decoder:
         return tokens[0] if self.options.batch == 1 else tokens
 
     def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
-        """Runs every layer once over `chunk` (ids per sequence, at most T each) and advances the
-        positions.
+        """Runs every layer once over `chunk` (ids per sequence, at most T each) and
+        advances the positions.
 
         Returns:
             Hidden states [B, C, T].
         """
         T = self.options.width(T)
-        counts, ids = np.array([len(tokens) for tokens in chunk]), np.zeros((len(chunk), T), int)
+        counts, ids = (
+            np.array([len(tokens) for tokens in chunk]),
+            np.zeros((len(chunk), T), int),
+        )
         for seq, tokens in enumerate(chunk):
             ids[seq, : len(tokens)] = tokens
 
@@ -447,16 +485,19 @@ class Decoder:
         """Runs layer shard `index` on its state, routed experts included.
 
         Args:
-            io: `Host.inputs` of the call and `x`; for a later shard, `router_state` where the
-                family has one.
+            io: `Host.inputs` of the call and `x`; for a later shard, `router_state`
+                where the family has one.
             counts: [B] valid columns.
 
         Returns:
-            `io` for the next shard: `x` is this one's hidden output, `router_state` the state it
+            `io` for the next shard: `x` is this one's hidden output, `router_state` the
+                state it
             hands on.
         """
         model, shard = self.layers[index], self.layers[index].shard
-        outputs = model.predict({name: io[name] for name in shard.inputs}, self.states[index])
+        outputs = model.predict(
+            {name: io[name] for name in shard.inputs}, self.states[index]
+        )
         self.native_ms = [model.last_native_ms]
         if shard.kind == "router":
             outputs[HIDDEN] = self.experts.run(shard.layers[0], outputs, counts)
@@ -476,14 +517,16 @@ class Decoder:
             x = self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))
             slices = [model.predict({X: x})[LOGITS] for model in self.heads]
             native_ms += [model.last_native_ms for model in self.heads]
-            parts.append(np.concatenate([s.reshape(*s.shape[:2], -1) for s in slices], axis=1))
+            parts.append(
+                np.concatenate([s.reshape(*s.shape[:2], -1) for s in slices], axis=1)
+            )
         self.times.head = (time.perf_counter() - start) * 1e3
         self.times.add_step(cpu_start, native_ms)
         return np.concatenate(parts, axis=2)[:, :, :T].transpose(0, 2, 1)
 
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
-        """Logits [B, count, V] of the last `count` tokens of fresh sequences of one length, one for
-        each of the batch."""
+        """Logits [B, count, V] of the last `count` tokens of fresh sequences of one
+        length, one for each of the batch."""
         n, options, start, parts = len(sequences[0]), self.options, 0, []
         self.begin()
         while start < n:
@@ -526,8 +569,8 @@ class Decoder:
 
 
 def _each(value, B: int) -> list:
-    """One value for every sequence, or the list that already has one for each; one snapshot goes to
-    the first."""
+    """One value for every sequence, or the list that already has one for each; one
+    snapshot goes to the first."""
     if isinstance(value, Snapshot):
         return [value] + [None] * (B - 1)
     each = list(value) if isinstance(value, (list, tuple)) else [value] * B

@@ -1,4 +1,5 @@
-"""Routed experts: the host picks one expert per token and runs each picked expert once per call."""
+"""Routed experts: the host picks one expert per token and runs each picked expert once
+per call."""
 
 from collections.abc import Callable
 
@@ -32,31 +33,44 @@ class RoutedExperts:
         load: Callable[[Shard], Model],
         plane: Callable[[np.ndarray], np.ndarray],
     ):
-        self.fixed, self.load, self.plane = bundle.manifest.options.t == "fixed", load, plane
+        self.fixed, self.load, self.plane = (
+            bundle.manifest.options.t == "fixed",
+            load,
+            plane,
+        )
         self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
         self.models: dict[tuple[int, int], Model] = {}
         self.native_ms: list[float | None] = []  # of the last run's predictions
 
-    def run(self, layer: int, routed: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
-        """Finishes a layer from its router shard's outputs; `counts` [B] valid columns. Returns
-        hidden as a plane.
+    def run(
+        self, layer: int, routed: dict[str, np.ndarray], counts: np.ndarray
+    ) -> np.ndarray:
+        """Finishes a layer from its router shard's outputs; `counts` [B] valid columns.
+        Returns hidden as a plane.
 
-        The expert with the best score runs, weighted by its probability; the class after the last
-        expert runs none. Columns are grouped by expert; a model of fixed T takes all of them, with
-        weight zero for other experts' columns.
-        """
-        flat = {name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()}
+        The expert with the best score runs, weighted by its probability; the class
+        after the last expert runs none. Columns are grouped by expert; a model of fixed
+        T takes all of them, with weight zero for other experts' columns."""
+        flat = {
+            name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()
+        }
         hidden, T = flat[BASE].copy(), flat[BASE].shape[2]
         self.native_ms = []
         choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
-        weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)  # [B, 1, T]
+        weights = np.take_along_axis(
+            flat[ROUTER_PROBS], choice[:, None], 1
+        )  # [B, 1, T]
         choice[np.arange(T) >= counts[:, None]] = -1
         for expert in np.unique(choice):
             if (layer, expert) not in self.shards:
                 continue
             own = choice == expert
             columns = np.arange(T) if self.fixed else np.flatnonzero(own.any(0))
-            io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None], ACC: hidden}
+            io = {
+                EXPERT_IN: flat[EXPERT_IN],
+                EXPERT_WEIGHT: weights * own[:, None],
+                ACC: hidden,
+            }
             io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
             model = self.model(layer, expert)
             output = model.predict(io)[HIDDEN]

@@ -1,5 +1,5 @@
-"""The inputs that the host computes for every call (rotary tables, masks, write addresses) from
-the manifest alone."""
+"""The inputs that the host computes for every call (rotary tables, masks, write
+addresses) from the manifest alone."""
 
 from collections.abc import Sequence
 
@@ -26,24 +26,29 @@ from workbench.errors import InputError
 class Host:
     """Call inputs of a bundle, for B sequences each at its own position.
 
-    Every cache is addressed as a ring of n rows: position p is stored in row p mod n. A cache of
-    max_seq_len rows never wraps.
-    """
+    Every cache is addressed as a ring of n rows: position p is stored in row p mod n. A
+    cache of max_seq_len rows never wraps."""
 
     def __init__(self, manifest: Manifest):
         self.options = manifest.options
-        inputs = {name: shape for s in manifest.shards for name, shape in s.inputs.items()}
-        self.router_state, self.tail = inputs.get(ROUTER_STATE), inputs.get(TAIL_SELECT, [0, 2])[1]
+        inputs = {
+            name: shape for s in manifest.shards for name, shape in s.inputs.items()
+        }
+        self.router_state, self.tail = (
+            inputs.get(ROUTER_STATE),
+            inputs.get(TAIL_SELECT, [0, 2])[1],
+        )
         self.first = inputs.get(TAIL_FIRST)
         layers = {layer.suffix: layer for layer in manifest.layers if layer.attends}
         ropes = {rope.name: rope for rope in manifest.rope}
         self.tables = [
-            (suffix, ropes[layer.rope], layer.window) for suffix, layer in layers.items()
+            (suffix, ropes[layer.rope], layer.window)
+            for suffix, layer in layers.items()
         ]
 
     def check(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
-        """Raises an InputError, before anything is written, for a call with a token at a
-        position past max_seq_len."""
+        """Raises an InputError, before anything is written, for a call with a token at
+        a position past max_seq_len."""
         S = self.options.max_seq_len
         for seq, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
             if count and offset + count > S:
@@ -57,7 +62,9 @@ class Host:
     def plane(self, hidden: np.ndarray) -> np.ndarray:
         """[B, C, T] in the bundle's layout: [B, C, T, 1] or [B, C, 1, T]."""
         hidden = np.ascontiguousarray(hidden)
-        return hidden[..., None] if self.options.layout == "bct1" else hidden[:, :, None]
+        return (
+            hidden[..., None] if self.options.layout == "bct1" else hidden[:, :, None]
+        )
 
     def inputs(
         self,
@@ -71,19 +78,21 @@ class Host:
 
         Args:
             offsets: [B] tokens already in each sequence's cache.
-            counts: [B] valid tokens of this call, from column 0 on; the rest of the T columns are
-                dummies that write nothing.
+            counts: [B] valid tokens of this call, from column 0 on; the rest of the T
+                columns are dummies that write nothing.
             T: columns of the call.
-            accepted: [B] tokens of each sequence's last call that count (None: all of them).
-            undone: [B] tokens of each sequence that were undone since its last call (None: none).
+            accepted: [B] tokens of each sequence's last call that count (None: all of
+                them).
+            undone: [B] tokens of each sequence that were undone since its last call
+                (None: none).
 
         Returns:
-            tail_select [B, rows, T] and tail_keep [B, rows, rows], rows being those of a tail, and
-            tail_first [B, n, rows] where tokens can be undone; order [B, 1, T, 1] and accept
-            [B, 1, t_max, 1]; router_state of zeros, which the first layer takes; pos [1] or
-            kv_write_mask [B, 1, rows, T]; and for each rope table, under its suffix, rope_cos,
-            rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows], kv_write_mask where its caches
-            are rings.
+            tail_select [B, rows, T] and tail_keep [B, rows, rows], rows being those of
+            a tail, and tail_first [B, n, rows] where tokens can be undone; order [B, 1,
+            T, 1] and accept [B, 1, t_max, 1]; router_state of zeros, which the first
+            layer takes; pos [1] or kv_write_mask [B, 1, rows, T]; and for each rope
+            table, under its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask
+            [B, 1, T, rows], kv_write_mask where its caches are rings.
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
@@ -97,19 +106,26 @@ class Host:
             shape = [T if n == "T" else n for n in self.router_state]
             inputs[ROUTER_STATE] = np.zeros(shape, np.float32)
         for suffix, rope, window in self.tables:
-            angles = positions[:, None, :, None].astype(np.float32) * np.float32(rope.inv_freq)
+            angles = positions[:, None, :, None].astype(np.float32) * np.float32(
+                rope.inv_freq
+            )
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
             inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
             rows = self.options.slots(window)
-            inputs[ATTN_MASK + suffix] = _attention_mask(positions, offsets + counts, rows, window)
+            inputs[ATTN_MASK + suffix] = _attention_mask(
+                positions, offsets + counts, rows, window
+            )
             if mask_write:
                 name = KV_WRITE_MASK + (suffix if self.options.ring(window) else "")
                 inputs[name] = _write_mask(positions, counts, rows)
         return inputs
 
-    def _tail(self, counts: np.ndarray, T: int, undone: np.ndarray) -> dict[str, np.ndarray]:
-        """Where the rows of a tail come from: of its old rows without the last `undone`, followed
-        by the valid columns, the last ones, each as a one-hot row; zeros where there are fewer."""
+    def _tail(
+        self, counts: np.ndarray, T: int, undone: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Where the rows of a tail come from: of its old rows without the last
+        `undone`, followed by the valid columns, the last ones, each as a one-hot row;
+        zeros where there are fewer."""
         rows, undone = np.arange(self.tail), undone[:, None, None]
         # of each row among all the old ones and the columns, [B, rows, 1]
         place = counts[:, None, None] + rows[:, None]
@@ -119,12 +135,14 @@ class Host:
         }
         if self.first:
             n = self.first[1]
-            inputs[TAIL_FIRST] = rows == (self.tail - n + np.arange(n))[:, None] - undone
+            inputs[TAIL_FIRST] = (
+                rows == (self.tail - n + np.arange(n))[:, None] - undone
+            )
         return inputs
 
     def _matrix(self, counts: np.ndarray, T: int, accepted) -> dict[str, np.ndarray]:
-        """The places of the valid columns, from 1 on, and which of the last call's columns
-        count."""
+        """The places of the valid columns, from 1 on, and which of the last call's
+        columns count."""
         column, last = np.arange(T), np.arange(self.options.t_max)
         accepted = np.full(len(counts), len(last)) if accepted is None else accepted
         return {
@@ -146,11 +164,11 @@ class Host:
 def _attention_mask(
     positions: np.ndarray, ends: np.ndarray, rows: int, window: int | None
 ) -> np.ndarray:
-    """Additive mask [B, 1, T, rows] once this call's tokens are written, `ends` [B] tokens in all.
+    """Additive mask [B, 1, T, rows] once this call's tokens are written, `ends` [B]
+    tokens in all.
 
-    Row r then holds the last position up to `ends` − 1 that is r modulo `rows`, or, where that is
-    negative, nothing.
-    """
+    Row r then holds the last position up to `ends` − 1 that is r modulo `rows`, or,
+    where that is negative, nothing."""
     last = ends[:, None] - 1
     stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row
     distance = (
@@ -161,7 +179,10 @@ def _attention_mask(
 
 
 def _write_mask(positions: np.ndarray, counts: np.ndarray, rows: int) -> np.ndarray:
-    """One-hot columns [B, 1, rows, T]: the row of each valid token; dummies have none."""
+    """One-hot columns [B, 1, rows, T]: the row of each valid token; dummies have
+    none."""
     valid = np.arange(positions.shape[1]) < counts[:, None]
-    write = (np.arange(rows)[:, None] == positions[:, None] % rows) & valid[:, None]  # [B, rows, T]
+    write = (np.arange(rows)[:, None] == positions[:, None] % rows) & valid[
+        :, None
+    ]  # [B, rows, T]
     return write[:, None].astype(np.float32)

@@ -1,5 +1,5 @@
-"""Picks a token from logits and a position. The same seed gives the same token at a position,
-whatever ran before."""
+"""Picks a token from logits and a position. The same seed gives the same token at a
+position, whatever ran before."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,13 @@ class Sampling:
     """How one sequence picks its tokens.
 
     Args:
-        temperature: divides the logits; 0 takes the most likely token (the lowest id among equals).
+        temperature: divides the logits; 0 takes the most likely token (the lowest id
+            among equals).
         top_k: only the k most likely tokens; 0 takes all.
-        top_p: only the fewest of them whose probabilities, most likely first, reach this sum.
-        seed: random numbers depend on it and the position alone, so that a restored sequence
-            continues as it would have.
+        top_p: only the fewest of them whose probabilities, most likely first, reach
+            this sum.
+        seed: random numbers depend on it and the position alone, so that a restored
+            sequence continues as it would have.
     """
 
     temperature: float = 0.0
@@ -27,7 +29,10 @@ class Sampling:
 
     def __post_init__(self):
         if not (
-            self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.seed >= 0
+            self.temperature >= 0
+            and self.top_k >= 0
+            and 0 < self.top_p <= 1
+            and self.seed >= 0
         ):
             raise InputError(
                 "sampling",
@@ -37,8 +42,8 @@ class Sampling:
             )
 
     def pick(self, logits: np.ndarray, position: int) -> int:
-        """Picks a token from logits [V] for `position`. Raises an InputError for logits that are
-        not finite."""
+        """Picks a token from logits [V] for `position`. Raises an InputError for logits
+        that are not finite."""
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # a NaN is the largest of all here
             raise InputError(
@@ -50,8 +55,14 @@ class Sampling:
         if self.temperature == 0:
             return best
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]
-        weights = np.exp((logits[order].astype(np.float64) - logits[order[0]]) / self.temperature)
+        weights = np.exp(
+            (logits[order].astype(np.float64) - logits[order[0]]) / self.temperature
+        )
         chances = weights / weights.sum()
         nucleus = np.cumsum(chances) - chances < self.top_p
         chances = chances[nucleus] / chances[nucleus].sum()
-        return int(np.random.default_rng([self.seed, position]).choice(order[nucleus], p=chances))
+        return int(
+            np.random.default_rng([self.seed, position]).choice(
+                order[nucleus], p=chances
+            )
+        )

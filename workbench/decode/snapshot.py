@@ -1,5 +1,5 @@
-"""One sequence, detached from the decoder it ran in: its tokens, its cache rows, its side states,
-and the identity of the decoder they belong to.
+"""One sequence, detached from the decoder it ran in: its tokens, its cache rows, its
+side states, and the identity of the decoder they belong to.
 
 Uses only the names and shapes of logical states, so it is the same on every runtime.
 """
@@ -12,7 +12,15 @@ import numpy as np
 
 from workbench.bundle import Manifest
 from workbench.bundle.names import is_cache, split_layer
-from workbench.bundle.states import MATRIX, PENDING, RING, ROWS, TAIL, StateKind, state_kind
+from workbench.bundle.states import (
+    MATRIX,
+    PENDING,
+    RING,
+    ROWS,
+    TAIL,
+    StateKind,
+    state_kind,
+)
 from workbench.decode import checks
 from workbench.errors import InputError
 
@@ -23,10 +31,12 @@ class Snapshot:
 
     Args:
         ids: the tokens whose rows the caches hold.
-        identity: see `identity`; only a decoder of the same one takes the snapshot back.
-        states: by logical name, without the batch axis, in the shapes that `layout` gives and the
-            dtype that `state.read` gives: what the next token reads, and what it would read after
-            a trim to `floor` tokens, in the order of the tokens.
+        identity: see `identity`; only a decoder of the same one takes the snapshot
+            back.
+        states: by logical name, without the batch axis, in the shapes that `layout`
+            gives and the dtype that `state.read` gives: what the next token reads, and
+            what it would read after a trim to `floor` tokens, in the order of the
+            tokens.
         floor: the fewest tokens that the snapshot can be trimmed to.
     """
 
@@ -45,8 +55,8 @@ class Snapshot:
         return sum(value.nbytes for value in self.states.values())
 
     def trim(self, count: int) -> "Snapshot":
-        """The snapshot without its last `count` tokens (without all of them, if it has fewer), as
-        if they had never run.
+        """The snapshot without its last `count` tokens (without all of them, if it has
+        fewer), as if they had never run.
 
         Raises:
             InputError: fewer tokens than `floor` would be left; a negative count.
@@ -60,8 +70,8 @@ class Snapshot:
 
 
 def undoable(count: int, offset: int, floor: int) -> int:
-    """How many of the last `count` tokens of `offset` there are to undo; refuses to go below
-    `floor`."""
+    """How many of the last `count` tokens of `offset` there are to undo; refuses to go
+    below `floor`."""
     count = min(checks.count(count, "tokens to trim"), offset)
     if offset - count < floor:
         raise InputError(
@@ -84,8 +94,8 @@ def foreign(subject: str, other: str, own: str) -> InputError:
 
 
 class UndoDepth:
-    """How far the sequences of a bundle can go back: the table of `bundle.states`, for all states
-    at once."""
+    """How far the sequences of a bundle can go back: the table of `bundle.states`, for
+    all states at once."""
 
     def __init__(self, manifest: Manifest):
         self.t_max, self.undo = manifest.options.t_max, manifest.options.undo
@@ -98,10 +108,13 @@ class UndoDepth:
                     self.rings.add((entry.ring, window))
 
     def floor(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The fewest tokens that sequences of `after` [B] tokens can go back to, whose last call
-        began at `before` [B]."""
+        """The fewest tokens that sequences of `after` [B] tokens can go back to, whose
+        last call began at `before` [B]."""
         floors = np.zeros_like(after)
-        for ring, window in self.rings:  # the window before the next token must be in it
+        for (
+            ring,
+            window,
+        ) in self.rings:  # the window before the next token must be in it
             wrapped = np.where(after > ring, after - ring + window - 1, 0)
             floors = np.maximum(floors, wrapped)
         if TAIL in self.kinds:
@@ -111,15 +124,20 @@ class UndoDepth:
         return floors
 
 
-def layout(manifest: Manifest, offset: int, floor: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Shape of every state in a snapshot of `offset` tokens that can be trimmed to `floor`.
+def layout(
+    manifest: Manifest, offset: int, floor: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shape of every state in a snapshot of `offset` tokens that can be trimmed to
+    `floor`.
 
     Args:
         floor: by default the lowest after a call that ran no token.
 
     Returns:
-        By name: caches [H_kv, rows, D] of all tokens, rings of those from `floor` − window + 1 on;
-        tails [n + offset − floor, W]; pending states [H, offset − floor, width]; matrices whole.
+        By name: caches [H_kv, rows, D] of all tokens, rings of those from `floor` −
+            window + 1 on;
+        tails [n + offset − floor, W]; pending states [H, offset − floor, width];
+        matrices whole.
     """
     if floor is None:
         floor = int(UndoDepth(manifest).floor(offset, offset))
@@ -141,25 +159,33 @@ def layout(manifest: Manifest, offset: int, floor: int | None = None) -> dict[st
 
 
 def fits(snapshot: Snapshot, needed: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a snapshot has states of the `needed` names and shapes. A cache may have fewer
-    rows than tokens, because a ring of another size holds fewer; other states may have more rows
-    than needed."""
+    """Whether a snapshot has states of the `needed` names and shapes. A cache may have
+    fewer rows than tokens, because a ring of another size holds fewer; other states may
+    have more rows than needed."""
     shapes = {name: value.shape for name, value in snapshot.states.items()}
-    if {n: len(shape) for n, shape in shapes.items()} != {n: len(s) for n, s in needed.items()}:
+    if {n: len(shape) for n, shape in shapes.items()} != {
+        n: len(s) for n, s in needed.items()
+    }:
         return False
     return all(
         (*shape[:-2], shape[-1]) == (*needed[name][:-2], needed[name][-1])
-        and (shape[-2] <= snapshot.offset if is_cache(name) else shape[-2] >= needed[name][-2])
+        and (
+            shape[-2] <= snapshot.offset
+            if is_cache(name)
+            else shape[-2] >= needed[name][-2]
+        )
         for name, shape in shapes.items()
     )
 
 
 def identity(manifest: Manifest, precision: str) -> str:
-    """SHA-256 over all that decides what a cache row holds and where it goes: family, every export
-    option but the batch, weights, embedding, tokenizer, and the arithmetic. Bundles that differ in
-    their batch alone share snapshots."""
+    """SHA-256 over all that decides what a cache row holds and where it goes: family,
+    every export option but the batch, weights, embedding, tokenizer, and the
+    arithmetic. Bundles that differ in their batch alone share snapshots."""
     files = [manifest.embedding.file, *manifest.tokens.files]
-    files += [f for s in manifest.shards for f in s.files if f.path.endswith("weight.bin")]
+    files += [
+        f for s in manifest.shards for f in s.files if f.path.endswith("weight.bin")
+    ]
     parts = manifest.model_dump(
         include={"family", "dims", "rope", "layers", "checkpoint", "residual_exponent"}
     )
@@ -171,10 +197,12 @@ def identity(manifest: Manifest, precision: str) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def take(value: np.ndarray, kind: StateKind, rows: int, offset: int, undone: int) -> np.ndarray:
-    """One sequence's state, as `state.read(name)[seq]` gives it, cut to its last `rows` rows that
-    count, in token order; a copy. `undone` of `offset` tokens and more were undone since the last
-    call."""
+def take(
+    value: np.ndarray, kind: StateKind, rows: int, offset: int, undone: int
+) -> np.ndarray:
+    """One sequence's state, as `state.read(name)[seq]` gives it, cut to its last `rows`
+    rows that count, in token order; a copy. `undone` of `offset` tokens and more were
+    undone since the last call."""
     if kind is RING:
         return value[:, np.arange(offset - rows, offset) % value.shape[1]]
     if kind is TAIL:
@@ -184,8 +212,8 @@ def take(value: np.ndarray, kind: StateKind, rows: int, offset: int, undone: int
 
 
 def put(target: np.ndarray, kind: StateKind, value: np.ndarray, offset: int) -> None:
-    """The inverse of `take`, into a state full of zeros; of rows that do not fit a smaller state,
-    the last ones."""
+    """The inverse of `take`, into a state full of zeros; of rows that do not fit a
+    smaller state, the last ones."""
     count = min(value.shape[-2], target.shape[-2])
     value = value[..., value.shape[-2] - count :, :]
     if kind is RING or kind is ROWS:

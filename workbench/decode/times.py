@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Times:
-    """Milliseconds of one call: every layer shard, every head slice, and the whole call on the
-    host's clock.
+    """Milliseconds of one call: every layer shard, every head slice, and the whole call
+    on the host's clock.
 
-    `cpu_ms` and `native_ms` have one value for each layer shard and then one for the head: CPU time
-    of the calling thread, and Core ML's own share of the time (None if unknown).
-    """
+    `cpu_ms` and `native_ms` have one value for each layer shard and then one for the
+    head: CPU time of the calling thread, and Core ML's own share of the time (None if
+    unknown)."""
 
     layers: list[float] = field(default_factory=list)
     head: float = 0.0
@@ -20,7 +20,7 @@ class Times:
     native_ms: list[float | None] = field(default_factory=list)
 
     def add_step(self, cpu_start: float, native_ms: list[float | None]) -> None:
-        """Adds a step that began at a `time.thread_time` and made predictions of these native
-        times."""
+        """Adds a step that began at a `time.thread_time` and made predictions of these
+        native times."""
         self.cpu_ms.append((time.thread_time() - cpu_start) * 1e3)
         self.native_ms.append(None if None in native_ms else sum(native_ms))

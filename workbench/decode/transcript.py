@@ -1,4 +1,5 @@
-"""Decodes one prompt and returns tokens, text and times, as `workbench decode` prints them."""
+"""Decodes one prompt and returns tokens, text and times, as `workbench decode` prints
+them."""
 
 import time
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from workbench.errors import InputError
 
 
 def load_tokenizer(folder: str | Path):
-    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder; refuses a folder that has
-    none."""
+    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder; refuses a
+    folder that has none."""
     from transformers import PreTrainedTokenizerFast
 
     if not (Path(folder) / "tokenizer.json").is_file():
@@ -32,21 +33,23 @@ def load_tokenizer(folder: str | Path):
 
 
 def encode_text(folder: str | Path, text: str) -> list[int]:
-    """Token ids of a text by the tokenizer in `folder`: its beginning-of-sequence token first where
-    it has one, no other special token."""
+    """Token ids of a text by the tokenizer in `folder`: its beginning-of-sequence token
+    first where it has one, no other special token."""
     tokenizer = load_tokenizer(folder)
     bos = tokenizer.bos_token_id
-    # verbose: it warns of texts longer than the model's context, which are read in windows
+    # verbose: it warns of texts longer than the model's context, which are read in
+    # windows
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return [bos] * (bos is not None) + ids
 
 
 def encode_chat(folder: str | Path, message: str) -> list[int]:
-    """Token ids of a user's message in the chat template of the tokenizer in `folder`, up to where
-    the model's answer begins.
+    """Token ids of a user's message in the chat template of the tokenizer in `folder`,
+    up to where the model's answer begins.
 
     Raises:
-        InputError: a tokenizer without such a template, or with one that cannot be rendered.
+        InputError: a tokenizer without such a template, or with one that cannot be
+            rendered.
     """
     from jinja2 import TemplateError
 
@@ -80,16 +83,16 @@ def transcript(
     """Decodes one prompt and sums up.
 
     Args:
-        logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row per
-            generated token.
-        source: runs the prompt; its states are then copied into `decoder`, within the prefill's
-            time.
-        on_text: is called with the text of each token as soon as it is decoded, where the bundle
-            has a tokenizer; the pieces add up to `text`.
+        logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row
+            per generated token.
+        source: runs the prompt; its states are then copied into `decoder`, within the
+            prefill's time.
+        on_text: is called with the text of each token as soon as it is decoded, where
+            the bundle has a tokenizer; the pieces add up to `text`.
 
     Returns:
-        The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the
-        first.
+        The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded
+        after the first.
 
     Raises:
         InputError: what cannot be decoded, or kept, before any token is.
@@ -99,7 +102,10 @@ def transcript(
         _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
     if not decoder.gives_logits and (logits or sampling.temperature):
         option = "--logits" if logits else "--temperature"
-        found, needed = "packages with the argmax inside", "packages that put out logits"
+        found, needed = (
+            "packages with the argmax inside",
+            "packages that put out logits",
+        )
         raise InputError(option, found, needed, "leave it out")
     folder = decoder.bundle.tokenizer
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
@@ -114,9 +120,17 @@ def transcript(
     if logits:
         if not tokens:
             decoder.begin()
-        last = decoder.decode_one_token(tokens[-1]) if tokens else (prefill or decoder.prefill)(ids)
-        with logits.open("wb") as file:  # a file, because np.save appends .npy to a name
-            np.save(file, np.stack([*(r.logits for r in records), last]).astype(np.float32))
+        last = (
+            decoder.decode_one_token(tokens[-1])
+            if tokens
+            else (prefill or decoder.prefill)(ids)
+        )
+        with logits.open(
+            "wb"
+        ) as file:  # a file, because np.save appends .npy to a name
+            np.save(
+                file, np.stack([*(r.logits for r in records), last]).astype(np.float32)
+            )
     prompt = {
         "tokens": len(ids),
         "calls": (source or decoder).prefill_calls(len(ids)),
@@ -134,9 +148,15 @@ def transcript(
 
 
 def _step_times(times: list[Times]) -> dict:
-    """Tokens per second and medians in ms of decoding steps; None for each without a step."""
+    """Tokens per second and medians in ms of decoding steps; None for each without a
+    step."""
     samples = [t.total for t in times]
-    figures = {"tokens_per_s": None, "layer_ms": None, "head_ms": None, "samples_ms": samples}
+    figures = {
+        "tokens_per_s": None,
+        "layer_ms": None,
+        "head_ms": None,
+        "samples_ms": samples,
+    }
     if times:
         figures["tokens_per_s"] = 1e3 / float(np.median(samples))
         figures["layer_ms"] = np.median([t.layers for t in times], axis=0).tolist()
@@ -145,8 +165,8 @@ def _step_times(times: list[Times]) -> dict:
 
 
 def _text_stream(tokenizer) -> Callable[[int], str | None]:
-    """A function from the next token to the text that it adds; None while a character is
-    incomplete."""
+    """A function from the next token to the text that it adds; None while a character
+    is incomplete."""
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=False)
@@ -154,8 +174,8 @@ def _text_stream(tokenizer) -> Callable[[int], str | None]:
 
 
 def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:
-    """Raises an InputError if the logits of all tokens, the last one included, could not be
-    computed or written."""
+    """Raises an InputError if the logits of all tokens, the last one included, could
+    not be computed or written."""
     S = decoder.options.max_seq_len
     if positions > S:
         raise InputError(

@@ -1,5 +1,5 @@
-"""Moves sequences between bundles of one checkpoint, by copying states; a runtime's own state
-works only with the model that made it."""
+"""Moves sequences between bundles of one checkpoint, by copying states; a runtime's own
+state works only with the model that made it."""
 
 from dataclasses import replace
 
@@ -10,14 +10,14 @@ from workbench.errors import InputError
 
 
 def copy_state(source: Decoder, target: Decoder) -> None:
-    """Continues `source`'s sequences in `target`, whatever the two bundles' shards, T, cache sizes
-    and packing.
+    """Continues `source`'s sequences in `target`, whatever the two bundles' shards, T,
+    cache sizes and packing.
 
     Typically a prefill bundle of large fixed T hands over to a decode bundle of T = 1.
 
     Raises:
-        InputError: another checkpoint, another batch, or fewer positions than the sequences already
-            have.
+        InputError: another checkpoint, another batch, or fewer positions than the
+            sequences already have.
     """
     check_pair(source, target)
     a, b = source.manifest, target.manifest
@@ -29,15 +29,21 @@ def copy_state(source: Decoder, target: Decoder) -> None:
             "export it with a larger --max-seq-len",
         )
     target.begin(
-        [replace(source.snapshot(seq), identity=target.identity) for seq in range(a.options.batch)]
+        [
+            replace(source.snapshot(seq), identity=target.identity)
+            for seq in range(a.options.batch)
+        ]
     )
 
 
 def check_pair(source: Decoder, target: Decoder) -> None:
-    """Raises an InputError for two bundles of different checkpoints or batches, between which no
-    sequence can move."""
+    """Raises an InputError for two bundles of different checkpoints or batches, between
+    which no sequence can move."""
     a, b = source.manifest, target.manifest
-    if a.checkpoint["sha256"] != b.checkpoint["sha256"] or a.options.batch != b.options.batch:
+    if (
+        a.checkpoint["sha256"] != b.checkpoint["sha256"]
+        or a.options.batch != b.options.batch
+    ):
         raise InputError(
             "bundle to continue in",
             f"checkpoint {b.checkpoint['name']}, batch {b.options.batch}",
@@ -47,8 +53,8 @@ def check_pair(source: Decoder, target: Decoder) -> None:
 
 
 def prefill_by(source: Decoder, target: Decoder, ids) -> np.ndarray:
-    """Runs prompts in `source` from an empty cache and moves the sequences to `target`, once,
-    behind their last token.
+    """Runs prompts in `source` from an empty cache and moves the sequences to `target`,
+    once, behind their last token.
 
     Args:
         ids: as for `Decoder.prefill`.

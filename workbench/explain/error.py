@@ -1,7 +1,7 @@
 """Splits the error of a bundle into its causes: one difference vector per cause.
 
-From Hugging Face to the device one thing changes at a time, and each step adds a difference to
-every layer's update:
+From Hugging Face to the device one thing changes at a time, and each step adds a
+difference to every layer's update:
 
     part          what changes                                         runs on
     storage       weights rounded to fp16                              Hugging Face, float32
@@ -10,11 +10,12 @@ every layer's update:
     precision     every result rounded to the dtype it declares        portable, declared
     runtime       the device in place of the portable runtime          Core ML, on a Mac alone
 
-Of Core AI's fp32 programs, which Apple's interpreter runs, the first three parts are all.
+Of Core AI's fp32 programs, which Apple's interpreter runs, the first three parts are
+all.
 
-The vectors add up to the total; their norms do not, so cross terms are reported beside them. A
-fault of the bundle's program is re-authoring error in whatever format the weights are stored.
-"""
+The vectors add up to the total; their norms do not, so cross terms are reported beside
+them. A fault of the bundle's program is re-authoring error in whatever format the
+weights are stored."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,9 +37,9 @@ MODES = ("isolated", "chained")
 
 @dataclass
 class Split:
-    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own, and the
-    difference that each part makes. A part that was not measured is absent from `parts`.
-    """
+    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own,
+    and the difference that each part makes. A part that was not measured is absent from
+    `parts`."""
 
     reference: np.ndarray
     bundle: np.ndarray
@@ -49,9 +50,9 @@ class Split:
         return self.bundle - self.reference
 
     def layers(self) -> pd.DataFrame:
-        """Relative RMS per layer: every part (null: not measured), `total`, the root sum of squares
-        `rss` of the parts, and `cross`, the share of the parts' inner products in total² (0 if they
-        are orthogonal)."""
+        """Relative RMS per layer: every part (null: not measured), `total`, the root
+        sum of squares `rss` of the parts, and `cross`, the share of the parts' inner
+        products in total² (0 if they are orthogonal)."""
         scale = _rms(self.reference)
         frame = pd.DataFrame({"layer": np.arange(len(scale))})
         for part in PARTS:
@@ -61,11 +62,14 @@ class Split:
         frame["total"] = metrics.over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
         squared = (frame["total"] ** 2).where(frame["total"] > 0)
-        frame["cross"] = ((frame["total"] ** 2 - frame["rss"] ** 2) / squared).fillna(0.0)
+        frame["cross"] = ((frame["total"] ** 2 - frame["rss"] ** 2) / squared).fillna(
+            0.0
+        )
         return frame
 
     def positions(self) -> pd.DataFrame:
-        """Relative RMS of each measured part and of the total per layer and position."""
+        """Relative RMS of each measured part and of the total per layer and
+        position."""
         scale = metrics.rms(self.reference)  # [L, n]
         columns = dict(zip(("layer", "position"), np.indices(scale.shape), strict=True))
         for name, part in (self.parts | {"total": self.total}).items():
@@ -73,16 +77,18 @@ class Split:
         return pd.DataFrame({name: column.ravel() for name, column in columns.items()})
 
     def shares(self) -> pd.DataFrame:
-        """Inner products of the parts over ‖total‖², all layers together: a part × part table whose
-        cells sum to 1."""
+        """Inner products of the parts over ‖total‖², all layers together: a part × part
+        table whose cells sum to 1."""
         flat = np.stack([part.ravel() for part in self.parts.values()])
         names = list(self.parts)
-        return pd.DataFrame(flat @ flat.T / ((self.total**2).sum() or 1.0), names, names)
+        return pd.DataFrame(
+            flat @ flat.T / ((self.total**2).sum() or 1.0), names, names
+        )
 
     @property
     def residual(self) -> float:
-        """The relative RMS of the difference between the parts' sum and the total, in the worst
-        layer."""
+        """The relative RMS of the difference between the parts' sum and the total, in
+        the worst layer."""
         rest = sum(self.parts.values()) - self.total
         return float(metrics.over(_rms(rest), _rms(self.reference)).max())
 
@@ -103,14 +109,14 @@ def split_error(
     compute_units: str = "CPU_AND_NE",
     progress: bool = False,
 ) -> dict[str, Split]:
-    """Splits the error of `bundle` over `ids`, isolated (every layer reads the golden's input) and
-    chained.
+    """Splits the error of `bundle` over `ids`, isolated (every layer reads the golden's
+    input) and chained.
 
     Args:
         T: tokens per call (default: t_max).
         reference: the checkpoint's golden of `ids` (default: made now).
-        runtime: the device whose part is measured, on `compute_units`; `portable`, and any runtime
-            of a Core AI bundle: no device.
+        runtime: the device whose part is measured, on `compute_units`; `portable`, and
+            any runtime of a Core AI bundle: no device.
     """
     from tqdm.auto import tqdm
 
@@ -143,25 +149,37 @@ def _runs(bundle: Bundle, runtime: str) -> list[tuple[str, str, str]]:
 def _stages(
     checkpoint, bundle, source, T, runs, compute_units
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """(part, [isolated, chained] updates once the part's cause is in place), in order."""
-    for part, read in (("storage", golden.fp16_weights), ("quantization", golden.stored_weights)):
+    """(part, [isolated, chained] updates once the part's cause is in place), in
+    order."""
+    for part, read in (
+        ("storage", golden.fp16_weights),
+        ("quantization", golden.stored_weights),
+    ):
         weights = read(checkpoint, bundle)
         goldens = []
         for fed in ((source.x, source.router), ()):
-            goldens.append(golden.make_golden(checkpoint, source.ids, weights, "stored", *fed))
+            goldens.append(
+                golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
+            )
         yield part, [stored.update.astype(np.float64) for stored in goldens]
     for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
-        yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
+        yield (
+            part,
+            [
+                updates(decoder, source, T or decoder.options.t_max, mode)
+                for mode in MODES
+            ],
+        )
 
 
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
-    """The difference of each layer's output and input, [L, n, C] float64, over the golden's tokens
-    in calls of T.
+    """The difference of each layer's output and input, [L, n, C] float64, over the
+    golden's tokens in calls of T.
 
     Raises:
-        InputError: a runtime that does not show every layer's output (all but the portable one,
-            inside a shard of several layers).
+        InputError: a runtime that does not show every layer's output (all but the
+            portable one, inside a shard of several layers).
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
     if len(trace.hidden) < len(source.x):
@@ -169,7 +187,9 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
         step = "export with --layers-per-shard 1"
         subject = f"bundle {decoder.bundle.root.name}"
         raise InputError(subject, actual, "one layer a shard", step)
-    after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(np.float64)
+    after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(
+        np.float64
+    )
     if mode == "isolated":
         return after - trace.x
     embedded = decoder.bundle.embed(source.ids[None]) * decoder.manifest.stream_scale
@@ -177,7 +197,8 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
 
 
 def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
-    """Gates: the re-authoring error is within its limit, and the parts add up to the total."""
+    """Gates: the re-authoring error is within its limit, and the parts add up to the
+    total."""
     residual = max(split.residual for split in splits.values())
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())
@@ -191,7 +212,8 @@ def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
 
 
 def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
-    """The conclusion from the parts of isolated layers and from the remedies for their weights."""
+    """The conclusion from the parts of isolated layers and from the remedies for their
+    weights."""
     layers, shares = split.layers(), split.shares()
     own = pd.Series(np.diag(shares), shares.index)
     part = own.idxmax()
@@ -210,5 +232,7 @@ def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
         stored = f"storing {row['tensors']} as int8-channel brings {row['error']:.2%} to {better}"
         lines.append(f"Layer {row['layer']}: {stored}.")
     if "runtime" not in split.parts:
-        lines.append("The device's own part was not measured: there is no Core ML here.")
+        lines.append(
+            "The device's own part was not measured: there is no Core ML here."
+        )
     return "\n".join(f"- {line}" for line in lines)

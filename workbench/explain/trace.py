@@ -1,10 +1,10 @@
-"""Traces the range of every operation's results against fp16's limits: one row per result.
+"""Traces the range of every operation's results against fp16's limits: one row per
+result.
 
-The interpreter calls a hook with every result. Arithmetic differs by compute unit, so a program
-runs in three precisions: `exact` has the true magnitudes, `declared` rounds each result once, and
-`narrow` also rounds partial sums. Bundles are traced over a prompt, any other package over named or
-random inputs.
-"""
+The interpreter calls a hook with every result. Arithmetic differs by compute unit, so a
+program runs in three precisions: `exact` has the true magnitudes, `declared` rounds
+each result once, and `narrow` also rounds partial sums. Bundles are traced over a
+prompt, any other package over named or random inputs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,8 @@ from workbench.bundle.names import MAX_FP16, MIN_NORMAL
 from workbench.check import gates
 from workbench.decode import Decoder
 
-# a departure is the difference of `declared` from the same call in `exact`, which runs first
+# a departure is the difference of `declared` from the same call in `exact`, which runs
+# first
 ORDER = ("exact", "declared", "narrow")
 MAX_MASK = 1 << 22  # elements of the largest constant that is searched for infs
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
@@ -32,9 +33,9 @@ ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the va
 
 @dataclass
 class Range:
-    """The range of one floating-point result over all calls: largest finite magnitude, counts of
-    inf, NaN, subnormal and all elements. `inf_at` and `nan_at` are the running numbers of the
-    results in which each was first seen (null: never)."""
+    """The range of one floating-point result over all calls: largest finite magnitude,
+    counts of inf, NaN, subnormal and all elements. `inf_at` and `nan_at` are the
+    running numbers of the results in which each was first seen (null: never)."""
 
     shard: str
     op: str  # MIL name
@@ -85,8 +86,8 @@ class Ranges:
         return record
 
     def first(self, what: str) -> dict | None:
-        """The operation whose result was the first with an `inf` or `nan`; None if there is
-        none."""
+        """The operation whose result was the first with an `inf` or `nan`; None if
+        there is none."""
         times = {}
         for r in self.results.values():
             times[getattr(r, f"{what}_at")] = r
@@ -94,11 +95,13 @@ class Ranges:
         if not times:
             return None
         first = times[min(times)]
-        return {name: getattr(first, name) for name in ("shard", "op", "kind", "module")}
+        return {
+            name: getattr(first, name) for name in ("shard", "op", "kind", "module")
+        }
 
     def frame(self) -> pd.DataFrame:
-        """One row per result in order of execution, with `headroom_bits`: log2(65504 / max_abs),
-        inf if all values are zero, -inf if one is inf."""
+        """One row per result in order of execution, with `headroom_bits`: log2(65504 /
+        max_abs), inf if all values are zero, -inf if one is inf."""
         frame = pd.DataFrame([vars(r) for r in self.results.values()])
         with np.errstate(divide="ignore"):
             bits = np.log2(MAX_FP16 / frame["max_abs"])
@@ -107,21 +110,23 @@ class Ranges:
 
 @dataclass
 class Trace:
-    """`ranges` by precision, and the first operation whose `declared` result differs from `exact`
-    by more than its own rounding (null: none)."""
+    """`ranges` by precision, and the first operation whose `declared` result differs
+    from `exact` by more than its own rounding (null: none)."""
 
     ranges: dict[str, Ranges]
     departure: dict | None
 
     def frame(self) -> pd.DataFrame:
-        """One row per result: its range in exact arithmetic, or in the only precision that ran, and
-        whether it is finite in the others."""
+        """One row per result: its range in exact arithmetic, or in the only precision
+        that ran, and whether it is finite in the others."""
         first, *others = (precision for precision in ORDER if precision in self.ranges)
         frame = self.ranges[first].frame()
         for precision in others:
             other = self.ranges[precision].frame()
             other[f"finite_{precision}"] = (other["infs"] + other["nans"]) == 0
-            frame = frame.merge(other[["shard", "value", f"finite_{precision}"]], how="left")
+            frame = frame.merge(
+                other[["shard", "value", f"finite_{precision}"]], how="left"
+            )
         return frame.drop(columns=["inf_at", "nan_at"])
 
     def _first(self, precision: str) -> dict[str, dict | None]:
@@ -143,7 +148,9 @@ class Trace:
                 if at:
                     places.append(f"{what.replace('_', ' ')} at {place(at)}")
             fine = f"{way}: every value is finite"
-            results.append(gates.none(f"{precision}_is_finite", places, fine, f"{way}: "))
+            results.append(
+                gates.none(f"{precision}_is_finite", places, fine, f"{way}: ")
+            )
         return results
 
     def json(self) -> dict:
@@ -181,14 +188,14 @@ def _floats(op, outputs) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Departure:
-    """Compares the results of `declared` with those of `exact`, call by call, until one differs by
-    more than one rounding."""
+    """Compares the results of `declared` with those of `exact`, call by call, until one
+    differs by more than one rounding."""
 
     def __init__(self):
         self.exact: dict[tuple[str, str], torch.Tensor] = {}
         self.first: dict | None = None
-        # by shard and value: the places of infs that come from an input or a constant, such as a
-        # mask's −inf
+        # by shard and value: the places of infs that come from an input or a constant,
+        # such as a mask's −inf
         self.inherited: dict[tuple[str, str], torch.Tensor] = {}
 
     def feed(self, shard: str, values: dict) -> None:
@@ -201,8 +208,8 @@ class Departure:
                     self.inherited[shard, name] = infs
 
     def _without_inherited(self, precision: str, shard: str, op, outputs) -> list:
-        """Results with 0 in place of infs that descend from an input's. An inf at a place where
-        `exact` has none is an overflow and stays."""
+        """Results with 0 in place of infs that descend from an input's. An inf at a
+        place where `exact` has none is an overflow and stays."""
         results = []
         for (value, _), x in zip(op.outputs, outputs, strict=True):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -215,8 +222,9 @@ class Departure:
         return results
 
     def _inherit(self, shard: str, op, value: str, x: torch.Tensor) -> None:
-        """Records the infs of an exact result that come from an operand: all of them if the
-        operation only moves values, else those at the places of an operand's infs."""
+        """Records the infs of an exact result that come from an operand: all of them if
+        the operation only moves values, else those at the places of an operand's
+        infs."""
         self.inherited.pop((shard, value), None)
         sources = []
         for n in op.reads():
@@ -226,14 +234,17 @@ class Departure:
         if not sources or not infs.any():
             return
         if op.kind not in MOVES:
-            # of operands with other shapes the places of their infs in the result are not known
+            # of operands with other shapes the places of their infs in the result are
+            # not known
             with suppress(RuntimeError):
-                infs &= torch.stack([source.expand(x.shape) for source in sources]).any(0)
+                infs &= torch.stack([source.expand(x.shape) for source in sources]).any(
+                    0
+                )
         self.inherited[shard, value] = infs
 
     def hook(self, precision: str, ranges: Ranges, shard: str, modules: dict[str, str]):
-        """The hook of a program run in `precision`: records ranges, and compares results until the
-        first departure."""
+        """The hook of a program run in `precision`: records ranges, and compares
+        results until the first departure."""
         record = ranges.hook(shard, modules)
 
         def record_and_compare(op, outputs):
@@ -249,7 +260,9 @@ class Departure:
 
         return record_and_compare
 
-    def _compare(self, source: dict[str, str], reference: torch.Tensor, x: torch.Tensor) -> None:
+    def _compare(
+        self, source: dict[str, str], reference: torch.Tensor, x: torch.Tensor
+    ) -> None:
         rounding = ROUNDING * float(reference.abs().max())
         error = float((x - reference).abs().max())
         if not error <= rounding and self.first is None:
@@ -258,11 +271,11 @@ class Departure:
 
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
-    """Traces every shard of a bundle over `ids` in calls of `tile` tokens (default: t_max).
+    """Traces every shard of a bundle over `ids` in calls of `tile` tokens (default:
+    t_max).
 
-    Of a Core AI program only the values that Apple's interpreter logs are traced, in its own
-    arithmetic.
-    """
+    Of a Core AI program only the values that Apple's interpreter logs are traced, in
+    its own arithmetic."""
     if bundle.manifest.options.target == "coreai":
         alone = Decoder(bundle, "coreai")
         decoders = {alone.precision: alone}
@@ -274,8 +287,8 @@ def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) ->
 
 
 def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
-    """Ranges of every shard of a portable decoder, routed experts included, over one prompt from a
-    fresh state; the decoder's own sequences stay as they were."""
+    """Ranges of every shard of a portable decoder, routed experts included, over one
+    prompt from a fresh state; the decoder's own sequences stay as they were."""
     with decoder.set_aside():
         decoder.begin()
         return trace_ranges({decoder.precision: decoder}, ids).ranges[decoder.precision]
@@ -284,8 +297,8 @@ def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
 def trace_ranges(
     decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None
 ) -> Trace:
-    """Traces `ids` as the continuation of every decoder's sequences, call by call in the order of
-    `decoders`.
+    """Traces `ids` as the continuation of every decoder's sequences, call by call in
+    the order of `decoders`.
 
     Args:
         decoders: portable decoders by precision, `exact` before `declared`.
@@ -317,15 +330,17 @@ def trace_package(
     """Traces one call of any ML Program package from a fresh state.
 
     Args:
-        inputs: values by name; missing inputs are random normal, or zero if integers, at the
-            default shape.
+        inputs: values by name; missing inputs are random normal, or zero if integers,
+            at the default shape.
         function: the function to run (default: the package's own default).
     """
     program = miltorch.read(path, function)
     name = Path(path).stem
     rng = np.random.default_rng(seed)
     values = _random_inputs(program, rng) | (inputs or {})
-    tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
+    tensors = {
+        name: torch.from_numpy(np.array(value)) for name, value in values.items()
+    }
     departure = Departure()
     ranges = {p: Ranges() for p in ORDER}
     for precision in ranges:

@@ -1,4 +1,5 @@
-"""Changes Hugging Face's model in one way at a time and measures a bundle's distance from it."""
+"""Changes Hugging Face's model in one way at a time and measures a bundle's distance
+from it."""
 
 import copy
 import sys
@@ -18,7 +19,9 @@ from workbench.models.checkpoint import Checkpoint
 
 Change = Callable[[Callable], Callable]  # a function of a module → the one in its place
 UNLIKE = 0.5  # relative RMS above which weights are another layer's; compression stays below it
-STREAM_ULPS = 2.0**-22  # rounding of `hidden` relative to its RMS, which enters every update
+STREAM_ULPS = (
+    2.0**-22
+)  # rounding of `hidden` relative to its RMS, which enters every update
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,28 @@ class Variant:
     config: dict = field(default_factory=dict)
     model: Callable[[nn.Module], None] = lambda model: None
     functions: dict[str, Change] = field(default_factory=dict)
-    read: Callable[[str, golden.WeightReader], torch.Tensor] = lambda name, read: read(name)
+    read: Callable[[str, golden.WeightReader], torch.Tensor] = lambda name, read: read(
+        name
+    )
     embedding: float = 1.0
     order: dict[int, int] = field(default_factory=dict)
 
 
 class Trial:
-    """A bundle's outputs on Hugging Face's inputs, and the errors of variants against them."""
+    """A bundle's outputs on Hugging Face's inputs, and the errors of variants against
+    them."""
 
     def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
-        self.bundle, self.checkpoint, runtime = bundle, checkpoint, exact_runtime(bundle)
+        self.bundle, self.checkpoint, runtime = (
+            bundle,
+            checkpoint,
+            exact_runtime(bundle),
+        )
         self.read = golden.stored_weights(checkpoint, bundle)
         self.ids = _prompt(bundle, checkpoint)
-        self.source = golden.make_golden(checkpoint, self.ids, self.read, "stored", head=False)
+        self.source = golden.make_golden(
+            checkpoint, self.ids, self.read, "stored", head=False
+        )
         decoder = Decoder(bundle, runtime, "exact")
         self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
         scale = bundle.manifest.stream_scale
@@ -58,12 +70,14 @@ class Trial:
         self.order = self._order()
 
     def errors(self, variant: Variant, count: int) -> np.ndarray:
-        """Relative RMS [1 + count] of the embeddings and of the first `count` layers, for each the
-        worst of update, K and V. A layer with the weights of another layer than the variant's has
-        at least 1."""
+        """Relative RMS [1 + count] of the embeddings and of the first `count` layers,
+        for each the worst of update, K and V. A layer with the weights of another layer
+        than the variant's has at least 1."""
         reference = self._run(variant, count)
         outputs = self.outputs
-        errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
+        errors = [
+            metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)
+        ]
         for layer in range(count):
             update = reference.update[layer]
             rows = outputs.cached.get(layer)
@@ -71,7 +85,9 @@ class Trial:
             rounding = STREAM_ULPS * _rms(reference.x[layer])
             worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
             for name in "kv" if layer in outputs.cached else "":
-                arrays = (getattr(of, name)[layer][:, rows] for of in (reference, outputs))
+                arrays = (
+                    getattr(of, name)[layer][:, rows] for of in (reference, outputs)
+                )
                 worst.append(metrics.relative_rms(*arrays))
             other = self.order.get(layer, layer) != variant.order.get(layer, layer)
             errors.append(max(*worst, float(other)))
@@ -92,7 +108,8 @@ class Trial:
             )
 
     def _order(self) -> dict[int, int]:
-        """Layer → the neighbour in the checkpoint whose weights it stores, where it is another."""
+        """Layer → the neighbour in the checkpoint whose weights it stores, where it is
+        another."""
         layers = self.checkpoint.prefix + "layers.{}."
         name = layers + "self_attn.o_proj.weight"
         if name.format(0) not in self.checkpoint:
@@ -113,8 +130,8 @@ class Trial:
 
 @contextmanager
 def changed_model(config, variant: Variant, count: int):
-    """Yields the first `count` layers of a variant's model without weights, its functions
-    replaced."""
+    """Yields the first `count` layers of a variant's model without weights, its
+    functions replaced."""
     config = copy.deepcopy(config)
     for name, value in variant.config.items():
         setattr(config, name, copy.deepcopy(value))
@@ -137,7 +154,8 @@ def _replaced(module, changes: dict[str, Change]):
 
 
 def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
-    """Seeded random ids, more than twice the largest window unless the cache is shorter."""
+    """Seeded random ids, more than twice the largest window unless the cache is
+    shorter."""
     window = max((layer.window or 0 for layer in bundle.manifest.layers), default=0)
     window = max(window, getattr(checkpoint.config, "sliding_window", None) or 0)
     count = min(bundle.manifest.options.max_seq_len, max(24, 2 * window + 8))

@@ -1,10 +1,10 @@
 """Finds the variant of Hugging Face's model that a faulty bundle computes.
 
-The bundle's program runs in exact arithmetic on its stored weights. Hugging Face's model runs on
-the same weights, as configured and then with one thing changed at a time: rope, norms, window,
-scale, activation, biases, order of heads and layers. The variant whose updates, K, V and embeddings
-equal the bundle's within rounding is the cause; if there is none, the fault is of another kind.
-"""
+The bundle's program runs in exact arithmetic on its stored weights. Hugging Face's
+model runs on the same weights, as configured and then with one thing changed at a time:
+rope, norms, window, scale, activation, biases, order of heads and layers. The variant
+whose updates, K, V and embeddings equal the bundle's within rounding is the cause; if
+there is none, the fault is of another kind."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -44,18 +44,22 @@ def _same(*values):
     return values
 
 
-def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False) -> pd.DataFrame:
+def explain_bundle(
+    bundle: Bundle, checkpoint: Checkpoint, progress: bool = False
+) -> pd.DataFrame:
     """Every variant's `name` and `relative_rms`, best first.
 
-    `relative_rms` is the worst of the updates, K and V of the layers and of the embeddings.
-    Variants are tried on the first layers, the best one on all of them.
+    `relative_rms` is the worst of the updates, K and V of the layers and of the
+    embeddings. Variants are tried on the first layers, the best one on all of them.
 
     Raises:
         InputError: a bundle of another checkpoint.
     """
     trial = Trial(bundle, checkpoint)
     ropes = [rope.inv_freq for rope in bundle.manifest.rope]
-    errors = try_variants(trial.errors, checkpoint, ropes, trial.order, progress=progress)
+    errors = try_variants(
+        trial.errors, checkpoint, ropes, trial.order, progress=progress
+    )
     if min(errors.values()) > FITS:
         tables = _own_tables(bundle.manifest, checkpoint)
         errors[tables.name] = float(trial.errors(tables, bundle.manifest.dims.L).max())
@@ -72,8 +76,8 @@ def try_variants(
 ) -> dict[str, float]:
     """The largest error of the model as configured and of its `variants`, by name.
 
-    The model as configured runs on all layers; if its error is within `fits`, no variant is tried.
-    Variants run on the first layers, the best one on all of them.
+    The model as configured runs on all layers; if its error is within `fits`, no
+    variant is tried. Variants run on the first layers, the best one on all of them.
 
     Args:
         errors: (variant, count) → errors; the last `count` are of the first layers.
@@ -121,8 +125,8 @@ def conclusion(fits: str | None) -> str:
 
 
 def first_layers(config, wrong: list[int]) -> int:
-    """The number of first layers that include every kind, at least two, and all wrong layers unless
-    every layer is wrong."""
+    """The number of first layers that include every kind, at least two, and all wrong
+    layers unless every layer is wrong."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     needed = [types.index(kind) for kind in types]
     if len(wrong) < len(types):
@@ -131,7 +135,10 @@ def first_layers(config, wrong: list[int]) -> int:
 
 
 def variants(
-    checkpoint: Checkpoint, ropes: list[list[float]], order: dict[int, int], wrong: np.ndarray
+    checkpoint: Checkpoint,
+    ropes: list[list[float]],
+    order: dict[int, int],
+    wrong: np.ndarray,
 ) -> Iterator[Variant]:
     """All variants of a checkpoint's model.
 
@@ -149,7 +156,9 @@ def variants(
     yield from _attention_variants(config, layer.self_attn)
     yield from _weight_variants(checkpoint)
     if order:
-        pairs = ", ".join(f"{layer} has {other}'s weights" for layer, other in order.items())
+        pairs = ", ".join(
+            f"{layer} has {other}'s weights" for layer, other in order.items()
+        )
         yield Variant(f"layer order: {pairs}", order=order)
     first, second = wrong[::2], wrong[1::2]
     if len(wrong) and np.array_equal(first + 1, second):
@@ -170,9 +179,11 @@ def _is_gemma(config) -> bool:
     return hasattr(config, "query_pre_attn_scalar")
 
 
-def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator[Variant]:
-    """Variants with other bases, one of them fitted to the bundle's table, and other scalings; of a
-    model with several tables for all of them and for each."""
+def _rope_variants(
+    checkpoint: Checkpoint, ropes: list[list[float]]
+) -> Iterator[Variant]:
+    """Variants with other bases, one of them fitted to the bundle's table, and other
+    scalings; of a model with several tables for all of them and for each."""
     parameters = checkpoint.config.rope_parameters
     nested = all(isinstance(table, dict) for table in parameters.values())
     tables = {kind: parameters[kind] for kind in sorted(parameters)}
@@ -198,7 +209,8 @@ def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator
     if flags and not all(flags):
         yield Variant("rope in every layer", {"no_rope_layers": [1] * len(flags)})
         yield Variant(
-            "layers with and without rope exchanged", {"no_rope_layers": [1 - f for f in flags]}
+            "layers with and without rope exchanged",
+            {"no_rope_layers": [1 - f for f in flags]},
         )
 
 
@@ -213,11 +225,16 @@ def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str,
     changes = {f"rope theta {theta:.7g}": {"rope_theta": theta} for theta in thetas}
     changes["rope scaling none"] = {"rope_type": "default"}
     for factor in factors:
-        changes[f"rope scaling linear {factor:.7g}"] = {"rope_type": "linear", "factor": factor}
+        changes[f"rope scaling linear {factor:.7g}"] = {
+            "rope_type": "linear",
+            "factor": factor,
+        }
         changes[f"rope scaling llama3 {factor:.7g}"] = LLAMA3 | {"factor": factor}
     for table in tables:
         if "yarn" in table.values():
-            changes["yarn without its factor of cos and sin"] = table | {"attention_factor": 1.0}
+            changes["yarn without its factor of cos and sin"] = table | {
+                "attention_factor": 1.0
+            }
             for factor in factors:
                 changes[f"rope scaling yarn {factor:.7g}"] = table | {"factor": factor}
         if "factor" in table:
@@ -236,8 +253,8 @@ def _fitted(inv_freq: list[float]) -> tuple[float, float]:
 
 
 def _rotation(turn: float = 1.0, before: Pair = _same, after: Pair = _same) -> Change:
-    """The model's own rotation with its angle multiplied by `turn`; `before` maps q and k to its
-    arguments, `after` maps its results."""
+    """The model's own rotation with its angle multiplied by `turn`; `before` maps q and
+    k to its arguments, `after` maps its results."""
 
     def change(rotate):
         def rotation(q, k, cos, sin):
@@ -250,7 +267,8 @@ def _rotation(turn: float = 1.0, before: Pair = _same, after: Pair = _same) -> C
 
 
 def _interleaved(rotate: Callable) -> Callable:
-    """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of halves."""
+    """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of
+    halves."""
 
     def rotation(q, k, cos, sin):
         order, width = torch.arange(q.shape[-1]), cos.shape[-1]
@@ -262,8 +280,8 @@ def _interleaved(rotate: Callable) -> Callable:
 
 
 def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
-    """Variants with another eps, with the norms of q and k left out or on the other side of rope,
-    and with the norms around a block exchanged, left out or moved."""
+    """Variants with another eps, with the norms of q and k left out or on the other
+    side of rope, and with the norms around a block exchanged, left out or moved."""
     attention = layer.self_attn
     key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
     eps = getattr(config, key)
@@ -271,11 +289,15 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
         yield Variant(f"eps {value:g}", {key: value})
     names = next((names for names in QK_NORMS if hasattr(attention, names[0])), None)
     if names:
-        yield Variant("q/k norm left out", model=_without(*(f"self_attn.{n}" for n in names)))
+        yield Variant(
+            "q/k norm left out", model=_without(*(f"self_attn.{n}" for n in names))
+        )
     if names and getattr(attention, names[0]).weight.shape[0] == attention.head_dim:
         leave_out, norms = _norms_beside_rope(*names)
         side, rotation = "after", _rotation(after=norms)
-        if names == QK_NORMS[1]:  # the families with these names have their norms after rope
+        if (
+            names == QK_NORMS[1]
+        ):  # the families with these names have their norms after rope
             side, rotation = "before", _rotation(before=norms)
         rotations = {"apply_rotary_pos_emb": rotation}
         yield Variant(f"q/k norm {side} rope", model=leave_out, functions=rotations)
@@ -287,9 +309,15 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
         for pre, post in pairs:
             yield Variant(f"{post} left out", model=_without(post))
             yield Variant(f"{pre} and {post} exchanged", read=_exchanged(pre, post))
-        yield Variant("norms behind blocks left out", model=_without(*(post for _, post in pairs)))
-    if hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm"):
-        yield Variant("norms before blocks instead of behind", model=_norms_before_blocks)
+        yield Variant(
+            "norms behind blocks left out", model=_without(*(post for _, post in pairs))
+        )
+    if hasattr(layer, "post_feedforward_layernorm") and not hasattr(
+        layer, "input_layernorm"
+    ):
+        yield Variant(
+            "norms before blocks instead of behind", model=_norms_before_blocks
+        )
 
 
 def _norms_before_blocks(base) -> None:
@@ -309,8 +337,8 @@ def _norms_before_blocks(base) -> None:
 
 
 def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
-    """Two functions: one that leaves both norms out of every layer, and one that applies the norms
-    of the running layer to q and k."""
+    """Two functions: one that leaves both norms out of every layer, and one that
+    applies the norms of the running layer to q and k."""
     current: list[nn.Module] = []
 
     def leave_out(base):
@@ -334,7 +362,9 @@ def _without(*modules: str) -> Callable[[nn.Module], None]:
     def change(base):
         for layer in base.layers:
             for module in modules if hasattr(layer, parent) else ():
-                layer.get_submodule(module).forward = lambda *x: x if len(x) > 1 else x[0]
+                layer.get_submodule(module).forward = lambda *x: (
+                    x if len(x) > 1 else x[0]
+                )
 
     return change
 
@@ -355,14 +385,16 @@ def _relayered(order: dict[int, int]) -> Callable:
         layer, rest = split_layer(name)
         if layer is None:
             return reader(name)
-        return reader(f"{name.removesuffix(f'{layer}.{rest}')}{order.get(layer, layer)}.{rest}")
+        return reader(
+            f"{name.removesuffix(f'{layer}.{rest}')}{order.get(layer, layer)}.{rest}"
+        )
 
     return read
 
 
 def _window_variants(config) -> Iterator[Variant]:
-    """Variants with other windows of the layers that have one, and with the two kinds of attention
-    exchanged."""
+    """Variants with other windows of the layers that have one, and with the two kinds
+    of attention exchanged."""
     kinds = sorted(set(getattr(config, "layer_types", None) or []))
     window = getattr(config, "sliding_window", None)
     if not window or (kinds and not any("sliding" in kind for kind in kinds)):
@@ -380,12 +412,14 @@ def _window_variants(config) -> Iterator[Variant]:
         exchanged = []
         for kind in config.layer_types:
             exchanged.append(kinds[kinds[0] == kind])
-        yield Variant("layers with and without window exchanged", {"layer_types": exchanged})
+        yield Variant(
+            "layers with and without window exchanged", {"layer_types": exchanged}
+        )
 
 
 def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
-    """Variants with other score scales, another order of query heads on key heads, other
-    activations."""
+    """Variants with other score scales, another order of query heads on key heads,
+    other activations."""
     D, H = attention.head_dim, config.num_attention_heads
     scales = {
         "1/√head_dim": D**-0.5,
@@ -399,11 +433,15 @@ def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
     for name, scale in scales.items():
         if scale not in seen:
             seen.add(scale)
-            yield Variant(f"attention scale {name}", model=_attribute(("scaling",), scale))
+            yield Variant(
+                f"attention scale {name}", model=_attribute(("scaling",), scale)
+            )
     if config.num_key_value_heads not in (1, H):
         tiled = {"repeat_kv": lambda own: lambda x, count: x.repeat(1, count, 1, 1)}
         yield Variant("key/value heads tiled over the query heads", functions=tiled)
-    own = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu")
+    own = getattr(config, "hidden_act", None) or getattr(
+        config, "hidden_activation", "silu"
+    )
     from transformers.activations import ACT2FN
 
     for key, name in ACTIVATIONS.items():
@@ -445,7 +483,9 @@ def _own_tables(manifest, checkpoint: Checkpoint) -> Variant:
 
     def change(base):
         ropes = {rope.name: rope for rope in manifest.rope}
-        kinds = getattr(checkpoint.config, "layer_types", None) or [""] * len(manifest.layers)
+        kinds = getattr(checkpoint.config, "layer_types", None) or [""] * len(
+            manifest.layers
+        )
         for layer, kind in zip(manifest.layers, kinds, strict=True):
             if layer.rope == "nope":
                 continue

@@ -1,9 +1,9 @@
-"""Measures the error of each compressed weight, and of storing the worst few in a better format.
+"""Measures the error of each compressed weight, and of storing the worst few in a
+better format.
 
-One tensor at a time is replaced by its fp16 value inside the loaded program, in exact arithmetic,
-and every layer's update is measured again on the golden's input. Isolated layers are independent,
-so one pass tries the same tensor in all of them.
-"""
+One tensor at a time is replaced by its fp16 value inside the loaded program, in exact
+arithmetic, and every layer's update is measured again on the golden's input. Isolated
+layers are independent, so one pass tries the same tensor in all of them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,11 +21,14 @@ from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime.functions import each_function
 
-Swap = Callable[[torch.Tensor], torch.Tensor]  # fp16 values of a tensor → the values to run with
+Swap = Callable[
+    [torch.Tensor], torch.Tensor
+]  # fp16 values of a tensor → the values to run with
 
 
 def int8_channel(weight: torch.Tensor) -> torch.Tensor:
-    """Symmetric int8 with one fp16 scale per output row, as `--compress int8-channel` stores it."""
+    """Symmetric int8 with one fp16 scale per output row, as `--compress int8-channel`
+    stores it."""
     largest = weight.flatten(1).abs().amax(1)
     scale = (largest / 127).half().float().clamp(min=2.0**-24)
     scale = scale.reshape(-1, *[1] * (weight.dim() - 1))
@@ -34,11 +37,15 @@ def int8_channel(weight: torch.Tensor) -> torch.Tensor:
 
 
 class WeightTrial:
-    """A compressed bundle in exact arithmetic, its checkpoint, and the golden of its layers'
-    inputs."""
+    """A compressed bundle in exact arithmetic, its checkpoint, and the golden of its
+    layers' inputs."""
 
     def __init__(
-        self, bundle: Bundle, checkpoint: Checkpoint, golden: Golden, T: int | None = None
+        self,
+        bundle: Bundle,
+        checkpoint: Checkpoint,
+        golden: Golden,
+        T: int | None = None,
     ):
         self.decoder = Decoder(bundle, "portable", "exact")
         self.checkpoint = checkpoint
@@ -52,8 +59,8 @@ class WeightTrial:
         return error.updates(self.decoder, self.golden, self.T, "isolated")
 
     def errors(self) -> np.ndarray:
-        """Relative RMS [L] of each layer's update with the current weights, against all weights at
-        fp16."""
+        """Relative RMS [L] of each layer's update with the current weights, against all
+        weights at fp16."""
         squares = ((self._updates() - self.reference) ** 2).mean((1, 2))
         return np.sqrt(squares / (self.reference**2).mean((1, 2)))
 
@@ -63,12 +70,14 @@ class WeightTrial:
         return sorted({kind for kind, *_ in self._tensors()})
 
     def _tensors(self) -> Iterator[tuple[str, int, object, str, torch.Tensor]]:
-        """(name below its layer, layer, executable, constant, fp16 values) of every compressed
-        tensor of a layer."""
+        """(name below its layer, layer, executable, constant, fp16 values) of every
+        compressed tensor of a layer."""
         for model in (*self.decoder.layers, *self.decoder.experts.models.values()):
             for tensor, constant in model.shard.weights.items():
                 stored = model.executable.constant(constant)
-                values, _ = checkpoint_values(self.checkpoint, model.shard, tensor, stored.numel())
+                values, _ = checkpoint_values(
+                    self.checkpoint, model.shard, tensor, stored.numel()
+                )
                 fp16 = values.half().float().reshape(stored.shape)
                 if not torch.equal(fp16, stored):
                     layer, kind = split_layer(tensor)
@@ -77,8 +86,8 @@ class WeightTrial:
 
     @contextmanager
     def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):
-        """Within the block, `tensors` (layer, kind) are as `swap` computes them from their fp16
-        values."""
+        """Within the block, `tensors` (layer, kind) are as `swap` computes them from
+        their fp16 values."""
         with ExitStack() as undo:
             for kind, layer, executable, constant, fp16 in list(self._tensors()):
                 if (layer, kind) in tensors:
@@ -89,7 +98,8 @@ class WeightTrial:
 
 
 def replace(executable, constant: str, value: torch.Tensor) -> None:
-    """Replaces a constant by `value` in the program's table and in every step that reads it."""
+    """Replaces a constant by `value` in the program's table and in every step that
+    reads it."""
     old = executable.body.constants[constant]
     value = value.to(old.dtype)  # fp16 where the steps read fp16
     executable.body.constants[constant] = value
@@ -101,21 +111,27 @@ def replace(executable, constant: str, value: torch.Tensor) -> None:
 def costs(weights: WeightTrial) -> pd.DataFrame:
     """One row per layer and compressed tensor, costliest first in each layer.
 
-    Columns: `error`, the relative RMS of the layer's update as stored; `without`, the same with
-    this tensor alone at fp16; `share`, the share of error² that this tensor accounts for.
-    """
+    Columns: `error`, the relative RMS of the layer's update as stored; `without`, the
+    same with this tensor alone at fp16; `share`, the share of error² that this tensor
+    accounts for."""
     errors, rows = weights.errors(), []
     for kind in weights.kinds:
         with weights.swapped({(layer, kind) for layer in range(len(errors))}):
             rows.append(pd.DataFrame({"error": errors, "without": weights.errors()}))
     frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"]).reset_index()
-    frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(frame["error"] > 0, 0.0)
-    return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(drop=True)
+    frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(
+        frame["error"] > 0, 0.0
+    )
+    return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(
+        drop=True
+    )
 
 
-def remedies(weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2) -> pd.DataFrame:
-    """One row per layer: the `tensors` with the largest shares, its `error`, and its error with
-    these tensors stored as `int8-channel` or as `fp16`."""
+def remedies(
+    weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2
+) -> pd.DataFrame:
+    """One row per layer: the `tensors` with the largest shares, its `error`, and its
+    error with these tensors stored as `int8-channel` or as `fp16`."""
     few = ranked.groupby("layer").head(worst)
     by_layer = few.groupby("layer", as_index=False)
     frame = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))

@@ -1,5 +1,5 @@
-"""Exports a checkpoint as a bundle: stateful Core ML shards, host tables and manifest. Nothing
-here depends on how shards are run."""
+"""Exports a checkpoint as a bundle: stateful Core ML shards, host tables and manifest.
+Nothing here depends on how shards are run."""
 
 import errno
 import json
@@ -49,7 +49,8 @@ THREADS = 2  # stamping is bound by memory and disk: more gain little
 
 
 def options(**chosen) -> Options:
-    """Export options from keywords; a value that is out of range or unknown is refused by name."""
+    """Export options from keywords; a value that is out of range or unknown is refused
+    by name."""
     try:
         return Options(**chosen)
     except ValidationError as problem:
@@ -80,11 +81,13 @@ def export(
     """Exports the Hugging Face folder `checkpoint` to the new folder `bundle`.
 
     Args:
-        checkpoint: folder with config.json and safetensors (fp32, fp16 or bf16, whole or sharded).
-        bundle: where the bundle shall be; an interrupted export to the same place with the same
-            options resumes.
+        checkpoint: folder with config.json and safetensors (fp32, fp16 or bf16, whole
+            or sharded).
+        bundle: where the bundle shall be; an interrupted export to the same place with
+            the same options resumes.
         progress: show a progress bar.
-        plain: convert every shard, stamp none; the bytes are the same, only slower to make.
+        plain: convert every shard, stamp none; the bytes are the same, only slower to
+            make.
         verify_stamps: number of random stamped shards to convert again and compare.
         clock: collects the seconds of each kind of work.
         chosen: fields of `workbench.bundle.Options`.
@@ -93,32 +96,46 @@ def export(
         The opened bundle.
 
     Raises:
-        InputError: unusable checkpoint, unsupported family or option, target that is taken, no room
-            on the disk.
+        InputError: unusable checkpoint, unsupported family or option, target that is
+            taken, no room on the disk.
     """
     coremltools()  # quietly, before a part of it is imported by itself
     settings, source = options(**chosen), Checkpoint(checkpoint)
-    plan, eos, packages = read_plan(source, settings), source.eos, versions(settings.target)
+    plan, eos, packages = (
+        read_plan(source, settings),
+        source.eos,
+        versions(settings.target),
+    )
     _warn_widths(plan, settings)
 
     def identity() -> dict:  # hashes the checkpoint, once
-        return {"checkpoint": source.sha256, "options": settings.model_dump(), "packages": packages}
+        return {
+            "checkpoint": source.sha256,
+            "options": settings.model_dump(),
+            "packages": packages,
+        }
 
     try:
         with ExitStack() as stack:
             writer = stack.enter_context(Writer(Path(bundle)))
             if writer.resumes:
                 writer.resume(identity())
-            maker = MAKERS[settings.target](source, plan, settings, writer, plain, clock or Clock())
+            maker = MAKERS[settings.target](
+                source, plan, settings, writer, plain, clock or Clock()
+            )
             _check_room(maker, f"bundle {bundle}")
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-            stack.callback(pool.shutdown, cancel_futures=True)  # before the folder is unlocked
+            stack.callback(
+                pool.shutdown, cancel_futures=True
+            )  # before the folder is unlocked
             signing = pool.submit(lambda: writer.sign(identity()))
             finished, table = _make(maker, pool, progress)
             maker.verify(finished, verify_stamps)
             signing.result()
             tokens = Tokens(
-                bos=source.config.bos_token_id, eos=eos, files=_copy_tokenizer(source, writer)
+                bos=source.config.bos_token_id,
+                eos=eos,
+                files=_copy_tokenizer(source, writer),
             )
             parts = {"tokens": tokens, "packages": packages, "shards": finished}
             return writer.finish(_manifest(source, plan, settings, table, **parts))
@@ -137,26 +154,32 @@ def _manifest(
         rope=plan.rope,
         layers=plan.layers,
         embedding=Embedding(file=table, scale=plan.embedding_scale),
-        checkpoint={"name": source.name, "sha256": source.sha256, "dtype": source.dtype},
+        checkpoint={
+            "name": source.name,
+            "sha256": source.sha256,
+            "dtype": source.dtype,
+        },
         residual_exponent=plan.residual_exponent,
         **parts,
     )
 
 
 def _check_room(maker: Maker, subject: str) -> None:
-    """Raises an InputError if the disk lacks room for the missing part of the bundle and for the
-    temporary copies of its largest shard, in the work folder (a trial, a program for each
-    function) and where coremltools writes."""
+    """Raises an InputError if the disk lacks room for the missing part of the bundle
+    and for the temporary copies of its largest shard, in the work folder (a trial, a
+    program for each function) and where coremltools writes."""
     shards, largest = maker.room()
-    embedding = 2 * math.prod(maker.source.shape(maker.source.prefix + "embed_tokens.weight"))
+    embedding = 2 * math.prod(
+        maker.source.shape(maker.source.prefix + "embed_tokens.weight")
+    )
     copies = 1 + len(maker.options.functions)
     check_room(maker.writer.root, shards + embedding + copies * largest, subject)
     check_room(Path(tempfile.gettempdir()), largest, f"{subject}, temporary files")
 
 
 def _stopped(bundle: str | Path, problem: OSError) -> InputError:
-    """The InputError for an OSError during an export; it advises to free room only if the disk
-    is full."""
+    """The InputError for an OSError during an export; it advises to free room only if
+    the disk is full."""
     reason = f"{problem.strerror or problem}"
     if problem.errno in FULL:
         return InputError(
@@ -187,20 +210,31 @@ def versions(target: str = "coreml") -> dict[str, str]:
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
-    """The family's plan for a checkpoint. Raises an InputError for options that do not apply to
-    the family."""
-    family, subject = family_of(source.config), f"a {source.config.model_type} checkpoint"
+    """The family's plan for a checkpoint. Raises an InputError for options that do not
+    apply to the family."""
+    family, subject = (
+        family_of(source.config),
+        f"a {source.config.model_type} checkpoint",
+    )
     plan = family.plan(source.config)
     if options.moe == "routed" and not plan.experts:
-        raise InputError("moe = routed", subject, "a family with experts", "leave out --moe")
+        raise InputError(
+            "moe = routed", subject, "a family with experts", "leave out --moe"
+        )
     if options.sliding == "ring" and not any(layer.window for layer in plan.layers):
         raise InputError(
-            "sliding = ring", subject, "a family with sliding attention", "leave out --sliding"
+            "sliding = ring",
+            subject,
+            "a family with sliding attention",
+            "leave out --sliding",
         )
     matrices = any(MATRIX_STATE in own for own in plan.side_states)
     if options.state_pair and not matrices:
         raise InputError(
-            "state_pair", subject, "a family with matrix states", "leave out --state-pair"
+            "state_pair",
+            subject,
+            "a family with matrix states",
+            "leave out --state-pair",
         )
     if options.t_max > MATRIX_T_MAX and matrices:
         raise InputError(
@@ -221,7 +255,11 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
 
 
 def _warn_widths(plan: Plan, options: Options) -> None:
-    widths = {shape[-1] for spec in shards.specs(plan, options) for shape in spec.buffers.values()}
+    widths = {
+        shape[-1]
+        for spec in shards.specs(plan, options)
+        for shape in spec.buffers.values()
+    }
     odd = sorted(width for width in widths if width % 32)
     if odd:
         warnings.warn(
@@ -232,13 +270,20 @@ def _warn_widths(plan: Plan, options: Options) -> None:
         )
 
 
-def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[Shard], FileEntry]:
+def _make(
+    maker: Maker, pool: ThreadPoolExecutor, progress: bool
+) -> tuple[list[Shard], FileEntry]:
     """All shards and the embedding table, with a progress bar in bytes."""
     from tqdm.auto import tqdm
 
-    finished, sizes = {}, {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs}
+    finished, sizes = (
+        {},
+        {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs},
+    )
     total = sum(sizes.values())
-    with tqdm(total=total, desc="export", unit="B", unit_scale=True, disable=not progress) as bar:
+    with tqdm(
+        total=total, desc="export", unit="B", unit_scale=True, disable=not progress
+    ) as bar:
 
         def collect(some: Iterable[Shard]) -> None:
             for shard in some:
@@ -247,18 +292,25 @@ def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[
 
         collect(maker.convert_first())
         table = pool.submit(_write_embedding, maker.source, maker.plan, maker.writer)
-        collect(maker.stamp_all([spec for spec in maker.specs if spec.name not in finished], pool))
+        collect(
+            maker.stamp_all(
+                [spec for spec in maker.specs if spec.name not in finished], pool
+            )
+        )
     return [finished[name] for name in sizes], table.result()
 
 
 def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntry:
-    """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors file, never
-    whole in memory."""
+    """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors
+    file, never whole in memory."""
     names = {"weight": "embed_tokens.weight"} | plan.embedding
     names = {key: source.prefix + name for key, name in names.items()}
     header, end = {}, 0
     for key, name in names.items():
-        (dtype, width), shape = ("F16", 2) if key == "weight" else ("F32", 4), source.shape(name)
+        (dtype, width), shape = (
+            ("F16", 2) if key == "weight" else ("F32", 4),
+            source.shape(name),
+        )
         start, end = end, end + math.prod(shape) * width
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     path, text = writer.root / "embedding.safetensors", json.dumps(header).encode()

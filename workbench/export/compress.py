@@ -1,14 +1,14 @@
-"""Compresses fp16 weights to the bytes that coremltools 9.0 stores for them, bit for bit, one
-cache-sized piece at a time.
+"""Compresses fp16 weights to the bytes that coremltools 9.0 stores for them, bit for
+bit, one cache-sized piece at a time.
 
-Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block
-of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct
-values, weighted by how often they occur, by coremltools' exact solver, for tensors of every size.
-By default coremltools passes tensors below 10,000 values to scikit-learn, whose tables had 5% to
-23% more squared error on normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6
-bits); `exact_tables` prevents this in conversions. tests/export/test_compress.py compares the bytes
-with coremltools' own.
-"""
+Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output
+channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables:
+k-means over the distinct values, weighted by how often they occur, by coremltools'
+exact solver, for tensors of every size. By default coremltools passes tensors below
+10,000 values to scikit-learn, whose tables had 5% to 23% more squared error on normal
+draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits); `exact_tables`
+prevents this in conversions. tests/export/test_compress.py compares the bytes with
+coremltools' own."""
 
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -27,8 +27,8 @@ MINUS_ZERO = 0x8000
 def stored_arrays(
     weight: WeightSource, values: torch.Tensor, peak: float, scratch: Scratch
 ) -> dict[str, np.ndarray]:
-    """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as stored, one array
-    element per weight.
+    """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as
+    stored, one array element per weight.
 
     Args:
         values: fp16, flat. The arrays may lie in `scratch`.
@@ -47,7 +47,8 @@ def stored_arrays(
 def quantize_weight(
     values: torch.Tensor, peak: float, bits: int, scratch: Scratch
 ) -> dict[str, np.ndarray]:
-    """Symmetric linear quantization with one scale for each row of `values` [rows, n]."""
+    """Symmetric linear quantization with one scale for each row of `values` [rows,
+    n]."""
     rows, n = values.shape
     limit = 2 ** (bits - 1) - 1
     amax = torch.full((1, 1), peak)
@@ -73,7 +74,8 @@ def quantize_weight(
 
 
 def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
-    """A table of 2^bits values for the whole tensor, and an index into it for each weight."""
+    """A table of 2^bits values for the whole tensor, and an index into it for each
+    weight."""
     from coremltools._deps import kmeans1d
 
     codes = values.view(np.uint16)
@@ -92,7 +94,8 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
 
 
 def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
-    """What `stored_arrays` returns, by coremltools' own functions and its exact k-means."""
+    """What `stored_arrays` returns, by coremltools' own functions and its exact
+    k-means."""
     from coremltools.optimize.coreml._quantization_passes import (
         linear_quantize_weights,
         palettize_weights,
@@ -101,8 +104,13 @@ def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarra
     array, preset = values.numpy().reshape(weight.shape), weight.preset
     with quiet(), exact_tables():
         if not preset.is_integer:
-            palette = palettize_weights.blockwise_compress(array, "KMEANS", preset.bits, [0] * 4)
-            return {"indices": palette.indices.reshape(-1), "lut": palette.lut.reshape(-1)}
+            palette = palettize_weights.blockwise_compress(
+                array, "KMEANS", preset.bits, [0] * 4
+            )
+            return {
+                "indices": palette.indices.reshape(-1),
+                "lut": palette.lut.reshape(-1),
+            }
         blocks = [int(preset.granularity != "per_tensor"), preset.block, 0, 0]
         linear = linear_quantize_weights.blockwise_compress(
             array, preset.bits, "LINEAR_SYMMETRIC", True, blocks
@@ -112,8 +120,8 @@ def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarra
 
 @contextmanager
 def exact_tables():
-    """Context manager inside which coremltools' palettization uses its exact k-means for tensors
-    of every size."""
+    """Context manager inside which coremltools' palettization uses its exact k-means
+    for tensors of every size."""
     from coremltools.optimize.coreml import _quantization_passes as passes
 
     cluster = passes._get_kmeans_lookup_table_and_weight
@@ -127,8 +135,8 @@ def exact_tables():
 
 @contextmanager
 def installed(preset: Preset):
-    """Context manager inside which coremltools' compression passes use `stored_arrays`, which
-    saves a third of a conversion's time."""
+    """Context manager inside which coremltools' compression passes use `stored_arrays`,
+    which saves a third of a conversion's time."""
     from coremltools.converters.mil.mil import types
     from coremltools.optimize import _utils
     from coremltools.optimize.coreml import _quantization_passes as passes
@@ -141,8 +149,14 @@ def installed(preset: Preset):
 
     def quantized(cls, weight, dtype, mode, block_sizes):
         arrays = compress(weight)
-        data = arrays["data"].reshape(weight.shape).astype(types.nptype_from_builtin(dtype))
-        blocks = [n // b if b else 1 for n, b in zip(weight.shape, block_sizes, strict=True)]
+        data = (
+            arrays["data"]
+            .reshape(weight.shape)
+            .astype(types.nptype_from_builtin(dtype))
+        )
+        blocks = [
+            n // b if b else 1 for n, b in zip(weight.shape, block_sizes, strict=True)
+        ]
         scale = arrays["scale"].reshape(blocks)
         return _utils.QuantParams(data, scale, None, np.uint8(dtype.get_bitwidth()))
 
@@ -150,7 +164,9 @@ def installed(preset: Preset):
         arrays = compress(weight)
         kind = types.nptype_from_builtin(types.string_to_builtin(f"uint{nbits}"))
         lut = arrays["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
-        return _utils.LutParams(arrays["indices"].reshape(weight.shape).astype(kind), lut, None)
+        return _utils.LutParams(
+            arrays["indices"].reshape(weight.shape).astype(kind), lut, None
+        )
 
     linear, palette = passes.linear_quantize_weights, passes.palettize_weights
     with (
@@ -166,7 +182,9 @@ def packed(array: np.ndarray, bits: int) -> np.ndarray:
         return array.view(np.uint8)
     values = array.view(np.uint8) & ((1 << bits) - 1)
     group = 8 // np.gcd(8, bits)  # values that fill whole bytes: 2 of 4 bits, 4 of 6
-    values = np.concatenate([values, np.zeros(-len(values) % group, np.uint8)]).reshape(-1, group)
+    values = np.concatenate([values, np.zeros(-len(values) % group, np.uint8)]).reshape(
+        -1, group
+    )
     word = np.zeros(len(values), np.uint32)
     for i in range(group):
         word |= values[:, i].astype(np.uint32) << np.uint32(bits * i)

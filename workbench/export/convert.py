@@ -1,5 +1,5 @@
-"""Converts a traced module with coremltools to a Core ML model with state, flexible T and
-compressed weights."""
+"""Converts a traced module with coremltools to a Core ML model with state, flexible T
+and compressed weights."""
 
 import errno
 import gc
@@ -21,8 +21,9 @@ from workbench.errors import InputError
 from workbench.export.package import WEIGHTS, pin
 from workbench.export.shards import Spec
 
-# These passes fold neighbouring scales into convolution weights and round the product again: the
-# stored weights would no longer be the checkpoint's (1.3e-3 against 1.9e-6 on one layer).
+# These passes fold neighbouring scales into convolution weights and round the product
+# again: the stored weights would no longer be the checkpoint's (1.3e-3 against 1.9e-6
+# on one layer).
 FOLDING = [
     f"common::fuse_{n}"
     for n in ("conv_scale", "conv_bias", "conv_batchnorm", "elementwise_to_batchnorm")
@@ -30,13 +31,20 @@ FOLDING = [
 
 
 def convert(
-    module: nn.Module, spec: Spec, options: Options, compressed: set[str], T: int | None = None
+    module: nn.Module,
+    spec: Spec,
+    options: Options,
+    compressed: set[str],
+    T: int | None = None,
 ):
-    """Traces `module` and converts it to an ML Program for macOS 15, fp16, T in 1 … t_max.
+    """Traces `module` and converts it to an ML Program for macOS 15, fp16, T in 1 …
+    t_max.
 
     Args:
-        compressed: paths of the parameters that `options.compress` is for; all others stay fp16.
-        T: the tokens of a call, for a program of this one T (default: as the options say).
+        compressed: paths of the parameters that `options.compress` is for; all others
+            stay fp16.
+        T: the tokens of a call, for a program of this one T (default: as the options
+            say).
 
     Returns:
         coremltools' MLModel, not loaded, with its pymil program attached.
@@ -54,8 +62,12 @@ def convert(
     examples, inputs = [], []
     for name, shape in spec.inputs.items():
         kinds = (torch.int32, np.int32) if name == POS else (torch.float32, np.float16)
-        examples.append(torch.zeros([length if n == "T" else n for n in shape], dtype=kinds[0]))
-        inputs.append(ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=kinds[1]))
+        examples.append(
+            torch.zeros([length if n == "T" else n for n in shape], dtype=kinds[0])
+        )
+        inputs.append(
+            ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=kinds[1])
+        )
     states = [
         ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name)
         for name, shape in spec.buffers.items()
@@ -73,24 +85,30 @@ def convert(
             return ct.convert(
                 traced,
                 inputs=inputs,
-                outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs],
+                outputs=[
+                    ct.TensorType(name, dtype=np.float16) for name in spec.outputs
+                ],
                 states=states,
                 minimum_deployment_target=ct.target.macOS15,
                 compute_units=ct.ComputeUnit.CPU_AND_NE,
                 pass_pipeline=pipeline,
                 skip_model_load=True,
             )
-        except RuntimeError as problem:  # its writer of weight files gives no other reason
+        except (
+            RuntimeError
+        ) as problem:  # its writer of weight files gives no other reason
             if "FileWriter" in str(problem):
                 raise OSError(
-                    errno.ENOSPC, f"coremltools could not write to {tempfile.gettempdir()}"
+                    errno.ENOSPC,
+                    f"coremltools could not write to {tempfile.gettempdir()}",
                 ) from problem
             raise
 
 
 def save_functions(programs: dict[str, Path], package: Path) -> None:
-    """Writes a package with one function for each of `programs` (name → package with `main`), the
-    first one the default; coremltools stores weights that functions share once.
+    """Writes a package with one function for each of `programs` (name → package with
+    `main`), the first one the default; coremltools stores weights that functions share
+    once.
 
     Raises:
         InputError: a program without a weight file, which coremltools does not take.
@@ -117,12 +135,14 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
 
 @contextmanager
 def lean():
-    """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for
-    every weight and a third of the time; this one takes neither where no weight is beyond. Its
-    garbage collection after a conversion takes half of a small one's time; here it looks only at
-    the objects of the conversion. Half of what is left goes with `seldom_validated`,
-    `quickly_solved` and `compressed_alone`."""
-    from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
+    """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40
+    bytes for every weight and a third of the time; this one takes neither where no
+    weight is beyond. Its garbage collection after a conversion takes half of a small
+    one's time; here it looks only at the objects of the conversion. Half of what is
+    left goes with `seldom_validated`, `quickly_solved` and `compressed_alone`."""
+    from coremltools.converters.mil.mil.passes.defs.quantization import (
+        FP16ComputePrecision,
+    )
 
     original = FP16ComputePrecision.fp16_overflow
 
@@ -130,14 +150,18 @@ def lean():
         inputs = [x if isinstance(x, list | tuple) else [x] for x in op.inputs.values()]
         values = [v.val for variables in inputs for v in variables]
         weights = [
-            v for v in values if isinstance(v, np.ndarray) and v.dtype == np.float32 and v.size
+            v
+            for v in values
+            if isinstance(v, np.ndarray) and v.dtype == np.float32 and v.size
         ]
         beyond = (not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights)
         return any(beyond) and original(op)
 
     gc.freeze()
     try:
-        search = patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow))
+        search = patch.object(
+            FP16ComputePrecision, "fp16_overflow", staticmethod(overflow)
+        )
         with search, seldom_validated(), quickly_solved(), compressed_alone():
             yield
     finally:
@@ -145,8 +169,9 @@ def lean():
 
 
 def seldom_validated():
-    """Context manager inside which coremltools validates a program once after each of its three
-    pipelines in place of once after each of their hundred passes, and formats no log messages."""
+    """Context manager inside which coremltools validates a program once after each of
+    its three pipelines in place of once after each of their hundred passes, and formats
+    no log messages."""
     from coremltools.converters.mil.mil import Function, Program
     from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
 
@@ -165,8 +190,8 @@ def seldom_validated():
 
 
 def quickly_solved():
-    """Context manager that solves an equation that is linear in its one unknown size directly.
-    coremltools solves one with sympy for every reshape after every pass."""
+    """Context manager that solves an equation that is linear in its one unknown size
+    directly. coremltools solves one with sympy for every reshape after every pass."""
     import sympy
 
     original = sympy.solve
@@ -183,15 +208,17 @@ def quickly_solved():
 
 
 def compressed_alone():
-    """Context manager inside which coremltools follows compressed constants only through
-    programs that have some. It computes after every pass the constants that each value depends
-    on."""
+    """Context manager inside which coremltools follows compressed constants only
+    through programs that have some. It computes after every pass the constants that
+    each value depends on."""
     from coremltools.converters.mil.mil import Block, Function
 
     original = Block._propagate_nonreplaceable_vars
 
     def follow(block) -> None:
-        compressed = (op.op_type.startswith("constexpr_") or op.blocks for op in block.operations)
+        compressed = (
+            op.op_type.startswith("constexpr_") or op.blocks for op in block.operations
+        )
         if not isinstance(block, Function) or any(compressed):
             original(block)
 
@@ -207,13 +234,12 @@ def no_progress():
 
 
 def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
-    """Appends to `pipeline` the compression of every convolution's constants but those in
-    `excluded`.
+    """Appends to `pipeline` the compression of every convolution's constants but those
+    in `excluded`.
 
-    Integer presets are linear and symmetric; lookup tables are k-means palettes, one per tensor.
-    The pass comes last, because coremltools' functions for it convert a second time, with the
-    passes that fold.
-    """
+    Integer presets are linear and symmetric; lookup tables are k-means palettes, one
+    per tensor. The pass comes last, because coremltools' functions for it convert a
+    second time, with the passes that fold."""
     from coremltools.optimize import coreml as cto
 
     if preset.is_integer:
@@ -227,7 +253,9 @@ def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
         )
         pass_name = "compression::linear_quantize_weights"
     else:
-        op = cto.OpPalettizerConfig(mode="kmeans", nbits=preset.bits, weight_threshold=0)
+        op = cto.OpPalettizerConfig(
+            mode="kmeans", nbits=preset.bits, weight_threshold=0
+        )
         pass_name = "compression::palettize_weights"
     config = cto.OptimizationConfig(
         op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(excluded)
@@ -237,8 +265,8 @@ def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
 
 
 def modules(model) -> dict[str, str]:
-    """Program value → path of the torch module it came from; layers counted from the shard's
-    first."""
+    """Program value → path of the torch module it came from; layers counted from the
+    shard's first."""
     from coremltools.converters.mil.mil.scope import ScopeSource
 
     paths = {}
@@ -252,8 +280,8 @@ def modules(model) -> dict[str, str]:
 
 
 def constants(model) -> dict[str, str]:
-    """Parameter path with underscores for dots → name of the program constant that holds it, after
-    compression."""
+    """Parameter path with underscores for dots → name of the program constant that
+    holds it, after compression."""
     names = [
         op.outputs[0].name
         for op in model._mil_program.functions["main"].operations

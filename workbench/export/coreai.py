@@ -1,12 +1,11 @@
-"""Shards as programs of Apple's Core AI: the bundle is like any other, with `.aimodel` folders as
-packages.
+"""Shards as programs of Apple's Core AI: the bundle is like any other, with `.aimodel`
+folders as packages.
 
-torch.export traces one shard of each shape; the others put their own weights into that trace.
-The stored weights have the same bits as those of the Core ML shards. The axis T is always free,
-from 1 to two or more, unless it is fixed above 1: at a fixed T = 1 Apple's conversion exchanges
-a product with a reshape and returns other values (tests/coreai/test_coreai.py has the smallest
-module).
-"""
+torch.export traces one shard of each shape; the others put their own weights into that
+trace. The stored weights have the same bits as those of the Core ML shards. The axis T
+is always free, from 1 to two or more, unless it is fixed above 1: at a fixed T = 1
+Apple's conversion exchanges a product with a reshape and returns other values
+(tests/coreai/test_coreai.py has the smallest module)."""
 
 import hashlib
 import json
@@ -39,21 +38,29 @@ DATE = "20270101T000000Z"  # of every asset, so that equal assets have equal byt
 
 
 class CoreAIMaker(Maker):
-    """Makes `.aimodel` shards; a shard of a shape that was traced before counts as stamped."""
+    """Makes `.aimodel` shards; a shard of a shape that was traced before counts as
+    stamped."""
 
     suffix = SUFFIX
 
     def __post_init__(self):
-        optional("coreai_torch._compression.custom_layers")  # registers the operations of weights
+        optional(
+            "coreai_torch._compression.custom_layers"
+        )  # registers the operations of weights
         super().__post_init__()
         # by `_shape`: the trace, and which module each of its operations came from
-        self.programs: dict[str, tuple[torch.export.ExportedProgram, dict[str, str]]] = {}
+        self.programs: dict[
+            str, tuple[torch.export.ExportedProgram, dict[str, str]]
+        ] = {}
 
     def convert(self, spec: Spec) -> Shard:
-        """Traces the first shard of a shape, puts the weights of the others into its trace."""
+        """Traces the first shard of a shape, puts the weights of the others into its
+        trace."""
         how = "stamped" if self._shape(spec) in self.programs else "converted"
         constants, modules = self._convert(spec, self.writer.root, self.plain)
-        return self._record(spec, constants, modules, self._files(spec, self.writer.root), how)
+        return self._record(
+            spec, constants, modules, self._files(spec, self.writer.root), how
+        )
 
     stamp = convert  # of a shape that was traced
 
@@ -61,10 +68,15 @@ class CoreAIMaker(Maker):
         shape, stored = self._shape(spec), {}
         for weight in self.weights[spec.name]:
             _, arrays = self._load(weight)
-            stored[weight.path] = shaped(weight, arrays, DTYPES[self.options.program_dtype])
+            stored[weight.path] = shaped(
+                weight, arrays, DTYPES[self.options.program_dtype]
+            )
         with self.clock("template"), quiet():
             if plain or shape not in self.programs:
-                self.programs[shape] = trace(self._module(spec, stored), spec, self.options), {}
+                self.programs[shape] = (
+                    trace(self._module(spec, stored), spec, self.options),
+                    {},
+                )
             program, paths = self.programs[shape]
             asset = save(program, spec, stored, self._package(spec, folder))
             paths.update({} if paths else modules(program, asset))
@@ -77,19 +89,28 @@ class CoreAIMaker(Maker):
     def _module(self, spec: Spec, stored: dict[str, dict]) -> nn.Module:
         """The shard's module in the program's dtype, its weights the stored ones."""
         dtype = DTYPES[self.options.program_dtype]
-        module = blank(spec, self.plan, self.options).requires_grad_(False).eval().to(dtype)
+        module = (
+            blank(spec, self.plan, self.options).requires_grad_(False).eval().to(dtype)
+        )
         for weight in self.weights[spec.name]:
-            attach(module, weight.path, StoredWeight(stored[weight.path], weight.preset, dtype))
+            attach(
+                module,
+                weight.path,
+                StoredWeight(stored[weight.path], weight.preset, dtype),
+            )
         return module
 
 
 class StoredWeight(nn.Module):
-    """A weight as it is stored: `val`, integers `data` times `scale`, or `indices` into `lut`.
+    """A weight as it is stored: `val`, integers `data` times `scale`, or `indices` into
+    `lut`.
 
     The values are those of fp16 arithmetic, whatever the program's dtype.
     """
 
-    def __init__(self, parts: dict[str, torch.Tensor], preset: Preset, dtype: torch.dtype):
+    def __init__(
+        self, parts: dict[str, torch.Tensor], preset: Preset, dtype: torch.dtype
+    ):
         super().__init__()
         self.kind, self.dtype = getattr(torch, f"int{preset.bits}", torch.int8), dtype
         for role, part in parts.items():
@@ -111,9 +132,9 @@ class StoredWeight(nn.Module):
 def shaped(
     weight: WeightSource, arrays: dict[str, np.ndarray], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Stored arrays, copied, in the shapes that Core AI's operations take: a scale has the weight's
-    rank, a table two axes more. A whole weight has the program's dtype, which its converter would
-    give it anyway."""
+    """Stored arrays, copied, in the shapes that Core AI's operations take: a scale has
+    the weight's rank, a table two axes more. A whole weight has the program's dtype,
+    which its converter would give it anyway."""
     preset, parts = weight.preset, {}
     for role, array in arrays.items():
         shape = weight.shape
@@ -133,11 +154,16 @@ def attach(module: nn.Module, path: str, stored: StoredWeight) -> None:
     owner = module.get_submodule(parent)
     del owner._parameters[name]
     owner.register_module(name + STORED, stored)
-    kind, weight = type(owner), property(lambda self: self.get_submodule(name + STORED)())
+    kind, weight = (
+        type(owner),
+        property(lambda self: self.get_submodule(name + STORED)()),
+    )
     owner.__class__ = type(kind.__name__, (kind,), {name: weight})
 
 
-def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.ExportedProgram:
+def trace(
+    module: nn.Module, spec: Spec, options: Options
+) -> torch.export.ExportedProgram:
     """The module traced by torch.export, in Apple's operations."""
     dtype, t_max = DTYPES[options.program_dtype], options.t_max
     free = None
@@ -145,7 +171,10 @@ def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.Expor
         free = torch.export.Dim("T", min=1, max=max(2, t_max))
     T = max(2, t_max)
     shapes = list(spec.inputs.values())
-    examples = [torch.zeros([T if n == "T" else n for n in shape], dtype=dtype) for shape in shapes]
+    examples = [
+        torch.zeros([T if n == "T" else n for n in shape], dtype=dtype)
+        for shape in shapes
+    ]
     axes = [{i: free for i, n in enumerate(shape) if n == "T"} for shape in shapes]
     if isinstance(module, LayerStack):
         axes = (tuple(axes),)  # the stack takes *tensors
@@ -158,18 +187,21 @@ def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.Expor
         )
     keep_scales(program)
     program = program.run_decompositions(optional("coreai_torch").get_decomp_table())
-    for node in program.graph.nodes:  # Apple's tools need to know the lines, not this machine
+    for (
+        node
+    ) in program.graph.nodes:  # Apple's tools need to know the lines, not this machine
         if lines := node.meta.get("stack_trace"):
             node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/program/', lines)
     return program
 
 
 def keep_scales(program: torch.export.ExportedProgram) -> None:
-    """Multiplies by a constant in a rank of its own what a stored weight has multiplied before: in
-    one rank Apple's passes fold both into one weight, which is then no longer the checkpoint's.
+    """Multiplies by a constant in a rank of its own what a stored weight has multiplied
+    before: in one rank Apple's passes fold both into one weight, which is then no
+    longer the checkpoint's.
 
-    Meant are a stored scale behind a convolution and its bias, and a number behind a norm's weight.
-    """
+    Meant are a stored scale behind a convolution and its bias, and a number behind a
+    norm's weight."""
     aten, inputs = torch.ops.aten, program.graph_signature.input_specs
     stored = {one.arg.name for one in inputs if STORED in (one.target or "")}
     for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
@@ -178,13 +210,17 @@ def keep_scales(program: torch.export.ExportedProgram) -> None:
             source = x.args[0] if x.target == aten.add.Tensor else x
             folds = source.target == aten.conv2d.default and scale.name in stored
         else:
-            folds = x.target == aten.mul.Tensor and getattr(x.args[1], "name", "") in stored
+            folds = (
+                x.target == aten.mul.Tensor and getattr(x.args[1], "name", "") in stored
+            )
         if not folds:
             continue
         with program.graph.inserting_before(node):
             if isinstance(scale, torch.fx.Node):
                 scale = _like(node, aten.unsqueeze.default, scale, 0)
-            product = _like(node, aten.mul.Tensor, _like(node, aten.unsqueeze.default, x, 0), scale)
+            product = _like(
+                node, aten.mul.Tensor, _like(node, aten.unsqueeze.default, x, 0), scale
+            )
             node.replace_all_uses_with(_like(node, aten.squeeze.dim, product, 0))
         program.graph.erase_node(node)
     program.graph_module.recompile()
@@ -198,9 +234,14 @@ def _like(node: torch.fx.Node, target, *arguments) -> torch.fx.Node:
     return made
 
 
-def save(program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, dict], path: Path):
-    """Writes a traced program with these weights; returns Apple's program. The same trace and
-    weights give the same bytes, in any process."""
+def save(
+    program: torch.export.ExportedProgram,
+    spec: Spec,
+    stored: dict[str, dict],
+    path: Path,
+):
+    """Writes a traced program with these weights; returns Apple's program. The same
+    trace and weights give the same bytes, in any process."""
     for name, parts in stored.items():
         for role, part in parts.items():
             program.state_dict[f"{name}{STORED}.{role}"] = part
@@ -224,8 +265,8 @@ def save(program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, di
 
 @contextmanager
 def named_resources() -> Iterator[None]:
-    """Context manager that names large constants in the order in which they come; Apple's names
-    are random numbers."""
+    """Context manager that names large constants in the order in which they come;
+    Apple's names are random numbers."""
     ir, converter = optional("coreai._compiler.ir"), optional("coreai_torch.converter")
     owner, names = converter._mlir.dialects.coreai, {}
     original = owner.create_elements_attr
@@ -245,8 +286,8 @@ def named_resources() -> Iterator[None]:
 
 
 def name_folded(asset) -> None:
-    """Names the large constants that Apple's passes compute, such as a weight times a scale, in the
-    order they come: their own names are others in every process."""
+    """Names the large constants that Apple's passes compute, such as a weight times a
+    scale, in the order they come: their own names are others in every process."""
     ir, module, found = optional("coreai._compiler.ir"), asset._module._mlir_module, []
 
     def visit(op):
@@ -259,7 +300,9 @@ def name_folded(asset) -> None:
         for number, op in enumerate(found):
             alone, kind = ir.Module.create(), op.attributes["value"].type
             op.clone(ir.InsertionPoint(alone.body))
-            (blob,) = BLOB.findall(str(alone))  # its alignment in four bytes, then its bytes
+            (blob,) = BLOB.findall(
+                str(alone)
+            )  # its alignment in four bytes, then its bytes
             raw = np.frombuffer(bytes.fromhex(blob), np.uint8)
             size, raw = int(raw[:4].view(np.uint32)[0]), raw[4:].copy()
             named = ir.DenseResourceElementsAttr.get_from_buffer(
@@ -283,13 +326,16 @@ def modules(program: torch.export.ExportedProgram, asset) -> dict[str, str]:
 
 
 def locate(raw: bytes, parts: dict[str, torch.Tensor], preset: Preset) -> str:
-    """Where the parts of a weight stand in a program, as the manifest names it; "" for a constant
-    that is written as one repeated value."""
+    """Where the parts of a weight stand in a program, as the manifest names it; "" for
+    a constant that is written as one repeated value."""
     texts = []
     for role, part in parts.items():
         array, dtype = part.numpy(), "fp32" if part.dtype == torch.float32 else "fp16"
         if role in ("data", "indices"):
-            array, dtype = array.reshape(-1), f"{'u' * (role == 'indices')}int{preset.bits}"
+            array, dtype = (
+                array.reshape(-1),
+                f"{'u' * (role == 'indices')}int{preset.bits}",
+            )
             array = packed(array, preset.bits)
         offset = raw.find(array.tobytes())
         if offset < 0:

@@ -1,11 +1,11 @@
 """Makes every shard of a bundle in the cheapest way that gives coremltools' own bytes.
 
-The first shard of each shape is converted. Its template is used only if refilling it reproduces the
-converted shard byte for byte, and if its smallest compressed weight is what coremltools' own
-functions give. Then threads stamp the others with NumPy, PyTorch and file writes. They start after
-the conversions, which hold the interpreter lock. Shards that fit no template are converted too.
-coremltools itself never runs in two threads.
-"""
+The first shard of each shape is converted. Its template is used only if refilling it
+reproduces the converted shard byte for byte, and if its smallest compressed weight is
+what coremltools' own functions give. Then threads stamp the others with NumPy, PyTorch
+and file writes. They start after the conversions, which hold the interpreter lock.
+Shards that fit no template are converted too. coremltools itself never runs in two
+threads."""
 
 import random
 import shutil
@@ -59,45 +59,56 @@ class Maker:
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of a shard's weights as stored."""
-        return sum(prod(weight.shape) * weight.preset.bits // 8 for weight in self.weights[name])
+        return sum(
+            prod(weight.shape) * weight.preset.bits // 8
+            for weight in self.weights[name]
+        )
 
     def room(self) -> tuple[int, int]:
-        """Bytes that the shards which are still missing will take, and those of the largest of
-        them."""
+        """Bytes that the shards which are still missing will take, and those of the
+        largest of them."""
         noted = {path.stem for path in self.writer.root.glob("*.json")}
-        sizes = [self.stored_bytes(spec.name) for spec in self.specs if spec.name not in noted]
+        sizes = [
+            self.stored_bytes(spec.name)
+            for spec in self.specs
+            if spec.name not in noted
+        ]
         return sum(sizes), max(sizes, default=0)
 
     def convert_first(self) -> Iterator[Shard]:
-        """The shards that an interrupted export finished, and one conversion for each shape
-        (`plain`: all)."""
+        """The shards that an interrupted export finished, and one conversion for each
+        shape (`plain`: all)."""
         for spec in self.specs:
             shard = self.writer.finished(spec.name)
             if shard or self._shape(spec) not in self.templates:
                 yield shard or self.convert(spec)
 
-    def stamp_all(self, others: Iterable[Spec], pool: ThreadPoolExecutor) -> Iterator[Shard]:
-        """Shards stamped by the threads of `pool`; those that fit no template are converted in this
-        thread."""
+    def stamp_all(
+        self, others: Iterable[Spec], pool: ThreadPoolExecutor
+    ) -> Iterator[Shard]:
+        """Shards stamped by the threads of `pool`; those that fit no template are
+        converted in this thread."""
         stamps = {pool.submit(self.stamp, spec): spec for spec in others}
         for stamp in as_completed(stamps):
             yield stamp.result() or self.convert(stamps[stamp])
 
     def stamp(self, spec: Spec) -> Shard | None:
-        """Stamps and records a shard whose shape has a template. Returns None, and leaves no
-        package, if its weights do not fit the template."""
+        """Stamps and records a shard whose shape has a template. Returns None, and
+        leaves no package, if its weights do not fit the template."""
         template = self.templates[self._shape(spec)]
         try:
             files = self._press(template, spec, self.writer.root)
         except TemplateMismatch:
             return None
         names = template.state_names(spec)
-        modules = {renamed(value, names): path for value, path in template.modules.items()}
+        modules = {
+            renamed(value, names): path for value, path in template.modules.items()
+        }
         return self._record(spec, template.constants, modules, files, "stamped")
 
     def convert(self, spec: Spec) -> Shard:
-        """Converts and records a shard; the first of its shape becomes the template of the
-        others."""
+        """Converts and records a shard; the first of its shape becomes the template of
+        the others."""
         constants, modules = self._convert(spec, self.writer.root, self.plain)
         files = self._files(spec, self.writer.root)
         if not self.plain and self._shape(spec) not in self.templates:
@@ -110,7 +121,9 @@ class Maker:
         Raises:
             InputError: one differs; then no stamped shard is left for the next run.
         """
-        stamped = [spec for spec, shard in zip(self.specs, shards) if shard.how == "stamped"]
+        stamped = [
+            spec for spec, shard in zip(self.specs, shards) if shard.how == "stamped"
+        ]
         for spec in random.sample(stamped, min(count, len(stamped))):
             folder = self.writer.root / f"{spec.name}.again"
             self._convert(spec, folder, plain=True)
@@ -127,9 +140,11 @@ class Maker:
                 )
 
     def _shape(self, spec: Spec) -> str:
-        """Equal for shards whose conversions differ in nothing but weights and the names of their
-        states."""
-        weights = [(w.path, w.shape, w.offset, w.compressed) for w in self.weights[spec.name]]
+        """Equal for shards whose conversions differ in nothing but weights and the
+        names of their states."""
+        weights = [
+            (w.path, w.shape, w.offset, w.compressed) for w in self.weights[spec.name]
+        ]
         layers = self.plan.layers[slice(*spec.layers)] if spec.kind != "expert" else []
         buffers = list(spec.buffers.values())
         return repr([spec.kind, spec.inputs, spec.outputs, buffers, layers, weights])
@@ -144,11 +159,11 @@ class Maker:
     def _convert(
         self, spec: Spec, folder: Path, plain: bool
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Converts a shard with coremltools into `folder`; `plain`: by its own code alone, if with
-        its exact k-means.
+        """Converts a shard with coremltools into `folder`; `plain`: by its own code
+        alone, if with its exact k-means.
 
-        Returns (parameter path → program value that holds it, program value → module path).
-        """
+        Returns (parameter path → program value that holds it, program value → module
+        path)."""
         weights = self.weights[spec.name]
         with self.clock("template"), ExitStack() as stack:
             module, _ = build(spec, self.source, self.plan, self.options)
@@ -157,10 +172,17 @@ class Maker:
                 stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())
             compressed = {w.path for w in weights if w.compressed}
-            whole, programs, constants, modules = self._package(spec, folder), {}, {}, {}
+            whole, programs, constants, modules = (
+                self._package(spec, folder),
+                {},
+                {},
+                {},
+            )
             for name, T in (self.options.function_names or {"main": None}).items():
                 model = convert.convert(module, spec, self.options, compressed, T)
-                programs[name] = whole.with_name(f"{spec.name}.{name}.mlpackage") if T else whole
+                programs[name] = (
+                    whole.with_name(f"{spec.name}.{name}.mlpackage") if T else whole
+                )
                 package.save_package(model, programs[name])
                 constants |= convert.constants(model)
                 modules |= convert.modules(model)
@@ -170,11 +192,17 @@ class Maker:
                 for program in programs.values():
                     shutil.rmtree(program)
         names = {w.path: w.path.replace(".", "_") for w in weights}
-        return {path: constants[name] for path, name in names.items() if name in constants}, modules
+        return {
+            path: constants[name] for path, name in names.items() if name in constants
+        }, modules
 
     def _press(self, template: Template, spec: Spec, folder: Path) -> list[FileEntry]:
         return template.press(
-            spec, self.weights[spec.name], self._load, self._package(spec, folder), self.clock
+            spec,
+            self.weights[spec.name],
+            self._load,
+            self._package(spec, folder),
+            self.clock,
         )
 
     def _load(self, weight: WeightSource) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
@@ -187,13 +215,17 @@ class Maker:
     def _try_template(
         self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry]
     ) -> None:
-        """Makes a converted shard the template of its shape, if stamping the shard itself gives
-        the same bytes."""
+        """Makes a converted shard the template of its shape, if stamping the shard
+        itself gives the same bytes."""
         trial = self.writer.root / f"{spec.name}.trial"
         try:
             whole = self._package(spec, self.writer.root)
-            template = Template(spec, self.weights[spec.name], whole, constants, modules)
-            if self._press(template, spec, trial) == files and self._compresses_alike(spec):
+            template = Template(
+                spec, self.weights[spec.name], whole, constants, modules
+            )
+            if self._press(template, spec, trial) == files and self._compresses_alike(
+                spec
+            ):
                 self.templates[self._shape(spec)] = template
         except TemplateMismatch:
             pass
@@ -201,8 +233,8 @@ class Maker:
             shutil.rmtree(trial, ignore_errors=True)
 
     def _compresses_alike(self, spec: Spec) -> bool:
-        """Whether `stored_arrays` gives the bytes of coremltools' own functions for the smallest
-        compressed weight."""
+        """Whether `stored_arrays` gives the bytes of coremltools' own functions for the
+        smallest compressed weight."""
         compressed = [w for w in self.weights[spec.name] if w.compressed]
         for weight in sorted(compressed, key=lambda w: prod(w.shape))[:1]:
             values, ours = self._load(weight)
@@ -211,12 +243,25 @@ class Maker:
         return True
 
     def _record(
-        self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry], how: str
+        self,
+        spec: Spec,
+        constants: dict,
+        modules: dict,
+        files: list[FileEntry],
+        how: str,
     ) -> Shard:
         first = spec.layers[0]
-        modules = {value: absolute_layer_path(path, first) for value, path in modules.items()}
-        weights = {w.tensor: w for w in self.weights[spec.name] if w.tensor and w.path in constants}
-        interface = {name: value for name, value in vars(spec).items() if name != "buffers"}
+        modules = {
+            value: absolute_layer_path(path, first) for value, path in modules.items()
+        }
+        weights = {
+            w.tensor: w
+            for w in self.weights[spec.name]
+            if w.tensor and w.path in constants
+        }
+        interface = {
+            name: value for name, value in vars(spec).items() if name != "buffers"
+        }
         return self.writer.record(
             Shard(
                 **interface,
@@ -240,8 +285,8 @@ def absolute_layer_path(path: str, first: int) -> str:
 
 
 def _taps(modules: dict[str, str], spec: Spec) -> dict[int, str]:
-    """Layer → name of the value holding its hidden output: the last value that came from its
-    block."""
+    """Layer → name of the value holding its hidden output: the last value that came
+    from its block."""
     if spec.kind != "layers":
         return {}
     layers = {value: split_layer(path) for value, path in modules.items()}

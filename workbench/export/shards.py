@@ -1,5 +1,5 @@
-"""Defines the shards of a model, and each shard as a module to trace with its interface. Nothing
-here depends on Core ML."""
+"""Defines the shards of a model, and each shard as a module to trace with its
+interface. Nothing here depends on Core ML."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -62,7 +62,9 @@ def specs(plan: Plan, options: Options) -> Iterator[Spec]:
     """Every shard of the model, in the order the decoder runs them."""
     L, C, V = plan.dims.L, options.plane(plan.dims.C), plan.dims.V
     for first in range(0, L, options.layers_per_shard):
-        yield layers_spec(plan, options, first, min(first + options.layers_per_shard, L))
+        yield layers_spec(
+            plan, options, first, min(first + options.layers_per_shard, L)
+        )
         if options.moe == "routed":
             inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.plane(1), ACC: C}
             for e in range(plan.experts):
@@ -75,8 +77,8 @@ def specs(plan: Plan, options: Options) -> Iterator[Spec]:
 
 
 def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
-    """The shard of decoder layers [first, last); with routed experts, of one layer up to its
-    router."""
+    """The shard of decoder layers [first, last); with routed experts, of one layer up
+    to its router."""
     C, E = options.plane(plan.dims.C), options.plane(plan.experts + 1)
     kind, name, outputs = "layers", f"layers_{first:02d}_{last - 1:02d}", {HIDDEN: C}
     if options.moe == "routed":
@@ -86,12 +88,16 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
         outputs |= {ROUTER_STATE_OUT: options.plane(plan.router_width)}
     inputs = layer_inputs(plan, options, first, last)
     states, buffers = place_states(plan, options, first, last)
-    return Spec(name, kind, inputs, outputs, (first, last), states=states, buffers=buffers)
+    return Spec(
+        name, kind, inputs, outputs, (first, last), states=states, buffers=buffers
+    )
 
 
-def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, list]:
-    """Inputs of a shard of layers [first, last): x, each rope table with its masks, write
-    addresses, side inputs."""
+def layer_inputs(
+    plan: Plan, options: Options, first: int, last: int
+) -> dict[str, list]:
+    """Inputs of a shard of layers [first, last): x, each rope table with its masks,
+    write addresses, side inputs."""
     attending = [layer for layer in plan.layers[first:last] if layer.attends]
     layers = {layer.rope: layer for layer in attending}
     inputs = {X: options.plane(plan.dims.C)}
@@ -121,10 +127,10 @@ def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[st
 def place_states(plan: Plan, options: Options, first: int, last: int):
     """Places the states of layers [first, last); returns (states, buffers).
 
-    Each is a tensor of its own, named by its layer where the shard has several. Packed, they share
-    one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and one `side_state` [B,
-    l, width], l being the number of layers that have such states, whose widths are equal.
-    """
+    Each is a tensor of its own, named by its layer where the shard has several. Packed,
+    they share one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and
+    one `side_state` [B, l, width], l being the number of layers that have such states,
+    whose widths are equal."""
     states, buffers, B, row = {}, {}, options.batch, -1
     for i in range(first, last):
         layer, column = plan.layers[i], 0
@@ -147,14 +153,17 @@ def place_states(plan: Plan, options: Options, first: int, last: int):
                 buffers[tensor] = [B, row + 1, width]
                 part = [(0, B), (row, row + 1), (start, column)]
             states[f"layers.{i}.{name}"] = StateEntry(
-                tensor=tensor, shape=shape, part=part, ring=ring if is_cache(name) else None
+                tensor=tensor,
+                shape=shape,
+                part=part,
+                ring=ring if is_cache(name) else None,
             )
     return states, buffers
 
 
 class LayerStack(nn.Module):
-    """Decoder layers run one after the other, each on its own states; inputs and outputs in the
-    order of the spec."""
+    """Decoder layers run one after the other, each on its own states; inputs and
+    outputs in the order of the spec."""
 
     def __init__(self, blocks: list[nn.Module], spec: Spec):
         super().__init__()

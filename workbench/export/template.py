@@ -1,11 +1,10 @@
-"""Makes shards of one shape from one conversion: their programs are equal, and only weight bytes
-differ.
+"""Makes shards of one shape from one conversion: their programs are equal, and only
+weight bytes differ.
 
-A `Template` is read from one plainly converted shard: where in its weight file and in its program
-each parameter lies. `press` writes another shard with its own weights in those places. coremltools
-also reads values: weights for which it would remove, merge or fold an operation raise
-`TemplateMismatch`, and the caller converts that shard.
-"""
+A `Template` is read from one plainly converted shard: where in its weight file and in
+its program each parameter lies. `press` writes another shard with its own weights in
+those places. coremltools also reads values: weights for which it would remove, merge or
+fold an operation raise `TemplateMismatch`, and the caller converts that shard."""
 
 import hashlib
 import shutil
@@ -23,11 +22,14 @@ from workbench.export.package import MANIFEST, MODEL, WEIGHTS, read_package, ser
 from workbench.export.shards import Spec
 from workbench.export.weights import Clock, WeightSource
 
-RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, its offset in the file
+RECORD = struct.Struct(
+    "<IIQQ"
+)  # sentinel, dtype, bytes of payload, its offset in the file
 RECORD_SENTINEL = 0xDEADBEEF
 # constants that make coremltools drop the operation
 NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "real_div": 1.0}
-# coremltools merges constants of one shape whose first 100 values are equal, and the rest nearly so
+# coremltools merges constants of one shape whose first 100 values are equal, and the
+# rest nearly so
 PREFIX = 100
 
 
@@ -36,8 +38,8 @@ class TemplateMismatch(Exception):
 
 
 class Slot(NamedTuple):
-    """The place of one stored array of a weight: [start, stop) of the weight file; 0, 0: in
-    operation `op` of `operations(model)`."""
+    """The place of one stored array of a weight: [start, stop) of the weight file; 0,
+    0: in operation `op` of `operations(model)`."""
 
     role: str
     op: int
@@ -82,7 +84,10 @@ class Template:
         modules: dict[str, str],
     ):
         self.spec, self.constants, self.modules = spec, constants, modules
-        self.model, self.manifest = read_package(package), (package / MANIFEST).read_bytes()
+        self.model, self.manifest = (
+            read_package(package),
+            (package / MANIFEST).read_bytes(),
+        )
         if not (package / WEIGHTS).is_file():
             raise TemplateMismatch("weights so small that they stand in the program")
         blob, ops = (package / WEIGHTS).read_bytes(), operations(self.model)
@@ -91,14 +96,21 @@ class Template:
         if not slots.keys() >= set(names):
             raise TemplateMismatch("a parameter that the program does not hold")
         places = [
-            (weight.path, slots[name], _neutral(ops, name)) for weight, name in zip(weights, names)
+            (weight.path, slots[name], _neutral(ops, name))
+            for weight, name in zip(weights, names)
         ]
         # (path, slots, neutral value), as in the file
         self.places = sorted(places, key=lambda place: place[1][-1].stop)
         in_file = [slot for _, some, _ in self.places for slot in some if slot.stop]
-        edges = [0, *(edge for slot in in_file for edge in (slot.start, slot.stop)), len(blob)]
+        edges = [
+            0,
+            *(edge for slot in in_file for edge in (slot.start, slot.stop)),
+            len(blob),
+        ]
         if edges != sorted(edges):
-            raise TemplateMismatch("parameters that share bytes, or lie in another order")
+            raise TemplateMismatch(
+                "parameters that share bytes, or lie in another order"
+            )
         starts = {0, *(slot.start for slot in in_file)}
         constants = (slot for some in slots.values() for slot in some)
         if any(slot.is_float and slot.start not in starts for slot in constants):
@@ -112,17 +124,23 @@ class Template:
         return {old: new for old, new in pairs if old != new}
 
     def press(
-        self, spec: Spec, weights: list[WeightSource], load: Callable, package: Path, clock: Clock
+        self,
+        spec: Spec,
+        weights: list[WeightSource],
+        load: Callable,
+        package: Path,
+        clock: Clock,
     ) -> list[FileEntry]:
-        """Writes `package`: this program with other `weights`. Returns its files, hashed while they
-        were written.
+        """Writes `package`: this program with other `weights`. Returns its files,
+        hashed while they were written.
 
         Args:
-            load: weight → its fp16 values, and by role the arrays that are stored for it.
+            load: weight → its fp16 values, and by role the arrays that are stored for
+                it.
 
         Raises:
-            TemplateMismatch: the converter would lay these weights out differently; no package is
-                left.
+            TemplateMismatch: the converter would lay these weights out differently; no
+                package is left.
         """
         shutil.rmtree(package, ignore_errors=True)
         (package / WEIGHTS).parent.mkdir(parents=True)
@@ -150,14 +168,17 @@ class Template:
             (package / name).write_bytes(content)
             files.append((name, len(content), hashlib.sha256(content)))
         return [
-            FileEntry(path=f"{package.name}/{name}", bytes=size, sha256=digest.hexdigest())
+            FileEntry(
+                path=f"{package.name}/{name}", bytes=size, sha256=digest.hexdigest()
+            )
             for name, size, digest in sorted(files, key=lambda file: Path(file[0]))
         ]
 
     def _payloads(
         self, weights: list[WeightSource], load: Callable, ops, clock: Clock
     ) -> Iterator[bytes | np.ndarray]:
-        """The weight file in order, while inline values are put into the operations `ops`."""
+        """The weight file in order, while inline values are put into the operations
+        `ops`."""
         beginnings, gaps = set(), iter(self.gaps)
         by_path = {weight.path: weight for weight in weights}
         yield next(gaps)
@@ -165,7 +186,9 @@ class Template:
             weight = by_path[path]
             values, arrays = load(weight)
             if neutral is not None and bool((values == neutral).all()):
-                raise TemplateMismatch(f"{path} is all {neutral:g}: the operation would be removed")
+                raise TemplateMismatch(
+                    f"{path} is all {neutral:g}: the operation would be removed"
+                )
             _refuse_twins(beginnings, weight, {"values": values.numpy()} | arrays)
             for slot in slots:
                 with clock("compress"):
@@ -177,15 +200,17 @@ class Template:
                 if not slot.stop:
                     _inline(values_of(ops[slot.op])[slot.role], payload)
                 elif len(payload) != room:
-                    raise TemplateMismatch(f"{path} takes {len(payload)} bytes, not {room}")
+                    raise TemplateMismatch(
+                        f"{path} takes {len(payload)} bytes, not {room}"
+                    )
                 else:
                     yield payload
                     yield next(gaps)
 
 
 def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
-    """Where the values of each constant operation lie, in the order of the weight file; by the name
-    of its result.
+    """Where the values of each constant operation lie, in the order of the weight file;
+    by the name of its result.
 
     Functions share what is in the weight file, and each has inline values of its own.
     """
@@ -196,34 +221,43 @@ def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
         for role, value in values_of(op).items():
             start, size = 0, 0
             if value.WhichOneof("value") == "blobFileValue":
-                sentinel, _, size, start = RECORD.unpack_from(blob, value.blobFileValue.offset)
+                sentinel, _, size, start = RECORD.unpack_from(
+                    blob, value.blobFileValue.offset
+                )
                 assert sentinel == RECORD_SENTINEL
-            is_float = value.type.tensorType.dataType in (MIL_pb2.FLOAT16, MIL_pb2.FLOAT32)
+            is_float = value.type.tensorType.dataType in (
+                MIL_pb2.FLOAT16,
+                MIL_pb2.FLOAT32,
+            )
             slot = Slot(role, index, start, start + size, is_float)
             place = (role, start) if start else (role, index)
             slots.setdefault(op.outputs[0].name, {}).setdefault(place, slot)
     return {
-        name: sorted(some.values(), key=lambda slot: slot.start) for name, some in slots.items()
+        name: sorted(some.values(), key=lambda slot: slot.start)
+        for name, some in slots.items()
     }
 
 
 def _inline(value, payload: np.ndarray) -> None:
     stored = value.immediateValue.tensor.bytes
     if (size := len(stored.values)) != len(payload):
-        raise TemplateMismatch(f"an inline constant of {size} bytes, not {len(payload)}")
+        raise TemplateMismatch(
+            f"an inline constant of {size} bytes, not {len(payload)}"
+        )
     stored.values = payload.tobytes()
 
 
 def _write_all(file, piece) -> None:
-    """Writes all of `piece`; an unbuffered write may write less, for example on a disk that is
-    nearly full."""
+    """Writes all of `piece`; an unbuffered write may write less, for example on a disk
+    that is nearly full."""
     view = memoryview(piece)
     while len(view):
         view = view[file.write(view) :]
 
 
 def _neutral(ops, constant: str) -> float | None:
-    """The value with which the only operation that reads `constant` would do nothing."""
+    """The value with which the only operation that reads `constant` would do
+    nothing."""
     for op in ops:
         if op.type in NEUTRAL:
             names = [b.name for a in op.inputs.values() for b in a.arguments]
@@ -231,12 +265,15 @@ def _neutral(ops, constant: str) -> float | None:
                 return NEUTRAL[op.type]
 
 
-def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.ndarray]) -> None:
-    """Raises `TemplateMismatch` for a shard with constants that coremltools would merge: same
-    kind and shape, same first values."""
+def _refuse_twins(
+    beginnings: set, weight: WeightSource, arrays: dict[str, np.ndarray]
+) -> None:
+    """Raises `TemplateMismatch` for a shard with constants that coremltools would
+    merge: same kind and shape, same first values."""
     for role, array in arrays.items():
         if role == "lut" or len(array) == 1 or weight.tensor is None:
-            # too few values for merging; `neutral` covers the zeros that stand for no tensor
+            # too few values for merging; `neutral` covers the zeros that stand for no
+            # tensor
             continue
         beginning = array[:PREFIX] + array.dtype.type(0)  # -0 counts as 0
         key = role, weight.shape, len(array), beginning.tobytes()
@@ -248,7 +285,8 @@ def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.nd
 
 
 def rename(message, names: dict[str, str]) -> None:
-    """Replaces state names (and names derived from them) in every string of a protobuf message."""
+    """Replaces state names (and names derived from them) in every string of a protobuf
+    message."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_STRING:
             if field.is_repeated:

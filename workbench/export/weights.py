@@ -1,7 +1,6 @@
 """One shard as a torch module, and the source of each of its weights in the checkpoint.
-`load_values` reads a weight in small pieces, rounds it once to fp16 and checks it. A conversion
-copies the values into the module; stamping needs no module.
-"""
+`load_values` reads a weight in small pieces, rounds it once to fp16 and checks it. A
+conversion copies the values into the module; stamping needs no module."""
 
 import math
 import threading
@@ -28,9 +27,9 @@ MAX_SCALED = 32752.0
 
 @dataclass(frozen=True)
 class WeightSource:
-    """One parameter of a shard's module: `path` in the module, the checkpoint `tensor` it comes
-    from (None: zeros) or some `rows` of it, its shape there, what storage adds to it, and how it is
-    compressed."""
+    """One parameter of a shard's module: `path` in the module, the checkpoint `tensor`
+    it comes from (None: zeros) or some `rows` of it, its shape there, what storage adds
+    to it, and how it is compressed."""
 
     path: str
     tensor: str | None
@@ -45,8 +44,8 @@ class WeightSource:
 
 
 class Clock:
-    """Collects seconds of work by kind (`template`, `read`, `compress`, `write`): one sample per
-    piece of work of any thread."""
+    """Collects seconds of work by kind (`template`, `read`, `compress`, `write`): one
+    sample per piece of work of any thread."""
 
     def __init__(self):
         self.samples: list[tuple[str, float]] = []
@@ -62,8 +61,8 @@ class Clock:
 
 
 class Scratch(threading.local):
-    """Memory that a thread reuses to load and compress every tensor; touching new memory is
-    slower than reading the disk."""
+    """Memory that a thread reuses to load and compress every tensor; touching new
+    memory is slower than reading the disk."""
 
     def __init__(self):
         self.chunk = bytearray(CHUNK_BYTES)
@@ -84,7 +83,9 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
         return family.head(plan, spec.rows[1] - spec.rows[0])
     if spec.kind == "expert":
         return family.expert(plan, options)
-    return LayerStack([family.layer(plan, i, options) for i in range(*spec.layers)], spec)
+    return LayerStack(
+        [family.layer(plan, i, options) for i in range(*spec.layers)], spec
+    )
 
 
 def weight_sources(
@@ -92,13 +93,14 @@ def weight_sources(
 ) -> list[WeightSource]:
     """Every parameter of one shard.
 
-    Compressed are the weights of 1×1 convolutions outside routers: routers are small, and a changed
-    choice of expert is the largest error there is.
-    """
+    Compressed are the weights of 1×1 convolutions outside routers: routers are small,
+    and a changed choice of expert is the largest error there is."""
     with torch.device("meta"):
         shard = blank(spec, plan, options)
     modules, weights = dict(shard.named_modules()), []
-    routers = tuple(f"{path}." for path, module in modules.items() if isinstance(module, Router))
+    routers = tuple(
+        f"{path}." for path, module in modules.items() if isinstance(module, Router)
+    )
     for path, parameter in shard.named_parameters():
         shape, tensor, rows = tuple(parameter.shape), None, None
         if parameter.requires_grad:
@@ -129,8 +131,8 @@ def _tensor_name(path: str, spec: Spec, prefix: str, plan: Plan) -> str:
 def build(
     spec: Spec, source: Checkpoint, plan: Plan, options: Options
 ) -> tuple[nn.Module, list[WeightSource]]:
-    """The module of one shard with its weights, each rounded to fp16, and the list of their
-    sources."""
+    """The module of one shard with its weights, each rounded to fp16, and the list of
+    their sources."""
     module, scratch = blank(spec, plan, options), Scratch()
     weights = weight_sources(spec, source, plan, options)
     for weight in weights:
@@ -150,7 +152,11 @@ def load_values(
     values = scratch.take(math.prod(weight.shape), torch.float16)
     if weight.tensor is None:
         return values.zero_(), 0.0
-    preset, shape, subject = weight.preset, source.shape(weight.tensor), f"tensor {weight.tensor!r}"
+    preset, shape, subject = (
+        weight.preset,
+        source.shape(weight.tensor),
+        f"tensor {weight.tensor!r}",
+    )
     if math.prod(source.shape(weight.tensor, weight.rows)) != math.prod(weight.shape):
         raise InputError(
             subject,

@@ -1,5 +1,5 @@
-"""The zip of a first light: packs a result and its log without identifying names, and imports them
-into another log.
+"""The zip of a first light: packs a result and its log without identifying names, and
+imports them into another log.
 
 Members: `result.json`, `log/TABLE/RUN.parquet`, `stderr/STAGE.txt`.
 """
@@ -25,20 +25,31 @@ from workbench.log.scrub import anonymous, identifiers
 
 RESULT = "result.json"
 _LOG_MEMBER = re.compile(rf"log/((?:{'|'.join(SCHEMAS)})/\w[\w-]*\.parquet)", re.ASCII)
-_BROKEN = (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError)
+_BROKEN = (
+    OSError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    KeyError,
+    TypeError,
+    ValueError,
+)
 _BROKEN += (RuntimeError,)  # an encrypted member, or a compression that is not there
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 STEP = "ask for the file again; nothing was imported"
 
 
 def members(result: dict, folder: Path) -> dict[str, bytes]:
-    """Name → contents of the zip's members, without user, host, home, serial number and UUID.
+    """Name → contents of the zip's members, without user, host, home, serial number and
+    UUID.
 
     Args:
         result: of `measure.first_light`, run in `folder`.
     """
     names = identifiers()
-    contents = {RESULT: json.dumps(anonymous(result, names), indent=1, default=str).encode()}
+    contents = {
+        RESULT: json.dumps(anonymous(result, names), indent=1, default=str).encode()
+    }
     for path in sorted(folder.glob("*.stderr")):
         if text := path.read_text():
             contents[f"stderr/{path.stem}.txt"] = anonymous(text, names).encode()
@@ -73,7 +84,9 @@ def write(contents: dict[str, bytes], path: Path) -> None:
     def pack(file) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, data in contents.items():
-                archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
+                archive.writestr(
+                    zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED
+                )
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, pack)
@@ -83,7 +96,8 @@ def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
     """The result in a zip, and the files of its log: `table/run.parquet` → contents.
 
     Raises:
-        InputError: no such file, or a file that is damaged, of another kind or of another schema.
+        InputError: no such file, or a file that is damaged, of another kind or of
+            another schema.
     """
     path = Path(path)
     subject = f"first light {path.name}"
@@ -99,20 +113,27 @@ def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
     except FileNotFoundError:
         raise InputError(subject, "no such file", needed, "correct the path") from None
     except _BROKEN as problem:
-        raise InputError(subject, f"{type(problem).__name__}: {problem}", needed, STEP) from None
+        raise InputError(
+            subject, f"{type(problem).__name__}: {problem}", needed, STEP
+        ) from None
     if schema != SCHEMA:
-        raise InputError(subject, f"schema {schema}", f"schema {SCHEMA}", "update the workbench")
+        raise InputError(
+            subject, f"schema {schema}", f"schema {SCHEMA}", "update the workbench"
+        )
     files = {}
     for name, data in contents.items():
         if match := _LOG_MEMBER.fullmatch(name):
             files[match[1]] = data
         elif name != RESULT and not re.fullmatch(r"stderr/\w+\.txt", name):
-            raise InputError(f"{subject}, member {name!r}", "a foreign file", needed, STEP)
+            raise InputError(
+                f"{subject}, member {name!r}", "a foreign file", needed, STEP
+            )
     return result, files
 
 
 def import_zip(path: str | Path, root: log.store.Root = None) -> dict:
-    """Adds the rows of a zip to the log at `root`; rows that it has already are not changed.
+    """Adds the rows of a zip to the log at `root`; rows that it has already are not
+    changed.
 
     Returns:
         {machine, runtime, simulated, runs (ids), imported (number of new runs)}.
@@ -133,14 +154,18 @@ def import_zip(path: str | Path, root: log.store.Root = None) -> dict:
                 rows = log.load(table, trial)
             except (InputError, pa.ArrowException) as problem:
                 subject = f"first light {Path(path).name}, table {table}"
-                raise InputError(subject, str(problem), "rows of the log", STEP) from None
+                raise InputError(
+                    subject, str(problem), "rows of the log", STEP
+                ) from None
             if table == "runs" and set(rows["run_id"]) != set(run_ids):
                 subject = f"first light {Path(path).name}"
                 actual = f"{len(rows)} rows in runs for {len(run_ids)} runs"
                 raise InputError(subject, actual, "a row for each", STEP)
     present = set(log.load("runs", root)["run_id"])
     for run_id in run_ids:
-        log.adopt({n: data for n, data in files.items() if Path(n).stem == run_id}, root)
+        log.adopt(
+            {n: data for n, data in files.items() if Path(n).stem == run_id}, root
+        )
     return {
         "machine": machine_name(result["machine"]),
         "runtime": result["runtime"],

@@ -1,5 +1,5 @@
-"""Tests which arrays and values coremltools' native layer accepts and returns, on one shard on the
-CPU."""
+"""Tests which arrays and values coremltools' native layer accepts and returns, on one
+shard on the CPU."""
 
 import ctypes
 import os
@@ -16,8 +16,9 @@ from workbench.errors import one_line
 from workbench.firstlight import rungs
 from workbench.firstlight.job import Job
 
-# name → conversion of a float32 array, and whether the binding accepts it by its source code (None:
-# the source leaves it open); coremltools converts float16 inputs before they reach the binding
+# name → conversion of a float32 array, and whether the binding accepts it by its source
+# code (None: the source leaves it open); coremltools converts float16 inputs before
+# they reach the binding
 ARRAYS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], bool | None]] = {
     "float32": (np.copy, True),
     "float64": (np.float64, True),
@@ -55,11 +56,17 @@ def binding_cases() -> list[dict]:
 
 @cache
 def _state_shard(job: Job):
-    """Bundle, loaded model and state of the rung `state` on the CPU, its calls' first inputs."""
+    """Bundle, loaded model and state of the rung `state` on the CPU, its calls' first
+    inputs."""
     rung = rungs.ladder()["state"]
     bundle = rungs.bundle_of(rung, job.folder)
     model = job.model(bundle, rungs.shard_of(rung, bundle), "CPU_ONLY")
-    return bundle, model, model.make_state(), rungs.call_inputs(bundle, model.shard, 1, 0, 1)
+    return (
+        bundle,
+        model,
+        model.make_state(),
+        rungs.call_inputs(bundle, model.shard, 1, 0, 1),
+    )
 
 
 def _write_state(model, state, inputs: dict, change: Callable) -> None:
@@ -75,7 +82,8 @@ BINDING = {"state": _write_state, "input": _predict}
 
 
 def measure_binding(case: dict, job: Job) -> dict:
-    """The result of one case: an array type, a round trip of a value, the output, or stdout."""
+    """The result of one case: an array type, a round trip of a value, the output, or
+    stdout."""
     bundle, model, state, inputs = _state_shard(job)
     if "array" in case:
         return _array_case(case, model, state, inputs)
@@ -104,7 +112,8 @@ def _array_case(case: dict, model, state, inputs: dict) -> dict:
 
 
 def _round_trip(value: float, state) -> dict:
-    """Whether a value that is written to a state is read back with the same fp16 bits."""
+    """Whether a value that is written to a state is read back with the same fp16
+    bits."""
     array = np.array(state.raw.state.read_state(K_STATE))
     array.flat[0] = value
     state.raw.state.write_state(K_STATE, array)
@@ -113,7 +122,12 @@ def _round_trip(value: float, state) -> dict:
         halves = np.float32([value, read]).astype(np.float16)
     bits = [f"{half.view(np.uint16):#06x}" for half in halves]
     alike = bits[0] == bits[1] or (np.isnan(value) and np.isnan(read))
-    return {"wrote": bits[0], "read": bits[1], "accepted": bool(alike), "expected": True}
+    return {
+        "wrote": bits[0],
+        "read": bits[1],
+        "accepted": bool(alike),
+        "expected": True,
+    }
 
 
 def _stdout_of_compile(package: Path, job: Job) -> dict:

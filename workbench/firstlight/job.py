@@ -16,8 +16,8 @@ from workbench.runtime.standin import installed
 
 @dataclass(frozen=True)
 class Job:
-    """The `runtime` (`coreml`, `stand-in`, `stand-in:FAULT`) and the `folder` for bundles and for
-    the log of a stage's process."""
+    """The `runtime` (`coreml`, `stand-in`, `stand-in:FAULT`) and the `folder` for
+    bundles and for the log of a stage's process."""
 
     runtime: str
     folder: Path
@@ -26,13 +26,15 @@ class Job:
         return load_shard(bundle, shard, self.runtime, compute_units=units)
 
     def native_layer(self) -> AbstractContextManager:
-        """Makes coremltools' native layer available in the block: Core ML's, or the stand-in's."""
+        """Makes coremltools' native layer available in the block: Core ML's, or the
+        stand-in's."""
         name, fault = named(self.runtime)
         return installed(fault) if name == "stand-in" else nullcontext()
 
 
 def write_line(path: Path, row: dict) -> None:
-    """Appends a row without identifying names to a file of JSON lines and syncs the file."""
+    """Appends a row without identifying names to a file of JSON lines and syncs the
+    file."""
     row = anonymous(jsonable(row), _identifiers())
     with path.open("a") as file:
         file.write(json.dumps(row, default=str, allow_nan=False) + "\n")

@@ -1,5 +1,5 @@
-"""Measures each rung of the ladder on a compute unit: compiling, loading, values, times, and Core
-ML's plan."""
+"""Measures each rung of the ladder on a compute unit: compiling, loading, values,
+times, and Core ML's plan."""
 
 import numpy as np
 
@@ -18,8 +18,8 @@ REPEATED_CALLS = 10  # of a rung, for its time on a unit
 
 
 def ladder_cases() -> list[dict]:
-    """Every rung on CPU_ONLY and CPU_AND_NE, two of them on all units; then the plans, which may
-    abort the process."""
+    """Every rung on CPU_ONLY and CPU_AND_NE, two of them on all units; then the plans,
+    which may abort the process."""
     cases = []
     for name in rungs.ladder():
         for units in ("CPU_ONLY", "CPU_AND_NE"):
@@ -35,8 +35,8 @@ def ladder_cases() -> list[dict]:
 
 
 def measure_rung(case: dict, job: Job) -> dict:
-    """The result of one shard on one compute unit: sizes, distances from the portable results,
-    times; or Core ML's plan for it."""
+    """The result of one shard on one compute unit: sizes, distances from the portable
+    results, times; or Core ML's plan for it."""
     rung = rungs.ladder()[case["rung"]]
     bundle = rungs.bundle_of(rung, job.folder)
     shard = rungs.shard_of(rung, bundle)
@@ -69,8 +69,11 @@ def _plan(bundle: Bundle, shard: Shard, units: str, job: Job) -> dict:
     return counts | {"cost_ane": planned[0]["cost_ane"], "source": planned[0]["source"]}
 
 
-def _compared(calls: list[tuple[int, np.ndarray]], expected: list[rungs.Expected]) -> dict:
-    """The largest distances at T = 1 and at T > 1, relative to the distance of fp16 sums."""
+def _compared(
+    calls: list[tuple[int, np.ndarray]], expected: list[rungs.Expected]
+) -> dict:
+    """The largest distances at T = 1 and at T > 1, relative to the distance of fp16
+    sums."""
     one, more = [], []
     finite = True
     for (T, output), result in zip(calls, expected, strict=True):
@@ -82,15 +85,20 @@ def _compared(calls: list[tuple[int, np.ndarray]], expected: list[rungs.Expected
 
 
 def _times(bundle: Bundle, model: Model) -> dict:
-    samples = time_calls(bundle, model, rungs.tokens_per_call(bundle)[0], REPEATED_CALLS, 5.0)
+    samples = time_calls(
+        bundle, model, rungs.tokens_per_call(bundle)[0], REPEATED_CALLS, 5.0
+    )
     return {name: median(samples[name]) for name in ("wall_ms", "native_ms", "cpu_ms")}
 
 
 def _nan(bundle: Bundle, model: Model) -> dict:
-    """Whether a NaN in the input gives a NaN in the output, as on the portable runtime."""
+    """Whether a NaN in the input gives a NaN in the output, as on the portable
+    runtime."""
     T = rungs.tokens_per_call(bundle)[0]
     inputs = rungs.call_inputs(bundle, model.shard, T, 0, 1)
     inputs[X].flat[0] = np.nan
     state = model.make_state() if model.shard.states else None
     outputs = model.predict(inputs, state)
-    return {"nan_comes_out": not all(np.isfinite(value).all() for value in outputs.values())}
+    return {
+        "nan_comes_out": not all(np.isfinite(value).all() for value in outputs.values())
+    }

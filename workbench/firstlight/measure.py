@@ -1,8 +1,9 @@
-"""Runs the stages of first light on a runtime and returns one result, which `archive` packs.
+"""Runs the stages of first light on a runtime and returns one result, which `archive`
+packs.
 
-Each stage runs in a process of its own. If the process dies, the running case becomes a `failed`
-row, and another process continues with the next case until the stage's time is up.
-"""
+Each stage runs in a process of its own. If the process dies, the running case becomes a
+`failed` row, and another process continues with the next case until the stage's time is
+up."""
 
 import json
 import platform
@@ -19,7 +20,12 @@ from workbench.log.scrub import scrubbed
 from workbench.runtime import named, resolve
 from workbench.sweep import process, runs
 
-LOGGED = {"measured": "ok", "stand-in": "ok", "not_measured": "skipped", "failed": "failed"}
+LOGGED = {
+    "measured": "ok",
+    "stand-in": "ok",
+    "not_measured": "skipped",
+    "failed": "failed",
+}
 """Status of a stage → status in the log; `measured` is Core ML alone."""
 
 
@@ -42,14 +48,15 @@ def first_light(
         folder: for bundles, stderr, and the log with the rows of this run.
         runtime: coreml, stand-in or stand-in:FAULT (default: `default_runtime`).
         stages: the stages to run, by name (default: all).
-        lines: file of JSON lines to which every row is appended at once, with its stage, so that
-            rows survive the end of this process (default: a file in `folder`).
+        lines: file of JSON lines to which every row is appended at once, with its
+            stage, so that rows survive the end of this process (default: a file in
+            `folder`).
         progress: called with each finished stage.
 
     Returns:
-        {schema, commit, runtime, simulated, machine, stages: [{stage, says, status, reason,
-        seconds, rows}], not_measured: [{what, reason}], run_ids}. A failed stage has the rows of
-        the cases before.
+        {schema, commit, runtime, simulated, machine, stages: [{stage, says, status,
+        reason, seconds, rows}], not_measured: [{what, reason}], run_ids}. A failed
+        stage has the rows of the cases before.
     """
     runtime = runtime or default_runtime()
     name, fault = named(runtime)
@@ -61,7 +68,12 @@ def first_light(
     lines = lines or folder / "rows.jsonl"
     for stage in stages:
         if missing and stage != "facts":
-            result = {"status": "not_measured", "reason": missing, "seconds": 0.0, "rows": []}
+            result = {
+                "status": "not_measured",
+                "reason": missing,
+                "seconds": 0.0,
+                "rows": [],
+            }
         else:
             result = run_stage(stage, runtime, folder, stages[stage].timeout_s, lines)
         about = {"stage": stage, "says": stages[stage].says} | result
@@ -93,13 +105,23 @@ def _missing(runtime: str) -> str | None:
     return None
 
 
-def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float, lines: Path) -> dict:
-    """The rows and the status of one stage, with the reason if it failed. Rows are also appended to
-    the file `lines`, the stderr of the stage's processes is written to `folder`."""
+def run_stage(
+    stage: str, runtime: str, folder: Path, timeout_s: float, lines: Path
+) -> dict:
+    """The rows and the status of one stage, with the reason if it failed. Rows are also
+    appended to the file `lines`, the stderr of the stage's processes is written to
+    `folder`."""
     start, deaths, notes = time.monotonic(), [], []
-    job = {"stage": stage, "runtime": runtime, "folder": str(folder), "lines": str(lines)}
+    job = {
+        "stage": stage,
+        "runtime": runtime,
+        "folder": str(folder),
+        "lines": str(lines),
+    }
     cases, rows = STAGES[stage].cases(), []
-    while len(rows) < len(cases) and (left := timeout_s - (time.monotonic() - start)) > 1:
+    while (
+        len(rows) < len(cases) and (left := timeout_s - (time.monotonic() - start)) > 1
+    ):
         function = "workbench.firstlight.stages:stage_main"
         argument = job | {"skip": len(rows)}
         outcome = process.call(function, argument, timeout_s=round(left, 1))
@@ -151,8 +173,8 @@ def _not_measured(results: list[dict]) -> list[dict]:
 
 
 def check_runtime(runtime: str | None) -> str:
-    """The runtime of first light; refuses one that is neither Core ML nor its stand-in, or that
-    this machine lacks."""
+    """The runtime of first light; refuses one that is neither Core ML nor its stand-in,
+    or that this machine lacks."""
     if runtime is None:
         return default_runtime()
     if named(runtime)[0] not in ("coreml", "stand-in"):

@@ -1,6 +1,5 @@
-"""The shards of the ladder (`rungs.yaml`): their bundles, exported from seeded weights, their
-calls, and the shipped portable results.
-"""
+"""The shards of the ladder (`rungs.yaml`): their bundles, exported from seeded weights,
+their calls, and the shipped portable results."""
 
 import hashlib
 import json
@@ -26,7 +25,11 @@ from workbench.sweep.cell import bundle_for
 
 DATA = Path(__file__).parent / "shipped"
 DIGESTS, OUTPUTS = DATA / "packages.json", DATA / "outputs.npz"
-OF_EVERY_CHECKPOINT = {"num_hidden_layers": 1, "vocab_size": 512, "tie_word_embeddings": True}
+OF_EVERY_CHECKPOINT = {
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ def ladder() -> dict[str, Rung]:
 
 
 class Noise:
-    """Seeded values in [-1.75, 1.75), of variance 1, from 11 bits of Philox each: they are exact in
-    fp16 and equal on every machine."""
+    """Seeded values in [-1.75, 1.75), of variance 1, from 11 bits of Philox each: they
+    are exact in fp16 and equal on every machine."""
 
     def __init__(self, seed: int):
         self.bits = np.random.Philox(key=seed)
@@ -69,8 +72,8 @@ class Noise:
 
 
 def seeded_checkpoint(name: str, folder: Path, **changed) -> Path:
-    """The checkpoint `name` of the table in `folder`, written where it is missing; `changed` are
-    keywords of its configuration."""
+    """The checkpoint `name` of the table in `folder`, written where it is missing;
+    `changed` are keywords of its configuration."""
     path = folder / "-".join([name, *map(str, changed.values())])
     if not path.exists():
         config = OF_EVERY_CHECKPOINT | _table()["checkpoints"][name] | changed
@@ -95,10 +98,13 @@ def shard_of(rung: Rung, bundle: Bundle) -> Shard:
 
 
 def digest(package: Path) -> str:
-    """SHA-256 of a package's program and weights, without the metadata of the library's build."""
+    """SHA-256 of a package's program and weights, without the metadata of the library's
+    build."""
     spec = read_package(package)
     spec.description.metadata.Clear()
-    return hashlib.sha256(serialize(spec) + (package / WEIGHTS).read_bytes()).hexdigest()
+    return hashlib.sha256(
+        serialize(spec) + (package / WEIGHTS).read_bytes()
+    ).hexdigest()
 
 
 def tokens_per_call(bundle: Bundle) -> list[int]:
@@ -131,8 +137,8 @@ def run_calls(bundle: Bundle, model: Model) -> Iterator[tuple[int, np.ndarray]]:
 
 @dataclass(frozen=True)
 class Expected:
-    """The portable runtime's `output` of one call of a rung, and the `distance` (RMS) of arithmetic
-    that rounds sums to fp16."""
+    """The portable runtime's `output` of one call of a rung, and the `distance` (RMS)
+    of arithmetic that rounds sums to fp16."""
 
     output: np.ndarray
     distance: float

@@ -1,5 +1,5 @@
-"""Rewrites the files shipped with first light after a change of the export or of the rungs:
-`python -m workbench.firstlight.shipped`, on Linux, in a checkout."""
+"""Rewrites the files shipped with first light after a change of the export or of the
+rungs: `python -m workbench.firstlight.shipped`, on Linux, in a checkout."""
 
 import json
 import tempfile
@@ -17,8 +17,8 @@ GOLDEN_TOKENS = 12
 
 
 def write_shipped(folder: Path) -> None:
-    """Writes digests and portable results of every rung, and the golden of data/tiny-llama; bundles
-    go to `folder`."""
+    """Writes digests and portable results of every rung, and the golden of
+    data/tiny-llama; bundles go to `folder`."""
     digests, arrays = {}, {}
     for rung in rungs.ladder().values():
         bundle = rungs.bundle_of(rung, folder)
@@ -27,7 +27,9 @@ def write_shipped(folder: Path) -> None:
         results = rungs.portable_results(bundle, shard)
         arrays[f"{rung.name} distance"] = np.array([r.distance for r in results])
         # `declared` arithmetic rounds an output to fp16, so fp16 holds it
-        arrays |= {f"{rung.name} {i}": np.float16(r.output) for i, r in enumerate(results)}
+        arrays |= {
+            f"{rung.name} {i}": np.float16(r.output) for i, r in enumerate(results)
+        }
     rungs.DATA.mkdir(exist_ok=True)
     write_whole(rungs.DIGESTS, (json.dumps(digests, indent=1) + "\n").encode())
     write_whole(rungs.OUTPUTS, lambda file: np.savez_compressed(file, **arrays))

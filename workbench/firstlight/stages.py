@@ -1,8 +1,8 @@
 """The six stages of first light, each in a process of its own: one JSON line per case.
 
-A stage is a list of cases and a function that measures one of them. A line is written as soon as
-its case is done, so that only the running case is lost if the process is killed.
-"""
+A stage is a list of cases and a function that measures one of them. A line is written
+as soon as its case is done, so that only the running case is lost if the process is
+killed."""
 
 import os
 import time
@@ -22,7 +22,12 @@ from workbench.firstlight import rungs
 from workbench.firstlight.binding import binding_cases, measure_binding
 from workbench.firstlight.job import Job, write_line
 from workbench.firstlight.ladder import ladder_cases, measure_rung
-from workbench.firstlight.times import measure_soak, measure_timing, soak_cases, timing_cases
+from workbench.firstlight.times import (
+    measure_soak,
+    measure_timing,
+    soak_cases,
+    timing_cases,
+)
 from workbench.runtime import COMPUTE_UNITS
 from workbench.sweep import process, runs
 
@@ -41,7 +46,9 @@ def stage_main(job: dict) -> list[str]:
     stage = STAGES[job["stage"]]
     here = Job(job["runtime"], Path(job["folder"]))
     cases, pause = stage.cases(), Pause()
-    if job["skip"] and _on_engine(cases[job["skip"] - 1], here):  # a process died of that one
+    if job["skip"] and _on_engine(
+        cases[job["skip"] - 1], here
+    ):  # a process died of that one
         pause.begin()
     for case in cases[job["skip"] :]:
         paused_s = pause.wait() if _on_engine(case, here) else 0.0
@@ -69,8 +76,8 @@ def _on_engine(case: dict, job: Job) -> bool:
 
 
 class Pause:
-    """Pauses after a failed compilation for the Neural Engine, before the next case that may use
-    it: `PAUSE_S` each, at most `PAUSES_S` in a stage."""
+    """Pauses after a failed compilation for the Neural Engine, before the next case
+    that may use it: `PAUSE_S` each, at most `PAUSES_S` in a stage."""
 
     PAUSE_S, PAUSES_S = 15.0, 120.0  # reports name 15 s
 
@@ -99,7 +106,10 @@ def measure_fact(case: dict, job: Job) -> dict:
         facts = log.environment()
         return facts | {"time": facts["time"].isoformat()}
     if job.runtime != "coreml":
-        return {"status": "not_measured", "reason": "Core ML alone lists its compute devices"}
+        return {
+            "status": "not_measured",
+            "reason": "Core ML alone lists its compute devices",
+        }
     kinds = coremltools().models.compute_device
     devices = kinds.MLComputeDevice.get_all_compute_devices()
     cores = []
@@ -131,13 +141,17 @@ def measure_golden(case: dict, job: Job) -> dict:
     for gate in result.gates:
         if gate.verdict != "not_run":
             gates.append(runs.pick(gate.json(), *names))
-    return {"verdict": result.verdict, "gates": gates, "worst_cosine": result.worst["cosine"]}
+    return {
+        "verdict": result.verdict,
+        "gates": gates,
+        "worst_cosine": result.worst["cosine"],
+    }
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's description, its cases, the function that measures one of them, and the seconds
-    after which the stage is ended."""
+    """A stage's description, its cases, the function that measures one of them, and the
+    seconds after which the stage is ended."""
 
     says: str
     cases: Callable[[], list[dict]]
@@ -147,7 +161,9 @@ class Stage:
 
 STAGES = {
     "facts": Stage("the machine and its devices", fact_cases, measure_fact, 45),
-    "binding": Stage("what coremltools' native layer takes", binding_cases, measure_binding, 60),
+    "binding": Stage(
+        "what coremltools' native layer takes", binding_cases, measure_binding, 60
+    ),
     "ladder": Stage("one-layer shards, step by step", ladder_cases, measure_rung, 370),
     "golden": Stage("data/tiny-llama on four units", golden_cases, measure_golden, 95),
     "timing": Stage("1, 2 and 4 layers in a shard", timing_cases, measure_timing, 270),

@@ -1,5 +1,5 @@
-"""Times of calls of one shard, by its number of layers and in a long series; each setting is a run
-of the log."""
+"""Times of calls of one shard, by its number of layers and in a long series; each
+setting is a run of the log."""
 
 import time
 from itertools import product
@@ -19,12 +19,15 @@ SECONDS_PER_TIMING = 8.0  # limit of a case of the stage `timing`
 SOAK_CALLS, SOAK_SECONDS = 400, 30.0
 
 
-def time_calls(bundle: Bundle, model: Model, T: int, calls: int, seconds: float) -> pd.DataFrame:
-    """Times of at most `calls` repeated calls of T tokens in at most `seconds`, without warm-ups.
+def time_calls(
+    bundle: Bundle, model: Model, T: int, calls: int, seconds: float
+) -> pd.DataFrame:
+    """Times of at most `calls` repeated calls of T tokens in at most `seconds`, without
+    warm-ups.
 
     Returns:
-        wall_ms, native_ms (Core ML's own), cpu_ms (of this thread), elapsed_s (from the start of
-        the first call to the end of each).
+        wall_ms, native_ms (Core ML's own), cpu_ms (of this thread), elapsed_s (from the
+        start of the first call to the end of each).
     """
     state = model.make_state() if model.shard.states else None
     room = bundle.manifest.options.max_seq_len // T
@@ -38,7 +41,9 @@ def time_calls(bundle: Bundle, model: Model, T: int, calls: int, seconds: float)
         model.predict(cycle[call % len(cycle)], state)
         end, used = time.perf_counter(), time.thread_time() - cpu
         if call >= 0:
-            rows.append(((end - start) * 1e3, model.last_native_ms, used * 1e3, end - begin))
+            rows.append(
+                ((end - start) * 1e3, model.last_native_ms, used * 1e3, end - begin)
+            )
         if begin and end - begin > seconds:
             break
     frame = pd.DataFrame(rows, columns=["wall_ms", "native_ms", "cpu_ms", "elapsed_s"])
@@ -53,8 +58,8 @@ def timing_cases() -> list[dict]:
 
 
 def measure_timing(case: dict, job: Job) -> dict:
-    """Times and Neural Engine energy of calls of one shard of 1, 2 or 4 layers with the dimensions
-    of a 0.5B model."""
+    """Times and Neural Engine energy of calls of one shard of 1, 2 or 4 layers with the
+    dimensions of a 0.5B model."""
     source = rungs.seeded_checkpoint("half_b", job.folder, num_hidden_layers=4)
     shape = {"t": "fixed", "t_max": case["T"], "layers_per_shard": case["layers"]}
     bundle = rungs.exported(source, job.folder, compress="int8-tensor", **shape)
@@ -69,8 +74,8 @@ def soak_cases() -> list[dict]:
 
 
 def measure_soak(case: dict, job: Job) -> dict:
-    """Times of a compressed shard with state in back-to-back calls, with the medians of the first
-    and the last quarter."""
+    """Times of a compressed shard with state in back-to-back calls, with the medians of
+    the first and the last quarter."""
     rung = rungs.ladder()[case["rung"]]
     bundle = rungs.bundle_of(rung, job.folder)
     shard = rungs.shard_of(rung, bundle)
@@ -86,8 +91,8 @@ def measure_soak(case: dict, job: Job) -> dict:
 def _metered(
     bundle: Bundle, model: Model, T: int, calls: int, seconds: float
 ) -> tuple[pd.DataFrame, dict]:
-    """`time_calls`, and columns of `runs`: the machine's state before, the Neural Engine's energy
-    and active time, and the `reason` if one of these is None."""
+    """`time_calls`, and columns of `runs`: the machine's state before, the Neural
+    Engine's energy and active time, and the `reason` if one of these is None."""
     before = runs.state_before()
     with ioreport.metered() as energy:
         samples = time_calls(bundle, model, T, calls, seconds)
@@ -99,18 +104,28 @@ def _loading(model: Model) -> dict:
 
 
 def _timed(
-    case: dict, job: Job, bundle: Bundle, shard: Shard, samples: pd.DataFrame, about: dict
+    case: dict,
+    job: Job,
+    bundle: Bundle,
+    shard: Shard,
+    samples: pd.DataFrame,
+    about: dict,
 ) -> dict:
-    """Logs samples as a run and returns a row of their medians; `about` is from `_metered`."""
+    """Logs samples as a run and returns a row of their medians; `about` is from
+    `_metered`."""
     reason = about.pop("reason")
     columns, note = _planned(job, bundle, shard, case["units"])
     config = {"case": case} | note
     if reason:
         config["energy"] = f"not measured: {reason}"
     calls = samples.rename(columns={"wall_ms": "value"})
-    calls = calls.assign(phase="call", order=range(len(samples)), shard=shard.name, repetition=0)
+    calls = calls.assign(
+        phase="call", order=range(len(samples)), shard=shard.name, repetition=0
+    )
     calls = calls.assign(T=case["T"], unit="ms", warmup=False)
-    row = runs.describe(bundle) | runs.executed(job.runtime, "declared", False, case["units"], {})
+    row = runs.describe(bundle) | runs.executed(
+        job.runtime, "declared", False, case["units"], {}
+    )
     row |= {"command": "first-light times", "T": case["T"]}
     row |= about | columns | {"config": config}
     run_id = runs.record_run(EXPERIMENT, row, root=job.folder / "log", samples=calls)
@@ -119,13 +134,21 @@ def _timed(
         medians[name] = median(samples[name])
     energy = runs.pick(about, "ane_joules", "ane_active_ms") | {"energy_reason": reason}
     p90 = float(samples["wall_ms"].quantile(0.9))
-    share = {"ane_ops_share": columns.get("ane_ops_share"), "invalid": columns.get("reason")}
-    return medians | {"wall_p90_ms": p90, "calls": len(samples), "run_id": run_id} | share | energy
+    share = {
+        "ane_ops_share": columns.get("ane_ops_share"),
+        "invalid": columns.get("reason"),
+    }
+    return (
+        medians
+        | {"wall_p90_ms": p90, "calls": len(samples), "run_id": run_id}
+        | share
+        | energy
+    )
 
 
 def _planned(job: Job, bundle: Bundle, shard: Shard, units: str) -> tuple[dict, dict]:
-    """The columns of `runs` from a shard's compute plan, made in a child process; and the reason if
-    there is no plan."""
+    """The columns of `runs` from a shard's compute plan, made in a child process; and
+    the reason if there is no plan."""
     runtime, fault = named(job.runtime)
     if units != "CPU_AND_NE":
         return {}, {}

@@ -1,9 +1,9 @@
-"""The experiment log: runs append rows; notebooks, reports and comparisons load DataFrames.
+"""The experiment log: runs append rows; notebooks, reports and comparisons load
+DataFrames.
 
-The log is append-only Parquet with one immutable file per run and table, so that any number of
-processes write without a lock and a killed one leaves no partial file. Null means "not measured".
-The log knows nothing of bundles and runtimes.
-"""
+The log is append-only Parquet with one immutable file per run and table, so that any
+number of processes write without a lock and a killed one leaves no partial file. Null
+means "not measured". The log knows nothing of bundles and runtimes."""
 
 from workbench.log.machine import environment
 from workbench.log.schema import SCHEMAS

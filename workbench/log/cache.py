@@ -1,9 +1,8 @@
 """A table's rows gathered in one file beside the files of the runs, for fast loading.
 
-The file is derived and disposable: it is used only while every file that its rows came from exists
-unchanged. A log without it, or with one that cannot be read or written, loads the same rows more
-slowly.
-"""
+The file is derived and disposable: it is used only while every file that its rows came
+from exists unchanged. A log without it, or with one that cannot be read or written,
+loads the same rows more slowly."""
 
 import json
 import os
@@ -20,11 +19,14 @@ NAME, KEY = ".gathered", b"workbench.log.gathered"
 WORTH = 64  # rows are gathered when at least so many files were read one by one
 
 
-def gathered(folder: Path, version: str, read: Callable[[list[Path]], pa.Table]) -> pa.Table:
+def gathered(
+    folder: Path, version: str, read: Callable[[list[Path]], pa.Table]
+) -> pa.Table:
     """All rows of the table in `folder`, by file name.
 
     Args:
-        version: name of the rows' schema; rows gathered under another name are read again.
+        version: name of the rows' schema; rows gathered under another name are read
+            again.
         read: reads the rows of some files and refuses a file that cannot be read.
     """
     files = _files(folder)
@@ -56,14 +58,23 @@ def _load(path: Path, version: str) -> tuple[dict, pa.Table | None]:
         about = json.loads(table.schema.metadata[KEY])
         if about["version"] == version:
             return about["files"], table.replace_schema_metadata(None)
-    except (OSError, ValueError, KeyError, TypeError):  # no file, a torn one, or another format
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # no file, a torn one, or another format
         pass
     return {}, None
 
 
 def _save(path: Path, version: str, files: dict, rows: pa.Table) -> None:
-    rows = rows.replace_schema_metadata({KEY: json.dumps({"version": version, "files": files})})
+    rows = rows.replace_schema_metadata(
+        {KEY: json.dumps({"version": version, "files": files})}
+    )
     try:
-        write_whole(path, lambda file: feather.write_feather(rows, file, compression="zstd"))
+        write_whole(
+            path, lambda file: feather.write_feather(rows, file, compression="zstd")
+        )
     except OSError:  # a read-only or full disk only costs time
         pass

@@ -1,8 +1,8 @@
-"""The state of this machine that affects timings: heat, power, memory, virtualization, Rosetta.
+"""The state of this machine that affects timings: heat, power, memory, virtualization,
+Rosetta.
 
-All values come from the operating system. A value is None if its command is missing, fails, or
-prints nothing usable. One function parses the text of each command.
-"""
+All values come from the operating system. A value is None if its command is missing,
+fails, or prints nothing usable. One function parses the text of each command."""
 
 import ctypes
 import os
@@ -22,7 +22,8 @@ _FOOTPRINT = 16 + 7 * 8
 
 
 def host_state() -> dict:
-    """The state of this machine now, as columns of ``runs``; None if the system has no answer.
+    """The state of this machine now, as columns of ``runs``; None if the system has no
+    answer.
 
     Returns:
         model: the maker's name of the machine (``Mac16,5``).
@@ -30,12 +31,14 @@ def host_state() -> dict:
         power_source: ``AC Power`` or ``Battery Power``.
         low_power: whether the system saves power.
         thermal: the output of ``pmset -g therm``.
-        thermal_pressure: a word of `THERMAL_PRESSURES`, or the number of a level beyond them.
+        thermal_pressure: a word of `THERMAL_PRESSURES`, or the number of a level beyond
+            them.
         performance_cores, efficiency_cores: physical cores of a Mac by kind.
         virtual_machine: whether a hypervisor runs this system.
         rosetta: whether this process is translated from x86-64.
         swap_bytes: bytes of all processes that are swapped out.
-        footprint_bytes: memory of this process that cannot be dropped, swapped parts included.
+        footprint_bytes: memory of this process that cannot be dropped, swapped parts
+            included.
     """
     kernel = f"{platform.release()} {platform.version()}".strip()
     profile = file_text("/sys/firmware/acpi/platform_profile")
@@ -46,7 +49,8 @@ def host_state() -> dict:
     return {
         "model": sysctl("hw.model") or file_text("/sys/class/dmi/id/product_name"),
         "os_build": command_output("sw_vers", "-buildVersion") or kernel or None,
-        "power_source": power_source(command_output("pmset", "-g", "batt")) or _battery(),
+        "power_source": power_source(command_output("pmset", "-g", "batt"))
+        or _battery(),
         "low_power": low_power(command_output("pmset", "-g"), profile),
         "thermal": command_output("pmset", "-g", "therm"),
         "thermal_pressure": pressure_name(thermal_level()),
@@ -67,8 +71,8 @@ def sysctl(name: str) -> str | None:
 
 
 def command_output(*command: str) -> str | None:
-    """A command's output on one line; None if it cannot be run, fails, takes over 10 s or prints
-    nothing."""
+    """A command's output on one line; None if it cannot be run, fails, takes over 10 s
+    or prints nothing."""
     try:
         output = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
     except (OSError, subprocess.SubprocessError):
@@ -84,12 +88,14 @@ def thermal_level() -> int | None:
 
 
 def pressure_level(text: str | None) -> int | None:
-    """The level in ``com.apple.system.thermalpressurelevel 1``, the output of notifyutil."""
+    """The level in ``com.apple.system.thermalpressurelevel 1``, the output of
+    notifyutil."""
     return number(first_group(r"thermalpressurelevel (\d+)$", text))
 
 
 def pressure_name(level: int | None) -> str | None:
-    """A thermal pressure as a word of `THERMAL_PRESSURES`; a level beyond them as its number."""
+    """A thermal pressure as a word of `THERMAL_PRESSURES`; a level beyond them as its
+    number."""
     if level is None:
         return None
     if level < len(THERMAL_PRESSURES):
@@ -98,21 +104,22 @@ def pressure_name(level: int | None) -> str | None:
 
 
 def power_source(text: str | None) -> str | None:
-    """``AC Power`` of ``Now drawing from 'AC Power'``, the output of ``pmset -g batt``."""
+    """``AC Power`` of ``Now drawing from 'AC Power'``, the output of ``pmset -g
+    batt``."""
     return first_group(r"drawing from '(.+?)'", text)
 
 
 def low_power(pmset: str | None, profile: str | None = None) -> bool | None:
-    """Whether power is saved, from the output of ``pmset -g`` (``lowpowermode 1``; ``powermode 1``
-    on machines with three modes) or from Linux' platform profile."""
+    """Whether power is saved, from the output of ``pmset -g`` (``lowpowermode 1``;
+    ``powermode 1`` on machines with three modes) or from Linux' platform profile."""
     if mode := first_group(r"\b(?:low)?powermode (\d)", pmset):
         return mode == "1"
     return profile and profile == "low-power"
 
 
 def virtual_machine(hypervisor: str | None, cpuinfo: str | None = None) -> bool | None:
-    """Whether a hypervisor is present: ``1`` of a Mac's ``kern.hv_vmm_present``, or the flag of
-    Linux' /proc/cpuinfo, which exists on x86-64 alone."""
+    """Whether a hypervisor is present: ``1`` of a Mac's ``kern.hv_vmm_present``, or the
+    flag of Linux' /proc/cpuinfo, which exists on x86-64 alone."""
     flags = first_group(r"^flags\s*:(.*)$", cpuinfo)
     if hypervisor:
         return flag(hypervisor)
@@ -157,7 +164,9 @@ def _rusage() -> bytes | None:
 def _battery() -> str | None:
     """The power source of a laptop without pmset, in its words."""
     battery = psutil.sensors_battery()
-    return battery and {True: "AC Power", False: "Battery Power"}.get(battery.power_plugged)
+    return battery and {True: "AC Power", False: "Battery Power"}.get(
+        battery.power_plugged
+    )
 
 
 def first_group(pattern: str, text: str | None) -> str | None:
@@ -167,7 +176,8 @@ def first_group(pattern: str, text: str | None) -> str | None:
 
 
 def file_text(path: str) -> str | None:
-    """A file's text without the white space around it; None where it cannot be read or is empty."""
+    """A file's text without the white space around it; None where it cannot be read or
+    is empty."""
     try:
         return Path(path).read_text(errors="replace").strip() or None
     except OSError:

@@ -1,9 +1,8 @@
-"""The machine and software of a run as columns of the table `runs`, and names made of them, which
-keep timings of two machines apart.
+"""The machine and software of a run as columns of the table `runs`, and names made of
+them, which keep timings of two machines apart.
 
-All values come from the operating system and are None if it has no answer. The name of a chip does
-not imply that a model ran on its Neural Engine.
-"""
+All values come from the operating system and are None if it has no answer. The name of
+a chip does not imply that a model ran on its Neural Engine."""
 
 import json
 import platform
@@ -16,7 +15,13 @@ import pandas as pd
 import psutil
 
 from workbench.errors import InputError
-from workbench.log.host_state import command_output, file_text, first_group, host_state, sysctl
+from workbench.log.host_state import (
+    command_output,
+    file_text,
+    first_group,
+    host_state,
+    sysctl,
+)
 from workbench.log.store import project_root
 
 MACHINE_COLUMNS = ("chip", "model", "memory_bytes", "cores")
@@ -33,11 +38,11 @@ _PACKAGES = (
 
 
 def environment() -> dict:
-    """The columns of ``runs`` that describe this machine now, those of `host_state` included.
+    """The columns of ``runs`` that describe this machine now, those of `host_state`
+    included.
 
-    ``commit`` ends in ``-dirty`` when the checkout has changes; ``versions`` maps ``python`` and
-    the packages that decide a result to their versions.
-    """
+    ``commit`` ends in ``-dirty`` when the checkout has changes; ``versions`` maps
+    ``python`` and the packages that decide a result to their versions."""
     cpu = first_group(r"^model name\s*: (.+)$", file_text("/proc/cpuinfo"))
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -54,12 +59,20 @@ def environment() -> dict:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this code runs from; None for an installed copy."""
+    """The commit of the checkout that this code runs from; None for an installed
+    copy."""
     source = Path(__file__).resolve().parents[2]
     if project_root(source) != source:
         return None
     return command_output(
-        "git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+        "git",
+        "-C",
+        str(source),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
     )
 
 
@@ -71,11 +84,11 @@ def _package(name: str) -> str | None:
 
 
 def machine_name(run: Mapping) -> str:
-    """The machine of a row of `runs` in words: ``Apple M4 Max, Mac16,5, 64 GiB, 16 cores``.
+    """The machine of a row of `runs` in words: ``Apple M4 Max, Mac16,5, 64 GiB, 16
+    cores``.
 
-    Two rows are of one machine when their names are equal. Nulls are left out; memory is rounded to
-    GiB, since systems report a few pages more or less.
-    """
+    Two rows are of one machine when their names are equal. Nulls are left out; memory
+    is rounded to GiB, since systems report a few pages more or less."""
     chip, model, memory, cores = (_value(run, column) for column in MACHINE_COLUMNS)
     words = [
         chip or "unknown chip",
@@ -87,7 +100,8 @@ def machine_name(run: Mapping) -> str:
 
 
 def software_name(run: Mapping) -> str:
-    """The software that affects a timing: the system's build, coremltools' and torch's versions."""
+    """The software that affects a timing: the system's build, coremltools' and torch's
+    versions."""
     versions = _value(run, "versions") or {}
     if isinstance(versions, str):
         versions = json.loads(versions)
@@ -115,13 +129,18 @@ def with_machines(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def machine_names(runs: pd.DataFrame) -> list[str]:
-    """The machines of some rows (see `with_machines`), the one of the newest run first."""
-    return runs.sort_values("run_id", ascending=False)["machine"].drop_duplicates().tolist()
+    """The machines of some rows (see `with_machines`), the one of the newest run
+    first."""
+    return (
+        runs.sort_values("run_id", ascending=False)["machine"]
+        .drop_duplicates()
+        .tolist()
+    )
 
 
 def of_machine(runs: pd.DataFrame, machine: str | None, here: str) -> pd.DataFrame:
-    """The rows of one machine (see `with_machines`): of `machine`, else of `here` if it has rows,
-    else of the newest run's machine.
+    """The rows of one machine (see `with_machines`): of `machine`, else of `here` if it
+    has rows, else of the newest run's machine.
 
     Raises:
         InputError: no row is of `machine`.

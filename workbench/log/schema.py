@@ -1,8 +1,9 @@
-"""The schemas of the log's tables, their allowed words, and the migrations of older files.
+"""The schemas of the log's tables, their allowed words, and the migrations of older
+files.
 
-Units stand in the names (``_ms``, ``_db``, ``_bytes``) or, for ``samples.value``, in the column
-``unit``. This module imports nothing of the log and handles neither files nor DataFrames.
-"""
+Units stand in the names (``_ms``, ``_db``, ``_bytes``) or, for ``samples.value``, in
+the column ``unit``. This module imports nothing of the log and handles neither files
+nor DataFrames."""
 
 import json
 from collections.abc import Callable
@@ -25,15 +26,18 @@ def _schema(lines: str) -> pa.Schema:
         kind, names = line.split(":")
         fields += [(name, _TYPES[kind.strip()]) for name in names.split()]
     return pa.schema(
-        [pa.field(name.rstrip("!"), kind, nullable=not name.endswith("!")) for name, kind in fields]
+        [
+            pa.field(name.rstrip("!"), kind, nullable=not name.endswith("!"))
+            for name, kind in fields
+        ]
     )
 
 
 SCHEMAS: dict[str, pa.Schema] = {
-    # One row per run: bundle, machine, settings and status. Runs of one `setting` are its
-    # repetitions, each in a process of its own; `round` numbers them. A column `…_before` is the
-    # machine's state before the first measurement, the column without it the state when the row was
-    # written (see `log.host_state`).
+    # One row per run: bundle, machine, settings and status. Runs of one `setting` are
+    # its repetitions, each in a process of its own; `round` numbers them. A column
+    # `…_before` is the machine's state before the first measurement, the column without
+    # it the state when the row was written (see `log.host_state`).
     "runs": _schema("""
         text: run_id!
         time: time
@@ -56,10 +60,10 @@ SCHEMAS: dict[str, pa.Schema] = {
         text: compress kv_write layout states moe t sliding functions target program_dtype
         bool: undo state_pair
     """),
-    # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the
-    # place in its setting. Of calls and their parts, `cpu_ms` is the calling thread's CPU time,
-    # `native_ms` Core ML's own (null elsewhere); `elapsed_s` is counted from the first call that
-    # was timed.
+    # Raw measurements, warm-ups included: `order` is the place in the whole run,
+    # `repetition` the place in its setting. Of calls and their parts, `cpu_ms` is the
+    # calling thread's CPU time, `native_ms` Core ML's own (null elsewhere); `elapsed_s`
+    # is counted from the first call that was timed.
     "samples": _schema("""
         text:  run_id!
         int:   repetition order
@@ -86,8 +90,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         float: cosine psnr_db max_abs error budget
         bool:  finite routing_tie
     """),
-    # A figure (`plot` names the function that draws it) or a table of a write-up, with the data it
-    # shows.
+    # A figure (`plot` names the function that draws it) or a table of a write-up, with
+    # the data it shows.
     "exhibits": _schema("""
         text: run_id! name! caption! plot data! options!
     """),
@@ -105,24 +109,34 @@ ALLOWED = {
 
 
 def _settings_of_config(runs: pa.Table) -> pa.Table:
-    """`runs` from version 1 to 2: settings that were only in a sweep's `config` become columns."""
+    """`runs` from version 1 to 2: settings that were only in a sweep's `config` become
+    columns."""
     configs = []
     for text in runs["config"].to_pylist():
         configs.append(json.loads(text or "{}"))
-    export, run = ([config.get(part) or {} for config in configs] for part in ("export", "run"))
-    for options, names in ((export, ("t", "sliding")), (run, ("threads", "depth", "n_gen"))):
+    export, run = (
+        [config.get(part) or {} for config in configs] for part in ("export", "run")
+    )
+    for options, names in (
+        (export, ("t", "sliding")),
+        (run, ("threads", "depth", "n_gen")),
+    ):
         for name in names:
-            runs = runs.append_column(name, pa.array([row.get(name) for row in options]))
+            runs = runs.append_column(
+                name, pa.array([row.get(name) for row in options])
+            )
     hints = []
     for row, runtime in zip(run, runs["runtime"].to_pylist()):
         on_coreml = row and runtime == "coreml"
-        hints.append(json.dumps(row.get("hints", {}), sort_keys=True) if on_coreml else None)
+        hints.append(
+            json.dumps(row.get("hints", {}), sort_keys=True) if on_coreml else None
+        )
     return runs.append_column("hints", pa.array(hints, pa.string()))
 
 
 def _state_before_of_config(runs: pa.Table) -> pa.Table:
-    """`runs` from version 2 to 3: the machine's state before the run, in a sweep's `config`,
-    becomes columns."""
+    """`runs` from version 2 to 3: the machine's state before the run, in a sweep's
+    `config`, becomes columns."""
     configs = []
     for text in runs["config"].to_pylist():
         configs.append(json.loads(text or "{}"))
@@ -133,12 +147,15 @@ def _state_before_of_config(runs: pa.Table) -> pa.Table:
     return runs
 
 
-# Table → functions; the i-th lifts an Arrow table from version i+1 to i+2. A new nullable column
-# needs none: files that lack it read as null there.
-MIGRATIONS: dict[str, tuple[Callable[[pa.Table], pa.Table], ...]] = {table: () for table in SCHEMAS}
+# Table → functions; the i-th lifts an Arrow table from version i+1 to i+2. A new
+# nullable column needs none: files that lack it read as null there.
+MIGRATIONS: dict[str, tuple[Callable[[pa.Table], pa.Table], ...]] = {
+    table: () for table in SCHEMAS
+}
 MIGRATIONS["runs"] = (_settings_of_config, _state_before_of_config)
 
 
 def version(table: str) -> int:
-    """The table's current schema version: one more than the number of its migrations."""
+    """The table's current schema version: one more than the number of its
+    migrations."""
     return 1 + len(MIGRATIONS[table])

@@ -1,8 +1,7 @@
 """Removes what identifies a machine or user from text.
 
-`scrubbed` removes host name and absolute paths, from every row of the log; `anonymous` also removes
-user, serial number and UUIDs, from files for others.
-"""
+`scrubbed` removes host name and absolute paths, from every row of the log; `anonymous`
+also removes user, serial number and UUIDs, from files for others."""
 
 import getpass
 import re
@@ -22,42 +21,50 @@ _IDENTITY = re.compile(r'"(?:IOPlatformSerialNumber|IOPlatformUUID)" = "([^"]+)"
 
 
 def identifiers() -> set[str]:
-    """Names of this machine and its user: user, home folder, host, on a Mac serial number and
-    hardware UUID."""
+    """Names of this machine and its user: user, home folder, host, on a Mac serial
+    number and hardware UUID."""
     host = socket.gethostname()
     names = {getpass.getuser(), Path.home().name, host, host.partition(".")[0]}
     try:
         command = ("ioreg", "-rd1", "-c", "IOPlatformExpertDevice")
-        names |= set(_IDENTITY.findall(subprocess.check_output(command, text=True, timeout=10)))
+        names |= set(
+            _IDENTITY.findall(subprocess.check_output(command, text=True, timeout=10))
+        )
     except (OSError, subprocess.SubprocessError):  # not a Mac
         pass
     return {name for name in names if len(name) > 2 and name != "localhost"}
 
 
 def anonymous(value, names: Iterable[str]):
-    """A `scrubbed` value in which the words `names`, in any case, and UUIDs are replaced by
-    ``…``."""
+    """A `scrubbed` value in which the words `names`, in any case, and UUIDs are
+    replaced by ``…``."""
     if isinstance(value, Mapping):
-        return {anonymous(key, names): anonymous(item, names) for key, item in value.items()}
+        return {
+            anonymous(key, names): anonymous(item, names) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return type(value)(anonymous(item, names) for item in value)
     if not isinstance(value, str):
         return value
     text = _UUID.sub("…", scrubbed(value))
     for name in sorted(names, key=len, reverse=True):
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "…", text, flags=re.I)
+        text = re.sub(
+            rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "…", text, flags=re.I
+        )
     return text
 
 
 def scrubbed(value, *projects: Path):
-    """A row's value with every absolute path shortened: to the path within one of `projects`, else
-    to ``…/name``.
+    """A row's value with every absolute path shortened: to the path within one of
+    `projects`, else to ``…/name``.
 
-    Mappings, lists and tuples are walked through; other values than text stay as they are. The name
-    of this host becomes ``…``.
-    """
+    Mappings, lists and tuples are walked through; other values than text stay as they
+    are. The name of this host becomes ``…``."""
     if isinstance(value, Mapping):
-        return {scrubbed(key, *projects): scrubbed(item, *projects) for key, item in value.items()}
+        return {
+            scrubbed(key, *projects): scrubbed(item, *projects)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return type(value)(scrubbed(item, *projects) for item in value)
     if isinstance(value, Path):
@@ -79,7 +86,9 @@ def _scrubbed_text(text: str, projects: tuple[Path, ...]) -> str:
         if folder != "/":
             end = r"(?:/(?=[^\s/])|(?![\w.-])/?)"
             inside = rf"(?<![\w.…/~-])(?:file://)?{re.escape(folder)}{end}"
-            text = re.sub(inside, lambda match: "" if match[0].endswith("/") else ".", text)
+            text = re.sub(
+                inside, lambda match: "" if match[0].endswith("/") else ".", text
+            )
     home = str(Path.home())
     if home != "/":
         text = re.sub(rf"(?<![\w.…/~-]){re.escape(home)}(?![\w.-])", "~", text)

@@ -19,7 +19,9 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 
 MIN_ROUNDS = 3
 _DRIFT_P, _DRIFT_SIZE, _OUTLIER, _FALSE_ALARMS = 0.05, 0.05, 1.5, 0.01
-_DRIFT_BLOCKS = 500  # medians of as many parts of a long run: Theil and Sen compare all pairs
+_DRIFT_BLOCKS = (
+    500  # medians of as many parts of a long run: Theil and Sen compare all pairs
+)
 # columns in which two runs of one setting differ
 _INCIDENTAL = set(
     """
@@ -30,7 +32,15 @@ _INCIDENTAL = set(
 )
 _FIGURES = ["median", "p90", "mad", "n", "drift", "drifting", "unstable"]
 _RATIO = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
-_SAME = ["setting", "commit", "versions", "platform", "machine", "os_build", "power_source"]
+_SAME = [
+    "setting",
+    "commit",
+    "versions",
+    "platform",
+    "machine",
+    "os_build",
+    "power_source",
+]
 _SAME += ["low_power", "rosetta"]
 
 
@@ -38,11 +48,11 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
     """One row per run and measurement of a ``samples`` frame, warm-ups left out.
 
     Returns:
-        run_id and the columns of `MEASUREMENT`.
-        median, p90 (90th percentile), mad: in the measurement's unit; n: number of samples.
-        drift: the change from the first to the last sample as a fraction of the median, by the
-            Theil–Sen slope; drifting: whether it exceeds 5% and Kendall's tau is significant at 5%
-            (needs five samples).
+        run_id and the columns of `MEASUREMENT`. median, p90 (90th percentile), mad: in
+        the measurement's unit; n: number of samples. drift: the change from the first
+        to the last sample as a fraction of the median, by the
+            Theil–Sen slope; drifting: whether it exceeds 5% and Kendall's tau is
+            significant at 5% (needs five samples).
         unstable: whether the largest value exceeds 1.5 times the mean, pyperf's rule.
     """
     groups = _timed(samples, "run_id", *MEASUREMENT).agg(list).reset_index()
@@ -53,8 +63,11 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def flags(samples: pd.DataFrame) -> list[str]:
-    """Warnings on a run's own samples: whole calls and rates that drift or have far outliers."""
-    rows = summary(samples[samples["phase"].isin(["call", "tokens_per_s"])].assign(run_id="this"))
+    """Warnings on a run's own samples: whole calls and rates that drift or have far
+    outliers."""
+    rows = summary(
+        samples[samples["phase"].isin(["call", "tokens_per_s"])].assign(run_id="this")
+    )
     drifts = []
     outliers = []
     for row in rows.itertuples():
@@ -68,7 +81,9 @@ def flags(samples: pd.DataFrame) -> list[str]:
 def _timed(samples: pd.DataFrame, *keys: str):
     """Measured values without warm-ups in order of time, grouped by some columns."""
     measured = samples[~samples["warmup"].fillna(False)].dropna(subset="value")
-    return measured.sort_values(["repetition", "order"]).groupby(list(keys), dropna=False)["value"]
+    return measured.sort_values(["repetition", "order"]).groupby(
+        list(keys), dropna=False
+    )["value"]
 
 
 def _describe(values: np.ndarray) -> tuple:
@@ -98,9 +113,10 @@ class Comparison:
     Attributes:
         settings: columns ``setting, a, b``; only settings that differ.
         measures: the columns of `MEASUREMENT`, ``n_a, n_b`` runs, the medians over them
-            ``median_a, median_b``, ``ratio`` (b over a), its interval ``low, high``, and ``note``
-            where there is no interval.
-        indistinguishable: number of measurements left out because their interval contains 1.
+            ``median_a, median_b``, ``ratio`` (b over a), its interval ``low, high``,
+            and ``note`` where there is no interval.
+        indistinguishable: number of measurements left out because their interval
+            contains 1.
     """
 
     settings: pd.DataFrame
@@ -109,16 +125,18 @@ class Comparison:
 
 
 def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
-    """Compares two logged runs, each with all that repeat its setting on the same machine and code.
+    """Compares two logged runs, each with all that repeat its setting on the same
+    machine and code.
 
-    Each run, which is one process, counts as one value, its median over repetitions, since
-    processes differ by more than the calls within one. The note is "not enough runs" with fewer
-    than three interleaved rounds: if one side were measured after the other, the warming up of the
-    machine would appear as a difference. Times of two machines have both medians, no ratio and the
-    note "two machines".
+    Each run, which is one process, counts as one value, its median over repetitions,
+    since processes differ by more than the calls within one. The note is "not enough
+    runs" with fewer than three interleaved rounds: if one side were measured after the
+    other, the warming up of the machine would appear as a difference. Times of two
+    machines have both medians, no ratio and the note "two machines".
 
-    The interval is Student's for the difference of mean logarithms. Its confidence, corrected after
-    Bonferroni for the number of measurements, allows one false alarm in a hundred comparisons.
+    The interval is Student's for the difference of mean logarithms. Its confidence,
+    corrected after Bonferroni for the number of measurements, allows one false alarm in
+    a hundred comparisons.
 
     Raises:
         InputError: the log lacks one of the runs.
@@ -126,7 +144,9 @@ def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
     runs = with_machines(load("runs", root)).drop(columns="software")
     first, second = (_row(run_id, runs) for run_id in (run_a, run_b))
     a, b = (_repeats(row, runs)["run_id"].tolist() for row in (first, second))
-    if set(a) & set(b):  # two runs of one setting are compared without their repetitions
+    if set(a) & set(
+        b
+    ):  # two runs of one setting are compared without their repetitions
         a, b = [run_a], [run_b]
     samples = []
     for run_ids in (a, b):
@@ -151,28 +171,34 @@ def _differing_settings(first: pd.Series, second: pd.Series) -> pd.DataFrame:
 
 
 def rounds(a: list[str], b: list[str]) -> int:
-    """The number of interleaved rounds of two sets of runs: how often, in the order of time, both
-    had been run equally often."""
-    order = sorted([(run, 1) for run in a] + [(run, -1) for run in b])  # run ids sort by time
+    """The number of interleaved rounds of two sets of runs: how often, in the order of
+    time, both had been run equally often."""
+    order = sorted(
+        [(run, 1) for run in a] + [(run, -1) for run in b]
+    )  # run ids sort by time
     return int((np.cumsum([side for _, side in order]) == 0).sum())
 
 
 def _row(run_id: str, runs: pd.DataFrame) -> pd.Series:
     rows = runs[runs["run_id"] == run_id]
     if rows.empty:
-        raise InputError("run", run_id, "a run in the log", "list them with `workbench log`")
+        raise InputError(
+            "run", run_id, "a run in the log", "list them with `workbench log`"
+        )
     return rows.iloc[0]
 
 
 def _repeats(row: pd.Series, runs: pd.DataFrame) -> pd.DataFrame:
-    """The run and those with status ok of the same setting, machine and code; a run without a
-    setting alone."""
+    """The run and those with status ok of the same setting, machine and code; a run
+    without a setting alone."""
     itself = runs["run_id"] == row["run_id"]
     if pd.isna(row["setting"]):
         return runs[itself]
     alike = runs[(runs["status"] == "ok") | itself]
     for name in _SAME:
-        alike = alike[alike[name].isna() if pd.isna(row[name]) else alike[name] == row[name]]
+        alike = alike[
+            alike[name].isna() if pd.isna(row[name]) else alike[name] == row[name]
+        ]
     return alike
 
 
@@ -183,7 +209,10 @@ def _settings(run: pd.Series) -> dict:
     for name in sorted(JSON_COLUMNS & row.keys()):
         for key, value in json.loads(row.pop(name)).items():
             row[f"{name}.{key}"] = value
-    for name in ("config.export", "config.run"):  # most of their keys are columns of `runs`
+    for name in (
+        "config.export",
+        "config.run",
+    ):  # most of their keys are columns of `runs`
         for key, value in (row.pop(name, None) or {}).items():
             if key not in SCHEMAS["runs"].names:
                 row[f"{name}.{key}"] = value
@@ -191,8 +220,11 @@ def _settings(run: pd.Series) -> dict:
 
 
 def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
-    """Every measurement of either side, with the ratio of medians where both have it."""
-    pairs = pd.merge(_by_run(a), _by_run(b), on=MEASUREMENT, how="outer", suffixes=("_a", "_b"))
+    """Every measurement of either side, with the ratio of medians where both have
+    it."""
+    pairs = pd.merge(
+        _by_run(a), _by_run(b), on=MEASUREMENT, how="outer", suffixes=("_a", "_b")
+    )
     sides = []
     for name in ("value_a", "value_b"):
         sides.append(pairs.pop(name).map(_array))
@@ -205,13 +237,14 @@ def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
 
 
 def _array(values) -> np.ndarray:
-    """A list of values as an array; the null of a side without the measurement as an empty one."""
+    """A list of values as an array; the null of a side without the measurement as an
+    empty one."""
     return np.array(values if isinstance(values, list) else [])
 
 
 def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
-    """One value per run: the median over its repetitions of their medians, since calls of one
-    sequence are not independent."""
+    """One value per run: the median over its repetitions of their medians, since calls
+    of one sequence are not independent."""
     each = _timed(samples, *MEASUREMENT, "run_id", "repetition").median()
     values = each.groupby([*MEASUREMENT, "run_id"], dropna=False).median()
     return values.groupby(MEASUREMENT, dropna=False).agg(list).reset_index()
@@ -231,11 +264,15 @@ def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) ->
         ratio = medians[1] / medians[0]
         if min(interleaved, len(a), len(b)) < MIN_ROUNDS:
             note = "not enough runs"
-        elif not (np.ptp(a) or np.ptp(b)):  # no spread, such as of counts: the interval is a point
+        elif not (
+            np.ptp(a) or np.ptp(b)
+        ):  # no spread, such as of counts: the interval is a point
             low = high = ratio
         else:
             from scipy import stats
 
-            interval = stats.ttest_ind(np.log(b), np.log(a)).confidence_interval(confidence)
+            interval = stats.ttest_ind(np.log(b), np.log(a)).confidence_interval(
+                confidence
+            )
             low, high = map(float, np.exp(interval))
     return len(a), len(b), *medians, ratio, low, high, note

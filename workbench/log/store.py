@@ -1,9 +1,9 @@
 """Rows in, immutable Parquet files ``<root>/<table>/<run_id>.parquet``, DataFrames out.
 
-``<root>/shipped`` is the log of the runs that came with the project; loading a log includes them,
-and only publishing writes there. Every value is checked against the table's schema before anything
-is written. Files of an older version are migrated while they are read and never rewritten.
-"""
+``<root>/shipped`` is the log of the runs that came with the project; loading a log
+includes them, and only publishing writes there. Every value is checked against the
+table's schema before anything is written. Files of an older version are migrated while
+they are read and never rewritten."""
 
 import json
 import re
@@ -33,26 +33,33 @@ _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
 
 def new_run_id() -> str:
-    """UTC time and random hex, such as ``20260131T094512123456Z-5f3a9c01``; sorts by time."""
+    """UTC time and random hex, such as ``20260131T094512123456Z-5f3a9c01``; sorts by
+    time."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
 
 
 def project_root(start: Path) -> Path | None:
-    """The nearest folder at or above `start` that is a checkout of this project, or None."""
+    """The nearest folder at or above `start` that is a checkout of this project, or
+    None."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
-        if file.is_file() and 'name = "workbench"' in file.read_text(encoding="utf-8").splitlines():
+        if (
+            file.is_file()
+            and 'name = "workbench"' in file.read_text(encoding="utf-8").splitlines()
+        ):
             return folder
     return None
 
 
 def default_root() -> Path:
-    """``experiments/log`` of the checkout around the working directory, else of the directory."""
+    """``experiments/log`` of the checkout around the working directory, else of the
+    directory."""
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
 
 
 def project(root: Root = None) -> Path:
-    """The project whose ``experiments/log`` a log is, else the folder that contains the log."""
+    """The project whose ``experiments/log`` a log is, else the folder that contains the
+    log."""
     root = whole(root)
     folder = root.parent
     if (folder.name, root.name) == ("experiments", "log"):
@@ -66,19 +73,22 @@ def whole(root: Root = None) -> Path:
     return root.parent if root.name == SHIPPED else root
 
 
-def append(table: str, rows: Rows, root: Root = None, run_id: str | None = None) -> Path:
-    """Writes one run's rows of one table and returns the new file, whose stem is the run id.
+def append(
+    table: str, rows: Rows, root: Root = None, run_id: str | None = None
+) -> Path:
+    """Writes one run's rows of one table and returns the new file, whose stem is the
+    run id.
 
     Args:
-        rows: a DataFrame, one mapping or several. Missing columns are null. So is NaN; a measured
-            value that is not finite has ``fidelity.finite`` false. JSON columns take mappings or
-            their text.
+        rows: a DataFrame, one mapping or several. Missing columns are null. So is NaN;
+            a measured value that is not finite has ``fidelity.finite`` false. JSON
+            columns take mappings or their text.
         root: default: `default_root()`.
         run_id: filled into every row; default: a new one.
 
     Raises:
-        InputError: an unknown table or column, a value that does not fit its column, no rows, or a
-            run that this table already has. No file is left behind.
+        InputError: an unknown table or column, a value that does not fit its column, no
+            rows, or a run that this table already has. No file is left behind.
         OSError: the file cannot be written. No file is left behind.
     """
     run_id = new_run_id() if run_id is None else run_id
@@ -90,25 +100,29 @@ def append(table: str, rows: Rows, root: Root = None, run_id: str | None = None)
     data = _to_arrow(table, rows, run_id)
     if path.exists() or shipped.exists():
         actual = f"run {run_id} written already"
-        raise InputError(f"log table {table}", actual, "one file per run", "use a new run id")
+        raise InputError(
+            f"log table {table}", actual, "one file per run", "use a new run id"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda file: pq.write_table(data, file))
     return path
 
 
-def load(table: str, root: Root = None, where: Mapping | str | None = None) -> pd.DataFrame:
-    """The rows of a table as Int64, boolean, str, float64 and UTC time columns; nulls were not
-    measured.
+def load(
+    table: str, root: Root = None, where: Mapping | str | None = None
+) -> pd.DataFrame:
+    """The rows of a table as Int64, boolean, str, float64 and UTC time columns; nulls
+    were not measured.
 
     Rows of the runs shipped under `root` are included. An absent log has no rows.
 
     Args:
-        where: columns with the value or list of values to select (None selects nulls), or a pandas
-            query such as ``"T == 4 and cosine < 0.97"``.
+        where: columns with the value or list of values to select (None selects nulls),
+            or a pandas query such as ``"T == 4 and cosine < 0.97"``.
 
     Raises:
-        InputError: an unknown table, column or value; a file that is torn, of an unknown version,
-            or with columns that the table lacks.
+        InputError: an unknown table, column or value; a file that is torn, of an
+            unknown version, or with columns that the table lacks.
     """
     folders = _folders(table, root)
     if not isinstance(where, Mapping | str | None):
@@ -133,7 +147,9 @@ def load(table: str, root: Root = None, where: Mapping | str | None = None) -> p
     except Exception as error:  # pandas raises many types for an invalid query
         needed = f"a pandas query over {', '.join(frame)}"
         example = "write for example: T == 4 and depth > 0"
-        raise InputError("log filter", f"{query!r} ({error})", needed, example) from error
+        raise InputError(
+            "log filter", f"{query!r} ({error})", needed, example
+        ) from error
 
 
 def _files_of_runs(run_ids: list[str], folders: Sequence[Path]) -> list[Path]:
@@ -149,13 +165,16 @@ def _union(own: pa.Table, shipped: pa.Table) -> pa.Table:
     """The rows of both, sorted by run id; rows of a run in both are included once."""
     if not len(shipped):
         return own
-    shipped = shipped.filter(pc.invert(pc.is_in(shipped["run_id"], own["run_id"].unique())))
+    shipped = shipped.filter(
+        pc.invert(pc.is_in(shipped["run_id"], own["run_id"].unique()))
+    )
     rows = pa.concat_tables([own, shipped])
     return rows.take(pc.sort_indices(rows["run_id"]))
 
 
 def files(root: Path | str) -> dict[str, bytes]:
-    """Every file of the log at `root`: ``table/run_id.parquet`` → contents, for `adopt`."""
+    """Every file of the log at `root`: ``table/run_id.parquet`` → contents, for
+    `adopt`."""
     paths = sorted(Path(root).glob("*/[!.]*.parquet"))
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
@@ -163,9 +182,8 @@ def files(root: Path | str) -> dict[str, bytes]:
 def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
     """Writes one run's `files` into the log at `root` and returns the run id.
 
-    The ``runs`` row is written last, so that a listed run is complete. Existing files are not
-    written again, since a run's files never change.
-    """
+    The ``runs`` row is written last, so that a listed run is complete. Existing files
+    are not written again, since a run's files never change."""
     for name in sorted(contents, key=lambda name: name.startswith("runs/")):
         table, _, file = name.partition("/")
         path = _folders(table, root)[0] / file
@@ -176,12 +194,14 @@ def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
 
 
 def _fingerprint(table: str) -> str:
-    """The version and the columns of a table; gathered rows are valid for these alone."""
+    """The version and the columns of a table; gathered rows are valid for these
+    alone."""
     return f"{tables.version(table)} {SCHEMAS[table].to_string()}"
 
 
 def _read(paths: Sequence[Path], table: str) -> pa.Table:
-    """The rows of some files in the current schema; refuses a file that does not fit it."""
+    """The rows of some files in the current schema; refuses a file that does not fit
+    it."""
     schema = SCHEMAS[table]
     current = []
     older = [SCHEMAS[table].empty_table()]
@@ -193,13 +213,18 @@ def _read(paths: Sequence[Path], table: str) -> pa.Table:
             older.append(data)
         else:
             current.append(path)
-    lifted = pa.concat_tables(older, promote_options="default").select(schema.names).cast(schema)
+    lifted = (
+        pa.concat_tables(older, promote_options="default")
+        .select(schema.names)
+        .cast(schema)
+    )
     rows = ds.dataset(current, schema=schema, format="parquet").to_table()
     return pa.concat_tables([lifted, rows])
 
 
 def _folders(table: str, root: Root) -> tuple[Path, Path]:
-    """The folders of a table in the log at `root`: its own files, and those of shipped runs."""
+    """The folders of a table in the log at `root`: its own files, and those of shipped
+    runs."""
     check_choice("log table", table, SCHEMAS, "correct the name")
     root = default_root() if root is None else Path(root)
     return root / table, root / SHIPPED / table
@@ -211,7 +236,9 @@ def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
     names = SCHEMAS[table].names
     frame = _frame(subject, rows)
     if frame.empty:
-        raise InputError(subject, "no rows", "at least one", "append only what was measured")
+        raise InputError(
+            subject, "no rows", "at least one", "append only what was measured"
+        )
     if unknown := [name for name in frame if name not in names]:
         step = "put what has no column into runs.config"
         raise InputError(subject, f"columns {unknown}", f"some of {names}", step)
@@ -220,8 +247,12 @@ def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
         step = "append each run by itself"
         raise InputError(subject, "rows of another run", needed, step)
     frame = frame.assign(run_id=run_id)
-    schema = SCHEMAS[table].with_metadata({_VERSION_KEY: str(tables.version(table)).encode()})
-    return pa.Table.from_arrays([_column(subject, field, frame) for field in schema], schema=schema)
+    schema = SCHEMAS[table].with_metadata(
+        {_VERSION_KEY: str(tables.version(table)).encode()}
+    )
+    return pa.Table.from_arrays(
+        [_column(subject, field, frame) for field in schema], schema=schema
+    )
 
 
 def _frame(subject: str, rows: Rows) -> pd.DataFrame:
@@ -251,9 +282,13 @@ def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
             values = values.map(_json_text, na_action="ignore")
         column = pa.array(values, field.type, from_pandas=True)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-        raise InputError(subject, str(error), f"type {field.type}", "correct the value") from error
+        raise InputError(
+            subject, str(error), f"type {field.type}", "correct the value"
+        ) from error
     if column.null_count and not field.nullable:
-        raise InputError(subject, "no value", "one in every row", "say what the row is about")
+        raise InputError(
+            subject, "no value", "one in every row", "say what the row is about"
+        )
     allowed = ALLOWED.get(field.name)
     if allowed and (wrong := set(column.unique().drop_null().to_pylist()) - allowed):
         needed = f"one of {sorted(allowed)}"
@@ -277,7 +312,8 @@ def _no_constant(name: str):
 
 
 def _file_version(path: Path, table: str) -> int:
-    """The schema version of a file; refuses a torn file, an unknown version and unknown columns."""
+    """The schema version of a file; refuses a torn file, an unknown version and unknown
+    columns."""
     subject = f"log file {path}"
     latest = tables.version(table)
     try:
@@ -294,7 +330,9 @@ def _file_version(path: Path, table: str) -> int:
     unknown = set(schema.names) - set(SCHEMAS[table].names)
     if int(version) == latest and unknown:
         needed = f"columns of table {table}"
-        raise InputError(subject, f"columns {sorted(unknown)}", needed, "update the workbench")
+        raise InputError(
+            subject, f"columns {sorted(unknown)}", needed, "update the workbench"
+        )
     return int(version)
 
 
@@ -312,7 +350,9 @@ def _expression(table: str, where: Mapping) -> ds.Expression:
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             needed = f"type {kind}"
             subject += f", {name}"
-            raise InputError(subject, repr(value), needed, "correct the value") from error
+            raise InputError(
+                subject, repr(value), needed, "correct the value"
+            ) from error
     return keep
 
 

@@ -21,18 +21,23 @@ def sorted_rows(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
         return rows
     name = by.removeprefix("-")
     if name not in rows:
-        raise InputError("--sort", repr(by), f"one of {', '.join(rows)}", "name one of these")
-    return rows.sort_values(name, ascending=name == by, kind="stable", na_position="last")
+        raise InputError(
+            "--sort", repr(by), f"one of {', '.join(rows)}", "name one of these"
+        )
+    return rows.sort_values(
+        name, ascending=name == by, kind="stable", na_position="last"
+    )
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
     """A comparison in lines of at most 100 columns.
 
-    The lines are the settings that differ, then each measurement, named by the columns in which
-    measurements differ; a note that holds for all of them is printed once.
-    """
+    The lines are the settings that differ, then each measurement, named by the columns
+    in which measurements differ; a note that holds for all of them is printed once."""
     settings = setting_lines(comparison.settings)
-    omitted = f"{comparison.indistinguishable} measurements without a difference left out"
+    omitted = (
+        f"{comparison.indistinguishable} measurements without a difference left out"
+    )
     rows = comparison.measures
     if rows.empty:
         return [*settings, "", omitted]
@@ -58,7 +63,11 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     if notes.nunique() > 1:
         table["note"] = notes
     counts = rows[["n_a", "n_b"]].max()
-    lines = [*settings, "", f"medians over runs: {counts['n_a']} of A, {counts['n_b']} of B"]
+    lines = [
+        *settings,
+        "",
+        f"medians over runs: {counts['n_a']} of A, {counts['n_b']} of B",
+    ]
     lines.append(table.to_string(index=False, float_format="%.4g", na_rep="–"))
     if notes.nunique() == 1 and notes.iloc[0]:
         lines.append(f"all of them: {notes.iloc[0]}")
@@ -68,8 +77,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def setting_lines(settings: pd.DataFrame) -> list[str]:
-    """The settings in which two runs differ, side by side; `IDENTITIES` only if nothing else
-    differs."""
+    """The settings in which two runs differ, side by side; `IDENTITIES` only if nothing
+    else differs."""
     shown = settings[~settings["setting"].isin(IDENTITIES)]
     shown = (settings if shown.empty else shown).astype(str).map(shortened)
     if len(shown):

@@ -1,11 +1,10 @@
-"""Model families as modules in the shape that suits the Neural Engine, one file per Hugging Face
-`model_type`. Nothing here depends on Core ML.
+"""Model families as modules in the shape that suits the Neural Engine, one file per
+Hugging Face `model_type`. Nothing here depends on Core ML.
 
-A family is a module with `plan(config)`, `layer(plan, index, options)` and `head(plan, rows)`; with
-experts, also `expert(plan, options)`. `settle(plan, source)`, where there is one, completes a plan
-from the weights. Parameters are named as in the checkpoint, so that loading them needs no table. To
-add a family: copy `llama.py`, name it below.
-"""
+A family is a module with `plan(config)`, `layer(plan, index, options)` and `head(plan,
+rows)`; with experts, also `expert(plan, options)`. `settle(plan, source)`, where there
+is one, completes a plan from the weights. Parameters are named as in the checkpoint, so
+that loading them needs no table. To add a family: copy `llama.py`, name it below."""
 
 from importlib import import_module
 
@@ -32,8 +31,8 @@ FAMILIES = {
 
 
 def family_of(config):
-    """The module of a configuration's family. Raises an InputError that names an unsupported
-    one."""
+    """The module of a configuration's family. Raises an InputError that names an
+    unsupported one."""
     if config.model_type not in FAMILIES:
         raise InputError(
             "checkpoint",

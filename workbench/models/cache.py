@@ -1,5 +1,5 @@
-"""The states of a decoder layer as its traced module reads and writes them, wherever the export
-stores them."""
+"""The states of a decoder layer as its traced module reads and writes them, wherever
+the export stores them."""
 
 from torch import nn
 
@@ -8,8 +8,8 @@ from workbench.bundle.names import KV_WRITE_MASK, POS
 
 
 class Cache:
-    """Named states over buffers of `module`; a write is in place, so that it becomes a state update
-    in Core ML.
+    """Named states over buffers of `module`; a write is in place, so that it becomes a
+    state update in Core ML.
 
     Args:
         module: owner of the buffers.
@@ -22,7 +22,9 @@ class Cache:
     def read(self, name: str):
         state = self.states[name]
         buffer = self.module.get_buffer(state.tensor)
-        return buffer if state.part is None else buffer[state.index].reshape(state.shape)
+        return (
+            buffer if state.part is None else buffer[state.index].reshape(state.shape)
+        )
 
     def write(self, name: str, value) -> None:
         state = self.states[name]
@@ -31,17 +33,21 @@ class Cache:
         self.module.get_buffer(state.tensor)[state.index] = value
 
     def append(self, name: str, rows, io: dict, suffix: str):
-        """Writes `rows` [B, H_kv, T, D] of this call and returns the whole cache [B, H_kv, S, D].
+        """Writes `rows` [B, H_kv, T, D] of this call and returns the whole cache [B,
+        H_kv, S, D].
 
-        With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, when its cache is
-        a ring), one-hot columns say which slot each token takes, a zero column none; with `pos`
-        [1], tokens take slots pos … pos + T − 1.
-        """
+        With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, when
+        its cache is a ring), one-hot columns say which slot each token takes, a zero
+        column none; with `pos` [1], tokens take slots pos … pos + T − 1."""
         if POS in io:
             state, pos = self.states[name], io[POS]
             heads = slice(*state.part[1]) if state.part else slice(None)
-            self.module.get_buffer(state.tensor)[:, heads, pos : pos + rows.shape[2]] = rows
+            self.module.get_buffer(state.tensor)[
+                :, heads, pos : pos + rows.shape[2]
+            ] = rows
         else:
             mask = io.get(KV_WRITE_MASK + suffix, io.get(KV_WRITE_MASK))
-            self.write(name, self.read(name) * (1 - mask.sum(-1, keepdim=True)) + mask @ rows)
+            self.write(
+                name, self.read(name) * (1 - mask.sum(-1, keepdim=True)) + mask @ rows
+            )
         return self.read(name)

@@ -1,17 +1,22 @@
-"""Compressed convolutional attention (CCA, arXiv 2510.04476): ZAYA's attention, with the state its
-convolutions carry.
+"""Compressed convolutional attention (CCA, arXiv 2510.04476): ZAYA's attention, with
+the state its convolutions carry.
 
-Queries and keys are mixed over time by two short convolutions and pulled towards their means; half
-of the value channels are the previous token's. Beyond K and V a layer therefore keeps `conv_state`
-[B, 2, (H + H_kv)·D], the last two inputs of the convolutions, oldest first, and `v_delayed_state`
-[B, 1, H_kv·D / 2]. Both start as zeros, and keep t_max earlier ones besides where tokens can be
-undone.
-"""
+Queries and keys are mixed over time by two short convolutions and pulled towards their
+means; half of the value channels are the previous token's. Beyond K and V a layer
+therefore keeps `conv_state` [B, 2, (H + H_kv)·D], the last two inputs of the
+convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both start as
+zeros, and keep t_max earlier ones besides where tokens can be undone."""
 
 import torch
 from torch import nn
 
-from workbench.bundle.names import CONV_STATE, TAIL_FIRST, TAIL_KEEP, TAIL_SELECT, V_DELAYED_STATE
+from workbench.bundle.names import (
+    CONV_STATE,
+    TAIL_FIRST,
+    TAIL_KEEP,
+    TAIL_SELECT,
+    V_DELAYED_STATE,
+)
 from workbench.models.cache import Cache
 from workbench.models.layers import NORMAL, AttentionGeometry, Conv, by_peak
 from workbench.models.tail import extended
@@ -28,7 +33,10 @@ class Projection(nn.Module):
         H, H_kv, D = shape.H, shape.H_kv, shape.D
         width, kernel = (H + H_kv) * D, (1, TAPS)
         self.q_proj, self.k_proj = Conv(C, H * D), Conv(C, H_kv * D)
-        self.v_proj_current, self.v_proj_delayed = Conv(C, H_kv * D // 2), Conv(C, H_kv * D // 2)
+        self.v_proj_current, self.v_proj_delayed = (
+            Conv(C, H_kv * D // 2),
+            Conv(C, H_kv * D // 2),
+        )
         self.conv_qk_depthwise = Conv(width, width, True, kernel=kernel, groups=width)
         self.conv_qk_grouped = Conv(width, width, True, kernel=kernel, groups=H + H_kv)
 
@@ -50,15 +58,19 @@ class Projection(nn.Module):
             select[:, 1:],
             *(each[:, 1:, 1:] for each in undo),
         )[..., :-1]
-        v = torch.cat([self.v_proj_current(x).reshape(s.B, s.H_kv * s.D // 2, 1, -1), delayed], 1)
+        v = torch.cat(
+            [self.v_proj_current(x).reshape(s.B, s.H_kv * s.D // 2, 1, -1), delayed], 1
+        )
         return q, k, s.heads(v, s.H_kv)
 
     def means(self, q, k):
-        """Mean of each query with its group's key, and the mean of those over the group; [B, H, T,
-        D], [B, H_kv, T, D]."""
+        """Mean of each query with its group's key, and the mean of those over the
+        group; [B, H, T, D], [B, H_kv, T, D]."""
         s = self.shape
         groups = s.B * s.H_kv
-        mean_q = (q.reshape(groups, s.H // s.H_kv, -1, s.D) + k.reshape(groups, 1, -1, s.D)) * 0.5
+        mean_q = (
+            q.reshape(groups, s.H // s.H_kv, -1, s.D) + k.reshape(groups, 1, -1, s.D)
+        ) * 0.5
         mean_k = mean_q.mean(1, keepdim=True)
         return mean_q.reshape(s.B, s.H, -1, s.D), mean_k.reshape(s.B, s.H_kv, -1, s.D)
 
@@ -87,8 +99,8 @@ class QKNorm(nn.Module):
 
 
 class CompressedConvAttention(nn.Module):
-    """CCA over a cache of states: x → [B, C, T, 1]; rope turns the first `rotary` dims of each
-    head."""
+    """CCA over a cache of states: x → [B, C, T, 1]; rope turns the first `rotary` dims
+    of each head."""
 
     def __init__(self, C: int, shape: AttentionGeometry, *, rotary: int):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Hugging Face folders: configuration and tensors, each tensor read on demand. Nothing here
-depends on the architecture."""
+"""Hugging Face folders: configuration and tensors, each tensor read on demand. Nothing
+here depends on the architecture."""
 
 import hashlib
 import json
@@ -17,7 +17,9 @@ from workbench.errors import InputError
 from workbench.files import is_lfs_pointer
 
 KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-HASH_BYTES = 1 << 26  # large, so that a thread that hashes rarely asks for the interpreter
+HASH_BYTES = (
+    1 << 26
+)  # large, so that a thread that hashes rarely asks for the interpreter
 CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
 
 GENERATION = "generation_config.json"
@@ -31,8 +33,8 @@ FETCH = f"{paths.fetch()}, or git lfs pull"
 
 
 class Entry(NamedTuple):
-    """Where a tensor is: its file, dtype as safetensors spells it, shape, and first byte in the
-    file."""
+    """Where a tensor is: its file, dtype as safetensors spells it, shape, and first
+    byte in the file."""
 
     file: Path
     dtype: str
@@ -41,12 +43,13 @@ class Entry(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint folder, or the name of a model in the Hub's local cache: `config` (transformers'
-    own object) and `tensor(name)`.
+    """A checkpoint folder, or the name of a model in the Hub's local cache: `config`
+    (transformers' own object) and `tensor(name)`.
 
     Raises:
-        InputError: nothing there, something else (a bundle, GGUF weights, the name of a model on
-            the Hub), a half download, a truncated or foreign file, a Git LFS pointer.
+        InputError: nothing there, something else (a bundle, GGUF weights, the name of a
+            model on the Hub), a half download, a truncated or foreign file, a Git LFS
+            pointer.
     """
 
     def __init__(self, path: str | Path):
@@ -74,13 +77,14 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The model's name: that of the folder, in the Hub's cache that of the model."""
+        """The model's name: that of the folder, in the Hub's cache that of the
+        model."""
         return paths.model_name(self.path)
 
     @cached_property
     def config(self):
-        """transformers' configuration, text part, with its defaults filled in; what transformers
-        refuses is refused."""
+        """transformers' configuration, text part, with its defaults filled in; what
+        transformers refuses is refused."""
         import transformers
         from huggingface_hub.errors import StrictDataclassError
 
@@ -93,7 +97,9 @@ class Checkpoint:
                 "see README: supported families",
             )
         try:
-            whole = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
+            whole = transformers.AutoConfig.from_pretrained(
+                self.path, local_files_only=True
+            )
         except (ValueError, TypeError, KeyError, StrictDataclassError) as problem:
             raise InputError(
                 str(self.path / "config.json"),
@@ -109,10 +115,14 @@ class Checkpoint:
 
     @cached_property
     def eos(self) -> list[int]:
-        """Tokens that end a text. As in transformers' `generate`, generation_config.json alone
-        decides where there is one."""
+        """Tokens that end a text. As in transformers' `generate`,
+        generation_config.json alone decides where there is one."""
         own = self.path / GENERATION
-        eos = _read_json(own).get("eos_token_id") if own.is_file() else self.config.eos_token_id
+        eos = (
+            _read_json(own).get("eos_token_id")
+            if own.is_file()
+            else self.config.eos_token_id
+        )
         tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(token) is int for token in tokens):
             raise InputError(
@@ -125,11 +135,18 @@ class Checkpoint:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the configuration and every weight file: the checkpoint's identity everywhere."""
+        """Hash of the configuration and every weight file: the checkpoint's identity
+        everywhere."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        own, key, buffer = self.path / GENERATION, "eos_token_id", memoryview(bytearray(HASH_BYTES))
+        own, key, buffer = (
+            self.path / GENERATION,
+            "eos_token_id",
+            memoryview(bytearray(HASH_BYTES)),
+        )
         if own.is_file() and _read_json(own).get(key) != self.raw_config.get(key):
-            digest.update(own.read_bytes())  # it ends texts where the configuration does not
+            digest.update(
+                own.read_bytes()
+            )  # it ends texts where the configuration does not
         for path in self.files:
             of_file = hashlib.sha256()
             with _reading(path), path.open("rb", buffering=0) as file:
@@ -174,8 +191,9 @@ class Checkpoint:
     def chunks(
         self, name: str, rows: slice | None = None, buffer: bytearray | None = None
     ) -> Iterator[torch.Tensor]:
-        """The values of tensor `name` (or of some rows) in order: flat pieces in the stored dtype,
-        each read into `buffer` (its size is theirs), so a piece is gone when the next one comes."""
+        """The values of tensor `name` (or of some rows) in order: flat pieces in the
+        stored dtype, each read into `buffer` (its size is theirs), so a piece is gone
+        when the next one comes."""
         file, dtype, shape, first = self._entry(name)
         if dtype not in KINDS:
             raise InputError(
@@ -193,13 +211,17 @@ class Checkpoint:
                 count = opened.readinto(view[: min(left, len(view))])
                 if count == 0 or count % KINDS[dtype].itemsize:
                     raise InputError(
-                        str(file), "fewer bytes than when it was opened", "the whole file", FETCH
+                        str(file),
+                        "fewer bytes than when it was opened",
+                        "the whole file",
+                        FETCH,
                     )
                 yield torch.frombuffer(view[:count], dtype=KINDS[dtype])
                 left -= count
 
     def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
-        """Tensor `name` (or some rows of it) in float32; only the bytes asked for are read."""
+        """Tensor `name` (or some rows of it) in float32; only the bytes asked for are
+        read."""
         if isinstance(rows, list):
             return torch.cat([self.tensor(name, slice(r, r + 1)) for r in rows])
         shape, start = self.shape(name, rows), 0
@@ -221,13 +243,16 @@ def _read_json(path: Path) -> dict:
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        raise InputError(str(path), "no JSON object", "the model's configuration", FETCH)
+        raise InputError(
+            str(path), "no JSON object", "the model's configuration", FETCH
+        )
     return fields
 
 
 @contextmanager
 def _reading(path: Path):
-    """Context manager that turns an OSError into an `InputError` that names the file."""
+    """Context manager that turns an OSError into an `InputError` that names the
+    file."""
     try:
         yield
     except OSError as problem:
@@ -237,8 +262,8 @@ def _reading(path: Path):
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, after checking that the file is as long as its header
-    says."""
+    """The tensors of a safetensors file, after checking that the file is as long as its
+    header says."""
     if not path.is_file():
         raise InputError(
             str(path),
@@ -249,15 +274,29 @@ def _read_header(path: Path) -> dict[str, Entry]:
     size = path.stat().st_size
     with _reading(path), path.open("rb") as file:
         if is_lfs_pointer(path):
-            raise InputError(str(path), "a Git LFS pointer", "the weights themselves", FETCH)
+            raise InputError(
+                str(path), "a Git LFS pointer", "the weights themselves", FETCH
+            )
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, 100 << 20):
-            raise InputError(str(path), "no safetensors header", "a safetensors file", FETCH)
+            raise InputError(
+                str(path), "no safetensors header", "a safetensors file", FETCH
+            )
         try:
-            header = {n: e for n, e in json.loads(file.read(length)).items() if n != "__metadata__"}
-            end = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
+            header = {
+                n: e
+                for n, e in json.loads(file.read(length)).items()
+                if n != "__metadata__"
+            }
+            end = (
+                8
+                + length
+                + max((e["data_offsets"][1] for e in header.values()), default=0)
+            )
             entries = {
-                n: Entry(path, e["dtype"], e["shape"], 8 + length + e["data_offsets"][0])
+                n: Entry(
+                    path, e["dtype"], e["shape"], 8 + length + e["data_offsets"][0]
+                )
                 for n, e in header.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -266,7 +305,10 @@ def _read_header(path: Path) -> dict[str, Entry]:
             ) from None
     if size != end:
         raise InputError(
-            str(path), f"{size} bytes (truncated?)", f"{end} bytes as its header says", FETCH
+            str(path),
+            f"{size} bytes (truncated?)",
+            f"{end} bytes as its header says",
+            FETCH,
         )
     return entries
 
@@ -281,19 +323,21 @@ def random(
     noise: Callable[[torch.Size], torch.Tensor] | None = None,
     **config,
 ) -> Path:
-    """Writes a Hugging Face folder of random weights and any dimensions, never holding more than
-    one shard.
+    """Writes a Hugging Face folder of random weights and any dimensions, never holding
+    more than one shard.
 
     Args:
         path: the new folder.
-        model_type: transformers' name of the family; `config` are its configuration's keywords.
+        model_type: transformers' name of the family; `config` are its configuration's
+            keywords.
         dtype: `float32`, `float16` or `bfloat16`.
         shard_bytes: size at which a new safetensors file is begun.
-        noise: values of variance 1 around 0 for a shape (default: normal ones from `seed`).
+        noise: values of variance 1 around 0 for a shape (default: normal ones from
+            `seed`).
 
-    Linear weights have variance 1/fan_in, norms and scales lie around 1, biases around 0: signals
-    keep their size, and nothing is at a value (0, 1) that would hide a missing ingredient.
-    """
+    Linear weights have variance 1/fan_in, norms and scales lie around 1, biases around
+    0: signals keep their size, and nothing is at a value (0, 1) that would hide a
+    missing ingredient."""
     import transformers
     from safetensors.torch import save_file
 
@@ -305,12 +349,18 @@ def random(
         model = transformers.AutoModelForCausalLM.from_config(settings)
     model.config.save_pretrained(path)
     tied = model._tied_weights_keys or {} if settings.tie_word_embeddings else {}
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name not in tied}
+    shapes = {
+        name: tensor.shape
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
     noise = noise or partial(torch.randn, generator=torch.Generator().manual_seed(seed))
     index, shard = {}, {}
     for i, (name, shape) in enumerate(shapes.items(), 1):
         shard[name] = _random_tensor(name, noise(shape)).to(settings.dtype)
-        if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes or i == len(shapes):
+        if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes or i == len(
+            shapes
+        ):
             file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
             save_file(shard, path / file, metadata={"format": "pt"})
             index |= dict.fromkeys(shard, file)
@@ -336,4 +386,6 @@ def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
         return 0.1 * noise
     if "embed_tokens" in name:
         return noise
-    return noise / max(1, shape[1:].numel() if "experts" not in name else shape[-1]) ** 0.5
+    return (
+        noise / max(1, shape[1:].numel() if "experts" not in name else shape[-1]) ** 0.5
+    )

@@ -1,12 +1,13 @@
-"""Gated DeltaNet (arXiv 2412.06464): a matrix state, which each token corrects, replaces attention.
+"""Gated DeltaNet (arXiv 2412.06464): a matrix state, which each token corrects,
+replaces attention.
 
     S ← e^g S;  δ = β (v - Sᵀ k);  S ← S + k δᵀ;  o = Sᵀ q        for every value head
 
-q, k and v come from a short convolution over time; q and k have unit length. A layer keeps
-`conv_state` [B, taps - 1, W], the last inputs of the convolution, and `matrix_state` [B, H_v, D_k,
-D_v]. For T tokens at once δ solves (I + A) δ = R with A strictly lower triangular: T - 1 steps of δ
-← R - A δ are exact. A product of powers of A takes fewer, but in fp16 it errs by 1 at T = 16.
-"""
+q, k and v come from a short convolution over time; q and k have unit length. A layer
+keeps `conv_state` [B, taps - 1, W], the last inputs of the convolution, and
+`matrix_state` [B, H_v, D_k, D_v]. For T tokens at once δ solves (I + A) δ = R with A
+strictly lower triangular: T - 1 steps of δ ← R - A δ are exact. A product of powers of
+A takes fewer, but in fp16 it errs by 1 at T = 16."""
 
 from dataclasses import replace
 
@@ -36,15 +37,21 @@ class GatedDeltaNet(nn.Module):
     """x → [B, C, T, 1] or [B, C, 1, T].
 
     Args:
-        shape: sizes of the value heads, `H_kv` the number of key heads; each of these serves
-            H / H_kv value heads in a row.
+        shape: sizes of the value heads, `H_kv` the number of key heads; each of these
+            serves H / H_kv value heads in a row.
         key_width: D_k.
         norm: RMSNorm over the D channels of a value head.
         t_max: the largest T.
     """
 
     def __init__(
-        self, C: int, shape: AttentionGeometry, key_width: int, taps: int, norm, t_max: int
+        self,
+        C: int,
+        shape: AttentionGeometry,
+        key_width: int,
+        taps: int,
+        norm,
+        t_max: int,
     ):
         super().__init__()
         self.values, self.t_max = shape, t_max
@@ -58,14 +65,17 @@ class GatedDeltaNet(nn.Module):
         self.norm, self.out_proj = norm, Conv(values, C)
 
     def qkv(self, x, cache: Cache, io: dict):
-        """q and k [B, H, T, D_k], of unit length and q over √D_k, and v [B, H, T, D]."""
+        """q and k [B, H, T, D_k], of unit length and q over √D_k, and v [B, H, T,
+        D]."""
         keys, values = self.keys, self.values
         tail = [io[name] for name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST) if name in io]
         joined = extended(values.B, CONV_STATE, self.in_proj_qkv(x), cache, *tail)
         mixed, width = nn.functional.silu(self.conv1d(joined)), keys.H * keys.D
         q = unit(keys.heads(mixed[:, :width], keys.H), EPS)
         k = unit(keys.heads(mixed[:, width : 2 * width], keys.H), EPS)
-        q, k = (repeated(a, keys, values.H // keys.H) for a in (scaled(q, keys.D**-0.5), k))
+        q, k = (
+            repeated(a, keys, values.H // keys.H) for a in (scaled(q, keys.D**-0.5), k)
+        )
         return q, k, values.heads(mixed[:, 2 * width :], values.H)
 
     def forward(self, x, cache: Cache, io: dict):

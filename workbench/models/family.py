@@ -1,4 +1,5 @@
-"""The plan that every model family returns for a configuration, and helpers that families share."""
+"""The plan that every model family returns for a configuration, and helpers that
+families share."""
 
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -6,29 +7,37 @@ from typing import Any, NoReturn
 import torch
 
 from workbench.bundle import Dims, Layer, Options, Rope
-from workbench.bundle.names import K_STATE, MATRIX_STATE, PENDING_STATE, REMAINDER_STATE, V_STATE
+from workbench.bundle.names import (
+    K_STATE,
+    MATRIX_STATE,
+    PENDING_STATE,
+    REMAINDER_STATE,
+    V_STATE,
+)
 from workbench.bundle.states import TAIL, state_kind
 from workbench.errors import InputError
 from workbench.models.layers import AttentionGeometry, RMSNorm
 
-DECAY_WIDTH = 32  # entries of a pending row that are its decay: widths stay multiples of 32
+DECAY_WIDTH = (
+    32  # entries of a pending row that are its decay: widths stay multiples of 32
+)
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A family's reading of a configuration: all that the export and the host need beyond the
-    layers themselves.
+    """A family's reading of a configuration: all that the export and the host need
+    beyond the layers themselves.
 
-    `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors [C] `bias` and
-    `scale` applied as (e + bias) · scale. `side_states` maps, for each layer, a further state's
-    name to its shape after the batch axis (none: no layer has any); those of convolutions hold
-    their last `tail` inputs. `router_width` R and `experts` E are those of a mixture of experts.
-    The residual stream is kept as 2^-residual_exponent of the model's. `names` maps a part of a
-    parameter's path (`q_norm`) to the checkpoint's name for it, where that is another one. The plan
-    holds for caches of up to `max_positions` tokens (None: any). `close_eps` and `norm_offset` are
-    those of its norms.
-    """
+    `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors
+    [C] `bias` and `scale` applied as (e + bias) · scale. `side_states` maps, for each
+    layer, a further state's name to its shape after the batch axis (none: no layer has
+    any); those of convolutions hold their last `tail` inputs. `router_width` R and
+    `experts` E are those of a mixture of experts. The residual stream is kept as
+    2^-residual_exponent of the model's. `names` maps a part of a parameter's path
+    (`q_norm`) to the checkpoint's name for it, where that is another one. The plan
+    holds for caches of up to `max_positions` tokens (None: any). `close_eps` and
+    `norm_offset` are those of its norms."""
 
     config: Any
     dims: Dims
@@ -48,13 +57,16 @@ class Plan:
     norm_offset: float = 0.0
 
     def norm(self, width: int, dim: int = 1) -> RMSNorm:
-        """An RMSNorm over `width` entries of axis `dim`, with the configuration's epsilon."""
+        """An RMSNorm over `width` entries of axis `dim`, with the configuration's
+        epsilon."""
         eps, close = self.config.rms_norm_eps, self.close_eps
         return RMSNorm(width, eps, dim=dim, offset=self.norm_offset, close_eps=close)
 
     def rotary(self, index: int) -> int:
         """How many of the D dims of a head decoder layer `index` turns."""
-        (table,) = (table for table in self.rope if table.name == self.layers[index].rope)
+        (table,) = (
+            table for table in self.rope if table.name == self.layers[index].rope
+        )
         return 2 * len(table.inv_freq)
 
     def states(self, index: int, options: Options) -> dict[str, tuple[int, ...]]:
@@ -78,32 +90,44 @@ class Plan:
         """Sizes of the attention of decoder layer `index`."""
         d, layer = self.dims, self.layers[index]
         S = options.slots(layer.window)
-        return AttentionGeometry(options.batch, d.H, d.H_kv, d.D, S, options.layout, layer.suffix)
+        return AttentionGeometry(
+            options.batch, d.H, d.H_kv, d.D, S, options.layout, layer.suffix
+        )
 
 
 def refuse(config, actual: str, needed: str) -> NoReturn:
     raise InputError(
-        f"{config.model_type} checkpoint", actual, needed, "see README: supported families"
+        f"{config.model_type} checkpoint",
+        actual,
+        needed,
+        "see README: supported families",
     )
 
 
 def flag(config, name: str) -> bool:
-    """A flag that the family's configuration class has: transformers ignores it in others."""
+    """A flag that the family's configuration class has: transformers ignores it in
+    others."""
     return hasattr(type(config), name) and bool(getattr(config, name))
 
 
-def rope(config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES) -> Rope:
+def rope(
+    config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES
+) -> Rope:
     """The rotary table of a configuration (of one layer type, where it has several), by
     transformers' own functions; rope types beside `kinds` are refused."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+    parameters = (
+        config.rope_parameters[layer_type] if layer_type else config.rope_parameters
+    )
     kind = parameters["rope_type"]
     if kind not in kinds:
         refuse(config, f"rope type {kind!r}", f"one of {', '.join(kinds)}")
     width = int(head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
     if width % 2:
-        refuse(config, f"a rotary width of {width}", "an even one, two halves to rotate")
+        refuse(
+            config, f"a rotary width of {width}", "an even one, two halves to rotate"
+        )
     if kind == "default":
         exponents = torch.arange(0, width, 2, dtype=torch.float) / width
         inv_freq = 1.0 / parameters["rope_theta"] ** exponents
@@ -116,12 +140,16 @@ def rope(config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES
 def alternating(
     config, full: str, sliding: str, kinds=ROPE_TYPES
 ) -> tuple[list[Rope], list[Layer]]:
-    """Rotary tables and layers of a configuration whose `layer_types` are full or sliding
-    attention; where both occur, the tables are named `global` and `local`."""
+    """Rotary tables and layers of a configuration whose `layer_types` are full or
+    sliding attention; where both occur, the tables are named `global` and `local`."""
     if unknown := set(config.layer_types) - {full, sliding}:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
     if sliding in config.layer_types and not config.sliding_window:
-        refuse(config, f"{sliding} and sliding_window = {config.sliding_window}", "a window")
+        refuse(
+            config,
+            f"{sliding} and sliding_window = {config.sliding_window}",
+            "a window",
+        )
     present = set(config.layer_types)
     names = {t: n for t, n in ((full, "global"), (sliding, "local")) if t in present}
     if len(names) == 1:
@@ -134,17 +162,26 @@ def alternating(
 
 
 def hybrid_layers(config, recurrent: str) -> list[Layer]:
-    """Layers of a configuration whose `layer_types` are full attention or another kind without
-    attention; refuses others, and models without attention."""
+    """Layers of a configuration whose `layer_types` are full attention or another kind
+    without attention; refuses others, and models without attention."""
     if others := set(config.layer_types) - {recurrent, "full_attention"}:
-        refuse(config, f"layer types {sorted(others)}", f"{recurrent} or full_attention")
+        refuse(
+            config, f"layer types {sorted(others)}", f"{recurrent} or full_attention"
+        )
     if "full_attention" not in config.layer_types:
-        refuse(config, f"layers of {recurrent} alone", "a layer of full_attention, at least")
+        refuse(
+            config,
+            f"layers of {recurrent} alone",
+            "a layer of full_attention, at least",
+        )
     return [Layer(attends=kind == "full_attention") for kind in config.layer_types]
 
 
 def head_dim(config) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (
+        getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
 
 
 def dims(config) -> Dims:

@@ -1,10 +1,9 @@
-"""Gemma 3 (text): four norms of 1 + γ, per-head q/k norm, local and global attention with a rotary
-base each.
+"""Gemma 3 (text): four norms of 1 + γ, per-head q/k norm, local and global attention
+with a rotary base each.
 
-Its residual stream outgrows fp16 (peaks of 292,969 are reported), so shards keep it as 2^-exponent
-of the model's: embeddings and whatever a layer adds are scaled down by a power of two, and the
-norms that read it scale eps along.
-"""
+Its residual stream outgrows fp16 (peaks of 292,969 are reported), so shards keep it as
+2^-exponent of the model's: embeddings and whatever a layer adds are scaled down by a
+power of two, and the norms that read it scale eps along."""
 
 import math
 from dataclasses import replace
@@ -25,8 +24,8 @@ CHUNK = 16_384  # rows of the embedding table read at a time
 
 
 class GemmaDecoderLayer(nn.Module):
-    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T] and 2^-residual_exponent of
-    the model's."""
+    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T] and
+    2^-residual_exponent of the model's."""
 
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
@@ -49,8 +48,12 @@ class GemmaDecoderLayer(nn.Module):
         self.mlp = GatedMLP(d.C, config.intermediate_size, gelu)
 
     def forward(self, x, cache: Cache, io: dict):
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cache, io))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + self.post_attention_layernorm(
+            self.self_attn(self.input_layernorm(x), cache, io)
+        )
+        return x + self.post_feedforward_layernorm(
+            self.mlp(self.pre_feedforward_layernorm(x))
+        )
 
 
 def plan(config) -> Plan:
@@ -75,8 +78,8 @@ def plan(config) -> Plan:
 
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
-    """The plan with the smallest residual exponent that keeps the stream inside fp16 whatever the
-    input.
+    """The plan with the smallest residual exponent that keeps the stream inside fp16
+    whatever the input.
 
     No channel of an RMSNorm over C exceeds √C · |weight|, so embeddings and adding norms bound
     every channel.
@@ -88,7 +91,9 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
         bound = torch.maximum(bound, table.abs().amax(0))
     for i in range(plan.dims.L):
         for name in ADDING:
-            bound += (1 + source.tensor(f"{source.prefix}layers.{i}.{name}.weight")).abs()
+            bound += (
+                1 + source.tensor(f"{source.prefix}layers.{i}.{name}.weight")
+            ).abs()
     peak = float(bound.max()) * plan.dims.C**0.5
     exponent = max(0, math.frexp(peak / NORMAL[1])[1])
     scale = plan.embedding_scale * 2.0**-exponent

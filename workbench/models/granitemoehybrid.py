@@ -1,5 +1,5 @@
-"""Granite 4 (hybrid, dense): Mamba 2 in most layers, attention in the others, by default without
-rope; embeddings, branches, scores and logits have multipliers."""
+"""Granite 4 (hybrid, dense): Mamba 2 in most layers, attention in the others, by
+default without rope; embeddings, branches, scores and logits have multipliers."""
 
 import copy
 from dataclasses import replace
@@ -13,14 +13,22 @@ from workbench.models.family import Plan, head_dim, hybrid_layers, refuse, rope
 from workbench.models.layers import GatedMLP, Head
 from workbench.models.mamba import Mamba2
 
-NAMES = {"mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear"}
+NAMES = {
+    "mlp": "shared_mlp",
+    "gate_up_proj": "input_linear",
+    "down_proj": "output_linear",
+}
 
 
 def plan(config) -> Plan:
     if config.num_local_experts:
         refuse(config, f"num_local_experts = {config.num_local_experts}", "no experts")
     if tuple(config.time_step_limit) != (0.0, float("inf")):
-        refuse(config, f"time_step_limit = {config.time_step_limit}", "steps without a limit")
+        refuse(
+            config,
+            f"time_step_limit = {config.time_step_limit}",
+            "steps without a limit",
+        )
     layers, dense = hybrid_layers(config, "linear_attention"), copy.copy(config)
     dense.intermediate_size = config.shared_intermediate_size
     table = Rope(name="nope", inv_freq=[0.0] * (head_dim(config) // 2))
@@ -33,13 +41,19 @@ def plan(config) -> Plan:
     state = {CONV_STATE: (tail, width), MATRIX_STATE: (heads, P, N)}
     sides = [{} if layer.attends else state for layer in layers]
     scale = float(config.embedding_multiplier)
-    return replace(whole, side_states=sides, tail=tail, names=NAMES, embedding_scale=scale)
+    return replace(
+        whole, side_states=sides, tail=tail, names=NAMES, embedding_scale=scale
+    )
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     config, mixer = plan.config, None
     if not plan.layers[index].attends:
-        heads, groups, P = config.mamba_n_heads, config.mamba_n_groups, config.mamba_d_head
+        heads, groups, P = (
+            config.mamba_n_heads,
+            config.mamba_n_groups,
+            config.mamba_d_head,
+        )
         shape = replace(plan.shape(index, options), H=heads, H_kv=groups, D=P)
         biases = config.mamba_conv_bias, config.mamba_proj_bias
         norm = plan.norm(heads * P // groups, dim=2)
@@ -47,7 +61,9 @@ def layer(plan: Plan, index: int, options: Options) -> nn.Module:
         mixer = "mamba", Mamba2(plan.dims.C, shape, *sizes, biases, norm)
     gain, scale = config.residual_multiplier, config.attention_multiplier
     made = llama.layer(plan, index, options, mixer=mixer, gain=gain, scale=scale)
-    made.mlp = GatedMLP(plan.dims.C, config.intermediate_size, nn.functional.silu, fused=True)
+    made.mlp = GatedMLP(
+        plan.dims.C, config.intermediate_size, nn.functional.silu, fused=True
+    )
     return made
 
 

@@ -1,8 +1,8 @@
-"""Transformer parts in the shape that suits the Neural Engine: rank 4, channels on axis 1,
-linear layers as 1×1 convolutions. Every module accepts x [B, C, T, 1] or [B, C, 1, T]: it relies
-on the channel axis alone and gets T by reshaping. Constants that fp16 would round are kept as a
-product of two that it rounds far less (`split`), so that the exported arithmetic differs from
-the original's only by what the stored weights differ.
+"""Transformer parts in the shape that suits the Neural Engine: rank 4, channels on axis
+1, linear layers as 1×1 convolutions. Every module accepts x [B, C, T, 1] or [B, C, 1,
+T]: it relies on the channel axis alone and gets T by reshaping. Constants that fp16
+would round are kept as a product of two that it rounds far less (`split`), so that the
+exported arithmetic differs from the original's only by what the stored weights differ.
 """
 
 import math
@@ -30,12 +30,16 @@ NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
 
 @lru_cache
 def split(value: float) -> tuple[float, ...]:
-    """fp16 factors of `value`: itself when fp16 holds it, else two whose product is within about
-    1e-7 of it."""
+    """fp16 factors of `value`: itself when fp16 holds it, else two whose product is
+    within about 1e-7 of it."""
     if value == 0 or float(np.float16(value)) == value:
         return (value,)
     start = np.float16(abs(value) ** 0.5).view(np.uint16)
-    first = np.arange(start, start + 1024, dtype=np.uint16).view(np.float16).astype(np.float64)
+    first = (
+        np.arange(start, start + 1024, dtype=np.uint16)
+        .view(np.float16)
+        .astype(np.float64)
+    )
     second = (value / first).astype(np.float16).astype(np.float64)
     best = int(np.argmin(np.abs(first * second - value)))
     return float(first[best]), float(second[best])
@@ -43,8 +47,9 @@ def split(value: float) -> tuple[float, ...]:
 
 @lru_cache
 def split_closely(value: float) -> tuple[float, ...]:
-    """Two fp16 factors as `split` gives them, and a third from 1 to 2, with which the product is
-    nearest to `value`: within 1e-8 of it, where the product of two misses 1e-5 by 3e-6 of it."""
+    """Two fp16 factors as `split` gives them, and a third from 1 to 2, with which the
+    product is nearest to `value`: within 1e-8 of it, where the product of two misses
+    1e-5 by 3e-6 of it."""
     thirds = (1 + np.arange(1024) / 1024).tolist()
     products = [(*(*split(value / third), 1.0)[:2], third) for third in thirds]
     return min(products, key=lambda factors: abs(math.prod(factors) - value))
@@ -58,18 +63,24 @@ def scaled(x, value: float):
 
 
 def by_peak(x, dim: int):
-    """x divided by its largest magnitude along `dim`, and that magnitude; squares of the
-    quotient are in [0, 1]."""
+    """x divided by its largest magnitude along `dim`, and that magnitude; squares of
+    the quotient are in [0, 1]."""
     peak = x.abs().amax(dim, keepdim=True).clamp(*NORMAL)
     return x / peak, peak
 
 
 class Conv(nn.Module):
-    """A convolution with weight [outputs, inputs / groups, *kernel]; by default a linear layer as a
-    1×1 convolution."""
+    """A convolution with weight [outputs, inputs / groups, *kernel]; by default a
+    linear layer as a 1×1 convolution."""
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool = False, *, kernel=(1, 1), groups: int = 1
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        *,
+        kernel=(1, 1),
+        groups: int = 1,
     ):
         super().__init__()
         self.groups = groups
@@ -85,8 +96,8 @@ class RMSNorm(nn.Module):
 
     Args:
         offset: what the stored weight adds to the checkpoint's (1 for Gemma's `1 + γ`).
-        exponent: x is 2^-exponent of the model's, so eps is scaled along and the result is the
-            model's.
+        exponent: x is 2^-exponent of the model's, so eps is scaled along and the result
+            is the model's.
         gain: power of two that multiplies the result before its weight does.
         close_eps: keep eps as three factors (see `split_closely`).
     """
@@ -107,27 +118,33 @@ class RMSNorm(nn.Module):
         shape[dim] = width
         self.dim, self.offset, self.unit, self.gain = dim, offset, 2.0**-exponent, gain
         self.weight = nn.Parameter(torch.zeros(shape))
-        *factors, self.third = split_closely(eps) if close_eps else (*split(eps), 1.0, 1.0)[:3]
+        *factors, self.third = (
+            split_closely(eps) if close_eps else (*split(eps), 1.0, 1.0)[:3]
+        )
         for name, factor in zip(("eps0", "eps1"), factors, strict=True):
-            # a tensor, not a float: `float / tensor` converts to MIL's `inverse`, which adds 1e-4
-            self.register_buffer(name, torch.full((1, 1, 1, 1), factor), persistent=False)
+            # a tensor, not a float: `float / tensor` converts to MIL's `inverse`, which
+            # adds 1e-4
+            self.register_buffer(
+                name, torch.full((1, 1, 1, 1), factor), persistent=False
+            )
 
     def forward(self, x):
         y, peak = by_peak(x, self.dim)
-        eps = scaled(self.eps0 / peak, self.unit * self.third) * scaled(self.eps1 / peak, self.unit)
+        eps = scaled(self.eps0 / peak, self.unit * self.third) * scaled(
+            self.eps1 / peak, self.unit
+        )
         root = torch.rsqrt((y * y).mean(self.dim, keepdim=True) + eps)
         return y * scaled(root, self.gain) * self.weight
 
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """Static sizes of one attention layer: S slots of cache, H query heads on H_kv key/value heads
-    of D channels.
+    """Static sizes of one attention layer: S slots of cache, H query heads on H_kv
+    key/value heads of D channels.
 
-    Traced code takes sizes from here: reading them off a tensor would put shape arithmetic into the
-    program. T is the only free size and is always the -1 of a reshape. `suffix` is that of the
-    layer's rope and mask inputs.
-    """
+    Traced code takes sizes from here: reading them off a tensor would put shape
+    arithmetic into the program. T is the only free size and is always the -1 of a
+    reshape. `suffix` is that of the layer's rope and mask inputs."""
 
     B: int
     H: int
@@ -138,9 +155,11 @@ class AttentionGeometry:
     suffix: str = ""
 
     def plane(self, x, width: int):
-        """[B, ..., T] of `width` channels in all → [B, width, T, 1] (layout bct1) or [B, width, 1,
-        T] (bc1t)."""
-        return x.reshape(self.B, width, *((-1, 1) if self.layout == "bct1" else (1, -1)))
+        """[B, ..., T] of `width` channels in all → [B, width, T, 1] (layout bct1) or
+        [B, width, 1, T] (bc1t)."""
+        return x.reshape(
+            self.B, width, *((-1, 1) if self.layout == "bct1" else (1, -1))
+        )
 
     def heads(self, x, count: int):
         """[B, count·D, T, 1] (or [B, count·D, 1, T]) → [B, count, T, D]."""
@@ -151,46 +170,50 @@ class AttentionGeometry:
         return self.plane(x.transpose(2, 3), self.H * self.D)
 
     def rotate(self, x, io: dict, width: int):
-        """Rotary embedding on the first `width` of the D dims of x [B, H, T, D]; rope_cos, rope_sin
-        [B, 1, T, width/2].
+        """Rotary embedding on the first `width` of the D dims of x [B, H, T, D];
+        rope_cos, rope_sin [B, 1, T, width/2].
 
-        Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from `width` on pass
-        through.
-        """
+        Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from
+        `width` on pass through."""
         a, b, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
         cos, sin = io[ROPE_COS + self.suffix], io[ROPE_SIN + self.suffix]
         parts = [a * cos - b * sin, b * cos + a * sin]
         return torch.cat(parts if width == self.D else [*parts, rest], dim=-1)
 
     def attend(self, q, k, v, cache: Cache, io: dict):
-        """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v over all of
-        it.
+        """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v
+        over all of it.
 
-        q [B, H, T, D] is already scaled. The query heads of one group are rows of one product, so
-        nothing is repeated and no tensor has rank 5.
-        """
-        k, v = cache.append(K_STATE, k, io, self.suffix), cache.append(V_STATE, v, io, self.suffix)
+        q [B, H, T, D] is already scaled. The query heads of one group are rows of one
+        product, so nothing is repeated and no tensor has rank 5."""
+        k, v = (
+            cache.append(K_STATE, k, io, self.suffix),
+            cache.append(V_STATE, v, io, self.suffix),
+        )
         mask = io[ATTN_MASK + self.suffix]
         # [B, H_kv, H/H_kv·T, S]
         scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3)
-        weights = torch.softmax(scores.reshape(self.B, self.H, -1, self.S) + mask, dim=-1)
+        weights = torch.softmax(
+            scores.reshape(self.B, self.H, -1, self.S) + mask, dim=-1
+        )
         return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(
             self.B, self.H, -1, self.D
         )
 
 
 class Attention(nn.Module):
-    """Causal self-attention over a cache of states `k_state`, `v_state` [B, H_kv, S, D].
+    """Causal self-attention over a cache of states `k_state`, `v_state` [B, H_kv, S,
+    D].
 
     Scaling q before q kᵀ keeps scores small in fp16.
 
     Args:
         fused: one projection makes q, k and v, in this order.
-        gated: `q_proj` makes q and then a gate of D channels for each head; the sigmoid of the gate
-            multiplies what the head attends to.
+        gated: `q_proj` makes q and then a gate of D channels for each head; the sigmoid
+            of the gate multiplies what the head attends to.
         qk_norm: makes the RMSNorms of q and k from a width, or None.
-        norm_at: what these norm: each head (`heads`), each head after rope (`rotated`), or all
-            heads together (`channels`).
+        norm_at: what these norm: each head (`heads`), each head after rope (`rotated`),
+            or all heads together (`channels`).
     """
 
     def __init__(
@@ -222,7 +245,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = map(qk_norm, widths) if qk_norm else (None, None)
 
     def heads(self, x):
-        """q [B, H, T, D], k and v [B, H_kv, T, D], before rope and the norms of heads."""
+        """q [B, H, T, D], k and v [B, H_kv, T, D], before rope and the norms of
+        heads."""
         s = self.shape
         if hasattr(self, "qkv_proj"):
             qkv, a, b = self.qkv_proj(x), s.H * s.D, (s.H + s.H_kv) * s.D
@@ -252,10 +276,12 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)); `fused`: one projection makes the gate and what it multiplies, in
-    this order."""
+    """down(act(gate(x)) · up(x)); `fused`: one projection makes the gate and what it
+    multiplies, in this order."""
 
-    def __init__(self, C: int, inner: int, act, bias: bool = False, fused: bool = False):
+    def __init__(
+        self, C: int, inner: int, act, bias: bool = False, fused: bool = False
+    ):
         super().__init__()
         self.act, self.inner = act, inner
         if fused:
@@ -267,13 +293,15 @@ class GatedMLP(nn.Module):
     def forward(self, x):
         if hasattr(self, "gate_up_proj"):
             both = self.gate_up_proj(x)
-            return self.down_proj(self.act(both[:, : self.inner]) * both[:, self.inner :])
+            return self.down_proj(
+                self.act(both[:, : self.inner]) * both[:, self.inner :]
+            )
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Head(nn.Module):
-    """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T, 1], which
-    are divided by `divisor`."""
+    """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T,
+    1], which are divided by `divisor`."""
 
     def __init__(self, norm: RMSNorm, C: int, rows: int, divisor: float = 1.0):
         super().__init__()

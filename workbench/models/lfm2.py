@@ -1,5 +1,5 @@
-"""LFM 2: Llama whose layers are short convolutions but for a few, with an RMSNorm on every head of
-q and k."""
+"""LFM 2: Llama whose layers are short convolutions but for a few, with an RMSNorm on
+every head of q and k."""
 
 import copy
 from dataclasses import replace
@@ -29,8 +29,8 @@ head = llama.head
 
 
 def plan(config) -> Plan:
-    """The plan of an LFM 2 model; its configuration is given Llama's names for the fields that LFM
-    2 names differently."""
+    """The plan of an LFM 2 model; its configuration is given Llama's names for the
+    fields that LFM 2 names differently."""
     layers = hybrid_layers(config, "conv")
     if config.conv_L_cache < 2:
         refuse(config, f"conv_L_cache = {config.conv_L_cache}", "at least two taps")

@@ -1,4 +1,5 @@
-"""Llama (2, 3, 3.1, 3.2): pre-norm, grouped queries, default, linear or llama3 rope, SwiGLU."""
+"""Llama (2, 3, 3.1, 3.2): pre-norm, grouped queries, default, linear or llama3 rope,
+SwiGLU."""
 
 from dataclasses import replace
 
@@ -44,10 +45,16 @@ class DecoderLayer(nn.Module):
             self.add_module(name, plan.norm(C))
         if mixer is None:
             shape, rotary = plan.shape(index, options), plan.rotary(index)
-            attention = {"scale": plan.dims.D**-0.5, "rotary": rotary, "fused": fused} | attention
+            attention = {
+                "scale": plan.dims.D**-0.5,
+                "rotary": rotary,
+                "fused": fused,
+            } | attention
             self.self_attn = Attention(C, shape, **attention)
         bias = flag(config, "mlp_bias")
-        self.mlp = GatedMLP(C, config.intermediate_size, nn.functional.silu, bias, fused)
+        self.mlp = GatedMLP(
+            C, config.intermediate_size, nn.functional.silu, bias, fused
+        )
         self.mixer, module = mixer or ("self_attn", self.self_attn)
         self.add_module(self.mixer, module)
 
@@ -64,12 +71,14 @@ class DecoderLayer(nn.Module):
 
 
 def plan(config) -> Plan:
-    return replace(plan_alike(config), close_eps=False)  # bundles of it are older than that option
+    return replace(
+        plan_alike(config), close_eps=False
+    )  # bundles of it are older than that option
 
 
 def plan_alike(config, ropes=None, layers=None, partial_rotary: bool = False) -> Plan:
-    """The plan of a family like Llama; `ropes` and `layers` are its own: by default one rope
-    table and no window."""
+    """The plan of a family like Llama; `ropes` and `layers` are its own: by default one
+    rope table and no window."""
     d, ropes = dims(config), ropes or [rope(config)]
     if not partial_rotary and any(2 * len(table.inv_freq) != d.D for table in ropes):
         refuse(config, "a partial rotary factor", "full rotary dimensions")

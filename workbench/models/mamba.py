@@ -1,12 +1,11 @@
-"""Mamba 2 (arXiv 2405.21060): a matrix state, which decays and to which each token adds, replaces
-attention.
+"""Mamba 2 (arXiv 2405.21060): a matrix state, which decays and to which each token
+adds, replaces attention.
 
     S ← e^g S + (dt · x) Bᵀ;  y = S C + D · x        for every head
 
-x, B and C come from a short convolution over time; heads of one group share B and C. A layer keeps
-`conv_state` [B, taps - 1, W], the last inputs of the convolution, and `matrix_state` [B, H, P, N],
-where P is the width of a head and N that of B and C.
-"""
+x, B and C come from a short convolution over time; heads of one group share B and C. A
+layer keeps `conv_state` [B, taps - 1, W], the last inputs of the convolution, and
+`matrix_state` [B, H, P, N], where P is the width of a head and N that of B and C."""
 
 from dataclasses import replace
 
@@ -57,13 +56,17 @@ class Mamba2(nn.Module):
         self.conv1d = depthwise(width, taps, of_conv)
         self.A_log, self.dt_bias, self.D = (per_head(shape.H) for _ in range(3))
         self.norm, self.out_proj = norm, Conv(self.inner, C, of_projections)
-        self.norm.weight = nn.Parameter(torch.zeros(1, shape.H_kv, self.inner // shape.H_kv, 1))
+        self.norm.weight = nn.Parameter(
+            torch.zeros(1, shape.H_kv, self.inner // shape.H_kv, 1)
+        )
 
     def xbc(self, u, cache: Cache, io: dict):
         """x [B, H, T, P], B and C [B, H, T, N]."""
         s, groups = self.shape, self.groups
         tail = [io[name] for name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST) if name in io]
-        mixed = nn.functional.silu(self.conv1d(extended(s.B, CONV_STATE, u, cache, *tail)))
+        mixed = nn.functional.silu(
+            self.conv1d(extended(s.B, CONV_STATE, u, cache, *tail))
+        )
         split = self.inner + groups.H * groups.D
         parts = mixed[:, self.inner : split], mixed[:, split:]
         heads, times = (groups.heads(part, groups.H) for part in parts), s.H // groups.H
@@ -72,13 +75,22 @@ class Mamba2(nn.Module):
 
     def forward(self, x, cache: Cache, io: dict):
         s, order, projected = self.shape, io[ORDER], self.in_proj(x)
-        gate, u = projected[:, : self.inner], projected[:, self.inner : self.inner + self.width]
+        gate, u = (
+            projected[:, : self.inner],
+            projected[:, self.inner : self.inner + self.width],
+        )
         step = replace(s, D=1).heads(projected[:, self.inner + self.width :], s.H)
         step = softplus(step + self.dt_bias) * order.clamp(0, 1)
         x, b, c = self.xbc(u, cache, io)
-        g, matrix, scaled_x = log_decay(self.A_log, step), matrix_before(cache, io), x * step
+        g, matrix, scaled_x = (
+            log_decay(self.A_log, step),
+            matrix_before(cache, io),
+            x * step,
+        )
         among = decays(g, order)
-        y = (c @ matrix.transpose(2, 3)) * among.enter + among_tokens(c, b, scaled_x, among)
+        y = (c @ matrix.transpose(2, 3)) * among.enter + among_tokens(
+            c, b, scaled_x, among
+        )
         add_tokens(matrix, scaled_x, b, g, among, cache, io)
         y = s.merge(y + x * self.D) * nn.functional.silu(gate)
         y = self.norm(y.reshape(s.B, s.H_kv, self.inner // s.H_kv, -1))

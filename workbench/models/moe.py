@@ -1,9 +1,9 @@
-"""A mixture of experts with one expert per token: a router with a state from the layer before, and
-stacked experts.
+"""A mixture of experts with one expert per token: a router with a state from the layer
+before, and stacked experts.
 
-Experts run all together, weighted by one-hot probabilities (dense), or one by one as the host picks
-them (routed). The class after the last expert is the skip class: it adds nothing.
-"""
+Experts run all together, weighted by one-hot probabilities (dense), or one by one as
+the host picks them (routed). The class after the last expert is the skip class: it adds
+nothing."""
 
 import torch
 from torch import nn
@@ -17,7 +17,11 @@ class RouterMLP(nn.Module):
     def __init__(self, R: int, classes: int, eps: float):
         super().__init__()
         self.norm = RMSNorm(R, eps)
-        self.fc1, self.fc2, self.out_proj = Conv(R, R, True), Conv(R, R, True), Conv(R, classes)
+        self.fc1, self.fc2, self.out_proj = (
+            Conv(R, R, True),
+            Conv(R, R, True),
+            Conv(R, classes),
+        )
 
     def forward(self, x):
         x = nn.functional.gelu(self.fc1(self.norm(x)))
@@ -25,18 +29,23 @@ class RouterMLP(nn.Module):
 
 
 class Router(nn.Module):
-    """x, the previous layer's router state → its own state [B, R, T, 1], probabilities and scores
-    [B, E + 1, T, 1].
+    """x, the previous layer's router state → its own state [B, R, T, 1], probabilities
+    and scores [B, E + 1, T, 1].
 
-    Scores are probabilities plus balancing biases: their maximum chooses, the probability weighs.
-    The first layer has no state before it; a scale of zeros gives it the shape of the others.
-    """
+    Scores are probabilities plus balancing biases: their maximum chooses, the
+    probability weighs. The first layer has no state before it; a scale of zeros gives
+    it the shape of the others."""
 
     def __init__(self, C: int, R: int, experts: int, eps: float, first: bool):
         super().__init__()
-        self.down_proj, self.router_mlp = Conv(C, R, True), RouterMLP(R, experts + 1, eps)
+        self.down_proj, self.router_mlp = (
+            Conv(C, R, True),
+            RouterMLP(R, experts + 1, eps),
+        )
         # without gradient: stays zero, and no checkpoint holds it
-        self.router_states_scale = nn.Parameter(torch.zeros(1, R, 1, 1), requires_grad=not first)
+        self.router_states_scale = nn.Parameter(
+            torch.zeros(1, R, 1, 1), requires_grad=not first
+        )
         self.balancing_biases = nn.Parameter(torch.zeros(1, experts + 1, 1, 1))
 
     def forward(self, x, before):
@@ -46,7 +55,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated experts stacked as one wide convolution up and one grouped convolution down."""
+    """Gated experts stacked as one wide convolution up and one grouped convolution
+    down."""
 
     def __init__(self, count: int, C: int, inner: int, shape: AttentionGeometry):
         super().__init__()
@@ -55,12 +65,17 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.zeros(count * C, inner, 1, 1))
 
     def forward(self, x, weights):
-        """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C, T, 1]."""
+        """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C,
+        T, 1]."""
         s, E = self.shape, self.count
-        both = nn.functional.conv2d(x, self.gate_up_proj).reshape(s.B, E, 2 * self.inner, -1)
+        both = nn.functional.conv2d(x, self.gate_up_proj).reshape(
+            s.B, E, 2 * self.inner, -1
+        )
         # [B, E, inner, T]
         inner = nn.functional.silu(both[:, :, : self.inner]) * both[:, :, self.inner :]
-        down = nn.functional.conv2d(s.plane(inner, E * self.inner), self.down_proj, groups=E)
+        down = nn.functional.conv2d(
+            s.plane(inner, E * self.inner), self.down_proj, groups=E
+        )
         weighted = down.reshape(s.B, E, self.C, -1) * weights.reshape(s.B, E, 1, -1)
         return s.plane(weighted.sum(1), self.C)
 

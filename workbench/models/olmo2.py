@@ -1,9 +1,8 @@
-"""OLMo 2: Llama with norms behind attention and MLP instead of before, and over all heads of q and
-of k together.
+"""OLMo 2: Llama with norms behind attention and MLP instead of before, and over all
+heads of q and of k together.
 
-Nothing bounds what attention and MLP read: `workbench trace` shows how much of fp16 a checkpoint's
-stream leaves.
-"""
+Nothing bounds what attention and MLP read: `workbench trace` shows how much of fp16 a
+checkpoint's stream leaves."""
 
 from torch import nn
 
@@ -15,4 +14,6 @@ head, plan = llama.head, llama.plan_alike
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    return llama.layer(plan, index, options, behind=True, qk_norm=plan.norm, norm_at="channels")
+    return llama.layer(
+        plan, index, options, behind=True, qk_norm=plan.norm, norm_at="channels"
+    )

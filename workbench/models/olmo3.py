@@ -1,5 +1,5 @@
-"""OLMo 3: OLMo 2 with a window in most layers, and a rope table, perhaps of yarn, for the
-others."""
+"""OLMo 3: OLMo 2 with a window in most layers, and a rope table, perhaps of yarn, for
+the others."""
 
 from workbench.models import llama, olmo2
 from workbench.models.family import ROPE_TYPES, Plan, alternating

@@ -1,5 +1,5 @@
-"""Qwen 2 and 2.5: Llama with biases on q, k and v. (`use_sliding_window` is off in every released
-default.)"""
+"""Qwen 2 and 2.5: Llama with biases on q, k and v. (`use_sliding_window` is off in
+every released default.)"""
 
 from torch import nn
 

@@ -1,5 +1,5 @@
-"""Qwen 3.5 (text): gated DeltaNet in most layers, gated attention with q/k norm in the others;
-norms of 1 + γ, but for that of DeltaNet's own outputs."""
+"""Qwen 3.5 (text): gated DeltaNet in most layers, gated attention with q/k norm in the
+others; norms of 1 + γ, but for that of DeltaNet's own outputs."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,10 @@ def plan(config) -> Plan:
     heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
     D_k, D_v = config.linear_key_head_dim, config.linear_value_head_dim
     tail = config.linear_conv_kernel_dim - 1
-    state = {CONV_STATE: (tail, 2 * keys * D_k + heads * D_v), MATRIX_STATE: (heads, D_k, D_v)}
+    state = {
+        CONV_STATE: (tail, 2 * keys * D_k + heads * D_v),
+        MATRIX_STATE: (heads, D_k, D_v),
+    }
     sides = [{} if layer.attends else state for layer in layers]
     return replace(whole, side_states=sides, tail=tail, norm_offset=1.0)
 
@@ -31,7 +34,11 @@ def layer(plan: Plan, index: int, options: Options) -> nn.Module:
         norm = partial(plan.norm, dim=3)
         return llama.layer(plan, index, options, gated=True, qk_norm=norm)
     config, D = plan.config, plan.config.linear_value_head_dim
-    sizes = {"H": config.linear_num_value_heads, "H_kv": config.linear_num_key_heads, "D": D}
+    sizes = {
+        "H": config.linear_num_value_heads,
+        "H_kv": config.linear_num_key_heads,
+        "D": D,
+    }
     mixer = GatedDeltaNet(
         plan.dims.C,
         replace(plan.shape(index, options), **sizes),

@@ -1,19 +1,19 @@
-"""Parts of a layer whose state is a matrix: decays of T tokens at once, and functions that fp16
-needs written out.
+"""Parts of a layer whose state is a matrix: decays of T tokens at once, and functions
+that fp16 needs written out.
 
-A state S [B, H, D_k, D_v] takes token t as S ← e^g S + k vᵀ, g ≤ 0 being the logarithm of its
-decay. For the T tokens of a call, with the `Decays` of their g,
+A state S [B, H, D_k, D_v] takes token t as S ← e^g S + k vᵀ, g ≤ 0 being the logarithm
+of its decay. For the T tokens of a call, with the `Decays` of their g,
 
     o = enter ∘ (q S) + ((q kᵀ) ∘ between + diag(q·k)) v
     S ← S + S ∘ expm1(total) + (k ∘ leave)ᵀ v
 
-Columns that hold no token have order 0: they decay nothing, and their k or v must be zeros.
+Columns that hold no token have order 0: they decay nothing, and their k or v must be
+    zeros.
 
-With a pending state the matrix lacks the last call's tokens: their k, v and g are kept, and the
-next call adds those that `accept` marks. With a remainder state the matrix is a pair, which
-together has twice the digits of fp16: what a call adds is not lost where it is small beside the
-matrix.
-"""
+With a pending state the matrix lacks the last call's tokens: their k, v and g are kept,
+and the next call adds those that `accept` marks. With a remainder state the matrix is a
+pair, which together has twice the digits of fp16: what a call adds is not lost where it
+is small beside the matrix."""
 
 from typing import NamedTuple
 
@@ -21,15 +21,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.bundle.names import ACCEPT, MATRIX_STATE, ORDER, PENDING_STATE, REMAINDER_STATE
+from workbench.bundle.names import (
+    ACCEPT,
+    MATRIX_STATE,
+    ORDER,
+    PENDING_STATE,
+    REMAINDER_STATE,
+)
 from workbench.models.cache import Cache
 from workbench.models.layers import NORMAL, AttentionGeometry, scaled, split
 
 
 class Decays(NamedTuple):
-    """Decay factors among the T tokens of a call: from token j to a later token i in `between` [B,
-    H, T, T] (zeros elsewhere); from the state to token i in `enter`, from token j to the end in
-    `leave`, both [B, H, T, 1]. `total` [B, H, 1, 1] is the logarithm of the state's own decay."""
+    """Decay factors among the T tokens of a call: from token j to a later token i in
+    `between` [B, H, T, T] (zeros elsewhere); from the state to token i in `enter`, from
+    token j to the end in `leave`, both [B, H, T, 1]. `total` [B, H, 1, 1] is the
+    logarithm of the state's own decay."""
 
     between: torch.Tensor
     enter: torch.Tensor
@@ -38,12 +45,11 @@ class Decays(NamedTuple):
 
 
 def decays(g, order) -> Decays:
-    """Decay factors from the logarithms g [B, H, T, 1] and the tokens' `order` [B, 1, T, 1], 1, 2,
-    … and 0 for columns without one.
+    """Decay factors from the logarithms g [B, H, T, 1] and the tokens' `order` [B, 1,
+    T, 1], 1, 2, … and 0 for columns without one.
 
-    Every sum runs over the tokens between two others alone: differences of sums from the start
-    cancel, and above the diagonal they overflow.
-    """
+    Every sum runs over the tokens between two others alone: differences of sums from
+    the start cancel, and above the diagonal they overflow."""
     g = g * order.clamp(0, 1)
     before = (order - order.transpose(2, 3)).clamp(
         0, 1
@@ -55,13 +61,14 @@ def decays(g, order) -> Decays:
 
 
 def constant(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Values of the dtype of `like`, fp16 or float32, that a trace takes as they are."""
+    """Values of the dtype of `like`, fp16 or float32, that a trace takes as they
+    are."""
     return torch.from_numpy(values.astype(str(like.dtype).removeprefix("torch.")))
 
 
 def matrix_before(cache: Cache, io: dict):
-    """The matrix [B, H, K, V] of all tokens before this call; pending ones are added to its
-    state."""
+    """The matrix [B, H, K, V] of all tokens before this call; pending ones are added to
+    its state."""
     matrix = cache.read(MATRIX_STATE)
     if PENDING_STATE not in cache.states:
         return matrix
@@ -79,8 +86,8 @@ def matrix_before(cache: Cache, io: dict):
 
 
 def add_tokens(matrix, k, v, g, among: Decays, cache: Cache, io: dict) -> None:
-    """Adds this call's tokens to `matrix`, the one before the call, or puts them into the pending
-    state, each in the row of its order."""
+    """Adds this call's tokens to `matrix`, the one before the call, or puts them into
+    the pending state, each in the row of its order."""
     if PENDING_STATE not in cache.states:
         added = (k * among.leave).transpose(2, 3) @ v
         if REMAINDER_STATE in cache.states:
@@ -90,16 +97,18 @@ def add_tokens(matrix, k, v, g, among: Decays, cache: Cache, io: dict) -> None:
         return
     _, _, places, width = cache.states[PENDING_STATE].shape
     number = constant(np.arange(1, places + 1).reshape(1, 1, -1, 1), g)
-    place = 1 - (number - io[ORDER].transpose(2, 3)).abs().clamp(0, 1)  # [B, 1, places, T]
+    place = 1 - (number - io[ORDER].transpose(2, 3)).abs().clamp(
+        0, 1
+    )  # [B, 1, places, T]
     *_, K, V = cache.states[MATRIX_STATE].shape
     rows = torch.cat([k, v, g @ constant(np.ones((1, 1, 1, width - K - V)), g)], -1)
     cache.write(PENDING_STATE, place @ rows)
 
 
 def write_pair(cache: Cache, matrix, total, added):
-    """Writes e^total · (matrix + remainder) + `added` as a matrix, which it returns, and the
-    remainder that rounding cuts off it: Knuth's exact sum of two, whichever is the larger one, so
-    that a call without a token changes no bit."""
+    """Writes e^total · (matrix + remainder) + `added` as a matrix, which it returns,
+    and the remainder that rounding cuts off it: Knuth's exact sum of two, whichever is
+    the larger one, so that a call without a token changes no bit."""
     decay, remainder = expm1(total), cache.read(REMAINDER_STATE)
     change = matrix * decay + added + remainder * (decay + 1)
     after = matrix + change
@@ -117,7 +126,8 @@ def among_tokens(q, k, v, among: Decays):
 
 
 def repeated(x, shape: AttentionGeometry, times: int):
-    """The heads x [B, H, T, D] of `shape` → [B, H · times, T, D], each `times` times in a row."""
+    """The heads x [B, H, T, D] of `shape` → [B, H · times, T, D], each `times` times in
+    a row."""
     if times == 1:
         return x
     return torch.cat([x] * times, 2).reshape(shape.B, shape.H * times, -1, shape.D)
@@ -129,14 +139,14 @@ def per_head(count: int) -> nn.Parameter:
 
 
 def log_decay(A_log, step):
-    """-e^A · step, of `step` [B, H, T, 1]. step - step: zeros that keep e^A, which fp16 would
-    round, out of the stored weights."""
+    """-e^A · step, of `step` [B, H, T, 1]. step - step: zeros that keep e^A, which fp16
+    would round, out of the stored weights."""
     return -torch.exp(A_log + (step - step)) * step
 
 
 def expm1(x):
-    """e^x - 1 without cancellation: S + S·expm1(g) keeps a slow decay, where fp16 has no number
-    between e^g and 1."""
+    """e^x - 1 without cancellation: S + S·expm1(g) keeps a slow decay, where fp16 has
+    no number between e^g and 1."""
     return torch.tanh(x * 0.5) * (torch.exp(x) + 1)
 
 
@@ -156,6 +166,8 @@ def unit(x, eps: float):
     peak = x.abs().amax(-1, keepdim=True).clamp(*NORMAL)
     y = x / peak
     first, *second = split(eps**0.5)
-    root = constant(np.full((1,) * peak.dim(), first), peak) / peak  # a tensor, as in `RMSNorm`
+    root = (
+        constant(np.full((1,) * peak.dim(), first), peak) / peak
+    )  # a tensor, as in `RMSNorm`
     root = root * second[0] if second else root
     return y * torch.rsqrt((y * y).sum(-1, keepdim=True) + root * root)

@@ -7,21 +7,20 @@ from workbench.bundle.names import CONV_STATE, TAIL_FIRST, TAIL_KEEP, TAIL_SELEC
 from workbench.models.cache import Cache
 from workbench.models.layers import AttentionGeometry, Conv
 
-WIDE = (
-    1024  # channels from which on a depthwise convolution leaves the Neural Engine (lint rule S7)
-)
+# channels from which on a depthwise convolution leaves the Neural Engine (lint rule S7)
+WIDE = 1024
 
 
 def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
-    """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state
-    takes the last n.
+    """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T];
+    the state takes the last n.
 
-    `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where
-    there are fewer: invalid columns are never stored in the state. `keep` [B, n, n] likewise
-    says which old ones stay; up to n = 2 that follows from `select`. With `first` [B, n, rows]
-    the state, and with it `select` and `keep`, has more rows than the convolution reads, so that
-    tokens can be undone: `first` says which n of them come before x.
-    """
+    `select` [B, n, T] has a one-hot row for each of the last n columns that are valid,
+    zeros where there are fewer: invalid columns are never stored in the state. `keep`
+    [B, n, n] likewise says which old ones stay; up to n = 2 that follows from `select`.
+    With `first` [B, n, rows] the state, and with it `select` and `keep`, has more rows
+    than the convolution reads, so that tokens can be undone: `first` says which n of
+    them come before x."""
     if first is not None:
         return _extended_behind(B, name, x, cache, select, keep, first)
     width, old = x.shape[1], cache.read(name)
@@ -50,16 +49,16 @@ def _extended_behind(B: int, name: str, x, cache: Cache, select, keep, first):
 
 
 def depthwise(width: int, taps: int, bias: bool = False) -> nn.Module:
-    """A convolution over time with `taps` taps for each channel: [B, width, 1, taps - 1 + T] →
-    [B, width, 1, T]."""
+    """A convolution over time with `taps` taps for each channel: [B, width, 1, taps - 1
+    + T] → [B, width, 1, T]."""
     if width < WIDE:
         return Conv(width, width, bias, kernel=(1, taps), groups=width)
     return ShiftedProducts(width, taps, bias)
 
 
 class ShiftedProducts(nn.Module):
-    """The same as a sum of products with shifted inputs, which the Neural Engine runs at any
-    width."""
+    """The same as a sum of products with shifted inputs, which the Neural Engine runs
+    at any width."""
 
     def __init__(self, width: int, taps: int, bias: bool):
         super().__init__()
@@ -74,12 +73,11 @@ class ShiftedProducts(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has `taps` taps for
-    each channel.
+    """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has
+    `taps` taps for each channel.
 
-    It keeps `conv_state` [B, taps - 1, C], the last values of b ∘ x, oldest first, zeros at the
-    start; t_max earlier ones besides where tokens can be undone.
-    """
+    It keeps `conv_state` [B, taps - 1, C], the last values of b ∘ x, oldest first,
+    zeros at the start; t_max earlier ones besides where tokens can be undone."""
 
     def __init__(self, C: int, shape: AttentionGeometry, taps: int, bias: bool):
         super().__init__()
@@ -89,7 +87,11 @@ class ShortConv(nn.Module):
 
     def forward(self, x, cache: Cache, io: dict):
         s, parts = self.shape, self.in_proj(x)
-        b, c, x = parts[:, : self.C], parts[:, self.C : 2 * self.C], parts[:, 2 * self.C :]
+        b, c, x = (
+            parts[:, : self.C],
+            parts[:, self.C : 2 * self.C],
+            parts[:, 2 * self.C :],
+        )
         tail = io[TAIL_SELECT], io.get(TAIL_KEEP), io.get(TAIL_FIRST)
         mixed = self.conv(extended(s.B, CONV_STATE, b * x, cache, *tail))
         return self.out_proj(c * s.plane(mixed, self.C))

@@ -1,5 +1,5 @@
-"""ZAYA1: compressed convolutional attention, one expert per token, learned scales on both sides of
-every residual sum."""
+"""ZAYA1: compressed convolutional attention, one expert per token, learned scales on
+both sides of every residual sum."""
 
 import torch
 from torch import nn
@@ -23,7 +23,10 @@ from workbench.models.family import Plan, alternating, dims, refuse
 from workbench.models.layers import RMSNorm
 from workbench.models.moe import Experts, Mixture, Router
 
-LEGACY = "zaya_block.", "self_attn.qkv."  # in tensor names of the layout of 80 alternating blocks
+LEGACY = (
+    "zaya_block.",
+    "self_attn.qkv.",
+)  # in tensor names of the layout of 80 alternating blocks
 
 
 def vector(width: int) -> nn.Parameter:
@@ -47,19 +50,21 @@ class ResidualScaling(nn.Module):
 
 
 class ZayaDecoderLayer(nn.Module):
-    """One decoder layer: x → hidden; reads the router state of the layer before and leaves its own
-    in `io`.
+    """One decoder layer: x → hidden; reads the router state of the layer before and
+    leaves its own in `io`.
 
-    With routed experts it ends at the router: `io` gets what the host and the expert shards need to
-    finish the layer.
-    """
+    With routed experts it ends at the router: `io` gets what the host and the expert
+    shards need to finish the layer."""
 
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
         config, C, eps = plan.config, plan.dims.C, plan.config.rms_norm_eps
         shape = plan.shape(index, options)
         self.routed = options.moe == "routed"
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(C, eps), RMSNorm(C, eps)
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(C, eps),
+            RMSNorm(C, eps),
+        )
         self.self_attn = CompressedConvAttention(C, shape, rotary=plan.rotary(index))
         gate = Router(C, plan.router_width, plan.experts, eps, first=index == 0)
         sizes = plan.experts, C, config.moe_intermediate_size, shape
@@ -77,27 +82,40 @@ class ZayaDecoderLayer(nn.Module):
         )
         io[ROUTER_STATE_OUT] = state
         if not self.routed:
-            return self.post_mlp_residual_scale(self.mlp.dense(normed, probabilities, scores), x)
+            return self.post_mlp_residual_scale(
+                self.mlp.dense(normed, probabilities, scores), x
+            )
         # x - x: zeros that no converter folds into bias · scale
         base = self.post_mlp_residual_scale(x - x, x)
-        io |= {BASE: base, EXPERT_IN: normed, ROUTER_PROBS: probabilities, ROUTER_SCORES: scores}
+        io |= {
+            BASE: base,
+            EXPERT_IN: normed,
+            ROUTER_PROBS: probabilities,
+            ROUTER_SCORES: scores,
+        }
         return base
 
 
 class Expert(nn.Module):
-    """One expert of one layer: hidden = acc + expert_weight · expert(expert_in) · scale."""
+    """One expert of one layer: hidden = acc + expert_weight · expert(expert_in) ·
+    scale."""
 
     def __init__(self, plan: Plan, options: Options):
         super().__init__()
         C = plan.dims.C
-        experts = Experts(1, C, plan.config.moe_intermediate_size, plan.shape(0, options))
+        experts = Experts(
+            1, C, plan.config.moe_intermediate_size, plan.shape(0, options)
+        )
         self.mlp = nn.ModuleDict({"experts": experts})
-        self.post_mlp_residual_scale = nn.ParameterDict({"hidden_states_scale": vector(C)})
+        self.post_mlp_residual_scale = nn.ParameterDict(
+            {"hidden_states_scale": vector(C)}
+        )
 
     def forward(self, x, weight, acc):
         return (
             acc
-            + self.mlp["experts"](x, weight) * self.post_mlp_residual_scale["hidden_states_scale"]
+            + self.mlp["experts"](x, weight)
+            * self.post_mlp_residual_scale["hidden_states_scale"]
         )
 
 
@@ -108,7 +126,9 @@ def plan(config) -> Plan:
         refuse(config, f"activation {config.hidden_act!r}", "silu")
     taps = config.cca_time0, config.cca_time1
     if taps != (TAPS, TAPS):
-        refuse(config, f"cca_time0, cca_time1 = {taps[0]}, {taps[1]}", f"{TAPS} and {TAPS}")
+        refuse(
+            config, f"cca_time0, cca_time1 = {taps[0]}, {taps[1]}", f"{TAPS} and {TAPS}"
+        )
     ropes, layers = alternating(config, "hybrid", "hybrid_sliding")
     d = dims(config)
     side = {
@@ -121,7 +141,10 @@ def plan(config) -> Plan:
         ropes,
         layers,
         config.tie_word_embeddings,
-        embedding={"bias": "input_hidden_states_bias", "scale": "input_hidden_states_scale"},
+        embedding={
+            "bias": "input_hidden_states_bias",
+            "scale": "input_hidden_states_scale",
+        },
         side_states=[side] * d.L,
         router_width=config.router_hidden_size,
         experts=config.num_experts,
@@ -129,8 +152,8 @@ def plan(config) -> Plan:
 
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
-    """Raises an InputError for a checkpoint in the legacy layout of alternating blocks; returns
-    the plan unchanged."""
+    """Raises an InputError for a checkpoint in the legacy layout of alternating blocks;
+    returns the plan unchanged."""
     for name in source.header:
         if any(part in name for part in LEGACY):
             refuse(

@@ -1,12 +1,17 @@
 """Figures for notebooks and write-ups: functions from DataFrames to Axes.
 
-Every function takes the data first and keyword options after, draws into `ax` (or a new figure) and
-returns the Axes; none shows a figure or reads a file. Every colour is repeated by a symbol, a
-number or a hatch. A function draws the columns that its docstring names, and raises ValueError if
-they are ambiguous, such as rows of several machines.
-"""
+Every function takes the data first and keyword options after, draws into `ax` (or a new
+figure) and returns the Axes; none shows a figure or reads a file. Every colour is
+repeated by a symbol, a number or a hatch. A function draws the columns that its
+docstring names, and raises ValueError if they are ambiguous, such as rows of several
+machines."""
 
-from workbench.plots.cache import cache_rows, failure_patterns, first_token, reuse_matrix
+from workbench.plots.cache import (
+    cache_rows,
+    failure_patterns,
+    first_token,
+    reuse_matrix,
+)
 from workbench.plots.cost import (
     against_peer,
     layer_ms,

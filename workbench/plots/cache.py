@@ -1,5 +1,5 @@
-"""Figures of the KV cache: rows changed by each call, verdicts on restored caches, time to the
-first token."""
+"""Figures of the KV cache: rows changed by each call, verdicts on restored caches, time
+to the first token."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -23,7 +23,9 @@ from workbench.plots.figure import (
 
 _CALL_MARKS = {
     "as expected": dict(marker="s", color="#0072B2"),
-    "missed": dict(marker="s", color="#D55E00", markerfacecolor="none", markeredgewidth=1.2),
+    "missed": dict(
+        marker="s", color="#D55E00", markerfacecolor="none", markeredgewidth=1.2
+    ),
     "stray": dict(marker="x", color="#D55E00", markeredgewidth=1.5),
 }
 _MARKS = {"GREEN": "✓", "ok": "✓", "RED": "✗", "FAIL": "✗"}
@@ -32,17 +34,20 @@ _HOLDS = ListedColormap(["#F3B58A", "#DCEBF5"])
 
 @style()
 def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Call × row: a filled mark for a row written as expected, a hollow one for a missed row, a
-    cross for a row that should not have changed.
+    """Call × row: a filled mark for a row written as expected, a hollow one for a
+    missed row, a cross for a row that should not have changed.
 
-    `changed`: ``call``, ``T``, ``slot`` (the row's number), ``layer``, and the booleans ``changed``
-    and ``expected``, for up to about 100 rows. A fault in any layer shows; "as expected" holds in
-    all of them.
-    """
+    `changed`: ``call``, ``T``, ``slot`` (the row's number), ``layer``, and the booleans
+    ``changed`` and ``expected``, for up to about 100 rows. A fault in any layer shows;
+    "as expected" holds in all of them."""
     rows = changed.astype({"changed": bool, "expected": bool})
     rows["missed"] = rows["expected"] & ~rows["changed"]
     rows["stray"] = rows["changed"] & ~rows["expected"]
-    cells = rows.groupby(["call", "slot"])[["expected", "missed", "stray"]].any().reset_index()
+    cells = (
+        rows.groupby(["call", "slot"])[["expected", "missed", "stray"]]
+        .any()
+        .reset_index()
+    )
     cells["as expected"] = cells["expected"] & ~cells["missed"]
     calls = rows.groupby("call")["T"].first()
     starts = rows[rows["expected"]].groupby("call")["slot"].min().reindex(calls.index)
@@ -53,7 +58,9 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         x = slots.get_indexer(marked["slot"])
         y = calls.index.get_indexer(marked["call"])
         ax.plot(x + 0.5, y + 0.5, ls="", label=f"{kind} ({len(marked)})", **look)
-    ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache row", ylabel="call")
+    ax.set(
+        xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache row", ylabel="call"
+    )
     label_cells(ax.xaxis, slots)
     names = []
     for call, T in calls.items():
@@ -63,9 +70,11 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     return heading(ax, "cache rows changed by each call")
 
 
-def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None) -> None:
-    """Draws a table of verdicts as marked and coloured cells; other values are hatched. Texts that
-    are not null replace the marks."""
+def _marked(
+    ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None
+) -> None:
+    """Draws a table of verdicts as marked and coloured cells; other values are hatched.
+    Texts that are not null replace the marks."""
     marks = verdicts.map(lambda verdict: _MARKS.get(verdict, ""))
     holds = marks.map({"✓": 1.0, "✗": 0.0}.get).astype(float)
     mesh = grid_cells(ax, holds, Normalize(0, 1), _HOLDS)
@@ -76,16 +85,22 @@ def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None)
 
 @style()
 def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """The reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``.
-    A cell for batch, cache and format over the context has a mark if both paths (stream, generate)
-    pass, else the names of those that fail."""
+    """The reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``,
+    ``verdict``. A cell for batch, cache and format over the context has a mark if both
+    paths (stream, generate) pass, else the names of those that fail."""
     path = cells["streaming"].map({True: "stream", False: "generate"})
     batch = "batch " + cells["batch"].astype(str)
-    cells = cells.assign(row=batch.str.cat([cells["cache"], cells["format"]], sep=", "), path=path)
+    cells = cells.assign(
+        row=batch.str.cat([cells["cache"], cells["format"]], sep=", "), path=path
+    )
     cells = cells[~((cells["cache"] == "cold") & (cells["format"] == "q4"))]
     groups = cells.groupby(["row", "context"], sort=False)
     verdicts = groups["verdict"].agg(_together).unstack().sort_index(axis=1)
-    failing = cells[cells["verdict"] == "RED"].groupby(["row", "context"])["path"].agg("\n✗ ".join)
+    failing = (
+        cells[cells["verdict"] == "RED"]
+        .groupby(["row", "context"])["path"]
+        .agg("\n✗ ".join)
+    )
     table = verdicts.loc[cells["row"].drop_duplicates()]
     ax = axes(ax, PAGE * 0.7, 0.9 + 0.2 * len(table))
     texts = failing.unstack().reindex(index=table.index, columns=table.columns)
@@ -104,32 +119,38 @@ def _together(verdicts: pd.Series) -> str:
 
 @style()
 def failure_patterns(results: pd.DataFrame) -> Figure:
-    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``, ``cache``,
-    ``path``, ``result`` (ok or FAIL), one session for each cell; the first hypothesis is set
-    apart."""
+    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``,
+    ``cache``, ``path``, ``result`` (ok or FAIL), one session for each cell; the first
+    hypothesis is set apart."""
     words = results["hypothesis"].str.replace("_", " ")
     results = results.assign(hypothesis=words.replace("none", "no fault planted"))
     names = results["hypothesis"].drop_duplicates()
     contexts = sorted(results["context"].unique())
     size = (PAGE, 1.5 + 0.24 * len(names))
-    figure, panels = plt.subplots(1, len(contexts), figsize=size, sharey=True, squeeze=False)
+    figure, panels = plt.subplots(
+        1, len(contexts), figsize=size, sharey=True, squeeze=False
+    )
     for ax, context in zip(panels[0], contexts):
         part = results[results["context"] == context]
         where = part["cache"] + ", " + part["path"]
-        table = part.assign(where=where).pivot(index="hypothesis", columns="where", values="result")
+        table = part.assign(where=where).pivot(
+            index="hypothesis", columns="where", values="result"
+        )
         _marked(ax, table.loc[names])
         ax.tick_params(axis="x", rotation=60)
         ax.axhline(1, color="black", linewidth=1.2)
         ax.set(title=f"context {context}", xlabel="", ylabel="")
-    title = "✗: not the tokens and logits of the session decoded alone; one session a cell"
+    title = (
+        "✗: not the tokens and logits of the session decoded alone; one session a cell"
+    )
     figure.suptitle(title, x=0.02, ha="left", fontsize=9)
     return figure
 
 
 @style()
 def first_token(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one
-    row per repetition; medians, bars from the least to the largest."""
+    """Time to the first token over the context: ``temperature``, ``context`` (tokens),
+    ``ms``, one row per repetition; medians, bars from the least to the largest."""
     ax = axes(ax, COLUMN, 2.8)
     median_range(ax, samples, "context", "ms", "temperature")
     ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")

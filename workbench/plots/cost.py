@@ -1,5 +1,5 @@
-"""Figures of the cost of decoding: tokens per second, milliseconds per layer, bytes of memory, and
-speed against fidelity.
+"""Figures of the cost of decoding: tokens per second, milliseconds per layer, bytes of
+memory, and speed against fidelity.
 
 Medians are drawn with the range of the samples.
 """
@@ -40,33 +40,42 @@ from workbench.plots.figure import (
 )
 
 _GIB = 2**30
-_VERDICTS = {"GREEN": ("o", PALETTE[2]), "RED": ("X", PALETTE[5]), "not_run": ("s", "0.6")}
+_VERDICTS = {
+    "GREEN": ("o", PALETTE[2]),
+    "RED": ("X", PALETTE[5]),
+    "not_run": ("s", "0.6"),
+}
 _HATCHES = ("", "//", "\\\\", "--", "xx", "||", "++")
 
 
 @style()
 def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
-    """Medians over max_seq_len, one line per value of the column `lines`; bars reach from the least
-    to the largest.
+    """Medians over max_seq_len, one line per value of the column `lines`; bars reach
+    from the least to the largest.
 
-    `samples`: ``max_seq_len``, ``value``, ``unit`` (one throughout) and `lines`, one row per
-    repetition of one phase, such as the log's samples with their run's settings joined on; rows
-    marked ``warmup`` are left out. A column ``machine`` goes into the title and must name one.
-    Medians of rows that a column ``invalid`` gives a reason for are hatched bars, beside the lines,
-    with the reason below.
-    """
+    `samples`: ``max_seq_len``, ``value``, ``unit`` (one throughout) and `lines`, one
+    row per repetition of one phase, such as the log's samples with their run's settings
+    joined on; rows marked ``warmup`` are left out. A column ``machine`` goes into the
+    title and must name one. Medians of rows that a column ``invalid`` gives a reason
+    for are hatched bars, beside the lines, with the reason below."""
     timed = samples
     if "warmup" in samples:
         timed = samples[~samples["warmup"].fillna(False).astype(bool)]
     timed, invalid = without_invalid(timed)
     units = samples["unit"].unique()
     if len(units) != 1:
-        raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
+        raise ValueError(
+            f"speed: found units {sorted(units)}; needs samples of one unit and phase"
+        )
     what = {"tok/s": "decode speed", "ms": "time of a call"}.get(units[0], units[0])
     counts = (timed if len(timed) else invalid).groupby(["max_seq_len", lines]).size()
-    title = on_machine(f"{what}, median and range, n = {counts_in_words(counts)}", samples)
+    title = on_machine(
+        f"{what}, median and range, n = {counts_in_words(counts)}", samples
+    )
     ax = axes(ax, COLUMN, 2.6)
-    ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(lines, kind="stable")
+    ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(
+        lines, kind="stable"
+    )
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
     for (length, name), values in invalid.groupby(["max_seq_len", lines])["value"]:
@@ -82,8 +91,8 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 @style()
 def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
-    """`speed` in a panel for each value of the column `by`, with one scale; all other columns as
-    there."""
+    """`speed` in a panel for each value of the column `by`, with one scale; all other
+    columns as there."""
     groups = list(samples.groupby(by, sort=False))
     figure, panels = plt.subplots(1, len(groups), figsize=(PAGE, 2.6), sharey=True)
     for ax, (name, rows) in zip(panels, groups):
@@ -97,13 +106,12 @@ def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
 
 @style()
 def over_time(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Milliseconds of calls over the time since the first one, a line per T: medians of at most 60
-    equal intervals, in a band from the 10th to the 90th percentile.
+    """Milliseconds of calls over the time since the first one, a line per T: medians of
+    at most 60 equal intervals, in a band from the 10th to the 90th percentile.
 
-    `samples`: ``phase`` (``call``; every ``thermal_pressure`` above zero is marked on the axis),
-    ``elapsed_s``, ``value`` and ``T``, such as the log's samples of one run; a column ``machine``
-    goes into the title and must name one.
-    """
+    `samples`: ``phase`` (``call``; every ``thermal_pressure`` above zero is marked on
+    the axis), ``elapsed_s``, ``value`` and ``T``, such as the log's samples of one run;
+    a column ``machine`` goes into the title and must name one."""
     title = on_machine("speed over time", samples)
     ax = axes(ax, 4.5, 2.8)
     calls = samples[samples["phase"] == "call"].dropna(subset="elapsed_s")
@@ -124,42 +132,49 @@ def over_time(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @style()
 def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Median milliseconds of a layer, over layers and runs, at each T × max_seq_len, as numbers on
-    colour.
+    """Median milliseconds of a layer, over layers and runs, at each T × max_seq_len, as
+    numbers on colour.
 
-    `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's
-    settings joined on. Settings without a measurement are hatched; settings with a reason in a
-    column ``invalid`` have another hatch. A column ``machine`` goes into the title and must name
-    one.
-    """
+    `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its
+    run's settings joined on. Settings without a measurement are hatched; settings with
+    a reason in a column ``invalid`` have another hatch. A column ``machine`` goes into
+    the title and must name one."""
     title = on_machine("time of one layer", layers)
     valid, invalid = without_invalid(layers)
     every, grid = (
-        rows.pivot_table(index="T", columns="max_seq_len", values="layer_ms", aggfunc="median")
+        rows.pivot_table(
+            index="T", columns="max_seq_len", values="layer_ms", aggfunc="median"
+        )
         for rows in (layers, valid)
     )
     grid = grid.reindex(index=every.index, columns=every.columns).astype(float)
     ax = axes(ax, COLUMN, 1.2 + 0.35 * len(grid))
     most = grid.max(axis=None)
-    mesh = grid_cells(ax, grid, Normalize(0, most if most > 0 else 1), colormaps["cividis"])
+    mesh = grid_cells(
+        ax, grid, Normalize(0, most if most > 0 else 1), colormaps["cividis"]
+    )
     vain = every.notna() & grid.isna()
     for y, x in zip(*vain.to_numpy().nonzero()):
         ax.add_patch(Rectangle((x, y), 1, 1, **INVALID | {"facecolor": "white"}))
     write_cells(mesh, grid.map(lambda ms: f"{ms:#.3g}".rstrip("."), na_action="ignore"))
     bar = ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02)
     bar.outline.set_visible(False)
-    invalid = invalid[[vain.loc[T, S] for T, S in zip(invalid["T"], invalid["max_seq_len"])]]
+    invalid = invalid[
+        [vain.loc[T, S] for T, S in zip(invalid["T"], invalid["max_seq_len"])]
+    ]
     return heading(ax, title, unmeasured_key(every) + invalid_key(ax, invalid))
 
 
 @style()
-def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | None = None) -> Axes:
-    """Stacked bars of resident bytes, one per setting, and dashed lines at machines' memory.
+def memory_bar(
+    parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | None = None
+) -> Axes:
+    """Stacked bars of resident bytes, one per setting, and dashed lines at machines'
+    memory.
 
-    `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings
-    and parts are drawn in the order given. `budget` maps a machine's name to its memory in bytes;
-    it may be empty.
-    """
+    `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and
+    ``bytes``; settings and parts are drawn in the order given. `budget` maps a
+    machine's name to its memory in bytes; it may be empty."""
     table = pivot_in_order(parts, "setting", "part", "bytes").astype(float).fillna(0)
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
     scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
@@ -172,7 +187,14 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     top = -0.6 - 0.7 * len(machines)
     for place, (name, size) in enumerate(machines.items()):
         y = top + 0.7 * place + 0.3
-        ax.plot([size, size], [y, len(table) - 0.5], "--", color="black", linewidth=0.8, marker="")
+        ax.plot(
+            [size, size],
+            [y, len(table) - 0.5],
+            "--",
+            color="black",
+            linewidth=0.8,
+            marker="",
+        )
         note(ax, f"{name}: {size:.2f} {unit}", size, y).set_fontsize(7)
     ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale), ylim=(len(table) - 0.5, top))
     ax.tick_params(axis="y", length=0)
@@ -182,8 +204,8 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
 
 
 def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
-    """Draws the columns of `table` as stacked bars, each with a hatch of its own, one bar per row;
-    returns their lengths."""
+    """Draws the columns of `table` as stacked bars, each with a hatch of its own, one
+    bar per row; returns their lengths."""
     left = pd.Series(0.0, table.index)
     look = {"edgecolor": "white", "linewidth": 0.5}
     for hatch, (part, lengths) in zip(_HATCHES, table.items()):
@@ -194,14 +216,21 @@ def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
 
 @style()
 def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each
-    named above its start."""
+    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order
+    given, each named above its start."""
     ax = axes(ax, PAGE, 1.1 + 0.15 * len(parts))
     left = 0.0
     for place, row in enumerate(parts.itertuples(), 1):
         height = 0.5 + 0.25 * (len(parts) - place)
         ax.barh(0, row.ms, 0.6, left, edgecolor="white", linewidth=0.5)
-        ax.plot([left, left], [-0.3, height], color="0.4", linewidth=0.6, marker="", zorder=0)
+        ax.plot(
+            [left, left],
+            [-0.3, height],
+            color="0.4",
+            linewidth=0.6,
+            marker="",
+            zorder=0,
+        )
         note(ax, f"{row.part}, {row.ms:.3g} ms", left, height)
         left += row.ms
     ax.set(
@@ -218,19 +247,26 @@ def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
     """Benchmark rows as pairs of bars, `this` against the peer, one panel per row.
 
-    `rows`: ``name``, ``value``, ``unit``, ``peer``, ``peer_value``, ``ratio`` (above 1 if `this` is
-    better). With the lists ``samples`` and ``peer_samples``, whiskers have their range. A column
-    ``machine`` goes into the title and must name one.
-    """
+    `rows`: ``name``, ``value``, ``unit``, ``peer``, ``peer_value``, ``ratio`` (above 1
+    if `this` is better). With the lists ``samples`` and ``peer_samples``, whiskers have
+    their range. A column ``machine`` goes into the title and must name one."""
     title = on_machine(f"{this} against {rows['peer'].iloc[0]}", rows)
-    figure, panels = plt.subplots(1, len(rows), figsize=(PAGE / 2 * len(rows), 2.4), squeeze=False)
+    figure, panels = plt.subplots(
+        1, len(rows), figsize=(PAGE / 2 * len(rows), 2.4), squeeze=False
+    )
     for ax, row in zip(panels[0], rows.itertuples()):
-        look = {"color": ["#0072B2", "white"], "edgecolor": "black", "hatch": ["", "////"]}
+        look = {
+            "color": ["#0072B2", "white"],
+            "edgecolor": "black",
+            "hatch": ["", "////"],
+        }
         ax.bar([this, row.peer], [row.value, row.peer_value], 0.55, **look)
         sides = getattr(row, "samples", ()), getattr(row, "peer_samples", ())
         for place, samples in enumerate(sides):
             if len(samples) > 1:
-                ax.vlines(place, min(samples), max(samples), color="#D55E00", linewidth=1.5)
+                ax.vlines(
+                    place, min(samples), max(samples), color="#D55E00", linewidth=1.5
+                )
                 ax.set_xlabel(f"n = {len(samples)}, range")
         if row.ratio >= 1:
             better = f"{row.ratio:.1f}× better"
@@ -246,19 +282,28 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
 
 @style()
 def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Run B over run A on a log scale: a dot per measurement with its interval; a hollow dot has
-    too few runs for one.
+    """Run B over run A on a log scale: a dot per measurement with its interval; a
+    hollow dot has too few runs for one.
 
-    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as in
-    `workbench.log.compare`. A column ``machine`` goes into the title and must name one. With a
-    column ``unit`` the better run is labelled: more tok/s is better, less of other units.
-    """
+    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as
+    in `workbench.log.compare`. A column ``machine`` goes into the title and must name
+    one. With a column ``unit`` the better run is labelled: more tok/s is better, less
+    of other units."""
     shown = measures.dropna(subset="ratio")
     ax, names = axes(ax, PAGE, 1.0 + 0.22 * len(shown)), []
-    above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 7}
+    above = {
+        "xytext": (0, 5),
+        "textcoords": "offset points",
+        "ha": "center",
+        "fontsize": 7,
+    }
     for y, row in enumerate(shown.itertuples()):
         words = {"": row.phase, " ": row.shard, " T ": row.T, " depth ": row.depth}
-        names.append("".join(f"{word}{value}" for word, value in words.items() if pd.notna(value)))
+        names.append(
+            "".join(
+                f"{word}{value}" for word, value in words.items() if pd.notna(value)
+            )
+        )
         fill = "white"
         if pd.notna(row.low):
             fill = "#0072B2"
@@ -287,16 +332,16 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def speed_against_fidelity(
     configurations: pd.DataFrame, *, max_kl: float | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Every configuration as a point: tokens per second over its cost; a line joins the Pareto
-    front of those that pass.
+    """Every configuration as a point: tokens per second over its cost; a line joins the
+    Pareto front of those that pass.
 
-    `configurations`: one row each, with ``tokens_per_s``, ``verdict`` (GREEN, RED or not_run) and
-    ``kl_mean`` (nats) or, where no KL was measured, ``worst_cosine``. Points of the front and the
-    fastest of each ``compress`` are labelled with ``name``. `max_kl` is the user's limit. A column
-    ``machine`` goes into the title and must name one; ``n`` is the number of a point's runs,
-    ``slowest`` and ``fastest`` (tok/s) are the ends of their range. Rows with a reason in a column
-    ``invalid`` are hatched, with the reason below, and are not in the front.
-    """
+    `configurations`: one row each, with ``tokens_per_s``, ``verdict`` (GREEN, RED or
+    not_run) and ``kl_mean`` (nats) or, where no KL was measured, ``worst_cosine``.
+    Points of the front and the fastest of each ``compress`` are labelled with ``name``.
+    `max_kl` is the user's limit. A column ``machine`` goes into the title and must name
+    one; ``n`` is the number of a point's runs, ``slowest`` and ``fastest`` (tok/s) are
+    the ends of their range. Rows with a reason in a column ``invalid`` are hatched,
+    with the reason below, and are not in the front."""
     priced = "kl_mean" in configurations and configurations["kl_mean"].notna().all()
     if priced:
         cost = configurations["kl_mean"]
@@ -314,7 +359,13 @@ def speed_against_fidelity(
     highest = float(points.reindex(columns=["tokens_per_s", "fastest"]).max(axis=None))
     _verdict_points(ax, valid)
     if len(invalid):
-        ax.scatter(invalid["cost"], invalid["tokens_per_s"].astype(float), 40, zorder=2, **INVALID)
+        ax.scatter(
+            invalid["cost"],
+            invalid["tokens_per_s"].astype(float),
+            40,
+            zorder=2,
+            **INVALID,
+        )
     _front(ax, valid)
     if max_kl is not None and priced:
         limit = {"color": "black", "linewidth": 1, "linestyle": "--"}
@@ -331,7 +382,9 @@ def _verdict_points(ax: Axes, valid: pd.DataFrame) -> None:
     """Draws the points of valid runs by verdict, over the ranges of their speeds."""
     if "slowest" in valid:
         ends = valid[["slowest", "fastest"]].astype(float)
-        ax.vlines(valid["cost"], ends["slowest"], ends["fastest"], color="0.6", linewidth=0.8)
+        ax.vlines(
+            valid["cost"], ends["slowest"], ends["fastest"], color="0.6", linewidth=0.8
+        )
     for verdict, (marker, colour) in _VERDICTS.items():
         part = valid[valid["verdict"] == verdict]
         if len(part):
@@ -340,16 +393,25 @@ def _verdict_points(ax: Axes, valid: pd.DataFrame) -> None:
 
 
 def _front(ax: Axes, valid: pd.DataFrame) -> None:
-    """Draws the Pareto front of the GREEN points; labels it and the fastest of each `compress`."""
+    """Draws the Pareto front of the GREEN points; labels it and the fastest of each
+    `compress`."""
     front = pareto_front(valid[valid["verdict"] == "GREEN"])
     if len(front):
         look = {"color": "black", "linewidth": 0.8, "marker": "", "zorder": 1}
-        ax.step(front["cost"], front["tokens_per_s"], where="post", label="best that pass", **look)
+        ax.step(
+            front["cost"],
+            front["tokens_per_s"],
+            where="post",
+            label="best that pass",
+            **look,
+        )
         last = front.iloc[-1]
         ring(ax, last["cost"], last["tokens_per_s"], label="fastest that passes")
     named = front
     if "compress" in valid:
-        fastest = valid.sort_values("tokens_per_s").drop_duplicates("compress", keep="last")
+        fastest = valid.sort_values("tokens_per_s").drop_duplicates(
+            "compress", keep="last"
+        )
         named = pd.concat([front, fastest]).drop_duplicates("name")
     for row in named.to_dict("records") if "name" in named else ():
         text = textwrap.fill(row["name"], 34)
@@ -357,8 +419,8 @@ def _front(ax: Axes, valid: pd.DataFrame) -> None:
 
 
 def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
-    """The rows with more ``tokens_per_s`` than every row of smaller or equal ``cost``, sorted by
-    cost."""
+    """The rows with more ``tokens_per_s`` than every row of smaller or equal ``cost``,
+    sorted by cost."""
     points = points.astype({"tokens_per_s": float})
     ordered = points.sort_values(["cost", "tokens_per_s"], ascending=[True, False])
     best = ordered["tokens_per_s"].cummax()
@@ -367,12 +429,11 @@ def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
 
 @style()
 def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Published against predicted milliseconds, each predicted by a fit without it; the band is
-    ± 30%.
+    """Published against predicted milliseconds, each predicted by a fit without it; the
+    band is ± 30%.
 
-    `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; columns ``chip`` and ``weights``
-    go into the legend.
-    """
+    `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; columns ``chip`` and
+    ``weights`` go into the legend."""
     ax = axes(ax, COLUMN, 3.2)
     ms = predictions[["published_ms", "predicted_ms"]]
     low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2

@@ -9,19 +9,23 @@ from matplotlib.ticker import MaxNLocator
 
 from workbench.plots.figure import PAGE, style
 
-PANELS = {"exact": "fp32 programs: re-authoring", "declared": "fp16 programs: arithmetic"}
+PANELS = {
+    "exact": "fp32 programs: re-authoring",
+    "declared": "fp16 programs: arithmetic",
+}
 DODGE = 0.13  # of the distance between two points on x: lines that coincide stay apart
 
 
 @style()
-def witness_lines(errors: pd.DataFrame, *, tensor: str = "update", x: str = "layer") -> Figure:
-    """Relative RMS error over `x` (layer or position) in a panel for each precision: one line per
-    pair of witnesses, and the error budget as a dashed line.
+def witness_lines(
+    errors: pd.DataFrame, *, tensor: str = "update", x: str = "layer"
+) -> Figure:
+    """Relative RMS error over `x` (layer or position) in a panel for each precision:
+    one line per pair of witnesses, and the error budget as a dashed line.
 
-    A point is the RMS of its rows, its bar reaches from the smallest of them above zero to the
-    largest: of two runtimes rows may be equal bit for bit.
-    `errors`: ``pair``, ``precision``, ``tensor``, ``error``, ``budget`` and `x`.
-    """
+    A point is the RMS of its rows, its bar reaches from the smallest of them above zero
+    to the largest: of two runtimes rows may be equal bit for bit. `errors`: ``pair``,
+    ``precision``, ``tensor``, ``error``, ``budget`` and `x`."""
     rows = errors[errors["tensor"] == tensor]
     precisions = [name for name in PANELS if (rows["precision"] == name).any()]
     figure, panels = plt.subplots(
@@ -45,7 +49,15 @@ def _panel(ax: Axes, rows: pd.DataFrame, x: str) -> None:
         low = points.agg(lambda values: values[values > 0].min())
         at = mean.index + DODGE * (number - (len(pairs) - 1) / 2)
         bars = np.nan_to_num(np.maximum(0.0, [mean - low, high - mean]))
-        ax.errorbar(at, mean, bars, elinewidth=0.6, linewidth=0.9, markersize=3.5, label=str(pair))
+        ax.errorbar(
+            at,
+            mean,
+            bars,
+            elinewidth=0.6,
+            linewidth=0.9,
+            markersize=3.5,
+            label=str(pair),
+        )
     budget = rows.dropna(subset="budget")
     if len(budget):
         mean = _rms(budget["budget"].astype(float).groupby(budget[x]))

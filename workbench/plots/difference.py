@@ -19,13 +19,15 @@ def fidelity_difference(
     sides: str = "A − B (above 0: A errs more)",
     ax: Axes | None = None,
 ) -> Axes:
-    """Run A's error less run B's as colours on a scale that is symmetric about 0: orange where A
-    errs more, purple where B does.
+    """Run A's error less run B's as colours on a scale that is symmetric about 0:
+    orange where A errs more, purple where B does.
 
-    `cells`: ``layer``, ``position``, ``difference``, one row each. Cells that were not measured are
-    hatched, those of a difference that is not finite are marked × on black.
-    """
-    table = cells.pivot(index="layer", columns="position", values="difference").astype(float)
+    `cells`: ``layer``, ``position``, ``difference``, one row each. Cells that were not
+    measured are hatched, those of a difference that is not finite are marked × on
+    black."""
+    table = cells.pivot(index="layer", columns="position", values="difference").astype(
+        float
+    )
     finite = table.where(np.isfinite(table))
     most = finite.abs().max(axis=None)
     most = most if most > 0 else 1.0

@@ -1,9 +1,8 @@
-"""Figures of the error of an export against its golden: heatmaps by layer and position, error
-parts, ablations.
+"""Figures of the error of an export against its golden: heatmaps by layer and position,
+error parts, ablations.
 
-Colours show the error on a fixed scale; a cross marks a broken threshold, so that no verdict
-depends on colour.
-"""
+Colours show the error on a fixed scale; a cross marks a broken threshold, so that no
+verdict depends on colour."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -50,17 +49,17 @@ METRICS = {
 class View:
     """The selection and the look of a heatmap of the log's table `fidelity`.
 
-    Cells beyond the threshold and cells whose result is not finite are crossed; cells without a
-    measurement are hatched.
+    Cells beyond the threshold and cells whose result is not finite are crossed; cells
+    without a measurement are hatched.
 
     Attributes:
         metric: ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``.
         threshold: in the metric's unit.
-        budget: the limit of an ``error`` as a multiple of the rows' ``budget``, the error of
-            rounding alone; the colours then span the values.
+        budget: the limit of an ``error`` as a multiple of the rows' ``budget``, the
+            error of rounding alone; the colours then span the values.
         tokens: names of the positions, shown for at most 64.
-        limits: of the colour scale: two values, ``fixed`` (of the metric) or ``data`` (of the
-            values); values outside have the colour of the nearer end.
+        limits: of the colour scale: two values, ``fixed`` (of the metric) or ``data``
+            (of the values); values outside have the colour of the nearer end.
         boundary: a position before which a line is drawn, such as the end of a window.
     """
 
@@ -75,7 +74,9 @@ class View:
 
     def measured(self, fidelity: pd.DataFrame) -> pd.DataFrame:
         """The rows of this tensor and mode, at any T."""
-        return fidelity[(fidelity["tensor"] == self.tensor) & (fidelity["mode"] == self.mode)]
+        return fidelity[
+            (fidelity["tensor"] == self.tensor) & (fidelity["mode"] == self.mode)
+        ]
 
     def values(self, rows: pd.DataFrame) -> pd.Series:
         """The metric of each row."""
@@ -86,8 +87,8 @@ class View:
         return value.astype(float)
 
     def worst(self, fidelity: pd.DataFrame, Ts: Sequence[int]) -> pd.DataFrame:
-        """The worst row of several T for every layer and position; a result that is not finite is
-        the worst."""
+        """The worst row of several T for every layer and position; a result that is not
+        finite is the worst."""
         rows = self.measured(fidelity)
         rows = rows[rows["T"].isin(Ts)].reset_index(drop=True)
         badness = self.values(rows) * (-1 if self.metric == "psnr_db" else 1)
@@ -96,8 +97,8 @@ class View:
         return rows.loc[order].drop_duplicates(["layer", "position"])
 
     def span(self, rows: pd.DataFrame) -> tuple[float, float]:
-        """The ends of the colour scale: `limits`, else those of the metric; with a budget, half a
-        decade or more around the values of all `rows`."""
+        """The ends of the colour scale: `limits`, else those of the metric; with a
+        budget, half a decade or more around the values of all `rows`."""
         fixed = METRICS[self.metric][2]
         if self.limits not in (None, "data"):
             return fixed if self.limits == "fixed" else self.limits
@@ -112,9 +113,11 @@ class View:
         return middle / reach, middle * reach
 
     def draw(self, ax: Axes, fidelity: pd.DataFrame, T: int | Sequence[int]) -> tuple:
-        """Draws one heatmap without title and scale, of one T or of the worst of several.
+        """Draws one heatmap without title and scale, of one T or of the worst of
+        several.
 
-        It spans the layers and positions measured at any T, so that figures of several T align.
+        It spans the layers and positions measured at any T, so that figures of several
+        T align.
 
         Returns:
             The mesh, and legend entries for the marks that occur.
@@ -125,31 +128,41 @@ class View:
         value = self.values(rows)
         beyond, broken = self._beyond(rows, value)
         infinite = ~rows["finite"].fillna(True).astype(bool)
-        # bright colours are on the failing side: of small values for a PSNR, else of large ones
+        # bright colours are on the failing side: of small values for a PSNR, else of
+        # large ones
         colours, off_scale = "cividis", 2 * most
         if self.metric == "psnr_db":
             colours, off_scale = "cividis_r", least - 1
         cell = value.clip(least, most).mask(infinite, off_scale)
         table = rows.assign(cell=cell, crossed=beyond | infinite)
-        table = table.pivot(index="layer", columns="position", values=["cell", "crossed"])
+        table = table.pivot(
+            index="layer", columns="position", values=["cell", "crossed"]
+        )
         layers = measured["layer"].sort_values().unique()
         positions = measured["position"].sort_values().unique()
         cells = table["cell"].reindex(index=layers, columns=positions)
         crossed = table["crossed"].reindex(index=layers, columns=positions)
-        colours = matplotlib.colormaps[colours].with_extremes(over="black", under="black")
+        colours = matplotlib.colormaps[colours].with_extremes(
+            over="black", under="black"
+        )
         mesh = grid_cells(ax, cells, METRICS[self.metric][1](least, most), colours)
         self._label(ax, list(positions))
         y, x = np.nonzero(crossed.eq(True).to_numpy())
-        ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=ink(mesh)[y, x])
+        ax.scatter(
+            x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=ink(mesh)[y, x]
+        )
         keys = []
         if beyond.any():
-            keys.append(Line2D([], [], linestyle="", marker="x", color="black", label=broken))
+            keys.append(
+                Line2D([], [], linestyle="", marker="x", color="black", label=broken)
+            )
         if infinite.any():
             keys.append(Patch(facecolor="black", label="not finite"))
         return mesh, keys + unmeasured_key(cells)
 
     def _cells_at(self, fidelity: pd.DataFrame, T: int | Sequence[int]) -> pd.DataFrame:
-        """The rows of one T, or the worst rows of several: one per layer and position."""
+        """The rows of one T, or the worst rows of several: one per layer and
+        position."""
         if isinstance(T, int):
             measured = self.measured(fidelity)
             rows = measured[measured["T"] == T]
@@ -162,7 +175,8 @@ class View:
         raise ValueError(f"fidelity: {problem}; {step}")
 
     def _beyond(self, rows: pd.DataFrame, value: pd.Series) -> tuple[pd.Series, str]:
-        """Which rows break the threshold or the budget, and a legend text that names it."""
+        """Which rows break the threshold or the budget, and a legend text that names
+        it."""
         threshold = np.nan if self.threshold is None else self.threshold
         limit = f"{threshold:g}"
         if self.budget is not None:
@@ -174,7 +188,8 @@ class View:
         return value > threshold, f"{label} > {limit}"
 
     def _label(self, ax: Axes, positions: list) -> None:
-        """Names positions by their tokens and draws the boundary; logits have no layer labels."""
+        """Names positions by their tokens and draws the boundary; logits have no layer
+        labels."""
         if self.tokens is not None and len(positions) <= MAX_TOKEN_LABELS:
             names = []
             for position in positions:
@@ -188,14 +203,19 @@ class View:
         if self.tensor == "logits":
             ax.set(ylabel="", yticks=[])
 
-    def scale(self, mesh: QuadMesh, ax: Axes | list[Axes], fidelity: pd.DataFrame) -> None:
-        """Draws the colour bar with a line at the threshold; with a budget a text names the least
-        limit of the rows."""
+    def scale(
+        self, mesh: QuadMesh, ax: Axes | list[Axes], fidelity: pd.DataFrame
+    ) -> None:
+        """Draws the colour bar with a line at the threshold; with a budget a text names
+        the least limit of the rows."""
         label = METRICS[self.metric][0]
         bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
         bar.outline.set_visible(False)
         limit = self.threshold
-        if self.budget is not None and (budgets := self.measured(fidelity)["budget"]).notna().any():
+        if (
+            self.budget is not None
+            and (budgets := self.measured(fidelity)["budget"]).notna().any()
+        ):
             limit = self.budget * float(budgets.min())
             first = ax[0] if isinstance(ax, list) else ax
             text = f"limit: {self.budget:g} × budget, {limit:.2g} or more"
@@ -206,12 +226,13 @@ class View:
 
 
 @style()
-def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, **options) -> Axes:
+def fidelity_heatmap(
+    fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, **options
+) -> Axes:
     """Layer × position of one metric at one T; `options` are the fields of a `View`.
 
-    `fidelity` has the columns of the log's table of that name and, for this `T`, tensor and mode,
-    at most one row per layer and position.
-    """
+    `fidelity` has the columns of the log's table of that name and, for this `T`, tensor
+    and mode, at most one row per layer and position."""
     ax, view = axes(ax, PAGE, 3.2), View(**options)
     mesh, keys = view.draw(ax, fidelity, T)
     view.scale(mesh, ax, fidelity)
@@ -220,28 +241,31 @@ def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, 
 
 @style()
 def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figure:
-    """Two panels with one colour scale: the least T, and the worst of all others; a single panel if
-    they are equal within 1%.
+    """Two panels with one colour scale: the least T, and the worst of all others; a
+    single panel if they are equal within 1%.
 
-    A cache that is wrong only at T > 1 shows in the second panel alone. `options` are the fields of
-    a `View`.
-    """
+    A cache that is wrong only at T > 1 shows in the second panel alone. `options` are
+    the fields of a `View`."""
     options.pop("columns", None)  # of figures that were logged with a panel for each T
     first, *others = sorted(Ts)
     view = View(**options)
     panels = {f"T = {first}": first}
     if others and _alike(view, fidelity, [first, *others]):
-        panels = {f"T = {_numbers([first, *others])}, the same within {SAME:.0%}": first}
+        panels = {
+            f"T = {_numbers([first, *others])}, the same within {SAME:.0%}": first
+        }
     elif others:
         panels[f"T = {_numbers(others)}" + ": the worst" * (len(others) > 1)] = others
-    return _panels(view, fidelity, {title: (fidelity, T) for title, T in panels.items()})
+    return _panels(
+        view, fidelity, {title: (fidelity, T) for title, T in panels.items()}
+    )
 
 
 @style()
 def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
-    """A panel for each value of the column `by`, such as a sound bundle and one with a planted
-    fault, of the worst over all T, with one colour scale. `options` are the fields of a `View`;
-    `boundary` may also be a mapping from values of `by`."""
+    """A panel for each value of the column `by`, such as a sound bundle and one with a
+    planted fault, of the worst over all T, with one colour scale. `options` are the
+    fields of a `View`; `boundary` may also be a mapping from values of `by`."""
     boundary = options.pop("boundary", None)
     view = View(**options)
     view = replace(view, limits=view.span(view.measured(fidelity)))
@@ -255,11 +279,13 @@ def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
 
 
 def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Figure:
-    """Heatmaps one below the other. `panels` maps a title to rows of `fidelity`, a T or several, of
-    which the worst is drawn, and optionally a view of the panel's own."""
+    """Heatmaps one below the other. `panels` maps a title to rows of `fidelity`, a T or
+    several, of which the worst is drawn, and optionally a view of the panel's own."""
     layers = view.measured(fidelity)["layer"].nunique()
     height = 1.1 + len(panels) * (0.35 + min(max(0.16 * layers, 0.3), 2.5))
-    figure, grid = plt.subplots(len(panels), figsize=(PAGE, height), squeeze=False, sharex=True)
+    figure, grid = plt.subplots(
+        len(panels), figsize=(PAGE, height), squeeze=False, sharex=True
+    )
     keys = {}
     for ax, (title, (rows, T, *own)) in zip(grid[:, 0], panels.items()):
         mesh, marks = (own or [view])[0].draw(ax, rows, T)
@@ -269,7 +295,9 @@ def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Fig
         ax.set_xlabel("")
     figure.suptitle(_title(view), x=0.01, ha="left", fontsize=9)
     if keys:
-        figure.legend(handles=list(keys.values()), loc="outside upper right", ncols=len(keys))
+        figure.legend(
+            handles=list(keys.values()), loc="outside upper right", ncols=len(keys)
+        )
     view.scale(mesh, list(grid[:, 0]), fidelity)
     return figure
 
@@ -295,18 +323,23 @@ def _numbers(Ts: Sequence[int]) -> str:
 
 def _title(view: View) -> str:
     words = {"update": "error of each layer's update", "logits": "error of the logits"}
-    how = {"isolated": "each layer fed Hugging Face's input", "chained": "all layers in a row"}
+    how = {
+        "isolated": "each layer fed Hugging Face's input",
+        "chained": "all layers in a row",
+    }
     tensor = words.get(view.tensor, f"error of {view.tensor}")
     return f"{tensor}, {how.get(view.mode, view.mode)}"
 
 
 def _printable(token: str) -> str:
-    """Token text with visible white space, at most 12 characters, only glyphs that the font has."""
+    """Token text with visible white space, at most 12 characters, only glyphs that the
+    font has."""
     glyphs = get_font(findfont("DejaVu Sans")).get_charmap()
     visible = token.translate(str.maketrans(" \n\t", "␣↵⇥"))
     short = visible if len(visible) <= 12 else visible[:11] + "…"
     return "".join(
-        letter if ord(letter) in glyphs and letter.isprintable() else "□" for letter in short
+        letter if ord(letter) in glyphs and letter.isprintable() else "□"
+        for letter in short
     )
 
 
@@ -314,24 +347,31 @@ def _printable(token: str) -> str:
 def update_cosine_bars(
     ablations: pd.DataFrame, *, threshold: float = 0.97, ax: Axes | None = None
 ) -> Axes:
-    """What leaving out each ingredient does: a bar to the cosine of the update, a ring at that of
-    the hidden state.
+    """What leaving out each ingredient does: a bar to the cosine of the update, a ring
+    at that of the hidden state.
 
-    `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was measured) and
-    ``cosine``; one bar per ingredient, in the order given. The figures of bars below `threshold`
-    are crossed.
-    """
+    `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was
+    measured) and ``cosine``; one bar per ingredient, in the order given. The figures of
+    bars below `threshold` are crossed."""
     table = pivot_in_order(ablations, "ingredient", "tensor", "cosine").astype(float)
     ax = axes(ax, PAGE * 0.8, 0.8 + 0.28 * len(table))
     bars = ax.barh(
-        table.index, table["update"], 0.6, color="#56B4E9", edgecolor="#0072B2", label="update"
+        table.index,
+        table["update"],
+        0.6,
+        color="#56B4E9",
+        edgecolor="#0072B2",
+        label="update",
     )
     beside = ax.get_yaxis_transform()
     for row, value in table["update"].items():
         cross = " ×" if value < threshold else ""
         ax.text(1.02, row, f"{value:.4f}{cross}", va="center", transform=beside)
     limit = f"limit {threshold:.4g} (×: below)"
-    keys = [bars, ax.axvline(threshold, color="black", linewidth=1, linestyle="--", label=limit)]
+    keys = [
+        bars,
+        ax.axvline(threshold, color="black", linewidth=1, linestyle="--", label=limit),
+    ]
     if "hidden" in table:
         ring = {"color": "black", "markerfacecolor": "white", "label": "hidden state"}
         keys += ax.plot(table["hidden"], table.index, "o", **ring)
@@ -343,19 +383,24 @@ def update_cosine_bars(
 
 @style()
 def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """The parts of each layer's error: one line per part on a log scale, the total wide and grey.
+    """The parts of each layer's error: one line per part on a log scale, the total wide
+    and grey.
 
-    `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and ``total``, each a
-    relative RMS. The parts are not stacked, since they are vectors and their norms do not add. A
-    part that was not measured is left out.
-    """
-    lines = parts.set_index("layer").sort_index().astype(float).dropna(axis="columns", how="all")
+    `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and
+    ``total``, each a relative RMS. The parts are not stacked, since they are vectors
+    and their norms do not add. A part that was not measured is left out."""
+    lines = (
+        parts.set_index("layer")
+        .sort_index()
+        .astype(float)
+        .dropna(axis="columns", how="all")
+    )
     return _part_lines(axes(ax, PAGE, 2.6), lines, "parts of the error")
 
 
 def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
-    """One line per column of `lines` over its index, the column `total` wide and grey; a log scale
-    has no place for zeros."""
+    """One line per column of `lines` over its index, the column `total` wide and grey;
+    a log scale has no place for zeros."""
     total = {"color": "0.75", "linewidth": 5, "marker": "", "solid_capstyle": "round"}
     ax.plot(lines.index, lines["total"], label="total", **total)
     for name, line in lines.drop(columns="total").items():
@@ -374,20 +419,31 @@ def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
 
 @style()
 def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> Axes:
-    """The parts of one layer's error: a bar per part on a log scale, with its value; a part that
-    was not measured has a note.
+    """The parts of one layer's error: a bar per part on a log scale, with its value; a
+    part that was not measured has a note.
 
-    `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns ``rss``,
-    ``cross`` are left out.
-    """
-    rows = parts.set_index("layer").drop(columns=["rss", "cross", "run_id"], errors="ignore")
+    `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns
+    ``rss``, ``cross`` are left out."""
+    rows = parts.set_index("layer").drop(
+        columns=["rss", "cross", "run_id"], errors="ignore"
+    )
     row = rows.loc[layer].astype(float)
     ax = axes(ax, 4.5, 0.9 + 0.25 * len(row))
     least = row[row > 0].min() / 10
     lengths = row.where(row > 0, least)
-    ax.barh(row.index, lengths, 0.6, color=[_PART_COLOURS.get(part, "0.6") for part in row.index])
+    ax.barh(
+        row.index,
+        lengths,
+        0.6,
+        color=[_PART_COLOURS.get(part, "0.6") for part in row.index],
+    )
     for name, value in row.items():
-        note(ax, "not measured" if pd.isna(value) else f"{value:.2g}", lengths[name], name)
+        note(
+            ax,
+            "not measured" if pd.isna(value) else f"{value:.2g}",
+            lengths[name],
+            name,
+        )
     ax.set(xscale="log", xlabel="relative RMS error", xlim=(least, 8 * row.max()))
     ax.invert_yaxis()
     ax.tick_params(axis="y", length=0)
@@ -396,14 +452,15 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
 @style()
 def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Error by position: one line per part on a log scale, the median over layers; the total is
-    wide and grey.
+    """Error by position: one line per part on a log scale, the median over layers; the
+    total is wide and grey.
 
-    `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts
-    that are zero everywhere are left out.
-    """
+    `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative
+    RMS. Parts that are zero everywhere are left out."""
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]
     return _part_lines(
-        axes(ax, PAGE, 2.6), lines.where(lines > 0), "parts of the error along the sequence"
+        axes(ax, PAGE, 2.6),
+        lines.where(lines > 0),
+        "parts of the error along the sequence",
     )

@@ -71,11 +71,13 @@ _UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.6", "hatch": "////"}
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of every figure here, as a context or a decorator for figures of your own."""
+    """The look of every figure here, as a context or a decorator for figures of your
+    own."""
     with matplotlib.rc_context(STYLE):
         yield
         interactive = matplotlib.is_interactive()
-    # a notebook's backend turns the interactive mode on with its first figure: it stays on
+    # a notebook's backend turns the interactive mode on with its first figure: it stays
+    # on
     matplotlib.interactive(interactive)
 
 
@@ -88,15 +90,16 @@ def save(
     about: str = "",
     formats: Sequence[str] = ("svg", "pdf", "png"),
 ) -> list[Path]:
-    """Writes ``stem.<format>`` for each format and the sidecar ``stem.json``; returns the paths,
-    the sidecar last. Equal data gives equal bytes.
+    """Writes ``stem.<format>`` for each format and the sidecar ``stem.json``; returns
+    the paths, the sidecar last. Equal data gives equal bytes.
 
     Args:
-        draw: called once per format, since the layout of a figure changes when it is saved.
+        draw: called once per format, since the layout of a figure changes when it is
+            saved.
         run_ids: the runs of the data, for the sidecar.
         alt: a description for readers who cannot see the figure, for the sidecar.
-        about: checkpoint, compression, max_seq_len and machine of the data: the subtitle, and the
-            description in every file's metadata.
+        about: checkpoint, compression, max_seq_len and machine of the data: the
+            subtitle, and the description in every file's metadata.
     """
     if not alt.strip():
         raise ValueError(f"{stem}: a figure needs a text alternative")
@@ -108,12 +111,19 @@ def save(
             drawn = draw()
             figure = drawn if isinstance(drawn, Figure) else drawn.figure
             title = _subtitle(figure, about)
-            metadata = {"Title": title, _DESCRIPTION.get(suffix, "Description"): about or alt}
-            figure.savefig(path, format=suffix, metadata=metadata | _DATES.get(suffix, {}))
+            metadata = {
+                "Title": title,
+                _DESCRIPTION.get(suffix, "Description"): about or alt,
+            }
+            figure.savefig(
+                path, format=suffix, metadata=metadata | _DATES.get(suffix, {})
+            )
             plt.close(figure)
     sidecar = {"title": title, "about": about, "alt": alt, "run_ids": list(run_ids)}
     sidecar["written_by"] = writer()
-    paths[-1].write_text(json.dumps(sidecar, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    paths[-1].write_text(
+        json.dumps(sidecar, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     return paths
 
 
@@ -147,9 +157,11 @@ def axes(ax: Axes | None, width: float, height: float) -> Axes:
     return ax
 
 
-def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) -> QuadMesh:
-    """Draws a table as coloured cells, row 0 on top, labelled by its index and columns; nulls are
-    hatched."""
+def grid_cells(
+    ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap
+) -> QuadMesh:
+    """Draws a table as coloured cells, row 0 on top, labelled by its index and columns;
+    nulls are hatched."""
     for spine in ax.spines.values():
         spine.set_visible(False)
     ax.patch.set(**_UNMEASURED)
@@ -162,13 +174,15 @@ def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) ->
 
 
 def ink(mesh: QuadMesh) -> np.ndarray:
-    """White or black for each cell of a mesh, whichever contrasts with the cell's colour."""
+    """White or black for each cell of a mesh, whichever contrasts with the cell's
+    colour."""
     dark = mesh.to_rgba(mesh.get_array())[..., :3].mean(axis=-1) < 0.5
     return np.where(dark, "white", "black")
 
 
 def write_cells(mesh: QuadMesh, texts: pd.DataFrame) -> None:
-    """Writes each text that is not null into the middle of its cell, a failure, ✗, in bold."""
+    """Writes each text that is not null into the middle of its cell, a failure, ✗, in
+    bold."""
     colours = ink(mesh)
     for (y, x), text in np.ndenumerate(texts.to_numpy()):
         if not pd.isna(text):
@@ -188,15 +202,19 @@ def ring(ax: Axes, x: float, y: float, **options) -> None:
 
 
 def label_cells(axis, labels: Sequence, most: int = 16) -> None:
-    """Labels the cells along an axis; every 2nd, 5th, 10th … if there are more than `most`."""
+    """Labels the cells along an axis; every 2nd, 5th, 10th … if there are more than
+    `most`."""
     steps = (step * 10**n for n in itertools.count() for step in (1, 2, 5))
     step = next(step for step in steps if len(labels) <= step * most)
-    axis.set_ticks(np.arange(0, len(labels), step) + 0.5, labels=list(map(str, labels[::step])))
+    axis.set_ticks(
+        np.arange(0, len(labels), step) + 0.5, labels=list(map(str, labels[::step]))
+    )
     axis.set_tick_params(length=0)
 
 
 def on_machine(title: str, data: pd.DataFrame) -> str:
-    """A title of times, followed on a new line by the single value of the column `machine`.
+    """A title of times, followed on a new line by the single value of the column
+    `machine`.
 
     Raises:
         ValueError: rows of several machines.
@@ -212,11 +230,14 @@ def on_machine(title: str, data: pd.DataFrame) -> str:
 
 def unmeasured_key(cells: pd.DataFrame) -> list[Patch]:
     """Legend entry for hatched cells, if any of `cells` is missing."""
-    return [Patch(**_UNMEASURED, label="not measured")] * bool(cells.isna().any(axis=None))
+    return [Patch(**_UNMEASURED, label="not measured")] * bool(
+        cells.isna().any(axis=None)
+    )
 
 
 def without_invalid(data: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of valid runs, and rows of invalid ones, whose column `invalid` has a reason."""
+    """Rows of valid runs, and rows of invalid ones, whose column `invalid` has a
+    reason."""
     invalid = pd.Series(False, data.index)
     if "invalid" in data:
         invalid = data["invalid"].notna()
@@ -224,12 +245,14 @@ def without_invalid(data: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def invalid_key(ax: Axes, invalid: pd.DataFrame) -> list[Patch]:
-    """The legend entry for rows of invalid runs, if there are any; their reasons are written below
-    the axis."""
+    """The legend entry for rows of invalid runs, if there are any; their reasons are
+    written below the axis."""
     if invalid.empty:
         return []
     width = int(15 * ax.figure.get_figwidth())  # letters
-    reasons = "\n".join(textwrap.fill(f"invalid: {r}", width) for r in invalid["invalid"].unique())
+    reasons = "\n".join(
+        textwrap.fill(f"invalid: {r}", width) for r in invalid["invalid"].unique()
+    )
     ax.set_xlabel(f"{ax.get_xlabel()}\n{reasons}")
     return [Patch(**INVALID, label="invalid")]
 
@@ -237,9 +260,8 @@ def invalid_key(ax: Axes, invalid: pd.DataFrame) -> list[Patch]:
 def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
     """Sets the title with a one-line legend between it and the axes; returns the Axes.
 
-    `keys` are the legend's entries, by default all labelled artists; without any there is no
-    legend.
-    """
+    `keys` are the legend's entries, by default all labelled artists; without any there
+    is no legend."""
     keys = ax.get_legend_handles_labels()[0] if keys is None else list(keys)
     ax.set_title(title, pad=18 if keys else None)
     if keys:
@@ -249,11 +271,17 @@ def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
 
 
 def median_range(
-    ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}", base: int = 10
+    ax: Axes,
+    samples: pd.DataFrame,
+    x: str,
+    y: str,
+    lines: str,
+    label: str = "{}",
+    base: int = 10,
 ) -> None:
-    """Draws medians of `y` over `x` on a log scale, a line per value of the column `lines`, with
-    bars from the least to the largest value. Lines are shifted a little along `x`, so that none
-    hides another."""
+    """Draws medians of `y` over `x` on a log scale, a line per value of the column
+    `lines`, with bars from the least to the largest value. Lines are shifted a little
+    along `x`, so that none hides another."""
     groups = list(samples.groupby(lines, sort=False))
     for place, (name, line) in enumerate(groups):
         values = line.groupby(x)[y].agg(["median", "min", "max"])
@@ -273,7 +301,10 @@ def counts_in_words(counts: pd.Series) -> str:
     return f"{least}" if least == most else f"{least} to {most}"
 
 
-def pivot_in_order(rows: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFrame:
-    """A table of `values` with its rows and columns in the order of their first occurrence."""
+def pivot_in_order(
+    rows: pd.DataFrame, index: str, columns: str, values: str
+) -> pd.DataFrame:
+    """A table of `values` with its rows and columns in the order of their first
+    occurrence."""
     table = rows.pivot(index=index, columns=columns, values=values)
     return table.loc[rows[index].drop_duplicates(), rows[columns].drop_duplicates()]

@@ -1,5 +1,5 @@
-"""States that do not grow: how a matrix drifts, what its options cost, and from which length on it
-is smaller than a cache."""
+"""States that do not grow: how a matrix drifts, what its options cost, and from which
+length on it is smaller than a cache."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -11,17 +11,20 @@ from workbench.plots.figure import PAGE, median_range, on_machine, style
 
 @style()
 def state_drift(errors: pd.DataFrame) -> Figure:
-    """Errors of a matrix, a line per ``form``: after the last token over ``half_life``, and over
-    ``tokens`` at the half-life with the largest error of all.
+    """Errors of a matrix, a line per ``form``: after the last token over ``half_life``,
+    and over ``tokens`` at the half-life with the largest error of all.
 
-    `errors`: ``form``, ``half_life`` (tokens), ``tokens``, ``seed`` and ``error``; medians over the
-    seeds, bars from the least to the largest.
-    """
+    `errors`: ``form``, ``half_life`` (tokens), ``tokens``, ``seed`` and ``error``;
+    medians over the seeds, bars from the least to the largest."""
     last = errors["tokens"].max()
     worst = errors.loc[errors["error"].idxmax(), "half_life"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(PAGE, 2.7), sharey=True)
-    median_range(left, errors[errors["tokens"] == last], "half_life", "error", "form", base=2)
-    median_range(right, errors[errors["half_life"] == worst], "tokens", "error", "form", base=2)
+    median_range(
+        left, errors[errors["tokens"] == last], "half_life", "error", "form", base=2
+    )
+    median_range(
+        right, errors[errors["half_life"] == worst], "tokens", "error", "form", base=2
+    )
     left.set(yscale="log", xlabel=f"half-life in tokens, after {last:,} tokens")
     left.set_ylabel("RMS error / RMS of the matrix")
     right.set_xlabel(f"tokens, at a half-life of {worst:,.0f}")
@@ -41,20 +44,24 @@ def state_drift(errors: pd.DataFrame) -> Figure:
 
 @style()
 def state_prices(prices: pd.DataFrame) -> Figure:
-    """What the options of a matrix state cost, a bar per ``setting``: bytes of states, milliseconds
-    of a call, error of the matrix.
+    """What the options of a matrix state cost, a bar per ``setting``: bytes of states,
+    milliseconds of a call, error of the matrix.
 
-    `prices`: ``setting``, ``state_bytes``, ``error`` and ``samples`` (ms, a list); bars of the
-    milliseconds are medians, whiskers reach from the least to the largest. A column ``machine``
-    must name one, which stands above.
-    """
+    `prices`: ``setting``, ``state_bytes``, ``error`` and ``samples`` (ms, a list); bars
+    of the milliseconds are medians, whiskers reach from the least to the largest. A
+    column ``machine`` must name one, which stands above."""
     figure, panels = plt.subplots(1, 3, figsize=(PAGE, 2.4), sharey=True)
     samples = prices["samples"].map(pd.Series)
     medians = [row.median() for row in samples]
     look = {"height": 0.6, "color": "#56B4E9", "edgecolor": "black", "linewidth": 0.6}
     longest = max(row.max() for row in samples)
     for ax, name, values, end in (
-        (panels[0], "bytes of states", prices["state_bytes"], prices["state_bytes"].max()),
+        (
+            panels[0],
+            "bytes of states",
+            prices["state_bytes"],
+            prices["state_bytes"].max(),
+        ),
         (panels[1], "ms per call, median and range", medians, longest),
         (panels[2], "error of the matrix", prices["error"], prices["error"].max()),
     ):
@@ -67,7 +74,9 @@ def state_prices(prices: pd.DataFrame) -> Figure:
     panels[0].invert_yaxis()
     panels[0].xaxis.set_major_formatter(EngFormatter("B"))
     for place, row in enumerate(samples):
-        panels[1].hlines(place + 0.2, row.min(), row.max(), color="#D55E00", linewidth=1.5)
+        panels[1].hlines(
+            place + 0.2, row.min(), row.max(), color="#D55E00", linewidth=1.5
+        )
     n = min(len(row) for row in samples)
     title = on_machine(f"what undo and a pair of states cost, n = {n}", prices)
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)
@@ -76,8 +85,9 @@ def state_prices(prices: pd.DataFrame) -> Figure:
 
 @style()
 def state_crossover(sizes: pd.DataFrame) -> Figure:
-    """Bytes of states that a token reads and writes, and predicted tok/s, over ``max_seq_len``: a
-    colour per ``model``, full lines with its recurrent layers, dashed as if every layer attended.
+    """Bytes of states that a token reads and writes, and predicted tok/s, over
+    ``max_seq_len``: a colour per ``model``, full lines with its recurrent layers,
+    dashed as if every layer attended.
 
     `sizes`: ``model``, ``layers`` (of the two kinds, the first one is drawn full),
     ``max_seq_len``, ``state_bytes``, ``tokens_per_s``, and ``chip``, one throughout.
@@ -87,15 +97,26 @@ def state_crossover(sizes: pd.DataFrame) -> Figure:
     for number, (model, rows) in enumerate(sizes.groupby("model", sort=False)):
         for kind, line in rows.groupby("layers", sort=False):
             dashed = kinds.index(kind) > 0
-            look = {"color": f"C{number}", "ls": "--" if dashed else "-", "markersize": 3.5}
-            look |= {"marker": "os^D"[number], "mfc": "white" if dashed else f"C{number}"}
+            look = {
+                "color": f"C{number}",
+                "ls": "--" if dashed else "-",
+                "markersize": 3.5,
+            }
+            look |= {
+                "marker": "os^D"[number],
+                "mfc": "white" if dashed else f"C{number}",
+            }
             label = f"{model}, {kind}"
-            panels[0].plot(line["max_seq_len"], line["state_bytes"], label=label, **look)
+            panels[0].plot(
+                line["max_seq_len"], line["state_bytes"], label=label, **look
+            )
             panels[1].plot(line["max_seq_len"], line["tokens_per_s"], **look)
     lengths = sorted(sizes["max_seq_len"].unique())
     for ax in panels:
         ax.set_xscale("log", base=2)
-        ax.set_xticks(lengths, labels=[f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+        ax.set_xticks(
+            lengths, labels=[f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths]
+        )
         ax.minorticks_off()
         ax.set_xlabel("max_seq_len")
         ax.grid(axis="y")
@@ -111,4 +132,6 @@ def state_crossover(sizes: pd.DataFrame) -> Figure:
 def _legend_below(figure: Figure, ax) -> None:
     """One legend for all panels, below them."""
     keys, names = ax.get_legend_handles_labels()
-    figure.legend(keys, names, loc="outside lower left", ncols=min(3, len(names)), fontsize=7)
+    figure.legend(
+        keys, names, loc="outside lower left", ncols=min(3, len(names)), fontsize=7
+    )

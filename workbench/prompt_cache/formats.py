@@ -1,15 +1,17 @@
-"""Encodes snapshots as flat tensors with a header, for a file or for memory, and decodes them.
+"""Encodes snapshots as flat tensors with a header, for a file or for memory, and
+decodes them.
 
-The format `fp16` stores every array unchanged. The format `q4` stores 4 bits per value of K and V:
+The format `fp16` stores every array unchanged. The format `q4` stores 4 bits per value
+of K and V:
 
     rows   [H, rows, D]           value ≈ low + code · scale, error ≤ scale / 2 and one rounding
     codes  [H, rows, D / 2]       uint8, two values per byte, the first in the low half
     scale  [H, rows, D / group]   fp16, like `low`; group: the largest divisor of D up to 64
 
-Groups run along head_dim alone, so that no two tokens share a group and any slice of tokens is
-exact. Side states are stored unchanged. So is a cache tensor whose q4 error exceeds a quarter of
-its deviation from the mean token, since a few large channels use up the range of its groups.
-"""
+Groups run along head_dim alone, so that no two tokens share a group and any slice of
+tokens is exact. Side states are stored unchanged. So is a cache tensor whose q4 error
+exceeds a quarter of its deviation from the mean token, since a few large channels use
+up the range of its groups."""
 
 from dataclasses import dataclass
 
@@ -22,7 +24,8 @@ from workbench.errors import InputError, check_choice
 FORMATS = ("fp16", "q4")
 FORMAT_VERSION = "2"  # 2: with `floor`
 GROUP = 64  # values along head_dim that share one scale
-# the largest RMS of a q4 error, relative to the RMS of the deviation from the mean token
+# the largest RMS of a q4 error, relative to the RMS of the deviation from the mean
+# token
 OUTLIER = 0.25
 IDS = "ids"
 CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
@@ -30,8 +33,8 @@ CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A snapshot's tensors by name, its header, and the relative error (as in `OUTLIER`) of each
-    tensor that q4 was tried on."""
+    """A snapshot's tensors by name, its header, and the relative error (as in
+    `OUTLIER`) of each tensor that q4 was tried on."""
 
     tensors: dict[str, np.ndarray]
     header: dict[str, str]
@@ -43,8 +46,8 @@ class Encoded:
 
 
 def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
-    """A snapshot's tensors, copied or quantized; contiguous, since safetensors writes others
-    wrongly."""
+    """A snapshot's tensors, copied or quantized; contiguous, since safetensors writes
+    others wrongly."""
     check_choice("snapshot format", format, FORMATS, "choose one of these")
     tensors = {IDS: np.array(snapshot.ids, np.int32)}
     errors = {}
@@ -88,27 +91,31 @@ def decode_rows(encoded: Encoded) -> Snapshot:
 def shapes(
     layout: dict[str, tuple[int, ...]], dtype: str, names: set[str]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of a snapshot's states; a cache is quantized if `names`, the
-    tensors of a file, contain its codes."""
+    """Dtype and shape of every tensor of a snapshot's states; a cache is quantized if
+    `names`, the tensors of a file, contain its codes."""
     tensors = {}
     for name, shape in layout.items():
         if is_cache(name) and name not in names and name + CODES in names:
             *rows, D = shape
             tensors[name + CODES] = "uint8", (*rows, D // 2)
-            tensors[name + SCALE] = tensors[name + LOW] = "float16", (*rows, D // group(D))
+            tensors[name + SCALE] = tensors[name + LOW] = (
+                "float16",
+                (*rows, D // group(D)),
+            )
         else:
             tensors[name] = dtype, shape
     return tensors
 
 
 def group(D: int) -> int:
-    """The number of values that share a scale: the largest divisor of head_dim up to 64."""
+    """The number of values that share a scale: the largest divisor of head_dim up to
+    64."""
     return next(n for n in range(min(GROUP, D), 0, -1) if D % n == 0)
 
 
 def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows [..., D] → codes [..., D / 2] uint8, scale and low [..., D / group] fp16 (see above). A
-    group of equal values has scale 0."""
+    """Rows [..., D] → codes [..., D / 2] uint8, scale and low [..., D / group] fp16
+    (see above). A group of equal values has scale 0."""
     D = rows.shape[-1]
     if D % 2 or (rows.size and not np.abs(rows).max() <= MAX_FP16):
         beyond = (~(np.abs(rows) <= MAX_FP16)).sum()
@@ -119,29 +126,38 @@ def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     low = _fp16(grouped.min(-1), -np.inf)
     scale = _fp16((grouped.max(-1) - low) / np.float32(15), np.inf)
     steps = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
-    codes = np.rint((grouped - low[..., None]) / steps).astype(np.uint8).reshape(rows.shape)
+    codes = (
+        np.rint((grouped - low[..., None]) / steps).astype(np.uint8).reshape(rows.shape)
+    )
     return codes[..., ::2] | codes[..., 1::2] << 4, scale, low
 
 
-def dequantize_groups(codes: np.ndarray, scale: np.ndarray, low: np.ndarray) -> np.ndarray:
+def dequantize_groups(
+    codes: np.ndarray, scale: np.ndarray, low: np.ndarray
+) -> np.ndarray:
     """The inverse of `quantize_groups`: rows [..., D] float32, low + code · scale."""
     values = np.stack([codes & 15, codes >> 4], -1)  # [..., D / 2, 2]
-    values = values.reshape(*scale.shape, -1).astype(np.float32)  # [..., D / group, group]
+    values = values.reshape(*scale.shape, -1).astype(
+        np.float32
+    )  # [..., D / group, group]
     rows = values * scale[..., None] + low[..., None]
     return rows.reshape(*codes.shape[:-1], -1)
 
 
 def _fp16(value: np.ndarray, towards: float) -> np.ndarray:
-    """The nearest fp16 numbers that are not below (`towards` inf) or not above (−inf) the
-    values."""
+    """The nearest fp16 numbers that are not below (`towards` inf) or not above (−inf)
+    the values."""
     near = value.astype(np.float16)
     beyond = near > value if towards < 0 else near < value
-    with np.errstate(over="ignore"):  # the neighbour of the largest number is inf and is not used
+    with np.errstate(
+        over="ignore"
+    ):  # the neighbour of the largest number is inf and is not used
         return np.where(beyond, np.nextafter(near, np.float16(towards)), near)
 
 
 def _error(value: np.ndarray, approximation: np.ndarray) -> float:
-    """RMS of the error over the RMS of the deviations from each channel's mean over tokens."""
+    """RMS of the error over the RMS of the deviations from each channel's mean over
+    tokens."""
     if not value.shape[1]:
         return 0.0
     value = value.astype(np.float32)

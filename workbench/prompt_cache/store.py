@@ -1,9 +1,9 @@
-"""A store of snapshots, warm on disk and hot in memory, found by name or by a prompt's prefix.
+"""A store of snapshots, warm on disk and hot in memory, found by name or by a prompt's
+prefix.
 
-A file is one snapshot. It is written under a temporary name, synced and renamed, so that it is
-complete or absent. Several processes may share a folder without a lock; the last save of a name
-replaces the earlier file.
-"""
+A file is one snapshot. It is written under a temporary name, synced and renamed, so
+that it is complete or absent. Several processes may share a folder without a lock; the
+last save of a name replaces the earlier file."""
 
 import contextlib
 import hashlib
@@ -33,8 +33,9 @@ Stamp = tuple[int, int, int]  # inode, size, mtime in ns; changes with every sav
 
 @dataclass(frozen=True)
 class Saved:
-    """The result of a save: the file, its bytes, the bytes of the arrays without quantization, and
-    the largest relative error of a quantized tensor (0 if there is none)."""
+    """The result of a save: the file, its bytes, the bytes of the arrays without
+    quantization, and the largest relative error of a quantized tensor (0 if there is
+    none)."""
 
     path: Path
     bytes: int
@@ -44,8 +45,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Hit:
-    """A snapshot of a prompt's prefix, the remaining tokens of the prompt (at least one), the
-    snapshot's name, and whether it came from memory (hot) or disk (warm)."""
+    """A snapshot of a prompt's prefix, the remaining tokens of the prompt (at least
+    one), the snapshot's name, and whether it came from memory (hot) or disk (warm)."""
 
     snapshot: Snapshot
     rest: list[int]
@@ -58,10 +59,10 @@ class Store:
 
     Args:
         folder: made if missing; snapshots of other bundles in it are skipped.
-        decoder: the decoder of the snapshots; bundles that differ only in their batch may share a
-            folder.
-        block: tokens per block; `find` trims a snapshot to whole blocks (default: 256, fewer when
-            max_seq_len is below 1024).
+        decoder: the decoder of the snapshots; bundles that differ only in their batch
+            may share a folder.
+        block: tokens per block; `find` trims a snapshot to whole blocks (default: 256,
+            fewer when max_seq_len is below 1024).
         hot_bytes: memory for hot snapshots; the least recently used are dropped first.
     """
 
@@ -73,7 +74,11 @@ class Store:
         block: int | None = None,
         hot_bytes: int = 1 << 28,
     ):
-        self.folder, self.identity, self.manifest = Path(folder), decoder.identity, decoder.manifest
+        self.folder, self.identity, self.manifest = (
+            Path(folder),
+            decoder.identity,
+            decoder.manifest,
+        )
         S = self.manifest.options.max_seq_len
         self.block = block or min(256, max(4, 1 << (S // 4).bit_length() - 1))
         self.hot_bytes = hot_bytes
@@ -87,18 +92,23 @@ class Store:
         except OSError as problem:
             needed = "a folder that can be written"
             subject = f"store {folder}"
-            raise InputError(subject, problem.strerror, needed, "choose another") from problem
+            raise InputError(
+                subject, problem.strerror, needed, "choose another"
+            ) from problem
         for temporary in self.folder.glob(".tmp*"):
-            with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another process has just renamed it
                 if time.time() - temporary.stat().st_mtime > STALE_SECONDS:
                     temporary.unlink()
 
     def save(self, name: str, snapshot: Snapshot, format: str = "fp16") -> Saved:
-        """Saves a snapshot under a name, in memory and on disk; replaces an earlier one.
+        """Saves a snapshot under a name, in memory and on disk; replaces an earlier
+        one.
 
         Raises:
-            InputError: an unusable name or snapshot, or no room on the disk; the earlier snapshot
-                of the name stays.
+            InputError: an unusable name or snapshot, or no room on the disk; the
+                earlier snapshot of the name stays.
         """
         path = self._path(name)
         if snapshot.identity != self.identity or not snapshot.offset:
@@ -112,29 +122,35 @@ class Store:
         encoded.header["save_id"] = uuid.uuid4().hex
         stamp = _write_snapshot(path, encoded)
         self._heat(name, stamp, encoded)
-        errors = [e for name, e in encoded.errors.items() if name not in encoded.tensors]
+        errors = [
+            e for name, e in encoded.errors.items() if name not in encoded.tensors
+        ]
         return Saved(path, stamp[1], snapshot.nbytes, max(errors, default=0.0))
 
     def load(self, name: str) -> Snapshot:
         """A copy of the snapshot of a name, from memory or disk.
 
         Raises:
-            InputError: no such name; a file that is damaged, of another bundle, or of an unknown
-                version.
+            InputError: no such name; a file that is damaged, of another bundle, or of
+                an unknown version.
         """
         return self._fetch(name)[0]
 
     def find(self, ids: Sequence[int]) -> Hit | None:
-        """The snapshot with the longest usable prefix of a prompt, trimmed to it; None if no
-        snapshot has one.
+        """The snapshot with the longest usable prefix of a prompt, trimmed to it; None
+        if no snapshot has one.
 
-        The prefix is the whole snapshot or whole blocks of it. At least one token of the prompt
-        remains, since its logits are needed: of a prompt that is stored whole the last token is run
-        again at its own position. A snapshot that cannot be trimmed far enough is skipped.
-        """
+        The prefix is the whole snapshot or whole blocks of it. At least one token of
+        the prompt remains, since its logits are needed: of a prompt that is stored
+        whole the last token is run again at its own position. A snapshot that cannot be
+        trimmed far enough is skipped."""
         prompt = np.array(ids, np.int32)
-        lengths = {name: self._usable(stored, prompt) for name, stored in self._scan().items()}
-        for name, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0])):
+        lengths = {
+            name: self._usable(stored, prompt) for name, stored in self._scan().items()
+        }
+        for name, length in sorted(
+            lengths.items(), key=lambda item: (-item[1], item[0])
+        ):
             if not length:
                 break
             try:
@@ -150,10 +166,13 @@ class Store:
 
     def names(self) -> list[str]:
         """Names of the snapshots on the disk, sorted."""
-        return sorted(p.name.removesuffix(SUFFIX) for p in self.folder.glob(f"[!.]*{SUFFIX}"))
+        return sorted(
+            p.name.removesuffix(SUFFIX) for p in self.folder.glob(f"[!.]*{SUFFIX}")
+        )
 
     def cool(self, name: str | None = None) -> None:
-        """Drops one snapshot, or all of them, from memory and leaves them on the disk."""
+        """Drops one snapshot, or all of them, from memory and leaves them on the
+        disk."""
         for each in [name] if name else list(self.hot):
             self.hot.pop(each, None)
 
@@ -189,7 +208,8 @@ class Store:
         return self.folder / f"{name}{SUFFIX}"
 
     def _scan(self) -> dict[str, Encoded]:
-        """Ids and header of every snapshot of this bundle on the disk; reads new files only."""
+        """Ids and header of every snapshot of this bundle on the disk; reads new files
+        only."""
         seen = {}
         for name in self.names():
             try:
@@ -198,8 +218,13 @@ class Store:
                 if self.seen.get(name, (None,))[0] == stamp:
                     seen[name] = self.seen[name]
                 else:
-                    encoded = self._in_memory(name, stamp) or self._read(path, only_ids=True)
-                    seen[name] = stamp, Encoded({IDS: encoded.tensors[IDS]}, encoded.header, {})
+                    encoded = self._in_memory(name, stamp) or self._read(
+                        path, only_ids=True
+                    )
+                    seen[name] = (
+                        stamp,
+                        Encoded({IDS: encoded.tensors[IDS]}, encoded.header, {}),
+                    )
                 self.refused.pop(name, None)
             except InputError as problem:
                 self.refused[name] = str(problem)
@@ -207,8 +232,8 @@ class Store:
         return {name: encoded for name, (_, encoded) in seen.items()}
 
     def _usable(self, encoded: Encoded, prompt: np.ndarray) -> int:
-        """The number of a snapshot's tokens that a prompt can use: all of them, whole blocks, or
-        0."""
+        """The number of a snapshot's tokens that a prompt can use: all of them, whole
+        blocks, or 0."""
         stored = encoded.tensors[IDS]
         end, shorter = len(stored), min(len(stored), len(prompt))
         differs = stored[:shorter] != prompt[:shorter]
@@ -219,8 +244,8 @@ class Store:
         return length if length >= int(encoded.header["floor"]) else 0
 
     def _read(self, path: Path, only_ids: bool = False) -> Encoded:
-        """A file's contents; its header, dtypes and shapes are checked against this bundle before
-        any tensor is read."""
+        """A file's contents; its header, dtypes and shapes are checked against this
+        bundle before any tensor is read."""
         from safetensors import SafetensorError, safe_open
 
         if path.is_symlink() or not path.is_file():
@@ -241,13 +266,17 @@ class Store:
                     view = file.get_slice(name)
                     actual = view.get_dtype(), view.get_shape()
                     if actual != (_DTYPES[dtype], list(shape)):
-                        raise _damaged_snapshot(path, f"{name} as {actual[0]} {actual[1]}")
+                        raise _damaged_snapshot(
+                            path, f"{name} as {actual[0]} {actual[1]}"
+                        )
                 names = [IDS] if only_ids else expected
                 tensors = {name: file.get_tensor(name) for name in names}
         except (SafetensorError, OSError, ValueError, KeyError) as problem:
             if isinstance(problem, InputError):
                 raise
-            raise _damaged_snapshot(path, str(problem) or type(problem).__name__) from problem
+            raise _damaged_snapshot(
+                path, str(problem) or type(problem).__name__
+            ) from problem
         encoded = Encoded(tensors, header, {})
         if not only_ids and header.get("digest") != _digest(encoded):
             raise _damaged_snapshot(path, "bytes that differ from its digest")
@@ -256,8 +285,8 @@ class Store:
     def _tensors(
         self, path: Path, header: dict[str, str], names: set[str]
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of every tensor that a file with this header must have; refuses a header
-        of another bundle."""
+        """Dtype and shape of every tensor that a file with this header must have;
+        refuses a header of another bundle."""
         keys = "format", "version", "identity", "dtype"
         kind, version, identity, dtype = map(header.get, keys)
         if (kind, version) != ("workbench-snapshot", formats.FORMAT_VERSION):
@@ -265,16 +294,23 @@ class Store:
         if identity != self.identity:
             raise foreign(f"snapshot {path}", str(identity), self.identity)
         numbers = [header.get(key, "") for key in ("offset", "floor")]
-        offset, floor = (int(n) if re.fullmatch("[0-9]{1,9}", n) else -1 for n in numbers)
+        offset, floor = (
+            int(n) if re.fullmatch("[0-9]{1,9}", n) else -1 for n in numbers
+        )
         deepest = UndoDepth(self.manifest).floor(floor, offset)
-        whole = 1 <= offset <= self.manifest.options.max_seq_len and deepest <= floor <= offset
+        whole = (
+            1 <= offset <= self.manifest.options.max_seq_len
+            and deepest <= floor <= offset
+        )
         if not whole or dtype != self.dtype:
             shown = "offset {!r:.20}, floor {!r:.20}".format(*numbers)
             raise _damaged_snapshot(path, f"{shown}, dtype {dtype!r}")
         states = formats.shapes(layout(self.manifest, offset, floor), self.dtype, names)
         expected = {IDS: ("int32", (offset,))} | states
         if wrong := sorted(names ^ expected.keys()):
-            raise _damaged_snapshot(path, f"tensors {', '.join(wrong[:3])} missing or unknown")
+            raise _damaged_snapshot(
+                path, f"tensors {', '.join(wrong[:3])} missing or unknown"
+            )
         return expected
 
 
@@ -282,8 +318,8 @@ _DTYPES = {"float16": "F16", "float32": "F32", "uint8": "U8", "int32": "I32"}
 
 
 def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:
-    """Writes a snapshot under a temporary name, syncs it and renames it; removes the file if that
-    fails."""
+    """Writes a snapshot under a temporary name, syncs it and renames it; removes the
+    file if that fails."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -304,7 +340,8 @@ def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:
 
 
 def _digest(encoded: Encoded) -> str:
-    """SHA-256 over the header (the digest apart) and every tensor: names, dtypes, shapes, bytes."""
+    """SHA-256 over the header (the digest apart) and every tensor: names, dtypes,
+    shapes, bytes."""
     header = [(key, value) for key, value in encoded.header.items() if key != "digest"]
     digest = hashlib.sha256(repr(sorted(header)).encode())
     for name, value in sorted(encoded.tensors.items()):
@@ -318,7 +355,9 @@ def _stamp(path: Path) -> Stamp:
         status = path.stat()
     except OSError:
         needed = "a snapshot that was saved"
-        raise InputError(f"snapshot {path}", "no such file", needed, "save it first") from None
+        raise InputError(
+            f"snapshot {path}", "no such file", needed, "save it first"
+        ) from None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

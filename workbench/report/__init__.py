@@ -1,5 +1,5 @@
-"""Write-ups out of the log: `study` collects an experiment's exhibits, `writeup` draws them,
-`notebook` runs it whole."""
+"""Write-ups out of the log: `study` collects an experiment's exhibits, `writeup` draws
+them, `notebook` runs it whole."""
 
 from workbench.report.writeup import (
     EXPERIMENTS,

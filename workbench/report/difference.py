@@ -1,5 +1,5 @@
-"""How two validated runs differ: where the error of one is larger than that of the other, and which
-gates changed."""
+"""How two validated runs differ: where the error of one is larger than that of the
+other, and which gates changed."""
 
 import json
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from workbench.report.writeup import folder
 class RunDifference:
     """Run A against run B.
 
-    `cells`: layer, position, `a` and `b` (the error of each, worst over the T that both have),
-    `difference` (a − b); `metric`: relative RMS error, or 1 − cosine where a run has no other;
-    `gates`: gate, a, b (verdicts, null where a run lacks the gate), value_a, value_b, only those
-    whose verdicts differ; `settings`: setting, a, b, those that differ.
-    """
+    `cells`: layer, position, `a` and `b` (the error of each, worst over the T that both
+    have), `difference` (a − b); `metric`: relative RMS error, or 1 − cosine where a run
+    has no other; `gates`: gate, a, b (verdicts, null where a run lacks the gate),
+    value_a, value_b, only those whose verdicts differ; `settings`: setting, a, b, those
+    that differ."""
 
     runs: tuple[str, str]
     checkpoint: str
@@ -35,14 +35,18 @@ class RunDifference:
     settings: pd.DataFrame
 
     def save(self, root: Root = None, stem: Path | None = None) -> list[Path]:
-        """Draws the cells as SVG, PDF and PNG with a sidecar; `stem`: path without an ending
-        (default: in the folder `diffs` beside the log)."""
+        """Draws the cells as SVG, PDF and PNG with a sidecar; `stem`: path without an
+        ending (default: in the folder `diffs` beside the log)."""
         stem = stem or folder("diffs", "-".join(self.runs), root) / self.tensor
         Ts, (a, b) = ", ".join(map(str, self.Ts)), self.runs
         title = [f"{self.tensor} of {self.checkpoint}, A − B, worst over T = {Ts}"]
-        differing = self.settings[~self.settings["setting"].isin(IDENTITIES)].to_dict("records")
+        differing = self.settings[~self.settings["setting"].isin(IDENTITIES)].to_dict(
+            "records"
+        )
         for name, run in zip("AB", self.runs):
-            settings = "; ".join(f"{row['setting']} {row[name.lower()]}" for row in differing)
+            settings = "; ".join(
+                f"{row['setting']} {row[name.lower()]}" for row in differing
+            )
             title.append(f"{name}: {shortened(settings or run, 80)}")
         title = "\n".join(title)
         difference = f"of run {a} less that of run {b}, by layer and position"
@@ -55,26 +59,30 @@ class RunDifference:
 def run_difference(
     run_a: str, run_b: str, root: Root = None, tensor: str = "update"
 ) -> RunDifference:
-    """Compares the fidelity of a tensor in two logged runs, at the layers, positions and T that
-    both have.
+    """Compares the fidelity of a tensor in two logged runs, at the layers, positions
+    and T that both have.
 
-    Isolated layers are compared if both runs have them, else chained ones, as of logits and of
-    adopted packages.
+    Isolated layers are compared if both runs have them, else chained ones, as of logits
+    and of adopted packages.
 
     Raises:
-        InputError: the log lacks a run, the runs are of two checkpoints, or they have no fidelity
-            of the tensor in common.
+        InputError: the log lacks a run, the runs are of two checkpoints, or they have
+            no fidelity of the tensor in common.
     """
     check_choice("--tensor", tensor, sorted(ALLOWED["tensor"]))
     settings = log.compare(run_a, run_b, root).settings
     if (settings["setting"] == "checkpoint_hash").any():
         step = "name two runs of one checkpoint; workbench log --summary lists them"
-        raise InputError("diff", "runs of two checkpoints", "two of one checkpoint", step)
+        raise InputError(
+            "diff", "runs of two checkpoints", "two of one checkpoint", step
+        )
     sides = []
     for run_id in (run_a, run_b):
         sides.append(log.load("fidelity", root, {"run_id": run_id, "tensor": tensor}))
     isolated = all((side["mode"] == "isolated").any() for side in sides)
-    sides = [side[side["mode"] == ("isolated" if isolated else "chained")] for side in sides]
+    sides = [
+        side[side["mode"] == ("isolated" if isolated else "chained")] for side in sides
+    ]
     if all(side["error"].notna().all() for side in sides):
         metric = "error"
     else:
@@ -99,16 +107,23 @@ def run_difference(
 
 
 def _errors(rows: pd.DataFrame, metric: str) -> pd.Series:
-    """The error of each layer, position and T; infinite where the result was not finite."""
+    """The error of each layer, position and T; infinite where the result was not
+    finite."""
     error = rows["error"] if metric == "error" else 1 - rows["cosine"]
-    error = error.astype(float).mask(~rows["finite"].fillna(True).astype(bool), float("inf"))
+    error = error.astype(float).mask(
+        ~rows["finite"].fillna(True).astype(bool), float("inf")
+    )
     return error.groupby([rows["layer"], rows["position"], rows["T"]]).max()
 
 
 def _gates(config: str | None) -> pd.DataFrame:
     gates = json.loads(config if isinstance(config, str) else "{}").get("gates", [])
-    rows = pd.DataFrame(gates, columns=["name", "verdict", "value", "threshold", "reason"])
-    return rows.drop_duplicates("name", keep="last").set_index("name")[["verdict", "value"]]
+    rows = pd.DataFrame(
+        gates, columns=["name", "verdict", "value", "threshold", "reason"]
+    )
+    return rows.drop_duplicates("name", keep="last").set_index("name")[
+        ["verdict", "value"]
+    ]
 
 
 def _changed(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:

@@ -1,4 +1,5 @@
-"""The abilities of this machine: versions, Core ML, memory, and notes on what a Mac would add."""
+"""The abilities of this machine: versions, Core ML, memory, and notes on what a Mac
+would add."""
 
 import platform
 from contextlib import suppress
@@ -14,13 +15,14 @@ TIMEOUT_S = 120
 def examine(name: str | None = "auto") -> dict:
     """The JSON of `workbench doctor`; an unknown value is None.
 
-    Core ML is tried in child processes: ``compute_devices`` lists its devices, ``stateful_predict``
-    has for each of `UNITS` ``ok`` if a model with a state ran, else the reason; `coreml_available`
-    is whether it ran on the CPU.
+    Core ML is tried in child processes: ``compute_devices`` lists its devices,
+    ``stateful_predict`` has for each of `UNITS` ``ok`` if a model with a state ran,
+    else the reason; `coreml_available` is whether it ran on the CPU.
 
     Args:
-        name: the runtime to try: auto, or a stand-in for Core ML, which has no devices. None: no
-            child process is started, and `coreml_available` depends on macOS' version alone.
+        name: the runtime to try: auto, or a stand-in for Core ML, which has no devices.
+            None: no child process is started, and `coreml_available` depends on macOS'
+            version alone.
     """
     machine = log.environment()
     versions, coreai = machine["versions"], None

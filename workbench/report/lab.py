@@ -18,9 +18,9 @@ EDITOR_KEYS = [
 
 
 def without_outputs(model: dict, path: str, contents_manager) -> None:
-    """Jupyter's `pre_save_hook`: saves the notebook without outputs, so that `git status` stays
-    empty after Run All, and writes a copy with outputs to `build/notebooks`.
-    """
+    """Jupyter's `pre_save_hook`: saves the notebook without outputs, so that `git
+    status` stays empty after Run All, and writes a copy with outputs to
+    `build/notebooks`."""
     if model["type"] != "notebook":
         return
     import nbformat
@@ -28,9 +28,18 @@ def without_outputs(model: dict, path: str, contents_manager) -> None:
 
     notebook = nbformat.from_dict(model["content"])
     saved = Path(contents_manager.root_dir, path).absolute()
-    copy = (project_root(saved.parent) or saved.parent) / "build" / "notebooks" / saved.name
+    copy = (
+        (project_root(saved.parent) or saved.parent)
+        / "build"
+        / "notebooks"
+        / saved.name
+    )
     copy.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, copy)
     model["content"] = strip_output(
-        notebook, keep_output=False, keep_count=False, keep_id=True, extra_keys=EDITOR_KEYS
+        notebook,
+        keep_output=False,
+        keep_count=False,
+        keep_id=True,
+        extra_keys=EDITOR_KEYS,
     )

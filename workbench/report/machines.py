@@ -20,23 +20,28 @@ SHOWN = (
 
 
 def all_machines(root: Path | str | None = None) -> pd.DataFrame:
-    """One row per machine, checkpoint, setting and status of its runs; then the published speeds in
-    `data/sources`.
+    """One row per machine, checkpoint, setting and status of its runs; then the
+    published speeds in `data/sources`.
 
-    Columns: ``origin`` (measured or published), the setting (``others``: settings that are not the
-    log's most common ones), ``verdict`` and ``kl_mean`` (nats) of its bundle, ``tokens_per_s``
-    (median over runs of their medians), ``n`` runs, ``cold_s`` and ``warm_s`` (seconds of the first
-    loading of all shards, with Core ML's compilation, and of the second), ``placement`` with its
-    source. Null: not measured; of published figures, unknown.
-    """
+    Columns: ``origin`` (measured or published), the setting (``others``: settings that
+    are not the log's most common ones), ``verdict`` and ``kl_mean`` (nats) of its
+    bundle, ``tokens_per_s`` (median over runs of their medians), ``n`` runs, ``cold_s``
+    and ``warm_s`` (seconds of the first loading of all shards, with Core ML's
+    compilation, and of the second), ``placement`` with its source. Null: not measured;
+    of published figures, unknown."""
     runs = with_machines(log.load("runs", root=root))
     runs = runs[runs["checkpoint"].notna() | (runs["status"] != "ok")]
     samples = log.load("samples", root=root, where={"run_id": runs["run_id"].tolist()})
     samples = samples[~samples["warmup"].fillna(False)]
-    rates = samples[samples["phase"] == "tokens_per_s"].groupby("run_id")["value"].median()
+    rates = (
+        samples[samples["phase"] == "tokens_per_s"].groupby("run_id")["value"].median()
+    )
     runs = runs.join(rates.rename("tokens_per_s"), on="run_id")
     for name, phases in (("cold_s", COLD), ("warm_s", WARM)):
-        loading = samples[samples["phase"].isin(phases)].groupby("run_id")["value"].sum() / 1e3
+        loading = (
+            samples[samples["phase"].isin(phases)].groupby("run_id")["value"].sum()
+            / 1e3
+        )
         runs = runs.join(loading.rename(name), on="run_id")
     runs = runs.drop(columns="verdict").merge(validated_costs(root), "left", VALIDATED)
     rows = runs.groupby(list(SETTING), dropna=False, sort=False).agg(
@@ -79,7 +84,8 @@ def _uncommon_settings(rows: pd.DataFrame) -> list[str]:
 
 
 def published_speeds(root: Path | str | None = None) -> pd.DataFrame:
-    """The speeds of `data/sources/decode_speeds.csv` in the columns of `all_machines`."""
+    """The speeds of `data/sources/decode_speeds.csv` in the columns of
+    `all_machines`."""
     path = log.project(root) / "data" / "sources" / "decode_speeds.csv"
     if not path.is_file():
         return pd.DataFrame(columns=list(SHOWN))

@@ -1,4 +1,5 @@
-"""Executes a numbered notebook in a kernel of its own and writes the executed copy to `build/`."""
+"""Executes a numbered notebook in a kernel of its own and writes the executed copy to
+`build/`."""
 
 import re
 import tempfile
@@ -9,23 +10,26 @@ from workbench.errors import InputError
 
 
 class CellError(RuntimeError):
-    """A cell raised another error than InputError. The message names the notebook, the number of
-    the cell, the last line of the error, and the executed copy."""
+    """A cell raised another error than InputError. The message names the notebook, the
+    number of the cell, the last line of the error, and the executed copy."""
 
 
 def run_notebook(
-    number: str, parameters: dict | None = None, progress: bool = True, publish: bool = False
+    number: str,
+    parameters: dict | None = None,
+    progress: bool = True,
+    publish: bool = False,
 ) -> dict:
     """Executes the notebook of experiment `number`; a cell that raises ends the run.
 
     Args:
-        parameters: values for names that the cell tagged `parameters` sets; unknown names are
-            refused.
+        parameters: values for names that the cell tagged `parameters` sets; unknown
+            names are refused.
         publish: makes the write-up the shipped one (see `report.publish`).
 
     Returns:
-        {experiment, verdict, executed, figures, runs, report}; `runs` are the new log rows and
-        those that the report uses, `verdict` is their verdict.
+        {experiment, verdict, executed, figures, runs, report}; `runs` are the new log
+        rows and those that the report uses, `verdict` is their verdict.
 
     Raises:
         InputError: a cell raised it.
@@ -47,12 +51,19 @@ def run_notebook(
     executed = project / "build" / "notebooks" / source.name
     executed.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _execute(notebook, source, f"(executed copy: {executed.relative_to(project)})", progress)
+        _execute(
+            notebook,
+            source,
+            f"(executed copy: {executed.relative_to(project)})",
+            progress,
+        )
     finally:
         nbformat.write(notebook, executed)
     runs = log.load("runs", root=root, where={"experiment": number})
     new = ~runs["run_id"].isin(before)
-    concluded = max(runs[new & runs["command"].eq(f"notebook {number}")]["run_id"], default=None)
+    concluded = max(
+        runs[new & runs["command"].eq(f"notebook {number}")]["run_id"], default=None
+    )
     sources, exhibits = report.behind(number, root, concluded)
     runs = runs[new | runs["run_id"].isin(sources["run_id"])]
     path = (report.publish if publish else report.write_report)(number, root, concluded)
@@ -71,13 +82,17 @@ def run_notebook(
 
 
 def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
-    """Executes the notebook in the folder of `source`; `copy` is the end of an error's message."""
+    """Executes the notebook in the folder of `source`; `copy` is the end of an error's
+    message."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, DeadKernelError
     from tqdm.auto import tqdm
     from traitlets.config import Config
 
-    code = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
+    code = sum(
+        cell.cell_type == "code" and bool(cell.source.strip())
+        for cell in notebook.cells
+    )
     started = []  # cells
     with (
         tqdm(total=code, desc=source.stem, unit="cell", disable=not progress) as bar,
@@ -100,7 +115,8 @@ def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
 
 
 def _failure(problem: Exception, where: str, copy: str) -> Exception:
-    """The InputError that a cell raised, or a CellError with any other error in one line."""
+    """The InputError that a cell raised, or a CellError with any other error in one
+    line."""
     name = getattr(problem, "ename", None)
     text = getattr(problem, "evalue", str(problem))
     lines = text.strip().splitlines() or [""]
@@ -110,7 +126,8 @@ def _failure(problem: Exception, where: str, copy: str) -> Exception:
 
 
 def _verdict(runs) -> str:
-    """RED if the newest verdict of any bundle is RED, else GREEN, or not_run without verdicts."""
+    """RED if the newest verdict of any bundle is RED, else GREEN, or not_run without
+    verdicts."""
     rows = runs.dropna(subset="verdict").sort_values("run_id")
     verdicts = rows.groupby(["bundle_hash", "command"], dropna=False)["verdict"].last()
     if "RED" in set(verdicts):
@@ -140,10 +157,15 @@ def _parameters_cell(notebook) -> tuple:
 
 
 def set_parameters(notebook, parameters: dict) -> None:
-    """Sets names of the notebook's cell tagged `parameters`; unknown names are refused."""
+    """Sets names of the notebook's cell tagged `parameters`; unknown names are
+    refused."""
     cell, names = _parameters_cell(notebook)
     if unknown := sorted(parameters.keys() - names):
         needed = f"names the notebook sets: {', '.join(sorted(names))}"
-        raise InputError("notebook parameters", ", ".join(unknown), needed, "correct the name")
+        raise InputError(
+            "notebook parameters", ", ".join(unknown), needed, "correct the name"
+        )
     if cell and parameters:
-        cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
+        cell.source += "".join(
+            f"\n{name} = {value!r}" for name, value in parameters.items()
+        )

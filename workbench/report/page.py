@@ -1,8 +1,8 @@
-"""Writes HTML pages that need no other file: figures inline, tables, verdict, provenance.
+"""Writes HTML pages that need no other file: figures inline, tables, verdict,
+provenance.
 
-A page is of one run, beside its `report.md`. A site is a folder with an index of all experiments,
-a page of each, and a page of all machines.
-"""
+A page is of one run, beside its `report.md`. A site is a folder with an index of all
+experiments, a page of each, and a page of all machines."""
 
 import html
 import re
@@ -46,7 +46,16 @@ svg { max-width: 100%; height: auto; }
 )
 SITE_LINKS = (("index.html", "All experiments"), ("machines.html", "All machines"))
 ALWAYS = {"verdict", "kl_mean", "tokens_per_s", "cold_s", "warm_s", "placement"}
-ABOUT = ("run_id", "time", "command", "status", "commit", "machine", "software", "checkpoint_hash")
+ABOUT = (
+    "run_id",
+    "time",
+    "command",
+    "status",
+    "commit",
+    "machine",
+    "software",
+    "checkpoint_hash",
+)
 
 
 def write_page(
@@ -79,8 +88,8 @@ def write_page(
 
 
 def write_site(place: Path, root: Path | str | None = None) -> Path:
-    """Writes an index of all experiments that the log holds, the newest run of each as a page, and
-    a page of all machines into the folder `place`; returns the index."""
+    """Writes an index of all experiments that the log holds, the newest run of each as
+    a page, and a page of all machines into the folder `place`; returns the index."""
     place.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, experiment in writeup.EXPERIMENTS.items():
@@ -89,31 +98,51 @@ def write_site(place: Path, root: Path | str | None = None) -> Path:
             rows.append({"experiment": number, "question": experiment.question})
             continue
         report = writeup.write_report(number, root, place=place / number)
-        page = write_page(report, number, root, path=place / f"{number}.html", links=SITE_LINKS)
+        page = write_page(
+            report, number, root, path=place / f"{number}.html", links=SITE_LINKS
+        )
         newest = _newest(runs)
         about = {}
         for name in ("verdict", "machine", "run_id"):
             about[name] = newest[name]
         about["time"] = f"{newest['time']:%Y-%m-%d %H:%M}"
         link = f'<a href="{page.name}">{number}</a>'
-        about |= {"question": experiment.question, "checkpoint": writeup.subject([newest])}
+        about |= {
+            "question": experiment.question,
+            "checkpoint": writeup.subject([newest]),
+        }
         rows.append({"experiment": link} | about)
     index = pd.DataFrame(rows)
-    names = ["experiment", "question", "verdict", "checkpoint", "machine", "time", "run_id"]
+    names = [
+        "experiment",
+        "question",
+        "verdict",
+        "checkpoint",
+        "machine",
+        "time",
+        "run_id",
+    ]
     index = index.reindex(columns=names)
-    index[names[1:]] = index[names[1:]].map(lambda v: html.escape(str(v)), na_action="ignore")
+    index[names[1:]] = index[names[1:]].map(
+        lambda v: html.escape(str(v)), na_action="ignore"
+    )
     heading = "<h1>All experiments</h1><p>The newest run of each.</p>"
-    _write(place / "index.html", "All experiments", heading + _table(index, escape=False))
+    _write(
+        place / "index.html", "All experiments", heading + _table(index, escape=False)
+    )
     _write(place / "machines.html", "All machines", _machines(root))
     return place / "index.html"
 
 
 def _machines(root: Path | str | None) -> str:
-    """A table per machine, since times of two are not compared, then the published speeds."""
+    """A table per machine, since times of two are not compared, then the published
+    speeds."""
     rows = all_machines(root)
     text = "One row per setting, fastest first; failed runs are included. – is not measured."
     body = f"<h1>All machines</h1><p>{text}</p>"
-    for (origin, machine), own in rows.groupby(["origin", "machine"], sort=False, dropna=False):
+    for (origin, machine), own in rows.groupby(
+        ["origin", "machine"], sort=False, dropna=False
+    ):
         heading = machine if origin == "measured" else f"{machine}: {origin}"
         body += f"<h2>{html.escape(str(heading))}</h2>"
         shown = []
@@ -137,18 +166,23 @@ def _newest(runs: pd.DataFrame) -> dict:
     return newest.astype(object).where(newest.notna(), None).to_dict()
 
 
-def _write(path: Path, title: str, body: str, verdict: str = "", links: tuple = SITE_LINKS) -> None:
+def _write(
+    path: Path, title: str, body: str, verdict: str = "", links: tuple = SITE_LINKS
+) -> None:
     path.write_text(PAGE.render(title=title, body=body, verdict=verdict, links=links))
 
 
 def _table(frame: pd.DataFrame, escape: bool = True) -> str:
     shown = frame.astype(object).where(frame.notna(), "–")
-    text = shown.to_html(index=False, border=0, escape=escape, float_format="{:.4g}".format)
+    text = shown.to_html(
+        index=False, border=0, escape=escape, float_format="{:.4g}".format
+    )
     return f'<div class="wide">{text}</div>'
 
 
 def _inline(text: str, folder: Path) -> str:
-    """HTML with its figures inline; links to files beside it are replaced by their text."""
+    """HTML with its figures inline; links to files beside it are replaced by their
+    text."""
 
     def figure(match: re.Match) -> str:
         path = folder / match[1]

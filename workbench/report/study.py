@@ -1,8 +1,9 @@
-"""One experiment while its notebook runs: shows figures and tables, then logs them in one row.
+"""One experiment while its notebook runs: shows figures and tables, then logs them in
+one row.
 
-The log's table `exhibits` holds the data of every figure and table, and `report` draws the files of
-the write-up from these rows, so that every published figure comes from the log.
-"""
+The log's table `exhibits` holds the data of every figure and table, and `report` draws
+the files of the write-up from these rows, so that every published figure comes from the
+log."""
 
 import contextlib
 import json
@@ -36,9 +37,8 @@ from workbench.sweep.cell import find
 class ExportedModel:
     """A checkpoint with its bundle, a decoder, and token ids with their text.
 
-    `how` has runtime and compute units of its decoders; `stored` is the file of a golden of `ids`,
-    None if the golden is in the folder `goldens`.
-    """
+    `how` has runtime and compute units of its decoders; `stored` is the file of a
+    golden of `ids`, None if the golden is in the folder `goldens`."""
 
     checkpoint: Checkpoint
     bundle: Bundle
@@ -56,8 +56,9 @@ class ExportedModel:
         reference: golden.Golden | None = None,
         max_kl: float = gates.MAX_KL,
     ) -> Validation:
-        """Bug gates, kept in the bundle's verdict.json, and the price against `reference` (default:
-        `golden`); `max_kl` is the user's limit on its mean KL in nats."""
+        """Bug gates, kept in the bundle's verdict.json, and the price against
+        `reference` (default: `golden`); `max_kl` is the user's limit on its mean KL in
+        nats."""
         file = None if reference else self.stored
         reference = reference or self.golden
         file = file or golden.golden_path(self.checkpoint, reference.ids, self.goldens)
@@ -85,9 +86,9 @@ class Study:
 
     Args:
         number: of the experiment, such as "05".
-        names: the notebook's variables; those in capitals are its parameters and are logged.
-            RUNTIME, COMPUTE_UNITS (None: chosen by `how`) and GOLDEN, the path of a stored golden,
-            apply to every model that it opens.
+        names: the notebook's variables; those in capitals are its parameters and are
+            logged. RUNTIME, COMPUTE_UNITS (None: chosen by `how`) and GOLDEN, the path
+            of a stored golden, apply to every model that it opens.
     """
 
     def __init__(self, number: str, names: Mapping):
@@ -96,7 +97,9 @@ class Study:
         data = self.project / "data"
         self.bundles, self.goldens = data / "bundles", data / "golden"
         self.tasks = data / "tasks" / "heldout.jsonl"
-        self.parameters = {name: value for name, value in names.items() if name.isupper()}
+        self.parameters = {
+            name: value for name, value in names.items() if name.isupper()
+        }
         self._exhibits: dict[tuple[str, str], dict] = {}
         self.gates: list[gates.Gate] = []
         # the log's name of this machine, shown beside times in a notebook
@@ -104,7 +107,8 @@ class Study:
 
     @staticmethod
     def machine() -> Styler:
-        """This machine's facts for display, with its default runtime and what it lacks."""
+        """This machine's facts for display, with its default runtime and what it
+        lacks."""
         facts = doctor.examine(None)
         facts["memory_bytes"] = f"{facts['memory_bytes']:,}"
         seen = {}
@@ -119,11 +123,12 @@ class Study:
         return Path(tempfile.mkdtemp())
 
     def how(self, checkpoint: str | Path) -> dict[str, str]:
-        """`runtime` and `compute_units` of a checkpoint's decoders, from the notebook's parameters.
+        """`runtime` and `compute_units` of a checkpoint's decoders, from the notebook's
+        parameters.
 
-        Without COMPUTE_UNITS, a runtime other than the portable one uses the units that suit the
-        size of the layers. `auto` stays `auto` where it means the portable runtime.
-        """
+        Without COMPUTE_UNITS, a runtime other than the portable one uses the units that
+        suit the size of the layers. `auto` stays `auto` where it means the portable
+        runtime."""
         runtime = self.parameters.get("RUNTIME") or "auto"
         units = self.parameters.get("COMPUTE_UNITS")
         portable = resolve(runtime) == "portable"
@@ -139,8 +144,8 @@ class Study:
         return {name: [value] for name, value in self.how(checkpoint).items()}
 
     def where(self, checkpoint: str | Path) -> str:
-        """The runtime and compute units of a checkpoint's bundles in words, shown beside times; a
-        stand-in's times are no measurement."""
+        """The runtime and compute units of a checkpoint's bundles in words, shown
+        beside times; a stand-in's times are no measurement."""
         how = self.how(checkpoint)
         return self._ran_on(named(resolve(how["runtime"]))[0], how["compute_units"])
 
@@ -151,7 +156,10 @@ class Study:
         if runtime != "coreml":
             name = "a stand-in for Core ML, which measures nothing,"
         small = units == "CPU_ONLY" and self.parameters.get("COMPUTE_UNITS") is None
-        return f"{name} on {units}" + ", its layers too small for the Neural Engine" * small
+        return (
+            f"{name} on {units}"
+            + ", its layers too small for the Neural Engine" * small
+        )
 
     @property
     def golden_file(self) -> str | None:
@@ -172,15 +180,18 @@ class Study:
         """Opens a checkpoint's bundle of `data/bundles`; exports it if it is missing.
 
         Args:
-            checkpoint: a Hugging Face folder, or the name of a model in the Hub's local cache; a
-                relative path starts here or at the project's folder.
-            prompt: token ids, or how many of the prompt to take (see `prompt`, also for `text`);
-                with GOLDEN, its ids.
-            precision: the decoder's arithmetic; `fast`: whether it may fuse operations, for timing.
+            checkpoint: a Hugging Face folder, or the name of a model in the Hub's local
+                cache; a relative path starts here or at the project's folder.
+            prompt: token ids, or how many of the prompt to take (see `prompt`, also for
+                `text`); with GOLDEN, its ids.
+            precision: the decoder's arithmetic; `fast`: whether it may fuse operations,
+                for timing.
             options: export options (see `workbench.export.options`).
         """
         source = Checkpoint(find(str(checkpoint), self.root))
-        bundle = sweep.bundle_for(source, export_options(**options), self.bundles, progress=True)
+        bundle = sweep.bundle_for(
+            source, export_options(**options), self.bundles, progress=True
+        )
         how = self.how(source.path)
         decoder = Decoder(bundle, precision=precision, fast=fast, **how)
         if self.golden_file:
@@ -190,7 +201,9 @@ class Study:
         else:
             ids, tokens = prompt, token_texts(source.path, prompt)
         stored = self.golden_file and Path(self.golden_file)
-        return ExportedModel(source, bundle, decoder, ids, tokens, self.goldens, how, stored)
+        return ExportedModel(
+            source, bundle, decoder, ids, tokens, self.goldens, how, stored
+        )
 
     def prompt(
         self, checkpoint: Checkpoint, count: int, text: str = ""
@@ -198,8 +211,9 @@ class Study:
         """At most `count` token ids and their text.
 
         Args:
-            text: the prompt, or the path of a file that holds it, which starts at the project's
-                folder; by default the first held-out task, or seeded ids without a tokenizer.
+            text: the prompt, or the path of a file that holds it, which starts at the
+                project's folder; by default the first held-out task, or seeded ids
+                without a tokenizer.
 
         Raises:
             InputError: a `text` without a tokenizer, or a file of it that is not UTF-8.
@@ -208,7 +222,9 @@ class Study:
             ids = encode_text(checkpoint.path, self._contents(text))[:count]
         else:
             try:
-                ids = encode_text(checkpoint.path, tasks.load_tasks(self.tasks)[0]["prompt"])
+                ids = encode_text(
+                    checkpoint.path, tasks.load_tasks(self.tasks)[0]["prompt"]
+                )
                 ids = ids[:count]
             except InputError:
                 V = checkpoint.config.vocab_size
@@ -217,16 +233,20 @@ class Study:
 
     def _contents(self, text: str) -> str:
         """`text`, or the contents of the file that it names."""
-        with contextlib.suppress(OSError, ValueError):  # too long or strange a text for a path
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # too long or strange a text for a path
             if (self.project / text).is_file():
                 return paths.text(self.project / text)
         return text
 
     def answers(self, decoder: Decoder, checkpoint: Checkpoint) -> list[gates.Gate]:
-        """Gates of every fourth held-out question, answered by bundle and golden; not run without a
-        tokenizer."""
+        """Gates of every fourth held-out question, answered by bundle and golden; not
+        run without a tokenizer."""
         try:
-            return tasks.answer_gates(decoder, checkpoint, tasks.load_tasks(self.tasks)[::4])
+            return tasks.answer_gates(
+                decoder, checkpoint, tasks.load_tasks(self.tasks)[::4]
+            )
         except InputError as problem:
             return [gates.not_run("answers", f"{problem.subject}: {problem.actual}")]
 
@@ -276,11 +296,12 @@ class Study:
         layers: pd.DataFrame | None = None,
         **results,
     ) -> Styler:
-        """Logs the run with its exhibits, writes figures, tables and report, prints the conclusion.
+        """Logs the run with its exhibits, writes figures, tables and report, prints the
+        conclusion.
 
         Args:
-            subject: the decoder, or the bundle, of the gates; None: the gates are of the figures'
-                runs.
+            subject: the decoder, or the bundle, of the gates; None: the gates are of
+                the figures' runs.
             words: the conclusion, printed before the verdict and its reasons.
             results: further mappings or records for the run's `config`.
 

@@ -1,4 +1,5 @@
-"""The log as one table in llama-bench's form: speed and fidelity per configuration and test."""
+"""The log as one table in llama-bench's form: speed and fidelity per configuration and
+test."""
 
 import pandas as pd
 
@@ -12,23 +13,40 @@ from workbench.sweep.results import VALIDATED, validated_costs
 FORMATS = ("md", "csv", "tex", "json")
 _SETTING = ["checkpoint", "checkpoint_hash", "machine", "software", "status"]
 _SETTING += [*VALIDATED, *runs.OPTIONS, "fast", "threads"]
-_OWN_COLUMNS = ("checkpoint", "checkpoint_hash", "compress", "machine", "runtime", "status")
-_FIGURES = ["test", "tokens_per_s", "sd", "n", "runs", "worst_update", "kl_mean", "verdict"]
+_OWN_COLUMNS = (
+    "checkpoint",
+    "checkpoint_hash",
+    "compress",
+    "machine",
+    "runtime",
+    "status",
+)
+_FIGURES = [
+    "test",
+    "tokens_per_s",
+    "sd",
+    "n",
+    "runs",
+    "worst_update",
+    "kl_mean",
+    "verdict",
+]
 
 
 def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
-    """One row per configuration, machine and test of the log's runs that fit the query `where`.
+    """One row per configuration, machine and test of the log's runs that fit the query
+    `where`.
 
     Returns:
-        checkpoint, bundle_bytes, compress, the other settings in which rows differ, machine,
-        runtime.
-        test: pp64 (a prompt of 64 tokens) or tg24 @ d64 (24 tokens after 64; with T = 4: tg24 T4 @
+        checkpoint, bundle_bytes, compress, the other settings in which rows differ,
+        machine, runtime. test: pp64 (a prompt of 64 tokens) or tg24 @ d64 (24 tokens
+        after 64; with T = 4: tg24 T4 @
             d64); null for runs without times.
-        tokens_per_s, sd: mean and standard deviation of `n` repetitions in `runs` runs, without
-            warm-ups.
-        worst_update (largest 1 − cosine of an isolated update), kl_mean (nats), verdict: of the
-            newest validation of the same bundle and way to run it, on any machine. If the status of
-            the run is not ok, the verdict is the status.
+        tokens_per_s, sd: mean and standard deviation of `n` repetitions in `runs` runs,
+            without warm-ups.
+        worst_update (largest 1 − cosine of an isolated update), kl_mean (nats),
+            verdict: of the newest validation of the same bundle and way to run it, on
+            any machine. If the status of the run is not ok, the verdict is the status.
         run_id: the newest run.
     """
     rows = with_machines(log.load("runs", root=root, where=where))
@@ -45,7 +63,9 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
     untimed = rows[~rows["run_id"].isin(rates["run_id"]) & rows["checkpoint"].notna()]
     values = pd.Series(runs.values(untimed, VALIDATED), untimed.index)
     known = values.isin(runs.values(rates, VALIDATED))
-    untimed = untimed[(untimed["verdict"].notna() & ~known) | untimed["status"].ne("ok")]
+    untimed = untimed[
+        (untimed["verdict"].notna() & ~known) | untimed["status"].ne("ok")
+    ]
     untimed = runs.newest(untimed, _SETTING)[[*_SETTING, "bundle_bytes", "run_id"]]
     table = pd.concat([timed.reset_index(), untimed], ignore_index=True)
     table = table.merge(validated_costs(root), "left", VALIDATED)
@@ -56,12 +76,21 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
         if c not in _OWN_COLUMNS and table[c].nunique(dropna=False) > 1:
             shown.append(c)
     shown = [c for c in shown if c != "bundle_hash"]  # the options identify the bundle
-    names = ["checkpoint", "bundle_bytes", "compress", *shown, "machine", "runtime", *_FIGURES]
+    names = [
+        "checkpoint",
+        "bundle_bytes",
+        "compress",
+        *shown,
+        "machine",
+        "runtime",
+        *_FIGURES,
+    ]
     return table[[*names, "run_id"]]
 
 
 def _rates(rows: pd.DataFrame, root: Root) -> pd.DataFrame:
-    """Tokens per second of every timed repetition, named by `test`, with the columns of its run."""
+    """Tokens per second of every timed repetition, named by `test`, with the columns of
+    its run."""
     where = {"run_id": rows["run_id"].tolist(), "phase": ["tokens_per_s", "prefill"]}
     samples = log.load("samples", root=root, where=where)
     samples = samples[~samples["warmup"].fillna(False)].dropna(subset="value")
@@ -81,7 +110,9 @@ def _test(sample: dict) -> str:
     """pp64, or tg24 T4 @ d64; T is named if it exceeds 1, the depth if it is not 0."""
     if sample["phase"] == "prefill":
         return f"pp{sample['n_prompt']}"
-    n_gen, T, depth = (0 if pd.isna(sample[n]) else sample[n] for n in ("n_gen", "T", "depth"))
+    n_gen, T, depth = (
+        0 if pd.isna(sample[n]) else sample[n] for n in ("n_gen", "T", "depth")
+    )
     name = f"tg{n_gen}"
     if T > 1:
         name += f" T{T}"
@@ -91,7 +122,8 @@ def _test(sample: dict) -> str:
 
 
 def text_table(rows: pd.DataFrame, format: str = "md") -> str:
-    """Rows of `summary_rows` as Markdown, LaTeX, CSV or JSON; Markdown and LaTeX are rounded.
+    """Rows of `summary_rows` as Markdown, LaTeX, CSV or JSON; Markdown and LaTeX are
+    rounded.
 
     Raises:
         InputError: an unknown format.
@@ -114,8 +146,8 @@ def text_table(rows: pd.DataFrame, format: str = "md") -> str:
 
 
 def _rounded(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table with rounded values: sizes in MiB, speeds as mean ± standard deviation, nulls as
-    –."""
+    """The table with rounded values: sizes in MiB, speeds as mean ± standard deviation,
+    nulls as –."""
 
     def words(column: str, form: str) -> list[str]:
         return ["–" if pd.isna(v) else form.format(v) for v in rows[column]]
@@ -134,7 +166,21 @@ def _rounded(rows: pd.DataFrame) -> pd.DataFrame:
         "KL": words("kl_mean", "{:.2g}"),
         "verdict": words("verdict", "{}"),
     }
-    columns["size"] = ["–" if v == "–" else f"{int(v) / 2**20:.1f} MiB" for v in columns["size"]]
+    columns["size"] = [
+        "–" if v == "–" else f"{int(v) / 2**20:.1f} MiB" for v in columns["size"]
+    ]
     settings = rows.columns[2 : list(rows.columns).index("test")]
-    order = ["model", "size", *settings, "test", "tok/s", "n", "worst update", "KL", "verdict"]
-    return pd.DataFrame({n: columns[n] if n in columns else words(n, "{}") for n in order})
+    order = [
+        "model",
+        "size",
+        *settings,
+        "test",
+        "tok/s",
+        "n",
+        "worst update",
+        "KL",
+        "verdict",
+    ]
+    return pd.DataFrame(
+        {n: columns[n] if n in columns else words(n, "{}") for n in order}
+    )

@@ -19,8 +19,8 @@ _SIGNS = {
 
 
 def shard_interface(bundle: Bundle) -> pd.DataFrame:
-    """Inputs, states and outputs of the first shard: role, name, shape, dtype, and bytes of a call
-    at T = 1."""
+    """Inputs, states and outputs of the first shard: role, name, shape, dtype, and
+    bytes of a call at T = 1."""
     shard = bundle.manifest.shards[0]
     states = {name: state.shape for name, state in shard.states.items()}
     roles = {"input": shard.inputs, "state": states, "output": shard.outputs}
@@ -29,13 +29,15 @@ def shard_interface(bundle: Bundle) -> pd.DataFrame:
         for name, dims in shapes.items():
             shape = f"[{', '.join(map(str, dims))}]"
             dtype = "int32" if name == "pos" else "fp16"
-            rows.append((role, name, shape, dtype, 2 * prod(n for n in dims if n != "T")))
+            rows.append(
+                (role, name, shape, dtype, 2 * prod(n for n in dims if n != "T"))
+            )
     return pd.DataFrame(rows, columns=["role", "name", "shape", "dtype", "bytes"])
 
 
 def styled(frame: pd.DataFrame) -> Styler:
-    """A table for display in a notebook: text is left-aligned and wrapped, numbers have six
-    digits, nulls are –, verdicts have a sign."""
+    """A table for display in a notebook: text is left-aligned and wrapped, numbers have
+    six digits, nulls are –, verdicts have a sign."""
     flat = frame.reset_index(drop=list(frame.index.names) == [None])
     floats = []
     for c in flat.columns:
@@ -52,7 +54,9 @@ def styled(frame: pd.DataFrame) -> Styler:
 def gates(results: Iterable[Gate]) -> pd.DataFrame:
     """One row per gate, RED first."""
     order = ["RED", "GREEN", "not_run"]
-    return pd.DataFrame([g.json() for g in sorted(results, key=lambda g: order.index(g.verdict))])
+    return pd.DataFrame(
+        [g.json() for g in sorted(results, key=lambda g: order.index(g.verdict))]
+    )
 
 
 def budget(sizes: Budget, setting: str) -> pd.DataFrame:
@@ -69,8 +73,8 @@ def budget(sizes: Budget, setting: str) -> pd.DataFrame:
 
 
 def rules_table(placements: list[Placement]) -> pd.DataFrame:
-    """The lint rules that a bundle's shards break, one row each: id, confidence, effect, statement,
-    advice, number of shards."""
+    """The lint rules that a bundle's shards break, one row each: id, confidence,
+    effect, statement, advice, number of shards."""
     rows = []
     for p in placements:
         for rule in p.rules:
@@ -82,12 +86,16 @@ def rules_table(placements: list[Placement]) -> pd.DataFrame:
 
 def listing(values: dict) -> pd.DataFrame:
     """A mapping as a two-column table; each item of a list has a row."""
-    return pd.DataFrame(values.items(), columns=["", "value"]).explode("value").set_index("")
+    return (
+        pd.DataFrame(values.items(), columns=["", "value"])
+        .explode("value")
+        .set_index("")
+    )
 
 
 def verdict_conclusion(bundle: Bundle | None, results: list[Gate]) -> str:
-    """The verdict in words: the bundle (None: the runs of the figures), the failed gates with their
-    reasons, the gates that did not run."""
+    """The verdict in words: the bundle (None: the runs of the figures), the failed
+    gates with their reasons, the gates that did not run."""
     red = [g for g in results if g.verdict == "RED"]
     idle = [g for g in results if g.verdict == "not_run"]
     what = "every run shown"

@@ -1,11 +1,12 @@
-"""Writes a report of a logged experiment: tables, figures, verdicts, and what was not measured.
+"""Writes a report of a logged experiment: tables, figures, verdicts, and what was not
+measured.
 
-In: a notebook's run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file per table,
-and per figure SVG, PDF and PNG with a sidecar that names its runs. All values come from the log.
+In: a notebook's run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file
+per table, and per figure SVG, PDF and PNG with a sidecar that names its runs. All
+values come from the log.
 
-A report goes to a folder named after its checkpoint, which git ignores. `publish` alone changes the
-shipped reports.
-"""
+A report goes to a folder named after its checkpoint, which git ignores. `publish` alone
+changes the shipped reports."""
 
 import json
 import re
@@ -25,7 +26,8 @@ from workbench.sweep.runs import TIMES
 
 @dataclass(frozen=True)
 class Experiment:
-    """Number, name and question of an experiment; its notebook and its folder have its name."""
+    """Number, name and question of an experiment; its notebook and its folder have its
+    name."""
 
     number: str
     name: str
@@ -53,7 +55,9 @@ _QUESTIONS = {
     "and where does it win?",
     "40_apple_interpreter": "Does Apple's own interpreter say what the portable runtime says?",
 }
-EXPERIMENTS = {name[:2]: Experiment(name[:2], name, text) for name, text in _QUESTIONS.items()}
+EXPERIMENTS = {
+    name[:2]: Experiment(name[:2], name, text) for name, text in _QUESTIONS.items()
+}
 
 
 def experiment(number: str) -> Experiment:
@@ -72,12 +76,13 @@ RESERVED = {"", "figures", "tables", "report.md", "report.html"}
 
 
 def folder(number: str, checkpoint: str | None, root: Path | str | None = None) -> Path:
-    """The folder of a write-up: `experiments/NN_slug/CHECKPOINT` beside the log at `root`.
+    """The folder of a write-up: `experiments/NN_slug/CHECKPOINT` beside the log at
+    `root`.
 
     Args:
         number: of an experiment, or the name of another one, which is its folder's.
-        checkpoint: the run's checkpoints (see `subject`); None: the folder of the shipped report,
-            `experiments/NN_slug` itself.
+        checkpoint: the run's checkpoints (see `subject`); None: the folder of the
+            shipped report, `experiments/NN_slug` itself.
     """
     name = EXPERIMENTS[number].name if number in EXPERIMENTS else number
     shipped = log.whole(root).parent / name
@@ -88,13 +93,15 @@ def folder(number: str, checkpoint: str | None, root: Path | str | None = None) 
 
 
 def subject(runs: Iterable[Mapping]) -> str:
-    """The checkpoints of rows of `runs`, joined by "+": those that a notebook's parameters name,
-    else the logged ones."""
+    """The checkpoints of rows of `runs`, joined by "+": those that a notebook's
+    parameters name, else the logged ones."""
     names = []
     for run in runs:
         config = run["config"] if isinstance(run["config"], str) else "{}"
         parameters = json.loads(config).get("parameters", {})
-        paths = parameters.get("CHECKPOINTS", parameters.get("CHECKPOINT", run["checkpoint"]))
+        paths = parameters.get(
+            "CHECKPOINTS", parameters.get("CHECKPOINT", run["checkpoint"])
+        )
         paths = paths if isinstance(paths, list) else [paths]
         names += [Path(path).name for path in paths if isinstance(path, str)]
     return "+".join(dict.fromkeys(names)) or "run"
@@ -108,18 +115,22 @@ def exhibit(
     options: Mapping | None = None,
     run_ids: Iterable[str] = (),
 ) -> dict:
-    """A row of the log's `exhibits`: a figure's data, function and options (`plot` None: a table).
+    """A row of the log's `exhibits`: a figure's data, function and options (`plot`
+    None: a table).
 
-    `run_ids` are the runs of the data, beside those in a column ``run_id`` and the run that it is
-    logged with.
-    """
+    `run_ids` are the runs of the data, beside those in a column ``run_id`` and the run
+    that it is logged with."""
     flat = data.rename(columns=str)
     if data.columns.nlevels > 1:
         flat.columns = flat.columns.map(" ".join)
     if data.index.name or data.index.nlevels > 1:
         flat = flat.reset_index()
-    content = flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
-    content["run_ids"] = sorted({*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())})
+    content = (
+        flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
+    )
+    content["run_ids"] = sorted(
+        {*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())}
+    )
     return {
         "name": name,
         "caption": caption,
@@ -150,8 +161,8 @@ def runs_of(row: Mapping) -> list[str]:
 def write_exhibit(
     row: Mapping, place: Path, number: str, runs: pd.DataFrame | None = None
 ) -> list[Path]:
-    """Writes the files of one exhibit below `place`; equal rows give equal bytes. A figure's
-    subtitle describes its rows of `runs`."""
+    """Writes the files of one exhibit below `place`; equal rows give equal bytes. A
+    figure's subtitle describes its rows of `runs`."""
     if row["plot"]:
         return _write_figure(row, place, runs)
     path = place / "tables" / f"{row['name']}.tex"
@@ -161,7 +172,9 @@ def write_exhibit(
         "label": f"tab:{number}-{row['name']}",
         "float_format": "%.4g",
     }
-    path.write_text(data_of(row).to_latex(index=False, escape=True, na_rep="--", **latex))
+    path.write_text(
+        data_of(row).to_latex(index=False, escape=True, na_rep="--", **latex)
+    )
     return [path]
 
 
@@ -174,15 +187,23 @@ def _write_figure(row: Mapping, place: Path, runs: pd.DataFrame | None) -> list[
     # other figures are of published values, or of computed sizes of another model
     if runs is not None and "chip" not in data and row["plot"] != "memory_bar":
         facts["about"] = figure_subject(runs[runs["run_id"].isin(facts["run_ids"])])
-    return plots.save(lambda: draw(data, **options), place / "figures" / row["name"], **facts)
+    return plots.save(
+        lambda: draw(data, **options), place / "figures" / row["name"], **facts
+    )
 
 
 def figure_subject(runs: pd.DataFrame) -> str:
-    """The subtitle of a figure: the checkpoints, compressions, lengths and machines of rows of
-    `runs`, and whether a run used the stand-in or has a simulated placement."""
+    """The subtitle of a figure: the checkpoints, compressions, lengths and machines of
+    rows of `runs`, and whether a run used the stand-in or has a simulated placement."""
     texts = []
     for column, text in FIGURE_SUBJECT.items():
-        values = with_machines(runs)[column].dropna().drop_duplicates().sort_values().tolist()
+        values = (
+            with_machines(runs)[column]
+            .dropna()
+            .drop_duplicates()
+            .sort_values()
+            .tolist()
+        )
         if len(values) > 3:
             values = [values[0], "…", values[-1]]
         if values:
@@ -193,13 +214,18 @@ def figure_subject(runs: pd.DataFrame) -> str:
 
 
 def write_report(
-    number: str, root: Path | str | None = None, run: str | None = None, place: Path | None = None
+    number: str,
+    root: Path | str | None = None,
+    run: str | None = None,
+    place: Path | None = None,
 ) -> Path:
-    """Writes the report of an experiment with its figures and tables from the log at `root`.
+    """Writes the report of an experiment with its figures and tables from the log at
+    `root`.
 
     Args:
         run: id of the notebook's run to write up; default: the newest one.
-        place: the folder to write to; default: that of the run's checkpoint (see `folder`).
+        place: the folder to write to; default: that of the run's checkpoint (see
+            `folder`).
 
     Returns:
         The path of `report.md`.
@@ -208,14 +234,18 @@ def write_report(
     runs, exhibits = behind(number, root, run)
     if runs.empty:
         step = f"run the notebook: workbench run {number}"
-        raise InputError(f"experiment {number}", "no run in the log", "at least one run", step)
+        raise InputError(
+            f"experiment {number}", "no run in the log", "at least one run", step
+        )
     notebook = _notebooks(runs).tail(1)
     about = subject((runs if notebook.empty else notebook).to_dict("records"))
     place = place or folder(number, about, root)
     place.mkdir(parents=True, exist_ok=True)
     for row in exhibits:
         write_exhibit(row, place, number, runs)
-    again = " ".join(["workbench report", number, *(f"--run {i}" for i in notebook["run_id"])])
+    again = " ".join(
+        ["workbench report", number, *(f"--run {i}" for i in notebook["run_id"])]
+    )
     configs = notebook["config"].dropna()
     config = json.loads(configs.item()) if len(configs) else {}
     parameters = config.get("parameters", {})
@@ -238,12 +268,15 @@ def write_report(
     return path
 
 
-def publish(number: str, root: Path | str | None = None, run: str | None = None) -> Path:
-    """Makes the report of a notebook's run the shipped one, and copies its runs to the shipped log.
+def publish(
+    number: str, root: Path | str | None = None, run: str | None = None
+) -> Path:
+    """Makes the report of a notebook's run the shipped one, and copies its runs to the
+    shipped log.
 
-    Shipped runs of this experiment that no shipped report uses any more are removed from there; the
-    log's own files stay. Arguments are as in `write_report`; returns the shipped `report.md`.
-    """
+    Shipped runs of this experiment that no shipped report uses any more are removed
+    from there; the log's own files stay. Arguments are as in `write_report`; returns
+    the shipped `report.md`."""
     whole = log.whole(root)
     place = folder(number, None, root)
     shipped = whole / log.SHIPPED
@@ -280,7 +313,9 @@ def _remove_unused(number: str, shipped: Path, needed: set[str]) -> None:
         needed = needed.union(*map(runs_of, behind(other, shipped)[1]))
     listed = log.load("runs", root=shipped, where={"experiment": number})["run_id"]
     for run_id in set(listed) - needed:
-        for table in sorted(log.SCHEMAS, key="runs".__ne__):  # `runs` first: listed runs are whole
+        for table in sorted(
+            log.SCHEMAS, key="runs".__ne__
+        ):  # `runs` first: listed runs are whole
             (shipped / table / f"{run_id}.parquet").unlink(missing_ok=True)
 
 
@@ -292,14 +327,16 @@ def _notebooks(runs: pd.DataFrame) -> pd.DataFrame:
 def behind(
     number: str, root: Path | str | None = None, run: str | None = None
 ) -> tuple[pd.DataFrame, list[dict]]:
-    """The runs of a report and its exhibits: those of a notebook's run, then those saved from
-    widgets with its checkpoint until the notebook ran on it again.
+    """The runs of a report and its exhibits: those of a notebook's run, then those
+    saved from widgets with its checkpoint until the notebook ran on it again.
 
     Args:
-        run: id of the notebook's run; default: the newest one. If the notebook never ran: all runs
-            of the experiment and all saved exhibits.
+        run: id of the notebook's run; default: the newest one. If the notebook never
+            ran: all runs of the experiment and all saved exhibits.
     """
-    runs = log.load("runs", root=root, where={"experiment": number}).sort_values("run_id")
+    runs = log.load("runs", root=root, where={"experiment": number}).sort_values(
+        "run_id"
+    )
     notebooks = _notebooks(runs)
     if run is not None and run not in set(notebooks["run_id"]):
         needed = f"a run of notebook {number}"
@@ -308,14 +345,20 @@ def behind(
     rows = runs[runs["command"].eq("explorer")]
     if len(notebooks):
         run = run or notebooks["run_id"].max()
-        about = pd.Series([subject([row]) for row in runs.to_dict("records")], runs.index)
+        about = pd.Series(
+            [subject([row]) for row in runs.to_dict("records")], runs.index
+        )
         same = runs[about == about[runs["run_id"] == run].iloc[0]]
         later = [i for i in _notebooks(same)["run_id"] if i > run]
-        since = same["run_id"].between(run, min(later, default="~"))  # "~" is later than any
+        since = same["run_id"].between(
+            run, min(later, default="~")
+        )  # "~" is later than any
         rows = same[same["run_id"].eq(run) | since & same["command"].eq("explorer")]
     table = log.load("exhibits", root=root, where={"run_id": rows["run_id"].tolist()})
     table = table.sort_values("run_id", kind="stable")
-    replaced = table.assign(plot=table["plot"].isna()).duplicated(["name", "plot"], keep="last")
+    replaced = table.assign(plot=table["plot"].isna()).duplicated(
+        ["name", "plot"], keep="last"
+    )
     table = table[~replaced]
     exhibits = table.astype(object).where(table.notna(), None).to_dict("records")
     if len(notebooks):
@@ -350,7 +393,11 @@ def _results(exhibits: list[dict], again: str) -> str:
             parts += [f"![{caption}](figures/{name}.svg)", again_by]
         else:
             table = data_of(row).to_markdown(index=False, floatfmt=".4g")
-            parts += [caption, table, f"LaTeX: [`tables/{name}.tex`](tables/{name}.tex). {rows}."]
+            parts += [
+                caption,
+                table,
+                f"LaTeX: [`tables/{name}.tex`](tables/{name}.tex). {rows}.",
+            ]
     return "\n\n".join(parts) if exhibits else ""
 
 
@@ -379,8 +426,8 @@ def _verdicts(runs: pd.DataFrame) -> str:
 
 
 def _speed(runs: pd.DataFrame, root) -> str:
-    """A table of speeds per machine, since times of two are not compared; invalid runs are only
-    listed."""
+    """A table of speeds per machine, since times of two are not compared; invalid runs
+    are only listed."""
     measured = runs[runs["command"] == "sweep"]
     named = with_machines(measured[measured["status"] != "invalid"])
     parts = []
@@ -392,7 +439,10 @@ def _speed(runs: pd.DataFrame, root) -> str:
 
 
 def _speed_of(runs: pd.DataFrame, root) -> str:
-    where = {"run_id": _latest(runs)["run_id"].tolist(), "phase": ["tokens_per_s", "call"]}
+    where = {
+        "run_id": _latest(runs)["run_id"].tolist(),
+        "phase": ["tokens_per_s", "call"],
+    }
     samples = log.load("samples", root=root, where=where)
     options = []
     for c in ("checkpoint", "checkpoint_hash", *TIMES, "software"):
@@ -405,7 +455,18 @@ def _speed_of(runs: pd.DataFrame, root) -> str:
     for option in options:
         if speeds[option].nunique(dropna=False) > 1:
             varied.append(option)
-    columns = [*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]
+    columns = [
+        *varied,
+        "T",
+        "depth",
+        "phase",
+        "unit",
+        "median",
+        "mad",
+        "n",
+        "doubtful",
+        "run_id",
+    ]
     table = speeds.sort_values(["phase", *varied, "T"])[columns]
     return f"On {runs['machine'].iloc[0]}:\n\n{table.to_markdown(index=False, floatfmt='.4g')}"
 
@@ -419,4 +480,6 @@ def _unmeasured(runs: pd.DataFrame) -> str:
         )
     if not runs["placement"].notna().any():
         missing.append("Placement (ANE, GPU, CPU): *not measured*.")
-    return "## Not measured\n\n" + "\n".join(f"- {m}" for m in missing) if missing else ""
+    return (
+        "## Not measured\n\n" + "\n".join(f"- {m}" for m in missing) if missing else ""
+    )

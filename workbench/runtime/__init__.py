@@ -1,7 +1,8 @@
-"""The runtimes that execute shards: `portable` anywhere, `coreml` on macOS 15 or later, and
-elsewhere `stand-in`, the same code over a strict imitation of Core ML's binding that can
-simulate a fault (`stand-in:kill`). An argument selects one; `auto` reads the variable
-WORKBENCH_RUNTIME where it is set. Core AI programs run on `coreai` and on no other runtime."""
+"""The runtimes that execute shards: `portable` anywhere, `coreml` on macOS 15 or later,
+and elsewhere `stand-in`, the same code over a strict imitation of Core ML's binding
+that can simulate a fault (`stand-in:kill`). An argument selects one; `auto` reads the
+variable WORKBENCH_RUNTIME where it is set. Core AI programs run on `coreai` and on no
+other runtime."""
 
 import os
 import platform
@@ -18,17 +19,23 @@ COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
 
 def coreml_available() -> bool:
     """Whether Core ML can run stateful models here: macOS 15 or later."""
-    return platform.system() == "Darwin" and int(platform.mac_ver()[0].split(".")[0] or 0) >= 15
+    return (
+        platform.system() == "Darwin"
+        and int(platform.mac_ver()[0].split(".")[0] or 0) >= 15
+    )
 
 
 def _shimmed() -> bool:
-    """Whether the shim replaces coremltools' native layer; off a Mac only the shim provides this
-    module."""
-    return platform.system() != "Darwin" and "coremltools.libcoremlpython" in sys.modules
+    """Whether the shim replaces coremltools' native layer; off a Mac only the shim
+    provides this module."""
+    return (
+        platform.system() != "Darwin" and "coremltools.libcoremlpython" in sys.modules
+    )
 
 
 def named(runtime: str) -> tuple[str, str]:
-    """The runtime and the fault that a stand-in simulates (`stand-in:kill`), "" for none.
+    """The runtime and the fault that a stand-in simulates (`stand-in:kill`), "" for
+    none.
 
     Raises:
         InputError: there is no such runtime or no such fault.
@@ -45,12 +52,12 @@ def named(runtime: str) -> tuple[str, str]:
 
 
 def resolve(runtime: str = "auto", target: str = "coreml") -> str:
-    """The runtime to load shards with: the one named, if this machine has it; what `auto` stands
-    for here. `target` is the bundle's option.
+    """The runtime to load shards with: the one named, if this machine has it; what
+    `auto` stands for here. `target` is the bundle's option.
 
     Raises:
-        InputError: no such runtime; `coreml` where there is none, `stand-in` where there is; a
-            runtime for programs of another target.
+        InputError: no such runtime; `coreml` where there is none, `stand-in` where
+            there is; a runtime for programs of another target.
     """
     name, _ = named(runtime)
     if target == "coreai" and name == "auto":
@@ -100,16 +107,17 @@ def load_shard(
     hints: dict | None = None,
     function: str | None = None,
 ) -> Model:
-    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what
-    follows them Core ML.
+    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime,
+    what follows them Core ML.
 
-    A shard of several functions is one model that runs the function of each call's T, unless one
-    `function` is named.
-    """
+    A shard of several functions is one model that runs the function of each call's T,
+    unless one `function` is named."""
     if shard.functions and function is None:
         from workbench.runtime.functions import FunctionsModel
 
-        how = dict(precision=precision, fast=fast, compute_units=compute_units, hints=hints)
+        how = dict(
+            precision=precision, fast=fast, compute_units=compute_units, hints=hints
+        )
         load = partial(load_shard, bundle, shard, runtime, **how)
         return FunctionsModel(bundle, shard, lambda name: load(function=name))
     name, fault = named(resolve(runtime, bundle.manifest.options.target))

@@ -1,5 +1,5 @@
-"""The interface between a shard and the runtime that executes it, and the checks that all runtimes
-share.
+"""The interface between a shard and the runtime that executes it, and the checks that
+all runtimes share.
 
 NumPy arrays at the boundary, float32 in and out; states under their logical names
 (`layers.3.k_state`).
@@ -37,7 +37,9 @@ class Model(Protocol):
     loading_ms: dict[
         str, float | None
     ]  # compile, cold_load, load, first_predict; None where it did not happen or is not known
-    last_native_ms: float | None  # Core ML's own share of the last call; None where nothing says
+    last_native_ms: (
+        float | None
+    )  # Core ML's own share of the last call; None where nothing says
 
     def make_state(self) -> "State":
         """Fresh state, zeros; it belongs to this model alone."""
@@ -51,12 +53,12 @@ class Model(Protocol):
 
 
 class State:
-    """Logical states of one shard for one batch of sequences, over a runtime's `raw` state.
+    """Logical states of one shard for one batch of sequences, over a runtime's `raw`
+    state.
 
-    A raw state has `read(tensor)` and `write(tensor, value)` for whole tensors under Core ML's
-    names. `read(name)` copies a state out; `write(name, value)` replaces it (shape and dtype as
-    `read` gives them).
-    """
+    A raw state has `read(tensor)` and `write(tensor, value)` for whole tensors under
+    Core ML's names. `read(name)` copies a state out; `write(name, value)` replaces it
+    (shape and dtype as `read` gives them)."""
 
     def __init__(self, shard: Shard, raw):
         self.shard, self.raw = shard, raw
@@ -92,10 +94,9 @@ class State:
 
 
 def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> None:
-    """Raises an InputError for missing or unknown inputs, wrong shapes, and axes T that disagree
-    or exceed t_max. Core ML checks each input by itself; inputs of different T give undefined
-    results there.
-    """
+    """Raises an InputError for missing or unknown inputs, wrong shapes, and axes T that
+    disagree or exceed t_max. Core ML checks each input by itself; inputs of different T
+    give undefined results there."""
     if inputs.keys() != shard.inputs.keys():
         raise InputError(
             f"inputs of shard {shard.name}",
@@ -106,23 +107,31 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
     T = None
     for name, shape in shard.inputs.items():
         subject, actual = f"input {name!r} of shard {shard.name}", inputs[name].shape
-        if len(actual) != len(shape) or any(n not in ("T", m) for n, m in zip(shape, actual)):
+        if len(actual) != len(shape) or any(
+            n not in ("T", m) for n, m in zip(shape, actual)
+        ):
             raise InputError(subject, f"shape {list(actual)}", f"{shape}", "reshape it")
         for m in (m for n, m in zip(shape, actual) if n == "T"):
             T = T or m
             if m != T or m > t_max or not m:
                 raise InputError(
-                    subject, f"T = {m}", f"one T for all inputs, 1 to {t_max}", "split the call"
+                    subject,
+                    f"T = {m}",
+                    f"one T for all inputs, 1 to {t_max}",
+                    "split the call",
                 )
 
 
 def check_outputs(
     shard: Shard, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
 ) -> None:
-    """Raises an InputError for outputs that are missing or have another shape than the manifest
-    says. Core ML was reported to return a batch of 1 without an error (CT#2730)."""
+    """Raises an InputError for outputs that are missing or have another shape than the
+    manifest says. Core ML was reported to return a batch of 1 without an error
+    (CT#2730)."""
     sizes = {
-        n: m for name, shape in shard.inputs.items() for n, m in zip(shape, inputs[name].shape)
+        n: m
+        for name, shape in shard.inputs.items()
+        for n, m in zip(shape, inputs[name].shape)
     }
     for name, shape in shard.outputs.items():
         declared = [sizes.get("T") if n == "T" else n for n in shape]
@@ -140,16 +149,19 @@ def check_outputs(
 
 
 def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
-    """Compares the inputs, states and outputs of a shard in the manifest with those of its package.
+    """Compares the inputs, states and outputs of a shard in the manifest with those of
+    its package.
 
-    Compared are the names of inputs, outputs and states, every size, the dtypes that the contract
-    says (`pos` int32, floats for all else), and whether the axis T takes 1 to t_max tokens, or
-    t_max alone where the package fixes it.
+    Compared are the names of inputs, outputs and states, every size, the dtypes that
+    the contract says (`pos` int32, floats for all else), and whether the axis T takes 1
+    to t_max tokens, or t_max alone where the package fixes it.
 
     Raises:
         InputError: names the first value that differs.
     """
-    types = program.inputs | {name: kind for op in program.block.ops for name, kind in op.outputs}
+    types = program.inputs | {
+        name: kind for op in program.block.ops for name, kind in op.outputs
+    }
     outputs = {name: types.get(name) for name in program.outputs}
     described = {
         value.name: value.type.multiArrayType.shapeRange.sizeRanges
@@ -185,7 +197,12 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
         check(_agree(shape, declared, t_max), subject, f"shape {shape}", declaration)
     for name, declared in shard.outputs.items():
         shape = list(outputs[name].shape) if outputs[name] else []
-        check(_agree(shape, declared, t_max), f"output {name!r}", f"shape {shape}", declared)
+        check(
+            _agree(shape, declared, t_max),
+            f"output {name!r}",
+            f"shape {shape}",
+            declared,
+        )
     for name, entry in shard.states.items():
         shape = program.states[entry.tensor].shape
         declaration = f"{entry.shape}" + (f" in {entry.part}" if entry.part else "")
@@ -194,7 +211,8 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
 
 
 def _holds_state(shape: tuple, entry: StateEntry) -> bool:
-    """Whether a tensor of `shape` is the state, or has the part of it that the entry names."""
+    """Whether a tensor of `shape` is the state, or has the part of it that the entry
+    names."""
     part = entry.part
     if part is None:
         return tuple(entry.shape) == shape
@@ -206,8 +224,8 @@ def _holds_state(shape: tuple, entry: StateEntry) -> bool:
 
 
 def _agree(shape: list, declared: list, t_max: int) -> bool:
-    """Whether every axis of a package's shape is as declared: the size itself, t_max for T, a range
-    (low, high) that holds every T; None, for an output, takes any."""
+    """Whether every axis of a package's shape is as declared: the size itself, t_max
+    for T, a range (low, high) that holds every T; None, for an output, takes any."""
     return len(shape) == len(declared) and all(
         size in (None, t_max if n == "T" else n)
         or (n == "T" and isinstance(size, tuple) and size[0] <= 1 and size[1] >= t_max)

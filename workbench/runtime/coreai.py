@@ -1,6 +1,6 @@
-"""Runs `.aimodel` shards with Apple's Core AI: its CPU interpreter on Linux and macOS before 27,
-the system's own runtime from macOS 27 on, which may use devices. Nothing here was run on a Mac.
-"""
+"""Runs `.aimodel` shards with Apple's Core AI: its CPU interpreter on Linux and macOS
+before 27, the system's own runtime from macOS 27 on, which may use devices. Nothing
+here was run on a Mac."""
 
 import asyncio
 import os
@@ -24,14 +24,21 @@ from miltorch.quiet import quiet
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.aimodel import NUMPY, optional
 from workbench.errors import InputError, one_line
-from workbench.runtime.base import State, attribute, check_inputs, check_interface, check_outputs
+from workbench.runtime.base import (
+    State,
+    attribute,
+    check_inputs,
+    check_interface,
+    check_outputs,
+)
 
 _loading = threading.Lock()  # the standard error of the process is replaced meanwhile
 
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, because callers such as Jupyter may already run one."""
+    """An event loop in a thread of its own, because callers such as Jupyter may already
+    run one."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="core-ai", daemon=True).start()
     return loop
@@ -44,7 +51,8 @@ def wait(coroutine):
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Context manager that drops what native code writes to the standard error of the process."""
+    """Context manager that drops what native code writes to the standard error of the
+    process."""
     sys.stderr.flush()
     with _loading, open(os.devnull, "w") as null:
         stderr = os.dup(2)
@@ -68,15 +76,18 @@ class Arrays:
         return self.arrays[tensor].numpy()
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        self.arrays[tensor] = optional("coreai.runtime").NDArray(np.array(value, self.dtype))
+        self.arrays[tensor] = optional("coreai.runtime").NDArray(
+            np.array(value, self.dtype)
+        )
 
 
 class CoreAIModel:
-    """One shard as a Core AI function. Inputs, states and results have the program's dtype.
+    """One shard as a Core AI function. Inputs, states and results have the program's
+    dtype.
 
     Raises:
-        InputError: the extra's packages are missing, the asset does not load, or its interface is
-            not as the manifest says.
+        InputError: the extra's packages are missing, the asset does not load, or its
+            interface is not as the manifest says.
     """
 
     last_native_ms = None
@@ -92,7 +103,9 @@ class CoreAIModel:
             self.function = wait(_load(self.package))
         self.program = interface(self.function.desc, self.t_max)
         check_interface(shard, self.program, self.t_max)
-        self.shapes = {name: list(kind.shape) for name, kind in self.program.states.items()}
+        self.shapes = {
+            name: list(kind.shape) for name, kind in self.program.states.items()
+        }
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
 
@@ -105,18 +118,23 @@ class CoreAIModel:
         check_inputs(self.shard, inputs, self.t_max)  # the runtime itself takes any T
         function = self.function if self.hook is None else self.logged.function
         array = optional("coreai.runtime").NDArray
-        given = {name: array(np.array(value, self.dtype)) for name, value in inputs.items()}
+        given = {
+            name: array(np.array(value, self.dtype)) for name, value in inputs.items()
+        }
         with self._one_message():
             results = wait(_call(function, given, state.raw.arrays if state else {}))
-        outputs = {name: np.array(value.numpy(), np.float32) for name, value in results.items()}
+        outputs = {
+            name: np.array(value.numpy(), np.float32) for name, value in results.items()
+        }
         if self.hook is not None:
             self.logged.replay(self.hook)
         check_outputs(self.shard, inputs, outputs)
         return outputs
 
     def hooked(self, hook: Hook | None) -> AbstractContextManager:
-        """Context manager inside which `hook` is called after each call with every value that
-        the runtime logged, in the order of their operations. Its return value is ignored."""
+        """Context manager inside which `hook` is called after each call with every
+        value that the runtime logged, in the order of their operations. Its return
+        value is ignored."""
         return attribute(self, "hook", hook)
 
     @cached_property
@@ -140,20 +158,23 @@ async def _call(function, inputs: dict, state: dict) -> dict:
 
 
 async def _load(package: Path):
-    """The function `main` of an asset; the files that it is compiled to are temporary."""
+    """The function `main` of an asset; the files that it is compiled to are
+    temporary."""
     asset = optional("coreai.authoring").AIModelAsset.load(package)
     async with asset.executable() as model:
         return model.load_function("main")
 
 
 def interface(described, t_max: int) -> SimpleNamespace:
-    """A function's inputs, states and outputs as `check_interface` reads those of a Core ML
-    program."""
+    """A function's inputs, states and outputs as `check_interface` reads those of a
+    Core ML program."""
 
     def kinds(names: list[str], descriptor, free) -> dict[str, Type]:
         each = {name: descriptor(name) for name in names}
         return {
-            name: Type(one.dtype.upper(), tuple(free if n < 0 else n for n in one.shape))
+            name: Type(
+                one.dtype.upper(), tuple(free if n < 0 else n for n in one.shape)
+            )
             for name, one in each.items()
         }
 
@@ -168,19 +189,27 @@ def interface(described, t_max: int) -> SimpleNamespace:
 
 
 class Logged:
-    """The function again, with Apple's IntermediateLogger; `replay` hands on what it has logged.
+    """The function again, with Apple's IntermediateLogger; `replay` hands on what it
+    has logged.
 
     Apple's own inspector takes no states, so its parts are put together here.
     """
 
     def __init__(self, package: Path, shard: Shard):
-        runtime, module = optional("coreai.runtime"), optional("coreai_torch.debugging.inspector")
+        runtime, module = (
+            optional("coreai.runtime"),
+            optional("coreai_torch.debugging.inspector"),
+        )
         self.modules, self.values = shard.modules, defaultdict(dict)
         asset = optional("coreai.authoring").AIModelAsset.load(package)
-        self.folder = tempfile.TemporaryDirectory(suffix=".aimodelx")  # as long as the function
+        self.folder = tempfile.TemporaryDirectory(
+            suffix=".aimodelx"
+        )  # as long as the function
         asset._write_odix(Path(self.folder.name), enable_debug_info=True)
         self.model = wait(_load_model(runtime, self.folder.name))
-        inspector = module.CoreAIInspector(self.model)  # reads the debug infos, before the function
+        inspector = module.CoreAIInspector(
+            self.model
+        )  # reads the debug infos, before the function
         numbers = sorted({number for number, _ in inspector._compile_map})
         sources, requested = inspector._build_mapping_and_compile_ids(numbers)
         callback = inspector._create_capture_callback(self.values, sources)
@@ -188,11 +217,17 @@ class Logged:
         self.function = self.model.load_function("main", intermediate_logger=logger)
 
     def replay(self, hook: Hook) -> None:
-        """Calls the hook with each logged value, named by the id of its Core AI operation."""
+        """Calls the hook with each logged value, named by the id of its Core AI
+        operation."""
         for number in sorted(self.values):
             for index, value in self.values[number].items():
                 name = f"{number}" if index == 0 else f"{number}.{index}"
-                op = Op("coreai", name, {}, [(name, Type(str(value.dtype).upper(), value.shape))])
+                op = Op(
+                    "coreai",
+                    name,
+                    {},
+                    [(name, Type(str(value.dtype).upper(), value.shape))],
+                )
                 hook(op, [torch.from_numpy(np.array(value))])
         self.values.clear()
 

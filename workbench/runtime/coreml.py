@@ -1,9 +1,8 @@
-"""Runs a shard through coremltools and Core ML (macOS 15 or later). None of it has been run on a
-device off a Mac.
+"""Runs a shard through coremltools and Core ML (macOS 15 or later). None of it has been
+run on a device off a Mac.
 
-Shards are compiled once and stored beside the bundle, under a hash of their files, coremltools and
-macOS; every later process loads the compiled model.
-"""
+Shards are compiled once and stored beside the bundle, under a hash of their files,
+coremltools and macOS; every later process loads the compiled model."""
 
 import ctypes
 import hashlib
@@ -33,9 +32,8 @@ HINTS = {
     "specializationStrategy": "SpecializationStrategy",
     "allowLowPrecisionAccumulationOnGPU": None,
 }  # hint → coremltools' enumeration; None: a bool
-COPIES = (
-    2  # of a shard, once it runs: the compiled model, and what Core ML makes of it for a device
-)
+# of a shard, once it runs: the compiled model, and what Core ML makes of it for a device
+COPIES = 2
 # what a state needs, and the next step where Core ML refuses one
 STATE = (
     "a state that Core ML reads and writes",
@@ -45,12 +43,11 @@ STATE = (
 
 @dataclass(frozen=True)
 class Placed:
-    """One compute operation of a compute plan: where Core ML prefers to run it, what else could,
-    its share of the cost.
+    """One compute operation of a compute plan: where Core ML prefers to run it, what
+    else could, its share of the cost.
 
-    `preferred` is ane, gpu or cpu; None if the plan does not contain it. `cost` is a fraction of
-    the model's cost, not a time.
-    """
+    `preferred` is ane, gpu or cpu; None if the plan does not contain it. `cost` is a
+    fraction of the model's cost, not a time."""
 
     op: str
     name: str
@@ -61,8 +58,8 @@ class Placed:
 
 @contextmanager
 def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
-    """Context manager that turns errors of Core ML's binding, RuntimeErrors of several lines,
-    into one InputError with their text."""
+    """Context manager that turns errors of Core ML's binding, RuntimeErrors of several
+    lines, into one InputError with their text."""
     try:
         yield
     except RuntimeError as problem:
@@ -71,15 +68,17 @@ def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Context manager that redirects what native code writes to the standard output of the
-    process to its standard error."""
+    """Context manager that redirects what native code writes to the standard output of
+    the process to its standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # what C's own buffers still hold belongs there too
+        ctypes.CDLL(None).fflush(
+            None
+        )  # what C's own buffers still hold belongs there too
         os.dup2(stdout, 1)
         os.close(stdout)
 
@@ -87,8 +86,8 @@ def stdout_to_stderr() -> Iterator[None]:
 class Handle:
     """Raw state over coremltools' MLState: float16, as Core ML holds it.
 
-    The binding reads states as float32, and writes neither float16 nor read-only arrays.
-    """
+    The binding reads states as float32, and writes neither float16 nor read-only
+    arrays."""
 
     def __init__(self, state, shard: str):
         self.state, self.shard = state, shard
@@ -107,12 +106,13 @@ class CoreMLModel:
 
     Args:
         compute_units: a name of coremltools' ComputeUnit.
-        hints: optimization hints by Core ML's names, values as their enumerations spell them.
+        hints: optimization hints by Core ML's names, values as their enumerations spell
+            them.
         function: the function to run (default: the model's own default).
 
     Raises:
-        InputError: a shard that Core ML does not compile, load or run, with Core ML's own message
-            in one line; a hint that it does not know.
+        InputError: a shard that Core ML does not compile, load or run, with Core ML's
+            own message in one line; a hint that it does not know.
     """
 
     def __init__(
@@ -132,7 +132,9 @@ class CoreMLModel:
         )
         self.last_native_ms: float | None = None
         # reads the program, no weights
-        check_interface(shard, miltorch.read(bundle.package(shard), function), self.t_max)
+        check_interface(
+            shard, miltorch.read(bundle.package(shard), function), self.t_max
+        )
         hints = _hints(ct, hints or {})
         with self._one_message():
             self.compiled, self.loading_ms["compile"] = compile_shard(bundle, shard)
@@ -142,7 +144,9 @@ class CoreMLModel:
             self.model = ct.models.CompiledMLModel(
                 str(self.compiled), self.units, function, hints or None
             )
-        self.loading_ms["cold_load" if cold else "load"] = (time.perf_counter() - start) * 1e3
+        self.loading_ms["cold_load" if cold else "load"] = (
+            time.perf_counter() - start
+        ) * 1e3
         with suppress(OSError):  # a folder that cannot be written
             mark.touch()
 
@@ -154,9 +158,14 @@ class CoreMLModel:
         )
 
     def _loaded_mark(self, hints: dict) -> Path:
-        """An empty file beside the compiled shard that records an earlier load with the same
-        settings. On the first load Core ML makes a program for the device and stores it itself."""
-        how = [self.units.name, self.function, sorted((name, str(v)) for name, v in hints.items())]
+        """An empty file beside the compiled shard that records an earlier load with the
+        same settings. On the first load Core ML makes a program for the device and
+        stores it itself."""
+        how = [
+            self.units.name,
+            self.function,
+            sorted((name, str(v)) for name, v in hints.items()),
+        ]
         key = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]
         return self.compiled.with_suffix(f".{key}.loaded")
 
@@ -168,7 +177,8 @@ class CoreMLModel:
         self, inputs: dict[str, np.ndarray], state: State | None = None
     ) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
-        # float32 is what the binding takes: Core ML rounds it to the float16 of its inputs, once
+        # float32 is what the binding takes: Core ML rounds it to the float16 of its
+        # inputs, once
         typed = {
             n: np.require(v, v.dtype if v.dtype == np.int32 else np.float32, "CW")
             for n, v in inputs.items()
@@ -185,8 +195,9 @@ class CoreMLModel:
 
 
 def compile_shard(bundle: Bundle, shard: Shard) -> tuple[Path, float | None]:
-    """The compiled shard, from the cache or compiled into it, whole or not at all, and the ms that
-    compiling took (None: it was there). Core ML's messages go to the standard error."""
+    """The compiled shard, from the cache or compiled into it, whole or not at all, and
+    the ms that compiling took (None: it was there). Core ML's messages go to the
+    standard error."""
     target = compiled_path(bundle, shard)
     if target.exists():
         return target, None
@@ -197,7 +208,9 @@ def compile_shard(bundle: Bundle, shard: Shard) -> tuple[Path, float | None]:
     start, ms = time.perf_counter(), None
     try:
         with stdout_to_stderr():
-            coremltools().models.utils.compile_model(str(bundle.package(shard)), str(temporary))
+            coremltools().models.utils.compile_model(
+                str(bundle.package(shard)), str(temporary)
+            )
         ms = (time.perf_counter() - start) * 1e3
         os.rename(temporary, target)
     except OSError:
@@ -211,21 +224,26 @@ def compile_shard(bundle: Bundle, shard: Shard) -> tuple[Path, float | None]:
 def compute_plan(
     bundle: Bundle, shard: Shard, compute_units: str, function: str | None = None
 ) -> list[Placed]:
-    """Where Core ML plans to run every compute operation of a shard, nested blocks included;
-    constants are left out. Core ML may abort the process that calls this.
+    """Where Core ML plans to run every compute operation of a shard, nested blocks
+    included; constants are left out. Core ML may abort the process that calls this.
 
     Raises:
         InputError: Core ML compiles no such model, or gives no plan.
     """
     ct, subject = coremltools(), f"plan of shard {shard.name}"
-    needed, step = "Core ML's MLComputePlan", "see the message; timings alone say where it ran"
+    needed, step = (
+        "Core ML's MLComputePlan",
+        "see the message; timings alone say where it ran",
+    )
     with one_message(subject, needed, step):
         compiled, _ = compile_shard(bundle, shard)
         try:
             plan = ct.models.compute_plan.MLComputePlan.load_from_path(
                 str(compiled), ct.ComputeUnit[compute_units]
             )
-        except ValueError as problem:  # coremltools' way to say that this system has none
+        except (
+            ValueError
+        ) as problem:  # coremltools' way to say that this system has none
             raise InputError(
                 subject,
                 str(problem),
@@ -239,12 +257,16 @@ def compute_plan(
 
 
 def compiled_path(bundle: Bundle, shard: Shard) -> Path:
-    """Path of a shard's compiled model, beside the bundle; its name is a hash of the shard's files,
-    coremltools, macOS."""
+    """Path of a shard's compiled model, beside the bundle; its name is a hash of the
+    shard's files, coremltools, macOS."""
     versions = coremltools().__version__, platform.mac_ver()[0], platform.version()
     sources = [sorted((f.path, f.sha256) for f in shard.files), *versions]
     key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]
-    return bundle.root.parent / f".{bundle.root.name}.compiled" / f"{shard.name}-{key}.mlmodelc"
+    return (
+        bundle.root.parent
+        / f".{bundle.root.name}.compiled"
+        / f"{shard.name}-{key}.mlmodelc"
+    )
 
 
 def _hints(ct, hints: dict) -> dict:
@@ -260,7 +282,9 @@ def _hints(ct, hints: dict) -> dict:
     values = {}
     for name, value in hints.items():
         members = (
-            getattr(ct, HINTS[name]).__members__ if HINTS[name] else {"True": True, "False": False}
+            getattr(ct, HINTS[name]).__members__
+            if HINTS[name]
+            else {"True": True, "False": False}
         )
         if str(value) not in members:
             raise InputError(

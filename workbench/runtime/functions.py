@@ -1,9 +1,9 @@
-"""A shard with one function for each fixed T, as one model: each call runs the function of its T.
+"""A shard with one function for each fixed T, as one model: each call runs the function
+of its T.
 
-Only the smallest T is loaded from the start, the others when a call first needs them. A state
-belongs to the function that made it (natively an MLState belongs to one loaded model), so a call of
-another T begins by copying every state.
-"""
+Only the smallest T is loaded from the start, the others when a call first needs them. A
+state belongs to the function that made it (natively an MLState belongs to one loaded
+model), so a call of another T begins by copying every state."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -17,14 +17,15 @@ from workbench.runtime.base import Model, State, attribute, check_interface
 
 
 class FunctionState:
-    """Raw state of one function at a time: that of the last call, until a call of another T."""
+    """Raw state of one function at a time: that of the last call, until a call of
+    another T."""
 
     def __init__(self, model: Model):
         self.model, self.state = model, model.make_state()
 
     def of(self, model: Model) -> State:
-        """A state on which `model` can run: the current one, or a copy in a fresh state of that
-        model."""
+        """A state on which `model` can run: the current one, or a copy in a fresh state
+        of that model."""
         if model is not self.model:
             state = model.make_state()
             for tensor in {entry.tensor for entry in model.shard.states.values()}:
@@ -40,15 +41,15 @@ class FunctionState:
 
 
 class FunctionsModel:
-    """The functions of one shard. Attributes that it lacks (`executable`, `plan` …) are read from
-    the function that ran last.
+    """The functions of one shard. Attributes that it lacks (`executable`, `plan` …) are
+    read from the function that ran last.
 
     Args:
         load: loads the function of a name.
 
     Raises:
-        InputError: a function that the package lacks, or whose interface is not as the manifest
-            says.
+        InputError: a function that the package lacks, or whose interface is not as the
+            manifest says.
     """
 
     def __init__(self, bundle: Bundle, shard: Shard, load: Callable[[str], Model]):
@@ -65,7 +66,10 @@ class FunctionsModel:
         if T not in self.names:
             shapes = ", ".join(map(str, sorted(self.names)))
             raise InputError(
-                f"inputs of shard {self.shard.name}", f"T = {T}", f"T of {shapes}", "pad the call"
+                f"inputs of shard {self.shard.name}",
+                f"T = {T}",
+                f"T of {shapes}",
+                "pad the call",
             )
         if T not in self.functions:
             self.functions[T] = self.load(self.names[T])
@@ -75,7 +79,10 @@ class FunctionsModel:
     def loading_ms(self) -> dict[str, float | None]:
         """Sums over the functions that are loaded."""
         each = [model.loading_ms for model in self.functions.values()]
-        times = {name: [ms[name] for ms in each if ms.get(name) is not None] for name in each[0]}
+        times = {
+            name: [ms[name] for ms in each if ms.get(name) is not None]
+            for name in each[0]
+        }
         return {name: sum(values) if values else None for name, values in times.items()}
 
     def make_state(self) -> State:
@@ -93,8 +100,8 @@ class FunctionsModel:
             return model.predict(inputs, state.raw.of(model) if state else None)
 
     def hooked(self, hook) -> AbstractContextManager:
-        """Context manager inside which `hook` is called after each operation of the function
-        that runs."""
+        """Context manager inside which `hook` is called after each operation of the
+        function that runs."""
         return attribute(self, "hook", hook)
 
     def literal(self) -> AbstractContextManager:
@@ -108,14 +115,15 @@ class FunctionsModel:
 
 
 def each_function(models: Iterable[Model]) -> Iterator[Model]:
-    """All models; a model of several functions counts as the functions that are loaded."""
+    """All models; a model of several functions counts as the functions that are
+    loaded."""
     for model in models:
         yield from getattr(model, "functions", {0: model}).values()
 
 
 def _columns(shard: Shard, inputs: dict[str, np.ndarray]) -> int:
-    """T of a call, read from the first input that has an axis T. The function's model checks all
-    other sizes."""
+    """T of a call, read from the first input that has an axis T. The function's model
+    checks all other sizes."""
     for name, shape in shard.inputs.items():
         if "T" in shape and np.ndim(inputs.get(name)) == len(shape):
             return inputs[name].shape[shape.index("T")]

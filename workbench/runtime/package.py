@@ -1,5 +1,5 @@
-"""One function of any package, without a bundle: the same runtimes, the tensors by the names that
-the package gives them."""
+"""One function of any package, without a bundle: the same runtimes, the tensors by the
+names that the package gives them."""
 
 import shutil
 import tempfile
@@ -22,8 +22,9 @@ from workbench.runtime.standin import installed
 
 
 class PortablePackage:
-    """A function of a package on the portable runtime; `program` is what it runs. Where they are
-    set, `fed` is called with the inputs of every call, `hook` after every operation."""
+    """A function of a package on the portable runtime; `program` is what it runs. Where
+    they are set, `fed` is called with the inputs of every call, `hook` after every
+    operation."""
 
     def __init__(self, path: Path, function: str | None, precision: str):
         self.program = miltorch.read(path, function)
@@ -36,11 +37,19 @@ class PortablePackage:
         exact = self.executable.precision == "exact"
         return Cells(self.executable.make_state(), half=half and not exact)
 
-    def predict(self, inputs: dict[str, np.ndarray], state: Cells | None) -> dict[str, np.ndarray]:
-        tensors = {name: torch.from_numpy(np.array(value)) for name, value in inputs.items()}
+    def predict(
+        self, inputs: dict[str, np.ndarray], state: Cells | None
+    ) -> dict[str, np.ndarray]:
+        tensors = {
+            name: torch.from_numpy(np.array(value)) for name, value in inputs.items()
+        }
         if self.fed:
             self.fed(tensors)
-        own = {name: state.cells[name] for name in self.program.states if name in state.cells}
+        own = {
+            name: state.cells[name]
+            for name in self.program.states
+            if name in state.cells
+        }
         outputs = self.executable.run(tensors, own, self.hook)
         return {name: value.numpy() for name, value in outputs.items()}
 
@@ -48,24 +57,35 @@ class PortablePackage:
 class CoreMLPackage:
     """The same through coremltools and Core ML, or through its stand-in."""
 
-    def __init__(self, path: Path, function: str | None, compute_units: str, standin: str | None):
+    def __init__(
+        self, path: Path, function: str | None, compute_units: str, standin: str | None
+    ):
         self.program, self.name = miltorch.read(path, function), path.name
         units = coremltools().ComputeUnit[compute_units]
-        with self._one_message(), nullcontext() if standin is None else installed(standin):
+        with (
+            self._one_message(),
+            nullcontext() if standin is None else installed(standin),
+        ):
             self.compiled = _compiled(path, path.stat().st_mtime_ns)
             compiled = str(self.compiled.path)
             self.model = coremltools().models.CompiledMLModel(compiled, units, function)
 
     def _one_message(self):
-        return one_message(f"package {self.name}", "a model that Core ML runs", "see the message")
+        return one_message(
+            f"package {self.name}", "a model that Core ML runs", "see the message"
+        )
 
     def make_state(self) -> Handle:
         with self._one_message():
             return Handle(self.model.make_state(), self.name)
 
-    def predict(self, inputs: dict[str, np.ndarray], state: Handle | None) -> dict[str, np.ndarray]:
+    def predict(
+        self, inputs: dict[str, np.ndarray], state: Handle | None
+    ) -> dict[str, np.ndarray]:
         typed = {
-            name: np.require(value, np.int32 if value.dtype == np.int32 else np.float32, "CW")
+            name: np.require(
+                value, np.int32 if value.dtype == np.int32 else np.float32, "CW"
+            )
             for name, value in inputs.items()
         }
         with self._one_message():
@@ -85,13 +105,16 @@ def load_package(
     """Loads one function (default: the package's own default).
 
     Raises:
-        InputError: no such package or function, an operation or a state that is not known here.
+        InputError: no such package or function, an operation or a state that is not
+            known here.
     """
     name, fault = named(resolve(runtime))
     if name == "portable":
         return PortablePackage(path, function, precision)
     check_compute_units(compute_units)
-    return CoreMLPackage(path, function, compute_units, fault if name == "stand-in" else None)
+    return CoreMLPackage(
+        path, function, compute_units, fault if name == "stand-in" else None
+    )
 
 
 class _Compiled:
@@ -107,5 +130,6 @@ class _Compiled:
 
 @lru_cache(maxsize=8)
 def _compiled(path: Path, changed: int) -> _Compiled:
-    """One for all functions of a package, as long as its modification time is `changed`."""
+    """One for all functions of a package, as long as its modification time is
+    `changed`."""
     return _Compiled(path)

@@ -1,4 +1,5 @@
-"""Runs the exported package itself on PyTorch, anywhere. See `miltorch` for the arithmetic."""
+"""Runs the exported package itself on PyTorch, anywhere. See `miltorch` for the
+arithmetic."""
 
 import os
 import time
@@ -37,16 +38,21 @@ class Cells:
 class PortableModel:
     """One shard, executed operation by operation.
 
-    States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hooked` sets a hook
-    (see `miltorch.interpret`); without one nothing is called. With `fast`, `declared` calls take
-    the decode path (`miltorch.fast.program`) unless a hook is set; the literal graph is made ready
-    when first needed, and runs what the decode path does not take.
-    """
+    States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hooked`
+    sets a hook (see `miltorch.interpret`); without one nothing is called. With `fast`,
+    `declared` calls take the decode path (`miltorch.fast.program`) unless a hook is
+    set; the literal graph is made ready when first needed, and runs what the decode
+    path does not take."""
 
     last_native_ms = None
 
     def __init__(
-        self, bundle: Bundle, shard: Shard, precision: str, fast: bool, function: str | None = None
+        self,
+        bundle: Bundle,
+        shard: Shard,
+        precision: str,
+        fast: bool,
+        function: str | None = None,
     ):
         self.shard, self.precision, self._hook = shard, precision, None
         self.function = function
@@ -74,31 +80,41 @@ class PortableModel:
         return self._hook
 
     def hooked(self, hook: Hook | None) -> AbstractContextManager:
-        """Context manager inside which `hook` is called after each operation of the literal
-        graph (None: no hook)."""
+        """Context manager inside which `hook` is called after each operation of the
+        literal graph (None: no hook)."""
         return attribute(self, "_hook", hook)
 
     def literal(self) -> AbstractContextManager:
-        """Context manager inside which calls execute the literal graph, as with `fast=False`."""
+        """Context manager inside which calls execute the literal graph, as with
+        `fast=False`."""
         return attribute(self, "fast", None)
 
     def _fast(self, program: miltorch.Program):
         from miltorch.fast import kernels  # numba takes a moment to import
         from miltorch.fast import program as fast
 
-        this = weakref.ref(self)  # a model that is dropped gives its memory back at once
-        return fast.ready(program, lambda: this().executable) if kernels.available() else None
+        this = weakref.ref(
+            self
+        )  # a model that is dropped gives its memory back at once
+        return (
+            fast.ready(program, lambda: this().executable)
+            if kernels.available()
+            else None
+        )
 
     @cached_property
     def executable(self) -> miltorch.Executable:
         return miltorch.Executable(
-            self.program if self.program.block else miltorch.read(self.package, self.function),
+            self.program
+            if self.program.block
+            else miltorch.read(self.package, self.function),
             self.precision,
         )
 
     def make_state(self) -> State:
         return State(
-            self.shard, Cells(miltorch.make_state(self.program), half=self.precision != "exact")
+            self.shard,
+            Cells(miltorch.make_state(self.program), half=self.precision != "exact"),
         )
 
     def predict(
@@ -122,8 +138,8 @@ class PortableModel:
 
 
 def _read_ahead(package: Path) -> None:
-    """Advises the operating system to read all weights ahead, where it supports this; page by
-    page a disk takes twice as long."""
+    """Advises the operating system to read all weights ahead, where it supports this;
+    page by page a disk takes twice as long."""
     for path in package.rglob("*.bin") if hasattr(os, "posix_fadvise") else ():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -1,7 +1,6 @@
-"""Tests whether Core ML works on this machine: imports its binding, lists its devices, and runs
-a small model with a state twice. Each test is a function of JSON that runs in a process of its
-own, because Core ML may end the process.
-"""
+"""Tests whether Core ML works on this machine: imports its binding, lists its devices,
+and runs a small model with a state twice. Each test is a function of JSON that runs in
+a process of its own, because Core ML may end the process."""
 
 import tempfile
 from contextlib import nullcontext
@@ -22,7 +21,8 @@ SHAPE = (1, 32, 1, 4)
 
 
 def compute_devices(_: dict) -> list[dict]:
-    """The devices that Core ML has: their kind (ane, gpu, cpu) and, of a Neural Engine, its cores.
+    """The devices that Core ML has: their kind (ane, gpu, cpu) and, of a Neural Engine,
+    its cores.
 
     Raises:
         InputError: coremltools has no native layer for this Python or system.
@@ -39,11 +39,12 @@ def compute_devices(_: dict) -> list[dict]:
 
 
 def stateful_predict(argument: dict) -> None:
-    """Adds ones to a state twice, on the units ``compute_units`` of the ``runtime`` coreml or
-    stand-in[:fault].
+    """Adds ones to a state twice, on the units ``compute_units`` of the ``runtime``
+    coreml or stand-in[:fault].
 
     Raises:
-        InputError: there is no native layer, Core ML refuses the model, or the values are others.
+        InputError: there is no native layer, Core ML refuses the model, or the values
+            are others.
     """
     name, fault = named(argument["runtime"])
     units, replaced = argument["compute_units"], nullcontext()
@@ -54,7 +55,9 @@ def stateful_predict(argument: dict) -> None:
     ct = coremltools()
     with replaced, tempfile.TemporaryDirectory() as folder:
         _native_layer()
-        path, compiled = (str(Path(folder) / f"counter.ml{kind}") for kind in ("package", "modelc"))
+        path, compiled = (
+            str(Path(folder) / f"counter.ml{kind}") for kind in ("package", "modelc")
+        )
         needed, step = f"a stateful model that runs on {units}", "see the message"
         try:
             with quiet():
@@ -62,11 +65,15 @@ def stateful_predict(argument: dict) -> None:
             ct.models.utils.compile_model(path, compiled)
             model = ct.models.CompiledMLModel(compiled, ct.ComputeUnit[units])
             state, ones = model.make_state(), np.ones(SHAPE, np.float32)
-            sums = [float(model.predict({"x": ones}, state)["y"].mean()) for _ in range(2)]
+            sums = [
+                float(model.predict({"x": ones}, state)["y"].mean()) for _ in range(2)
+            ]
         except RuntimeError as problem:
             raise InputError("Core ML", one_line(problem), needed, step) from problem
     if sums != [1.0, 2.0]:
-        raise InputError("Core ML", f"{sums} from a state that counts", "[1.0, 2.0]", step)
+        raise InputError(
+            "Core ML", f"{sums} from a state that counts", "[1.0, 2.0]", step
+        )
 
 
 def _counter(ct):
@@ -81,7 +88,9 @@ def _counter(ct):
         total = mb.add(x=mb.read_state(input=count), y=x)
         return mb.identity(x=mb.coreml_update_state(state=count, value=total), name="y")
 
-    return ct.convert(program, minimum_deployment_target=ct.target.iOS18, skip_model_load=True)
+    return ct.convert(
+        program, minimum_deployment_target=ct.target.iOS18, skip_model_load=True
+    )
 
 
 def _native_layer() -> None:

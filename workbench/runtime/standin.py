@@ -1,7 +1,7 @@
-"""The coreml runtime without Core ML: the same code over `miltorch.shim`, which is as strict as
-the native binding, with faults of Core ML that it can simulate. No result of a stand-in is a
-measurement of Core ML: its rows are labelled `stand-in`, and made-up placements `simulated`.
-"""
+"""The coreml runtime without Core ML: the same code over `miltorch.shim`, which is as
+strict as the native binding, with faults of Core ML that it can simulate. No result of
+a stand-in is a measurement of Core ML: its rows are labelled `stand-in`, and made-up
+placements `simulated`."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,9 @@ FAULTS: dict[str, str] = {
 }
 """What each fault does, in a sentence."""
 
-_one_at_a_time = threading.RLock()  # what is replaced in coremltools is of the whole process
+_one_at_a_time = (
+    threading.RLock()
+)  # what is replaced in coremltools is of the whole process
 
 
 def check_fault(fault: str) -> None:
@@ -26,14 +28,15 @@ def check_fault(fault: str) -> None:
 
 @contextmanager
 def installed(fault: str = "") -> Iterator[None]:
-    """Context manager inside which coremltools' native layer is the stand-in's, with a fault
-    ("": none). Models that are loaded inside can predict afterwards."""
+    """Context manager inside which coremltools' native layer is the stand-in's, with a
+    fault ("": none). Models that are loaded inside can predict afterwards."""
     with _one_at_a_time, shim.replaced(faults.FAULTS[fault] if fault else shim.Proxy):
         yield
 
 
 class StandInModel(CoreMLModel):
-    """One shard as the coreml runtime loads and runs it, over the stand-in; see `CoreMLModel`."""
+    """One shard as the coreml runtime loads and runs it, over the stand-in; see
+    `CoreMLModel`."""
 
     def __init__(self, *arguments, fault: str = ""):
         with installed(fault):

@@ -1,11 +1,12 @@
-"""Plants the hypotheses of the batch-2 cache bug report and records each one's pattern of failures.
+"""Plants the hypotheses of the batch-2 cache bug report and records each one's pattern
+of failures.
 
-In the report's scenario two requests load one stored session and decode together, from a warm or
-hot cache, on the streaming or the other path, at three contexts. Streaming drops the entry from
-memory once both requests are submitted, the other path before each submission. A hypothesis is a
-temporary change of the store, the quantizer or the decoder; `scenario` lists the configurations
-whose results then differ from an unchanged run.
-"""
+In the report's scenario two requests load one stored session and decode together, from
+a warm or hot cache, on the streaming or the other path, at three contexts. Streaming
+drops the entry from memory once both requests are submitted, the other path before each
+submission. A hypothesis is a temporary change of the store, the quantizer or the
+decoder; `scenario` lists the configurations whose results then differ from an unchanged
+run."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,10 @@ from workbench.studies.cache_reuse import PATHS, arithmetic, differs, greedy
 
 STEP = 256  # the report's cache grows by this many tokens
 # configurations without output in the report
-REPORTED_PATTERN = {*product(("warm", "hot"), PATHS, (1024,)), ("hot", "generate", 2048)}
+REPORTED_PATTERN = {
+    *product(("warm", "hot"), PATHS, (1024,)),
+    ("hot", "generate", 2048),
+}
 # (owner, name of its function, the function that replaces it)
 Replace = Callable[[object, str, Callable], None]
 Plant = Callable[[Replace, Decoder], None]
@@ -102,7 +106,9 @@ def aliased_entry(replace: Replace, decoder: Decoder) -> None:
     replace(decoder, "_write", clearing)
 
 
-@hypothesis("H2: as an aliased entry, and taking it out of memory writes it back to the disk")
+@hypothesis(
+    "H2: as an aliased entry, and taking it out of memory writes it back to the disk"
+)
 def invalidated(replace: Replace, decoder: Decoder) -> None:
     aliased_entry(replace, decoder)
     cool = Store.cool
@@ -147,7 +153,9 @@ def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
     """Plants one hypothesis (None: nothing) in every decoder within the block."""
     with ExitStack() as stack:
         for decoder in decoders if name else ():
-            HYPOTHESES[name][1](lambda *names: stack.enter_context(patch.object(*names)), decoder)
+            HYPOTHESES[name][1](
+                lambda *names: stack.enter_context(patch.object(*names)), decoder
+            )
         yield
 
 
@@ -161,9 +169,9 @@ def scenario(
         new: tokens decoded by each request.
 
     Returns:
-        A row per hypothesis ("none" first), format, cache, path, context: `ok`, `first_token_ok`,
-        `apart` (relative RMS of the first token's logits against the session decoded alone),
-        `reason`; `entry_ok`: the stored session is unchanged.
+        A row per hypothesis ("none" first), format, cache, path, context: `ok`,
+        `first_token_ok`, `apart` (relative RMS of the first token's logits against the
+        session decoded alone), `reason`; `entry_ok`: the stored session is unchanged.
     """
     rng = np.random.default_rng(0)
     V = alone.manifest.dims.V
@@ -175,15 +183,21 @@ def scenario(
         sessions[context] = (alone.snapshot(), ids)
     rows = []
     for name in (None, *HYPOTHESES):
-        for format, (context, (snapshot, ids)) in product(formats.FORMATS, sessions.items()):
+        for format, (context, (snapshot, ids)) in product(
+            formats.FORMATS, sessions.items()
+        ):
             stored = formats.decode_rows(formats.encode_rows(snapshot, format))
             reference = list(alone.stream(ids[-1:], new, after=stored, stop=()))
             for cache, path in product(("warm", "hot"), PATHS):
                 with tempfile.TemporaryDirectory() as folder:
-                    store = Store(folder, together, hot_bytes=1 << 28 if cache == "hot" else 0)
+                    store = Store(
+                        folder, together, hot_bytes=1 << 28 if cache == "hot" else 0
+                    )
                     store.save("session", snapshot, format)
                     with planted_hypothesis(name, together):
-                        result = _two_requests(store, together, ids[-1], path, reference)
+                        result = _two_requests(
+                            store, together, ids[-1], path, reference
+                        )
                     store.cool()
                     states = store.load("session").states
                 alike = all(np.array_equal(states[n], stored.states[n]) for n in states)
@@ -196,8 +210,8 @@ def scenario(
 def _two_requests(
     store: Store, decoder: Decoder, token: int, path: str, reference: list[Record]
 ) -> dict:
-    """Restores the session in every sequence, decodes all, and compares them with the session
-    decoded alone."""
+    """Restores the session in every sequence, decodes all, and compares them with the
+    session decoded alone."""
     fault = {"ok": False, "first_token_ok": False, "apart": np.nan}
     try:
         decoder.begin()
@@ -219,14 +233,16 @@ def _two_requests(
         "ok": not any(reasons),
         "first_token_ok": all(other.token == first.token for other in others),
         "reason": next(filter(None, reasons), ""),
-        "apart": max(metrics.relative_rms(first.logits, other.logits) for other in others),
+        "apart": max(
+            metrics.relative_rms(first.logits, other.logits) for other in others
+        ),
     }
 
 
 def patterns(rows: pd.DataFrame) -> pd.DataFrame:
-    """Results of q4 caches, the report's own first: ``hypothesis``, ``context``, ``cache``,
-    ``path``, ``result`` (ok or FAIL). The two smallest contexts stand for the report's 1024 and
-    2048."""
+    """Results of q4 caches, the report's own first: ``hypothesis``, ``context``,
+    ``cache``, ``path``, ``result`` (ok or FAIL). The two smallest contexts stand for
+    the report's 1024 and 2048."""
     q4 = rows[rows["format"] == "q4"]
     nominal = dict(zip(sorted(q4["context"].unique()), (1024, 2048)))
     report = q4[q4["hypothesis"] == "none"].assign(hypothesis="the report")
@@ -238,8 +254,8 @@ def patterns(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def cache_bug_gates(rows: pd.DataFrame) -> list[gates.Gate]:
-    """Gates: nothing fails without a fault, and every hypothesis fails in some configuration, so
-    that the scenario is sensitive to each."""
+    """Gates: nothing fails without a fault, and every hypothesis fails in some
+    configuration, so that the scenario is sensitive to each."""
     fails = ~rows.set_index("hypothesis")["ok"]
     wrong = int(fails["none"].sum())
     tried = len(fails["none"])
@@ -253,8 +269,8 @@ def cache_bug_gates(rows: pd.DataFrame) -> list[gates.Gate]:
 
 
 def cache_bug_conclusion(rows: pd.DataFrame) -> str:
-    """The conclusion: the configurations that each hypothesis breaks, and in how many of them it
-    agrees with the report."""
+    """The conclusion: the configurations that each hypothesis breaks, and in how many
+    of them it agrees with the report."""
     axes = ["context", "cache", "path"]
     table = patterns(rows).pivot(index="hypothesis", columns=axes, values="result")
     agrees = (table == table.loc["the report"]).sum(axis=1)
@@ -278,7 +294,8 @@ def cache_bug_conclusion(rows: pd.DataFrame) -> str:
 
 
 def _restriction(broken: pd.DataFrame, rows: pd.DataFrame) -> str:
-    """The axes on which the broken configurations have not all the values of `rows`, in words."""
+    """The axes on which the broken configurations have not all the values of `rows`, in
+    words."""
     texts = []
     for axis in ("format", "cache", "path", "context"):
         values = broken[axis].unique()

@@ -1,10 +1,10 @@
-"""The cache-reuse matrix: every temperature × path × format × batch × context, with a verdict.
+"""The cache-reuse matrix: every temperature × path × format × batch × context, with a
+verdict.
 
-Each cell decodes from a store as a user would. Its rows are compared with those of a cold prefill,
-each of its sequences with the cold run and, in a batch, with the sequence decoded alone from the
-same restored cache. Predictions are counted at the runtime, which shows a restore that prefills
-again.
-"""
+Each cell decodes from a store as a user would. Its rows are compared with those of a
+cold prefill, each of its sequences with the cold run and, in a batch, with the sequence
+decoded alone from the same restored cache. Predictions are counted at the runtime,
+which shows a restore that prefills again."""
 
 import tempfile
 from collections.abc import Sequence
@@ -27,16 +27,23 @@ from workbench.prompt_cache import Store, formats
 from workbench.prompt_cache.formats import FORMATS, group
 
 CACHES, PATHS = ("cold", "warm", "hot"), ("stream", "generate")
-# Relative RMS of one position's logits. In a batch, or with other tiles of the prefill, kernels sum
-# in another order, which gives at most 4e-6 on the shipped checkpoints in fp32, and more in fp16.
-# One wrong row among 1023 is below the limits of fp16: check long contexts in `exact`.
-LOGITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1, "coreai": 1e-1}
+# Relative RMS of one position's logits. In a batch, or with other tiles of the prefill,
+# kernels sum in another order, which gives at most 4e-6 on the shipped checkpoints in
+# fp32, and more in fp16. One wrong row among 1023 is below the limits of fp16: check
+# long contexts in `exact`.
+LOGITS = {
+    "exact": 1e-4,
+    "declared": 5e-2,
+    "narrow": 1e-1,
+    "coreml": 1e-1,
+    "coreai": 1e-1,
+}
 
 
 @dataclass(frozen=True)
 class ReuseCell:
-    """One run: `tokens` are the numbers of tokens of each sequence, `reason` is the first failed
-    check, or a summary of the passed ones."""
+    """One run: `tokens` are the numbers of tokens of each sequence, `reason` is the
+    first failed check, or a summary of the passed ones."""
 
     batch: int
     cache: str
@@ -61,10 +68,13 @@ class Matrix:
 
     @property
     def verdict(self) -> str:
-        """RED if a cell is RED; GREEN if every temperature × path and every batch has run."""
+        """RED if a cell is RED; GREEN if every temperature × path and every batch has
+        run."""
         if RED in (cell.verdict for cell in self.cells):
             return RED
-        complete = {(c.cache, c.streaming) for c in self.ran} == set(product(CACHES, (True, False)))
+        complete = {(c.cache, c.streaming) for c in self.ran} == set(
+            product(CACHES, (True, False))
+        )
         if complete and {c.batch for c in self.ran} == set(self.batches):
             return GREEN
         return NOT_RUN
@@ -87,8 +97,8 @@ class Matrix:
 
 @dataclass
 class Reference:
-    """One prompt's references: its name in the stores, the cold run's records by format of the
-    cache after all tokens but the last, and the states at that point."""
+    """One prompt's references: its name in the stores, the cold run's records by format
+    of the cache after all tokens but the last, and the states at that point."""
 
     name: str
     ids: list[int]
@@ -122,11 +132,15 @@ def check_reuse(
     for d in (decoder, together):
         if d:
             decoders[d.options.batch] = d
-    if decoder.options.batch != 1 or (together and together.identity != decoder.identity):
+    if decoder.options.batch != 1 or (
+        together and together.identity != decoder.identity
+    ):
         batches = [str(d.options.batch) for d in (decoder, together) if d]
         actual = f"batch {', '.join(batches)}"
         other = "another export of the same checkpoint that differs in --batch alone"
-        raise InputError("bundles", actual, f"one of batch 1, and {other}", "export them so")
+        raise InputError(
+            "bundles", actual, f"one of batch 1, and {other}", "export them so"
+        )
     cells, S = [], decoder.options.max_seq_len
     with tempfile.TemporaryDirectory() as folder:
         stores = {f: Store(Path(folder) / f, decoder) for f in FORMATS}
@@ -137,7 +151,9 @@ def check_reuse(
         for n, batch, format, cache, path in shown:
             cell = ReuseCell(batch, cache, path == "stream", n, format)
             if n + max_new > S or n <= max(decoders):
-                cell = replace(cell, reason=f"{n} + {max_new} tokens do not fit max_seq_len = {S}")
+                cell = replace(
+                    cell, reason=f"{n} + {max_new} tokens do not fit max_seq_len = {S}"
+                )
             elif (cache, format) == ("cold", "q4"):
                 cell = replace(cell, reason="a cold run restores nothing")
             else:
@@ -155,24 +171,33 @@ def _reference(
 ) -> Reference:
     """The cold runs of one prompt; saves a session's snapshot in every store.
 
-    The snapshot has all tokens, or all but the last if a token cannot be undone. The prompt is
-    seeded and has n tokens; every further sequence is one token shorter, unless the bundle needs
-    equal positions.
-    """
+    The snapshot has all tokens, or all but the last if a token cannot be undone. The
+    prompt is seeded and has n tokens; every further sequence is one token shorter,
+    unless the bundle needs equal positions."""
     length = n if decoder.options.kv_write == "slice" else n - seq
-    ids = np.random.default_rng([0, n, seq]).integers(0, decoder.manifest.dims.V, length).tolist()
+    ids = (
+        np.random.default_rng([0, n, seq])
+        .integers(0, decoder.manifest.dims.V, length)
+        .tolist()
+    )
     name = f"context{length}-slot{seq}"
     cold = {"fp16": list(decoder.stream(ids, max_new, stop=()))}
     decoder.begin()
     decoder.prefill(ids[:-1])
-    states = {key: state.read(key)[0] for state in decoder.states for key in state.shard.states}
+    states = {
+        key: state.read(key)[0]
+        for state in decoder.states
+        for key in state.shard.states
+    }
     session = decoder.snapshot()
     if decoder.undo.floor(len(ids) - 1, len(ids)) < len(ids):
         decoder.decode_one_token(ids[-1])
         session = decoder.snapshot()
         decoder.begin()
         decoder.prefill(ids[:-1])
-    for state in decoder.states:  # rounds K and V to four bits in place, where q4 applies
+    for (
+        state
+    ) in decoder.states:  # rounds K and V to four bits in place, where q4 applies
         for key in filter(is_cache, state.shard.states):
             if four_bit_error(session.states[key]) <= formats.OUTLIER:
                 state.write(key, four_bits(state.read(key)))
@@ -208,7 +233,8 @@ def _run_cell(
 def _check_cell(
     cell, alone, decoder, store, sequences, limits
 ) -> tuple[list[list[Record]], list[str]]:
-    """Records by sequence, and all differences of records and restored rows from the references."""
+    """Records by sequence, and all differences of records and restored rows from the
+    references."""
     after = None
     rests = [sequence.ids for sequence in sequences]
     problems = []
@@ -241,8 +267,8 @@ def _check_cell(
 def _restored(
     cell: ReuseCell, store: Store, sequences: list[Reference]
 ) -> tuple[list[Snapshot], list[list[int]], list[str]]:
-    """The snapshots restored from the store, the tokens left to run, and the problems; a snapshot
-    is found by prefix on the streaming path, by name on the other."""
+    """The snapshots restored from the store, the tokens left to run, and the problems;
+    a snapshot is found by prefix on the streaming path, by name on the other."""
     after, rests, problems = [], [], []
     for seq, sequence in enumerate(sequences):
         name, ids = sequence.name, sequence.ids
@@ -259,7 +285,9 @@ def _restored(
         snapshot = snapshot.trim(max(0, snapshot.offset + 1 - len(ids)))
         rest = hit.rest if cell.streaming else ids[snapshot.offset :]
         if [*snapshot.ids, *rest] != ids or len(rest) != 1:
-            problems.append(f"slot {seq}: {snapshot.offset} tokens restored, {len(rest)} left")
+            problems.append(
+                f"slot {seq}: {snapshot.offset} tokens restored, {len(rest)} left"
+            )
         shapes = layout(store.manifest, snapshot.offset, snapshot.floor)
         if difference := wrong_rows(snapshot, sequence.states, cell.format, shapes):
             problems.append(f"slot {seq}: {difference}")
@@ -268,7 +296,9 @@ def _restored(
     return after, rests, problems
 
 
-def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> list[list[Record]]:
+def _decode_cell(
+    decoder: Decoder, rests, limits, after, streaming: bool
+) -> list[list[Record]]:
     """Records by sequence; on the other path `generate` must return their tokens."""
     records: list[list[Record]] = [[] for _ in rests]
     stream = decoder.stream
@@ -296,7 +326,8 @@ def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> lis
 
 
 def _offer_foreign(decoder: Decoder) -> None:
-    """Offers another bundle's snapshot, which must be refused without changing the sequences."""
+    """Offers another bundle's snapshot, which must be refused without changing the
+    sequences."""
     own = decoder.snapshot()
     zeros = {name: 0 * value for name, value in own.states.items()}
     try:
@@ -308,7 +339,8 @@ def _offer_foreign(decoder: Decoder) -> None:
 
 @contextmanager
 def count_predictions(decoder: Decoder):
-    """A list with an item for every prediction of the first layer shard within the block."""
+    """A list with an item for every prediction of the first layer shard within the
+    block."""
     model, calls = decoder.layers[0], []
     predict = model.predict
 
@@ -330,9 +362,9 @@ def differs(
 ) -> str:
     """The first difference of two runs in words, or "".
 
-    Up to the first different token, logits must be equal within `LOGITS`. A different token is
-    allowed if it is a near tie, except in exact arithmetic with `strict` (one cache, one program).
-    """
+    Up to the first different token, logits must be equal within `LOGITS`. A different
+    token is allowed if it is a near tie, except in exact arithmetic with `strict` (one
+    cache, one program)."""
     if len(records) != len(reference) or not records:
         return f"{len(records)} tokens, {len(reference)} expected"
     for i, (a, b) in enumerate(zip(records, reference, strict=True)):
@@ -340,19 +372,24 @@ def differs(
         if not apart <= LOGITS[precision]:
             return f"logits of new token {i} are {apart:.2g} apart"
         if a.token != b.token:
-            tie = metrics.near_tie(b.logits, a.logits) and not (strict and precision == "exact")
+            tie = metrics.near_tie(b.logits, a.logits) and not (
+                strict and precision == "exact"
+            )
             return "" if tie else f"new token {i} is {a.token}, not {b.token}"
     return ""
 
 
 def wrong_rows(
-    snapshot: Snapshot, states: dict[str, np.ndarray], format: str, shapes: dict[str, tuple]
+    snapshot: Snapshot,
+    states: dict[str, np.ndarray],
+    format: str,
+    shapes: dict[str, tuple],
 ) -> str:
-    """The first difference of a snapshot's rows from a cold prefill's states [H_kv, S, D], or "".
+    """The first difference of a snapshot's rows from a cold prefill's states [H_kv, S,
+    D], or "".
 
-    fp16 must be equal; q4 within half a step of its group along head_dim (a step is a fifteenth of
-    the group's range) and one rounding.
-    """
+    fp16 must be equal; q4 within half a step of its group along head_dim (a step is a
+    fifteenth of the group's range) and one rounding."""
     for name, cold in states.items():
         rows, allowed = snapshot.states.get(name), 0.0
         kind = RING if is_cache(name) else state_kind(name)
@@ -370,8 +407,8 @@ def wrong_rows(
 
 
 def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
-    """Continues each of the running sequences from `token` by `count` greedy tokens; returns the
-    records by sequence."""
+    """Continues each of the running sequences from `token` by `count` greedy tokens;
+    returns the records by sequence."""
     B = decoder.options.batch
     tokens, records = [token] * B, [[] for _ in range(B)]
     for _ in range(count):
@@ -383,20 +420,22 @@ def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
 
 
 def four_bits(rows: np.ndarray) -> np.ndarray:
-    """Rows [..., D] rounded to 16 steps above the least value of each group along D; step and least
-    value are fp16 and cover the group."""
+    """Rows [..., D] rounded to 16 steps above the least value of each group along D;
+    step and least value are fp16 and cover the group."""
     grouped = _grouped(rows)
     least = grouped.min(-1, keepdims=True)
     most = grouped.max(-1, keepdims=True)
     low = _fp16_beyond(least, -np.inf)
     step = _fp16_beyond((most - low) / np.float32(15), np.inf)
-    codes = np.divide(grouped - low, step, out=np.zeros_like(grouped), where=step > 0).round()
+    codes = np.divide(
+        grouped - low, step, out=np.zeros_like(grouped), where=step > 0
+    ).round()
     return (low + codes * step).reshape(rows.shape).astype(rows.dtype)
 
 
 def four_bit_error(rows: np.ndarray) -> float:
-    """RMS of the error of four bits in rows [H, tokens, D], over the RMS of the deviations from the
-    mean over tokens."""
+    """RMS of the error of four bits in rows [H, tokens, D], over the RMS of the
+    deviations from the mean over tokens."""
     rows = rows.astype(np.float32)
     change = four_bits(rows) - rows
     spread = rows - rows.mean(1, keepdims=True)
@@ -410,7 +449,10 @@ def _grouped(rows: np.ndarray) -> np.ndarray:
 
 
 def _fp16_beyond(value: np.ndarray, side: float) -> np.ndarray:
-    """The nearest fp16 number on the side of `value` that `side` (±inf) names, as float32."""
+    """The nearest fp16 number on the side of `value` that `side` (±inf) names, as
+    float32."""
     near = value.astype(np.float16)
     short = near > value if side < 0 else near < value
-    return np.where(short, np.nextafter(near, np.float16(side)), near).astype(np.float32)
+    return np.where(short, np.nextafter(near, np.float16(side)), near).astype(
+        np.float32
+    )

@@ -1,8 +1,8 @@
-"""The price and size of each compression preset, the cheapest that passes, and a planted fault.
+"""The price and size of each compression preset, the cheapest that passes, and a
+planted fault.
 
-A bundle's faults and its price are independent: the planted fault makes a bug gate RED while the
-price may stay far below any limit.
-"""
+A bundle's faults and its price are independent: the planted fault makes a bug gate RED
+while the price may stay far below any limit."""
 
 import json
 import shutil
@@ -34,20 +34,26 @@ def preset_prices(
     how: Mapping[str, str] | None = None,
     **options,
 ) -> pd.DataFrame:
-    """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats), same top
-    token, the verdict of the bug gates, and that of all gates.
+    """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats),
+    same top token, the verdict of the bug gates, and that of all gates.
 
-    Bundles are exported into `bundles` with `options`; `how` has the decoders' runtime and compute
-    units. A preset that the checkpoint's sizes do not allow has the reason as its verdict.
-    """
+    Bundles are exported into `bundles` with `options`; `how` has the decoders' runtime
+    and compute units. A preset that the checkpoint's sizes do not allow has the reason
+    as its verdict."""
     rows = []
     for preset in presets:
         try:
-            bundle = bundle_for(checkpoint, export_options(compress=preset, **options), bundles)
+            bundle = bundle_for(
+                checkpoint, export_options(compress=preset, **options), bundles
+            )
         except InputError as problem:
-            rows.append({"compress": preset, "verdict": f"{problem.actual}: {problem.needed}"})
+            rows.append(
+                {"compress": preset, "verdict": f"{problem.actual}: {problem.needed}"}
+            )
             continue
-        result = validate_stored(Decoder(bundle, **how or {}), golden, checkpoint, max_kl=max_kl)
+        result = validate_stored(
+            Decoder(bundle, **how or {}), golden, checkpoint, max_kl=max_kl
+        )
         row = {
             "compress": preset,
             "bytes": bundle.bytes,
@@ -62,7 +68,8 @@ def preset_prices(
 
 
 def cheapest_conclusion(prices: pd.DataFrame, max_kl: float) -> str:
-    """The smallest preset that passes: every gate GREEN and the mean KL within the user's limit."""
+    """The smallest preset that passes: every gate GREEN and the mean KL within the
+    user's limit."""
     passing = prices[(prices["verdict"] == gates.GREEN) & (prices["kl_mean"] <= max_kl)]
     limit = f"a mean KL of at most {max_kl:g}, your limit"
     if passing.empty:
@@ -75,14 +82,18 @@ def cheapest_conclusion(prices: pd.DataFrame, max_kl: float) -> str:
 
 
 def price_table(result: Validation) -> pd.DataFrame:
-    """Price and budget: mean, median, 99% and largest KL of the bundle and of rounding alone."""
+    """Price and budget: mean, median, 99% and largest KL of the bundle and of rounding
+    alone."""
     price = result.price.json()
     budget = price["budget"]["kl"] if price["budget"] else dict.fromkeys(price["kl"])
-    return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis("KL (nats)")
+    return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis(
+        "KL (nats)"
+    )
 
 
 def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bundle:
-    """A copy of `bundle` in `folder` with its rotary frequencies multiplied by `factor`."""
+    """A copy of `bundle` in `folder` with its rotary frequencies multiplied by
+    `factor`."""
     copy = Path(shutil.copytree(bundle.root, folder / f"{bundle.root.name}-planted"))
     manifest = json.loads((copy / MANIFEST_NAME).read_text())
     for rope in manifest["rope"]:
@@ -94,8 +105,9 @@ def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bund
 def fidelity_of_both(
     sound: Validation, planted: Bundle, golden: Golden, Ts: Iterable[int]
 ) -> pd.DataFrame:
-    """Errors of the updates of a sound bundle and of one with a planted fault, each layer fed the
-    golden's input, beside the sound one's budget: rows of `fidelity` with the column `bundle`."""
+    """Errors of the updates of a sound bundle and of one with a planted fault, each
+    layer fed the golden's input, beside the sound one's budget: rows of `fidelity` with
+    the column `bundle`."""
     keys = ["layer", "position", "T", "tensor"]
     updates = sound.rows.query("tensor == 'update' and mode == 'isolated'")
     decoder = Decoder(planted)
@@ -114,5 +126,13 @@ def beside(sound: Iterable[gates.Gate], planted: Iterable[gates.Gate]) -> pd.Dat
         other = after[gate.name]
         values = gate.value, other.value, gate.threshold
         rows.append((gate.name, gate.verdict, other.verdict, *values, other.reason))
-    columns = ["gate", "sound", "planted", "value", "planted value", "threshold", "reason"]
+    columns = [
+        "gate",
+        "sound",
+        "planted",
+        "value",
+        "planted value",
+        "threshold",
+        "reason",
+    ]
     return pd.DataFrame(rows, columns=columns)

@@ -20,25 +20,29 @@ _WAYS = ("runtime", "precision", "fast", "compute_units", "hints", "depth")
 
 
 def source_figures(project: Path, pattern: str) -> pd.DataFrame:
-    """The published figures of experiments 29 and 30 whose column `source` matches `pattern`."""
+    """The published figures of experiments 29 and 30 whose column `source` matches
+    `pattern`."""
     table = pd.read_csv(project / "data" / "sources" / "experiment30.csv")
     return table[table["source"].str.contains(pattern)].fillna("")
 
 
 def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
-    """Records of the write probe for `plots.cache_rows`: one row per call, layer and slot."""
+    """Records of the write probe for `plots.cache_rows`: one row per call, layer and
+    slot."""
     probes = pd.DataFrame(records)
     probes["call"] = probes.groupby(["T", "pos"], sort=False).ngroup()
     rows = probes.merge(pd.Series(range(slots), name="slot"), how="cross")
     for name in ("changed", "expected"):
-        rows[name] = [slot in written for slot, written in zip(rows["slot"], rows[name])]
+        rows[name] = [
+            slot in written for slot, written in zip(rows["slot"], rows[name])
+        ]
     calls = rows.groupby(["call", "T", "slot", "layer"], as_index=False)
     return calls[["changed", "expected"]].any()
 
 
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
-    """Cache bytes of several settings for `plots.memory_bar`; each case has `kv_bytes`'s
-    keywords."""
+    """Cache bytes of several settings for `plots.memory_bar`; each case has
+    `kv_bytes`'s keywords."""
     rows = []
     for name, case in cases.items():
         rows.append((name, "KV cache", kv_bytes(**case)))
@@ -46,12 +50,23 @@ def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
-    """The isolated cells (layer, position, tensor) with the largest errors, each at its worst
-    T."""
-    isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
+    """The isolated cells (layer, position, tensor) with the largest errors, each at its
+    worst T."""
+    isolated = rows[
+        (rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])
+    ]
     ranked = isolated.sort_values("cosine", na_position="first", ignore_index=True)
     ranked = ranked.drop_duplicates(["layer", "position", "tensor"]).head(count)
-    columns = ["layer", "position", "T", "tensor", "1 − cosine", "psnr_db", "max_abs", "finite"]
+    columns = [
+        "layer",
+        "position",
+        "T",
+        "tensor",
+        "1 − cosine",
+        "psnr_db",
+        "max_abs",
+        "finite",
+    ]
     return ranked.assign(**{"1 − cosine": 1 - ranked["cosine"]})[columns]
 
 
@@ -89,20 +104,25 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
 
 
 def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
-    """Samples of calls on the decode path and of the literal program, with a column `path`."""
+    """Samples of calls on the decode path and of the literal program, with a column
+    `path`."""
     named = {"decode path": fast, "every operation of the program": literal}
     rows = pd.concat([rows.assign(path=name) for name, rows in named.items()])
-    return rows[["run_id", "machine", "max_seq_len", "T", "value", "unit", "invalid", "path"]]
+    return rows[
+        ["run_id", "machine", "max_seq_len", "T", "value", "unit", "invalid", "path"]
+    ]
 
 
 def path_conclusion(calls: pd.DataFrame) -> str:
-    """The conclusion on the cost of a longer cache and of more tokens per call on each path, from
-    medians in ms."""
+    """The conclusion on the cost of a longer cache and of more tokens per call on each
+    path, from medians in ms."""
     lines = []
     for path, rows in valid(calls).groupby("path", sort=False):
         ms = rows.groupby(["max_seq_len", "T"])["value"].median()
         (short, few), (long, many) = ms.index.min(), ms.index.max()
-        longer = f"{ms[long, few] / ms[short, few]:.2f} times the time of one at {short}"
+        longer = (
+            f"{ms[long, few] / ms[short, few]:.2f} times the time of one at {short}"
+        )
         wider = f"{ms[long, many] / ms[long, few]:.2f} times that of T = {few}"
         lines.append(
             f"{path}: at T = {few}, a call at max_seq_len {long} takes {longer}; "
@@ -112,8 +132,8 @@ def path_conclusion(calls: pd.DataFrame) -> str:
 
 
 def choice_conclusion(rows: pd.DataFrame) -> str:
-    """The conclusion of a sweep on one machine: the fastest configuration that passes, the fastest
-    of all, and the median speed of each value of each axis."""
+    """The conclusion of a sweep on one machine: the fastest configuration that passes,
+    the fastest of all, and the median speed of each value of each axis."""
     machine = only_machine(rows)
     rows = valid(rows)
     passing = rows[rows["verdict"] == "GREEN"]
@@ -138,17 +158,21 @@ def choice_conclusion(rows: pd.DataFrame) -> str:
             continue
         speeds = rows.groupby(axis, dropna=False)["tokens_per_s"].median()
         speeds = speeds.sort_values(ascending=False)
-        words = ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items())
+        words = ", ".join(
+            f"{value} {speed:.0f} tok/s" for value, speed in speeds.items()
+        )
         lines.append(f"{axis}: {words} (medians).")
     return "\n".join(lines)
 
 
 def routing_prediction() -> pd.DataFrame:
-    """The roofline's prediction for ZAYA1's MoE layer on an M4 Max: dense (all experts in one
-    shard) and routed (a router's and one expert's shard). `programs` is the number that the whole
-    model loads, which lint rule G3 limits."""
+    """The roofline's prediction for ZAYA1's MoE layer on an M4 Max: dense (all experts
+    in one shard) and routed (a router's and one expert's shard). `programs` is the
+    number that the whole model loads, which lint rule G3 limits."""
     experts, layers, head_slices = 16, 40, 17
-    (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
+    (dense,) = (
+        w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard"
+    )
     weights = dense.weight_bytes // experts
     flops = dense.flops / experts
     one = replace(dense, weight_bytes=weights, flops=flops, dispatches=2)
@@ -159,7 +183,9 @@ def routing_prediction() -> pd.DataFrame:
     ):
         ms = roofline.predict_ms([work], "M4 Max")["ms"].sum()
         rows.append((name, programs, work.weight_bytes, ms))
-    return pd.DataFrame(rows, columns=["experts", "programs", "weight_bytes", "predicted_ms"])
+    return pd.DataFrame(
+        rows, columns=["experts", "programs", "weight_bytes", "predicted_ms"]
+    )
 
 
 def profile_parts(profile: pd.DataFrame) -> dict[str, float]:
@@ -168,8 +194,8 @@ def profile_parts(profile: pd.DataFrame) -> dict[str, float]:
 
 
 def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
-    """ms per token of experiment 29's probe (q_proj and o_proj), of the rest of attention, and of
-    the other parts."""
+    """ms per token of experiment 29's probe (q_proj and o_proj), of the rest of
+    attention, and of the other parts."""
     leaf = profile["module"].str.rsplit(".", n=1).str[-1]
     probe = profile["part"].eq("attention") & leaf.isin(["q_proj", "o_proj"])
     names = {
@@ -180,12 +206,17 @@ def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
         "rest": "norms and residual",
     }
     ms = profile["ms"].groupby(profile["part"].mask(probe, "probe")).sum().rename(names)
-    frame = ms.reindex([n for n in names.values() if n in ms]).rename_axis("part").reset_index()
+    frame = (
+        ms.reindex([n for n in names.values() if n in ms])
+        .rename_axis("part")
+        .reset_index()
+    )
     return frame.assign(share=frame["ms"] / frame["ms"].sum())
 
 
 def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str:
-    """The conclusion on the share of attention that a Q→O probe measures on a machine."""
+    """The conclusion on the share of attention that a Q→O probe measures on a
+    machine."""
     ms = shares.set_index("part")["ms"]
     probe = ms["probe: q_proj and o_proj"]
     attention = probe + ms["rest of attention"]
@@ -197,7 +228,8 @@ def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str
 
 
 def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Worst and mean 1 − cosine of each layer's isolated update, one pair of columns per prompt."""
+    """Worst and mean 1 − cosine of each layer's isolated update, one pair of columns
+    per prompt."""
     columns = {}
     for prompt, rows in results.items():
         updates = rows.query("mode == 'isolated' and tensor == 'update'")
@@ -207,8 +239,8 @@ def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def gates_by_prompt(gates: dict[str, Iterable[Gate]]) -> list[Gate]:
-    """The gates of several prompts: gates that are equal for all prompts once, all others with
-    their prompt in the reason."""
+    """The gates of several prompts: gates that are equal for all prompts once, all
+    others with their prompt in the reason."""
     listed = {prompt: list(own) for prompt, own in gates.items()}
     prompts = Counter()
     for own in listed.values():
@@ -223,10 +255,12 @@ def gates_by_prompt(gates: dict[str, Iterable[Gate]]) -> list[Gate]:
 
 
 def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
-    """The conclusion on the ingredients that move the update beyond `threshold`, a cosine, and on
-    those of them that the hidden state does not show."""
+    """The conclusion on the ingredients that move the update beyond `threshold`, a
+    cosine, and on those of them that the hidden state does not show."""
     wide = ablated.pivot(index="ingredient", columns="tensor", values="cosine")
-    blind = wide.index[(wide["update"] < threshold) & (wide["hidden"] >= threshold)].tolist()
+    blind = wide.index[
+        (wide["update"] < threshold) & (wide["hidden"] >= threshold)
+    ].tolist()
     missed = wide.index[wide["update"] >= threshold].tolist()
     count = (wide["update"] < threshold).sum()
     moving = f"{count} of {len(wide)} ingredients, left out, move the update"
@@ -244,12 +278,15 @@ def shard_sizes(bundles: dict[str, Bundle]) -> pd.DataFrame:
     for name, b in bundles.items():
         for s in b.manifest.shards:
             rows.append((name, s.kind, s.bytes))
-    sizes = pd.DataFrame(rows, columns=["bundle", "kind", "bytes"]).groupby(["bundle", "kind"])
+    sizes = pd.DataFrame(rows, columns=["bundle", "kind", "bytes"]).groupby(
+        ["bundle", "kind"]
+    )
     return sizes["bytes"].agg(["count", "sum", "max"]).reset_index()
 
 
 def bench_rows(rows: list[dict], machine: str, samples: bool = False) -> pd.DataFrame:
-    """Benchmark rows, with their raw `samples` or without, and the machine they were taken on."""
+    """Benchmark rows, with their raw `samples` or without, and the machine they were
+    taken on."""
     columns = ["name", "value", "unit", "peer", "peer_value", "ratio", "n"]
     columns += ["samples", "peer_samples"] if samples else []
     return pd.DataFrame(rows)[columns].assign(machine=machine)
@@ -279,9 +316,15 @@ def chip_predictions(bundles: dict[str, Bundle]) -> pd.DataFrame:
 
 
 def layer_times(layers: pd.DataFrame) -> pd.DataFrame:
-    """Median and range of the milliseconds per layer of each run of experiment 30's sweep."""
+    """Median and range of the milliseconds per layer of each run of experiment 30's
+    sweep."""
     by = ["machine", "run_id", "states", "T", "depth"]
-    return valid(layers).groupby(by)["layer_ms"].agg(["median", "min", "max"]).reset_index()
+    return (
+        valid(layers)
+        .groupby(by)["layer_ms"]
+        .agg(["median", "min", "max"])
+        .reset_index()
+    )
 
 
 def sweep_counts(counts: dict[str, dict]) -> pd.DataFrame:
@@ -303,7 +346,10 @@ def planted_hypotheses() -> pd.DataFrame:
 
 
 def reuse_damage(rows: pd.DataFrame) -> pd.DataFrame:
-    """The damage of failing configurations by hypothesis and format: shares of correct first tokens
-    and of unchanged stored sessions, and the largest relative deviation of the first logits."""
+    """The damage of failing configurations by hypothesis and format: shares of correct
+    first tokens and of unchanged stored sessions, and the largest relative deviation of
+    the first logits."""
     failing = rows[~rows["ok"]].groupby(["hypothesis", "format"])
-    return failing.agg({"first_token_ok": "mean", "entry_ok": "mean", "apart": "max"}).reset_index()
+    return failing.agg(
+        {"first_token_ok": "mean", "entry_ok": "mean", "apart": "max"}
+    ).reset_index()

@@ -1,5 +1,6 @@
-"""Compares three implementations of one checkpoint: Hugging Face's model, its Core ML bundle on the
-portable runtime, and the Core AI twin of that bundle on Apple's interpreter.
+"""Compares three implementations of one checkpoint: Hugging Face's model, its Core ML
+bundle on the portable runtime, and the Core AI twin of that bundle on Apple's
+interpreter.
 
 fp32 programs show re-authoring errors alone, fp16 programs add those of the arithmetic.
 """
@@ -15,13 +16,21 @@ from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, metrics, price
 from workbench.check.fidelity import ForwardPass
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, check_exported_from, make_golden, stored_weights
+from workbench.check.golden import (
+    Golden,
+    check_exported_from,
+    make_golden,
+    stored_weights,
+)
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.export import export
 from workbench.models.checkpoint import Checkpoint
 
-ARITHMETICS = {"exact": "fp32", "declared": "fp16"}  # portable precision → dtype of the twin
+ARITHMETICS = {
+    "exact": "fp32",
+    "declared": "fp16",
+}  # portable precision → dtype of the twin
 WITNESSES = {"portable": "portable", "coreai": "Apple"}  # in figures, beside HF
 # largest 1 − cosine of an isolated update, without near ties of a router
 UPDATE_LIMITS = {"exact": 1e-11, "declared": 1e-4}
@@ -29,9 +38,10 @@ UPDATE_LIMITS = {"exact": 1e-11, "declared": 1e-4}
 
 @dataclass(frozen=True)
 class Crosscheck:
-    """`errors`: one row per `pair` of implementations, precision, layer, position, T and tensor
-    (update, k, v) with the relative RMS `error` and the `budget`, the error of rounding alone.
-    `runtimes`: one dict per runtime and precision, compared with the golden."""
+    """`errors`: one row per `pair` of implementations, precision, layer, position, T
+    and tensor (update, k, v) with the relative RMS `error` and the `budget`, the error
+    of rounding alone. `runtimes`: one dict per runtime and precision, compared with the
+    golden."""
 
     errors: pd.DataFrame
     runtimes: list[dict]
@@ -45,14 +55,20 @@ class Crosscheck:
         }
 
 
-def twin(bundle: Bundle, checkpoint: Checkpoint, dtype: str, folder: Path | None = None) -> Bundle:
-    """The Core AI bundle of the same checkpoint and options, beside `bundle` or in `folder`;
-    exported if it is missing.
+def twin(
+    bundle: Bundle, checkpoint: Checkpoint, dtype: str, folder: Path | None = None
+) -> Bundle:
+    """The Core AI bundle of the same checkpoint and options, beside `bundle` or in
+    `folder`; exported if it is missing.
 
     Raises:
-        InputError: the extra is missing, an option that Core AI lacks, or another bundle there.
+        InputError: the extra is missing, an option that Core AI lacks, or another
+            bundle there.
     """
-    options = bundle.manifest.options.model_dump() | {"target": "coreai", "program_dtype": dtype}
+    options = bundle.manifest.options.model_dump() | {
+        "target": "coreai",
+        "program_dtype": dtype,
+    }
     if options.pop("functions", ()):
         options["t"] = "range"
     path = (folder or bundle.root.parent) / f"{bundle.root.name}.coreai-{dtype}"
@@ -62,7 +78,9 @@ def twin(bundle: Bundle, checkpoint: Checkpoint, dtype: str, folder: Path | None
     check_exported_from(checkpoint, other)
     if other.manifest.options != type(bundle.manifest.options)(**options):
         step = "remove it, or give another --folder"
-        raise InputError(f"bundle {path}", "other options", "the options of the bundle", step)
+        raise InputError(
+            f"bundle {path}", "other options", "the options of the bundle", step
+        )
     return other
 
 
@@ -74,10 +92,13 @@ def crosscheck(
     folder: Path | None = None,
     progress: bool = False,
 ) -> Crosscheck:
-    """Compares every layer × position × T of the bundle and its twins in two arithmetics with
-    Hugging Face's model on the bundle's weights, and with each other."""
+    """Compares every layer × position × T of the bundle and its twins in two
+    arithmetics with Hugging Face's model on the bundle's weights, and with each
+    other."""
     check_exported_from(checkpoint, bundle)
-    golden = make_golden(checkpoint, ids, stored_weights(checkpoint, bundle), bundle.identity)
+    golden = make_golden(
+        checkpoint, ids, stored_weights(checkpoint, bundle), bundle.identity
+    )
     budget = price.measure_budget(bundle, checkpoint, golden)
     errors, runtimes, results = [], [], []
     for precision, dtype in ARITHMETICS.items():
@@ -87,20 +108,28 @@ def crosscheck(
         }
         passes = {}
         for name, decoder in decoders.items():
-            rows, traces, chained = fidelity.measure_fidelity(decoder, golden, None, progress)
+            rows, traces, chained = fidelity.measure_fidelity(
+                decoder, golden, None, progress
+            )
             passes[name] = traces
             table = price.price_rows(decoder, golden, traces, budget)
-            errors.append(table.assign(pair=f"HF ↔ {WITNESSES[name]}", precision=precision))
+            errors.append(
+                table.assign(pair=f"HF ↔ {WITNESSES[name]}", precision=precision)
+            )
             logits = metrics.compare_logits(golden.logits, chained.logits)
             runtimes.append(figures(name, precision, rows, table, logits))
             results += runtime_gates(runtimes[-1])
-        table = between(decoders["coreai"], golden, passes["portable"], passes["coreai"])
+        table = between(
+            decoders["coreai"], golden, passes["portable"], passes["coreai"]
+        )
         errors.append(table.assign(pair="portable ↔ Apple", precision=precision))
         runtimes[-1]["kv_bits_equal"] = bits_equal(passes["portable"], passes["coreai"])
         if precision == "exact":
             worst = float(table["error"].max())
             reason = "relative RMS of portable ↔ coreai, worst"
-            results.append(gates.at_most("runtimes_agree", worst, gates.REAUTHORING, reason))
+            results.append(
+                gates.at_most("runtimes_agree", worst, gates.REAUTHORING, reason)
+            )
     return Crosscheck(pd.concat(errors, ignore_index=True), runtimes, results)
 
 
@@ -113,8 +142,8 @@ def runtime_table(result: Crosscheck) -> pd.DataFrame:
 def figures(
     name: str, precision: str, rows: pd.DataFrame, table: pd.DataFrame, logits: dict
 ) -> dict:
-    """A runtime's errors against the golden: the worst isolated update as 1 − cosine, without near
-    ties, and the worst relative error of a row of K or V."""
+    """A runtime's errors against the golden: the worst isolated update as 1 − cosine,
+    without near ties, and the worst relative error of a row of K or V."""
     updates = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")]
     clear = updates[~updates.get("routing_tie", pd.Series(False, updates.index))]
     return {
@@ -128,18 +157,24 @@ def figures(
 
 
 def runtime_gates(row: dict) -> list[Gate]:
-    """Gates of a runtime's updates and, in exact arithmetic, of its caches and tokens against the
-    golden."""
+    """Gates of a runtime's updates and, in exact arithmetic, of its caches and tokens
+    against the golden."""
     of = f"{row['name']} {row['precision']}"
     limit = UPDATE_LIMITS[row["precision"]]
     update = row["worst_update"]
-    results = [gates.at_most(f"{of}: update", update, limit, "1 − cosine, worst isolated update")]
+    results = [
+        gates.at_most(
+            f"{of}: update", update, limit, "1 − cosine, worst isolated update"
+        )
+    ]
     if row["precision"] == "exact":
         kv = row["worst_kv"]
         top = row["logits"]["top1_agreement"]
         reason = "relative RMS of a row of K or V, worst"
         results.append(gates.at_most(f"{of}: kv", kv, gates.REAUTHORING, reason))
-        results.append(gates.at_least(f"{of}: greedy", top, 1.0, "positions of equal top token"))
+        results.append(
+            gates.at_least(f"{of}: greedy", top, 1.0, "positions of equal top token")
+        )
     return results
 
 
@@ -149,7 +184,8 @@ def between(
     portable: dict[int, ForwardPass],
     apple: dict[int, ForwardPass],
 ) -> pd.DataFrame:
-    """`price_rows` of the Core AI passes by T, with the portable passes as their golden."""
+    """`price_rows` of the Core AI passes by T, with the portable passes as their
+    golden."""
     parts = []
     for T, trace in portable.items():
         layers = range(len(golden.x))
@@ -164,11 +200,15 @@ def between(
     return pd.concat(parts, ignore_index=True)
 
 
-def bits_equal(portable: dict[int, ForwardPass], apple: dict[int, ForwardPass]) -> float:
+def bits_equal(
+    portable: dict[int, ForwardPass], apple: dict[int, ForwardPass]
+) -> float:
     """Share of K and V values that are the same fp16 number on both."""
     equal = []
     for T, trace in portable.items():
         for name in ("k", "v"):
             for layer, rows in getattr(trace, name).items():
-                equal.append(np.float16(rows) == np.float16(getattr(apple[T], name)[layer]))
+                equal.append(
+                    np.float16(rows) == np.float16(getattr(apple[T], name)[layer])
+                )
     return float(np.mean(np.concatenate([part.ravel() for part in equal])))

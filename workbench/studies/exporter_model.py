@@ -1,5 +1,5 @@
-"""A small decoder in plain torch, and its conversion to packages with another exporter's
-interface."""
+"""A small decoder in plain torch, and its conversion to packages with another
+exporter's interface."""
 
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,11 @@ class Model(nn.Module):
         self.config = c = source.config
         self.S, self.fault = S, fault
         self.gemma = hasattr(c, "query_pre_attn_scalar")
-        self.H, self.kv, self.L = c.num_attention_heads, c.num_key_value_heads, c.num_hidden_layers
+        self.H, self.kv, self.L = (
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.num_hidden_layers,
+        )
         self.D, self.C = c.head_dim, c.hidden_size
         self.scale = (c.query_pre_attn_scalar if self.gemma else self.D) ** -0.5
         self.weights = {}
@@ -71,7 +75,9 @@ class Model(nn.Module):
         if self.fault == "theta":
             p = self.config.rope_parameters
             theta = p["rope_theta"] * p["factor"]
-            angles = positions[0, :, None] * theta ** (-torch.arange(0, self.D, 2) / self.D)
+            angles = positions[0, :, None] * theta ** (
+                -torch.arange(0, self.D, 2) / self.D
+            )
             angles = torch.cat([angles, angles], -1)
             return angles.cos(), angles.sin()
         args = [kind] if self.gemma else []
@@ -90,23 +96,29 @@ class Model(nn.Module):
         return nn.functional.linear(x, self.w(layer, name))
 
     def layer(self, i, x, cos, sin, mask, cache, mlp=True):
-        """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes rows [kv, T,
-        D] and returns all keys and values [kv, columns, D]."""
+        """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes
+        rows [kv, T, D] and returns all keys and values [kv, columns, D]."""
         eps, g = self.config.rms_norm_eps, self.gemma
         y = rms(x, self.w(i, "input_layernorm"), eps)
         q, k, v = (
-            self.linear(y, i, f"self_attn.{n}_proj").reshape(-1, heads, self.D).transpose(0, 1)
+            self.linear(y, i, f"self_attn.{n}_proj")
+            .reshape(-1, heads, self.D)
+            .transpose(0, 1)
             for n, heads in (("q", self.H), ("k", self.kv), ("v", self.kv))
         )
         order = [lambda q, k: (turn(q, cos, sin), turn(k, cos, sin))]
         if self.has(i, "self_attn.q_norm"):
             norms = [self.w(i, f"self_attn.{n}_norm") for n in "qk"]
             place = len(order) if self.fault == "norm_order" else 0
-            order.insert(place, lambda q, k: [rms(t, w, eps) for t, w in zip((q, k), norms)])
+            order.insert(
+                place, lambda q, k: [rms(t, w, eps) for t, w in zip((q, k), norms)]
+            )
         for step in order:
             q, k = step(q, k)
         keys, values = cache(i, k, v)
-        keys, values = (t.repeat_interleave(self.H // self.kv, 0) for t in (keys, values))
+        keys, values = (
+            t.repeat_interleave(self.H // self.kv, 0) for t in (keys, values)
+        )
         scores = torch.softmax(q @ keys.transpose(1, 2) * self.scale + mask, -1)
         out = (scores @ values).transpose(0, 1).reshape(1, -1, self.H * self.D)
         out = self.linear(out, i, "self_attn.o_proj")
@@ -117,7 +129,9 @@ class Model(nn.Module):
             return x
         before = "pre_feedforward_layernorm" if g else "post_attention_layernorm"
         y = rms(x, self.w(i, before), eps)
-        act = partial(nn.functional.gelu, approximate="tanh") if g else nn.functional.silu
+        act = (
+            partial(nn.functional.gelu, approximate="tanh") if g else nn.functional.silu
+        )
         y = act(self.linear(y, i, "mlp.gate_proj")) * self.linear(y, i, "mlp.up_proj")
         y = self.linear(y, i, "mlp.down_proj")
         return x + (rms(y, self.w(i, "post_feedforward_layernorm"), eps) if g else y)
@@ -187,16 +201,19 @@ def palettized(package, **options):
 
 
 def quantized(package, **options):
-    """The model with its weights as integers; `options` of `OpLinearQuantizerConfig`."""
+    """The model with its weights as integers; `options` of
+    `OpLinearQuantizerConfig`."""
     optimize = coremltools().optimize.coreml
     config = optimize.OpLinearQuantizerConfig(mode="linear_symmetric", **options)
     with quiet(), no_progress(), lean():
-        return optimize.linear_quantize_weights(package, optimize.OptimizationConfig(config))
+        return optimize.linear_quantize_weights(
+            package, optimize.OptimizationConfig(config)
+        )
 
 
 def tiny_checkpoint(family: str, folder: Path, layers: int = 2) -> Path:
-    """A random checkpoint of a family in `folder`, written if it is missing; sliding layers have a
-    window of 8, and the last layer is full attention."""
+    """A random checkpoint of a family in `folder`, written if it is missing; sliding
+    layers have a window of 8, and the last layer is full attention."""
     path = folder / family
     config = SIZES | {"num_hidden_layers": layers}
     if family == "llama":

@@ -1,5 +1,5 @@
-"""Small packages with the interfaces of five exporters: their names, functions, shapes and layouts
-around torch code of this project. Faults are planted by name."""
+"""Small packages with the interfaces of five exporters: their names, functions, shapes
+and layouts around torch code of this project. Faults are planted by name."""
 
 import shutil
 from collections.abc import Callable
@@ -13,7 +13,14 @@ from torch import nn
 
 from miltorch.quiet import coremltools, quiet
 from workbench.export.convert import lean, no_progress
-from workbench.studies.exporter_model import Apply, Model, convert, palettized, plain, quantized
+from workbench.studies.exporter_model import (
+    Apply,
+    Model,
+    convert,
+    palettized,
+    plain,
+    quantized,
+)
 
 FAULTS = {
     "future": "prefill_rotate sees the future",
@@ -24,7 +31,8 @@ FAULTS = {
 
 
 class Recipe(nn.Module):
-    """One package; q and end vary, rows are written at end − q; K and V [L, 1, kv, S, D]."""
+    """One package; q and end vary, rows are written at end − q; K and V [L, 1, kv, S,
+    D]."""
 
     def __init__(self, model):
         super().__init__()
@@ -45,11 +53,15 @@ class Recipe(nn.Module):
         x = self.m.embed(ids)
         positions = begin + torch.arange(q)
         for i in range(self.m.L):
-            x = self.m.layer(i, x, *self.m.rope(self.m.kinds[i], positions), mask[0], cache)
+            x = self.m.layer(
+                i, x, *self.m.rope(self.m.kinds[i], positions), mask[0], cache
+            )
         return nn.functional.linear(self.m.norm(x), self.m.head)
 
 
-def recipe(folder: Path, checkpoint: Path, S: int = 64, fault: str = "", int4: bool = False):
+def recipe(
+    folder: Path, checkpoint: Path, S: int = 64, fault: str = "", int4: bool = False
+):
     ct = coremltools()
     m = Model(checkpoint, S, fault)
     q, end = (ct.RangeDim(1, S, default=1) for _ in range(2))
@@ -61,13 +73,16 @@ def recipe(folder: Path, checkpoint: Path, S: int = 64, fault: str = "", int4: b
     states = [(n, tuple(module.keyCache.shape)) for n in ("keyCache", "valueCache")]
     package = convert(module, inputs, ["logits"], states)
     if int4:
-        package = quantized(package, dtype="int4", granularity="per_block", block_size=32)
+        package = quantized(
+            package, dtype="int4", granularity="per_block", block_size=32
+        )
     folder.mkdir(parents=True)
     package.save(str(folder / "Stateful.mlpackage"))
 
 
 class Shard(nn.Module):
-    """Layers [first, stop): x [1, C, T, 1], rope tables of half the width, one-hot write mask."""
+    """Layers [first, stop): x [1, C, T, 1], rope tables of half the width, one-hot
+    write mask."""
 
     def __init__(self, model, first, stop):
         super().__init__()
@@ -103,10 +118,16 @@ class HeadSlice(nn.Module):
 
     def forward(self, x):
         x = self.m.norm(x.squeeze(-1).transpose(1, 2))
-        return nn.functional.linear(x, self.m.head[self.rows]).transpose(1, 2).unsqueeze(-1)
+        return (
+            nn.functional.linear(x, self.m.head[self.rows])
+            .transpose(1, 2)
+            .unsqueeze(-1)
+        )
 
 
-def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: int = 4):
+def shards(
+    folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: int = 4
+):
     ct = coremltools()
     m = Model(checkpoint, S, fault)
     folder.mkdir(parents=True)
@@ -121,7 +142,9 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: 
             ("kv_write_mask", (1, 1, S, T), np.float16, (1, 1, S, 1)),
         ]
         states = [(f"layers.0.{n}_state", (1, m.kv, S, m.D)) for n in "kv"]
-        package = quantized(convert(Shard(m, i, i + 1), inputs, ["hidden"], states), dtype="int8")
+        package = quantized(
+            convert(Shard(m, i, i + 1), inputs, ["hidden"], states), dtype="int8"
+        )
         package.save(str(folder / f"layer{i}_{i + 1}_q8.mlpackage"))
     V = m.head.shape[0]
     for i, rows in enumerate((slice(0, V // 2), slice(V // 2, V))):
@@ -131,11 +154,12 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: 
 
 
 class Chunk(nn.Module):
-    """Layers of the chunked style with one state for all of them, written at current_pos.
+    """Layers of the chunked style with one state for all of them, written at
+    current_pos.
 
-    Sliding layers may have a cache of their own that rotates (`rotate`); a prefill skips the last
-    layer's MLP. Core ML's names of the states are the paths of these modules.
-    """
+    Sliding layers may have a cache of their own that rotates (`rotate`); a prefill
+    skips the last layer's MLP. Core ML's names of the states are the paths of these
+    modules."""
 
     def __init__(self, model, span, window=0, rotate=False, prefill=False):
         super().__init__()
@@ -144,7 +168,9 @@ class Chunk(nn.Module):
         self.model.model = nn.Module()
         sliding = []
         if window:
-            sliding = [i for i, kind in enumerate(model.kinds) if kind == "sliding_attention"]
+            sliding = [
+                i for i, kind in enumerate(model.kinds) if kind == "sliding_attention"
+            ]
         full = [i for i in range(model.L) if i not in sliding]
         self.caches = {}
         for name, layers, rows in (
@@ -178,7 +204,11 @@ class Chunk(nn.Module):
             local = self.caches[i][0] == "kv_cache_local"
             own = mask[0]
             if local and self.rotate and self.m.fault != "future":
-                distance = self.window + torch.arange(T)[:, None] - torch.arange(self.window + T)
+                distance = (
+                    self.window
+                    + torch.arange(T)[:, None]
+                    - torch.arange(self.window + T)
+                )
                 inside = (distance >= 0) & (distance < self.window)
                 own = torch.where(inside, 0.0, -1e4)[None]
             elif local:
@@ -186,7 +216,9 @@ class Chunk(nn.Module):
             kind = self.m.kinds[i]
             mlp = not (self.prefill and i == self.m.L - 1)
             x = self.m.layer(i, x, *self.m.rope(kind, positions), own, cache, mlp)
-        for state in self.model.model.buffers():  # coremltools removes a state without a reader
+        for (
+            state
+        ) in self.model.model.buffers():  # coremltools removes a state without a reader
             x = x + state[0, 0, 0, 0] * 0.0
         if self.prefill or self.span[-1] < self.m.L - 1:
             return x
@@ -205,9 +237,9 @@ def chunks(
     lut: bool = False,
     sound: Path | None = None,
 ):
-    """Embeddings, two chunks (one if layers slide) with functions infer and prefill (and rotating
-    ones), a head of several slices; −inf masks, meta.yaml. Packages without the fault `future` are
-    copied from the folder `sound`."""
+    """Embeddings, two chunks (one if layers slide) with functions infer and prefill
+    (and rotating ones), a head of several slices; −inf masks, meta.yaml. Packages
+    without the fault `future` are copied from the folder `sound`."""
     m = Model(checkpoint, S, fault)
     if sound:
         shutil.copytree(sound, folder)
@@ -222,14 +254,19 @@ def chunks(
         names = [f"FFN_PF_chunk_{i + 1:02}of02" for i in range(2)]
     modes = {"infer": (1, False, False), "prefill": (batch, True, False)}
     if window:
-        modes |= {"infer_rotate": (1, False, True), "prefill_rotate": (batch, True, True)}
+        modes |= {
+            "infer_rotate": (1, False, True),
+            "prefill_rotate": (batch, True, True),
+        }
     for span, name in zip(spans, names, strict=True):
         functions = coremltools().utils.MultiFunctionDescriptor()
         for mode, (T, prefill, rotate) in modes.items():
             path = folder / f".{mode}-{name}.mlpackage"
             if not sound or mode == "prefill_rotate":
                 shutil.rmtree(path, ignore_errors=True)
-                _function(Chunk(m, span, window, rotate, prefill), T, lut).save(str(path))
+                _function(Chunk(m, span, window, rotate, prefill), T, lut).save(
+                    str(path)
+                )
             functions.add_function(str(path), "main", mode)
         functions.default_function_name = "infer"
         target = folder / f"tiny_{name}.mlpackage"
@@ -278,8 +315,8 @@ def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
 
 
 class Monolith(nn.Module):
-    """One package, one token per call, one-hot write, argmax inside; sliding layers compute their
-    own mask."""
+    """One package, one token per call, one-hot write, argmax inside; sliding layers
+    compute their own mask."""
 
     def __init__(self, model, window):
         super().__init__()
@@ -306,7 +343,9 @@ class Monolith(nn.Module):
         return top.to(torch.int32), logits.gather(-1, top[:, None])[:, 0]
 
 
-def monolith(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", int4: bool = False):
+def monolith(
+    folder: Path, checkpoint: Path, S: int = 32, fault: str = "", int4: bool = False
+):
     ct = coremltools()
     m = Model(checkpoint, S, fault)
     module = Monolith(m, getattr(m.config, "sliding_window", None) or S)
@@ -324,13 +363,16 @@ def monolith(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", int4:
         compute_precision=ct.precision.FLOAT32,
     )
     if int4:
-        package = palettized(package, nbits=4, granularity="per_grouped_channel", group_size=8)
+        package = palettized(
+            package, nbits=4, granularity="per_grouped_channel", group_size=8
+        )
     folder.mkdir(parents=True)
     package.save(str(folder / "model.mlpackage"))
 
 
 class Body(nn.Module):
-    """Chunk of the host style: rope of full width from the host, planes 2i and 2i + 1."""
+    """Chunk of the host style: rope of full width from the host, planes 2i and 2i +
+    1."""
 
     def __init__(self, model, span):
         super().__init__()
@@ -350,11 +392,15 @@ class Body(nn.Module):
         return x
 
 
-def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool = False):
+def host(
+    folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool = False
+):
     """Chunks of one layer, a head that gives the next token, a file of embeddings."""
     m = Model(checkpoint, S, fault)
     folder.mkdir(parents=True)
-    (folder / "embed_weight.bin").write_bytes(m.w_embed_tokens_weight.half().numpy().tobytes())
+    (folder / "embed_weight.bin").write_bytes(
+        m.w_embed_tokens_weight.half().numpy().tobytes()
+    )
     for i, span in enumerate([range(m.L)]):
         module = Body(m, span)
         inputs = [
@@ -380,8 +426,9 @@ def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool
 
 @dataclass(frozen=True)
 class Style:
-    """An exporter's interface: the checkpoint's family, the function that makes the packages, the
-    planted fault, and the variant that the faulty packages compute (see `workbench explain`)."""
+    """An exporter's interface: the checkpoint's family, the function that makes the
+    packages, the planted fault, and the variant that the faulty packages compute (see
+    `workbench explain`)."""
 
     family: str
     make: Callable
@@ -390,7 +437,9 @@ class Style:
 
 
 STYLES = {
-    "ANEMLL": Style("gemma3_text", partial(chunks, window=8, batch=4), "future", "as configured"),
+    "ANEMLL": Style(
+        "gemma3_text", partial(chunks, window=8, batch=4), "future", "as configured"
+    ),
     "CoreML-LLM, one package": Style("gemma3_text", monolith, "one_mask", "no window"),
     "CoreML-LLM, chunks": Style("qwen3", host, "norm_order", "q/k norm after rope"),
     "ane-book": Style("qwen3", shards, "norm_order", "q/k norm after rope"),

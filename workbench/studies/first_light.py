@@ -1,7 +1,8 @@
-"""The tables, gates and conclusions of notebook 36, from the log's rows of a first light.
+"""The tables, gates and conclusions of notebook 36, from the log's rows of a first
+light.
 
-Results over the stand-in are no evidence about Core ML, and every answer from them is marked so.
-"""
+Results over the stand-in are no evidence about Core ML, and every answer from them is
+marked so."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -27,8 +28,8 @@ NOT_CORE_ML = "open: not Core ML, which would say "
 
 @dataclass(frozen=True)
 class Light:
-    """One first light of the log: `stages` (stage, status, reason, seconds, number of rows), the
-    rows of each stage, and the machine and runtime."""
+    """One first light of the log: `stages` (stage, status, reason, seconds, number of
+    rows), the rows of each stage, and the machine and runtime."""
 
     stages: pd.DataFrame
     rows: dict[str, pd.DataFrame]
@@ -47,8 +48,8 @@ class Light:
 
 
 def take(project: Path, path: str, root: log.store.Root = None) -> Light:
-    """Imports the zip at `path` of the project into the log and reads it from there; if it is
-    missing, the shipped zip of a run over the stand-in."""
+    """Imports the zip at `path` of the project into the log and reads it from there; if
+    it is missing, the shipped zip of a run over the stand-in."""
     file = project / path
     imported = archive.import_zip(file if file.exists() else project / STAND_IN, root)
     return read(log.load("runs", root, {"run_id": imported["runs"]}))
@@ -62,7 +63,9 @@ def read(runs: pd.DataFrame) -> Light:
         if stage := json.loads(text).get("first_light"):
             stages.append(stage)
             rows[stage["stage"]] = pd.DataFrame(stage["rows"])
-    table = pd.DataFrame(stages, columns=["stage", "status", "reason", "seconds", "rows"])
+    table = pd.DataFrame(
+        stages, columns=["stage", "status", "reason", "seconds", "rows"]
+    )
     return Light(
         table.assign(rows=table["rows"].map(len)),
         rows,
@@ -74,7 +77,8 @@ def read(runs: pd.DataFrame) -> Light:
 
 
 class Ladder:
-    """The rows of the stage `ladder`: each rung's run on a unit, and Core ML's plan for it."""
+    """The rows of the stage `ladder`: each rung's run on a unit, and Core ML's plan for
+    it."""
 
     def __init__(self, light: Light):
         rows = light.rows.get("ladder", pd.DataFrame(columns=["ask", "rung", "units"]))
@@ -86,7 +90,9 @@ class Ladder:
             else:
                 self.plans[row["rung"]] = row
         timing = light.rows.get("timing", pd.DataFrame())
-        self.energy = timing.reindex(columns=["units", "status", "ane_joules", "energy_reason"])
+        self.energy = timing.reindex(
+            columns=["units", "status", "ane_joules", "energy_reason"]
+        )
 
     def ok(self, rung: str, units: str = "CPU_AND_NE") -> bool | None:
         """Whether a rung ran on these units with the portable runtime's values."""
@@ -94,7 +100,8 @@ class Ladder:
         return row and row["status"] == "ok" and row["verdict"] == "GREEN"
 
     def rejected(self, rung: str) -> bool | None:
-        """Whether Core ML refused to load a rung for the Neural Engine with error code -14."""
+        """Whether Core ML refused to load a rung for the Neural Engine with error code
+        -14."""
         row = self.runs.get((rung, "CPU_AND_NE"))
         return row and row["status"] == "refused" and _word(row) == "−14"
 
@@ -128,10 +135,25 @@ class Ladder:
         return pd.DataFrame(rows, columns=["rung", "column", "text", "good"])
 
     def table(self) -> pd.DataFrame:
-        """Every run of a rung, the rung that it changes (`over`), its times and its distance from
-        the portable results."""
-        columns = ["rung", "over", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
-        columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
+        """Every run of a rung, the rung that it changes (`over`), its times and its
+        distance from the portable results."""
+        columns = [
+            "rung",
+            "over",
+            "units",
+            "status",
+            "verdict",
+            "ratio_t1",
+            "ratio_t",
+            "finite",
+        ]
+        columns += [
+            "nan_comes_out",
+            "as_shipped",
+            "bytes",
+            "compile_ms",
+            "cold_load_ms",
+        ]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
         over = {}
         for rung in rungs.ladder().values():
@@ -152,17 +174,27 @@ def _word(row: dict) -> str:
 
 
 def timings(light: Light) -> pd.DataFrame:
-    """The rows of the stage `timing` with status ok: one for each unit, T and number of layers."""
+    """The rows of the stage `timing` with status ok: one for each unit, T and number of
+    layers."""
     rows = light.rows.get("timing", pd.DataFrame())
-    columns = ["units", "T", "layers", "wall_ms", "native_ms", "cpu_ms", "wall_p90_ms", "calls"]
+    columns = [
+        "units",
+        "T",
+        "layers",
+        "wall_ms",
+        "native_ms",
+        "cpu_ms",
+        "wall_p90_ms",
+        "calls",
+    ]
     rows = rows[rows["status"] == "ok"] if len(rows) else rows
     return rows.reindex(columns=[*columns, "ane_ops_share", "invalid"])
 
 
 def dispatch(light: Light) -> pd.DataFrame:
-    """Milliseconds of a call against layers in a shard, with a linear fit: setting, layers, ms,
-    fit_ms, and the fit's dispatch_ms (at 0 layers) and layer_ms. The times are Core ML's own
-    durations where it reports them."""
+    """Milliseconds of a call against layers in a shard, with a linear fit: setting,
+    layers, ms, fit_ms, and the fit's dispatch_ms (at 0 layers) and layer_ms. The times
+    are Core ML's own durations where it reports them."""
     columns = ["setting", "layers", "ms", "fit_ms", "dispatch_ms", "layer_ms"]
     rows = timings(light)
     rows = rows.assign(ms=rows["native_ms"].fillna(rows["wall_ms"]).astype(float))
@@ -170,14 +202,16 @@ def dispatch(light: Light) -> pd.DataFrame:
     for (units, T), line in rows.groupby(["units", "T"]):
         if line["layers"].nunique() > 1:
             layer, start = np.polyfit(line["layers"].astype(float), line["ms"], 1)
-            line = line.assign(setting=f"{units}, T = {T}", dispatch_ms=start, layer_ms=layer)
+            line = line.assign(
+                setting=f"{units}, T = {T}", dispatch_ms=start, layer_ms=layer
+            )
             parts.append(line.assign(fit_ms=start + layer * line["layers"])[columns])
     return pd.concat(parts) if parts else pd.DataFrame(columns=columns)
 
 
 def host_and_device(light: Light) -> pd.DataFrame:
-    """Median milliseconds of a call by setting: Core ML's own duration, and the rest of the wall
-    time."""
+    """Median milliseconds of a call by setting: Core ML's own duration, and the rest of
+    the wall time."""
     rows = timings(light).dropna(subset="native_ms")
     parts = []
     for row in rows.to_dict("records"):
@@ -187,7 +221,8 @@ def host_and_device(light: Light) -> pd.DataFrame:
     return pd.DataFrame(parts, columns=["setting", "part", "ms"])
 
 
-# --- which disputed rule is settled ---------------------------------------------------------------
+# --- which disputed rule is settled
+# ---------------------------------------------------------------
 
 UNITS = ("CPU_ONLY", "CPU_AND_NE")
 WORDS = {True: "yes", False: "no", None: UNKNOWN}
@@ -224,7 +259,11 @@ def _on_engine(*names: str) -> Callable[[Ladder], tuple[bool | None, str]]:
 
 def _mask_as_slice(ladder: Ladder) -> tuple[bool | None, str]:
     on, masks, slices = {}, [], []
-    for mask, slice in (("state", "slice"), ("state-t4", "slice-t4"), ("range", "slice-range")):
+    for mask, slice in (
+        ("state", "slice"),
+        ("state-t4", "slice-t4"),
+        ("range", "slice-range"),
+    ):
         on[mask], on[slice] = ladder.on_engine(mask), ladder.on_engine(slice)
         masks.append(on[mask])
         slices.append(on[slice])
@@ -247,7 +286,9 @@ def _lut4_right(ladder: Ladder) -> tuple[bool | None, str]:
 
 
 def _width_free(ladder: Ladder) -> tuple[bool | None, str]:
-    return ladder.ok("width-30"), f"width 30 {_names({'loads and agrees': ladder.ok('width-30')})}"
+    return ladder.ok(
+        "width-30"
+    ), f"width 30 {_names({'loads and agrees': ladder.ok('width-30')})}"
 
 
 DISPUTES: dict[str, tuple[str, Callable[[Ladder], tuple[bool | None, str]]]] = {
@@ -266,7 +307,8 @@ DISPUTES: dict[str, tuple[str, Callable[[Ladder], tuple[bool | None, str]]]] = {
 
 
 def disputes(light: Light) -> pd.DataFrame:
-    """The answers of this first light to disputed rules: rule, says, answer, evidence."""
+    """The answers of this first light to disputed rules: rule, says, answer,
+    evidence."""
     rows, ladder = [], Ladder(light)
     settled = "settled: " if light.runtime == "coreml" else NOT_CORE_ML
     for rule, (says, decide) in DISPUTES.items():
@@ -276,7 +318,8 @@ def disputes(light: Light) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["rule", "says", "answer", "evidence"])
 
 
-# --- the decision table: whether each result was seen, and on which rungs -------------------------
+# --- the decision table: whether each result was seen, and on which rungs
+# -------------------------
 
 Seen = tuple[bool | None, list[str]]
 
@@ -287,12 +330,16 @@ def _seen(answers: dict[str, bool | None]) -> Seen:
 
 
 def _cpu_fails(ladder: Ladder) -> Seen:
-    return _seen({rung: not ladder.ok(rung, "CPU_ONLY") for rung in ladder.rows_on("CPU_ONLY")})
+    return _seen(
+        {rung: not ladder.ok(rung, "CPU_ONLY") for rung in ladder.rows_on("CPU_ONLY")}
+    )
 
 
 def _state_rejected(ladder: Ladder) -> Seen:
     pair = ["state", "range"]
-    answers = [ladder.ok(n, "CPU_ONLY") for n in pair] + [ladder.rejected(n) for n in pair]
+    answers = [ladder.ok(n, "CPU_ONLY") for n in pair] + [
+        ladder.rejected(n) for n in pair
+    ]
     answer = _all(*answers)
     return answer, pair if answer else []
 
@@ -355,7 +402,11 @@ def _runs_there(ladder: Ladder) -> Seen:
     energy = ladder.energy.query("units == 'CPU_AND_NE' and status == 'ok'")
     if energy["ane_joules"].max() > 0:
         return True, there
-    reasons = energy["energy_reason"].dropna().unique() if len(energy) else ["nothing was timed"]
+    reasons = (
+        energy["energy_reason"].dropna().unique()
+        if len(energy)
+        else ["nothing was timed"]
+    )
     return None, [f"energy {UNKNOWN}: {reason}" for reason in reasons]
 
 
@@ -407,8 +458,8 @@ DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
 
 
 def decisions(light: Light) -> pd.DataFrame:
-    """The decision table: result, seen (yes, no or not measured), where (at most six rungs, or the
-    reason why it was not measured), means, next."""
+    """The decision table: result, seen (yes, no or not measured), where (at most six
+    rungs, or the reason why it was not measured), means, next."""
     rows, ladder = [], Ladder(light)
     for result, means, step, decide in DECISIONS:
         seen, where = decide(ladder)
@@ -419,12 +470,13 @@ def decisions(light: Light) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["result", "seen", "where", "means", "next"])
 
 
-# --- verdict and words ----------------------------------------------------------------------------
+# --- verdict and words
+# ----------------------------------------------------------------------------
 
 
 def light_gates(light: Light) -> list[Gate]:
-    """Gates for every machine: the packages are as shipped, the binding behaves as in its source,
-    and on the CPU values are the portable runtime's."""
+    """Gates for every machine: the packages are as shipped, the binding behaves as in
+    its source, and on the CPU values are the portable runtime's."""
     results, ladder = [], Ladder(light)
     rows = [row for row in ladder.runs.values() if row.get("as_shipped") is not None]
     if rows:
@@ -436,7 +488,9 @@ def light_gates(light: Light) -> list[Gate]:
         fine = f"{len(on_cpu)} rungs as portable"
         results.append(gates.none("ladder_on_cpu", bad, fine, "not as portable: "))
     if "binding" in light.rows:
-        table = light.rows["binding"].reindex(columns=["case", "status", "accepted", "expected"])
+        table = light.rows["binding"].reindex(
+            columns=["case", "status", "accepted", "expected"]
+        )
         known = table[table["expected"].notna()]
         odd = known[known["accepted"] != known["expected"]]["case"].tolist()
         fine = f"{len(known)} answers as its sources say"
@@ -449,7 +503,8 @@ def light_gates(light: Light) -> list[Gate]:
 
 
 def light_conclusion(light: Light) -> str:
-    """The conclusion: the stages, the results of the decision table, the settled disputes."""
+    """The conclusion: the stages, the results of the decision table, the settled
+    disputes."""
     ended = ", ".join(f"{row.stage} {row.status}" for row in light.stages.itertuples())
     lines = [f"First light on {light.label}: {ended}."]
     if light.runtime != "coreml":
@@ -459,7 +514,9 @@ def light_conclusion(light: Light) -> str:
         if row.seen == "yes":
             lines.append(f"Seen: {row.result} ({row.where}).")
     unknown = (table["seen"] == UNKNOWN).sum()
-    lines.append(f"{unknown} of {len(table)} results of the decision table were not measured.")
+    lines.append(
+        f"{unknown} of {len(table)} results of the decision table were not measured."
+    )
     for row in dispatch(light).drop_duplicates("setting").itertuples():
         ms = f"{row.dispatch_ms:.2f} ms a call and {row.layer_ms:.2f} ms a layer"
         lines.append(f"{row.setting}: {ms}.")

@@ -1,9 +1,9 @@
-"""Reproduces LlamaANE's case: why Qwen 2.5 gives NaN on one compute unit and not on another.
+"""Reproduces LlamaANE's case: why Qwen 2.5 gives NaN on one compute unit and not on
+another.
 
-Checkpoints with planted biases, two orders of the scores and several mask constants are converted
-by coremltools and traced. The naive order is no part of an export; it is compared with the order
-that the workbench exports.
-"""
+Checkpoints with planted biases, two orders of the scores and several mask constants are
+converted by coremltools and traced. The naive order is no part of an export; it is
+compared with the order that the workbench exports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,19 +28,20 @@ from workbench.models import checkpoint as checkpoints
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import AttentionGeometry, scaled
 
-HEADS = dict(num_attention_heads=28, num_key_value_heads=4, head_dim=128)  # Qwen 2.5 7B's
+HEADS = dict(
+    num_attention_heads=28, num_key_value_heads=4, head_dim=128
+)  # Qwen 2.5 7B's
 NAIVE, SCALED = "q kᵀ, then scale", "scale q, then q kᵀ"
 # ‖b_k‖ of its two layers with the largest key biases; the median of the others is 22
 REPORTED_NORMS = {0: 605.0, 27: 921.0}
 
 
 def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256) -> Path:
-    """A random Qwen 2.5 checkpoint of Qwen 2.5 7B's heads whose layer i has a key bias of norm
-    `norms[i]`.
+    """A random Qwen 2.5 checkpoint of Qwen 2.5 7B's heads whose layer i has a key bias
+    of norm `norms[i]`.
 
-    The norm is spread evenly over the key heads, in a random direction in each. Width and MLP are
-    small: scores depend on neither.
-    """
+    The norm is spread evenly over the key heads, in a random direction in each. Width
+    and MLP are small: scores depend on neither."""
     from safetensors.torch import load_file, save_file
 
     checkpoints.random(
@@ -75,7 +76,9 @@ class NaiveShape(AttentionGeometry):
     def attend(self, q, k, v, cache, io):
         k = cache.append(K_STATE, k, io, self.suffix)
         v = cache.append(V_STATE, v, io, self.suffix)
-        scores = scaled(q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3), self.scale)
+        scores = scaled(
+            q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3), self.scale
+        )
         scores = scores.reshape(self.B, self.H, -1, self.S)
         weights = torch.softmax(scores + io["attn_mask"], dim=-1)
         sums = weights.reshape(self.B, self.H_kv, -1, self.S) @ v
@@ -85,8 +88,8 @@ class NaiveShape(AttentionGeometry):
 def decoder(
     bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None
 ) -> Decoder:
-    """A portable decoder of `bundle`; the programs of its layer shards come from `packages` if
-    there are any."""
+    """A portable decoder of `bundle`; the programs of its layer shards come from
+    `packages` if there are any."""
     decoder = Decoder(bundle, "portable", precision)
     for model in decoder.layers if packages else ():
         package, names = packages[model.shard.name]
@@ -111,7 +114,9 @@ def naive_packages(
             attention = block.self_attn
             attention.shape = NaiveShape(**vars(attention.shape), scale=attention.scale)
             attention.scale = 1.0
-        model = convert.convert(module, spec, options, {p.path for p in parts if p.compressed})
+        model = convert.convert(
+            module, spec, options, {p.path for p in parts if p.compressed}
+        )
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
         constants = convert.constants(model)
@@ -126,15 +131,18 @@ def naive_packages(
 
 
 def align_queries(decoder: Decoder, norm: float) -> None:
-    """Sets every query head's bias to a vector of `norm` along its group's key bias, so that a
-    token's own score is the largest that such a query can have; with 0 queries have no bias."""
+    """Sets every query head's bias to a vector of `norm` along its group's key bias, so
+    that a token's own score is the largest that such a query can have; with 0 queries
+    have no bias."""
     for layer, model in enumerate(decoder.layers):
         prefix = f"model.layers.{layer}.self_attn."
         weights = model.shard.weights
         keys = model.executable.constant(weights[f"{prefix}k_proj.bias"])
         keys = keys.reshape(HEADS["num_key_value_heads"], -1)
         group = HEADS["num_attention_heads"] // len(keys)
-        queries = (nn.functional.normalize(keys, dim=-1) * norm).repeat_interleave(group, 0)
+        queries = (nn.functional.normalize(keys, dim=-1) * norm).repeat_interleave(
+            group, 0
+        )
         bias = queries.reshape(-1).half().float()
         replace(model.executable, weights[f"{prefix}q_proj.bias"], bias)
 
@@ -160,17 +168,22 @@ def score_sweep(
                 align_queries(one, norm)
                 ranges[precision] = trace.trace_decoder(one, ids)
             first = _first_faults(ranges["declared"])
-            first["narrow"] = next(filter(None, _first_faults(ranges["narrow"]).values()), None)
+            first["narrow"] = next(
+                filter(None, _first_faults(ranges["narrow"]).values()), None
+            )
             for layer, scores in enumerate(products(ranges["exact"].frame())):
                 row = {"order": order, "query_norm": norm, "layer": layer}
-                row |= {"product": scores["max_abs"], "headroom_bits": scores["headroom_bits"]}
+                row |= {
+                    "product": scores["max_abs"],
+                    "headroom_bits": scores["headroom_bits"],
+                }
                 rows.append(row | {"op": scores["op"]} | first)
     return pd.DataFrame(rows)
 
 
 def reported(norms: Sequence[float]) -> pd.DataFrame:
-    """The planted norms, the reported layers with these norms, and the norms per head and channel:
-    one row per layer."""
+    """The planted norms, the reported layers with these norms, and the norms per head
+    and channel: one row per layer."""
     heads = HEADS["num_key_value_heads"]
     D = HEADS["head_dim"]
     sources = {}
@@ -187,21 +200,24 @@ def reported(norms: Sequence[float]) -> pd.DataFrame:
 
 
 def breaking(sweep: pd.DataFrame) -> pd.DataFrame:
-    """One row per order and query norm: the layer with the least headroom, and the first inf and
-    NaN of the run."""
-    least = sweep.loc[sweep.groupby(["order", "query_norm"], sort=False)["headroom_bits"].idxmin()]
+    """One row per order and query norm: the layer with the least headroom, and the
+    first inf and NaN of the run."""
+    least = sweep.loc[
+        sweep.groupby(["order", "query_norm"], sort=False)["headroom_bits"].idxmin()
+    ]
     return least.drop(columns="op").reset_index(drop=True)
 
 
 def first_broken(sweep: pd.DataFrame) -> float:
-    """The least query norm at which the naive order overflows; the largest tried if none does."""
+    """The least query norm at which the naive order overflows; the largest tried if
+    none does."""
     norms = sweep.loc[(sweep["order"] == NAIVE) & sweep["inf"].notna(), "query_norm"]
     return float(norms.min() if len(norms) else sweep["query_norm"].max())
 
 
 def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
-    """Gates: the naive order overflows in q kᵀ, where the notes' NaN began, and the exported order
-    is finite at the same norm."""
+    """Gates: the naive order overflows in q kᵀ, where the notes' NaN began, and the
+    exported order is finite at the same norm."""
     norm = first_broken(sweep)
     here = sweep[sweep["query_norm"] == norm]
     naive, good = (here[here["order"] == order].iloc[0] for order in (NAIVE, SCALED))
@@ -227,7 +243,8 @@ def products(frame: pd.DataFrame) -> list[pd.Series]:
 
 
 def _first_faults(ranges: trace.Ranges) -> dict[str, str | None]:
-    """The place of the first operation that gives an inf, and of the first that gives a NaN."""
+    """The place of the first operation that gives an inf, and of the first that gives a
+    NaN."""
     first = {}
     for fault in ("inf", "nan"):
         first[fault] = ranges.first(fault)
@@ -235,14 +252,16 @@ def _first_faults(ranges: trace.Ranges) -> dict[str, str | None]:
 
 
 class Masked(nn.Module):
-    """softmax(scores + mask); the mask is (allowed − 1) · factor, or `allowed` itself (1: attend,
-    0: blocked) without a factor."""
+    """softmax(scores + mask); the mask is (allowed − 1) · factor, or `allowed` itself
+    (1: attend, 0: blocked) without a factor."""
 
     def __init__(self, factor: float | None):
         super().__init__()
         self.factor = factor
 
-    def forward(self, scores: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor]:
+    def forward(
+        self, scores: torch.Tensor, allowed: torch.Tensor
+    ) -> tuple[torch.Tensor]:
         mask = allowed
         if self.factor is not None:
             mask = (allowed - 1) * self.factor
@@ -260,23 +279,29 @@ MASK_SHAPE = (1, 1, 4, 8)
 
 
 def mask_packages(folder: Path) -> dict[str, Path]:
-    """A package for each of `MASKS`: scores, allowed [1, 1, 4, 8] → weights [1, 1, 4, 8]."""
+    """A package for each of `MASKS`: scores, allowed [1, 1, 4, 8] → weights [1, 1, 4,
+    8]."""
     shape = list(MASK_SHAPE)
-    spec = shards.Spec("mask", "layers", {"scores": shape, "allowed": shape}, {"weights": shape})
-    packages = {name: Path(folder) / f"mask_{i}.mlpackage" for i, name in enumerate(MASKS)}
+    spec = shards.Spec(
+        "mask", "layers", {"scores": shape, "allowed": shape}, {"weights": shape}
+    )
+    packages = {
+        name: Path(folder) / f"mask_{i}.mlpackage" for i, name in enumerate(MASKS)
+    }
     for name, package in packages.items():
-        convert.convert(Masked(MASKS[name]), spec, Options(t_max=1), set()).save(str(package))
+        convert.convert(Masked(MASKS[name]), spec, Options(t_max=1), set()).save(
+            str(package)
+        )
     return packages
 
 
 def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
     """The effects of each mask: one row per mask and case.
 
-    Cases: ordinary scores; attended scores 12,000 below the blocked ones; a row with all positions
-    blocked. `leak` is the largest weight of a row on blocked positions (nan: the weights are NaN; 1
-    is inevitable in a fully blocked row); `inf` and `nan` are the first operations with such a
-    result.
-    """
+    Cases: ordinary scores; attended scores 12,000 below the blocked ones; a row with
+    all positions blocked. `leak` is the largest weight of a row on blocked positions
+    (nan: the weights are NaN; 1 is inevitable in a fully blocked row); `inf` and `nan`
+    are the first operations with such a result."""
     rng, rows, (T, S) = np.random.default_rng(0), [], MASK_SHAPE[2:]
     # every row has attended and blocked positions
     allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[None, None]
@@ -298,13 +323,15 @@ def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
                 tensors[key] = torch.from_numpy(value)
             weights = executable.run(tensors, {})["weights"].numpy()
             leak = float((weights * (1 - attended)).sum(-1).max())
-            rows.append({"mask": name, "case": case, "leak": leak, **_first_faults(ranges)})
+            rows.append(
+                {"mask": name, "case": case, "leak": leak, **_first_faults(ranges)}
+            )
     return pd.DataFrame(rows)
 
 
 def units(project: Path) -> pd.DataFrame:
-    """The documented behaviour of each compute unit for a fault, `shows` or `hides`, not measured
-    here.
+    """The documented behaviour of each compute unit for a fault, `shows` or `hides`,
+    not measured here.
 
     `source`: ANEForge's documentation and sweeps on M1–M5, or the LlamaANE notes.
     """
@@ -318,12 +345,16 @@ def overflow_conclusion(sweep: pd.DataFrame, masks: pd.DataFrame) -> str:
         "Key biases of the reported norms alone do not overflow: without a bias on the queries, "
         f"q kᵀ reaches {naive.loc[naive['query_norm'] == 0, 'product'].max():,.0f} of 65,504."
     ]
-    broken, also = (rows[rows["inf"].notna()].sort_values("query_norm") for rows in (naive, good))
+    broken, also = (
+        rows[rows["inf"].notna()].sort_values("query_norm") for rows in (naive, good)
+    )
     if broken.empty:
         lines.append("No query norm that was tried makes the naive order overflow.")
     else:
         least = broken.iloc[0]
-        gain = np.mean(good["headroom_bits"].to_numpy() - naive["headroom_bits"].to_numpy())
+        gain = np.mean(
+            good["headroom_bits"].to_numpy() - naive["headroom_bits"].to_numpy()
+        )
         finite = f"finite at every norm tried, up to {good['query_norm'].max():g}"
         if len(also):
             largest = good.loc[good["inf"].isna(), "query_norm"].max()

@@ -1,6 +1,5 @@
-"""Faults planted in modules, seen by two tests: the asset against its module, as Apple's tools
-compare them, and the bundle against Hugging Face's model.
-"""
+"""Faults planted in modules, seen by two tests: the asset against its module, as
+Apple's tools compare them, and the bundle against Hugging Face's model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -30,19 +29,22 @@ def _later_rows_shifted(self, name, rows, io, suffix, append=Cache.append):
     """A fault: every token of a call but its first is written one row too far."""
     mask = io[KV_WRITE_MASK]
     shifted = torch.cat([mask[:, :, -1:], mask[:, :, :-1]], 2)
-    later = shifted.sum(-1, keepdim=True).transpose(2, 3) @ mask  # the row before is written too
+    later = (
+        shifted.sum(-1, keepdim=True).transpose(2, 3) @ mask
+    )  # the row before is written too
     mixed = mask * (1 - later) + shifted * later
     return append(self, name, rows, io | {KV_WRITE_MASK: mixed}, suffix)
 
 
 def _merged_without_transpose(self, x):
-    """A fault: heads and tokens are exchanged in the output of attention, which has no effect at
-    T = 1."""
+    """A fault: heads and tokens are exchanged in the output of attention, which has no
+    effect at T = 1."""
     return self.plane(x, self.H * self.D)
 
 
 def _mask_of_ones_and_zeros(self, q, k, v, cache, io, attend=AttentionGeometry.attend):
-    """A fault: the additive mask is 1 to attend and 0 to block, as a multiplicative one."""
+    """A fault: the additive mask is 1 to attend and 0 to block, as a multiplicative
+    one."""
     name = ATTN_MASK + self.suffix
     return attend(self, q, k, v, cache, io | {name: (io[name] > -1).to(io[name].dtype)})
 
@@ -58,17 +60,23 @@ def _wrong_rope_base(source, options, read_plan=exporting.read_plan):
 
 FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
     "none": ExitStack,
-    "write row off by one at T > 1": lambda: patch.object(Cache, "append", _later_rows_shifted),
-    "heads permuted": lambda: patch.object(AttentionGeometry, "merge", _merged_without_transpose),
+    "write row off by one at T > 1": lambda: patch.object(
+        Cache, "append", _later_rows_shifted
+    ),
+    "heads permuted": lambda: patch.object(
+        AttentionGeometry, "merge", _merged_without_transpose
+    ),
     "wrong rope base": lambda: patch.object(exporting, "read_plan", _wrong_rope_base),
-    "mask 1/0": lambda: patch.object(AttentionGeometry, "attend", _mask_of_ones_and_zeros),
+    "mask 1/0": lambda: patch.object(
+        AttentionGeometry, "attend", _mask_of_ones_and_zeros
+    ),
 }
 
 
 def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame:
-    """One row per fault: 1 − cosine of the first shard's module and its asset and the verdict of
-    that comparison alone, gate `program` of the fp32 bundle through Apple's runtime, both on the
-    program that the fault was exported into."""
+    """One row per fault: 1 − cosine of the first shard's module and its asset and the
+    verdict of that comparison alone, gate `program` of the fp32 bundle through Apple's
+    runtime, both on the program that the fault was exported into."""
     rows = []
     options = {"target": "coreai", "program_dtype": "fp32"} | options
     for number, (name, planted) in enumerate(FAULTS.items()):
@@ -88,7 +96,9 @@ def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame
             {
                 "fault": name,
                 "module_asset": module_asset,
-                "module_asset_verdict": gates.GREEN if module_asset <= SAME else gates.RED,
+                "module_asset_verdict": gates.GREEN
+                if module_asset <= SAME
+                else gates.RED,
                 "program": program.value,
                 "verdict": program.verdict,
             }
@@ -97,8 +107,8 @@ def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame
 
 
 def module_against_asset(module: torch.nn.Module, decoder: Decoder) -> float:
-    """1 − cosine of the results of the first shard's module and of its asset for the same inputs
-    and states, in the worst call."""
+    """1 − cosine of the results of the first shard's module and of its asset for the
+    same inputs and states, in the worst call."""
     model = decoder.layers[0]
     rng = np.random.default_rng(0)
     worst = 0.0

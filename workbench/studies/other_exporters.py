@@ -1,5 +1,5 @@
-"""Adopts, validates and explains packages with the interfaces of five exporters, sound and faulty,
-and the user's own, for notebook 37."""
+"""Adopts, validates and explains packages with the interfaces of five exporters, sound
+and faulty, and the user's own, for notebook 37."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,9 +22,8 @@ FACTS = Path("data/sources/other_exporters.csv")
 class Finding:
     """The results of `validate` and `explain` for packages adopted as proposed.
 
-    `fault` was planted ("": none; None: the user's packages); `computes` is the expected variant;
-    `window` is that of the model's sliding layers.
-    """
+    `fault` was planted ("": none; None: the user's packages); `computes` is the
+    expected variant; `window` is that of the model's sliding layers."""
 
     validation: Validation
     cause: Cause
@@ -33,9 +32,11 @@ class Finding:
     window: int | None = None
 
 
-def adopt_packages(packages: list[Path], checkpoint: Checkpoint, folder: Path, **how) -> Finding:
-    """Writes a proposed foreign.yaml to the new `folder`, validates and explains the packages;
-    `how`: runtime and compute units."""
+def adopt_packages(
+    packages: list[Path], checkpoint: Checkpoint, folder: Path, **how
+) -> Finding:
+    """Writes a proposed foreign.yaml to the new `folder`, validates and explains the
+    packages; `how`: runtime and compute units."""
     foreign, notes = propose.propose(packages, checkpoint, folder)
     propose.write(foreign, notes, propose.target(folder))
     adopted = Adopted.open(folder)
@@ -43,9 +44,11 @@ def adopt_packages(packages: list[Path], checkpoint: Checkpoint, folder: Path, *
     return Finding(validate(adopted, **how), explain(adopted), window=window)
 
 
-def findings(styles: Iterable[str], layers: int, folder: Path, **how) -> dict[str, Finding]:
-    """The findings of packages of each style, made in `folder` from random checkpoints: sound ones,
-    and the same with the style's fault planted."""
+def findings(
+    styles: Iterable[str], layers: int, folder: Path, **how
+) -> dict[str, Finding]:
+    """The findings of packages of each style, made in `folder` from random checkpoints:
+    sound ones, and the same with the style's fault planted."""
     results = {}
     for name in styles:
         style, sound = STYLES[name], folder / name
@@ -63,16 +66,22 @@ def findings(styles: Iterable[str], layers: int, folder: Path, **how) -> dict[st
     return results
 
 
-def own_finding(packages: list[Path], checkpoint: Path, folder: Path, **how) -> dict[str, Finding]:
+def own_finding(
+    packages: list[Path], checkpoint: Path, folder: Path, **how
+) -> dict[str, Finding]:
     """The finding of the user's packages, if there are any."""
     if not packages:
         return {}
-    return {"yours": adopt_packages(packages, Checkpoint(checkpoint), folder / "yours", **how)}
+    return {
+        "yours": adopt_packages(
+            packages, Checkpoint(checkpoint), folder / "yours", **how
+        )
+    }
 
 
 def finding_table(results: dict[str, Finding]) -> pd.DataFrame:
-    """A row for each export: its planted fault, its verdict, the gates that are RED or not_run, the
-    worst K or V, and the variant that the packages compute."""
+    """A row for each export: its planted fault, its verdict, the gates that are RED or
+    not_run, the worst K or V, and the variant that the packages compute."""
     rows = []
     for name, finding in results.items():
         by_verdict = {gates.RED: [], gates.NOT_RUN: []}
@@ -93,8 +102,18 @@ def finding_table(results: dict[str, Finding]) -> pd.DataFrame:
 
 
 def key_rows(results: dict[str, Finding]) -> pd.DataFrame:
-    """Rows of the `fidelity` table for K, in calls of the fewest and the most tokens."""
-    columns = ["packages", "layer", "position", "T", "tensor", "mode", "cosine", "finite"]
+    """Rows of the `fidelity` table for K, in calls of the fewest and the most
+    tokens."""
+    columns = [
+        "packages",
+        "layer",
+        "position",
+        "T",
+        "tensor",
+        "mode",
+        "cosine",
+        "finite",
+    ]
     frames = []
     for name, finding in results.items():
         rows = finding.validation.rows
@@ -109,8 +128,9 @@ def windows(results: dict[str, Finding]) -> dict[str, int]:
 
 
 def finding_gates(results: dict[str, Finding]) -> list[gates.Gate]:
-    """Gates: sound packages and the user's are GREEN and compute the model; those with a fault are
-    RED, and `explain` names the fault: a variant, or calls that attend to later tokens."""
+    """Gates: sound packages and the user's are GREEN and compute the model; those with
+    a fault are RED, and `explain` names the fault: a variant, or calls that attend to
+    later tokens."""
     checks = []
     for name, finding in results.items():
         verdict = finding.validation.verdict
@@ -121,7 +141,9 @@ def finding_gates(results: dict[str, Finding]) -> list[gates.Gate]:
             named = any(fault.startswith("causality") for fault in cause.faults)
         reason = f"{verdict}; {conclusion(cause)}"
         slug = name.replace(",", "").replace(" ", "_")
-        checks.append(gates.holds(f"{slug}_is_{expected}", verdict == expected and named, reason))
+        checks.append(
+            gates.holds(f"{slug}_is_{expected}", verdict == expected and named, reason)
+        )
     return checks
 
 
@@ -140,5 +162,7 @@ def adopt_conclusion(results: dict[str, Finding], measured: pd.DataFrame) -> str
     )
     lines = [f"{words} Packages checked here:", ""]
     for name, finding in results.items():
-        lines.append(f"- {name}: {finding.validation.verdict}. {conclusion(finding.cause)}")
+        lines.append(
+            f"- {name}: {finding.validation.verdict}. {conclusion(finding.cause)}"
+        )
     return "\n".join(lines)

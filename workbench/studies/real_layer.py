@@ -1,5 +1,5 @@
-"""Measures one decoder layer of real dimensions on the Neural Engine, for which the shards of the
-small checkpoints are too small."""
+"""Measures one decoder layer of real dimensions on the Neural Engine, for which the
+shards of the small checkpoints are too small."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,14 +19,22 @@ LAYER = {  # of Qwen2.5-0.5B; no head is timed
     "num_hidden_layers": 1,
     "vocab_size": 4096,
 }
-COLUMNS = ["name", "runtime", "tokens_per_s", "call_ms", "n", "ane_ops_share", "ane_cost_share"]
+COLUMNS = [
+    "name",
+    "runtime",
+    "tokens_per_s",
+    "call_ms",
+    "n",
+    "ane_ops_share",
+    "ane_cost_share",
+]
 
 
 def measure_real_layer(
     runtime: str, changes: Mapping, folder: Path, *, experiment: str, **run
 ) -> pd.DataFrame:
-    """Sweeps a layer of random weights with Qwen2.5-0.5B's dimensions on CPU_AND_NE; the portable
-    runtime is not measured.
+    """Sweeps a layer of random weights with Qwen2.5-0.5B's dimensions on CPU_AND_NE;
+    the portable runtime is not measured.
 
     Args:
         changes: of the dimensions, by transformers' names.

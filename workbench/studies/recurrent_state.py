@@ -1,9 +1,8 @@
-"""States that do not grow with the sequence: what a matrix loses in fp16, what undo and a second
-state cost, and from which length on they are smaller than a cache.
+"""States that do not grow with the sequence: what a matrix loses in fp16, what undo and
+a second state cost, and from which length on they are smaller than a cache.
 
-Drift is arithmetic alone: the same inputs in fp16 and in float64. Sizes are the planner's, from
-configurations.
-"""
+Drift is arithmetic alone: the same inputs in fp16 and in float64. Sizes are the
+planner's, from configurations."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +24,8 @@ from workbench.models import family_of
 from workbench.models.recurrence import expm1, write_pair
 
 WIDTH, BETA = 32, 0.1  # of keys and values; how far each token corrects the matrix
-# what six independent roundings of at most 2^-11 leave: k S, its decay, v less it, times β, the
-# outer product, the matrix
+# what six independent roundings of at most 2^-11 leave: k S, its decay, v less it,
+# times β, the outer product, the matrix
 ROUNDED = 6**0.5 * 2.0**-11
 SCALED, ADDED, PAIR = "S · exp g", "S + S · expm1 g", "the same, a pair of states"
 CONFIGS: dict[str, tuple[str, str, dict]] = {
@@ -75,9 +74,9 @@ FORMS: dict[str, Callable] = {SCALED: _scaled, ADDED: _added, PAIR: _pair}
 
 
 def drift(half_lives: Sequence[int], tokens: Sequence[int], seeds: int) -> pd.DataFrame:
-    """RMS error of DeltaNet's matrix over its RMS after so many `tokens`, one a call, by form,
-    half-life in tokens and seed: every operation rounded to fp16, against float64 on the same
-    inputs."""
+    """RMS error of DeltaNet's matrix over its RMS after so many `tokens`, one a call,
+    by form, half-life in tokens and seed: every operation rounded to fp16, against
+    float64 on the same inputs."""
     decay = -np.log(2) / torch.tensor(half_lives, dtype=torch.float64).reshape(-1, 1, 1)
     decay, rows = decay.half(), []
     for seed in range(seeds):
@@ -86,19 +85,26 @@ def drift(half_lives: Sequence[int], tokens: Sequence[int], seeds: int) -> pd.Da
         k, v = (torch.randn(shape, generator=generator) for _ in range(2))
         k = torch.nn.functional.normalize(k, dim=-1).half()
         inputs = k, v.half()
-        exact = _matrices(_scaled, decay.double(), *(x.double() for x in inputs), tokens)
+        exact = _matrices(
+            _scaled, decay.double(), *(x.double() for x in inputs), tokens
+        )
         for form, update in FORMS.items():
             made = _matrices(update, decay, *inputs, tokens)
             for count, matrix in made.items():
                 off, scale = (
-                    x.square().mean((1, 2)).sqrt() for x in (matrix - exact[count], exact[count])
+                    x.square().mean((1, 2)).sqrt()
+                    for x in (matrix - exact[count], exact[count])
                 )
-                for half_life, error in zip(half_lives, (off / scale).tolist(), strict=True):
+                for half_life, error in zip(
+                    half_lives, (off / scale).tolist(), strict=True
+                ):
                     rows.append((form, half_life, count, seed, error))
     return pd.DataFrame(rows, columns=["form", "half_life", "tokens", "seed", "error"])
 
 
-def _matrices(update: Callable, g, k, v, tokens: Sequence[int]) -> dict[int, torch.Tensor]:
+def _matrices(
+    update: Callable, g, k, v, tokens: Sequence[int]
+) -> dict[int, torch.Tensor]:
     """The matrices [half-lives, WIDTH, WIDTH] after so many tokens, float64."""
     states, matrices = _States(torch.zeros(len(g), WIDTH, WIDTH, dtype=k.dtype)), {}
     enter = torch.exp(g)
@@ -112,51 +118,72 @@ def _matrices(update: Callable, g, k, v, tokens: Sequence[int]) -> dict[int, tor
 
 
 def drift_table(errors: pd.DataFrame) -> pd.DataFrame:
-    """Medians after the last token: a row for each form, a column for each half-life."""
+    """Medians after the last token: a row for each form, a column for each
+    half-life."""
     last = errors[errors["tokens"] == errors["tokens"].max()]
     table = last.pivot_table("error", "form", "half_life", "median", sort=False)
     return table.rename(columns="{} tokens".format)
 
 
 def drift_gates(errors: pd.DataFrame) -> list[gates.Gate]:
-    """What the three forms are for, after the last token: a pair is off by no more than the
-    roundings on a token's way into the matrix, at every half-life, and never more than the other
-    forms; where the product with e^g errs most, the sum errs a third of it at most."""
+    """What the three forms are for, after the last token: a pair is off by no more than
+    the roundings on a token's way into the matrix, at every half-life, and never more
+    than the other forms; where the product with e^g errs most, the sum errs a third of
+    it at most."""
     table = drift_table(errors)
     worst, slow = table.loc[PAIR].max(), table.loc[SCALED].idxmax()
     least = bool((table.loc[PAIR] < table.drop(PAIR)).all(axis=None))
     share = table.loc[ADDED, slow] / table.loc[SCALED, slow]
     return [
-        gates.at_most("pair_keeps_the_matrix", worst, ROUNDED, "a pair at its worst half-life"),
-        gates.holds("pair_errs_least", least, "a pair against the other forms at every half-life"),
-        gates.at_most("expm1_keeps_slow_decays", share, 1 / 3, f"{ADDED} over {SCALED}, {slow}"),
+        gates.at_most(
+            "pair_keeps_the_matrix", worst, ROUNDED, "a pair at its worst half-life"
+        ),
+        gates.holds(
+            "pair_errs_least",
+            least,
+            "a pair against the other forms at every half-life",
+        ),
+        gates.at_most(
+            "expm1_keeps_slow_decays", share, 1 / 3, f"{ADDED} over {SCALED}, {slow}"
+        ),
     ]
 
 
-def price_of_options(decoders: Mapping[str, Decoder], tokens: int, rounds: int) -> pd.DataFrame:
+def price_of_options(
+    decoders: Mapping[str, Decoder], tokens: int, rounds: int
+) -> pd.DataFrame:
     """What each setting costs after `tokens` random ones, one a call.
 
     Returns:
-        setting; `state_bytes` of one sequence, caches left out; `samples`, the ms of calls of one
-        token, all settings in turn; `error`, the RMS by which all matrices are off those of `exact`
-        arithmetic, over their RMS.
+        setting; `state_bytes` of one sequence, caches left out; `samples`, the ms of
+        calls of one token, all settings in turn; `error`, the RMS by which all matrices
+        are off those of `exact` arithmetic, over their RMS.
     """
     rows, samplers = [], {}
     for name, decoder in decoders.items():
         exact = Decoder(decoder.bundle, "portable", "exact")
-        ids = np.random.default_rng(0).integers(0, decoder.manifest.dims.V, tokens + 1).tolist()
+        ids = (
+            np.random.default_rng(0)
+            .integers(0, decoder.manifest.dims.V, tokens + 1)
+            .tolist()
+        )
         matrices = [_matrices_after(each, ids[:-1]) for each in (decoder, exact)]
         error = float(rms(np.subtract(*matrices)) / rms(matrices[1]))
         size = budget_of_bundle(decoder.bundle).side_states // decoder.options.batch
         rows.append({"setting": name, "state_bytes": size, "error": error})
         samplers[name] = partial(_call_ms, decoder, ids[-1], decoder.snapshot())
-    turns = [{name: sample() for name, sample in samplers.items()} for _ in range(rounds + 1)]
+    turns = [
+        {name: sample() for name, sample in samplers.items()} for _ in range(rounds + 1)
+    ]
     samples = pd.DataFrame(turns[1:])  # the first calls warm up
-    return pd.DataFrame([row | {"samples": samples[row["setting"]].tolist()} for row in rows])
+    return pd.DataFrame(
+        [row | {"samples": samples[row["setting"]].tolist()} for row in rows]
+    )
 
 
 def _call_ms(decoder: Decoder, token: int, start: Snapshot) -> float:
-    """Milliseconds of a call; the sequence begins anew from `start` where the cache is full."""
+    """Milliseconds of a call; the sequence begins anew from `start` where the cache is
+    full."""
     if decoder.offsets[0] == decoder.options.max_seq_len:
         decoder.begin(start)
     begun = time.perf_counter()
@@ -177,16 +204,18 @@ def _matrices_after(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
     for token in ids:
         decoder.decode_one_token(token)
     states = [each for each in decoder.named_states if each[1].endswith(MATRIX_STATE)]
-    return np.concatenate([np.ravel(state.read(name)) for state, name in states]).astype(float)
+    return np.concatenate(
+        [np.ravel(state.read(name)) for state, name in states]
+    ).astype(float)
 
 
 def crossover(lengths: Iterable[int], compress: str, chip: str) -> pd.DataFrame:
-    """Bytes of states and predicted tok/s of `CONFIGS` at each max_seq_len, where one layer in four
-    attends and where every layer does.
+    """Bytes of states and predicted tok/s of `CONFIGS` at each max_seq_len, where one
+    layer in four attends and where every layer does.
 
-    Weights are those of transformers' default configuration, stored as `compress`, a shard for each
-    layer; a call of one token reads every weight, and reads and writes every state.
-    """
+    Weights are those of transformers' default configuration, stored as `compress`, a
+    shard for each layer; a call of one token reads every weight, and reads and writes
+    every state."""
     rows, bits = [], STORED_BITS[compress] / 8
     for model, (family, recurrent, changes) in CONFIGS.items():
         for layers in (RECURRENT, ATTENTION):
@@ -194,15 +223,24 @@ def crossover(lengths: Iterable[int], compress: str, chip: str) -> pd.DataFrame:
             plan, (weights, head) = family_of(config).plan(config), _elements(config)
             for S in lengths:
                 options = Options(max_seq_len=S, compress=compress)
-                states = sum(_state_bytes(plan.states(i, options)) for i in range(plan.dims.L))
+                states = sum(
+                    _state_bytes(plan.states(i, options)) for i in range(plan.dims.L)
+                )
                 work = [
                     Work(
-                        "layers", int(weights * bits), states, 2.0 * weights, plan.dims.L, compress
+                        "layers",
+                        int(weights * bits),
+                        states,
+                        2.0 * weights,
+                        plan.dims.L,
+                        compress,
                     ),
                     Work("head", int(head * bits), 0, 2.0 * head, 1, compress),
                 ]
                 ms = roofline.predict_ms(work, chip)["ms"].sum()
-                rows.append((model, layers, S, states, int(weights * bits), 1e3 / ms, chip))
+                rows.append(
+                    (model, layers, S, states, int(weights * bits), 1e3 / ms, chip)
+                )
     columns = [
         "model",
         "layers",
@@ -222,7 +260,9 @@ def _config(family: str, recurrent: str, layers: str, changes: Mapping):
     config = AutoConfig.for_model(family, **changes)
     others = recurrent if layers == RECURRENT else "full_attention"
     count = config.num_hidden_layers
-    config.layer_types = ["full_attention" if i % 4 == 3 else others for i in range(count)]
+    config.layer_types = [
+        "full_attention" if i % 4 == 3 else others for i in range(count)
+    ]
     return config
 
 
@@ -232,7 +272,9 @@ def _elements(config) -> tuple[int, int]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.model.layers.parameters()), model.lm_head.weight.numel()
+    return sum(
+        p.numel() for p in model.model.layers.parameters()
+    ), model.lm_head.weight.numel()
 
 
 def _state_bytes(states: Mapping[str, tuple[int, ...]]) -> int:
@@ -240,8 +282,8 @@ def _state_bytes(states: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def crossover_table(sizes: pd.DataFrame) -> pd.DataFrame:
-    """Per model: the shortest of the lengths at which its states are the smaller ones, and at the
-    longest the bytes of both and the tok/s."""
+    """Per model: the shortest of the lengths at which its states are the smaller ones,
+    and at the longest the bytes of both and the tok/s."""
     rows, longest = [], sizes["max_seq_len"].max()
     for model, one in sizes.groupby("model", sort=False):
         table = one.pivot(index="max_seq_len", columns="layers", values="state_bytes")
@@ -276,7 +318,11 @@ def conclusion(errors: pd.DataFrame, prices: pd.DataFrame, sizes: pd.DataFrame) 
     longest = sizes["max_seq_len"].max()
     for row in crossover_table(sizes).itertuples(index=False):
         model, shortest, own, speed, other, other_speed = row
-        place = "at no length" if pd.isna(shortest) else f"from max_seq_len {shortest:.0f} on"
+        place = (
+            "at no length"
+            if pd.isna(shortest)
+            else f"from max_seq_len {shortest:.0f} on"
+        )
         lines.append(
             f"{model}: states smaller than those of attention alone {place}; at {longest:,} "
             f"{own:,.0f} against {other:,.0f} MiB, {speed:.0f} against {other_speed:.0f} tok/s "

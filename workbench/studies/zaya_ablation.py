@@ -1,9 +1,8 @@
-"""Measures how far each ingredient of ZAYA's layer, left out of Hugging Face's model, moves the
-layer's update.
+"""Measures how far each ingredient of ZAYA's layer, left out of Hugging Face's model,
+moves the layer's update.
 
-Most ingredients are switched off by their own weights, the rest by temporarily replacing a function
-of transformers' module.
-"""
+Most ingredients are switched off by their own weights, the rest by temporarily
+replacing a function of transformers' module."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -54,7 +53,8 @@ BY_WEIGHTS: dict[str, Change] = {
 
 
 def _without_means(original):
-    """The projection minus its value with zero convolutions, which is the mean of q and k."""
+    """The projection minus its value with zero convolutions, which is the mean of q and
+    k."""
 
     def forward(self, hidden, cache, mask=None):
         query, key, value = original(self, hidden, cache, mask)
@@ -88,8 +88,8 @@ def by_code() -> dict[str, tuple]:
 
 
 def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
-    """Worst cosine, over layers and positions, of each ablated model's layers on the golden's
-    inputs.
+    """Worst cosine, over layers and positions, of each ablated model's layers on the
+    golden's inputs.
 
     Returns:
         Columns ingredient, tensor (update | hidden), cosine, for `plots.update_cosine_bars`, worst
@@ -102,13 +102,21 @@ def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
         patches[name] = change, nullcontext()
     rows = []
     for ingredient, (change, patched) in patches.items():
-        weights = change and (lambda name, change=change: change(name, checkpoint.tensor(name)))
+        weights = change and (
+            lambda name, change=change: change(name, checkpoint.tensor(name))
+        )
         label = f"without {ingredient}"
         with patched:
-            without = golden.make_golden(checkpoint, reference.ids, weights, label, fed=reference.x)
+            without = golden.make_golden(
+                checkpoint, reference.ids, weights, label, fed=reference.x
+            )
         for tensor in ("update", "hidden"):
-            worst = metrics.cosine(getattr(reference, tensor), getattr(without, tensor)).min()
-            rows.append({"ingredient": ingredient, "tensor": tensor, "cosine": float(worst)})
+            worst = metrics.cosine(
+                getattr(reference, tensor), getattr(without, tensor)
+            ).min()
+            rows.append(
+                {"ingredient": ingredient, "tensor": tensor, "cosine": float(worst)}
+            )
     frame = pd.DataFrame(rows)
     order = frame[frame["tensor"] == "update"].sort_values("cosine")["ingredient"]
     return frame.set_index("ingredient").loc[order].reset_index()

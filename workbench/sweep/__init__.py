@@ -1,10 +1,9 @@
 """Cross products of options, measured cell by cell in fresh processes and logged.
 
-`grid` describes the cells, `execute` measures those that the log lacks, `results` reads the log's
-tables of a grid. `cell` and `timing` are one measurement, `process` and `cluster` run it, `runs`
-describes and records rows of the log. The names below are imported when they are first used, so
-that a child process starts without torch.
-"""
+`grid` describes the cells, `execute` measures those that the log lacks, `results` reads
+the log's tables of a grid. `cell` and `timing` are one measurement, `process` and
+`cluster` run it, `runs` describes and records rows of the log. The names below are
+imported when they are first used, so that a child process starts without torch."""
 
 from importlib import import_module
 

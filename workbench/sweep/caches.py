@@ -1,4 +1,5 @@
-"""Files and folders that the workbench can rebuild, with their sizes, for `workbench clean`."""
+"""Files and folders that the workbench can rebuild, with their sizes, for `workbench
+clean`."""
 
 import shutil
 from dataclasses import dataclass
@@ -33,9 +34,8 @@ class CacheEntry:
 def cache_entries(project: Path, folders: tuple[Path, ...] = ()) -> list[CacheEntry]:
     """Files and folders that can be removed, largest first.
 
-    These are all of `KINDS` in `project`, and compiled copies and unfinished exports in further
-    `folders`, whose finished bundles are the user's own.
-    """
+    These are all of `KINDS` in `project`, and compiled copies and unfinished exports in
+    further `folders`, whose finished bundles are the user's own."""
     places = []
     for kind, pattern in HIDDEN.items():
         for folder in (project / BUNDLES, *folders):

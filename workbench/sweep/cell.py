@@ -1,9 +1,8 @@
 """One cell of a sweep: a job (plain JSON values) in, the files of one logged run out.
 
-`run_cell` exports the bundle if it is missing and measures it, each in a fresh process, and returns
-the log files of that run, which the caller writes. A measurement that fails is logged as `failed`
-with the reason and the end of its stderr.
-"""
+`run_cell` exports the bundle if it is missing and measures it, each in a fresh process,
+and returns the log files of that run, which the caller writes. A measurement that fails
+is logged as `failed` with the reason and the end of its stderr."""
 
 import hashlib
 import json
@@ -35,13 +34,15 @@ MEASURE_FUNCTION = "workbench.sweep.cell:measure_cell"
 
 
 def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
-    """Exports a missing bundle, measures it, and returns the run's log files (path → contents).
+    """Exports a missing bundle, measures it, and returns the run's log files (path →
+    contents).
 
     Args:
-        job: {checkpoint, checkpoint_hash, bundle, identity, golden, options, run, setting, round,
-            cell, judge_ids, max_kl, experiment, bundles, timeout_s, attempt, worker (an index;
-            None: 0)}.
-        measure: the function that a fresh process calls; it logs one run into job["root"].
+        job: {checkpoint, checkpoint_hash, bundle, identity, golden, options, run,
+            setting, round, cell, judge_ids, max_kl, experiment, bundles, timeout_s,
+            attempt, worker (an index; None: 0)}.
+        measure: the function that a fresh process calls; it logs one run into
+            job["root"].
     """
     started = time.time()
     with tempfile.TemporaryDirectory() as root, process.awake():
@@ -53,7 +54,9 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
         if outcome.failure is None:
             time.sleep(job["run"]["cool_down_s"])
             threads = job["run"]["threads"]
-            outcome = process.call(measure, inner, threads=threads, timeout_s=job["timeout_s"])
+            outcome = process.call(
+                measure, inner, threads=threads, timeout_s=job["timeout_s"]
+            )
         if outcome.failure is not None:
             failed(inner, outcome.failure, outcome.lines)
         return log.files(root)
@@ -65,10 +68,13 @@ def prepare(job: dict) -> None:
 
 
 def measure_cell(job: dict) -> None:
-    """In a child: times a bundle, validates it if the job has ids, logs the run to job["root"]."""
+    """In a child: times a bundle, validates it if the job has ids, logs the run to
+    job["root"]."""
     began, before = time.time(), runs.state_before()
     bundle = _bundle(job)
-    how = runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
+    how = runs.pick(
+        job["run"], "runtime", "precision", "fast", "compute_units", "hints"
+    )
     decoder = open_decoder(bundle, **how)
     counts = runs.counted(job["run"]) | runs.pick(job["run"], "repetitions")
     counts.pop("threads")
@@ -88,7 +94,9 @@ def measure_cell(job: dict) -> None:
         config["fault"] = decoder.fault
     if messages := process.core_ml_messages():
         config["stderr"] = messages
-    if errors := process.invalidating(messages):  # it ran, and not where it was meant to
+    if errors := process.invalidating(
+        messages
+    ):  # it ran, and not where it was meant to
         row |= {"status": "invalid", "reason": errors[0]}
     if job["judge_ids"]:
         validation = _validation(job, decoder)
@@ -102,16 +110,17 @@ def measure_cell(job: dict) -> None:
         fidelity=fidelity,
         samples=samples,
         layers=timing.layer_table(samples, decoder),
-        rest=lambda: _placement(decoder, row, config, job["timeout_s"] - (time.time() - began)),
+        rest=lambda: _placement(
+            decoder, row, config, job["timeout_s"] - (time.time() - began)
+        ),
     )
 
 
 def _validation(job: dict, decoder: Decoder) -> Validation:
     """The job's bundle against its golden.
 
-    Bug gates and budget need the checkpoint, which a job of a finished bundle lacks. Adopted
-    packages have gates of their own.
-    """
+    Bug gates and budget need the checkpoint, which a job of a finished bundle lacks.
+    Adopted packages have gates of their own."""
     checkpoint = None if job["identity"] else _checkpoint(job)
     path = None
     if job["golden"]:
@@ -124,16 +133,17 @@ def _validation(job: dict, decoder: Decoder) -> Validation:
         folder = _path(job).parent.with_name("golden")
         path = golden.golden_path(checkpoint, job["judge_ids"], folder)
         reference = golden.stored_golden(checkpoint, job["judge_ids"], folder)
-    return validate_stored(decoder, reference, checkpoint, path=path, max_kl=job["max_kl"])
+    return validate_stored(
+        decoder, reference, checkpoint, path=path, max_kl=job["max_kl"]
+    )
 
 
 def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dict:
     """Columns of a run on Core ML that its compute plan decides.
 
-    These are the placement, and the status `invalid` if the compute units name the Neural Engine
-    and nothing was planned there. If Core ML gives no plan within half of the `seconds` that are
-    left, `config` has the reason.
-    """
+    These are the placement, and the status `invalid` if the compute units name the
+    Neural Engine and nothing was planned there. If Core ML gives no plan within half of
+    the `seconds` that are left, `config` has the reason."""
     if decoder.runtime in ("portable", "coreai") or isinstance(decoder.bundle, Adopted):
         return {}
     shards = []
@@ -141,7 +151,9 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
         shards.append(model.shard)
     how = decoder.runtime, decoder.compute_units, decoder.fault
     try:
-        placements = plans.planned_placement(decoder.bundle, shards, *how, max(1, seconds / 2))
+        placements = plans.planned_placement(
+            decoder.bundle, shards, *how, max(1, seconds / 2)
+        )
     except InputError as problem:
         return {"config": config | {"placement": str(problem)}}
     columns = placement.columns(placements)
@@ -168,16 +180,26 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
 
 
 def _identity(job: dict) -> dict:
-    return {"command": "sweep"} | runs.pick(job, "setting", "round") | runs.counted(job["run"])
+    return (
+        {"command": "sweep"}
+        | runs.pick(job, "setting", "round")
+        | runs.counted(job["run"])
+    )
 
 
 def _config(job: dict) -> dict:
     where = runs.pick(job, "worker", "started", "attempt") | {"ended": time.time()}
-    return {"cell": job["cell"], "export": job["options"], "run": job["run"], "measured": where}
+    return {
+        "cell": job["cell"],
+        "export": job["options"],
+        "run": job["run"],
+        "measured": where,
+    }
 
 
 def _checkpoint(job: dict) -> Checkpoint:
-    """The job's checkpoint, at its path or at the same path of this process's project."""
+    """The job's checkpoint, at its path or at the same path of this process's
+    project."""
     checkpoint = Checkpoint(find(job["checkpoint"], log.default_root()))
     if checkpoint.sha256 != job["checkpoint_hash"]:
         raise InputError(
@@ -192,10 +214,9 @@ def _checkpoint(job: dict) -> Checkpoint:
 def find(path: str, root: Path) -> Path:
     """The place of a grid's path.
 
-    This is the path itself if it exists, else the path in the project of the log at `root`, since
-    notebooks run elsewhere. The name of a model on the Hub stands for its folder in the local
-    cache.
-    """
+    This is the path itself if it exists, else the path in the project of the log at
+    `root`, since notebooks run elsewhere. The name of a model on the Hub stands for its
+    folder in the local cache."""
     project = log.project(root)
     if Path(path).exists():
         return Path(path)
@@ -205,7 +226,8 @@ def find(path: str, root: Path) -> Path:
 
 
 def lacks(checkpoint: str) -> str | None:
-    """The message that refuses this path of a checkpoint on this machine; None if it is usable."""
+    """The message that refuses this path of a checkpoint on this machine; None if it is
+    usable."""
     try:
         paths.checkpoint(find(checkpoint, log.default_root()))
     except InputError as problem:
@@ -234,7 +256,9 @@ def _path(job: dict) -> Path:
     else:
         folder = log.project() / "data" / "bundles"
     model = paths.model_name(Path(job["checkpoint"]))
-    return folder / _bundle_name(model, job["checkpoint_hash"], Options(**job["options"]))
+    return folder / _bundle_name(
+        model, job["checkpoint_hash"], Options(**job["options"])
+    )
 
 
 def _bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
@@ -247,11 +271,11 @@ def _bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
 def bundle_for(
     checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False
 ) -> Bundle:
-    """The bundle of a checkpoint and options, exported into `folder` by one process at a time.
+    """The bundle of a checkpoint and options, exported into `folder` by one process at
+    a time.
 
-    An existing bundle is opened; a damaged one is exported again, with a warning that has the
-    reason.
-    """
+    An existing bundle is opened; a damaged one is exported again, with a warning that
+    has the reason."""
     path = folder / _bundle_name(checkpoint.name, checkpoint.sha256, options)
     with locked(_lock(path)):
         return _cached(path) or exporting.export(
@@ -260,7 +284,8 @@ def bundle_for(
 
 
 def _is_cached(path: Path) -> bool:
-    """Whether the cache holds something at `path`; `measure_cell` refuses an unreadable bundle."""
+    """Whether the cache holds something at `path`; `measure_cell` refuses an unreadable
+    bundle."""
     with locked(_lock(path)):
         try:
             return _cached(path) is not None
@@ -269,7 +294,8 @@ def _is_cached(path: Path) -> bool:
 
 
 def _cached(path: Path) -> Bundle | None:
-    """The bundle at `path` of the cache, None if there is none. A damaged bundle is removed."""
+    """The bundle at `path` of the cache, None if there is none. A damaged bundle is
+    removed."""
     if not os.path.lexists(path):
         return None
     try:
@@ -277,7 +303,9 @@ def _cached(path: Path) -> Bundle | None:
     except InputError as problem:
         if isinstance(problem.__cause__, OSError):  # it may be whole
             raise
-        warnings.warn(f"the cached bundle {path.name} is exported again: {problem}", stacklevel=3)
+        warnings.warn(
+            f"the cached bundle {path.name} is exported again: {problem}", stacklevel=3
+        )
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:

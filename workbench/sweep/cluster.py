@@ -1,9 +1,10 @@
-"""Runs the cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out.
+"""Runs the cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files)
+out.
 
-Workers that measure have the resource `ANE=1`; a job takes one, so that no worker measures two jobs
-at once. Dask's own retries and waiting are disabled: a job whose worker dies is tried once more,
-both attempts are logged, and a cluster without workers raises an error.
-"""
+Workers that measure have the resource `ANE=1`; a job takes one, so that no worker
+measures two jobs at once. Dask's own retries and waiting are disabled: a job whose
+worker dies is tried once more, both attempts are logged, and a cluster without workers
+raises an error."""
 
 import shutil
 import socket
@@ -39,7 +40,8 @@ class Cluster:
         """Refuses a cluster in which a worker cannot use the `path` of its project.
 
         Args:
-            lacks: runs on a worker; the message that refuses a path, None for a usable one.
+            lacks: runs on a worker; the message that refuses a path, None for a usable
+                one.
         """
         answers = self.client.run(lacks, path)
         lacking = []
@@ -60,7 +62,8 @@ class Cluster:
             )
 
     def send(self, source: Path, place: str) -> None:
-        """Copies a file or folder in pieces to `place` of every worker's project that lacks it."""
+        """Copies a file or folder in pieces to `place` of every worker's project that
+        lacks it."""
         addresses = {}
         for a, project in self.client.run(_lacking_project, place).items():
             addresses[project] = a
@@ -77,13 +80,16 @@ class Cluster:
             self.client.run(_finish, place, workers=lacking)
 
     def results(
-        self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]
+        self,
+        jobs: list[dict],
+        run: Callable[[dict], dict],
+        failed: Callable[[dict, str], None],
     ) -> Iterator[tuple]:
-        """Runs every job; yields (job, its log files, whether that was its last attempt).
+        """Runs every job; yields (job, its log files, whether that was its last
+        attempt).
 
-        Each worker has one job at a time, since Dask also fails the jobs that wait at a worker that
-        dies.
-        """
+        Each worker has one job at a time, since Dask also fails the jobs that wait at a
+        worker that dies."""
         from distributed import as_completed
 
         waiting, pending = deque(jobs), {}
@@ -93,7 +99,9 @@ class Cluster:
                 job = waiting.popleft()
                 key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
                 how = dict(key=key, pure=False, resources={RESOURCE: 1}, retries=0)
-                future = self.client.submit(_on_worker, run, job, dict(self.indices), **how)
+                future = self.client.submit(
+                    _on_worker, run, job, dict(self.indices), **how
+                )
                 pending[future] = job
                 completed.add(future)
             future = next(completed)
@@ -110,11 +118,17 @@ class Cluster:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         for address in sorted(workers):
             self.indices.setdefault(address, len(self.indices))
-        return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers.values()), 1)
+        return max(
+            sum(
+                worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers.values()
+            ),
+            1,
+        )
 
 
 def _lacking_project(place: str) -> tuple[str, str] | None:
-    """On a worker: its host and project, or None if its project has something at `place`.
+    """On a worker: its host and project, or None if its project has something at
+    `place`.
 
     The partial copy of an interrupted `send` is removed.
     """
@@ -145,7 +159,8 @@ def _finish(place: str) -> None:
 
 
 def _on_worker(run: Callable[[dict], dict], job: dict, indices: dict[str, int]) -> dict:
-    """On a worker: runs a job with its worker's index, since an address would name the host."""
+    """On a worker: runs a job with its worker's index, since an address would name the
+    host."""
     from distributed import get_worker
 
     return run(job | {"worker": indices.get(get_worker().address)})
@@ -177,9 +192,15 @@ def connect(address: str):
     from distributed.comm.addressing import resolve_address
 
     try:
-        resolve_address(address)  # a client of no address at all does not close by itself
+        resolve_address(
+            address
+        )  # a client of no address at all does not close by itself
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
-    except (OSError, TypeError, ValueError) as problem:  # TypeError: tls without a certificate
+    except (
+        OSError,
+        TypeError,
+        ValueError,
+    ) as problem:  # TypeError: tls without a certificate
         raise InputError(
             f"scheduler {address}",
             str(problem) or type(problem).__name__,
@@ -200,14 +221,15 @@ def connect(address: str):
 
 
 def _errors() -> tuple[type, type]:
-    """Dask's errors for a worker that died and for no worker in time; sweeps on this machine do not
-    import them."""
+    """Dask's errors for a worker that died and for no worker in time; sweeps on this
+    machine do not import them."""
     from distributed.scheduler import KilledWorker, NoValidWorkerError
 
     return KilledWorker, NoValidWorkerError
 
 
 def _disable_dask_retries(dask_scheduler) -> None:
-    """On the scheduler: a job whose worker dies fails at once, and waiting for workers ends."""
+    """On the scheduler: a job whose worker dies fails at once, and waiting for workers
+    ends."""
     dask_scheduler.allowed_failures = 0
     dask_scheduler.no_workers_timeout = PATIENCE_S

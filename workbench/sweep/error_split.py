@@ -1,4 +1,5 @@
-"""The error split of a checkpoint's bundle: measured in a child process, logged, read back."""
+"""The error split of a checkpoint's bundle: measured in a child process, logged, read
+back."""
 
 import json
 from pathlib import Path
@@ -16,10 +17,14 @@ from workbench.sweep.cell import bundle_for
 
 
 def measure_split(
-    checkpoint: Checkpoint, options: Options, ids: list[int], experiment: str, root: Path
+    checkpoint: Checkpoint,
+    options: Options,
+    ids: list[int],
+    experiment: str,
+    root: Path,
 ) -> None:
-    """Splits the error over a prompt in a child process and logs it (see `explain.error`).
-    Raises:
+    """Splits the error over a prompt in a child process and logs it (see
+    `explain.error`). Raises:
         InputError: the child failed.
     """
     argument = {
@@ -31,11 +36,14 @@ def measure_split(
     }
     outcome = process.call("workbench.sweep.error_split:split_main", argument)
     if outcome.failure:
-        raise InputError("error split", outcome.failure, "a measurement", "see the reason")
+        raise InputError(
+            "error split", outcome.failure, "a measurement", "see the reason"
+        )
 
 
 def split_main(argument: dict) -> None:
-    """In the child: exports the bundle if it is missing, splits its error and logs one run."""
+    """In the child: exports the bundle if it is missing, splits its error and logs one
+    run."""
     checkpoint = Checkpoint(argument["checkpoint"])
     root = Path(argument["root"])
     bundles = log.project(root) / "data" / "bundles"
@@ -54,10 +62,14 @@ def split_main(argument: dict) -> None:
     runs.record_run(argument["experiment"], row, root=root)
 
 
-def stored_split(checkpoint: Checkpoint, options: Options, root: Path) -> pd.DataFrame | None:
-    """Parts of every layer's isolated update (see `explain.error.Split.layers`), with run_id; None
-    if the log has none."""
-    where = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | runs.exported(options)
+def stored_split(
+    checkpoint: Checkpoint, options: Options, root: Path
+) -> pd.DataFrame | None:
+    """Parts of every layer's isolated update (see `explain.error.Split.layers`), with
+    run_id; None if the log has none."""
+    where = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | runs.exported(
+        options
+    )
     logged = log.load("runs", root=root, where=where).dropna(subset="config")
     for run in logged.sort_values("run_id", ascending=False).itertuples():
         if parts := json.loads(run.config).get("parts"):

@@ -1,9 +1,8 @@
 """Measures the cells of a grid that the log lacks.
 
-Cells run one after the other in child processes of this machine, or on the workers of a Dask
-cluster. This process alone writes the log, a cell's files as soon as the cell ends, so that a sweep
-that is killed loses at most the cell that was running.
-"""
+Cells run one after the other in child processes of this machine, or on the workers of a
+Dask cluster. This process alone writes the log, a cell's files as soon as the cell
+ends, so that a sweep that is killed loses at most the cell that was running."""
 
 import json
 import random
@@ -40,16 +39,18 @@ def sweep(
 
     Args:
         root: the log's folder.
-        bundles: the cache of bundles; default: data/bundles of the log's project, or beside a log
-            outside a project; on a cluster, of the project that each worker runs in.
-        scheduler: address of a Dask scheduler whose `ANE=1` workers measure; default: this machine.
+        bundles: the cache of bundles; default: data/bundles of the log's project, or
+            beside a log outside a project; on a cluster, of the project that each
+            worker runs in.
+        scheduler: address of a Dask scheduler whose `ANE=1` workers measure; default:
+            this machine.
         measure: the function that the child process of a cell calls.
         on_cell: called after each measured cell.
 
     Returns:
-        {cells, done, resumed, failed, invalid, log, reasons}: counts, the log's folder, and the
-        reasons of failed and invalid cells. A cell that ran on another unit than the named one
-        counts as done and as invalid.
+        {cells, done, resumed, failed, invalid, log, reasons}: counts, the log's folder,
+        and the reasons of failed and invalid cells. A cell that ran on another unit
+        than the named one counts as done and as invalid.
     """
     from tqdm.auto import tqdm
 
@@ -65,25 +66,37 @@ def sweep(
     with _workers(scheduler, measure, grid.checkpoint) as (hosts, results, send):
         _make_folder(root)
         finished = done_cells(root, hosts, _auto() if scheduler is None else None)
-        missing = [c for c in everything if c.key(_contents(sources[c.bundle])) not in finished]
+        missing = [
+            c for c in everything if c.key(_contents(sources[c.bundle])) not in finished
+        ]
         missing.sort(key=lambda c: c.round)
         if missing:
             sources = {path: send(source) for path, source in sources.items()}
         jobs = [_job(c, grid, sources[c.bundle], bundles) for c in missing]
-        counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(jobs)}
+        counts = {
+            "cells": len(everything),
+            "done": 0,
+            "resumed": len(everything) - len(jobs),
+        }
         counts |= {"failed": 0, "invalid": 0, "log": str(root), "reasons": []}
-        with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
+        with tqdm(
+            total=len(jobs), desc="sweep", unit="cell", disable=not progress
+        ) as bar:
             for _, files, last in results(jobs):
                 run_id = log.adopt(files, root)
                 if last:
-                    _count(counts, log.load("runs", root=root, where={"run_id": run_id}).iloc[0])
+                    _count(
+                        counts,
+                        log.load("runs", root=root, where={"run_id": run_id}).iloc[0],
+                    )
                     bar.update()
                     on_cell()
     return counts
 
 
 def _make_folder(root: Path) -> None:
-    """Makes the log's folder before anything is measured; refuses one that cannot be written."""
+    """Makes the log's folder before anything is measured; refuses one that cannot be
+    written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -103,7 +116,8 @@ def _count(counts: dict, row: Mapping) -> None:
 
 
 def _source(grid: Grid, bundle: str | None, root: Path) -> dict:
-    """Keys of a job for the grid's checkpoint or for a finished bundle, with this machine's paths.
+    """Keys of a job for the grid's checkpoint or for a finished bundle, with this
+    machine's paths.
 
     `identity` and `bundle` are null where the bundle is still to be exported.
     """
@@ -129,7 +143,8 @@ def _contents(source: dict) -> str:
 
 
 def _job(c: Cell, grid: Grid, source: dict, bundles: Path | None) -> dict:
-    """A cell as JSON values for the process, here or on another machine, that measures it."""
+    """A cell as JSON values for the process, here or on another machine, that measures
+    it."""
     return source | {
         "options": c.options.model_dump(),
         "run": c.run,
@@ -153,12 +168,16 @@ def _workers(scheduler: str | None, measure: str, checkpoint: str):
     """The processes that measure, here or on a cluster.
 
     Yields:
-        (machine, software) of each; a function from jobs to `Cluster.results`; a function that
-        replaces a source's paths by those of the measuring machine.
+        (machine, software) of each; a function from jobs to `Cluster.results`; a
+        function that replaces a source's paths by those of the measuring machine.
     """
     if scheduler is None:
         here = {_host(log.environment())}
-        yield here, lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs), dict
+        yield (
+            here,
+            lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs),
+            dict,
+        )
         return
     with cluster.connect(scheduler) as workers:
         hosts = set(map(_host, workers.environments()))
@@ -172,9 +191,8 @@ def _workers(scheduler: str | None, measure: str, checkpoint: str):
 def _sent(source: dict, workers: cluster.Cluster, checkpoint: str) -> dict:
     """A source with paths that exist on every worker.
 
-    Bundles and goldens are sent to the workers that lack them, into folders named by their hash; a
-    checkpoint must be on each worker already.
-    """
+    Bundles and goldens are sent to the workers that lack them, into folders named by
+    their hash; a checkpoint must be on each worker already."""
     if source["identity"] is None:
         paths = {"checkpoint": checkpoint}
     else:
@@ -187,7 +205,9 @@ def _sent(source: dict, workers: cluster.Cluster, checkpoint: str) -> dict:
             if adopted(path):
                 needed = "bundles, which are whole folders"
                 step = "leave --scheduler out"
-                raise InputError(f"cluster, {path}", "packages beside a folder", needed, step)
+                raise InputError(
+                    f"cluster, {path}", "packages beside a folder", needed, step
+                )
             digest = source["identity"] if name == "bundle" else sha256(path)
             paths[name] = f"data/{folder}/{digest[:16]}/{path.name}"
             workers.send(path, paths[name])
@@ -201,8 +221,8 @@ def _host(environment: dict) -> tuple[str, str]:
 def done_cells(
     root: Path, hosts: set[tuple[str, str]] | None = None, auto: str | None = None
 ) -> set[str]:
-    """Keys of the cells that the log at `root` holds, measured on one of these machines with its
-    software. Invalid ones count, since they would be invalid again.
+    """Keys of the cells that the log at `root` holds, measured on one of these machines
+    with its software. Invalid ones count, since they would be invalid again.
 
     Args:
         hosts: (`machine_name`, `software_name`) of each; default: this machine.

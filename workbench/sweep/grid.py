@@ -48,7 +48,14 @@ def may_be_portable(runtime: str) -> bool:
     return runtime in ("auto", "portable")
 
 
-_COMMON = ("n_gen", "repetitions", "cool_down_s", "threads", "min_tokens", "min_seconds")
+_COMMON = (
+    "n_gen",
+    "repetitions",
+    "cool_down_s",
+    "threads",
+    "min_tokens",
+    "min_seconds",
+)
 
 
 def _runtime(name: str) -> str:
@@ -68,10 +75,9 @@ class Hints(BaseModel, extra="forbid"):
 class Run(BaseModel, extra="forbid"):
     """How each bundle is run; every list is an axis.
 
-    `repetitions` are sequences within one process; `min_tokens` and `min_seconds` add more.
-    `rounds` are processes: each round measures every cell once, in an order of its own,
-    `cool_down_s` seconds apart.
-    """
+    `repetitions` are sequences within one process; `min_tokens` and `min_seconds` add
+    more. `rounds` are processes: each round measures every cell once, in an order of
+    its own, `cool_down_s` seconds apart."""
 
     T: Axis[Count] = [1]
     depth: Axis[NonNegativeInt] = [0]
@@ -86,7 +92,9 @@ class Run(BaseModel, extra="forbid"):
     runtime: Axis[Annotated[str, AfterValidator(_runtime)]] = ["auto"]
     precision: Axis[Literal["declared", "exact", "narrow"]] = ["declared"]
     fast: Axis[bool] = [True]
-    compute_units: Axis[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]] = ["CPU_AND_NE"]
+    compute_units: Axis[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]] = [
+        "CPU_AND_NE"
+    ]
     hints: Axis[Hints] = [Hints()]
 
     @model_validator(mode="after")
@@ -97,12 +105,12 @@ class Run(BaseModel, extra="forbid"):
 
 
 class Grid(BaseModel, extra="forbid"):
-    """A sweep: bundles, the ways to run them, and the prompt on which each bundle is validated.
+    """A sweep: bundles, the ways to run them, and the prompt on which each bundle is
+    validated.
 
-    Bundles are exported from `checkpoint` with lists of options in `export`, or are the finished
-    ones in `bundle`, which are validated against the stored `golden` on its prompt. `max_kl` is the
-    user's limit on the mean KL in nats.
-    """
+    Bundles are exported from `checkpoint` with lists of options in `export`, or are the
+    finished ones in `bundle`, which are validated against the stored `golden` on its
+    prompt. `max_kl` is the user's limit on the mean KL in nats."""
 
     checkpoint: str = ""
     bundle: list[str] = []
@@ -118,9 +126,8 @@ class Grid(BaseModel, extra="forbid"):
 class Cell:
     """One bundle, one way to run it, one round.
 
-    `judge_ids` is the prompt if this cell also validates its bundle, else empty. `bundle` is the
-    path of a finished bundle, None if it is exported.
-    """
+    `judge_ids` is the prompt if this cell also validates its bundle, else empty.
+    `bundle` is the path of a finished bundle, None if it is exported."""
 
     checkpoint: str
     options: Options
@@ -130,12 +137,13 @@ class Cell:
     bundle: str | None = None
 
     def setting(self, checkpoint_hash: str) -> str:
-        """The hash that all rounds of a cell share: checkpoint (of a finished bundle: its
-        identity), export options, run options."""
+        """The hash that all rounds of a cell share: checkpoint (of a finished bundle:
+        its identity), export options, run options."""
         return _hash([checkpoint_hash, self.options.model_dump(), self.run])
 
     def key(self, checkpoint_hash: str) -> str:
-        """Identity of the cell: its setting, its round, and a hash of its prompt if it has one."""
+        """Identity of the cell: its setting, its round, and a hash of its prompt if it
+        has one."""
         if self.judge_ids:
             ids = f"-{_hash(list(self.judge_ids))[:6]}"
         else:
@@ -143,8 +151,8 @@ class Cell:
         return f"{self.setting(checkpoint_hash)}-{self.round}{ids}"
 
     def columns(self, auto: str) -> dict:
-        """Columns of `runs` of a run of this cell (see `runs.TIMES`); `auto` is the runtime that
-        auto means."""
+        """Columns of `runs` of a run of this cell (see `runs.TIMES`); `auto` is the
+        runtime that auto means."""
         runtime = self.run["runtime"]
         if runtime == "auto":
             runtime = "coreai" if self.options.target == "coreai" else auto
@@ -166,7 +174,9 @@ def load_grid(path: str | Path) -> Grid:
         yaml.YAMLError,
     ) as problem:  # ValueError: not UTF-8, or an invalid date
         reason = getattr(problem, "strerror", None) or " ".join(str(problem).split())
-        raise InputError(f"grid {path}", reason, "a YAML file", "see README: sweeps") from None
+        raise InputError(
+            f"grid {path}", reason, "a YAML file", "see README: sweeps"
+        ) from None
     return make_grid(mapping, f"grid {path}")
 
 
@@ -184,14 +194,17 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
         raise InputError(subject, actual, needed, "see README: sweeps") from None
     if unknown := sorted(grid.export.keys() - Options.model_fields.keys()):
         actual = f"export options {', '.join(unknown)}"
-        raise InputError(subject, actual, ", ".join(Options.model_fields), "correct the key")
+        raise InputError(
+            subject, actual, ", ".join(Options.model_fields), "correct the key"
+        )
     grid = _with_golden(grid, subject)
     list(cells(grid))  # refuses wrong values of export options
     return grid
 
 
 def check_sizes(grid: Grid) -> None:
-    """Refuses a grid with a cell that its bundle could not run: T, depth, n_gen, validate_ids."""
+    """Refuses a grid with a cell that its bundle could not run: T, depth, n_gen,
+    validate_ids."""
     for cell in cells(grid):
         S, count = cell.options.max_seq_len, len(cell.judge_ids)
         sizes = runs.pick(cell.run, "T", "depth", "n_gen")
@@ -215,21 +228,25 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
         if grid.bundle and grid.validate_ids:
             needed = "golden"
             step = "run: workbench golden CHECKPOINT --out G"
-            raise InputError(subject, "validate_ids of bundles without golden", needed, step)
+            raise InputError(
+                subject, "validate_ids of bundles without golden", needed, step
+            )
         return grid
     ids = Golden.load(find(grid.golden, log.default_root())).ids.tolist()
     if grid.validate_ids not in ([], ids):
         actual = f"validate_ids {grid.validate_ids}"
-        raise InputError(subject, actual, f"the golden's {ids}", "leave validate_ids out")
+        raise InputError(
+            subject, actual, f"the golden's {ids}", "leave validate_ids out"
+        )
     return grid.model_copy(update={"validate_ids": ids})
 
 
 def cells(grid: Grid) -> Iterator[Cell]:
     """The cross product, round by round.
 
-    Runtimes other than the portable one have only the first values of `PORTABLE_AXES`. In the first
-    round, the cells of the smallest T and depth also validate their bundle.
-    """
+    Runtimes other than the portable one have only the first values of `PORTABLE_AXES`.
+    In the first round, the cells of the smallest T and depth also validate their
+    bundle."""
     run = grid.run.model_dump(exclude_none=True)
     common = runs.pick(run, *(name for name in _COMMON if name in run))
     axes = runs.pick(run, *RUN_AXES).values()
@@ -250,11 +267,17 @@ def cells(grid: Grid) -> Iterator[Cell]:
             portable = options.target == "coreml" and may_be_portable(how["runtime"])
             if others and not portable:
                 continue  # Core ML and Core AI lack these axes: the cell would be a duplicate
-            if isinstance(options, AdoptedOptions):  # adopted packages run their literal graph only
+            if isinstance(
+                options, AdoptedOptions
+            ):  # adopted packages run their literal graph only
                 if how["fast"] != run["fast"][0]:
                     continue
                 how["fast"] = False
-            first = (round_, how["T"], how["depth"]) == (0, min(run["T"]), min(run["depth"]))
+            first = (round_, how["T"], how["depth"]) == (
+                0,
+                min(run["T"]),
+                min(run["depth"]),
+            )
             ids = tuple(grid.validate_ids) if first else ()
             yield Cell(grid.checkpoint, options, how, round_, ids, bundle)
 

@@ -1,10 +1,11 @@
-"""Energy and active time of the Neural Engine between two moments, from macOS' IOReport counters.
+"""Energy and active time of the Neural Engine between two moments, from macOS' IOReport
+counters.
 
-IOReport is no public interface (mactop and macmon use it), so it is called in a child process, and
-a value that is missing, zero or of another form is None with a reason. The counters are of the
-whole machine. Energy is macOS' estimate; active time is that of the engine's controller, not of its
-arithmetic. Nothing here has run on a Mac. Imports nothing but Python's own modules.
-"""
+IOReport is no public interface (mactop and macmon use it), so it is called in a child
+process, and a value that is missing, zero or of another form is None with a reason. The
+counters are of the whole machine. Energy is macOS' estimate; active time is that of the
+engine's controller, not of its arithmetic. Nothing here has run on a Mac. Imports
+nothing but Python's own modules."""
 
 import ctypes
 import json
@@ -36,7 +37,10 @@ SIGNATURES = {  # function → type of its result, types of its arguments
     "IOReportStateGetNameForIndex": (_P, [_P, _INT]),
     "IOReportStateGetResidency": (_LONG, [_P, _INT]),
     "CFStringCreateWithCString": (_P, [_P, ctypes.c_char_p, ctypes.c_uint32]),
-    "CFStringGetCString": (ctypes.c_bool, [_P, ctypes.c_char_p, _LONG, ctypes.c_uint32]),
+    "CFStringGetCString": (
+        ctypes.c_bool,
+        [_P, ctypes.c_char_p, _LONG, ctypes.c_uint32],
+    ),
     "CFDictionaryGetValue": (_P, [_P, _P]),
     "CFArrayGetCount": (_LONG, [_P]),
     "CFArrayGetValueAtIndex": (_P, [_P, _LONG]),
@@ -48,18 +52,27 @@ class Missing(Exception):
 
 
 @contextmanager
-def metered(command: Sequence[str] = (sys.executable, "-P", __file__)) -> Iterator[dict]:
+def metered(
+    command: Sequence[str] = (sys.executable, "-P", __file__),
+) -> Iterator[dict]:
     """Reads the counters before and after the block in a child process.
 
-    After the block the yielded dict has ``ane_joules``, ``ane_active_ms`` (None: not measured) and
-    ``reason`` (None: both are there).
-    """
-    reading = {"ane_joules": None, "ane_active_ms": None, "reason": "no macOS, so no IOReport"}
+    After the block the yielded dict has ``ane_joules``, ``ane_active_ms`` (None: not
+    measured) and ``reason`` (None: both are there)."""
+    reading = {
+        "ane_joules": None,
+        "ane_active_ms": None,
+        "reason": "no macOS, so no IOReport",
+    }
     if sys.platform != "darwin":
         yield reading
         return
     child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     clock = threading.Timer(TIMEOUT_S, child.kill)
     clock.start()
@@ -73,7 +86,9 @@ def metered(command: Sequence[str] = (sys.executable, "-P", __file__)) -> Iterat
             reply, _ = child.communicate(timeout=TIMEOUT_S)
         child.kill()
         child.communicate()
-        reading["reason"] = f"the process that reads IOReport ended with code {child.returncode}"
+        reading["reason"] = (
+            f"the process that reads IOReport ended with code {child.returncode}"
+        )
         with suppress(ValueError):
             reading.update(json.loads(reply))
 
@@ -109,10 +124,17 @@ class Counters:
 
     def _subscription(self, group: str) -> tuple | None:
         """(subscription, channels) of a group; None where there is none."""
-        channels = self.call("IOReportCopyChannelsInGroup", self._string(group), None, 0, 0, 0)
+        channels = self.call(
+            "IOReportCopyChannelsInGroup", self._string(group), None, 0, 0, 0
+        )
         subscribed = _P()
         subscription = channels and self.call(
-            "IOReportCreateSubscription", None, channels, ctypes.byref(subscribed), 0, None
+            "IOReportCreateSubscription",
+            None,
+            channels,
+            ctypes.byref(subscribed),
+            0,
+            None,
         )
         return (subscription, channels) if subscription else None
 
@@ -128,13 +150,18 @@ class Counters:
         """Each channel of a group, with what it counted between two `samples`."""
         if not (before.get(group) and after.get(group)):
             return
-        delta = self.call("IOReportCreateSamplesDelta", before[group], after[group], None)
-        array = delta and self.call("CFDictionaryGetValue", delta, self._string("IOReportChannels"))
+        delta = self.call(
+            "IOReportCreateSamplesDelta", before[group], after[group], None
+        )
+        array = delta and self.call(
+            "CFDictionaryGetValue", delta, self._string("IOReportChannels")
+        )
         for index in range(self.call("CFArrayGetCount", array) if array else 0):
             yield self.call("CFArrayGetValueAtIndex", array, index)
 
     def joules(self, before: dict, after: dict) -> float:
-        """Energy of the Neural Engine between two `samples`; a Mac of several dies has one each."""
+        """Energy of the Neural Engine between two `samples`; a Mac of several dies has
+        one each."""
         values = []
         for channel in self.channels(before, after, ENERGY):
             if self.text("IOReportChannelGetChannelName", channel).startswith("ANE"):
@@ -146,11 +173,14 @@ class Counters:
         if not values:
             raise Missing("no energy channel of the Neural Engine")
         if min(values) < 0 or not sum(values):
-            raise Missing("the energy counter of the Neural Engine stayed at zero or went back")
+            raise Missing(
+                "the energy counter of the Neural Engine stayed at zero or went back"
+            )
         return sum(values)
 
     def active_share(self, before: dict, after: dict) -> float:
-        """Share of the time between two `samples` in which the engine's controller ran."""
+        """Share of the time between two `samples` in which the engine's controller
+        ran."""
         *controller, running = CONTROLLER
         for channel in self.channels(before, after, ENGINE):
             subgroup = self.text("IOReportChannelGetSubGroup", channel)
@@ -178,8 +208,8 @@ class Counters:
 
 
 def reading(counters: Counters, before: dict, after: dict, seconds: float) -> dict:
-    """``ane_joules`` and ``ane_active_ms`` between two `samples` that many seconds apart, and the
-    ``reason`` why one of them is None."""
+    """``ane_joules`` and ``ane_active_ms`` between two `samples` that many seconds
+    apart, and the ``reason`` why one of them is None."""
     values = {"ane_joules": None, "ane_active_ms": None}
     reasons = []
     for name, value in (
@@ -194,7 +224,8 @@ def reading(counters: Counters, before: dict, after: dict, seconds: float) -> di
 
 
 def main() -> None:
-    """The child: takes samples, waits for the end of stdin, takes others and prints `reading`."""
+    """The child: takes samples, waits for the end of stdin, takes others and prints
+    `reading`."""
     try:
         counters = Counters(ctypes.CDLL(IOREPORT), ctypes.CDLL(CORE_FOUNDATION))
         before, start = counters.samples(), time.monotonic()

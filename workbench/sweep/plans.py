@@ -1,4 +1,5 @@
-"""Core ML's compute plans, made in a child process, which Core ML may abort (CT#2757)."""
+"""Core ML's compute plans, made in a child process, which Core ML may abort
+(CT#2757)."""
 
 from collections.abc import Iterable
 
@@ -9,9 +10,14 @@ from workbench.sweep import process
 
 
 def plan_job(
-    bundle: Bundle, shards: Iterable[Shard], runtime: str, compute_units: str, fault: str
+    bundle: Bundle,
+    shards: Iterable[Shard],
+    runtime: str,
+    compute_units: str,
+    fault: str,
 ) -> dict:
-    """The argument of `placement.plan_main` for every function of some shards of a bundle."""
+    """The argument of `placement.plan_main` for every function of some shards of a
+    bundle."""
     programs = []
     for shard in shards:
         for name in shard.functions or [None]:
@@ -28,13 +34,16 @@ def planned_placement(
     fault: str = "",
     timeout_s: float | None = None,
 ) -> list[Placement]:
-    """The plan of Core ML, or of its stand-in with a fault, for every function of some shards.
+    """The plan of Core ML, or of its stand-in with a fault, for every function of some
+    shards.
 
     Raises:
         InputError: there is no plan; the reason may be the death of the child process.
     """
     job = plan_job(bundle, shards, runtime, compute_units, fault)
-    outcome = process.call("workbench.ane.placement:plan_main", job, timeout_s=timeout_s)
+    outcome = process.call(
+        "workbench.ane.placement:plan_main", job, timeout_s=timeout_s
+    )
     if outcome.failure is not None:
         raise InputError.from_message(outcome.failure) or InputError(
             f"compute plan of bundle {bundle.root.name}",
@@ -43,5 +52,6 @@ def planned_placement(
             "see the message; timings alone say where it ran",
         )
     return [
-        Placement(**row | {"convolutions": tuple(row["convolutions"])}) for row in outcome.value
+        Placement(**row | {"convolutions": tuple(row["convolutions"])})
+        for row in outcome.value
     ]

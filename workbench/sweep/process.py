@@ -1,7 +1,8 @@
-"""Calls one function in a fresh Python process: JSON in, JSON out, a crash as an error message.
+"""Calls one function in a fresh Python process: JSON in, JSON out, a crash as an error
+message.
 
-A child starts with nothing loaded, compiled or warmed up, and ends when its caller does.
-"""
+A child starts with nothing loaded, compiled or warmed up, and ends when its caller
+does."""
 
 import importlib
 import json
@@ -23,9 +24,9 @@ from dataclasses import dataclass
 from workbench.errors import InputError, last_message
 
 TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
-# Core ML writes these lines on stderr while a call goes on. All of them are logged; a run in which
-# a model was not compiled, or not run, for the named unit is invalid. (whisper.cpp #3702, CT#2247,
-# CT#2688)
+# Core ML writes these lines on stderr while a call goes on. All of them are logged; a
+# run in which a model was not compiled, or not run, for the named unit is invalid.
+# (whisper.cpp #3702, CT#2247, CT#2688)
 CORE_ML_MESSAGE = re.compile(
     r"E5RT|E5 bundle|\bANE|ForANE|Espresso|MPSGraph|Error plan build|Error compiling model"
     r"|Error Domain=com\.apple"
@@ -47,7 +48,8 @@ class Cancelled(BaseException):
 
 @contextmanager
 def stopped_by(event: threading.Event) -> Iterator[None]:
-    """Makes a `call` of this thread end with `Cancelled` at most 0.2 s after `event` is set."""
+    """Makes a `call` of this thread end with `Cancelled` at most 0.2 s after `event` is
+    set."""
     before = _STOP.set(event)
     try:
         yield
@@ -56,7 +58,8 @@ def stopped_by(event: threading.Event) -> Iterator[None]:
 
 
 def _kill_at(stop: threading.Event, deadline: float, child: subprocess.Popen) -> None:
-    """Kills the child when `stop` is set or the monotonic clock has reached `deadline`."""
+    """Kills the child when `stop` is set or the monotonic clock has reached
+    `deadline`."""
     while child.returncode is None:
         if stop.wait(0.2) or time.monotonic() >= deadline:
             child.kill()
@@ -65,8 +68,8 @@ def _kill_at(stop: threading.Event, deadline: float, child: subprocess.Popen) ->
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a call: its `value`, or `failure`, the reason why there is none; `lines` are
-    Core ML's messages and, of a failure, the end of stderr."""
+    """The result of a call: its `value`, or `failure`, the reason why there is none;
+    `lines` are Core ML's messages and, of a failure, the end of stderr."""
 
     value: object = None
     failure: str | None = None
@@ -95,7 +98,9 @@ def call(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        threading.Thread(target=_kill_at, args=(stop, deadline, child), daemon=True).start()
+        threading.Thread(
+            target=_kill_at, args=(stop, deadline, child), daemon=True
+        ).start()
         try:
             reply = _ask(child, argument)
             code = child.wait()
@@ -115,12 +120,14 @@ def call(
         notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
         return Outcome(failure=failure, lines=tuple(notes))
     outcome = json.loads(reply)
-    return Outcome(**outcome, lines=tuple(_messages(lines) if "failure" in outcome else ()))
+    return Outcome(
+        **outcome, lines=tuple(_messages(lines) if "failure" in outcome else ())
+    )
 
 
 def _ask(child: subprocess.Popen, argument: dict) -> bytes:
-    """Sends the argument and waits for the reply; stdin stays open, since closing it ends the
-    child."""
+    """Sends the argument and waits for the reply; stdin stays open, since closing it
+    ends the child."""
     try:
         child.stdin.write(json.dumps(argument).encode() + b"\n")
         child.stdin.flush()
@@ -131,11 +138,14 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
 
 @contextmanager
 def awake() -> Iterator[None]:
-    """Keeps a Mac from falling asleep within the block, and no longer than this process lives."""
+    """Keeps a Mac from falling asleep within the block, and no longer than this process
+    lives."""
     caffeinate = None
     with suppress(OSError):  # another system, or no such command
         command = ["caffeinate", "-i", "-w", str(os.getpid())]
-        caffeinate = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        caffeinate = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
     try:
         yield
     finally:
@@ -168,7 +178,8 @@ def invalidating(messages: list[str]) -> list[str]:
 
 
 def _messages(lines: list[str]) -> list[str]:
-    """Core ML's lines, each once, at most `MESSAGES`; those that invalidate a run come first."""
+    """Core ML's lines, each once, at most `MESSAGES`; those that invalidate a run come
+    first."""
     messages = list(dict.fromkeys(filter(CORE_ML_MESSAGE.search, lines)))
     messages.sort(key=lambda line: INVALIDATING.search(line) is None)
     return messages[:MESSAGES]
@@ -185,12 +196,14 @@ def _death(code: int, lines: list[str]) -> str:
 
 
 def _serve(function: str) -> None:
-    """The child: reads one argument from stdin and writes one reply to the original stdout; other
-    prints go to stderr."""
+    """The child: reads one argument from stdin and writes one reply to the original
+    stdout; other prints go to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     argument = json.loads(sys.stdin.readline())
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(3)), daemon=True).start()
+    threading.Thread(
+        target=lambda: (sys.stdin.read(), os._exit(3)), daemon=True
+    ).start()
     module, name = function.split(":")
     try:
         outcome = {"value": getattr(importlib.import_module(module), name)(argument)}

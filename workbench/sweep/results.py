@@ -1,4 +1,5 @@
-"""The log's tables of a grid: times of one machine, fidelity of any, one row per configuration."""
+"""The log's tables of a grid: times of one machine, fidelity of any, one row per
+configuration."""
 
 import json
 import math
@@ -25,17 +26,19 @@ VALIDATED = ["bundle_hash", *runs.HOW]
 def stored_tables(
     grid: Grid, root: Root = None, machine: str | None = None
 ) -> dict[str, pd.DataFrame]:
-    """The log's tables `samples`, `layers` and `fidelity` of a grid, newest runs only, with their
-    settings joined on.
+    """The log's tables `samples`, `layers` and `fidelity` of a grid, newest runs only,
+    with their settings joined on.
 
-    Times are of one machine and of one setting of everything that the grid does not vary. Where the
-    log holds several checkpoints of one name, or several versions of system, coremltools or torch,
-    the times are those of the newest run. Fidelity is of any machine. The column `invalid` of times
-    is the reason why a run is invalid, else null.
+    Times are of one machine and of one setting of everything that the grid does not
+    vary. Where the log holds several checkpoints of one name, or several versions of
+    system, coremltools or torch, the times are those of the newest run. Fidelity is of
+    any machine. The column `invalid` of times is the reason why a run is invalid, else
+    null.
 
     Args:
-        machine: the machine of the times (see `workbench.log.machine.machine_name`); default: this
-            machine if the log has times of it, else the machine of the newest run.
+        machine: the machine of the times (see `workbench.log.machine.machine_name`);
+            default: this machine if the log has times of it, else the machine of the
+            newest run.
 
     Raises:
         InputError: no run of the grid is of `machine`.
@@ -47,13 +50,26 @@ def stored_tables(
     logged = set((of_checkpoint if timed.empty else timed)["runtime"])
     auto = next((name for name in runs.RUNTIMES if name in logged), "portable")
     settings = [cell.columns(auto) for cell in cells(grid)]
-    timed = runs.newest(runs.fitting(timed, settings, runs.TIMES), [*runs.TIMES, "round"])
+    timed = runs.newest(
+        runs.fitting(timed, settings, runs.TIMES), [*runs.TIMES, "round"]
+    )
     validated = runs.fitting(of_checkpoint, settings, runs.VALUES)
     fidelity = _rows_of("fidelity", validated, root)
-    validated = runs.newest(validated[validated["run_id"].isin(fidelity["run_id"])], runs.VALUES)
+    validated = runs.newest(
+        validated[validated["run_id"].isin(fidelity["run_id"])], runs.VALUES
+    )
     about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
     timed = timed.assign(invalid=timed["reason"].where(timed["status"] == "invalid"))
-    times = [*about, *runs.TIMES, "machine", "software", "os_build", "round", "invalid", *_SHARES]
+    times = [
+        *about,
+        *runs.TIMES,
+        "machine",
+        "software",
+        "os_build",
+        "round",
+        "invalid",
+        *_SHARES,
+    ]
     return {
         "samples": _join(_rows_of("samples", timed, root), timed, times),
         "layers": _join(_rows_of("layers", timed, root), timed, times),
@@ -67,8 +83,8 @@ def _rows_of(table: str, rows: pd.DataFrame, root: Root) -> pd.DataFrame:
 
 
 def _join(table: pd.DataFrame, rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
-    """A log table with `columns` of `rows`, rows of `runs`; runs that `rows` lacks are dropped. In
-    a column that both have, the run's value fills the table's nulls."""
+    """A log table with `columns` of `rows`, rows of `runs`; runs that `rows` lacks are
+    dropped. In a column that both have, the run's value fills the table's nulls."""
     missing = ["run_id"]
     for name in columns:
         if name in table:
@@ -85,7 +101,8 @@ def offered_machines(grid: Grid, root: Root = None) -> list[str]:
 
 
 def _timed_runs(grid: Grid, root: Root) -> pd.DataFrame:
-    """The sweeps' runs of a grid's cells, on any machine and for any runtime that auto may mean."""
+    """The sweeps' runs of a grid's cells, on any machine and for any runtime that auto
+    may mean."""
     rows = _of_checkpoint(grid, root)
     settings = []
     for cell in cells(grid):
@@ -94,8 +111,8 @@ def _timed_runs(grid: Grid, root: Root) -> pd.DataFrame:
 
 
 def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
-    """The experiment's runs of the grid's checkpoint, by its hash; without the checkpoint's folder,
-    by its name and the hash of the newest run."""
+    """The experiment's runs of the grid's checkpoint, by its hash; without the
+    checkpoint's folder, by its name and the hash of the newest run."""
     rows = runs.listing(grid.experiment, root, runs.MEASURED)
     root = Path(root or log.default_root())
     if grid.bundle:
@@ -105,7 +122,9 @@ def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
         return rows[rows["bundle_hash"].isin(identities)]
     path = find(grid.checkpoint, root)
     if not path.is_dir():
-        return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
+        return runs.like_newest(
+            rows[rows["checkpoint"] == path.name], "checkpoint_hash"
+        )
     files = []
     for file in sorted(path.iterdir()):
         if file.is_file():
@@ -116,25 +135,28 @@ def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
 
 @cache
 def _sha256(path: Path, files: tuple) -> str:
-    """The checkpoint's hash; `files` is the key of the cache: paths, sizes and times."""
+    """The checkpoint's hash; `files` is the key of the cache: paths, sizes and
+    times."""
     return Checkpoint(path).sha256
 
 
-def configurations(grid: Grid, root: Root = None, machine: str | None = None) -> pd.DataFrame:
+def configurations(
+    grid: Grid, root: Root = None, machine: str | None = None
+) -> pd.DataFrame:
     """One row per bundle, way to run it and T that the log holds of one machine.
 
-    The fastest comes first; rows that only invalid runs measured come last. For `machine` see
-    `stored_tables`.
+    The fastest comes first; rows that only invalid runs measured come last. For
+    `machine` see `stored_tables`.
 
     Returns:
         name: the values of the varying axes, and T; then each of these values.
-        machine, runtime, bundle.
-        tokens_per_s, call_ms, call_p90_ms: medians over runs of the run's median or 90th
+        machine, runtime, bundle. tokens_per_s, call_ms, call_p90_ms: medians over runs
+        of the run's median or 90th
             percentile.
         slowest, fastest: the range of the runs' tok/s; n: the number of runs.
         worst_cosine: the bundle's smallest cosine of isolated updates at any T.
-        kl_mean: nats; verdict: RED if a gate other than the user's limit is, or if the mean KL is
-            above the grid's `max_kl`.
+        kl_mean: nats; verdict: RED if a gate other than the user's limit is, or if the
+            mean KL is above the grid's `max_kl`.
         ane_ops_share, ane_cost_share: the Neural Engine's shares (null: no plan).
         invalid: the reason if no run is valid.
     """
@@ -144,19 +166,29 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     keys = [*dict.fromkeys([*about, *varied]), "machine", "T"]
     rows = _speeds(tables["samples"], keys)
     fidelity = tables["fidelity"]
-    updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
-    worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
+    updates = fidelity[
+        (fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")
+    ]
+    worst = updates.groupby(about, dropna=False, as_index=False).agg(
+        worst_cosine=("cosine", "min")
+    )
     every = log.load("runs", root=root, where={"status": "ok"})
-    validated = _priced(runs.newest(every[every["verdict"].notna()], about), grid.max_kl)
+    validated = _priced(
+        runs.newest(every[every["verdict"].notna()], about), grid.max_kl
+    )
     validated = validated[[*about, "kl_mean", "verdict"]]
-    rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
+    rows = (
+        rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
+    )
     rows["verdict"] = rows["verdict"].astype(object).fillna("not_run")
     rows["name"] = _names(rows[[*varied, "T"]])
     columns = ["name", *varied, "T", "machine", "runtime", "bundle", *_SPEEDS]
     columns += ["slowest", "fastest", "n"]
     columns += ["worst_cosine", "kl_mean", "verdict", *_SHARES, "invalid"]
     ranked = rows.sort_values("tokens_per_s", ascending=False)
-    ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable", ignore_index=True)
+    ranked = ranked.sort_values(
+        "invalid", key=pd.Series.notna, kind="stable", ignore_index=True
+    )
     return ranked[list(dict.fromkeys(columns))]
 
 
@@ -169,8 +201,8 @@ def _names(rows: pd.DataFrame) -> list[str]:
 
 
 def _speeds(samples: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The columns of `configurations` that are times, by `keys`. Invalid runs are dropped where a
-    configuration has valid ones."""
+    """The columns of `configurations` that are times, by `keys`. Invalid runs are
+    dropped where a configuration has valid ones."""
     phases = samples["phase"].isin(["call", "tokens_per_s"])
     timed = samples[phases & ~samples["warmup"].fillna(False)]
     valid = timed["invalid"].isna()
@@ -183,13 +215,15 @@ def _speeds(samples: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     by_run = by_run.assign(p90=p90.reindex(columns=["call"]))
     by_key = by_run.set_axis(_SPEEDS, axis=1).groupby(keys, dropna=False)
     speeds = by_key["tokens_per_s"]
-    rows = by_key.median().assign(slowest=speeds.min(), fastest=speeds.max(), n=by_key.size())
+    rows = by_key.median().assign(
+        slowest=speeds.min(), fastest=speeds.max(), n=by_key.size()
+    )
     return rows.join(timed.groupby(keys, dropna=False)[["invalid", *_SHARES]].first())
 
 
 def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
-    """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` under the limit
-    `max_kl`; where no KL was measured the logged verdict stays."""
+    """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` under the
+    limit `max_kl`; where no KL was measured the logged verdict stays."""
     configs = _configs(rows)
     kl = kl_means(rows)
     verdicts = []
@@ -205,21 +239,30 @@ def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
 
 
 def validated_costs(root: Root = None) -> pd.DataFrame:
-    """The newest validation of each bundle and way to run it: `VALIDATED`, `worst_update` (largest
-    1 − cosine of an isolated update), `kl_mean` (nats) and `verdict`."""
+    """The newest validation of each bundle and way to run it: `VALIDATED`,
+    `worst_update` (largest 1 − cosine of an isolated update), `kl_mean` (nats) and
+    `verdict`."""
     every = log.load("runs", root=root, where={"status": "ok"})
     every = every[every["verdict"].notna() & every["bundle_hash"].notna()]
     validated = runs.newest(every, VALIDATED)
-    fidelity = log.load("fidelity", root=root, where={"tensor": "update", "mode": "isolated"})
+    fidelity = log.load(
+        "fidelity", root=root, where={"tensor": "update", "mode": "isolated"}
+    )
     finite = fidelity["finite"].fillna(True).astype(bool)
-    worst = 1 - fidelity["cosine"].where(finite, -math.inf).groupby(fidelity["run_id"]).min()
-    costs = {"worst_update": validated["run_id"].map(worst), "kl_mean": kl_means(validated)}
+    worst = (
+        1
+        - fidelity["cosine"].where(finite, -math.inf).groupby(fidelity["run_id"]).min()
+    )
+    costs = {
+        "worst_update": validated["run_id"].map(worst),
+        "kl_mean": kl_means(validated),
+    }
     return validated[[*VALIDATED, "verdict"]].assign(**costs)
 
 
 def kl_means(rows: pd.DataFrame) -> pd.Series:
-    """The mean KL in nats of rows of `runs`, nan if not measured. It is the run's price, or the
-    value of the gate `max_kl` in older rows."""
+    """The mean KL in nats of rows of `runs`, nan if not measured. It is the run's
+    price, or the value of the gate `max_kl` in older rows."""
     means = []
     for config in _configs(rows):
         gates = {}
@@ -231,10 +274,13 @@ def kl_means(rows: pd.DataFrame) -> pd.Series:
 
 
 def _configs(rows: pd.DataFrame) -> list[dict]:
-    return [json.loads(text) if isinstance(text, str) else {} for text in rows["config"]]
+    return [
+        json.loads(text) if isinstance(text, str) else {} for text in rows["config"]
+    ]
 
 
 def varied_axes(grid: Grid) -> list[str]:
-    """The axes of a grid that have several values, by the names of their columns in `runs`."""
+    """The axes of a grid that have several values, by the names of their columns in
+    `runs`."""
     axes = grid.export | {"bundle": grid.bundle} | runs.pick(vars(grid.run), *RUN_AXES)
     return [axis for axis, values in axes.items() if len(values) > 1]

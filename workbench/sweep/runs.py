@@ -1,5 +1,5 @@
-"""The columns of the table `runs` that a bundle and a decoder determine, the recording of a run,
-and the selection of rows by their settings."""
+"""The columns of the table `runs` that a bundle and a decoder determine, the recording
+of a run, and the selection of rows by their settings."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,8 +60,8 @@ def exported(options: Options | Mapping) -> dict:
 def executed(
     runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping, **_
 ) -> dict:
-    """The columns of `runs` for a decoder's arguments, null where the runtime has no such thing.
-    Other arguments are ignored; the fault of a stand-in has no column."""
+    """The columns of `runs` for a decoder's arguments, null where the runtime has no
+    such thing. Other arguments are ignored; the fault of a stand-in has no column."""
     name, _, _ = runtime.partition(":")
     portable = name == "portable"
     coreml = name not in ("portable", "coreai")
@@ -79,7 +79,8 @@ def _text(value) -> str:
 
 
 def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
-    """The columns of `runs` for a bundle and, if it ran, its decoder; placement stays null."""
+    """The columns of `runs` for a bundle and, if it ran, its decoder; placement stays
+    null."""
     m = bundle.manifest
     row = {
         "checkpoint": m.checkpoint["name"],
@@ -108,14 +109,16 @@ def record_run(
     rest: Callable[[], dict] = dict,
     **tables: pd.DataFrame | list[dict] | None,
 ) -> str:
-    """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
+    """Writes one run and its tables; the `runs` row goes last, so a run that is listed
+    is whole.
 
-    Absolute paths in the row, in its `config` too, are shortened (see `workbench.log.scrub`).
+    Absolute paths in the row, in its `config` too, are shortened (see
+    `workbench.log.scrub`).
 
     Args:
         rest: returns further columns of the row; called once the tables are written.
-        tables: `fidelity`, `samples`, `layers` and `exhibits` of the run; None or an empty one is
-            left out.
+        tables: `fidelity`, `samples`, `layers` and `exhibits` of the run; None or an
+            empty one is left out.
 
     Returns:
         The run id.
@@ -132,7 +135,8 @@ def record_run(
 def listing(
     experiment: str | None = None, root: Root = None, status: Sequence[str] = ("ok",)
 ) -> pd.DataFrame:
-    """Rows of `runs` with one of these statuses, with their `machine` and `software`."""
+    """Rows of `runs` with one of these statuses, with their `machine` and
+    `software`."""
     where = {"status": list(status)}
     if experiment:
         where["experiment"] = experiment
@@ -147,7 +151,8 @@ def here() -> str:
 def fitting(
     rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]
 ) -> pd.DataFrame:
-    """The rows whose `columns` equal those of one of `settings`; null equals null alone."""
+    """The rows whose `columns` equal those of one of `settings`; null equals null
+    alone."""
     settings = {tuple(setting[column] for column in columns) for setting in settings}
     return rows[np.array([row in settings for row in values(rows, columns)], bool)]
 
@@ -166,11 +171,14 @@ def newest(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """The rows whose `column` is that of the newest one."""
-    return rows[rows[column].isin(rows.loc[rows["run_id"] == rows["run_id"].max(), column])]
+    return rows[
+        rows[column].isin(rows.loc[rows["run_id"] == rows["run_id"].max(), column])
+    ]
 
 
 def footer(*run_ids: str, **more) -> pd.DataFrame:
-    """The table in a notebook's last cell: its log rows, and the versions that wrote them."""
+    """The table in a notebook's last cell: its log rows, and the versions that wrote
+    them."""
     environment = pick(log.environment(), "platform", "commit", "versions")
     rows = {"log rows": ", ".join(run_ids)} | more | environment
     return pd.DataFrame(rows.items(), columns=["", "value"]).set_index("")

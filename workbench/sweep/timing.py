@@ -1,10 +1,9 @@
-"""Times of calls as raw samples, warm-ups marked. A portable run's times are this machine's, never
-the Neural Engine's.
+"""Times of calls as raw samples, warm-ups marked. A portable run's times are this
+machine's, never the Neural Engine's.
 
-A call is timed from token ids to logits and split into layer shards, head and host (embedding,
-masks, rope, transfers). The prefill to a depth is timed as a whole. Compilation, loading and first
-prediction of each shard are samples of their own.
-"""
+A call is timed from token ids to logits and split into layer shards, head and host
+(embedding, masks, rope, transfers). The prefill to a depth is timed as a whole.
+Compilation, loading and first prediction of each shard are samples of their own."""
 
 import time
 from functools import partial
@@ -36,24 +35,27 @@ def measure_speed(
     min_tokens: int | None = None,
     min_seconds: float | None = None,
 ) -> pd.DataFrame:
-    """Times calls of T tokens, `n_gen` tokens in all, with `depth` tokens already in the cache.
+    """Times calls of T tokens, `n_gen` tokens in all, with `depth` tokens already in
+    the cache.
 
-    On Core ML, untimed calls precede, since the Neural Engine ramps up over about three calls.
+    On Core ML, untimed calls precede, since the Neural Engine ramps up over about three
+    calls.
 
     Args:
         repetitions: fresh sequences, each prefilled to `depth` and then timed.
-        min_tokens, min_seconds: further sequences follow until as many tokens of one sequence of
-            the batch are timed, and as much time has passed since the first call; of these
-            sequences only whole calls and rates are samples.
+        min_tokens, min_seconds: further sequences follow until as many tokens of one
+            sequence of the batch are timed, and as much time has passed since the first
+            call; of these sequences only whole calls and rates are samples.
 
     Returns:
-        The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host`
-        in ms, `prefill` in ms (the first one a warm-up) and `tokens_per_s` per repetition;
-        `compile`, `cold_load`, `load` and `first_predict` per shard. A call and its parts have
-        `cpu_ms`, CPU time of this thread, and but for the host `native_ms`, Core ML's own time
-        (null on other runtimes). ``elapsed_s`` is the time from the start to the end of what a row
-        measures. With `min_seconds`, `thermal_pressure` follows a sequence every few seconds on a
-        Mac: its index in `log.host_state.THERMAL_PRESSURES`.
+        The log's `samples`: phases `call` (one whole call), `layer` (one per shard),
+        `head`, `host` in ms, `prefill` in ms (the first one a warm-up) and
+        `tokens_per_s` per repetition; `compile`, `cold_load`, `load` and
+        `first_predict` per shard. A call and its parts have `cpu_ms`, CPU time of this
+        thread, and but for the host `native_ms`, Core ML's own time (null on other
+        runtimes). ``elapsed_s`` is the time from the start to the end of what a row
+        measures. With `min_seconds`, `thermal_pressure` follows a sequence every few
+        seconds on a Mac: its index in `log.host_state.THERMAL_PRESSURES`.
     """
     calls = check_size(decoder.options, T, depth, n_gen)
     if decoder.runtime != "portable":
@@ -67,14 +69,18 @@ def measure_speed(
     began = time.perf_counter()
     setting = {"T": T, "depth": depth, "n_gen": n_gen}
     for repetition in count():
-        enough = repetition * calls * T >= (min_tokens or 0) and seconds >= (min_seconds or 0)
+        enough = repetition * calls * T >= (min_tokens or 0) and seconds >= (
+            min_seconds or 0
+        )
         if repetition >= repetitions and enough:
             return pd.DataFrame(rows + _loading(decoder))
         sequence = _timed_sequence(decoder, rng, began, repetition, calls, setting)
         if depth:
             sequence[0]["warmup"] = repetition == 0 < repetitions - 1
         if repetition >= repetitions:
-            sequence = [row for row in sequence if row["phase"] not in ("layer", "head", "host")]
+            sequence = [
+                row for row in sequence if row["phase"] not in ("layer", "head", "host")
+            ]
         rows += sequence
         seconds = sequence[-1]["elapsed_s"]
         if min_seconds and seconds - pressure_s >= PRESSURE_EVERY_S:
@@ -86,8 +92,8 @@ def measure_speed(
 def _timed_sequence(
     decoder: Decoder, rng, began: float, repetition: int, calls: int, setting: dict
 ) -> list[dict]:
-    """Samples of a fresh sequence: its prefill to a depth, if any, warm-up calls, calls and its
-    rate."""
+    """Samples of a fresh sequence: its prefill to a depth, if any, warm-up calls, calls
+    and its rate."""
     T, depth = setting["T"], setting["depth"]
     common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
     rows = []
@@ -98,21 +104,30 @@ def _timed_sequence(
         start = time.perf_counter()
         decoder.prefill(_ids(decoder, rng, depth))
         end = time.perf_counter()
-        value = {"phase": "prefill", "value": (end - start) * 1e3, "elapsed_s": end - began}
+        value = {
+            "phase": "prefill",
+            "value": (end - start) * 1e3,
+            "elapsed_s": end - began,
+        }
         rows.append(common | value | {"order": first})
     for call in range(WARMUP_CALLS + calls):
         phases = _timed_call(decoder, _ids(decoder, rng, T), T)
         about = common | setting | {"order": first + call}
-        about |= {"warmup": call < WARMUP_CALLS, "elapsed_s": time.perf_counter() - began}
+        about |= {
+            "warmup": call < WARMUP_CALLS,
+            "elapsed_s": time.perf_counter() - began,
+        }
         rows += [about | row for row in phases]
         ms.append(phases[0]["value"])
     rate = calls * T * decoder.options.batch / sum(ms[WARMUP_CALLS:]) * 1e3
     return [*rows, about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"}]
 
 
-def check_size(options: Options, T: int, depth: int, n_gen: int, subject: str = "") -> int:
-    """How many calls of T tokens a measurement times; refuses what the bundle's cache or T cannot
-    hold. `subject` goes before the message's own."""
+def check_size(
+    options: Options, T: int, depth: int, n_gen: int, subject: str = ""
+) -> int:
+    """How many calls of T tokens a measurement times; refuses what the bundle's cache
+    or T cannot hold. `subject` goes before the message's own."""
     S = options.max_seq_len
     t_max = options.t_max
     calls = -(-n_gen // T)
@@ -131,7 +146,8 @@ def check_size(options: Options, T: int, depth: int, n_gen: int, subject: str = 
 
 
 def _loading(decoder: Decoder) -> list[dict]:
-    """Samples of compiling, loading and first prediction per shard, where the runtime has them."""
+    """Samples of compiling, loading and first prediction per shard, where the runtime
+    has them."""
     once = {"repetition": 0, "warmup": False, "unit": "ms"}
     return [
         once | {"phase": phase, "shard": model.shard.name, "value": value}
@@ -142,11 +158,14 @@ def _loading(decoder: Decoder) -> list[dict]:
 
 
 def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
-    return rng.integers(0, decoder.manifest.dims.V, (decoder.options.batch, count)).tolist()
+    return rng.integers(
+        0, decoder.manifest.dims.V, (decoder.options.batch, count)
+    ).tolist()
 
 
 def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
-    """The phases of one call, ms: the whole call, each layer shard, the head, and the host."""
+    """The phases of one call, ms: the whole call, each layer shard, the head, and the
+    host."""
     decoder.times = times = Times()
     start = time.perf_counter()
     cpu_start = time.thread_time()
@@ -167,8 +186,8 @@ def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
 
 
 def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
-    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n,
-    and the medians of its CPU time and of Core ML's own."""
+    """The log's `layers`: median ms per decoder layer (a shard's time over its layers),
+    MAD and n, and the medians of its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     spans = {}
     for m in decoder.layers:
@@ -180,18 +199,33 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
         mad = (each["value"] - each["value"].median()).abs().median()
         medians = each.median()
         rows += [(i, shard, T, depth, mad, len(each), *medians) for i in spans[shard]]
-    columns = ["layer", "shard", "T", "depth", "mad_ms", "n", "layer_ms", "cpu_ms", "native_ms"]
+    columns = [
+        "layer",
+        "shard",
+        "T",
+        "depth",
+        "mad_ms",
+        "n",
+        "layer_ms",
+        "cpu_ms",
+        "native_ms",
+    ]
     return pd.DataFrame(rows, columns=columns)
 
 
-def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, seed: int = 0) -> pd.DataFrame:
-    """Milliseconds per MIL operation of a portable call of one token, by layer and source module.
+def profile(
+    decoder: Decoder, *, depth: int = 0, calls: int = 8, seed: int = 0
+) -> pd.DataFrame:
+    """Milliseconds per MIL operation of a portable call of one token, by layer and
+    source module.
 
-    Each time is the gap between two operations, hook included. The first call is a warm-up and is
-    left out. Experts are loaded before. The decoder's own sequences stay as they were.
+    Each time is the gap between two operations, hook included. The first call is a
+    warm-up and is left out. Experts are loaded before. The decoder's own sequences stay
+    as they were.
 
     Returns:
-        Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over
+        Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`):
+        medians over
         calls, summed over equal operations.
     """
     rng, rows, last = np.random.default_rng(seed), [], 0.0
@@ -225,14 +259,15 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, seed: int = 0) 
 
 
 def part_of(module: str) -> str:
-    """The part of a decoder layer (attention, moe, mlp or rest) of a module path such as
-    `self_attn.q_proj`."""
+    """The part of a decoder layer (attention, moe, mlp or rest) of a module path such
+    as `self_attn.q_proj`."""
     parts = {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}
     return parts.get(module.split(".")[0], "rest")
 
 
 def _module(shard, op) -> tuple[int, str]:
-    """The decoder layer and the module path within it that an operation was traced from."""
+    """The decoder layer and the module path within it that an operation was traced
+    from."""
     path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "").split(".")
     layer = shard.layers[0]
     if len(path) > 1 and path[1].isdigit():

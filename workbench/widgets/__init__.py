@@ -1,10 +1,9 @@
-"""Interactive widgets: the Explorer of stored results, the Planner of an export, the Compare of two
-runs.
+"""Interactive widgets: the Explorer of stored results, the Planner of an export, the
+Compare of two runs.
 
-Their pictures come from the experiment log and from checkpoints, and follow the controls at once.
-An error in a callback is shown in the widget and stored, and `widget.check()` at the end of a
-notebook raises it.
-"""
+Their pictures come from the experiment log and from checkpoints, and follow the
+controls at once. An error in a callback is shown in the widget and stored, and
+`widget.check()` at the end of a notebook raises it."""
 
 from workbench.widgets.compare import Compare
 from workbench.widgets.explorer import Explorer

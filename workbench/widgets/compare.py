@@ -1,4 +1,5 @@
-"""The widget Compare: the differences in settings and measurements of two runs of one machine."""
+"""The widget Compare: the differences in settings and measurements of two runs of one
+machine."""
 
 from collections import Counter
 from pathlib import Path
@@ -16,16 +17,17 @@ from workbench.widgets.panel import Panel, absent, choice
 
 
 class Compare(Panel):
-    """Ratios of medians with their intervals, above a table of the settings that differ.
-    Measurements whose interval contains 1 are left out.
+    """Ratios of medians with their intervals, above a table of the settings that
+    differ. Measurements whose interval contains 1 are left out.
 
-    The runs of one machine are offered, labelled by the settings in which they differ; a dropdown
-    chooses the machine.
+    The runs of one machine are offered, labelled by the settings in which they differ;
+    a dropdown chooses the machine.
 
     Args:
         experiment: only its runs; default: all with times.
         root: the log's folder.
-        machine: the machine offered first; default: this machine, else that of the newest run.
+        machine: the machine offered first; default: this machine, else that of the
+            newest run.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class Compare(Panel):
         self.runs = runs[runs.groupby("machine")["run_id"].transform("size") >= 2]
         if self.runs.empty:
             step = "run a sweep first, such as notebook 34"
-            raise InputError("log", f"{len(runs)} timed runs", "two of one machine", step)
+            raise InputError(
+                "log", f"{len(runs)} timed runs", "two of one machine", step
+            )
         start = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
         names, first, last = self._entries(start)
@@ -55,11 +59,13 @@ class Compare(Panel):
         self.draw()
 
     def _entries(self, machine: str) -> tuple[list[tuple[str, str]], str, str]:
-        """(label, run id) of a machine's runs, the newest first, and the first two selections: the
-        newest run of the same T as the newest run, and that one."""
+        """(label, run id) of a machine's runs, the newest first, and the first two
+        selections: the newest run of the same T as the newest run, and that one."""
         runs = self.runs[self.runs["machine"] == machine]
         last, *others = runs.to_dict("records")
-        like = next((run for run in others if str(run["T"]) == str(last["T"])), others[0])
+        like = next(
+            (run for run in others if str(run["T"]) == str(last["T"])), others[0]
+        )
         return list(zip(_labels(runs), runs["run_id"])), like["run_id"], last["run_id"]
 
     def _offer(self, machine: str) -> None:
@@ -79,7 +85,9 @@ class Compare(Panel):
             absent(ax, "nothing that both runs measured differs")
         else:
             figure = plots.ratios(measures.assign(machine=machine)).figure
-        self.show(figure, f"ratios of run B to run A with their intervals, on {machine}")
+        self.show(
+            figure, f"ratios of run B to run A with their intervals, on {machine}"
+        )
         equal = f"{comparison.indistinguishable} further measurements do not differ"
         self.message.value = f"{equal}: their intervals hold 1."
         settings = comparison.settings
@@ -88,8 +96,8 @@ class Compare(Panel):
 
 
 def _labels(runs: pd.DataFrame) -> list[str]:
-    """A label per run: its round and its settings in which some runs differ; equal labels also have
-    the run's time, and if these are equal its id."""
+    """A label per run: its round and its settings in which some runs differ; equal
+    labels also have the run's time, and if these are equal its id."""
     columns = ["experiment", "command", "checkpoint", "checkpoint_hash", *runs_.TIMES]
     columns += ["os_build", "software", "round"]
     varied = []
@@ -97,7 +105,9 @@ def _labels(runs: pd.DataFrame) -> list[str]:
         if runs[c].nunique(dropna=False) > 1:
             varied.append(c)
     varied = [c for c in varied if c != "software" or "os_build" not in varied]
-    rows = runs.assign(checkpoint_hash=runs["checkpoint_hash"].str[:12]).to_dict("records")
+    rows = runs.assign(checkpoint_hash=runs["checkpoint_hash"].str[:12]).to_dict(
+        "records"
+    )
     labels = []
     for run in rows:
         labels.append(", ".join(f"{c} {run[c]}" for c in varied if pd.notna(run[c])))

@@ -36,29 +36,38 @@ WORST = 8
 
 
 class Explorer(Panel):
-    """Fidelity by layer and position, a list of the worst cells, the error parts of a chosen cell's
-    layer, and speed.
+    """Fidelity by layer and position, a list of the worst cells, the error parts of a
+    chosen cell's layer, and speed.
 
-    The sliders have the grid's settings. Logged results are drawn at once; of a max_seq_len that
-    the log lacks, the nearest one is drawn and named in the message. The Run button measures the
-    rest of the grid, the shown setting first. The line below the picture has the values of the cell
-    under the pointer, else of the cell that was chosen by a click on it or in the list.
+    The sliders have the grid's settings. Logged results are drawn at once; of a
+    max_seq_len that the log lacks, the nearest one is drawn and named in the message.
+    The Run button measures the rest of the grid, the shown setting first. The line
+    below the picture has the values of the cell under the pointer, else of the cell
+    that was chosen by a click on it or in the list.
 
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`).
         root: the log's folder.
-        machine: the machine of the first shown times (see `workbench.log.machine.machine_name`);
-            default: that of `workbench.sweep.stored_tables`.
+        machine: the machine of the first shown times (see
+            `workbench.log.machine.machine_name`); default: that of
+            `workbench.sweep.stored_tables`.
     """
 
-    def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):
+    def __init__(
+        self, grid: dict, root: str | Path | None = None, machine: str | None = None
+    ):
         self.machine, self.cell = None, None
-        self.grid, self.root = sweep.make_grid(grid), Path(root) if root else log.default_root()
+        self.grid, self.root = (
+            sweep.make_grid(grid),
+            Path(root) if root else log.default_root(),
+        )
         self.source = (Folders if self.grid.bundle else Exports)(self.grid, self.root)
         self.tokens = token_texts(self.source.tokenizer, self.grid.validate_ids)
         self.cells = list(sweep.cells(self.grid))
         if machine is not None:
-            sweep.stored_tables(self.grid, self.root, machine)  # refuses one that the log lacks
+            sweep.stored_tables(
+                self.grid, self.root, machine
+            )  # refuses one that the log lacks
         self.options = {self.source.label(cell): cell.options for cell in self.cells}
         lengths = sorted({cell.options.max_seq_len for cell in self.cells})
         run, varied = self.grid.run, sweep.varied_axes(self.grid)
@@ -93,27 +102,31 @@ class Explorer(Panel):
         self.box.children = (first, ui.HBox([self.job.box, save]), *others)
 
     def refresh(self, machine: str | None = None) -> None:
-        """Reads the log again and draws; shows the times of `machine` if there are any, else of the
-        machine shown before."""
+        """Reads the log again and draws; shows the times of `machine` if there are any,
+        else of the machine shown before."""
         self.machine = None
         self.guarded(lambda: self._offer(machine))
         self.draw()
 
     def _offer(self, machine: str | None) -> None:
-        """Lists the machines with times in the log, or this machine if there are none, and selects
-        one."""
+        """Lists the machines with times in the log, or this machine if there are none,
+        and selects one."""
         control, here = self.controls["machine"], runs.here()
         names = sweep.offered_machines(self.grid, self.root) or [here]
         shown = control.value
         control.options = names
-        control.value = next(name for name in (machine, shown, here, *names) if name in names)
+        control.value = next(
+            name for name in (machine, shown, here, *names) if name in names
+        )
 
     def _read(self) -> None:
         """Loads the tables of the selected machine, unless they are loaded already."""
         machine = self.value("machine")
         if self.machine != machine:
             timed = machine in sweep.offered_machines(self.grid, self.root)
-            self.tables = sweep.stored_tables(self.grid, self.root, machine if timed else None)
+            self.tables = sweep.stored_tables(
+                self.grid, self.root, machine if timed else None
+            )
             self.machine = machine
 
     @property
@@ -125,8 +138,8 @@ class Explorer(Panel):
         return options.model_copy(update={"max_seq_len": self.value("max_seq_len")})
 
     def missing(self) -> list:
-        """The measurements that the log lacks, as steps for a `BackgroundJob`: one per bundle and
-        precision, one per bundle's error split."""
+        """The measurements that the log lacks, as steps for a `BackgroundJob`: one per
+        bundle and precision, one per bundle's error split."""
         done, steps = sweep.done_cells(self.root), []
         everything = {(cell.bundle, cell.options): cell for cell in self.cells}.values()
         for cell in sorted(everything, key=lambda cell: cell.options != self.setting):
@@ -150,7 +163,8 @@ class Explorer(Panel):
         return steps
 
     def _part(self, cell: Cell, precision: str) -> sweep.Grid:
-        """The grid's part with one bundle and one precision; each part validates its bundle."""
+        """The grid's part with one bundle and one precision; each part validates its
+        bundle."""
         run = self.grid.run
         runtimes = run.runtime
         if precision != run.precision[0]:
@@ -159,7 +173,9 @@ class Explorer(Panel):
         return self.grid.model_copy(update=self.source.part(cell) | {"run": run})
 
     def _measure(self, part: sweep.Grid) -> None:
-        counts = sweep.sweep(part, root=self.root, progress=False, on_cell=self.job.advance)
+        counts = sweep.sweep(
+            part, root=self.root, progress=False, on_cell=self.job.advance
+        )
         if counts["failed"]:
             actual = f"{counts['failed']} of {counts['cells']} cells failed"
             step = "see their reasons: workbench log --where \"status == 'failed'\""
@@ -169,9 +185,14 @@ class Explorer(Panel):
         return stored_split(self.source.checkpoint, options, self.root)
 
     def click(self, x: float, y: float) -> None:
-        """Chooses the heatmap's cell at a point of the picture (fractions from the top left)."""
+        """Chooses the heatmap's cell at a point of the picture (fractions from the top
+        left)."""
         wide, high = self.figure.get_size_inches() * self.figure.dpi
-        column, row = self.figure.axes[0].transData.inverted().transform((x * wide, (1 - y) * high))
+        column, row = (
+            self.figure.axes[0]
+            .transData.inverted()
+            .transform((x * wide, (1 - y) * high))
+        )
         if 0 <= row < len(self.layers) and 0 <= column < len(self.positions):
             self.choose((self.layers[int(row)], self.positions[int(column)]))
 
@@ -200,13 +221,21 @@ class Explorer(Panel):
         self.positions = sorted(map(int, self.rows["position"].unique()))
         self._list_worst()
         self.controls["show"].disabled = self.every_T or T == self.first_T
-        parts = {"fidelity": self._fidelity(), "split": self._split(), "speed": self._speed()}
-        self.shown = {part: figure for part, figure in parts.items() if figure is not None}
+        parts = {
+            "fidelity": self._fidelity(),
+            "split": self._split(),
+            "speed": self._speed(),
+        }
+        self.shown = {
+            part: figure for part, figure in parts.items() if figure is not None
+        }
         below = [part for part in self.shown if part != "fidelity"]
         with plots.style():
             figure = plt.figure(figsize=(8, 5.6 if below else 3.2))
             grid = figure.add_gridspec(2 if below else 1, max(len(below), 1))
-            places = {"fidelity": grid[0, :]} | {p: grid[1, i] for i, p in enumerate(below)}
+            places = {"fidelity": grid[0, :]} | {
+                p: grid[1, i] for i, p in enumerate(below)
+            }
             axes = {part: figure.add_subplot(place) for part, place in places.items()}
             if self.rows.empty:
                 absent(axes["fidelity"], "nothing measured at this setting: press Run")
@@ -215,7 +244,10 @@ class Explorer(Panel):
             self._mark(axes)
         name = f"{self.source.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
         with self.picture.hold_sync():  # sends the picture with the texts of its cells
-            self.show(figure, f"{tensor} of {name}: {', '.join(self.shown)} by layer and position")
+            self.show(
+                figure,
+                f"{tensor} of {name}: {', '.join(self.shown)} by layer and position",
+            )
             self._name_cells(axes["fidelity"])
         layers = self._at_setting(self._stored("layers"))
         time = "no times yet: press Run"
@@ -238,7 +270,12 @@ class Explorer(Panel):
         if "speed" in axes:
             rates = self._at_setting(self.shown["speed"][1])
             if len(rates := rates[rates["invalid"].isna()]):
-                ring(axes["speed"], self.value("max_seq_len"), rates["value"].median(), zorder=5)
+                ring(
+                    axes["speed"],
+                    self.value("max_seq_len"),
+                    rates["value"].median(),
+                    zorder=5,
+                )
 
     def _name_cells(self, ax: Axes) -> None:
         """Sets the picture's text of every cell, and of the chosen one."""
@@ -246,7 +283,9 @@ class Explorer(Panel):
         texts = {cell: cell_text(row, self.tokens) for cell, row in rows}
         if self._differs():
             for cell, value in zip(self._cells(self.base), self._values(self.base)):
-                texts[cell] = f"{texts.get(cell, '')}; at T = {self.first_T}: {value:.4g}"
+                texts[cell] = (
+                    f"{texts.get(cell, '')}; at T = {self.first_T}: {value:.4g}"
+                )
         grid = [[texts.get((y, x), "") for x in self.positions] for y in self.layers]
         box = cells_box(ax, len(self.positions), len(self.layers))
         self.picture.cells = {"box": box, "texts": grid}
@@ -276,12 +315,15 @@ class Explorer(Panel):
         return rows
 
     def _is_shown(self, cell: Cell) -> bool:
-        """Whether a cell has the selected bundle and the selected values of its runtime's axes."""
+        """Whether a cell has the selected bundle and the selected values of its
+        runtime's axes."""
         if self.source.label(cell) != self.value("bundle"):
             return False
         portable = may_be_portable(cell.run["runtime"])
         for axis in self.axes:
-            if (portable or axis not in PORTABLE_AXES) and cell.run[axis] != self.value(axis):
+            if (portable or axis not in PORTABLE_AXES) and cell.run[axis] != self.value(
+                axis
+            ):
                 return False
         return True
 
@@ -291,8 +333,8 @@ class Explorer(Panel):
         return rows[of_length & (rows["T"] == self.value("T"))]
 
     def _mode(self) -> str:
-        """The mode of the selected tensor: chained for logits, which follow all layers, and for
-        adopted packages, else isolated."""
+        """The mode of the selected tensor: chained for logits, which follow all layers,
+        and for adopted packages, else isolated."""
         rows = self.tables["fidelity"]
         modes = set(rows.loc[rows["tensor"] == self.value("tensor"), "mode"])
         chained = self.value("tensor") == "logits" or modes == {"chained"}
@@ -307,8 +349,14 @@ class Explorer(Panel):
         if self._differs():
             rows = []
             for r in (self.rows, self.base):
-                rows.append(r.assign(value=self._values(r)).set_index(["layer", "position"]))
-            cells = rows[0].assign(difference=rows[0]["value"] - rows[1]["value"]).reset_index()
+                rows.append(
+                    r.assign(value=self._values(r)).set_index(["layer", "position"])
+                )
+            cells = (
+                rows[0]
+                .assign(difference=rows[0]["value"] - rows[1]["value"])
+                .reset_index()
+            )
             sides = f"T = {T} minus T = {self.first_T}"
             options = {"metric": metric, "sides": sides, "title": f"{tensor}, {sides}"}
             columns = ["layer", "position", "difference", "run_id"]
@@ -332,35 +380,52 @@ class Explorer(Panel):
         rising = column not in ("max_abs", "error")
         ranked = self.rows.sort_values(column, ascending=rising, na_position="first")
         for row in ranked.head(WORST).to_dict("records"):
-            lines.append((cell_text(row, self.tokens), (int(row["layer"]), int(row["position"]))))
+            lines.append(
+                (cell_text(row, self.tokens), (int(row["layer"]), int(row["position"])))
+            )
         if list(self.worst.options) != lines:
             self.worst.options = lines
 
     def _split(self) -> tuple | None:
-        """The error parts of the chosen cell's layer, or of the layer with the largest error, as a
-        figure and as a table."""
+        """The error parts of the chosen cell's layer, or of the layer with the largest
+        error, as a figure and as a table."""
         self.split.value = ""
         if self.source.checkpoint is None:
             return None
-        parts = self._stored_split(self.setting.model_copy(update={"max_seq_len": self.length}))
+        parts = self._stored_split(
+            self.setting.model_copy(update={"max_seq_len": self.length})
+        )
         if parts is None:
             return None
         layer = int(parts.loc[parts["total"].idxmax(), "layer"])
         if self.cell and self.cell[0] in set(parts["layer"]):
             layer = self.cell[0]
-        column = parts.set_index("layer").drop(columns="run_id").loc[layer].astype(float)
+        column = (
+            parts.set_index("layer").drop(columns="run_id").loc[layer].astype(float)
+        )
         table = column.to_frame(f"layer {layer}, relative RMS")
-        self.split.value = table.to_html(border=0, float_format="{:.3g}".format, na_rep="–")
+        self.split.value = table.to_html(
+            border=0, float_format="{:.3g}".format, na_rep="–"
+        )
         return "layer_parts", parts, {"layer": layer}
 
     def _speed(self) -> tuple | None:
         rates = self._stored("samples").query("phase == 'tokens_per_s'")
-        columns = ["run_id", "machine", "max_seq_len", "T", "value", "unit", "warmup", "invalid"]
+        columns = [
+            "run_id",
+            "machine",
+            "max_seq_len",
+            "T",
+            "value",
+            "unit",
+            "warmup",
+            "invalid",
+        ]
         return ("speed", rates[columns], {}) if len(rates) else None
 
     def save(self) -> list[Path]:
-        """Logs the shown figures (heatmap, split, speed) as exhibits of the experiment in one run,
-        and writes each as SVG, PDF and PNG with a sidecar."""
+        """Logs the shown figures (heatmap, split, speed) as exhibits of the experiment
+        in one run, and writes each as SVG, PDF and PNG with a sidecar."""
         if not self.shown:
             actual = "nothing measured at this setting"
             raise InputError("figures", actual, "a heatmap", "press Run first")
@@ -385,7 +450,9 @@ class Explorer(Panel):
         own = log.load("runs", root=self.root, where={"run_id": run_id})
         paths = []
         for exhibit in exhibits:
-            paths += report.write_exhibit(exhibit | {"run_id": run_id}, place, number, own)
+            paths += report.write_exhibit(
+                exhibit | {"run_id": run_id}, place, number, own
+            )
         names = ", ".join(p.name for p in paths if p.suffix == ".png")
         self.message.value = f"saved {names} (and svg, pdf, json) in {paths[0].parent}"
         return paths

@@ -1,4 +1,5 @@
-"""The base of all widgets: controls above a clickable picture, a message, and jobs in a thread.
+"""The base of all widgets: controls above a clickable picture, a message, and jobs in a
+thread.
 
 Subclasses draw the picture.
 """
@@ -26,12 +27,12 @@ _ONE_FIGURE = threading.RLock()
 
 
 class Picture(anywidget.AnyWidget):
-    """A clickable PNG with a line of text below: that of the cell under the pointer, else `chosen`.
+    """A clickable PNG with a line of text below: that of the cell under the pointer,
+    else `chosen`.
 
-    `clicked` is [x, y] as fractions of its size, from the top left; `cells` has a `box` [left, top,
-    right, bottom] in such fractions and the `texts` of its rows of cells; `width` is in pixels of
-    the page.
-    """
+    `clicked` is [x, y] as fractions of its size, from the top left; `cells` has a `box`
+    [left, top, right, bottom] in such fractions and the `texts` of its rows of cells;
+    `width` is in pixels of the page."""
 
     _esm = """
     function render({ model, el }) {
@@ -84,14 +85,18 @@ class Picture(anywidget.AnyWidget):
 
 
 class Panel:
-    """Controls, by their descriptions, above a picture that is drawn again when a control changes.
+    """Controls, by their descriptions, above a picture that is drawn again when a
+    control changes.
 
-    A control with a single value is shown as text. Errors in callbacks are shown and appended to
-    `errors`.
-    """
+    A control with a single value is shown as text. Errors in callbacks are shown and
+    appended to `errors`."""
 
     def __init__(self, controls: list[ui.Widget], *below: ui.Widget):
-        self.controls, self.errors, self.figure = {c.description: c for c in controls}, [], None
+        self.controls, self.errors, self.figure = (
+            {c.description: c for c in controls},
+            [],
+            None,
+        )
         self.picture, self.message, self.settled = Picture(), ui.HTML(), ui.Label()
         for control in controls:
             control.layout.margin = "2px 14px 2px 0"
@@ -117,7 +122,9 @@ class Panel:
 
     def follow(self, control: ui.Widget, action: Callable, name: str = "value") -> None:
         """Calls `action` with every new value of a control, in `guarded`."""
-        control.observe(lambda change: self.guarded(lambda: action(change["new"])), names=name)
+        control.observe(
+            lambda change: self.guarded(lambda: action(change["new"])), names=name
+        )
 
     def guarded(self, action: Callable[[], None]) -> None:
         """Runs a callback; an error is shown and appended to `errors`."""
@@ -126,8 +133,12 @@ class Panel:
         except Exception as problem:  # `check` raises it
             self.errors.append(problem)
             refused = isinstance(problem, InputError)
-            text = html.escape(str(problem) if refused else traceback.format_exc(limit=2))
-            self.message.value = f"<pre class='workbench-error' style='color:#b00'>{text}</pre>"
+            text = html.escape(
+                str(problem) if refused else traceback.format_exc(limit=2)
+            )
+            self.message.value = (
+                f"<pre class='workbench-error' style='color:#b00'>{text}</pre>"
+            )
 
     def check(self) -> None:
         """Raises the first error of any callback so far."""
@@ -141,29 +152,35 @@ class Panel:
     def show(self, figure: plt.Figure, alt: str) -> None:
         """Puts a figure into the picture, with two dots per pixel of the page."""
         stream = io.BytesIO()
-        quick = {"compress_level": 1}  # compression takes most of the time besides drawing
+        quick = {
+            "compress_level": 1
+        }  # compression takes most of the time besides drawing
         figure.savefig(stream, format="png", dpi=2 * DPI, pil_kwargs=quick)
         plt.close(figure)
         self.picture.width = round(figure.get_figwidth() * DPI)
         self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
 
     def _ipython_display_(self) -> None:
-        """Displays the widget after a still picture of it, for pages without widgets such as those
-        of nbconvert."""
+        """Displays the widget after a still picture of it, for pages without widgets
+        such as those of nbconvert."""
         from IPython.display import HTML, display
 
         data = base64.b64encode(self.picture.png).decode()
         size = self.picture.width
         alt = html.escape(self.picture.alt, quote=True)
         source = f'src="data:image/png;base64,{data}"'
-        still = HTML(f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>')
+        still = HTML(
+            f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>'
+        )
         display(still, self.box)
 
 
 def absent(ax: Axes, why: str) -> None:
     """Replaces axes by a text."""
     ax.set_axis_off()
-    ax.text(0.5, 0.5, why, transform=ax.transAxes, ha="center", va="center", color="0.4")
+    ax.text(
+        0.5, 0.5, why, transform=ax.transAxes, ha="center", va="center", color="0.4"
+    )
 
 
 def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
@@ -171,16 +188,25 @@ def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
     return choice(name, values, start, ui.SelectionSlider, continuous_update=False)
 
 
-def choice(name: str, values: list, start=None, kind: type = ui.Dropdown, **options) -> ui.Widget:
+def choice(
+    name: str, values: list, start=None, kind: type = ui.Dropdown, **options
+) -> ui.Widget:
     """One of `values`, which may be (label, value) pairs: `start`, or the first."""
     if start is not None:
         options["value"] = start
     if kind is ui.Dropdown:
         options |= {"layout": ui.Layout(width="auto")}
-    return kind(options=values, description=name, style={"description_width": "initial"}, **options)
+    return kind(
+        options=values,
+        description=name,
+        style={"description_width": "initial"},
+        **options,
+    )
 
 
-def button(icon: str, press: Callable[[], None], description: str = "", **options) -> ui.Button:
+def button(
+    icon: str, press: Callable[[], None], description: str = "", **options
+) -> ui.Button:
     """A button that calls `press`."""
     layout = ui.Layout(width="auto")
     control = ui.Button(description=description, icon=icon, layout=layout, **options)
@@ -189,22 +215,27 @@ def button(icon: str, press: Callable[[], None], description: str = "", **option
 
 
 class BackgroundJob:
-    """A Run and a Cancel button for steps that run one after the other in a thread, with progress.
-    Cancel kills the child process of a step (see `workbench.sweep.process.stopped_by`).
+    """A Run and a Cancel button for steps that run one after the other in a thread,
+    with progress. Cancel kills the child process of a step (see
+    `workbench.sweep.process.stopped_by`).
 
     Args:
-        steps: returns the steps to run now, as (label, parts, function); a step of several parts
-            calls `advance` after each part.
+        steps: returns the steps to run now, as (label, parts, function); a step of
+            several parts calls `advance` after each part.
         panel: the panel whose `guarded` runs each step; an error ends the job.
         finish: called at the end, also of a cancelled job, unless a step failed.
     """
 
-    def __init__(self, steps: Callable[[], list], panel: Panel, finish: Callable[[], None]):
+    def __init__(
+        self, steps: Callable[[], list], panel: Panel, finish: Callable[[], None]
+    ):
         self.steps, self.panel, self.finish, self.thread = steps, panel, finish, None
         self.stopped = threading.Event()
         self.run = button("play", self.start)
         self.cancel = button("stop", self.stopped.set, "Cancel", disabled=True)
-        self.progress = ui.IntProgress(layout=ui.Layout(width="12em", visibility="hidden"))
+        self.progress = ui.IntProgress(
+            layout=ui.Layout(width="12em", visibility="hidden")
+        )
         self.label = ui.Label()
         self.box = ui.HBox([self.run, self.cancel, self.progress, self.label])
         self.refresh()
@@ -213,7 +244,9 @@ class BackgroundJob:
         """Writes the number of steps on the Run button."""
         count = sum(parts for _, parts, _ in self.steps())
         self.run.disabled = not count
-        self.run.description = f"Run what is missing ({count})" if count else "Nothing is missing"
+        self.run.description = (
+            f"Run what is missing ({count})" if count else "Nothing is missing"
+        )
 
     def start(self) -> None:
         self.stopped.clear()
@@ -244,5 +277,8 @@ class BackgroundJob:
         if len(self.panel.errors) == errors:
             self.finish()
         self.panel.guarded(self.refresh)
-        # the last statement: a message of the next action would otherwise be overwritten
-        self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""
+        # the last statement: a message of the next action would otherwise be
+        # overwritten
+        self.label.value = (
+            "cancelled; what was finished is kept" if self.stopped.is_set() else ""
+        )

@@ -1,4 +1,5 @@
-"""The widget Planner: memory, predicted speed and lint of an export before it runs on a device."""
+"""The widget Planner: memory, predicted speed and lint of an export before it runs on a
+device."""
 
 from pathlib import Path
 
@@ -16,11 +17,11 @@ MACHINES = {f"{n} GiB": n << 30 for n in (6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 class Planner(Panel):
-    """Memory against a machine, tok/s predicted for a chip, and the lint rules that the exported
-    graph breaks.
+    """Memory against a machine, tok/s predicted for a chip, and the lint rules that the
+    exported graph breaks.
 
-    Memory and speed are computed from the checkpoint's headers. The rules need a graph, which the
-    Run button exports.
+    Memory and speed are computed from the checkpoint's headers. The rules need a graph,
+    which the Run button exports.
 
     Args:
         checkpoint: a Hugging Face folder.
@@ -53,13 +54,17 @@ class Planner(Panel):
 
     @property
     def options(self) -> Options:
-        length, T, compress = (self.value(name) for name in ("max_seq_len", "T", "compress"))
+        length, T, compress = (
+            self.value(name) for name in ("max_seq_len", "T", "compress")
+        )
         return export_options(max_seq_len=length, t_max=T, compress=compress)
 
     def _lint(self) -> None:
         options = self.options
         bundle = sweep.bundle_for(self.checkpoint, options, self.bundles)
-        self.placements[options] = placement.predicted_placement(bundle, int(self.value("chip")[1]))
+        self.placements[options] = placement.predicted_placement(
+            bundle, int(self.value("chip")[1])
+        )
 
     def _draw(self) -> None:
         options, name = self.options, self.checkpoint.name
@@ -87,4 +92,6 @@ class Planner(Panel):
         )
         self.rules.value = "Rules: not checked, they need the exported graph."
         if options in self.placements:
-            self.rules.value = tables.styled(tables.rules_table(self.placements[options])).to_html()
+            self.rules.value = tables.styled(
+                tables.rules_table(self.placements[options])
+            ).to_html()

@@ -22,7 +22,9 @@ class Exports:
             if len(values) > 1:
                 varied.append(name)
         names = [name for name in varied if name not in ("max_seq_len", "compress")]
-        return ", ".join(str(getattr(cell.options, name)) for name in ("compress", *names))
+        return ", ".join(
+            str(getattr(cell.options, name)) for name in ("compress", *names)
+        )
 
     def contents(self, cell: Cell) -> str:
         """The hash in a cell's key."""
@@ -30,11 +32,14 @@ class Exports:
 
     def part(self, cell: Cell) -> dict:
         """The grid's fields with the cell's bundle alone."""
-        return {"export": {name: [getattr(cell.options, name)] for name in self.grid.export}}
+        return {
+            "export": {name: [getattr(cell.options, name)] for name in self.grid.export}
+        }
 
 
 class Folders:
-    """Finished bundles and adopted packages; their errors are not split, which needs an export."""
+    """Finished bundles and adopted packages; their errors are not split, which needs an
+    export."""
 
     checkpoint = None
 
