@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from miltorch.fast import attention, kernels, packed, tiles
+from miltorch.fast import attention, kernels, packed, rounding, tiles
 from miltorch.fast.kernels import (
     FLAGS,
     _exp,
@@ -490,5 +490,8 @@ def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
 
 drop_stale_machine_code(
     Path(execute._cache.cache_path),
-    *(Path(module.__file__) for module in (attention, kernels, packed, tiles)),
+    *(
+        Path(module.__file__)
+        for module in (attention, kernels, packed, rounding, tiles)
+    ),
 )

@@ -9,9 +9,13 @@ import torch
 from miltorch.fast import packed, tiles
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.fast.packed import ENTRIES, GROUP, INT4, LUT4, LUT6, Packed
+from miltorch.fast.rounding import LARGEST
 from miltorch.ops.convolution import FEW_COLUMNS
 from miltorch.ops.linear import PANEL, _wide_linear, panel_product
 from miltorch.program import Op, Ref
+
+LARGE_PAGE = 1 << 21  # bytes; numpy asks the operating system for such pages
+LINE = 64  # bytes that a processor reads at once
 
 
 @dataclass
@@ -98,6 +102,25 @@ def together(linears: list[Linear]) -> Linear:
     )
 
 
+def in_large_pages(linears: list[Linear]) -> None:
+    """Moves the stored weights of a program into one array, where they fill large pages
+    of memory: the prefetchers of a processor stop at the end of a page."""
+    arrays = [linear.arrays[0] for linear in linears]
+    starts = np.cumsum([0, *(-(-array.nbytes // LINE) * LINE for array in arrays)])
+    if starts[-1] < LARGE_PAGE:
+        return
+    memory = np.empty(starts[-1] + LARGE_PAGE, np.uint8)
+    memory = memory[-memory.ctypes.data % LARGE_PAGE :]
+    for linear, array, start in zip(linears, arrays, starts, strict=False):
+        moved = memory[start : start + array.nbytes].view(array.dtype)
+        moved = moved.reshape(array.shape)
+        moved[...] = array
+        if isinstance(linear.weight, Packed):
+            linear.weight.codes = moved
+        else:
+            linear.weight = moved
+
+
 def linear_pattern(graph: PatternGraph, op: Op):
     """A 1×1 convolution, over [B, K, T, 1] or [B, K, 1, T], with constant weights."""
     x = op.inputs["x"]
@@ -154,6 +177,9 @@ def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] |
     ):
         return None
     if scale.shape not in ((1, 1, 1, 1), (len(data), 1, 1, 1)):
+        return None
+    # a product that is infinite in fp16 has no kernel; NaN is not below anything
+    if not (np.abs(scale.astype(np.float32)) <= LARGEST / 128).all():
         return None
     graph.dense[source.name] = torch.Size(data.shape)
     scale = np.ascontiguousarray(

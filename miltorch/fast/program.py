@@ -26,7 +26,7 @@ from miltorch.errors import InputError
 from miltorch.fast.bytecode import Bytecode
 from miltorch.fast.matching import PatternGraph, need, tried
 from miltorch.fast.patterns import PATTERNS
-from miltorch.fast.products import Linear, together
+from miltorch.fast.products import Linear, in_large_pages, together
 from miltorch.interpret import (
     _INTEGER,
     Body,
@@ -112,6 +112,9 @@ class FastProgram:
         self.nodes = _joined(
             [node for op in self.graph.live() for node in self._nodes(op)]
         )
+        in_large_pages(
+            [n.function for n in self.nodes if isinstance(n.function, Linear)]
+        )
         self.inputs = {
             name: (self._register(name), _torch_dtype(t))
             for name, t in program.inputs.items()
@@ -134,7 +137,6 @@ class FastProgram:
         ] = {}  # constants in float32, as all bytecodes read them
         del self.graph
 
-    @torch.inference_mode()
     def run(
         self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]
     ) -> dict[str, torch.Tensor]:
@@ -153,6 +155,7 @@ class FastProgram:
         outputs = bytecode.run(inputs, state) if bytecode else None
         return self._run(inputs, state)[0] if outputs is None else outputs
 
+    @torch.inference_mode()
     def _first(self, inputs: dict, state: dict, shapes: tuple) -> dict:
         """The first call of some shapes, which decides how the others run."""
         self.outline.operands(
@@ -193,6 +196,7 @@ class FastProgram:
             )
         return outputs, values, cells
 
+    @torch.inference_mode()
     def _run(self, inputs: dict, state: dict) -> tuple[dict, list]:
         """Outputs of a call, and what every register held after it."""
         values = list(self.values)

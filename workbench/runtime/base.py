@@ -106,20 +106,27 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
         )
     T = None
     for name, shape in shard.inputs.items():
-        subject, actual = f"input {name!r} of shard {shard.name}", inputs[name].shape
-        if len(actual) != len(shape) or any(
-            n not in ("T", m) for n, m in zip(shape, actual)
-        ):
-            raise InputError(subject, f"shape {list(actual)}", f"{shape}", "reshape it")
-        for m in (m for n, m in zip(shape, actual) if n == "T"):
-            T = T or m
-            if m != T or m > t_max or not m:
-                raise InputError(
-                    subject,
-                    f"T = {m}",
-                    f"one T for all inputs, 1 to {t_max}",
-                    "split the call",
-                )
+        actual = inputs[name].shape
+        fits = len(actual) == len(shape)
+        for declared, size in zip(shape, actual) if fits else ():
+            if declared == "T":
+                T = T or size
+                if size != T or size > t_max or not size:
+                    raise InputError(
+                        f"input {name!r} of shard {shard.name}",
+                        f"T = {size}",
+                        f"one T for all inputs, 1 to {t_max}",
+                        "split the call",
+                    )
+            elif size != declared:
+                fits = False
+        if not fits:
+            raise InputError(
+                f"input {name!r} of shard {shard.name}",
+                f"shape {list(actual)}",
+                f"{shape}",
+                "reshape it",
+            )
 
 
 def check_outputs(

@@ -121,10 +121,11 @@ class PortableModel:
         self, inputs: dict[str, np.ndarray], state: State | None = None
     ) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
-        tensors = {
-            n: torch.from_numpy(v if v.dtype == np.int32 else np.asarray(v, np.float32))
-            for n, v in inputs.items()
-        }
+        tensors = {}
+        for name, value in inputs.items():
+            if value.dtype != np.float32 and value.dtype != np.int32:
+                value = value.astype(np.float32)
+            tensors[name] = torch.from_numpy(value)
         cells = state.raw.cells if state else {}
         if self.fast and self.hook is None:
             outputs = self.fast.run(tensors, cells)
