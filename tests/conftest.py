@@ -1,4 +1,9 @@
+import gc
 import os
+
+# torch, coremltools and transformers make a million objects that live as long as the
+# process; at Python's thresholds, looking at them again takes a seventh of its time
+gc.set_threshold(10_000, 10, 10)
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -64,6 +69,10 @@ def pytest_collection_modifyitems(config, items):
         reason = reason_to_skip(marks, sys.platform, config.getoption("markexpr"))
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # the test modules and what they import stay
 
 
 @pytest.fixture(scope="session")

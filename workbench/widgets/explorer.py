@@ -105,7 +105,8 @@ class Explorer(Panel):
         """Reads the log again and draws; shows the times of `machine` if there are any,
         else of the machine shown before."""
         self.machine = None
-        self.guarded(lambda: self._offer(machine))
+        with self.without_drawing():
+            self.guarded(lambda: self._offer(machine))
         self.draw()
 
     def _offer(self, machine: str | None) -> None:

@@ -9,8 +9,8 @@ import html
 import io
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import anywidget
 import ipywidgets as ui
@@ -97,6 +97,7 @@ class Panel:
             [],
             None,
         )
+        self.drawing = True
         self.picture, self.message, self.settled = Picture(), ui.HTML(), ui.Label()
         for control in controls:
             control.layout.margin = "2px 14px 2px 0"
@@ -146,8 +147,18 @@ class Panel:
             raise self.errors[0]
 
     def draw(self) -> None:
-        with _ONE_FIGURE:
-            self.guarded(self._draw)
+        if self.drawing:
+            with _ONE_FIGURE:
+                self.guarded(self._draw)
+
+    @contextmanager
+    def without_drawing(self) -> Iterator[None]:
+        """Draws nothing for the controls that change within the block."""
+        self.drawing = False
+        try:
+            yield
+        finally:
+            self.drawing = True
 
     def show(self, figure: plt.Figure, alt: str) -> None:
         """Puts a figure into the picture, with two dots per pixel of the page."""
