@@ -1,10 +1,6 @@
 import gc
 import os
 
-# torch, coremltools and transformers make a million objects that live as long as the
-# process; at Python's thresholds, looking at them again takes a seventh of its time
-gc.set_threshold(10_000, 10, 10)
-
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch: idle threads spin, and tiny tensors gain nothing from a second
@@ -18,6 +14,10 @@ from pathlib import Path
 
 import pytest
 from tiny import Exports
+
+# torch, coremltools and transformers make a million objects that live as long as the
+# process; at Python's thresholds, looking at them again takes a seventh of its time
+gc.set_threshold(10_000, 10, 10)
 
 DATA = Path(__file__).parents[1] / "data"
 IDS = 20
