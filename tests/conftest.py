@@ -23,16 +23,11 @@ DATA = Path(__file__).parents[1] / "data"
 IDS = 20
 # Files that take longest. They go first, so that the workers of pytest-xdist end together.
 LONGEST = (
-    *(
-        "test_browser",
-        "test_faults",
-        "test_program",
-        "test_widgets",
-        "test_grid_options",
-    ),
-    *("test_first_light", "test_judge", "test_prove", "test_adopt", "test_report"),
-    *("test_notebooks", "test_coreml", "test_standin", "test_sweep", "test_stamp"),
-    *("test_export", "test_host", "test_adopted_commands"),
+    *("test_browser", "test_faults", "test_widgets", "test_judge", "test_program"),
+    *("test_adopt", "test_mil_fast", "test_coreml", "test_grid_options", "test_prove"),
+    *("test_shard_functions", "test_notebooks", "test_first_light", "test_stamp"),
+    *("test_standin", "test_export", "test_bundles", "test_standin_notebooks"),
+    *("test_report", "test_sweep", "test_cluster", "test_host", "test_weights"),
 )
 
 
@@ -69,10 +64,6 @@ def pytest_collection_modifyitems(config, items):
         reason = reason_to_skip(marks, sys.platform, config.getoption("markexpr"))
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_collection_finish():
-    gc.freeze()  # the test modules and what they import stay
 
 
 @pytest.fixture(scope="session")
