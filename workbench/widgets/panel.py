@@ -9,8 +9,8 @@ import html
 import io
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import anywidget
 import ipywidgets as ui
@@ -151,14 +151,13 @@ class Panel:
             with _ONE_FIGURE:
                 self.guarded(self._draw)
 
-    @contextmanager
-    def without_drawing(self) -> Iterator[None]:
-        """Draws nothing for the controls that change within the block."""
+    def draw_once(self, change: Callable[[], None]) -> None:
+        """Calls `change`, which sets controls, in `guarded`, and draws when all are
+        set."""
         self.drawing = False
-        try:
-            yield
-        finally:
-            self.drawing = True
+        self.guarded(change)
+        self.drawing = True
+        self.draw()
 
     def show(self, figure: plt.Figure, alt: str) -> None:
         """Puts a figure into the picture, with two dots per pixel of the page."""
