@@ -166,8 +166,6 @@ def test_notebook_05_takes_functions_and_a_prefill_bundle(project, monkeypatch):
         "FUNCTIONS": [1, 4],
         "T_MAX": 4,
         "PREFILL": {"t_max": 8, "states": "packed"},
-        "PRESETS": ["int8-tensor"],
-        "POSITIONS": 8,
     }
     found = notebook.run_notebook("05", SMALL["05"] | changed, progress=False)
     assert found["verdict"] == "GREEN"
