@@ -4,10 +4,12 @@ machine that is no Mac; its protobuf messages alone, which take 20 ms.
 A leaf: the parts that need coremltools take it from here.
 """
 
+import gc
 import importlib
 import importlib.util
 import logging
 import sys
+import threading
 import types
 import warnings
 from contextlib import contextmanager
@@ -35,19 +37,41 @@ def _only_errors(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
+@contextmanager
+def uncollected():
+    """Defers garbage collection: an import makes many objects that stay, and visiting
+    them again and again takes a fifth of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Hidden:
+    """An importer that refuses packages to one thread; others import them as ever."""
+
+    def __init__(self, *packages: str):
+        self.packages, self.thread = packages, threading.get_ident()
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.packages and threading.get_ident() == self.thread:
+            raise ModuleNotFoundError(f"{name} is hidden from coremltools", name=name)
+
+
 def coremltools():
     """The package, imported. It looks for scikit-learn, whose import takes a second and
-    whose release here is too new for it (`coremltools._deps`): that import fails at
-    once."""
-    hidden = {"coremltools", "sklearn"}.isdisjoint(sys.modules)
-    if hidden:
-        sys.modules["sklearn"] = None
+    whose release here is too new for it, and for transformers, half a second and never
+    used (`coremltools._deps`): these imports fail at once."""
+    hidden = _Hidden("sklearn", "transformers")
+    sys.meta_path.insert(0, hidden)
     try:
-        with quiet():
+        with quiet(), uncollected():
             import coremltools as ct
     finally:
-        if hidden:
-            del sys.modules["sklearn"]
+        sys.meta_path.remove(hidden)
     return ct
 
 

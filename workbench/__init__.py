@@ -5,6 +5,8 @@ so `import workbench` loads neither torch nor coremltools."""
 
 from importlib import import_module
 
+from miltorch.quiet import uncollected
+
 _MODULES = {
     "export": "workbench.export",
     "gates": "workbench.check.gates",
@@ -29,8 +31,9 @@ __all__ = sorted([*_MODULES, *_NAMES])
 
 
 def __getattr__(name: str):
-    if name in _MODULES:
-        return import_module(_MODULES[name])
-    if name in _NAMES:
-        return getattr(import_module(_NAMES[name]), name)
+    with uncollected():
+        if name in _MODULES:
+            return import_module(_MODULES[name])
+        if name in _NAMES:
+            return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module 'workbench' has no attribute {name!r}")

@@ -65,7 +65,8 @@ from miltorch.quiet import coremltools, messages
 miltorch.read(sys.argv[1])
 assert "coremltools" not in sys.modules
 assert messages("Model_pb2").Model is coremltools().proto.Model_pb2.Model
-assert not {name.partition(".")[0] for name in sys.modules} & {"sklearn"}
+assert not {"sklearn", "transformers"} & set(sys.modules)
+import transformers
 """
     subprocess.run([sys.executable, "-c", code, packages["fp16"]], check=True)
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from miltorch.quiet import uncollected
 from workbench.errors import InputError, last_message
 
 TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
@@ -206,7 +207,9 @@ def _serve(function: str) -> None:
     ).start()
     module, name = function.split(":")
     try:
-        outcome = {"value": getattr(importlib.import_module(module), name)(argument)}
+        with uncollected():
+            called = getattr(importlib.import_module(module), name)
+        outcome = {"value": called(argument)}
     except InputError as problem:
         outcome = {"failure": str(problem)}
     replies.write(json.dumps(outcome))

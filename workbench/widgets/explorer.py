@@ -56,11 +56,9 @@ class Explorer(Panel):
     def __init__(
         self, grid: dict, root: str | Path | None = None, machine: str | None = None
     ):
-        self.machine, self.cell = None, None
-        self.grid, self.root = (
-            sweep.make_grid(grid),
-            Path(root) if root else log.default_root(),
-        )
+        self.machine = self.cell = None
+        self.grid = sweep.make_grid(grid)
+        self.root = Path(root) if root else log.default_root()
         self.source = (Folders if self.grid.bundle else Exports)(self.grid, self.root)
         self.tokens = token_texts(self.source.tokenizer, self.grid.validate_ids)
         self.cells = list(sweep.cells(self.grid))
@@ -70,7 +68,8 @@ class Explorer(Panel):
             )  # refuses one that the log lacks
         self.options = {self.source.label(cell): cell.options for cell in self.cells}
         lengths = sorted({cell.options.max_seq_len for cell in self.cells})
-        run, varied = self.grid.run, sweep.varied_axes(self.grid)
+        run = self.grid.run
+        varied = sweep.varied_axes(self.grid)
         self.first_T = min(run.T)
         self.axes = [axis for axis in sweep.RUN_AXES if axis in varied and axis != "T"]
         controls = [
@@ -105,8 +104,7 @@ class Explorer(Panel):
         """Reads the log again and draws; shows the times of `machine` if there are any,
         else of the machine shown before."""
         self.machine = None
-        self.guarded(lambda: self._offer(machine))
-        self.draw()
+        self.draw_once(lambda: self._offer(machine))
 
     def _offer(self, machine: str | None) -> None:
         """Lists the machines with times in the log, or this machine if there are none,

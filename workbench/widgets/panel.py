@@ -97,6 +97,7 @@ class Panel:
             [],
             None,
         )
+        self.drawing = True
         self.picture, self.message, self.settled = Picture(), ui.HTML(), ui.Label()
         for control in controls:
             control.layout.margin = "2px 14px 2px 0"
@@ -146,8 +147,17 @@ class Panel:
             raise self.errors[0]
 
     def draw(self) -> None:
-        with _ONE_FIGURE:
-            self.guarded(self._draw)
+        if self.drawing:
+            with _ONE_FIGURE:
+                self.guarded(self._draw)
+
+    def draw_once(self, change: Callable[[], None]) -> None:
+        """Calls `change`, which sets controls, in `guarded`, and draws when all are
+        set."""
+        self.drawing = False
+        self.guarded(change)
+        self.drawing = True
+        self.draw()
 
     def show(self, figure: plt.Figure, alt: str) -> None:
         """Puts a figure into the picture, with two dots per pixel of the page."""
