@@ -44,7 +44,6 @@ def softmax_over_the_queries(decoder):
 @fault("program")
 def attention_reads_the_cache_before_the_write(decoder):
     # the current token's own row is missing from what it attends to
-    model = decoder.layers[1]
     reads = steps(decoder, 1, "read_state")
     first = (
         {r.operands[0][1]: r.outputs[0][0] for r in reads[:2]} if len(reads) > 2 else {}
@@ -55,16 +54,15 @@ def attention_reads_the_cache_before_the_write(decoder):
         else reads[-2:]
     )
     before = {}
-    run = model.executable.run
 
-    def bound(inputs, state, hook=None):
-        before.update({name: cell.value for name, cell in state.items()})
-        return run(inputs, state, hook)
+    def remember(arguments):
+        before[arguments["input"]] = arguments["input"].value
+        return arguments
 
-    model.executable.run = bound
+    for step in steps(decoder, 1, "write_state"):
+        wrap(step, before=remember)
     for step in late:
-        name = step.operands[0][1]
-        step.function = lambda input, name=name: before[name]
+        step.function = lambda input: before[input]
 
 
 # Weights
