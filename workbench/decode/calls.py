@@ -16,7 +16,7 @@ def predict_calls(
     """Outputs of `model.predict` for one call after another, without a state, and the
     native ms of every call. The portable runtime reads each weight once for all of
     them."""
-    if getattr(model, "predict_calls", None):
+    if len(calls) > 1 and getattr(model, "predict_calls", None):
         return model.predict_calls(calls), [model.last_native_ms] * len(calls)
     outputs, native_ms = [], []
     for inputs in calls:
