@@ -20,8 +20,8 @@ from miltorch.ops.state import StateCell
 
 COLUMNS = 256  # of all calls that run together: bounds the memory of their values
 ELEMENTWISE = set(
-    """abs add cast clip cos exp gelu identity inverse log maximum minimum mul pow real_div
-relu rsqrt sigmoid silu sin softplus sqrt square sub tanh""".split()
+    """abs add cast clip cos exp gelu identity inverse log maximum minimum mul pow
+real_div relu rsqrt sigmoid silu sin softplus sqrt square sub tanh""".split()
 )
 
 

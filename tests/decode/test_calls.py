@@ -26,8 +26,7 @@ def call_inputs(decoder) -> tuple[list, list]:
 
 
 def all_layers(decoder, ios, counts, together: bool):
-    """(io of every call after all layers, states, operations that each call's hook saw in
-    order)."""
+    """(io of every call after all layers, states, what each call's hook saw)."""
     decoder.begin()
     seen = [[] for _ in ios]
 
