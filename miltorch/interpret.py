@@ -12,7 +12,7 @@ and may replace it: taps, profiles, range traces and interventions are all this 
 None costs nothing."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -199,7 +199,12 @@ class Executable:
         return values
 
     def _run(self, body: Body, values: dict, hook: Hook | None) -> list:
-        for step in body.steps:
+        self.run_steps(body.steps, values, hook)
+        return [values[name] for name in body.outputs]
+
+    def run_steps(self, steps: Sequence[Step], values: dict, hook: Hook | None) -> None:
+        """Runs `steps` on `values` by name, in place."""
+        for step in steps:
             try:
                 arguments = step.constants.copy()
                 for parameter, source, attribute in step.operands:
@@ -225,16 +230,8 @@ class Executable:
             except (
                 Exception
             ) as problem:  # torch raises many kinds where operands do not fit
-                raise _failure(self.program, step.op, problem) from problem
-            if hook is not None:
-                results = hook(step.op, [values[name] for name, _ in step.outputs])
-                for (name, _), value in zip(
-                    step.outputs, results or (), strict=bool(results)
-                ):
-                    values[name] = value
-            for name in step.dead:
-                del values[name]
-        return [values[name] for name in body.outputs]
+                raise failure(self.program, step.op, problem) from problem
+            finish(step, values, hook)
 
     def _call(self, body: Body, values: dict, hook, *arguments) -> list:
         """Runs a nested block: it sees the enclosing values, and its own stay
@@ -352,7 +349,7 @@ class Builder:
             except InputError:
                 raise
             except Exception as problem:  # whatever a damaged operation leads to
-                raise _failure(self.executable.program, op, problem) from problem
+                raise failure(self.executable.program, op, problem) from problem
             for name, _ in op.outputs:
                 scope.setdefault(name)
         self._check(scope.keys() - self.executable.program.states.keys(), block.outputs)
@@ -509,7 +506,19 @@ def _matrices(block: Block) -> set[str]:
     return {name for name in weights - others if set(shapes.get(name, ())) == {1}}
 
 
-def _failure(program: Program, op: Op, problem: Exception) -> InputError:
+def finish(step: Step, values: dict, hook: Hook | None) -> None:
+    """Calls the hook after a step whose results are in `values`, and releases values
+    that nothing reads any more."""
+    if hook is not None:
+        results = hook(step.op, [values[name] for name, _ in step.outputs])
+        for (name, _), value in zip(step.outputs, results or (), strict=bool(results)):
+            values[name] = value
+    for name in step.dead:
+        del values[name]
+
+
+def failure(program: Program, op: Op, problem: Exception) -> InputError:
+    """The error of an operation that cannot take its operands."""
     return InputError(
         f"{op.kind} {op.name!r}",
         f"{type(problem).__name__}: {problem}",
@@ -528,14 +537,14 @@ def _literal(source, scope: dict):
     return _to_tensor(source)
 
 
-def _reads(body: Body):
+def read_names(body: Body) -> Iterator[str]:
     """Every name that running `body` looks up."""
     yield from body.outputs
     for step in body.steps:
         for _, source, _ in step.operands:
             yield from [source] if isinstance(source, str) else source
         for inner in step.bodies:
-            yield from _reads(inner)
+            yield from read_names(inner)
 
 
 def _mark_dead(body: Body) -> None:
@@ -544,6 +553,6 @@ def _mark_dead(body: Body) -> None:
     results = {name for step in body.steps for name, _ in step.outputs}
     later = set(body.outputs)
     for step in reversed(body.steps):
-        read = set(_reads(Body([], [step]))) | {name for name, _ in step.outputs}
+        read = set(read_names(Body([], [step]))) | {name for name, _ in step.outputs}
         step.dead = sorted((read & results) - later)
         later |= read

@@ -33,9 +33,9 @@ from miltorch.interpret import (
     Builder,
     Executable,
     Step,
-    _failure,
     _python_value,
-    _reads,
+    failure,
+    read_names,
 )
 from miltorch.ops import OPERATIONS, TUPLES
 from miltorch.ops.state import StateCell
@@ -124,7 +124,7 @@ class FastProgram:
             for names in (program.states, program.outputs)
         )
         self.outline = Executable(program, builder=partial(Outline, self.graph))
-        reads, body = set(_reads(self.outline.body)), self.outline.body
+        reads, body = set(read_names(self.outline.body)), self.outline.body
         body.constants = {
             name: value for name, value in body.constants.items() if name in reads
         }
@@ -214,7 +214,7 @@ class FastProgram:
         except InputError:
             raise
         except Exception as problem:
-            raise _failure(self.program, node.op, problem) from problem
+            raise failure(self.program, node.op, problem) from problem
         outputs = {name: values[register] for name, register in self.outputs.items()}
         return {
             name: value.float() if value.dtype == torch.float16 else value

@@ -78,6 +78,24 @@ def wrap(step, after: Callable | None = None, before: Callable | None = None) ->
     step.function = changed
 
 
+def around(model, change: Callable[[Callable, dict, object], dict]) -> None:
+    """Replaces what a model does in each call: change(predict, inputs, state) returns the
+    outputs."""
+    original = model.predict_calls
+
+    def predict_calls(calls, state=None, hooks=None):
+        outputs = []
+        for inputs, hook in zip(calls, hooks or [model.hook] * len(calls)):
+
+            def predict(inputs, state, hook=hook):
+                return original([inputs], state, [hook])[0]
+
+            outputs.append(change(predict, inputs, state))
+        return outputs
+
+    model.predict_calls = predict_calls
+
+
 def host(
     decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int], None]
 ) -> None:
@@ -196,14 +214,16 @@ def rows_added_instead_of_replaced(decoder):
 
 @fault("program")
 def keys_and_values_swapped(decoder):
-    run = decoder.layers[2].executable.run
-
-    def swapped(inputs, state, hook=None):
-        return run(
-            inputs, {"k_state": state["v_state"], "v_state": state["k_state"]}, hook
-        )
-
-    decoder.layers[2].executable.run = swapped
+    names = {"k_state": "v_state", "v_state": "k_state"}
+    for step in decoder.layers[2].executable.body.steps:
+        step.operands = [
+            (
+                parameter,
+                names.get(source, source) if isinstance(source, str) else source,
+                a,
+            )
+            for parameter, source, a in step.operands
+        ]
 
 
 # Life of states
@@ -219,17 +239,16 @@ def a_new_sequence_gets_the_old_state(decoder):
 @fault("state_is_used")
 def a_new_state_for_every_token(decoder):
     for model in decoder.layers:
-        predict = model.predict
-        model.predict = lambda inputs, state=None, m=model, p=predict: p(
-            inputs, m.make_state()
+        around(
+            model, lambda predict, inputs, _, m=model: predict(inputs, m.make_state())
         )
 
 
 @fault("states_are_independent")
 def all_states_of_a_model_are_one(decoder):
     for model in decoder.layers:
-        predict, shared = model.predict, model.make_state()
-        model.predict = lambda inputs, state=None, p=predict, s=shared: p(inputs, s)
+        shared = model.make_state()
+        around(model, lambda predict, inputs, _, s=shared: predict(inputs, s))
 
 
 @fault("overflow_raises")
@@ -262,22 +281,17 @@ def subnormal_numbers_flushed_by_a_read(decoder):
 def cache_rows_rounded_again_at_every_call(decoder):
     # a quantized cache that is read, dequantized and stored anew: the oldest rows suffer most
     rng = np.random.default_rng(0)
+
+    def worn(predict, inputs, state):
+        outputs = predict(inputs, state)
+        for name in state.shard.states:
+            rows = state.read(name)
+            noise = 1 + 0.02 * rng.standard_normal(rows.shape)
+            state.write(name, (rows * noise).astype(rows.dtype))
+        return outputs
+
     for model in decoder.layers:
-        predict = model.predict
-
-        def worn(inputs, state=None, predict=predict):
-            made = predict(inputs, state)
-            for name in state.shard.states:
-                rows = state.read(name)
-                state.write(
-                    name,
-                    (rows * (1 + 0.02 * rng.standard_normal(rows.shape))).astype(
-                        rows.dtype
-                    ),
-                )
-            return made
-
-        model.predict = worn
+        around(model, worn)
 
 
 @fault("host")

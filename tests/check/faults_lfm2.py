@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from faults import constant, fault, host
+from faults import around, constant, fault, host
 from faults_zaya import forget
 
 fault = partial(fault, bundle="lfm2")
@@ -35,17 +35,13 @@ def dummy_columns_enter_the_tail(decoder):
 
 @fault("program")
 def old_columns_of_a_tail_stay_where_they_are(decoder):
+    def still(predict, inputs, state):
+        keep = inputs["tail_keep"]
+        kept = np.broadcast_to(np.eye(keep.shape[1], dtype=np.float32), keep.shape)
+        return predict(inputs | {"tail_keep": kept}, state)
+
     for layer in CONVOLUTIONS:
-        model = decoder.layers[layer]
-
-        def predict(inputs, state=None, original=model.predict):
-            n = inputs["tail_keep"].shape[1]
-            still = np.broadcast_to(
-                np.eye(n, dtype=np.float32), inputs["tail_keep"].shape
-            )
-            return original(inputs | {"tail_keep": still}, state)
-
-        model.predict = predict
+        around(decoder.layers[layer], still)
 
 
 @fault("program")

@@ -93,14 +93,16 @@ def norm_before_the_gate(decoder):
     gate = [s for s in steps(decoder, 0, "mul", "mamba")][-1]
 
     def without(arguments):
-        gates[:] = [arguments["y"]]
+        gates.append(arguments["y"])
         return arguments | {"y": torch.ones_like(arguments["y"])}
 
+    def gated(arguments):
+        gate = torch.cat(gates, 2)  # of every call whose columns are in x
+        gates.clear()
+        return arguments | {"x": arguments["x"] * gate}
+
     wrap(gate, before=without)
-    wrap(
-        steps(decoder, 0, "conv", "out_proj")[0],
-        before=lambda arguments: arguments | {"x": arguments["x"] * gates[0]},
-    )
+    wrap(steps(decoder, 0, "conv", "out_proj")[0], before=gated)
 
 
 @delta("program")

@@ -1,5 +1,7 @@
 """Faults of layers, weights and the decode loop: see `faults`."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from faults import constant, fault, steps, wrap
@@ -11,8 +13,10 @@ from faults import constant, fault, steps, wrap
 def heads_and_tokens_permuted_in_the_output(decoder):
     # experiment 26: [B, H, T, D] reshaped without the transpose, invisible at T = 1
     step = [s for s in steps(decoder, 0, "transpose", "self_attn")][-1]
-    perm = step.constants["perm"]
-    step.function = lambda x, perm=perm: x.reshape([x.shape[p] for p in perm])
+    (_, declared), *_ = step.op.outputs
+    step.op = replace(step.op, kind="reshape")
+    step.constants = {"shape": [-1 if n is None else n for n in declared.shape]}
+    step.function = lambda x, shape: x.reshape(shape)
 
 
 @fault("program")
@@ -44,27 +48,17 @@ def softmax_over_the_queries(decoder):
 @fault("program")
 def attention_reads_the_cache_before_the_write(decoder):
     # the current token's own row is missing from what it attends to
-    model = decoder.layers[1]
-    reads = steps(decoder, 1, "read_state")
-    first = (
-        {r.operands[0][1]: r.outputs[0][0] for r in reads[:2]} if len(reads) > 2 else {}
-    )
-    late = (
-        [r for r in reads if r.outputs[0][0] not in first.values()]
-        if first
-        else reads[-2:]
-    )
     before = {}
-    run = model.executable.run
 
-    def bound(inputs, state, hook=None):
-        before.update({name: cell.value for name, cell in state.items()})
-        return run(inputs, state, hook)
+    def remember(input):
+        before[input] = input.value
+        return input.value
 
-    model.executable.run = bound
-    for step in late:
+    names = set()
+    for step in steps(decoder, 1, "read_state"):
         name = step.operands[0][1]
-        step.function = lambda input, name=name: before[name]
+        step.function = (lambda input: before[input]) if name in names else remember
+        names.add(name)
 
 
 # Weights

@@ -5,10 +5,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from faults import constant, fault, host, steps, wrap
+from faults import around, constant, fault, host, steps, wrap
 
 from workbench import Decoder
-from workbench.bundle.names import ROUTER_STATE
+from workbench.bundle.names import ROUTER_STATE_OUT
 
 fault = partial(fault, bundle="zaya")
 
@@ -19,14 +19,12 @@ def forget(decoder: Decoder, name: str, layers=None) -> None:
         if layer not in (layers or [layer]):
             continue
 
-        def predict(
-            inputs, state=None, original=model.predict, full=f"layers.{layer}.{name}"
-        ):
-            made = original(inputs, state)
+        def forgetful(predict, inputs, state, full=f"layers.{layer}.{name}"):
+            outputs = predict(inputs, state)
             state.write(full, np.zeros_like(state.read(full)))
-            return made
+            return outputs
 
-        model.predict = predict
+        around(model, forgetful)
 
 
 @fault("program")
@@ -50,14 +48,12 @@ def side_states_take_the_first_columns_of_a_chunk(decoder):
 
 @fault("program")
 def router_state_not_carried_across_layers(decoder):
+    def zeroed(predict, inputs, state):
+        zeros = np.zeros_like(inputs["router_state"])
+        return predict(inputs | {"router_state": zeros}, state)
+
     for model in decoder.layers[1:]:
-
-        def predict(inputs, state=None, original=model.predict):
-            return original(
-                inputs | {"router_state": np.zeros_like(inputs["router_state"])}, state
-            )
-
-        model.predict = predict
+        around(model, zeroed)
 
 
 @fault("program")
@@ -192,13 +188,12 @@ def second_best_expert_picked(decoder):
 
 @fault("routing")
 def router_state_lost_between_two_shards(decoder):
-    run = decoder.run_layers
+    def forgetful(predict, inputs, state):
+        outputs = predict(inputs, state)
+        return outputs | {ROUTER_STATE_OUT: np.zeros_like(outputs[ROUTER_STATE_OUT])}
 
-    def forgetful(index, io, counts):
-        made = run(index, io, counts)
-        return made | {ROUTER_STATE: np.zeros_like(made[ROUTER_STATE])}
-
-    decoder.run_layers = forgetful
+    for model in decoder.layers:
+        around(model, forgetful)
 
 
 def weighing(decoder: Decoder, layer: int):

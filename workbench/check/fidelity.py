@@ -12,7 +12,6 @@ changes the layer's whole update. The portable runtime therefore records each ch
 goes on with the golden's; choices have a gate of their own."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +23,7 @@ from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE
 from workbench.check import gates, metrics
 from workbench.check.golden import Golden, by_position
 from workbench.decode import Decoder
+from workbench.decode.calls import run_layers
 from workbench.errors import InputError
 
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
@@ -156,7 +156,21 @@ class Pass:
     def run(self, T: int | Sequence[int], ragged: bool = False) -> list[ForwardPass]:
         """All positions in calls of T tokens, several T in turn; `ragged`: every
         sequence begins with another one."""
-        L, n, _ = self.inputs[0].shape
+        self._run_calls(list(self._calls(T, ragged)))
+        for seq, trace in enumerate(self.traces):
+            _read_cache(self.decoder, trace, seq, int(self.starts[seq]))
+        if not self.isolated:
+            L = len(self.inputs[0])
+            last = [trace.hidden[L - 1].T / self.scale for trace in self.traces]
+            for trace, logits in zip(
+                self.traces, self.decoder.logits(np.stack(last)), strict=True
+            ):
+                trace.logits = logits
+        return self.traces
+
+    def _calls(self, T: int | Sequence[int], ragged: bool) -> Iterator[list[slice]]:
+        """The positions of each call, a span for every sequence."""
+        n = self.inputs[0].shape[1]
         sizes = [T] if isinstance(T, int) else list(T)
         stops, turn = [0] * len(self.goldens), 0
         while min(stops) < n:
@@ -165,25 +179,32 @@ class Pass:
                 size = min(sizes[(turn + seq * ragged) % len(sizes)], n - start)
                 stops[seq] = start + self.decoder.options.tokens(size)
                 spans.append(slice(start, stops[seq]))
-            self.call(spans)
+            yield spans
             turn += 1
-        for seq, trace in enumerate(self.traces):
-            _read_cache(self.decoder, trace, seq, int(self.starts[seq]))
-        if not self.isolated:
-            last = [trace.hidden[L - 1].T / self.scale for trace in self.traces]
-            for trace, logits in zip(
-                self.traces, self.decoder.logits(np.stack(last)), strict=True
-            ):
-                trace.logits = logits
-        return self.traces
 
-    def call(self, spans: list[slice]) -> None:
-        """One call of every shard over positions `spans`, padded with dummy columns
-        where a sequence has fewer."""
-        decoder, options = self.decoder, self.decoder.options
-        counts = np.array([span.stop - span.start for span in spans])
-        T = int(counts.max())
-        width = options.width(T)
+    def _run_calls(self, calls: list[list[slice]]) -> None:
+        """Every shard over the positions of all calls, padded with dummy columns where
+        a sequence has fewer."""
+        decoder, hooks = self.decoder, None
+        counts = [np.array([s.stop - s.start for s in spans]) for spans in calls]
+        ios = [self._inputs(*call) for call in zip(calls, counts, strict=True)]
+        for index, model in enumerate(decoder.layers):
+            shard = model.shard
+            if self.isolated:
+                for spans, io in zip(calls, ios, strict=True):
+                    self._feed(shard.layers[0], spans, io)
+            if decoder.runtime == "portable":
+                hooks = [self.hook(shard, *c) for c in zip(calls, ios, strict=True)]
+            ios = run_layers(decoder, index, ios, counts, hooks)
+            for spans, io in zip(calls, ios, strict=True):
+                self.record("hidden", shard.layers[1] - 1, spans, io[X] * self.scale)
+                if ROUTER_STATE in io:
+                    self.record("router", shard.layers[1] - 1, spans, io[ROUTER_STATE])
+
+    def _inputs(self, spans: list[slice], counts: np.ndarray) -> dict[str, np.ndarray]:
+        """The host's inputs of a call, with embeddings unless isolated."""
+        decoder, T = self.decoder, int(counts.max())
+        width = decoder.options.width(T)
         for trace, span in zip(self.traces, spans, strict=True):
             trace.T[span] = T
         offsets = self.starts + [span.start for span in spans]
@@ -193,23 +214,16 @@ class Pass:
             for row, golden, span in zip(ids, self.goldens, spans, strict=True):
                 row[: span.stop - span.start] = golden.ids[span]
             io[X] = decoder.plane(decoder.bundle.embed(ids).transpose(0, 2, 1))
-        hooks = nullcontext()
-        if decoder.runtime == "portable":
-            hooks = decoder.hooked(lambda shard: self.hook(shard, spans, io))
-        with hooks:
-            for index, model in enumerate(decoder.layers):
-                first, last = model.shard.layers
-                if self.isolated:
-                    io[X] = self.columns(self.inputs, first, spans, width)
-                    if self.goldens[0].router is not None and first:
-                        routers = [golden.router for golden in self.goldens]
-                        io[ROUTER_STATE] = self.columns(
-                            routers, first - 1, spans, width
-                        )
-                io = decoder.run_layers(index, io, counts)
-                self.record("hidden", last - 1, spans, io[X] * self.scale)
-                if ROUTER_STATE in io:
-                    self.record("router", last - 1, spans, io[ROUTER_STATE])
+        return io
+
+    def _feed(self, layer: int, spans: list[slice], io: dict[str, np.ndarray]) -> None:
+        """Puts the goldens' input of a layer into the inputs of a call."""
+        longest = max(span.stop - span.start for span in spans)
+        width = self.decoder.options.width(longest)
+        io[X] = self.columns(self.inputs, layer, spans, width)
+        if self.goldens[0].router is not None and layer:
+            routers = [golden.router for golden in self.goldens]
+            io[ROUTER_STATE] = self.columns(routers, layer - 1, spans, width)
 
     def hook(self, shard, spans: list[slice], io: dict[str, np.ndarray]):
         """Records the hidden output of a shard's inner layers and its choices of

@@ -17,8 +17,8 @@ import numpy as np
 
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.names import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X
-from workbench.decode import checks
+from workbench.bundle.names import HIDDEN, LOGITS, X
+from workbench.decode import calls, checks
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
@@ -502,27 +502,25 @@ class Decoder:
         if shard.kind == "router":
             outputs[HIDDEN] = self.experts.run(shard.layers[0], outputs, counts)
             self.native_ms += self.experts.native_ms
-        following = {X: outputs[HIDDEN]}
-        if ROUTER_STATE_OUT in outputs:
-            following[ROUTER_STATE] = outputs[ROUTER_STATE_OUT]
-        return io | following
+        return io | calls.following(outputs)
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
         start, cpu_start, native_ms = time.perf_counter(), time.thread_time(), []
-        parts, t_max, T = [], self.options.t_max, hidden.shape[2]
+        chunks, slices, t_max, T = [], [], self.options.t_max, hidden.shape[2]
         for first in range(0, T, t_max):
             columns = hidden[:, :, first : first + t_max]
             dummies = self.options.width(columns.shape[2]) - columns.shape[2]
             x = self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))
-            slices = [model.predict({X: x})[LOGITS] for model in self.heads]
-            native_ms += [model.last_native_ms for model in self.heads]
-            parts.append(
-                np.concatenate([s.reshape(*s.shape[:2], -1) for s in slices], axis=1)
-            )
+            chunks.append({X: x})
+        for model in self.heads:
+            outputs, ms = calls.predict_calls(model, chunks)
+            native_ms += ms
+            rows = [o[LOGITS].reshape(*o[LOGITS].shape[:2], -1) for o in outputs]
+            slices.append(np.concatenate(rows, axis=2))
         self.times.head = (time.perf_counter() - start) * 1e3
         self.times.add_step(cpu_start, native_ms)
-        return np.concatenate(parts, axis=2)[:, :, :T].transpose(0, 2, 1)
+        return np.concatenate(slices, axis=1)[:, :, :T].transpose(0, 2, 1)
 
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
         """Logits [B, count, V] of the last `count` tokens of fresh sequences of one

@@ -52,6 +52,8 @@ class FunctionsModel:
             manifest says.
     """
 
+    predict_calls = None  # each call runs the function of its own T
+
     def __init__(self, bundle: Bundle, shard: Shard, load: Callable[[str], Model]):
         self.shard, self.load = shard, load
         self.names = {T: name for name, T in shard.functions.items()}

@@ -4,6 +4,7 @@ arithmetic."""
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 import miltorch
+from miltorch.calls import run_calls
 from miltorch.interpret import Hook
 from miltorch.quiet import messages
 from workbench.bundle import Bundle, Shard
@@ -120,22 +122,43 @@ class PortableModel:
     def predict(
         self, inputs: dict[str, np.ndarray], state: State | None = None
     ) -> dict[str, np.ndarray]:
-        check_inputs(self.shard, inputs, self.t_max)
-        tensors = {}
-        for name, value in inputs.items():
-            if value.dtype != np.float32 and value.dtype != np.int32:
-                value = value.astype(np.float32)
-            tensors[name] = torch.from_numpy(value)
+        (outputs,) = self.predict_calls([inputs], state)
+        return outputs
+
+    def predict_calls(
+        self,
+        calls: Sequence[dict[str, np.ndarray]],
+        state: State | None = None,
+        hooks: Sequence[Hook | None] | None = None,
+    ) -> list[dict[str, np.ndarray]]:
+        """What `predict` returns for one call after another, each with a hook of its
+        own (default: the one that is set); see `miltorch.calls`."""
+        hooks = hooks or [self.hook] * len(calls)
+        for inputs in calls:
+            check_inputs(self.shard, inputs, self.t_max)
+        tensors = [_tensors(inputs) for inputs in calls]
         cells = state.raw.cells if state else {}
-        if self.fast and self.hook is None:
-            outputs = self.fast.run(tensors, cells)
+        if self.fast and not any(hooks):
+            results = [self.fast.run(inputs, cells) for inputs in tensors]
         else:
-            outputs = self.executable.run(tensors, cells, self.hook)
-        return {name: value.numpy() for name, value in outputs.items()}
+            results = run_calls(self.executable, tensors, cells, hooks)
+        return [
+            {name: value.numpy() for name, value in outputs.items()}
+            for outputs in results
+        ]
 
     def constant(self, name: str) -> np.ndarray:
         """A weight as the package holds it, decompressed, float32."""
         return self.executable.constant(name).numpy()
+
+
+def _tensors(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, value in inputs.items():
+        if value.dtype != np.float32 and value.dtype != np.int32:
+            value = value.astype(np.float32)
+        tensors[name] = torch.from_numpy(value)
+    return tensors
 
 
 def _read_ahead(package: Path) -> None:

@@ -1,0 +1,89 @@
+"""Calls that run together compute what they compute one after another."""
+
+import numpy as np
+import pytest
+import tiny
+
+from miltorch import calls
+from workbench import Decoder
+from workbench.bundle.names import X
+from workbench.decode.calls import run_layers
+
+SIZES = 1, 3, 2, 4, 1, 2  # tokens of each call
+FAMILIES = list(tiny.DIMS)
+
+
+def call_inputs(decoder) -> tuple[list, list]:
+    """Inputs and counts of every call, from the start of a sequence."""
+    rng, ios, counts, start = np.random.default_rng(3), [], [], 0
+    for size in SIZES:
+        counts.append(np.array([size]))
+        ios.append(decoder.host.inputs(np.array([start]), counts[-1], size))
+        ids = rng.integers(0, decoder.manifest.dims.V, (1, size))
+        ios[-1][X] = decoder.plane(decoder.bundle.embed(ids).transpose(0, 2, 1))
+        start += size
+    return ios, counts
+
+
+def all_layers(decoder, ios, counts, together: bool):
+    """(io of every call after all layers, states, what each call's hook saw)."""
+    decoder.begin()
+    seen = [[] for _ in ios]
+
+    def hook(call: int):
+        return lambda op, outputs: seen[call].append(
+            (op.name, [tuple(value.shape) for value in outputs])
+        )
+
+    hooks = [hook(call) for call in range(len(ios))]
+    for index in range(len(decoder.layers)):
+        if together:
+            ios = run_layers(decoder, index, ios, counts, hooks)
+            continue
+        for call, (io, count) in enumerate(zip(ios, counts)):
+            with decoder.layers[index].hooked(hooks[call]):
+                ios[call] = decoder.run_layers(index, io, count)
+    states = {name: state.read(name) for state, name in decoder.named_states}
+    return ios, states, seen
+
+
+@pytest.mark.parametrize("columns", [256, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_together_compute_what_they_do_one_after_another(
+    exports, family, columns, monkeypatch
+):
+    monkeypatch.setattr(calls, "COLUMNS", columns)
+    bundle = exports.bundle(exports.checkpoint(family), max_seq_len=32)
+    decoder = Decoder(bundle, "portable", "exact")
+    ios, counts = call_inputs(decoder)
+    apart = all_layers(decoder, list(ios), counts, False)
+    together = all_layers(decoder, list(ios), counts, True)
+    for one, other in zip(apart[0], together[0]):
+        np.testing.assert_allclose(one[X], other[X], rtol=1e-4, atol=1e-5)
+    for name, value in apart[1].items():
+        np.testing.assert_allclose(value, together[1][name], rtol=1e-4, atol=1e-5)
+    assert apart[2] == together[2]
+
+
+def test_what_a_hook_returns_replaces_that_call_s_values_alone(llama_bundle):
+    decoder = Decoder(llama_bundle, "portable", "exact")
+    ios, counts = call_inputs(decoder)
+    plain = run_layers(decoder, 0, ios, counts, [None] * len(ios))
+    decoder.begin()
+    products = [s.op.name for s in decoder.layers[0].executable.body.steps]
+    last = products[-1]
+    hooks = [None] * len(ios)
+    hooks[2] = lambda op, outputs: [outputs[0] * 2] if op.name == last else None
+    changed = run_layers(decoder, 0, ios, counts, hooks)
+    for call, (one, other) in enumerate(zip(plain, changed)):
+        factor = 2 if call == 2 else 1
+        np.testing.assert_array_equal(one[X] * np.float32(factor), other[X])
+
+
+def test_weights_are_read_for_all_calls_and_states_for_one_after_another(llama_bundle):
+    decoder = Decoder(llama_bundle, "portable", "exact")
+    stages = calls._stages(decoder.layers[0].executable)
+    together = [s.op.kind for stage in stages if stage.axes for s in stage.steps]
+    apart = [s.op.kind for stage in stages if not stage.axes for s in stage.steps]
+    assert together.count("conv") == 7 and "conv" not in apart
+    assert {"read_state", "write_state", "matmul"} <= set(apart)
