@@ -61,29 +61,28 @@ class Split:
                 frame[part] = metrics.over(_rms(self.parts[part]), scale)
         frame["total"] = metrics.over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
-        squared = (frame["total"] ** 2).where(frame["total"] > 0)
-        frame["cross"] = ((frame["total"] ** 2 - frame["rss"] ** 2) / squared).fillna(
-            0.0
-        )
+        squared = frame["total"] ** 2
+        cross = (squared - frame["rss"] ** 2) / squared
+        frame["cross"] = cross.where(frame["total"] > 0, 0.0)
         return frame
 
     def positions(self) -> pd.DataFrame:
         """Relative RMS of each measured part and of the total per layer and
         position."""
         scale = metrics.rms(self.reference)  # [L, n]
-        columns = dict(zip(("layer", "position"), np.indices(scale.shape), strict=True))
+        layer, position = np.indices(scale.shape)
+        frame = pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()})
         for name, part in (self.parts | {"total": self.total}).items():
-            columns[name] = metrics.over(metrics.rms(part), scale)
-        return pd.DataFrame({name: column.ravel() for name, column in columns.items()})
+            frame[name] = metrics.over(metrics.rms(part), scale).ravel()
+        return frame
 
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part
         table whose cells sum to 1."""
-        flat = np.stack([part.ravel() for part in self.parts.values()])
         names = list(self.parts)
-        return pd.DataFrame(
-            flat @ flat.T / ((self.total**2).sum() or 1.0), names, names
-        )
+        flat = np.stack([*self.parts.values()]).reshape(len(names), -1)
+        squared = (self.total**2).sum() or 1.0
+        return pd.DataFrame(flat @ flat.T / squared, names, names)
 
     @property
     def residual(self) -> float:
@@ -142,7 +141,8 @@ def _runs(bundle: Bundle, runtime: str) -> list[tuple[str, str, str]]:
     if bundle.manifest.options.target == "coreml":
         runs.append(("precision", "portable", "declared"))
         runtime = resolve(runtime)
-        runs += [] if runtime == "portable" else [("runtime", runtime, "declared")]
+        if runtime != "portable":
+            runs.append(("runtime", runtime, "declared"))
     return runs
 
 
@@ -151,26 +151,17 @@ def _stages(
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in
     order."""
-    for part, read in (
-        ("storage", golden.fp16_weights),
-        ("quantization", golden.stored_weights),
-    ):
+    readers = {"storage": golden.fp16_weights, "quantization": golden.stored_weights}
+    for part, read in readers.items():
         weights = read(checkpoint, bundle)
-        goldens = []
-        for fed in ((source.x, source.router), ()):
-            goldens.append(
-                golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
-            )
-        yield part, [stored.update.astype(np.float64) for stored in goldens]
+        arguments = checkpoint, source.ids, weights, "stored"
+        isolated = golden.make_golden(*arguments, source.x, source.router)
+        chained = golden.make_golden(*arguments)
+        yield part, [np.float64(isolated.update), np.float64(chained.update)]
     for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
-        yield (
-            part,
-            [
-                updates(decoder, source, T or decoder.options.t_max, mode)
-                for mode in MODES
-            ],
-        )
+        tokens = T or decoder.options.t_max
+        yield part, [updates(decoder, source, tokens, mode) for mode in MODES]
 
 
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
@@ -187,9 +178,8 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
         step = "export with --layers-per-shard 1"
         subject = f"bundle {decoder.bundle.root.name}"
         raise InputError(subject, actual, "one layer a shard", step)
-    after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(
-        np.float64
-    )
+    layers = range(len(source.x))
+    after = np.stack([trace.hidden[layer] for layer in layers]).astype(np.float64)
     if mode == "isolated":
         return after - trace.x
     embedded = decoder.bundle.embed(source.ids[None]) * decoder.manifest.stream_scale
@@ -203,10 +193,14 @@ def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())
     exact = "exact arithmetic on the stored weights against Hugging Face, relative RMS"
-    exact += f": layer {worst}"
     added = "sum of the parts against the total, relative RMS"
     return [
-        gates.at_most("reauthoring", float(errors[worst]), gates.REAUTHORING, exact),
+        gates.at_most(
+            "reauthoring",
+            float(errors[worst]),
+            gates.REAUTHORING,
+            f"{exact}: layer {worst}",
+        ),
         gates.at_most("parts_telescope", residual, gates.TELESCOPE, added),
     ]
 

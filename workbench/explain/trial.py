@@ -18,10 +18,10 @@ from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
 Change = Callable[[Callable], Callable]  # a function of a module → the one in its place
-UNLIKE = 0.5  # relative RMS above which weights are another layer's; compression stays below it
-STREAM_ULPS = (
-    2.0**-22
-)  # rounding of `hidden` relative to its RMS, which enters every update
+# relative RMS above which weights are another layer's; compression stays below it
+UNLIKE = 0.5
+# rounding of `hidden` relative to its RMS, which enters every update
+STREAM_ULPS = 2.0**-22
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,13 @@ class Trial:
     them."""
 
     def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
-        self.bundle, self.checkpoint, runtime = (
-            bundle,
-            checkpoint,
-            exact_runtime(bundle),
-        )
+        self.bundle, self.checkpoint = bundle, checkpoint
         self.read = golden.stored_weights(checkpoint, bundle)
         self.ids = _prompt(bundle, checkpoint)
         self.source = golden.make_golden(
             checkpoint, self.ids, self.read, "stored", head=False
         )
-        decoder = Decoder(bundle, runtime, "exact")
+        decoder = Decoder(bundle, exact_runtime(bundle), "exact")
         self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
         scale = bundle.manifest.stream_scale
         self.embedded = bundle.embed(self.source.ids[None])[0] * scale
@@ -74,24 +70,26 @@ class Trial:
         for each the worst of update, K and V. A layer with the weights of another layer
         than the variant's has at least 1."""
         reference = self._run(variant, count)
-        outputs = self.outputs
-        errors = [
-            metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)
-        ]
+        embedded = self.source.x[0] * variant.embedding
+        errors = [metrics.relative_rms(embedded, self.embedded)]
         for layer in range(count):
-            update = reference.update[layer]
-            rows = outputs.cached.get(layer)
-            difference = outputs.hidden[layer] - outputs.x[layer] - update
-            rounding = STREAM_ULPS * _rms(reference.x[layer])
-            worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
-            for name in "kv" if layer in outputs.cached else "":
-                arrays = (
-                    getattr(of, name)[layer][:, rows] for of in (reference, outputs)
-                )
-                worst.append(metrics.relative_rms(*arrays))
             other = self.order.get(layer, layer) != variant.order.get(layer, layer)
-            errors.append(max(*worst, float(other)))
+            errors.append(max(*self._layer_errors(reference, layer), float(other)))
         return np.nan_to_num(errors, nan=np.inf)
+
+    def _layer_errors(self, reference: golden.Golden, layer: int) -> list[float]:
+        """Relative RMS of a layer's update and, if it attends, of K and V."""
+        outputs, update = self.outputs, reference.update[layer]
+        difference = outputs.hidden[layer] - outputs.x[layer] - update
+        rounding = STREAM_ULPS * _rms(reference.x[layer])
+        errors = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
+        if layer in outputs.cached:
+            rows = outputs.cached[layer]
+            for a, b in ((reference.k, outputs.k), (reference.v, outputs.v)):
+                errors.append(
+                    metrics.relative_rms(a[layer][:, rows], b[layer][:, rows])
+                )
+        return errors
 
     def _run(self, variant: Variant, count: int) -> golden.Golden:
         source = self.source
@@ -119,9 +117,8 @@ class Trial:
             stored = self.read(name.format(layer)).numpy()
             errors = {}
             for other in range(max(0, layer - 1), min(L, layer + 2)):
-                errors[other] = metrics.relative_rms(
-                    self.checkpoint.tensor(name.format(other)).numpy(), stored
-                )
+                own = self.checkpoint.tensor(name.format(other)).numpy()
+                errors[other] = metrics.relative_rms(own, stored)
             best = min(errors, key=errors.get)
             if best != layer and errors[layer] > UNLIKE > errors[best]:
                 order[layer] = best

@@ -21,9 +21,8 @@ from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime.functions import each_function
 
-Swap = Callable[
-    [torch.Tensor], torch.Tensor
-]  # fp16 values of a tensor → the values to run with
+# fp16 values of a tensor → the values to run with
+Swap = Callable[[torch.Tensor], torch.Tensor]
 
 
 def int8_channel(weight: torch.Tensor) -> torch.Tensor:
@@ -105,7 +104,8 @@ def replace(executable, constant: str, value: torch.Tensor) -> None:
     executable.body.constants[constant] = value
     for step in executable.body.steps:
         for name, current in step.constants.items():
-            step.constants[name] = value if current is old else current
+            if current is old:
+                step.constants[name] = value
 
 
 def costs(weights: WeightTrial) -> pd.DataFrame:
@@ -119,12 +119,10 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
         with weights.swapped({(layer, kind) for layer in range(len(errors))}):
             rows.append(pd.DataFrame({"error": errors, "without": weights.errors()}))
     frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"]).reset_index()
-    frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(
-        frame["error"] > 0, 0.0
-    )
-    return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(
-        drop=True
-    )
+    share = 1 - (frame["without"] / frame["error"]) ** 2
+    frame["share"] = share.where(frame["error"] > 0, 0.0)
+    order = ["layer", "share"]
+    return frame.sort_values(order, ascending=[True, False], ignore_index=True)
 
 
 def remedies(

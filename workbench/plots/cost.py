@@ -31,6 +31,7 @@ from workbench.plots.figure import (
     median_range,
     note,
     on_machine,
+    panels_heading,
     pivot_in_order,
     ring,
     style,
@@ -68,20 +69,20 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
             f"speed: found units {sorted(units)}; needs samples of one unit and phase"
         )
     what = {"tok/s": "decode speed", "ms": "time of a call"}.get(units[0], units[0])
-    counts = (timed if len(timed) else invalid).groupby(["max_seq_len", lines]).size()
-    title = on_machine(
-        f"{what}, median and range, n = {counts_in_words(counts)}", samples
-    )
+    rows = timed
+    if timed.empty:
+        rows = invalid
+    count = counts_in_words(rows.groupby(["max_seq_len", lines]).size())
+    title = on_machine(f"{what}, median and range, n = {count}", samples)
     ax = axes(ax, COLUMN, 2.6)
-    ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(
-        lines, kind="stable"
-    )
+    ordered = timed.astype({"value": float, "max_seq_len": int})
+    ordered = ordered.sort_values(lines, kind="stable")
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
     for (length, name), values in invalid.groupby(["max_seq_len", lines])["value"]:
-        ax.bar(int(length), values.median(), 0.2 * int(length), **INVALID)
-        text = note(ax, f"{lines} = {name}", int(length), values.median())
-        text.set_bbox(ON_LINES)
+        length, median = int(length), values.median()
+        ax.bar(length, median, 0.2 * length, **INVALID)
+        note(ax, f"{lines} = {name}", length, median).set_bbox(ON_LINES)
     lengths = sorted(samples["max_seq_len"].astype(int).unique())
     ax.set_xticks(lengths, labels=map(str, lengths))
     keys = ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid)
@@ -90,18 +91,17 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 
 @style()
-def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
+def speed_beside(samples: pd.DataFrame, *, by: str) -> Figure:
     """`speed` in a panel for each value of the column `by`, with one scale; all other
     columns as there."""
     groups = list(samples.groupby(by, sort=False))
     figure, panels = plt.subplots(1, len(groups), figsize=(PAGE, 2.6), sharey=True)
     for ax, (name, rows) in zip(panels, groups):
-        title = speed(rows, lines=lines, ax=ax).get_title("left")
+        title = speed(rows, ax=ax).get_title("left")
         ax.set_title("")
         ax.set_xlabel(f"{ax.get_xlabel()}\n{name}")
     panels[0].set_ylim(0, 1.05 * samples["value"].max())
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
-    return figure
+    return panels_heading(figure, title)
 
 
 @style()
@@ -141,12 +141,13 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     the title and must name one."""
     title = on_machine("time of one layer", layers)
     valid, invalid = without_invalid(layers)
-    every, grid = (
-        rows.pivot_table(
-            index="T", columns="max_seq_len", values="layer_ms", aggfunc="median"
-        )
-        for rows in (layers, valid)
-    )
+    cells = {
+        "index": "T",
+        "columns": "max_seq_len",
+        "values": "layer_ms",
+        "aggfunc": "median",
+    }
+    every, grid = layers.pivot_table(**cells), valid.pivot_table(**cells)
     grid = grid.reindex(index=every.index, columns=every.columns).astype(float)
     ax = axes(ax, COLUMN, 1.2 + 0.35 * len(grid))
     most = grid.max(axis=None)
@@ -177,7 +178,9 @@ def memory_bar(
     machine's name to its memory in bytes; it may be empty."""
     table = pivot_in_order(parts, "setting", "part", "bytes").astype(float).fillna(0)
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
-    scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
+    scale, unit = 2**20, "MiB"
+    if widest >= _GIB:
+        scale, unit = _GIB, "GiB"
     table = table / scale
     machines = pd.Series(budget, dtype=float) / scale
     ax = axes(ax, PAGE, 0.9 + 0.25 * (len(table) + len(machines)))
@@ -276,8 +279,7 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
         if row.unit == "bytes":
             ax.yaxis.set_major_formatter(EngFormatter("B"))
         ax.grid(axis="y")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
-    return figure
+    return panels_heading(figure, title)
 
 
 @style()
@@ -298,12 +300,12 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         "fontsize": 7,
     }
     for y, row in enumerate(shown.itertuples()):
+        name = ""
         words = {"": row.phase, " ": row.shard, " T ": row.T, " depth ": row.depth}
-        names.append(
-            "".join(
-                f"{word}{value}" for word, value in words.items() if pd.notna(value)
-            )
-        )
+        for word, value in words.items():
+            if pd.notna(value):
+                name += f"{word}{value}"
+        names.append(name)
         fill = "white"
         if pd.notna(row.low):
             fill = "#0072B2"
@@ -353,8 +355,8 @@ def speed_against_fidelity(
     valid, invalid = without_invalid(points)
     title = "speed against fidelity"
     if "n" in points:
-        what = "median and range" if "slowest" in points else "medians"
-        title += f", {what}; runs: {counts_in_words(points['n'])}"
+        title += ", median and range" if "slowest" in points else ", medians"
+        title += f"; runs: {counts_in_words(points['n'])}"
     ax = axes(ax, PAGE, 3.4)
     highest = float(points.reindex(columns=["tokens_per_s", "fastest"]).max(axis=None))
     _verdict_points(ax, valid)
@@ -409,13 +411,15 @@ def _front(ax: Axes, valid: pd.DataFrame) -> None:
         ring(ax, last["cost"], last["tokens_per_s"], label="fastest that passes")
     named = front
     if "compress" in valid:
-        fastest = valid.sort_values("tokens_per_s").drop_duplicates(
-            "compress", keep="last"
-        )
+        ordered = valid.sort_values("tokens_per_s")
+        fastest = ordered.drop_duplicates("compress", keep="last")
         named = pd.concat([front, fastest]).drop_duplicates("name")
-    for row in named.to_dict("records") if "name" in named else ():
+    if "name" not in named:
+        return
+    for row in named.to_dict("records"):
         text = textwrap.fill(row["name"], 34)
-        note(ax, text, row["cost"], row["tokens_per_s"]).set(fontsize=6, bbox=ON_LINES)
+        label = note(ax, text, row["cost"], row["tokens_per_s"])
+        label.set(fontsize=6, bbox=ON_LINES)
 
 
 def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
@@ -441,8 +445,9 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ends = np.array([low, high])
     ax.fill_between(ends, 0.7 * ends, 1.3 * ends, color="0.9", label="± 30%")
     names = predictions["figure"].str.split(",").str[0]
-    for column in (name for name in ("chip", "weights") if name in predictions):
-        names += ", " + predictions[column]
+    for column in ("chip", "weights"):
+        if column in predictions:
+            names += ", " + predictions[column]
     for name, rows in predictions.groupby(names, sort=False):
         ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=name)
     ax.set(xscale="log", xlabel="published ms", xlim=(low, high))
