@@ -55,9 +55,11 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
     Raises:
         InputError: a text that names no parts, or a part beyond the file.
     """
-    parts, program = {}, np.memmap(package / PROGRAM, np.uint8, "r")
+    parts = {}
+    program = np.memmap(package / PROGRAM, np.uint8, "r")
     for role, dtype, sizes, offset in PART.findall(text):
-        shape, start = tuple(map(int, sizes.split(","))), int(offset)
+        shape = tuple(map(int, sizes.split(",")))
+        start = int(offset)
         bits = 8 * NUMPY[dtype]().nbytes if dtype in NUMPY else int(dtype.strip("uint"))
         raw = program[start : start + (math.prod(shape) * bits + 7) // 8]
         if len(raw) * 8 < math.prod(shape) * bits:

@@ -47,7 +47,8 @@ class Bundle:
     mtime)."""
 
     def __init__(self, root: Path, manifest: Manifest):
-        self.root, self.manifest = root, manifest
+        self.root = root
+        self.manifest = manifest
         self._embedding = None
 
     @classmethod
@@ -114,7 +115,8 @@ class Bundle:
     def verify(self) -> None:
         """Checks every file against the manifest; hashes those whose size or mtime
         changed since the last check."""
-        before, marks = {}, {}
+        before = {}
+        marks = {}
         with suppress(OSError, ValueError):
             before = json.loads(self._marks_file.read_text())
         for entry in self.files:
@@ -157,7 +159,8 @@ class Bundle:
         not fit the model."""
         from safetensors import SafetensorError, safe_open
 
-        path, dims = self.root / self.manifest.embedding.file.path, self.manifest.dims
+        path = self.root / self.manifest.embedding.file.path
+        dims = self.manifest.dims
         try:
             with safe_open(path, "numpy") as table:
                 tensors = {name: table.get_slice(name) for name in table.keys()}
@@ -169,7 +172,8 @@ class Bundle:
             if one in tensors and other not in tensors:
                 raise _damaged(path, f"{one} without {other}")
         for name, tensor in tensors.items():
-            dtype, shape = tensor.get_dtype(), tensor.get_shape()
+            dtype = tensor.get_dtype()
+            shape = tensor.get_shape()
             expected = [dims.V, dims.C] if name == "weight" else [dims.C]
             if dtype not in ("F16", "F32") or shape != expected:
                 raise _damaged(

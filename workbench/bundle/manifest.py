@@ -215,7 +215,9 @@ class Options(ManifestModel):
     def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
         """Shapes of the rotary tables (`half` = D_rotary / 2) and masks of a layer; a
         ring has a separate write mask."""
-        B, rows, suffix = self.batch, self.slots(layer.window), layer.suffix
+        B = self.batch
+        rows = self.slots(layer.window)
+        suffix = layer.suffix
         return {
             ROPE_COS + suffix: [B, 1, "T", half],
             ROPE_SIN + suffix: [B, 1, "T", half],
@@ -362,11 +364,11 @@ class Manifest(ManifestModel):
 
     @model_validator(mode="after")
     def _whole(self):
-        L, V, shards = self.dims.L, self.dims.V, self.shards
-        ropes, used = (
-            [rope.name for rope in self.rope],
-            {layer.rope for layer in self.layers},
-        )
+        L = self.dims.L
+        V = self.dims.V
+        shards = self.shards
+        ropes = [rope.name for rope in self.rope]
+        used = {layer.rope for layer in self.layers}
         covered = [
             i
             for s in shards
@@ -437,9 +439,12 @@ class Manifest(ManifestModel):
                 raise ValueError(f"{where} is of none of its layers")
             if leaf not in KINDS:
                 raise ValueError(f"{where} is of no kind that a decoder knows")
-            window, ring = self.layers[index].window, None
+            window = self.layers[index].window
+            ring = None
             if is_cache(name):
-                options, d, ring = self.options, self.dims, self.options.ring(window)
+                options = self.options
+                d = self.dims
+                ring = self.options.ring(window)
                 shape = [options.batch, d.H_kv, options.slots(window), d.D]
                 if state.shape != shape:
                     raise ValueError(

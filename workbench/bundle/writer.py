@@ -33,7 +33,8 @@ class Writer:
     """
 
     def __init__(self, target: Path):
-        self.target, self.root = target, paths.partial(target)
+        self.target = target
+        self.root = paths.partial(target)
         self.root.mkdir(parents=True, exist_ok=True)
         another = InputError(
             f"bundle {target}",

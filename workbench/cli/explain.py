@@ -74,10 +74,8 @@ def error_command(
 
     if weights:
         core_ml_only(opened, "--weights")
-    source, runtime = (
-        Checkpoint(checkpoint),
-        resolve(runtime, opened.manifest.options.target),
-    )
+    source = Checkpoint(checkpoint)
+    runtime = resolve(runtime, opened.manifest.options.target)
     exact_runtime(opened)
     text_options = {
         "prompt": prompt,
@@ -229,7 +227,8 @@ def trace_command(
     lines = [result["verdict"], *gate_lines(ranges.gates())]
     lines.append(f"{result['ops']} results; the largest:")
     for row in result["worst"]:
-        bits, largest = float(row["headroom_bits"]), float(row["max_abs"])
+        bits = float(row["headroom_bits"])
+        largest = float(row["max_abs"])
         lines.append(f"{bits:>8.2f} bits  {largest:<12.6g}{trace.place(row)}")
     show(result, json, lines)
 
@@ -243,13 +242,15 @@ def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
 
     import miltorch
 
-    subject, names = f"--inputs {path}", miltorch.read(package, function).inputs
+    subject = f"--inputs {path}"
+    names = miltorch.read(package, function).inputs
     # AttributeError: the file holds a single array
     unreadable = (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile)
     try:
         arrays = dict(np.load(path).items())
     except unreadable as problem:
-        needed, step = "arrays by name (.npz)", "write it with numpy.savez"
+        needed = "arrays by name (.npz)"
+        step = "write it with numpy.savez"
         raise InputError(subject, type(problem).__name__, needed, step) from None
     if unknown := ", ".join(sorted(arrays.keys() - names.keys())):
         needed = f"some of {', '.join(names)}"

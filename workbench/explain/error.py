@@ -208,7 +208,8 @@ def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
 def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
     """The conclusion from the parts of isolated layers and from the remedies for their
     weights."""
-    layers, shares = split.layers(), split.shares()
+    layers = split.layers()
+    shares = split.shares()
     own = pd.Series(np.diag(shares), shares.index)
     part = own.idxmax()
     worst = layers.loc[layers["total"].idxmax()]

@@ -139,12 +139,14 @@ class Trace:
             for what, at in self._first(precision).items():
                 if at:
                     places.append(f"{what.replace('_', ' ')} at {place(at)}")
-            name, fine = f"{precision}_is_finite", f"{way}: every value is finite"
+            name = f"{precision}_is_finite"
+            fine = f"{way}: every value is finite"
             results.append(gates.none(name, places, fine, f"{way}: "))
         return results
 
     def json(self) -> dict:
-        frame, results = self.frame(), self.gates()
+        frame = self.frame()
+        results = self.gates()
         worst = frame.nlargest(10, "max_abs")
         columns = ["shard", "op", "kind", "module", "max_abs", "headroom_bits"]
         return {

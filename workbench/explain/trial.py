@@ -53,7 +53,8 @@ class Trial:
     them."""
 
     def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
-        self.bundle, self.checkpoint = bundle, checkpoint
+        self.bundle = bundle
+        self.checkpoint = checkpoint
         self.read = golden.stored_weights(checkpoint, bundle)
         self.ids = _prompt(bundle, checkpoint)
         self.source = golden.make_golden(
@@ -79,7 +80,8 @@ class Trial:
 
     def _layer_errors(self, reference: golden.Golden, layer: int) -> list[float]:
         """Relative RMS of a layer's update and, if it attends, of K and V."""
-        outputs, update = self.outputs, reference.update[layer]
+        outputs = self.outputs
+        update = reference.update[layer]
         difference = outputs.hidden[layer] - outputs.x[layer] - update
         rounding = STREAM_ULPS * _rms(reference.x[layer])
         errors = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
@@ -112,7 +114,8 @@ class Trial:
         name = layers + "self_attn.o_proj.weight"
         if name.format(0) not in self.checkpoint:
             name = layers + "feed_forward.w2.weight"
-        L, order = self.bundle.manifest.dims.L, {}
+        L = self.bundle.manifest.dims.L
+        order = {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
             errors = {}

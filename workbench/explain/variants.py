@@ -158,7 +158,8 @@ def variants(
     if order:
         pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
         yield Variant(f"layer order: {', '.join(pairs)}", order=order)
-    first, second = wrong[::2], wrong[1::2]
+    first = wrong[::2]
+    second = wrong[1::2]
     if len(wrong) and np.array_equal(first + 1, second):
         exchanged = dict(zip([*first, *second], [*second, *first], strict=True))
         pairs = [f"{i} and {i + 1} exchanged" for i in first]
@@ -215,7 +216,8 @@ def _rope_variants(
 
 def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str, dict]:
     """The changes of a table of `rope_parameters`, by the name of the variant."""
-    thetas, factors = [*THETAS], [*FACTORS]
+    thetas = [*THETAS]
+    factors = [*FACTORS]
     for theta, factor in map(_fitted, ropes):
         if not np.isclose(theta, thetas, 1e-5).any():
             thetas.append(theta)
@@ -242,7 +244,9 @@ def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str,
 
 def _fitted(inv_freq: list[float]) -> tuple[float, float]:
     """Base and linear factor of a table of inverse frequencies, from its two ends."""
-    first, last, n = inv_freq[0], inv_freq[-1], len(inv_freq)
+    first = inv_freq[0]
+    last = inv_freq[-1]
+    n = len(inv_freq)
     if n < 2 or min(first, last) <= 0:
         return THETAS[0], 1.0
     return float(f"{(first / last) ** (n / (n - 1)):.7g}"), float(f"{1 / first:.7g}")
@@ -267,7 +271,8 @@ def _interleaved(rotate: Callable) -> Callable:
     halves."""
 
     def rotation(q, k, cos, sin):
-        order, width = torch.arange(q.shape[-1]), cos.shape[-1]
+        order = torch.arange(q.shape[-1])
+        width = cos.shape[-1]
         order[:width] = order[:width].reshape(-1, 2).T.flatten()
         rotated = rotate(q[..., order], k[..., order], cos, sin)
         return tuple(x[..., order.argsort()] for x in rotated)
@@ -289,10 +294,12 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
         yield Variant("q/k norm left out", model=_without(*paths))
     if names and getattr(attention, names[0]).weight.shape[0] == attention.head_dim:
         leave_out, norms = _norms_beside_rope(*names)
-        side, rotation = "after", _rotation(after=norms)
+        side = "after"
+        rotation = _rotation(after=norms)
         # the families with these names have their norms after rope
         if names == QK_NORMS[1]:
-            side, rotation = "before", _rotation(before=norms)
+            side = "before"
+            rotation = _rotation(before=norms)
         rotations = {"apply_rotary_pos_emb": rotation}
         yield Variant(f"q/k norm {side} rope", model=leave_out, functions=rotations)
     if _is_gemma(config):
@@ -411,7 +418,8 @@ def _window_variants(config) -> Iterator[Variant]:
 def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
     """Variants with other score scales, another order of query heads on key heads,
     other activations."""
-    D, H = attention.head_dim, config.num_attention_heads
+    D = attention.head_dim
+    H = config.num_attention_heads
     scales = {
         "1/√head_dim": D**-0.5,
         "1/√(hidden_size/heads)": (config.hidden_size / H) ** -0.5,

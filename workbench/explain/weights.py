@@ -114,7 +114,8 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     Columns: `error`, the relative RMS of the layer's update as stored; `without`, the
     same with this tensor alone at fp16; `share`, the share of error² that this tensor
     accounts for."""
-    errors, rows = weights.errors(), []
+    errors = weights.errors()
+    rows = []
     for kind in weights.kinds:
         with weights.swapped({(layer, kind) for layer in range(len(errors))}):
             rows.append(pd.DataFrame({"error": errors, "without": weights.errors()}))

@@ -100,12 +100,11 @@ def export(
             taken, no room on the disk.
     """
     coremltools()  # quietly, before a part of it is imported by itself
-    settings, source = options(**chosen), Checkpoint(checkpoint)
-    plan, eos, packages = (
-        read_plan(source, settings),
-        source.eos,
-        versions(settings.target),
-    )
+    settings = options(**chosen)
+    source = Checkpoint(checkpoint)
+    plan = read_plan(source, settings)
+    eos = source.eos
+    packages = versions(settings.target)
     _warn_widths(plan, settings)
 
     def identity() -> dict:  # hashes the checkpoint, once
@@ -212,10 +211,8 @@ def versions(target: str = "coreml") -> dict[str, str]:
 def read_plan(source: Checkpoint, options: Options) -> Plan:
     """The family's plan for a checkpoint. Raises an InputError for options that do not
     apply to the family."""
-    family, subject = (
-        family_of(source.config),
-        f"a {source.config.model_type} checkpoint",
-    )
+    family = family_of(source.config)
+    subject = f"a {source.config.model_type} checkpoint"
     plan = family.plan(source.config)
     if options.moe == "routed" and not plan.experts:
         raise InputError(
@@ -276,10 +273,8 @@ def _make(
     """All shards and the embedding table, with a progress bar in bytes."""
     from tqdm.auto import tqdm
 
-    finished, sizes = (
-        {},
-        {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs},
-    )
+    finished = {}
+    sizes = {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs}
     total = sum(sizes.values())
     with tqdm(
         total=total, desc="export", unit="B", unit_scale=True, disable=not progress
@@ -305,15 +300,18 @@ def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntr
     file, never whole in memory."""
     names = {"weight": "embed_tokens.weight"} | plan.embedding
     names = {key: source.prefix + name for key, name in names.items()}
-    header, end = {}, 0
+    header = {}
+    end = 0
     for key, name in names.items():
         (dtype, width), shape = (
             ("F16", 2) if key == "weight" else ("F32", 4),
             source.shape(name),
         )
-        start, end = end, end + math.prod(shape) * width
+        start = end
+        end += math.prod(shape) * width
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    path, text = writer.root / "embedding.safetensors", json.dumps(header).encode()
+    path = writer.root / "embedding.safetensors"
+    text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for key, name in names.items():

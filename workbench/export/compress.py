@@ -58,7 +58,8 @@ def quantize_weight(
     scale = (amax * 2 / (2 * limit)).half()
     zero = bool((scale == 0).any())
     data = scratch.take(rows * n, torch.int8).reshape(rows, n)
-    height, width = max(1, PIECE // n), min(n, PIECE)
+    height = max(1, PIECE // n)
+    width = min(n, PIECE)
     rounded = torch.empty(height, width, dtype=torch.float16)
     for r in range(0, rows, height):
         for c in range(0, n, width):
@@ -86,7 +87,8 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     distinct = present.view(np.float16)
     count = min(len(distinct), 1 << bits)
     clusters = kmeans1d.cluster(distinct, count, weights=counts[present])
-    lut, table = np.zeros(1 << bits), np.zeros(1 << 16, np.uint8)
+    lut = np.zeros(1 << bits)
+    table = np.zeros(1 << 16, np.uint8)
     lut[:count] = clusters.centroids
     table[present] = clusters.clusters
     table[MINUS_ZERO] = table[0]
@@ -101,7 +103,8 @@ def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarra
         palettize_weights,
     )
 
-    array, preset = values.numpy().reshape(weight.shape), weight.preset
+    array = values.numpy().reshape(weight.shape)
+    preset = weight.preset
     with quiet(), exact_tables():
         if not preset.is_integer:
             palette = palettize_weights.blockwise_compress(
@@ -168,7 +171,8 @@ def installed(preset: Preset):
             arrays["indices"].reshape(weight.shape).astype(kind), lut, None
         )
 
-    linear, palette = passes.linear_quantize_weights, passes.palettize_weights
+    linear = passes.linear_quantize_weights
+    palette = passes.palettize_weights
     with (
         patch.object(linear, "blockwise_compress_by_dtype", classmethod(quantized)),
         patch.object(palette, "blockwise_compress", staticmethod(palettized)),

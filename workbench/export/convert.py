@@ -59,7 +59,8 @@ def convert(
     # one symbol for every T: coremltools would take unrelated ranges without complaint
     t = T or options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
     length = t if fixed else 2
-    examples, inputs = [], []
+    examples = []
+    inputs = []
     for name, shape in spec.inputs.items():
         kinds = (torch.int32, np.int32) if name == POS else (torch.float32, np.float16)
         examples.append(

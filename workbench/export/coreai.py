@@ -65,7 +65,8 @@ class CoreAIMaker(Maker):
     stamp = convert  # of a shape that was traced
 
     def _convert(self, spec: Spec, folder: Path, plain: bool) -> tuple[dict, dict]:
-        shape, stored = self._shape(spec), {}
+        shape = self._shape(spec)
+        stored = {}
         for weight in self.weights[spec.name]:
             _, arrays = self._load(weight)
             stored[weight.path] = shaped(
@@ -112,7 +113,8 @@ class StoredWeight(nn.Module):
         self, parts: dict[str, torch.Tensor], preset: Preset, dtype: torch.dtype
     ):
         super().__init__()
-        self.kind, self.dtype = getattr(torch, f"int{preset.bits}", torch.int8), dtype
+        self.kind = getattr(torch, f"int{preset.bits}", torch.int8)
+        self.dtype = dtype
         for role, part in parts.items():
             self.register_buffer(role, part)
 
@@ -135,7 +137,8 @@ def shaped(
     """Stored arrays, copied, in the shapes that Core AI's operations take: a scale has
     the weight's rank, a table two axes more. A whole weight has the program's dtype,
     which its converter would give it anyway."""
-    preset, parts = weight.preset, {}
+    preset = weight.preset
+    parts = {}
     for role, array in arrays.items():
         shape = weight.shape
         if role == "scale":
@@ -154,10 +157,8 @@ def attach(module: nn.Module, path: str, stored: StoredWeight) -> None:
     owner = module.get_submodule(parent)
     del owner._parameters[name]
     owner.register_module(name + STORED, stored)
-    kind, weight = (
-        type(owner),
-        property(lambda self: self.get_submodule(name + STORED)()),
-    )
+    kind = type(owner)
+    weight = property(lambda self: self.get_submodule(name + STORED)())
     owner.__class__ = type(kind.__name__, (kind,), {name: weight})
 
 
@@ -165,7 +166,8 @@ def trace(
     module: nn.Module, spec: Spec, options: Options
 ) -> torch.export.ExportedProgram:
     """The module traced by torch.export, in Apple's operations."""
-    dtype, t_max = DTYPES[options.program_dtype], options.t_max
+    dtype = DTYPES[options.program_dtype]
+    t_max = options.t_max
     free = None
     if options.t == "range" or t_max == 1:
         free = torch.export.Dim("T", min=1, max=max(2, t_max))
@@ -202,7 +204,8 @@ def keep_scales(program: torch.export.ExportedProgram) -> None:
 
     Meant are a stored scale behind a convolution and its bias, and a number behind a
     norm's weight."""
-    aten, inputs = torch.ops.aten, program.graph_signature.input_specs
+    aten = torch.ops.aten
+    inputs = program.graph_signature.input_specs
     stored = {one.arg.name for one in inputs if STORED in (one.target or "")}
     for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         x, scale = node.args
@@ -267,8 +270,10 @@ def save(
 def named_resources() -> Iterator[None]:
     """Context manager that names large constants in the order in which they come;
     Apple's names are random numbers."""
-    ir, converter = optional("coreai._compiler.ir"), optional("coreai_torch.converter")
-    owner, names = converter._mlir.dialects.coreai, {}
+    ir = optional("coreai._compiler.ir")
+    converter = optional("coreai_torch.converter")
+    owner = converter._mlir.dialects.coreai
+    names = {}
     original = owner.create_elements_attr
 
     def named(location, kind, array):
@@ -288,7 +293,9 @@ def named_resources() -> Iterator[None]:
 def name_folded(asset) -> None:
     """Names the large constants that Apple's passes compute, such as a weight times a
     scale, in the order they come: their own names are others in every process."""
-    ir, module, found = optional("coreai._compiler.ir"), asset._module._mlir_module, []
+    ir = optional("coreai._compiler.ir")
+    module = asset._module._mlir_module
+    found = []
 
     def visit(op):
         if "value" in op.attributes and FOLDED.match(str(op.attributes["value"])[:200]):
@@ -298,13 +305,15 @@ def name_folded(asset) -> None:
     with module.context, ir.Location.unknown():
         module.operation.walk(visit)
         for number, op in enumerate(found):
-            alone, kind = ir.Module.create(), op.attributes["value"].type
+            alone = ir.Module.create()
+            kind = op.attributes["value"].type
             op.clone(ir.InsertionPoint(alone.body))
             (blob,) = BLOB.findall(
                 str(alone)
             )  # its alignment in four bytes, then its bytes
             raw = np.frombuffer(bytes.fromhex(blob), np.uint8)
-            size, raw = int(raw[:4].view(np.uint32)[0]), raw[4:].copy()
+            size = int(raw[:4].view(np.uint32)[0])
+            raw = raw[4:].copy()
             named = ir.DenseResourceElementsAttr.get_from_buffer(
                 raw, f"folded_{number}", kind, size
             )
@@ -330,12 +339,11 @@ def locate(raw: bytes, parts: dict[str, torch.Tensor], preset: Preset) -> str:
     a constant that is written as one repeated value."""
     texts = []
     for role, part in parts.items():
-        array, dtype = part.numpy(), "fp32" if part.dtype == torch.float32 else "fp16"
+        array = part.numpy()
+        dtype = "fp32" if part.dtype == torch.float32 else "fp16"
         if role in ("data", "indices"):
-            array, dtype = (
-                array.reshape(-1),
-                f"{'u' * (role == 'indices')}int{preset.bits}",
-            )
+            array = array.reshape(-1)
+            dtype = f"{'u' * (role == 'indices')}int{preset.bits}"
             array = packed(array, preset.bits)
         offset = raw.find(array.tobytes())
         if offset < 0:

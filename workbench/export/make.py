@@ -50,7 +50,8 @@ class Maker:
     suffix = ".mlpackage"
 
     def __post_init__(self):
-        self.scratch, self.specs = Scratch(), list(specs(self.plan, self.options))
+        self.scratch = Scratch()
+        self.specs = list(specs(self.plan, self.options))
         self.weights = {
             spec.name: weight_sources(spec, self.source, self.plan, self.options)
             for spec in self.specs
@@ -127,7 +128,8 @@ class Maker:
         for spec in random.sample(stamped, min(count, len(stamped))):
             folder = self.writer.root / f"{spec.name}.again"
             self._convert(spec, folder, plain=True)
-            shard, files = self.writer.finished(spec.name), self._files(spec, folder)
+            shard = self.writer.finished(spec.name)
+            files = self._files(spec, folder)
             shutil.rmtree(folder)
             if not shard or shard.files != files:
                 for other in stamped:
@@ -172,12 +174,10 @@ class Maker:
                 stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())
             compressed = {w.path for w in weights if w.compressed}
-            whole, programs, constants, modules = (
-                self._package(spec, folder),
-                {},
-                {},
-                {},
-            )
+            whole = self._package(spec, folder)
+            programs = {}
+            constants = {}
+            modules = {}
             for name, T in (self.options.function_names or {"main": None}).items():
                 model = convert.convert(module, spec, self.options, compressed, T)
                 programs[name] = (

@@ -83,14 +83,15 @@ class Template:
         constants: dict[str, str],
         modules: dict[str, str],
     ):
-        self.spec, self.constants, self.modules = spec, constants, modules
-        self.model, self.manifest = (
-            read_package(package),
-            (package / MANIFEST).read_bytes(),
-        )
+        self.spec = spec
+        self.constants = constants
+        self.modules = modules
+        self.model = read_package(package)
+        self.manifest = (package / MANIFEST).read_bytes()
         if not (package / WEIGHTS).is_file():
             raise TemplateMismatch("weights so small that they stand in the program")
-        blob, ops = (package / WEIGHTS).read_bytes(), operations(self.model)
+        blob = (package / WEIGHTS).read_bytes()
+        ops = operations(self.model)
         slots = _slots(ops, blob)
         names = [constants.get(weight.path) for weight in weights]
         if not slots.keys() >= set(names):
@@ -179,7 +180,8 @@ class Template:
     ) -> Iterator[bytes | np.ndarray]:
         """The weight file in order, while inline values are put into the operations
         `ops`."""
-        beginnings, gaps = set(), iter(self.gaps)
+        beginnings = set()
+        gaps = iter(self.gaps)
         by_path = {weight.path: weight for weight in weights}
         yield next(gaps)
         for path, slots, neutral in self.places:
@@ -219,7 +221,8 @@ def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
     slots: dict[str, dict[tuple, Slot]] = {}
     for index, op in enumerate(ops):
         for role, value in values_of(op).items():
-            start, size = 0, 0
+            start = 0
+            size = 0
             if value.WhichOneof("value") == "blobFileValue":
                 sentinel, _, size, start = RECORD.unpack_from(
                     blob, value.blobFileValue.offset

@@ -138,11 +138,9 @@ class Checkpoint:
         """Hash of the configuration and every weight file: the checkpoint's identity
         everywhere."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        own, key, buffer = (
-            self.path / GENERATION,
-            "eos_token_id",
-            memoryview(bytearray(HASH_BYTES)),
-        )
+        own = self.path / GENERATION
+        key = "eos_token_id"
+        buffer = memoryview(bytearray(HASH_BYTES))
         if own.is_file() and _read_json(own).get(key) != self.raw_config.get(key):
             digest.update(
                 own.read_bytes()
@@ -204,7 +202,8 @@ class Checkpoint:
             )
         row = math.prod(shape[1:]) * KINDS[dtype].itemsize
         start, stop, _ = (rows or slice(None)).indices(shape[0] if shape else 1)
-        view, left = memoryview(buffer or bytearray(CHUNK_BYTES)), (stop - start) * row
+        view = memoryview(buffer or bytearray(CHUNK_BYTES))
+        left = (stop - start) * row
         with _reading(file), file.open("rb", buffering=0) as opened:
             opened.seek(first + start * row)
             while left > 0:
@@ -224,7 +223,8 @@ class Checkpoint:
         read."""
         if isinstance(rows, list):
             return torch.cat([self.tensor(name, slice(r, r + 1)) for r in rows])
-        shape, start = self.shape(name, rows), 0
+        shape = self.shape(name, rows)
+        start = 0
         values = torch.empty(math.prod(shape))
         for chunk in self.chunks(name, rows):
             values[start : start + len(chunk)] = chunk
@@ -355,7 +355,8 @@ def random(
         if name not in tied
     }
     noise = noise or partial(torch.randn, generator=torch.Generator().manual_seed(seed))
-    index, shard = {}, {}
+    index = {}
+    shard = {}
     for i, (name, shape) in enumerate(shapes.items(), 1):
         shard[name] = _random_tensor(name, noise(shape)).to(settings.dtype)
         if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes or i == len(

@@ -59,7 +59,8 @@ class Plan:
     def norm(self, width: int, dim: int = 1) -> RMSNorm:
         """An RMSNorm over `width` entries of axis `dim`, with the configuration's
         epsilon."""
-        eps, close = self.config.rms_norm_eps, self.close_eps
+        eps = self.config.rms_norm_eps
+        close = self.close_eps
         return RMSNorm(width, eps, dim=dim, offset=self.norm_offset, close_eps=close)
 
     def rotary(self, index: int) -> int:
@@ -71,7 +72,9 @@ class Plan:
 
     def states(self, index: int, options: Options) -> dict[str, tuple[int, ...]]:
         """The states of decoder layer `index`: name → shape after the batch axis."""
-        d, layer, states = self.dims, self.layers[index], {}
+        d = self.dims
+        layer = self.layers[index]
+        states = {}
         if layer.attends:
             cache = d.H_kv, options.slots(layer.window), d.D
             states = {K_STATE: cache, V_STATE: cache}
@@ -88,7 +91,8 @@ class Plan:
 
     def shape(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""
-        d, layer = self.dims, self.layers[index]
+        d = self.dims
+        layer = self.layers[index]
         S = options.slots(layer.window)
         return AttentionGeometry(
             options.batch, d.H, d.H_kv, d.D, S, options.layout, layer.suffix

@@ -80,7 +80,8 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
     for (length, name), values in invalid.groupby(["max_seq_len", lines])["value"]:
-        length, median = int(length), values.median()
+        length = int(length)
+        median = values.median()
         ax.bar(length, median, 0.2 * length, **INVALID)
         note(ax, f"{lines} = {name}", length, median).set_bbox(ON_LINES)
     lengths = sorted(samples["max_seq_len"].astype(int).unique())
@@ -147,7 +148,8 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         "values": "layer_ms",
         "aggfunc": "median",
     }
-    every, grid = layers.pivot_table(**cells), valid.pivot_table(**cells)
+    every = layers.pivot_table(**cells)
+    grid = valid.pivot_table(**cells)
     grid = grid.reindex(index=every.index, columns=every.columns).astype(float)
     ax = axes(ax, COLUMN, 1.2 + 0.35 * len(grid))
     most = grid.max(axis=None)
@@ -178,9 +180,11 @@ def memory_bar(
     machine's name to its memory in bytes; it may be empty."""
     table = pivot_in_order(parts, "setting", "part", "bytes").astype(float).fillna(0)
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
-    scale, unit = 2**20, "MiB"
+    scale = 2**20
+    unit = "MiB"
     if widest >= _GIB:
-        scale, unit = _GIB, "GiB"
+        scale = _GIB
+        unit = "GiB"
     table = table / scale
     machines = pd.Series(budget, dtype=float) / scale
     ax = axes(ax, PAGE, 0.9 + 0.25 * (len(table) + len(machines)))
@@ -292,7 +296,8 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     one. With a column ``unit`` the better run is labelled: more tok/s is better, less
     of other units."""
     shown = measures.dropna(subset="ratio")
-    ax, names = axes(ax, PAGE, 1.0 + 0.22 * len(shown)), []
+    ax = axes(ax, PAGE, 1.0 + 0.22 * len(shown))
+    names = []
     above = {
         "xytext": (0, 5),
         "textcoords": "offset points",
@@ -440,7 +445,8 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ``weights`` go into the legend."""
     ax = axes(ax, COLUMN, 3.2)
     ms = predictions[["published_ms", "predicted_ms"]]
-    low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
+    low = ms.min(axis=None) / 2
+    high = ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
     ends = np.array([low, high])
     ax.fill_between(ends, 0.7 * ends, 1.3 * ends, color="0.9", label="± 30%")

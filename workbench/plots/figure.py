@@ -26,7 +26,8 @@ from matplotlib.text import Annotation
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which are distinct for colour-blind readers."""
 
-COLUMN, PAGE = 3.5, 7.1
+COLUMN = 3.5
+PAGE = 7.1
 """Widths of figures in inches: one column of a paper with two, and both."""
 
 STYLE = {

@@ -33,7 +33,8 @@ def headroom(
     `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least
     headroom is drawn. On a log scale zero has a place of its own, left of all others.
     """
-    ax, at = axes(ax, PAGE, 2.8), sorted(rows[x].unique())
+    ax = axes(ax, PAGE, 2.8)
+    at = sorted(rows[x].unique())
     if log and at[0] == 0:
         rows = rows.assign(**{x: rows[x].astype(float).replace(0, at[1] / 2)})
     for name, line in rows.groupby(lines, sort=False):

@@ -75,7 +75,8 @@ def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
 
 def decode_rows(encoded: Encoded) -> Snapshot:
     """The snapshot of encoded tensors, in new arrays."""
-    states, dtype = {}, np.dtype(encoded.header["dtype"])
+    states = {}
+    dtype = np.dtype(encoded.header["dtype"])
     for name, value in encoded.tensors.items():
         if name.endswith(CODES):
             name = name.removesuffix(CODES)

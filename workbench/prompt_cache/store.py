@@ -74,11 +74,9 @@ class Store:
         block: int | None = None,
         hot_bytes: int = 1 << 28,
     ):
-        self.folder, self.identity, self.manifest = (
-            Path(folder),
-            decoder.identity,
-            decoder.manifest,
-        )
+        self.folder = Path(folder)
+        self.identity = decoder.identity
+        self.manifest = decoder.manifest
         S = self.manifest.options.max_seq_len
         self.block = block or min(256, max(4, 1 << (S // 4).bit_length() - 1))
         self.hot_bytes = hot_bytes
@@ -187,7 +185,8 @@ class Store:
         encoded = self._in_memory(name, stamp)
         temperature = "hot"
         if encoded is None:
-            encoded, temperature = self._read(path), "warm"
+            encoded = self._read(path)
+            temperature = "warm"
         self._heat(name, stamp, encoded)
         return formats.decode_rows(encoded), temperature
 
@@ -235,7 +234,8 @@ class Store:
         """The number of a snapshot's tokens that a prompt can use: all of them, whole
         blocks, or 0."""
         stored = encoded.tensors[IDS]
-        end, shorter = len(stored), min(len(stored), len(prompt))
+        end = len(stored)
+        shorter = min(len(stored), len(prompt))
         differs = stored[:shorter] != prompt[:shorter]
         shared = int(differs.argmax()) if differs.any() else shorter
         if shared < end:
