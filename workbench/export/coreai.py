@@ -44,61 +44,57 @@ class CoreAIMaker(Maker):
     suffix = SUFFIX
 
     def __post_init__(self):
-        optional(
-            "coreai_torch._compression.custom_layers"
-        )  # registers the operations of weights
+        # registers the operations of weights
+        optional("coreai_torch._compression.custom_layers")
         super().__post_init__()
         # by `_shape`: the trace, and which module each of its operations came from
-        self.programs: dict[
-            str, tuple[torch.export.ExportedProgram, dict[str, str]]
-        ] = {}
+        self.programs: dict[str, torch.export.ExportedProgram] = {}
+        self.modules: dict[str, dict[str, str]] = {}
 
     def convert(self, spec: Spec) -> Shard:
         """Traces the first shard of a shape, puts the weights of the others into its
         trace."""
         how = "stamped" if self._shape(spec) in self.programs else "converted"
         constants, modules = self._convert(spec, self.writer.root, self.plain)
-        return self._record(
-            spec, constants, modules, self._files(spec, self.writer.root), how
-        )
+        files = self._files(spec, self.writer.root)
+        return self._record(spec, constants, modules, files, how)
 
     stamp = convert  # of a shape that was traced
 
     def _convert(self, spec: Spec, folder: Path, plain: bool) -> tuple[dict, dict]:
         shape = self._shape(spec)
+        weights = self.weights[spec.name]
+        package = self._package(spec, folder)
+        dtype = DTYPES[self.options.program_dtype]
         stored = {}
-        for weight in self.weights[spec.name]:
+        for weight in weights:
             _, arrays = self._load(weight)
-            stored[weight.path] = shaped(
-                weight, arrays, DTYPES[self.options.program_dtype]
-            )
+            stored[weight.path] = shaped(weight, arrays, dtype)
         with self.clock("template"), quiet():
-            if plain or shape not in self.programs:
-                self.programs[shape] = (
-                    trace(self._module(spec, stored), spec, self.options),
-                    {},
-                )
-            program, paths = self.programs[shape]
-            asset = save(program, spec, stored, self._package(spec, folder))
-            paths.update({} if paths else modules(program, asset))
+            first = plain or shape not in self.programs
+            if first:
+                module = self._module(spec, stored)
+                self.programs[shape] = trace(module, spec, self.options)
+            program = self.programs[shape]
+            asset = save(program, spec, stored, package)
+            if first:
+                self.modules[shape] = modules(program, asset)
+        located = {}
         with self.clock("write"):
-            raw = (self._package(spec, folder) / PROGRAM).read_bytes()
-            weights = self.weights[spec.name]
-            located = {w.path: locate(raw, stored[w.path], w.preset) for w in weights}
-        return {path: text for path, text in located.items() if text}, paths
+            raw = (package / PROGRAM).read_bytes()
+            for weight in weights:
+                if text := locate(raw, stored[weight.path], weight.preset):
+                    located[weight.path] = text
+        return located, self.modules[shape]
 
     def _module(self, spec: Spec, stored: dict[str, dict]) -> nn.Module:
         """The shard's module in the program's dtype, its weights the stored ones."""
         dtype = DTYPES[self.options.program_dtype]
-        module = (
-            blank(spec, self.plan, self.options).requires_grad_(False).eval().to(dtype)
-        )
+        module = blank(spec, self.plan, self.options)
+        module.requires_grad_(False).eval().to(dtype)
         for weight in self.weights[spec.name]:
-            attach(
-                module,
-                weight.path,
-                StoredWeight(stored[weight.path], weight.preset, dtype),
-            )
+            values = StoredWeight(stored[weight.path], weight.preset, dtype)
+            attach(module, weight.path, values)
         return module
 
 
@@ -128,7 +124,9 @@ class StoredWeight(nn.Module):
             )
         else:
             value = self.val
-        return value if value.dtype == self.dtype else value.to(self.dtype)
+        if value.dtype == self.dtype:
+            return value
+        return value.to(self.dtype)
 
 
 def shaped(
@@ -142,12 +140,15 @@ def shaped(
     for role, array in arrays.items():
         shape = weight.shape
         if role == "scale":
-            blocks = weight.shape[1] // preset.block if preset.block else 1
+            blocks = 1
+            if preset.block:
+                blocks = weight.shape[1] // preset.block
             shape = (array.size // blocks, blocks, *[1] * (len(weight.shape) - 2))
         elif role == "lut":
             shape = (*[1] * len(weight.shape), array.size, 1)
-        part = torch.from_numpy(array.reshape(shape).copy())
-        parts[role] = part.to(dtype) if role == "val" else part
+        parts[role] = torch.from_numpy(array.reshape(shape).copy())
+        if role == "val":
+            parts[role] = parts[role].to(dtype)
     return parts
 
 
@@ -172,14 +173,14 @@ def trace(
     if options.t == "range" or t_max == 1:
         free = torch.export.Dim("T", min=1, max=max(2, t_max))
     T = max(2, t_max)
-    shapes = list(spec.inputs.values())
-    examples = [
-        torch.zeros([T if n == "T" else n for n in shape], dtype=dtype)
-        for shape in shapes
-    ]
-    axes = [{i: free for i, n in enumerate(shape) if n == "T"} for shape in shapes]
+    examples = []
+    axes = []
+    for shape in spec.inputs.values():
+        sizes = [T if n == "T" else n for n in shape]
+        examples.append(torch.zeros(sizes, dtype=dtype))
+        axes.append({i: free for i, n in enumerate(shape) if n == "T"})
     if isinstance(module, LayerStack):
-        axes = (tuple(axes),)  # the stack takes *tensors
+        axes = [tuple(axes)]  # the stack takes *tensors
     with torch.no_grad():
         program = torch.export.export(
             module,
@@ -189,9 +190,8 @@ def trace(
         )
     keep_scales(program)
     program = program.run_decompositions(optional("coreai_torch").get_decomp_table())
-    for (
-        node
-    ) in program.graph.nodes:  # Apple's tools need to know the lines, not this machine
+    # Apple's tools need to know the lines, not this machine
+    for node in program.graph.nodes:
         if lines := node.meta.get("stack_trace"):
             node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/program/', lines)
     return program
@@ -209,21 +209,20 @@ def keep_scales(program: torch.export.ExportedProgram) -> None:
     stored = {one.arg.name for one in inputs if STORED in (one.target or "")}
     for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         x, scale = node.args
-        if isinstance(scale, torch.fx.Node):
+        by_weight = isinstance(scale, torch.fx.Node)
+        if by_weight:
             source = x.args[0] if x.target == aten.add.Tensor else x
             folds = source.target == aten.conv2d.default and scale.name in stored
         else:
-            folds = (
-                x.target == aten.mul.Tensor and getattr(x.args[1], "name", "") in stored
-            )
+            name = getattr(x.args[1], "name", "")
+            folds = x.target == aten.mul.Tensor and name in stored
         if not folds:
             continue
         with program.graph.inserting_before(node):
-            if isinstance(scale, torch.fx.Node):
+            if by_weight:
                 scale = _like(node, aten.unsqueeze.default, scale, 0)
-            product = _like(
-                node, aten.mul.Tensor, _like(node, aten.unsqueeze.default, x, 0), scale
-            )
+            x = _like(node, aten.unsqueeze.default, x, 0)
+            product = _like(node, aten.mul.Tensor, x, scale)
             node.replace_all_uses_with(_like(node, aten.squeeze.dim, product, 0))
         program.graph.erase_node(node)
     program.graph_module.recompile()
@@ -231,10 +230,10 @@ def keep_scales(program: torch.export.ExportedProgram) -> None:
 
 def _like(node: torch.fx.Node, target, *arguments) -> torch.fx.Node:
     """A call in the place of `node`: its line and module, its own value."""
-    made = node.graph.call_function(target, arguments)
-    values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in arguments]
-    made.meta = node.meta | {"val": target(*values)}
-    return made
+    call = node.graph.call_function(target, arguments)
+    values = torch.fx.map_arg(arguments, lambda argument: argument.meta["val"])
+    call.meta = node.meta | {"val": target(*values)}
+    return call
 
 
 def save(
@@ -308,15 +307,12 @@ def name_folded(asset) -> None:
             alone = ir.Module.create()
             kind = op.attributes["value"].type
             op.clone(ir.InsertionPoint(alone.body))
-            (blob,) = BLOB.findall(
-                str(alone)
-            )  # its alignment in four bytes, then its bytes
+            # its alignment in four bytes, then its bytes
+            (blob,) = BLOB.findall(str(alone))
             raw = np.frombuffer(bytes.fromhex(blob), np.uint8)
-            size = int(raw[:4].view(np.uint32)[0])
-            raw = raw[4:].copy()
-            named = ir.DenseResourceElementsAttr.get_from_buffer(
-                raw, f"folded_{number}", kind, size
-            )
+            alignment = int(raw[:4].view(np.uint32)[0])
+            create = ir.DenseResourceElementsAttr.get_from_buffer
+            named = create(raw[4:].copy(), f"folded_{number}", kind, alignment)
             op.attributes["value"] = named
 
 

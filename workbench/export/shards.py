@@ -64,9 +64,8 @@ def specs(plan: Plan, options: Options) -> Iterator[Spec]:
     C = options.plane(plan.dims.C)
     V = plan.dims.V
     for first in range(0, L, options.layers_per_shard):
-        yield layers_spec(
-            plan, options, first, min(first + options.layers_per_shard, L)
-        )
+        last = min(first + options.layers_per_shard, L)
+        yield layers_spec(plan, options, first, last)
         if options.moe == "routed":
             inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.plane(1), ACC: C}
             for e in range(plan.experts):
@@ -154,26 +153,27 @@ def place_states(plan: Plan, options: Options, first: int, last: int):
             shape = [B, *sizes]
             part = None
             if options.states == "separate":
-                tensor = name if last - first == 1 else f"layers_{i}_{name}"
+                tensor = name
+                if last - first > 1:
+                    tensor = f"layers_{i}_{name}"
                 buffers[tensor] = shape
             elif is_cache(name):
-                tensor = KV_STATE + (layer.suffix if ring else "")
+                tensor = KV_STATE
+                if ring:
+                    tensor += layer.suffix
                 start = buffers.get(tensor, [0, 0])[1]
-                heads, *rest = sizes
-                buffers[tensor] = [B, start + heads, *rest]
-                part = [(0, B), (start, start + heads), *((0, n) for n in rest)]
+                heads, S, D = sizes
+                buffers[tensor] = [B, start + heads, S, D]
+                part = [(0, B), (start, start + heads), (0, S), (0, D)]
             else:
                 tensor = SIDE_STATE
                 start = column
                 column += prod(sizes)
                 buffers[tensor] = [B, row + 1, width]
                 part = [(0, B), (row, row + 1), (start, column)]
-            states[f"layers.{i}.{name}"] = StateEntry(
-                tensor=tensor,
-                shape=shape,
-                part=part,
-                ring=ring if is_cache(name) else None,
-            )
+            rows = ring if is_cache(name) else None
+            entry = StateEntry(tensor=tensor, shape=shape, part=part, ring=rows)
+            states[f"layers.{i}.{name}"] = entry
     return states, buffers
 
 
