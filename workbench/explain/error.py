@@ -71,16 +71,20 @@ class Split:
         position."""
         scale = metrics.rms(self.reference)  # [L, n]
         layer, position = np.indices(scale.shape)
-        frame = pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()})
-        for name, part in (self.parts | {"total": self.total}).items():
-            frame[name] = metrics.over(metrics.rms(part), scale).ravel()
+        frame = pd.DataFrame({"layer": layer.ravel()})
+        frame["position"] = position.ravel()
+        parts = self.parts | {"total": self.total}
+        for name, part in parts.items():
+            errors = metrics.over(metrics.rms(part), scale)
+            frame[name] = errors.ravel()
         return frame
 
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part
         table whose cells sum to 1."""
         names = list(self.parts)
-        flat = np.stack([*self.parts.values()]).reshape(len(names), -1)
+        vectors = np.stack(list(self.parts.values()))
+        flat = vectors.reshape(len(names), -1)
         squared = (self.total**2).sum() or 1.0
         return pd.DataFrame(flat @ flat.T / squared, names, names)
 
@@ -89,7 +93,8 @@ class Split:
         """The relative RMS of the difference between the parts' sum and the total, in
         the worst layer."""
         rest = sum(self.parts.values()) - self.total
-        return float(metrics.over(_rms(rest), _rms(self.reference)).max())
+        errors = metrics.over(_rms(rest), _rms(self.reference))
+        return float(errors.max())
 
 
 def _rms(vectors: np.ndarray) -> np.ndarray:
@@ -125,7 +130,7 @@ def split_error(
     stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
     for mode, *updates in zip(MODES, *stages.values(), strict=True):
-        updates = np.stack([source.update.astype(np.float64), *updates])
+        updates = np.stack([np.float64(source.update), *updates])
         parts = dict(zip(stages, np.diff(updates, axis=0), strict=True))
         splits[mode] = Split(updates[0], updates[-1], parts)
     return splits
@@ -179,7 +184,8 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
         subject = f"bundle {decoder.bundle.root.name}"
         raise InputError(subject, actual, "one layer a shard", step)
     layers = range(len(source.x))
-    after = np.stack([trace.hidden[layer] for layer in layers]).astype(np.float64)
+    after = np.stack([trace.hidden[layer] for layer in layers])
+    after = after.astype(np.float64)
     if mode == "isolated":
         return after - trace.x
     embedded = decoder.bundle.embed(source.ids[None]) * decoder.manifest.stream_scale

@@ -65,7 +65,8 @@ class Range:
                 self.inf_at = now
             peak = float(magnitude.nan_to_num(0.0, 0.0).max())
         self.max_abs = max(self.max_abs, peak)
-        self.subnormals += int(((magnitude < MIN_NORMAL) & (magnitude > 0)).sum())
+        subnormal = (magnitude < MIN_NORMAL) & (magnitude > 0)
+        self.subnormals += int(subnormal.sum())
         self.elements += x.numel()
 
 
@@ -79,7 +80,8 @@ class Ranges:
     def add(self, source: dict[str, str], value: str, x: torch.Tensor) -> None:
         """Adds a result; `source` has its shard, MIL operation, kind and module."""
         empty = Range(**source, value=value)
-        self.results.setdefault((source["shard"], value), empty).add(x, self.count)
+        of_value = self.results.setdefault((source["shard"], value), empty)
+        of_value.add(x, self.count)
         self.count += 1
 
     def first(self, what: str) -> dict | None:
@@ -98,7 +100,8 @@ class Ranges:
         frame = pd.DataFrame([vars(r) for r in self.results.values()])
         with np.errstate(divide="ignore"):
             bits = np.log2(MAX_FP16 / frame["max_abs"])
-        return frame.assign(headroom_bits=bits.mask(frame["infs"] > 0, -np.inf))
+        frame["headroom_bits"] = bits.mask(frame["infs"] > 0, -np.inf)
+        return frame
 
 
 @dataclass
@@ -122,7 +125,8 @@ class Trace:
         return frame.drop(columns=["inf_at", "nan_at"])
 
     def _first(self, precision: str) -> dict[str, dict | None]:
-        ranges = self.ranges.get(precision, next(iter(self.ranges.values())))
+        alone = next(iter(self.ranges.values()))
+        ranges = self.ranges.get(precision, alone)
         return {"first_inf": ranges.first("inf"), "first_nan": ranges.first("nan")}
 
     def gates(self) -> list[gates.Gate]:
@@ -240,7 +244,8 @@ class Departure:
                 if precision == "exact":
                     self.exact[shard, value] = x
                 elif precision == "declared" and (shard, value) in self.exact:
-                    self._compare(source, self.exact.pop((shard, value)), x)
+                    reference = self.exact.pop((shard, value))
+                    self._compare(source, reference, x)
 
         return record
 
@@ -299,7 +304,8 @@ def trace_ranges(
         for start in range(0, len(ids), size):
             for decoder in decoders.values():
                 chunk = list(ids[start : start + size])
-                hidden = decoder.advance([chunk] * decoder.options.batch, len(chunk))
+                batch = [chunk] * decoder.options.batch
+                hidden = decoder.advance(batch, len(chunk))
                 decoder.logits(hidden[:, :, : len(chunk)])
     return Trace(ranges, departure.first)
 
@@ -321,7 +327,8 @@ def trace_package(
     name = Path(path).stem
     rng = np.random.default_rng(seed)
     tensors = {}
-    for value, array in (_random_inputs(program, rng) | (inputs or {})).items():
+    arrays = _random_inputs(program, rng) | (inputs or {})
+    for value, array in arrays.items():
         tensors[value] = torch.from_numpy(np.array(array))
     departure = Departure()
     ranges = {p: Ranges() for p in ORDER}

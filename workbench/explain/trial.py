@@ -18,6 +18,8 @@ from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
 Change = Callable[[Callable], Callable]  # a function of a module → the one in its place
+# name of a weight, and what reads it unchanged → its values
+WeightChange = Callable[[str, golden.WeightReader], torch.Tensor]
 # relative RMS above which weights are another layer's; compression stays below it
 UNLIKE = 0.5
 # rounding of `hidden` relative to its RMS, which enters every update
@@ -41,9 +43,7 @@ class Variant:
     config: dict = field(default_factory=dict)
     model: Callable[[nn.Module], None] = lambda model: None
     functions: dict[str, Change] = field(default_factory=dict)
-    read: Callable[[str, golden.WeightReader], torch.Tensor] = lambda name, read: read(
-        name
-    )
+    read: WeightChange = lambda name, read: read(name)
     embedding: float = 1.0
     order: dict[int, int] = field(default_factory=dict)
 
@@ -75,7 +75,8 @@ class Trial:
         errors = [metrics.relative_rms(embedded, self.embedded)]
         for layer in range(count):
             other = self.order.get(layer, layer) != variant.order.get(layer, layer)
-            errors.append(max(*self._layer_errors(reference, layer), float(other)))
+            worst = max(self._layer_errors(reference, layer))
+            errors.append(max(worst, float(other)))
         return np.nan_to_num(errors, nan=np.inf)
 
     def _layer_errors(self, reference: golden.Golden, layer: int) -> list[float]:
@@ -84,13 +85,14 @@ class Trial:
         update = reference.update[layer]
         difference = outputs.hidden[layer] - outputs.x[layer] - update
         rounding = STREAM_ULPS * _rms(reference.x[layer])
-        errors = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
+        beyond = max(0.0, _rms(difference) - rounding)
+        errors = [beyond / (_rms(update) or 1.0)]
         if layer in outputs.cached:
             rows = outputs.cached[layer]
-            for a, b in ((reference.k, outputs.k), (reference.v, outputs.v)):
-                errors.append(
-                    metrics.relative_rms(a[layer][:, rows], b[layer][:, rows])
-                )
+            for name in "kv":
+                expected = getattr(reference, name)[layer][:, rows]
+                actual = getattr(outputs, name)[layer][:, rows]
+                errors.append(metrics.relative_rms(expected, actual))
         return errors
 
     def _run(self, variant: Variant, count: int) -> golden.Golden:
@@ -147,7 +149,8 @@ def _replaced(module, changes: dict[str, Change]):
     """Replaces functions of a module within the block."""
     before = {name: getattr(module, name) for name in changes}
     try:
-        vars(module).update({name: changes[name](own) for name, own in before.items()})
+        for name, own in before.items():
+            setattr(module, name, changes[name](own))
         yield
     finally:
         vars(module).update(before)
@@ -156,10 +159,12 @@ def _replaced(module, changes: dict[str, Change]):
 def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
     """Seeded random ids, more than twice the largest window unless the cache is
     shorter."""
-    window = max((layer.window or 0 for layer in bundle.manifest.layers), default=0)
-    window = max(window, getattr(checkpoint.config, "sliding_window", None) or 0)
-    count = min(bundle.manifest.options.max_seq_len, max(24, 2 * window + 8))
-    return np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count).tolist()
+    windows = [layer.window or 0 for layer in bundle.manifest.layers]
+    windows.append(getattr(checkpoint.config, "sliding_window", None) or 0)
+    count = max(24, 2 * max(windows) + 8)
+    count = min(count, bundle.manifest.options.max_seq_len)
+    ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count)
+    return ids.tolist()
 
 
 def _rms(values: np.ndarray) -> float:

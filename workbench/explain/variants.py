@@ -62,7 +62,8 @@ def explain_bundle(
     )
     if min(errors.values()) > FITS:
         tables = _own_tables(bundle.manifest, checkpoint)
-        errors[tables.name] = float(trial.errors(tables, bundle.manifest.dims.L).max())
+        worst = trial.errors(tables, bundle.manifest.dims.L).max()
+        errors[tables.name] = float(worst)
     return ranking(errors)
 
 
@@ -104,7 +105,7 @@ def try_variants(
 
 def ranking(errors: dict[str, float]) -> pd.DataFrame:
     """`name` and `relative_rms` of every variant, best first."""
-    frame = pd.DataFrame({"name": errors.keys(), "relative_rms": errors.values()})
+    frame = pd.DataFrame(errors.items(), columns=["name", "relative_rms"])
     return frame.sort_values("relative_rms", kind="stable", ignore_index=True)
 
 
@@ -161,7 +162,7 @@ def variants(
     first = wrong[::2]
     second = wrong[1::2]
     if len(wrong) and np.array_equal(first + 1, second):
-        exchanged = dict(zip([*first, *second], [*second, *first], strict=True))
+        exchanged = dict(zip(first, second)) | dict(zip(second, first))
         pairs = [f"{i} and {i + 1} exchanged" for i in first]
         name = f"layer order: {', '.join(pairs)}"
         yield Variant(name, read=_relayered(exchanged))
@@ -273,7 +274,8 @@ def _interleaved(rotate: Callable) -> Callable:
     def rotation(q, k, cos, sin):
         order = torch.arange(q.shape[-1])
         width = cos.shape[-1]
-        order[:width] = order[:width].reshape(-1, 2).T.flatten()
+        neighbours = order[:width].reshape(-1, 2)
+        order[:width] = neighbours.T.flatten()
         rotated = rotate(q[..., order], k[..., order], cos, sin)
         return tuple(x[..., order.argsort()] for x in rotated)
 
@@ -286,7 +288,8 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
     attention = layer.self_attn
     key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
     eps = getattr(config, key)
-    for value in sorted({10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}):
+    others = {10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}
+    for value in sorted(others):
         yield Variant(f"eps {value:g}", {key: value})
     names = next((names for names in QK_NORMS if hasattr(attention, names[0])), None)
     if names:
@@ -327,7 +330,8 @@ def _norms_before_blocks(base) -> None:
         def enter(module, args, kwargs):
             if not args:
                 args = (kwargs.pop("hidden_states"),)
-            return (type(norm).forward(norm, args[0]), *args[1:]), kwargs
+            normed = type(norm).forward(norm, args[0])
+            return (normed, *args[1:]), kwargs
 
         block.register_forward_pre_hook(enter, with_kwargs=True)
         norm.forward = lambda x: x
@@ -350,7 +354,8 @@ def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
             )
 
     def norms(q, k):
-        pairs = (getattr(current[-1], q_norm), q), (getattr(current[-1], k_norm), k)
+        attention = current[-1]
+        pairs = (getattr(attention, q_norm), q), (getattr(attention, k_norm), k)
         return tuple(type(norm).forward(norm, x) for norm, x in pairs)
 
     return leave_out, norms
@@ -374,7 +379,8 @@ def _exchanged(a: str, b: str) -> Callable:
     other = {a: b, b: a}
 
     def read(name, reader):
-        return reader(".".join(other.get(part, part) for part in name.split(".")))
+        parts = [other.get(part, part) for part in name.split(".")]
+        return reader(".".join(parts))
 
     return read
 
@@ -469,7 +475,10 @@ def _weight_variants(checkpoint: Checkpoint) -> Iterator[Variant]:
             kinds.append(rest)
 
     def zero(ending):
-        return lambda name, read: read(name) * float(not name.endswith(ending))
+        def read_kind(name, read):
+            return read(name) * float(not name.endswith(ending))
+
+        return read_kind
 
     if kinds:
         yield Variant("biases left out", read=zero(".bias"))

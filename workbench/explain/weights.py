@@ -51,7 +51,8 @@ class WeightTrial:
         self.golden = golden
         self.T = T or bundle.manifest.options.t_max
         self._updates()  # loads the experts that the golden's tokens pick
-        with self.swapped({(layer, kind) for kind, layer, *_ in self._tensors()}):
+        compressed = {(layer, kind) for kind, layer, *_ in self._tensors()}
+        with self.swapped(compressed):
             self.reference = self._updates()
 
     def _updates(self) -> np.ndarray:
@@ -60,8 +61,10 @@ class WeightTrial:
     def errors(self) -> np.ndarray:
         """Relative RMS [L] of each layer's update with the current weights, against all
         weights at fp16."""
-        squares = ((self._updates() - self.reference) ** 2).mean((1, 2))
-        return np.sqrt(squares / (self.reference**2).mean((1, 2)))
+        difference = self._updates() - self.reference
+        squares = (difference**2).mean((1, 2))
+        scale = (self.reference**2).mean((1, 2))
+        return np.sqrt(squares / scale)
 
     @property
     def kinds(self) -> list[str]:
@@ -71,7 +74,8 @@ class WeightTrial:
     def _tensors(self) -> Iterator[tuple[str, int, object, str, torch.Tensor]]:
         """(name below its layer, layer, executable, constant, fp16 values) of every
         compressed tensor of a layer."""
-        for model in (*self.decoder.layers, *self.decoder.experts.models.values()):
+        experts = self.decoder.experts.models.values()
+        for model in (*self.decoder.layers, *experts):
             for tensor, constant in model.shard.weights.items():
                 stored = model.executable.constant(constant)
                 values, _ = checkpoint_values(
@@ -117,9 +121,11 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     errors = weights.errors()
     rows = []
     for kind in weights.kinds:
-        with weights.swapped({(layer, kind) for layer in range(len(errors))}):
+        everywhere = {(layer, kind) for layer in range(len(errors))}
+        with weights.swapped(everywhere):
             rows.append(pd.DataFrame({"error": errors, "without": weights.errors()}))
-    frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"]).reset_index()
+    frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"])
+    frame = frame.reset_index()
     share = 1 - (frame["without"] / frame["error"]) ** 2
     frame["share"] = share.where(frame["error"] > 0, 0.0)
     order = ["layer", "share"]
