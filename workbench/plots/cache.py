@@ -92,14 +92,16 @@ def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     batch = "batch " + cells["batch"].astype(str)
     row = batch + ", " + cells["cache"] + ", " + cells["format"]
     cells = cells.assign(row=row, path=path)
-    cells = cells[~((cells["cache"] == "cold") & (cells["format"] == "q4"))]
+    impossible = (cells["cache"] == "cold") & (cells["format"] == "q4")
+    cells = cells[~impossible]
     groups = cells.groupby(["row", "context"], sort=False)
-    verdicts = groups["verdict"].agg(_together).unstack().sort_index(axis=1)
+    verdicts = groups["verdict"].agg(_together)
+    verdicts = verdicts.unstack().sort_index(axis=1)
     red = cells[cells["verdict"] == "RED"]
     failing = red.groupby(["row", "context"])["path"].agg("\n✗ ".join)
     table = verdicts.loc[cells["row"].drop_duplicates()]
     ax = axes(ax, PAGE * 0.7, 0.9 + 0.2 * len(table))
-    texts = failing.unstack().reindex(index=table.index, columns=table.columns)
+    texts = failing.unstack().reindex_like(table)
     _marked(ax, table, texts.map(lambda names: f"✗ {names}", na_action="ignore"))
     ax.set(xlabel="context (tokens)", ylabel="")
     green = int((cells["verdict"] == "GREEN").sum())

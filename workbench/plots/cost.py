@@ -24,6 +24,7 @@ from workbench.plots.figure import (
     PAGE,
     PALETTE,
     axes,
+    colour_bar,
     counts_in_words,
     grid_cells,
     heading,
@@ -68,7 +69,8 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
         raise ValueError(
             f"speed: found units {sorted(units)}; needs samples of one unit and phase"
         )
-    what = {"tok/s": "decode speed", "ms": "time of a call"}.get(units[0], units[0])
+    titles = {"tok/s": "decode speed", "ms": "time of a call"}
+    what = titles.get(units[0], units[0])
     rows = timed
     if timed.empty:
         rows = invalid
@@ -117,16 +119,19 @@ def over_time(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = axes(ax, 4.5, 2.8)
     calls = samples[samples["phase"] == "call"].dropna(subset="elapsed_s")
     for T, line in calls.groupby("T", sort=True):
-        stretches = line.groupby(pd.cut(line["elapsed_s"], 60), observed=True)
+        intervals = pd.cut(line["elapsed_s"], 60)
+        stretches = line.groupby(intervals, observed=True)
         ms = stretches["value"]
         at = stretches["elapsed_s"].mean()
         (drawn,) = ax.plot(at, ms.median(), marker="", label=f"T = {T}")
         band = {"color": drawn.get_color(), "alpha": 0.2, "linewidth": 0}
         ax.fill_between(at, ms.quantile(0.1), ms.quantile(0.9), **band)
-    hot = samples[(samples["phase"] == "thermal_pressure") & (samples["value"] > 0)]
+    hot = samples[samples["phase"] == "thermal_pressure"]
+    hot = hot[hot["value"] > 0]
     for level, rows in hot.groupby("value"):
         label = f"thermal pressure {level:.0f}"
-        ax.plot(rows["elapsed_s"], [0] * len(rows), "|", clip_on=False, label=label)
+        zeros = [0] * len(rows)
+        ax.plot(rows["elapsed_s"], zeros, "|", clip_on=False, label=label)
     ax.set(xlabel="s since the first call", ylabel="ms per call", ylim=(0, None))
     return heading(ax, title)
 
@@ -150,7 +155,7 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     }
     every = layers.pivot_table(**cells)
     grid = valid.pivot_table(**cells)
-    grid = grid.reindex(index=every.index, columns=every.columns).astype(float)
+    grid = grid.reindex_like(every).astype(float)
     ax = axes(ax, COLUMN, 1.2 + 0.35 * len(grid))
     most = grid.max(axis=None)
     mesh = grid_cells(
@@ -160,11 +165,9 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for y, x in zip(*vain.to_numpy().nonzero()):
         ax.add_patch(Rectangle((x, y), 1, 1, **INVALID | {"facecolor": "white"}))
     write_cells(mesh, grid.map(lambda ms: f"{ms:#.3g}".rstrip("."), na_action="ignore"))
-    bar = ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02)
-    bar.outline.set_visible(False)
-    invalid = invalid[
-        [vain.loc[T, S] for T, S in zip(invalid["T"], invalid["max_seq_len"])]
-    ]
+    colour_bar(mesh, ax, "median ms per layer")
+    settings = pd.MultiIndex.from_frame(invalid[["T", "max_seq_len"]])
+    invalid = invalid[vain.stack().reindex(settings).to_numpy()]
     return heading(ax, title, unmeasured_key(every) + invalid_key(ax, invalid))
 
 
@@ -178,7 +181,8 @@ def memory_bar(
     `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and
     ``bytes``; settings and parts are drawn in the order given. `budget` maps a
     machine's name to its memory in bytes; it may be empty."""
-    table = pivot_in_order(parts, "setting", "part", "bytes").astype(float).fillna(0)
+    table = pivot_in_order(parts, "setting", "part", "bytes")
+    table = table.astype(float).fillna(0)
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
     scale = 2**20
     unit = "MiB"
@@ -203,7 +207,8 @@ def memory_bar(
             marker="",
         )
         note(ax, f"{name}: {size:.2f} {unit}", size, y).set_fontsize(7)
-    ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale), ylim=(len(table) - 0.5, top))
+    ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale))
+    ax.set(ylim=(len(table) - 0.5, top))
     ax.tick_params(axis="y", length=0)
     if len(table.columns) == 1:
         return heading(ax, f"{table.columns[0]}, resident", [])
@@ -267,7 +272,8 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
             "edgecolor": "black",
             "hatch": ["", "////"],
         }
-        ax.bar([this, row.peer], [row.value, row.peer_value], 0.55, **look)
+        heights = [row.value, row.peer_value]
+        ax.bar([this, row.peer], heights, 0.55, **look)
         sides = getattr(row, "samples", ()), getattr(row, "peer_samples", ())
         for place, samples in enumerate(sides):
             if len(samples) > 1:
@@ -356,14 +362,16 @@ def speed_against_fidelity(
     else:
         cost = 1 - configurations["worst_cosine"].astype(float)
         label = "1 − worst update cosine"
-    points = configurations.assign(cost=cost.astype(float).clip(lower=1e-9))
+    cost = cost.astype(float).clip(lower=1e-9)
+    points = configurations.assign(cost=cost)
     valid, invalid = without_invalid(points)
     title = "speed against fidelity"
     if "n" in points:
         title += ", median and range" if "slowest" in points else ", medians"
         title += f"; runs: {counts_in_words(points['n'])}"
     ax = axes(ax, PAGE, 3.4)
-    highest = float(points.reindex(columns=["tokens_per_s", "fastest"]).max(axis=None))
+    speeds = points.reindex(columns=["tokens_per_s", "fastest"])
+    highest = float(speeds.max(axis=None))
     _verdict_points(ax, valid)
     if len(invalid):
         ax.scatter(
@@ -458,7 +466,8 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=name)
     ax.set(xscale="log", xlabel="published ms", xlim=(low, high))
     ax.set(yscale="log", ylabel="predicted ms", ylim=(low, high))
-    misfit = (ms["predicted_ms"] / ms["published_ms"] - 1).abs().median()
+    ratio = ms["predicted_ms"] / ms["published_ms"]
+    misfit = (ratio - 1).abs().median()
     ax.set_title(f"roofline, median misfit {misfit:.0%}")
     ax.legend(loc="upper left", fontsize=6)
     return ax

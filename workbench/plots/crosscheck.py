@@ -46,12 +46,12 @@ def _panel(ax: Axes, rows: pd.DataFrame, x: str) -> None:
         mean = _rms(points)
         high = points.max()
         low = points.agg(lambda values: values[values > 0].min())
-        at = mean.index + DODGE * (number - (len(pairs) - 1) / 2)
-        bars = np.nan_to_num(np.maximum(0.0, [mean - low, high - mean]))
+        shift = number - (len(pairs) - 1) / 2
+        bars = np.maximum(0.0, [mean - low, high - mean])
         ax.errorbar(
-            at,
+            mean.index + DODGE * shift,
             mean,
-            bars,
+            np.nan_to_num(bars),
             elinewidth=0.6,
             linewidth=0.9,
             markersize=3.5,
@@ -59,7 +59,8 @@ def _panel(ax: Axes, rows: pd.DataFrame, x: str) -> None:
         )
     budget = rows.dropna(subset="budget")
     if len(budget):
-        mean = _rms(budget["budget"].astype(float).groupby(budget[x]))
+        points = budget["budget"].astype(float).groupby(budget[x])
+        mean = _rms(points)
         ax.plot(mean.index, mean, "--", color="0.3", marker="", label="error budget")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(axis="y")

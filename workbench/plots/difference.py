@@ -7,7 +7,15 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from workbench.plots.fidelity import METRICS
-from workbench.plots.figure import axes, grid_cells, heading, style, unmeasured_key
+from workbench.plots.figure import (
+    axes,
+    colour_bar,
+    crosses,
+    grid_cells,
+    heading,
+    style,
+    unmeasured_key,
+)
 
 
 @style()
@@ -34,9 +42,7 @@ def fidelity_difference(
     ax = axes(ax, 6.5, 3.2)
     colours = matplotlib.colormaps["PuOr_r"].with_extremes(over="black")
     mesh = grid_cells(ax, shown, Normalize(-most, most), colours)
-    y, x = np.nonzero(np.isinf(table.to_numpy()))
-    ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color="white")
+    crosses(ax, np.isinf(table.to_numpy()), "white")
     label = f"{METRICS[metric][0]}, A − B (above 0: A errs more)"
-    bar = ax.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
-    bar.outline.set_visible(False)
+    colour_bar(mesh, ax, label)
     return heading(ax, title, unmeasured_key(table))

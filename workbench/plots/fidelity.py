@@ -23,6 +23,8 @@ from workbench.plots.figure import (
     PAGE,
     PALETTE,
     axes,
+    colour_bar,
+    crosses,
     grid_cells,
     heading,
     ink,
@@ -141,7 +143,8 @@ class View:
             off_scale = least - 1
         cell = value.clip(least, most).mask(infinite, off_scale)
         table = rows.assign(cell=cell, crossed=beyond | infinite)
-        table = table.set_index(["layer", "position"])[["cell", "crossed"]].unstack()
+        table = table.set_index(["layer", "position"])
+        table = table[["cell", "crossed"]].unstack()
         layers = measured["layer"].sort_values().unique()
         positions = measured["position"].sort_values().unique()
         cells = table["cell"].reindex(index=layers, columns=positions)
@@ -151,9 +154,8 @@ class View:
         norm = METRICS[self.metric][1](least, most)
         mesh = grid_cells(ax, cells, norm, colours)
         self._label(ax, list(positions))
-        y, x = np.nonzero(crossed.eq(True).to_numpy())
-        cross = {"marker": "x", "s": 14, "linewidths": 1, "color": ink(mesh)[y, x]}
-        ax.scatter(x + 0.5, y + 0.5, **cross)
+        marked = crossed.eq(True).to_numpy()
+        crosses(ax, marked, ink(mesh)[marked])
         keys = []
         if beyond.any():
             look = {"linestyle": "", "marker": "x", "color": "black"}
@@ -211,8 +213,7 @@ class View:
         """Draws the colour bar with a line at the threshold; with a budget a text names
         the least limit of the rows."""
         label = METRICS[self.metric][0]
-        bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
-        bar.outline.set_visible(False)
+        bar = colour_bar(mesh, ax, label)
         limit = self.threshold
         budgets = pd.Series(dtype=float)
         if self.budget is not None:
@@ -288,13 +289,15 @@ def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Fig
     """Heatmaps one below the other. `panels` maps a title to rows of `fidelity`, a T or
     several, of which the worst is drawn, and optionally a view of the panel's own."""
     layers = view.measured(fidelity)["layer"].nunique()
-    height = 1.1 + len(panels) * (0.35 + min(max(0.16 * layers, 0.3), 2.5))
+    of_panel = 0.35 + min(max(0.16 * layers, 0.3), 2.5)
+    height = 1.1 + len(panels) * of_panel
     figure, grid = plt.subplots(
         len(panels), figsize=(PAGE, height), squeeze=False, sharex=True
     )
     keys = {}
     for ax, (title, (rows, T, *own)) in zip(grid[:, 0], panels.items()):
-        mesh, marks = (own or [view])[0].draw(ax, rows, T)
+        drawn = own[0] if own else view
+        mesh, marks = drawn.draw(ax, rows, T)
         keys |= {key.get_label(): key for key in marks}
         ax.set_title(title, fontsize=8)
     for ax in grid[:-1, 0]:
@@ -314,7 +317,8 @@ def _alike(view: View, fidelity: pd.DataFrame, Ts: Sequence[int]) -> bool:
         return False
     values = view.values(rows).groupby([rows["layer"], rows["position"]])
     span = values.max() - values.min()
-    return bool((span <= SAME * values.max().abs()).all())
+    limit = SAME * values.max().abs()
+    return bool((span <= limit).all())
 
 
 def _finite(rows: pd.DataFrame) -> pd.Series:
@@ -324,8 +328,10 @@ def _finite(rows: pd.DataFrame) -> pd.Series:
 
 def _numbers(Ts: Sequence[int]) -> str:
     """Formats values of T, such as 1, 2, 3, 4 as "1 to 4"."""
-    if len(Ts) > 2 and list(Ts) == list(range(Ts[0], Ts[-1] + 1)):
-        return f"{Ts[0]} to {Ts[-1]}"
+    first = Ts[0]
+    last = Ts[-1]
+    if len(Ts) > 2 and list(Ts) == list(range(first, last + 1)):
+        return f"{first} to {last}"
     return ", ".join(map(str, Ts))
 
 
@@ -383,7 +389,8 @@ def update_cosine_bars(
         ring = {"color": "black", "markerfacecolor": "white", "label": "hidden state"}
         keys += ax.plot(table["hidden"], table.index, "o", **ring)
     ax.invert_yaxis()
-    ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)) - 0.03, 1.03))
+    least = min(0.0, table.min(axis=None))
+    ax.set(xlabel="cosine", xlim=(least - 0.03, 1.03))
     ax.tick_params(axis="y", length=0)
     return heading(ax, "one ingredient left out", keys)
 
@@ -409,7 +416,8 @@ def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
     for name, line in lines.drop(columns="total").items():
         look = {}
         if name in PARTS:
-            look = {"color": _PART_COLOURS[name], "marker": "os^Dv"[PARTS.index(name)]}
+            marker = "os^Dv"[PARTS.index(name)]
+            look = {"color": _PART_COLOURS[name], "marker": marker}
         if (line > 0).any():
             ax.plot(line.index, line, label=name, **look)
         else:
@@ -440,7 +448,8 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
         if pd.isna(value):
             text = "not measured"
         note(ax, text, lengths[name], name)
-    ax.set(xscale="log", xlabel="relative RMS error", xlim=(least, 8 * row.max()))
+    ax.set(xscale="log", xlabel="relative RMS error")
+    ax.set_xlim(least, 8 * row.max())
     ax.invert_yaxis()
     ax.tick_params(axis="y", length=0)
     return heading(ax, f"error of layer {layer}, split")

@@ -18,6 +18,7 @@ import PIL
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -124,7 +125,8 @@ def save(
 def _subtitle(figure: Figure, about: str) -> str:
     """Sets the title of the whole figure with `about` below it; returns the title."""
     first = figure.axes[0]
-    title = (figure.get_suptitle() or first.get_title(loc="left")).partition("\n")[0]
+    lines = figure.get_suptitle() or first.get_title(loc="left")
+    title = lines.partition("\n")[0]
     if about:
         if not figure.get_suptitle():
             first.set_title("")
@@ -132,7 +134,8 @@ def _subtitle(figure: Figure, about: str) -> str:
         text = about.replace(" ", space).replace(f"{space}·{space}", " · ")
         letters = int(17 * figure.get_figwidth())
         lines = textwrap.wrap(text, letters, break_on_hyphens=False)
-        figure.suptitle("\n".join([title, *lines]), x=0.01, ha="left", fontsize=7.5)
+        whole = "\n".join([title, *lines])
+        figure.suptitle(whole, x=0.01, ha="left", fontsize=7.5)
     return title
 
 
@@ -161,14 +164,16 @@ def grid_cells(
     mesh = ax.pcolormesh(values, norm=norm, cmap=cmap, rasterized=grid.size > 1024)
     label_cells(ax.xaxis, grid.columns)
     label_cells(ax.yaxis, grid.index)
-    ax.set(xlabel=grid.columns.name, ylabel=grid.index.name, ylim=(len(grid), 0))
+    ax.set(xlabel=grid.columns.name, ylabel=grid.index.name)
+    ax.set_ylim(len(grid), 0)
     return mesh
 
 
 def ink(mesh: QuadMesh) -> np.ndarray:
     """White or black for each cell of a mesh, whichever contrasts with the cell's
     colour."""
-    dark = mesh.to_rgba(mesh.get_array())[..., :3].mean(axis=-1) < 0.5
+    colours = mesh.to_rgba(mesh.get_array())
+    dark = colours[..., :3].mean(axis=-1) < 0.5
     return np.where(dark, "white", "black")
 
 
@@ -181,6 +186,19 @@ def write_cells(mesh: QuadMesh, texts: pd.DataFrame) -> None:
             look = {"ha": "center", "va": "center", "color": colours[y, x]}
             look["weight"] = "bold" if text == "✗" else "normal"
             mesh.axes.text(x + 0.5, y + 0.5, text, **look)
+
+
+def crosses(ax: Axes, cells: np.ndarray, colour) -> None:
+    """Marks the cells of a grid that are True, in one colour or one for each."""
+    y, x = cells.nonzero()
+    ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=colour)
+
+
+def colour_bar(mesh: QuadMesh, ax: Axes | list[Axes], label: str) -> Colorbar:
+    """The scale of a grid's colours beside it."""
+    bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
+    bar.outline.set_visible(False)
+    return bar
 
 
 def note(ax: Axes, text: str, x: float, y: float | str) -> Annotation:

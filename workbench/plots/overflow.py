@@ -36,7 +36,8 @@ def headroom(
     ax = axes(ax, PAGE, 2.8)
     at = sorted(rows[x].unique())
     if log and at[0] == 0:
-        rows = rows.assign(**{x: rows[x].astype(float).replace(0, at[1] / 2)})
+        places = rows[x].astype(float).replace(0, at[1] / 2)
+        rows = rows.assign(**{x: places})
     for name, line in rows.groupby(lines, sort=False):
         least = line.groupby(x)["headroom_bits"].min()
         ax.plot(least.index, least, label=str(name))
@@ -56,7 +57,8 @@ def headroom(
         xlabel=xlabel or x, ylabel="headroom (bits)", xscale="log" if log else "linear"
     )
     if log:  # at the values that were measured, not at powers of ten
-        ax.set_xticks(sorted(rows[x].unique()), labels=[f"{value:g}" for value in at])
+        labels = [f"{value:g}" for value in at]
+        ax.set_xticks(sorted(rows[x].unique()), labels=labels)
         ax.xaxis.minorticks_off()
     ax.set_ylim(bottom=low)
     ax.grid(axis="y")

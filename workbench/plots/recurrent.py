@@ -58,7 +58,8 @@ def state_prices(prices: pd.DataFrame) -> Figure:
         drawn = ax.barh(prices["setting"], values, **look)
         ax.bar_label(drawn, fmt=text, padding=3, fontsize=7)
         ax.set(xlabel=name, xlim=(0, 1.45 * values.max()))
-    panels[1].set_xlim(right=max(1.05 * longest.max(), 1.45 * medians.max()))
+    right = max(1.05 * longest.max(), 1.45 * medians.max())
+    panels[1].set_xlim(right=right)
     panels[0].invert_yaxis()
     panels[0].xaxis.set_major_formatter(EngFormatter("B"))
     for place, (low, high) in enumerate(zip(samples.min(axis=1), longest)):
