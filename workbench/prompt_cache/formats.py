@@ -98,11 +98,10 @@ def shapes(
     for name, shape in layout.items():
         if is_cache(name) and name not in names and name + CODES in names:
             *rows, D = shape
+            of_groups = "float16", (*rows, D // group(D))
             tensors[name + CODES] = "uint8", (*rows, D // 2)
-            tensors[name + SCALE] = tensors[name + LOW] = (
-                "float16",
-                (*rows, D // group(D)),
-            )
+            tensors[name + SCALE] = of_groups
+            tensors[name + LOW] = of_groups
         else:
             tensors[name] = dtype, shape
     return tensors
@@ -126,10 +125,9 @@ def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(D))
     low = _fp16(grouped.min(-1), -np.inf)
     scale = _fp16((grouped.max(-1) - low) / np.float32(15), np.inf)
-    steps = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
-    codes = (
-        np.rint((grouped - low[..., None]) / steps).astype(np.uint8).reshape(rows.shape)
-    )
+    steps = np.where(scale > 0, scale, 1).astype(np.float32)
+    codes = np.rint((grouped - low[..., None]) / steps[..., None])
+    codes = codes.astype(np.uint8).reshape(rows.shape)
     return codes[..., ::2] | codes[..., 1::2] << 4, scale, low
 
 
@@ -138,10 +136,8 @@ def dequantize_groups(
 ) -> np.ndarray:
     """The inverse of `quantize_groups`: rows [..., D] float32, low + code · scale."""
     values = np.stack([codes & 15, codes >> 4], -1)  # [..., D / 2, 2]
-    values = values.reshape(*scale.shape, -1).astype(
-        np.float32
-    )  # [..., D / group, group]
-    rows = values * scale[..., None] + low[..., None]
+    values = values.reshape(*scale.shape, -1)  # [..., D / group, group]
+    rows = values.astype(np.float32) * scale[..., None] + low[..., None]
     return rows.reshape(*codes.shape[:-1], -1)
 
 
@@ -150,9 +146,8 @@ def _fp16(value: np.ndarray, towards: float) -> np.ndarray:
     the values."""
     near = value.astype(np.float16)
     beyond = near > value if towards < 0 else near < value
-    with np.errstate(
-        over="ignore"
-    ):  # the neighbour of the largest number is inf and is not used
+    # the neighbour of the largest number is inf and is not used
+    with np.errstate(over="ignore"):
         return np.where(beyond, np.nextafter(near, np.float16(towards)), near)
 
 
