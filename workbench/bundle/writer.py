@@ -60,9 +60,8 @@ class Writer:
         self.close()
 
     def _remove_if_empty(self) -> None:
-        with suppress(
-            OSError
-        ):  # there is something to resume, or it is the bundle by now
+        # an error: there is something to resume, or it is the bundle by now
+        with suppress(OSError):
             self.root.rmdir()
 
     def resume(self, identity: dict) -> None:
