@@ -58,7 +58,8 @@ class Split:
         for part in PARTS:
             frame[part] = None
             if part in self.parts:
-                frame[part] = metrics.over(_rms(self.parts[part]), scale)
+                error = _rms(self.parts[part])
+                frame[part] = metrics.over(error, scale)
         frame["total"] = metrics.over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
         squared = frame["total"] ** 2
@@ -131,7 +132,8 @@ def split_error(
     splits = {}
     for mode, *updates in zip(MODES, *stages.values(), strict=True):
         updates = np.stack([np.float64(source.update), *updates])
-        parts = dict(zip(stages, np.diff(updates, axis=0), strict=True))
+        differences = np.diff(updates, axis=0)
+        parts = dict(zip(stages, differences, strict=True))
         splits[mode] = Split(updates[0], updates[-1], parts)
     return splits
 
@@ -188,7 +190,8 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
     after = after.astype(np.float64)
     if mode == "isolated":
         return after - trace.x
-    embedded = decoder.bundle.embed(source.ids[None]) * decoder.manifest.stream_scale
+    embedded = decoder.bundle.embed(source.ids[None])
+    embedded = embedded * decoder.manifest.stream_scale
     return after - np.concatenate([embedded, after[:-1]])
 
 

@@ -97,7 +97,7 @@ class Ranges:
     def frame(self) -> pd.DataFrame:
         """One row per result in order of execution, with `headroom_bits`: log2(65504 /
         max_abs), inf if all values are zero, -inf if one is inf."""
-        frame = pd.DataFrame([vars(r) for r in self.results.values()])
+        frame = pd.DataFrame(list(self.results.values()))
         with np.errstate(divide="ignore"):
             bits = np.log2(MAX_FP16 / frame["max_abs"])
         frame["headroom_bits"] = bits.mask(frame["infs"] > 0, -np.inf)
@@ -167,7 +167,9 @@ class Trace:
 
 def place(at: dict) -> str:
     """An operation in words: its MIL name, kind, source module and shard."""
-    source = ", ".join(filter(None, (at["kind"], at["module"])))
+    source = at["kind"]
+    if at["module"]:
+        source += f", {at['module']}"
     return f"{at['op']} ({source}) of {at['shard']}"
 
 
@@ -292,7 +294,7 @@ def trace_ranges(
         decoders: portable decoders by precision, `exact` before `declared`.
     """
     departure = Departure()
-    ranges = {p: Ranges() for p in decoders}
+    ranges = {precision: Ranges() for precision in decoders}
     size = tile or next(iter(decoders.values())).options.t_max
 
     def hook(precision: str, shard: Shard):
@@ -331,7 +333,7 @@ def trace_package(
     for value, array in arrays.items():
         tensors[value] = torch.from_numpy(np.array(array))
     departure = Departure()
-    ranges = {p: Ranges() for p in ORDER}
+    ranges = {precision: Ranges() for precision in ORDER}
     for precision in ranges:
         executable = miltorch.Executable(program, precision)
         if precision == "exact":
@@ -357,7 +359,8 @@ def _random_inputs(program: miltorch.Program, rng) -> dict[str, np.ndarray]:
     values = {}
     for name, kind in program.inputs.items():
         if kind.dtype.startswith("FLOAT"):
-            values[name] = rng.standard_normal(shapes[name]).astype(np.float32)
+            normal = rng.standard_normal(shapes[name])
+            values[name] = normal.astype(np.float32)
         else:
             values[name] = np.zeros(shapes[name], np.int32)
     return values

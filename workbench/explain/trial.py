@@ -63,7 +63,8 @@ class Trial:
         decoder = Decoder(bundle, exact_runtime(bundle), "exact")
         self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
         scale = bundle.manifest.stream_scale
-        self.embedded = bundle.embed(self.source.ids[None])[0] * scale
+        embedded = bundle.embed(self.source.ids[None])
+        self.embedded = embedded[0] * scale
         self.order = self._order()
 
     def errors(self, variant: Variant, count: int) -> np.ndarray:
@@ -74,7 +75,8 @@ class Trial:
         embedded = self.source.x[0] * variant.embedding
         errors = [metrics.relative_rms(embedded, self.embedded)]
         for layer in range(count):
-            other = self.order.get(layer, layer) != variant.order.get(layer, layer)
+            stored = self.order.get(layer, layer)
+            other = stored != variant.order.get(layer, layer)
             worst = max(self._layer_errors(reference, layer))
             errors.append(max(worst, float(other)))
         return np.nan_to_num(errors, nan=np.inf)
@@ -121,7 +123,8 @@ class Trial:
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
             errors = {}
-            for other in range(max(0, layer - 1), min(L, layer + 2)):
+            first = max(0, layer - 1)
+            for other in range(first, min(L, layer + 2)):
                 own = self.checkpoint.tensor(name.format(other)).numpy()
                 errors[other] = metrics.relative_rms(own, stored)
             best = min(errors, key=errors.get)

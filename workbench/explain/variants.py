@@ -96,10 +96,12 @@ def try_variants(
     for variant in variants(checkpoint, ropes, order, wrong):
         tried[variant.name] = variant
     for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
-        worst[name] = float(errors(tried[name], few).max())
+        of_layers = errors(tried[name], few)
+        worst[name] = float(of_layers.max())
     best = min(tried, key=worst.get)
     if few < L and worst[best] <= fits:
-        worst[best] = float(errors(tried[best], L).max())
+        of_layers = errors(tried[best], L)
+        worst[best] = float(of_layers.max())
     return worst
 
 
@@ -260,7 +262,8 @@ def _rotation(turn: float = 1.0, before: Pair = _same, after: Pair = _same) -> C
     def change(rotate):
         def rotation(q, k, cos, sin):
             cos = cos if turn else torch.ones_like(cos)
-            return after(*rotate(*before(q, k), cos, sin * turn))
+            q, k = before(q, k)
+            return after(*rotate(q, k, cos, sin * turn))
 
         return rotation
 
@@ -295,7 +298,10 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
     if names:
         paths = [f"self_attn.{name}" for name in names]
         yield Variant("q/k norm left out", model=_without(*paths))
-    if names and getattr(attention, names[0]).weight.shape[0] == attention.head_dim:
+    of_heads = (
+        names and getattr(attention, names[0]).weight.numel() == attention.head_dim
+    )
+    if of_heads:
         leave_out, norms = _norms_beside_rope(*names)
         side = "after"
         rotation = _rotation(after=norms)

@@ -28,11 +28,11 @@ Swap = Callable[[torch.Tensor], torch.Tensor]
 def int8_channel(weight: torch.Tensor) -> torch.Tensor:
     """Symmetric int8 with one fp16 scale per output row, as `--compress int8-channel`
     stores it."""
-    largest = weight.flatten(1).abs().amax(1)
+    rows = weight.flatten(1)
+    largest = rows.abs().amax(1, keepdim=True)
     scale = (largest / 127).half().float().clamp(min=2.0**-24)
-    scale = scale.reshape(-1, *[1] * (weight.dim() - 1))
-    codes = (weight / scale).round().clamp(-127, 127)
-    return codes * scale
+    codes = (rows / scale).round().clamp(-127, 127)
+    return (codes * scale).reshape(weight.shape)
 
 
 class WeightTrial:
@@ -123,7 +123,8 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     for kind in weights.kinds:
         everywhere = {(layer, kind) for layer in range(len(errors))}
         with weights.swapped(everywhere):
-            rows.append(pd.DataFrame({"error": errors, "without": weights.errors()}))
+            columns = {"error": errors, "without": weights.errors()}
+            rows.append(pd.DataFrame(columns))
     frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"])
     frame = frame.reset_index()
     share = 1 - (frame["without"] / frame["error"]) ** 2

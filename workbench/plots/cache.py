@@ -47,7 +47,8 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     cells = groups[["expected", "missed", "stray"]].any()
     cells["as expected"] = cells["expected"] & ~cells["missed"]
     calls = rows.groupby("call")["T"].first()
-    starts = rows[rows["expected"]].groupby("call")["slot"].min()
+    expected = rows[rows["expected"]]
+    starts = expected.groupby("call")["slot"].min()
     starts = starts.reindex(calls.index)
     slots = pd.Index(cells["slot"].unique()).sort_values()
     width = PAGE
@@ -58,7 +59,8 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         marked = cells[cells[kind]]
         x = slots.get_indexer(marked["slot"])
         y = calls.index.get_indexer(marked["call"])
-        ax.plot(x + 0.5, y + 0.5, ls="", label=f"{kind} ({len(marked)})", **look)
+        label = f"{kind} ({len(marked)})"
+        ax.plot(x + 0.5, y + 0.5, ls="", label=label, **look)
     ax.set(xlim=(0, len(slots)), xlabel="cache row")
     ax.set(ylim=(len(calls), 0), ylabel="call")
     label_cells(ax.xaxis, slots)
@@ -98,7 +100,8 @@ def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     verdicts = groups["verdict"].agg(_together)
     verdicts = verdicts.unstack().sort_index(axis=1)
     red = cells[cells["verdict"] == "RED"]
-    failing = red.groupby(["row", "context"])["path"].agg("\n✗ ".join)
+    paths = red.groupby(["row", "context"])["path"]
+    failing = paths.agg("\n✗ ".join)
     table = verdicts.loc[cells["row"].drop_duplicates()]
     ax = axes(ax, PAGE * 0.7, 0.9 + 0.2 * len(table))
     texts = failing.unstack().reindex_like(table)
@@ -113,7 +116,10 @@ def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 def _together(verdicts: pd.Series) -> str:
     """RED if one is, GREEN if all are."""
-    return next((v for v in ("RED", "not_run") if v in set(verdicts)), "GREEN")
+    for verdict in ("RED", "not_run"):
+        if verdict in set(verdicts):
+            return verdict
+    return "GREEN"
 
 
 @style()

@@ -98,7 +98,8 @@ def speed_beside(samples: pd.DataFrame, *, by: str) -> Figure:
     """`speed` in a panel for each value of the column `by`, with one scale; all other
     columns as there."""
     groups = list(samples.groupby(by, sort=False))
-    figure, panels = plt.subplots(1, len(groups), figsize=(PAGE, 2.6), sharey=True)
+    size = PAGE, 2.6
+    figure, panels = plt.subplots(1, len(groups), figsize=size, sharey=True)
     for ax, (name, rows) in zip(panels, groups):
         title = speed(rows, ax=ax).get_title("left")
         ax.set_title("")
@@ -123,7 +124,8 @@ def over_time(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         stretches = line.groupby(intervals, observed=True)
         ms = stretches["value"]
         at = stretches["elapsed_s"].mean()
-        (drawn,) = ax.plot(at, ms.median(), marker="", label=f"T = {T}")
+        label = f"T = {T}"
+        (drawn,) = ax.plot(at, ms.median(), marker="", label=label)
         band = {"color": drawn.get_color(), "alpha": 0.2, "linewidth": 0}
         ax.fill_between(at, ms.quantile(0.1), ms.quantile(0.9), **band)
     hot = samples[samples["phase"] == "thermal_pressure"]
@@ -162,7 +164,7 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax, grid, Normalize(0, most if most > 0 else 1), colormaps["cividis"]
     )
     vain = every.notna() & grid.isna()
-    for y, x in zip(*vain.to_numpy().nonzero()):
+    for y, x in np.argwhere(vain.to_numpy()):
         ax.add_patch(Rectangle((x, y), 1, 1, **INVALID | {"facecolor": "white"}))
     write_cells(mesh, grid.map(lambda ms: f"{ms:#.3g}".rstrip("."), na_action="ignore"))
     colour_bar(mesh, ax, "median ms per layer")
@@ -183,7 +185,8 @@ def memory_bar(
     machine's name to its memory in bytes; it may be empty."""
     table = pivot_in_order(parts, "setting", "part", "bytes")
     table = table.astype(float).fillna(0)
-    widest = max(table.sum(axis=1).max(), *budget.values(), 0)
+    totals = table.sum(axis=1)
+    widest = max(totals.max(), *budget.values(), 0)
     scale = 2**20
     unit = "MiB"
     if widest >= _GIB:
@@ -320,7 +323,8 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         fill = "white"
         if pd.notna(row.low):
             fill = "#0072B2"
-            ax.plot([row.low, row.high], [y, y], "-", color=fill, marker="|")
+            ends = [row.low, row.high]
+            ax.plot(ends, [y, y], "-", color=fill, marker="|")
         ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor=fill)
         text = f"{row.ratio:.3g}×"
         if "unit" in shown and row.ratio != 1:
@@ -328,10 +332,11 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             text += ", B better" if better else ", B worse"
         ax.annotate(text, (row.ratio, y), **above)
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
-    reach = 1.5 * max([2, *shown["ratio"], *1 / shown["ratio"]])
+    largest = max([2, *shown["ratio"], *1 / shown["ratio"]])
+    reach = 1.5 * largest
     ax.set(xscale="log", xlim=(1 / reach, reach))
-    for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
-        axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
+    ax.xaxis.set_major_formatter(_one_two_five)
+    ax.xaxis.set_minor_formatter(_one_two_five)
     ax.set_yticks(range(len(shown)), labels=names)
     xlabel = "median of B over median of A"
     if shown["low"].isna().any():
@@ -339,6 +344,13 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set(xlabel=xlabel, ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
     return heading(ax, on_machine("B against A", measures))
+
+
+def _one_two_five(value: float, _) -> str:
+    """The label of a tick on a log scale: none but 1, 2 and 5 times a power of ten."""
+    if f"{value:e}"[0] in "125":
+        return f"{value:g}"
+    return ""
 
 
 @style()
@@ -455,8 +467,8 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ms = predictions[["published_ms", "predicted_ms"]]
     low = ms.min(axis=None) / 2
     high = ms.max(axis=None) * 2
-    ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
     ends = np.array([low, high])
+    ax.plot(ends, ends, color="black", marker="", lw=0.8, label="equal")
     ax.fill_between(ends, 0.7 * ends, 1.3 * ends, color="0.9", label="± 30%")
     names = predictions["figure"].str.split(",").str[0]
     for column in ("chip", "weights"):

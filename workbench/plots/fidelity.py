@@ -276,7 +276,8 @@ def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
     view = replace(view, limits=view.span(view.measured(fidelity)))
     panels = {}
     for name, rows in fidelity.groupby(by, sort=False):
-        Ts = sorted(view.measured(rows)["T"].unique().tolist())
+        measured = view.measured(rows)
+        Ts = sorted(measured["T"].unique().tolist())
         before = boundary
         if isinstance(boundary, dict):
             before = boundary.get(name)
@@ -315,7 +316,8 @@ def _alike(view: View, fidelity: pd.DataFrame, Ts: Sequence[int]) -> bool:
     rows = rows[rows["T"].isin(Ts)]
     if not _finite(rows).all():
         return False
-    values = view.values(rows).groupby([rows["layer"], rows["position"]])
+    cells = [rows["layer"], rows["position"]]
+    values = view.values(rows).groupby(cells)
     span = values.max() - values.min()
     limit = SAME * values.max().abs()
     return bool((span <= limit).all())
@@ -465,4 +467,5 @@ def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]
     title = "parts of the error along the sequence"
-    return _part_lines(axes(ax, PAGE, 2.6), lines.where(lines > 0), title)
+    ax = axes(ax, PAGE, 2.6)
+    return _part_lines(ax, lines.where(lines > 0), title)

@@ -1,6 +1,7 @@
 """Figures of fp16's limits: headroom in bits, and weights that masks fail to block."""
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
@@ -78,7 +79,7 @@ def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax, grid.clip(upper=1), Normalize(0, 1), matplotlib.colormaps["cividis"]
     )
     write_cells(mesh, grid.map(lambda leak: f"{leak:.2f}", na_action="ignore"))
-    for y, x in zip(*grid.isna().to_numpy().nonzero()):
+    for y, x in np.argwhere(grid.isna().to_numpy()):
         text = ax.text(
             x + 0.5, y + 0.5, "NaN ×", ha="center", va="center", weight="bold"
         )
