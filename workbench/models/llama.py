@@ -48,12 +48,8 @@ class DecoderLayer(nn.Module):
         if mixer is None:
             shape = plan.shape(index, options)
             rotary = plan.rotary(index)
-            attention = {
-                "scale": plan.dims.D**-0.5,
-                "rotary": rotary,
-                "fused": fused,
-            } | attention
-            self.self_attn = Attention(C, shape, **attention)
+            own = {"scale": plan.dims.D**-0.5, "rotary": rotary, "fused": fused}
+            self.self_attn = Attention(C, shape, **own | attention)
         bias = flag(config, "mlp_bias")
         self.mlp = GatedMLP(
             C, config.intermediate_size, nn.functional.silu, bias, fused
@@ -74,9 +70,8 @@ class DecoderLayer(nn.Module):
 
 
 def plan(config) -> Plan:
-    return replace(
-        plan_alike(config), close_eps=False
-    )  # bundles of it are older than that option
+    # bundles of it are older than that option
+    return replace(plan_alike(config), close_eps=False)
 
 
 def plan_alike(config, ropes=None, layers=None, partial_rotary: bool = False) -> Plan:
