@@ -141,7 +141,8 @@ def remedies(
     few = ranked.groupby("layer").head(worst)
     by_layer = few.groupby("layer", as_index=False)
     frame = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
-    tensors = set(zip(few["layer"], few["tensor"], strict=True))
+    names = zip(few["layer"], few["tensor"], strict=True)
+    tensors = set(names)
     with weights.swapped(tensors, int8_channel):
         frame["int8-channel"] = weights.errors()[frame["layer"]]
     with weights.swapped(tensors):

@@ -28,7 +28,8 @@ GROUP = 64  # values along head_dim that share one scale
 # token
 OUTLIER = 0.25
 IDS = "ids"
-CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
+PARTS = ".codes", ".scale", ".low"
+CODES, SCALE, LOW = PARTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +111,10 @@ def shapes(
 def group(D: int) -> int:
     """The number of values that share a scale: the largest divisor of head_dim up to
     64."""
-    return next(n for n in range(min(GROUP, D), 0, -1) if D % n == 0)
+    size = min(GROUP, D)
+    while D % size:
+        size -= 1
+    return size
 
 
 def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -122,13 +126,16 @@ def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
         actual = f"head_dim {D}, {beyond} values beyond fp16"
         needed = "finite values in fp16's range and an even head_dim"
         raise InputError("q4", actual, needed, "save as fp16")
-    grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(D))
+    groups = (*rows.shape[:-1], -1, group(D))
+    grouped = rows.astype(np.float32).reshape(groups)
     low = _fp16(grouped.min(-1), -np.inf)
-    scale = _fp16((grouped.max(-1) - low) / np.float32(15), np.inf)
+    reach = grouped.max(-1) - low
+    scale = _fp16(reach / np.float32(15), np.inf)
     steps = np.where(scale > 0, scale, 1).astype(np.float32)
     codes = np.rint((grouped - low[..., None]) / steps[..., None])
     codes = codes.astype(np.uint8).reshape(rows.shape)
-    return codes[..., ::2] | codes[..., 1::2] << 4, scale, low
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return pairs, scale, low
 
 
 def dequantize_groups(
@@ -137,7 +144,8 @@ def dequantize_groups(
     """The inverse of `quantize_groups`: rows [..., D] float32, low + code · scale."""
     values = np.stack([codes & 15, codes >> 4], -1)  # [..., D / 2, 2]
     values = values.reshape(*scale.shape, -1)  # [..., D / group, group]
-    rows = values.astype(np.float32) * scale[..., None] + low[..., None]
+    values = values.astype(np.float32)
+    rows = values * scale[..., None] + low[..., None]
     return rows.reshape(*codes.shape[:-1], -1)
 
 

@@ -78,7 +78,8 @@ class Store:
         self.identity = decoder.identity
         self.manifest = decoder.manifest
         S = self.manifest.options.max_seq_len
-        self.block = block or min(256, max(4, 1 << (S // 4).bit_length() - 1))
+        quarter = 1 << (S // 4).bit_length() - 1
+        self.block = block or min(256, max(4, quarter))
         self.hot_bytes = hot_bytes
         exact = decoder.arithmetic == "exact"
         self.dtype = "float32" if exact else "float16"
