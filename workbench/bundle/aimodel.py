@@ -29,9 +29,8 @@ def optional(name: str) -> ModuleType:
         InputError: they are not installed; the message names the extra.
     """
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # about the version of torch that it was made for
+        # about the version of torch that it was made for
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
     except ImportError as problem:
@@ -55,20 +54,22 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
     Raises:
         InputError: a text that names no parts, or a part beyond the file.
     """
-    parts, program = {}, np.memmap(package / PROGRAM, np.uint8, "r")
+    parts = {}
+    program = np.memmap(package / PROGRAM, np.uint8, "r")
     for role, dtype, sizes, offset in PART.findall(text):
-        shape, start = tuple(map(int, sizes.split(","))), int(offset)
-        bits = 8 * NUMPY[dtype]().nbytes if dtype in NUMPY else int(dtype.strip("uint"))
-        raw = program[start : start + (math.prod(shape) * bits + 7) // 8]
-        if len(raw) * 8 < math.prod(shape) * bits:
+        shape = tuple(map(int, sizes.split(",")))
+        start = int(offset)
+        count = math.prod(shape)
+        bits = int(dtype.strip("fpuint"))
+        raw = program[start : start + (count * bits + 7) // 8]
+        if len(raw) * 8 < count * bits:
             parts.clear()
             break
         if dtype in NUMPY:
-            parts[role] = np.array(raw).view(NUMPY[dtype]).reshape(shape)
+            values = np.array(raw).view(NUMPY[dtype])
         else:
-            parts[role] = unpacked(
-                raw, bits, dtype[0] == "i", math.prod(shape)
-            ).reshape(shape)
+            values = unpacked(raw, bits, dtype[0] == "i", count)
+        parts[role] = values.reshape(shape)
     if not parts:
         raise InputError(
             f"weight {text!r} of {package.name}",
@@ -86,9 +87,8 @@ def unpacked(raw: np.ndarray, bits: int, signed: bool, count: int) -> np.ndarray
     values = np.packbits(planes, axis=1, bitorder="little").reshape(-1)
     if not signed:
         return values
-    return ((values ^ (1 << (bits - 1))).astype(np.int16) - (1 << (bits - 1))).astype(
-        np.int8
-    )
+    sign = 1 << (bits - 1)
+    return ((values ^ sign).astype(np.int16) - sign).astype(np.int8)
 
 
 def dense(parts: dict[str, np.ndarray]) -> np.ndarray:

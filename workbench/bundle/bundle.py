@@ -29,15 +29,16 @@ FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
     """Entries of the files at `paths` (folders: everything below), relative to `root`,
     in a stable order."""
-    files = sorted(f for path in paths for f in (path, *path.rglob("*")) if f.is_file())
-    return [
-        FileEntry(
-            path=f.relative_to(root).as_posix(),
-            bytes=f.stat().st_size,
-            sha256=sha256(f),
-        )
-        for f in files
-    ]
+    entries = []
+    files = list(paths)
+    for path in paths:
+        files += path.rglob("*")
+    for file in sorted(files):
+        if file.is_file():
+            name = file.relative_to(root).as_posix()
+            size = file.stat().st_size
+            entries.append(FileEntry(path=name, bytes=size, sha256=sha256(file)))
+    return entries
 
 
 class Bundle:
@@ -47,7 +48,8 @@ class Bundle:
     mtime)."""
 
     def __init__(self, root: Path, manifest: Manifest):
-        self.root, self.manifest = root, manifest
+        self.root = root
+        self.manifest = manifest
         self._embedding = None
 
     @classmethod
@@ -58,9 +60,8 @@ class Bundle:
             InputError: no bundle there, an unknown version, a file missing, truncated,
                 changed, outside it, or in a shard's package without being listed.
         """
-        root = paths.bundle(
-            path
-        ).resolve()  # `.` has no name to call the files beside it after
+        # `.` has no name to call the files beside it after
+        root = paths.bundle(path).resolve()
         try:
             bundle = cls(root, read_manifest(root / MANIFEST_NAME))
             bundle.verify()
@@ -74,11 +75,10 @@ class Bundle:
 
     @property
     def files(self) -> list[FileEntry]:
-        m = self.manifest
-        return [f for s in m.shards for f in s.files] + [
-            m.embedding.file,
-            *m.tokens.files,
-        ]
+        files = []
+        for shard in self.manifest.shards:
+            files += shard.files
+        return [*files, self.manifest.embedding.file, *self.manifest.tokens.files]
 
     @property
     def bytes(self) -> int:
@@ -114,17 +114,16 @@ class Bundle:
     def verify(self) -> None:
         """Checks every file against the manifest; hashes those whose size or mtime
         changed since the last check."""
-        before, marks = {}, {}
+        before = {}
+        marks = {}
         with suppress(OSError, ValueError):
             before = json.loads(self._marks_file.read_text())
         for entry in self.files:
             path = self.root / entry.path
             self._check_plain(path, entry)
             marks[entry.path] = self._mark(entry)
-            known = (
-                isinstance(before, dict) and before.get(entry.path) == marks[entry.path]
-            )
-            if not known and sha256(path) != entry.sha256:
+            known = isinstance(before, dict) and before.get(entry.path)
+            if known != marks[entry.path] and sha256(path) != entry.sha256:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
         self._check_unlisted()
         self._check_embedding()
@@ -141,7 +140,8 @@ class Bundle:
         }
         for folder in sorted(folders | tokenizer - {PurePosixPath(".")}):
             for parent, below, names in os.walk(self.root / folder, onerror=_raise):
-                for path in (Path(parent, name) for name in sorted([*below, *names])):
+                for name in sorted([*below, *names]):
+                    path = Path(parent, name)
                     if path.is_symlink():
                         raise _damaged(path, "a symlink")
                     if path not in listed and path.name != FINDER and not path.is_dir():
@@ -157,7 +157,8 @@ class Bundle:
         not fit the model."""
         from safetensors import SafetensorError, safe_open
 
-        path, dims = self.root / self.manifest.embedding.file.path, self.manifest.dims
+        path = self.root / self.manifest.embedding.file.path
+        dims = self.manifest.dims
         try:
             with safe_open(path, "numpy") as table:
                 tensors = {name: table.get_slice(name) for name in table.keys()}
@@ -169,7 +170,8 @@ class Bundle:
             if one in tensors and other not in tensors:
                 raise _damaged(path, f"{one} without {other}")
         for name, tensor in tensors.items():
-            dtype, shape = tensor.get_dtype(), tensor.get_shape()
+            dtype = tensor.get_dtype()
+            shape = tensor.get_shape()
             expected = [dims.V, dims.C] if name == "weight" else [dims.C]
             if dtype not in ("F16", "F32") or shape != expected:
                 raise _damaged(
@@ -177,9 +179,8 @@ class Bundle:
                 )
 
     def _check_plain(self, path: Path, entry: FileEntry) -> None:
-        if any(
-            p.is_symlink() for p in [path, *path.parents][: len(Path(entry.path).parts)]
-        ):
+        below_root = [path, *path.parents][: len(Path(entry.path).parts)]
+        if any(part.is_symlink() for part in below_root):
             raise _damaged(path, "a symlink")
         if not path.is_file():
             raise _damaged(path, "no file")
@@ -213,13 +214,11 @@ class Bundle:
         if self._embedding is None:
             from safetensors import safe_open
 
-            self._embedding = safe_open(
-                self.root / self.manifest.embedding.file.path, "numpy"
-            )
+            path = self.root / self.manifest.embedding.file.path
+            self._embedding = safe_open(path, "numpy")
         table = self._embedding
-        weight = table.get_slice(
-            "weight"
-        )  # read row by row: the table stays in its file
+        # read row by row: the table stays in its file
+        weight = table.get_slice("weight")
         rows = np.concatenate([weight[i : i + 1] for i in np.ravel(ids).tolist()])
         hidden = rows.reshape(*np.shape(ids), -1).astype(np.float32)
         if "bias" in table.keys():  # a file, not a dict

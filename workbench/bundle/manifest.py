@@ -206,26 +206,24 @@ class Options(ManifestModel):
     def plane(self, width: int) -> list[int | str]:
         """The shape of an activation of `width` channels: [B, width, T, 1] or [B,
         width, 1, T]."""
-        return (
-            [self.batch, width, "T", 1]
-            if self.layout == "bct1"
-            else [self.batch, width, 1, "T"]
-        )
+        if self.layout == "bct1":
+            return [self.batch, width, "T", 1]
+        return [self.batch, width, 1, "T"]
 
     def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
         """Shapes of the rotary tables (`half` = D_rotary / 2) and masks of a layer; a
         ring has a separate write mask."""
-        B, rows, suffix = self.batch, self.slots(layer.window), layer.suffix
+        B = self.batch
+        rows = self.slots(layer.window)
+        suffix = layer.suffix
+        write_mask = KV_WRITE_MASK
+        if self.ring(layer.window):
+            write_mask += suffix
         return {
             ROPE_COS + suffix: [B, 1, "T", half],
             ROPE_SIN + suffix: [B, 1, "T", half],
             ATTN_MASK + suffix: [B, 1, "T", rows],
-            KV_WRITE_MASK + (suffix if self.ring(layer.window) else ""): [
-                B,
-                1,
-                rows,
-                "T",
-            ],
+            write_mask: [B, 1, rows, "T"],
         }
 
 
@@ -279,11 +277,9 @@ class StateEntry(ManifestModel):
     @property
     def index(self) -> tuple[slice, ...]:
         """The part of `tensor` as an index."""
-        return (
-            (slice(None),)
-            if self.part is None
-            else tuple(slice(*span) for span in self.part)
-        )
+        if self.part is None:
+            return (slice(None),)
+        return tuple(slice(*span) for span in self.part)
 
 
 class Shard(ManifestModel):
@@ -350,9 +346,8 @@ class Manifest(ManifestModel):
     tokens: Tokens
     checkpoint: dict[str, str]  # name, sha256, dtype
     packages: dict[str, str]
-    residual_exponent: int = (
-        0  # `x` and `hidden` of every shard are 2^-exponent of the model's
-    )
+    # `x` and `hidden` of every shard are 2^-exponent of the model's
+    residual_exponent: int = 0
     shards: list[Shard]
 
     @property
@@ -362,22 +357,24 @@ class Manifest(ManifestModel):
 
     @model_validator(mode="after")
     def _whole(self):
-        L, V, shards = self.dims.L, self.dims.V, self.shards
-        ropes, used = (
-            [rope.name for rope in self.rope],
-            {layer.rope for layer in self.layers},
-        )
-        covered = [
-            i
-            for s in shards
-            if s.kind in ("layers", "router")
-            for i in range(*s.layers)
-        ]
-        rows = [s.rows for s in shards if s.kind == "head"]
+        L = self.dims.L
+        V = self.dims.V
+        ropes = [rope.name for rope in self.rope]
+        used = {layer.rope for layer in self.layers}
+        windows = {(layer.rope, layer.window) for layer in self.layers}
+        paths = {shard.path for shard in self.shards}
+        covered = []
+        edges = [0]
+        for shard in self.shards:
+            if shard.kind in ("layers", "router"):
+                covered += range(*shard.layers)
+            elif shard.kind == "head":
+                edges += shard.rows
+        edges.append(V)
         for fault, text in (
             (len(self.layers) != L, f"{len(self.layers)} layer entries for L = {L}"),
             (
-                len({(layer.rope, layer.window) for layer in self.layers}) > len(used),
+                len(windows) > len(used),
                 "layers of one rope table differ in their windows",
             ),
             (
@@ -385,10 +382,10 @@ class Manifest(ManifestModel):
                 "the shards do not cover every decoder layer once, in order",
             ),
             (
-                [r[0] for r in rows] + [V] != [0] + [r[1] for r in rows],
+                edges[::2] != edges[1::2],
                 "the head slices do not cover the vocabulary once, in order",
             ),
-            (len({s.path for s in shards}) < len(shards), "two shards have one path"),
+            (len(paths) < len(self.shards), "two shards have one path"),
             (
                 len(set(ropes)) < len(ropes) or not used <= set(ropes),
                 f"rope tables {_listed(ropes)} for layers that use {_listed(sorted(used))}",
@@ -396,7 +393,7 @@ class Manifest(ManifestModel):
         ):
             if fault:
                 raise ValueError(text)
-        for shard in shards:
+        for shard in self.shards:
             for entry in shard.files:
                 if PurePosixPath(shard.path) not in PurePosixPath(entry.path).parents:
                     raise ValueError(
@@ -429,17 +426,18 @@ class Manifest(ManifestModel):
 
     def _check_states(self, shard: Shard) -> None:
         for name, state in shard.states.items():
-            where, (index, leaf) = (
-                f"shard {shard.name}: state {name}",
-                split_layer(name),
-            )
+            where = f"shard {shard.name}: state {name}"
+            index, leaf = split_layer(name)
             if index not in range(*shard.layers) or name != f"layers.{index}.{leaf}":
                 raise ValueError(f"{where} is of none of its layers")
             if leaf not in KINDS:
                 raise ValueError(f"{where} is of no kind that a decoder knows")
-            window, ring = self.layers[index].window, None
+            window = self.layers[index].window
+            ring = None
             if is_cache(name):
-                options, d, ring = self.options, self.dims, self.options.ring(window)
+                options = self.options
+                d = self.dims
+                ring = options.ring(window)
                 shape = [options.batch, d.H_kv, options.slots(window), d.D]
                 if state.shape != shape:
                     raise ValueError(
@@ -449,7 +447,9 @@ class Manifest(ManifestModel):
                 raise ValueError(
                     f"{where} has ring = {state.ring}, but options say {ring}"
                 )
-            spans = [(0, n) for n in state.shape] if state.part is None else state.part
+            spans = state.part
+            if spans is None:
+                spans = [(0, n) for n in state.shape]
             sizes = [stop - start for start, stop in spans]
             if min(sizes) < 1 or min(spans)[0] < 0 or prod(sizes) != prod(state.shape):
                 raise ValueError(

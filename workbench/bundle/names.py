@@ -11,14 +11,16 @@ import re
 X, HIDDEN = "x", "hidden"  # [B, C, T, 1]: input of a shard, output of decoder layers
 LOGITS = "logits_k"  # [B, rows, T, 1]: one slice of the vocabulary
 # [B, 1, T, D_rotary / 2]; plus the suffix of the layer's rope table
-ROPE_COS, ROPE_SIN = "rope_cos", "rope_sin"
+ROPE_COS = "rope_cos"
+ROPE_SIN = "rope_sin"
 ATTN_MASK = "attn_mask"  # [B, 1, T, S], added to scores; plus the suffix
 # [B, 1, S, T], one-hot columns: the cache row that each token takes
 KV_WRITE_MASK = "kv_write_mask"
 POS = "pos"  # [1] int32: the cache row of the first token, with kv_write = slice
 # [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among a call's
 # valid columns and, where these are fewer, among the n that a state holds
-TAIL_SELECT, TAIL_KEEP = "tail_select", "tail_keep"
+TAIL_SELECT = "tail_select"
+TAIL_KEEP = "tail_keep"
 # [B, n, n + t_max], one-hot rows: where in a tail that can be undone its last n columns
 # are
 TAIL_FIRST = "tail_first"
@@ -28,7 +30,8 @@ ACCEPT = (
 )
 ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"  # [B, R, T, 1]
 # [B, C, T, 1]: the layer's output without its expert, the expert's input
-BASE, EXPERT_IN = "base", "expert_in"
+BASE = "base"
+EXPERT_IN = "expert_in"
 ROUTER_PROBS, ROUTER_SCORES = "router_probs", "router_scores"  # [B, E + 1, T, 1]
 EXPERT_WEIGHT, ACC = (
     "expert_weight",
@@ -40,7 +43,8 @@ CONV_STATE, V_DELAYED_STATE = (
     "v_delayed_state",
 )  # [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
 # [B, H, K, V], and what the last call will add to it: [B, H, t_max, K + V + 32]
-MATRIX_STATE, PENDING_STATE = "matrix_state", "pending_state"
+MATRIX_STATE = "matrix_state"
+PENDING_STATE = "pending_state"
 REMAINDER_STATE = "remainder_state"  # [B, H, K, V]: what rounding cut off the matrix
 KV_STATE, SIDE_STATE = "kv_state", "side_state"  # the tensors of packed states
 

@@ -33,7 +33,8 @@ class Writer:
     """
 
     def __init__(self, target: Path):
-        self.target, self.root = target, paths.partial(target)
+        self.target = target
+        self.root = paths.partial(target)
         self.root.mkdir(parents=True, exist_ok=True)
         another = InputError(
             f"bundle {target}",
@@ -59,9 +60,8 @@ class Writer:
         self.close()
 
     def _remove_if_empty(self) -> None:
-        with suppress(
-            OSError
-        ):  # there is something to resume, or it is the bundle by now
+        # an error: there is something to resume, or it is the bundle by now
+        with suppress(OSError):
             self.root.rmdir()
 
     def resume(self, identity: dict) -> None:

@@ -38,12 +38,14 @@ from workbench.errors import InputError
 
 PANEL = "Where an error comes from"
 
+ExportedFrom = Annotated[
+    Path, Option(help="The checkpoint that the bundle was exported from.")
+]
+
 
 def error_command(
     bundle: Path,
-    checkpoint: Annotated[
-        Path, Option(help="The checkpoint that the bundle was exported from.")
-    ],
+    checkpoint: ExportedFrom,
     golden: GoldenPath = None,
     prompt_ids: Ids = None,
     prompt: Prompt = None,
@@ -74,44 +76,32 @@ def error_command(
 
     if weights:
         core_ml_only(opened, "--weights")
-    source, runtime = (
-        Checkpoint(checkpoint),
-        resolve(runtime, opened.manifest.options.target),
-    )
+    source = Checkpoint(checkpoint)
+    runtime = resolve(runtime, opened.manifest.options.target)
     exact_runtime(opened)
-    text_options = {
-        "prompt": prompt,
-        "text": text,
-        "tokens": tokens,
-        "tokenizer": source.path,
-    }
-    ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **text_options)
+    texts = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
+    ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **texts)
     reference = Golden.load(golden) if golden else make_golden(source, ids)
     how = {"runtime": runtime, "compute_units": compute_units}
     splits = error.split_error(
         source, opened, ids, reference=reference, **how, progress=not json
     )
-    frames = {
-        "layers": splits["isolated"].layers(),
-        "chained": splits["chained"].layers(),
-    }
+    frames = {"layers": splits["isolated"].layers()}
+    frames["chained"] = splits["chained"].layers()
     if weights:
         trial = weighing.WeightTrial(opened, source, reference)
         frames["weights"] = weighing.costs(trial)
         frames["remedies"] = weighing.remedies(trial, frames["weights"])
     checks = error.error_gates(splits)
-    result = {
-        "verdict": gates.verdict(checks),
-        "gates": [gate.json() for gate in checks],
-        **{name: gates.records(frame) for name, frame in frames.items()},
-        "shares": splits["isolated"].shares().to_dict(),
-        "residual": max(s.residual for s in splits.values()),
-    }
-    if log:
-        _record(opened, "error", result, **how)
+    result = {"verdict": gates.verdict(checks), "gates": [g.json() for g in checks]}
     lines = [result["verdict"], *gate_lines(checks)]
     for name, frame in frames.items():
+        result[name] = gates.records(frame)
         lines += ["", name, frame.to_string(index=False, float_format="%.3g")]
+    result["shares"] = splits["isolated"].shares().to_dict()
+    result["residual"] = max(split.residual for split in splits.values())
+    if log:
+        _record(opened, "error", result, **how)
     show(result, json, lines)
 
 
@@ -134,12 +124,7 @@ def _record(
 
 
 def explain_command(
-    bundle: Path,
-    checkpoint: Annotated[
-        Path, Option(help="The checkpoint that the bundle was exported from.")
-    ],
-    log: Log = False,
-    json: Json = False,
+    bundle: Path, checkpoint: ExportedFrom, log: Log = False, json: Json = False
 ) -> None:
     """Finds the variant of the checkpoint's model that a faulty bundle computes:
     another rope, norm, window, scale, order of layers …
@@ -160,16 +145,13 @@ def explain_command(
     fits = variants.fitting(frame)
     result = {"fits": fits, "variants": gates.records(frame)}
     if log:
-        row = {
-            "runtime": "portable",
-            "precision": "exact",
-            "config": gates.jsonable(result),
-        }
+        row = {"runtime": "portable", "precision": "exact"}
+        row["config"] = gates.jsonable(result)
         record("explain", result, opened, row)
-    lines = [
-        f"{row['relative_rms']:<12.3g}{row['name']}" for row in frame.to_dict("records")
-    ]
-    show(result, json, [variants.conclusion(fits), *lines])
+    lines = [variants.conclusion(fits)]
+    for row in frame.itertuples():
+        lines.append(f"{row.relative_rms:<12.3g}{row.name}")
+    show(result, json, lines)
 
 
 def trace_command(
@@ -194,16 +176,14 @@ def trace_command(
     if not adopted:
         paths.bundle_or_package(source)
     look_at(golden, None)
+    bundle = None
     if (source / paths.BUNDLE).exists():
         bundle = workbench.Bundle.open(source)
-    else:
-        bundle = None
     from workbench.explain import trace
 
     if bundle:
-        ranges = trace.trace_bundle(
-            bundle, prompt_of(golden, prompt_ids, bundle.manifest.dims.V)
-        )
+        ids = prompt_of(golden, prompt_ids, bundle.manifest.dims.V)
+        ranges = trace.trace_bundle(bundle, ids)
     elif adopted:
         from workbench.cli.adopt import traced
 
@@ -229,7 +209,8 @@ def trace_command(
     lines = [result["verdict"], *gate_lines(ranges.gates())]
     lines.append(f"{result['ops']} results; the largest:")
     for row in result["worst"]:
-        bits, largest = float(row["headroom_bits"]), float(row["max_abs"])
+        bits = float(row["headroom_bits"])
+        largest = float(row["max_abs"])
         lines.append(f"{bits:>8.2f} bits  {largest:<12.6g}{trace.place(row)}")
     show(result, json, lines)
 
@@ -243,13 +224,15 @@ def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
 
     import miltorch
 
-    subject, names = f"--inputs {path}", miltorch.read(package, function).inputs
+    subject = f"--inputs {path}"
+    names = miltorch.read(package, function).inputs
     # AttributeError: the file holds a single array
     unreadable = (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile)
     try:
         arrays = dict(np.load(path).items())
     except unreadable as problem:
-        needed, step = "arrays by name (.npz)", "write it with numpy.savez"
+        needed = "arrays by name (.npz)"
+        step = "write it with numpy.savez"
         raise InputError(subject, type(problem).__name__, needed, step) from None
     if unknown := ", ".join(sorted(arrays.keys() - names.keys())):
         needed = f"some of {', '.join(names)}"

@@ -87,41 +87,39 @@ def export_command(
     arguments = locals()
     paths.checkpoint(checkpoint)
     paths.new(bundle)
-    if functions is not None:
-        arguments["functions"] = parse_ids(functions, "--functions", "1,4")
-    from workbench.bundle import Options
-
-    names = [name for name in Options.model_fields if arguments[name] is not None]
-    options = {name: arguments[name] for name in names}
-    how = {"progress": not json, "plain": plain, "verify_stamps": verify_stamps}
-    start = time.perf_counter()
-    exported = workbench.export.export(checkpoint, bundle, **how, **options)
-    seconds = time.perf_counter() - start
-    result = {"bundle": str(bundle)} | _export_result(exported, seconds)
+    result = _export(arguments, not json)
     show(result, json, [_export_line(result)])
 
 
 def _export_line(result: dict) -> str:
-    line = (
-        "{bundle}: {family}, {layers} layers in {shards} shards ({stamped} stamped), "
-    )
-    return (
-        line.format(**result)
-        + f"{result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"
-    )
+    """An export's result in one line."""
+    shards = "{layers} layers in {shards} shards ({stamped} stamped)".format(**result)
+    size = f"{result['bytes'] / 2**20:.1f} MiB"
+    seconds = f"{result['seconds']:.1f} s"
+    return f"{result['bundle']}: {result['family']}, {shards}, {size}, {seconds}"
 
 
-def _export_result(bundle, seconds: float) -> dict:
-    """Sizes and seconds of an export; `peak_rss_bytes` is this process's largest
-    resident size."""
+def _export(arguments: dict, progress: bool) -> dict:
+    """Exports with the command's arguments. Returns sizes and seconds;
+    `peak_rss_bytes` is this process's largest resident size."""
     from workbench.ane.memory import peak_rss
+    from workbench.bundle import Options
 
-    how = [shard.how for shard in bundle.manifest.shards]
+    if arguments["functions"] is not None:
+        functions = parse_ids(arguments["functions"], "--functions", "1,4")
+        arguments["functions"] = functions
+    names = [*Options.model_fields, "checkpoint", "bundle", "plain", "verify_stamps"]
+    options = {name: arguments[name] for name in names if arguments[name] is not None}
+    start = time.perf_counter()
+    exported = workbench.export.export(progress=progress, **options)
+    seconds = time.perf_counter() - start
+    how = [shard.how for shard in exported.manifest.shards]
     return {
-        "family": bundle.manifest.family,
+        "bundle": str(arguments["bundle"]),
+        "family": exported.manifest.family,
         "shards": len(how),
-        "layers": bundle.manifest.dims.L,
-        "bytes": bundle.bytes,
+        "layers": exported.manifest.dims.L,
+        "bytes": exported.bytes,
         "converted": how.count("converted"),
         "stamped": how.count("stamped"),
         "seconds": round(seconds, 3),
@@ -161,10 +159,7 @@ def golden_command(
     opened = workbench.Bundle.open(bundle) if bundle else None
     look_at_prompt(prompt_ids, prompt, text)
     target = workbench.Bundle.open(for_bundle) if for_bundle else None
-    from workbench.check import gates, verdict
-    from workbench.check.device import reference_path, stored_reference
     from workbench.check.golden import check_exported_from, make_golden, stored_weights
-    from workbench.check.validate import bug_gates
     from workbench.models.checkpoint import Checkpoint
 
     source = Checkpoint(checkpoint)
@@ -177,27 +172,32 @@ def golden_command(
     golden = make_golden(source, ids, *weights)
     golden.save(out)
     size = out.stat().st_size
-    result = {
-        "golden": str(out),
-        "tokens": len(ids),
-        "layers": len(golden.x),
-        "bytes": size,
-    }
-    lines = [
-        f"{out}: {len(ids)} tokens, {len(golden.x)} layers, {size / 2**20:.1f} MiB"
-    ]
+    layers = len(golden.x)
+    result = {"golden": str(out), "tokens": len(ids), "layers": layers, "bytes": size}
+    lines = [f"{out}: {len(ids)} tokens, {layers} layers, {size / 2**20:.1f} MiB"]
     if target:
-        checks = bug_gates(target, source, progress=not json)
-        files = [verdict.save(target, checks), reference_path(target, out)]
-        stored_reference(target, golden, out)
-        result |= {
-            "verdict": gates.verdict(checks),
-            "gates": [gate.json() for gate in checks],
-        }
-        result["reference"] = str(files[1])
-        lines += [f"copy with it {target.root} and {files[1]}", result["verdict"]]
-        lines += gate_lines(checks)
+        more, text = _validating_files(target, source, golden, out, not json)
+        result |= more
+        lines += text
     show(result | golden.meta, json, lines)
+
+
+def _validating_files(
+    target, source, golden, out: Path, progress: bool
+) -> tuple[dict, list[str]]:
+    """Writes the verdict of a bundle's own gates and the device gate's reference; what
+    the command prints of them, as JSON and as lines."""
+    from workbench.check import gates, verdict
+    from workbench.check.device import reference_path, stored_reference
+    from workbench.check.validate import bug_gates
+
+    checks = bug_gates(target, source, progress=progress)
+    verdict.save(target, checks)
+    stored_reference(target, golden, out)
+    reference = str(reference_path(target, out))
+    result = {"verdict": gates.verdict(checks), "gates": [g.json() for g in checks]}
+    lines = [f"copy with it {target.root} and {reference}", result["verdict"]]
+    return result | {"reference": reference}, lines + gate_lines(checks)
 
 
 def check_writable(out: Path) -> None:

@@ -58,39 +58,44 @@ class Split:
         for part in PARTS:
             frame[part] = None
             if part in self.parts:
-                frame[part] = metrics.over(_rms(self.parts[part]), scale)
+                error = _rms(self.parts[part])
+                frame[part] = metrics.over(error, scale)
         frame["total"] = metrics.over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
-        squared = (frame["total"] ** 2).where(frame["total"] > 0)
-        frame["cross"] = ((frame["total"] ** 2 - frame["rss"] ** 2) / squared).fillna(
-            0.0
-        )
+        squared = frame["total"] ** 2
+        cross = (squared - frame["rss"] ** 2) / squared
+        frame["cross"] = cross.where(frame["total"] > 0, 0.0)
         return frame
 
     def positions(self) -> pd.DataFrame:
         """Relative RMS of each measured part and of the total per layer and
         position."""
         scale = metrics.rms(self.reference)  # [L, n]
-        columns = dict(zip(("layer", "position"), np.indices(scale.shape), strict=True))
-        for name, part in (self.parts | {"total": self.total}).items():
-            columns[name] = metrics.over(metrics.rms(part), scale)
-        return pd.DataFrame({name: column.ravel() for name, column in columns.items()})
+        layer, position = np.indices(scale.shape)
+        frame = pd.DataFrame({"layer": layer.ravel()})
+        frame["position"] = position.ravel()
+        parts = self.parts | {"total": self.total}
+        for name, part in parts.items():
+            errors = metrics.over(metrics.rms(part), scale)
+            frame[name] = errors.ravel()
+        return frame
 
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part
         table whose cells sum to 1."""
-        flat = np.stack([part.ravel() for part in self.parts.values()])
         names = list(self.parts)
-        return pd.DataFrame(
-            flat @ flat.T / ((self.total**2).sum() or 1.0), names, names
-        )
+        vectors = np.stack(list(self.parts.values()))
+        flat = vectors.reshape(len(names), -1)
+        squared = (self.total**2).sum() or 1.0
+        return pd.DataFrame(flat @ flat.T / squared, names, names)
 
     @property
     def residual(self) -> float:
         """The relative RMS of the difference between the parts' sum and the total, in
         the worst layer."""
         rest = sum(self.parts.values()) - self.total
-        return float(metrics.over(_rms(rest), _rms(self.reference)).max())
+        errors = metrics.over(_rms(rest), _rms(self.reference))
+        return float(errors.max())
 
 
 def _rms(vectors: np.ndarray) -> np.ndarray:
@@ -126,8 +131,9 @@ def split_error(
     stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
     for mode, *updates in zip(MODES, *stages.values(), strict=True):
-        updates = np.stack([source.update.astype(np.float64), *updates])
-        parts = dict(zip(stages, np.diff(updates, axis=0), strict=True))
+        updates = np.stack([np.float64(source.update), *updates])
+        differences = np.diff(updates, axis=0)
+        parts = dict(zip(stages, differences, strict=True))
         splits[mode] = Split(updates[0], updates[-1], parts)
     return splits
 
@@ -142,7 +148,8 @@ def _runs(bundle: Bundle, runtime: str) -> list[tuple[str, str, str]]:
     if bundle.manifest.options.target == "coreml":
         runs.append(("precision", "portable", "declared"))
         runtime = resolve(runtime)
-        runs += [] if runtime == "portable" else [("runtime", runtime, "declared")]
+        if runtime != "portable":
+            runs.append(("runtime", runtime, "declared"))
     return runs
 
 
@@ -151,26 +158,17 @@ def _stages(
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in
     order."""
-    for part, read in (
-        ("storage", golden.fp16_weights),
-        ("quantization", golden.stored_weights),
-    ):
+    readers = {"storage": golden.fp16_weights, "quantization": golden.stored_weights}
+    for part, read in readers.items():
         weights = read(checkpoint, bundle)
-        goldens = []
-        for fed in ((source.x, source.router), ()):
-            goldens.append(
-                golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
-            )
-        yield part, [stored.update.astype(np.float64) for stored in goldens]
+        arguments = checkpoint, source.ids, weights, "stored"
+        isolated = golden.make_golden(*arguments, source.x, source.router)
+        chained = golden.make_golden(*arguments)
+        yield part, [np.float64(isolated.update), np.float64(chained.update)]
     for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
-        yield (
-            part,
-            [
-                updates(decoder, source, T or decoder.options.t_max, mode)
-                for mode in MODES
-            ],
-        )
+        tokens = T or decoder.options.t_max
+        yield part, [updates(decoder, source, tokens, mode) for mode in MODES]
 
 
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
@@ -187,12 +185,13 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
         step = "export with --layers-per-shard 1"
         subject = f"bundle {decoder.bundle.root.name}"
         raise InputError(subject, actual, "one layer a shard", step)
-    after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(
-        np.float64
-    )
+    layers = range(len(source.x))
+    after = np.stack([trace.hidden[layer] for layer in layers])
+    after = after.astype(np.float64)
     if mode == "isolated":
         return after - trace.x
-    embedded = decoder.bundle.embed(source.ids[None]) * decoder.manifest.stream_scale
+    embedded = decoder.bundle.embed(source.ids[None])
+    embedded = embedded * decoder.manifest.stream_scale
     return after - np.concatenate([embedded, after[:-1]])
 
 
@@ -203,10 +202,14 @@ def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())
     exact = "exact arithmetic on the stored weights against Hugging Face, relative RMS"
-    exact += f": layer {worst}"
     added = "sum of the parts against the total, relative RMS"
     return [
-        gates.at_most("reauthoring", float(errors[worst]), gates.REAUTHORING, exact),
+        gates.at_most(
+            "reauthoring",
+            float(errors[worst]),
+            gates.REAUTHORING,
+            f"{exact}: layer {worst}",
+        ),
         gates.at_most("parts_telescope", residual, gates.TELESCOPE, added),
     ]
 
@@ -214,7 +217,8 @@ def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
 def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
     """The conclusion from the parts of isolated layers and from the remedies for their
     weights."""
-    layers, shares = split.layers(), split.shares()
+    layers = split.layers()
+    shares = split.shares()
     own = pd.Series(np.diag(shares), shares.index)
     part = own.idxmax()
     worst = layers.loc[layers["total"].idxmax()]

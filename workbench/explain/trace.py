@@ -7,7 +7,7 @@ each result once, and `narrow` also rounds partial sums. Bundles are traced over
 prompt, any other package over named or random inputs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +53,9 @@ class Range:
     def add(self, x: torch.Tensor, now: int) -> None:
         """Adds the elements of a result, the `now`-th of the trace."""
         magnitude = x.abs()
-        peak = float(magnitude.max()) if x.numel() else 0.0  # nan if any element is
+        peak = 0.0
+        if x.numel():
+            peak = float(magnitude.max())  # nan if any element is
         if not math.isfinite(peak):
             self.nans += int(magnitude.isnan().sum())
             self.infs += int(magnitude.isinf().sum())
@@ -63,49 +65,43 @@ class Range:
                 self.inf_at = now
             peak = float(magnitude.nan_to_num(0.0, 0.0).max())
         self.max_abs = max(self.max_abs, peak)
-        self.subnormals += int(((magnitude < MIN_NORMAL) & (magnitude > 0)).sum())
+        subnormal = (magnitude < MIN_NORMAL) & (magnitude > 0)
+        self.subnormals += int(subnormal.sum())
         self.elements += x.numel()
 
 
 @dataclass
 class Ranges:
-    """Ranges of results by (shard, value), filled by hooks; `count` results so far."""
+    """Ranges of results by (shard, value); `count` results so far."""
 
     results: dict[tuple[str, str], Range] = field(default_factory=dict)
     count: int = 0
 
-    def hook(self, shard: str, modules: dict[str, str]):
-        """A hook that records one program's results under the name `shard`."""
-
-        def record(op, outputs):
-            for value, x in _floats(op, outputs):
-                empty = Range(**_source(shard, op, value, modules), value=value)
-                self.results.setdefault((shard, value), empty).add(x, self.count)
-                self.count += 1
-
-        return record
+    def add(self, source: dict[str, str], value: str, x: torch.Tensor) -> None:
+        """Adds a result; `source` has its shard, MIL operation, kind and module."""
+        empty = Range(**source, value=value)
+        of_value = self.results.setdefault((source["shard"], value), empty)
+        of_value.add(x, self.count)
+        self.count += 1
 
     def first(self, what: str) -> dict | None:
         """The operation whose result was the first with an `inf` or `nan`; None if
         there is none."""
-        times = {}
-        for r in self.results.values():
-            times[getattr(r, f"{what}_at")] = r
-        times.pop(None, None)
-        if not times:
+        at = f"{what}_at"
+        frame = self.frame().dropna(subset=at)
+        if frame.empty:
             return None
-        first = times[min(times)]
-        return {
-            name: getattr(first, name) for name in ("shard", "op", "kind", "module")
-        }
+        first = frame.loc[frame[at].astype(int).idxmin()]
+        return first[["shard", "op", "kind", "module"]].to_dict()
 
     def frame(self) -> pd.DataFrame:
         """One row per result in order of execution, with `headroom_bits`: log2(65504 /
         max_abs), inf if all values are zero, -inf if one is inf."""
-        frame = pd.DataFrame([vars(r) for r in self.results.values()])
+        frame = pd.DataFrame(list(self.results.values()))
         with np.errstate(divide="ignore"):
             bits = np.log2(MAX_FP16 / frame["max_abs"])
-        return frame.assign(headroom_bits=bits.mask(frame["infs"] > 0, -np.inf))
+        frame["headroom_bits"] = bits.mask(frame["infs"] > 0, -np.inf)
+        return frame
 
 
 @dataclass
@@ -119,19 +115,19 @@ class Trace:
     def frame(self) -> pd.DataFrame:
         """One row per result: its range in exact arithmetic, or in the only precision
         that ran, and whether it is finite in the others."""
-        first, *others = (precision for precision in ORDER if precision in self.ranges)
+        first, *others = sorted(self.ranges, key=ORDER.index)
         frame = self.ranges[first].frame()
         for precision in others:
             other = self.ranges[precision].frame()
-            other[f"finite_{precision}"] = (other["infs"] + other["nans"]) == 0
-            frame = frame.merge(
-                other[["shard", "value", f"finite_{precision}"]], how="left"
-            )
+            finite = f"finite_{precision}"
+            other[finite] = (other["infs"] + other["nans"]) == 0
+            frame = frame.merge(other[["shard", "value", finite]], how="left")
         return frame.drop(columns=["inf_at", "nan_at"])
 
     def _first(self, precision: str) -> dict[str, dict | None]:
-        ranges = self.ranges.get(precision, next(iter(self.ranges.values())))
-        return {f"first_{what}": ranges.first(what) for what in ("inf", "nan")}
+        alone = next(iter(self.ranges.values()))
+        ranges = self.ranges.get(precision, alone)
+        return {"first_inf": ranges.first("inf"), "first_nan": ranges.first("nan")}
 
     def gates(self) -> list[gates.Gate]:
         """Gates: every value is finite in `declared`, and in `narrow`."""
@@ -147,15 +143,15 @@ class Trace:
             for what, at in self._first(precision).items():
                 if at:
                     places.append(f"{what.replace('_', ' ')} at {place(at)}")
+            name = f"{precision}_is_finite"
             fine = f"{way}: every value is finite"
-            results.append(
-                gates.none(f"{precision}_is_finite", places, fine, f"{way}: ")
-            )
+            results.append(gates.none(name, places, fine, f"{way}: "))
         return results
 
     def json(self) -> dict:
-        frame, results = self.frame(), self.gates()
-        worst = frame.sort_values("max_abs", ascending=False, kind="stable").head(10)
+        frame = self.frame()
+        results = self.gates()
+        worst = frame.nlargest(10, "max_abs")
         columns = ["shard", "op", "kind", "module", "max_abs", "headroom_bits"]
         return {
             "verdict": gates.verdict(results),
@@ -171,20 +167,19 @@ class Trace:
 
 def place(at: dict) -> str:
     """An operation in words: its MIL name, kind, source module and shard."""
-    source = ", ".join(filter(None, (at["kind"], at["module"])))
+    source = at["kind"]
+    if at["module"]:
+        source += f", {at['module']}"
     return f"{at['op']} ({source}) of {at['shard']}"
 
 
-def _source(shard: str, op, value: str, modules: dict[str, str]) -> dict[str, str]:
-    """The source of a result: shard, MIL operation and its kind, source module."""
-    return dict(shard=shard, op=op.name, kind=op.kind, module=modules.get(value, ""))
-
-
-def _floats(op, outputs) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, value) of an operation's floating-point results."""
+def _floats(op, outputs) -> dict[str, torch.Tensor]:
+    """An operation's floating-point results by name."""
+    floats = {}
     for (name, _), x in zip(op.outputs, outputs, strict=True):
         if isinstance(x, torch.Tensor) and x.is_floating_point():
-            yield name, x
+            floats[name] = x
+    return floats
 
 
 class Departure:
@@ -202,24 +197,17 @@ class Departure:
         """Records the infs of inputs or constants; an inf that descends from them is no
         overflow."""
         for name, value in values.items():
-            if isinstance(value, torch.Tensor | np.ndarray):
-                infs = torch.as_tensor(value).isinf()  # integers have none
-                if infs.any():
-                    self.inherited[shard, name] = infs
+            infs = torch.as_tensor(value).isinf()  # integers have none
+            if infs.any():
+                self.inherited[shard, name] = infs
 
-    def _without_inherited(self, precision: str, shard: str, op, outputs) -> list:
-        """Results with 0 in place of infs that descend from an input's. An inf at a
+    def _without_inherited(self, shard: str, value: str, x: torch.Tensor):
+        """A result with 0 in place of infs that descend from an input's. An inf at a
         place where `exact` has none is an overflow and stays."""
-        results = []
-        for (value, _), x in zip(op.outputs, outputs, strict=True):
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                if precision == "exact":
-                    self._inherit(shard, op, value, x)
-                infs = self.inherited.get((shard, value))
-                if infs is not None and infs.shape == x.shape:
-                    x = x.masked_fill(infs & x.isinf(), 0.0)
-            results.append(x)
-        return results
+        infs = self.inherited.get((shard, value))
+        if infs is None or infs.shape != x.shape:
+            return x
+        return x.masked_fill(infs & x.isinf(), 0.0)
 
     def _inherit(self, shard: str, op, value: str, x: torch.Tensor) -> None:
         """Records the infs of an exact result that come from an operand: all of them if
@@ -227,9 +215,9 @@ class Departure:
         infs."""
         self.inherited.pop((shard, value), None)
         sources = []
-        for n in op.reads():
-            if (shard, n) in self.inherited:
-                sources.append(self.inherited[shard, n])
+        for name in op.reads():
+            if (shard, name) in self.inherited:
+                sources.append(self.inherited[shard, name])
         infs = x.isinf()
         if not sources or not infs.any():
             return
@@ -237,35 +225,38 @@ class Departure:
             # of operands with other shapes the places of their infs in the result are
             # not known
             with suppress(RuntimeError):
-                infs &= torch.stack([source.expand(x.shape) for source in sources]).any(
-                    0
-                )
+                sources = torch.broadcast_tensors(infs, *sources)[1:]
+                infs &= torch.stack(sources).any(0)
         self.inherited[shard, value] = infs
 
     def hook(self, precision: str, ranges: Ranges, shard: str, modules: dict[str, str]):
         """The hook of a program run in `precision`: records ranges, and compares
         results until the first departure."""
-        record = ranges.hook(shard, modules)
 
-        def record_and_compare(op, outputs):
-            if self.inherited:
-                outputs = self._without_inherited(precision, shard, op, outputs)
-            record(op, outputs)
-            for value, x in _floats(op, outputs) if self.first is None else ():
+        def record(op, outputs):
+            source = {"shard": shard, "op": op.name, "kind": op.kind}
+            for value, x in _floats(op, outputs).items():
+                source["module"] = modules.get(value, "")
+                if self.inherited and precision == "exact":
+                    self._inherit(shard, op, value, x)
+                x = self._without_inherited(shard, value, x)
+                ranges.add(source, value, x)
+                if self.first is not None:
+                    continue
                 if precision == "exact":
                     self.exact[shard, value] = x
                 elif precision == "declared" and (shard, value) in self.exact:
                     reference = self.exact.pop((shard, value))
-                    self._compare(_source(shard, op, value, modules), reference, x)
+                    self._compare(source, reference, x)
 
-        return record_and_compare
+        return record
 
     def _compare(
         self, source: dict[str, str], reference: torch.Tensor, x: torch.Tensor
     ) -> None:
         rounding = ROUNDING * float(reference.abs().max())
         error = float((x - reference).abs().max())
-        if not error <= rounding and self.first is None:
+        if not error <= rounding:
             roundings = error / rounding if rounding else math.inf
             self.first = source | {"roundings": gates.jsonable(roundings)}
 
@@ -277,13 +268,12 @@ def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) ->
     Of a Core AI program only the values that Apple's interpreter logs are traced, in
     its own arithmetic."""
     if bundle.manifest.options.target == "coreai":
-        alone = Decoder(bundle, "coreai")
-        decoders = {alone.precision: alone}
+        decoders = [Decoder(bundle, "coreai")]
     else:
-        decoders = {p: Decoder(bundle, "portable", p) for p in ORDER}
-    for decoder in decoders.values():
+        decoders = [Decoder(bundle, "portable", precision) for precision in ORDER]
+    for decoder in decoders:
         decoder.begin()
-    return trace_ranges(decoders, ids, tile)
+    return trace_ranges({d.precision: d for d in decoders}, ids, tile)
 
 
 def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
@@ -304,7 +294,7 @@ def trace_ranges(
         decoders: portable decoders by precision, `exact` before `declared`.
     """
     departure = Departure()
-    ranges = {p: Ranges() for p in decoders}
+    ranges = {precision: Ranges() for precision in decoders}
     size = tile or next(iter(decoders.values())).options.t_max
 
     def hook(precision: str, shard: Shard):
@@ -316,7 +306,8 @@ def trace_ranges(
         for start in range(0, len(ids), size):
             for decoder in decoders.values():
                 chunk = list(ids[start : start + size])
-                hidden = decoder.advance([chunk] * decoder.options.batch, len(chunk))
+                batch = [chunk] * decoder.options.batch
+                hidden = decoder.advance(batch, len(chunk))
                 decoder.logits(hidden[:, :, : len(chunk)])
     return Trace(ranges, departure.first)
 
@@ -337,12 +328,12 @@ def trace_package(
     program = miltorch.read(path, function)
     name = Path(path).stem
     rng = np.random.default_rng(seed)
-    values = _random_inputs(program, rng) | (inputs or {})
-    tensors = {
-        name: torch.from_numpy(np.array(value)) for name, value in values.items()
-    }
+    tensors = {}
+    arrays = _random_inputs(program, rng) | (inputs or {})
+    for value, array in arrays.items():
+        tensors[value] = torch.from_numpy(np.array(array))
     departure = Departure()
-    ranges = {p: Ranges() for p in ORDER}
+    ranges = {precision: Ranges() for precision in ORDER}
     for precision in ranges:
         executable = miltorch.Executable(program, precision)
         if precision == "exact":
@@ -363,13 +354,13 @@ def small_constants(executable: miltorch.Executable) -> dict[str, torch.Tensor]:
 
 def _random_inputs(program: miltorch.Program, rng) -> dict[str, np.ndarray]:
     """Random normal inputs of a program at their default shapes, zeros for integers."""
-    shapes = {}
-    for f in program.description.input:
-        shapes[f.name] = list(f.type.multiArrayType.shape)
+    inputs = program.description.input
+    shapes = {entry.name: list(entry.type.multiArrayType.shape) for entry in inputs}
     values = {}
     for name, kind in program.inputs.items():
         if kind.dtype.startswith("FLOAT"):
-            values[name] = rng.standard_normal(shapes[name]).astype(np.float32)
+            normal = rng.standard_normal(shapes[name])
+            values[name] = normal.astype(np.float32)
         else:
             values[name] = np.zeros(shapes[name], np.int32)
     return values

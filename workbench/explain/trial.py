@@ -18,10 +18,12 @@ from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
 Change = Callable[[Callable], Callable]  # a function of a module → the one in its place
-UNLIKE = 0.5  # relative RMS above which weights are another layer's; compression stays below it
-STREAM_ULPS = (
-    2.0**-22
-)  # rounding of `hidden` relative to its RMS, which enters every update
+# name of a weight, and what reads it unchanged → its values
+WeightChange = Callable[[str, golden.WeightReader], torch.Tensor]
+# relative RMS above which weights are another layer's; compression stays below it
+UNLIKE = 0.5
+# rounding of `hidden` relative to its RMS, which enters every update
+STREAM_ULPS = 2.0**-22
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,7 @@ class Variant:
     config: dict = field(default_factory=dict)
     model: Callable[[nn.Module], None] = lambda model: None
     functions: dict[str, Change] = field(default_factory=dict)
-    read: Callable[[str, golden.WeightReader], torch.Tensor] = lambda name, read: read(
-        name
-    )
+    read: WeightChange = lambda name, read: read(name)
     embedding: float = 1.0
     order: dict[int, int] = field(default_factory=dict)
 
@@ -53,20 +53,18 @@ class Trial:
     them."""
 
     def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
-        self.bundle, self.checkpoint, runtime = (
-            bundle,
-            checkpoint,
-            exact_runtime(bundle),
-        )
+        self.bundle = bundle
+        self.checkpoint = checkpoint
         self.read = golden.stored_weights(checkpoint, bundle)
         self.ids = _prompt(bundle, checkpoint)
         self.source = golden.make_golden(
             checkpoint, self.ids, self.read, "stored", head=False
         )
-        decoder = Decoder(bundle, runtime, "exact")
+        decoder = Decoder(bundle, exact_runtime(bundle), "exact")
         self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
         scale = bundle.manifest.stream_scale
-        self.embedded = bundle.embed(self.source.ids[None])[0] * scale
+        embedded = bundle.embed(self.source.ids[None])
+        self.embedded = embedded[0] * scale
         self.order = self._order()
 
     def errors(self, variant: Variant, count: int) -> np.ndarray:
@@ -74,24 +72,30 @@ class Trial:
         for each the worst of update, K and V. A layer with the weights of another layer
         than the variant's has at least 1."""
         reference = self._run(variant, count)
-        outputs = self.outputs
-        errors = [
-            metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)
-        ]
+        embedded = self.source.x[0] * variant.embedding
+        errors = [metrics.relative_rms(embedded, self.embedded)]
         for layer in range(count):
-            update = reference.update[layer]
-            rows = outputs.cached.get(layer)
-            difference = outputs.hidden[layer] - outputs.x[layer] - update
-            rounding = STREAM_ULPS * _rms(reference.x[layer])
-            worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
-            for name in "kv" if layer in outputs.cached else "":
-                arrays = (
-                    getattr(of, name)[layer][:, rows] for of in (reference, outputs)
-                )
-                worst.append(metrics.relative_rms(*arrays))
-            other = self.order.get(layer, layer) != variant.order.get(layer, layer)
-            errors.append(max(*worst, float(other)))
+            stored = self.order.get(layer, layer)
+            other = stored != variant.order.get(layer, layer)
+            worst = max(self._layer_errors(reference, layer))
+            errors.append(max(worst, float(other)))
         return np.nan_to_num(errors, nan=np.inf)
+
+    def _layer_errors(self, reference: golden.Golden, layer: int) -> list[float]:
+        """Relative RMS of a layer's update and, if it attends, of K and V."""
+        outputs = self.outputs
+        update = reference.update[layer]
+        difference = outputs.hidden[layer] - outputs.x[layer] - update
+        rounding = STREAM_ULPS * _rms(reference.x[layer])
+        beyond = max(0.0, _rms(difference) - rounding)
+        errors = [beyond / (_rms(update) or 1.0)]
+        if layer in outputs.cached:
+            rows = outputs.cached[layer]
+            for name in "kv":
+                expected = getattr(reference, name)[layer][:, rows]
+                actual = getattr(outputs, name)[layer][:, rows]
+                errors.append(metrics.relative_rms(expected, actual))
+        return errors
 
     def _run(self, variant: Variant, count: int) -> golden.Golden:
         source = self.source
@@ -114,14 +118,15 @@ class Trial:
         name = layers + "self_attn.o_proj.weight"
         if name.format(0) not in self.checkpoint:
             name = layers + "feed_forward.w2.weight"
-        L, order = self.bundle.manifest.dims.L, {}
+        L = self.bundle.manifest.dims.L
+        order = {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
             errors = {}
-            for other in range(max(0, layer - 1), min(L, layer + 2)):
-                errors[other] = metrics.relative_rms(
-                    self.checkpoint.tensor(name.format(other)).numpy(), stored
-                )
+            first = max(0, layer - 1)
+            for other in range(first, min(L, layer + 2)):
+                own = self.checkpoint.tensor(name.format(other)).numpy()
+                errors[other] = metrics.relative_rms(own, stored)
             best = min(errors, key=errors.get)
             if best != layer and errors[layer] > UNLIKE > errors[best]:
                 order[layer] = best
@@ -147,7 +152,8 @@ def _replaced(module, changes: dict[str, Change]):
     """Replaces functions of a module within the block."""
     before = {name: getattr(module, name) for name in changes}
     try:
-        vars(module).update({name: changes[name](own) for name, own in before.items()})
+        for name, own in before.items():
+            setattr(module, name, changes[name](own))
         yield
     finally:
         vars(module).update(before)
@@ -156,10 +162,12 @@ def _replaced(module, changes: dict[str, Change]):
 def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
     """Seeded random ids, more than twice the largest window unless the cache is
     shorter."""
-    window = max((layer.window or 0 for layer in bundle.manifest.layers), default=0)
-    window = max(window, getattr(checkpoint.config, "sliding_window", None) or 0)
-    count = min(bundle.manifest.options.max_seq_len, max(24, 2 * window + 8))
-    return np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count).tolist()
+    windows = [layer.window or 0 for layer in bundle.manifest.layers]
+    windows.append(getattr(checkpoint.config, "sliding_window", None) or 0)
+    count = max(24, 2 * max(windows) + 8)
+    count = min(count, bundle.manifest.options.max_seq_len)
+    ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count)
+    return ids.tolist()
 
 
 def _rms(values: np.ndarray) -> float:

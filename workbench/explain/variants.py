@@ -62,7 +62,8 @@ def explain_bundle(
     )
     if min(errors.values()) > FITS:
         tables = _own_tables(bundle.manifest, checkpoint)
-        errors[tables.name] = float(trial.errors(tables, bundle.manifest.dims.L).max())
+        worst = trial.errors(tables, bundle.manifest.dims.L).max()
+        errors[tables.name] = float(worst)
     return ranking(errors)
 
 
@@ -95,16 +96,18 @@ def try_variants(
     for variant in variants(checkpoint, ropes, order, wrong):
         tried[variant.name] = variant
     for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
-        worst[name] = float(errors(tried[name], few).max())
+        of_layers = errors(tried[name], few)
+        worst[name] = float(of_layers.max())
     best = min(tried, key=worst.get)
     if few < L and worst[best] <= fits:
-        worst[best] = float(errors(tried[best], L).max())
+        of_layers = errors(tried[best], L)
+        worst[best] = float(of_layers.max())
     return worst
 
 
 def ranking(errors: dict[str, float]) -> pd.DataFrame:
     """`name` and `relative_rms` of every variant, best first."""
-    frame = pd.DataFrame({"name": errors.keys(), "relative_rms": errors.values()})
+    frame = pd.DataFrame(errors.items(), columns=["name", "relative_rms"])
     return frame.sort_values("relative_rms", kind="stable", ignore_index=True)
 
 
@@ -156,15 +159,15 @@ def variants(
     yield from _attention_variants(config, layer.self_attn)
     yield from _weight_variants(checkpoint)
     if order:
-        pairs = ", ".join(
-            f"{layer} has {other}'s weights" for layer, other in order.items()
-        )
-        yield Variant(f"layer order: {pairs}", order=order)
-    first, second = wrong[::2], wrong[1::2]
+        pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
+        yield Variant(f"layer order: {', '.join(pairs)}", order=order)
+    first = wrong[::2]
+    second = wrong[1::2]
     if len(wrong) and np.array_equal(first + 1, second):
-        exchanged = dict(zip([*first, *second], [*second, *first], strict=True))
-        pairs = ", ".join(f"{i} and {i + 1} exchanged" for i in first)
-        yield Variant(f"layer order: {pairs}", read=_relayered(exchanged))
+        exchanged = dict(zip(first, second)) | dict(zip(second, first))
+        pairs = [f"{i} and {i + 1} exchanged" for i in first]
+        name = f"layer order: {', '.join(pairs)}"
+        yield Variant(name, read=_relayered(exchanged))
     root = config.hidden_size**0.5
     bf16 = float(torch.tensor(root, dtype=torch.bfloat16))
     factors = {"scaled by √C": root}
@@ -185,38 +188,39 @@ def _rope_variants(
     """Variants with other bases, one of them fitted to the bundle's table, and other
     scalings; of a model with several tables for all of them and for each."""
     parameters = checkpoint.config.rope_parameters
-    nested = all(isinstance(table, dict) for table in parameters.values())
-    tables = {kind: parameters[kind] for kind in sorted(parameters)}
-    tables = tables if nested else {None: parameters}
+    tables = {None: parameters}
+    if all(isinstance(table, dict) for table in parameters.values()):
+        tables = dict(sorted(parameters.items()))
     seen = [tables]
     for name, change in _rope_changes(tables.values(), ropes).items():
-        for chosen in [*tables, None] if len(tables) > 1 else tables:
-            changed = {}
-            for kind, table in tables.items():
-                changed[kind] = table | change if chosen in (kind, None) else table
+        for chosen in [*tables, None]:  # None: all of them
+            changed = dict(tables)
+            for kind in tables:
+                if chosen in (kind, None):
+                    changed[kind] = tables[kind] | change
             if changed not in seen:
                 seen.append(changed)
                 where = f" in {chosen}" if chosen else ""
-                settings = changed if nested else changed[None]
+                settings = changed.get(None, changed)
                 yield Variant(name + where, {"rope_parameters": settings})
-    for name, rotation in (
-        ("rope pairs interleaved", _interleaved),
-        ("rope turned the other way", _rotation(turn=-1.0)),
-        ("rope left out", _rotation(turn=0.0)),
-    ):
+    rotations = {
+        "rope pairs interleaved": _interleaved,
+        "rope turned the other way": _rotation(turn=-1.0),
+        "rope left out": _rotation(turn=0.0),
+    }
+    for name, rotation in rotations.items():
         yield Variant(name, functions={"apply_rotary_pos_emb": rotation})
     flags = getattr(checkpoint.config, "no_rope_layers", None)
     if flags and not all(flags):
         yield Variant("rope in every layer", {"no_rope_layers": [1] * len(flags)})
-        yield Variant(
-            "layers with and without rope exchanged",
-            {"no_rope_layers": [1 - f for f in flags]},
-        )
+        exchanged = {"no_rope_layers": [1 - flag for flag in flags]}
+        yield Variant("layers with and without rope exchanged", exchanged)
 
 
 def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str, dict]:
     """The changes of a table of `rope_parameters`, by the name of the variant."""
-    thetas, factors = [*THETAS], [*FACTORS]
+    thetas = [*THETAS]
+    factors = [*FACTORS]
     for theta, factor in map(_fitted, ropes):
         if not np.isclose(theta, thetas, 1e-5).any():
             thetas.append(theta)
@@ -225,16 +229,13 @@ def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str,
     changes = {f"rope theta {theta:.7g}": {"rope_theta": theta} for theta in thetas}
     changes["rope scaling none"] = {"rope_type": "default"}
     for factor in factors:
-        changes[f"rope scaling linear {factor:.7g}"] = {
-            "rope_type": "linear",
-            "factor": factor,
-        }
+        linear = {"rope_type": "linear", "factor": factor}
+        changes[f"rope scaling linear {factor:.7g}"] = linear
         changes[f"rope scaling llama3 {factor:.7g}"] = LLAMA3 | {"factor": factor}
     for table in tables:
         if "yarn" in table.values():
-            changes["yarn without its factor of cos and sin"] = table | {
-                "attention_factor": 1.0
-            }
+            unscaled = table | {"attention_factor": 1.0}
+            changes["yarn without its factor of cos and sin"] = unscaled
             for factor in factors:
                 changes[f"rope scaling yarn {factor:.7g}"] = table | {"factor": factor}
         if "factor" in table:
@@ -246,7 +247,9 @@ def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str,
 
 def _fitted(inv_freq: list[float]) -> tuple[float, float]:
     """Base and linear factor of a table of inverse frequencies, from its two ends."""
-    first, last, n = inv_freq[0], inv_freq[-1], len(inv_freq)
+    first = inv_freq[0]
+    last = inv_freq[-1]
+    n = len(inv_freq)
     if n < 2 or min(first, last) <= 0:
         return THETAS[0], 1.0
     return float(f"{(first / last) ** (n / (n - 1)):.7g}"), float(f"{1 / first:.7g}")
@@ -259,7 +262,8 @@ def _rotation(turn: float = 1.0, before: Pair = _same, after: Pair = _same) -> C
     def change(rotate):
         def rotation(q, k, cos, sin):
             cos = cos if turn else torch.ones_like(cos)
-            return after(*rotate(*before(q, k), cos, sin * turn))
+            q, k = before(q, k)
+            return after(*rotate(q, k, cos, sin * turn))
 
         return rotation
 
@@ -271,8 +275,10 @@ def _interleaved(rotate: Callable) -> Callable:
     halves."""
 
     def rotation(q, k, cos, sin):
-        order, width = torch.arange(q.shape[-1]), cos.shape[-1]
-        order[:width] = order[:width].reshape(-1, 2).T.flatten()
+        order = torch.arange(q.shape[-1])
+        width = cos.shape[-1]
+        neighbours = order[:width].reshape(-1, 2)
+        order[:width] = neighbours.T.flatten()
         rotated = rotate(q[..., order], k[..., order], cos, sin)
         return tuple(x[..., order.argsort()] for x in rotated)
 
@@ -285,20 +291,24 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
     attention = layer.self_attn
     key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
     eps = getattr(config, key)
-    for value in sorted({10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}):
+    others = {10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}
+    for value in sorted(others):
         yield Variant(f"eps {value:g}", {key: value})
     names = next((names for names in QK_NORMS if hasattr(attention, names[0])), None)
     if names:
-        yield Variant(
-            "q/k norm left out", model=_without(*(f"self_attn.{n}" for n in names))
-        )
-    if names and getattr(attention, names[0]).weight.shape[0] == attention.head_dim:
+        paths = [f"self_attn.{name}" for name in names]
+        yield Variant("q/k norm left out", model=_without(*paths))
+    of_heads = (
+        names and getattr(attention, names[0]).weight.numel() == attention.head_dim
+    )
+    if of_heads:
         leave_out, norms = _norms_beside_rope(*names)
-        side, rotation = "after", _rotation(after=norms)
-        if (
-            names == QK_NORMS[1]
-        ):  # the families with these names have their norms after rope
-            side, rotation = "before", _rotation(before=norms)
+        side = "after"
+        rotation = _rotation(after=norms)
+        # the families with these names have their norms after rope
+        if names == QK_NORMS[1]:
+            side = "before"
+            rotation = _rotation(before=norms)
         rotations = {"apply_rotary_pos_emb": rotation}
         yield Variant(f"q/k norm {side} rope", model=leave_out, functions=rotations)
     if _is_gemma(config):
@@ -309,9 +319,8 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
         for pre, post in pairs:
             yield Variant(f"{post} left out", model=_without(post))
             yield Variant(f"{pre} and {post} exchanged", read=_exchanged(pre, post))
-        yield Variant(
-            "norms behind blocks left out", model=_without(*(post for _, post in pairs))
-        )
+        behind = [post for _, post in pairs]
+        yield Variant("norms behind blocks left out", model=_without(*behind))
     if hasattr(layer, "post_feedforward_layernorm") and not hasattr(
         layer, "input_layernorm"
     ):
@@ -322,18 +331,20 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
 
 def _norms_before_blocks(base) -> None:
     """Moves the norm after attention and after the MLP of every layer before them."""
+
+    def move(norm, block):
+        def enter(module, args, kwargs):
+            if not args:
+                args = (kwargs.pop("hidden_states"),)
+            normed = type(norm).forward(norm, args[0])
+            return (normed, *args[1:]), kwargs
+
+        block.register_forward_pre_hook(enter, with_kwargs=True)
+        norm.forward = lambda x: x
+
     for layer in base.layers:
-        for norm, block in (
-            (layer.post_attention_layernorm, layer.self_attn),
-            (layer.post_feedforward_layernorm, layer.mlp),
-        ):
-
-            def enter(module, args, kwargs, norm=norm):
-                x = args[0] if args else kwargs.pop("hidden_states")
-                return (type(norm).forward(norm, x), *args[1:]), kwargs
-
-            block.register_forward_pre_hook(enter, with_kwargs=True)
-            norm.forward = lambda x: x
+        move(layer.post_attention_layernorm, layer.self_attn)
+        move(layer.post_feedforward_layernorm, layer.mlp)
 
 
 def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
@@ -349,7 +360,8 @@ def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
             )
 
     def norms(q, k):
-        pairs = (getattr(current[-1], q_norm), q), (getattr(current[-1], k_norm), k)
+        attention = current[-1]
+        pairs = (getattr(attention, q_norm), q), (getattr(attention, k_norm), k)
         return tuple(type(norm).forward(norm, x) for norm, x in pairs)
 
     return leave_out, norms
@@ -361,10 +373,10 @@ def _without(*modules: str) -> Callable[[nn.Module], None]:
 
     def change(base):
         for layer in base.layers:
-            for module in modules if hasattr(layer, parent) else ():
-                layer.get_submodule(module).forward = lambda *x: (
-                    x if len(x) > 1 else x[0]
-                )
+            if not hasattr(layer, parent):
+                continue
+            for module in modules:
+                layer.get_submodule(module).forward = lambda x: x
 
     return change
 
@@ -373,7 +385,8 @@ def _exchanged(a: str, b: str) -> Callable:
     other = {a: b, b: a}
 
     def read(name, reader):
-        return reader(".".join(other.get(part, part) for part in name.split(".")))
+        parts = [other.get(part, part) for part in name.split(".")]
+        return reader(".".join(parts))
 
     return read
 
@@ -385,9 +398,8 @@ def _relayered(order: dict[int, int]) -> Callable:
         layer, rest = split_layer(name)
         if layer is None:
             return reader(name)
-        return reader(
-            f"{name.removesuffix(f'{layer}.{rest}')}{order.get(layer, layer)}.{rest}"
-        )
+        prefix = name.removesuffix(f"{layer}.{rest}")
+        return reader(f"{prefix}{order.get(layer, layer)}.{rest}")
 
     return read
 
@@ -399,28 +411,27 @@ def _window_variants(config) -> Iterator[Variant]:
     window = getattr(config, "sliding_window", None)
     if not window or (kinds and not any("sliding" in kind for kind in kinds)):
         return
-    for size, text in (
-        (window // 2, "a half"),
-        (2 * window, "twice as much"),
-        (window - 1, "one less"),
-        (window + 1, "one more"),
-    ):
+    sizes = {
+        "a half": window // 2,
+        "twice as much": 2 * window,
+        "one less": window - 1,
+        "one more": window + 1,
+    }
+    for text, size in sizes.items():
         if size > 0:
             yield Variant(f"window {size}, {text}", {"sliding_window": size})
     yield Variant("no window", {"sliding_window": 1 << 30})
     if len(kinds) == 2:
-        exchanged = []
-        for kind in config.layer_types:
-            exchanged.append(kinds[kinds[0] == kind])
-        yield Variant(
-            "layers with and without window exchanged", {"layer_types": exchanged}
-        )
+        other = dict(zip(kinds, reversed(kinds)))
+        exchanged = {"layer_types": [other[kind] for kind in config.layer_types]}
+        yield Variant("layers with and without window exchanged", exchanged)
 
 
 def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
     """Variants with other score scales, another order of query heads on key heads,
     other activations."""
-    D, H = attention.head_dim, config.num_attention_heads
+    D = attention.head_dim
+    H = config.num_attention_heads
     scales = {
         "1/√head_dim": D**-0.5,
         "1/√(hidden_size/heads)": (config.hidden_size / H) ** -0.5,
@@ -433,9 +444,8 @@ def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
     for name, scale in scales.items():
         if scale not in seen:
             seen.add(scale)
-            yield Variant(
-                f"attention scale {name}", model=_attribute(("scaling",), scale)
-            )
+            change = _attribute(("scaling",), scale)
+            yield Variant(f"attention scale {name}", model=change)
     if config.num_key_value_heads not in (1, H):
         tiled = {"repeat_kv": lambda own: lambda x, count: x.repeat(1, count, 1, 1)}
         yield Variant("key/value heads tiled over the query heads", functions=tiled)
@@ -454,23 +464,27 @@ def _attribute(names: tuple[str, ...], value) -> Callable[[nn.Module], None]:
     """Sets each of the attributes `names` of every module of a layer that has it."""
 
     def change(base):
-        for layer in base.layers:
-            for module in layer.modules():
-                for name in names:
-                    if hasattr(module, name):
-                        setattr(module, name, value)
+        for module in base.layers.modules():
+            for name in names:
+                if hasattr(module, name):
+                    setattr(module, name, value)
 
     return change
 
 
 def _weight_variants(checkpoint: Checkpoint) -> Iterator[Variant]:
     """Variants without biases: without all of them, and without each kind alone."""
-    prefix = f"{checkpoint.prefix}layers.0."
-    first = [name for name in sorted(checkpoint.header) if name.startswith(prefix)]
-    kinds = [name.removeprefix(prefix) for name in first if name.endswith(".bias")]
+    kinds = []
+    for name in sorted(checkpoint.header):
+        layer, rest = split_layer(name)
+        if layer == 0 and name.endswith(".bias"):
+            kinds.append(rest)
 
     def zero(ending):
-        return lambda name, read: read(name) * (0.0 if name.endswith(ending) else 1.0)
+        def read_kind(name, read):
+            return read(name) * float(not name.endswith(ending))
+
+        return read_kind
 
     if kinds:
         yield Variant("biases left out", read=zero(".bias"))
@@ -481,16 +495,17 @@ def _weight_variants(checkpoint: Checkpoint) -> Iterator[Variant]:
 def _own_tables(manifest, checkpoint: Checkpoint) -> Variant:
     """Hugging Face's model with the rope tables of the bundle."""
 
+    kinds = getattr(checkpoint.config, "layer_types", None)
+    kinds = kinds or [""] * len(manifest.layers)
+
     def change(base):
-        ropes = {rope.name: rope for rope in manifest.rope}
-        kinds = getattr(checkpoint.config, "layer_types", None) or [""] * len(
-            manifest.layers
-        )
+        tables = {rope.name: torch.tensor(rope.inv_freq) for rope in manifest.rope}
         for layer, kind in zip(manifest.layers, kinds, strict=True):
             if layer.rope == "nope":
                 continue
             name = f"{kind}_inv_freq"
-            name = name if hasattr(base.rotary_emb, name) else "inv_freq"
-            setattr(base.rotary_emb, name, torch.tensor(ropes[layer.rope].inv_freq))
+            if not hasattr(base.rotary_emb, name):
+                name = "inv_freq"
+            setattr(base.rotary_emb, name, tables[layer.rope])
 
     return Variant("rope frequencies of the bundle's manifest", model=change)

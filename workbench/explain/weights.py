@@ -21,19 +21,18 @@ from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime.functions import each_function
 
-Swap = Callable[
-    [torch.Tensor], torch.Tensor
-]  # fp16 values of a tensor → the values to run with
+# fp16 values of a tensor → the values to run with
+Swap = Callable[[torch.Tensor], torch.Tensor]
 
 
 def int8_channel(weight: torch.Tensor) -> torch.Tensor:
     """Symmetric int8 with one fp16 scale per output row, as `--compress int8-channel`
     stores it."""
-    largest = weight.flatten(1).abs().amax(1)
+    rows = weight.flatten(1)
+    largest = rows.abs().amax(1, keepdim=True)
     scale = (largest / 127).half().float().clamp(min=2.0**-24)
-    scale = scale.reshape(-1, *[1] * (weight.dim() - 1))
-    codes = (weight / scale).round().clamp(-127, 127)
-    return codes * scale
+    codes = (rows / scale).round().clamp(-127, 127)
+    return (codes * scale).reshape(weight.shape)
 
 
 class WeightTrial:
@@ -52,7 +51,8 @@ class WeightTrial:
         self.golden = golden
         self.T = T or bundle.manifest.options.t_max
         self._updates()  # loads the experts that the golden's tokens pick
-        with self.swapped({(layer, kind) for kind, layer, *_ in self._tensors()}):
+        compressed = {(layer, kind) for kind, layer, *_ in self._tensors()}
+        with self.swapped(compressed):
             self.reference = self._updates()
 
     def _updates(self) -> np.ndarray:
@@ -61,8 +61,10 @@ class WeightTrial:
     def errors(self) -> np.ndarray:
         """Relative RMS [L] of each layer's update with the current weights, against all
         weights at fp16."""
-        squares = ((self._updates() - self.reference) ** 2).mean((1, 2))
-        return np.sqrt(squares / (self.reference**2).mean((1, 2)))
+        difference = self._updates() - self.reference
+        squares = (difference**2).mean((1, 2))
+        scale = (self.reference**2).mean((1, 2))
+        return np.sqrt(squares / scale)
 
     @property
     def kinds(self) -> list[str]:
@@ -72,7 +74,8 @@ class WeightTrial:
     def _tensors(self) -> Iterator[tuple[str, int, object, str, torch.Tensor]]:
         """(name below its layer, layer, executable, constant, fp16 values) of every
         compressed tensor of a layer."""
-        for model in (*self.decoder.layers, *self.decoder.experts.models.values()):
+        experts = self.decoder.experts.models.values()
+        for model in (*self.decoder.layers, *experts):
             for tensor, constant in model.shard.weights.items():
                 stored = model.executable.constant(constant)
                 values, _ = checkpoint_values(
@@ -105,7 +108,8 @@ def replace(executable, constant: str, value: torch.Tensor) -> None:
     executable.body.constants[constant] = value
     for step in executable.body.steps:
         for name, current in step.constants.items():
-            step.constants[name] = value if current is old else current
+            if current is old:
+                step.constants[name] = value
 
 
 def costs(weights: WeightTrial) -> pd.DataFrame:
@@ -114,17 +118,19 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     Columns: `error`, the relative RMS of the layer's update as stored; `without`, the
     same with this tensor alone at fp16; `share`, the share of error² that this tensor
     accounts for."""
-    errors, rows = weights.errors(), []
+    errors = weights.errors()
+    rows = []
     for kind in weights.kinds:
-        with weights.swapped({(layer, kind) for layer in range(len(errors))}):
-            rows.append(pd.DataFrame({"error": errors, "without": weights.errors()}))
-    frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"]).reset_index()
-    frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(
-        frame["error"] > 0, 0.0
-    )
-    return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(
-        drop=True
-    )
+        everywhere = {(layer, kind) for layer in range(len(errors))}
+        with weights.swapped(everywhere):
+            columns = {"error": errors, "without": weights.errors()}
+            rows.append(pd.DataFrame(columns))
+    frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"])
+    frame = frame.reset_index()
+    share = 1 - (frame["without"] / frame["error"]) ** 2
+    frame["share"] = share.where(frame["error"] > 0, 0.0)
+    order = ["layer", "share"]
+    return frame.sort_values(order, ascending=[True, False], ignore_index=True)
 
 
 def remedies(
@@ -135,7 +141,8 @@ def remedies(
     few = ranked.groupby("layer").head(worst)
     by_layer = few.groupby("layer", as_index=False)
     frame = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
-    tensors = set(zip(few["layer"], few["tensor"], strict=True))
+    names = zip(few["layer"], few["tensor"], strict=True)
+    tensors = set(names)
     with weights.swapped(tensors, int8_channel):
         frame["int8-channel"] = weights.errors()[frame["layer"]]
     with weights.swapped(tensors):

@@ -8,11 +8,10 @@ import shutil
 import struct
 import tempfile
 import warnings
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
 from miltorch.quiet import coremltools
@@ -100,68 +99,68 @@ def export(
             taken, no room on the disk.
     """
     coremltools()  # quietly, before a part of it is imported by itself
-    settings, source = options(**chosen), Checkpoint(checkpoint)
-    plan, eos, packages = (
-        read_plan(source, settings),
-        source.eos,
-        versions(settings.target),
-    )
+    settings = options(**chosen)
+    source = Checkpoint(checkpoint)
+    plan = read_plan(source, settings)
+    packages = versions(settings.target)
     _warn_widths(plan, settings)
+    subject = f"bundle {bundle}"
+    make = MAKERS[settings.target]
+    try:
+        with Writer(Path(bundle)) as writer:
+            maker = make(source, plan, settings, writer, plain, clock or Clock())
+            return _write(maker, packages, subject, verify_stamps, progress)
+    except OSError as problem:
+        raise _stopped(subject, problem) from problem
+
+
+def _write(
+    maker: Maker,
+    packages: dict[str, str],
+    subject: str,
+    verify_stamps: int,
+    progress: bool,
+) -> Bundle:
+    """Writes every file of the bundle that `maker` has a writer for."""
+    source = maker.source
+    plan = maker.plan
+    writer = maker.writer
 
     def identity() -> dict:  # hashes the checkpoint, once
-        return {
-            "checkpoint": source.sha256,
-            "options": settings.model_dump(),
-            "packages": packages,
-        }
+        settings = maker.options.model_dump()
+        return {"checkpoint": source.sha256, "options": settings, "packages": packages}
 
+    if writer.resumes:
+        writer.resume(identity())
+    _check_room(maker, subject)
+    files = _copy_tokenizer(source, writer)
+    tokens = Tokens(bos=source.config.bos_token_id, eos=source.eos, files=files)
+    pool = ThreadPoolExecutor(THREADS)
     try:
-        with ExitStack() as stack:
-            writer = stack.enter_context(Writer(Path(bundle)))
-            if writer.resumes:
-                writer.resume(identity())
-            maker = MAKERS[settings.target](
-                source, plan, settings, writer, plain, clock or Clock()
-            )
-            _check_room(maker, f"bundle {bundle}")
-            pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-            stack.callback(
-                pool.shutdown, cancel_futures=True
-            )  # before the folder is unlocked
-            signing = pool.submit(lambda: writer.sign(identity()))
-            finished, table = _make(maker, pool, progress)
-            maker.verify(finished, verify_stamps)
-            signing.result()
-            tokens = Tokens(
-                bos=source.config.bos_token_id,
-                eos=eos,
-                files=_copy_tokenizer(source, writer),
-            )
-            parts = {"tokens": tokens, "packages": packages, "shards": finished}
-            return writer.finish(_manifest(source, plan, settings, table, **parts))
-    except OSError as problem:
-        raise _stopped(bundle, problem) from problem
-
-
-def _manifest(
-    source: Checkpoint, plan: Plan, settings: Options, table: FileEntry, **parts
-) -> Manifest:
-    """The manifest of the checkpoint's bundle; `table` is the embedding's file."""
-    return Manifest(
+        signing = pool.submit(lambda: writer.sign(identity()))
+        finished, table = _make(maker, pool, progress)
+        maker.verify(finished, verify_stamps)
+        signing.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # before the folder is unlocked
+    manifest = Manifest(
         family=source.config.model_type,
         dims=plan.dims,
-        options=settings,
+        options=maker.options,
         rope=plan.rope,
         layers=plan.layers,
+        shards=finished,
         embedding=Embedding(file=table, scale=plan.embedding_scale),
+        tokens=tokens,
         checkpoint={
             "name": source.name,
             "sha256": source.sha256,
             "dtype": source.dtype,
         },
+        packages=packages,
         residual_exponent=plan.residual_exponent,
-        **parts,
     )
+    return writer.finish(manifest)
 
 
 def _check_room(maker: Maker, subject: str) -> None:
@@ -169,33 +168,25 @@ def _check_room(maker: Maker, subject: str) -> None:
     and for the temporary copies of its largest shard, in the work folder (a trial, a
     program for each function) and where coremltools writes."""
     shards, largest = maker.room()
-    embedding = 2 * math.prod(
-        maker.source.shape(maker.source.prefix + "embed_tokens.weight")
-    )
+    table = maker.source.prefix + "embed_tokens.weight"
+    embedding = 2 * math.prod(maker.source.shape(table))
     copies = 1 + len(maker.options.functions)
     check_room(maker.writer.root, shards + embedding + copies * largest, subject)
     check_room(Path(tempfile.gettempdir()), largest, f"{subject}, temporary files")
 
 
-def _stopped(bundle: str | Path, problem: OSError) -> InputError:
+def _stopped(subject: str, problem: OSError) -> InputError:
     """The InputError for an OSError during an export; it advises to free room only if
     the disk is full."""
     reason = f"{problem.strerror or problem}"
     if problem.errno in FULL:
-        return InputError(
-            f"bundle {bundle}",
-            reason,
-            "a writable disk with room for the bundle",
-            "free some room and run the same export again: it resumes",
-        )
+        needed = "a writable disk with room for the bundle"
+        step = "free some room and run the same export again: it resumes"
+        return InputError(subject, reason, needed, step)
     if problem.filename:
         reason += f" ({problem.filename})"
-    return InputError(
-        f"bundle {bundle}",
-        reason,
-        "files that can be written and read",
-        "correct this, or choose another target",
-    )
+    needed = "files that can be written and read"
+    return InputError(subject, reason, needed, "correct this, or choose another target")
 
 
 def versions(target: str = "coreml") -> dict[str, str]:
@@ -212,54 +203,58 @@ def versions(target: str = "coreml") -> dict[str, str]:
 def read_plan(source: Checkpoint, options: Options) -> Plan:
     """The family's plan for a checkpoint. Raises an InputError for options that do not
     apply to the family."""
-    family, subject = (
-        family_of(source.config),
-        f"a {source.config.model_type} checkpoint",
-    )
+    family = family_of(source.config)
+    subject = f"a {source.config.model_type} checkpoint"
     plan = family.plan(source.config)
-    if options.moe == "routed" and not plan.experts:
-        raise InputError(
-            "moe = routed", subject, "a family with experts", "leave out --moe"
-        )
-    if options.sliding == "ring" and not any(layer.window for layer in plan.layers):
-        raise InputError(
+    windows = any(layer.window for layer in plan.layers)
+    matrices = any(MATRIX_STATE in states for states in plan.side_states)
+    longest = plan.max_positions or options.max_seq_len
+    # (does not apply, option, what is needed, next step)
+    refusals = [
+        (
+            options.moe == "routed" and not plan.experts,
+            "moe = routed",
+            "a family with experts",
+            "leave out --moe",
+        ),
+        (
+            options.sliding == "ring" and not windows,
             "sliding = ring",
-            subject,
             "a family with sliding attention",
             "leave out --sliding",
-        )
-    matrices = any(MATRIX_STATE in own for own in plan.side_states)
-    if options.state_pair and not matrices:
-        raise InputError(
+        ),
+        (
+            options.state_pair and not matrices,
             "state_pair",
-            subject,
             "a family with matrix states",
             "leave out --state-pair",
-        )
-    if options.t_max > MATRIX_T_MAX and matrices:
-        raise InputError(
+        ),
+        (
+            options.t_max > MATRIX_T_MAX and matrices,
             f"t_max = {options.t_max}",
-            subject,
             f"at most {MATRIX_T_MAX}: "
             "fp16 cannot hold what more tokens at once do to a matrix state",
             f"export with --t-max {MATRIX_T_MAX} or less",
-        )
-    if options.max_seq_len > (plan.max_positions or options.max_seq_len):
-        raise InputError(
+        ),
+        (
+            options.max_seq_len > longest,
             f"max_seq_len = {options.max_seq_len}",
-            subject,
-            f"at most {plan.max_positions}, the length beyond which its positions are scaled",
+            f"at most {longest}, the length beyond which its positions are scaled",
             "export with a smaller --max-seq-len",
-        )
-    return family.settle(plan, source) if hasattr(family, "settle") else plan
+        ),
+    ]
+    for refused, option, needed, step in refusals:
+        if refused:
+            raise InputError(option, subject, needed, step)
+    if hasattr(family, "settle"):
+        return family.settle(plan, source)
+    return plan
 
 
 def _warn_widths(plan: Plan, options: Options) -> None:
-    widths = {
-        shape[-1]
-        for spec in shards.specs(plan, options)
-        for shape in spec.buffers.values()
-    }
+    widths = set()
+    for spec in shards.specs(plan, options):
+        widths |= {shape[-1] for shape in spec.buffers.values()}
     odd = sorted(width for width in widths if width % 32)
     if odd:
         warnings.warn(
@@ -276,27 +271,24 @@ def _make(
     """All shards and the embedding table, with a progress bar in bytes."""
     from tqdm.auto import tqdm
 
-    finished, sizes = (
-        {},
-        {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs},
+    sizes = {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs}
+    bar = tqdm(
+        total=sum(sizes.values()),
+        desc="export",
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
     )
-    total = sum(sizes.values())
-    with tqdm(
-        total=total, desc="export", unit="B", unit_scale=True, disable=not progress
-    ) as bar:
-
-        def collect(some: Iterable[Shard]) -> None:
-            for shard in some:
-                finished[shard.name] = shard
-                bar.update(sizes[shard.name])
-
-        collect(maker.convert_first())
+    finished = {}
+    with bar:
+        for shard in maker.convert_first():
+            finished[shard.name] = shard
+            bar.update(sizes[shard.name])
         table = pool.submit(_write_embedding, maker.source, maker.plan, maker.writer)
-        collect(
-            maker.stamp_all(
-                [spec for spec in maker.specs if spec.name not in finished], pool
-            )
-        )
+        others = [spec for spec in maker.specs if spec.name not in finished]
+        for shard in maker.stamp_all(others, pool):
+            finished[shard.name] = shard
+            bar.update(sizes[shard.name])
     return [finished[name] for name in sizes], table.result()
 
 
@@ -305,20 +297,26 @@ def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntr
     file, never whole in memory."""
     names = {"weight": "embed_tokens.weight"} | plan.embedding
     names = {key: source.prefix + name for key, name in names.items()}
-    header, end = {}, 0
+    dtypes = dict.fromkeys(names, torch.float32) | {"weight": torch.float16}
+    header = {}
+    end = 0
     for key, name in names.items():
-        (dtype, width), shape = (
-            ("F16", 2) if key == "weight" else ("F32", 4),
-            source.shape(name),
-        )
-        start, end = end, end + math.prod(shape) * width
-        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    path, text = writer.root / "embedding.safetensors", json.dumps(header).encode()
+        start = end
+        shape = source.shape(name)
+        width = dtypes[key].itemsize
+        end += math.prod(shape) * width
+        header[key] = {
+            "dtype": f"F{8 * width}",
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
+    path = writer.root / "embedding.safetensors"
+    text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for key, name in names.items():
             for chunk in source.chunks(name):
-                values = chunk.half() if key == "weight" else chunk.float()
+                values = chunk.to(dtypes[key])
                 if not values.isfinite().all():
                     raise InputError(
                         f"tensor {name}",

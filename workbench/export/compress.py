@@ -58,7 +58,8 @@ def quantize_weight(
     scale = (amax * 2 / (2 * limit)).half()
     zero = bool((scale == 0).any())
     data = scratch.take(rows * n, torch.int8).reshape(rows, n)
-    height, width = max(1, PIECE // n), min(n, PIECE)
+    height = max(1, PIECE // n)
+    width = min(n, PIECE)
     rounded = torch.empty(height, width, dtype=torch.float16)
     for r in range(0, rows, height):
         for c in range(0, n, width):
@@ -80,13 +81,15 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
 
     codes = values.view(np.uint16)
     counts = np.bincount(codes, minlength=1 << 16)
-    counts[0], counts[MINUS_ZERO] = counts[0] + counts[MINUS_ZERO], 0
+    counts[0] += counts[MINUS_ZERO]
+    counts[MINUS_ZERO] = 0
     present = np.flatnonzero(counts).astype(np.uint16)
     present = present[np.argsort(present.view(np.float16))]
     distinct = present.view(np.float16)
     count = min(len(distinct), 1 << bits)
     clusters = kmeans1d.cluster(distinct, count, weights=counts[present])
-    lut, table = np.zeros(1 << bits), np.zeros(1 << 16, np.uint8)
+    lut = np.zeros(1 << bits)
+    table = np.zeros(1 << 16, np.uint8)
     lut[:count] = clusters.centroids
     table[present] = clusters.clusters
     table[MINUS_ZERO] = table[0]
@@ -101,16 +104,15 @@ def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarra
         palettize_weights,
     )
 
-    array, preset = values.numpy().reshape(weight.shape), weight.preset
+    array = values.numpy().reshape(weight.shape)
+    preset = weight.preset
     with quiet(), exact_tables():
         if not preset.is_integer:
             palette = palettize_weights.blockwise_compress(
                 array, "KMEANS", preset.bits, [0] * 4
             )
-            return {
-                "indices": palette.indices.reshape(-1),
-                "lut": palette.lut.reshape(-1),
-            }
+            indices = palette.indices.reshape(-1)
+            return {"indices": indices, "lut": palette.lut.reshape(-1)}
         blocks = [int(preset.granularity != "per_tensor"), preset.block, 0, 0]
         linear = linear_quantize_weights.blockwise_compress(
             array, preset.bits, "LINEAR_SYMMETRIC", True, blocks
@@ -118,7 +120,6 @@ def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarra
     return {"data": linear.data.reshape(-1), "scale": linear.scale.reshape(-1)}
 
 
-@contextmanager
 def exact_tables():
     """Context manager inside which coremltools' palettization uses its exact k-means
     for tensors of every size."""
@@ -129,8 +130,7 @@ def exact_tables():
     def exact(nbits: int, weight: np.ndarray, **_) -> tuple[np.ndarray, np.ndarray]:
         return cluster(nbits, weight, force_kmeans1d=True)
 
-    with patch.object(passes, "_get_kmeans_lookup_table_and_weight", exact):
-        yield
+    return patch.object(passes, "_get_kmeans_lookup_table_and_weight", exact)
 
 
 @contextmanager
@@ -143,32 +143,30 @@ def installed(preset: Preset):
 
     def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
         values = torch.from_numpy(weight.reshape(-1))
-        peak = max(abs(float(edge)) for edge in values.aminmax())
+        peak = float(values.abs().max())
         source = WeightSource("", None, weight.shape, preset=preset)
         return stored_arrays(source, values, peak, Scratch())
 
     def quantized(cls, weight, dtype, mode, block_sizes):
         arrays = compress(weight)
-        data = (
-            arrays["data"]
-            .reshape(weight.shape)
-            .astype(types.nptype_from_builtin(dtype))
-        )
-        blocks = [
-            n // b if b else 1 for n, b in zip(weight.shape, block_sizes, strict=True)
-        ]
+        kind = types.nptype_from_builtin(dtype)
+        data = arrays["data"].reshape(weight.shape).astype(kind)
+        blocks = [1] * weight.ndim
+        for axis, size in enumerate(block_sizes):
+            if size:
+                blocks[axis] = weight.shape[axis] // size
         scale = arrays["scale"].reshape(blocks)
         return _utils.QuantParams(data, scale, None, np.uint8(dtype.get_bitwidth()))
 
     def palettized(weight, mode, nbits, *_, **__):
         arrays = compress(weight)
         kind = types.nptype_from_builtin(types.string_to_builtin(f"uint{nbits}"))
+        indices = arrays["indices"].reshape(weight.shape).astype(kind)
         lut = arrays["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
-        return _utils.LutParams(
-            arrays["indices"].reshape(weight.shape).astype(kind), lut, None
-        )
+        return _utils.LutParams(indices, lut, None)
 
-    linear, palette = passes.linear_quantize_weights, passes.palettize_weights
+    linear = passes.linear_quantize_weights
+    palette = passes.palettize_weights
     with (
         patch.object(linear, "blockwise_compress_by_dtype", classmethod(quantized)),
         patch.object(palette, "blockwise_compress", staticmethod(palettized)),
@@ -182,9 +180,7 @@ def packed(array: np.ndarray, bits: int) -> np.ndarray:
         return array.view(np.uint8)
     values = array.view(np.uint8) & ((1 << bits) - 1)
     group = 8 // np.gcd(8, bits)  # values that fill whole bytes: 2 of 4 bits, 4 of 6
-    values = np.concatenate([values, np.zeros(-len(values) % group, np.uint8)]).reshape(
-        -1, group
-    )
+    values = np.pad(values, (0, -len(values) % group)).reshape(-1, group)
     word = np.zeros(len(values), np.uint32)
     for i in range(group):
         word |= values[:, i].astype(np.uint32) << np.uint32(bits * i)

@@ -25,8 +25,10 @@ from workbench.export.shards import Spec
 # again: the stored weights would no longer be the checkpoint's (1.3e-3 against 1.9e-6
 # on one layer).
 FOLDING = [
-    f"common::fuse_{n}"
-    for n in ("conv_scale", "conv_bias", "conv_batchnorm", "elementwise_to_batchnorm")
+    "common::fuse_conv_scale",
+    "common::fuse_conv_bias",
+    "common::fuse_conv_batchnorm",
+    "common::fuse_elementwise_to_batchnorm",
 ]
 
 
@@ -55,23 +57,11 @@ def convert(
     ct = coremltools()
     from coremltools.converters.mil.mil import Builder
 
-    fixed = options.t_max == 1 or options.t == "fixed"
-    # one symbol for every T: coremltools would take unrelated ranges without complaint
-    t = T or options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
-    length = t if fixed else 2
-    examples, inputs = [], []
-    for name, shape in spec.inputs.items():
-        kinds = (torch.int32, np.int32) if name == POS else (torch.float32, np.float16)
-        examples.append(
-            torch.zeros([length if n == "T" else n for n in shape], dtype=kinds[0])
-        )
-        inputs.append(
-            ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=kinds[1])
-        )
-    states = [
-        ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name)
-        for name, shape in spec.buffers.items()
-    ]
+    examples, inputs = _inputs(spec, options, T)
+    states = []
+    for name, shape in spec.buffers.items():
+        kind = ct.TensorType(shape=shape, dtype=np.float16)
+        states.append(ct.StateType(kind, name=name))
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
     if options.preset != FP16:
@@ -94,15 +84,35 @@ def convert(
                 pass_pipeline=pipeline,
                 skip_model_load=True,
             )
-        except (
-            RuntimeError
-        ) as problem:  # its writer of weight files gives no other reason
-            if "FileWriter" in str(problem):
-                raise OSError(
-                    errno.ENOSPC,
-                    f"coremltools could not write to {tempfile.gettempdir()}",
-                ) from problem
-            raise
+        except RuntimeError as problem:
+            if "FileWriter" not in str(problem):
+                raise
+            # its writer of weight files gives no other reason
+            place = tempfile.gettempdir()
+            reason = f"coremltools could not write to {place}"
+            raise OSError(errno.ENOSPC, reason) from problem
+
+
+def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
+    """Example tensors of the inputs for tracing, and their types for coremltools."""
+    ct = coremltools()
+    size = length = T or options.t_max
+    if options.t_max > 1 and options.t != "fixed":
+        # one symbol for every T: coremltools would take unrelated ranges without
+        # complaint
+        size = ct.RangeDim(1, options.t_max, default=1)
+        length = 2
+    examples = []
+    inputs = []
+    for name, shape in spec.inputs.items():
+        traced, stored = torch.float32, np.float16
+        if name == POS:
+            traced, stored = torch.int32, np.int32
+        example = [length if n == "T" else n for n in shape]
+        examples.append(torch.zeros(example, dtype=traced))
+        sizes = [size if n == "T" else n for n in shape]
+        inputs.append(ct.TensorType(name, sizes, dtype=stored))
+    return examples, inputs
 
 
 def save_functions(programs: dict[str, Path], package: Path) -> None:
@@ -147,25 +157,30 @@ def lean():
     original = FP16ComputePrecision.fp16_overflow
 
     def overflow(op) -> bool:
-        inputs = [x if isinstance(x, list | tuple) else [x] for x in op.inputs.values()]
-        values = [v.val for variables in inputs for v in variables]
-        weights = [
-            v
-            for v in values
-            if isinstance(v, np.ndarray) and v.dtype == np.float32 and v.size
-        ]
-        beyond = (not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights)
-        return any(beyond) and original(op)
+        for operand in op.inputs.values():
+            variables = operand if isinstance(operand, list | tuple) else [operand]
+            if any(_beyond_fp16(variable.val) for variable in variables):
+                return original(op)
+        return False
 
     gc.freeze()
     try:
-        search = patch.object(
-            FP16ComputePrecision, "fp16_overflow", staticmethod(overflow)
-        )
+        check = staticmethod(overflow)
+        search = patch.object(FP16ComputePrecision, "fp16_overflow", check)
         with search, seldom_validated(), quickly_solved(), compressed_alone():
             yield
     finally:
         gc.unfreeze()
+
+
+def _beyond_fp16(value) -> bool:
+    """Whether a value is an array of fp32 with an element that fp16 cannot hold."""
+    if not isinstance(value, np.ndarray) or value.dtype != np.float32:
+        return False
+    # NaN is beyond it, too
+    return bool(value.size) and not (
+        value.max() <= MAX_FP16 and value.min() >= -MAX_FP16
+    )
 
 
 def seldom_validated():
@@ -216,11 +231,12 @@ def compressed_alone():
     original = Block._propagate_nonreplaceable_vars
 
     def follow(block) -> None:
-        compressed = (
-            op.op_type.startswith("constexpr_") or op.blocks for op in block.operations
-        )
-        if not isinstance(block, Function) or any(compressed):
-            original(block)
+        if isinstance(block, Function):
+            operations = block.operations
+            kinds = {op.op_type[:10] for op in operations}
+            if "constexpr_" not in kinds and not any(op.blocks for op in operations):
+                return
+        original(block)
 
     return patch.object(Block, "_propagate_nonreplaceable_vars", follow)
 
@@ -243,13 +259,11 @@ def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
     from coremltools.optimize import coreml as cto
 
     if preset.is_integer:
-        block = {"block_size": preset.block} if preset.block else {}
+        how = {"dtype": f"int{preset.bits}", "granularity": preset.granularity}
+        if preset.block:
+            how["block_size"] = preset.block
         op = cto.OpLinearQuantizerConfig(
-            mode="linear_symmetric",
-            weight_threshold=0,
-            dtype=f"int{preset.bits}",
-            granularity=preset.granularity,
-            **block,
+            mode="linear_symmetric", weight_threshold=0, **how
         )
         pass_name = "compression::linear_quantize_weights"
     else:
@@ -273,19 +287,20 @@ def modules(model) -> dict[str, str]:
     for op in model._mil_program.functions["main"].operations:
         scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME)
         if op.op_type != "const" and scope:
-            block, *rest = scope[:-1] or [""]
-            path = [f"layers.{block}" if block.isdigit() else block, *rest]
-            paths |= {out.name: ".".join(path) for out in op.outputs}
+            path = ".".join(scope[:-1])
+            if path[:1].isdigit():
+                path = f"layers.{path}"
+            paths |= {out.name: path for out in op.outputs}
     return paths
 
 
 def constants(model) -> dict[str, str]:
     """Parameter path with underscores for dots → name of the program constant that
     holds it, after compression."""
-    names = [
-        op.outputs[0].name
-        for op in model._mil_program.functions["main"].operations
-        if op.op_type == "const" or op.op_type.startswith("constexpr_")
-    ]
-    # fp16 cast and compression append to the parameter's name
-    return {name.split("_to_fp16")[0]: name for name in names}
+    names = {}
+    for op in model._mil_program.functions["main"].operations:
+        if op.op_type.startswith("const"):  # const, or constexpr_…
+            # fp16 cast and compression append to the parameter's name
+            name = op.outputs[0].name
+            names[name.split("_to_fp16")[0]] = name
+    return names

@@ -44,60 +44,57 @@ class CoreAIMaker(Maker):
     suffix = SUFFIX
 
     def __post_init__(self):
-        optional(
-            "coreai_torch._compression.custom_layers"
-        )  # registers the operations of weights
+        # registers the operations of weights
+        optional("coreai_torch._compression.custom_layers")
         super().__post_init__()
         # by `_shape`: the trace, and which module each of its operations came from
-        self.programs: dict[
-            str, tuple[torch.export.ExportedProgram, dict[str, str]]
-        ] = {}
+        self.programs: dict[str, torch.export.ExportedProgram] = {}
+        self.modules: dict[str, dict[str, str]] = {}
 
     def convert(self, spec: Spec) -> Shard:
         """Traces the first shard of a shape, puts the weights of the others into its
         trace."""
         how = "stamped" if self._shape(spec) in self.programs else "converted"
         constants, modules = self._convert(spec, self.writer.root, self.plain)
-        return self._record(
-            spec, constants, modules, self._files(spec, self.writer.root), how
-        )
+        files = self._files(spec, self.writer.root)
+        return self._record(spec, constants, modules, files, how)
 
     stamp = convert  # of a shape that was traced
 
     def _convert(self, spec: Spec, folder: Path, plain: bool) -> tuple[dict, dict]:
-        shape, stored = self._shape(spec), {}
-        for weight in self.weights[spec.name]:
+        shape = self._shape(spec)
+        weights = self.weights[spec.name]
+        package = self._package(spec, folder)
+        dtype = DTYPES[self.options.program_dtype]
+        stored = {}
+        for weight in weights:
             _, arrays = self._load(weight)
-            stored[weight.path] = shaped(
-                weight, arrays, DTYPES[self.options.program_dtype]
-            )
+            stored[weight.path] = shaped(weight, arrays, dtype)
         with self.clock("template"), quiet():
-            if plain or shape not in self.programs:
-                self.programs[shape] = (
-                    trace(self._module(spec, stored), spec, self.options),
-                    {},
-                )
-            program, paths = self.programs[shape]
-            asset = save(program, spec, stored, self._package(spec, folder))
-            paths.update({} if paths else modules(program, asset))
+            first = plain or shape not in self.programs
+            if first:
+                module = self._module(spec, stored)
+                self.programs[shape] = trace(module, spec, self.options)
+            program = self.programs[shape]
+            asset = save(program, spec, stored, package)
+            if first:
+                self.modules[shape] = modules(program, asset)
+        located = {}
         with self.clock("write"):
-            raw = (self._package(spec, folder) / PROGRAM).read_bytes()
-            weights = self.weights[spec.name]
-            located = {w.path: locate(raw, stored[w.path], w.preset) for w in weights}
-        return {path: text for path, text in located.items() if text}, paths
+            raw = (package / PROGRAM).read_bytes()
+            for weight in weights:
+                if text := locate(raw, stored[weight.path], weight.preset):
+                    located[weight.path] = text
+        return located, self.modules[shape]
 
     def _module(self, spec: Spec, stored: dict[str, dict]) -> nn.Module:
         """The shard's module in the program's dtype, its weights the stored ones."""
         dtype = DTYPES[self.options.program_dtype]
-        module = (
-            blank(spec, self.plan, self.options).requires_grad_(False).eval().to(dtype)
-        )
+        module = blank(spec, self.plan, self.options)
+        module.requires_grad_(False).eval().to(dtype)
         for weight in self.weights[spec.name]:
-            attach(
-                module,
-                weight.path,
-                StoredWeight(stored[weight.path], weight.preset, dtype),
-            )
+            values = StoredWeight(stored[weight.path], weight.preset, dtype)
+            attach(module, weight.path, values)
         return module
 
 
@@ -112,7 +109,8 @@ class StoredWeight(nn.Module):
         self, parts: dict[str, torch.Tensor], preset: Preset, dtype: torch.dtype
     ):
         super().__init__()
-        self.kind, self.dtype = getattr(torch, f"int{preset.bits}", torch.int8), dtype
+        self.kind = getattr(torch, f"int{preset.bits}", torch.int8)
+        self.dtype = dtype
         for role, part in parts.items():
             self.register_buffer(role, part)
 
@@ -126,7 +124,9 @@ class StoredWeight(nn.Module):
             )
         else:
             value = self.val
-        return value if value.dtype == self.dtype else value.to(self.dtype)
+        if value.dtype == self.dtype:
+            return value
+        return value.to(self.dtype)
 
 
 def shaped(
@@ -135,16 +135,20 @@ def shaped(
     """Stored arrays, copied, in the shapes that Core AI's operations take: a scale has
     the weight's rank, a table two axes more. A whole weight has the program's dtype,
     which its converter would give it anyway."""
-    preset, parts = weight.preset, {}
+    preset = weight.preset
+    parts = {}
     for role, array in arrays.items():
         shape = weight.shape
         if role == "scale":
-            blocks = weight.shape[1] // preset.block if preset.block else 1
+            blocks = 1
+            if preset.block:
+                blocks = weight.shape[1] // preset.block
             shape = (array.size // blocks, blocks, *[1] * (len(weight.shape) - 2))
         elif role == "lut":
             shape = (*[1] * len(weight.shape), array.size, 1)
-        part = torch.from_numpy(array.reshape(shape).copy())
-        parts[role] = part.to(dtype) if role == "val" else part
+        parts[role] = torch.from_numpy(array.reshape(shape).copy())
+        if role == "val":
+            parts[role] = parts[role].to(dtype)
     return parts
 
 
@@ -154,10 +158,8 @@ def attach(module: nn.Module, path: str, stored: StoredWeight) -> None:
     owner = module.get_submodule(parent)
     del owner._parameters[name]
     owner.register_module(name + STORED, stored)
-    kind, weight = (
-        type(owner),
-        property(lambda self: self.get_submodule(name + STORED)()),
-    )
+    kind = type(owner)
+    weight = property(lambda self: self.get_submodule(name + STORED)())
     owner.__class__ = type(kind.__name__, (kind,), {name: weight})
 
 
@@ -165,19 +167,20 @@ def trace(
     module: nn.Module, spec: Spec, options: Options
 ) -> torch.export.ExportedProgram:
     """The module traced by torch.export, in Apple's operations."""
-    dtype, t_max = DTYPES[options.program_dtype], options.t_max
+    dtype = DTYPES[options.program_dtype]
+    t_max = options.t_max
     free = None
     if options.t == "range" or t_max == 1:
         free = torch.export.Dim("T", min=1, max=max(2, t_max))
     T = max(2, t_max)
-    shapes = list(spec.inputs.values())
-    examples = [
-        torch.zeros([T if n == "T" else n for n in shape], dtype=dtype)
-        for shape in shapes
-    ]
-    axes = [{i: free for i, n in enumerate(shape) if n == "T"} for shape in shapes]
+    examples = []
+    axes = []
+    for shape in spec.inputs.values():
+        sizes = [T if n == "T" else n for n in shape]
+        examples.append(torch.zeros(sizes, dtype=dtype))
+        axes.append({i: free for i, n in enumerate(shape) if n == "T"})
     if isinstance(module, LayerStack):
-        axes = (tuple(axes),)  # the stack takes *tensors
+        axes = [tuple(axes)]  # the stack takes *tensors
     with torch.no_grad():
         program = torch.export.export(
             module,
@@ -187,9 +190,8 @@ def trace(
         )
     keep_scales(program)
     program = program.run_decompositions(optional("coreai_torch").get_decomp_table())
-    for (
-        node
-    ) in program.graph.nodes:  # Apple's tools need to know the lines, not this machine
+    # Apple's tools need to know the lines, not this machine
+    for node in program.graph.nodes:
         if lines := node.meta.get("stack_trace"):
             node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/program/', lines)
     return program
@@ -202,25 +204,25 @@ def keep_scales(program: torch.export.ExportedProgram) -> None:
 
     Meant are a stored scale behind a convolution and its bias, and a number behind a
     norm's weight."""
-    aten, inputs = torch.ops.aten, program.graph_signature.input_specs
+    aten = torch.ops.aten
+    inputs = program.graph_signature.input_specs
     stored = {one.arg.name for one in inputs if STORED in (one.target or "")}
     for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         x, scale = node.args
-        if isinstance(scale, torch.fx.Node):
+        by_weight = isinstance(scale, torch.fx.Node)
+        if by_weight:
             source = x.args[0] if x.target == aten.add.Tensor else x
             folds = source.target == aten.conv2d.default and scale.name in stored
         else:
-            folds = (
-                x.target == aten.mul.Tensor and getattr(x.args[1], "name", "") in stored
-            )
+            name = getattr(x.args[1], "name", "")
+            folds = x.target == aten.mul.Tensor and name in stored
         if not folds:
             continue
         with program.graph.inserting_before(node):
-            if isinstance(scale, torch.fx.Node):
+            if by_weight:
                 scale = _like(node, aten.unsqueeze.default, scale, 0)
-            product = _like(
-                node, aten.mul.Tensor, _like(node, aten.unsqueeze.default, x, 0), scale
-            )
+            x = _like(node, aten.unsqueeze.default, x, 0)
+            product = _like(node, aten.mul.Tensor, x, scale)
             node.replace_all_uses_with(_like(node, aten.squeeze.dim, product, 0))
         program.graph.erase_node(node)
     program.graph_module.recompile()
@@ -228,10 +230,10 @@ def keep_scales(program: torch.export.ExportedProgram) -> None:
 
 def _like(node: torch.fx.Node, target, *arguments) -> torch.fx.Node:
     """A call in the place of `node`: its line and module, its own value."""
-    made = node.graph.call_function(target, arguments)
-    values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in arguments]
-    made.meta = node.meta | {"val": target(*values)}
-    return made
+    call = node.graph.call_function(target, arguments)
+    values = torch.fx.map_arg(arguments, lambda argument: argument.meta["val"])
+    call.meta = node.meta | {"val": target(*values)}
+    return call
 
 
 def save(
@@ -267,8 +269,10 @@ def save(
 def named_resources() -> Iterator[None]:
     """Context manager that names large constants in the order in which they come;
     Apple's names are random numbers."""
-    ir, converter = optional("coreai._compiler.ir"), optional("coreai_torch.converter")
-    owner, names = converter._mlir.dialects.coreai, {}
+    ir = optional("coreai._compiler.ir")
+    converter = optional("coreai_torch.converter")
+    owner = converter._mlir.dialects.coreai
+    names = {}
     original = owner.create_elements_attr
 
     def named(location, kind, array):
@@ -288,7 +292,9 @@ def named_resources() -> Iterator[None]:
 def name_folded(asset) -> None:
     """Names the large constants that Apple's passes compute, such as a weight times a
     scale, in the order they come: their own names are others in every process."""
-    ir, module, found = optional("coreai._compiler.ir"), asset._module._mlir_module, []
+    ir = optional("coreai._compiler.ir")
+    module = asset._module._mlir_module
+    found = []
 
     def visit(op):
         if "value" in op.attributes and FOLDED.match(str(op.attributes["value"])[:200]):
@@ -298,16 +304,15 @@ def name_folded(asset) -> None:
     with module.context, ir.Location.unknown():
         module.operation.walk(visit)
         for number, op in enumerate(found):
-            alone, kind = ir.Module.create(), op.attributes["value"].type
+            alone = ir.Module.create()
+            kind = op.attributes["value"].type
             op.clone(ir.InsertionPoint(alone.body))
-            (blob,) = BLOB.findall(
-                str(alone)
-            )  # its alignment in four bytes, then its bytes
+            # its alignment in four bytes, then its bytes
+            (blob,) = BLOB.findall(str(alone))
             raw = np.frombuffer(bytes.fromhex(blob), np.uint8)
-            size, raw = int(raw[:4].view(np.uint32)[0]), raw[4:].copy()
-            named = ir.DenseResourceElementsAttr.get_from_buffer(
-                raw, f"folded_{number}", kind, size
-            )
+            alignment = int(raw[:4].view(np.uint32)[0])
+            create = ir.DenseResourceElementsAttr.get_from_buffer
+            named = create(raw[4:].copy(), f"folded_{number}", kind, alignment)
             op.attributes["value"] = named
 
 
@@ -330,12 +335,11 @@ def locate(raw: bytes, parts: dict[str, torch.Tensor], preset: Preset) -> str:
     a constant that is written as one repeated value."""
     texts = []
     for role, part in parts.items():
-        array, dtype = part.numpy(), "fp32" if part.dtype == torch.float32 else "fp16"
+        array = part.numpy()
+        dtype = "fp32" if part.dtype == torch.float32 else "fp16"
         if role in ("data", "indices"):
-            array, dtype = (
-                array.reshape(-1),
-                f"{'u' * (role == 'indices')}int{preset.bits}",
-            )
+            array = array.reshape(-1)
+            dtype = f"{'u' * (role == 'indices')}int{preset.bits}"
             array = packed(array, preset.bits)
         offset = raw.find(array.tobytes())
         if offset < 0:

@@ -50,29 +50,26 @@ class Maker:
     suffix = ".mlpackage"
 
     def __post_init__(self):
-        self.scratch, self.specs = Scratch(), list(specs(self.plan, self.options))
-        self.weights = {
-            spec.name: weight_sources(spec, self.source, self.plan, self.options)
-            for spec in self.specs
-        }
+        self.scratch = Scratch()
+        self.specs = list(specs(self.plan, self.options))
+        self.weights: dict[str, list[WeightSource]] = {}
+        for spec in self.specs:
+            weights = weight_sources(spec, self.source, self.plan, self.options)
+            self.weights[spec.name] = weights
         self.templates: dict[str, Template] = {}  # by `_shape`
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of a shard's weights as stored."""
-        return sum(
-            prod(weight.shape) * weight.preset.bits // 8
-            for weight in self.weights[name]
-        )
+        count = 0
+        for weight in self.weights[name]:
+            count += prod(weight.shape) * weight.preset.bits // 8
+        return count
 
     def room(self) -> tuple[int, int]:
         """Bytes that the shards which are still missing will take, and those of the
         largest of them."""
         noted = {path.stem for path in self.writer.root.glob("*.json")}
-        sizes = [
-            self.stored_bytes(spec.name)
-            for spec in self.specs
-            if spec.name not in noted
-        ]
+        sizes = [self.stored_bytes(name) for name in self.weights.keys() - noted]
         return sum(sizes), max(sizes, default=0)
 
     def convert_first(self) -> Iterator[Shard]:
@@ -101,9 +98,9 @@ class Maker:
         except TemplateMismatch:
             return None
         names = template.state_names(spec)
-        modules = {
-            renamed(value, names): path for value, path in template.modules.items()
-        }
+        modules = {}
+        for value, path in template.modules.items():
+            modules[renamed(value, names)] = path
         return self._record(spec, template.constants, modules, files, "stamped")
 
     def convert(self, spec: Spec) -> Shard:
@@ -121,17 +118,17 @@ class Maker:
         Raises:
             InputError: one differs; then no stamped shard is left for the next run.
         """
-        stamped = [
-            spec for spec, shard in zip(self.specs, shards) if shard.how == "stamped"
-        ]
-        for spec in random.sample(stamped, min(count, len(stamped))):
+        stamped = {shard.name for shard in shards if shard.how == "stamped"}
+        specs = [spec for spec in self.specs if spec.name in stamped]
+        for spec in random.sample(specs, min(count, len(specs))):
             folder = self.writer.root / f"{spec.name}.again"
             self._convert(spec, folder, plain=True)
-            shard, files = self.writer.finished(spec.name), self._files(spec, folder)
+            shard = self.writer.finished(spec.name)
+            files = self._files(spec, folder)
             shutil.rmtree(folder)
             if not shard or shard.files != files:
-                for other in stamped:
-                    self.writer.discard(other.name)
+                for name in stamped:
+                    self.writer.discard(name)
                 raise InputError(
                     f"stamped shard {spec.name}",
                     "other bytes than its conversion gives",
@@ -142,12 +139,12 @@ class Maker:
     def _shape(self, spec: Spec) -> str:
         """Equal for shards whose conversions differ in nothing but weights and the
         names of their states."""
-        weights = [
-            (w.path, w.shape, w.offset, w.compressed) for w in self.weights[spec.name]
-        ]
-        layers = self.plan.layers[slice(*spec.layers)] if spec.kind != "expert" else []
-        buffers = list(spec.buffers.values())
-        return repr([spec.kind, spec.inputs, spec.outputs, buffers, layers, weights])
+        facts = [spec.kind, spec.inputs, spec.outputs, list(spec.buffers.values())]
+        if spec.kind != "expert":
+            facts.append(self.plan.layers[slice(*spec.layers)])
+        for weight in self.weights[spec.name]:
+            facts += weight.path, weight.shape, weight.offset, weight.compressed
+        return repr(facts)
 
     def _package(self, spec: Spec, folder: Path) -> Path:
         return folder / f"{spec.name}{self.suffix}"
@@ -172,17 +169,16 @@ class Maker:
                 stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())
             compressed = {w.path for w in weights if w.compressed}
-            whole, programs, constants, modules = (
-                self._package(spec, folder),
-                {},
-                {},
-                {},
-            )
+            whole = self._package(spec, folder)
+            programs = {}
+            constants = {}
+            modules = {}
             for name, T in (self.options.function_names or {"main": None}).items():
                 model = convert.convert(module, spec, self.options, compressed, T)
-                programs[name] = (
-                    whole.with_name(f"{spec.name}.{name}.mlpackage") if T else whole
-                )
+                programs[name] = whole
+                if T:
+                    alone = f"{spec.name}.{name}.mlpackage"
+                    programs[name] = whole.with_name(alone)
                 package.save_package(model, programs[name])
                 constants |= convert.constants(model)
                 modules |= convert.modules(model)
@@ -191,10 +187,12 @@ class Maker:
                 convert.save_functions(programs, whole)
                 for program in programs.values():
                     shutil.rmtree(program)
-        names = {w.path: w.path.replace(".", "_") for w in weights}
-        return {
-            path: constants[name] for path, name in names.items() if name in constants
-        }, modules
+        by_path = {}
+        for weight in weights:
+            name = weight.path.replace(".", "_")
+            if name in constants:
+                by_path[weight.path] = constants[name]
+        return by_path, modules
 
     def _press(self, template: Template, spec: Spec, folder: Path) -> list[FileEntry]:
         return template.press(
@@ -218,14 +216,12 @@ class Maker:
         """Makes a converted shard the template of its shape, if stamping the shard
         itself gives the same bytes."""
         trial = self.writer.root / f"{spec.name}.trial"
+        weights = self.weights[spec.name]
+        whole = self._package(spec, self.writer.root)
         try:
-            whole = self._package(spec, self.writer.root)
-            template = Template(
-                spec, self.weights[spec.name], whole, constants, modules
-            )
-            if self._press(template, spec, trial) == files and self._compresses_alike(
-                spec
-            ):
+            template = Template(spec, weights, whole, constants, modules)
+            same = self._press(template, spec, trial) == files
+            if same and self._compresses_alike(spec):
                 self.templates[self._shape(spec)] = template
         except TemplateMismatch:
             pass
@@ -236,11 +232,12 @@ class Maker:
         """Whether `stored_arrays` gives the bytes of coremltools' own functions for the
         smallest compressed weight."""
         compressed = [w for w in self.weights[spec.name] if w.compressed]
-        for weight in sorted(compressed, key=lambda w: prod(w.shape))[:1]:
-            values, ours = self._load(weight)
-            theirs = compress.reference(weight, values)
-            return all(np.array_equal(ours[role], theirs[role]) for role in theirs)
-        return True
+        if not compressed:
+            return True
+        weight = min(compressed, key=lambda w: prod(w.shape))
+        values, arrays = self._load(weight)
+        reference = compress.reference(weight, values)
+        return all(np.array_equal(arrays[role], reference[role]) for role in reference)
 
     def _record(
         self,
@@ -250,30 +247,33 @@ class Maker:
         files: list[FileEntry],
         how: str,
     ) -> Shard:
-        first = spec.layers[0]
-        modules = {
-            value: absolute_layer_path(path, first) for value, path in modules.items()
-        }
-        weights = {
-            w.tensor: w
-            for w in self.weights[spec.name]
-            if w.tensor and w.path in constants
-        }
-        interface = {
-            name: value for name, value in vars(spec).items() if name != "buffers"
-        }
+        paths = {}
+        for value, path in modules.items():
+            paths[value] = absolute_layer_path(path, spec.layers[0])
+        taps = {}
+        if self.suffix == ".mlpackage":
+            taps = _taps(paths, spec)
+        weights = {}
+        offsets = {}
+        for weight in self.weights[spec.name]:
+            if weight.tensor and weight.path in constants:
+                weights[weight.tensor] = constants[weight.path]
+                if weight.offset:
+                    offsets[weight.tensor] = weight.offset
+        interface = dict(vars(spec))
+        del interface["buffers"]
         return self.writer.record(
             Shard(
                 **interface,
                 path=f"{spec.name}{self.suffix}",
                 how=how,
                 functions=self.options.function_names,
-                bytes=sum(f.bytes for f in files),
+                bytes=sum(file.bytes for file in files),
                 files=files,
-                weights={tensor: constants[w.path] for tensor, w in weights.items()},
-                offsets={tensor: w.offset for tensor, w in weights.items() if w.offset},
-                modules=modules,
-                taps=_taps(modules, spec) if self.suffix == ".mlpackage" else {},
+                weights=weights,
+                offsets=offsets,
+                modules=paths,
+                taps=taps,
             )
         )
 
@@ -281,7 +281,9 @@ class Maker:
 def absolute_layer_path(path: str, first: int) -> str:
     """`layers.0.mlp` of a shard → the decoder's `layers.{first}.mlp`."""
     index, rest = split_layer(path)
-    return path if index is None else f"layers.{first + index}.{rest}".rstrip(".")
+    if index is None:
+        return path
+    return f"layers.{first + index}.{rest}".rstrip(".")
 
 
 def _taps(modules: dict[str, str], spec: Spec) -> dict[int, str]:
@@ -289,6 +291,9 @@ def _taps(modules: dict[str, str], spec: Spec) -> dict[int, str]:
     from its block."""
     if spec.kind != "layers":
         return {}
-    layers = {value: split_layer(path) for value, path in modules.items()}
-    last = {layer: value for value, (layer, _) in layers.items() if layer is not None}
-    return last | {spec.layers[1] - 1: HIDDEN}
+    taps = {}
+    for value, path in modules.items():
+        layer, _ = split_layer(path)
+        if layer is not None:
+            taps[layer] = value
+    return taps | {spec.layers[1] - 1: HIDDEN}

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from miltorch.quiet import messages
 
-DATE_KEY, DATE = "com.github.apple.coremltools.conversion_date", "1970-01-01"
-MODEL, WEIGHTS = (
-    "Data/com.apple.CoreML/model.mlmodel",
-    "Data/com.apple.CoreML/weights/weight.bin",
-)
+DATE_KEY = "com.github.apple.coremltools.conversion_date"
+DATE = "1970-01-01"
+MODEL = "Data/com.apple.CoreML/model.mlmodel"
+WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
 MANIFEST = "Manifest.json"
 
 

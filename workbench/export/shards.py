@@ -60,15 +60,17 @@ class Spec:
 
 def specs(plan: Plan, options: Options) -> Iterator[Spec]:
     """Every shard of the model, in the order the decoder runs them."""
-    L, C, V = plan.dims.L, options.plane(plan.dims.C), plan.dims.V
+    L = plan.dims.L
+    C = options.plane(plan.dims.C)
+    V = plan.dims.V
     for first in range(0, L, options.layers_per_shard):
-        yield layers_spec(
-            plan, options, first, min(first + options.layers_per_shard, L)
-        )
+        last = min(first + options.layers_per_shard, L)
+        yield layers_spec(plan, options, first, last)
         if options.moe == "routed":
             inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.plane(1), ACC: C}
             for e in range(plan.experts):
-                name, layers = f"expert_{first:02d}_{e:02d}", (first, first + 1)
+                name = f"expert_{first:02d}_{e:02d}"
+                layers = (first, first + 1)
                 yield Spec(name, "expert", inputs, {HIDDEN: C}, layers, (e, e + 1))
     for i, start in enumerate(range(0, V, HEAD_ROWS)):
         stop = min(start + HEAD_ROWS, V)
@@ -79,10 +81,14 @@ def specs(plan: Plan, options: Options) -> Iterator[Spec]:
 def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     """The shard of decoder layers [first, last); with routed experts, of one layer up
     to its router."""
-    C, E = options.plane(plan.dims.C), options.plane(plan.experts + 1)
-    kind, name, outputs = "layers", f"layers_{first:02d}_{last - 1:02d}", {HIDDEN: C}
+    C = options.plane(plan.dims.C)
+    E = options.plane(plan.experts + 1)
+    kind = "layers"
+    name = f"layers_{first:02d}_{last - 1:02d}"
+    outputs = {HIDDEN: C}
     if options.moe == "routed":
-        kind, name = "router", f"router_{first:02d}"
+        kind = "router"
+        name = f"router_{first:02d}"
         outputs = {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
     if plan.router_width:
         outputs |= {ROUTER_STATE_OUT: options.plane(plan.router_width)}
@@ -108,7 +114,8 @@ def layer_inputs(
         del inputs[KV_WRITE_MASK]
         inputs |= {POS: [1]}
     if any(plan.side_states[first:last]):
-        B, n = options.batch, plan.tail
+        B = options.batch
+        n = plan.tail
         rows = n + options.t_max * options.undo
         inputs |= {TAIL_SELECT: [B, rows, "T"]}
         if rows > 2:
@@ -131,33 +138,42 @@ def place_states(plan: Plan, options: Options, first: int, last: int):
     they share one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and
     one `side_state` [B, l, width], l being the number of layers that have such states,
     whose widths are equal."""
-    states, buffers, B, row = {}, {}, options.batch, -1
+    states = {}
+    buffers = {}
+    B = options.batch
+    row = -1
     for i in range(first, last):
-        layer, column = plan.layers[i], 0
-        ring, own = options.ring(layer.window), plan.states(i, options)
+        layer = plan.layers[i]
+        column = 0
+        ring = options.ring(layer.window)
+        own = plan.states(i, options)
         width = sum(prod(sizes) for name, sizes in own.items() if not is_cache(name))
         row += bool(width)
         for name, sizes in own.items():
-            shape, part = [B, *sizes], None
+            shape = [B, *sizes]
+            part = None
             if options.states == "separate":
-                tensor = name if last - first == 1 else f"layers_{i}_{name}"
+                tensor = name
+                if last - first > 1:
+                    tensor = f"layers_{i}_{name}"
                 buffers[tensor] = shape
             elif is_cache(name):
-                tensor = KV_STATE + (layer.suffix if ring else "")
+                tensor = KV_STATE
+                if ring:
+                    tensor += layer.suffix
                 start = buffers.get(tensor, [0, 0])[1]
-                heads, *rest = sizes
-                buffers[tensor] = [B, start + heads, *rest]
-                part = [(0, B), (start, start + heads), *((0, n) for n in rest)]
+                heads, S, D = sizes
+                buffers[tensor] = [B, start + heads, S, D]
+                part = [(0, B), (start, start + heads), (0, S), (0, D)]
             else:
-                tensor, start, column = SIDE_STATE, column, column + prod(sizes)
+                tensor = SIDE_STATE
+                start = column
+                column += prod(sizes)
                 buffers[tensor] = [B, row + 1, width]
                 part = [(0, B), (row, row + 1), (start, column)]
-            states[f"layers.{i}.{name}"] = StateEntry(
-                tensor=tensor,
-                shape=shape,
-                part=part,
-                ring=ring if is_cache(name) else None,
-            )
+            rows = ring if is_cache(name) else None
+            entry = StateEntry(tensor=tensor, shape=shape, part=part, ring=rows)
+            states[f"layers.{i}.{name}"] = entry
     return states, buffers
 
 
@@ -168,7 +184,8 @@ class LayerStack(nn.Module):
     def __init__(self, blocks: list[nn.Module], spec: Spec):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.inputs, self.outputs = list(spec.inputs), list(spec.outputs)
+        self.inputs = list(spec.inputs)
+        self.outputs = list(spec.outputs)
         for tensor, shape in spec.buffers.items():
             self.register_buffer(tensor, torch.zeros(shape))
         self.states = [{} for _ in blocks]

@@ -11,20 +11,20 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from workbench.bundle import FileEntry
+from workbench.bundle import FileEntry, file_entries
 from workbench.export.compress import packed
 from workbench.export.package import MANIFEST, MODEL, WEIGHTS, read_package, serialize
 from workbench.export.shards import Spec
 from workbench.export.weights import Clock, WeightSource
 
-RECORD = struct.Struct(
-    "<IIQQ"
-)  # sentinel, dtype, bytes of payload, its offset in the file
+RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, their offset
 RECORD_SENTINEL = 0xDEADBEEF
 # constants that make coremltools drop the operation
 NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "real_div": 1.0}
@@ -83,40 +83,44 @@ class Template:
         constants: dict[str, str],
         modules: dict[str, str],
     ):
-        self.spec, self.constants, self.modules = spec, constants, modules
-        self.model, self.manifest = (
-            read_package(package),
-            (package / MANIFEST).read_bytes(),
-        )
+        self.spec = spec
+        self.constants = constants
+        self.modules = modules
+        self.model = read_package(package)
+        self.manifest = (package / MANIFEST).read_bytes()
         if not (package / WEIGHTS).is_file():
             raise TemplateMismatch("weights so small that they stand in the program")
-        blob, ops = (package / WEIGHTS).read_bytes(), operations(self.model)
+        blob = (package / WEIGHTS).read_bytes()
+        ops = operations(self.model)
         slots = _slots(ops, blob)
-        names = [constants.get(weight.path) for weight in weights]
-        if not slots.keys() >= set(names):
-            raise TemplateMismatch("a parameter that the program does not hold")
-        places = [
-            (weight.path, slots[name], _neutral(ops, name))
-            for weight, name in zip(weights, names)
-        ]
+        places = []
+        for weight in weights:
+            name = constants.get(weight.path)
+            if name not in slots:
+                raise TemplateMismatch("a parameter that the program does not hold")
+            places.append((weight.path, slots[name], _neutral(ops, name)))
         # (path, slots, neutral value), as in the file
         self.places = sorted(places, key=lambda place: place[1][-1].stop)
-        in_file = [slot for _, some, _ in self.places for slot in some if slot.stop]
-        edges = [
-            0,
-            *(edge for slot in in_file for edge in (slot.start, slot.stop)),
-            len(blob),
-        ]
+        edges = [0]
+        starts = {0}
+        for _, parts, _ in self.places:
+            for slot in parts:
+                if slot.stop:
+                    edges += slot.start, slot.stop
+                    starts.add(slot.start)
+        edges.append(len(blob))
         if edges != sorted(edges):
             raise TemplateMismatch(
                 "parameters that share bytes, or lie in another order"
             )
-        starts = {0, *(slot.start for slot in in_file)}
-        constants = (slot for some in slots.values() for slot in some)
-        if any(slot.is_float and slot.start not in starts for slot in constants):
-            raise TemplateMismatch("a constant in the weight file that is no parameter")
+        for slot in chain.from_iterable(slots.values()):
+            if slot.is_float and slot.start not in starts:
+                raise TemplateMismatch(
+                    "a constant in the weight file that is no parameter"
+                )
         # between the slots: headers, records, padding, constants that are no parameters
-        self.gaps = [blob[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        self.gaps = [blob[start:stop] for start, stop in gaps]
 
     def state_names(self, spec: Spec) -> dict[str, str]:
         """State of this template → that of another shard, where they differ."""
@@ -147,12 +151,13 @@ class Template:
         model = type(self.model)()
         model.CopyFrom(self.model)
         digest = hashlib.sha256()
+        payloads = self._payloads(weights, load, operations(model), clock)
         try:
             with (
                 (package / WEIGHTS).open("wb", buffering=0) as file,
                 ThreadPoolExecutor(1) as beside,
             ):
-                for piece in self._payloads(weights, load, operations(model), clock):
+                for piece in payloads:
                     with clock("write"):
                         hashing = beside.submit(digest.update, piece)
                         _write_all(file, piece)
@@ -163,23 +168,20 @@ class Template:
             raise
         if names := self.state_names(spec):
             rename(model, names)
-        files = [(WEIGHTS, size, digest)]
+        whole = f"{package.name}/{WEIGHTS}"
+        files = [FileEntry(path=whole, bytes=size, sha256=digest.hexdigest())]
         for name, content in ((MODEL, serialize(model)), (MANIFEST, self.manifest)):
             (package / name).write_bytes(content)
-            files.append((name, len(content), hashlib.sha256(content)))
-        return [
-            FileEntry(
-                path=f"{package.name}/{name}", bytes=size, sha256=digest.hexdigest()
-            )
-            for name, size, digest in sorted(files, key=lambda file: Path(file[0]))
-        ]
+            files += file_entries(package.parent, package / name)
+        return sorted(files, key=lambda entry: Path(entry.path))
 
     def _payloads(
         self, weights: list[WeightSource], load: Callable, ops, clock: Clock
     ) -> Iterator[bytes | np.ndarray]:
         """The weight file in order, while inline values are put into the operations
         `ops`."""
-        beginnings, gaps = set(), iter(self.gaps)
+        beginnings = set()
+        gaps = iter(self.gaps)
         by_path = {weight.path: weight for weight in weights}
         yield next(gaps)
         for path, slots, neutral in self.places:
@@ -191,21 +193,21 @@ class Template:
                 )
             _refuse_twins(beginnings, weight, {"values": values.numpy()} | arrays)
             for slot in slots:
+                bits = 16
+                if slot.role in ("data", "indices"):
+                    bits = weight.preset.bits
                 with clock("compress"):
-                    payload = packed(
-                        arrays[slot.role],
-                        weight.preset.bits if slot.role in ("data", "indices") else 16,
-                    )
-                room = slot.stop - slot.start
+                    payload = packed(arrays[slot.role], bits)
                 if not slot.stop:
                     _inline(values_of(ops[slot.op])[slot.role], payload)
-                elif len(payload) != room:
+                    continue
+                room = slot.stop - slot.start
+                if len(payload) != room:
                     raise TemplateMismatch(
                         f"{path} takes {len(payload)} bytes, not {room}"
                     )
-                else:
-                    yield payload
-                    yield next(gaps)
+                yield payload
+                yield next(gaps)
 
 
 def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
@@ -219,31 +221,28 @@ def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
     slots: dict[str, dict[tuple, Slot]] = {}
     for index, op in enumerate(ops):
         for role, value in values_of(op).items():
-            start, size = 0, 0
+            start = 0
+            size = 0
             if value.WhichOneof("value") == "blobFileValue":
                 sentinel, _, size, start = RECORD.unpack_from(
                     blob, value.blobFileValue.offset
                 )
                 assert sentinel == RECORD_SENTINEL
-            is_float = value.type.tensorType.dataType in (
-                MIL_pb2.FLOAT16,
-                MIL_pb2.FLOAT32,
-            )
+            kind = value.type.tensorType.dataType
+            is_float = kind in (MIL_pb2.FLOAT16, MIL_pb2.FLOAT32)
             slot = Slot(role, index, start, start + size, is_float)
-            place = (role, start) if start else (role, index)
+            place = role, start or index
             slots.setdefault(op.outputs[0].name, {}).setdefault(place, slot)
-    return {
-        name: sorted(some.values(), key=lambda slot: slot.start)
-        for name, some in slots.items()
-    }
+    by_start = attrgetter("start")
+    return {name: sorted(s.values(), key=by_start) for name, s in slots.items()}
 
 
 def _inline(value, payload: np.ndarray) -> None:
     stored = value.immediateValue.tensor.bytes
-    if (size := len(stored.values)) != len(payload):
-        raise TemplateMismatch(
-            f"an inline constant of {size} bytes, not {len(payload)}"
-        )
+    size = len(stored.values)
+    if size != len(payload):
+        message = f"an inline constant of {size} bytes, not {len(payload)}"
+        raise TemplateMismatch(message)
     stored.values = payload.tobytes()
 
 
@@ -260,9 +259,9 @@ def _neutral(ops, constant: str) -> float | None:
     nothing."""
     for op in ops:
         if op.type in NEUTRAL:
-            names = [b.name for a in op.inputs.values() for b in a.arguments]
-            if constant in names:
-                return NEUTRAL[op.type]
+            for operand in op.inputs.values():
+                if constant in [binding.name for binding in operand.arguments]:
+                    return NEUTRAL[op.type]
 
 
 def _refuse_twins(
@@ -304,5 +303,7 @@ def rename(message, names: dict[str, str]) -> None:
 
 def renamed(text: str, names: dict[str, str]) -> str:
     """`text` with the state name that it begins with, if it does, replaced."""
-    old = next((old for old in names if text.startswith(old)), None)
-    return text if old is None else names[old] + text.removeprefix(old)
+    for old, new in names.items():
+        if text.startswith(old):
+            return new + text.removeprefix(old)
+    return text

@@ -97,12 +97,15 @@ def weight_sources(
     and a changed choice of expert is the largest error there is."""
     with torch.device("meta"):
         shard = blank(spec, plan, options)
-    modules, weights = dict(shard.named_modules()), []
+    modules = dict(shard.named_modules())
+    weights = []
     routers = tuple(
         f"{path}." for path, module in modules.items() if isinstance(module, Router)
     )
     for path, parameter in shard.named_parameters():
-        shape, tensor, rows = tuple(parameter.shape), None, None
+        shape = tuple(parameter.shape)
+        tensor = None
+        rows = None
         if parameter.requires_grad:
             tensor = _tensor_name(path, spec, source.prefix, plan)
         if spec.rows[1] and (path == "lm_head.weight" or ".experts." in path):
@@ -133,7 +136,8 @@ def build(
 ) -> tuple[nn.Module, list[WeightSource]]:
     """The module of one shard with its weights, each rounded to fp16, and the list of
     their sources."""
-    module, scratch = blank(spec, plan, options), Scratch()
+    module = blank(spec, plan, options)
+    scratch = Scratch()
     weights = weight_sources(spec, source, plan, options)
     for weight in weights:
         values, _ = load_values(weight, source, scratch)
@@ -152,11 +156,9 @@ def load_values(
     values = scratch.take(math.prod(weight.shape), torch.float16)
     if weight.tensor is None:
         return values.zero_(), 0.0
-    preset, shape, subject = (
-        weight.preset,
-        source.shape(weight.tensor),
-        f"tensor {weight.tensor!r}",
-    )
+    preset = weight.preset
+    shape = source.shape(weight.tensor)
+    subject = f"tensor {weight.tensor!r}"
     if math.prod(source.shape(weight.tensor, weight.rows)) != math.prod(weight.shape):
         raise InputError(
             subject,
@@ -171,9 +173,11 @@ def load_values(
             f"a multiple of {preset.block} for {preset.name}",
             "choose another --compress",
         )
-    start, extremes = 0, []
+    start = 0
+    extremes = []
     for chunk in source.chunks(weight.tensor, weight.rows, scratch.chunk):
-        wide, piece = scratch.wide[: len(chunk)], values[start : start + len(chunk)]
+        wide = scratch.wide[: len(chunk)]
+        piece = values[start : start + len(chunk)]
         wide.copy_(chunk)
         piece.copy_(wide.add_(weight.offset) if weight.offset else wide)
         extremes += piece.aminmax()

@@ -17,7 +17,8 @@ class Cache:
     """
 
     def __init__(self, module: nn.Module, states: dict[str, StateEntry]):
-        self.module, self.states = module, states
+        self.module = module
+        self.states = states
 
     def read(self, name: str):
         state = self.states[name]
@@ -40,7 +41,8 @@ class Cache:
         its cache is a ring), one-hot columns say which slot each token takes, a zero
         column none; with `pos` [1], tokens take slots pos … pos + T − 1."""
         if POS in io:
-            state, pos = self.states[name], io[POS]
+            state = self.states[name]
+            pos = io[POS]
             heads = slice(*state.part[1]) if state.part else slice(None)
             self.module.get_buffer(state.tensor)[
                 :, heads, pos : pos + rows.shape[2]

@@ -30,19 +30,22 @@ class Projection(nn.Module):
     def __init__(self, C: int, shape: AttentionGeometry):
         super().__init__()
         self.shape = shape
-        H, H_kv, D = shape.H, shape.H_kv, shape.D
-        width, kernel = (H + H_kv) * D, (1, TAPS)
-        self.q_proj, self.k_proj = Conv(C, H * D), Conv(C, H_kv * D)
-        self.v_proj_current, self.v_proj_delayed = (
-            Conv(C, H_kv * D // 2),
-            Conv(C, H_kv * D // 2),
-        )
+        H = shape.H
+        H_kv = shape.H_kv
+        D = shape.D
+        width = (H + H_kv) * D
+        kernel = (1, TAPS)
+        self.q_proj = Conv(C, H * D)
+        self.k_proj = Conv(C, H_kv * D)
+        self.v_proj_current = Conv(C, H_kv * D // 2)
+        self.v_proj_delayed = Conv(C, H_kv * D // 2)
         self.conv_qk_depthwise = Conv(width, width, True, kernel=kernel, groups=width)
         self.conv_qk_grouped = Conv(width, width, True, kernel=kernel, groups=H + H_kv)
 
     def forward(self, x, cache: Cache, select, *undo):
         s = self.shape
-        q, k = self.q_proj(x), self.k_proj(x)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
         mixed = self.conv_qk_depthwise(
             self.extended(CONV_STATE, torch.cat([q, k], 1), cache, select, *undo)
         )
@@ -104,8 +107,10 @@ class CompressedConvAttention(nn.Module):
 
     def __init__(self, C: int, shape: AttentionGeometry, *, rotary: int):
         super().__init__()
-        self.shape, self.rotary = shape, rotary
-        self.qkv_proj, self.qk_norm = Projection(C, shape), QKNorm(shape)
+        self.shape = shape
+        self.rotary = rotary
+        self.qkv_proj = Projection(C, shape)
+        self.qk_norm = QKNorm(shape)
         self.o_proj = Conv(shape.H * shape.D, C)
 
     def forward(self, x, cache: Cache, io: dict):
@@ -113,5 +118,6 @@ class CompressedConvAttention(nn.Module):
         undo = [io[name] for name in (TAIL_KEEP, TAIL_FIRST) if name in io]
         q, k, v = self.qkv_proj(x, cache, io[TAIL_SELECT], *undo)
         q, k = self.qk_norm(q, k)
-        q, k = s.rotate(q, io, self.rotary), s.rotate(k, io, self.rotary)
+        q = s.rotate(q, io, self.rotary)
+        k = s.rotate(k, io, self.rotary)
         return self.o_proj(s.merge(s.attend(q, k, v, cache, io)))

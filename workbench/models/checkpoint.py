@@ -17,9 +17,8 @@ from workbench.errors import InputError
 from workbench.files import is_lfs_pointer
 
 KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-HASH_BYTES = (
-    1 << 26
-)  # large, so that a thread that hashes rarely asks for the interpreter
+# large, so that a thread that hashes rarely asks for the interpreter
+HASH_BYTES = 1 << 26
 CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
 
 GENERATION = "generation_config.json"
@@ -118,12 +117,14 @@ class Checkpoint:
         """Tokens that end a text. As in transformers' `generate`,
         generation_config.json alone decides where there is one."""
         own = self.path / GENERATION
-        eos = (
-            _read_json(own).get("eos_token_id")
-            if own.is_file()
-            else self.config.eos_token_id
-        )
-        tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        eos = self.config.eos_token_id
+        if own.is_file():
+            eos = _read_json(own).get("eos_token_id")
+        tokens = eos
+        if eos is None:
+            tokens = []
+        elif not isinstance(eos, list):
+            tokens = [eos]
         if not all(type(token) is int for token in tokens):
             raise InputError(
                 f"checkpoint {self.path}",
@@ -138,15 +139,12 @@ class Checkpoint:
         """Hash of the configuration and every weight file: the checkpoint's identity
         everywhere."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        own, key, buffer = (
-            self.path / GENERATION,
-            "eos_token_id",
-            memoryview(bytearray(HASH_BYTES)),
-        )
+        own = self.path / GENERATION
+        key = "eos_token_id"
+        buffer = memoryview(bytearray(HASH_BYTES))
         if own.is_file() and _read_json(own).get(key) != self.raw_config.get(key):
-            digest.update(
-                own.read_bytes()
-            )  # it ends texts where the configuration does not
+            # it ends texts where the configuration does not
+            digest.update(own.read_bytes())
         for path in self.files:
             of_file = hashlib.sha256()
             with _reading(path), path.open("rb", buffering=0) as file:
@@ -176,7 +174,9 @@ class Checkpoint:
     def shape(self, name: str, rows: slice | None = None) -> list[int]:
         """Shape of tensor `name`, or of some rows of it."""
         shape = self._entry(name).shape
-        return [len(range(*rows.indices(shape[0]))), *shape[1:]] if rows else shape
+        if rows is None:
+            return shape
+        return [len(range(*rows.indices(shape[0]))), *shape[1:]]
 
     def _entry(self, name: str) -> Entry:
         if name not in self.header:
@@ -204,7 +204,8 @@ class Checkpoint:
             )
         row = math.prod(shape[1:]) * KINDS[dtype].itemsize
         start, stop, _ = (rows or slice(None)).indices(shape[0] if shape else 1)
-        view, left = memoryview(buffer or bytearray(CHUNK_BYTES)), (stop - start) * row
+        view = memoryview(buffer or bytearray(CHUNK_BYTES))
+        left = (stop - start) * row
         with _reading(file), file.open("rb", buffering=0) as opened:
             opened.seek(first + start * row)
             while left > 0:
@@ -224,7 +225,8 @@ class Checkpoint:
         read."""
         if isinstance(rows, list):
             return torch.cat([self.tensor(name, slice(r, r + 1)) for r in rows])
-        shape, start = self.shape(name, rows), 0
+        shape = self.shape(name, rows)
+        start = 0
         values = torch.empty(math.prod(shape))
         for chunk in self.chunks(name, rows):
             values[start : start + len(chunk)] = chunk
@@ -283,22 +285,17 @@ def _read_header(path: Path) -> dict[str, Entry]:
                 str(path), "no safetensors header", "a safetensors file", FETCH
             )
         try:
-            header = {
-                n: e
-                for n, e in json.loads(file.read(length)).items()
-                if n != "__metadata__"
-            }
-            end = (
-                8
-                + length
-                + max((e["data_offsets"][1] for e in header.values()), default=0)
-            )
-            entries = {
-                n: Entry(
-                    path, e["dtype"], e["shape"], 8 + length + e["data_offsets"][0]
-                )
-                for n, e in header.items()
-            }
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            first = 8 + length
+            stops = [0]
+            entries = {}
+            for name, entry in header.items():
+                start, stop = entry["data_offsets"]
+                stops.append(stop)
+                kind = entry["dtype"]
+                entries[name] = Entry(path, kind, entry["shape"], first + start)
+            end = first + max(stops)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(
                 str(path), "a damaged safetensors header", "a safetensors file", FETCH
@@ -348,18 +345,19 @@ def random(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(settings)
     model.config.save_pretrained(path)
-    tied = model._tied_weights_keys or {} if settings.tie_word_embeddings else {}
-    shapes = {
-        name: tensor.shape
-        for name, tensor in model.state_dict().items()
-        if name not in tied
-    }
+    tensors = model.state_dict()
+    if settings.tie_word_embeddings:
+        for name in model._tied_weights_keys or ():
+            tensors.pop(name, None)
     noise = noise or partial(torch.randn, generator=torch.Generator().manual_seed(seed))
-    index, shard = {}, {}
-    for i, (name, shape) in enumerate(shapes.items(), 1):
-        shard[name] = _random_tensor(name, noise(shape)).to(settings.dtype)
-        if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes or i == len(
-            shapes
+    index = {}
+    shard = {}
+    last = list(tensors)[-1]
+    for name, tensor in tensors.items():
+        shard[name] = _random_tensor(name, noise(tensor.shape)).to(settings.dtype)
+        if (
+            sum(values.nbytes for values in shard.values()) >= shard_bytes
+            or name == last
         ):
             file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
             save_file(shard, path / file, metadata={"format": "pt"})
@@ -368,9 +366,8 @@ def random(
     if len(set(index.values())) == 1:
         (path / file).rename(path / "model.safetensors")
     else:
-        (path / "model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {}, "weight_map": index})
-        )
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (path / "model.safetensors.index.json").write_text(text)
     return path
 
 
@@ -386,6 +383,5 @@ def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
         return 0.1 * noise
     if "embed_tokens" in name:
         return noise
-    return (
-        noise / max(1, shape[1:].numel() if "experts" not in name else shape[-1]) ** 0.5
-    )
+    inputs = shape[-1] if "experts" in name else shape[1:].numel()
+    return noise / max(1, inputs) ** 0.5

@@ -54,23 +54,31 @@ class GatedDeltaNet(nn.Module):
         t_max: int,
     ):
         super().__init__()
-        self.values, self.t_max = shape, t_max
+        self.values = shape
+        self.t_max = t_max
         self.keys = replace(shape, H=shape.H_kv, D=key_width)
-        values, keys = shape.H * shape.D, shape.H_kv * key_width
+        values = shape.H * shape.D
+        keys = shape.H_kv * key_width
         width = 2 * keys + values
-        self.in_proj_qkv, self.in_proj_z = Conv(C, width), Conv(C, values)
-        self.in_proj_b, self.in_proj_a = Conv(C, shape.H), Conv(C, shape.H)
+        self.in_proj_qkv = Conv(C, width)
+        self.in_proj_z = Conv(C, values)
+        self.in_proj_b = Conv(C, shape.H)
+        self.in_proj_a = Conv(C, shape.H)
         self.conv1d = depthwise(width, taps)
-        self.A_log, self.dt_bias = per_head(shape.H), per_head(shape.H)
-        self.norm, self.out_proj = norm, Conv(values, C)
+        self.A_log = per_head(shape.H)
+        self.dt_bias = per_head(shape.H)
+        self.norm = norm
+        self.out_proj = Conv(values, C)
 
     def qkv(self, x, cache: Cache, io: dict):
         """q and k [B, H, T, D_k], of unit length and q over √D_k, and v [B, H, T,
         D]."""
-        keys, values = self.keys, self.values
+        keys = self.keys
+        values = self.values
         tail = [io[name] for name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST) if name in io]
         joined = extended(values.B, CONV_STATE, self.in_proj_qkv(x), cache, *tail)
-        mixed, width = nn.functional.silu(self.conv1d(joined)), keys.H * keys.D
+        mixed = nn.functional.silu(self.conv1d(joined))
+        width = keys.H * keys.D
         q = unit(keys.heads(mixed[:, :width], keys.H), EPS)
         k = unit(keys.heads(mixed[:, width : 2 * width], keys.H), EPS)
         q, k = (
@@ -79,11 +87,13 @@ class GatedDeltaNet(nn.Module):
         return q, k, values.heads(mixed[:, 2 * width :], values.H)
 
     def forward(self, x, cache: Cache, io: dict):
-        s, order = self.values, io[ORDER]
+        s = self.values
+        order = io[ORDER]
         single = replace(s, D=1)
         q, k, v = self.qkv(x, cache, io)
         step = softplus(single.heads(self.in_proj_a(x), s.H) + self.dt_bias)
-        g, matrix = log_decay(self.A_log, step), matrix_before(cache, io)
+        g = log_decay(self.A_log, step)
+        matrix = matrix_before(cache, io)
         beta = torch.sigmoid(single.heads(self.in_proj_b(x), s.H)) * order.clamp(0, 1)
         among = decays(g, order)
         system = (k @ k.transpose(2, 3)) * among.between * beta

@@ -59,19 +59,20 @@ class Plan:
     def norm(self, width: int, dim: int = 1) -> RMSNorm:
         """An RMSNorm over `width` entries of axis `dim`, with the configuration's
         epsilon."""
-        eps, close = self.config.rms_norm_eps, self.close_eps
+        eps = self.config.rms_norm_eps
+        close = self.close_eps
         return RMSNorm(width, eps, dim=dim, offset=self.norm_offset, close_eps=close)
 
     def rotary(self, index: int) -> int:
         """How many of the D dims of a head decoder layer `index` turns."""
-        (table,) = (
-            table for table in self.rope if table.name == self.layers[index].rope
-        )
-        return 2 * len(table.inv_freq)
+        tables = {table.name: table for table in self.rope}
+        return 2 * len(tables[self.layers[index].rope].inv_freq)
 
     def states(self, index: int, options: Options) -> dict[str, tuple[int, ...]]:
         """The states of decoder layer `index`: name → shape after the batch axis."""
-        d, layer, states = self.dims, self.layers[index], {}
+        d = self.dims
+        layer = self.layers[index]
+        states = {}
         if layer.attends:
             cache = d.H_kv, options.slots(layer.window), d.D
             states = {K_STATE: cache, V_STATE: cache}
@@ -88,7 +89,8 @@ class Plan:
 
     def shape(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""
-        d, layer = self.dims, self.layers[index]
+        d = self.dims
+        layer = self.layers[index]
         S = options.slots(layer.window)
         return AttentionGeometry(
             options.batch, d.H, d.H_kv, d.D, S, options.layout, layer.suffix
@@ -117,9 +119,11 @@ def rope(
     transformers' own functions; rope types beside `kinds` are refused."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = (
-        config.rope_parameters[layer_type] if layer_type else config.rope_parameters
-    )
+    parameters = config.rope_parameters
+    keywords = {}
+    if layer_type:
+        parameters = parameters[layer_type]
+        keywords = {"layer_type": layer_type}
     kind = parameters["rope_type"]
     if kind not in kinds:
         refuse(config, f"rope type {kind!r}", f"one of {', '.join(kinds)}")
@@ -132,7 +136,6 @@ def rope(
         exponents = torch.arange(0, width, 2, dtype=torch.float) / width
         inv_freq = 1.0 / parameters["rope_theta"] ** exponents
         return Rope(name=name, inv_freq=inv_freq.tolist())
-    keywords = {"layer_type": layer_type} if layer_type else {}
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, **keywords)
     return Rope(name=name, inv_freq=inv_freq.tolist(), scale=float(scale))
 
@@ -150,15 +153,15 @@ def alternating(
             f"{sliding} and sliding_window = {config.sliding_window}",
             "a window",
         )
-    present = set(config.layer_types)
-    names = {t: n for t, n in ((full, "global"), (sliding, "local")) if t in present}
-    if len(names) == 1:
+    names = {full: "global", sliding: "local"}
+    present = [kind for kind in names if kind in config.layer_types]
+    if len(present) == 1:
         names = dict.fromkeys(names, "")
-    layers = [
-        Layer(rope=names[t], window=config.sliding_window if t == sliding else None)
-        for t in config.layer_types
-    ]
-    return [rope(config, t, n, kinds) for t, n in names.items()], layers
+    windows = {full: None, sliding: config.sliding_window}
+    layers = []
+    for kind in config.layer_types:
+        layers.append(Layer(rope=names[kind], window=windows[kind]))
+    return [rope(config, kind, names[kind], kinds) for kind in present], layers
 
 
 def hybrid_layers(config, recurrent: str) -> list[Layer]:
@@ -178,10 +181,8 @@ def hybrid_layers(config, recurrent: str) -> list[Layer]:
 
 
 def head_dim(config) -> int:
-    return (
-        getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads
-    )
+    width = getattr(config, "head_dim", None)
+    return width or config.hidden_size // config.num_attention_heads
 
 
 def dims(config) -> Dims:

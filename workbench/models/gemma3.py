@@ -29,7 +29,9 @@ class GemmaDecoderLayer(nn.Module):
 
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
-        config, d, e = plan.config, plan.dims, plan.residual_exponent
+        config = plan.config
+        d = plan.dims
+        e = plan.residual_exponent
         norm = partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0)
         self.input_layernorm = norm(d.C, exponent=e)
         self.pre_feedforward_layernorm = norm(d.C, exponent=e)
@@ -104,5 +106,6 @@ layer = GemmaDecoderLayer
 
 
 def head(plan: Plan, rows: int) -> nn.Module:
-    C, eps = plan.dims.C, plan.config.rms_norm_eps
+    C = plan.dims.C
+    eps = plan.config.rms_norm_eps
     return Head(RMSNorm(C, eps, offset=1.0, exponent=plan.residual_exponent), C, rows)

@@ -29,15 +29,19 @@ def plan(config) -> Plan:
             f"time_step_limit = {config.time_step_limit}",
             "steps without a limit",
         )
-    layers, dense = hybrid_layers(config, "linear_attention"), copy.copy(config)
+    layers = hybrid_layers(config, "linear_attention")
+    dense = copy.copy(config)
     dense.intermediate_size = config.shared_intermediate_size
     table = Rope(name="nope", inv_freq=[0.0] * (head_dim(config) // 2))
     if config.position_embedding_type == "rope":
         table = rope(config)
     layers = [layer.model_copy(update={"rope": table.name}) for layer in layers]
     whole = llama.plan_alike(dense, [table], layers)
-    heads, P, N = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
-    width, tail = heads * P + 2 * config.mamba_n_groups * N, config.mamba_d_conv - 1
+    heads = config.mamba_n_heads
+    P = config.mamba_d_head
+    N = config.mamba_d_state
+    width = heads * P + 2 * config.mamba_n_groups * N
+    tail = config.mamba_d_conv - 1
     state = {CONV_STATE: (tail, width), MATRIX_STATE: (heads, P, N)}
     sides = [{} if layer.attends else state for layer in layers]
     scale = float(config.embedding_multiplier)
@@ -47,19 +51,19 @@ def plan(config) -> Plan:
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    config, mixer = plan.config, None
+    config = plan.config
+    mixer = None
     if not plan.layers[index].attends:
-        heads, groups, P = (
-            config.mamba_n_heads,
-            config.mamba_n_groups,
-            config.mamba_d_head,
-        )
+        heads = config.mamba_n_heads
+        groups = config.mamba_n_groups
+        P = config.mamba_d_head
         shape = replace(plan.shape(index, options), H=heads, H_kv=groups, D=P)
         biases = config.mamba_conv_bias, config.mamba_proj_bias
         norm = plan.norm(heads * P // groups, dim=2)
         sizes = config.mamba_d_state, config.mamba_d_conv
         mixer = "mamba", Mamba2(plan.dims.C, shape, *sizes, biases, norm)
-    gain, scale = config.residual_multiplier, config.attention_multiplier
+    gain = config.residual_multiplier
+    scale = config.attention_multiplier
     made = llama.layer(plan, index, options, mixer=mixer, gain=gain, scale=scale)
     made.mlp = GatedMLP(
         plan.dims.C, config.intermediate_size, nn.functional.silu, fused=True

@@ -17,7 +17,8 @@ def plan(config) -> Plan:
 
     if config.head_dim is None:
         refuse(config, "head_dim = null", "the number of channels of a head")
-    ropes, table = None, config.rope_parameters
+    ropes = None
+    table = config.rope_parameters
     if table["rope_type"] == "dynamic":
         if not table.get("alpha"):
             refuse(

@@ -116,7 +116,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         shape = [1, 1, 1, 1]
         shape[dim] = width
-        self.dim, self.offset, self.unit, self.gain = dim, offset, 2.0**-exponent, gain
+        self.dim = dim
+        self.offset = offset
+        self.unit = 2.0**-exponent
+        self.gain = gain
         self.weight = nn.Parameter(torch.zeros(shape))
         *factors, self.third = (
             split_closely(eps) if close_eps else (*split(eps), 1.0, 1.0)[:3]
@@ -175,8 +178,11 @@ class AttentionGeometry:
 
         Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from
         `width` on pass through."""
-        a, b, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
-        cos, sin = io[ROPE_COS + self.suffix], io[ROPE_SIN + self.suffix]
+        a = x[..., : width // 2]
+        b = x[..., width // 2 : width]
+        rest = x[..., width:]
+        cos = io[ROPE_COS + self.suffix]
+        sin = io[ROPE_SIN + self.suffix]
         parts = [a * cos - b * sin, b * cos + a * sin]
         return torch.cat(parts if width == self.D else [*parts, rest], dim=-1)
 
@@ -186,10 +192,8 @@ class AttentionGeometry:
 
         q [B, H, T, D] is already scaled. The query heads of one group are rows of one
         product, so nothing is repeated and no tensor has rank 5."""
-        k, v = (
-            cache.append(K_STATE, k, io, self.suffix),
-            cache.append(V_STATE, v, io, self.suffix),
-        )
+        k = cache.append(K_STATE, k, io, self.suffix)
+        v = cache.append(V_STATE, v, io, self.suffix)
         mask = io[ATTN_MASK + self.suffix]
         # [B, H_kv, H/H_kv·T, S]
         scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3)
@@ -231,8 +235,12 @@ class Attention(nn.Module):
         norm_at: Literal["heads", "rotated", "channels"] = "heads",
     ):
         super().__init__()
-        self.shape, self.scale, self.rotary, self.gated = shape, scale, rotary, gated
-        queries, keys = shape.H * shape.D, shape.H_kv * shape.D
+        self.shape = shape
+        self.scale = scale
+        self.rotary = rotary
+        self.gated = gated
+        queries = shape.H * shape.D
+        keys = shape.H_kv * shape.D
         if fused:
             self.qkv_proj = Conv(C, queries + 2 * keys, qkv_bias)
         else:
@@ -249,14 +257,18 @@ class Attention(nn.Module):
         heads."""
         s = self.shape
         if hasattr(self, "qkv_proj"):
-            qkv, a, b = self.qkv_proj(x), s.H * s.D, (s.H + s.H_kv) * s.D
+            qkv = self.qkv_proj(x)
+            a = s.H * s.D
+            b = (s.H + s.H_kv) * s.D
             parts = s.heads(qkv[:, :a], s.H), s.heads(qkv[:, a:b], s.H_kv)
             return *parts, s.heads(qkv[:, b:], s.H_kv)
         if self.q_norm is not None and self.norm_at == "channels":
-            q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+            q = self.q_norm(self.q_proj(x))
+            k = self.k_norm(self.k_proj(x))
             return s.heads(q, s.H), s.heads(k, s.H_kv), s.heads(self.v_proj(x), s.H_kv)
         wide = replace(s, D=2 * s.D) if self.gated else s
-        q, k = wide.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv)
+        q = wide.heads(self.q_proj(x), s.H)
+        k = s.heads(self.k_proj(x), s.H_kv)
         return q, k, s.heads(self.v_proj(x), s.H_kv)
 
     def forward(self, x, cache: Cache, io: dict):
@@ -265,10 +277,13 @@ class Attention(nn.Module):
         if self.gated:
             q, gate = q[..., : s.D], q[..., s.D :]
         if self.q_norm is not None and self.norm_at == "heads":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = s.rotate(q, io, self.rotary), s.rotate(k, io, self.rotary)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = s.rotate(q, io, self.rotary)
+        k = s.rotate(k, io, self.rotary)
         if self.q_norm is not None and self.norm_at == "rotated":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if self.gated:
             mixed = s.attend(scaled(q, self.scale), k, v, cache, io)
             return self.o_proj(s.merge(mixed * torch.sigmoid(gate)))
@@ -283,11 +298,13 @@ class GatedMLP(nn.Module):
         self, C: int, inner: int, act, bias: bool = False, fused: bool = False
     ):
         super().__init__()
-        self.act, self.inner = act, inner
+        self.act = act
+        self.inner = inner
         if fused:
             self.gate_up_proj = Conv(C, 2 * inner, bias)
         else:
-            self.gate_proj, self.up_proj = Conv(C, inner, bias), Conv(C, inner, bias)
+            self.gate_proj = Conv(C, inner, bias)
+            self.up_proj = Conv(C, inner, bias)
         self.down_proj = Conv(inner, C, bias)
 
     def forward(self, x):
@@ -305,7 +322,9 @@ class Head(nn.Module):
 
     def __init__(self, norm: RMSNorm, C: int, rows: int, divisor: float = 1.0):
         super().__init__()
-        self.norm, self.lm_head, self.divisor = norm, Conv(C, rows), divisor
+        self.norm = norm
+        self.lm_head = Conv(C, rows)
+        self.divisor = divisor
 
     def forward(self, x):
         if self.divisor != 1:

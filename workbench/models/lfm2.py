@@ -34,8 +34,10 @@ def plan(config) -> Plan:
     layers = hybrid_layers(config, "conv")
     if config.conv_L_cache < 2:
         refuse(config, f"conv_L_cache = {config.conv_L_cache}", "at least two taps")
-    as_llama, tail = copy.copy(config), config.conv_L_cache - 1
-    as_llama.rms_norm_eps, as_llama.hidden_act = config.norm_eps, "silu"
+    as_llama = copy.copy(config)
+    tail = config.conv_L_cache - 1
+    as_llama.rms_norm_eps = config.norm_eps
+    as_llama.hidden_act = "silu"
     as_llama.intermediate_size = _mlp_width(config)
     state = {CONV_STATE: (tail, config.hidden_size)}
     sides = [{} if layer.attends else state for layer in layers]
@@ -44,7 +46,8 @@ def plan(config) -> Plan:
 
 
 def _mlp_width(config) -> int:
-    width, unit = config.intermediate_size, config.block_multiple_of
+    width = config.intermediate_size
+    unit = config.block_multiple_of
     if not config.block_auto_adjust_ff_dim:
         return width
     return -(-int(config.block_ffn_dim_multiplier * int(2 * width / 3)) // unit) * unit
@@ -53,6 +56,7 @@ def _mlp_width(config) -> int:
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     if plan.layers[index].attends:
         return llama.layer(plan, index, options, qk_norm=partial(plan.norm, dim=3))
-    config, shape = plan.config, plan.shape(index, options)
+    config = plan.config
+    shape = plan.shape(index, options)
     conv = ShortConv(plan.dims.C, shape, config.conv_L_cache, config.conv_bias)
     return llama.layer(plan, index, options, mixer=("conv", conv))

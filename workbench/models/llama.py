@@ -39,18 +39,17 @@ class DecoderLayer(nn.Module):
         **attention,
     ):
         super().__init__()
-        config, C = plan.config, plan.dims.C
-        self.behind, self.gain = behind, gain
+        config = plan.config
+        C = plan.dims.C
+        self.behind = behind
+        self.gain = gain
         for name in ADDING if behind else READING:
             self.add_module(name, plan.norm(C))
         if mixer is None:
-            shape, rotary = plan.shape(index, options), plan.rotary(index)
-            attention = {
-                "scale": plan.dims.D**-0.5,
-                "rotary": rotary,
-                "fused": fused,
-            } | attention
-            self.self_attn = Attention(C, shape, **attention)
+            shape = plan.shape(index, options)
+            rotary = plan.rotary(index)
+            own = {"scale": plan.dims.D**-0.5, "rotary": rotary, "fused": fused}
+            self.self_attn = Attention(C, shape, **own | attention)
         bias = flag(config, "mlp_bias")
         self.mlp = GatedMLP(
             C, config.intermediate_size, nn.functional.silu, bias, fused
@@ -71,20 +70,21 @@ class DecoderLayer(nn.Module):
 
 
 def plan(config) -> Plan:
-    return replace(
-        plan_alike(config), close_eps=False
-    )  # bundles of it are older than that option
+    # bundles of it are older than that option
+    return replace(plan_alike(config), close_eps=False)
 
 
 def plan_alike(config, ropes=None, layers=None, partial_rotary: bool = False) -> Plan:
     """The plan of a family like Llama; `ropes` and `layers` are its own: by default one
     rope table and no window."""
-    d, ropes = dims(config), ropes or [rope(config)]
+    d = dims(config)
+    ropes = ropes or [rope(config)]
     if not partial_rotary and any(2 * len(table.inv_freq) != d.D for table in ropes):
         refuse(config, "a partial rotary factor", "full rotary dimensions")
     if config.hidden_act != "silu":
         refuse(config, f"activation {config.hidden_act!r}", "silu")
-    layers, tied = layers or [Layer()] * d.L, config.tie_word_embeddings
+    layers = layers or [Layer()] * d.L
+    tied = config.tie_word_embeddings
     return Plan(config, d, ropes, layers, tied, close_eps=True)
 
 

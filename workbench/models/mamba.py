@@ -48,45 +48,47 @@ class Mamba2(nn.Module):
         norm: RMSNorm,
     ):
         super().__init__()
-        self.shape, self.inner = shape, shape.H * shape.D
+        self.shape = shape
+        self.inner = shape.H * shape.D
         self.groups = replace(shape, H=shape.H_kv, D=state_width)
         self.width = width = self.inner + 2 * shape.H_kv * state_width
         of_conv, of_projections = biases
         self.in_proj = Conv(C, self.inner + width + shape.H, of_projections)
         self.conv1d = depthwise(width, taps, of_conv)
         self.A_log, self.dt_bias, self.D = (per_head(shape.H) for _ in range(3))
-        self.norm, self.out_proj = norm, Conv(self.inner, C, of_projections)
+        self.norm = norm
+        self.out_proj = Conv(self.inner, C, of_projections)
         self.norm.weight = nn.Parameter(
             torch.zeros(1, shape.H_kv, self.inner // shape.H_kv, 1)
         )
 
     def xbc(self, u, cache: Cache, io: dict):
         """x [B, H, T, P], B and C [B, H, T, N]."""
-        s, groups = self.shape, self.groups
+        s = self.shape
+        groups = self.groups
         tail = [io[name] for name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST) if name in io]
         mixed = nn.functional.silu(
             self.conv1d(extended(s.B, CONV_STATE, u, cache, *tail))
         )
         split = self.inner + groups.H * groups.D
         parts = mixed[:, self.inner : split], mixed[:, split:]
-        heads, times = (groups.heads(part, groups.H) for part in parts), s.H // groups.H
+        heads = (groups.heads(part, groups.H) for part in parts)
+        times = s.H // groups.H
         shared = (repeated(part, groups, times) for part in heads)
         return s.heads(mixed[:, : self.inner], s.H), *shared
 
     def forward(self, x, cache: Cache, io: dict):
-        s, order, projected = self.shape, io[ORDER], self.in_proj(x)
-        gate, u = (
-            projected[:, : self.inner],
-            projected[:, self.inner : self.inner + self.width],
-        )
+        s = self.shape
+        order = io[ORDER]
+        projected = self.in_proj(x)
+        gate = projected[:, : self.inner]
+        u = projected[:, self.inner : self.inner + self.width]
         step = replace(s, D=1).heads(projected[:, self.inner + self.width :], s.H)
         step = softplus(step + self.dt_bias) * order.clamp(0, 1)
         x, b, c = self.xbc(u, cache, io)
-        g, matrix, scaled_x = (
-            log_decay(self.A_log, step),
-            matrix_before(cache, io),
-            x * step,
-        )
+        g = log_decay(self.A_log, step)
+        matrix = matrix_before(cache, io)
+        scaled_x = x * step
         among = decays(g, order)
         y = (c @ matrix.transpose(2, 3)) * among.enter + among_tokens(
             c, b, scaled_x, among

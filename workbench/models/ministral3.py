@@ -9,8 +9,10 @@ from dataclasses import replace
 from workbench.models import llama, mistral
 from workbench.models.family import ROPE_TYPES, Plan, refuse, rope
 
-GROWTH, LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
-head, layer = llama.head, llama.layer
+GROWTH = "llama_4_scaling_beta"
+LENGTH = "original_max_position_embeddings"
+head = llama.head
+layer = llama.layer
 
 
 def plan(config) -> Plan:

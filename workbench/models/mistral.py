@@ -4,7 +4,8 @@ from workbench.bundle import Layer
 from workbench.models import llama
 from workbench.models.family import Plan, refuse
 
-head, layer = llama.head, llama.layer
+head = llama.head
+layer = llama.layer
 
 
 def layers(config) -> list[Layer]:

@@ -17,11 +17,9 @@ class RouterMLP(nn.Module):
     def __init__(self, R: int, classes: int, eps: float):
         super().__init__()
         self.norm = RMSNorm(R, eps)
-        self.fc1, self.fc2, self.out_proj = (
-            Conv(R, R, True),
-            Conv(R, R, True),
-            Conv(R, classes),
-        )
+        self.fc1 = Conv(R, R, True)
+        self.fc2 = Conv(R, R, True)
+        self.out_proj = Conv(R, classes)
 
     def forward(self, x):
         x = nn.functional.gelu(self.fc1(self.norm(x)))
@@ -38,10 +36,8 @@ class Router(nn.Module):
 
     def __init__(self, C: int, R: int, experts: int, eps: float, first: bool):
         super().__init__()
-        self.down_proj, self.router_mlp = (
-            Conv(C, R, True),
-            RouterMLP(R, experts + 1, eps),
-        )
+        self.down_proj = Conv(C, R, True)
+        self.router_mlp = RouterMLP(R, experts + 1, eps)
         # without gradient: stays zero, and no checkpoint holds it
         self.router_states_scale = nn.Parameter(
             torch.zeros(1, R, 1, 1), requires_grad=not first
@@ -60,14 +56,18 @@ class Experts(nn.Module):
 
     def __init__(self, count: int, C: int, inner: int, shape: AttentionGeometry):
         super().__init__()
-        self.count, self.C, self.inner, self.shape = count, C, inner, shape
+        self.count = count
+        self.C = C
+        self.inner = inner
+        self.shape = shape
         self.gate_up_proj = nn.Parameter(torch.zeros(count * 2 * inner, C, 1, 1))
         self.down_proj = nn.Parameter(torch.zeros(count * C, inner, 1, 1))
 
     def forward(self, x, weights):
         """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C,
         T, 1]."""
-        s, E = self.shape, self.count
+        s = self.shape
+        E = self.count
         both = nn.functional.conv2d(x, self.gate_up_proj).reshape(
             s.B, E, 2 * self.inner, -1
         )
@@ -85,7 +85,8 @@ class Mixture(nn.Module):
 
     def __init__(self, gate: Router, experts: Experts | None):
         super().__init__()
-        self.gate, self.experts = gate, experts
+        self.gate = gate
+        self.experts = experts
         classes = torch.arange(gate.balancing_biases.shape[1], dtype=torch.int32)
         self.register_buffer("classes", classes.reshape(1, -1, 1, 1), persistent=False)
 

@@ -10,7 +10,8 @@ from workbench.bundle import Options
 from workbench.models import llama
 from workbench.models.family import Plan
 
-head, plan = llama.head, llama.plan_alike
+head = llama.head
+plan = llama.plan_alike
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:

@@ -4,7 +4,8 @@ the others."""
 from workbench.models import llama, olmo2
 from workbench.models.family import ROPE_TYPES, Plan, alternating
 
-head, layer = llama.head, olmo2.layer
+head = llama.head
+layer = olmo2.layer
 
 
 def plan(config) -> Plan:

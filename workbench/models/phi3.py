@@ -11,7 +11,8 @@ from functools import partial
 from workbench.models import llama, mistral
 from workbench.models.family import Plan, rope
 
-head, layer = llama.head, partial(llama.layer, fused=True)
+head = llama.head
+layer = partial(llama.layer, fused=True)
 
 
 def plan(config) -> Plan:

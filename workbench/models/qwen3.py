@@ -8,7 +8,8 @@ from workbench.bundle import Options
 from workbench.models import llama, qwen2
 from workbench.models.family import Plan
 
-plan, head = qwen2.plan, llama.head
+plan = qwen2.plan
+head = llama.head
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:

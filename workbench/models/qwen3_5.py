@@ -18,8 +18,10 @@ head = llama.head
 def plan(config) -> Plan:
     layers = hybrid_layers(config, "linear_attention")
     whole = llama.plan_alike(config, layers=layers, partial_rotary=True)
-    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
-    D_k, D_v = config.linear_key_head_dim, config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    keys = config.linear_num_key_heads
+    D_k = config.linear_key_head_dim
+    D_v = config.linear_value_head_dim
     tail = config.linear_conv_kernel_dim - 1
     state = {
         CONV_STATE: (tail, 2 * keys * D_k + heads * D_v),
@@ -33,7 +35,8 @@ def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     if plan.layers[index].attends:
         norm = partial(plan.norm, dim=3)
         return llama.layer(plan, index, options, gated=True, qk_norm=norm)
-    config, D = plan.config, plan.config.linear_value_head_dim
+    config = plan.config
+    D = plan.config.linear_value_head_dim
     sizes = {
         "H": config.linear_num_value_heads,
         "H_kv": config.linear_num_key_heads,

@@ -74,7 +74,9 @@ def matrix_before(cache: Cache, io: dict):
         return matrix
     pending, (*_, K, V) = cache.read(PENDING_STATE), cache.states[MATRIX_STATE].shape
     places = cache.states[PENDING_STATE].shape[2]
-    k, v, g = pending[..., :K], pending[..., K : K + V], pending[..., K + V : K + V + 1]
+    k = pending[..., :K]
+    v = pending[..., K : K + V]
+    g = pending[..., K + V : K + V + 1]
     later = constant(np.triu(np.ones((1, 1, places, places)), 1), g)
     g = g * io[ACCEPT]
     k = k * torch.exp(later @ g) * io[ACCEPT]
@@ -109,7 +111,8 @@ def write_pair(cache: Cache, matrix, total, added):
     """Writes e^total · (matrix + remainder) + `added` as a matrix, which it returns,
     and the remainder that rounding cuts off it: Knuth's exact sum of two, whichever is
     the larger one, so that a call without a token changes no bit."""
-    decay, remainder = expm1(total), cache.read(REMAINDER_STATE)
+    decay = expm1(total)
+    remainder = cache.read(REMAINDER_STATE)
     change = matrix * decay + added + remainder * (decay + 1)
     after = matrix + change
     gained = after - matrix

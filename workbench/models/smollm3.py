@@ -8,7 +8,8 @@ from workbench.bundle import Layer, Rope
 from workbench.models import llama
 from workbench.models.family import Plan, refuse, rope
 
-head, layer = llama.head, llama.layer
+head = llama.head
+layer = llama.layer
 
 
 def plan(config) -> Plan:

@@ -23,7 +23,8 @@ def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
     them come before x."""
     if first is not None:
         return _extended_behind(B, name, x, cache, select, keep, first)
-    width, old = x.shape[1], cache.read(name)
+    width = x.shape[1]
+    old = cache.read(name)
     joined = torch.cat(
         [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
     )
@@ -41,8 +42,10 @@ def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
 
 
 def _extended_behind(B: int, name: str, x, cache: Cache, select, keep, first):
-    width, old = x.shape[1], cache.read(name)
-    rows, last = x.reshape(B, width, -1).transpose(1, 2), first @ old
+    width = x.shape[1]
+    old = cache.read(name)
+    rows = x.reshape(B, width, -1).transpose(1, 2)
+    last = first @ old
     joined = torch.cat([last, rows], 1).transpose(1, 2).reshape(B, width, 1, -1)
     cache.write(name, select @ rows + keep @ old)
     return joined
@@ -62,7 +65,8 @@ class ShiftedProducts(nn.Module):
 
     def __init__(self, width: int, taps: int, bias: bool):
         super().__init__()
-        self.taps, self.weight = taps, nn.Parameter(torch.zeros(1, width, taps, 1))
+        self.taps = taps
+        self.weight = nn.Parameter(torch.zeros(1, width, taps, 1))
         self.bias = nn.Parameter(torch.zeros(1, width, 1, 1)) if bias else None
 
     def forward(self, x):
@@ -81,17 +85,18 @@ class ShortConv(nn.Module):
 
     def __init__(self, C: int, shape: AttentionGeometry, taps: int, bias: bool):
         super().__init__()
-        self.C, self.shape = C, shape
-        self.in_proj, self.out_proj = Conv(C, 3 * C, bias), Conv(C, C, bias)
+        self.C = C
+        self.shape = shape
+        self.in_proj = Conv(C, 3 * C, bias)
+        self.out_proj = Conv(C, C, bias)
         self.conv = depthwise(C, taps, bias)
 
     def forward(self, x, cache: Cache, io: dict):
-        s, parts = self.shape, self.in_proj(x)
-        b, c, x = (
-            parts[:, : self.C],
-            parts[:, self.C : 2 * self.C],
-            parts[:, 2 * self.C :],
-        )
+        s = self.shape
+        parts = self.in_proj(x)
+        b = parts[:, : self.C]
+        c = parts[:, self.C : 2 * self.C]
+        x = parts[:, 2 * self.C :]
         tail = io[TAIL_SELECT], io.get(TAIL_KEEP), io.get(TAIL_FIRST)
         mixed = self.conv(extended(s.B, CONV_STATE, b * x, cache, *tail))
         return self.out_proj(c * s.plane(mixed, self.C))

@@ -41,8 +41,10 @@ class ResidualScaling(nn.Module):
 
     def __init__(self, C: int):
         super().__init__()
-        self.hidden_states_scale, self.hidden_states_bias = vector(C), vector(C)
-        self.residual_scale, self.residual_bias = vector(C), vector(C)
+        self.hidden_states_scale = vector(C)
+        self.hidden_states_bias = vector(C)
+        self.residual_scale = vector(C)
+        self.residual_bias = vector(C)
 
     def forward(self, hidden, residual):
         hidden = (hidden + self.hidden_states_bias) * self.hidden_states_scale
@@ -58,13 +60,13 @@ class ZayaDecoderLayer(nn.Module):
 
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
-        config, C, eps = plan.config, plan.dims.C, plan.config.rms_norm_eps
+        config = plan.config
+        C = plan.dims.C
+        eps = plan.config.rms_norm_eps
         shape = plan.shape(index, options)
         self.routed = options.moe == "routed"
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(C, eps),
-            RMSNorm(C, eps),
-        )
+        self.input_layernorm = RMSNorm(C, eps)
+        self.post_attention_layernorm = RMSNorm(C, eps)
         self.self_attn = CompressedConvAttention(C, shape, rotary=plan.rotary(index))
         gate = Router(C, plan.router_width, plan.experts, eps, first=index == 0)
         sizes = plan.experts, C, config.moe_intermediate_size, shape
@@ -164,4 +166,6 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     return plan
 
 
-layer, expert, head = ZayaDecoderLayer, Expert, llama.head
+layer = ZayaDecoderLayer
+expert = Expert
+head = llama.head

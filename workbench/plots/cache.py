@@ -43,24 +43,26 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     rows = changed.astype({"changed": bool, "expected": bool})
     rows["missed"] = rows["expected"] & ~rows["changed"]
     rows["stray"] = rows["changed"] & ~rows["expected"]
-    cells = (
-        rows.groupby(["call", "slot"])[["expected", "missed", "stray"]]
-        .any()
-        .reset_index()
-    )
+    groups = rows.groupby(["call", "slot"], as_index=False)
+    cells = groups[["expected", "missed", "stray"]].any()
     cells["as expected"] = cells["expected"] & ~cells["missed"]
     calls = rows.groupby("call")["T"].first()
-    starts = rows[rows["expected"]].groupby("call")["slot"].min().reindex(calls.index)
+    expected = rows[rows["expected"]]
+    starts = expected.groupby("call")["slot"].min()
+    starts = starts.reindex(calls.index)
     slots = pd.Index(cells["slot"].unique()).sort_values()
-    ax = axes(ax, PAGE * (0.7 if len(slots) <= 32 else 1), 0.9 + 0.16 * len(calls))
+    width = PAGE
+    if len(slots) <= 32:
+        width = PAGE * 0.7
+    ax = axes(ax, width, 0.9 + 0.16 * len(calls))
     for kind, look in _CALL_MARKS.items():
         marked = cells[cells[kind]]
         x = slots.get_indexer(marked["slot"])
         y = calls.index.get_indexer(marked["call"])
-        ax.plot(x + 0.5, y + 0.5, ls="", label=f"{kind} ({len(marked)})", **look)
-    ax.set(
-        xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache row", ylabel="call"
-    )
+        label = f"{kind} ({len(marked)})"
+        ax.plot(x + 0.5, y + 0.5, ls="", label=label, **look)
+    ax.set(xlim=(0, len(slots)), xlabel="cache row")
+    ax.set(ylim=(len(calls), 0), ylabel="call")
     label_cells(ax.xaxis, slots)
     names = []
     for call, T in calls.items():
@@ -90,31 +92,34 @@ def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     paths (stream, generate) pass, else the names of those that fail."""
     path = cells["streaming"].map({True: "stream", False: "generate"})
     batch = "batch " + cells["batch"].astype(str)
-    cells = cells.assign(
-        row=batch.str.cat([cells["cache"], cells["format"]], sep=", "), path=path
-    )
-    cells = cells[~((cells["cache"] == "cold") & (cells["format"] == "q4"))]
+    row = batch + ", " + cells["cache"] + ", " + cells["format"]
+    cells = cells.assign(row=row, path=path)
+    impossible = (cells["cache"] == "cold") & (cells["format"] == "q4")
+    cells = cells[~impossible]
     groups = cells.groupby(["row", "context"], sort=False)
-    verdicts = groups["verdict"].agg(_together).unstack().sort_index(axis=1)
-    failing = (
-        cells[cells["verdict"] == "RED"]
-        .groupby(["row", "context"])["path"]
-        .agg("\n✗ ".join)
-    )
+    verdicts = groups["verdict"].agg(_together)
+    verdicts = verdicts.unstack().sort_index(axis=1)
+    red = cells[cells["verdict"] == "RED"]
+    paths = red.groupby(["row", "context"])["path"]
+    failing = paths.agg("\n✗ ".join)
     table = verdicts.loc[cells["row"].drop_duplicates()]
     ax = axes(ax, PAGE * 0.7, 0.9 + 0.2 * len(table))
-    texts = failing.unstack().reindex(index=table.index, columns=table.columns)
+    texts = failing.unstack().reindex_like(table)
     _marked(ax, table, texts.map(lambda names: f"✗ {names}", na_action="ignore"))
     ax.set(xlabel="context (tokens)", ylabel="")
     green = int((cells["verdict"] == "GREEN").sum())
     count = len(cells)
     title = f"restored caches: {green} of {count} sessions go on as they would alone"
-    return heading(ax, title, unmeasured_key(table.where(table.isin(["GREEN", "RED"]))))
+    measured = table.where(table.isin(["GREEN", "RED"]))
+    return heading(ax, title, unmeasured_key(measured))
 
 
 def _together(verdicts: pd.Series) -> str:
     """RED if one is, GREEN if all are."""
-    return next((v for v in ("RED", "not_run") if v in set(verdicts)), "GREEN")
+    for verdict in ("RED", "not_run"):
+        if verdict in set(verdicts):
+            return verdict
+    return "GREEN"
 
 
 @style()

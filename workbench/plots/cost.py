@@ -24,6 +24,7 @@ from workbench.plots.figure import (
     PAGE,
     PALETTE,
     axes,
+    colour_bar,
     counts_in_words,
     grid_cells,
     heading,
@@ -31,6 +32,7 @@ from workbench.plots.figure import (
     median_range,
     note,
     on_machine,
+    panels_heading,
     pivot_in_order,
     ring,
     style,
@@ -67,21 +69,23 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
         raise ValueError(
             f"speed: found units {sorted(units)}; needs samples of one unit and phase"
         )
-    what = {"tok/s": "decode speed", "ms": "time of a call"}.get(units[0], units[0])
-    counts = (timed if len(timed) else invalid).groupby(["max_seq_len", lines]).size()
-    title = on_machine(
-        f"{what}, median and range, n = {counts_in_words(counts)}", samples
-    )
+    titles = {"tok/s": "decode speed", "ms": "time of a call"}
+    what = titles.get(units[0], units[0])
+    rows = timed
+    if timed.empty:
+        rows = invalid
+    count = counts_in_words(rows.groupby(["max_seq_len", lines]).size())
+    title = on_machine(f"{what}, median and range, n = {count}", samples)
     ax = axes(ax, COLUMN, 2.6)
-    ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(
-        lines, kind="stable"
-    )
+    ordered = timed.astype({"value": float, "max_seq_len": int})
+    ordered = ordered.sort_values(lines, kind="stable")
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
     for (length, name), values in invalid.groupby(["max_seq_len", lines])["value"]:
-        ax.bar(int(length), values.median(), 0.2 * int(length), **INVALID)
-        text = note(ax, f"{lines} = {name}", int(length), values.median())
-        text.set_bbox(ON_LINES)
+        length = int(length)
+        median = values.median()
+        ax.bar(length, median, 0.2 * length, **INVALID)
+        note(ax, f"{lines} = {name}", length, median).set_bbox(ON_LINES)
     lengths = sorted(samples["max_seq_len"].astype(int).unique())
     ax.set_xticks(lengths, labels=map(str, lengths))
     keys = ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid)
@@ -90,18 +94,18 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 
 @style()
-def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
+def speed_beside(samples: pd.DataFrame, *, by: str) -> Figure:
     """`speed` in a panel for each value of the column `by`, with one scale; all other
     columns as there."""
     groups = list(samples.groupby(by, sort=False))
-    figure, panels = plt.subplots(1, len(groups), figsize=(PAGE, 2.6), sharey=True)
+    size = PAGE, 2.6
+    figure, panels = plt.subplots(1, len(groups), figsize=size, sharey=True)
     for ax, (name, rows) in zip(panels, groups):
-        title = speed(rows, lines=lines, ax=ax).get_title("left")
+        title = speed(rows, ax=ax).get_title("left")
         ax.set_title("")
         ax.set_xlabel(f"{ax.get_xlabel()}\n{name}")
     panels[0].set_ylim(0, 1.05 * samples["value"].max())
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
-    return figure
+    return panels_heading(figure, title)
 
 
 @style()
@@ -116,16 +120,20 @@ def over_time(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = axes(ax, 4.5, 2.8)
     calls = samples[samples["phase"] == "call"].dropna(subset="elapsed_s")
     for T, line in calls.groupby("T", sort=True):
-        stretches = line.groupby(pd.cut(line["elapsed_s"], 60), observed=True)
+        intervals = pd.cut(line["elapsed_s"], 60)
+        stretches = line.groupby(intervals, observed=True)
         ms = stretches["value"]
         at = stretches["elapsed_s"].mean()
-        (drawn,) = ax.plot(at, ms.median(), marker="", label=f"T = {T}")
+        label = f"T = {T}"
+        (drawn,) = ax.plot(at, ms.median(), marker="", label=label)
         band = {"color": drawn.get_color(), "alpha": 0.2, "linewidth": 0}
         ax.fill_between(at, ms.quantile(0.1), ms.quantile(0.9), **band)
-    hot = samples[(samples["phase"] == "thermal_pressure") & (samples["value"] > 0)]
+    hot = samples[samples["phase"] == "thermal_pressure"]
+    hot = hot[hot["value"] > 0]
     for level, rows in hot.groupby("value"):
         label = f"thermal pressure {level:.0f}"
-        ax.plot(rows["elapsed_s"], [0] * len(rows), "|", clip_on=False, label=label)
+        zeros = [0] * len(rows)
+        ax.plot(rows["elapsed_s"], zeros, "|", clip_on=False, label=label)
     ax.set(xlabel="s since the first call", ylabel="ms per call", ylim=(0, None))
     return heading(ax, title)
 
@@ -141,27 +149,27 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     the title and must name one."""
     title = on_machine("time of one layer", layers)
     valid, invalid = without_invalid(layers)
-    every, grid = (
-        rows.pivot_table(
-            index="T", columns="max_seq_len", values="layer_ms", aggfunc="median"
-        )
-        for rows in (layers, valid)
-    )
-    grid = grid.reindex(index=every.index, columns=every.columns).astype(float)
+    cells = {
+        "index": "T",
+        "columns": "max_seq_len",
+        "values": "layer_ms",
+        "aggfunc": "median",
+    }
+    every = layers.pivot_table(**cells)
+    grid = valid.pivot_table(**cells)
+    grid = grid.reindex_like(every).astype(float)
     ax = axes(ax, COLUMN, 1.2 + 0.35 * len(grid))
     most = grid.max(axis=None)
     mesh = grid_cells(
         ax, grid, Normalize(0, most if most > 0 else 1), colormaps["cividis"]
     )
     vain = every.notna() & grid.isna()
-    for y, x in zip(*vain.to_numpy().nonzero()):
+    for y, x in np.argwhere(vain.to_numpy()):
         ax.add_patch(Rectangle((x, y), 1, 1, **INVALID | {"facecolor": "white"}))
     write_cells(mesh, grid.map(lambda ms: f"{ms:#.3g}".rstrip("."), na_action="ignore"))
-    bar = ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02)
-    bar.outline.set_visible(False)
-    invalid = invalid[
-        [vain.loc[T, S] for T, S in zip(invalid["T"], invalid["max_seq_len"])]
-    ]
+    colour_bar(mesh, ax, "median ms per layer")
+    settings = pd.MultiIndex.from_frame(invalid[["T", "max_seq_len"]])
+    invalid = invalid[vain.stack().reindex(settings).to_numpy()]
     return heading(ax, title, unmeasured_key(every) + invalid_key(ax, invalid))
 
 
@@ -175,9 +183,15 @@ def memory_bar(
     `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and
     ``bytes``; settings and parts are drawn in the order given. `budget` maps a
     machine's name to its memory in bytes; it may be empty."""
-    table = pivot_in_order(parts, "setting", "part", "bytes").astype(float).fillna(0)
-    widest = max(table.sum(axis=1).max(), *budget.values(), 0)
-    scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
+    table = pivot_in_order(parts, "setting", "part", "bytes")
+    table = table.astype(float).fillna(0)
+    totals = table.sum(axis=1)
+    widest = max(totals.max(), *budget.values(), 0)
+    scale = 2**20
+    unit = "MiB"
+    if widest >= _GIB:
+        scale = _GIB
+        unit = "GiB"
     table = table / scale
     machines = pd.Series(budget, dtype=float) / scale
     ax = axes(ax, PAGE, 0.9 + 0.25 * (len(table) + len(machines)))
@@ -196,7 +210,8 @@ def memory_bar(
             marker="",
         )
         note(ax, f"{name}: {size:.2f} {unit}", size, y).set_fontsize(7)
-    ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale), ylim=(len(table) - 0.5, top))
+    ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale))
+    ax.set(ylim=(len(table) - 0.5, top))
     ax.tick_params(axis="y", length=0)
     if len(table.columns) == 1:
         return heading(ax, f"{table.columns[0]}, resident", [])
@@ -260,7 +275,8 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
             "edgecolor": "black",
             "hatch": ["", "////"],
         }
-        ax.bar([this, row.peer], [row.value, row.peer_value], 0.55, **look)
+        heights = [row.value, row.peer_value]
+        ax.bar([this, row.peer], heights, 0.55, **look)
         sides = getattr(row, "samples", ()), getattr(row, "peer_samples", ())
         for place, samples in enumerate(sides):
             if len(samples) > 1:
@@ -276,8 +292,7 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
         if row.unit == "bytes":
             ax.yaxis.set_major_formatter(EngFormatter("B"))
         ax.grid(axis="y")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
-    return figure
+    return panels_heading(figure, title)
 
 
 @style()
@@ -290,7 +305,8 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     one. With a column ``unit`` the better run is labelled: more tok/s is better, less
     of other units."""
     shown = measures.dropna(subset="ratio")
-    ax, names = axes(ax, PAGE, 1.0 + 0.22 * len(shown)), []
+    ax = axes(ax, PAGE, 1.0 + 0.22 * len(shown))
+    names = []
     above = {
         "xytext": (0, 5),
         "textcoords": "offset points",
@@ -298,16 +314,17 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         "fontsize": 7,
     }
     for y, row in enumerate(shown.itertuples()):
+        name = ""
         words = {"": row.phase, " ": row.shard, " T ": row.T, " depth ": row.depth}
-        names.append(
-            "".join(
-                f"{word}{value}" for word, value in words.items() if pd.notna(value)
-            )
-        )
+        for word, value in words.items():
+            if pd.notna(value):
+                name += f"{word}{value}"
+        names.append(name)
         fill = "white"
         if pd.notna(row.low):
             fill = "#0072B2"
-            ax.plot([row.low, row.high], [y, y], "-", color=fill, marker="|")
+            ends = [row.low, row.high]
+            ax.plot(ends, [y, y], "-", color=fill, marker="|")
         ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor=fill)
         text = f"{row.ratio:.3g}×"
         if "unit" in shown and row.ratio != 1:
@@ -315,10 +332,11 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             text += ", B better" if better else ", B worse"
         ax.annotate(text, (row.ratio, y), **above)
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
-    reach = 1.5 * max([2, *shown["ratio"], *1 / shown["ratio"]])
+    largest = max([2, *shown["ratio"], *1 / shown["ratio"]])
+    reach = 1.5 * largest
     ax.set(xscale="log", xlim=(1 / reach, reach))
-    for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
-        axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
+    ax.xaxis.set_major_formatter(_one_two_five)
+    ax.xaxis.set_minor_formatter(_one_two_five)
     ax.set_yticks(range(len(shown)), labels=names)
     xlabel = "median of B over median of A"
     if shown["low"].isna().any():
@@ -326,6 +344,13 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set(xlabel=xlabel, ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
     return heading(ax, on_machine("B against A", measures))
+
+
+def _one_two_five(value: float, _) -> str:
+    """The label of a tick on a log scale: none but 1, 2 and 5 times a power of ten."""
+    if f"{value:e}"[0] in "125":
+        return f"{value:g}"
+    return ""
 
 
 @style()
@@ -349,14 +374,16 @@ def speed_against_fidelity(
     else:
         cost = 1 - configurations["worst_cosine"].astype(float)
         label = "1 − worst update cosine"
-    points = configurations.assign(cost=cost.astype(float).clip(lower=1e-9))
+    cost = cost.astype(float).clip(lower=1e-9)
+    points = configurations.assign(cost=cost)
     valid, invalid = without_invalid(points)
     title = "speed against fidelity"
     if "n" in points:
-        what = "median and range" if "slowest" in points else "medians"
-        title += f", {what}; runs: {counts_in_words(points['n'])}"
+        title += ", median and range" if "slowest" in points else ", medians"
+        title += f"; runs: {counts_in_words(points['n'])}"
     ax = axes(ax, PAGE, 3.4)
-    highest = float(points.reindex(columns=["tokens_per_s", "fastest"]).max(axis=None))
+    speeds = points.reindex(columns=["tokens_per_s", "fastest"])
+    highest = float(speeds.max(axis=None))
     _verdict_points(ax, valid)
     if len(invalid):
         ax.scatter(
@@ -409,13 +436,15 @@ def _front(ax: Axes, valid: pd.DataFrame) -> None:
         ring(ax, last["cost"], last["tokens_per_s"], label="fastest that passes")
     named = front
     if "compress" in valid:
-        fastest = valid.sort_values("tokens_per_s").drop_duplicates(
-            "compress", keep="last"
-        )
+        ordered = valid.sort_values("tokens_per_s")
+        fastest = ordered.drop_duplicates("compress", keep="last")
         named = pd.concat([front, fastest]).drop_duplicates("name")
-    for row in named.to_dict("records") if "name" in named else ():
+    if "name" not in named:
+        return
+    for row in named.to_dict("records"):
         text = textwrap.fill(row["name"], 34)
-        note(ax, text, row["cost"], row["tokens_per_s"]).set(fontsize=6, bbox=ON_LINES)
+        label = note(ax, text, row["cost"], row["tokens_per_s"])
+        label.set(fontsize=6, bbox=ON_LINES)
 
 
 def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
@@ -436,18 +465,21 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ``weights`` go into the legend."""
     ax = axes(ax, COLUMN, 3.2)
     ms = predictions[["published_ms", "predicted_ms"]]
-    low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
-    ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
+    low = ms.min(axis=None) / 2
+    high = ms.max(axis=None) * 2
     ends = np.array([low, high])
+    ax.plot(ends, ends, color="black", marker="", lw=0.8, label="equal")
     ax.fill_between(ends, 0.7 * ends, 1.3 * ends, color="0.9", label="± 30%")
     names = predictions["figure"].str.split(",").str[0]
-    for column in (name for name in ("chip", "weights") if name in predictions):
-        names += ", " + predictions[column]
+    for column in ("chip", "weights"):
+        if column in predictions:
+            names += ", " + predictions[column]
     for name, rows in predictions.groupby(names, sort=False):
         ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=name)
     ax.set(xscale="log", xlabel="published ms", xlim=(low, high))
     ax.set(yscale="log", ylabel="predicted ms", ylim=(low, high))
-    misfit = (ms["predicted_ms"] / ms["published_ms"] - 1).abs().median()
+    ratio = ms["predicted_ms"] / ms["published_ms"]
+    misfit = (ratio - 1).abs().median()
     ax.set_title(f"roofline, median misfit {misfit:.0%}")
     ax.legend(loc="upper left", fontsize=6)
     return ax

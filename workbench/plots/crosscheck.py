@@ -17,16 +17,14 @@ DODGE = 0.13  # of the distance between two points on x: lines that coincide sta
 
 
 @style()
-def witness_lines(
-    errors: pd.DataFrame, *, tensor: str = "update", x: str = "layer"
-) -> Figure:
-    """Relative RMS error over `x` (layer or position) in a panel for each precision:
-    one line per pair of witnesses, and the error budget as a dashed line.
+def witness_lines(errors: pd.DataFrame, *, x: str = "layer") -> Figure:
+    """Relative RMS error of updates over `x` (layer or position) in a panel for each
+    precision: one line per pair of witnesses, and the error budget as a dashed line.
 
     A point is the RMS of its rows, its bar reaches from the smallest of them above zero
     to the largest: of two runtimes rows may be equal bit for bit. `errors`: ``pair``,
     ``precision``, ``tensor``, ``error``, ``budget`` and `x`."""
-    rows = errors[errors["tensor"] == tensor]
+    rows = errors[errors["tensor"] == "update"]
     precisions = [name for name in PANELS if (rows["precision"] == name).any()]
     figure, panels = plt.subplots(
         1, len(precisions), figsize=(PAGE, 2.9), sharey=True, squeeze=False
@@ -37,7 +35,7 @@ def witness_lines(
     panels[0, 0].set(ylabel="relative RMS error", yscale="log")
     lines, names = panels[0, 0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=len(names))
-    figure.suptitle(f"{tensor} by {x}, three witnesses", x=0.01, ha="left")
+    figure.suptitle(f"update by {x}, three witnesses", x=0.01, ha="left")
     return figure
 
 
@@ -45,14 +43,15 @@ def _panel(ax: Axes, rows: pd.DataFrame, x: str) -> None:
     pairs = rows.groupby("pair", sort=False)
     for number, (pair, own) in enumerate(pairs):
         points = own["error"].astype(float).groupby(own[x])
-        mean, high = _rms(points), points.max()
+        mean = _rms(points)
+        high = points.max()
         low = points.agg(lambda values: values[values > 0].min())
-        at = mean.index + DODGE * (number - (len(pairs) - 1) / 2)
-        bars = np.nan_to_num(np.maximum(0.0, [mean - low, high - mean]))
+        shift = number - (len(pairs) - 1) / 2
+        bars = np.maximum(0.0, [mean - low, high - mean])
         ax.errorbar(
-            at,
+            mean.index + DODGE * shift,
             mean,
-            bars,
+            np.nan_to_num(bars),
             elinewidth=0.6,
             linewidth=0.9,
             markersize=3.5,
@@ -60,7 +59,8 @@ def _panel(ax: Axes, rows: pd.DataFrame, x: str) -> None:
         )
     budget = rows.dropna(subset="budget")
     if len(budget):
-        mean = _rms(budget["budget"].astype(float).groupby(budget[x]))
+        points = budget["budget"].astype(float).groupby(budget[x])
+        mean = _rms(points)
         ax.plot(mean.index, mean, "--", color="0.3", marker="", label="error budget")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(axis="y")

@@ -7,7 +7,15 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from workbench.plots.fidelity import METRICS
-from workbench.plots.figure import axes, grid_cells, heading, style, unmeasured_key
+from workbench.plots.figure import (
+    axes,
+    colour_bar,
+    crosses,
+    grid_cells,
+    heading,
+    style,
+    unmeasured_key,
+)
 
 
 @style()
@@ -16,7 +24,6 @@ def fidelity_difference(
     *,
     metric: str = "error",
     title: str = "A − B",
-    sides: str = "A − B (above 0: A errs more)",
     ax: Axes | None = None,
 ) -> Axes:
     """Run A's error less run B's as colours on a scale that is symmetric about 0:
@@ -25,19 +32,17 @@ def fidelity_difference(
     `cells`: ``layer``, ``position``, ``difference``, one row each. Cells that were not
     measured are hatched, those of a difference that is not finite are marked × on
     black."""
-    table = cells.pivot(index="layer", columns="position", values="difference").astype(
-        float
-    )
+    table = cells.pivot(index="layer", columns="position", values="difference")
+    table = table.astype(float)
     finite = table.where(np.isfinite(table))
     most = finite.abs().max(axis=None)
-    most = most if most > 0 else 1.0
+    if not most > 0:
+        most = 1.0
     shown = table.replace([np.inf, -np.inf], 2 * most)
     ax = axes(ax, 6.5, 3.2)
     colours = matplotlib.colormaps["PuOr_r"].with_extremes(over="black")
     mesh = grid_cells(ax, shown, Normalize(-most, most), colours)
-    y, x = np.nonzero(np.isinf(table.to_numpy()))
-    ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color="white")
-    label = f"{METRICS[metric][0]}, {sides}"
-    bar = ax.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
-    bar.outline.set_visible(False)
+    crosses(ax, np.isinf(table.to_numpy()), "white")
+    label = f"{METRICS[metric][0]}, A − B (above 0: A errs more)"
+    colour_bar(mesh, ax, label)
     return heading(ax, title, unmeasured_key(table))

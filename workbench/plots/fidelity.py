@@ -23,11 +23,14 @@ from workbench.plots.figure import (
     PAGE,
     PALETTE,
     axes,
+    colour_bar,
+    crosses,
     grid_cells,
     heading,
     ink,
     label_cells,
     note,
+    panels_heading,
     pivot_in_order,
     style,
     unmeasured_key,
@@ -74,25 +77,24 @@ class View:
 
     def measured(self, fidelity: pd.DataFrame) -> pd.DataFrame:
         """The rows of this tensor and mode, at any T."""
-        return fidelity[
-            (fidelity["tensor"] == self.tensor) & (fidelity["mode"] == self.mode)
-        ]
+        rows = fidelity[fidelity["tensor"] == self.tensor]
+        return rows[rows["mode"] == self.mode]
 
     def values(self, rows: pd.DataFrame) -> pd.Series:
         """The metric of each row."""
         if self.metric == "1-cosine":
-            value = 1 - rows["cosine"]
-        else:
-            value = rows[self.metric]
-        return value.astype(float)
+            return 1 - rows["cosine"].astype(float)
+        return rows[self.metric].astype(float)
 
     def worst(self, fidelity: pd.DataFrame, Ts: Sequence[int]) -> pd.DataFrame:
         """The worst row of several T for every layer and position; a result that is not
         finite is the worst."""
         rows = self.measured(fidelity)
         rows = rows[rows["T"].isin(Ts)].reset_index(drop=True)
-        badness = self.values(rows) * (-1 if self.metric == "psnr_db" else 1)
-        badness = badness.mask(~rows["finite"].fillna(True).astype(bool), np.inf)
+        badness = self.values(rows)
+        if self.metric == "psnr_db":
+            badness = -badness
+        badness = badness.mask(~_finite(rows), np.inf)
         order = badness.sort_values(ascending=False, na_position="last").index
         return rows.loc[order].drop_duplicates(["layer", "position"])
 
@@ -100,16 +102,20 @@ class View:
         """The ends of the colour scale: `limits`, else those of the metric; with a
         budget, half a decade or more around the values of all `rows`."""
         fixed = METRICS[self.metric][2]
+        if self.limits == "fixed" or (self.limits is None and self.budget is None):
+            return fixed
         if self.limits not in (None, "data"):
-            return fixed if self.limits == "fixed" else self.limits
+            return self.limits
         values = self.values(rows)
         values = values[np.isfinite(values) & (values > 0)]
-        if values.empty or (self.limits is None and self.budget is None):
+        if values.empty:
             return fixed
+        least = float(values.min())
+        most = float(values.max())
         if self.metric == "psnr_db":
-            return float(values.min()) - 1, float(values.max()) + 1
-        middle = float(np.sqrt(values.min() * values.max()))
-        reach = max(float(np.sqrt(values.max() / values.min())), 10**0.25) * 1.05
+            return least - 1, most + 1
+        middle = np.sqrt(least * most)
+        reach = max(np.sqrt(most / least), 10**0.25) * 1.05
         return middle / reach, middle * reach
 
     def draw(self, ax: Axes, fidelity: pd.DataFrame, T: int | Sequence[int]) -> tuple:
@@ -127,35 +133,33 @@ class View:
         least, most = self.span(measured)
         value = self.values(rows)
         beyond, broken = self._beyond(rows, value)
-        infinite = ~rows["finite"].fillna(True).astype(bool)
+        infinite = ~_finite(rows)
         # bright colours are on the failing side: of small values for a PSNR, else of
         # large ones
-        colours, off_scale = "cividis", 2 * most
+        colours = "cividis"
+        off_scale = 2 * most
         if self.metric == "psnr_db":
-            colours, off_scale = "cividis_r", least - 1
+            colours = "cividis_r"
+            off_scale = least - 1
         cell = value.clip(least, most).mask(infinite, off_scale)
         table = rows.assign(cell=cell, crossed=beyond | infinite)
-        table = table.pivot(
-            index="layer", columns="position", values=["cell", "crossed"]
-        )
+        table = table.set_index(["layer", "position"])
+        table = table[["cell", "crossed"]].unstack()
         layers = measured["layer"].sort_values().unique()
         positions = measured["position"].sort_values().unique()
         cells = table["cell"].reindex(index=layers, columns=positions)
         crossed = table["crossed"].reindex(index=layers, columns=positions)
-        colours = matplotlib.colormaps[colours].with_extremes(
-            over="black", under="black"
-        )
-        mesh = grid_cells(ax, cells, METRICS[self.metric][1](least, most), colours)
+        colours = matplotlib.colormaps[colours]
+        colours = colours.with_extremes(over="black", under="black")
+        norm = METRICS[self.metric][1](least, most)
+        mesh = grid_cells(ax, cells, norm, colours)
         self._label(ax, list(positions))
-        y, x = np.nonzero(crossed.eq(True).to_numpy())
-        ax.scatter(
-            x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=ink(mesh)[y, x]
-        )
+        marked = crossed.eq(True).to_numpy()
+        crosses(ax, marked, ink(mesh)[marked])
         keys = []
         if beyond.any():
-            keys.append(
-                Line2D([], [], linestyle="", marker="x", color="black", label=broken)
-            )
+            look = {"linestyle": "", "marker": "x", "color": "black"}
+            keys.append(Line2D([], [], label=broken, **look))
         if infinite.any():
             keys.append(Patch(facecolor="black", label="not finite"))
         return mesh, keys + unmeasured_key(cells)
@@ -177,7 +181,9 @@ class View:
     def _beyond(self, rows: pd.DataFrame, value: pd.Series) -> tuple[pd.Series, str]:
         """Which rows break the threshold or the budget, and a legend text that names
         it."""
-        threshold = np.nan if self.threshold is None else self.threshold
+        threshold = self.threshold
+        if threshold is None:
+            threshold = np.nan
         limit = f"{threshold:g}"
         if self.budget is not None:
             limit = f"{self.budget:g} × budget"
@@ -191,9 +197,7 @@ class View:
         """Names positions by their tokens and draws the boundary; logits have no layer
         labels."""
         if self.tokens is not None and len(positions) <= MAX_TOKEN_LABELS:
-            names = []
-            for position in positions:
-                names.append(_printable(self.tokens[position]))
+            names = [_printable(self.tokens[position]) for position in positions]
             label_cells(ax.xaxis, names, MAX_TOKEN_LABELS)
             ax.tick_params(axis="x", rotation=90)
             for text in ax.get_xticklabels():
@@ -209,16 +213,15 @@ class View:
         """Draws the colour bar with a line at the threshold; with a budget a text names
         the least limit of the rows."""
         label = METRICS[self.metric][0]
-        bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
-        bar.outline.set_visible(False)
+        bar = colour_bar(mesh, ax, label)
         limit = self.threshold
-        if (
-            self.budget is not None
-            and (budgets := self.measured(fidelity)["budget"]).notna().any()
-        ):
+        budgets = pd.Series(dtype=float)
+        if self.budget is not None:
+            budgets = self.measured(fidelity)["budget"].dropna()
+        if len(budgets):
             limit = self.budget * float(budgets.min())
-            first = ax[0] if isinstance(ax, list) else ax
             text = f"limit: {self.budget:g} × budget, {limit:.2g} or more"
+            first = ax[0] if isinstance(ax, list) else ax
             first.set_title(text, loc="right", fontsize=7)
         if limit is not None:
             bar.ax.axhline(limit, color="white", linewidth=2)
@@ -233,7 +236,8 @@ def fidelity_heatmap(
 
     `fidelity` has the columns of the log's table of that name and, for this `T`, tensor
     and mode, at most one row per layer and position."""
-    ax, view = axes(ax, PAGE, 3.2), View(**options)
+    ax = axes(ax, PAGE, 3.2)
+    view = View(**options)
     mesh, keys = view.draw(ax, fidelity, T)
     view.scale(mesh, ax, fidelity)
     return heading(ax, f"{view.tensor}, {view.mode}, T = {T}", keys)
@@ -247,18 +251,19 @@ def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figur
     A cache that is wrong only at T > 1 shows in the second panel alone. `options` are
     the fields of a `View`."""
     options.pop("columns", None)  # of figures that were logged with a panel for each T
-    first, *others = sorted(Ts)
+    Ts = sorted(Ts)
+    first, *others = Ts
     view = View(**options)
-    panels = {f"T = {first}": first}
-    if others and _alike(view, fidelity, [first, *others]):
-        panels = {
-            f"T = {_numbers([first, *others])}, the same within {SAME:.0%}": first
-        }
+    panels = {f"T = {first}": (fidelity, first)}
+    if others and _alike(view, fidelity, Ts):
+        title = f"T = {_numbers(Ts)}, the same within {SAME:.0%}"
+        panels = {title: (fidelity, first)}
     elif others:
-        panels[f"T = {_numbers(others)}" + ": the worst" * (len(others) > 1)] = others
-    return _panels(
-        view, fidelity, {title: (fidelity, T) for title, T in panels.items()}
-    )
+        title = f"T = {_numbers(others)}"
+        if len(others) > 1:
+            title += ": the worst"
+        panels[title] = fidelity, others
+    return _panels(view, fidelity, panels)
 
 
 @style()
@@ -269,11 +274,14 @@ def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
     boundary = options.pop("boundary", None)
     view = View(**options)
     view = replace(view, limits=view.span(view.measured(fidelity)))
-    of_panel = boundary if isinstance(boundary, dict) else {}
     panels = {}
     for name, rows in fidelity.groupby(by, sort=False):
-        Ts = sorted(view.measured(rows)["T"].unique().tolist())
-        own = replace(view, boundary=of_panel.get(name) if of_panel else boundary)
+        measured = view.measured(rows)
+        Ts = sorted(measured["T"].unique().tolist())
+        before = boundary
+        if isinstance(boundary, dict):
+            before = boundary.get(name)
+        own = replace(view, boundary=before)
         panels[f"{name}, worst of T = {_numbers(Ts)}"] = rows, Ts, own
     return _panels(view, fidelity, panels)
 
@@ -282,42 +290,50 @@ def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Fig
     """Heatmaps one below the other. `panels` maps a title to rows of `fidelity`, a T or
     several, of which the worst is drawn, and optionally a view of the panel's own."""
     layers = view.measured(fidelity)["layer"].nunique()
-    height = 1.1 + len(panels) * (0.35 + min(max(0.16 * layers, 0.3), 2.5))
+    of_panel = 0.35 + min(max(0.16 * layers, 0.3), 2.5)
+    height = 1.1 + len(panels) * of_panel
     figure, grid = plt.subplots(
         len(panels), figsize=(PAGE, height), squeeze=False, sharex=True
     )
     keys = {}
     for ax, (title, (rows, T, *own)) in zip(grid[:, 0], panels.items()):
-        mesh, marks = (own or [view])[0].draw(ax, rows, T)
+        drawn = own[0] if own else view
+        mesh, marks = drawn.draw(ax, rows, T)
         keys |= {key.get_label(): key for key in marks}
         ax.set_title(title, fontsize=8)
     for ax in grid[:-1, 0]:
         ax.set_xlabel("")
-    figure.suptitle(_title(view), x=0.01, ha="left", fontsize=9)
     if keys:
-        figure.legend(
-            handles=list(keys.values()), loc="outside upper right", ncols=len(keys)
-        )
+        handles = list(keys.values())
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(keys))
     view.scale(mesh, list(grid[:, 0]), fidelity)
-    return figure
+    return panels_heading(figure, _title(view))
 
 
 def _alike(view: View, fidelity: pd.DataFrame, Ts: Sequence[int]) -> bool:
     """Whether the values of every cell at all T are equal within `SAME`."""
     rows = view.measured(fidelity)
     rows = rows[rows["T"].isin(Ts)]
-    finite = rows["finite"].fillna(True).astype(bool)
-    if not finite.all():
+    if not _finite(rows).all():
         return False
-    values = view.values(rows).groupby([rows["layer"], rows["position"]])
-    return bool((values.max() - values.min() <= SAME * values.max().abs()).all())
+    cells = [rows["layer"], rows["position"]]
+    values = view.values(rows).groupby(cells)
+    span = values.max() - values.min()
+    limit = SAME * values.max().abs()
+    return bool((span <= limit).all())
+
+
+def _finite(rows: pd.DataFrame) -> pd.Series:
+    """Which rows have a finite result; those that do not say count as finite."""
+    return rows["finite"].fillna(True).astype(bool)
 
 
 def _numbers(Ts: Sequence[int]) -> str:
     """Formats values of T, such as 1, 2, 3, 4 as "1 to 4"."""
-    together = len(Ts) > 2 and list(Ts) == list(range(Ts[0], Ts[-1] + 1))
-    if together:
-        return f"{Ts[0]} to {Ts[-1]}"
+    first = Ts[0]
+    last = Ts[-1]
+    if len(Ts) > 2 and list(Ts) == list(range(first, last + 1)):
+        return f"{first} to {last}"
     return ", ".join(map(str, Ts))
 
 
@@ -335,12 +351,13 @@ def _printable(token: str) -> str:
     """Token text with visible white space, at most 12 characters, only glyphs that the
     font has."""
     glyphs = get_font(findfont("DejaVu Sans")).get_charmap()
-    visible = token.translate(str.maketrans(" \n\t", "␣↵⇥"))
-    short = visible if len(visible) <= 12 else visible[:11] + "…"
-    return "".join(
-        letter if ord(letter) in glyphs and letter.isprintable() else "□"
-        for letter in short
-    )
+    text = token.translate(str.maketrans(" \n\t", "␣↵⇥"))
+    if len(text) > 12:
+        text = text[:11] + "…"
+    for letter in set(text):
+        if ord(letter) not in glyphs or not letter.isprintable():
+            text = text.replace(letter, "□")
+    return text
 
 
 @style()
@@ -367,16 +384,15 @@ def update_cosine_bars(
     for row, value in table["update"].items():
         cross = " ×" if value < threshold else ""
         ax.text(1.02, row, f"{value:.4f}{cross}", va="center", transform=beside)
-    limit = f"limit {threshold:.4g} (×: below)"
-    keys = [
-        bars,
-        ax.axvline(threshold, color="black", linewidth=1, linestyle="--", label=limit),
-    ]
+    limit = {"color": "black", "linewidth": 1, "linestyle": "--"}
+    limit["label"] = f"limit {threshold:.4g} (×: below)"
+    keys = [bars, ax.axvline(threshold, **limit)]
     if "hidden" in table:
         ring = {"color": "black", "markerfacecolor": "white", "label": "hidden state"}
         keys += ax.plot(table["hidden"], table.index, "o", **ring)
     ax.invert_yaxis()
-    ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)) - 0.03, 1.03))
+    least = min(0.0, table.min(axis=None))
+    ax.set(xlabel="cosine", xlim=(least - 0.03, 1.03))
     ax.tick_params(axis="y", length=0)
     return heading(ax, "one ingredient left out", keys)
 
@@ -389,12 +405,8 @@ def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and
     ``total``, each a relative RMS. The parts are not stacked, since they are vectors
     and their norms do not add. A part that was not measured is left out."""
-    lines = (
-        parts.set_index("layer")
-        .sort_index()
-        .astype(float)
-        .dropna(axis="columns", how="all")
-    )
+    lines = parts.set_index("layer").sort_index().astype(float)
+    lines = lines.dropna(axis="columns", how="all")
     return _part_lines(axes(ax, PAGE, 2.6), lines, "parts of the error")
 
 
@@ -406,7 +418,8 @@ def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
     for name, line in lines.drop(columns="total").items():
         look = {}
         if name in PARTS:
-            look = {"color": _PART_COLOURS[name], "marker": "os^Dv"[PARTS.index(name)]}
+            marker = "os^Dv"[PARTS.index(name)]
+            look = {"color": _PART_COLOURS[name], "marker": marker}
         if (line > 0).any():
             ax.plot(line.index, line, label=name, **look)
         else:
@@ -424,27 +437,21 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
     `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns
     ``rss``, ``cross`` are left out."""
-    rows = parts.set_index("layer").drop(
-        columns=["rss", "cross", "run_id"], errors="ignore"
-    )
+    rows = parts.set_index("layer")
+    rows = rows.drop(columns=["rss", "cross", "run_id"], errors="ignore")
     row = rows.loc[layer].astype(float)
     ax = axes(ax, 4.5, 0.9 + 0.25 * len(row))
     least = row[row > 0].min() / 10
     lengths = row.where(row > 0, least)
-    ax.barh(
-        row.index,
-        lengths,
-        0.6,
-        color=[_PART_COLOURS.get(part, "0.6") for part in row.index],
-    )
+    colours = [_PART_COLOURS.get(part, "0.6") for part in row.index]
+    ax.barh(row.index, lengths, 0.6, color=colours)
     for name, value in row.items():
-        note(
-            ax,
-            "not measured" if pd.isna(value) else f"{value:.2g}",
-            lengths[name],
-            name,
-        )
-    ax.set(xscale="log", xlabel="relative RMS error", xlim=(least, 8 * row.max()))
+        text = f"{value:.2g}"
+        if pd.isna(value):
+            text = "not measured"
+        note(ax, text, lengths[name], name)
+    ax.set(xscale="log", xlabel="relative RMS error")
+    ax.set_xlim(least, 8 * row.max())
     ax.invert_yaxis()
     ax.tick_params(axis="y", length=0)
     return heading(ax, f"error of layer {layer}, split")
@@ -459,8 +466,6 @@ def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     RMS. Parts that are zero everywhere are left out."""
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]
-    return _part_lines(
-        axes(ax, PAGE, 2.6),
-        lines.where(lines > 0),
-        "parts of the error along the sequence",
-    )
+    title = "parts of the error along the sequence"
+    ax = axes(ax, PAGE, 2.6)
+    return _part_lines(ax, lines.where(lines > 0), title)

@@ -3,11 +3,10 @@
 `save` takes a function that draws, and writes SVG, PDF and PNG with a sidecar.
 """
 
-import itertools
 import json
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import PIL
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
+from matplotlib.colorbar import Colorbar
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -27,7 +27,8 @@ from matplotlib.text import Annotation
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which are distinct for colour-blind readers."""
 
-COLUMN, PAGE = 3.5, 7.1
+COLUMN = 3.5
+PAGE = 7.1
 """Widths of figures in inches: one column of a paper with two, and both."""
 
 STYLE = {
@@ -108,39 +109,33 @@ def save(
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in (*formats, "json")]
     for path, suffix in zip(paths, formats):
         with style():
-            drawn = draw()
-            figure = drawn if isinstance(drawn, Figure) else drawn.figure
+            figure = draw().get_figure(root=True)
             title = _subtitle(figure, about)
-            metadata = {
-                "Title": title,
-                _DESCRIPTION.get(suffix, "Description"): about or alt,
-            }
-            figure.savefig(
-                path, format=suffix, metadata=metadata | _DATES.get(suffix, {})
-            )
+            metadata = {"Title": title, **_DATES.get(suffix, {})}
+            metadata[_DESCRIPTION.get(suffix, "Description")] = about or alt
+            figure.savefig(path, format=suffix, metadata=metadata)
             plt.close(figure)
     sidecar = {"title": title, "about": about, "alt": alt, "run_ids": list(run_ids)}
     sidecar["written_by"] = writer()
-    paths[-1].write_text(
-        json.dumps(sidecar, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(sidecar, indent=2, ensure_ascii=False)
+    paths[-1].write_text(text + "\n", encoding="utf-8")
     return paths
 
 
 def _subtitle(figure: Figure, about: str) -> str:
     """Sets the title of the whole figure with `about` below it; returns the title."""
     first = figure.axes[0]
-    title = (figure.get_suptitle() or first.get_title(loc="left")).partition("\n")[0]
+    lines = figure.get_suptitle() or first.get_title(loc="left")
+    title = lines.partition("\n")[0]
     if about:
         if not figure.get_suptitle():
             first.set_title("")
-        parts = []
-        for part in about.split(" · "):
-            parts.append(part.replace(" ", "\N{NO-BREAK SPACE}"))
-        whole = " · ".join(parts)
+        space = "\N{NO-BREAK SPACE}"  # lines break beside the dots alone
+        text = about.replace(" ", space).replace(f"{space}·{space}", " · ")
         letters = int(17 * figure.get_figwidth())
-        lines = textwrap.wrap(whole, letters, break_on_hyphens=False)
-        figure.suptitle("\n".join([title, *lines]), x=0.01, ha="left", fontsize=7.5)
+        lines = textwrap.wrap(text, letters, break_on_hyphens=False)
+        whole = "\n".join([title, *lines])
+        figure.suptitle(whole, x=0.01, ha="left", fontsize=7.5)
     return title
 
 
@@ -169,14 +164,16 @@ def grid_cells(
     mesh = ax.pcolormesh(values, norm=norm, cmap=cmap, rasterized=grid.size > 1024)
     label_cells(ax.xaxis, grid.columns)
     label_cells(ax.yaxis, grid.index)
-    ax.set(xlabel=grid.columns.name, ylabel=grid.index.name, ylim=(len(grid), 0))
+    ax.set(xlabel=grid.columns.name, ylabel=grid.index.name)
+    ax.set_ylim(len(grid), 0)
     return mesh
 
 
 def ink(mesh: QuadMesh) -> np.ndarray:
     """White or black for each cell of a mesh, whichever contrasts with the cell's
     colour."""
-    dark = mesh.to_rgba(mesh.get_array())[..., :3].mean(axis=-1) < 0.5
+    colours = mesh.to_rgba(mesh.get_array())
+    dark = colours[..., :3].mean(axis=-1) < 0.5
     return np.where(dark, "white", "black")
 
 
@@ -189,6 +186,19 @@ def write_cells(mesh: QuadMesh, texts: pd.DataFrame) -> None:
             look = {"ha": "center", "va": "center", "color": colours[y, x]}
             look["weight"] = "bold" if text == "✗" else "normal"
             mesh.axes.text(x + 0.5, y + 0.5, text, **look)
+
+
+def crosses(ax: Axes, cells: np.ndarray, colour) -> None:
+    """Marks the cells of a grid that are True, in one colour or one for each."""
+    y, x = cells.nonzero()
+    ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=colour)
+
+
+def colour_bar(mesh: QuadMesh, ax: Axes | list[Axes], label: str) -> Colorbar:
+    """The scale of a grid's colours beside it."""
+    bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
+    bar.outline.set_visible(False)
+    return bar
 
 
 def note(ax: Axes, text: str, x: float, y: float | str) -> Annotation:
@@ -204,11 +214,10 @@ def ring(ax: Axes, x: float, y: float, **options) -> None:
 def label_cells(axis, labels: Sequence, most: int = 16) -> None:
     """Labels the cells along an axis; every 2nd, 5th, 10th … if there are more than
     `most`."""
-    steps = (step * 10**n for n in itertools.count() for step in (1, 2, 5))
-    step = next(step for step in steps if len(labels) <= step * most)
-    axis.set_ticks(
-        np.arange(0, len(labels), step) + 0.5, labels=list(map(str, labels[::step]))
-    )
+    steps = np.outer(10 ** np.arange(9), (1, 2, 5)).ravel()
+    step = steps[len(labels) <= steps * most][0]
+    places = np.arange(0, len(labels), step) + 0.5
+    axis.set_ticks(places, labels=list(map(str, labels[::step])))
     axis.set_tick_params(length=0)
 
 
@@ -225,14 +234,14 @@ def on_machine(title: str, data: pd.DataFrame) -> str:
     if len(machines) > 1:
         text = "times are shown of one machine at a time"
         raise ValueError(f"rows of the machines {'; '.join(machines)}; {text}")
-    return f"{title}\n{machines[0]}" if len(machines) else title
+    return "\n".join([title, *machines])
 
 
 def unmeasured_key(cells: pd.DataFrame) -> list[Patch]:
     """Legend entry for hatched cells, if any of `cells` is missing."""
-    return [Patch(**_UNMEASURED, label="not measured")] * bool(
-        cells.isna().any(axis=None)
-    )
+    if cells.isna().any(axis=None):
+        return [Patch(**_UNMEASURED, label="not measured")]
+    return []
 
 
 def without_invalid(data: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -249,25 +258,33 @@ def invalid_key(ax: Axes, invalid: pd.DataFrame) -> list[Patch]:
     written below the axis."""
     if invalid.empty:
         return []
-    width = int(15 * ax.figure.get_figwidth())  # letters
-    reasons = "\n".join(
-        textwrap.fill(f"invalid: {r}", width) for r in invalid["invalid"].unique()
-    )
-    ax.set_xlabel(f"{ax.get_xlabel()}\n{reasons}")
+    letters = int(15 * ax.figure.get_figwidth())
+    lines = [ax.get_xlabel()]
+    for reason in invalid["invalid"].unique():
+        lines += textwrap.wrap(f"invalid: {reason}", letters)
+    ax.set_xlabel("\n".join(lines))
     return [Patch(**INVALID, label="invalid")]
 
 
-def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
+def heading(ax: Axes, title: str, keys: Sequence[Artist] | None = None) -> Axes:
     """Sets the title with a one-line legend between it and the axes; returns the Axes.
 
     `keys` are the legend's entries, by default all labelled artists; without any there
     is no legend."""
-    keys = ax.get_legend_handles_labels()[0] if keys is None else list(keys)
-    ax.set_title(title, pad=18 if keys else None)
+    if keys is None:
+        keys = ax.get_legend_handles_labels()[0]
+    ax.set_title(title)
     if keys:
+        ax.set_title(title, pad=18)
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1.01)}
         ax.legend(handles=keys, ncols=len(keys), handlelength=1.4, **place)
     return ax
+
+
+def panels_heading(figure: Figure, title: str) -> Figure:
+    """Sets the title above all panels; returns the figure."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
+    return figure
 
 
 def median_range(
@@ -284,11 +301,12 @@ def median_range(
     along `x`, so that none hides another."""
     groups = list(samples.groupby(lines, sort=False))
     for place, (name, line) in enumerate(groups):
-        values = line.groupby(x)[y].agg(["median", "min", "max"])
-        reach = [values["median"] - values["min"], values["max"] - values["median"]]
+        points = line.groupby(x)[y]
+        median = points.median()
+        reach = [median - points.min(), points.max() - median]
         look = {"capsize": 2.5, "elinewidth": 0.8, "label": label.format(name)}
         apart = 1.04 ** (place - (len(groups) - 1) / 2)
-        ax.errorbar(values.index * apart, values["median"], yerr=reach, **look)
+        ax.errorbar(median.index * apart, median, yerr=reach, **look)
     ax.set_xscale("log", base=base)
     at = sorted(samples[x].unique())
     ax.set_xticks(at, labels=map(str, at))
@@ -297,8 +315,8 @@ def median_range(
 
 def counts_in_words(counts: pd.Series) -> str:
     """Numbers of samples, one for each point of a figure, as "5" or "9 to 24"."""
-    least, most = counts.min(), counts.max()
-    return f"{least}" if least == most else f"{least} to {most}"
+    ends = sorted({counts.min(), counts.max()})
+    return " to ".join(map(str, ends))
 
 
 def pivot_in_order(

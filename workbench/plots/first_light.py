@@ -61,7 +61,8 @@ def dispatch(points: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             line["layers"], line["ms"], ls="", label=f"{setting}: {start:.2g} ms"
         )
         fit = [start, *line["fit_ms"]]
-        ax.plot([0, *line["layers"]], fit, color=dots.get_color(), marker="", lw=0.8)
+        layers = [0, *line["layers"]]
+        ax.plot(layers, fit, color=dots.get_color(), marker="", lw=0.8)
     ax.set(xlabel="layers in a shard", ylabel="ms per call")
     ax.set_xticks([0, *sorted(points["layers"].unique())])
     ax.set_xlim(left=0)
@@ -95,5 +96,6 @@ def host_device(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def _nothing(ax: Axes) -> Axes:
     """Axes with the text "not measured"."""
     ax.set(xticks=[], yticks=[])
-    ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
+    centre = {"ha": "center", "va": "center", "transform": ax.transAxes}
+    ax.text(0.5, 0.5, "not measured", **centre)
     return ax

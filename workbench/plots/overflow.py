@@ -1,6 +1,7 @@
 """Figures of fp16's limits: headroom in bits, and weights that masks fail to block."""
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
@@ -33,9 +34,11 @@ def headroom(
     `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least
     headroom is drawn. On a log scale zero has a place of its own, left of all others.
     """
-    ax, at = axes(ax, PAGE, 2.8), sorted(rows[x].unique())
+    ax = axes(ax, PAGE, 2.8)
+    at = sorted(rows[x].unique())
     if log and at[0] == 0:
-        rows = rows.assign(**{x: rows[x].astype(float).replace(0, at[1] / 2)})
+        places = rows[x].astype(float).replace(0, at[1] / 2)
+        rows = rows.assign(**{x: places})
     for name, line in rows.groupby(lines, sort=False):
         least = line.groupby(x)["headroom_bits"].min()
         ax.plot(least.index, least, label=str(name))
@@ -55,7 +58,8 @@ def headroom(
         xlabel=xlabel or x, ylabel="headroom (bits)", xscale="log" if log else "linear"
     )
     if log:  # at the values that were measured, not at powers of ten
-        ax.set_xticks(sorted(rows[x].unique()), labels=[f"{value:g}" for value in at])
+        labels = [f"{value:g}" for value in at]
+        ax.set_xticks(sorted(rows[x].unique()), labels=labels)
         ax.xaxis.minorticks_off()
     ax.set_ylim(bottom=low)
     ax.grid(axis="y")
@@ -75,7 +79,7 @@ def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax, grid.clip(upper=1), Normalize(0, 1), matplotlib.colormaps["cividis"]
     )
     write_cells(mesh, grid.map(lambda leak: f"{leak:.2f}", na_action="ignore"))
-    for y, x in zip(*grid.isna().to_numpy().nonzero()):
+    for y, x in np.argwhere(grid.isna().to_numpy()):
         text = ax.text(
             x + 0.5, y + 0.5, "NaN ×", ha="center", va="center", weight="bold"
         )

@@ -28,7 +28,8 @@ GROUP = 64  # values along head_dim that share one scale
 # token
 OUTLIER = 0.25
 IDS = "ids"
-CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
+PARTS = ".codes", ".scale", ".low"
+CODES, SCALE, LOW = PARTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,8 @@ def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
 
 def decode_rows(encoded: Encoded) -> Snapshot:
     """The snapshot of encoded tensors, in new arrays."""
-    states, dtype = {}, np.dtype(encoded.header["dtype"])
+    states = {}
+    dtype = np.dtype(encoded.header["dtype"])
     for name, value in encoded.tensors.items():
         if name.endswith(CODES):
             name = name.removesuffix(CODES)
@@ -97,11 +99,10 @@ def shapes(
     for name, shape in layout.items():
         if is_cache(name) and name not in names and name + CODES in names:
             *rows, D = shape
+            of_groups = "float16", (*rows, D // group(D))
             tensors[name + CODES] = "uint8", (*rows, D // 2)
-            tensors[name + SCALE] = tensors[name + LOW] = (
-                "float16",
-                (*rows, D // group(D)),
-            )
+            tensors[name + SCALE] = of_groups
+            tensors[name + LOW] = of_groups
         else:
             tensors[name] = dtype, shape
     return tensors
@@ -110,7 +111,10 @@ def shapes(
 def group(D: int) -> int:
     """The number of values that share a scale: the largest divisor of head_dim up to
     64."""
-    return next(n for n in range(min(GROUP, D), 0, -1) if D % n == 0)
+    size = min(GROUP, D)
+    while D % size:
+        size -= 1
+    return size
 
 
 def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -122,14 +126,16 @@ def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
         actual = f"head_dim {D}, {beyond} values beyond fp16"
         needed = "finite values in fp16's range and an even head_dim"
         raise InputError("q4", actual, needed, "save as fp16")
-    grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(D))
+    groups = (*rows.shape[:-1], -1, group(D))
+    grouped = rows.astype(np.float32).reshape(groups)
     low = _fp16(grouped.min(-1), -np.inf)
-    scale = _fp16((grouped.max(-1) - low) / np.float32(15), np.inf)
-    steps = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
-    codes = (
-        np.rint((grouped - low[..., None]) / steps).astype(np.uint8).reshape(rows.shape)
-    )
-    return codes[..., ::2] | codes[..., 1::2] << 4, scale, low
+    reach = grouped.max(-1) - low
+    scale = _fp16(reach / np.float32(15), np.inf)
+    steps = np.where(scale > 0, scale, 1).astype(np.float32)
+    codes = np.rint((grouped - low[..., None]) / steps[..., None])
+    codes = codes.astype(np.uint8).reshape(rows.shape)
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return pairs, scale, low
 
 
 def dequantize_groups(
@@ -137,9 +143,8 @@ def dequantize_groups(
 ) -> np.ndarray:
     """The inverse of `quantize_groups`: rows [..., D] float32, low + code · scale."""
     values = np.stack([codes & 15, codes >> 4], -1)  # [..., D / 2, 2]
-    values = values.reshape(*scale.shape, -1).astype(
-        np.float32
-    )  # [..., D / group, group]
+    values = values.reshape(*scale.shape, -1)  # [..., D / group, group]
+    values = values.astype(np.float32)
     rows = values * scale[..., None] + low[..., None]
     return rows.reshape(*codes.shape[:-1], -1)
 
@@ -149,9 +154,8 @@ def _fp16(value: np.ndarray, towards: float) -> np.ndarray:
     the values."""
     near = value.astype(np.float16)
     beyond = near > value if towards < 0 else near < value
-    with np.errstate(
-        over="ignore"
-    ):  # the neighbour of the largest number is inf and is not used
+    # the neighbour of the largest number is inf and is not used
+    with np.errstate(over="ignore"):
         return np.where(beyond, np.nextafter(near, np.float16(towards)), near)
 
 

@@ -74,13 +74,12 @@ class Store:
         block: int | None = None,
         hot_bytes: int = 1 << 28,
     ):
-        self.folder, self.identity, self.manifest = (
-            Path(folder),
-            decoder.identity,
-            decoder.manifest,
-        )
+        self.folder = Path(folder)
+        self.identity = decoder.identity
+        self.manifest = decoder.manifest
         S = self.manifest.options.max_seq_len
-        self.block = block or min(256, max(4, 1 << (S // 4).bit_length() - 1))
+        quarter = 1 << (S // 4).bit_length() - 1
+        self.block = block or min(256, max(4, quarter))
         self.hot_bytes = hot_bytes
         exact = decoder.arithmetic == "exact"
         self.dtype = "float32" if exact else "float16"
@@ -91,14 +90,12 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             needed = "a folder that can be written"
+            reason = problem.strerror
             subject = f"store {folder}"
-            raise InputError(
-                subject, problem.strerror, needed, "choose another"
-            ) from problem
+            raise InputError(subject, reason, needed, "choose another") from problem
         for temporary in self.folder.glob(".tmp*"):
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # another process has just renamed it
+            # another process may have just renamed it
+            with contextlib.suppress(FileNotFoundError):
                 if time.time() - temporary.stat().st_mtime > STALE_SECONDS:
                     temporary.unlink()
 
@@ -122,10 +119,9 @@ class Store:
         encoded.header["save_id"] = uuid.uuid4().hex
         stamp = _write_snapshot(path, encoded)
         self._heat(name, stamp, encoded)
-        errors = [
-            e for name, e in encoded.errors.items() if name not in encoded.tensors
-        ]
-        return Saved(path, stamp[1], snapshot.nbytes, max(errors, default=0.0))
+        quantized = encoded.errors.keys() - encoded.tensors
+        error = max((encoded.errors[name] for name in quantized), default=0.0)
+        return Saved(path, stamp[1], snapshot.nbytes, error)
 
     def load(self, name: str) -> Snapshot:
         """A copy of the snapshot of a name, from memory or disk.
@@ -145,12 +141,11 @@ class Store:
         whole the last token is run again at its own position. A snapshot that cannot be
         trimmed far enough is skipped."""
         prompt = np.array(ids, np.int32)
-        lengths = {
-            name: self._usable(stored, prompt) for name, stored in self._scan().items()
-        }
-        for name, length in sorted(
-            lengths.items(), key=lambda item: (-item[1], item[0])
-        ):
+        lengths = {}
+        for name, stored in self._scan().items():
+            lengths[name] = self._usable(stored, prompt)
+        for name in sorted(lengths, key=lengths.get, reverse=True):
+            length = lengths[name]
             if not length:
                 break
             try:
@@ -166,9 +161,8 @@ class Store:
 
     def names(self) -> list[str]:
         """Names of the snapshots on the disk, sorted."""
-        return sorted(
-            p.name.removesuffix(SUFFIX) for p in self.folder.glob(f"[!.]*{SUFFIX}")
-        )
+        files = self.folder.glob(f"[!.]*{SUFFIX}")
+        return sorted(file.name.removesuffix(SUFFIX) for file in files)
 
     def cool(self, name: str | None = None) -> None:
         """Drops one snapshot, or all of them, from memory and leaves them on the
@@ -187,7 +181,8 @@ class Store:
         encoded = self._in_memory(name, stamp)
         temperature = "hot"
         if encoded is None:
-            encoded, temperature = self._read(path), "warm"
+            encoded = self._read(path)
+            temperature = "warm"
         self._heat(name, stamp, encoded)
         return formats.decode_rows(encoded), temperature
 
@@ -218,13 +213,10 @@ class Store:
                 if self.seen.get(name, (None,))[0] == stamp:
                     seen[name] = self.seen[name]
                 else:
-                    encoded = self._in_memory(name, stamp) or self._read(
-                        path, only_ids=True
-                    )
-                    seen[name] = (
-                        stamp,
-                        Encoded({IDS: encoded.tensors[IDS]}, encoded.header, {}),
-                    )
+                    encoded = self._in_memory(name, stamp)
+                    encoded = encoded or self._read(path, only_ids=True)
+                    ids = {IDS: encoded.tensors[IDS]}
+                    seen[name] = stamp, Encoded(ids, encoded.header, {})
                 self.refused.pop(name, None)
             except InputError as problem:
                 self.refused[name] = str(problem)
@@ -235,13 +227,16 @@ class Store:
         """The number of a snapshot's tokens that a prompt can use: all of them, whole
         blocks, or 0."""
         stored = encoded.tensors[IDS]
-        end, shorter = len(stored), min(len(stored), len(prompt))
-        differs = stored[:shorter] != prompt[:shorter]
-        shared = int(differs.argmax()) if differs.any() else shorter
+        end = len(stored)
+        shorter = min(end, len(prompt))
+        equal = stored[:shorter] == prompt[:shorter]
+        shared = int(np.logical_and.accumulate(equal).sum())
         if shared < end:
             shared -= shared % self.block
         length = min(shared, len(prompt) - 1)
-        return length if length >= int(encoded.header["floor"]) else 0
+        if length < int(encoded.header["floor"]):
+            return 0
+        return length
 
     def _read(self, path: Path, only_ids: bool = False) -> Encoded:
         """A file's contents; its header, dtypes and shapes are checked against this
@@ -264,19 +259,17 @@ class Store:
                 expected = self._tensors(path, header, set(file.keys()))
                 for name, (dtype, shape) in expected.items():
                     view = file.get_slice(name)
-                    actual = view.get_dtype(), view.get_shape()
-                    if actual != (_DTYPES[dtype], list(shape)):
-                        raise _damaged_snapshot(
-                            path, f"{name} as {actual[0]} {actual[1]}"
-                        )
+                    kind = view.get_dtype()
+                    sizes = view.get_shape()
+                    if (kind, sizes) != (_DTYPES[dtype], list(shape)):
+                        raise _damaged_snapshot(path, f"{name} as {kind} {sizes}")
                 names = [IDS] if only_ids else expected
                 tensors = {name: file.get_tensor(name) for name in names}
         except (SafetensorError, OSError, ValueError, KeyError) as problem:
             if isinstance(problem, InputError):
                 raise
-            raise _damaged_snapshot(
-                path, str(problem) or type(problem).__name__
-            ) from problem
+            reason = str(problem) or type(problem).__name__
+            raise _damaged_snapshot(path, reason) from problem
         encoded = Encoded(tensors, header, {})
         if not only_ids and header.get("digest") != _digest(encoded):
             raise _damaged_snapshot(path, "bytes that differ from its digest")
@@ -293,24 +286,18 @@ class Store:
             raise _damaged_snapshot(path, f"format {kind!r}, version {version!r}")
         if identity != self.identity:
             raise foreign(f"snapshot {path}", str(identity), self.identity)
-        numbers = [header.get(key, "") for key in ("offset", "floor")]
-        offset, floor = (
-            int(n) if re.fullmatch("[0-9]{1,9}", n) else -1 for n in numbers
-        )
+        numbers = header.get("offset", ""), header.get("floor", "")
+        offset, floor = map(_number, numbers)
         deepest = UndoDepth(self.manifest).floor(floor, offset)
-        whole = (
-            1 <= offset <= self.manifest.options.max_seq_len
-            and deepest <= floor <= offset
-        )
-        if not whole or dtype != self.dtype:
+        fits = 1 <= offset <= self.manifest.options.max_seq_len
+        if not fits or not deepest <= floor <= offset or dtype != self.dtype:
             shown = "offset {!r:.20}, floor {!r:.20}".format(*numbers)
             raise _damaged_snapshot(path, f"{shown}, dtype {dtype!r}")
         states = formats.shapes(layout(self.manifest, offset, floor), self.dtype, names)
         expected = {IDS: ("int32", (offset,))} | states
         if wrong := sorted(names ^ expected.keys()):
-            raise _damaged_snapshot(
-                path, f"tensors {', '.join(wrong[:3])} missing or unknown"
-            )
+            some = ", ".join(wrong[:3])
+            raise _damaged_snapshot(path, f"tensors {some} missing or unknown")
         return expected
 
 
@@ -342,12 +329,18 @@ def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:
 def _digest(encoded: Encoded) -> str:
     """SHA-256 over the header (the digest apart) and every tensor: names, dtypes,
     shapes, bytes."""
-    header = [(key, value) for key, value in encoded.header.items() if key != "digest"]
-    digest = hashlib.sha256(repr(sorted(header)).encode())
+    header = dict(encoded.header)
+    header.pop("digest", None)
+    digest = hashlib.sha256(repr(sorted(header.items())).encode())
     for name, value in sorted(encoded.tensors.items()):
         digest.update(f"{name}{value.dtype.name}{value.shape}".encode())
         digest.update(np.ascontiguousarray(value).data)
     return digest.hexdigest()
+
+
+def _number(text: str) -> int:
+    """A number of up to nine digits; -1 for any other text."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
 
 
 def _stamp(path: Path) -> Stamp:
@@ -355,9 +348,8 @@ def _stamp(path: Path) -> Stamp:
         status = path.stat()
     except OSError:
         needed = "a snapshot that was saved"
-        raise InputError(
-            f"snapshot {path}", "no such file", needed, "save it first"
-        ) from None
+        subject = f"snapshot {path}"
+        raise InputError(subject, "no such file", needed, "save it first") from None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
