@@ -70,7 +70,8 @@ def prepare(job: dict) -> None:
 def measure_cell(job: dict) -> None:
     """In a child: times a bundle, validates it if the job has ids, logs the run to
     job["root"]."""
-    began, before = time.time(), runs.state_before()
+    began = time.time()
+    before = runs.state_before()
     bundle = _bundle(job)
     how = runs.pick(
         job["run"], "runtime", "precision", "fast", "compute_units", "hints"

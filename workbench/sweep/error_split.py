@@ -70,7 +70,7 @@ def stored_split(
     where = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | runs.exported(
         options
     )
-    logged = log.load("runs", root=root, where=where).dropna(subset="config")
+    logged = log.load("runs", root, where).dropna(subset="config")
     for run in logged.sort_values("run_id", ascending=False).itertuples():
         if parts := json.loads(run.config).get("parts"):
             return pd.DataFrame(parts["isolated"]).assign(run_id=run.run_id)
