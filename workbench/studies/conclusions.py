@@ -79,7 +79,8 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     """The conclusion of a sweep over max_seq_len and T on one machine, from medians."""
     machine = only_machine(pd.concat([rates, layers]))
     reasons = rates.get("invalid")
-    rates, layers = valid(rates), valid(layers)
+    rates = valid(rates)
+    layers = valid(layers)
     if rates.empty:
         return f"No valid run on {machine}: {'; '.join(reasons.dropna().unique())}."
     median = rates.groupby(["max_seq_len", "T"])["value"].median()
@@ -88,8 +89,10 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     lines = [f"Fastest: {fastest}."]
     lengths = median.index.unique("max_seq_len")
     Ts = median.index.unique("T")
-    short, long = lengths.min(), lengths.max()
-    few, many = Ts.min(), Ts.max()
+    short = lengths.min()
+    long = lengths.max()
+    few = Ts.min()
+    many = Ts.max()
     for T in (few, many):
         ratio = median[short, T] / median[long, T]
         going = f"going from max_seq_len {short} to {long}"
@@ -139,7 +142,8 @@ def choice_conclusion(rows: pd.DataFrame) -> str:
     passing = rows[rows["verdict"] == "GREEN"]
     if passing.empty:
         return f"None of {len(rows)} configurations passes the gates."
-    best, first = passing.iloc[0], rows.iloc[0]
+    best = passing.iloc[0]
+    first = rows.iloc[0]
 
     def summary(row) -> str:
         speed = f"{row['tokens_per_s']:.0f} tok/s"
@@ -169,7 +173,9 @@ def routing_prediction() -> pd.DataFrame:
     """The roofline's prediction for ZAYA1's MoE layer on an M4 Max: dense (all experts
     in one shard) and routed (a router's and one expert's shard). `programs` is the
     number that the whole model loads, which lint rule G3 limits."""
-    experts, layers, head_slices = 16, 40, 17
+    experts = 16
+    layers = 40
+    head_slices = 17
     (dense,) = (
         w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard"
     )

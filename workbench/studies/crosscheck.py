@@ -77,9 +77,11 @@ def twin(
     other = Bundle.open(path)
     check_exported_from(checkpoint, other)
     if other.manifest.options != type(bundle.manifest.options)(**options):
-        step = "remove it, or give another --folder"
         raise InputError(
-            f"bundle {path}", "other options", "the options of the bundle", step
+            f"bundle {path}",
+            "other options",
+            "the options of the bundle",
+            "remove it, or give another --folder",
         )
     return other
 
@@ -100,7 +102,9 @@ def crosscheck(
         checkpoint, ids, stored_weights(checkpoint, bundle), bundle.identity
     )
     budget = price.measure_budget(bundle, checkpoint, golden)
-    errors, runtimes, results = [], [], []
+    errors = []
+    runtimes = []
+    results = []
     for precision, dtype in ARITHMETICS.items():
         decoders = {
             "portable": Decoder(bundle, "portable", precision),
