@@ -146,8 +146,9 @@ def load(
     if columns.get("run_id") is not None:  # a file is named after its run
         rows = _read(_files_of_runs(_several(columns["run_id"]), folders), table)
     else:
-        how = _fingerprint(table), partial(_read, table=table)
-        rows = _union(*(cache.gathered(folder, *how) for folder in folders))
+        version = f"{tables.version(table)} {SCHEMAS[table].to_string()}"
+        read = partial(_read, table=table)
+        rows = _union(*(cache.gathered(folder, version, read) for folder in folders))
     frame = rows.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
     if query is None:
         return frame
@@ -204,12 +205,6 @@ def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
         if not path.exists():
             write_whole(path, contents[name])
     return path.stem
-
-
-def _fingerprint(table: str) -> str:
-    """The version and the columns of a table; gathered rows are valid for these
-    alone."""
-    return f"{tables.version(table)} {SCHEMAS[table].to_string()}"
 
 
 def _read(paths: Sequence[Path], table: str) -> pa.Table:

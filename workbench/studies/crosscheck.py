@@ -98,9 +98,8 @@ def crosscheck(
     arithmetics with Hugging Face's model on the bundle's weights, and with each
     other."""
     check_exported_from(checkpoint, bundle)
-    golden = make_golden(
-        checkpoint, ids, stored_weights(checkpoint, bundle), bundle.identity
-    )
+    weights = stored_weights(checkpoint, bundle)
+    golden = make_golden(checkpoint, ids, weights, bundle.identity)
     budget = price.measure_budget(bundle, checkpoint, golden)
     errors = []
     runtimes = []
@@ -123,17 +122,13 @@ def crosscheck(
             logits = metrics.compare_logits(golden.logits, chained.logits)
             runtimes.append(figures(name, precision, rows, table, logits))
             results += runtime_gates(runtimes[-1])
-        table = between(
-            decoders["coreai"], golden, passes["portable"], passes["coreai"]
-        )
+        table = between(decoders["coreai"], golden, *passes.values())
         errors.append(table.assign(pair="portable ↔ Apple", precision=precision))
-        runtimes[-1]["kv_bits_equal"] = bits_equal(passes["portable"], passes["coreai"])
+        runtimes[-1]["kv_bits_equal"] = bits_equal(*passes.values())
         if precision == "exact":
+            about = gates.REAUTHORING, "relative RMS of portable ↔ coreai, worst"
             worst = float(table["error"].max())
-            reason = "relative RMS of portable ↔ coreai, worst"
-            results.append(
-                gates.at_most("runtimes_agree", worst, gates.REAUTHORING, reason)
-            )
+            results.append(gates.at_most("runtimes_agree", worst, *about))
     return Crosscheck(pd.concat(errors, ignore_index=True), runtimes, results)
 
 
@@ -212,7 +207,6 @@ def bits_equal(
     for T, trace in portable.items():
         for name in ("k", "v"):
             for layer, rows in getattr(trace, name).items():
-                equal.append(
-                    np.float16(rows) == np.float16(getattr(apple[T], name)[layer])
-                )
-    return float(np.mean(np.concatenate([part.ravel() for part in equal])))
+                others = getattr(apple[T], name)[layer]
+                equal.append(np.ravel(np.float16(rows) == np.float16(others)))
+    return float(np.mean(np.concatenate(equal)))

@@ -115,16 +115,9 @@ class Shard(nn.Module):
         return x.transpose(1, 2).unsqueeze(-1)
 
 
-class HeadSlice(nn.Module):
-    def __init__(self, model, rows):
-        super().__init__()
-        self.m = model
-        self.rows = rows
-
-    def forward(self, x):
-        x = self.m.norm(x.squeeze(-1).transpose(1, 2))
-        logits = nn.functional.linear(x, self.m.head[self.rows])
-        return logits.transpose(1, 2).unsqueeze(-1)
+def _head_slice(rows, m, x):
+    x = m.norm(x.squeeze(-1).transpose(1, 2))
+    return nn.functional.linear(x, m.head[rows]).transpose(1, 2).unsqueeze(-1)
 
 
 def shards(
@@ -150,7 +143,7 @@ def shards(
     V = m.head.shape[0]
     for i, rows in enumerate((slice(0, V // 2), slice(V // 2, V))):
         inputs = [plain("hidden", (1, m.C, t_max, 1))]
-        head = convert(HeadSlice(m, rows), inputs, ["logits"])
+        head = convert(Apply(m, partial(_head_slice, rows)), inputs, ["logits"])
         head.save(str(folder / f"LMHead_s{i}.mlpackage"))
 
 
