@@ -72,7 +72,7 @@ def setting_lines(settings: pd.DataFrame) -> list[str]:
     shown = settings[~settings["setting"].isin(IDENTITIES)]
     if shown.empty:
         shown = settings
-    return shown.astype(str).map(shortened).to_string(index=False).splitlines()
+    return shown.map(str).map(shortened).to_string(index=False).splitlines()
 
 
 def shortened(text: str, most: int = 34) -> str:
