@@ -46,7 +46,11 @@ def counted(run: Mapping) -> dict:
 
 def exported(options: Options | Mapping) -> dict:
     """The columns of `runs` for export options, null for those that are missing."""
-    columns = dict.fromkeys(OPTIONS) | dict(options)
+    columns = dict.fromkeys(OPTIONS)
+    if isinstance(options, Mapping):
+        columns |= options
+    else:
+        columns |= options.model_dump()
     for name, value in columns.items():
         if isinstance(value, list | tuple | dict):
             columns[name] = _text(value)
