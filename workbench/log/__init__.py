@@ -16,6 +16,7 @@ from workbench.log.store import (
     files,
     load,
     new_run_id,
+    plain,
     project,
     whole,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "flags",
     "load",
     "new_run_id",
+    "plain",
     "project",
     "summary",
     "whole",

@@ -7,6 +7,8 @@ loads the same rows more slowly."""
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +17,8 @@ import pyarrow.feather as feather
 
 from workbench.files import write_whole
 
-NAME, KEY = ".gathered", b"workbench.log.gathered"
+NAME = ".gathered"
+KEY = b"workbench.log.gathered"
 WORTH = 64  # rows are gathered when at least so many files were read one by one
 
 
@@ -30,11 +33,12 @@ def gathered(
         read: reads the rows of some files and refuses a file that cannot be read.
     """
     files = _files(folder)
-    cached, rows = _load(folder / NAME, version)
+    cached, tables = _load(folder / NAME, version)
     if not cached.items() <= files.items():
-        cached, rows = {}, None
+        cached = {}
+        tables = []
     new = [folder / name for name in files if name not in cached]
-    tables = [read(new), *([] if rows is None else [rows])]
+    tables = [read(new), *tables]
     together = pa.concat_tables(tables).combine_chunks()  # a chunk per file is slow
     if cached and new:
         together = together.take(pc.sort_indices(together["run_id"]))
@@ -47,34 +51,29 @@ def _files(folder: Path) -> dict[str, list[int]]:
     """Name → [bytes, time of change in ns] of every file of the table, by name."""
     if not folder.is_dir():
         return {}
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    parquet = (e for e in entries if e.name.endswith(".parquet") and e.name[0] != ".")
-    return {e.name: [e.stat().st_size, e.stat().st_mtime_ns] for e in parquet}
+    files = {}
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.endswith(".parquet") and entry.name[0] != ".":
+            files[entry.name] = [entry.stat().st_size, entry.stat().st_mtime_ns]
+    return files
 
 
-def _load(path: Path, version: str) -> tuple[dict, pa.Table | None]:
+def _load(path: Path, version: str) -> tuple[dict, list[pa.Table]]:
+    """The files that were gathered and their rows, one table; none of another
+    version."""
     try:
         table = feather.read_table(path)
         about = json.loads(table.schema.metadata[KEY])
         if about["version"] == version:
-            return about["files"], table.replace_schema_metadata(None)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # no file, a torn one, or another format
+            return about["files"], [table.replace_schema_metadata(None)]
+    # no file, a torn one, or another format
+    except (OSError, ValueError, KeyError, TypeError):
         pass
-    return {}, None
+    return {}, []
 
 
 def _save(path: Path, version: str, files: dict, rows: pa.Table) -> None:
-    rows = rows.replace_schema_metadata(
-        {KEY: json.dumps({"version": version, "files": files})}
-    )
-    try:
-        write_whole(
-            path, lambda file: feather.write_feather(rows, file, compression="zstd")
-        )
-    except OSError:  # a read-only or full disk only costs time
-        pass
+    about = json.dumps({"version": version, "files": files})
+    rows = rows.replace_schema_metadata({KEY: about})
+    with suppress(OSError):  # a read-only or full disk only costs time
+        write_whole(path, partial(feather.write_feather, rows, compression="zstd"))

@@ -44,9 +44,8 @@ def environment() -> dict:
     ``commit`` ends in ``-dirty`` when the checkout has changes; ``versions`` maps
     ``python`` and the packages that decide a result to their versions."""
     cpu = first_group(r"^model name\s*: (.+)$", file_text("/proc/cpuinfo"))
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        versions[name] = _package(name)
+    packages = {name: _package(name) for name in _PACKAGES}
+    versions = {"python": platform.python_version()} | packages
     return {
         "time": datetime.now(UTC),
         "platform": platform.platform(),
@@ -64,16 +63,8 @@ def _commit() -> str | None:
     source = Path(__file__).resolve().parents[2]
     if project_root(source) != source:
         return None
-    return command_output(
-        "git",
-        "-C",
-        str(source),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    )
+    options = ("--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return command_output("git", "-C", str(source), "describe", *options)
 
 
 def _package(name: str) -> str | None:
@@ -105,17 +96,19 @@ def software_name(run: Mapping) -> str:
     versions = _value(run, "versions") or {}
     if isinstance(versions, str):
         versions = json.loads(versions)
-    words = []
+    text = str(_value(run, "os_build") or "unknown build")
     for name in ("coremltools", "torch"):
         if versions.get(name):
-            words.append(f"{name} {versions[name]}")
-    return ", ".join([str(_value(run, "os_build") or "unknown build"), *words])
+            text += f", {name} {versions[name]}"
+    return text
 
 
 def _value(run: Mapping, column: str):
     """A value of a row of `runs`; None for every kind of null."""
     value = run.get(column)
-    return None if pd.isna(value) else value
+    if pd.isna(value):
+        return None
+    return value
 
 
 def with_machines(runs: pd.DataFrame) -> pd.DataFrame:
@@ -131,11 +124,8 @@ def with_machines(runs: pd.DataFrame) -> pd.DataFrame:
 def machine_names(runs: pd.DataFrame) -> list[str]:
     """The machines of some rows (see `with_machines`), the one of the newest run
     first."""
-    return (
-        runs.sort_values("run_id", ascending=False)["machine"]
-        .drop_duplicates()
-        .tolist()
-    )
+    newest_first = runs.sort_values("run_id", ascending=False)
+    return newest_first["machine"].unique().tolist()
 
 
 def of_machine(runs: pd.DataFrame, machine: str | None, here: str) -> pd.DataFrame:
@@ -147,9 +137,12 @@ def of_machine(runs: pd.DataFrame, machine: str | None, here: str) -> pd.DataFra
     """
     names = machine_names(runs)
     if machine is not None and machine not in names:
-        needed = f"one of {'; '.join(names) or 'none, no run fits'}"
-        step = "name one of these, or none for the default"
-        raise InputError("machine", repr(machine), needed, step)
+        raise InputError(
+            "machine",
+            repr(machine),
+            f"one of {'; '.join(names) or 'none, no run fits'}",
+            "name one of these, or none for the default",
+        )
     if not names:
         return runs
     default = here if here in names else names[0]
@@ -168,4 +161,4 @@ def only_machine(rows: pd.DataFrame) -> str:
     if len(names) > 1:
         text = "times are shown of one machine at a time"
         raise ValueError(f"rows of the machines {'; '.join(names)}; {text}")
-    return names[0] if names else ""
+    return next(iter(names), "")

@@ -24,13 +24,10 @@ def _schema(lines: str) -> pa.Schema:
     fields = []
     for line in lines.strip().splitlines():
         kind, names = line.split(":")
-        fields += [(name, _TYPES[kind.strip()]) for name in names.split()]
-    return pa.schema(
-        [
-            pa.field(name.rstrip("!"), kind, nullable=not name.endswith("!"))
-            for name, kind in fields
-        ]
-    )
+        for name in names.split():
+            nullable = not name.endswith("!")
+            fields.append(pa.field(name.rstrip("!"), _TYPES[kind.strip()], nullable))
+    return pa.schema(fields)
 
 
 SCHEMAS: dict[str, pa.Schema] = {
@@ -111,36 +108,30 @@ ALLOWED = {
 def _settings_of_config(runs: pa.Table) -> pa.Table:
     """`runs` from version 1 to 2: settings that were only in a sweep's `config` become
     columns."""
-    configs = []
-    for text in runs["config"].to_pylist():
-        configs.append(json.loads(text or "{}"))
-    export, run = (
-        [config.get(part) or {} for config in configs] for part in ("export", "run")
-    )
-    for options, names in (
-        (export, ("t", "sliding")),
-        (run, ("threads", "depth", "n_gen")),
-    ):
-        for name in names:
-            runs = runs.append_column(
-                name, pa.array([row.get(name) for row in options])
-            )
+    for part, names in (("export", "t sliding"), ("run", "threads depth n_gen")):
+        options = _of_config(runs, part)
+        for name in names.split():
+            values = pa.array([row.get(name) for row in options])
+            runs = runs.append_column(name, values)
     hints = []
-    for row, runtime in zip(run, runs["runtime"].to_pylist()):
-        on_coreml = row and runtime == "coreml"
-        hints.append(
-            json.dumps(row.get("hints", {}), sort_keys=True) if on_coreml else None
-        )
+    for row, runtime in zip(options, runs["runtime"].to_pylist()):
+        text = None
+        if row and runtime == "coreml":
+            text = json.dumps(row.get("hints", {}), sort_keys=True)
+        hints.append(text)
     return runs.append_column("hints", pa.array(hints, pa.string()))
+
+
+def _of_config(runs: pa.Table, part: str) -> list[dict]:
+    """A part of each row's `config`, empty where there is none."""
+    configs = [json.loads(text or "{}") for text in runs["config"].to_pylist()]
+    return [config.get(part) or {} for config in configs]
 
 
 def _state_before_of_config(runs: pa.Table) -> pa.Table:
     """`runs` from version 2 to 3: the machine's state before the run, in a sweep's
     `config`, becomes columns."""
-    configs = []
-    for text in runs["config"].to_pylist():
-        configs.append(json.loads(text or "{}"))
-    before = [config.get("before") or {} for config in configs]
+    before = _of_config(runs, "before")
     for name in ("thermal", "power_source"):
         values = pa.array([state.get(name) for state in before], pa.string())
         runs = runs.append_column(f"{name}_before", values)

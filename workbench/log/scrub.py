@@ -7,7 +7,8 @@ import getpass
 import re
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -27,9 +28,8 @@ def identifiers() -> set[str]:
     names = {getpass.getuser(), Path.home().name, host, host.partition(".")[0]}
     try:
         command = ("ioreg", "-rd1", "-c", "IOPlatformExpertDevice")
-        names |= set(
-            _IDENTITY.findall(subprocess.check_output(command, text=True, timeout=10))
-        )
+        text = subprocess.check_output(command, text=True, timeout=10)
+        names |= set(_IDENTITY.findall(text))
     except (OSError, subprocess.SubprocessError):  # not a Mac
         pass
     return {name for name in names if len(name) > 2 and name != "localhost"}
@@ -38,20 +38,16 @@ def identifiers() -> set[str]:
 def anonymous(value, names: Iterable[str]):
     """A `scrubbed` value in which the words `names`, in any case, and UUIDs are
     replaced by ``…``."""
-    if isinstance(value, Mapping):
-        return {
-            anonymous(key, names): anonymous(item, names) for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return type(value)(anonymous(item, names) for item in value)
-    if not isinstance(value, str):
-        return value
-    text = _UUID.sub("…", scrubbed(value))
-    for name in sorted(names, key=len, reverse=True):
-        text = re.sub(
-            rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "…", text, flags=re.I
-        )
-    return text
+    longest_first = sorted(names, key=len, reverse=True)
+
+    def without_names(text: str) -> str:
+        text = _UUID.sub("…", scrubbed(text))
+        for name in longest_first:
+            word = rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"
+            text = re.sub(word, "…", text, flags=re.I)
+        return text
+
+    return _with_texts(value, without_names)
 
 
 def scrubbed(value, *projects: Path):
@@ -60,17 +56,18 @@ def scrubbed(value, *projects: Path):
 
     Mappings, lists and tuples are walked through; other values than text stay as they
     are. The name of this host becomes ``…``."""
+    return _with_texts(value, partial(_scrubbed_text, projects=(*projects, SOURCE)))
+
+
+def _with_texts(value, change: Callable[[str], str]):
+    """A value with every text and path in it, as text, replaced by `change` of it."""
     if isinstance(value, Mapping):
-        return {
-            scrubbed(key, *projects): scrubbed(item, *projects)
-            for key, item in value.items()
-        }
+        items = value.items()
+        return {_with_texts(k, change): _with_texts(v, change) for k, v in items}
     if isinstance(value, list | tuple):
-        return type(value)(scrubbed(item, *projects) for item in value)
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, str):
-        return _scrubbed_text(value, (*projects, SOURCE))
+        return type(value)(_with_texts(item, change) for item in value)
+    if isinstance(value, str | Path):
+        return change(str(value))
     return value
 
 
@@ -79,16 +76,12 @@ def _scrubbed_text(text: str, projects: tuple[Path, ...]) -> str:
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", "…", text)
     if "/" not in text:
         return text
-    folders = []
     for project in projects:
-        folders += [str(project.absolute()), str(project.resolve())]
-    for folder in dict.fromkeys(folders):
-        if folder != "/":
-            end = r"(?:/(?=[^\s/])|(?![\w.-])/?)"
-            inside = rf"(?<![\w.…/~-])(?:file://)?{re.escape(folder)}{end}"
-            text = re.sub(
-                inside, lambda match: "" if match[0].endswith("/") else ".", text
-            )
+        for folder in (project.absolute(), project.resolve()):
+            if str(folder) != "/":
+                path = rf"(?<![\w.…/~-])(?:file://)?{re.escape(str(folder))}"
+                text = re.sub(f"{path}/", "", text)
+                text = re.sub(rf"{path}(?![\w.-])", ".", text)
     home = str(Path.home())
     if home != "/":
         text = re.sub(rf"(?<![\w.…/~-]){re.escape(home)}(?![\w.-])", "~", text)
@@ -101,4 +94,6 @@ def _scrubbed_text(text: str, projects: tuple[Path, ...]) -> str:
 
 def _short(path: str) -> str:
     name = path.rstrip("/").rpartition("/")[2]
-    return f"…/{name}" if name not in ("", "~") else "…"
+    if name in ("", "~"):
+        return "…"
+    return f"…/{name}"

@@ -18,10 +18,12 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """Columns that are equal for repetitions of one measurement within a run."""
 
 MIN_ROUNDS = 3
-_DRIFT_P, _DRIFT_SIZE, _OUTLIER, _FALSE_ALARMS = 0.05, 0.05, 1.5, 0.01
-_DRIFT_BLOCKS = (
-    500  # medians of as many parts of a long run: Theil and Sen compare all pairs
-)
+_DRIFT_P = 0.05
+_DRIFT_SIZE = 0.05
+_OUTLIER = 1.5
+_FALSE_ALARMS = 0.01
+# medians of as many parts of a long run: Theil and Sen compare all pairs
+_DRIFT_BLOCKS = 500
 # columns in which two runs of one setting differ
 _INCIDENTAL = set(
     """
@@ -56,21 +58,17 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
         unstable: whether the largest value exceeds 1.5 times the mean, pyperf's rule.
     """
     groups = _timed(samples, "run_id", *MEASUREMENT).agg(list).reset_index()
-    figures = []
-    for values in groups.pop("value"):
-        figures.append(_describe(np.array(values)))
+    figures = [_describe(np.array(values)) for values in groups.pop("value")]
     return groups.join(pd.DataFrame(figures, columns=_FIGURES))
 
 
 def flags(samples: pd.DataFrame) -> list[str]:
     """Warnings on a run's own samples: whole calls and rates that drift or have far
     outliers."""
-    rows = summary(
-        samples[samples["phase"].isin(["call", "tokens_per_s"])].assign(run_id="this")
-    )
+    whole = samples[samples["phase"].isin(["call", "tokens_per_s"])]
     drifts = []
     outliers = []
-    for row in rows.itertuples():
+    for row in summary(whole.assign(run_id="this")).itertuples():
         if row.drifting:
             drifts.append(f"{row.phase} drifts by {row.drift:+.0%}")
         if row.unstable:
@@ -81,9 +79,8 @@ def flags(samples: pd.DataFrame) -> list[str]:
 def _timed(samples: pd.DataFrame, *keys: str):
     """Measured values without warm-ups in order of time, grouped by some columns."""
     measured = samples[~samples["warmup"].fillna(False)].dropna(subset="value")
-    return measured.sort_values(["repetition", "order"]).groupby(
-        list(keys), dropna=False
-    )["value"]
+    measured = measured.sort_values(["repetition", "order"])
+    return measured.groupby(list(keys), dropna=False)["value"]
 
 
 def _describe(values: np.ndarray) -> tuple:
@@ -144,13 +141,10 @@ def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
     runs = with_machines(load("runs", root)).drop(columns="software")
     first, second = (_row(run_id, runs) for run_id in (run_a, run_b))
     a, b = (_repeats(row, runs)["run_id"].tolist() for row in (first, second))
-    if set(a) & set(
-        b
-    ):  # two runs of one setting are compared without their repetitions
-        a, b = [run_a], [run_b]
-    samples = []
-    for run_ids in (a, b):
-        samples.append(load("samples", root, {"run_id": run_ids}))
+    if set(a) & set(b):  # runs of one setting are compared without their repetitions
+        a = [run_a]
+        b = [run_b]
+    samples = (load("samples", root, {"run_id": run_ids}) for run_ids in (a, b))
     measures = _ratios(*samples, rounds(a, b))
     if first["machine"] != second["machine"]:
         measures[["ratio", "low", "high"]] = np.nan
@@ -162,7 +156,8 @@ def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
 
 def _differing_settings(first: pd.Series, second: pd.Series) -> pd.DataFrame:
     """setting, a, b: the settings in which two rows of `runs` differ."""
-    a, b = _settings(first), _settings(second)
+    a = _settings(first)
+    b = _settings(second)
     rows = []
     for name in a | b:
         if a.get(name) != b.get(name):
@@ -173,10 +168,9 @@ def _differing_settings(first: pd.Series, second: pd.Series) -> pd.DataFrame:
 def rounds(a: list[str], b: list[str]) -> int:
     """The number of interleaved rounds of two sets of runs: how often, in the order of
     time, both had been run equally often."""
-    order = sorted(
-        [(run, 1) for run in a] + [(run, -1) for run in b]
-    )  # run ids sort by time
-    return int((np.cumsum([side for _, side in order]) == 0).sum())
+    order = sorted([*a, *b])  # run ids sort by time
+    sides = np.where(np.isin(order, a), 1, -1)
+    return int((np.cumsum(sides) == 0).sum())
 
 
 def _row(run_id: str, runs: pd.DataFrame) -> pd.Series:
@@ -196,9 +190,10 @@ def _repeats(row: pd.Series, runs: pd.DataFrame) -> pd.DataFrame:
         return runs[itself]
     alike = runs[(runs["status"] == "ok") | itself]
     for name in _SAME:
-        alike = alike[
-            alike[name].isna() if pd.isna(row[name]) else alike[name] == row[name]
-        ]
+        same = alike[name] == row[name]
+        if pd.isna(row[name]):
+            same = alike[name].isna()
+        alike = alike[same]
     return alike
 
 
@@ -209,10 +204,7 @@ def _settings(run: pd.Series) -> dict:
     for name in sorted(JSON_COLUMNS & row.keys()):
         for key, value in json.loads(row.pop(name)).items():
             row[f"{name}.{key}"] = value
-    for name in (
-        "config.export",
-        "config.run",
-    ):  # most of their keys are columns of `runs`
+    for name in ("config.export", "config.run"):  # most keys are columns of `runs`
         for key, value in (row.pop(name, None) or {}).items():
             if key not in SCHEMAS["runs"].names:
                 row[f"{name}.{key}"] = value
@@ -222,24 +214,15 @@ def _settings(run: pd.Series) -> dict:
 def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
     """Every measurement of either side, with the ratio of medians where both have
     it."""
-    pairs = pd.merge(
-        _by_run(a), _by_run(b), on=MEASUREMENT, how="outer", suffixes=("_a", "_b")
-    )
-    sides = []
-    for name in ("value_a", "value_b"):
-        sides.append(pairs.pop(name).map(_array))
-    compared = sum(len(x) > 0 < len(y) for x, y in zip(*sides))
+    pairs = _by_run(a).merge(_by_run(b), "outer", MEASUREMENT, suffixes=("_a", "_b"))
+    compared = pairs[["value_a", "value_b"]].notna().all(axis=1).sum()
     confidence = 1 - _FALSE_ALARMS / max(compared, 1)
     ratios = []
-    for x, y in zip(*sides):
+    for sides in zip(pairs.pop("value_a"), pairs.pop("value_b")):
+        # the null of a side without the measurement becomes an empty array
+        x, y = (np.array(side if isinstance(side, list) else []) for side in sides)
         ratios.append(_ratio(x, y, interleaved, confidence))
     return pairs.join(pd.DataFrame(ratios, columns=_RATIO))
-
-
-def _array(values) -> np.ndarray:
-    """A list of values as an array; the null of a side without the measurement as an
-    empty one."""
-    return np.array(values if isinstance(values, list) else [])
 
 
 def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
@@ -252,10 +235,9 @@ def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
 
 def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) -> tuple:
     """`_RATIO` of one measurement."""
-    medians = []
-    for values in (a, b):
-        medians.append(np.median(values) if len(values) else np.nan)
-    ratio, low, high, note = np.nan, np.nan, np.nan, None
+    medians = [pd.Series(values, dtype=float).median() for values in (a, b)]
+    ratio = low = high = np.nan
+    note = None
     if not (len(a) and len(b)):
         note = "on one side only"
     elif min(a.min(), b.min()) <= 0:
@@ -264,15 +246,12 @@ def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) ->
         ratio = medians[1] / medians[0]
         if min(interleaved, len(a), len(b)) < MIN_ROUNDS:
             note = "not enough runs"
-        elif not (
-            np.ptp(a) or np.ptp(b)
-        ):  # no spread, such as of counts: the interval is a point
+        elif not (np.ptp(a) or np.ptp(b)):  # such as counts: the interval is a point
             low = high = ratio
         else:
             from scipy import stats
 
-            interval = stats.ttest_ind(np.log(b), np.log(a)).confidence_interval(
-                confidence
-            )
+            test = stats.ttest_ind(np.log(b), np.log(a))
+            interval = test.confidence_interval(confidence)
             low, high = map(float, np.exp(interval))
     return len(a), len(b), *medians, ratio, low, high, note

@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -43,11 +44,10 @@ def project_root(start: Path) -> Path | None:
     None."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
-        if (
-            file.is_file()
-            and 'name = "workbench"' in file.read_text(encoding="utf-8").splitlines()
-        ):
-            return folder
+        if file.is_file():
+            lines = file.read_text(encoding="utf-8").splitlines()
+            if 'name = "workbench"' in lines:
+                return folder
     return None
 
 
@@ -93,15 +93,20 @@ def append(
     """
     run_id = new_run_id() if run_id is None else run_id
     if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
-        needed = "letters, digits, '-' and '_'"
-        step = "take one from new_run_id()"
-        raise InputError("run id", repr(run_id), needed, step)
+        raise InputError(
+            "run id",
+            repr(run_id),
+            "letters, digits, '-' and '_'",
+            "take one from new_run_id()",
+        )
     path, shipped = (folder / f"{run_id}.parquet" for folder in _folders(table, root))
     data = _to_arrow(table, rows, run_id)
     if path.exists() or shipped.exists():
-        actual = f"run {run_id} written already"
         raise InputError(
-            f"log table {table}", actual, "one file per run", "use a new run id"
+            f"log table {table}",
+            f"run {run_id} written already",
+            "one file per run",
+            "use a new run id",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda file: pq.write_table(data, file))
@@ -126,18 +131,23 @@ def load(
     """
     folders = _folders(table, root)
     if not isinstance(where, Mapping | str | None):
-        needed = "columns and values, or a pandas query"
-        example = "write for example {'T': 4}"
-        raise InputError("log filter", repr(where), needed, example)
+        raise InputError(
+            "log filter",
+            repr(where),
+            "columns and values, or a pandas query",
+            "write for example {'T': 4}",
+        )
+    query = None
+    columns = where or {}
     if isinstance(where, str):
-        query, columns = where, {}
-    else:
-        query, columns = None, where or {}
+        query = where
+        columns = {}
     keep = _expression(table, columns)
     if columns.get("run_id") is not None:  # a file is named after its run
         rows = _read(_files_of_runs(_several(columns["run_id"]), folders), table)
     else:
-        version, read = _fingerprint(table), lambda paths: _read(paths, table)
+        version = f"{tables.version(table)} {SCHEMAS[table].to_string()}"
+        read = partial(_read, table=table)
         rows = _union(*(cache.gathered(folder, version, read) for folder in folders))
     frame = rows.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
     if query is None:
@@ -145,11 +155,17 @@ def load(
     try:
         return frame.query(query)
     except Exception as error:  # pandas raises many types for an invalid query
-        needed = f"a pandas query over {', '.join(frame)}"
-        example = "write for example: T == 4 and depth > 0"
         raise InputError(
-            "log filter", f"{query!r} ({error})", needed, example
+            "log filter",
+            f"{query!r} ({error})",
+            f"a pandas query over {', '.join(frame)}",
+            "write for example: T == 4 and depth > 0",
         ) from error
+
+
+def plain(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table with columns of Python objects, null as None."""
+    return frame.astype(object).where(frame.notna(), None)
 
 
 def _files_of_runs(run_ids: list[str], folders: Sequence[Path]) -> list[Path]:
@@ -165,10 +181,8 @@ def _union(own: pa.Table, shipped: pa.Table) -> pa.Table:
     """The rows of both, sorted by run id; rows of a run in both are included once."""
     if not len(shipped):
         return own
-    shipped = shipped.filter(
-        pc.invert(pc.is_in(shipped["run_id"], own["run_id"].unique()))
-    )
-    rows = pa.concat_tables([own, shipped])
+    in_both = pc.is_in(shipped["run_id"], own["run_id"].unique())
+    rows = pa.concat_tables([own, shipped.filter(pc.invert(in_both))])
     return rows.take(pc.sort_indices(rows["run_id"]))
 
 
@@ -193,18 +207,12 @@ def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
     return path.stem
 
 
-def _fingerprint(table: str) -> str:
-    """The version and the columns of a table; gathered rows are valid for these
-    alone."""
-    return f"{tables.version(table)} {SCHEMAS[table].to_string()}"
-
-
 def _read(paths: Sequence[Path], table: str) -> pa.Table:
     """The rows of some files in the current schema; refuses a file that does not fit
     it."""
     schema = SCHEMAS[table]
     current = []
-    older = [SCHEMAS[table].empty_table()]
+    older = [schema.empty_table()]
     for path in paths:
         if lifts := MIGRATIONS[table][_file_version(path, table) - 1 :]:
             data = pq.ParquetFile(path).read()
@@ -213,11 +221,8 @@ def _read(paths: Sequence[Path], table: str) -> pa.Table:
             older.append(data)
         else:
             current.append(path)
-    lifted = (
-        pa.concat_tables(older, promote_options="default")
-        .select(schema.names)
-        .cast(schema)
-    )
+    lifted = pa.concat_tables(older, promote_options="default")
+    lifted = lifted.select(schema.names).cast(schema)
     rows = ds.dataset(current, schema=schema, format="parquet").to_table()
     return pa.concat_tables([lifted, rows])
 
@@ -240,38 +245,46 @@ def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
             subject, "no rows", "at least one", "append only what was measured"
         )
     if unknown := [name for name in frame if name not in names]:
-        step = "put what has no column into runs.config"
-        raise InputError(subject, f"columns {unknown}", f"some of {names}", step)
+        raise InputError(
+            subject,
+            f"columns {unknown}",
+            f"some of {names}",
+            "put what has no column into runs.config",
+        )
     if "run_id" in frame and set(frame["run_id"]) != {run_id}:
-        needed = f"run_id {run_id} in all"
-        step = "append each run by itself"
-        raise InputError(subject, "rows of another run", needed, step)
+        raise InputError(
+            subject,
+            "rows of another run",
+            f"run_id {run_id} in all",
+            "append each run by itself",
+        )
     frame = frame.assign(run_id=run_id)
-    schema = SCHEMAS[table].with_metadata(
-        {_VERSION_KEY: str(tables.version(table)).encode()}
-    )
-    return pa.Table.from_arrays(
-        [_column(subject, field, frame) for field in schema], schema=schema
-    )
+    version = str(tables.version(table)).encode()
+    schema = SCHEMAS[table].with_metadata({_VERSION_KEY: version})
+    columns = [_column(subject, field, frame) for field in schema]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _frame(subject: str, rows: Rows) -> pd.DataFrame:
     if isinstance(rows, pd.DataFrame):
         return rows
-    if isinstance(rows, Iterable) and not isinstance(rows, Mapping):
-        rows = list(rows)
-    else:
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         rows = [rows]
+    rows = list(rows)
     for row in rows:
         if not isinstance(row, Mapping):
-            needed = "mappings from columns to values"
-            example = "write for example {'T': 4}"
-            raise InputError(subject, f"{row!r} as a row", needed, example)
+            raise InputError(
+                subject,
+                f"{row!r} as a row",
+                "mappings from columns to values",
+                "write for example {'T': 4}",
+            )
     try:
         return pd.DataFrame(rows)
     except UnicodeEncodeError as error:
-        needed = "text that UTF-8 can hold"
-        raise InputError(subject, str(error), needed, "correct the value") from error
+        raise InputError(
+            subject, str(error), "text that UTF-8 can hold", "correct the value"
+        ) from error
 
 
 def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
@@ -291,15 +304,18 @@ def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
         )
     allowed = ALLOWED.get(field.name)
     if allowed and (wrong := set(column.unique().drop_null().to_pylist()) - allowed):
-        needed = f"one of {sorted(allowed)}"
-        raise InputError(subject, ", ".join(sorted(wrong)), needed, "correct the value")
+        raise InputError(
+            subject,
+            ", ".join(sorted(wrong)),
+            f"one of {sorted(allowed)}",
+            "correct the value",
+        )
     return column
 
 
 def _json_text(value: Mapping | str) -> str:
-    if isinstance(value, str):
-        text = value
-    else:
+    text = value
+    if not isinstance(value, str):
         text = json.dumps(value, sort_keys=True, allow_nan=False)
     if not isinstance(json.loads(text, parse_constant=_no_constant), dict):
         raise TypeError(f"{text} is not a JSON object")
@@ -319,31 +335,41 @@ def _file_version(path: Path, table: str) -> int:
     try:
         schema = pq.read_schema(path)
     except pa.ArrowInvalid as error:
-        needed = "a whole Parquet file"
-        step = "move it out of the log"
-        raise InputError(subject, str(error), needed, step) from error
+        raise InputError(
+            subject, str(error), "a whole Parquet file", "move it out of the log"
+        ) from error
     version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
     if version not in map(str, range(1, latest + 1)):
-        needed = f"version 1 to {latest} of table {table}"
-        step = "read it with the release that wrote it"
-        raise InputError(subject, f"schema version {version}", needed, step)
+        raise InputError(
+            subject,
+            f"schema version {version}",
+            f"version 1 to {latest} of table {table}",
+            "read it with the release that wrote it",
+        )
     unknown = set(schema.names) - set(SCHEMAS[table].names)
     if int(version) == latest and unknown:
-        needed = f"columns of table {table}"
         raise InputError(
-            subject, f"columns {sorted(unknown)}", needed, "update the workbench"
+            subject,
+            f"columns {sorted(unknown)}",
+            f"columns of table {table}",
+            "update the workbench",
         )
     return int(version)
 
 
 def _expression(table: str, where: Mapping) -> ds.Expression:
     """The filter of rows by column → value or values."""
-    schema, keep = SCHEMAS[table], ds.scalar(True)
+    schema = SCHEMAS[table]
+    keep = ds.scalar(True)
     for name, value in where.items():
         subject = f"filter on {table}"
         if name not in schema.names:
-            needed = f"one of {schema.names}"
-            raise InputError(subject, f"column {name!r}", needed, "correct the name")
+            raise InputError(
+                subject,
+                f"column {name!r}",
+                f"one of {schema.names}",
+                "correct the name",
+            )
         kind = schema.field(name).type
         try:
             keep &= ds.field(name).isin(pa.array(_several(value), kind))

@@ -35,24 +35,16 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     The lines are the settings that differ, then each measurement, named by the columns
     in which measurements differ; a note that holds for all of them is printed once."""
     settings = setting_lines(comparison.settings)
-    omitted = (
-        f"{comparison.indistinguishable} measurements without a difference left out"
-    )
+    count = comparison.indistinguishable
+    omitted = f"{count} measurements without a difference left out"
     rows = comparison.measures
     if rows.empty:
         return [*settings, "", omitted]
-    keys = []
-    for c in MEASUREMENT:
-        if c not in ("phase", "unit") and rows[c].nunique() > 1:
-            keys.append(c)
-    names = []
-    for row in rows.to_dict("records"):
-        values = []
-        for key in keys:
-            if pd.notna(row[key]):
-                values.append(f"{key} {row[key]}")
-        names.append(" ".join([row["phase"], *values]))
-    names = pd.Series(names, rows.index)
+    names = rows["phase"]
+    for key in MEASUREMENT:
+        if key not in ("phase", "unit") and rows[key].nunique() > 1:
+            words = rows[key].astype(object).map(f" {key} {{}}".format, "ignore")
+            names = names + words.fillna("")
     both = rows["median_a"].notna() & rows["median_b"].notna()
     alone = "; ".join(names[~both])
     notes = rows.loc[both, "note"].fillna("")
@@ -62,12 +54,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     table = table.dropna(axis="columns", how="all")
     if notes.nunique() > 1:
         table["note"] = notes
-    counts = rows[["n_a", "n_b"]].max()
-    lines = [
-        *settings,
-        "",
-        f"medians over runs: {counts['n_a']} of A, {counts['n_b']} of B",
-    ]
+    n_a, n_b = rows[["n_a", "n_b"]].max()
+    lines = [*settings, "", f"medians over runs: {n_a} of A, {n_b} of B"]
     lines.append(table.to_string(index=False, float_format="%.4g", na_rep="–"))
     if notes.nunique() == 1 and notes.iloc[0]:
         lines.append(f"all of them: {notes.iloc[0]}")
@@ -79,13 +67,16 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 def setting_lines(settings: pd.DataFrame) -> list[str]:
     """The settings in which two runs differ, side by side; `IDENTITIES` only if nothing
     else differs."""
+    if settings.empty:
+        return ["no setting differs"]
     shown = settings[~settings["setting"].isin(IDENTITIES)]
-    shown = (settings if shown.empty else shown).astype(str).map(shortened)
-    if len(shown):
-        return shown.to_string(index=False).splitlines()
-    return ["no setting differs"]
+    if shown.empty:
+        shown = settings
+    return shown.map(str).map(shortened).to_string(index=False).splitlines()
 
 
 def shortened(text: str, most: int = 34) -> str:
     """The text, cut to `most` characters with … at its end."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 1]}…"

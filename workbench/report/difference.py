@@ -3,6 +3,7 @@ other, and which gates changed."""
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +13,7 @@ from workbench.errors import InputError, check_choice
 from workbench.log.schema import ALLOWED
 from workbench.log.store import Root
 from workbench.log.text import IDENTITIES, shortened
+from workbench.plots.fidelity import View
 from workbench.report.writeup import folder
 
 
@@ -38,21 +40,18 @@ class RunDifference:
         """Draws the cells as SVG, PDF and PNG with a sidecar; `stem`: path without an
         ending (default: in the folder `diffs` beside the log)."""
         stem = stem or folder("diffs", "-".join(self.runs), root) / self.tensor
-        Ts, (a, b) = ", ".join(map(str, self.Ts)), self.runs
-        title = [f"{self.tensor} of {self.checkpoint}, A − B, worst over T = {Ts}"]
-        differing = self.settings[~self.settings["setting"].isin(IDENTITIES)].to_dict(
-            "records"
+        Ts = ", ".join(map(str, self.Ts))
+        title = f"{self.tensor} of {self.checkpoint}, A − B, worst over T = {Ts}"
+        differing = self.settings[~self.settings["setting"].isin(IDENTITIES)]
+        for name, run in zip("ab", self.runs):
+            pairs = zip(differing["setting"], differing[name])
+            settings = "; ".join(f"{setting} {value}" for setting, value in pairs)
+            title += f"\n{name.upper()}: {shortened(settings or run, 80)}"
+        difference = "of run {} less that of run {}, by layer and position"
+        alt = f"{self.metric} of the {self.tensor} {difference.format(*self.runs)}."
+        draw = partial(
+            plots.fidelity_difference, self.cells, metric=self.metric, title=title
         )
-        for name, run in zip("AB", self.runs):
-            settings = "; ".join(
-                f"{row['setting']} {row[name.lower()]}" for row in differing
-            )
-            title.append(f"{name}: {shortened(settings or run, 80)}")
-        title = "\n".join(title)
-        difference = f"of run {a} less that of run {b}, by layer and position"
-        alt = f"{self.metric} of the {self.tensor} {difference}."
-        options = {"metric": self.metric, "title": title}
-        draw = lambda: plots.fidelity_difference(self.cells, **options)  # noqa: E731
         return plots.save(draw, stem, run_ids=self.runs, alt=alt)
 
 
@@ -72,21 +71,22 @@ def run_difference(
     check_choice("--tensor", tensor, sorted(ALLOWED["tensor"]))
     settings = log.compare(run_a, run_b, root).settings
     if (settings["setting"] == "checkpoint_hash").any():
-        step = "name two runs of one checkpoint; workbench log --summary lists them"
         raise InputError(
-            "diff", "runs of two checkpoints", "two of one checkpoint", step
+            "diff",
+            "runs of two checkpoints",
+            "two of one checkpoint",
+            "name two runs of one checkpoint; workbench log --summary lists them",
         )
-    sides = []
-    for run_id in (run_a, run_b):
-        sides.append(log.load("fidelity", root, {"run_id": run_id, "tensor": tensor}))
-    isolated = all((side["mode"] == "isolated").any() for side in sides)
-    sides = [
-        side[side["mode"] == ("isolated" if isolated else "chained")] for side in sides
-    ]
-    if all(side["error"].notna().all() for side in sides):
-        metric = "error"
-    else:
+    run_ids = {run_a, run_b}
+    rows = log.load("fidelity", root, {"run_id": run_ids, "tensor": tensor})
+    mode = "isolated"
+    if set(rows.loc[rows["mode"] == mode, "run_id"]) != run_ids:
+        mode = "chained"
+    rows = rows[rows["mode"] == mode]
+    metric = "error"
+    if rows[metric].isna().any():
         metric = "1-cosine"
+    sides = [rows[rows["run_id"] == run_id] for run_id in (run_a, run_b)]
     a, b = (_errors(side, metric) for side in sides)
     both = a.to_frame("a").join(b.rename("b"), how="inner")
     if both.empty:
@@ -100,39 +100,35 @@ def run_difference(
     Ts = tuple(sorted(map(int, both.index.unique("T"))))
     cells = both.groupby(["layer", "position"]).max().reset_index()
     cells["difference"] = cells["a"] - cells["b"]
-    rows = log.load("runs", root, {"run_id": [run_a, run_b]}).set_index("run_id")
-    gates = _changed(*(_gates(rows["config"][run_id]) for run_id in (run_a, run_b)))
-    about = str(rows["checkpoint"].iloc[0]), tensor, metric, Ts
+    runs = log.load("runs", root, {"run_id": run_ids}).set_index("run_id")
+    configs = runs["config"].fillna("{}")
+    gates = _changed(_gates(configs[run_a]), _gates(configs[run_b]))
+    about = str(runs["checkpoint"].iloc[0]), tensor, metric, Ts
     return RunDifference((run_a, run_b), *about, cells, gates, settings)
 
 
 def _errors(rows: pd.DataFrame, metric: str) -> pd.Series:
     """The error of each layer, position and T; infinite where the result was not
     finite."""
-    error = rows["error"] if metric == "error" else 1 - rows["cosine"]
-    error = error.astype(float).mask(
-        ~rows["finite"].fillna(True).astype(bool), float("inf")
-    )
-    return error.groupby([rows["layer"], rows["position"], rows["T"]]).max()
+    finite = rows["finite"].fillna(True).astype(bool)
+    errors = View(metric=metric).values(rows).where(finite, float("inf"))
+    return errors.groupby([rows["layer"], rows["position"], rows["T"]]).max()
 
 
-def _gates(config: str | None) -> pd.DataFrame:
-    gates = json.loads(config if isinstance(config, str) else "{}").get("gates", [])
-    rows = pd.DataFrame(
-        gates, columns=["name", "verdict", "value", "threshold", "reason"]
-    )
-    return rows.drop_duplicates("name", keep="last").set_index("name")[
-        ["verdict", "value"]
-    ]
+def _gates(config: str) -> pd.DataFrame:
+    """Verdict and value of each gate in a run's `config`, by name."""
+    gates = json.loads(config).get("gates", [])
+    rows = pd.DataFrame(gates, columns=["name", "verdict", "value"])
+    return rows.drop_duplicates("name", keep="last").set_index("name")
 
 
 def _changed(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     """Gates of two runs whose verdicts differ, in the order of A's, then B's."""
-    names = [*a.index, *(name for name in b.index if name not in a.index)]
-    gates = pd.DataFrame({"gate": names}, dtype=object)
+    names = dict.fromkeys([*a.index, *b.index])
+    gates = pd.DataFrame({"gate": list(names)}, dtype=object)
     for side, rows in (("a", a), ("b", b)):
         gates[side] = gates["gate"].map(rows["verdict"]).astype(object)
         gates[f"value_{side}"] = gates["gate"].map(rows["value"]).astype(object)
     same = (gates["a"] == gates["b"]) | (gates["a"].isna() & gates["b"].isna())
     columns = ["gate", "a", "b", "value_a", "value_b"]
-    return gates.loc[~same, columns].astype(object).where(gates.notna(), None)
+    return log.plain(gates.loc[~same, columns])

@@ -25,18 +25,19 @@ def examine(name: str | None = "auto") -> dict:
             version alone.
     """
     machine = log.environment()
-    versions, coreai = machine["versions"], None
+    versions = machine["versions"]
+    coreai = None
     with suppress(PackageNotFoundError):
         coreai = version("coreai-core")
     available = runtime.coreml_available()
     devices = None
     results = None
     if available and name:
+        name = "coreml"
         test = "workbench.runtime.selftest:compute_devices"
         devices = process.call(test, {}, timeout_s=TIMEOUT_S).value
-    if (available and name) or name not in ("auto", None):
-        tried = "coreml" if available else name
-        results = {units: _try_units(tried, units) for units in UNITS}
+    if name not in ("auto", None):
+        results = {units: _try_units(name, units) for units in UNITS}
         available = results["CPU_ONLY"] == "ok"
     has_engine = platform.machine() == "arm64"
     if devices is not None:
@@ -77,12 +78,12 @@ def _core_ai(version: str | None) -> str:
 
 def _notes(available: bool, results: dict[str, str] | None) -> list[str]:
     if results and set(results.values()) != {"ok"}:
-        refused = []
-        for units, words in results.items():
-            if words != "ok":
-                refused.append(f"{units}: {words}")
+        notes = []
+        for units, reason in results.items():
+            if reason != "ok":
+                notes.append(f"A model with a state did not run on {units}: {reason}")
         return [
-            *(f"A model with a state did not run on {words}" for words in refused),
+            *notes,
             "Name compute units on which it ran with --compute-units, or take --runtime portable.",
         ]
     if available:
@@ -93,8 +94,9 @@ def _notes(available: bool, results: dict[str, str] | None) -> list[str]:
             "Engine is reported to need as long after a failed compilation.",
             "Exports, goldens and logs of other machines can be used here as they are.",
         ]
-    mac = platform.mac_ver()[0]
-    system = f"macOS {mac}" if mac else platform.system()
+    system = platform.system()
+    if mac := platform.mac_ver()[0]:
+        system = f"macOS {mac}"
     return [
         f"No Core ML here ({system}; it needs macOS 15), so the portable runtime runs the "
         "packages.",

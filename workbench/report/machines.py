@@ -10,7 +10,6 @@ from workbench.sweep.results import VALIDATED, validated_costs
 from workbench.sweep.runs import TIMES
 
 SETTING = ("machine", "checkpoint", *TIMES, "status", "reason")
-COLD, WARM = ("compile", "cold_load"), ("load",)
 SHOWN = (
     *("origin", "machine", "checkpoint"),
     *("compress", "max_seq_len", "T", "depth", "others"),
@@ -29,20 +28,21 @@ def all_machines(root: Path | str | None = None) -> pd.DataFrame:
     and ``warm_s`` (seconds of the first loading of all shards, with Core ML's
     compilation, and of the second), ``placement`` with its source. Null: not measured;
     of published figures, unknown."""
-    runs = with_machines(log.load("runs", root=root))
+    runs = with_machines(log.load("runs", root))
     runs = runs[runs["checkpoint"].notna() | (runs["status"] != "ok")]
-    samples = log.load("samples", root=root, where={"run_id": runs["run_id"].tolist()})
+    samples = log.load("samples", root, {"run_id": runs["run_id"].tolist()})
     samples = samples[~samples["warmup"].fillna(False)]
-    rates = (
-        samples[samples["phase"] == "tokens_per_s"].groupby("run_id")["value"].median()
-    )
-    runs = runs.join(rates.rename("tokens_per_s"), on="run_id")
-    for name, phases in (("cold_s", COLD), ("warm_s", WARM)):
-        loading = (
-            samples[samples["phase"].isin(phases)].groupby("run_id")["value"].sum()
-            / 1e3
-        )
-        runs = runs.join(loading.rename(name), on="run_id")
+
+    def by_run(*phases: str):
+        of_phases = samples[samples["phase"].isin(phases)]
+        return of_phases.groupby("run_id")["value"]
+
+    times = {
+        "tokens_per_s": by_run("tokens_per_s").median(),
+        "cold_s": by_run("compile", "cold_load").sum() / 1e3,
+        "warm_s": by_run("load").sum() / 1e3,
+    }
+    runs = runs.join(pd.DataFrame(times), on="run_id")
     runs = runs.drop(columns="verdict").merge(validated_costs(root), "left", VALIDATED)
     rows = runs.groupby(list(SETTING), dropna=False, sort=False).agg(
         verdict=("verdict", "last"),
@@ -67,7 +67,9 @@ def _placement(source: str | None, share: float | None) -> str | None:
     """The source of a placement and the Neural Engine's share where it is known."""
     if pd.isna(source):
         return None
-    return source if pd.isna(share) else f"{source}: {share:.0%} ANE"
+    if pd.isna(share):
+        return source
+    return f"{source}: {share:.0%} ANE"
 
 
 def _uncommon_settings(rows: pd.DataFrame) -> list[str]:

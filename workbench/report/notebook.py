@@ -38,47 +38,48 @@ def run_notebook(
     import nbformat
 
     root = log.default_root()
-    project = log.project(root)
-    name = report.experiment(number).name
-    source = project / "notebooks" / f"{name}.ipynb"
+    source = _source(number)
     if not source.is_file():
-        needed = "a checkout of this project"
-        step = "run inside the checkout"
-        raise InputError(f"notebook {source}", "no such file", needed, step)
+        raise InputError(
+            f"notebook {source}",
+            "no such file",
+            "a checkout of this project",
+            "run inside the checkout",
+        )
     notebook = nbformat.read(source, as_version=4)
     set_parameters(notebook, parameters or {})
-    before = set(log.load("runs", root=root)["run_id"])
-    executed = project / "build" / "notebooks" / source.name
+    before = log.load("runs", root)["run_id"]
+    copy = Path("build/notebooks", source.name)
+    executed = log.project(root) / copy
     executed.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _execute(
-            notebook,
-            source,
-            f"(executed copy: {executed.relative_to(project)})",
-            progress,
-        )
+        _execute(notebook, source, f"(executed copy: {copy})", progress)
     finally:
         nbformat.write(notebook, executed)
-    runs = log.load("runs", root=root, where={"experiment": number})
+    runs = log.load("runs", root, {"experiment": number})
     new = ~runs["run_id"].isin(before)
-    concluded = max(
-        runs[new & runs["command"].eq(f"notebook {number}")]["run_id"], default=None
-    )
+    own = runs[new & runs["command"].eq(f"notebook {number}")]
+    concluded = max(own["run_id"], default=None)
     sources, exhibits = report.behind(number, root, concluded)
     runs = runs[new | runs["run_id"].isin(sources["run_id"])]
-    path = (report.publish if publish else report.write_report)(number, root, concluded)
-    figures = []
-    for row in exhibits:
-        if row["plot"]:
-            figures.append(path.parent / "figures" / f"{row['name']}.png")
+    write = report.publish if publish else report.write_report
+    path = write(number, root, concluded)
+    figures = path.parent / "figures"
+    names = [row["name"] for row in exhibits if row["plot"]]
     return {
-        "experiment": name,
+        "experiment": source.stem,
         "verdict": _verdict(runs),
         "executed": str(executed),
-        "figures": sorted(map(str, figures)),
+        "figures": sorted(str(figures / f"{name}.png") for name in names),
         "runs": sorted(runs["run_id"]),
         "report": str(path),
     }
+
+
+def _source(number: str) -> Path:
+    """The notebook of an experiment, which may not exist."""
+    folder = log.project() / "notebooks"
+    return folder / f"{report.experiment(number).name}.ipynb"
 
 
 def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
@@ -89,10 +90,8 @@ def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
     from tqdm.auto import tqdm
     from traitlets.config import Config
 
-    code = sum(
-        cell.cell_type == "code" and bool(cell.source.strip())
-        for cell in notebook.cells
-    )
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    code = sum(bool(source.strip()) for source in sources)
     started = []  # cells
     with (
         tqdm(total=code, desc=source.stem, unit="cell", disable=not progress) as bar,
@@ -119,10 +118,13 @@ def _failure(problem: Exception, where: str, copy: str) -> Exception:
     line."""
     name = getattr(problem, "ename", None)
     text = getattr(problem, "evalue", str(problem))
+    if name == "InputError" and (refusal := InputError.from_message(text)):
+        return refusal
     lines = text.strip().splitlines() or [""]
-    words = f"{name}: {lines[-1]}" if name else lines[0]
-    refusal = InputError.from_message(text) if name == "InputError" else None
-    return refusal or CellError(f"{where}: {words} {copy}")
+    words = lines[0]
+    if name:
+        words = f"{name}: {lines[-1]}"
+    return CellError(f"{where}: {words} {copy}")
 
 
 def _verdict(runs) -> str:
@@ -141,8 +143,7 @@ def parameter_names(number: str) -> set[str]:
     """The names of a notebook's parameters; none if the notebook does not exist."""
     import nbformat
 
-    folder = log.project(log.default_root()) / "notebooks"
-    source = folder / f"{report.experiment(number).name}.ipynb"
+    source = _source(number)
     if source.is_file():
         return _parameters_cell(nbformat.read(source, 4))[1]
     return set()
@@ -161,11 +162,11 @@ def set_parameters(notebook, parameters: dict) -> None:
     refused."""
     cell, names = _parameters_cell(notebook)
     if unknown := sorted(parameters.keys() - names):
-        needed = f"names the notebook sets: {', '.join(sorted(names))}"
         raise InputError(
-            "notebook parameters", ", ".join(unknown), needed, "correct the name"
+            "notebook parameters",
+            ", ".join(unknown),
+            f"names the notebook sets: {', '.join(sorted(names))}",
+            "correct the name",
         )
-    if cell and parameters:
-        cell.source += "".join(
-            f"\n{name} = {value!r}" for name, value in parameters.items()
-        )
+    for name, value in parameters.items():
+        cell.source += f"\n{name} = {value!r}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 import pandas as pd
 
+from workbench import log
 from workbench.log.machine import with_machines
 from workbench.report import writeup
 from workbench.report.machines import all_machines
@@ -98,38 +99,22 @@ def write_site(place: Path, root: Path | str | None = None) -> Path:
             rows.append({"experiment": number, "question": experiment.question})
             continue
         report = writeup.write_report(number, root, place=place / number)
-        page = write_page(
-            report, number, root, path=place / f"{number}.html", links=SITE_LINKS
-        )
+        page = place / f"{number}.html"
+        write_page(report, number, root, path=page, links=SITE_LINKS)
         newest = _newest(runs)
-        about = {}
-        for name in ("verdict", "machine", "run_id"):
-            about[name] = newest[name]
-        about["time"] = f"{newest['time']:%Y-%m-%d %H:%M}"
-        link = f'<a href="{page.name}">{number}</a>'
-        about |= {
+        about = {
+            "experiment": f'<a href="{page.name}">{number}</a>',
             "question": experiment.question,
             "checkpoint": writeup.subject([newest]),
+            "time": f"{newest['time']:%Y-%m-%d %H:%M}",
         }
-        rows.append({"experiment": link} | about)
-    index = pd.DataFrame(rows)
-    names = [
-        "experiment",
-        "question",
-        "verdict",
-        "checkpoint",
-        "machine",
-        "time",
-        "run_id",
-    ]
-    index = index.reindex(columns=names)
-    index[names[1:]] = index[names[1:]].map(
-        lambda v: html.escape(str(v)), na_action="ignore"
-    )
-    heading = "<h1>All experiments</h1><p>The newest run of each.</p>"
-    _write(
-        place / "index.html", "All experiments", heading + _table(index, escape=False)
-    )
+        rows.append(newest | about)
+    names = ["question", "verdict", "checkpoint", "machine", "time", "run_id"]
+    index = pd.DataFrame(rows).reindex(columns=["experiment", *names])
+    index[names] = index[names].map(lambda v: html.escape(str(v)), na_action="ignore")
+    body = "<h1>All experiments</h1><p>The newest run of each.</p>"
+    body += _table(index, escape=False)
+    _write(place / "index.html", "All experiments", body)
     _write(place / "machines.html", "All machines", _machines(root))
     return place / "index.html"
 
@@ -140,30 +125,26 @@ def _machines(root: Path | str | None) -> str:
     rows = all_machines(root)
     text = "One row per setting, fastest first; failed runs are included. – is not measured."
     body = f"<h1>All machines</h1><p>{text}</p>"
-    for (origin, machine), own in rows.groupby(
-        ["origin", "machine"], sort=False, dropna=False
-    ):
-        heading = machine if origin == "measured" else f"{machine}: {origin}"
-        body += f"<h2>{html.escape(str(heading))}</h2>"
-        shown = []
-        for name in own:
-            if name in ALWAYS or own[name].notna().any():
-                shown.append(name)
+    tables = rows.groupby(["origin", "machine"], sort=False, dropna=False)
+    for (origin, machine), own in tables:
+        heading = str(machine)
+        shown = [c for c in own if c in ALWAYS or own[c].notna().any()]
         own = own[shown].drop(columns=["origin", "machine"])
         if origin != "measured":
-            own = own.astype({"kl_mean": object}).fillna(
-                {"verdict": "unknown", "kl_mean": "unknown"}
-            )
-        body += _table(own)
+            heading += f": {origin}"
+            unknown = dict.fromkeys(["verdict", "kl_mean"], "unknown")
+            own = own.astype({"kl_mean": object}).fillna(unknown)
+        body += f"<h2>{html.escape(heading)}</h2>{_table(own)}"
     return body
 
 
 def _newest(runs: pd.DataFrame) -> dict:
     """The newest run with a verdict, or without one the newest."""
     runs = with_machines(runs).sort_values("run_id")
-    validated = runs[runs["verdict"].notna()]
-    newest = (runs if validated.empty else validated).iloc[-1]
-    return newest.astype(object).where(newest.notna(), None).to_dict()
+    validated = runs.dropna(subset="verdict")
+    if len(validated):
+        runs = validated
+    return log.plain(runs.tail(1)).to_dict("records")[0]
 
 
 def _write(

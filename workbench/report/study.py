@@ -92,10 +92,12 @@ class Study:
     """
 
     def __init__(self, number: str, names: Mapping):
-        self.experiment, self.root = report.experiment(number), log.default_root()
+        self.experiment = report.experiment(number)
+        self.root = log.default_root()
         self.project = log.project(self.root)
         data = self.project / "data"
-        self.bundles, self.goldens = data / "bundles", data / "golden"
+        self.bundles = data / "bundles"
+        self.goldens = data / "golden"
         self.tasks = data / "tasks" / "heldout.jsonl"
         self.parameters = {
             name: value for name, value in names.items() if name.isupper()
@@ -111,10 +113,7 @@ class Study:
         lacks."""
         facts = doctor.examine(None)
         facts["memory_bytes"] = f"{facts['memory_bytes']:,}"
-        seen = {}
-        for name, fact in facts.items():
-            if fact is not None:
-                seen[name] = fact
+        seen = {name: fact for name, fact in facts.items() if fact is not None}
         return tables.styled(tables.listing(seen))
 
     @staticmethod
@@ -131,11 +130,13 @@ class Study:
         runtime."""
         runtime = self.parameters.get("RUNTIME") or "auto"
         units = self.parameters.get("COMPUTE_UNITS")
-        portable = resolve(runtime) == "portable"
-        runtime = runtime if portable else resolve(runtime)
+        if resolve(runtime) != "portable":
+            runtime = resolve(runtime)
+            if units is None:
+                source = Checkpoint(find(str(checkpoint), self.root))
+                units = suitable_units(source)
         if units is None:
-            source = Checkpoint(find(str(checkpoint), self.root))
-            units = "CPU_AND_NE" if portable else suitable_units(source)
+            units = "CPU_AND_NE"
         check_compute_units(units)
         return {"runtime": runtime, "compute_units": units}
 
@@ -155,17 +156,17 @@ class Study:
         name = "Core ML"
         if runtime != "coreml":
             name = "a stand-in for Core ML, which measures nothing,"
-        small = units == "CPU_ONLY" and self.parameters.get("COMPUTE_UNITS") is None
-        return (
-            f"{name} on {units}"
-            + ", its layers too small for the Neural Engine" * small
-        )
+        text = f"{name} on {units}"
+        if units == "CPU_ONLY" and self.parameters.get("COMPUTE_UNITS") is None:
+            text += ", its layers too small for the Neural Engine"
+        return text
 
     @property
     def golden_file(self) -> str | None:
         """The path in GOLDEN; a relative one starts at the project's folder."""
-        name = self.parameters.get("GOLDEN")
-        return str(self.project / name) if name else None
+        if name := self.parameters.get("GOLDEN"):
+            return str(self.project / name)
+        return None
 
     def open(
         self,
@@ -189,9 +190,8 @@ class Study:
             options: export options (see `workbench.export.options`).
         """
         source = Checkpoint(find(str(checkpoint), self.root))
-        bundle = sweep.bundle_for(
-            source, export_options(**options), self.bundles, progress=True
-        )
+        options = export_options(**options)
+        bundle = sweep.bundle_for(source, options, self.bundles, progress=True)
         how = self.how(source.path)
         decoder = Decoder(bundle, precision=precision, fast=fast, **how)
         if self.golden_file:
@@ -199,11 +199,11 @@ class Study:
         if isinstance(prompt, int):
             ids, tokens = self.prompt(source, prompt, text)
         else:
-            ids, tokens = prompt, token_texts(source.path, prompt)
+            ids = prompt
+            tokens = token_texts(source.path, prompt)
         stored = self.golden_file and Path(self.golden_file)
-        return ExportedModel(
-            source, bundle, decoder, ids, tokens, self.goldens, how, stored
-        )
+        about = ids, tokens, self.goldens, how, stored
+        return ExportedModel(source, bundle, decoder, *about)
 
     def prompt(
         self, checkpoint: Checkpoint, count: int, text: str = ""
@@ -218,24 +218,21 @@ class Study:
         Raises:
             InputError: a `text` without a tokenizer, or a file of it that is not UTF-8.
         """
+        source = checkpoint.path
         if text:
-            ids = encode_text(checkpoint.path, self._contents(text))[:count]
+            ids = encode_text(source, self._contents(text))
         else:
             try:
-                ids = encode_text(
-                    checkpoint.path, tasks.load_tasks(self.tasks)[0]["prompt"]
-                )
-                ids = ids[:count]
+                ids = encode_text(source, tasks.load_tasks(self.tasks)[0]["prompt"])
             except InputError:
                 V = checkpoint.config.vocab_size
                 ids = np.random.default_rng(0).integers(0, V, count).tolist()
-        return ids, token_texts(checkpoint.path, ids)
+        return ids[:count], token_texts(source, ids[:count])
 
     def _contents(self, text: str) -> str:
         """`text`, or the contents of the file that it names."""
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # too long or strange a text for a path
+        # too long or strange a text for a path
+        with contextlib.suppress(OSError, ValueError):
             if (self.project / text).is_file():
                 return paths.text(self.project / text)
         return text
@@ -244,9 +241,8 @@ class Study:
         """Gates of every fourth held-out question, answered by bundle and golden; not
         run without a tokenizer."""
         try:
-            return tasks.answer_gates(
-                decoder, checkpoint, tasks.load_tasks(self.tasks)[::4]
-            )
+            questions = tasks.load_tasks(self.tasks)[::4]
+            return tasks.answer_gates(decoder, checkpoint, questions)
         except InputError as problem:
             return [gates.not_run("answers", f"{problem.subject}: {problem.actual}")]
 
@@ -268,8 +264,12 @@ class Study:
         """
         plot = draw.__name__
         if plot not in plots.__all__:
-            needed = "a function of workbench.plots"
-            raise InputError(f"figure {name}", f"{plot}()", needed, "add it there")
+            raise InputError(
+                f"figure {name}",
+                f"{plot}()",
+                "a function of workbench.plots",
+                "add it there",
+            )
         exhibit = report.exhibit(name, data, alt, plot, options, run_ids)
         self._exhibits["figure", name] = exhibit
         draw(data, **options)
@@ -308,10 +308,18 @@ class Study:
         Returns:
             The log rows of the notebook and the versions that wrote them.
         """
-        decoder = subject if isinstance(subject, Decoder) else None
-        bundle = decoder.bundle if decoder else subject
+        number = self.experiment.number
+        decoder = None
+        bundle = subject
+        if isinstance(subject, Decoder):
+            decoder = subject
+            bundle = subject.bundle
         paragraphs = [words]
+        row = {"command": f"notebook {number}", "T": T}
+        if bundle:
+            row |= {"runtime": "portable"} | runs.describe(bundle, decoder)
         if self.gates:
+            row["verdict"] = gates.verdict(self.gates)
             paragraphs.append(tables.verdict_conclusion(bundle, self.gates))
         if decoder and decoder.runtime != "portable":
             place = self._ran_on(decoder.runtime, decoder.compute_units)
@@ -319,20 +327,12 @@ class Study:
         words = "\n\n".join(filter(None, paragraphs))
         config = {
             "parameters": self.parameters,
-            "gates": [g.json() for g in self.gates],
+            "gates": [gate.json() for gate in self.gates],
             "conclusion": words,
-        } | results
-        row = {}
-        if bundle:
-            row = {"runtime": "portable"} | runs.describe(bundle, decoder)
-        row |= {
-            "command": f"notebook {self.experiment.number}",
-            "T": T,
-            "config": json.loads(json.dumps(config, default=str)),
-            "verdict": gates.verdict(self.gates) if self.gates else None,
         }
+        row["config"] = json.loads(json.dumps(config | results, default=str))
         run_id = runs.record_run(
-            self.experiment.number,
+            number,
             row,
             root=self.root,
             fidelity=fidelity,
@@ -340,6 +340,6 @@ class Study:
             layers=layers,
             exhibits=list(self._exhibits.values()),
         )
-        path = report.write_report(self.experiment.number, self.root, run_id)
+        path = report.write_report(number, self.root, run_id)
         print(words)
         return tables.styled(runs.footer(run_id, report=path.relative_to(self.project)))

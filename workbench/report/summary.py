@@ -13,9 +13,10 @@ from workbench.sweep.results import VALIDATED, validated_costs
 FORMATS = ("md", "csv", "tex", "json")
 _SETTING = ["checkpoint", "checkpoint_hash", "machine", "software", "status"]
 _SETTING += [*VALIDATED, *runs.OPTIONS, "fast", "threads"]
-_OWN_COLUMNS = (
+_OWN_COLUMNS = (  # bundle_hash has none: the options identify the bundle
     "checkpoint",
     "checkpoint_hash",
+    "bundle_hash",
     "compress",
     "machine",
     "runtime",
@@ -49,10 +50,11 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
             any machine. If the status of the run is not ok, the verdict is the status.
         run_id: the newest run.
     """
-    rows = with_machines(log.load("runs", root=root, where=where))
+    rows = with_machines(log.load("runs", root, where))
     rates = _rates(rows, root)
     about = [*_SETTING, "test"]
-    timed = rates.groupby(about, dropna=False, sort=False).agg(
+    groups = rates.groupby(about, dropna=False, sort=False)
+    timed = groups.agg(
         tokens_per_s=("rate", "mean"),
         sd=("rate", "std"),
         n=("rate", "size"),
@@ -71,38 +73,33 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
     table = table.merge(validated_costs(root), "left", VALIDATED)
     table["verdict"] = table["verdict"].astype(object).where(table["status"] == "ok")
     table["verdict"] = table["verdict"].fillna(table["status"].replace("ok", "not_run"))
-    shown = []
-    for c in _SETTING:
-        if c not in _OWN_COLUMNS and table[c].nunique(dropna=False) > 1:
-            shown.append(c)
-    shown = [c for c in shown if c != "bundle_hash"]  # the options identify the bundle
-    names = [
-        "checkpoint",
-        "bundle_bytes",
-        "compress",
-        *shown,
-        "machine",
-        "runtime",
-        *_FIGURES,
+    others = [c for c in _SETTING if c not in _OWN_COLUMNS]
+    return table[
+        [
+            "checkpoint",
+            "bundle_bytes",
+            "compress",
+            *runs.varied(table, others),
+            "machine",
+            "runtime",
+            *_FIGURES,
+            "run_id",
+        ]
     ]
-    return table[[*names, "run_id"]]
 
 
 def _rates(rows: pd.DataFrame, root: Root) -> pd.DataFrame:
     """Tokens per second of every timed repetition, named by `test`, with the columns of
     its run."""
     where = {"run_id": rows["run_id"].tolist(), "phase": ["tokens_per_s", "prefill"]}
-    samples = log.load("samples", root=root, where=where)
+    samples = log.load("samples", root, where)
     samples = samples[~samples["warmup"].fillna(False)].dropna(subset="value")
-    columns = []
-    for c in (*_SETTING, "bundle_bytes"):
-        if c not in samples:
-            columns.append(c)
-    samples = samples.merge(rows[["run_id", *columns]], on="run_id")
+    samples = samples.merge(rows[["run_id", *_SETTING, "bundle_bytes"]], on="run_id")
     prompt = samples["phase"].eq("prefill")
     per_ms = samples["n_prompt"] * samples["batch"].fillna(1) * 1e3 / samples["value"]
     samples["rate"] = samples["value"].where(~prompt, per_ms).astype(float)
-    samples["test"] = [_test(row) for row in samples.to_dict("records")]
+    counts = samples.fillna({"n_gen": 0, "T": 0, "depth": 0})
+    samples["test"] = [_test(row) for row in counts.to_dict("records")]
     return samples
 
 
@@ -110,14 +107,11 @@ def _test(sample: dict) -> str:
     """pp64, or tg24 T4 @ d64; T is named if it exceeds 1, the depth if it is not 0."""
     if sample["phase"] == "prefill":
         return f"pp{sample['n_prompt']}"
-    n_gen, T, depth = (
-        0 if pd.isna(sample[n]) else sample[n] for n in ("n_gen", "T", "depth")
-    )
-    name = f"tg{n_gen}"
-    if T > 1:
-        name += f" T{T}"
-    if depth:
-        name += f" @ d{depth}"
+    name = f"tg{sample['n_gen']}"
+    if sample["T"] > 1:
+        name += f" T{sample['T']}"
+    if sample["depth"]:
+        name += f" @ d{sample['depth']}"
     return name
 
 
@@ -136,51 +130,34 @@ def text_table(rows: pd.DataFrame, format: str = "md") -> str:
     table = _rounded(rows)
     if format == "tex":
         return table.to_latex(index=False, escape=True)
-    right = ("size", "tok/s", "n", "worst update", "KL")
-    align = []
-    for name in table:
-        align.append("right" if name in right else "left")
-    return table.to_markdown(
-        index=False, colalign=align if len(table) else None, disable_numparse=True
-    )
+    if table.empty:
+        return table.to_markdown(index=False)
+    right = dict.fromkeys(("size", "tok/s", "n", "worst update", "KL"), "right")
+    align = [right.get(name, "left") for name in table]
+    return table.to_markdown(index=False, colalign=align, disable_numparse=True)
 
 
 def _rounded(rows: pd.DataFrame) -> pd.DataFrame:
     """The table with rounded values: sizes in MiB, speeds as mean ± standard deviation,
     nulls as –."""
 
-    def words(column: str, form: str) -> list[str]:
-        return ["–" if pd.isna(v) else form.format(v) for v in rows[column]]
+    def words(values: pd.Series, form: str = "{}", null: str = "–") -> pd.Series:
+        texts = values.astype(object).map(form.format, na_action="ignore")
+        return texts.fillna(null)
 
-    spread = words("sd", " ± {:.1f}")
-    speeds = []
-    for mean, sd in zip(words("tokens_per_s", "{:.1f}"), spread, strict=True):
-        speeds.append(mean + ("" if sd == "–" else sd))
+    spread = words(rows["sd"], " ± {:.1f}", "")
     columns = {
-        "model": words("checkpoint", "{}"),
-        "size": words("bundle_bytes", "{}"),
-        "test": words("test", "{}"),
-        "tok/s": speeds,
-        "n": words("n", "{:.0f}"),
-        "worst update": words("worst_update", "{:.2g}"),
-        "KL": words("kl_mean", "{:.2g}"),
-        "verdict": words("verdict", "{}"),
+        "model": words(rows["checkpoint"]),
+        "size": words(rows["bundle_bytes"] / 2**20, "{:.1f} MiB"),
     }
-    columns["size"] = [
-        "–" if v == "–" else f"{int(v) / 2**20:.1f} MiB" for v in columns["size"]
-    ]
-    settings = rows.columns[2 : list(rows.columns).index("test")]
-    order = [
-        "model",
-        "size",
-        *settings,
-        "test",
-        "tok/s",
-        "n",
-        "worst update",
-        "KL",
-        "verdict",
-    ]
-    return pd.DataFrame(
-        {n: columns[n] if n in columns else words(n, "{}") for n in order}
-    )
+    for name in rows.columns[2 : rows.columns.get_loc("test")]:
+        columns[name] = words(rows[name])
+    columns |= {
+        "test": words(rows["test"]),
+        "tok/s": words(rows["tokens_per_s"], "{:.1f}") + spread,
+        "n": words(rows["n"], "{:.0f}"),
+        "worst update": words(rows["worst_update"], "{:.2g}"),
+        "KL": words(rows["kl_mean"], "{:.2g}"),
+        "verdict": words(rows["verdict"]),
+    }
+    return pd.DataFrame(columns)

@@ -28,10 +28,9 @@ def shard_interface(bundle: Bundle) -> pd.DataFrame:
     for role, shapes in roles.items():
         for name, dims in shapes.items():
             shape = f"[{', '.join(map(str, dims))}]"
-            dtype = "int32" if name == "pos" else "fp16"
-            rows.append(
-                (role, name, shape, dtype, 2 * prod(n for n in dims if n != "T"))
-            )
+            dtype = {"pos": "int32"}.get(name, "fp16")
+            size = 2 * prod(n for n in dims if n != "T")
+            rows.append((role, name, shape, dtype, size))
     return pd.DataFrame(rows, columns=["role", "name", "shape", "dtype", "bytes"])
 
 
@@ -39,11 +38,9 @@ def styled(frame: pd.DataFrame) -> Styler:
     """A table for display in a notebook: text is left-aligned and wrapped, numbers have
     six digits, nulls are –, verdicts have a sign."""
     flat = frame.reset_index(drop=list(frame.index.names) == [None])
-    floats = []
-    for c in flat.columns:
-        if pd.api.types.is_float_dtype(flat[c]):
-            floats.append(c)
-    texts = [c for c in flat.columns if not pd.api.types.is_numeric_dtype(flat[c])]
+    kinds = pd.api.types
+    floats = [c for c in flat if kinds.is_float_dtype(flat[c])]
+    texts = [c for c in flat if not kinds.is_numeric_dtype(flat[c])]
     look = flat.style.format(lambda v: _SIGNS.get(str(v), v), na_rep="–", subset=texts)
     look = look.format("{:.6g}", subset=floats, na_rep="–").hide(axis="index")
     wrapped = {"text-align": "left", "white-space": "normal", "max-width": "44em"}
@@ -54,9 +51,8 @@ def styled(frame: pd.DataFrame) -> Styler:
 def gates(results: Iterable[Gate]) -> pd.DataFrame:
     """One row per gate, RED first."""
     order = ["RED", "GREEN", "not_run"]
-    return pd.DataFrame(
-        [g.json() for g in sorted(results, key=lambda g: order.index(g.verdict))]
-    )
+    ranked = sorted(results, key=lambda gate: order.index(gate.verdict))
+    return pd.DataFrame([gate.json() for gate in ranked])
 
 
 def budget(sizes: Budget, setting: str) -> pd.DataFrame:
@@ -68,8 +64,9 @@ def budget(sizes: Budget, setting: str) -> pd.DataFrame:
         "embedding": sizes.embedding,
         "buffers": sizes.buffers,
     }
-    rows = [(setting, *part) for part in parts.items()]
-    return pd.DataFrame(rows, columns=["setting", "part", "bytes"])
+    rows = pd.DataFrame(parts.items(), columns=["part", "bytes"])
+    rows.insert(0, "setting", setting)
+    return rows
 
 
 def rules_table(placements: list[Placement]) -> pd.DataFrame:
@@ -77,8 +74,7 @@ def rules_table(placements: list[Placement]) -> pd.DataFrame:
     effect, statement, advice, number of shards."""
     rows = []
     for p in placements:
-        for rule in p.rules:
-            rows.append({"shard": p.shard, **rule})
+        rows += [rule | {"shard": p.shard} for rule in p.rules]
     by = ["id", "confidence", "effect", "says", "advice"]
     frame = pd.DataFrame(rows, columns=["shard", *by])
     return frame.groupby(by)["shard"].nunique().reset_index(name="shards")
@@ -86,18 +82,18 @@ def rules_table(placements: list[Placement]) -> pd.DataFrame:
 
 def listing(values: dict) -> pd.DataFrame:
     """A mapping as a two-column table; each item of a list has a row."""
-    return (
-        pd.DataFrame(values.items(), columns=["", "value"])
-        .explode("value")
-        .set_index("")
-    )
+    table = pd.DataFrame(values.items(), columns=["", "value"])
+    return table.explode("value").set_index("")
 
 
 def verdict_conclusion(bundle: Bundle | None, results: list[Gate]) -> str:
     """The verdict in words: the bundle (None: the runs of the figures), the failed
     gates with their reasons, the gates that did not run."""
-    red = [g for g in results if g.verdict == "RED"]
-    idle = [g for g in results if g.verdict == "not_run"]
+    red = [f"- {g.name}: {g.reason}" for g in results if g.verdict == "RED"]
+    idle = []
+    for g in results:
+        if g.verdict == "not_run":
+            idle.append(f"- not run: {g.name}, {g.reason}")
     what = "every run shown"
     if bundle:
         m = bundle.manifest
@@ -106,6 +102,4 @@ def verdict_conclusion(bundle: Bundle | None, results: list[Gate]) -> str:
     lines = [f"GREEN: {what} passes all {len(results) - len(idle)} gates that ran."]
     if red:
         lines = [f"RED: {what} fails {len(red)} of {len(results)} gates."]
-    lines += [f"- {g.name}: {g.reason}" for g in red]
-    lines += [f"- not run: {g.name}, {g.reason}" for g in idle]
-    return "\n".join(lines)
+    return "\n".join([*lines, *red, *idle])

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -21,7 +22,7 @@ import pandas as pd
 from workbench import log, plots
 from workbench.errors import InputError, check_choice
 from workbench.log.machine import machine_names, with_machines
-from workbench.sweep.runs import TIMES
+from workbench.sweep.runs import TIMES, varied
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ def folder(number: str, checkpoint: str | None, root: Path | str | None = None) 
     if checkpoint is None:
         return shipped
     name = re.sub(r"[/\\:]", "-", checkpoint).strip(" .")[:100]
-    return shipped / (f"run-{name}".strip("-") if name in RESERVED else name)
+    if name in RESERVED:
+        name = f"run-{name}".strip("-")
+    return shipped / name
 
 
 def subject(runs: Iterable[Mapping]) -> str:
@@ -97,12 +100,13 @@ def subject(runs: Iterable[Mapping]) -> str:
     parameters name, else the logged ones."""
     names = []
     for run in runs:
-        config = run["config"] if isinstance(run["config"], str) else "{}"
-        parameters = json.loads(config).get("parameters", {})
-        paths = parameters.get(
-            "CHECKPOINTS", parameters.get("CHECKPOINT", run["checkpoint"])
-        )
-        paths = paths if isinstance(paths, list) else [paths]
+        parameters = {}
+        if isinstance(run["config"], str):
+            parameters = json.loads(run["config"]).get("parameters", {})
+        path = parameters.get("CHECKPOINT", run["checkpoint"])
+        paths = parameters.get("CHECKPOINTS", path)
+        if not isinstance(paths, list):
+            paths = [paths]
         names += [Path(path).name for path in paths if isinstance(path, str)]
     return "+".join(dict.fromkeys(names)) or "run"
 
@@ -125,12 +129,11 @@ def exhibit(
         flat.columns = flat.columns.map(" ".join)
     if data.index.name or data.index.nlevels > 1:
         flat = flat.reset_index()
-    content = (
-        flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
-    )
-    content["run_ids"] = sorted(
-        {*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())}
-    )
+    run_ids = set(run_ids)
+    if "run_id" in data:
+        run_ids |= set(data["run_id"].dropna())
+    content = log.plain(flat).to_dict("split", index=False)
+    content["run_ids"] = sorted(run_ids)
     return {
         "name": name,
         "caption": caption,
@@ -142,7 +145,9 @@ def exhibit(
 
 def _json(value: Mapping) -> str:
     def plain(item):
-        return item.item() if hasattr(item, "item") else list(item)
+        if hasattr(item, "item"):
+            return item.item()
+        return list(item)
 
     return json.dumps(value, default=plain, ensure_ascii=False)
 
@@ -167,49 +172,44 @@ def write_exhibit(
         return _write_figure(row, place, runs)
     path = place / "tables" / f"{row['name']}.tex"
     path.parent.mkdir(parents=True, exist_ok=True)
-    latex = {
-        "caption": re.sub(r"([&%$#_{}])", r"\\\1", row["caption"]),
-        "label": f"tab:{number}-{row['name']}",
-        "float_format": "%.4g",
-    }
-    path.write_text(
-        data_of(row).to_latex(index=False, escape=True, na_rep="--", **latex)
+    text = data_of(row).to_latex(
+        index=False,
+        escape=True,
+        na_rep="--",
+        caption=re.sub(r"([&%$#_{}])", r"\\\1", row["caption"]),
+        label=f"tab:{number}-{row['name']}",
+        float_format="%.4g",
     )
+    path.write_text(text)
     return [path]
 
 
 def _write_figure(row: Mapping, place: Path, runs: pd.DataFrame | None) -> list[Path]:
     """Writes a figure as SVG, PDF and PNG with its sidecar."""
     data = data_of(row)
-    draw = getattr(plots, row["plot"])
-    options = json.loads(row["options"])
+    draw = partial(getattr(plots, row["plot"]), data, **json.loads(row["options"]))
     facts = {"run_ids": runs_of(row), "alt": row["caption"], "about": ""}
     # other figures are of published values, or of computed sizes of another model
     if runs is not None and "chip" not in data and row["plot"] != "memory_bar":
         facts["about"] = figure_subject(runs[runs["run_id"].isin(facts["run_ids"])])
-    return plots.save(
-        lambda: draw(data, **options), place / "figures" / row["name"], **facts
-    )
+    return plots.save(draw, place / "figures" / row["name"], **facts)
 
 
 def figure_subject(runs: pd.DataFrame) -> str:
     """The subtitle of a figure: the checkpoints, compressions, lengths and machines of
     rows of `runs`, and whether a run used the stand-in or has a simulated placement."""
     texts = []
+    runs = with_machines(runs)
     for column, text in FIGURE_SUBJECT.items():
-        values = (
-            with_machines(runs)[column]
-            .dropna()
-            .drop_duplicates()
-            .sort_values()
-            .tolist()
-        )
+        values = sorted(runs[column].dropna().unique())
         if len(values) > 3:
             values = [values[0], "…", values[-1]]
         if values:
             texts.append(text.format(", ".join(map(str, values))))
-    texts += ["stand-in, not Core ML"] * bool((runs["runtime"] == "stand-in").any())
-    texts += ["simulated"] * bool((runs["placement_source"] == "simulated").any())
+    if (runs["runtime"] == "stand-in").any():
+        texts.append("stand-in, not Core ML")
+    if (runs["placement_source"] == "simulated").any():
+        texts.append("simulated")
     return " · ".join(texts)
 
 
@@ -233,21 +233,24 @@ def write_report(
     question = experiment(number).question
     runs, exhibits = behind(number, root, run)
     if runs.empty:
-        step = f"run the notebook: workbench run {number}"
         raise InputError(
-            f"experiment {number}", "no run in the log", "at least one run", step
+            f"experiment {number}",
+            "no run in the log",
+            "at least one run",
+            f"run the notebook: workbench run {number}",
         )
+    again = f"workbench report {number}"
+    sources = runs
+    config = {}
     notebook = _notebooks(runs).tail(1)
-    about = subject((runs if notebook.empty else notebook).to_dict("records"))
-    place = place or folder(number, about, root)
+    if len(notebook):
+        again += f" --run {notebook['run_id'].item()}"
+        sources = notebook
+        config = json.loads(notebook["config"].fillna("{}").item())
+    place = place or folder(number, subject(sources.to_dict("records")), root)
     place.mkdir(parents=True, exist_ok=True)
     for row in exhibits:
         write_exhibit(row, place, number, runs)
-    again = " ".join(
-        ["workbench report", number, *(f"--run {i}" for i in notebook["run_id"])]
-    )
-    configs = notebook["config"].dropna()
-    config = json.loads(configs.item()) if len(configs) else {}
     parameters = config.get("parameters", {})
     anew = f"workbench run {number}"
     for name, value in parameters.items():
@@ -264,7 +267,7 @@ def write_report(
         f"## Reproduce\n\nMeasure anew: `{anew}`. From the log alone: `{again}`.",
     ]
     path = place / "report.md"
-    path.write_text("\n\n".join(p for p in parts if p) + "\n")
+    path.write_text("\n\n".join(filter(None, parts)) + "\n")
     return path
 
 
@@ -283,14 +286,17 @@ def publish(
     runs, exhibits = behind(number, root, run)
     notebook = _notebooks(runs).tail(1)
     if notebook.empty or not exhibits:
-        actual = "no notebook's run with figures or tables in the log"
-        step = f"run the notebook: workbench run {number} --publish"
-        raise InputError(f"experiment {number}", actual, "one to publish", step)
+        raise InputError(
+            f"experiment {number}",
+            "no notebook's run with figures or tables in the log",
+            "one to publish",
+            f"run the notebook: workbench run {number} --publish",
+        )
     needed = set(runs["run_id"]).union(*map(runs_of, exhibits))
     for run_id in needed:
-        names = [f"{table}/{run_id}.parquet" for table in log.SCHEMAS]
         own = {}
-        for name in names:
+        for table in log.SCHEMAS:
+            name = f"{table}/{run_id}.parquet"
             if (whole / name).is_file():
                 own[name] = (whole / name).read_bytes()
         if own:
@@ -311,11 +317,10 @@ def _remove_unused(number: str, shipped: Path, needed: set[str]) -> None:
     """Removes the shipped runs of an experiment that no shipped report uses."""
     for other in EXPERIMENTS.keys() - {number}:
         needed = needed.union(*map(runs_of, behind(other, shipped)[1]))
-    listed = log.load("runs", root=shipped, where={"experiment": number})["run_id"]
+    listed = log.load("runs", shipped, {"experiment": number})["run_id"]
     for run_id in set(listed) - needed:
-        for table in sorted(
-            log.SCHEMAS, key="runs".__ne__
-        ):  # `runs` first: listed runs are whole
+        # `runs` first: listed runs are whole
+        for table in sorted(log.SCHEMAS, key="runs".__ne__):
             (shipped / table / f"{run_id}.parquet").unlink(missing_ok=True)
 
 
@@ -334,33 +339,30 @@ def behind(
         run: id of the notebook's run; default: the newest one. If the notebook never
             ran: all runs of the experiment and all saved exhibits.
     """
-    runs = log.load("runs", root=root, where={"experiment": number}).sort_values(
-        "run_id"
-    )
+    runs = log.load("runs", root, {"experiment": number}).sort_values("run_id")
     notebooks = _notebooks(runs)
     if run is not None and run not in set(notebooks["run_id"]):
-        needed = f"a run of notebook {number}"
-        step = f"list them: workbench log --where \"command == 'notebook {number}'\""
-        raise InputError(f"run {run}", "no such run in the log", needed, step)
+        raise InputError(
+            f"run {run}",
+            "no such run in the log",
+            f"a run of notebook {number}",
+            f"list them: workbench log --where \"command == 'notebook {number}'\"",
+        )
     rows = runs[runs["command"].eq("explorer")]
     if len(notebooks):
         run = run or notebooks["run_id"].max()
-        about = pd.Series(
-            [subject([row]) for row in runs.to_dict("records")], runs.index
-        )
-        same = runs[about == about[runs["run_id"] == run].iloc[0]]
+        subjects = [subject([row]) for row in runs.to_dict("records")]
+        about = pd.Series(subjects, runs["run_id"])
+        same = runs[(about == about[run]).to_numpy()]
         later = [i for i in _notebooks(same)["run_id"] if i > run]
-        since = same["run_id"].between(
-            run, min(later, default="~")
-        )  # "~" is later than any
+        end = min(later, default="~")  # "~" is later than any
+        since = same["run_id"].between(run, end)
         rows = same[same["run_id"].eq(run) | since & same["command"].eq("explorer")]
-    table = log.load("exhibits", root=root, where={"run_id": rows["run_id"].tolist()})
+    table = log.load("exhibits", root, {"run_id": rows["run_id"].tolist()})
     table = table.sort_values("run_id", kind="stable")
-    replaced = table.assign(plot=table["plot"].isna()).duplicated(
-        ["name", "plot"], keep="last"
-    )
-    table = table[~replaced]
-    exhibits = table.astype(object).where(table.notna(), None).to_dict("records")
+    kind = table.assign(plot=table["plot"].isna())
+    table = table[~kind.duplicated(["name", "plot"], keep="last")]
+    exhibits = log.plain(table).to_dict("records")
     if len(notebooks):
         used = set(rows["run_id"]).union(*map(runs_of, exhibits))
         runs = runs[runs["run_id"].isin(used)]
@@ -383,34 +385,35 @@ def _setup(runs: pd.DataFrame, parameters: dict) -> str:
 
 def _results(exhibits: list[dict], again: str) -> str:
     """Tables and figures in the order the notebook showed them."""
+    if not exhibits:
+        return ""
     parts = ["## Results"]
     for row in exhibits:
         name = row["name"]
         caption = row["caption"]
         rows = f"Log rows {', '.join(runs_of(row))}"
         if row["plot"]:
-            again_by = f"{caption} {rows}; drawn again by `{again}`."
-            parts += [f"![{caption}](figures/{name}.svg)", again_by]
+            parts.append(f"![{caption}](figures/{name}.svg)")
+            parts.append(f"{caption} {rows}; drawn again by `{again}`.")
         else:
-            table = data_of(row).to_markdown(index=False, floatfmt=".4g")
-            parts += [
-                caption,
-                table,
-                f"LaTeX: [`tables/{name}.tex`](tables/{name}.tex). {rows}.",
-            ]
-    return "\n\n".join(parts) if exhibits else ""
+            parts.append(caption)
+            parts.append(data_of(row).to_markdown(index=False, floatfmt=".4g"))
+            latex = f"[`tables/{name}.tex`](tables/{name}.tex)"
+            parts.append(f"LaTeX: {latex}. {rows}.")
+    return "\n\n".join(parts)
 
 
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
     """The newest run of each setting."""
     by = "checkpoint checkpoint_hash compress max_seq_len t_max T command bundle setting round"
-    by = by.split()
-    by += [column for column in ("machine", "software") if column in runs]
+    by = [*by.split(), *runs.columns.intersection(["machine", "software"])]
     return runs.groupby(by, dropna=False).tail(1)
 
 
 def _verdicts(runs: pd.DataFrame) -> str:
     latest = _latest(runs[runs["verdict"].notna()])
+    if latest.empty:
+        return ""
     parts = ["## Verdicts"]
     title = (
         "**{verdict}** {checkpoint}, {compress}, max_seq_len {max_seq_len}, "
@@ -422,64 +425,46 @@ def _verdicts(runs: pd.DataFrame) -> str:
         if len(gates) and (run["verdict"] == "RED" or len(latest) <= 4):
             table = gates[["verdict", "name", "value", "threshold", "reason"]]
             parts.append(table.to_markdown(index=False, floatfmt=".6g", missingval="–"))
-    return "\n\n".join(parts) if len(latest) else ""
+    return "\n\n".join(parts)
 
 
 def _speed(runs: pd.DataFrame, root) -> str:
     """A table of speeds per machine, since times of two are not compared; invalid runs
     are only listed."""
     measured = runs[runs["command"] == "sweep"]
+    if measured.empty:
+        return ""
     named = with_machines(measured[measured["status"] != "invalid"])
-    parts = []
+    parts = ["## Speed"]
     for name in machine_names(named):
         parts.append(_speed_of(named[named["machine"] == name], root))
     for reason, rows in measured[measured["status"] == "invalid"].groupby("reason"):
         parts.append(f"Invalid, {reason}: log rows {', '.join(rows['run_id'])}.")
-    return "\n\n".join(["## Speed", *parts]) if parts else ""
+    return "\n\n".join(parts)
 
 
 def _speed_of(runs: pd.DataFrame, root) -> str:
-    where = {
-        "run_id": _latest(runs)["run_id"].tolist(),
-        "phase": ["tokens_per_s", "call"],
-    }
-    samples = log.load("samples", root=root, where=where)
-    options = []
-    for c in ("checkpoint", "checkpoint_hash", *TIMES, "software"):
-        if c not in samples:
-            options.append(c)
+    phases = ["tokens_per_s", "call"]
+    where = {"run_id": _latest(runs)["run_id"].tolist(), "phase": phases}
+    samples = log.load("samples", root, where)
+    settings = ("checkpoint", "checkpoint_hash", *TIMES, "software")
+    options = [name for name in settings if name not in samples]
     speeds = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
     doubts = speeds[["drifting", "unstable"]].astype(bool)
     speeds["doubtful"] = doubts.dot(doubts.columns + " ").str.strip()
-    varied = []
-    for option in options:
-        if speeds[option].nunique(dropna=False) > 1:
-            varied.append(option)
-    columns = [
-        *varied,
-        "T",
-        "depth",
-        "phase",
-        "unit",
-        "median",
-        "mad",
-        "n",
-        "doubtful",
-        "run_id",
-    ]
-    table = speeds.sort_values(["phase", *varied, "T"])[columns]
+    names = varied(speeds, options)
+    figures = ["T", "depth", "phase", "unit", "median", "mad", "n", "doubtful"]
+    table = speeds.sort_values(["phase", *names, "T"])[[*names, *figures, "run_id"]]
     return f"On {runs['machine'].iloc[0]}:\n\n{table.to_markdown(index=False, floatfmt='.4g')}"
 
 
 def _unmeasured(runs: pd.DataFrame) -> str:
-    missing = []
+    missing = ""
     if not (runs["runtime"] == "coreml").any():
-        missing.append(
-            "No run on Core ML: device values, Neural Engine placement and its tok/s are "
+        missing += (
+            "\n- No run on Core ML: device values, Neural Engine placement and its tok/s are "
             "*not measured*. Times above are the portable runtime's on the machine named above."
         )
     if not runs["placement"].notna().any():
-        missing.append("Placement (ANE, GPU, CPU): *not measured*.")
-    return (
-        "## Not measured\n\n" + "\n".join(f"- {m}" for m in missing) if missing else ""
-    )
+        missing += "\n- Placement (ANE, GPU, CPU): *not measured*."
+    return missing and f"## Not measured\n{missing}"

@@ -23,9 +23,10 @@ from workbench.check import gates, metrics
 from workbench.decode import Decoder, Record, Snapshot
 from workbench.decode import decoder as decoding
 from workbench.prompt_cache import Store, formats
-from workbench.studies.cache_reuse import PATHS, arithmetic, differs, greedy
+from workbench.studies.cache_reuse import PATHS, differs, greedy
 
 STEP = 256  # the report's cache grows by this many tokens
+HOT_BYTES = {"warm": 0, "hot": 1 << 28}
 # configurations without output in the report
 REPORTED_PATTERN = {
     *product(("warm", "hot"), PATHS, (1024,)),
@@ -94,7 +95,8 @@ def aliased_entry(replace: Replace, decoder: Decoder) -> None:
             object.__setattr__(encoded, "shared", decode(encoded))
         return encoded.shared
 
-    decode, write = formats.decode_rows, decoder._write
+    decode = formats.decode_rows
+    write = decoder._write
 
     def clearing(snapshots, fresh=False):
         write(snapshots, fresh)
@@ -152,10 +154,10 @@ def groups_along_tokens(replace: Replace, decoder: Decoder) -> None:
 def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
     """Plants one hypothesis (None: nothing) in every decoder within the block."""
     with ExitStack() as stack:
-        for decoder in decoders if name else ():
-            HYPOTHESES[name][1](
-                lambda *names: stack.enter_context(patch.object(*names)), decoder
-            )
+        if name:
+            _, plant = HYPOTHESES[name]
+            for decoder in decoders:
+                plant(lambda *names: stack.enter_context(patch.object(*names)), decoder)
         yield
 
 
@@ -183,21 +185,17 @@ def scenario(
         sessions[context] = (alone.snapshot(), ids)
     rows = []
     for name in (None, *HYPOTHESES):
-        for format, (context, (snapshot, ids)) in product(
-            formats.FORMATS, sessions.items()
-        ):
+        settings = product(formats.FORMATS, sessions.items())
+        for format, (context, (snapshot, ids)) in settings:
             stored = formats.decode_rows(formats.encode_rows(snapshot, format))
             reference = list(alone.stream(ids[-1:], new, after=stored, stop=()))
-            for cache, path in product(("warm", "hot"), PATHS):
+            for (cache, hot), path in product(HOT_BYTES.items(), PATHS):
                 with tempfile.TemporaryDirectory() as folder:
-                    store = Store(
-                        folder, together, hot_bytes=1 << 28 if cache == "hot" else 0
-                    )
+                    store = Store(folder, together, hot_bytes=hot)
                     store.save("session", snapshot, format)
+                    requests = store, together, ids[-1], path, reference
                     with planted_hypothesis(name, together):
-                        result = _two_requests(
-                            store, together, ids[-1], path, reference
-                        )
+                        result = _two_requests(*requests)
                     store.cool()
                     states = store.load("session").states
                 alike = all(np.array_equal(states[n], stored.states[n]) for n in states)
@@ -224,18 +222,18 @@ def _two_requests(
         sequences = greedy(decoder, token, len(reference))
     except Exception as problem:  # a planted fault may raise anything
         return fault | {"reason": f"{type(problem).__name__}: {problem}"}
-    reasons = []
-    for records in sequences:
-        reasons.append(differs(records, reference, arithmetic(decoder)))
+    reasons = [differs(each, reference, decoder.arithmetic) for each in sequences]
     first = reference[0]
-    others = [records[0] for records in sequences]
+    same_tokens = []
+    apart = []
+    for other, *_ in sequences:
+        same_tokens.append(other.token == first.token)
+        apart.append(metrics.relative_rms(first.logits, other.logits))
     return {
         "ok": not any(reasons),
-        "first_token_ok": all(other.token == first.token for other in others),
+        "first_token_ok": all(same_tokens),
         "reason": next(filter(None, reasons), ""),
-        "apart": max(
-            metrics.relative_rms(first.logits, other.logits) for other in others
-        ),
+        "apart": max(apart),
     }
 
 

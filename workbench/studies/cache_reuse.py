@@ -26,7 +26,8 @@ from workbench.errors import InputError
 from workbench.prompt_cache import Store, formats
 from workbench.prompt_cache.formats import FORMATS, group
 
-CACHES, PATHS = ("cold", "warm", "hot"), ("stream", "generate")
+CACHES = ("cold", "warm", "hot")
+PATHS = ("stream", "generate")
 # Relative RMS of one position's logits. In a batch, or with other tiles of the prefill,
 # kernels sum in another order, which gives at most 4e-6 on the shipped checkpoints in
 # fp32, and more in fp16. One wrong row among 1023 is below the limits of fp16: check
@@ -128,20 +129,19 @@ def check_reuse(
     """
     from tqdm.auto import tqdm
 
-    decoders = {}
-    for d in (decoder, together):
-        if d:
-            decoders[d.options.batch] = d
-    if decoder.options.batch != 1 or (
-        together and together.identity != decoder.identity
-    ):
-        batches = [str(d.options.batch) for d in (decoder, together) if d]
-        actual = f"batch {', '.join(batches)}"
+    both = list(filter(None, (decoder, together)))
+    decoders = {each.options.batch: each for each in both}
+    same = {each.identity for each in both} == {decoder.identity}
+    if decoder.options.batch != 1 or not same:
         other = "another export of the same checkpoint that differs in --batch alone"
         raise InputError(
-            "bundles", actual, f"one of batch 1, and {other}", "export them so"
+            "bundles",
+            f"batch {', '.join(str(each.options.batch) for each in both)}",
+            f"one of batch 1, and {other}",
+            "export them so",
         )
-    cells, S = [], decoder.options.max_seq_len
+    cells = []
+    S = decoder.options.max_seq_len
     with tempfile.TemporaryDirectory() as folder:
         stores = {f: Store(Path(folder) / f, decoder) for f in FORMATS}
         every = list(lengths) or contexts(stores["fp16"].block)
@@ -151,9 +151,8 @@ def check_reuse(
         for n, batch, format, cache, path in shown:
             cell = ReuseCell(batch, cache, path == "stream", n, format)
             if n + max_new > S or n <= max(decoders):
-                cell = replace(
-                    cell, reason=f"{n} + {max_new} tokens do not fit max_seq_len = {S}"
-                )
+                reason = f"{n} + {max_new} tokens do not fit max_seq_len = {S}"
+                cell = replace(cell, reason=reason)
             elif (cache, format) == ("cold", "q4"):
                 cell = replace(cell, reason="a cold run restores nothing")
             else:
@@ -175,32 +174,23 @@ def _reference(
     prompt is seeded and has n tokens; every further sequence is one token shorter,
     unless the bundle needs equal positions."""
     length = n if decoder.options.kv_write == "slice" else n - seq
-    ids = (
-        np.random.default_rng([0, n, seq])
-        .integers(0, decoder.manifest.dims.V, length)
-        .tolist()
-    )
+    rng = np.random.default_rng([0, n, seq])
+    ids = rng.integers(0, decoder.manifest.dims.V, length).tolist()
     name = f"context{length}-slot{seq}"
     cold = {"fp16": list(decoder.stream(ids, max_new, stop=()))}
     decoder.begin()
     decoder.prefill(ids[:-1])
-    states = {
-        key: state.read(key)[0]
-        for state in decoder.states
-        for key in state.shard.states
-    }
+    states = {key: state.read(key)[0] for state, key in decoder.named_states}
     session = decoder.snapshot()
     if decoder.undo.floor(len(ids) - 1, len(ids)) < len(ids):
         decoder.decode_one_token(ids[-1])
         session = decoder.snapshot()
         decoder.begin()
         decoder.prefill(ids[:-1])
-    for (
-        state
-    ) in decoder.states:  # rounds K and V to four bits in place, where q4 applies
-        for key in filter(is_cache, state.shard.states):
-            if four_bit_error(session.states[key]) <= formats.OUTLIER:
-                state.write(key, four_bits(state.read(key)))
+    # rounds K and V to four bits in place, where q4 applies
+    for state, key in decoder.named_states:
+        if is_cache(key) and four_bit_error(session.states[key]) <= formats.OUTLIER:
+            state.write(key, four_bits(state.read(key)))
     cold["q4"] = greedy(decoder, ids[-1], max_new)[0]
     for format, store in stores.items():
         store.save(name, session, format)
@@ -247,17 +237,17 @@ def _check_cell(
     if len(calls) != expected:
         counted = f"{len(calls)} calls of each shard, {expected} expected"
         problems.append(f"{counted}: {longest} tokens, then one by one")
-    precision = arithmetic(decoder)
     for seq, sequence in enumerate(sequences):
         others = {"the cold run": sequence.cold[cell.format][: limits[seq]]}
         if decoder is not alone:
             start = after and after[seq]
-            others["decoded alone"] = list(
-                alone.stream(rests[seq], limits[seq], after=start, stop=())
-            )
+            rest = alone.stream(rests[seq], limits[seq], after=start, stop=())
+            others["decoded alone"] = list(rest)
         for name, other in others.items():
             strict = name == "decoded alone"
-            if difference := differs(records[seq], other, precision, strict=strict):
+            if difference := differs(
+                records[seq], other, decoder.arithmetic, strict=strict
+            ):
                 problems.append(f"slot {seq} against {name}: {difference}")
     if after:  # decoding must not have changed the stored entry
         problems += _restored(cell, store, sequences)[2]
@@ -269,21 +259,28 @@ def _restored(
 ) -> tuple[list[Snapshot], list[list[int]], list[str]]:
     """The snapshots restored from the store, the tokens left to run, and the problems;
     a snapshot is found by prefix on the streaming path, by name on the other."""
-    after, rests, problems = [], [], []
+    after = []
+    rests = []
+    problems = []
     for seq, sequence in enumerate(sequences):
-        name, ids = sequence.name, sequence.ids
+        name = sequence.name
+        ids = sequence.ids
         if cell.cache == "warm":
             store.cool(name)
         elif name not in store.hot:
             store.load(name)
         if cell.streaming:
             hit = store.find(ids)
-            temperature = hit.temperature if hit else "no hit"
+            temperature = getattr(hit, "temperature", "no hit")
             if temperature != cell.cache:
                 raise AssertionError(f"slot {seq}: {temperature}, not {cell.cache}")
-        snapshot = hit.snapshot if cell.streaming else store.load(name)
+            snapshot = hit.snapshot
+        else:
+            snapshot = store.load(name)
         snapshot = snapshot.trim(max(0, snapshot.offset + 1 - len(ids)))
-        rest = hit.rest if cell.streaming else ids[snapshot.offset :]
+        rest = ids[snapshot.offset :]
+        if cell.streaming:
+            rest = hit.rest
         if [*snapshot.ids, *rest] != ids or len(rest) != 1:
             problems.append(
                 f"slot {seq}: {snapshot.offset} tokens restored, {len(rest)} left"
@@ -316,11 +313,10 @@ def _decode_cell(
         return records
     with patch.object(decoder, "stream", recording):
         tokens = decoder.generate(rests, limits, after=after, stop=())
-    sequences = [tokens] if len(rests) == 1 else tokens
-    streamed = []
-    for own in records:
-        streamed.append([record.token for record in own])
-    if streamed != sequences:
+    streamed = [[record.token for record in own] for own in records]
+    if len(rests) == 1:
+        streamed = streamed[0]
+    if streamed != tokens:
         raise AssertionError("generate does not return what stream yields")
     return records
 
@@ -341,7 +337,8 @@ def _offer_foreign(decoder: Decoder) -> None:
 def count_predictions(decoder: Decoder):
     """A list with an item for every prediction of the first layer shard within the
     block."""
-    model, calls = decoder.layers[0], []
+    model = decoder.layers[0]
+    calls = []
     predict = model.predict
 
     def counted(*arguments):
@@ -350,11 +347,6 @@ def count_predictions(decoder: Decoder):
 
     with patch.object(model, "predict", counted):
         yield calls
-
-
-def arithmetic(decoder: Decoder) -> str:
-    """The key in `LOGITS` of a decoder's arithmetic."""
-    return decoder.arithmetic
 
 
 def differs(
@@ -372,10 +364,10 @@ def differs(
         if not apart <= LOGITS[precision]:
             return f"logits of new token {i} are {apart:.2g} apart"
         if a.token != b.token:
-            tie = metrics.near_tie(b.logits, a.logits) and not (
-                strict and precision == "exact"
-            )
-            return "" if tie else f"new token {i} is {a.token}, not {b.token}"
+            exact = strict and precision == "exact"
+            if metrics.near_tie(b.logits, a.logits) and not exact:
+                return ""
+            return f"new token {i} is {a.token}, not {b.token}"
     return ""
 
 
@@ -391,7 +383,8 @@ def wrong_rows(
     fp16 must be equal; q4 within half a step of its group along head_dim (a step is a
     fifteenth of the group's range) and one rounding."""
     for name, cold in states.items():
-        rows, allowed = snapshot.states.get(name), 0.0
+        rows = snapshot.states.get(name)
+        allowed = 0.0
         kind = RING if is_cache(name) else state_kind(name)
         cold = take(cold, kind, shapes[name][-2], snapshot.offset, 0)
         if rows is None or rows.shape != cold.shape:
@@ -410,7 +403,8 @@ def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
     """Continues each of the running sequences from `token` by `count` greedy tokens;
     returns the records by sequence."""
     B = decoder.options.batch
-    tokens, records = [token] * B, [[] for _ in range(B)]
+    tokens = [token] * B
+    records = [[] for _ in range(B)]
     for _ in range(count):
         logits = decoder.decode_one_token(tokens).reshape(B, -1)
         tokens = logits.argmax(-1).tolist()
@@ -427,9 +421,8 @@ def four_bits(rows: np.ndarray) -> np.ndarray:
     most = grouped.max(-1, keepdims=True)
     low = _fp16_beyond(least, -np.inf)
     step = _fp16_beyond((most - low) / np.float32(15), np.inf)
-    codes = np.divide(
-        grouped - low, step, out=np.zeros_like(grouped), where=step > 0
-    ).round()
+    zeros = np.zeros_like(grouped)
+    codes = np.divide(grouped - low, step, out=zeros, where=step > 0).round()
     return (low + codes * step).reshape(rows.shape).astype(rows.dtype)
 
 
@@ -440,7 +433,9 @@ def four_bit_error(rows: np.ndarray) -> float:
     change = four_bits(rows) - rows
     spread = rows - rows.mean(1, keepdims=True)
     error, scale = (float(np.sqrt(np.mean(values**2))) for values in (change, spread))
-    return error / scale if scale else float(error > 0)
+    if scale:
+        return error / scale
+    return float(error > 0)
 
 
 def _grouped(rows: np.ndarray) -> np.ndarray:
@@ -453,6 +448,5 @@ def _fp16_beyond(value: np.ndarray, side: float) -> np.ndarray:
     float32."""
     near = value.astype(np.float16)
     short = near > value if side < 0 else near < value
-    return np.where(short, np.nextafter(near, np.float16(side)), near).astype(
-        np.float32
-    )
+    beyond = np.nextafter(near, np.float16(side))
+    return np.where(short, beyond, near).astype(np.float32)

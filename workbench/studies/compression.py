@@ -43,17 +43,14 @@ def preset_prices(
     rows = []
     for preset in presets:
         try:
-            bundle = bundle_for(
-                checkpoint, export_options(compress=preset, **options), bundles
-            )
+            compressed = export_options(compress=preset, **options)
+            bundle = bundle_for(checkpoint, compressed, bundles)
         except InputError as problem:
-            rows.append(
-                {"compress": preset, "verdict": f"{problem.actual}: {problem.needed}"}
-            )
+            reason = f"{problem.actual}: {problem.needed}"
+            rows.append({"compress": preset, "verdict": reason})
             continue
-        result = validate_stored(
-            Decoder(bundle, **how or {}), golden, checkpoint, max_kl=max_kl
-        )
+        decoder = Decoder(bundle, **how or {})
+        result = validate_stored(decoder, golden, checkpoint, max_kl=max_kl)
         row = {
             "compress": preset,
             "bytes": bundle.bytes,
@@ -85,10 +82,10 @@ def price_table(result: Validation) -> pd.DataFrame:
     """Price and budget: mean, median, 99% and largest KL of the bundle and of rounding
     alone."""
     price = result.price.json()
-    budget = price["budget"]["kl"] if price["budget"] else dict.fromkeys(price["kl"])
-    return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis(
-        "KL (nats)"
-    )
+    columns = {"price": price["kl"], "budget": None}
+    if price["budget"]:
+        columns["budget"] = price["budget"]["kl"]
+    return pd.DataFrame(columns).rename_axis("KL (nats)")
 
 
 def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bundle:
@@ -124,15 +121,14 @@ def beside(sound: Iterable[gates.Gate], planted: Iterable[gates.Gate]) -> pd.Dat
     rows = []
     for gate in sound:
         other = after[gate.name]
-        values = gate.value, other.value, gate.threshold
-        rows.append((gate.name, gate.verdict, other.verdict, *values, other.reason))
-    columns = [
-        "gate",
-        "sound",
-        "planted",
-        "value",
-        "planted value",
-        "threshold",
-        "reason",
-    ]
-    return pd.DataFrame(rows, columns=columns)
+        row = {
+            "gate": gate.name,
+            "sound": gate.verdict,
+            "planted": other.verdict,
+            "value": gate.value,
+            "planted value": other.value,
+            "threshold": gate.threshold,
+            "reason": other.reason,
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)

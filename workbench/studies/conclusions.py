@@ -43,18 +43,14 @@ def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
     """Cache bytes of several settings for `plots.memory_bar`; each case has
     `kv_bytes`'s keywords."""
-    rows = []
-    for name, case in cases.items():
-        rows.append((name, "KV cache", kv_bytes(**case)))
+    rows = [(name, "KV cache", kv_bytes(**case)) for name, case in cases.items()]
     return pd.DataFrame(rows, columns=["setting", "part", "bytes"])
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     """The isolated cells (layer, position, tensor) with the largest errors, each at its
     worst T."""
-    isolated = rows[
-        (rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])
-    ]
+    isolated = rows.query("mode == 'isolated' and tensor in ['update', 'k', 'v']")
     ranked = isolated.sort_values("cosine", na_position="first", ignore_index=True)
     ranked = ranked.drop_duplicates(["layer", "position", "tensor"]).head(count)
     columns = [
@@ -72,14 +68,17 @@ def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
 
 def valid(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of valid runs, whose column `invalid` is null or missing."""
-    return rows[rows["invalid"].isna()] if "invalid" in rows else rows
+    if "invalid" in rows:
+        return rows[rows["invalid"].isna()]
+    return rows
 
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     """The conclusion of a sweep over max_seq_len and T on one machine, from medians."""
     machine = only_machine(pd.concat([rates, layers]))
     reasons = rates.get("invalid")
-    rates, layers = valid(rates), valid(layers)
+    rates = valid(rates)
+    layers = valid(layers)
     if rates.empty:
         return f"No valid run on {machine}: {'; '.join(reasons.dropna().unique())}."
     median = rates.groupby(["max_seq_len", "T"])["value"].median()
@@ -88,8 +87,10 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     lines = [f"Fastest: {fastest}."]
     lengths = median.index.unique("max_seq_len")
     Ts = median.index.unique("T")
-    short, long = lengths.min(), lengths.max()
-    few, many = Ts.min(), Ts.max()
+    short = lengths.min()
+    long = lengths.max()
+    few = Ts.min()
+    many = Ts.max()
     for T in (few, many):
         ratio = median[short, T] / median[long, T]
         going = f"going from max_seq_len {short} to {long}"
@@ -106,11 +107,10 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
 def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
     """Samples of calls on the decode path and of the literal program, with a column
     `path`."""
-    named = {"decode path": fast, "every operation of the program": literal}
-    rows = pd.concat([rows.assign(path=name) for name, rows in named.items()])
-    return rows[
-        ["run_id", "machine", "max_seq_len", "T", "value", "unit", "invalid", "path"]
-    ]
+    literal = literal.assign(path="every operation of the program")
+    rows = pd.concat([fast.assign(path="decode path"), literal])
+    columns = ["run_id", "machine", "max_seq_len", "T", "value", "unit", "invalid"]
+    return rows[[*columns, "path"]]
 
 
 def path_conclusion(calls: pd.DataFrame) -> str:
@@ -139,7 +139,8 @@ def choice_conclusion(rows: pd.DataFrame) -> str:
     passing = rows[rows["verdict"] == "GREEN"]
     if passing.empty:
         return f"None of {len(rows)} configurations passes the gates."
-    best, first = passing.iloc[0], rows.iloc[0]
+    best = passing.iloc[0]
+    first = rows.iloc[0]
 
     def summary(row) -> str:
         speed = f"{row['tokens_per_s']:.0f} tok/s"
@@ -158,10 +159,8 @@ def choice_conclusion(rows: pd.DataFrame) -> str:
             continue
         speeds = rows.groupby(axis, dropna=False)["tokens_per_s"].median()
         speeds = speeds.sort_values(ascending=False)
-        words = ", ".join(
-            f"{value} {speed:.0f} tok/s" for value, speed in speeds.items()
-        )
-        lines.append(f"{axis}: {words} (medians).")
+        words = [f"{value} {speed:.0f} tok/s" for value, speed in speeds.items()]
+        lines.append(f"{axis}: {', '.join(words)} (medians).")
     return "\n".join(lines)
 
 
@@ -169,23 +168,24 @@ def routing_prediction() -> pd.DataFrame:
     """The roofline's prediction for ZAYA1's MoE layer on an M4 Max: dense (all experts
     in one shard) and routed (a router's and one expert's shard). `programs` is the
     number that the whole model loads, which lint rule G3 limits."""
-    experts, layers, head_slices = 16, 40, 17
-    (dense,) = (
-        w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard"
-    )
+    experts = 16
+    layers = 40
+    head_slices = 17
+    works = {work.name: work for _, work, _, _ in roofline.figures()}
+    dense = works["ZAYA1-8B, MoE shard"]
     weights = dense.weight_bytes // experts
     flops = dense.flops / experts
     one = replace(dense, weight_bytes=weights, flops=flops, dispatches=2)
     rows = []
-    for name, programs, work in (
-        ("dense", layers + head_slices, dense),
-        ("routed", layers * (1 + experts) + head_slices, one),
-    ):
-        ms = roofline.predict_ms([work], "M4 Max")["ms"].sum()
-        rows.append((name, programs, work.weight_bytes, ms))
-    return pd.DataFrame(
-        rows, columns=["experts", "programs", "weight_bytes", "predicted_ms"]
-    )
+    for name, shards, work in (("dense", 1, dense), ("routed", 1 + experts, one)):
+        row = {
+            "experts": name,
+            "programs": layers * shards + head_slices,
+            "weight_bytes": work.weight_bytes,
+            "predicted_ms": roofline.predict_ms([work], "M4 Max")["ms"].sum(),
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def profile_parts(profile: pd.DataFrame) -> dict[str, float]:
@@ -206,11 +206,8 @@ def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
         "rest": "norms and residual",
     }
     ms = profile["ms"].groupby(profile["part"].mask(probe, "probe")).sum().rename(names)
-    frame = (
-        ms.reindex([n for n in names.values() if n in ms])
-        .rename_axis("part")
-        .reset_index()
-    )
+    ms = ms.reindex(list(names.values())).dropna()
+    frame = ms.rename_axis("part").reset_index()
     return frame.assign(share=frame["ms"] / frame["ms"].sum())
 
 
@@ -258,16 +255,14 @@ def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
     """The conclusion on the ingredients that move the update beyond `threshold`, a
     cosine, and on those of them that the hidden state does not show."""
     wide = ablated.pivot(index="ingredient", columns="tensor", values="cosine")
-    blind = wide.index[
-        (wide["update"] < threshold) & (wide["hidden"] >= threshold)
-    ].tolist()
-    missed = wide.index[wide["update"] >= threshold].tolist()
-    count = (wide["update"] < threshold).sum()
-    moving = f"{count} of {len(wide)} ingredients, left out, move the update"
+    moved = wide["update"] < threshold
+    blind = wide.index[moved & (wide["hidden"] >= threshold)]
+    missed = wide.index[wide["update"] >= threshold]
+    moving = f"{moved.sum()} of {len(wide)} ingredients, left out, move the update"
     lines = [f"{moving} further than {threshold:.6f}, the bundle's own worst."]
-    if blind:
+    if len(blind):
         lines += [f"The hidden state would not show: {', '.join(blind)}."]
-    if missed:
+    if len(missed):
         lines += [f"Too small on this checkpoint to stand out: {', '.join(missed)}."]
     return "\n".join(lines)
 
@@ -275,20 +270,19 @@ def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
 def shard_sizes(bundles: dict[str, Bundle]) -> pd.DataFrame:
     """Number and bytes of each kind of shard, by bundle."""
     rows = []
-    for name, b in bundles.items():
-        for s in b.manifest.shards:
-            rows.append((name, s.kind, s.bytes))
-    sizes = pd.DataFrame(rows, columns=["bundle", "kind", "bytes"]).groupby(
-        ["bundle", "kind"]
-    )
-    return sizes["bytes"].agg(["count", "sum", "max"]).reset_index()
+    for name, bundle in bundles.items():
+        rows += [(name, shard.kind, shard.bytes) for shard in bundle.manifest.shards]
+    sizes = pd.DataFrame(rows, columns=["bundle", "kind", "bytes"])
+    by_kind = sizes.groupby(["bundle", "kind"])["bytes"]
+    return by_kind.agg(["count", "sum", "max"]).reset_index()
 
 
 def bench_rows(rows: list[dict], machine: str, samples: bool = False) -> pd.DataFrame:
     """Benchmark rows, with their raw `samples` or without, and the machine they were
     taken on."""
     columns = ["name", "value", "unit", "peer", "peer_value", "ratio", "n"]
-    columns += ["samples", "peer_samples"] if samples else []
+    if samples:
+        columns += ["samples", "peer_samples"]
     return pd.DataFrame(rows)[columns].assign(machine=machine)
 
 
@@ -319,12 +313,8 @@ def layer_times(layers: pd.DataFrame) -> pd.DataFrame:
     """Median and range of the milliseconds per layer of each run of experiment 30's
     sweep."""
     by = ["machine", "run_id", "states", "T", "depth"]
-    return (
-        valid(layers)
-        .groupby(by)["layer_ms"]
-        .agg(["median", "min", "max"])
-        .reset_index()
-    )
+    ms = valid(layers).groupby(by)["layer_ms"]
+    return ms.agg(["median", "min", "max"]).reset_index()
 
 
 def sweep_counts(counts: dict[str, dict]) -> pd.DataFrame:
@@ -339,9 +329,7 @@ def reuse_cells(matrix: Matrix) -> pd.DataFrame:
 
 def planted_hypotheses() -> pd.DataFrame:
     """Name and wording of every hypothesis of experiment 33."""
-    rows = []
-    for name, (words, _) in cache_bug.HYPOTHESES.items():
-        rows.append((name, words))
+    rows = [(name, words) for name, (words, _) in cache_bug.HYPOTHESES.items()]
     return pd.DataFrame(rows, columns=["name", "hypothesis"])
 
 
@@ -350,6 +338,5 @@ def reuse_damage(rows: pd.DataFrame) -> pd.DataFrame:
     first tokens and of unchanged stored sessions, and the largest relative deviation of
     the first logits."""
     failing = rows[~rows["ok"]].groupby(["hypothesis", "format"])
-    return failing.agg(
-        {"first_token_ok": "mean", "entry_ok": "mean", "apart": "max"}
-    ).reset_index()
+    damage = {"first_token_ok": "mean", "entry_ok": "mean", "apart": "max"}
+    return failing.agg(damage).reset_index()

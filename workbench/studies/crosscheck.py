@@ -77,9 +77,11 @@ def twin(
     other = Bundle.open(path)
     check_exported_from(checkpoint, other)
     if other.manifest.options != type(bundle.manifest.options)(**options):
-        step = "remove it, or give another --folder"
         raise InputError(
-            f"bundle {path}", "other options", "the options of the bundle", step
+            f"bundle {path}",
+            "other options",
+            "the options of the bundle",
+            "remove it, or give another --folder",
         )
     return other
 
@@ -96,11 +98,12 @@ def crosscheck(
     arithmetics with Hugging Face's model on the bundle's weights, and with each
     other."""
     check_exported_from(checkpoint, bundle)
-    golden = make_golden(
-        checkpoint, ids, stored_weights(checkpoint, bundle), bundle.identity
-    )
+    weights = stored_weights(checkpoint, bundle)
+    golden = make_golden(checkpoint, ids, weights, bundle.identity)
     budget = price.measure_budget(bundle, checkpoint, golden)
-    errors, runtimes, results = [], [], []
+    errors = []
+    runtimes = []
+    results = []
     for precision, dtype in ARITHMETICS.items():
         decoders = {
             "portable": Decoder(bundle, "portable", precision),
@@ -119,17 +122,13 @@ def crosscheck(
             logits = metrics.compare_logits(golden.logits, chained.logits)
             runtimes.append(figures(name, precision, rows, table, logits))
             results += runtime_gates(runtimes[-1])
-        table = between(
-            decoders["coreai"], golden, passes["portable"], passes["coreai"]
-        )
+        table = between(decoders["coreai"], golden, *passes.values())
         errors.append(table.assign(pair="portable ↔ Apple", precision=precision))
-        runtimes[-1]["kv_bits_equal"] = bits_equal(passes["portable"], passes["coreai"])
+        runtimes[-1]["kv_bits_equal"] = bits_equal(*passes.values())
         if precision == "exact":
+            about = gates.REAUTHORING, "relative RMS of portable ↔ coreai, worst"
             worst = float(table["error"].max())
-            reason = "relative RMS of portable ↔ coreai, worst"
-            results.append(
-                gates.at_most("runtimes_agree", worst, gates.REAUTHORING, reason)
-            )
+            results.append(gates.at_most("runtimes_agree", worst, *about))
     return Crosscheck(pd.concat(errors, ignore_index=True), runtimes, results)
 
 
@@ -208,7 +207,6 @@ def bits_equal(
     for T, trace in portable.items():
         for name in ("k", "v"):
             for layer, rows in getattr(trace, name).items():
-                equal.append(
-                    np.float16(rows) == np.float16(getattr(apple[T], name)[layer])
-                )
-    return float(np.mean(np.concatenate([part.ravel() for part in equal])))
+                others = getattr(apple[T], name)[layer]
+                equal.append(np.ravel(np.float16(rows) == np.float16(others)))
+    return float(np.mean(np.concatenate(equal)))

@@ -49,15 +49,15 @@ class Model(nn.Module):
         super().__init__()
         source = Checkpoint(path)
         self.config = c = source.config
-        self.S, self.fault = S, fault
+        self.S = S
+        self.fault = fault
         self.gemma = hasattr(c, "query_pre_attn_scalar")
-        self.H, self.kv, self.L = (
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.num_hidden_layers,
-        )
-        self.D, self.C = c.head_dim, c.hidden_size
-        self.scale = (c.query_pre_attn_scalar if self.gemma else self.D) ** -0.5
+        self.H = c.num_attention_heads
+        self.kv = c.num_key_value_heads
+        self.L = c.num_hidden_layers
+        self.D = c.head_dim
+        self.C = c.hidden_size
+        self.scale = getattr(c, "query_pre_attn_scalar", self.D) ** -0.5
         self.weights = {}
         for name in source.header:
             weight = source.tensor(name).float()
@@ -75,13 +75,14 @@ class Model(nn.Module):
         if self.fault == "theta":
             p = self.config.rope_parameters
             theta = p["rope_theta"] * p["factor"]
-            angles = positions[0, :, None] * theta ** (
-                -torch.arange(0, self.D, 2) / self.D
-            )
+            frequencies = theta ** (-torch.arange(0, self.D, 2) / self.D)
+            angles = positions[0, :, None] * frequencies
             angles = torch.cat([angles, angles], -1)
             return angles.cos(), angles.sin()
-        args = [kind] if self.gemma else []
-        return [t[0] for t in rotary(torch.zeros(1), positions, *args)]
+        about = torch.zeros(1), positions
+        if self.gemma:
+            about += (kind,)
+        return [table[0] for table in rotary(*about)]
 
     def w(self, layer, name):
         return getattr(self, f"w_layers_{layer}_{name.replace('.', '_')}_weight")
@@ -98,47 +99,58 @@ class Model(nn.Module):
     def layer(self, i, x, cos, sin, mask, cache, mlp=True):
         """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes
         rows [kv, T, D] and returns all keys and values [kv, columns, D]."""
-        eps, g = self.config.rms_norm_eps, self.gemma
-        y = rms(x, self.w(i, "input_layernorm"), eps)
+        y = self.layer_norm(x, i, "input_layernorm")
         q, k, v = (
             self.linear(y, i, f"self_attn.{n}_proj")
             .reshape(-1, heads, self.D)
             .transpose(0, 1)
             for n, heads in (("q", self.H), ("k", self.kv), ("v", self.kv))
         )
-        order = [lambda q, k: (turn(q, cos, sin), turn(k, cos, sin))]
-        if self.has(i, "self_attn.q_norm"):
-            norms = [self.w(i, f"self_attn.{n}_norm") for n in "qk"]
-            place = len(order) if self.fault == "norm_order" else 0
-            order.insert(
-                place, lambda q, k: [rms(t, w, eps) for t, w in zip((q, k), norms)]
-            )
-        for step in order:
-            q, k = step(q, k)
-        keys, values = cache(i, k, v)
-        keys, values = (
-            t.repeat_interleave(self.H // self.kv, 0) for t in (keys, values)
-        )
+        if self.fault == "norm_order":
+            q = turn(q, cos, sin)
+            k = turn(k, cos, sin)
+            q, k = self.qk_norms(i, q, k)
+        else:
+            q, k = self.qk_norms(i, q, k)
+            q = turn(q, cos, sin)
+            k = turn(k, cos, sin)
+        group = self.H // self.kv
+        keys, values = (t.repeat_interleave(group, 0) for t in cache(i, k, v))
         scores = torch.softmax(q @ keys.transpose(1, 2) * self.scale + mask, -1)
         out = (scores @ values).transpose(0, 1).reshape(1, -1, self.H * self.D)
         out = self.linear(out, i, "self_attn.o_proj")
-        if g:
-            out = rms(out, self.w(i, "post_attention_layernorm"), eps)
+        if self.gemma:
+            out = self.layer_norm(out, i, "post_attention_layernorm")
         x = x + out
         if not mlp:
             return x
-        before = "pre_feedforward_layernorm" if g else "post_attention_layernorm"
-        y = rms(x, self.w(i, before), eps)
-        act = (
-            partial(nn.functional.gelu, approximate="tanh") if g else nn.functional.silu
-        )
+        before = "post_attention_layernorm"
+        act = nn.functional.silu
+        if self.gemma:
+            before = "pre_feedforward_layernorm"
+            act = partial(nn.functional.gelu, approximate="tanh")
+        y = self.layer_norm(x, i, before)
         y = act(self.linear(y, i, "mlp.gate_proj")) * self.linear(y, i, "mlp.up_proj")
         y = self.linear(y, i, "mlp.down_proj")
-        return x + (rms(y, self.w(i, "post_feedforward_layernorm"), eps) if g else y)
+        if self.gemma:
+            y = self.layer_norm(y, i, "post_feedforward_layernorm")
+        return x + y
+
+    def layer_norm(self, x, layer, name):
+        return rms(x, self.w(layer, name), self.config.rms_norm_eps)
+
+    def qk_norms(self, layer, q, k):
+        """Queries and keys after the layer's norms of them, if it has any."""
+        if not self.has(layer, "self_attn.q_norm"):
+            return q, k
+        q = self.layer_norm(q, layer, "self_attn.q_norm")
+        return q, self.layer_norm(k, layer, "self_attn.k_norm")
 
     def embed(self, ids):
         x = nn.functional.embedding(ids, self.w_embed_tokens_weight)
-        return x * self.C**0.5 if self.gemma else x
+        if self.gemma:
+            x = x * self.C**0.5
+        return x
 
     def norm(self, x):
         return rms(x, self.w_norm_weight, self.config.rms_norm_eps)
@@ -156,10 +168,8 @@ def convert(module, inputs, outputs, states=(), **options):
         options: of `coremltools.convert`; `target` is its minimum deployment target.
     """
     ct = coremltools()
-    examples = []
-    for _, _, kind, example in inputs:
-        dtype = torch.int32 if kind is np.int32 else torch.float32
-        examples.append(torch.zeros(example, dtype=dtype))
+    types = {np.int32: torch.int32, np.float16: torch.float32}
+    examples = [torch.zeros(example, dtype=types[kind]) for *_, kind, example in inputs]
     module_states = []
     for name, shape in states:
         tensor = ct.TensorType(shape=shape, dtype=np.float16)
@@ -177,6 +187,12 @@ def convert(module, inputs, outputs, states=(), **options):
         )
 
 
+def states_of(module, path=""):
+    """The module's own buffers as `states` of `convert`; `path`: of the module."""
+    buffers = module.named_buffers(path, recurse=False)
+    return [(name, tuple(buffer.shape)) for name, buffer in buffers]
+
+
 def plain(name, shape, kind=np.float16):
     return name, shape, kind, shape
 
@@ -186,7 +202,8 @@ class Apply(nn.Module):
 
     def __init__(self, model, function):
         super().__init__()
-        self.m, self.function = model, function
+        self.m = model
+        self.function = function
 
     def forward(self, *inputs):
         return self.function(self.m, *inputs)
@@ -196,8 +213,7 @@ def palettized(package, **options):
     """The model with its weights in palettes; `options` of `OpPalettizerConfig`."""
     optimize = coremltools().optimize.coreml
     config = optimize.OpPalettizerConfig(mode="uniform", **options)
-    with quiet(), no_progress(), lean():
-        return optimize.palettize_weights(package, optimize.OptimizationConfig(config))
+    return _compressed(package, optimize.palettize_weights, config)
 
 
 def quantized(package, **options):
@@ -205,20 +221,25 @@ def quantized(package, **options):
     `OpLinearQuantizerConfig`."""
     optimize = coremltools().optimize.coreml
     config = optimize.OpLinearQuantizerConfig(mode="linear_symmetric", **options)
+    return _compressed(package, optimize.linear_quantize_weights, config)
+
+
+def _compressed(package, compress, config):
+    whole = coremltools().optimize.coreml.OptimizationConfig(config)
     with quiet(), no_progress(), lean():
-        return optimize.linear_quantize_weights(
-            package, optimize.OptimizationConfig(config)
-        )
+        return compress(package, whole)
 
 
 def tiny_checkpoint(family: str, folder: Path, layers: int = 2) -> Path:
     """A random checkpoint of a family in `folder`, written if it is missing; sliding
     layers have a window of 8, and the last layer is full attention."""
     path = folder / family
+    if path.exists():
+        return path
     config = SIZES | {"num_hidden_layers": layers}
     if family == "llama":
         config["rope_parameters"] = SCALING
     if family == "gemma3_text":
         kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
         config |= dict(layer_types=kinds, sliding_window=8, query_pre_attn_scalar=24)
-    return path if path.exists() else random(path, family, **config)
+    return random(path, family, **config)

@@ -20,8 +20,10 @@ from workbench.studies.exporter_model import (
     palettized,
     plain,
     quantized,
+    states_of,
 )
 
+GROUPED = {"nbits": 4, "granularity": "per_grouped_channel", "group_size": 8}
 FAULTS = {
     "future": "prefill_rotate sees the future",
     "norm_order": "q and k are normed after rope, not before it",
@@ -42,7 +44,8 @@ class Recipe(nn.Module):
         self.register_buffer("valueCache", torch.zeros(shape))
 
     def forward(self, ids, mask):
-        q, end = ids.shape[-1], mask.shape[-1]
+        q = ids.shape[-1]
+        end = mask.shape[-1]
         begin = end - q
 
         def cache(i, k, v):
@@ -53,9 +56,8 @@ class Recipe(nn.Module):
         x = self.m.embed(ids)
         positions = begin + torch.arange(q)
         for i in range(self.m.L):
-            x = self.m.layer(
-                i, x, *self.m.rope(self.m.kinds[i], positions), mask[0], cache
-            )
+            rope = self.m.rope(self.m.kinds[i], positions)
+            x = self.m.layer(i, x, *rope, mask[0], cache)
         return nn.functional.linear(self.m.norm(x), self.m.head)
 
 
@@ -70,8 +72,7 @@ def recipe(
         ("causalMask", (1, 1, q, end), np.float16, (1, 1, 2, 5)),
     ]
     module = Recipe(m)
-    states = [(n, tuple(module.keyCache.shape)) for n in ("keyCache", "valueCache")]
-    package = convert(module, inputs, ["logits"], states)
+    package = convert(module, inputs, ["logits"], states_of(module))
     if int4:
         package = quantized(
             package, dtype="int4", granularity="per_block", block_size=32
@@ -86,7 +87,9 @@ class Shard(nn.Module):
 
     def __init__(self, model, first, stop):
         super().__init__()
-        self.m, self.span, self.layers = model, range(first, stop), nn.ModuleList()
+        self.m = model
+        self.span = range(first, stop)
+        self.layers = nn.ModuleList()
         for _ in self.span:
             shape = (1, model.kv, model.S, model.D)
             layer = nn.Module()
@@ -99,7 +102,8 @@ class Shard(nn.Module):
         cos, sin = (torch.cat([t, t], -1) for t in (cos, sin))
 
         def cache(i, k, v):
-            layer, rows = self.layers[i - self.span.start], []
+            layer = self.layers[i - self.span.start]
+            rows = []
             for name, new in (("k_state", k), ("v_state", v)):
                 state = getattr(layer, name)
                 state[:] = state * (1 - write.sum(-1, keepdim=True)) + write @ new[None]
@@ -111,18 +115,9 @@ class Shard(nn.Module):
         return x.transpose(1, 2).unsqueeze(-1)
 
 
-class HeadSlice(nn.Module):
-    def __init__(self, model, rows):
-        super().__init__()
-        self.m, self.rows = model, rows
-
-    def forward(self, x):
-        x = self.m.norm(x.squeeze(-1).transpose(1, 2))
-        return (
-            nn.functional.linear(x, self.m.head[self.rows])
-            .transpose(1, 2)
-            .unsqueeze(-1)
-        )
+def _head_slice(rows, m, x):
+    x = m.norm(x.squeeze(-1).transpose(1, 2))
+    return nn.functional.linear(x, m.head[rows]).transpose(1, 2).unsqueeze(-1)
 
 
 def shards(
@@ -142,15 +137,17 @@ def shards(
             ("kv_write_mask", (1, 1, S, T), np.float16, (1, 1, S, 1)),
         ]
         states = [(f"layers.0.{n}_state", (1, m.kv, S, m.D)) for n in "kv"]
-        package = quantized(
-            convert(Shard(m, i, i + 1), inputs, ["hidden"], states), dtype="int8"
-        )
+        package = convert(Shard(m, i, i + 1), inputs, ["hidden"], states)
+        package = quantized(package, dtype="int8")
         package.save(str(folder / f"layer{i}_{i + 1}_q8.mlpackage"))
     V = m.head.shape[0]
     for i, rows in enumerate((slice(0, V // 2), slice(V // 2, V))):
         inputs = [plain("hidden", (1, m.C, t_max, 1))]
-        head = convert(HeadSlice(m, rows), inputs, ["logits"])
+        head = convert(Apply(m, partial(_head_slice, rows)), inputs, ["logits"])
         head.save(str(folder / f"LMHead_s{i}.mlpackage"))
+
+
+CACHES = {"sliding_attention": "kv_cache_local", "full_attention": "kv_cache_global"}
 
 
 class Chunk(nn.Module):
@@ -163,37 +160,40 @@ class Chunk(nn.Module):
 
     def __init__(self, model, span, window=0, rotate=False, prefill=False):
         super().__init__()
-        self.m, self.span, self.window = model, span, window
-        self.rotate, self.prefill, self.model = rotate, prefill, nn.Module()
+        self.m = model
+        self.span = span
+        self.window = window
+        self.rotate = rotate
+        self.prefill = prefill
+        self.model = nn.Module()
         self.model.model = nn.Module()
-        sliding = []
+        names = ["kv_cache_0"] * model.L
         if window:
-            sliding = [
-                i for i, kind in enumerate(model.kinds) if kind == "sliding_attention"
-            ]
-        full = [i for i in range(model.L) if i not in sliding]
+            names = [CACHES[kind] for kind in model.kinds]
         self.caches = {}
-        for name, layers, rows in (
-            (("kv_cache_local" if window else ""), sliding, window),
-            ("kv_cache_global" if window else "kv_cache_0", full, model.S),
-        ):
-            if layers:
-                shape = (2 * len(layers), model.kv, rows, model.D)
-                self.model.model.register_buffer(name, torch.zeros(shape))
-                self.caches |= {i: (name, layers.index(i), len(layers)) for i in layers}
+        for name in dict.fromkeys(names):
+            rows = window if name == "kv_cache_local" else model.S
+            count = names.count(name)
+            shape = (2 * count, model.kv, rows, model.D)
+            self.model.model.register_buffer(name, torch.zeros(shape))
+            layers = (i for i, own in enumerate(names) if own == name)
+            for plane, i in enumerate(layers):
+                self.caches[i] = name, plane, count
 
     def forward(self, x, positions, mask, start):
         T = x.shape[1]
 
         def cache(i, k, v):
             name, plane, count = self.caches[i]
-            state, rows = getattr(self.model.model, name), []
+            state = getattr(self.model.model, name)
+            rows = []
             for new, index in ((k, plane), (v, plane + count)):
                 before = state[index : index + 1]
                 if name == "kv_cache_local" and self.rotate:
-                    whole = torch.cat([before, new[None]], 2)
-                    state[index : index + 1] = whole[:, :, T:]
-                    seen = whole[:, :, T:] if self.m.fault == "future" else whole
+                    seen = torch.cat([before, new[None]], 2)
+                    state[index : index + 1] = seen[:, :, T:]
+                    if self.m.fault == "future":
+                        seen = seen[:, :, T:]
                 else:
                     state[index : index + 1, :, start : start + T] = new[None]
                     seen = state[index : index + 1]
@@ -204,11 +204,8 @@ class Chunk(nn.Module):
             local = self.caches[i][0] == "kv_cache_local"
             own = mask[0]
             if local and self.rotate and self.m.fault != "future":
-                distance = (
-                    self.window
-                    + torch.arange(T)[:, None]
-                    - torch.arange(self.window + T)
-                )
+                rows = self.window + torch.arange(T)[:, None]
+                distance = rows - torch.arange(self.window + T)
                 inside = (distance >= 0) & (distance < self.window)
                 own = torch.where(inside, 0.0, -1e4)[None]
             elif local:
@@ -216,9 +213,8 @@ class Chunk(nn.Module):
             kind = self.m.kinds[i]
             mlp = not (self.prefill and i == self.m.L - 1)
             x = self.m.layer(i, x, *self.m.rope(kind, positions), own, cache, mlp)
-        for (
-            state
-        ) in self.model.model.buffers():  # coremltools removes a state without a reader
+        # coremltools removes a state without a reader
+        for state in self.model.model.buffers():
             x = x + state[0, 0, 0, 0] * 0.0
         if self.prefill or self.span[-1] < self.m.L - 1:
             return x
@@ -246,27 +242,24 @@ def chunks(
     else:
         folder.mkdir(parents=True)
         _ends(folder, m, batch, heads)
-    if window:
-        spans = [range(m.L)]
-        names = ["FFN_PF"]
-    else:
-        spans = [range(m.L // 2), range(m.L // 2, m.L)]
-        names = [f"FFN_PF_chunk_{i + 1:02}of02" for i in range(2)]
+    half = m.L // 2
+    spans = {
+        "FFN_PF_chunk_01of02": range(half),
+        "FFN_PF_chunk_02of02": range(half, m.L),
+    }
     modes = {"infer": (1, False, False), "prefill": (batch, True, False)}
     if window:
-        modes |= {
-            "infer_rotate": (1, False, True),
-            "prefill_rotate": (batch, True, True),
-        }
-    for span, name in zip(spans, names, strict=True):
+        spans = {"FFN_PF": range(m.L)}
+        modes["infer_rotate"] = 1, False, True
+        modes["prefill_rotate"] = batch, True, True
+    for name, span in spans.items():
         functions = coremltools().utils.MultiFunctionDescriptor()
         for mode, (T, prefill, rotate) in modes.items():
             path = folder / f".{mode}-{name}.mlpackage"
             if not sound or mode == "prefill_rotate":
                 shutil.rmtree(path, ignore_errors=True)
-                _function(Chunk(m, span, window, rotate, prefill), T, lut).save(
-                    str(path)
-                )
+                chunk = Chunk(m, span, window, rotate, prefill)
+                _function(chunk, T, lut).save(str(path))
             functions.add_function(str(path), "main", mode)
         functions.default_function_name = "infer"
         target = folder / f"tiny_{name}.mlpackage"
@@ -288,11 +281,11 @@ def _function(chunk: Chunk, T: int, lut: bool):
         plain("causal_mask", (1, 1, T, m.S)),
         plain("current_pos", (1,), np.int32),
     ]
-    buffers = chunk.model.model.named_buffers()
-    states = [(f"model.model.{name}", tuple(buffer.shape)) for name, buffer in buffers]
+    states = states_of(chunk.model.model, "model.model")
     package = convert(chunk, inputs, ["output_hidden_states"], states)
-    grouped = dict(granularity="per_grouped_channel", group_size=8, nbits=4)
-    return palettized(package, **grouped) if lut else package
+    if lut:
+        package = palettized(package, **GROUPED)
+    return package
 
 
 def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
@@ -320,7 +313,8 @@ class Monolith(nn.Module):
 
     def __init__(self, model, window):
         super().__init__()
-        self.m, self.window = model, window
+        self.m = model
+        self.window = window
         shape = (2 * model.L, model.kv, model.S, model.D)
         self.register_buffer("kv_cache_0", torch.zeros(shape))
 
@@ -358,14 +352,12 @@ def monolith(
             plain("update_mask", (1, 1, S, 1)),
         ],
         ["token_id", "token_logit"],
-        [("kv_cache_0", tuple(module.kv_cache_0.shape))],
+        states_of(module),
         target=ct.target.iOS26,
         compute_precision=ct.precision.FLOAT32,
     )
     if int4:
-        package = palettized(
-            package, nbits=4, granularity="per_grouped_channel", group_size=8
-        )
+        package = palettized(package, **GROUPED)
     folder.mkdir(parents=True)
     package.save(str(folder / "model.mlpackage"))
 
@@ -374,20 +366,20 @@ class Body(nn.Module):
     """Chunk of the host style: rope of full width from the host, planes 2i and 2i +
     1."""
 
-    def __init__(self, model, span):
+    def __init__(self, model):
         super().__init__()
-        self.m, self.span = model, span
-        shape = (2 * len(span), model.kv, model.S, model.D)
+        self.m = model
+        shape = (2 * model.L, model.kv, model.S, model.D)
         self.register_buffer("kv_cache_0", torch.zeros(shape))
 
     def forward(self, x, cos, sin, mask, start):
         def cache(i, k, v):
-            planes = [2 * (i - self.span.start) + j for j in range(2)]
+            planes = [2 * i, 2 * i + 1]
             for plane, new in zip(planes, (k, v), strict=True):
                 self.kv_cache_0[plane : plane + 1, :, start : start + 1] = new[None]
             return [self.kv_cache_0[plane : plane + 1][0] for plane in planes]
 
-        for i in self.span:
+        for i in range(self.m.L):
             x = self.m.layer(i, x, cos[0], sin[0], mask[0], cache)
         return x
 
@@ -401,21 +393,18 @@ def host(
     (folder / "embed_weight.bin").write_bytes(
         m.w_embed_tokens_weight.half().numpy().tobytes()
     )
-    for i, span in enumerate([range(m.L)]):
-        module = Body(m, span)
-        inputs = [
-            plain("hidden_in", (1, 1, m.C)),
-            plain("cos", (1, 1, m.D)),
-            plain("sin", (1, 1, m.D)),
-            plain("causal_mask", (1, 1, 1, S)),
-            plain("current_pos", (1,), np.int32),
-        ]
-        package = convert(
-            module, inputs, ["hidden"], [("kv_cache_0", tuple(module.kv_cache_0.shape))]
-        )
-        if lut:
-            package = palettized(package, nbits=8)
-        package.save(str(folder / f"chunk_{i}.mlpackage"))
+    module = Body(m)
+    inputs = [
+        plain("hidden_in", (1, 1, m.C)),
+        plain("cos", (1, 1, m.D)),
+        plain("sin", (1, 1, m.D)),
+        plain("causal_mask", (1, 1, 1, S)),
+        plain("current_pos", (1,), np.int32),
+    ]
+    package = convert(module, inputs, ["hidden"], states_of(module))
+    if lut:
+        package = palettized(package, nbits=8)
+    package.save(str(folder / "chunk_0.mlpackage"))
 
     def head(m, x):
         return nn.functional.linear(m.norm(x), m.head)[0].argmax(-1).to(torch.int32)

@@ -5,7 +5,7 @@ Results over the stand-in are no evidence about Core ML, and every answer from t
 marked so."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -41,24 +41,28 @@ class Light:
     @property
     def label(self) -> str:
         """The machine, and the runtime if it was not Core ML."""
-        kind = "simulated Mac" if self.simulated else "stand-in"
         if self.runtime == "coreml":
             return self.machine
-        return f"{kind} ({self.machine})"
+        if self.simulated:
+            return f"simulated Mac ({self.machine})"
+        return f"stand-in ({self.machine})"
 
 
 def take(project: Path, path: str, root: log.store.Root = None) -> Light:
     """Imports the zip at `path` of the project into the log and reads it from there; if
     it is missing, the shipped zip of a run over the stand-in."""
     file = project / path
-    imported = archive.import_zip(file if file.exists() else project / STAND_IN, root)
+    if not file.exists():
+        file = project / STAND_IN
+    imported = archive.import_zip(file, root)
     return read(log.load("runs", root, {"run_id": imported["runs"]}))
 
 
 def read(runs: pd.DataFrame) -> Light:
     """The first light whose rows of `runs` these are."""
     ended = runs[runs["command"].str.startswith("first-light ")].sort_values("run_id")
-    stages, rows = [], {}
+    stages = []
+    rows = {}
     for text in ended["config"]:
         if stage := json.loads(text).get("first_light"):
             stages.append(stage)
@@ -82,17 +86,16 @@ class Ladder:
 
     def __init__(self, light: Light):
         rows = light.rows.get("ladder", pd.DataFrame(columns=["ask", "rung", "units"]))
-        records = rows.astype(object).where(rows.notna(), None).to_dict("records")
-        self.runs, self.plans = {}, {}
-        for row in records:
+        self.runs = {}
+        self.plans = {}
+        for row in log.plain(rows).to_dict("records"):
             if row["ask"] == "run":
                 self.runs[row["rung"], row["units"]] = row
             else:
                 self.plans[row["rung"]] = row
         timing = light.rows.get("timing", pd.DataFrame())
-        self.energy = timing.reindex(
-            columns=["units", "status", "ane_joules", "energy_reason"]
-        )
+        columns = ["units", "status", "ane_joules", "energy_reason"]
+        self.energy = timing.reindex(columns=columns)
 
     def ok(self, rung: str, units: str = "CPU_AND_NE") -> bool | None:
         """Whether a rung ran on these units with the portable runtime's values."""
@@ -115,7 +118,9 @@ class Ladder:
     def on_engine(self, rung: str) -> bool | None:
         """Whether a rung runs and is planned on the Neural Engine, in part at least."""
         share = self.share(rung)
-        return None if share is None else bool(self.ok(rung)) and share > 0
+        if share is None:
+            return None
+        return bool(self.ok(rung)) and share > 0
 
     def rows_on(self, units: str) -> dict[str, dict]:
         """The rungs that ran on some compute units, with their rows."""
@@ -130,7 +135,9 @@ class Ladder:
                 ok = self.ok(rung.name, units)
                 rows.append((rung.says, units, row and _word(row), row and float(ok)))
             share = self.share(rung.name)
-            text = None if share is None else f"{share:.0%}"
+            text = None
+            if share is not None:
+                text = f"{share:.0%}"
             rows.append((rung.says, "planned on the ANE", text, share))
         return pd.DataFrame(rows, columns=["rung", "column", "text", "good"])
 
@@ -155,19 +162,15 @@ class Ladder:
             "cold_load_ms",
         ]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
-        over = {}
-        for rung in rungs.ladder().values():
-            over[rung.name] = rung.over
-        rows = []
-        for row in self.runs.values():
-            rows.append(row | {"over": over.get(row["rung"])})
+        over = {rung.name: rung.over for rung in rungs.ladder().values()}
+        rows = [row | {"over": over.get(row["rung"])} for row in self.runs.values()]
         return pd.DataFrame(rows).reindex(columns=columns)
 
 
 def _word(row: dict) -> str:
     """The word for the end of a rung's run in a figure's cell."""
     if row["status"] == "ok":
-        return "✓" if row["verdict"] == "GREEN" else "✗"
+        return {"GREEN": "✓"}.get(row["verdict"], "✗")
     if "error code: -14" in (row["reason"] or ""):
         return "−14"
     return {"refused": "error", "invalid": "fell back"}.get(row["status"], "died")
@@ -176,7 +179,6 @@ def _word(row: dict) -> str:
 def timings(light: Light) -> pd.DataFrame:
     """The rows of the stage `timing` with status ok: one for each unit, T and number of
     layers."""
-    rows = light.rows.get("timing", pd.DataFrame())
     columns = [
         "units",
         "T",
@@ -187,8 +189,9 @@ def timings(light: Light) -> pd.DataFrame:
         "wall_p90_ms",
         "calls",
     ]
-    rows = rows[rows["status"] == "ok"] if len(rows) else rows
-    return rows.reindex(columns=[*columns, "ane_ops_share", "invalid"])
+    columns += ["ane_ops_share", "invalid", "status"]
+    rows = light.rows.get("timing", pd.DataFrame()).reindex(columns=columns)
+    return rows[rows["status"] == "ok"].drop(columns="status")
 
 
 def dispatch(light: Light) -> pd.DataFrame:
@@ -202,11 +205,16 @@ def dispatch(light: Light) -> pd.DataFrame:
     for (units, T), line in rows.groupby(["units", "T"]):
         if line["layers"].nunique() > 1:
             layer, start = np.polyfit(line["layers"].astype(float), line["ms"], 1)
-            line = line.assign(
-                setting=f"{units}, T = {T}", dispatch_ms=start, layer_ms=layer
-            )
-            parts.append(line.assign(fit_ms=start + layer * line["layers"])[columns])
-    return pd.concat(parts) if parts else pd.DataFrame(columns=columns)
+            fit = {
+                "setting": f"{units}, T = {T}",
+                "dispatch_ms": start,
+                "layer_ms": layer,
+                "fit_ms": start + layer * line["layers"],
+            }
+            parts.append(line.assign(**fit)[columns])
+    if parts:
+        return pd.concat(parts)
+    return pd.DataFrame(columns=columns)
 
 
 def host_and_device(light: Light) -> pd.DataFrame:
@@ -228,7 +236,7 @@ UNITS = ("CPU_ONLY", "CPU_AND_NE")
 WORDS = {True: "yes", False: "no", None: UNKNOWN}
 
 
-def _all(*answers: bool | None) -> bool | None:
+def _all(answers: Collection[bool | None]) -> bool | None:
     """Whether all answers are True; None if one is unknown and none is False."""
     if False in answers:
         return False
@@ -239,8 +247,17 @@ def _all(*answers: bool | None) -> bool | None:
 
 def _any(answers: Iterable[bool | None]) -> bool | None:
     """Whether any known answer is True; None if none is known."""
-    known = [answer for answer in answers if answer is not None]
-    return any(known) if known else None
+    known = set(answers) - {None}
+    if known:
+        return any(known)
+    return None
+
+
+def _not(answer: bool | None) -> bool | None:
+    """The reverse of a known answer."""
+    if answer is None:
+        return None
+    return not answer
 
 
 def _names(answers: dict[str, bool | None]) -> str:
@@ -258,37 +275,33 @@ def _on_engine(*names: str) -> Callable[[Ladder], tuple[bool | None, str]]:
 
 
 def _mask_as_slice(ladder: Ladder) -> tuple[bool | None, str]:
-    on, masks, slices = {}, [], []
-    for mask, slice in (
-        ("state", "slice"),
-        ("state-t4", "slice-t4"),
-        ("range", "slice-range"),
-    ):
-        on[mask], on[slice] = ladder.on_engine(mask), ladder.on_engine(slice)
-        masks.append(on[mask])
-        slices.append(on[slice])
+    names = ("state", "slice", "state-t4", "slice-t4", "range", "slice-range")
+    on = {name: ladder.on_engine(name) for name in names}
+    masks = [on["state"], on["state-t4"], on["range"]]
     answer = None
     if any(masks):
         answer = True
-    elif any(slices) and None not in masks:
+    elif any(on.values()) and None not in masks:
         answer = False
     return answer, f"on the Neural Engine: {_names(on)}"
 
 
 def _lut4_right(ladder: Ladder) -> tuple[bool | None, str]:
-    answers, shown = [], []
+    answers = []
+    shown = []
     for rung, units in product(("lut4", "large-lut4"), UNITS):
         answers.append(ladder.ok(rung, units))
         ratio = ladder.runs.get((rung, units), {}).get("ratio_t1")
-        distance = UNKNOWN if ratio is None else f"{float(ratio):.2g}"
+        distance = UNKNOWN
+        if ratio is not None:
+            distance = f"{float(ratio):.2g}"
         shown.append(f"{rung} {units} {distance}")
-    return _all(*answers), f"distances: {', '.join(shown)}"
+    return _all(answers), f"distances: {', '.join(shown)}"
 
 
 def _width_free(ladder: Ladder) -> tuple[bool | None, str]:
-    return ladder.ok(
-        "width-30"
-    ), f"width 30 {_names({'loads and agrees': ladder.ok('width-30')})}"
+    answer = ladder.ok("width-30")
+    return answer, f"width 30 {_names({'loads and agrees': answer})}"
 
 
 DISPUTES: dict[str, tuple[str, Callable[[Ladder], tuple[bool | None, str]]]] = {
@@ -309,11 +322,16 @@ DISPUTES: dict[str, tuple[str, Callable[[Ladder], tuple[bool | None, str]]]] = {
 def disputes(light: Light) -> pd.DataFrame:
     """The answers of this first light to disputed rules: rule, says, answer,
     evidence."""
-    rows, ladder = [], Ladder(light)
-    settled = "settled: " if light.runtime == "coreml" else NOT_CORE_ML
+    rows = []
+    ladder = Ladder(light)
+    settled = NOT_CORE_ML
+    if light.runtime == "coreml":
+        settled = "settled: "
     for rule, (says, decide) in DISPUTES.items():
         answer, evidence = decide(ladder)
-        word = "open" if answer is None else settled + WORDS[answer]
+        word = "open"
+        if answer is not None:
+            word = settled + WORDS[answer]
         rows.append((rule, says, word, evidence))
     return pd.DataFrame(rows, columns=["rule", "says", "answer", "evidence"])
 
@@ -329,33 +347,40 @@ def _seen(answers: dict[str, bool | None]) -> Seen:
     return _any(answers.values()), [rung for rung, answer in answers.items() if answer]
 
 
+def _seen_together(rungs: list[str], answers: list[bool | None]) -> Seen:
+    """Whether all answers are True, and the names of these rungs if they are."""
+    answer = _all(answers)
+    if answer:
+        return answer, rungs
+    return answer, []
+
+
 def _cpu_fails(ladder: Ladder) -> Seen:
-    return _seen(
-        {rung: not ladder.ok(rung, "CPU_ONLY") for rung in ladder.rows_on("CPU_ONLY")}
-    )
+    on_cpu = ladder.rows_on("CPU_ONLY")
+    return _seen({rung: not ladder.ok(rung, "CPU_ONLY") for rung in on_cpu})
 
 
 def _state_rejected(ladder: Ladder) -> Seen:
     pair = ["state", "range"]
-    answers = [ladder.ok(n, "CPU_ONLY") for n in pair] + [
-        ladder.rejected(n) for n in pair
-    ]
-    answer = _all(*answers)
-    return answer, pair if answer else []
+    answers = []
+    for rung in pair:
+        answers += [ladder.ok(rung, "CPU_ONLY"), ladder.rejected(rung)]
+    return _seen_together(pair, answers)
 
 
 def _range_alone_off(ladder: Ladder) -> Seen:
-    on = False if ladder.rejected("range") else ladder.on_engine("range")
-    off = None if on is None else not on
-    answer = _all(ladder.on_engine("state-t4"), off)
-    return answer, ["state-t4", "range"] if answer else []
+    off = ladder.rejected("range") or _not(ladder.on_engine("range"))
+    pair = ["state-t4", "range"]
+    return _seen_together(pair, [ladder.on_engine("state-t4"), off])
 
 
 def _write_decides(ladder: Ladder) -> Seen:
     answers = {}
     for mask, slice in (("state", "slice"), ("state-t4", "slice-t4")):
-        pair = ladder.rejected(mask), ladder.rejected(slice)
-        answers[mask] = None if None in pair else pair[0] != pair[1]
+        pair = {ladder.rejected(mask), ladder.rejected(slice)}
+        answers[mask] = None
+        if None not in pair:
+            answers[mask] = len(pair) == 2
     return _seen(answers)
 
 
@@ -380,8 +405,7 @@ def _same_time(ladder: Ladder, rung: str) -> bool:
 def _hides_nan(ladder: Ladder) -> Seen:
     answers = {}
     for rung, row in ladder.rows_on("CPU_AND_NE").items():
-        nan = row.get("nan_comes_out")
-        answers[rung] = None if nan is None else not nan
+        answers[rung] = _not(row.get("nan_comes_out"))
     return _seen(answers)
 
 
@@ -402,11 +426,9 @@ def _runs_there(ladder: Ladder) -> Seen:
     energy = ladder.energy.query("units == 'CPU_AND_NE' and status == 'ok'")
     if energy["ane_joules"].max() > 0:
         return True, there
-    reasons = (
-        energy["energy_reason"].dropna().unique()
-        if len(energy)
-        else ["nothing was timed"]
-    )
+    reasons = energy["energy_reason"].dropna().unique()
+    if energy.empty:
+        reasons = ["nothing was timed"]
     return None, [f"energy {UNKNOWN}: {reason}" for reason in reasons]
 
 
@@ -460,13 +482,14 @@ DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
 def decisions(light: Light) -> pd.DataFrame:
     """The decision table: result, seen (yes, no or not measured), where (at most six
     rungs, or the reason why it was not measured), means, next."""
-    rows, ladder = [], Ladder(light)
+    rows = []
+    ladder = Ladder(light)
     for result, means, step, decide in DECISIONS:
         seen, where = decide(ladder)
         shown = ", ".join(where[:6])
         if len(where) > 6:
             shown += f" and {len(where) - 6} more"
-        rows.append((result, WORDS[seen], "" if seen is False else shown, means, step))
+        rows.append((result, WORDS[seen], shown, means, step))
     return pd.DataFrame(rows, columns=["result", "seen", "where", "means", "next"])
 
 
@@ -477,7 +500,8 @@ def decisions(light: Light) -> pd.DataFrame:
 def light_gates(light: Light) -> list[Gate]:
     """Gates for every machine: the packages are as shipped, the binding behaves as in
     its source, and on the CPU values are the portable runtime's."""
-    results, ladder = [], Ladder(light)
+    results = []
+    ladder = Ladder(light)
     rows = [row for row in ladder.runs.values() if row.get("as_shipped") is not None]
     if rows:
         other = sorted({row["rung"] for row in rows if not row["as_shipped"]})
@@ -496,7 +520,9 @@ def light_gates(light: Light) -> list[Gate]:
         fine = f"{len(known)} answers as its sources say"
         results.append(gates.none("binding", odd, fine, "otherwise: "))
     for row in light.rows.get("golden", pd.DataFrame()).to_dict("records"):
-        reason = row["reason"] if isinstance(row["reason"], str) else "data/tiny-llama"
+        reason = "data/tiny-llama"
+        if isinstance(row["reason"], str):
+            reason = row["reason"]
         green = row.get("verdict") == "GREEN"
         results.append(gates.holds(f"golden {row['units']}", green, reason))
     return results
@@ -513,10 +539,8 @@ def light_conclusion(light: Light) -> str:
     for row in table.itertuples():
         if row.seen == "yes":
             lines.append(f"Seen: {row.result} ({row.where}).")
-    unknown = (table["seen"] == UNKNOWN).sum()
-    lines.append(
-        f"{unknown} of {len(table)} results of the decision table were not measured."
-    )
+    unknown = f"{(table['seen'] == UNKNOWN).sum()} of {len(table)} results"
+    lines.append(f"{unknown} of the decision table were not measured.")
     for row in dispatch(light).drop_duplicates("setting").itertuples():
         ms = f"{row.dispatch_ms:.2f} ms a call and {row.layer_ms:.2f} ms a layer"
         lines.append(f"{row.setting}: {ms}.")

@@ -28,10 +28,10 @@ from workbench.models import checkpoint as checkpoints
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import AttentionGeometry, scaled
 
-HEADS = dict(
-    num_attention_heads=28, num_key_value_heads=4, head_dim=128
-)  # Qwen 2.5 7B's
-NAIVE, SCALED = "q kᵀ, then scale", "scale q, then q kᵀ"
+# Qwen 2.5 7B's
+HEADS = {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
+NAIVE = "q kᵀ, then scale"
+SCALED = "scale q, then q kᵀ"
 # ‖b_k‖ of its two layers with the largest key biases; the median of the others is 22
 REPORTED_NORMS = {0: 605.0, 27: 921.0}
 
@@ -58,9 +58,8 @@ def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256) -> Path
     tensors = load_file(file)
     heads = HEADS["num_key_value_heads"]
     for layer, norm in enumerate(norms):
-        vectors = torch.randn(
-            heads, HEADS["head_dim"], generator=torch.Generator().manual_seed(layer)
-        )
+        generator = torch.Generator().manual_seed(layer)
+        vectors = torch.randn(heads, HEADS["head_dim"], generator=generator)
         bias = nn.functional.normalize(vectors, dim=-1) * norm / heads**0.5
         tensors[f"model.layers.{layer}.self_attn.k_proj.bias"] = bias.reshape(-1).half()
     save_file(tensors, file, metadata={"format": "pt"})
@@ -76,10 +75,8 @@ class NaiveShape(AttentionGeometry):
     def attend(self, q, k, v, cache, io):
         k = cache.append(K_STATE, k, io, self.suffix)
         v = cache.append(V_STATE, v, io, self.suffix)
-        scores = scaled(
-            q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3), self.scale
-        )
-        scores = scores.reshape(self.B, self.H, -1, self.S)
+        scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3)
+        scores = scaled(scores, self.scale).reshape(self.B, self.H, -1, self.S)
         weights = torch.softmax(scores + io["attn_mask"], dim=-1)
         sums = weights.reshape(self.B, self.H_kv, -1, self.S) @ v
         return sums.reshape(self.B, self.H, -1, self.D)
@@ -91,10 +88,11 @@ def decoder(
     """A portable decoder of `bundle`; the programs of its layer shards come from
     `packages` if there are any."""
     decoder = Decoder(bundle, "portable", precision)
-    for model in decoder.layers if packages else ():
-        package, names = packages[model.shard.name]
-        model.executable = miltorch.Executable(miltorch.read(package), precision)
-        model.shard = model.shard.model_copy(update=names)
+    if packages:
+        for model in decoder.layers:
+            package, names = packages[model.shard.name]
+            model.executable = miltorch.Executable(miltorch.read(package), precision)
+            model.shard = model.shard.model_copy(update=names)
     return decoder
 
 
@@ -106,23 +104,23 @@ def naive_packages(
     Returns:
         Shard name → (package, its `weights` and `modules`), for `decoder`.
     """
-    options, packages = bundle.manifest.options, {}
+    options = bundle.manifest.options
+    packages = {}
     plan = read_plan(source, options)
-    for spec in (s for s in shards.specs(plan, options) if s.kind == "layers"):
+    for spec in shards.specs(plan, options):
+        if spec.kind != "layers":
+            continue
         module, parts = build(spec, source, plan, options)
         for block in module.blocks:
             attention = block.self_attn
             attention.shape = NaiveShape(**vars(attention.shape), scale=attention.scale)
             attention.scale = 1.0
-        model = convert.convert(
-            module, spec, options, {p.path for p in parts if p.compressed}
-        )
+        compressed = {part.path for part in parts if part.compressed}
+        model = convert.convert(module, spec, options, compressed)
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
         constants = convert.constants(model)
-        weights = {}
-        for p in parts:
-            weights[p.tensor] = constants[p.path.replace(".", "_")]
+        weights = {p.tensor: constants[p.path.replace(".", "_")] for p in parts}
         modules = {}
         for value, path in convert.modules(model).items():
             modules[value] = absolute_layer_path(path, spec.layers[0])
@@ -140,10 +138,8 @@ def align_queries(decoder: Decoder, norm: float) -> None:
         keys = model.executable.constant(weights[f"{prefix}k_proj.bias"])
         keys = keys.reshape(HEADS["num_key_value_heads"], -1)
         group = HEADS["num_attention_heads"] // len(keys)
-        queries = (nn.functional.normalize(keys, dim=-1) * norm).repeat_interleave(
-            group, 0
-        )
-        bias = queries.reshape(-1).half().float()
+        queries = nn.functional.normalize(keys, dim=-1) * norm
+        bias = queries.repeat_interleave(group, 0).reshape(-1).half().float()
         replace(model.executable, weights[f"{prefix}q_proj.bias"], bias)
 
 
@@ -159,25 +155,25 @@ def score_sweep(
     """
     rows = []
     for order, replacements in ((NAIVE, packages), (SCALED, None)):
-        decoders = {}
-        for name in miltorch.PRECISIONS:
-            decoders[name] = decoder(bundle, name, replacements)
+        decoders = {p: decoder(bundle, p, replacements) for p in miltorch.PRECISIONS}
         for norm in query_norms:
             ranges = {}
             for precision, one in decoders.items():
                 align_queries(one, norm)
                 ranges[precision] = trace.trace_decoder(one, ids)
             first = _first_faults(ranges["declared"])
-            first["narrow"] = next(
-                filter(None, _first_faults(ranges["narrow"]).values()), None
-            )
+            narrow = _first_faults(ranges["narrow"])
+            first["narrow"] = narrow["inf"] or narrow["nan"]
             for layer, scores in enumerate(products(ranges["exact"].frame())):
-                row = {"order": order, "query_norm": norm, "layer": layer}
-                row |= {
+                row = {
+                    "order": order,
+                    "query_norm": norm,
+                    "layer": layer,
                     "product": scores["max_abs"],
                     "headroom_bits": scores["headroom_bits"],
+                    "op": scores["op"],
                 }
-                rows.append(row | {"op": scores["op"]} | first)
+                rows.append(row | first)
     return pd.DataFrame(rows)
 
 
@@ -185,26 +181,26 @@ def reported(norms: Sequence[float]) -> pd.DataFrame:
     """The planted norms, the reported layers with these norms, and the norms per head
     and channel: one row per layer."""
     heads = HEADS["num_key_value_heads"]
-    D = HEADS["head_dim"]
-    sources = {}
-    for layer, norm in REPORTED_NORMS.items():
-        sources[norm] = layer
-    columns = {
-        "layer here": range(len(norms)),
-        "norm of the key bias": norms,
-        "reported for layer of the 7B": [sources.get(norm) for norm in norms],
-        "norm per key head (spread evenly)": [norm / heads**0.5 for norm in norms],
-        "RMS of one channel": [norm / (heads * D) ** 0.5 for norm in norms],
-    }
-    return pd.DataFrame(columns)
+    channels = heads * HEADS["head_dim"]
+    rows = []
+    layers = {norm: layer for layer, norm in REPORTED_NORMS.items()}
+    for i, norm in enumerate(norms):
+        row = {
+            "layer here": i,
+            "norm of the key bias": norm,
+            "reported for layer of the 7B": layers.get(norm),
+            "norm per key head (spread evenly)": norm / heads**0.5,
+            "RMS of one channel": norm / channels**0.5,
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def breaking(sweep: pd.DataFrame) -> pd.DataFrame:
     """One row per order and query norm: the layer with the least headroom, and the
     first inf and NaN of the run."""
-    least = sweep.loc[
-        sweep.groupby(["order", "query_norm"], sort=False)["headroom_bits"].idxmin()
-    ]
+    settings = sweep.groupby(["order", "query_norm"], sort=False)
+    least = sweep.loc[settings["headroom_bits"].idxmin()]
     return least.drop(columns="op").reset_index(drop=True)
 
 
@@ -212,7 +208,7 @@ def first_broken(sweep: pd.DataFrame) -> float:
     """The least query norm at which the naive order overflows; the largest tried if
     none does."""
     norms = sweep.loc[(sweep["order"] == NAIVE) & sweep["inf"].notna(), "query_norm"]
-    return float(norms.min() if len(norms) else sweep["query_norm"].max())
+    return float(min(norms, default=sweep["query_norm"].max()))
 
 
 def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
@@ -221,10 +217,8 @@ def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
     norm = first_broken(sweep)
     here = sweep[sweep["query_norm"] == norm]
     naive, good = (here[here["order"] == order].iloc[0] for order in (NAIVE, SCALED))
-    bad = []
-    for what in ("inf", "nan", "narrow"):
-        if not pd.isna(good[what]):
-            bad.append(f"{what}: {good[what]}")
+    faults = good[["inf", "nan", "narrow"]].dropna()
+    bad = [f"{what}: {place}" for what, place in faults.items()]
     breaks = "(matmul, " in str(naive["inf"])
     heading = f"query norm {norm:g}, scaled first: "
     reason = f"query norm {norm:g}: first inf at {naive['inf']}"
@@ -245,10 +239,11 @@ def products(frame: pd.DataFrame) -> list[pd.Series]:
 def _first_faults(ranges: trace.Ranges) -> dict[str, str | None]:
     """The place of the first operation that gives an inf, and of the first that gives a
     NaN."""
-    first = {}
+    places = {}
     for fault in ("inf", "nan"):
-        first[fault] = ranges.first(fault)
-    return {fault: row and trace.place(row) for fault, row in first.items()}
+        row = ranges.first(fault)
+        places[fault] = row and trace.place(row)
+    return places
 
 
 class Masked(nn.Module):
@@ -282,16 +277,13 @@ def mask_packages(folder: Path) -> dict[str, Path]:
     """A package for each of `MASKS`: scores, allowed [1, 1, 4, 8] → weights [1, 1, 4,
     8]."""
     shape = list(MASK_SHAPE)
-    spec = shards.Spec(
-        "mask", "layers", {"scores": shape, "allowed": shape}, {"weights": shape}
-    )
-    packages = {
-        name: Path(folder) / f"mask_{i}.mlpackage" for i, name in enumerate(MASKS)
-    }
-    for name, package in packages.items():
-        convert.convert(Masked(MASKS[name]), spec, Options(t_max=1), set()).save(
-            str(package)
-        )
+    inputs = {"scores": shape, "allowed": shape}
+    spec = shards.Spec("mask", "layers", inputs, {"weights": shape})
+    packages = {}
+    for i, (name, factor) in enumerate(MASKS.items()):
+        packages[name] = Path(folder) / f"mask_{i}.mlpackage"
+        model = convert.convert(Masked(factor), spec, Options(t_max=1), set())
+        model.save(str(packages[name]))
     return packages
 
 
@@ -318,14 +310,11 @@ def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
         for case, (scored, attended) in cases.items():
             io = {"scores": scored, "allowed": attended}
             ranges = trace.trace_package(package, io).ranges["declared"]
-            tensors = {}
-            for key, value in io.items():
-                tensors[key] = torch.from_numpy(value)
+            tensors = {key: torch.from_numpy(value) for key, value in io.items()}
             weights = executable.run(tensors, {})["weights"].numpy()
             leak = float((weights * (1 - attended)).sum(-1).max())
-            rows.append(
-                {"mask": name, "case": case, "leak": leak, **_first_faults(ranges)}
-            )
+            row = {"mask": name, "case": case, "leak": leak}
+            rows.append(row | _first_faults(ranges))
     return pd.DataFrame(rows)
 
 
@@ -352,9 +341,8 @@ def overflow_conclusion(sweep: pd.DataFrame, masks: pd.DataFrame) -> str:
         lines.append("No query norm that was tried makes the naive order overflow.")
     else:
         least = broken.iloc[0]
-        gain = np.mean(
-            good["headroom_bits"].to_numpy() - naive["headroom_bits"].to_numpy()
-        )
+        bits = (rows["headroom_bits"].to_numpy() for rows in (good, naive))
+        gain = np.mean(np.subtract(*bits))
         finite = f"finite at every norm tried, up to {good['query_norm'].max():g}"
         if len(also):
             largest = good.loc[good["inf"].isna(), "query_norm"].max()

@@ -40,9 +40,11 @@ class BundleModel(TemplateLM):
             open_folder(Path(folder)), **({"fast": True} | options)
         )
         if self.decoder.options.batch > 1:
-            actual = f"a batch of {self.decoder.options.batch}"
             raise InputError(
-                f"bundle {folder}", actual, "a batch of 1", "export with --batch 1"
+                f"bundle {folder}",
+                f"a batch of {self.decoder.options.batch}",
+                "a batch of 1",
+                "export with --batch 1",
             )
         self.tokenizer = load_tokenizer(self.decoder.bundle.tokenizer)
         self.max_length = self.decoder.options.max_seq_len
@@ -95,7 +97,8 @@ class BundleModel(TemplateLM):
         for (text,) in tqdm(
             [request.args for request in requests], disable=disable_tqdm
         ):
-            ids, first = self.tok_encode(text), self.prefix_token_id
+            ids = self.tok_encode(text)
+            first = self.prefix_token_id
             rolling = get_rolling_token_windows(
                 ids, first, self.max_length, context_len=1
             )

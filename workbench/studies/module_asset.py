@@ -2,8 +2,9 @@
 Apple's tools compare them, and the bundle against Hugging Face's model."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,9 +30,8 @@ def _later_rows_shifted(self, name, rows, io, suffix, append=Cache.append):
     """A fault: every token of a call but its first is written one row too far."""
     mask = io[KV_WRITE_MASK]
     shifted = torch.cat([mask[:, :, -1:], mask[:, :, :-1]], 2)
-    later = (
-        shifted.sum(-1, keepdim=True).transpose(2, 3) @ mask
-    )  # the row before is written too
+    # the row before is written too
+    later = shifted.sum(-1, keepdim=True).transpose(2, 3) @ mask
     mixed = mask * (1 - later) + shifted * later
     return append(self, name, rows, io | {KV_WRITE_MASK: mixed}, suffix)
 
@@ -54,22 +54,20 @@ def _wrong_rope_base(source, options, read_plan=exporting.read_plan):
     plan = read_plan(source, options)
     rope = []
     for one in plan.rope:
-        rope.append(one.model_copy(update={"inv_freq": [f**1.1 for f in one.inv_freq]}))
+        frequencies = [frequency**1.1 for frequency in one.inv_freq]
+        rope.append(one.model_copy(update={"inv_freq": frequencies}))
     return replace(plan, rope=rope)
 
 
+_REPLACEMENTS = {
+    "none": (exporting, "read_plan", exporting.read_plan),
+    "write row off by one at T > 1": (Cache, "append", _later_rows_shifted),
+    "heads permuted": (AttentionGeometry, "merge", _merged_without_transpose),
+    "wrong rope base": (exporting, "read_plan", _wrong_rope_base),
+    "mask 1/0": (AttentionGeometry, "attend", _mask_of_ones_and_zeros),
+}
 FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
-    "none": ExitStack,
-    "write row off by one at T > 1": lambda: patch.object(
-        Cache, "append", _later_rows_shifted
-    ),
-    "heads permuted": lambda: patch.object(
-        AttentionGeometry, "merge", _merged_without_transpose
-    ),
-    "wrong rope base": lambda: patch.object(exporting, "read_plan", _wrong_rope_base),
-    "mask 1/0": lambda: patch.object(
-        AttentionGeometry, "attend", _mask_of_ones_and_zeros
-    ),
+    name: partial(patch.object, *function) for name, function in _REPLACEMENTS.items()
 }
 
 
@@ -80,29 +78,28 @@ def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame
     rows = []
     options = {"target": "coreai", "program_dtype": "fp32"} | options
     for number, (name, planted) in enumerate(FAULTS.items()):
-        modules, make_module = [], CoreAIMaker._module
+        modules = []
+        make_module = CoreAIMaker._module
 
-        def keep(maker, spec, stored, kept=modules, make_module=make_module):
-            kept.append(make_module(maker, spec, stored))
-            return kept[-1]
+        def record(maker, spec, stored, modules=modules, make_module=make_module):
+            modules.append(make_module(maker, spec, stored))
+            return modules[-1]
 
-        with planted(), patch.object(CoreAIMaker, "_module", keep):
+        with planted(), patch.object(CoreAIMaker, "_module", record):
             path = folder / f"fault_{number}"
             bundle = exporting.export(checkpoint.path, path, progress=False, **options)
             decoder = Decoder(bundle)
-            module_asset = module_against_asset(modules[0], decoder)
+            distance = module_against_asset(modules[0], decoder)
         program, _ = program_gates(decoder, checkpoint)
-        rows.append(
-            {
-                "fault": name,
-                "module_asset": module_asset,
-                "module_asset_verdict": gates.GREEN
-                if module_asset <= SAME
-                else gates.RED,
-                "program": program.value,
-                "verdict": program.verdict,
-            }
-        )
+        asset_gate = gates.at_most("module_asset", distance, SAME, "")
+        row = {
+            "fault": name,
+            "module_asset": distance,
+            "module_asset_verdict": asset_gate.verdict,
+            "program": program.value,
+            "verdict": program.verdict,
+        }
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -112,7 +109,8 @@ def module_against_asset(module: torch.nn.Module, decoder: Decoder) -> float:
     model = decoder.layers[0]
     rng = np.random.default_rng(0)
     worst = 0.0
-    state, B = model.make_state(), decoder.options.batch
+    state = model.make_state()
+    B = decoder.options.batch
     for start in range(0, LENGTH, 4):
         T = min(4, LENGTH - start)
         io = decoder.host.inputs(np.full(B, start), np.full(B, T), T)

@@ -1,8 +1,9 @@
 """Adopts, validates and explains packages with the interfaces of five exporters, sound
 and faulty, and the user's own, for notebook 37."""
 
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -51,18 +52,25 @@ def findings(
     sound ones, and the same with the style's fault planted."""
     results = {}
     for name in styles:
-        style, sound = STYLES[name], folder / name
+        style = STYLES[name]
+        sound = folder / name
         source = tiny_checkpoint(style.family, folder, layers)
-        for fault in ("", style.fault):
-            packages = folder / f"{name} {fault}" if fault else sound
-            copied = {"sound": sound} if fault == "future" else {}
-            style.make(packages, source, fault=fault, **copied)
+        faulty = folder / f"{name} {style.fault}"
+        style.make(sound, source, fault="")
+        copied = {}
+        if style.fault == "future":
+            copied["sound"] = sound
+        style.make(faulty, source, fault=style.fault, **copied)
+        adopted = []
+        for packages in (sound, faulty):
             target = folder / "adopted" / packages.name
-            finding = adopt_packages([packages], Checkpoint(source), target, **how)
-            finding.fault = fault
-            if fault:
-                finding.computes = style.computes
-            results[f"{name}, {'faulty' if fault else 'sound'}"] = finding
+            adopted.append(
+                adopt_packages([packages], Checkpoint(source), target, **how)
+            )
+        results[f"{name}, sound"] = replace(adopted[0], fault="")
+        results[f"{name}, faulty"] = replace(
+            adopted[1], fault=style.fault, computes=style.computes
+        )
     return results
 
 
@@ -72,11 +80,8 @@ def own_finding(
     """The finding of the user's packages, if there are any."""
     if not packages:
         return {}
-    return {
-        "yours": adopt_packages(
-            packages, Checkpoint(checkpoint), folder / "yours", **how
-        )
-    }
+    source = Checkpoint(checkpoint)
+    return {"yours": adopt_packages(packages, source, folder / "yours", **how)}
 
 
 def finding_table(results: dict[str, Finding]) -> pd.DataFrame:
@@ -84,9 +89,9 @@ def finding_table(results: dict[str, Finding]) -> pd.DataFrame:
     not_run, the worst K or V, and the variant that the packages compute."""
     rows = []
     for name, finding in results.items():
-        by_verdict = {gates.RED: [], gates.NOT_RUN: []}
+        by_verdict = defaultdict(list)
         for gate in finding.validation.gates:
-            by_verdict.setdefault(gate.verdict, []).append(gate.name)
+            by_verdict[gate.verdict].append(gate.name)
         worst = finding.validation.json()["worst"]
         row = {
             "packages": name,
@@ -135,15 +140,16 @@ def finding_gates(results: dict[str, Finding]) -> list[gates.Gate]:
     for name, finding in results.items():
         verdict = finding.validation.verdict
         cause = finding.cause
-        expected = gates.RED if finding.fault else gates.GREEN
+        expected = gates.GREEN
+        if finding.fault:
+            expected = gates.RED
         named = cause.fits == finding.computes
         if finding.fault == "future":
             named = any(fault.startswith("causality") for fault in cause.faults)
         reason = f"{verdict}; {conclusion(cause)}"
         slug = name.replace(",", "").replace(" ", "_")
-        checks.append(
-            gates.holds(f"{slug}_is_{expected}", verdict == expected and named, reason)
-        )
+        holds = verdict == expected and named
+        checks.append(gates.holds(f"{slug}_is_{expected}", holds, reason))
     return checks
 
 
@@ -162,7 +168,6 @@ def adopt_conclusion(results: dict[str, Finding], measured: pd.DataFrame) -> str
     )
     lines = [f"{words} Packages checked here:", ""]
     for name, finding in results.items():
-        lines.append(
-            f"- {name}: {finding.validation.verdict}. {conclusion(finding.cause)}"
-        )
+        verdict = finding.validation.verdict
+        lines.append(f"- {name}: {verdict}. {conclusion(finding.cause)}")
     return "\n".join(lines)

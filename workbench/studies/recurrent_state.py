@@ -7,6 +7,7 @@ planner's, from configurations."""
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import cycle, islice
 
 import numpy as np
 import pandas as pd
@@ -27,7 +28,9 @@ WIDTH, BETA = 32, 0.1  # of keys and values; how far each token corrects the mat
 # what six independent roundings of at most 2^-11 leave: k S, its decay, v less it,
 # times β, the outer product, the matrix
 ROUNDED = 6**0.5 * 2.0**-11
-SCALED, ADDED, PAIR = "S · exp g", "S + S · expm1 g", "the same, a pair of states"
+SCALED = "S · exp g"
+ADDED = "S + S · expm1 g"
+PAIR = "the same, a pair of states"
 CONFIGS: dict[str, tuple[str, str, dict]] = {
     "LFM 2": ("lfm2", "conv", {}),
     "Qwen 3.5": ("qwen3_5_text", "linear_attention", {}),
@@ -41,7 +44,8 @@ SETTINGS: dict[str, dict] = {
     "undo and state_pair": {"undo": True, "state_pair": True},
 }
 """Name → export options."""
-RECURRENT, ATTENTION = "one in four attends", "attention alone"
+RECURRENT = "one in four attends"
+ATTENTION = "attention alone"
 
 
 class _States:
@@ -78,38 +82,40 @@ def drift(half_lives: Sequence[int], tokens: Sequence[int], seeds: int) -> pd.Da
     by form, half-life in tokens and seed: every operation rounded to fp16, against
     float64 on the same inputs."""
     decay = -np.log(2) / torch.tensor(half_lives, dtype=torch.float64).reshape(-1, 1, 1)
-    decay, rows = decay.half(), []
+    decay = decay.half()
+    rows = []
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
         shape = max(tokens), len(half_lives), 1, WIDTH
         k, v = (torch.randn(shape, generator=generator) for _ in range(2))
         k = torch.nn.functional.normalize(k, dim=-1).half()
         inputs = k, v.half()
-        exact = _matrices(
-            _scaled, decay.double(), *(x.double() for x in inputs), tokens
-        )
+        doubles = (x.double() for x in inputs)
+        exact = _matrices(_scaled, decay.double(), *doubles, tokens)
         for form, update in FORMS.items():
-            made = _matrices(update, decay, *inputs, tokens)
-            for count, matrix in made.items():
-                off, scale = (
-                    x.square().mean((1, 2)).sqrt()
-                    for x in (matrix - exact[count], exact[count])
-                )
-                for half_life, error in zip(
-                    half_lives, (off / scale).tolist(), strict=True
-                ):
+            matrices = _matrices(update, decay, *inputs, tokens)
+            for count, matrix in matrices.items():
+                errors = _rms(matrix - exact[count]) / _rms(exact[count])
+                for half_life, error in zip(half_lives, errors.tolist(), strict=True):
                     rows.append((form, half_life, count, seed, error))
     return pd.DataFrame(rows, columns=["form", "half_life", "tokens", "seed", "error"])
+
+
+def _rms(matrices: torch.Tensor) -> torch.Tensor:
+    """The RMS of each matrix."""
+    return matrices.square().mean((1, 2)).sqrt()
 
 
 def _matrices(
     update: Callable, g, k, v, tokens: Sequence[int]
 ) -> dict[int, torch.Tensor]:
     """The matrices [half-lives, WIDTH, WIDTH] after so many tokens, float64."""
-    states, matrices = _States(torch.zeros(len(g), WIDTH, WIDTH, dtype=k.dtype)), {}
+    states = _States(torch.zeros(len(g), WIDTH, WIDTH, dtype=k.dtype))
+    matrices = {}
     enter = torch.exp(g)
     for count in range(1, max(tokens) + 1):
-        key, value = k[count - 1], v[count - 1]
+        key = k[count - 1]
+        value = v[count - 1]
         delta = (value - (key @ states.read(MATRIX_STATE)) * enter) * BETA
         update(states, g, key.transpose(1, 2) @ delta)
         if count in tokens:
@@ -131,7 +137,8 @@ def drift_gates(errors: pd.DataFrame) -> list[gates.Gate]:
     than the other forms; where the product with e^g errs most, the sum errs a third of
     it at most."""
     table = drift_table(errors)
-    worst, slow = table.loc[PAIR].max(), table.loc[SCALED].idxmax()
+    worst = table.loc[PAIR].max()
+    slow = table.loc[SCALED].idxmax()
     least = bool((table.loc[PAIR] < table.drop(PAIR)).all(axis=None))
     share = table.loc[ADDED, slow] / table.loc[SCALED, slow]
     return [
@@ -159,26 +166,23 @@ def price_of_options(
         calls of one token, all settings in turn; `error`, the RMS by which all matrices
         are off those of `exact` arithmetic, over their RMS.
     """
-    rows, samplers = [], {}
+    rows = []
+    calls = []
     for name, decoder in decoders.items():
+        rng = np.random.default_rng(0)
+        ids = rng.integers(0, decoder.manifest.dims.V, tokens + 1).tolist()
+        matrices = _matrices_after(decoder, ids[:-1])
         exact = Decoder(decoder.bundle, "portable", "exact")
-        ids = (
-            np.random.default_rng(0)
-            .integers(0, decoder.manifest.dims.V, tokens + 1)
-            .tolist()
-        )
-        matrices = [_matrices_after(each, ids[:-1]) for each in (decoder, exact)]
-        error = float(rms(np.subtract(*matrices)) / rms(matrices[1]))
+        reference = _matrices_after(exact, ids[:-1])
+        error = float(rms(matrices - reference) / rms(reference))
         size = budget_of_bundle(decoder.bundle).side_states // decoder.options.batch
         rows.append({"setting": name, "state_bytes": size, "error": error})
-        samplers[name] = partial(_call_ms, decoder, ids[-1], decoder.snapshot())
-    turns = [
-        {name: sample() for name, sample in samplers.items()} for _ in range(rounds + 1)
-    ]
-    samples = pd.DataFrame(turns[1:])  # the first calls warm up
-    return pd.DataFrame(
-        [row | {"samples": samples[row["setting"]].tolist()} for row in rows]
-    )
+        calls.append(partial(_call_ms, decoder, ids[-1], decoder.snapshot()))
+    turns = []
+    for _ in range(rounds + 1):
+        turns.append([call() for call in calls])
+    samples = np.transpose(turns[1:])  # the first calls warm up
+    return pd.DataFrame(rows).assign(samples=samples.tolist())
 
 
 def _call_ms(decoder: Decoder, token: int, start: Snapshot) -> float:
@@ -203,10 +207,11 @@ def _matrices_after(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
     decoder.begin()
     for token in ids:
         decoder.decode_one_token(token)
-    states = [each for each in decoder.named_states if each[1].endswith(MATRIX_STATE)]
-    return np.concatenate(
-        [np.ravel(state.read(name)) for state, name in states]
-    ).astype(float)
+    matrices = []
+    for state, name in decoder.named_states:
+        if name.endswith(MATRIX_STATE):
+            matrices.append(np.ravel(state.read(name)))
+    return np.concatenate(matrices).astype(float)
 
 
 def crossover(lengths: Iterable[int], compress: str, chip: str) -> pd.DataFrame:
@@ -216,41 +221,35 @@ def crossover(lengths: Iterable[int], compress: str, chip: str) -> pd.DataFrame:
     Weights are those of transformers' default configuration, stored as `compress`, a
     shard for each layer; a call of one token reads every weight, and reads and writes
     every state."""
-    rows, bits = [], STORED_BITS[compress] / 8
+    rows = []
+    bytes_per_weight = STORED_BITS[compress] / 8
     for model, (family, recurrent, changes) in CONFIGS.items():
         for layers in (RECURRENT, ATTENTION):
             config = _config(family, recurrent, layers, changes)
-            plan, (weights, head) = family_of(config).plan(config), _elements(config)
+            plan = family_of(config).plan(config)
+            weights, head = _elements(config)
+            size = int(weights * bytes_per_weight)
+            head_size = int(head * bytes_per_weight)
+            L = plan.dims.L
             for S in lengths:
                 options = Options(max_seq_len=S, compress=compress)
-                states = sum(
-                    _state_bytes(plan.states(i, options)) for i in range(plan.dims.L)
-                )
+                states = sum(_state_bytes(plan.states(i, options)) for i in range(L))
                 work = [
-                    Work(
-                        "layers",
-                        int(weights * bits),
-                        states,
-                        2.0 * weights,
-                        plan.dims.L,
-                        compress,
-                    ),
-                    Work("head", int(head * bits), 0, 2.0 * head, 1, compress),
+                    Work("layers", size, states, 2.0 * weights, L, compress),
+                    Work("head", head_size, 0, 2.0 * head, 1, compress),
                 ]
                 ms = roofline.predict_ms(work, chip)["ms"].sum()
-                rows.append(
-                    (model, layers, S, states, int(weights * bits), 1e3 / ms, chip)
-                )
-    columns = [
-        "model",
-        "layers",
-        "max_seq_len",
-        "state_bytes",
-        "weight_bytes",
-        "tokens_per_s",
-        "chip",
-    ]
-    return pd.DataFrame(rows, columns=columns)
+                row = {
+                    "model": model,
+                    "layers": layers,
+                    "max_seq_len": S,
+                    "state_bytes": states,
+                    "weight_bytes": size,
+                    "tokens_per_s": 1e3 / ms,
+                    "chip": chip,
+                }
+                rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def _config(family: str, recurrent: str, layers: str, changes: Mapping):
@@ -258,11 +257,11 @@ def _config(family: str, recurrent: str, layers: str, changes: Mapping):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(family, **changes)
-    others = recurrent if layers == RECURRENT else "full_attention"
-    count = config.num_hidden_layers
-    config.layer_types = [
-        "full_attention" if i % 4 == 3 else others for i in range(count)
-    ]
+    others = "full_attention"
+    if layers == RECURRENT:
+        others = recurrent
+    kinds = cycle([others, others, others, "full_attention"])
+    config.layer_types = list(islice(kinds, config.num_hidden_layers))
     return config
 
 
@@ -272,9 +271,8 @@ def _elements(config) -> tuple[int, int]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return sum(
-        p.numel() for p in model.model.layers.parameters()
-    ), model.lm_head.weight.numel()
+    layers = sum(weight.numel() for weight in model.model.layers.parameters())
+    return layers, model.lm_head.weight.numel()
 
 
 def _state_bytes(states: Mapping[str, tuple[int, ...]]) -> int:
@@ -284,12 +282,13 @@ def _state_bytes(states: Mapping[str, tuple[int, ...]]) -> int:
 def crossover_table(sizes: pd.DataFrame) -> pd.DataFrame:
     """Per model: the shortest of the lengths at which its states are the smaller ones,
     and at the longest the bytes of both and the tok/s."""
-    rows, longest = [], sizes["max_seq_len"].max()
+    rows = []
+    longest = sizes["max_seq_len"].max()
     for model, one in sizes.groupby("model", sort=False):
         table = one.pivot(index="max_seq_len", columns="layers", values="state_bytes")
         smaller = table.index[table[RECURRENT] < table[ATTENTION]]
         last = one[one["max_seq_len"] == longest].set_index("layers")
-        row = {"model": model, "smaller from": smaller.min() if len(smaller) else None}
+        row = {"model": model, "smaller from": min(smaller, default=None)}
         for layers in (RECURRENT, ATTENTION):
             row[f"MiB, {layers}"] = last.loc[layers, "state_bytes"] / 2**20
             row[f"tok/s, {layers}"] = last.loc[layers, "tokens_per_s"]
@@ -299,7 +298,8 @@ def crossover_table(sizes: pd.DataFrame) -> pd.DataFrame:
 
 def conclusion(errors: pd.DataFrame, prices: pd.DataFrame, sizes: pd.DataFrame) -> str:
     """What the three parts say, a line each."""
-    worst, tokens = drift_table(errors).max(axis=1), errors["tokens"].max()
+    worst = drift_table(errors).max(axis=1)
+    tokens = errors["tokens"].max()
     lines = [
         f"After {tokens:,} tokens a matrix in fp16 is off by at most {worst[SCALED]:.2g} of its "
         f"RMS as {SCALED}, by {worst[ADDED]:.2g} as {ADDED}, and by {worst[PAIR]:.2g} as a pair of "
@@ -318,11 +318,9 @@ def conclusion(errors: pd.DataFrame, prices: pd.DataFrame, sizes: pd.DataFrame) 
     longest = sizes["max_seq_len"].max()
     for row in crossover_table(sizes).itertuples(index=False):
         model, shortest, own, speed, other, other_speed = row
-        place = (
-            "at no length"
-            if pd.isna(shortest)
-            else f"from max_seq_len {shortest:.0f} on"
-        )
+        place = "at no length"
+        if pd.notna(shortest):
+            place = f"from max_seq_len {shortest:.0f} on"
         lines.append(
             f"{model}: states smaller than those of attention alone {place}; at {longest:,} "
             f"{own:,.0f} against {other:,.0f} MiB, {speed:.0f} against {other_speed:.0f} tok/s "

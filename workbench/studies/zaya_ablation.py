@@ -98,25 +98,19 @@ def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
     patches = {}
     for name, (owner, replacement) in by_code().items():
         patches[name] = None, patch.object(owner, "forward", replacement(owner.forward))
-    for name, change in BY_WEIGHTS.items():
-        patches[name] = change, nullcontext()
+    patches |= {name: (change, nullcontext()) for name, change in BY_WEIGHTS.items()}
     rows = []
     for ingredient, (change, patched) in patches.items():
         weights = change and (
             lambda name, change=change: change(name, checkpoint.tensor(name))
         )
-        label = f"without {ingredient}"
+        about = reference.ids, weights, f"without {ingredient}"
         with patched:
-            without = golden.make_golden(
-                checkpoint, reference.ids, weights, label, fed=reference.x
-            )
+            without = golden.make_golden(checkpoint, *about, fed=reference.x)
         for tensor in ("update", "hidden"):
-            worst = metrics.cosine(
-                getattr(reference, tensor), getattr(without, tensor)
-            ).min()
-            rows.append(
-                {"ingredient": ingredient, "tensor": tensor, "cosine": float(worst)}
-            )
-    frame = pd.DataFrame(rows)
+            pair = getattr(reference, tensor), getattr(without, tensor)
+            worst = float(metrics.cosine(*pair).min())
+            rows.append((ingredient, tensor, worst))
+    frame = pd.DataFrame(rows, columns=["ingredient", "tensor", "cosine"])
     order = frame[frame["tensor"] == "update"].sort_values("cosine")["ingredient"]
     return frame.set_index("ingredient").loc[order].reset_index()

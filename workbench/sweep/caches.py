@@ -2,6 +2,7 @@
 clean`."""
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from workbench import paths
 from workbench.errors import InputError
 from workbench.files import locked
 
-BUNDLES, GOLDENS = Path("data/bundles"), Path("data/golden")
+BUNDLES = Path("data/bundles")
+GOLDENS = Path("data/golden")
 EVALUATIONS = Path("data/evaluations")
 KINDS = {
     "compiled": "Core ML's compiled copies of shards, beside their bundle",
@@ -36,15 +38,19 @@ def cache_entries(project: Path, folders: tuple[Path, ...] = ()) -> list[CacheEn
 
     These are all of `KINDS` in `project`, and compiled copies and unfinished exports in
     further `folders`, whose finished bundles are the user's own."""
-    places = []
+    entries = []
+
+    def add(kind: str, places: Iterable[Path]) -> None:
+        for path in places:
+            entries.append(CacheEntry(kind, path, _size(path)))
+
     for kind, pattern in HIDDEN.items():
         for folder in (project / BUNDLES, *folders):
-            places += [(kind, path) for path in folder.glob(pattern) if path.is_dir()]
-    places += [("goldens", path) for path in (project / GOLDENS).glob("*.safetensors")]
-    places += [("evaluations", path) for path in (project / EVALUATIONS).glob("*.rows")]
+            add(kind, filter(Path.is_dir, folder.glob(pattern)))
+    add("goldens", (project / GOLDENS).glob("*.safetensors"))
+    add("evaluations", (project / EVALUATIONS).glob("*.rows"))
     for manifest in (project / BUNDLES).glob(f"[!.]*/{paths.BUNDLE}"):
-        places.append(("bundles", manifest.parent))
-    entries = [CacheEntry(kind, path, _size(path)) for kind, path in places]
+        add("bundles", [manifest.parent])
     return sorted(entries, key=lambda entry: (-entry.bytes, entry.path))
 
 
@@ -68,5 +74,5 @@ def remove(entry: CacheEntry) -> None:
 
 
 def _size(path: Path) -> int:
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.lstat().st_size for file in files if file.is_file())
+    files = filter(Path.is_file, (path, *path.rglob("*")))
+    return sum(file.lstat().st_size for file in files)

@@ -70,7 +70,8 @@ def prepare(job: dict) -> None:
 def measure_cell(job: dict) -> None:
     """In a child: times a bundle, validates it if the job has ids, logs the run to
     job["root"]."""
-    began, before = time.time(), runs.state_before()
+    began = time.time()
+    before = runs.state_before()
     bundle = _bundle(job)
     how = runs.pick(
         job["run"], "runtime", "precision", "fast", "compute_units", "hints"
@@ -94,9 +95,8 @@ def measure_cell(job: dict) -> None:
         config["fault"] = decoder.fault
     if messages := process.core_ml_messages():
         config["stderr"] = messages
-    if errors := process.invalidating(
-        messages
-    ):  # it ran, and not where it was meant to
+    # it ran, and not where it was meant to
+    if errors := process.invalidating(messages):
         row |= {"status": "invalid", "reason": errors[0]}
     if job["judge_ids"]:
         validation = _validation(job, decoder)
@@ -146,14 +146,10 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     the `seconds` that are left, `config` has the reason."""
     if decoder.runtime in ("portable", "coreai") or isinstance(decoder.bundle, Adopted):
         return {}
-    shards = []
-    for model in (*decoder.layers, *decoder.heads):
-        shards.append(model.shard)
-    how = decoder.runtime, decoder.compute_units, decoder.fault
+    shards = [model.shard for model in (*decoder.layers, *decoder.heads)]
+    how = decoder.runtime, decoder.compute_units, decoder.fault, max(1, seconds / 2)
     try:
-        placements = plans.planned_placement(
-            decoder.bundle, shards, *how, max(1, seconds / 2)
-        )
+        placements = plans.planned_placement(decoder.bundle, shards, *how)
     except InputError as problem:
         return {"config": config | {"placement": str(problem)}}
     columns = placement.columns(placements)
@@ -180,11 +176,8 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
 
 
 def _identity(job: dict) -> dict:
-    return (
-        {"command": "sweep"}
-        | runs.pick(job, "setting", "round")
-        | runs.counted(job["run"])
-    )
+    columns = {"command": "sweep"} | runs.pick(job, "setting", "round")
+    return columns | runs.counted(job["run"])
 
 
 def _config(job: dict) -> dict:
@@ -251,14 +244,10 @@ def _path(job: dict) -> Path:
     """The folder of a job's bundle on this machine."""
     if job["identity"]:
         return find(job["bundle"], log.default_root())
-    if job["bundles"]:
-        folder = Path(job["bundles"])
-    else:
-        folder = log.project() / "data" / "bundles"
+    folder = Path(job["bundles"] or log.project() / "data" / "bundles")
     model = paths.model_name(Path(job["checkpoint"]))
-    return folder / _bundle_name(
-        model, job["checkpoint_hash"], Options(**job["options"])
-    )
+    options = Options(**job["options"])
+    return folder / _bundle_name(model, job["checkpoint_hash"], options)
 
 
 def _bundle_name(checkpoint: str, sha256: str, options: Options) -> str:

@@ -30,7 +30,8 @@ class Cluster:
     """The workers of a Dask scheduler."""
 
     def __init__(self, client):
-        self.client, self.indices = client, {}
+        self.client = client
+        self.indices = {}
 
     def environments(self) -> list[dict]:
         """`log.environment` of every worker."""
@@ -44,17 +45,14 @@ class Cluster:
                 one.
         """
         answers = self.client.run(lacks, path)
-        lacking = []
-        for address, text in answers.items():
-            if text:
-                lacking.append(address)
-        if lacking:
+        if any(answers.values()):
             environments = self.client.run(log.environment)
             texts = []
-            for a in lacking:
-                texts.append(f"{machine_name(environments[a])}: {answers[a]}")
+            for address, text in answers.items():
+                if text:
+                    texts.append(f"{machine_name(environments[address])}: {text}")
             raise InputError(
-                f"{len(lacking)} of {len(environments)} workers",
+                f"{len(texts)} of {len(environments)} workers",
                 "; ".join(texts),
                 f"{path} in the project of each, as here",
                 "copy the checkpoint there, or name finished bundles in the grid (bundle: […]), "
@@ -64,20 +62,21 @@ class Cluster:
     def send(self, source: Path, place: str) -> None:
         """Copies a file or folder in pieces to `place` of every worker's project that
         lacks it."""
-        addresses = {}
-        for a, project in self.client.run(_lacking_project, place).items():
-            addresses[project] = a
-        lacking = [address for project, address in addresses.items() if project]
+        projects = self.client.run(_lacking_project, place)
+        addresses = {project: address for address, project in projects.items()}
+        addresses.pop(None, None)
+        lacking = list(addresses.values())
+        if not lacking:
+            return
         files = [p for p in sorted(source.rglob("*")) if p.is_file()] or [source]
-        for path in files if lacking else ():
+        for path in files:
             name = path.relative_to(source).as_posix()
             with path.open("rb") as file:
                 while (piece := file.read(PIECE)) or not file.tell():
                     self.client.run(_append, place, name, piece, workers=lacking)
                     if not piece:
                         break
-        if lacking:
-            self.client.run(_finish, place, workers=lacking)
+        self.client.run(_finish, place, workers=lacking)
 
     def results(
         self,
@@ -92,20 +91,21 @@ class Cluster:
         worker that dies."""
         from distributed import as_completed
 
-        waiting, pending = deque(jobs), {}
+        waiting = deque(jobs)
+        pending = {}
         completed = as_completed([], loop=self.client.loop, raise_errors=False)
         while waiting or pending:
             while waiting and len(pending) < self._capacity():
                 job = waiting.popleft()
                 key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
                 how = dict(key=key, pure=False, resources={RESOURCE: 1}, retries=0)
-                future = self.client.submit(
-                    _on_worker, run, job, dict(self.indices), **how
-                )
+                work = _on_worker, run, job, dict(self.indices)
+                future = self.client.submit(*work, **how)
                 pending[future] = job
                 completed.add(future)
             future = next(completed)
-            job, problem = pending.pop(future), future.exception()
+            job = pending.pop(future)
+            problem = future.exception()
             if problem is None:
                 yield job, future.result(), True
                 continue
@@ -118,12 +118,8 @@ class Cluster:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         for address in sorted(workers):
             self.indices.setdefault(address, len(self.indices))
-        return max(
-            sum(
-                worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers.values()
-            ),
-            1,
-        )
+        resources = [worker["resources"] for worker in workers.values()]
+        return max(1, sum(each.get(RESOURCE, 0) >= 1 for each in resources))
 
 
 def _lacking_project(place: str) -> tuple[str, str] | None:
@@ -170,10 +166,9 @@ def _failed_files(
     job: dict, problem: Exception, failed: Callable, indices: dict[str, int]
 ) -> dict[str, bytes]:
     """The log files of the failed run of a job that returned none."""
+    reason = repr(problem)
     if isinstance(problem, _errors()):
         reason = "the worker died or left"
-    else:
-        reason = repr(problem)
     worker = getattr(getattr(problem, "last_worker", None), "address", None)
     with tempfile.TemporaryDirectory() as root:
         row = job | {"root": root, "worker": indices.get(worker)}
@@ -191,16 +186,11 @@ def connect(address: str):
     from distributed import Client
     from distributed.comm.addressing import resolve_address
 
-    try:
-        resolve_address(
-            address
-        )  # a client of no address at all does not close by itself
+    try:  # a client of no address at all does not close by itself
+        resolve_address(address)
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
-    except (
-        OSError,
-        TypeError,
-        ValueError,
-    ) as problem:  # TypeError: tls without a certificate
+    # TypeError: tls without a certificate
+    except (OSError, TypeError, ValueError) as problem:
         raise InputError(
             f"scheduler {address}",
             str(problem) or type(problem).__name__,

@@ -50,9 +50,7 @@ def split_main(argument: dict) -> None:
     bundle = bundle_for(checkpoint, Options(**argument["options"]), bundles)
     splits = error.split_error(checkpoint, bundle, argument["ids"])
     results = error.error_gates(splits)
-    parts = {}
-    for mode, split in splits.items():
-        parts[mode] = gates.records(split.layers())
+    parts = {mode: gates.records(split.layers()) for mode, split in splits.items()}
     row = runs.describe(bundle) | {
         "command": "error",
         "runtime": "portable",
@@ -67,10 +65,9 @@ def stored_split(
 ) -> pd.DataFrame | None:
     """Parts of every layer's isolated update (see `explain.error.Split.layers`), with
     run_id; None if the log has none."""
-    where = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | runs.exported(
-        options
-    )
-    logged = log.load("runs", root=root, where=where).dropna(subset="config")
+    where = {"checkpoint_hash": checkpoint.sha256, "status": "ok"}
+    where |= runs.exported(options)
+    logged = log.load("runs", root, where).dropna(subset="config")
     for run in logged.sort_values("run_id", ascending=False).itertuples():
         if parts := json.loads(run.config).get("parts"):
             return pd.DataFrame(parts["isolated"]).assign(run_id=run.run_id)

@@ -9,6 +9,7 @@ import random
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from workbench import log
@@ -54,41 +55,33 @@ def sweep(
     """
     from tqdm.auto import tqdm
 
-    root = Path(root) if root else log.default_root()
+    root = Path(root or log.default_root())
     if scheduler is None:
         bundles = bundles or log.project(root) / "data" / "bundles"
-    sources = {}
-    for path in grid.bundle or [None]:
-        sources[path] = _source(grid, path, root)
+    sources = {path: _source(grid, path, root) for path in grid.bundle or [None]}
     check_sizes(grid)
     everything = list(cells(grid))
     random.Random(0).shuffle(everything)
-    with _workers(scheduler, measure, grid.checkpoint) as (hosts, results, send):
+    everything.sort(key=lambda c: c.round)
+    with _workers(scheduler, measure, grid.checkpoint) as (machines, results, send):
         _make_folder(root)
-        finished = done_cells(root, hosts, _auto() if scheduler is None else None)
+        finished = done_cells(root, *machines)
         missing = [
             c for c in everything if c.key(_contents(sources[c.bundle])) not in finished
         ]
-        missing.sort(key=lambda c: c.round)
         if missing:
             sources = {path: send(source) for path, source in sources.items()}
         jobs = [_job(c, grid, sources[c.bundle], bundles) for c in missing]
-        counts = {
-            "cells": len(everything),
-            "done": 0,
-            "resumed": len(everything) - len(jobs),
-        }
+        resumed = len(everything) - len(jobs)
+        counts = {"cells": len(everything), "done": 0, "resumed": resumed}
         counts |= {"failed": 0, "invalid": 0, "log": str(root), "reasons": []}
-        with tqdm(
-            total=len(jobs), desc="sweep", unit="cell", disable=not progress
-        ) as bar:
+        bar = tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress)
+        with bar:
             for _, files, last in results(jobs):
                 run_id = log.adopt(files, root)
                 if last:
-                    _count(
-                        counts,
-                        log.load("runs", root=root, where={"run_id": run_id}).iloc[0],
-                    )
+                    runs_row = log.load("runs", root, {"run_id": run_id}).iloc[0]
+                    _count(counts, runs_row)
                     bar.update()
                     on_cell()
     return counts
@@ -100,9 +93,12 @@ def _make_folder(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        needed = "a folder that can be written"
-        step = "name another with --log"
-        raise InputError(f"log {root}", problem.strerror, needed, step) from None
+        raise InputError(
+            f"log {root}",
+            problem.strerror,
+            "a folder that can be written",
+            "name another with --log",
+        ) from None
 
 
 def _count(counts: dict, row: Mapping) -> None:
@@ -121,20 +117,21 @@ def _source(grid: Grid, bundle: str | None, root: Path) -> dict:
 
     `identity` and `bundle` are null where the bundle is still to be exported.
     """
-    subject = "validate_ids of the grid"
     golden = grid.golden and str(cell.find(grid.golden, root).resolve())
+    source = {"golden": golden, "bundle": None, "identity": None}
     if bundle is None:
         checkpoint = Checkpoint(cell.find(grid.checkpoint, root))
-        token_ids(grid.validate_ids, checkpoint.config.vocab_size, subject)
-        path = str(checkpoint.path.resolve())
-        sha256 = checkpoint.sha256
-        more = {"bundle": None, "identity": None}
+        V = checkpoint.config.vocab_size
+        source["checkpoint"] = str(checkpoint.path.resolve())
+        source["checkpoint_hash"] = checkpoint.sha256
     else:
         opened = open_folder(cell.find(bundle, root))
-        token_ids(grid.validate_ids, opened.manifest.dims.V, subject)
-        path, sha256 = (opened.manifest.checkpoint[name] for name in ("name", "sha256"))
-        more = {"bundle": str(opened.root), "identity": opened.identity}
-    return {"checkpoint": path, "checkpoint_hash": sha256, "golden": golden} | more
+        V = opened.manifest.dims.V
+        source["checkpoint"] = opened.manifest.checkpoint["name"]
+        source["checkpoint_hash"] = opened.manifest.checkpoint["sha256"]
+        source |= {"bundle": str(opened.root), "identity": opened.identity}
+    token_ids(grid.validate_ids, V, "validate_ids of the grid")
+    return source
 
 
 def _contents(source: dict) -> str:
@@ -168,16 +165,15 @@ def _workers(scheduler: str | None, measure: str, checkpoint: str):
     """The processes that measure, here or on a cluster.
 
     Yields:
-        (machine, software) of each; a function from jobs to `Cluster.results`; a
+        `hosts` and `auto` of `done_cells`; a function from jobs to `Cluster.results`; a
         function that replaces a source's paths by those of the measuring machine.
     """
     if scheduler is None:
-        here = {_host(log.environment())}
-        yield (
-            here,
-            lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs),
-            dict,
-        )
+
+        def results(jobs: list[dict]):
+            return ((job, cell.run_cell(job, measure), True) for job in jobs)
+
+        yield _this_machine(), results, dict
         return
     with cluster.connect(scheduler) as workers:
         hosts = set(map(_host, workers.environments()))
@@ -185,7 +181,8 @@ def _workers(scheduler: str | None, measure: str, checkpoint: str):
         def results(jobs: list[dict]):
             return workers.results(jobs, cell.run_cell, cell.failed)
 
-        yield hosts, results, lambda source: _sent(source, workers, checkpoint)
+        send = partial(_sent, workers=workers, checkpoint=checkpoint)
+        yield (hosts, None), results, send
 
 
 def _sent(source: dict, workers: cluster.Cluster, checkpoint: str) -> dict:
@@ -193,22 +190,23 @@ def _sent(source: dict, workers: cluster.Cluster, checkpoint: str) -> dict:
 
     Bundles and goldens are sent to the workers that lack them, into folders named by
     their hash; a checkpoint must be on each worker already."""
+    paths = {}
     if source["identity"] is None:
-        paths = {"checkpoint": checkpoint}
-    else:
-        paths = {}
-    if paths:
+        paths["checkpoint"] = checkpoint
         workers.check(cell.lacks, checkpoint)
     for name, folder in (("bundle", "bundles"), ("golden", "golden")):
         if source[name]:
             path = Path(source[name])
             if adopted(path):
-                needed = "bundles, which are whole folders"
-                step = "leave --scheduler out"
                 raise InputError(
-                    f"cluster, {path}", "packages beside a folder", needed, step
+                    f"cluster, {path}",
+                    "packages beside a folder",
+                    "bundles, which are whole folders",
+                    "leave --scheduler out",
                 )
-            digest = source["identity"] if name == "bundle" else sha256(path)
+            digest = source["identity"]
+            if name == "golden":
+                digest = sha256(path)
             paths[name] = f"data/{folder}/{digest[:16]}/{path.name}"
             workers.send(path, paths[name])
     return source | paths
@@ -229,9 +227,9 @@ def done_cells(
         auto: the runtime that auto means there (None: any); default: here.
     """
     if hosts is None:
-        hosts, auto = {_host(log.environment())}, _auto()
+        hosts, auto = _this_machine()
     where = {"status": list(runs.MEASURED), "command": "sweep"}
-    rows = with_machines(log.load("runs", root=root, where=where))
+    rows = with_machines(log.load("runs", root, where))
     keys = set()
     for row, config in zip(rows.itertuples(), map(json.loads, rows["config"])):
         was_auto = config.get("run", {}).get("runtime") == "auto"
@@ -241,6 +239,6 @@ def done_cells(
     return keys
 
 
-def _auto() -> str:
-    """The runtime that auto means in this process, without its fault."""
-    return named(resolve())[0]
+def _this_machine() -> tuple[set[tuple[str, str]], str]:
+    """`hosts` and `auto` of `done_cells` for this process; `auto` has no fault."""
+    return {_host(log.environment())}, named(resolve())[0]

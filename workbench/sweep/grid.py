@@ -144,18 +144,19 @@ class Cell:
     def key(self, checkpoint_hash: str) -> str:
         """Identity of the cell: its setting, its round, and a hash of its prompt if it
         has one."""
+        key = f"{self.setting(checkpoint_hash)}-{self.round}"
         if self.judge_ids:
-            ids = f"-{_hash(list(self.judge_ids))[:6]}"
-        else:
-            ids = ""
-        return f"{self.setting(checkpoint_hash)}-{self.round}{ids}"
+            key += f"-{_hash(list(self.judge_ids))[:6]}"
+        return key
 
     def columns(self, auto: str) -> dict:
         """Columns of `runs` of a run of this cell (see `runs.TIMES`); `auto` is the
         runtime that auto means."""
         runtime = self.run["runtime"]
-        if runtime == "auto":
-            runtime = "coreai" if self.options.target == "coreai" else auto
+        if runtime == "auto" and self.options.target == "coreai":
+            runtime = "coreai"
+        elif runtime == "auto":
+            runtime = auto
         executed = runs.executed(**self.run | {"runtime": runtime})
         return runs.exported(self.options) | executed | runs.counted(self.run)
 
@@ -168,14 +169,13 @@ def load_grid(path: str | Path) -> Grid:
     """Reads a grid; unknown keys and values are refused before anything runs."""
     try:
         mapping = yaml.safe_load(Path(path).read_text())
-    except (
-        OSError,
-        ValueError,
-        yaml.YAMLError,
-    ) as problem:  # ValueError: not UTF-8, or an invalid date
-        reason = getattr(problem, "strerror", None) or " ".join(str(problem).split())
+    # ValueError: not UTF-8, or an invalid date
+    except (OSError, ValueError, yaml.YAMLError) as problem:
         raise InputError(
-            f"grid {path}", reason, "a YAML file", "see README: sweeps"
+            f"grid {path}",
+            getattr(problem, "strerror", None) or " ".join(str(problem).split()),
+            "a YAML file",
+            "see README: sweeps",
         ) from None
     return make_grid(mapping, f"grid {path}")
 
@@ -190,12 +190,15 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
         if first["type"] == "extra_forbidden":
             part = {0: Grid, 1: Run}.get(where.count("."), Hints)
             needed = f"one of the keys {', '.join(part.model_fields)}"
-        actual = f"{where}: {first.get('input')!r}"
-        raise InputError(subject, actual, needed, "see README: sweeps") from None
-    if unknown := sorted(grid.export.keys() - Options.model_fields.keys()):
-        actual = f"export options {', '.join(unknown)}"
         raise InputError(
-            subject, actual, ", ".join(Options.model_fields), "correct the key"
+            subject, f"{where}: {first.get('input')!r}", needed, "see README: sweeps"
+        ) from None
+    if unknown := sorted(grid.export.keys() - Options.model_fields.keys()):
+        raise InputError(
+            subject,
+            f"export options {', '.join(unknown)}",
+            ", ".join(Options.model_fields),
+            "correct the key",
         )
     grid = _with_golden(grid, subject)
     list(cells(grid))  # refuses wrong values of export options
@@ -206,13 +209,17 @@ def check_sizes(grid: Grid) -> None:
     """Refuses a grid with a cell that its bundle could not run: T, depth, n_gen,
     validate_ids."""
     for cell in cells(grid):
-        S, count = cell.options.max_seq_len, len(cell.judge_ids)
+        S = cell.options.max_seq_len
+        count = len(cell.judge_ids)
         sizes = runs.pick(cell.run, "T", "depth", "n_gen")
         timing.check_size(cell.options, **sizes, subject="grid, ")
         if count > S:
-            needed = f"at most max_seq_len = {S}"
-            step = "validate on fewer, or export more"
-            raise InputError("grid, validate_ids", f"{count} tokens", needed, step)
+            raise InputError(
+                "grid, validate_ids",
+                f"{count} tokens",
+                f"at most max_seq_len = {S}",
+                "validate on fewer, or export more",
+            )
 
 
 def _with_golden(grid: Grid, subject: str) -> Grid:
@@ -226,17 +233,20 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
         )
     if grid.golden is None:
         if grid.bundle and grid.validate_ids:
-            needed = "golden"
-            step = "run: workbench golden CHECKPOINT --out G"
             raise InputError(
-                subject, "validate_ids of bundles without golden", needed, step
+                subject,
+                "validate_ids of bundles without golden",
+                "golden",
+                "run: workbench golden CHECKPOINT --out G",
             )
         return grid
     ids = Golden.load(find(grid.golden, log.default_root())).ids.tolist()
     if grid.validate_ids not in ([], ids):
-        actual = f"validate_ids {grid.validate_ids}"
         raise InputError(
-            subject, actual, f"the golden's {ids}", "leave validate_ids out"
+            subject,
+            f"validate_ids {grid.validate_ids}",
+            f"the golden's {ids}",
+            "leave validate_ids out",
         )
     return grid.model_copy(update={"validate_ids": ids})
 
@@ -253,32 +263,28 @@ def cells(grid: Grid) -> Iterator[Cell]:
     if grid.bundle:
         bundles = [(path, options_of(path)) for path in grid.bundle]
     else:
-        exports = itertools.product(*grid.export.values())
         bundles = []
-        for each in exports:
-            bundles.append((None, exporting.options(**dict(zip(grid.export, each)))))
+        for values in itertools.product(*grid.export.values()):
+            options = exporting.options(**dict(zip(grid.export, values)))
+            bundles.append((None, options))
     for round_, (bundle, options) in itertools.product(range(run["rounds"]), bundles):
         for values in itertools.product(*axes):
             how = dict(zip(RUN_AXES, values)) | common
-            others = []
-            for name in PORTABLE_AXES:
-                if how[name] != run[name][0]:
-                    others.append(name)
+            others = any(how[name] != run[name][0] for name in PORTABLE_AXES)
             portable = options.target == "coreml" and may_be_portable(how["runtime"])
             if others and not portable:
                 continue  # Core ML and Core AI lack these axes: the cell would be a duplicate
-            if isinstance(
-                options, AdoptedOptions
-            ):  # adopted packages run their literal graph only
+            if isinstance(options, AdoptedOptions):  # they run their literal graph only
                 if how["fast"] != run["fast"][0]:
                     continue
                 how["fast"] = False
-            first = (round_, how["T"], how["depth"]) == (
+            ids = ()
+            if (round_, how["T"], how["depth"]) == (
                 0,
                 min(run["T"]),
                 min(run["depth"]),
-            )
-            ids = tuple(grid.validate_ids) if first else ()
+            ):
+                ids = tuple(grid.validate_ids)
             yield Cell(grid.checkpoint, options, how, round_, ids, bundle)
 
 

@@ -23,7 +23,10 @@ ENERGY, ENGINE = "Energy Model", "ANE"  # groups of channels
 CONTROLLER = ("IOP State", "status", "Running")  # subgroup, channel, state
 JOULES = {"J": 1.0, "mJ": 1e-3, "uJ": 1e-6, "nJ": 1e-9}
 TIMEOUT_S = 10
-_P, _LONG, _INT, _U64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint64
+_P = ctypes.c_void_p
+_LONG = ctypes.c_int64
+_INT = ctypes.c_int32
+_U64 = ctypes.c_uint64
 SIGNATURES = {  # function → type of its result, types of its arguments
     "IOReportCopyChannelsInGroup": (_P, [_P, _P, _U64, _U64, _U64]),
     "IOReportCreateSubscription": (_P, [_P, _P, ctypes.POINTER(_P), _U64, _P]),
@@ -113,7 +116,8 @@ class Counters:
             function = getattr(library, name, None)
             if function is None:
                 raise Missing(f"no function {name}")
-            function.restype, function.argtypes = result, arguments
+            function.restype = result
+            function.argtypes = arguments
             self.functions[name] = function
         self.groups = {group: self._subscription(group) for group in (ENERGY, ENGINE)}
         if self.groups[ENERGY] is None:
@@ -228,7 +232,8 @@ def main() -> None:
     `reading`."""
     try:
         counters = Counters(ctypes.CDLL(IOREPORT), ctypes.CDLL(CORE_FOUNDATION))
-        before, start = counters.samples(), time.monotonic()
+        before = counters.samples()
+        start = time.monotonic()
         print("ready", flush=True)
         sys.stdin.read()
         result = reading(counters, before, counters.samples(), time.monotonic() - start)

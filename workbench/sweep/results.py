@@ -6,6 +6,7 @@ import math
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from workbench import log
@@ -50,26 +51,16 @@ def stored_tables(
     logged = set((of_checkpoint if timed.empty else timed)["runtime"])
     auto = next((name for name in runs.RUNTIMES if name in logged), "portable")
     settings = [cell.columns(auto) for cell in cells(grid)]
-    timed = runs.newest(
-        runs.fitting(timed, settings, runs.TIMES), [*runs.TIMES, "round"]
-    )
+    timed = runs.fitting(timed, settings, runs.TIMES)
+    timed = runs.newest(timed, [*runs.TIMES, "round"])
+    timed["invalid"] = timed["reason"].where(timed["status"] == "invalid")
     validated = runs.fitting(of_checkpoint, settings, runs.VALUES)
     fidelity = _rows_of("fidelity", validated, root)
-    validated = runs.newest(
-        validated[validated["run_id"].isin(fidelity["run_id"])], runs.VALUES
-    )
+    validated = validated[validated["run_id"].isin(fidelity["run_id"])]
+    validated = runs.newest(validated, runs.VALUES)
     about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
-    timed = timed.assign(invalid=timed["reason"].where(timed["status"] == "invalid"))
-    times = [
-        *about,
-        *runs.TIMES,
-        "machine",
-        "software",
-        "os_build",
-        "round",
-        "invalid",
-        *_SHARES,
-    ]
+    times = [*about, *runs.TIMES, "machine", "software"]
+    times += ["os_build", "round", "invalid", *_SHARES]
     return {
         "samples": _join(_rows_of("samples", timed, root), timed, times),
         "layers": _join(_rows_of("layers", timed, root), timed, times),
@@ -116,20 +107,16 @@ def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     rows = runs.listing(grid.experiment, root, runs.MEASURED)
     root = Path(root or log.default_root())
     if grid.bundle:
-        identities = set()
-        for bundle in grid.bundle:
-            identities.add(folder_identity(find(bundle, root)))
+        identities = [folder_identity(find(bundle, root)) for bundle in grid.bundle]
         return rows[rows["bundle_hash"].isin(identities)]
     path = find(grid.checkpoint, root)
     if not path.is_dir():
-        return runs.like_newest(
-            rows[rows["checkpoint"] == path.name], "checkpoint_hash"
-        )
+        rows = rows[rows["checkpoint"] == path.name]
+        return runs.like_newest(rows, "checkpoint_hash")
     files = []
-    for file in sorted(path.iterdir()):
-        if file.is_file():
-            stat = file.stat()
-            files.append((file, stat.st_size, stat.st_mtime_ns))
+    for file in filter(Path.is_file, sorted(path.iterdir())):
+        stat = file.stat()
+        files.append((file, stat.st_size, stat.st_mtime_ns))
     return rows[rows["checkpoint_hash"] == _sha256(path, tuple(files))]
 
 
@@ -166,36 +153,28 @@ def configurations(
     keys = [*dict.fromkeys([*about, *varied]), "machine", "T"]
     rows = _speeds(tables["samples"], keys)
     fidelity = tables["fidelity"]
-    updates = fidelity[
-        (fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")
-    ]
-    worst = updates.groupby(about, dropna=False, as_index=False).agg(
-        worst_cosine=("cosine", "min")
-    )
-    every = log.load("runs", root=root, where={"status": "ok"})
-    validated = _priced(
-        runs.newest(every[every["verdict"].notna()], about), grid.max_kl
-    )
+    updates = fidelity.query("mode == 'isolated' and tensor == 'update'")
+    worst = updates.groupby(about, dropna=False)["cosine"].min()
+    worst = worst.reset_index(name="worst_cosine")
+    every = log.load("runs", root, {"status": "ok"}).dropna(subset="verdict")
+    validated = _priced(runs.newest(every, about), grid.max_kl)
     validated = validated[[*about, "kl_mean", "verdict"]]
-    rows = (
-        rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
-    )
+    rows = rows.reset_index().merge(worst, "left", about)
+    rows = rows.merge(validated, "left", about)
     rows["verdict"] = rows["verdict"].astype(object).fillna("not_run")
     rows["name"] = _names(rows[[*varied, "T"]])
     columns = ["name", *varied, "T", "machine", "runtime", "bundle", *_SPEEDS]
     columns += ["slowest", "fastest", "n"]
     columns += ["worst_cosine", "kl_mean", "verdict", *_SHARES, "invalid"]
     ranked = rows.sort_values("tokens_per_s", ascending=False)
-    ranked = ranked.sort_values(
-        "invalid", key=pd.Series.notna, kind="stable", ignore_index=True
-    )
-    return ranked[list(dict.fromkeys(columns))]
+    ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
+    return ranked[list(dict.fromkeys(columns))].reset_index(drop=True)
 
 
 def _names(rows: pd.DataFrame) -> list[str]:
     """Each row's columns with their values in words, null as "none"."""
     names = []
-    for row in rows.astype(object).where(rows.notna(), "none").to_dict("records"):
+    for row in rows.astype(object).fillna("none").to_dict("records"):
         names.append(", ".join(f"{column} {value}" for column, value in row.items()))
     return names
 
@@ -215,49 +194,36 @@ def _speeds(samples: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     by_run = by_run.assign(p90=p90.reindex(columns=["call"]))
     by_key = by_run.set_axis(_SPEEDS, axis=1).groupby(keys, dropna=False)
     speeds = by_key["tokens_per_s"]
-    rows = by_key.median().assign(
-        slowest=speeds.min(), fastest=speeds.max(), n=by_key.size()
-    )
+    extent = {"slowest": speeds.min(), "fastest": speeds.max(), "n": by_key.size()}
+    rows = by_key.median().assign(**extent)
     return rows.join(timed.groupby(keys, dropna=False)[["invalid", *_SHARES]].first())
 
 
 def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
     """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` under the
     limit `max_kl`; where no KL was measured the logged verdict stays."""
-    configs = _configs(rows)
     kl = kl_means(rows)
-    verdicts = []
-    for config, mean, verdict in zip(configs, kl, rows["verdict"], strict=True):
-        others = []
-        for g in config.get("gates", []):
-            if g["name"] != "max_kl":
-                others.append(g["verdict"])
-        if not math.isnan(mean):
-            verdict = "RED" if "RED" in others or mean > max_kl else "GREEN"
-        verdicts.append(verdict)
-    return rows.assign(kl_mean=kl, verdict=verdicts)
+    faulty = []
+    for config in _configs(rows):
+        red = {g["name"] for g in config.get("gates", []) if g["verdict"] == "RED"}
+        faulty.append(bool(red - {"max_kl"}))
+    verdicts = np.where((kl > max_kl) | np.array(faulty, bool), "RED", "GREEN")
+    return rows.assign(kl_mean=kl, verdict=rows["verdict"].mask(kl.notna(), verdicts))
 
 
 def validated_costs(root: Root = None) -> pd.DataFrame:
     """The newest validation of each bundle and way to run it: `VALIDATED`,
     `worst_update` (largest 1 − cosine of an isolated update), `kl_mean` (nats) and
     `verdict`."""
-    every = log.load("runs", root=root, where={"status": "ok"})
-    every = every[every["verdict"].notna() & every["bundle_hash"].notna()]
-    validated = runs.newest(every, VALIDATED)
-    fidelity = log.load(
-        "fidelity", root=root, where={"tensor": "update", "mode": "isolated"}
-    )
-    finite = fidelity["finite"].fillna(True).astype(bool)
-    worst = (
-        1
-        - fidelity["cosine"].where(finite, -math.inf).groupby(fidelity["run_id"]).min()
-    )
-    costs = {
-        "worst_update": validated["run_id"].map(worst),
-        "kl_mean": kl_means(validated),
-    }
-    return validated[[*VALIDATED, "verdict"]].assign(**costs)
+    every = log.load("runs", root, {"status": "ok"})
+    validated = runs.newest(every.dropna(subset=["verdict", "bundle_hash"]), VALIDATED)
+    updates = log.load("fidelity", root, {"tensor": "update", "mode": "isolated"})
+    finite = updates["finite"].fillna(True).astype(bool)
+    cosine = updates["cosine"].where(finite, -math.inf)
+    worst = 1 - cosine.groupby(updates["run_id"]).min()
+    validated["worst_update"] = validated["run_id"].map(worst)
+    validated["kl_mean"] = kl_means(validated)
+    return validated[[*VALIDATED, "verdict", "worst_update", "kl_mean"]]
 
 
 def kl_means(rows: pd.DataFrame) -> pd.Series:
@@ -265,18 +231,14 @@ def kl_means(rows: pd.DataFrame) -> pd.Series:
     price, or the value of the gate `max_kl` in older rows."""
     means = []
     for config in _configs(rows):
-        gates = {}
-        for gate in config.get("gates", []):
-            gates[gate["name"]] = gate["value"]
+        gates = {gate["name"]: gate["value"] for gate in config.get("gates", [])}
         price = (config.get("price") or {}).get("kl") or {}
         means.append(price.get("mean", gates.get("max_kl")))
     return pd.Series(means, rows.index, float)
 
 
 def _configs(rows: pd.DataFrame) -> list[dict]:
-    return [
-        json.loads(text) if isinstance(text, str) else {} for text in rows["config"]
-    ]
+    return [json.loads(text) for text in rows["config"].fillna("{}")]
 
 
 def varied_axes(grid: Grid) -> list[str]:

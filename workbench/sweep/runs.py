@@ -63,15 +63,13 @@ def executed(
     """The columns of `runs` for a decoder's arguments, null where the runtime has no
     such thing. Other arguments are ignored; the fault of a stand-in has no column."""
     name, _, _ = runtime.partition(":")
-    portable = name == "portable"
-    coreml = name not in ("portable", "coreai")
-    return {
-        "runtime": name,
-        "precision": precision if portable else None,
-        "fast": bool(fast and precision == "declared") if portable else None,
-        "compute_units": compute_units if coreml else None,
-        "hints": _text(hints) if coreml else None,
-    }
+    columns = dict.fromkeys((*HOW, "fast")) | {"runtime": name}
+    if name == "portable":
+        fuses = bool(fast and precision == "declared")
+        columns |= {"precision": precision, "fast": fuses}
+    elif name != "coreai":
+        columns |= {"compute_units": compute_units, "hints": _text(hints)}
+    return columns
 
 
 def _text(value) -> str:
@@ -91,7 +89,9 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
         "family": m.family,
     }
     row |= exported(m.options)
-    return row | executed(**vars(decoder)) if decoder else row
+    if decoder:
+        row |= executed(**vars(decoder))
+    return row
 
 
 def state_before() -> dict:
@@ -140,7 +140,7 @@ def listing(
     where = {"status": list(status)}
     if experiment:
         where["experiment"] = experiment
-    return with_machines(log.load("runs", root=root, where=where))
+    return with_machines(log.load("runs", root, where))
 
 
 def here() -> str:
@@ -159,8 +159,14 @@ def fitting(
 
 def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
     """Each row's values of some columns as plain Python values, null as None."""
-    plain = rows[list(columns)].astype(object)
-    return list(plain.where(plain.notna(), None).itertuples(index=False, name=None))
+    plain = log.plain(rows[list(columns)])
+    return list(plain.itertuples(index=False, name=None))
+
+
+def varied(rows: pd.DataFrame, columns: Iterable[str]) -> list[str]:
+    """Those of the columns in which some rows differ."""
+    counts = rows[list(columns)].nunique(dropna=False)
+    return counts.index[counts > 1].tolist()
 
 
 def newest(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -171,9 +177,8 @@ def newest(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """The rows whose `column` is that of the newest one."""
-    return rows[
-        rows[column].isin(rows.loc[rows["run_id"] == rows["run_id"].max(), column])
-    ]
+    newest_rows = rows[rows["run_id"] == rows["run_id"].max()]
+    return rows[rows[column].isin(newest_rows[column])]
 
 
 def footer(*run_ids: str, **more) -> pd.DataFrame:

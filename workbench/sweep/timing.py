@@ -5,6 +5,7 @@ A call is timed from token ids to logits and split into layer shards, head and h
 (embedding, masks, rope, transfers). The prefill to a depth is timed as a whole.
 Compilation, loading and first prediction of each shard are samples of their own."""
 
+import math
 import time
 from functools import partial
 from itertools import count
@@ -22,6 +23,7 @@ WARMUP_CALLS = 2
 RAMP_CALLS = 3
 PRESSURE_EVERY_S = 5
 _PHASE = ("phase", "shard", "value", "cpu_ms", "native_ms")
+_PARTS = ("layer", "head", "host")  # phases of a call
 NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
 
@@ -68,25 +70,29 @@ def measure_speed(
     pressure_s = 0.0
     began = time.perf_counter()
     setting = {"T": T, "depth": depth, "n_gen": n_gen}
+    sequences = max(repetitions, math.ceil((min_tokens or 0) / (calls * T)))
     for repetition in count():
-        enough = repetition * calls * T >= (min_tokens or 0) and seconds >= (
-            min_seconds or 0
-        )
-        if repetition >= repetitions and enough:
+        if repetition >= sequences and seconds >= (min_seconds or 0):
             return pd.DataFrame(rows + _loading(decoder))
         sequence = _timed_sequence(decoder, rng, began, repetition, calls, setting)
         if depth:
             sequence[0]["warmup"] = repetition == 0 < repetitions - 1
         if repetition >= repetitions:
-            sequence = [
-                row for row in sequence if row["phase"] not in ("layer", "head", "host")
-            ]
+            sequence = [row for row in sequence if row["phase"] not in _PARTS]
         rows += sequence
         seconds = sequence[-1]["elapsed_s"]
         if min_seconds and seconds - pressure_s >= PRESSURE_EVERY_S:
-            pressure_s, level = seconds, thermal_level()
-            pressure = {"phase": "thermal_pressure", "value": level, "unit": "level"}
-            rows += [] if level is None else [sequence[-1] | pressure]
+            pressure_s = seconds
+            rows += _pressure(sequence[-1])
+
+
+def _pressure(last: dict) -> list[dict]:
+    """The thermal pressure now, at the time of the `last` sample; none without an
+    answer of the system."""
+    level = thermal_level()
+    if level is None:
+        return []
+    return [last | {"phase": "thermal_pressure", "value": level, "unit": "level"}]
 
 
 def _timed_sequence(
@@ -94,7 +100,8 @@ def _timed_sequence(
 ) -> list[dict]:
     """Samples of a fresh sequence: its prefill to a depth, if any, warm-up calls, calls
     and its rate."""
-    T, depth = setting["T"], setting["depth"]
+    T = setting["T"]
+    depth = setting["depth"]
     common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
     rows = []
     ms = []
@@ -104,19 +111,19 @@ def _timed_sequence(
         start = time.perf_counter()
         decoder.prefill(_ids(decoder, rng, depth))
         end = time.perf_counter()
-        value = {
+        prefill = {
             "phase": "prefill",
             "value": (end - start) * 1e3,
             "elapsed_s": end - began,
+            "order": first,
         }
-        rows.append(common | value | {"order": first})
+        rows.append(common | prefill)
     for call in range(WARMUP_CALLS + calls):
         phases = _timed_call(decoder, _ids(decoder, rng, T), T)
-        about = common | setting | {"order": first + call}
-        about |= {
-            "warmup": call < WARMUP_CALLS,
-            "elapsed_s": time.perf_counter() - began,
-        }
+        about = common | setting
+        about["order"] = first + call
+        about["warmup"] = call < WARMUP_CALLS
+        about["elapsed_s"] = time.perf_counter() - began
         rows += [about | row for row in phases]
         ms.append(phases[0]["value"])
     rate = calls * T * decoder.options.batch / sum(ms[WARMUP_CALLS:]) * 1e3
@@ -132,9 +139,12 @@ def check_size(
     t_max = options.t_max
     calls = -(-n_gen // T)
     if not 1 <= T <= t_max:
-        needed = f"1 to t_max = {t_max}"
-        step = "export with a larger --t-max"
-        raise InputError(f"{subject}T", str(T), needed, step)
+        raise InputError(
+            f"{subject}T",
+            str(T),
+            f"1 to t_max = {t_max}",
+            "export with a larger --t-max",
+        )
     if depth + (calls + WARMUP_CALLS) * T > S:
         raise InputError(
             f"{subject}depth and n_gen",
@@ -148,19 +158,18 @@ def check_size(
 def _loading(decoder: Decoder) -> list[dict]:
     """Samples of compiling, loading and first prediction per shard, where the runtime
     has them."""
-    once = {"repetition": 0, "warmup": False, "unit": "ms"}
-    return [
-        once | {"phase": phase, "shard": model.shard.name, "value": value}
-        for model in (*decoder.layers, *decoder.heads)
-        for phase, value in model.loading_ms.items()
-        if value is not None
-    ]
+    rows = []
+    for model in (*decoder.layers, *decoder.heads):
+        for phase, value in model.loading_ms.items():
+            if value is not None:
+                row = {"phase": phase, "shard": model.shard.name, "value": value}
+                rows.append(row | {"repetition": 0, "warmup": False, "unit": "ms"})
+    return rows
 
 
 def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
-    return rng.integers(
-        0, decoder.manifest.dims.V, (decoder.options.batch, count)
-    ).tolist()
+    shape = decoder.options.batch, count
+    return rng.integers(0, decoder.manifest.dims.V, shape).tolist()
 
 
 def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
@@ -171,9 +180,11 @@ def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     cpu_start = time.thread_time()
     hidden = decoder.advance(ids, T)
     decoder.logits(hidden[:, :, T - 1 : T])
-    ends = (time.perf_counter(), start), (time.thread_time(), cpu_start)
-    total, cpu = ((now - since) * 1e3 for now, since in ends)
-    native = None if None in times.native_ms else sum(times.native_ms)
+    total = (time.perf_counter() - start) * 1e3
+    cpu = (time.thread_time() - cpu_start) * 1e3
+    native = None
+    if None not in times.native_ms:
+        native = sum(times.native_ms)
     shards = [model.shard.name for model in decoder.layers]
     ms = [*times.layers, times.head]
     names = ["layer"] * len(shards) + ["head"], [*shards, None]
@@ -189,9 +200,7 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     """The log's `layers`: median ms per decoder layer (a shard's time over its layers),
     MAD and n, and the medians of its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
-    spans = {}
-    for m in decoder.layers:
-        spans[m.shard.name] = range(*(m.shard.layers or (0, 0)))
+    spans = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}
     rows = []
     timed = timed[timed["shard"].map(lambda shard: len(spans[shard]) > 0)]
     for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
@@ -228,7 +237,9 @@ def profile(
         medians over
         calls, summed over equal operations.
     """
-    rng, rows, last = np.random.default_rng(seed), [], 0.0
+    rng = np.random.default_rng(seed)
+    rows = []
+    last = 0.0
 
     def clock(call, shard):
         def hook(op, outputs):
@@ -271,5 +282,6 @@ def _module(shard, op) -> tuple[int, str]:
     path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "").split(".")
     layer = shard.layers[0]
     if len(path) > 1 and path[1].isdigit():
-        layer, path = int(path[1]), path[2:]
+        layer = int(path[1])
+        path = path[2:]
     return layer, ".".join(path) or "residual"

@@ -37,14 +37,16 @@ class Compare(Panel):
         machine: str | None = None,
     ):
         self.root = root
-        timed = log.load("samples", root=root)["run_id"].unique()
+        timed = log.load("samples", root)["run_id"].unique()
         runs = runs_.listing(experiment, root)
         runs = runs[runs["run_id"].isin(timed)].sort_values("run_id", ascending=False)
         self.runs = runs[runs.groupby("machine")["run_id"].transform("size") >= 2]
         if self.runs.empty:
-            step = "run a sweep first, such as notebook 34"
             raise InputError(
-                "log", f"{len(runs)} timed runs", "two of one machine", step
+                "log",
+                f"{len(runs)} timed runs",
+                "two of one machine",
+                "run a sweep first, such as notebook 34",
             )
         start = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
@@ -63,10 +65,9 @@ class Compare(Panel):
         selections: the newest run of the same T as the newest run, and that one."""
         runs = self.runs[self.runs["machine"] == machine]
         last, *others = runs.to_dict("records")
-        like = next(
-            (run for run in others if str(run["T"]) == str(last["T"])), others[0]
-        )
-        return list(zip(_labels(runs), runs["run_id"])), like["run_id"], last["run_id"]
+        alike = (run for run in others if str(run["T"]) == str(last["T"]))
+        first = next(alike, others[0])
+        return list(zip(_labels(runs), runs["run_id"])), first["run_id"], last["run_id"]
 
     def _offer(self, machine: str) -> None:
         """Lists the runs of another machine."""
@@ -85,9 +86,8 @@ class Compare(Panel):
             absent(ax, "nothing that both runs measured differs")
         else:
             figure = plots.ratios(measures.assign(machine=machine)).figure
-        self.show(
-            figure, f"ratios of run B to run A with their intervals, on {machine}"
-        )
+        alt = f"ratios of run B to run A with their intervals, on {machine}"
+        self.show(figure, alt)
         equal = f"{comparison.indistinguishable} further measurements do not differ"
         self.message.value = f"{equal}: their intervals hold 1."
         settings = comparison.settings
@@ -100,14 +100,11 @@ def _labels(runs: pd.DataFrame) -> list[str]:
     labels also have the run's time, and if these are equal its id."""
     columns = ["experiment", "command", "checkpoint", "checkpoint_hash", *runs_.TIMES]
     columns += ["os_build", "software", "round"]
-    varied = []
-    for c in columns:
-        if runs[c].nunique(dropna=False) > 1:
-            varied.append(c)
-    varied = [c for c in varied if c != "software" or "os_build" not in varied]
-    rows = runs.assign(checkpoint_hash=runs["checkpoint_hash"].str[:12]).to_dict(
-        "records"
-    )
+    varied = runs_.varied(runs, columns)
+    if {"os_build", "software"} <= set(varied):
+        varied.remove("software")
+    hashes = runs["checkpoint_hash"].str[:12]
+    rows = runs.assign(checkpoint_hash=hashes).to_dict("records")
     labels = []
     for run in rows:
         labels.append(", ".join(f"{c} {run[c]}" for c in varied if pd.notna(run[c])))

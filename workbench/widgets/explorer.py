@@ -1,6 +1,7 @@
 """The widget Explorer: the error of an exported model at every setting in the log."""
 
 import html
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -23,15 +24,16 @@ from workbench.sweep.error_split import measure_split, stored_split
 from workbench.sweep.grid import PORTABLE_AXES, Cell, may_be_portable
 from workbench.widgets.cells import cell_text, cells_box
 from workbench.widgets.panel import BackgroundJob, Panel, absent, button, choice, slider
-from workbench.widgets.sources import Exports, Folders
+from workbench.widgets.sources import bundles_of
 
-METRICS = {
-    "1 − cosine": "1-cosine",
-    "relative error": "error",
-    "largest error": "max_abs",
-    "PSNR (dB)": "psnr_db",
-}
-VALUE, DIFFERENCE = "value", "difference to T = {}"
+METRICS = [
+    ("1 − cosine", "1-cosine"),
+    ("relative error", "error"),
+    ("largest error", "max_abs"),
+    ("PSNR (dB)", "psnr_db"),
+]
+VALUE = "value"
+DIFFERENCE = "difference to T = {}"
 WORST = 8
 
 
@@ -56,16 +58,15 @@ class Explorer(Panel):
     def __init__(
         self, grid: dict, root: str | Path | None = None, machine: str | None = None
     ):
-        self.machine = self.cell = None
+        self.machine = None
+        self.cell = None
         self.grid = sweep.make_grid(grid)
-        self.root = Path(root) if root else log.default_root()
-        self.source = (Folders if self.grid.bundle else Exports)(self.grid, self.root)
+        self.root = Path(root or log.default_root())
+        self.source = bundles_of(self.grid, self.root)
         self.tokens = token_texts(self.source.tokenizer, self.grid.validate_ids)
         self.cells = list(sweep.cells(self.grid))
-        if machine is not None:
-            sweep.stored_tables(
-                self.grid, self.root, machine
-            )  # refuses one that the log lacks
+        if machine is not None:  # refuses one that the log lacks
+            sweep.stored_tables(self.grid, self.root, machine)
         self.options = {self.source.label(cell): cell.options for cell in self.cells}
         lengths = sorted({cell.options.max_seq_len for cell in self.cells})
         run = self.grid.run
@@ -84,7 +85,7 @@ class Explorer(Panel):
         controls += [
             choice("machine", [runs.here()]),
             choice("tensor", ["update", "k", "v", "hidden", "logits"]),
-            choice("metric", list(METRICS.items())),
+            choice("metric", METRICS),
             choice("show", [VALUE, DIFFERENCE.format(self.first_T)][: len(run.T)]),
             choice("scale", ["fixed", "data"]),
         ]
@@ -109,7 +110,8 @@ class Explorer(Panel):
     def _offer(self, machine: str | None) -> None:
         """Lists the machines with times in the log, or this machine if there are none,
         and selects one."""
-        control, here = self.controls["machine"], runs.here()
+        control = self.controls["machine"]
+        here = runs.here()
         names = sweep.offered_machines(self.grid, self.root) or [here]
         shown = control.value
         control.options = names
@@ -138,7 +140,8 @@ class Explorer(Panel):
     def missing(self) -> list:
         """The measurements that the log lacks, as steps for a `BackgroundJob`: one per
         bundle and precision, one per bundle's error split."""
-        done, steps = sweep.done_cells(self.root), []
+        done = sweep.done_cells(self.root)
+        steps = []
         everything = {(cell.bundle, cell.options): cell for cell in self.cells}.values()
         for cell in sorted(everything, key=lambda cell: cell.options != self.setting):
             options = cell.options
@@ -154,7 +157,8 @@ class Explorer(Panel):
                     steps.append((label, count, partial(self._measure, part)))
             splits = self.source.checkpoint and self.grid.validate_ids
             if splits and self._stored_split(options) is None:
-                grid, checkpoint = self.grid, self.source.checkpoint
+                grid = self.grid
+                checkpoint = self.source.checkpoint
                 about = options, grid.validate_ids, grid.experiment, self.root
                 split = partial(measure_split, checkpoint, *about)
                 steps.append((f"{name}: error split", 1, split))
@@ -175,9 +179,12 @@ class Explorer(Panel):
             part, root=self.root, progress=False, on_cell=self.job.advance
         )
         if counts["failed"]:
-            actual = f"{counts['failed']} of {counts['cells']} cells failed"
-            step = "see their reasons: workbench log --where \"status == 'failed'\""
-            raise InputError("sweep", actual, "cells that fit", step)
+            raise InputError(
+                "sweep",
+                f"{counts['failed']} of {counts['cells']} cells failed",
+                "cells that fit",
+                "see their reasons: workbench log --where \"status == 'failed'\"",
+            )
 
     def _stored_split(self, options: Options) -> pd.DataFrame | None:
         return stored_split(self.source.checkpoint, options, self.root)
@@ -185,12 +192,8 @@ class Explorer(Panel):
     def click(self, x: float, y: float) -> None:
         """Chooses the heatmap's cell at a point of the picture (fractions from the top
         left)."""
-        wide, high = self.figure.get_size_inches() * self.figure.dpi
-        column, row = (
-            self.figure.axes[0]
-            .transData.inverted()
-            .transform((x * wide, (1 - y) * high))
-        )
+        to_data = self.figure.transFigure - self.figure.axes[0].transData
+        column, row = to_data.transform((x, 1 - y))
         if 0 <= row < len(self.layers) and 0 <= column < len(self.positions):
             self.choose((self.layers[int(row)], self.positions[int(column)]))
 
@@ -202,14 +205,49 @@ class Explorer(Panel):
 
     def _draw(self) -> None:
         self._read()
-        T, S, tensor = (self.value(name) for name in ("T", "max_seq_len", "tensor"))
+        self._select()
+        self._list_worst()
+        parts = {
+            "fidelity": self._fidelity(),
+            "split": self._split(),
+            "speed": self._speed(),
+        }
+        self.shown = {part: figure for part, figure in parts.items() if figure}
+        mosaic = [["fidelity"]]
+        height = 3.2
+        if below := [part for part in self.shown if part != "fidelity"]:
+            mosaic = [["fidelity"] * len(below), below]
+            height = 5.6
+        with plots.style():
+            figure, axes = plt.subplot_mosaic(mosaic, figsize=(8, height))
+            if self.rows.empty:
+                absent(axes["fidelity"], "nothing measured at this setting: press Run")
+            for part, (plot, data, options) in self.shown.items():
+                getattr(plots, plot)(data, **options, ax=axes[part])
+            self._mark(axes)
+        T, S, tensor = map(self.value, ("T", "max_seq_len", "tensor"))
+        name = f"{self.source.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
+        alt = f"{tensor} of {name}: {', '.join(self.shown)} by layer and position"
+        with self.picture.hold_sync():  # sends the picture with the texts of its cells
+            self.show(figure, alt)
+            self._name_cells(axes["fidelity"])
+        text = f"{name}: {self._time()}"
+        if self.length != S and not self.grid.bundle:
+            text += f". The heatmap is of max_seq_len {self.length}; press Run to measure {S}"
+        self.message.value = html.escape(text)
+
+    def _select(self) -> None:
+        """Selects the rows of the heatmap: those of the nearest max_seq_len with any,
+        and beside them those of the first T."""
+        T, S, tensor = map(self.value, ("T", "max_seq_len", "tensor"))
         rows = self._stored("fidelity")
         mode = self._mode()
         where = ["run_id", "layer", "position"]
         rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
         # the chained pass of a bundle runs all T in turn
-        self.every_T = mode == "chained" and not rows.duplicated(where).any()
-        rows = rows.assign(T=T) if self.every_T else rows
+        every_T = mode == "chained" and not rows.duplicated(where).any()
+        if every_T:
+            rows = rows.assign(T=T)
         lengths = rows.loc[rows["T"] == T, "max_seq_len"].astype(int).unique()
         self.length = int(min(lengths, key=lambda length: abs(length - S), default=S))
         rows = rows[rows["max_seq_len"] == self.length]
@@ -217,46 +255,17 @@ class Explorer(Panel):
         self.base = runs.like_newest(rows[rows["T"] == self.first_T], "run_id")
         self.layers = sorted(map(int, self.rows["layer"].unique()))
         self.positions = sorted(map(int, self.rows["position"].unique()))
-        self._list_worst()
-        self.controls["show"].disabled = self.every_T or T == self.first_T
-        parts = {
-            "fidelity": self._fidelity(),
-            "split": self._split(),
-            "speed": self._speed(),
-        }
-        self.shown = {
-            part: figure for part, figure in parts.items() if figure is not None
-        }
-        below = [part for part in self.shown if part != "fidelity"]
-        with plots.style():
-            figure = plt.figure(figsize=(8, 5.6 if below else 3.2))
-            grid = figure.add_gridspec(2 if below else 1, max(len(below), 1))
-            places = {"fidelity": grid[0, :]} | {
-                p: grid[1, i] for i, p in enumerate(below)
-            }
-            axes = {part: figure.add_subplot(place) for part, place in places.items()}
-            if self.rows.empty:
-                absent(axes["fidelity"], "nothing measured at this setting: press Run")
-            for part, (plot, data, options) in self.shown.items():
-                getattr(plots, plot)(data, **options, ax=axes[part])
-            self._mark(axes)
-        name = f"{self.source.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
-        with self.picture.hold_sync():  # sends the picture with the texts of its cells
-            self.show(
-                figure,
-                f"{tensor} of {name}: {', '.join(self.shown)} by layer and position",
-            )
-            self._name_cells(axes["fidelity"])
+        self.controls["show"].disabled = every_T or T == self.first_T
+
+    def _time(self) -> str:
+        """The time of a layer at the selected setting, or why there is none."""
         layers = self._at_setting(self._stored("layers"))
-        time = "no times yet: press Run"
         ms = layers.loc[layers["invalid"].isna(), "layer_ms"]
-        if len(layers):
-            time = f"invalid: {layers['invalid'].iloc[-1]}"
         if len(ms):
-            time = f"{ms.median():.3f} ms per layer on {self.machine}"
-        if self.length != S and not self.grid.bundle:
-            time += f". The heatmap is of max_seq_len {self.length}; press Run to measure {S}"
-        self.message.value = html.escape(f"{name}: {time}")
+            return f"{ms.median():.3f} ms per layer on {self.machine}"
+        if len(layers):
+            return f"invalid: {layers['invalid'].iloc[-1]}"
+        return "no times yet: press Run"
 
     def _mark(self, axes: dict[str, Axes]) -> None:
         """Draws a frame around the chosen cell and a ring around the chosen setting."""
@@ -267,34 +276,28 @@ class Explorer(Panel):
             axes["fidelity"].add_patch(frame)
         if "speed" in axes:
             rates = self._at_setting(self.shown["speed"][1])
-            if len(rates := rates[rates["invalid"].isna()]):
-                ring(
-                    axes["speed"],
-                    self.value("max_seq_len"),
-                    rates["value"].median(),
-                    zorder=5,
-                )
+            rates = rates.loc[rates["invalid"].isna(), "value"]
+            if len(rates):
+                length = self.value("max_seq_len")
+                ring(axes["speed"], length, rates.median(), zorder=5)
 
     def _name_cells(self, ax: Axes) -> None:
         """Sets the picture's text of every cell, and of the chosen one."""
-        rows = zip(self._cells(self.rows), self.rows.to_dict("records"))
-        texts = {cell: cell_text(row, self.tokens) for cell, row in rows}
+        texts = defaultdict(str)
+        for row in self.rows.to_dict("records"):
+            texts[row["layer"], row["position"]] = cell_text(row, self.tokens)
         if self._differs():
-            for cell, value in zip(self._cells(self.base), self._values(self.base)):
-                texts[cell] = (
-                    f"{texts.get(cell, '')}; at T = {self.first_T}: {value:.4g}"
-                )
-        grid = [[texts.get((y, x), "") for x in self.positions] for y in self.layers]
+            for cell, value in self._values(self.base).items():
+                texts[cell] += f"; at T = {self.first_T}: {value:.4g}"
+        grid = [[texts[y, x] for x in self.positions] for y in self.layers]
         box = cells_box(ax, len(self.positions), len(self.layers))
         self.picture.cells = {"box": box, "texts": grid}
-        self.picture.chosen = texts.get(self.cell, "")
-
-    def _cells(self, rows: pd.DataFrame) -> list[tuple[int, int]]:
-        return [(int(y), int(x)) for y, x in zip(rows["layer"], rows["position"])]
+        self.picture.chosen = texts[self.cell]
 
     def _values(self, rows: pd.DataFrame) -> pd.Series:
-        """The metric of each row."""
-        return View(metric=self.value("metric")).values(rows)
+        """The metric by layer and position."""
+        cells = rows.set_index(["layer", "position"])
+        return View(metric=self.value("metric")).values(cells)
 
     def _differs(self) -> bool:
         """Whether the heatmap is of a difference."""
@@ -317,13 +320,10 @@ class Explorer(Panel):
         runtime's axes."""
         if self.source.label(cell) != self.value("bundle"):
             return False
-        portable = may_be_portable(cell.run["runtime"])
-        for axis in self.axes:
-            if (portable or axis not in PORTABLE_AXES) and cell.run[axis] != self.value(
-                axis
-            ):
-                return False
-        return True
+        axes = set(self.axes)
+        if not may_be_portable(cell.run["runtime"]):
+            axes -= set(PORTABLE_AXES)
+        return all(cell.run[axis] == self.value(axis) for axis in axes)
 
     def _at_setting(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows at the selected max_seq_len and T."""
@@ -335,52 +335,48 @@ class Explorer(Panel):
         and for adopted packages, else isolated."""
         rows = self.tables["fidelity"]
         modes = set(rows.loc[rows["tensor"] == self.value("tensor"), "mode"])
-        chained = self.value("tensor") == "logits" or modes == {"chained"}
-        return "chained" if chained else "isolated"
+        if self.value("tensor") == "logits" or modes == {"chained"}:
+            return "chained"
+        return "isolated"
 
     def _fidelity(self) -> tuple | None:
         """The heatmap as (name of its plot, rows, options); None without rows."""
         self.controls["scale"].disabled = self._differs()
         if self.rows.empty:
             return None
-        T, tensor, metric = (self.value(name) for name in ("T", "tensor", "metric"))
+        T, tensor, metric = map(self.value, ("T", "tensor", "metric"))
         if self._differs():
-            rows = []
-            for r in (self.rows, self.base):
-                rows.append(
-                    r.assign(value=self._values(r)).set_index(["layer", "position"])
-                )
-            cells = (
-                rows[0]
-                .assign(difference=rows[0]["value"] - rows[1]["value"])
-                .reset_index()
-            )
+            values = self._values(self.rows)
+            difference = values - self._values(self.base).reindex(values.index)
+            cells = difference.reset_index(name="difference")
+            cells["run_id"] = self.rows["run_id"].iloc[0]
             sides = f"T = {T} minus T = {self.first_T}"
             options = {"metric": metric, "sides": sides, "title": f"{tensor}, {sides}"}
-            columns = ["layer", "position", "difference", "run_id"]
-            return "fidelity_difference", cells[columns], options
+            return "fidelity_difference", cells, options
         options = {
             "T": T,
             "tensor": tensor,
             "metric": metric,
-            "budget": BUDGET_FACTOR if metric == "error" else None,
+            "budget": None,
             "mode": self._mode(),
-            "tokens": self.tokens if self.positions[-1] < len(self.tokens) else None,
+            "tokens": None,
             "limits": self.value("scale"),
         }
+        if metric == "error":
+            options["budget"] = BUDGET_FACTOR
+        if self.positions[-1] < len(self.tokens):
+            options["tokens"] = self.tokens
         return "fidelity_heatmap", self.rows.dropna(axis=1, how="all"), options
 
     def _list_worst(self) -> None:
         """Lists the cells with the largest errors; the first line selects none."""
-        metric = self.value("metric")
         lines = [("click on a cell, or choose one here", None)]
-        column = "cosine" if metric == "1-cosine" else metric
+        column = self.value("metric").removeprefix("1-")
         rising = column not in ("max_abs", "error")
         ranked = self.rows.sort_values(column, ascending=rising, na_position="first")
         for row in ranked.head(WORST).to_dict("records"):
-            lines.append(
-                (cell_text(row, self.tokens), (int(row["layer"]), int(row["position"])))
-            )
+            cell = row["layer"], row["position"]
+            lines.append((cell_text(row, self.tokens), cell))
         if list(self.worst.options) != lines:
             self.worst.options = lines
 
@@ -390,43 +386,36 @@ class Explorer(Panel):
         self.split.value = ""
         if self.source.checkpoint is None:
             return None
-        parts = self._stored_split(
-            self.setting.model_copy(update={"max_seq_len": self.length})
-        )
+        options = self.setting.model_copy(update={"max_seq_len": self.length})
+        parts = self._stored_split(options)
         if parts is None:
             return None
-        layer = int(parts.loc[parts["total"].idxmax(), "layer"])
-        if self.cell and self.cell[0] in set(parts["layer"]):
+        by_layer = parts.set_index("layer").drop(columns="run_id").astype(float)
+        layer = int(by_layer["total"].idxmax())
+        if self.cell and self.cell[0] in by_layer.index:
             layer = self.cell[0]
-        column = (
-            parts.set_index("layer").drop(columns="run_id").loc[layer].astype(float)
-        )
-        table = column.to_frame(f"layer {layer}, relative RMS")
-        self.split.value = table.to_html(
-            border=0, float_format="{:.3g}".format, na_rep="–"
-        )
+        table = by_layer.loc[layer].to_frame(f"layer {layer}, relative RMS")
+        number = "{:.3g}".format
+        self.split.value = table.to_html(border=0, float_format=number, na_rep="–")
         return "layer_parts", parts, {"layer": layer}
 
     def _speed(self) -> tuple | None:
         rates = self._stored("samples").query("phase == 'tokens_per_s'")
-        columns = [
-            "run_id",
-            "machine",
-            "max_seq_len",
-            "T",
-            "value",
-            "unit",
-            "warmup",
-            "invalid",
-        ]
-        return ("speed", rates[columns], {}) if len(rates) else None
+        if rates.empty:
+            return None
+        columns = "run_id machine max_seq_len T value unit warmup invalid".split()
+        return "speed", rates[columns], {}
 
     def save(self) -> list[Path]:
         """Logs the shown figures (heatmap, split, speed) as exhibits of the experiment
         in one run, and writes each as SVG, PDF and PNG with a sidecar."""
         if not self.shown:
-            actual = "nothing measured at this setting"
-            raise InputError("figures", actual, "a heatmap", "press Run first")
+            raise InputError(
+                "figures",
+                "nothing measured at this setting",
+                "a heatmap",
+                "press Run first",
+            )
         number = self.grid.experiment
         checkpoint = self.source.name
         setting = {"max_seq_len": self.length, "T": self.value("T")}
@@ -445,12 +434,11 @@ class Explorer(Panel):
         row = {"command": "explorer", "checkpoint": checkpoint} | setting
         run_id = runs.record_run(number, row, root=self.root, exhibits=exhibits)
         place = report.folder(number, checkpoint, self.root)
-        own = log.load("runs", root=self.root, where={"run_id": run_id})
+        own = log.load("runs", self.root, {"run_id": run_id})
         paths = []
         for exhibit in exhibits:
-            paths += report.write_exhibit(
-                exhibit | {"run_id": run_id}, place, number, own
-            )
+            exhibit["run_id"] = run_id
+            paths += report.write_exhibit(exhibit, place, number, own)
         names = ", ".join(p.name for p in paths if p.suffix == ".png")
         self.message.value = f"saved {names} (and svg, pdf, json) in {paths[0].parent}"
         return paths

@@ -92,13 +92,13 @@ class Panel:
     appended to `errors`."""
 
     def __init__(self, controls: list[ui.Widget], *below: ui.Widget):
-        self.controls, self.errors, self.figure = (
-            {c.description: c for c in controls},
-            [],
-            None,
-        )
+        self.controls = {control.description: control for control in controls}
+        self.errors = []
+        self.figure = None
         self.drawing = True
-        self.picture, self.message, self.settled = Picture(), ui.HTML(), ui.Label()
+        self.picture = Picture()
+        self.message = ui.HTML()
+        self.settled = ui.Label()
         for control in controls:
             control.layout.margin = "2px 14px 2px 0"
             self.follow(control, lambda _: self.draw())
@@ -112,9 +112,9 @@ class Panel:
         """Hides the controls with a single value; a text names these values."""
         settled = []
         for name, control in self.controls.items():
-            single = len(control.options) == 1
-            control.layout.display = "none" if single else None
-            if single:
+            control.layout.display = None
+            if len(control.options) == 1:
+                control.layout.display = "none"
                 settled.append(f"{name}: {control.label}")
         self.settled.value = " · ".join(settled)
 
@@ -133,13 +133,11 @@ class Panel:
             action()
         except Exception as problem:  # `check` raises it
             self.errors.append(problem)
-            refused = isinstance(problem, InputError)
-            text = html.escape(
-                str(problem) if refused else traceback.format_exc(limit=2)
-            )
-            self.message.value = (
-                f"<pre class='workbench-error' style='color:#b00'>{text}</pre>"
-            )
+            text = traceback.format_exc(limit=2)
+            if isinstance(problem, InputError):
+                text = str(problem)
+            tag = "<pre class='workbench-error' style='color:#b00'>"
+            self.message.value = f"{tag}{html.escape(text)}</pre>"
 
     def check(self) -> None:
         """Raises the first error of any callback so far."""
@@ -162,13 +160,13 @@ class Panel:
     def show(self, figure: plt.Figure, alt: str) -> None:
         """Puts a figure into the picture, with two dots per pixel of the page."""
         stream = io.BytesIO()
-        quick = {
-            "compress_level": 1
-        }  # compression takes most of the time besides drawing
+        quick = {"compress_level": 1}  # compression takes most of the time
         figure.savefig(stream, format="png", dpi=2 * DPI, pil_kwargs=quick)
         plt.close(figure)
         self.picture.width = round(figure.get_figwidth() * DPI)
-        self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
+        self.figure = figure
+        self.picture.alt = alt
+        self.picture.png = stream.getvalue()
 
     def _ipython_display_(self) -> None:
         """Displays the widget after a still picture of it, for pages without widgets
@@ -176,13 +174,10 @@ class Panel:
         from IPython.display import HTML, display
 
         data = base64.b64encode(self.picture.png).decode()
-        size = self.picture.width
-        alt = html.escape(self.picture.alt, quote=True)
-        source = f'src="data:image/png;base64,{data}"'
-        still = HTML(
-            f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>'
-        )
-        display(still, self.box)
+        alt = html.escape(self.picture.alt)
+        still = f'<img class="workbench-still" width="{self.picture.width}" '
+        still += f'alt="{alt}" src="data:image/png;base64,{data}">'
+        display(HTML(still), self.box)
 
 
 def absent(ax: Axes, why: str) -> None:
@@ -239,7 +234,10 @@ class BackgroundJob:
     def __init__(
         self, steps: Callable[[], list], panel: Panel, finish: Callable[[], None]
     ):
-        self.steps, self.panel, self.finish, self.thread = steps, panel, finish, None
+        self.steps = steps
+        self.panel = panel
+        self.finish = finish
+        self.thread = None
         self.stopped = threading.Event()
         self.run = button("play", self.start)
         self.cancel = button("stop", self.stopped.set, "Cancel", disabled=True)
@@ -254,13 +252,14 @@ class BackgroundJob:
         """Writes the number of steps on the Run button."""
         count = sum(parts for _, parts, _ in self.steps())
         self.run.disabled = not count
-        self.run.description = (
-            f"Run what is missing ({count})" if count else "Nothing is missing"
-        )
+        self.run.description = "Nothing is missing"
+        if count:
+            self.run.description = f"Run what is missing ({count})"
 
     def start(self) -> None:
         self.stopped.clear()
-        self.run.disabled, self.cancel.disabled = True, False
+        self.run.disabled = True
+        self.cancel.disabled = False
         self.progress.layout.visibility = "visible"
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
@@ -274,7 +273,8 @@ class BackgroundJob:
         steps = self.steps()
         errors = len(self.panel.errors)
         total = 0
-        self.progress.value, self.progress.max = 0, sum(parts for _, parts, _ in steps)
+        self.progress.value = 0
+        self.progress.max = sum(parts for _, parts, _ in steps)
         for self.step, parts, step in steps:
             if self.stopped.is_set() or len(self.panel.errors) > errors:
                 break
@@ -283,12 +283,12 @@ class BackgroundJob:
                 self.panel.guarded(step)
             total += parts
             self.advance(total - self.progress.value)
-        self.cancel.disabled, self.progress.layout.visibility = True, "hidden"
+        self.cancel.disabled = True
+        self.progress.layout.visibility = "hidden"
         if len(self.panel.errors) == errors:
             self.finish()
         self.panel.guarded(self.refresh)
-        # the last statement: a message of the next action would otherwise be
-        # overwritten
-        self.label.value = (
-            "cancelled; what was finished is kept" if self.stopped.is_set() else ""
-        )
+        # comes last: a message of the next action would otherwise be overwritten
+        self.label.value = ""
+        if self.stopped.is_set():
+            self.label.value = "cancelled; what was finished is kept"

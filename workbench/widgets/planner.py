@@ -29,7 +29,8 @@ class Planner(Panel):
     """
 
     def __init__(self, checkpoint: str | Path, bundles: Path | None = None):
-        self.checkpoint, self.placements = Checkpoint(checkpoint), {}
+        self.checkpoint = Checkpoint(checkpoint)
+        self.placements = {}
         self.bundles = bundles or log.project() / "data" / "bundles"
         self.misfit = roofline.misfits()["misfit"].abs().median()
         self.rules = ui.HTML()
@@ -54,28 +55,30 @@ class Planner(Panel):
 
     @property
     def options(self) -> Options:
-        length, T, compress = (
-            self.value(name) for name in ("max_seq_len", "T", "compress")
-        )
+        length, T, compress = map(self.value, ("max_seq_len", "T", "compress"))
         return export_options(max_seq_len=length, t_max=T, compress=compress)
 
     def _lint(self) -> None:
         options = self.options
         bundle = sweep.bundle_for(self.checkpoint, options, self.bundles)
-        self.placements[options] = placement.predicted_placement(
-            bundle, int(self.value("chip")[1])
-        )
+        generation = int(self.value("chip")[1])
+        predicted = placement.predicted_placement(bundle, generation)
+        self.placements[options] = predicted
 
     def _draw(self) -> None:
-        options, name = self.options, self.checkpoint.name
-        machine, chip = self.value("machine"), self.value("chip")
+        options = self.options
+        name = self.checkpoint.name
+        machine = self.value("machine")
+        chip = self.value("chip")
         size = MACHINES[machine]
         budget = memory.budget_of_checkpoint(self.checkpoint, options, size)
-        # a far larger machine would make the checkpoint's bar invisible
-        machines = {machine: size} if budget.total > size / 50 else {}
+        machines = {machine: size}
+        if size >= 50 * budget.total:  # it would make the checkpoint's bar invisible
+            machines = {}
         ax = plots.memory_bar(tables.budget(budget, name), machines)
         self.show(ax.figure, f"memory of {name}")
-        rates, on = [], roofline.chip(chip)
+        rates = []
+        on = roofline.chip(chip)
         for T in sorted({1, self.value("T")}):
             work = memory.decode_work(self.checkpoint, options, T)
             rate = 1e3 * T / roofline.predict_ms(work, chip)["ms"].sum()
@@ -92,6 +95,5 @@ class Planner(Panel):
         )
         self.rules.value = "Rules: not checked, they need the exported graph."
         if options in self.placements:
-            self.rules.value = tables.styled(
-                tables.rules_table(self.placements[options])
-            ).to_html()
+            broken = tables.rules_table(self.placements[options])
+            self.rules.value = tables.styled(broken).to_html()

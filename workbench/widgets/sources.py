@@ -8,23 +8,30 @@ from workbench.sweep.cell import find
 from workbench.sweep.grid import Cell, Grid
 
 
+def bundles_of(grid: Grid, root: Path) -> "Exports | Folders":
+    """The bundles of a grid; a relative path starts in the project of the log at
+    `root`."""
+    if grid.bundle:
+        return Folders(grid, root)
+    return Exports(grid, root)
+
+
 class Exports:
     """Bundles of a grid's checkpoint and export options."""
 
     def __init__(self, grid: Grid, root: Path):
-        self.grid, self.checkpoint = grid, Checkpoint(find(grid.checkpoint, root))
-        self.name, self.tokenizer = self.checkpoint.name, self.checkpoint.path
+        self.grid = grid
+        self.checkpoint = Checkpoint(find(grid.checkpoint, root))
+        self.name = self.checkpoint.name
+        self.tokenizer = self.checkpoint.path
 
     def label(self, cell: Cell) -> str:
         """The values in which bundles of the grid differ, without max_seq_len."""
-        varied = []
+        words = [cell.options.compress]
         for name, values in self.grid.export.items():
-            if len(values) > 1:
-                varied.append(name)
-        names = [name for name in varied if name not in ("max_seq_len", "compress")]
-        return ", ".join(
-            str(getattr(cell.options, name)) for name in ("compress", *names)
-        )
+            if len(values) > 1 and name not in ("max_seq_len", "compress"):
+                words.append(str(getattr(cell.options, name)))
+        return ", ".join(words)
 
     def contents(self, cell: Cell) -> str:
         """The hash in a cell's key."""
@@ -46,7 +53,8 @@ class Folders:
     def __init__(self, grid: Grid, root: Path):
         self.root = root
         opened = folder_unverified(find(grid.bundle[0], root))
-        self.name, self.tokenizer = opened.manifest.checkpoint["name"], opened.tokenizer
+        self.name = opened.manifest.checkpoint["name"]
+        self.tokenizer = opened.tokenizer
 
     def label(self, cell: Cell) -> str:
         """The name of the folder."""
