@@ -70,7 +70,9 @@ class Op:
     def key(self) -> str | int:
         """What identifies the operation in its program: the name of its first result,
         if it has one."""
-        return self.outputs[0][0] if self.outputs else id(self)
+        if self.outputs:
+            return self.outputs[0][0]
+        return id(self)
 
     @property
     def constant(self) -> bool:
