@@ -163,7 +163,8 @@ def conv_transpose(
     y = function(x, weight, None, strides, 0, 0, groups, dilations)
     first, sizes = [0] * spatial, whole
     if pad_type == "custom":
-        first, last = pad[::2], pad[1::2]
+        first = pad[::2]
+        last = pad[1::2]
         sizes = [w - a - b for w, a, b in zip(whole, first, last, strict=True)]
     elif pad_type == "same":
         sizes = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]

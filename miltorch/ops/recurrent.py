@@ -10,7 +10,8 @@ import torch
 
 from miltorch.ops.registry import operation
 
-NO_BIAS, NO_BIASES = torch.zeros(()), torch.zeros(3)  # for all gates, for each of three
+NO_BIAS = torch.zeros(())  # for all gates
+NO_BIASES = torch.zeros(3)  # for each of three gates
 
 _ACTIVATION = {
     "linear": lambda x: x,
