@@ -39,18 +39,13 @@ def unpack_bits(packed: np.ndarray, bits: int, count: int, signed: bool) -> np.n
     if bits == 4:
         values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)[:count]
     else:
-        stream = np.unpackbits(packed, bitorder="little")[: count * bits].reshape(
-            count, bits
-        )
-        values = stream @ (1 << np.arange(bits, dtype=np.uint8))
+        stream = np.unpackbits(packed, bitorder="little")[: count * bits]
+        values = stream.reshape(count, bits) @ (1 << np.arange(bits, dtype=np.uint8))
     values = values.astype(np.uint8)
-    return (
-        ((values ^ (1 << (bits - 1))).astype(np.int8) - (1 << (bits - 1))).astype(
-            np.int8
-        )
-        if signed
-        else values
-    )
+    if not signed:
+        return values
+    sign = 1 << (bits - 1)
+    return ((values ^ sign).astype(np.int8) - sign).astype(np.int8)
 
 
 class BlobFile:
@@ -94,13 +89,13 @@ class BlobFile:
             )
         dtype, bits = DTYPES[code]
         count = int(np.prod(shape, dtype=object))
-        if (count * bits + 7) // 8 > size:
+        needed = (count * bits + 7) // 8
+        if needed > size:
             raise self._bad(
-                f"a blob of {size} bytes where shape {list(shape)} needs {(count * bits + 7) // 8}"
+                f"a blob of {size} bytes where shape {list(shape)} needs {needed}"
             )
-        payload = self.data[start : start + (count * bits + 7) // 8]
+        payload = self.data[start : start + needed]
         if bits < 8:
-            return unpack_bits(payload, bits, count, signed=dtype is np.int8).reshape(
-                shape
-            )
+            values = unpack_bits(payload, bits, count, signed=dtype is np.int8)
+            return values.reshape(shape)
         return payload.view(dtype).reshape(shape)

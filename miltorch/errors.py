@@ -20,34 +20,29 @@ class InputError(ValueError):
     """
 
     def __init__(self, subject: str, actual: str, needed: str, next_step: str):
-        self.subject, self.actual, self.needed, self.next_step = (
-            subject,
-            actual,
-            needed,
-            next_step,
-        )
+        self.subject, self.actual, self.needed = subject, actual, needed
+        self.next_step = next_step.rstrip(".")
         super().__init__(
-            f"{subject}: found {actual}; needs {needed}. Next: {next_step.rstrip('.')}."
+            f"{subject}: found {actual}; needs {needed}. Next: {self.next_step}."
         )
 
     @classmethod
     def from_message(cls, message: str) -> "InputError | None":
         """An error with this message, or None where an InputError would say it
         differently."""
-        parts = re.fullmatch(
-            r"(.*?): found (.*); needs (.*)\. Next: (.*)\.", message, re.DOTALL
-        )
-        return cls(*parts.groups()) if parts else None
+        pattern = r"(.*?): found (.*); needs (.*)\. Next: (.*)\."
+        if parts := re.fullmatch(pattern, message, re.DOTALL):
+            return cls(*parts.groups())
+        return None
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of a traceback; IPython looks for a method of
         this name."""
-        next_step = self.next_step.rstrip(".")
         return [
             f"InputError: {self.subject}\n"
             f"  found      {self.actual}\n"
             f"  needs      {self.needed}\n"
-            f"  next step  {next_step}"
+            f"  next step  {self.next_step}"
         ]
 
 
@@ -78,19 +73,13 @@ def last_message(written: list[str]) -> str:
     exception, however many lines it has; without one the last line, or the dictionary
     that ends there."""
     lines = [line for line in written if line.strip()] or ["no message"]
-    start = len(lines) - 1
-    traces = [
-        i
-        for i, line in enumerate(lines)
-        if line.startswith("Traceback (most recent call last)")
-    ]
-    if (
-        traces
-    ):  # the frames behind the last one are indented, the message begins where they end
-        behind = range(traces[-1] + 1, len(lines))
-        start = next((i for i in behind if not lines[i].startswith(" ")), traces[-1])
+    trace = start = len(lines) - 1
+    while trace >= 0 and not lines[trace].startswith("Traceback (most recent call"):
+        trace -= 1
+    if trace >= 0:  # its frames are indented, the message begins where they end
+        behind = range(trace + 1, len(lines))
+        start = next((i for i in behind if not lines[i].startswith(" ")), trace)
     elif lines[-1] == "}":
-        start = max(
-            (i for i, line in enumerate(lines) if line.endswith("{")), default=start
-        )
+        opening = [i for i, line in enumerate(lines) if line.endswith("{")]
+        start = max(opening, default=start)
     return one_line("\n".join(lines[start:]))

@@ -169,33 +169,31 @@ class OnEngine(Proxy):
 
     @staticmethod
     def get_compute_plan(path: str, compute_units: str):
-        return plan(path, "ane" if compute_units in ("CPU_AND_NE", "ALL") else "cpu")
+        if compute_units in ("CPU_AND_NE", "ALL"):
+            return plan(path, "ane")
+        return plan(path, "cpu")
 
 
 class SimulatedMac(OnEngine):
     """No fault, a simulated Mac: durations are made up, and flexible shapes are planned
     on the CPU."""
 
-    DISPATCH_MS = {
-        True: 2.0,
-        False: 0.1,
-    }  # by whether the compute units have the Neural Engine
+    # by whether the compute units have the Neural Engine
+    DISPATCH_MS = {True: 2.0, False: 0.1}
     BYTES_PER_MS = {True: 60e6, False: 20e6}
 
     def __init__(self, path: str, compute_units: str, *rest):
         super().__init__(path, compute_units, *rest)
-        engine = compute_units in ("CPU_AND_NE", "ALL") and not _flexible(
-            self.description
-        )
+        flexible = _flexible(self.description)
+        engine = compute_units in ("CPU_AND_NE", "ALL") and not flexible
         weights = sum(file.stat().st_size for file in Path(path).rglob("*.bin"))
         self.ms = self.DISPATCH_MS[engine] + weights / self.BYTES_PER_MS[engine]
 
     @staticmethod
     def get_compute_plan(path: str, compute_units: str):
-        flexible = _flexible(read_spec(Path(path)).description)
-        return OnEngine.get_compute_plan(
-            path, "CPU_ONLY" if flexible else compute_units
-        )
+        if _flexible(read_spec(Path(path)).description):
+            compute_units = "CPU_ONLY"
+        return OnEngine.get_compute_plan(path, compute_units)
 
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
         start = time.perf_counter()

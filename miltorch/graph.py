@@ -21,16 +21,16 @@ class Graph:
         every = list(program.block.walk())
         self.program, self.ops = program, [op for op in every if not op.constant]
         self.producers = {name: op for op in every for name, _ in op.outputs}
-        self.types = (
-            program.inputs
-            | program.states
-            | dict(output for op in every for output in op.outputs)
-        )
+        self.types = program.inputs | program.states
+        for op in every:
+            self.types.update(op.outputs)
 
     def producer(self, source) -> Op | None:
         """The operation that computes an argument; None for inputs, states, literals
         and absent arguments."""
-        return self.producers.get(source.name) if isinstance(source, Ref) else None
+        if isinstance(source, Ref):
+            return self.producers.get(source.name)
+        return None
 
     def readers(self, name: str) -> list[Op]:
         """Every operation of `ops` that reads a value or state."""
@@ -39,15 +39,15 @@ class Graph:
     def literal(self, source):
         """An argument as the program states it, inline or as a plain constant; None for
         one that has to be computed."""
-        op = self.producer(source)
-        if op is None:
-            return None if isinstance(source, Ref) else source
-        return op.inputs["val"] if op.kind == "const" else None
+        if not isinstance(source, Ref):
+            return source
+        op = self.producers.get(source.name)
+        if op is None or op.kind != "const":
+            return None
+        return op.inputs["val"]
 
     def shape_of(self, source) -> tuple[int | None, ...]:
         """The shape of an argument, None for sizes that are known only at run time."""
-        return (
-            self.types[source.name].shape
-            if isinstance(source, Ref)
-            else np.shape(source)
-        )
+        if isinstance(source, Ref):
+            return self.types[source.name].shape
+        return np.shape(source)

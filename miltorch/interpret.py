@@ -25,6 +25,7 @@ from miltorch.ops.state import StateCell
 from miltorch.program import NUMPY, Block, Op, Program, Ref, Type, refs
 
 PRECISIONS = ("declared", "exact", "narrow")
+# change no value
 MOVES = {
     "reshape",
     "transpose",
@@ -34,15 +35,12 @@ MOVES = {
     "squeeze",
     "expand_dims",
     "identity",
-}  # change no value
+}
 # each element of a result is one of an operand's, or its magnitude: rounded already
 PICKS = MOVES | {"abs", "reduce_max", "reduce_min", "slice_update"}
 Hook = Callable[[Op, list], list | None]
-_WIDER = {
-    "uint16": "int32",
-    "uint32": "int64",
-    "uint64": "int64",
-}  # for unsigned types, which torch hardly supports
+# for unsigned types, which torch hardly supports
+_WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 # declared dtype → dtype of the torch tensor, for booleans and integers
 _INTEGER = {
     name: getattr(torch, _WIDER.get(np.dtype(dtype).name, np.dtype(dtype).name))
@@ -71,7 +69,9 @@ def _python_value(value):
     """A value as an attribute: Python numbers, bools, strings, or lists of them."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    return [_python_value(v) for v in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_python_value(v) for v in value]
+    return value
 
 
 @dataclass
@@ -81,17 +81,14 @@ class Step:
 
     op: Op
     function: Callable
-    outputs: list[
-        tuple[str, Callable]
-    ]  # name, what brings a result to its declared type
+    # name, what brings a result to its declared type
+    outputs: list[tuple[str, Callable]]
     constants: dict[str, object] = field(default_factory=dict)
-    operands: list[tuple[str, str | list[str], bool]] = field(
-        default_factory=list
-    )  # parameter, value name(s), is attribute
+    # parameter, value name(s), is attribute
+    operands: list[tuple[str, str | list[str], bool]] = field(default_factory=list)
     bodies: list["Body"] = field(default_factory=list)
-    dead: list[str] = field(
-        default_factory=list
-    )  # values that nothing after this step reads
+    # values that nothing after this step reads
+    dead: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -169,9 +166,8 @@ class Executable:
             InputError: an input or a state is missing, or has another shape than the
                 program declares.
         """
-        missing = [n for n in self.fits if n not in inputs] + [
-            n for n in self.program.states if n not in state
-        ]
+        missing = [n for n in self.fits if n not in inputs]
+        missing += [n for n in self.program.states if n not in state]
         if missing:
             raise InputError(
                 str(self.program.package),
@@ -227,20 +223,16 @@ class Executable:
                     values[name] = fit(value)
             except InputError:
                 raise
-            except (
-                Exception
-            ) as problem:  # torch raises many kinds where operands do not fit
+            # torch raises many kinds where operands do not fit
+            except Exception as problem:
                 raise failure(self.program, step.op, problem) from problem
             finish(step, values, hook)
 
     def _call(self, body: Body, values: dict, hook, *arguments) -> list:
         """Runs a nested block: it sees the enclosing values, and its own stay
         inside."""
-        return self._run(
-            body,
-            values | body.constants | dict(zip(body.inputs, arguments, strict=True)),
-            hook,
-        )
+        inputs = dict(zip(body.inputs, arguments, strict=True))
+        return self._run(body, values | body.constants | inputs, hook)
 
     def _fit(
         self, declared: Type, rounded: bool = False, loose: bool = False
@@ -256,9 +248,8 @@ class Executable:
         # no size is known: results of any rank pass
         unknown = loose or (len(shape) > 0 and set(shape) == {None})
 
-        accepted: set[torch.Size] = (
-            set()
-        )  # a call meets the same few shapes again and again
+        # a call meets the same few shapes again and again
+        accepted: set[torch.Size] = set()
 
         def fit(value: torch.Tensor) -> torch.Tensor:
             if not unknown and value.shape not in accepted:
@@ -269,7 +260,9 @@ class Executable:
                 accepted.add(value.shape)
             if half:
                 return value.half().float()
-            return value if value.dtype is dtype else value.to(dtype)
+            if value.dtype is dtype:
+                return value
+            return value.to(dtype)
 
         return fit
 
@@ -305,17 +298,12 @@ def make_state(program: Program) -> dict[str, StateCell]:
 def refuse_unknown(program: Program) -> None:
     """Raises an InputError that names every operation of `program` without a rule, or a
     state that holds no floats (iOS 26 has some)."""
-    missing = sorted(
-        {
-            op.kind
-            for op in program.block.walk()
-            if op.kind not in OPERATIONS and op.kind != "const"
-        }
-    )
+    kinds = {op.kind for op in program.block.walk()}
+    missing = kinds - OPERATIONS.keys() - {"const"}
     if missing:
         raise InputError(
             str(program.package),
-            f"operations without a rule: {', '.join(missing)}",
+            f"operations without a rule: {', '.join(sorted(missing))}",
             "operations the portable runtime knows",
             "run it on a Mac, or add rules in miltorch/ops",
         )
@@ -359,18 +347,15 @@ class Builder:
     def _add(self, op: Op, scope: dict, body: Body) -> None:
         if op.kind == "const":
             (name, _), value = op.outputs[0], op.inputs["val"]
-            value = (
-                torch.from_numpy(np.array(value))
-                if name in self.half and value.dtype == np.float16
-                else _to_tensor(value)
-            )
+            if name in self.half and value.dtype == np.float16:
+                value = torch.from_numpy(np.array(value))
+            else:
+                value = _to_tensor(value)
             scope[name] = body.constants[name] = value
-            return
-        step = self._step(op, scope, body)
-        if op.constant:
-            self._fold(step, scope, body)
+        elif op.constant:
+            self._fold(self._step(op, scope, body), scope, body)
         else:
-            body.steps.append(step)
+            body.steps.append(self._step(op, scope, body))
 
     def _check(self, names, reads) -> None:
         unknown = [name for name in reads if name not in names]
@@ -384,33 +369,26 @@ class Builder:
 
     def _step(self, op: Op, scope: dict, body: Body) -> Step:
         rule = OPERATIONS[op.kind]
-        narrow = (
-            self.executable.precision == "narrow"
-            and rule.narrow
-            and op.outputs[0][1].dtype == "FLOAT16"
-        )
+        function = rule.function
+        narrow = self.executable.precision == "narrow" and rule.narrow
+        if narrow and op.outputs[0][1].dtype == "FLOAT16":
+            function = rule.narrow
         outputs = [
             (name, self.executable._fit(t, op.kind in PICKS, name in self.loose))
             for name, t in op.outputs
         ]
-        step = Step(op, rule.narrow if narrow else rule.function, outputs)
+        step = Step(op, function, outputs)
         for parameter, source in op.inputs.items():
-            source = (
-                [source]
-                if parameter in TUPLES and not isinstance(source, list)
-                else source
-            )
+            if parameter in TUPLES and not isinstance(source, list):
+                source = [source]
             value, attribute = _literal(source, scope), parameter in rule.attributes
             if value is None:
-                step.operands.append(
-                    (
-                        parameter,
-                        self._names(source, scope, body, f"{op.name}.{parameter}"),
-                        attribute,
-                    )
-                )
+                names = self._names(source, scope, body, f"{op.name}.{parameter}")
+                step.operands.append((parameter, names, attribute))
+            elif attribute:
+                step.constants[parameter] = _python_value(value)
             else:
-                step.constants[parameter] = _python_value(value) if attribute else value
+                step.constants[parameter] = value
         step.bodies = [self.body(b, scope) for b in op.blocks]
         return step
 
@@ -434,12 +412,11 @@ class Builder:
         result = step.function(**step.constants)
         results = result if isinstance(result, tuple) else (result,)
         for (name, declared), value in zip(step.op.outputs, results, strict=True):
-            value = value.half() if declared.dtype == "FLOAT16" else value
-            scope[name] = body.constants[name] = (
-                value
-                if name in self.half
-                else self.executable._fit(declared)(value.float())
-            )
+            if declared.dtype == "FLOAT16":
+                value = value.half()
+            if name not in self.half:
+                value = self.executable._fit(declared)(value.float())
+            scope[name] = body.constants[name] = value
 
 
 def loose_shapes(program: Program) -> set[str]:
@@ -450,34 +427,32 @@ def loose_shapes(program: Program) -> set[str]:
     -1e4)` with sizes that vary is declared a scalar. What is computed from such a
     result is declared too small as well, up to an operation with another operand of the
     declared shape."""
-    types, loose = program.inputs | program.states, set()
-    constants = {
-        name for op in program.block.walk() if op.constant for name, _ in op.outputs
-    }
+    types, loose, constants = program.inputs | program.states, set(), set()
 
     def shape(source) -> tuple:
-        if isinstance(source, Ref):
-            return types[source.name].shape if source.name in types else ()
-        return np.shape(source)
+        if not isinstance(source, Ref):
+            return np.shape(source)
+        if source.name in types:
+            return types[source.name].shape
+        return ()
 
     for op in program.block.walk():
-        operands = [ref for source in op.inputs.values() for ref in refs(source)]
+        operands = set(op.reads())
+        sure = (operands - loose - constants) & types.keys()
         for name, declared in op.outputs:
-            own = declared.shape
             if op.kind == "select":
-                shapes = [
-                    shape(op.inputs.get(operand)) for operand in ("cond", "a", "b")
-                ]
-                small = any(_exceeds(other, own) for other in shapes)
+                shapes = [shape(op.inputs.get(x)) for x in ("cond", "a", "b")]
+                small = any(_exceeds(other, declared.shape) for other in shapes)
             else:
-                sure = {ref.name for ref in operands} - loose - constants
-                small = any(ref.name in loose for ref in operands) and not any(
-                    types[other].shape == own for other in sure & types.keys()
-                )
+                shapes = [types[other].shape for other in sure]
+                small = bool(operands & loose) and declared.shape not in shapes
             if small:
                 loose.add(name)
-        types |= dict(op.outputs)
-        types |= {name: kind for block in op.blocks for name, kind in block.inputs}
+            if op.constant:
+                constants.add(name)
+        types.update(op.outputs)
+        for block in op.blocks:
+            types.update(block.inputs)
     return loose
 
 
@@ -491,19 +466,20 @@ def _exceeds(shape: tuple, declared: tuple) -> bool:
 def _matrices(block: Block) -> set[str]:
     """fp16 constants that only convolutions of 1×1 read, as their weights: they stay
     fp16, whatever computes with them."""
-    shapes = {
-        name: kind.shape[2:]
-        for op in block.walk()
-        for name, kind in op.outputs
-        if kind.dtype == "FLOAT16"
-    }
-    weights, others = set(), set(block.outputs)
+    small, weights, others = set(), set(), set(block.outputs)
     for op in block.walk():
+        for name, kind in op.outputs:
+            if kind.dtype == "FLOAT16" and set(kind.shape[2:]) == {1}:
+                small.add(name)
         for parameter, source in op.inputs.items():
-            names = weights if (op.kind, parameter) == ("conv", "weight") else others
-            names.update(ref.name for ref in refs(source))
-        others.update(name for inner in op.blocks for name in inner.outputs)
-    return {name for name in weights - others if set(shapes.get(name, ())) == {1}}
+            names = {ref.name for ref in refs(source)}
+            if (op.kind, parameter) == ("conv", "weight"):
+                weights |= names
+            else:
+                others |= names
+        for inner in op.blocks:
+            others.update(inner.outputs)
+    return small & (weights - others)
 
 
 def finish(step: Step, values: dict, hook: Hook | None) -> None:
@@ -531,10 +507,12 @@ def _literal(source, scope: dict):
     """The value of a constant argument, else None."""
     if isinstance(source, Ref):
         return scope.get(source.name)
-    if refs(source):
-        values = [_literal(s, scope) for s in source]
-        return None if any(value is None for value in values) else values
-    return _to_tensor(source)
+    if not refs(source):
+        return _to_tensor(source)
+    values = [_literal(s, scope) for s in source]
+    if any(value is None for value in values):
+        return None
+    return values
 
 
 def read_names(body: Body) -> Iterator[str]:

@@ -8,7 +8,7 @@ computed."""
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -37,6 +37,12 @@ NUMPY = {
     **{f"UINT{bits}": np.uint8 for bits in (1, 2, 3, 4, 6, 8)},
 }
 DTYPE_BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4": 4}
+# suffix → what a file or folder without a manifest is
+OTHER_MODELS = {
+    ".mlmodelc": "a compiled model",
+    ".mlmodel": "a single .mlmodel file",
+    ".aimodel": "a Core AI program, which only the runtime coreai runs",
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,9 @@ class Op:
     def key(self) -> str | int:
         """What identifies the operation in its program: the name of its first result,
         if it has one."""
-        return self.outputs[0][0] if self.outputs else id(self)
+        if self.outputs:
+            return self.outputs[0][0]
+        return id(self)
 
     @property
     def constant(self) -> bool:
@@ -101,11 +109,9 @@ class Ref:
 
 def refs(source) -> list[Ref]:
     """The values that an argument names."""
-    return [
-        s
-        for s in (source if isinstance(source, list) else [source])
-        if isinstance(s, Ref)
-    ]
+    if not isinstance(source, list):
+        source = [source]
+    return [s for s in source if isinstance(s, Ref)]
 
 
 @dataclass
@@ -159,18 +165,10 @@ def spec_path(package: Path) -> Path:
     """The model file that a package's Manifest.json names, refusing every path that
     leaves the package."""
     manifest = package / "Manifest.json"
+    if not package.exists():
+        _refuse(package, "nothing there")
     if not manifest.is_file():
-        kind = {
-            ".mlmodelc": "a compiled model",
-            ".mlmodel": "a single .mlmodel file",
-            ".aimodel": "a Core AI program, which only the runtime coreai runs",
-        }.get(package.suffix)
-        _refuse(
-            package,
-            "nothing there"
-            if not package.exists()
-            else kind or "no Manifest.json in it",
-        )
+        _refuse(package, OTHER_MODELS.get(package.suffix, "no Manifest.json in it"))
     if manifest.stat().st_size > 1 << 20:
         _refuse(manifest, "a manifest over 1 MiB")
     try:
@@ -192,9 +190,7 @@ def read_spec(package: Path):
         _refuse(path, "a Git LFS pointer", "the model file itself", "run: git lfs pull")
     try:
         spec = messages("Model_pb2").Model.FromString(data)
-    except (
-        Exception
-    ) as problem:  # protobuf's DecodeError type differs between its implementations
+    except Exception as problem:  # DecodeError differs between implementations
         _refuse(path, f"bytes that are no model ({type(problem).__name__})")
     kind = spec.WhichOneof("Type")
     if kind != "mlProgram":
@@ -216,11 +212,12 @@ def read(package: str | Path, function: str | None = None) -> Program:
             f"one of {sorted(functions)}",
             "name one of these functions",
         )
-    described = {f.name: f for f in spec.description.functions}.get(
-        name, spec.description
-    )
+    described = {f.name: f for f in spec.description.functions}
+    description = described.get(name, spec.description)
     try:
-        return _Reader(package).program(name, functions[name], described)
+        return _Reader(package).program(name, functions[name], description)
+    except InputError:
+        raise
     except (
         ValueError,
         KeyError,
@@ -230,8 +227,6 @@ def read(package: str | Path, function: str | None = None) -> Program:
         RecursionError,
         MemoryError,
     ) as problem:
-        if isinstance(problem, InputError):
-            raise
         _refuse(package, f"a damaged program ({type(problem).__name__}: {problem})")
 
 
@@ -243,59 +238,53 @@ class _Reader:
         self.package, self.files = package, {}
         self.dtype_name = messages("MIL_pb2").DataType.Name
 
-    def program(self, name, function, described) -> Program:
+    def program(self, name, function, description) -> Program:
         block = function.block_specializations[function.opset]
-        typed = {p.name: self.type(p.type) for p in function.inputs}
-        inputs = {n: t for n, t in typed.items() if t.kind != "state"}
-        states = {n: t for n, t in typed.items() if t.kind == "state"}
-        return Program(
-            self.package,
-            name,
-            inputs,
-            states,
-            list(block.outputs),
-            self.block(block),
-            described,
-        )
+        declared = self.declared(function.inputs)
+        inputs = {n: t for n, t in declared if t.kind != "state"}
+        states = {n: t for n, t in declared if t.kind == "state"}
+        ops, outputs = self.block(block), list(block.outputs)
+        return Program(self.package, name, inputs, states, outputs, ops, description)
+
+    def declared(self, named) -> list[tuple[str, Type]]:
+        """Names and types of a block's inputs or of an operation's results."""
+        return [(value.name, self.type(value.type)) for value in named]
 
     def block(self, block) -> Block:
-        inputs = [(p.name, self.type(p.type)) for p in block.inputs]
-        return Block(
-            inputs, [self.op(op) for op in block.operations], list(block.outputs)
-        )
+        ops = [self.op(op) for op in block.operations]
+        return Block(self.declared(block.inputs), ops, list(block.outputs))
 
     def op(self, op) -> Op:
-        attributes = {k: self.value(v) for k, v in op.attributes.items()}
-        name = str(
-            attributes.pop("name", op.outputs[0].name if op.outputs else op.type)
-        )
-        inputs = attributes | {k: self.argument(a) for k, a in op.inputs.items()}
-        outputs = [(o.name, self.type(o.type)) for o in op.outputs]
+        inputs = {k: self.value(v) for k, v in op.attributes.items()}
+        outputs = self.declared(op.outputs)
+        name = op.type
+        if outputs:
+            name = outputs[0][0]
+        name = str(inputs.pop("name", name))
+        inputs |= {k: self.argument(a) for k, a in op.inputs.items()}
         return Op(op.type, name, inputs, outputs, [self.block(b) for b in op.blocks])
 
     def argument(self, argument):
-        bound = [
-            Ref(b.name) if b.WhichOneof("binding") == "name" else self.value(b.value)
-            for b in argument.arguments
-        ]
-        return bound[0] if len(bound) == 1 else bound
+        bound = [self.bound(binding) for binding in argument.arguments]
+        if len(bound) == 1:
+            return bound[0]
+        return bound
+
+    def bound(self, binding):
+        if binding.WhichOneof("binding") == "name":
+            return Ref(binding.name)
+        return self.value(binding.value)
 
     def type(self, message) -> Type:
         kind = message.WhichOneof("type")
         if kind == "tensorType":
             tensor = message.tensorType
-            shape = (
-                d.constant.size if d.WhichOneof("dimension") == "constant" else None
-                for d in tensor.dimensions
-            )
-            return Type(self.dtype_name(tensor.dataType), tuple(shape))
-        if kind in ("stateType", "listType"):
-            inner = self.type(
-                message.stateType.wrappedType
-                if kind == "stateType"
-                else message.listType.type
-            )
-            return Type(inner.dtype, inner.shape, kind.removesuffix("Type"))
+            shape = tuple(_size(dimension) for dimension in tensor.dimensions)
+            return Type(self.dtype_name(tensor.dataType), shape)
+        if kind == "stateType":
+            return replace(self.type(message.stateType.wrappedType), kind="state")
+        if kind == "listType":
+            return replace(self.type(message.listType.type), kind="list")
         return Type("STRING", (), "dict")
 
     def value(self, message):
@@ -314,22 +303,22 @@ class _Reader:
         return self.tensor_value(immediate.tensor, declared)
 
     def tensor_value(self, tensor, declared: Type):
-        which = tensor.WhichOneof("value")
-        values = getattr(tensor, which).values if which else []
+        which = tensor.WhichOneof("value") or "floats"
+        values = getattr(tensor, which).values
         if declared.dtype == "STRING":
-            return [str(v) for v in values] if declared.shape else str(values[0])
-        dtype = NUMPY[declared.dtype]
-        if which == "bytes":
-            raw = np.frombuffer(values, np.uint8)
-            if declared.dtype in DTYPE_BITS:
-                count = int(np.prod(declared.shape, dtype=object))
-                array = unpack_bits(
-                    raw, DTYPE_BITS[declared.dtype], count, signed=dtype is np.int8
-                )
-            else:
-                array = raw.view(dtype)
-        else:
+            strings = [str(value) for value in values]
+            if declared.shape:
+                return strings
+            return strings[0]
+        dtype, bits = NUMPY[declared.dtype], DTYPE_BITS.get(declared.dtype)
+        if which != "bytes":
             array = np.array(values, dtype)
+        elif bits is None:
+            array = np.frombuffer(values, np.uint8).view(dtype)
+        else:
+            packed = np.frombuffer(values, np.uint8)
+            count = int(np.prod(declared.shape, dtype=object))
+            array = unpack_bits(packed, bits, count, signed=dtype is np.int8)
         return array.reshape(declared.shape).copy()
 
     def file_value(self, blob, declared: Type) -> np.ndarray:
@@ -339,13 +328,15 @@ class _Reader:
                 inside(self.package, spec_path(self.package).parent, name)
             )
         array = self.files[name].array(blob.offset, declared.shape)
-        if (
-            array.dtype != NUMPY[declared.dtype]
-            and array.dtype.itemsize != np.dtype(NUMPY[declared.dtype]).itemsize
-        ):
-            _refuse(
-                self.package,
-                f"a blob of {array.dtype} at {blob.offset}",
-                f"{declared.dtype}",
-            )
-        return array.view(NUMPY[declared.dtype])
+        dtype = np.dtype(NUMPY[declared.dtype])
+        if array.dtype.itemsize != dtype.itemsize:
+            actual = f"a blob of {array.dtype} at {blob.offset}"
+            _refuse(self.package, actual, declared.dtype)
+        return array.view(dtype)
+
+
+def _size(dimension) -> int | None:
+    """The size of a dimension; None for one that is known at run time alone."""
+    if dimension.WhichOneof("dimension") == "constant":
+        return dimension.constant.size
+    return None

@@ -15,9 +15,8 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
-_MESSAGES = (
-    "miltorch._messages"  # a package of this process alone: coremltools' folder `proto`
-)
+# a package of this process alone: coremltools' folder `proto`
+_MESSAGES = "miltorch._messages"
 
 
 @contextmanager

@@ -20,13 +20,13 @@ import shutil
 import sys
 import tempfile
 import time
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -38,13 +38,9 @@ from miltorch.interpret import check_precision
 from miltorch.program import read_spec
 from miltorch.quiet import coremltools
 
-MACOS = (
-    15,
-    5,
-)  # the version that coremltools reads: the system whose features (iOS 18) miltorch has
-TAKEN = tuple(
-    np.dtype(kind) for kind in (np.float32, np.float64, np.int32)
-)  # int8 too, once built for macOS 26
+# the version that coremltools reads: the system whose features (iOS 18) miltorch has
+MACOS = (15, 5)
+TAKEN = (np.float32, np.float64, np.int32)  # int8 too, once built for macOS 26
 _patches = ExitStack()  # what `install` replaced; closing it restores coremltools
 
 
@@ -72,8 +68,9 @@ def install(
             "leave shim.install() out here",
         )
     check_precision(precision)
-    Proxy.precision = precision
-    layer = Proxy if compute_plans is None else _planning(compute_plans)
+    Proxy.precision, layer = precision, Proxy
+    if compute_plans is not None:
+        layer = _planning(compute_plans)
     if native_layer() is not layer:
         _replace(layer, _patches)
     if mend_converter:
@@ -91,12 +88,9 @@ def mended_converter() -> Iterator[None]:
 
     def cast(context, node, dtype, name):
         value = ops._get_inputs(context, node, expected=1)[0].val
-        if isinstance(value, np.ndarray) and value.size == 1:
-            context.add(
-                ops.mb.const(val=dtype(value.item()), name=node.name), node.name
-            )
-        else:
-            original(context, node, dtype, name)
+        if not isinstance(value, np.ndarray) or value.size != 1:
+            return original(context, node, dtype, name)
+        context.add(ops.mb.const(val=dtype(value.item()), name=node.name), node.name)
 
     with mock.patch.object(ops, "_cast", cast):
         yield
@@ -124,23 +118,19 @@ def _replace(proxy: "type[Proxy]", patches: ExitStack) -> None:
     ct = coremltools()
     from coremltools.models import _compiled_model, compute_plan, model, utils
 
-    native = types.ModuleType("coremltools.libcoremlpython")
+    native = ModuleType("coremltools.libcoremlpython")
     native._MLModelProxy = proxy
-    replacements = [
-        (module, "_MLModelProxy", proxy) for module in (model, _compiled_model)
-    ]
-    replacements += [
-        (module, "_macos_version", lambda: MACOS)
-        for module in (model, _compiled_model, utils)
-    ]
-    replacements += [
-        (model, "_is_macos", lambda: True),
-        (ct, "libcoremlpython", native),
-    ]
+
+    def replace_in(modules: list, name: str, value: object) -> None:
+        for module in modules:
+            patches.enter_context(mock.patch.object(module, name, value, create=True))
+
+    replace_in([model, _compiled_model], "_MLModelProxy", proxy)
+    replace_in([model, _compiled_model, utils], "_macos_version", lambda: MACOS)
+    replace_in([model], "_is_macos", lambda: True)
+    replace_in([ct], "libcoremlpython", native)
     if hasattr(proxy, "get_compute_plan"):
-        replacements.append((compute_plan, "_MLModelProxy", proxy))
-    for module, name, value in replacements:
-        patches.enter_context(mock.patch.object(module, name, value, create=True))
+        replace_in([compute_plan], "_MLModelProxy", proxy)
     before = sys.modules.get(native.__name__)
     if before is None:
         patches.callback(sys.modules.pop, native.__name__)
@@ -175,16 +165,15 @@ class StateProxy:
             raise RuntimeError(
                 "Failed to write state, only multi-array value is supported"
             )
-        cell, value = (
-            self._cell(name),
-            torch.from_numpy(np.array(_taken(value), np.float32)),
-        )
+        cell = self._cell(name)
+        value = torch.from_numpy(np.array(_taken(value), np.float32))
         if value.shape != cell.value.shape:
             raise RuntimeError(
                 f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}"
             )
-        half = self.types[name].dtype == "FLOAT16"
-        cell.value = value.half().float() if half else value
+        if self.types[name].dtype == "FLOAT16":
+            value = value.half().float()
+        cell.value = value
 
 
 class Proxy:
@@ -208,12 +197,9 @@ class Proxy:
             # the file of the weights is mapped no longer
             self.executable.program = replace(program, block=None)
         except InputError as problem:
-            refused = (
-                _error(problem)
-                if self.path.suffix == ".mlmodelc"
-                else RuntimeError(f'Error compiling model: "{problem}".')
-            )
-            raise refused from problem
+            if self.path.suffix == ".mlmodelc":
+                raise _error(problem) from problem
+            raise RuntimeError(f'Error compiling model: "{problem}".') from problem
         self.description = program.description
         self.load_ns = time.perf_counter_ns() - start
 
@@ -255,18 +241,18 @@ class Proxy:
         return [self.predict(data) for data in batch]
 
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
-        start = time.perf_counter_ns()
-        declared = self.executable.program.inputs
-        inputs = {
-            f.name: _input(f, data.get(f.name), declared[f.name])
-            for f in self.description.input
-        }
+        start, declared = time.perf_counter_ns(), self.executable.program.inputs
+        inputs, cells = {}, {}
+        for feature in self.description.input:
+            name = feature.name
+            inputs[name] = _input(feature, data.get(name), declared[name])
+        if state:
+            cells = state.cells
         try:
-            outputs = self.executable.run(inputs, state.cells if state else {})
+            outputs = self.executable.run(inputs, cells)
         except InputError as problem:
-            raise _error(
-                f"Unable to compute the prediction using ML Program. {problem}"
-            ) from problem
+            text = f"Unable to compute the prediction using ML Program. {problem}"
+            raise _error(text) from problem
         self.last_predict_ns = time.perf_counter_ns() - start
         return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
 
@@ -278,7 +264,7 @@ def _planning(
 
     class Planning(Proxy):
         @staticmethod
-        def get_compute_plan(path: str, compute_units: str) -> types.SimpleNamespace:
+        def get_compute_plan(path: str, compute_units: str) -> SimpleNamespace:
             warnings.warn(
                 "this compute plan is predicted: nothing was measured", stacklevel=2
             )
@@ -294,7 +280,7 @@ def compute_plan(
     programs: dict[str, miltorch.Program],
     devices: dict[str, dict[str, str]],
     source: str,
-) -> types.SimpleNamespace:
+) -> SimpleNamespace:
     """A compute plan with coremltools' names for the functions of a package. Every
     operation prefers its device, could run on the CPU, and costs the same; `source`
     says what the plan is.
@@ -311,38 +297,40 @@ def compute_plan(
     units = {name: object.__new__(kind) for name, kind in classes.items()}
     count = sum(op.kind != "const" for p in programs.values() for op in p.block.walk())
 
-    def of_block(function: str, block) -> types.SimpleNamespace:
-        operations = [
-            types.SimpleNamespace(
-                operator_name=f"ios18.{op.kind}" if op.kind != "const" else "const",
-                outputs=[types.SimpleNamespace(name=name) for name, _ in op.outputs],
+    def of_block(function: str, block) -> SimpleNamespace:
+        operations = []
+        for op in block.ops:
+            name = op.kind
+            if name != "const":
+                name = f"ios18.{name}"
+            operation = SimpleNamespace(
+                operator_name=name,
+                outputs=[SimpleNamespace(name=name) for name, _ in op.outputs],
                 blocks=[of_block(function, inner) for inner in op.blocks],
                 device=devices[function].get(op.name, "cpu"),
             )
-            for op in block.ops
-        ]
-        return types.SimpleNamespace(operations=operations)
+            operations.append(operation)
+        return SimpleNamespace(operations=operations)
 
-    def usage(op) -> types.SimpleNamespace | None:
+    def usage(op) -> SimpleNamespace | None:
         if op.operator_name == "const":
             return None
         supported = [units[name] for name in dict.fromkeys([op.device, "cpu"])]
-        return types.SimpleNamespace(
+        return SimpleNamespace(
             preferred_compute_device=units[op.device],
             supported_compute_devices=supported,
         )
 
     functions = {
-        name: types.SimpleNamespace(block=of_block(name, program.block))
+        name: SimpleNamespace(block=of_block(name, program.block))
         for name, program in programs.items()
     }
-    return types.SimpleNamespace(
+    structure = SimpleNamespace(program=SimpleNamespace(functions=functions))
+    return SimpleNamespace(
         source=source,
-        model_structure=types.SimpleNamespace(
-            program=types.SimpleNamespace(functions=functions)
-        ),
+        model_structure=structure,
         get_compute_device_usage_for_mlprogram_operation=usage,
-        get_estimated_cost_for_mlprogram_operation=lambda op: types.SimpleNamespace(
+        get_estimated_cost_for_mlprogram_operation=lambda op: SimpleNamespace(
             weight=1 / count
         ),
     )
@@ -377,36 +365,37 @@ def _taken(value) -> np.ndarray:
 def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
     """A user's value as the program's input, checked against the feature's
     description."""
-    if value is None or isinstance(
-        value, (list, tuple)
-    ):  # the binding makes nil of a list
+    if value is None or isinstance(value, (list, tuple)):  # the binding's nil
         array = _default(feature)
     elif feature.type.WhichOneof("Type") == "imageType":
         return _from_image(feature, value)
     else:
         array = _taken(value)
-    array = (
-        array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32)
-    )
-    allowed = feature.type.multiArrayType
-    ranges, shapes = (
-        allowed.shapeRange.sizeRanges,
-        [list(s.shape) for s in allowed.enumeratedShapes.shapes],
-    )
-    fits = list(array.shape) in (shapes or [list(allowed.shape)])
-    if ranges:
-        inside = (
-            r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0)
-            for r, n in zip(ranges, array.shape)
-        )
-        fits = len(ranges) == array.ndim and all(inside)
-    if not fits:
+    dtype = np.int32
+    if array.dtype.kind == "f":
+        dtype = np.float32
+    if not _allowed(feature.type.multiArrayType, array.shape):
         raise _error(
             f"For input feature '{feature.name}', the provided shape "
             f"{' × '.join(map(str, array.shape))} "
             "is not compatible with the model's feature description."
         )
-    return torch.from_numpy(array.reshape(()) if declared.shape == () else array)
+    tensor = torch.from_numpy(array.astype(dtype))
+    if declared.shape == ():
+        return tensor.reshape(())
+    return tensor
+
+
+def _allowed(described, shape: tuple[int, ...]) -> bool:
+    """Whether a feature's description allows arrays of this shape."""
+    ranges = described.shapeRange.sizeRanges
+    if ranges:
+        return len(ranges) == len(shape) and all(
+            r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0)
+            for r, n in zip(ranges, shape)
+        )
+    shapes = [tuple(s.shape) for s in described.enumeratedShapes.shapes]
+    return shape in (shapes or [tuple(described.shape)])
 
 
 def _default(feature):
@@ -430,7 +419,9 @@ def _from_image(feature, image) -> torch.Tensor:
     if pixels.dim() == 2:
         return pixels[None, None]
     pixels = pixels.permute(2, 0, 1)[None]
-    return pixels.flip(1) if expected.colorSpace == expected.BGR else pixels
+    if expected.colorSpace == expected.BGR:
+        return pixels.flip(1)
+    return pixels
 
 
 def _output(feature, value):
@@ -438,15 +429,15 @@ def _output(feature, value):
     kind = feature.type.WhichOneof("Type")
     if kind == "imageType":
         return _to_image(feature.type.imageType, value[0])
-    if kind != "multiArrayType":  # a class label, or every label's probability
-        return int(value) if kind == "int64Type" else value
+    if kind == "int64Type":  # a class label
+        return int(value)
+    if kind != "multiArrayType":  # a label's text, or every label's probability
+        return value
     array = feature.type.multiArrayType
-    dtype = {array.INT32: np.int32, array.INT8: np.int8, array.DOUBLE: np.float64}.get(
-        array.dataType, np.float32
-    )
-    return np.atleast_1d(
-        value.numpy().astype(dtype, order="C")
-    )  # Core ML knows no scalars
+    dtypes = {array.INT32: np.int32, array.INT8: np.int8, array.DOUBLE: np.float64}
+    dtype = dtypes.get(array.dataType, np.float32)
+    # Core ML knows no scalars
+    return np.atleast_1d(value.numpy().astype(dtype, order="C"))
 
 
 def _to_image(kind, value: torch.Tensor):
@@ -458,7 +449,7 @@ def _to_image(kind, value: torch.Tensor):
     pixels = value.round().clamp(0, 255).to(torch.uint8).numpy()
     if kind.colorSpace == kind.GRAYSCALE:
         return Image.fromarray(pixels[0])
-    red, green, blue = pixels[::-1] if kind.colorSpace == kind.BGR else pixels
-    return Image.fromarray(
-        np.stack([red, green, blue, np.full_like(red, 255)], -1), "RGBA"
-    )
+    if kind.colorSpace == kind.BGR:
+        pixels = pixels[::-1]
+    opaque = np.full_like(pixels[:1], 255)
+    return Image.fromarray(np.concatenate([pixels, opaque]).transpose(1, 2, 0), "RGBA")

@@ -13,7 +13,8 @@ from typing import BinaryIO
 
 from workbench.errors import InputError
 
-LFS_POINTER = b"version https://git-lfs"  # the first bytes of what Git LFS puts in place of a file
+# the first bytes of what Git LFS puts in place of a file
+LFS_POINTER = b"version https://git-lfs"
 
 
 def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
@@ -31,7 +32,10 @@ def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
-            write(file) if callable(write) else file.write(write)
+            if callable(write):
+                write(file)
+            else:
+                file.write(write)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -47,11 +51,15 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
     The lock ends with the process, however that ends. Another holder is waited for, or
     with `refusal` answered by raising it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    flags, operation = os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX
+    if path.is_dir():
+        flags = os.O_RDONLY
+    if refusal:
+        operation |= fcntl.LOCK_NB
     descriptor = os.open(path, flags, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
+            fcntl.flock(descriptor, operation)
         except BlockingIOError:
             raise refusal from None
         yield
@@ -66,12 +74,10 @@ def check_room(folder: Path, needed: int, subject: str) -> None:
     Raises:
         InputError: says both numbers, and what lists files that can be removed.
     """
-    there = next(
-        path
-        for path in (folder.absolute(), *folder.absolute().parents)
-        if path.exists()
-    )
-    if (free := shutil.disk_usage(there).free) < needed:
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if (free := shutil.disk_usage(existing).free) < needed:
         raise InputError(
             subject,
             f"{free:,} bytes free on the disk of {folder}",

@@ -29,15 +29,12 @@ def bundle(path: str | Path) -> Path:
     elif path.name == BUNDLE and path.is_file():
         actual, step = "its manifest alone", f"give the folder {path.parent}"
     elif is_package(path) or path.suffix == ".mlmodelc":
-        actual = f"one {'.mlmodelc' if path.suffix == '.mlmodelc' else '.mlpackage'}"
-        around = next(
-            (folder for folder in path.parents if (folder / BUNDLE).is_file()), None
-        )
-        step = (
-            f"give the folder {around}"
-            if around
-            else f"{EXPORT}; trace takes a package"
-        )
+        actual, step = "one .mlpackage", f"{EXPORT}; trace takes a package"
+        if path.suffix == ".mlmodelc":
+            actual = "one .mlmodelc"
+        around = [folder for folder in path.parents if (folder / BUNDLE).is_file()]
+        if around:
+            step = f"give the folder {around[0]}"
     elif adopted(path):
         actual, step = f"adopted packages ({FOREIGN})", ADOPTED
     elif (path / CONFIG).is_file():
@@ -46,10 +43,9 @@ def bundle(path: str | Path) -> Path:
     elif _is_gguf(path):
         actual, step = "GGUF weights", EXPORT
     else:
-        actual = (
-            f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}"
-        )
-        step = EXPORT
+        actual, step = f"no {BUNDLE}", EXPORT
+        if not path.exists():
+            actual = f"nothing there, hence {actual}"
     raise InputError(
         f"bundle {path}", actual, f"a finished bundle, a folder with {BUNDLE}", step
     )
@@ -79,10 +75,8 @@ def checkpoint(path: str | Path) -> Path:
     elif adopted(path):
         actual, step = f"adopted packages ({FOREIGN})", ADOPTED
     elif _is_gguf(path):
-        actual = "GGUF weights"
-        step = (
-            "download the model's safetensors: hf download ORG/NAME --local-dir FOLDER"
-        )
+        actual, source = "GGUF weights", "hf download ORG/NAME --local-dir FOLDER"
+        step = f"download the model's safetensors: {source}"
     elif path.is_file():
         actual, step = "a file", f"give the folder {path.parent}"
     elif path.is_dir():
@@ -103,7 +97,9 @@ def hub_id(path: str | Path, folder: Path = Path()) -> str | None:
     """ORG/NAME where `path` reads like a model on the Hub: two names, no folder of the
     first one in `folder`."""
     hub = HUB.fullmatch(str(path))
-    return hub[1] if hub and not (folder / hub[1].partition("/")[0]).exists() else None
+    if hub and not (folder / hub[1].partition("/")[0]).exists():
+        return hub[1]
+    return None
 
 
 def hub_snapshot(path: str | Path) -> Path | None:
@@ -117,11 +113,9 @@ def hub_snapshot(path: str | Path) -> Path | None:
         folder = Path(snapshot_download(hub[1], local_files_only=True))
     except (OSError, ValueError):
         return None
-    return (
-        folder
-        if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors"))
-        else None
-    )
+    if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")):
+        return folder
+    return None
 
 
 def model_name(path: Path) -> str:
@@ -135,21 +129,24 @@ def model_name(path: Path) -> str:
 
 def golden(path: str | Path) -> Path:
     """The path of a golden store as it is."""
-    return file(
-        "golden", path, "a golden store", "run: workbench golden CHECKPOINT --out G"
-    )
+    step = "run: workbench golden CHECKPOINT --out G"
+    return file("golden", path, "a golden store", step)
 
 
 def bundle_or_checkpoint(path: str | Path) -> Path:
     """The path of either as it is."""
     path = _possible("bundle", path)
-    return path if (path / BUNDLE).exists() else checkpoint(path)
+    if (path / BUNDLE).exists():
+        return path
+    return checkpoint(path)
 
 
 def bundle_or_package(path: str | Path) -> Path:
     """The path of a bundle or of one `.mlpackage` as it is."""
     path = _possible("bundle", path)
-    return path if is_package(path) else bundle(path)
+    if is_package(path):
+        return path
+    return bundle(path)
 
 
 def new(path: str | Path) -> Path:
@@ -157,12 +154,10 @@ def new(path: str | Path) -> Path:
     link."""
     path = _possible("bundle", path)
     if os.path.lexists(path):
-        actual = (
-            "a finished bundle" if (path / BUNDLE).exists() else "something else there"
-        )
-        raise InputError(
-            f"bundle {path}", actual, "a new folder", "remove it or choose another"
-        )
+        actual, step = "something else there", "remove it or choose another"
+        if (path / BUNDLE).exists():
+            actual = "a finished bundle"
+        raise InputError(f"bundle {path}", actual, "a new folder", step)
     return path
 
 
@@ -170,7 +165,9 @@ def file(subject: str, path: str | Path, needed: str, step: str) -> Path:
     """The path of a file as it is; refuses a folder, and what is not there."""
     path = _possible(subject, path)
     if not path.is_file():
-        actual = "a folder" if path.is_dir() else "no such file"
+        actual = "no such file"
+        if path.is_dir():
+            actual = "a folder"
         raise InputError(f"{subject} {path}", actual, needed, step)
     return path
 
@@ -216,8 +213,9 @@ def _possible(subject: str, path: str | Path) -> Path:
         pass
     except (OSError, ValueError) as problem:
         text = str(path)
-        shown = repr(text if len(text) < 200 else f"{text[:80]}…{text[-20:]}")
+        if len(text) >= 200:
+            text = f"{text[:80]}…{text[-20:]}"
         actual = getattr(problem, "strerror", None) or str(problem)
         needed, step = "a path that can be read", "correct the path"
-        raise InputError(f"{subject} {shown}", actual, needed, step) from None
+        raise InputError(f"{subject} {text!r}", actual, needed, step) from None
     return path

@@ -50,4 +50,6 @@ operations(
 def gelu(x, *, mode="EXACT"):
     if mode == "SIGMOID_APPROXIMATION":
         return x * torch.sigmoid(1.702 * x)
-    return F.gelu(x, approximate="tanh" if mode == "TANH_APPROXIMATION" else "none")
+    if mode == "TANH_APPROXIMATION":
+        return F.gelu(x, approximate="tanh")
+    return F.gelu(x)

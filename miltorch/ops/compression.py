@@ -9,6 +9,9 @@ import torch
 from miltorch.blob import unpack_bits
 from miltorch.ops.registry import operation
 
+NO_SHIFT = torch.zeros(())
+RANGES = {"int8": (-128, 127), "uint8": (0, 255)}  # of quantized activations
+
 
 def _spread(factor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Repeats a blockwise factor so that it lines up with `shape`: each axis of
@@ -21,9 +24,8 @@ def _spread(factor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 @operation
 def constexpr_blockwise_shift_scale(data, scale, offset=None):
-    values = data.to(
-        torch.float32, copy=True
-    )  # one copy, changed in place: it may be large
+    # one copy, changed in place: it may be large
+    values = data.to(torch.float32, copy=True)
     if offset is not None:
         values -= _spread(offset.float(), data.shape)
     return values.mul_(_spread(scale.float(), data.shape))
@@ -31,11 +33,11 @@ def constexpr_blockwise_shift_scale(data, scale, offset=None):
 
 def _along(factor: torch.Tensor, axis, rank: int) -> torch.Tensor:
     """A scalar as it is, a vector laid along `axis` of a tensor of `rank`."""
-    return (
-        factor.float().reshape([-1 if a == axis % rank else 1 for a in range(rank)])
-        if factor.dim()
-        else factor.float()
-    )
+    if factor.dim() == 0:
+        return factor
+    shape = [1] * rank
+    shape[axis] = -1
+    return factor.reshape(shape)
 
 
 @operation
@@ -44,18 +46,16 @@ def constexpr_affine_dequantize(quantized_data, zero_point, scale, *, axis=0):
 
 
 @operation
-def dequantize(input, scale, zero_point=None, *, axis=0):
-    shift = 0 if zero_point is None else _along(zero_point, axis, input.dim())
+def dequantize(input, scale, zero_point=NO_SHIFT, *, axis=0):
+    shift = _along(zero_point, axis, input.dim())
     return (input.float() - shift) * _along(scale, axis, input.dim())
 
 
 @operation
-def quantize(input, scale, zero_point=None, *, output_dtype, axis=0):
-    shift = 0 if zero_point is None else _along(zero_point, axis, input.dim())
-    low, high = (-128, 127) if output_dtype == "int8" else (0, 255)
-    return torch.clamp(
-        torch.round(input / _along(scale, axis, input.dim())) + shift, low, high
-    )
+def quantize(input, scale, zero_point=NO_SHIFT, *, output_dtype, axis=0):
+    steps = torch.round(input / _along(scale, axis, input.dim()))
+    shifted = steps + _along(zero_point, axis, input.dim())
+    return torch.clamp(shifted, *RANGES[output_dtype])
 
 
 def _unpacked(packed: torch.Tensor, bits: int, shape) -> torch.Tensor:
@@ -77,9 +77,7 @@ def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
     block_of = torch.zeros(indices.shape, dtype=torch.long)
     for axis, count in enumerate(blocks):
         position = torch.arange(indices.shape[axis]) // (indices.shape[axis] // count)
-        block_of = block_of * count + position.reshape(
-            [-1 if a == axis else 1 for a in range(indices.dim())]
-        )
+        block_of = block_of * count + _along(position, axis, indices.dim())
     values = lut.flatten(0, len(blocks) - 1)[block_of, indices.long()]  # [..., width]
     if width == 1:
         return values[..., 0]
@@ -89,10 +87,10 @@ def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
 
 @operation
 def constexpr_sparse_to_dense(nonzero_data, mask, *, shape=None):
-    mask = mask if shape is None else _unpacked(mask, 1, shape)
-    return torch.zeros(mask.shape, dtype=nonzero_data.dtype).masked_scatter(
-        mask.bool(), nonzero_data
-    )
+    if shape is not None:
+        mask = _unpacked(mask, 1, shape)
+    dense = torch.zeros(mask.shape, dtype=nonzero_data.dtype)
+    return dense.masked_scatter(mask.bool(), nonzero_data)
 
 
 @operation
@@ -104,12 +102,10 @@ def constexpr_lut_to_sparse(
         lut,
         vector_axis=vector_axis,
     )
-    mask = (
-        indices_mask
-        if lut.shape[-1] == 1
-        else indices_mask.repeat_interleave(lut.shape[-1], vector_axis)
-    )
-    return mask, dense[mask.bool()]
+    width = lut.shape[-1]
+    if width > 1:
+        indices_mask = indices_mask.repeat_interleave(width, vector_axis)
+    return indices_mask, dense[indices_mask.bool()]
 
 
 @operation

@@ -12,7 +12,10 @@ MAX_ITERATIONS = 100_000  # of one loop: more is taken for a damaged program
 def cond(*, pred, blocks):
     """`blocks` are functions of the enclosing values: what to do if true, and if
     not."""
-    return tuple(blocks[0]() if pred else blocks[1]())
+    then, otherwise = blocks
+    if pred:
+        return tuple(then())
+    return tuple(otherwise())
 
 
 @operation
@@ -29,9 +32,11 @@ def while_loop(loop_vars, *, blocks):
 def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
     """Zeros, or None where the shape of an element has a symbol in it and is known only
     once one is written."""
-    sized = all(isinstance(size, int) for size in elem_shape)
-    bounded([init_length, *elem_shape] if sized else [init_length])
-    return [torch.zeros(elem_shape) if sized else None] * init_length
+    if not all(isinstance(size, int) for size in elem_shape):
+        bounded([init_length])
+        return [None] * init_length
+    bounded([init_length, *elem_shape])
+    return [torch.zeros(elem_shape)] * init_length
 
 
 operations(
@@ -47,7 +52,8 @@ operations(
 def list_write(ls, value, *, index):
     bounded([index])
     ls = ls + [torch.zeros_like(value)] * (index + 1 - len(ls))
-    return [value if i == index else old for i, old in enumerate(ls)]
+    ls[index] = value
+    return ls
 
 
 @operation
@@ -62,5 +68,6 @@ def classify(probabilities, *, classes):
     """The most probable label, and every label's probability."""
     probabilities = probabilities.reshape(-1)
     label = classes[int(probabilities.argmax())]
-    chances = dict(zip(classes, probabilities.tolist(), strict=True))
-    return label if isinstance(label, str) else torch.tensor(label), chances
+    if not isinstance(label, str):
+        label = torch.tensor(label)
+    return label, dict(zip(classes, probabilities.tolist(), strict=True))

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from miltorch.ops.linear import TERMS, narrow_matmul, panel_product
 from miltorch.ops.registry import bounded, operation, padded
 
-FEW_COLUMNS = (
-    12  # rows for which a product that reads fp16 or int8 weights is the faster one
-)
+# rows for which a product that reads fp16 or int8 weights is the faster one
+FEW_COLUMNS = 12
 
 
 def padding(
@@ -30,13 +29,18 @@ def padding(
     ):
         reach = (taps - 1) * dilation + 1
         total = max((-(-size // stride) - 1) * stride + reach - size, 0)
-        small = total // 2
-        pairs.append(
-            (total - small, small)
-            if pad_type == "same_lower"
-            else (small, total - small)
-        )
+        before = total // 2
+        if pad_type == "same_lower":
+            before = total - before
+        pairs.append((before, total - before))
     return pairs
+
+
+def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y [N, C, *spatial] and the bias [C], if there is one."""
+    if bias is None:
+        return y
+    return y + bias.reshape(-1, *[1] * (y.dim() - 2))
 
 
 def _im2col_product(x, weight, bias, strides, dilations, groups):
@@ -55,7 +59,7 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
     columns = columns.permute(0, 1, 2, 4, 3).reshape(n, groups, -1, out_spatial.numel())
     kernels = weight.reshape(groups, weight.shape[0] // groups, -1)
     y = narrow_matmul(kernels, columns).reshape(n, weight.shape[0], *out_spatial)
-    return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
+    return _biased(y, bias)
 
 
 def _conv_product(
@@ -72,15 +76,11 @@ def _conv_product(
         from miltorch.fast import kernels, tiles  # numba takes a moment to import
 
         if kernels.available():
-            bits, flat = (
-                weight.view(torch.int16).numpy().view(np.uint16),
-                rows.flatten(0, 1),
-            )
-            y = (
-                kernels.narrow_product(bits, flat)
-                if narrow
-                else tiles.product(bits, _ones(R), flat)
-            )
+            bits = weight.view(torch.int16).numpy().view(np.uint16)
+            if narrow:
+                y = kernels.narrow_product(bits, rows.flatten(0, 1))
+            else:
+                y = tiles.product(bits, _ones(R), rows.flatten(0, 1))
             return y.reshape(B, N, R)
     if narrow:
         return narrow_matmul(rows, weight.float().T)
@@ -106,7 +106,8 @@ def _conv(narrow: bool):
         groups=1,
     ):
         spatial = x.dim() - 2
-        strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
+        strides = strides or [1] * spatial
+        dilations = dilations or [1] * spatial
         pairs = padding(
             x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad
         )
@@ -119,8 +120,9 @@ def _conv(narrow: bool):
             # a 1×1 convolution is a matrix product: a row per position
             rows = x.flatten(2).transpose(1, 2).contiguous()
             y = _conv_product(rows, weight.flatten(1), narrow)
-            y = y if bias is None else y + bias
-            return y.transpose(1, 2).reshape(x.shape[0], weight.shape[0], *x.shape[2:])
+            if bias is not None:
+                y = y + bias
+            return y.mT.reshape(len(x), len(weight), *x.shape[2:])
         weight = weight.float()
         if any(map(any, pairs)):
             x = padded(x, pairs)
@@ -151,7 +153,8 @@ def conv_transpose(
     """The whole transposed convolution, then cut (or grown, where an output asks for
     more) to the padded size."""
     spatial = x.dim() - 2
-    strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
+    strides = strides or [1] * spatial
+    dilations = dilations or [1] * spatial
     reach = [(k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilations, strict=True)]
     whole = bounded(
         (n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True)
@@ -160,15 +163,13 @@ def conv_transpose(
     y = function(x, weight, None, strides, 0, 0, groups, dilations)
     first, sizes = [0] * spatial, whole
     if pad_type == "custom":
-        first, sizes = (
-            pad[::2],
-            [w - a - b for w, a, b in zip(whole, pad[::2], pad[1::2], strict=True)],
-        )
+        first = pad[::2]
+        last = pad[1::2]
+        sizes = [w - a - b for w, a, b in zip(whole, first, last, strict=True)]
     elif pad_type == "same":
         sizes = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
         first = [(w - n) // 2 for w, n in zip(whole, sizes, strict=True)]
-    sizes = output_shape[2:] if output_shape else sizes
-    y = padded(
-        y, [(-f, f + n - w) for f, n, w in zip(first, sizes, whole, strict=True)]
-    )
-    return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
+    if output_shape:
+        sizes = output_shape[2:]
+    pairs = [(-f, f + n - w) for f, n, w in zip(first, sizes, whole, strict=True)]
+    return _biased(padded(y, pairs), bias)

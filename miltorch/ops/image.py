@@ -14,29 +14,24 @@ def grid(span, count: int, mode: str) -> torch.Tensor:
 
     Modes as MIL's resize_bilinear describes them.
     """
-    span, i = (
-        torch.as_tensor(span, dtype=torch.float64)[..., None],
-        torch.arange(count, dtype=torch.float64),
-    )
+    span = torch.as_tensor(span, dtype=torch.float64)[..., None]
+    i = torch.arange(count, dtype=torch.float64)
+    if mode == "ALIGN_CORNERS" and count == 1:
+        return span / 2
     if mode in ("STRICT_ALIGN_CORNERS", "ALIGN_CORNERS"):
-        if count == 1:
-            return span / 2 if mode == "ALIGN_CORNERS" else span * 0
-        return i * span / (count - 1)
+        return i * span / max(count - 1, 1)
     if mode == "OFFSET_CORNERS":
         return (i + 0.5) * span.clamp(min=1) / count
-    offset = 0.5 if mode == "UNALIGN_CORNERS" else 0.0
-    return (i + offset) * (span + 1) / count - offset
+    if mode == "UNALIGN_CORNERS":
+        return (i + 0.5) * (span + 1) / count - 0.5
+    return i * (span + 1) / count
 
 
 def linear(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
     """x interpolated at `positions` [n] along `axis`, clamped to its ends."""
     positions = positions.clamp(0, x.shape[axis] - 1)
     low = positions.floor().long()
-    share = (
-        (positions - low)
-        .to(x.dtype)
-        .reshape([-1] + [1] * (x.dim() - 1 - axis % x.dim()))
-    )
+    share = (positions - low).to(x.dtype).reshape([-1] + [1] * (x.dim() - 1 - axis))
     high = (low + 1).clamp(max=x.shape[axis] - 1)
     return x.index_select(axis, low) * (1 - share) + x.index_select(axis, high) * share
 
@@ -44,6 +39,11 @@ def linear(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
 def element(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
     """x [.., n, ..] at the element below each of `positions` [n] along `axis`."""
     return x.index_select(axis, positions.floor().long().clamp(0, x.shape[axis] - 1))
+
+
+def closest(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
+    """x [.., n, ..] at the element closest to each of `positions` [n] along `axis`."""
+    return element(x, axis, positions + 0.5)
 
 
 def _resized(x, sizes, mode: str, sample=linear):
@@ -57,10 +57,8 @@ def _resized(x, sizes, mode: str, sample=linear):
 
 
 def _scaled(x, *factors) -> list[int]:
-    return [
-        int(np.float32(f) * np.float32(n))
-        for n, f in zip(x.shape[-2:], factors, strict=True)
-    ]
+    sizes = np.array(x.shape[-2:], np.float32) * np.array(factors, np.float32)
+    return sizes.astype(int).tolist()
 
 
 @operation
@@ -82,24 +80,20 @@ def upsample_bilinear(
     scale_factor_height=1,
     scale_factor_width=1,
     align_corners=True,
-    half_pixel_centers=None,
+    half_pixel_centers=True,  # read where corners are not aligned
 ):
-    half = not align_corners if half_pixel_centers is None else half_pixel_centers
-    mode = (
-        "STRICT_ALIGN_CORNERS"
-        if align_corners
-        else "UNALIGN_CORNERS"
-        if half
-        else "DEFAULT"
-    )
+    mode = "DEFAULT"
+    if align_corners:
+        mode = "STRICT_ALIGN_CORNERS"
+    elif half_pixel_centers:
+        mode = "UNALIGN_CORNERS"
     return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), mode)
 
 
 @operation
 def upsample_nearest_neighbor(x, *, scale_factor_height=1, scale_factor_width=1):
-    return _resized(
-        x, _scaled(x, scale_factor_height, scale_factor_width), "DEFAULT", element
-    )
+    sizes = _scaled(x, scale_factor_height, scale_factor_width)
+    return _resized(x, sizes, "DEFAULT", element)
 
 
 @operation
@@ -108,17 +102,12 @@ def resize(
 ):
     """Unlike the older ops, this one's nearest neighbour is the closest, not the one
     below."""
-    lead = x.dim() - resized_dims
-    sizes = [
-        size or n
-        for size, n in zip(
-            shape[len(shape) - resized_dims :], x.shape[lead:], strict=True
-        )
-    ]
-    closest = lambda x, axis, positions: element(x, axis, positions + 0.5)  # noqa: E731
-    return _resized(
-        x, sizes, sampling_mode, linear if interpolation_mode == "LINEAR" else closest
-    )
+    shape = shape[len(shape) - resized_dims :]
+    old = x.shape[x.dim() - resized_dims :]
+    sizes = [size or n for size, n in zip(shape, old, strict=True)]
+    if interpolation_mode == "LINEAR":
+        return _resized(x, sizes, sampling_mode)
+    return _resized(x, sizes, sampling_mode, closest)
 
 
 def _corners(boxes, mode: str, scale: float, extent):
@@ -153,26 +142,22 @@ def crop_resize(
     iOS 17 gives `boxes` [N, 4] and `box_indices` [N]; before it `roi` [N, 1, 4 or 5, 1,
     1] (with the image's index first, or every box on every image) and results keep an
     axis for it."""
-    bounded(
-        [x.shape[1], len(boxes if roi is None else roi), target_height, target_width]
-    )
     if roi is not None:
-        boxes, images = (
-            roi[:, 0, -4:, 0, 0],
-            roi[:, 0, 0, 0, 0].long() if roi.shape[2] == 5 else None,
-        )
-    else:
-        images = torch.arange(len(boxes)) if box_indices is None else box_indices.long()
-    extent = (
-        torch.tensor([x.shape[2] - 1, x.shape[3] - 1])
-        if normalized_coordinates
-        else 1.0
-    )
+        boxes = roi[:, 0, -4:, 0, 0]
+        box_indices = roi[:, 0, 0, 0, 0]
+    elif box_indices is None:
+        box_indices = torch.arange(len(boxes))
+    bounded([x.shape[1], len(boxes), target_height, target_width])
+    every_image = roi is not None and roi.shape[2] == 4
+    extent = 1.0
+    if normalized_coordinates:
+        extent = torch.tensor(x.shape[2:]) - 1
     start, end = _corners(boxes, box_coordinate_mode, spatial_scale, extent)
     crops = []
-    for n in range(len(boxes)):
-        crop = x if images is None else x[images[n]][None]
-        inside = torch.ones(())
+    for n, image in enumerate(box_indices.long()):
+        crop, inside = x, torch.ones(())
+        if not every_image:
+            crop = x[image][None]
         for axis, size in ((2, target_height), (3, target_width)):
             at = start[n, axis - 2] + grid(
                 end[n, axis - 2] - start[n, axis - 2], size, sampling_mode
@@ -181,21 +166,22 @@ def crop_resize(
             within = ((at >= 0) & (at <= x.shape[axis] - 1)).float()
             inside = inside * within.reshape([-1] + [1] * (3 - axis))
         crops.append(torch.where(inside.bool(), crop, torch.tensor(pad_value)))
-    return torch.stack(crops) if roi is not None else torch.cat(crops)
+    if roi is None:
+        return torch.cat(crops)
+    return torch.stack(crops)
 
 
 def _pixels(coordinates, sizes, mode: str, align_corners: bool):
     """Coordinates [..., 2] (x, y) in one of MIL's conventions → pixels; `sizes` is (W,
     H)."""
-    sizes = torch.tensor(sizes, dtype=torch.float32)
+    coordinates = coordinates.float()
     if mode == "unnormalized":
-        return coordinates.float()
-    unit = (
-        coordinates.float()
-        if mode == "normalized_zero_to_one"
-        else (coordinates.float() + 1) / 2
-    )
-    return unit * (sizes - 1) if align_corners else unit * sizes - 0.5
+        return coordinates
+    if mode != "normalized_zero_to_one":
+        coordinates = (coordinates + 1) / 2
+    if align_corners:
+        return coordinates * (sizes - 1)
+    return coordinates * sizes - 0.5
 
 
 _PADDING = {
@@ -221,16 +207,18 @@ def resample(
 
     torch reflects about the outer pixels' centres or about their edges, as its own
     `align_corners` says; MIL's reflection and symmetric padding are these two."""
-    sizes = (x.shape[3], x.shape[2])
+    sizes = torch.tensor([x.shape[3], x.shape[2]], dtype=torch.float32)
     pixels = _pixels(coordinates, sizes, coordinates_mode, align_corners)
     centres = padding_mode != "symmetric"
-    reach = torch.tensor(sizes, dtype=torch.float32)
-    unit = pixels / (reach - 1).clamp(min=1) if centres else (pixels + 0.5) / reach
-    shift = padding_value if padding_mode == "constant" else 0.0
-    y = F.grid_sample(
-        x - shift, unit * 2 - 1, sampling_mode, _PADDING[padding_mode], centres
-    )
-    return y + shift
+    if centres:
+        places = pixels / (sizes - 1).clamp(min=1) * 2 - 1
+    else:
+        places = (pixels + 0.5) / sizes * 2 - 1
+    if padding_mode != "constant":
+        padding_value = 0.0
+    shifted = x - padding_value
+    y = F.grid_sample(shifted, places, sampling_mode, _PADDING[padding_mode], centres)
+    return y + padding_value
 
 
 @operation
@@ -247,14 +235,11 @@ def affine(
     align_corners,
 ):
     bounded([*x.shape[:2], output_height, output_width])
-    ys, xs = (torch.linspace(-1, 1, n) for n in (output_height, output_width))
-    points = torch.stack(
-        [xs.expand(output_height, -1), ys[:, None].expand(-1, output_width)], -1
-    )
+    xs = torch.linspace(-1, 1, output_width)
+    ys = torch.linspace(-1, 1, output_height)
+    points = torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1)
     matrix = transform_matrix.reshape(-1, 1, 2, 3)
-    coordinates = points @ matrix[..., :2].transpose(-1, -2) + matrix[
-        ..., None, :, 2
-    ].squeeze(-2)
+    coordinates = points @ matrix[..., :2].mT + matrix[..., None, :, 2]
     return resample(
         x,
         coordinates.expand(len(x), -1, -1, -1),
@@ -269,13 +254,12 @@ def affine(
 def _overlaps(boxes):
     """Intersection over union of boxes [N, 4] (centre x, y, width, height) with each
     other: [N, N]."""
-    low, high = boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2
-    shared = (
-        (torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low))
-        .clamp(min=0)
-        .prod(-1)
-    )
-    area = boxes[:, 2:].prod(-1)
+    centres, sizes = boxes[:, :2], boxes[:, 2:]
+    low = centres - sizes / 2
+    high = centres + sizes / 2
+    shared = torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low)
+    shared = shared.clamp(min=0).prod(-1)
+    area = sizes.prod(-1)
     union = area[:, None] + area - shared
     return torch.where(union > 0, shared / union, torch.zeros(()))
 
@@ -288,9 +272,8 @@ def _peaks(
     overlaps, peaks = _overlaps(boxes), []
     for i in torch.argsort(best, descending=True, stable=True).tolist():
         rivals = [j for j in peaks if not per_class or label[j] == label[i]]
-        if best[i] > score_threshold and all(
-            overlaps[i, j] <= iou_threshold for j in rivals
-        ):
+        free = (overlaps[i, rivals] <= iou_threshold).all()
+        if best[i] > score_threshold and free:
             peaks.append(i)
     return peaks[:max_boxes] or [int(best.argmax())]
 
@@ -314,7 +297,8 @@ def non_maximum_suppression(
             *image, iou_threshold, score_threshold, max_boxes, per_class_suppression
         )
         row[: len(peaks)] = torch.tensor(peaks)
-    empty, images = indices[..., None] < 0, torch.arange(len(boxes))[:, None]
+    empty = indices[..., None] < 0
+    images = torch.arange(len(boxes))[:, None]
     tops = (
         torch.where(empty, torch.zeros(()), x[images, indices].float())
         for x in (boxes, scores)

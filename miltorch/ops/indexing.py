@@ -3,6 +3,9 @@
 A negative index counts from the end, unless `validate_indices` (iOS 17) refuses it. One
 past the end raises: MIL leaves it undefined."""
 
+from functools import partial
+
+import numpy as np
 import torch
 
 from miltorch.ops.registry import operation
@@ -15,7 +18,9 @@ def slice_by_index(
     flipped, index = _window(
         x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask
     )
-    return (x.flip(flipped) if flipped else x)[index]
+    if flipped:
+        x = x.flip(flipped)
+    return x[index]
 
 
 @operation
@@ -35,16 +40,17 @@ def slice_update(
     )
     if not flipped and x[index].shape == x.shape == update.shape:
         return update  # the window is all of `x`
-    result = x.flip(flipped) if flipped else x.clone()
-    if (
-        result[index].shape != update.shape
-    ):  # a window that the end of `x` cuts short, down to nothing
+    result = x.flip(flipped)  # a copy
+    # a window that the end of `x` cuts short, down to nothing
+    if result[index].shape != update.shape:
         raise IndexError(
             f"an update of shape {list(update.shape)} for a window of shape "
             f"{list(result[index].shape)}"
         )
     result[index] = update
-    return result.flip(flipped) if flipped else result
+    if flipped:
+        result = result.flip(flipped)
+    return result
 
 
 def _window(sizes, begin, end, stride, begin_mask, end_mask, squeeze_mask):
@@ -54,35 +60,38 @@ def _window(sizes, begin, end, stride, begin_mask, end_mask, squeeze_mask):
     A squeezed axis takes one element; a masked begin or end is open.
     """
     rank = len(sizes)
-    stride, squeeze_mask = stride or [1] * rank, squeeze_mask or [False] * rank
-    begin_mask, end_mask = begin_mask or [False] * rank, end_mask or [False] * rank
+    stride = stride or [1] * rank
+    squeeze_mask = squeeze_mask or [False] * rank
+    begin_mask = begin_mask or [False] * rank
+    end_mask = end_mask or [False] * rank
     flipped, index = [], []
     for axis, size in enumerate(sizes):
         if squeeze_mask[axis]:
             index.append(begin[axis])
             continue
-        first = None if begin_mask[axis] else begin[axis]
-        last = None if end_mask[axis] else end[axis]
+        first, last = begin[axis], end[axis]
+        if begin_mask[axis]:
+            first = None
+        if end_mask[axis]:
+            last = None
         if stride[axis] < 0:
             flipped.append(axis)
             first, last, _ = slice(first, last, stride[axis]).indices(size)
-            first, last = size - 1 - first, size - 1 - last
+            first = size - 1 - first
+            last = size - 1 - last
         index.append(slice(first, last, abs(stride[axis])))
     return flipped, tuple(index)
 
 
 @operation
 def slice_by_size(x, *, begin, size):
-    begin = [b + n if b < 0 else b for b, n in zip(begin, x.shape, strict=True)]
-    stops = [
-        whole if n == -1 else b + n
-        for b, n, whole in zip(begin, size, x.shape, strict=True)
-    ]
-    if not all(
-        0 <= b <= stop <= n for b, stop, n in zip(begin, stops, x.shape, strict=True)
-    ):
-        raise IndexError(f"elements {begin} to {stops} of shape {list(x.shape)}")
-    return x[tuple(map(slice, begin, stops))]
+    begin, size, whole = np.array([begin, size, x.shape])
+    begin = np.where(begin < 0, begin + whole, begin)
+    stops = np.where(size == -1, whole, begin + size)
+    first, last = begin.tolist(), stops.tolist()
+    if not np.all((0 <= begin) & (begin <= stops) & (stops <= whole)):
+        raise IndexError(f"elements {first} to {last} of shape {list(x.shape)}")
+    return x[tuple(map(slice, first, last))]
 
 
 @operation
@@ -104,9 +113,8 @@ def _take(x, indices, axis: int, validate: bool):
 
 
 def _take_along(x, indices, axis: int, validate: bool):
-    return torch.gather(
-        x, axis, _wrap(indices, x.shape[axis], validate)
-    )  # take_along_dim checks no bounds
+    # take_along_dim checks no bounds
+    return torch.gather(x, axis, _wrap(indices, x.shape[axis], validate))
 
 
 def _take_nd(x, indices, validate: bool):
@@ -115,23 +123,18 @@ def _take_nd(x, indices, validate: bool):
     return x[tuple(_wrap(indices, torch.tensor(x.shape[:depth]), validate).unbind(-1))]
 
 
+def _batched(take, x, indices, batch_dims: int):
+    """`take` for each element of the first `batch_dims` axes of both."""
+    if not batch_dims:
+        return take(x, indices)
+    pairs = zip(x, indices, strict=True)
+    return torch.stack([_batched(take, *pair, batch_dims - 1) for pair in pairs])
+
+
 @operation
 def gather(x, indices, *, axis=0, batch_dims=0, validate_indices=False):
-    axis = axis % x.dim()
-    if batch_dims:
-        pairs = zip(x, indices, strict=True)
-        return torch.stack(
-            [
-                gather(
-                    *pair,
-                    axis=axis - 1,
-                    batch_dims=batch_dims - 1,
-                    validate_indices=validate_indices,
-                )
-                for pair in pairs
-            ]
-        )
-    return _take(x, indices, axis, validate_indices)
+    take = partial(_take, axis=axis % x.dim() - batch_dims, validate=validate_indices)
+    return _batched(take, x, indices, batch_dims)
 
 
 @operation
@@ -141,33 +144,22 @@ def gather_along_axis(x, indices, *, axis=0, validate_indices=False):
 
 @operation
 def gather_nd(x, indices, *, batch_dims=0, validate_indices=False):
-    if batch_dims:
-        pairs = zip(x, indices, strict=True)
-        return torch.stack(
-            [
-                gather_nd(
-                    *pair, batch_dims=batch_dims - 1, validate_indices=validate_indices
-                )
-                for pair in pairs
-            ]
-        )
-    return _take_nd(x, indices, validate_indices)
+    take = partial(_take_nd, validate=validate_indices)
+    return _batched(take, x, indices, batch_dims)
 
 
 def _combine(data, take, updates, mode: str):
     """`data` with `updates` combined into the elements that `take` would read."""
     positions = take(torch.arange(data.numel()).reshape(data.shape)).reshape(-1)
-    flat, updates = data.reshape(-1), updates.reshape(-1).to(data.dtype)
-    if mode == "update":
-        result = flat.index_put((positions,), updates)
-    elif mode in ("add", "sub"):
-        result = flat.index_put(
-            (positions,), updates if mode == "add" else -updates, accumulate=True
-        )
+    flat = data.reshape(-1)
+    updates = updates.reshape(-1).to(data.dtype)
+    if mode == "sub":
+        mode, updates = "add", -updates
+    if mode in ("update", "add"):
+        result = flat.index_put((positions,), updates, accumulate=mode == "add")
     elif mode == "div":
-        result = flat / torch.ones_like(flat).scatter_reduce(
-            0, positions, updates, "prod"
-        )
+        ones = torch.ones_like(flat)
+        result = flat / ones.scatter_reduce(0, positions, updates, "prod")
     else:
         reduction = {"mul": "prod", "max": "amax", "min": "amin"}[mode]
         result = flat.scatter_reduce(0, positions, updates, reduction)
@@ -176,28 +168,20 @@ def _combine(data, take, updates, mode: str):
 
 @operation
 def scatter(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
-    return _combine(
-        data,
-        lambda grid: _take(grid, indices, axis % data.dim(), validate_indices),
-        updates,
-        mode,
-    )
+    axis %= data.dim()
+    take = partial(_take, indices=indices, axis=axis, validate=validate_indices)
+    return _combine(data, take, updates, mode)
 
 
 @operation
 def scatter_along_axis(
     data, indices, updates, *, axis=0, mode="add", validate_indices=False
 ):
-    return _combine(
-        data,
-        lambda grid: _take_along(grid, indices, axis, validate_indices),
-        updates,
-        mode,
-    )
+    take = partial(_take_along, indices=indices, axis=axis, validate=validate_indices)
+    return _combine(data, take, updates, mode)
 
 
 @operation
 def scatter_nd(data, indices, updates, *, mode="add", validate_indices=False):
-    return _combine(
-        data, lambda grid: _take_nd(grid, indices, validate_indices), updates, mode
-    )
+    take = partial(_take_nd, indices=indices, validate=validate_indices)
+    return _combine(data, take, updates, mode)

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from miltorch.ops.registry import operation
 
 TERMS = 32
-PANEL = (
-    1 << 19
-)  # weights that are dense at a time: 2 MiB of float32 stay in a core's cache
+# weights that are dense at a time: 2 MiB of float32 stay in a core's cache
+PANEL = 1 << 19
 
 
 def round16(x: torch.Tensor) -> torch.Tensor:
@@ -21,12 +20,9 @@ def round16(x: torch.Tensor) -> torch.Tensor:
 def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every TERMS
     of the K products."""
-    if (
-        a.dim() > 1 and b.shape[-1] < a.shape[-2]
-    ):  # few columns: a product with few rows is several times as fast
-        return narrow_matmul(
-            b.transpose(-1, -2).contiguous(), a.transpose(-1, -2)
-        ).transpose(-1, -2)
+    # few columns: a product with few rows is several times as fast
+    if a.dim() > 1 and b.shape[-1] < a.shape[-2]:
+        return narrow_matmul(b.mT.contiguous(), a.mT).mT
     parts = zip(a.split(TERMS, dim=-1), b.split(TERMS, dim=-2), strict=True)
     left, right = next(parts)
     total = round16(left @ right)
@@ -45,18 +41,17 @@ def panel_product(
         weight: float32 or fp16; or int8 with `scale` [R, 1] float32, each product of
             the two rounded to fp16.
     """
-    rows, x = -(-PANEL // weight.shape[1]), x.contiguous()
+    rows = -(-PANEL // weight.shape[1])
+    x = x.contiguous()
     if weight.dtype == torch.float32:
         return _wide_linear(x, weight)
     out = x.new_empty(len(x), len(weight))
-    scales = [None] * len(weight) if scale is None else scale.split(rows)
-    for panel, factor, columns in zip(
-        weight.split(rows), scales, out.split(rows, 1), strict=False
-    ):
-        dense = panel.float()
-        columns.copy_(
-            _wide_linear(x, dense if factor is None else round16(dense * factor))
-        )
+    for first in range(0, len(weight), rows):
+        panel = slice(first, first + rows)
+        dense = weight[panel].float()
+        if scale is not None:
+            dense = round16(dense * scale[panel])
+        out[:, panel] = _wide_linear(x, dense)
     return out
 
 
@@ -80,8 +75,10 @@ def _alike(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def _matmul(product):
     def matmul(x, y, *, transpose_x=False, transpose_y=False):
         # MIL transposes the last two axes; a rank-1 operand has nothing to transpose
-        x = x.transpose(-1, -2) if transpose_x and x.dim() > 1 else x
-        y = y.transpose(-1, -2) if transpose_y and y.dim() > 1 else y
+        if transpose_x and x.dim() > 1:
+            x = x.mT
+        if transpose_y and y.dim() > 1:
+            y = y.mT
         return product(*_alike(x, y))
 
     return matmul
@@ -89,15 +86,17 @@ def _matmul(product):
 
 def _linear(product):
     def linear(x, weight, bias=None):
-        y = product(*_alike(x, weight.transpose(-1, -2)))
-        return y if bias is None else y + bias
+        y = product(*_alike(x, weight.mT))
+        if bias is not None:
+            y = y + bias
+        return y
 
     return linear
 
 
 def _attention(product):
     def scaled_dot_product_attention(query, key, value, attn_mask=None):
-        scores = product(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
+        scores = product(query, key.mT) / math.sqrt(query.shape[-1])
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(~attn_mask, -math.inf)
         elif attn_mask is not None:

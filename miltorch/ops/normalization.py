@@ -27,21 +27,20 @@ def _normalized(x, axes, gamma, beta, shape, epsilon):
     laid out as `shape`."""
     x = x - x.mean(axes, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
-    y = y if gamma is None else y * gamma.reshape(shape)
-    return y if beta is None else y + beta.reshape(shape)
+    if gamma is not None:
+        y = y * gamma.reshape(shape)
+    if beta is not None:
+        y = y + beta.reshape(shape)
+    return y
 
 
 @operation
 def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
-    axes = [a % x.dim() for a in (axes or range(x.dim()))]
-    return _normalized(
-        x,
-        axes,
-        gamma,
-        beta,
-        [n if a in axes else 1 for a, n in enumerate(x.shape)],
-        epsilon,
-    )
+    axes = axes or list(range(x.dim()))
+    shape = [1] * x.dim()
+    for axis in axes:
+        shape[axis] = x.shape[axis]
+    return _normalized(x, axes, gamma, beta, shape, epsilon)
 
 
 @operation

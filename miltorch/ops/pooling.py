@@ -25,9 +25,8 @@ def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
         x.shape[2:], kernel_sizes, strides, pairs, strict=True
     ):
         windows = -(-(size + before + after - taps) // stride) + 1
-        if (
-            (windows - 1) * stride >= size + before
-        ):  # a window that starts in the padding behind is left out
+        # a window that starts in the padding behind is left out
+        if (windows - 1) * stride >= size + before:
             windows -= 1
         grown.append((before, (windows - 1) * stride + taps - size - before))
     return grown
@@ -63,21 +62,14 @@ def avg_pool(
     (never over ceil_mode's)."""
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    ones = torch.ones(1, 1, *x.shape[2:])
+    ones, rest = torch.ones(1, 1, *x.shape[2:]), pairs
     if not exclude_padding_from_average:
-        declared = padding(
-            x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad
-        )
+        declared = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode=False)
         ones = padded(ones, declared, value=1.0)
-        rest = [
-            (0, all_ - after)
-            for (_, all_), (_, after) in zip(pairs, declared, strict=True)
-        ]
-    else:
-        rest = pairs
-    return _mean(x, kernel_sizes, strides, pairs) / _mean(
-        ones, kernel_sizes, strides, rest
-    )
+        ends = zip(pairs, declared, strict=True)
+        rest = [(0, whole - after) for (_, whole), (_, after) in ends]
+    share = _mean(ones, kernel_sizes, strides, rest)
+    return _mean(x, kernel_sizes, strides, pairs) / share
 
 
 @operation
@@ -86,6 +78,5 @@ def l2_pool(
 ):
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    return (
-        _mean(x.square(), kernel_sizes, strides, pairs) * math.prod(kernel_sizes)
-    ).sqrt()
+    means = _mean(x.square(), kernel_sizes, strides, pairs)
+    return (means * math.prod(kernel_sizes)).sqrt()

@@ -7,7 +7,9 @@ from miltorch.ops.registry import bounded, operation
 
 
 def _generator(seed: int) -> torch.Generator | None:
-    return None if seed < 0 else torch.Generator().manual_seed(seed)
+    if seed >= 0:
+        return torch.Generator().manual_seed(seed)
+    return None
 
 
 @operation
@@ -28,12 +30,10 @@ def random_bernoulli(*, shape, prob=0.5, seed=-1):
 @operation
 def random_categorical(x, *, mode="logits", size=1, seed=-1):
     """`size` draws with replacement from each row of x [..., K]."""
-    weights = torch.softmax(x, -1) if mode == "logits" else x
-    bounded([*x.shape[:-1], size])
-    drawn = torch.multinomial(
-        weights.reshape(-1, x.shape[-1]),
-        size,
-        replacement=True,
-        generator=_generator(seed),
-    )
-    return drawn.reshape(*x.shape[:-1], size).float()
+    if mode == "logits":
+        x = torch.softmax(x, -1)
+    shape = bounded([*x.shape[:-1], size])
+    rows = x.reshape(-1, x.shape[-1])
+    generator = _generator(seed)
+    draws = torch.multinomial(rows, size, replacement=True, generator=generator)
+    return draws.reshape(shape).float()

@@ -3,11 +3,15 @@
 Direction `reverse` reads x from its end and gives the sequence in the order it was
 computed; only the backward half of `bidirectional` is put back in the order of x."""
 
+import math
 from functools import partial
 
 import torch
 
 from miltorch.ops.registry import operation
+
+NO_BIAS = torch.zeros(())  # for all gates
+NO_BIASES = torch.zeros(3)  # for each of three gates
 
 _ACTIVATION = {
     "linear": lambda x: x,
@@ -24,10 +28,14 @@ def _scan(step, inputs, states, direction: str, whole: bool):
     """Runs `states = step(input, *states)` along time; (all or the last of the first
     state, *final states)."""
     sequence = []
-    for row in inputs.flip(0) if direction == "reverse" else inputs:
+    if direction == "reverse":
+        inputs = inputs.flip(0)
+    for row in inputs:
         states = step(row, *states)
         sequence.append(states[0])
-    return torch.stack(sequence if whole else sequence[-1:]), *states
+    if not whole:
+        sequence = sequence[-1:]
+    return torch.stack(sequence), *states
 
 
 @operation
@@ -36,21 +44,19 @@ def rnn(
     initial_h,
     weight_ih,
     weight_hh,
-    bias=None,
+    bias=NO_BIAS,
     *,
     direction="forward",
     output_sequence=False,
     activation="tanh",
 ):
     act = _ACTIVATION[activation]
-    inputs = x @ weight_ih.T + (0 if bias is None else bias)
-    return _scan(
-        lambda g, h: (act(g + h @ weight_hh.T),),
-        inputs,
-        (initial_h,),
-        direction,
-        output_sequence,
-    )
+
+    def step(row, h):
+        return (act(row + h @ weight_hh.T),)
+
+    inputs = x @ weight_ih.T + bias
+    return _scan(step, inputs, (initial_h,), direction, output_sequence)
 
 
 @operation
@@ -59,8 +65,8 @@ def gru(
     initial_h,
     weight_ih,
     weight_hh,
-    bias=None,
-    input_bias=None,
+    bias=NO_BIASES,
+    input_bias=NO_BIAS,
     *,
     direction="forward",
     output_sequence=False,
@@ -69,19 +75,19 @@ def gru(
     reset_after=False,
 ):
     """Gates in MIL's order: reset, new, update."""
-    gate, act = _ACTIVATION[recurrent_activation], _ACTIVATION[activation]
-    bias = torch.zeros(len(weight_hh)) if bias is None else bias
-    inputs = x @ weight_ih.T + (0 if input_bias is None else input_bias)
+    gate = _ACTIVATION[recurrent_activation]
+    act = _ACTIVATION[activation]
+    inputs = x @ weight_ih.T + input_bias
     (w_r, w_o, w_z), (b_r, b_o, b_z) = weight_hh.chunk(3), bias.chunk(3)
 
     def step(row, h):
         r, o, z = row.chunk(3, -1)
-        r, z = gate(r + h @ w_r.T + b_r), gate(z + h @ w_z.T + b_z)
-        o = (
-            act(o + r * (h @ w_o.T + b_o))
-            if reset_after
-            else act(o + (r * h) @ w_o.T + b_o)
-        )
+        r = gate(r + h @ w_r.T + b_r)
+        z = gate(z + h @ w_z.T + b_z)
+        if reset_after:
+            o = act(o + r * (h @ w_o.T + b_o))
+        else:
+            o = act(o + (r * h) @ w_o.T + b_o)
         return ((1 - z) * o + z * h,)
 
     return _scan(step, inputs, (initial_h,), direction, output_sequence)
@@ -92,13 +98,13 @@ def _lstm(
 ):
     """One direction; gates in MIL's order: input, forget, output, cell."""
     gate, cell, act = functions
-    inputs = x @ weight_ih.T + (0 if bias is None else bias)
-    p_i, p_f, p_o = torch.zeros(3, 1) if peephole is None else peephole.chunk(3)
+    inputs = x @ weight_ih.T + bias
+    p_i, p_f, p_o = peephole.chunk(3)
 
     def step(row, h, c):
         i, f, o, z = (row + h @ weight_hh.T).chunk(4, -1)
         c = gate(f + p_f * c) * c + gate(i + p_i * c) * cell(z)
-        c = c if limit is None else c.clamp(-limit, limit)
+        c = c.clamp(-limit, limit)
         return gate(o + p_o * c) * act(c), c
 
     return _scan(step, inputs, (h, c), direction, whole)
@@ -111,47 +117,29 @@ def lstm(
     initial_c,
     weight_ih,
     weight_hh,
-    bias=None,
-    peephole=None,
+    bias=NO_BIAS,
+    peephole=NO_BIASES,
     weight_ih_back=None,
     weight_hh_back=None,
-    bias_back=None,
-    peephole_back=None,
+    bias_back=NO_BIAS,
+    peephole_back=NO_BIASES,
     *,
     direction="forward",
     output_sequence=False,
     recurrent_activation="sigmoid",
     cell_activation="tanh",
     activation="tanh",
-    clip=None,
+    clip=math.inf,
 ):
-    functions = [
-        _ACTIVATION[name]
-        for name in (recurrent_activation, cell_activation, activation)
-    ]
+    names = recurrent_activation, cell_activation, activation
+    functions = [_ACTIVATION[name] for name in names]
     layer = partial(_lstm, x, functions=functions, limit=clip, whole=output_sequence)
+    weights = weight_ih, weight_hh, bias, peephole
     if direction != "bidirectional":
-        return layer(
-            initial_h,
-            initial_c,
-            weight_ih,
-            weight_hh,
-            bias,
-            peephole,
-            direction=direction,
-        )
+        return layer(initial_h, initial_c, *weights, direction=direction)
     (h, h_back), (c, c_back) = initial_h.chunk(2, -1), initial_c.chunk(2, -1)
-    ahead = layer(h, c, weight_ih, weight_hh, bias, peephole, direction="forward")
-    back = layer(
-        h_back,
-        c_back,
-        weight_ih_back,
-        weight_hh_back,
-        bias_back,
-        peephole_back,
-        direction="reverse",
-    )
-    return tuple(
-        torch.cat(pair, -1)
-        for pair in zip(ahead, (back[0].flip(0), *back[1:]), strict=True)
-    )
+    ahead = layer(h, c, *weights, direction="forward")
+    weights = weight_ih_back, weight_hh_back, bias_back, peephole_back
+    sequence, *states = layer(h_back, c_back, *weights, direction="reverse")
+    pairs = zip(ahead, (sequence.flip(0), *states), strict=True)
+    return tuple(torch.cat(pair, -1) for pair in pairs)

@@ -15,11 +15,10 @@ def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tenso
     total = torch.zeros(flat.shape[:-1])
     for part in flat.split(32, dim=-1):
         total = (total + part.sum(-1)).half().float()
-    return (
-        total.reshape([1 if a in axes else x.shape[a] for a in range(x.dim())])
-        if keep_dims
-        else total
-    )
+    if keep_dims:
+        for axis in sorted(axes):
+            total = total.unsqueeze(axis)
+    return total
 
 
 def _reduce(name: str, function, narrow=None):
@@ -28,7 +27,9 @@ def _reduce(name: str, function, narrow=None):
 
     def over(apply):
         def op(x, *, axes=None, keep_dims=False):
-            return apply(x, list(range(x.dim())) if axes is None else axes, keep_dims)
+            if axes is None:
+                axes = list(range(x.dim()))
+            return apply(x, axes, keep_dims)
 
         return op
 
@@ -83,9 +84,12 @@ operations(
 
 @operation
 def cumsum(x, *, axis=0, exclusive=False, reverse=False):
-    x = x.flip(axis) if reverse else x
-    total = x.cumsum(axis) - (x if exclusive else 0)
-    return total.flip(axis) if reverse else total
+    if reverse:
+        return cumsum(x.flip(axis), axis=axis, exclusive=exclusive).flip(axis)
+    total = x.cumsum(axis)
+    if exclusive:
+        total = total - x
+    return total
 
 
 @operation
@@ -101,6 +105,10 @@ def topk(
 ):
     """The first k of a stable order: among equals the lower index wins."""
     values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
-    k = x.shape[axis] if k == -1 else k
-    values, indices = values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
-    return (values, indices) if return_indices else values
+    if k == -1:
+        k = x.shape[axis]
+    values = values.narrow(axis, 0, k)
+    indices = indices.narrow(axis, 0, k)
+    if not return_indices:
+        return values
+    return values, indices

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-TUPLES = frozenset(
-    {"values", "loop_vars", "elem_shape", "ref_tensors"}
-)  # lists even when they hold one value
+# parameters that are lists even when they hold one value
+TUPLES = frozenset({"values", "loop_vars", "elem_shape", "ref_tensors"})
 MAX_ELEMENTS = 1 << 28  # of a tensor whose size an attribute decides: 1 GiB in float32
 
 
@@ -70,9 +69,7 @@ def padded(
 ) -> torch.Tensor:
     """x with `pairs` of (before, after) elements added to its last axes, one pair per
     axis."""
-    bounded(
-        n + sum(pair)
-        for n, pair in zip(x.shape[x.dim() - len(pairs) :], pairs, strict=True)
-    )
+    lead = x.dim() - len(pairs)
+    bounded(n + sum(pair) for n, pair in zip(x.shape[lead:], pairs, strict=True))
     edges = [edge for pair in reversed(pairs) for edge in pair]
-    return F.pad(x, edges, mode, value) if mode == "constant" else F.pad(x, edges, mode)
+    return F.pad(x, edges, mode, value)

@@ -12,12 +12,6 @@ operations(
         "split": lambda x, *, axis, num_splits=None, split_sizes=None: x.split(
             split_sizes or x.shape[axis] // num_splits, axis
         ),
-        "squeeze": lambda x, *, axes=None: (
-            x.squeeze() if axes is None else x.squeeze(tuple(axes))
-        ),
-        "reverse": lambda x, *, axes=None: x.flip(
-            list(range(x.dim())) if axes is None else axes
-        ),
         "shape": lambda x: torch.tensor(x.shape, dtype=torch.int32),
         "fill": lambda *, shape, value=0.0: torch.full(bounded(shape), value),
         "fill_like": lambda ref_tensor, *, value=0.0: torch.full(
@@ -37,16 +31,27 @@ operations(
 
 
 @operation
+def squeeze(x, *, axes=None):
+    if axes is None:
+        return x.squeeze()
+    return x.squeeze(tuple(axes))
+
+
+@operation
+def reverse(x, *, axes=None):
+    if axes is None:
+        axes = list(range(x.dim()))
+    return x.flip(axes)
+
+
+@operation
 def reshape(x, *, shape):
     """A 0 keeps the size of the axis that stands as far from the right, and is 1 where
     x has none."""
+    if x.numel() == 0:
+        return x.reshape(shape)
     sizes = [1] * (len(shape) - x.dim()) + list(x.shape)[max(x.dim() - len(shape), 0) :]
-    return x.reshape(
-        [
-            old if size == 0 and x.numel() else size
-            for size, old in zip(shape, sizes, strict=True)
-        ]
-    )
+    return x.reshape([size or old for size, old in zip(shape, sizes, strict=True)])
 
 
 @operation
@@ -57,22 +62,23 @@ def reshape_like(x, ref_tensors, *, begins, ends, end_masks):
     for tensor, begin, end, to_end in zip(
         ref_tensors, begins, ends, end_masks, strict=True
     ):
-        shape += tensor.shape[begin : None if to_end else end]
+        if to_end:
+            end = None
+        shape += tensor.shape[begin:end]
     return x.reshape(shape)
 
 
 @operation
 def flatten2d(x, *, axis=1):
-    axis = axis % x.dim() if axis < 0 else axis
     return x.reshape(x.shape[:axis].numel(), -1)
 
 
 @operation
 def concat(values, *, axis, interleave=False):
     if interleave:  # elements of the operands alternate along `axis`
-        stacked = torch.stack(values, axis % values[0].dim() + 1)
-        return stacked.flatten(axis % values[0].dim(), axis % values[0].dim() + 1)
-    return torch.cat([v if v.dim() else v[None] for v in values], axis)
+        axis %= values[0].dim()
+        return torch.stack(values, axis + 1).flatten(axis, axis + 1)
+    return torch.cat(torch.atleast_1d(values), axis)
 
 
 @operation
@@ -105,8 +111,7 @@ def pad(x, *, pad, mode="constant", constant_val=0.0):
     if mode == "constant":
         return padded(x, pairs, value=constant_val)
     lead = x.dim() - len(pairs)  # torch takes two leading axes whatever the rank
-    view = x.reshape(1, -1, *x.shape[lead:])
-    y = padded(view, pairs, "replicate" if mode == "replicate" else "reflect")
+    y = padded(x.reshape(1, -1, *x.shape[lead:]), pairs, mode)
     return y.reshape(*x.shape[:lead], *y.shape[2:])
 
 
@@ -125,7 +130,8 @@ def one_hot(indices, *, one_hot_vector_size, axis=-1, on_value=1, off_value=0):
 
 @operation
 def band_part(x, *, lower=-1, upper=-1):
-    rows, columns = torch.arange(x.shape[-2])[:, None], torch.arange(x.shape[-1])
+    rows = torch.arange(x.shape[-2])[:, None]
+    columns = torch.arange(x.shape[-1])
     keep = ((lower < 0) | (rows - columns <= lower)) & (
         (upper < 0) | (columns - rows <= upper)
     )

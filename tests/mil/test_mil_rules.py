@@ -403,8 +403,10 @@ def test_resample_beyond_the_edge(padding, left):
     close(found.ravel(), [left, 1.5, 3])
 
 
-def test_the_identity_transform_leaves_an_image_alone():
-    x, matrix = numbers(2, 1, 4, 5), np.array([[1, 0, 0, 0, 1, 0]], np.float32)
+@pytest.mark.parametrize("transforms", [1, 2])  # for all images, for each of them
+def test_the_identity_transform_leaves_an_image_alone(transforms):
+    x = numbers(2, 1, 4, 5)
+    matrix = np.array([[1, 0, 0, 0, 1, 0]] * transforms, np.float32)
     found = run(
         "affine",
         x=x,

@@ -23,10 +23,8 @@ def whole_number(
 
 def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
     """Token ids as plain ints, each in a vocabulary of V tokens."""
-    needed, next_step = (
-        f"ids from 0 to {V - 1}",
-        "encode the prompt with this bundle's tokenizer",
-    )
+    needed = f"ids from 0 to {V - 1}"
+    next_step = "encode the prompt with this bundle's tokenizer"
     return [whole_number(value, subject, needed, next_step, V) for value in ids]
 
 
@@ -52,6 +50,17 @@ def nothing_before(after) -> None:
             "sequences to continue",
             "prompts that begin with an empty cache",
             "give the whole prompt",
+        )
+
+
+def same_run(current: object, own: object) -> None:
+    """Refuses to go on with a stream on whose decoder another one began."""
+    if current is not own:
+        raise InputError(
+            "stream",
+            "another sequence begun on its decoder",
+            "a decoder of its own until it ends",
+            "drain one stream before the next, or open a second Decoder",
         )
 
 

@@ -68,9 +68,8 @@ class Decoder:
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
     """
 
-    gives_logits = (
-        True  # of every token; packages of other exporters may keep them to themselves
-    )
+    # of every token; packages of other exporters may keep them to themselves
+    gives_logits = True
 
     def __init__(
         self,
@@ -81,22 +80,24 @@ class Decoder:
         compute_units: str = "CPU_AND_NE",
         hints: dict | None = None,
     ):
-        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        options = self.bundle.manifest.options
+        if not isinstance(bundle, Bundle):
+            bundle = Bundle.open(bundle)
+        self.bundle, self.manifest = bundle, bundle.manifest
+        self.options = options = bundle.manifest.options
         runtime = runtimes.resolve(runtime, options.target)
         self.runtime, self.fault = runtimes.named(runtime)
         if self.runtime == "coreai":
-            precision = "exact" if options.program_dtype == "fp32" else "declared"
+            precision = {"fp16": "declared", "fp32": "exact"}[options.program_dtype]
         self.precision, self.fast = precision, fast
         self.compute_units, self.hints = compute_units, hints or {}
-        self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
-        self.plane, self.undo = self.host.plane, UndoDepth(self.manifest)
+        self.plane = self.host.plane
+        self.undo = UndoDepth(self.manifest)
         # nothing here may hold the decoder itself: one that is dropped shall give its
         # memory back at once
         self._load = partial(
             runtimes.load_shard,
-            self.bundle,
+            bundle,
             runtime=runtime,
             precision=precision,
             fast=fast,
@@ -108,20 +109,19 @@ class Decoder:
             for s in self.manifest.shards
             if s.kind in ("layers", "router")
         ]
-        self.heads = [self._load(s) for s in self.bundle.shards("head")]
-        self.experts = RoutedExperts(self.bundle, self._load, self.plane)
+        self.heads = [self._load(s) for s in bundle.shards("head")]
+        self.experts = RoutedExperts(bundle, self._load, self.plane)
         self.begin()
 
     @property
     def arithmetic(self) -> str:
         """Which of `gates.T_TOLERANCE` holds: that of the portable runtime's precision
         or of exact programs, else the runtime's."""
-        if self.runtime == "portable" or (self.runtime, self.precision) == (
-            "coreai",
-            "exact",
-        ):
+        if self.runtime == "coreai" and self.precision != "exact":
+            return "coreai"
+        if self.runtime in ("portable", "coreai"):
             return self.precision
-        return "coreai" if self.runtime == "coreai" else "coreml"
+        return "coreml"
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -130,7 +130,9 @@ class Decoder:
         unchanged."""
         names = ("run", "states", "ids", "offsets", "floors", "undone", "times", "fast")
         before = {name: getattr(self, name) for name in names}
-        literal = methodcaller("literal") if self.runtime == "portable" else nullcontext
+        literal = nullcontext
+        if self.runtime == "portable":
+            literal = methodcaller("literal")
         try:
             self.fast = False
             with self._of_models(literal):
@@ -180,10 +182,9 @@ class Decoder:
     def identity(self) -> str:
         """The identity to which snapshots of this decoder are bound; see
         `snapshot.identity`."""
-        return identity(
-            self.manifest,
-            self.precision if self.runtime == "portable" else self.runtime,
-        )
+        if self.runtime == "portable":
+            return identity(self.manifest, self.precision)
+        return identity(self.manifest, self.runtime)
 
     @property
     def named_states(self) -> list[tuple[State, str]]:
@@ -200,8 +201,10 @@ class Decoder:
             InputError: a snapshot that does not fit; what ran before is untouched then.
         """
         B = self.options.batch
-        each = enumerate(_each(snapshot, B))
-        snapshots = {seq: self._fitting(s) for seq, s in each if s is not None}
+        snapshots = {}
+        for seq, each in enumerate(_each(snapshot, B)):
+            if each is not None:
+                snapshots[seq] = self._fitting(each)
         self.run = object()  # a stream whose `run` this no longer is must not continue
         self.states = [model.make_state() for model in self.layers]
         self.ids: list[list[int]] = [[] for _ in range(B)]
@@ -217,10 +220,10 @@ class Decoder:
         assert self.offsets[seq] == len(ids), "positions that no token was run for"
         floor, undone, states = int(self.floors[seq]), int(self.undone[seq]), {}
         shapes = layout(self.manifest, len(ids), floor)
-        for state in self.states:
-            for name in state.shard.states:
-                kind, rows = state.shard.kind_of(name), shapes[name][-2]
-                states[name] = take(state.read(name)[seq], kind, rows, len(ids), undone)
+        for state, name in self.named_states:
+            kind = state.shard.kind_of(name)
+            rows = shapes[name][-2]
+            states[name] = take(state.read(name)[seq], kind, rows, len(ids), undone)
         return Snapshot(ids, self.identity, states, floor)
 
     def add(self, seq: int, snapshot: Snapshot) -> None:
@@ -260,7 +263,8 @@ class Decoder:
         return count
 
     def _fitting(self, snapshot: Snapshot) -> Snapshot:
-        S, subject = self.options.max_seq_len, f"snapshot of {snapshot.offset} tokens"
+        S = self.options.max_seq_len
+        subject = f"snapshot of {snapshot.offset} tokens"
         if snapshot.identity != self.identity:
             raise foreign(subject, snapshot.identity, self.identity)
         if snapshot.offset > S:
@@ -270,9 +274,8 @@ class Decoder:
                 f"at most max_seq_len = {S}",
                 "export a larger cache",
             )
-        if not fits(
-            snapshot, layout(self.manifest, snapshot.offset, self._floor(snapshot))
-        ):
+        shapes = layout(self.manifest, snapshot.offset, self._floor(snapshot))
+        if not fits(snapshot, shapes):
             raise InputError(
                 subject,
                 "a state that is missing, unknown or of another shape",
@@ -284,8 +287,8 @@ class Decoder:
     def _floor(self, snapshot: Snapshot) -> int:
         """The fewest tokens that a sequence can go back to which continues a snapshot
         here."""
-        floor = snapshot.floor
-        return int(np.maximum(floor, self.undo.floor(floor, snapshot.offset)))
+        floor = self.undo.floor(snapshot.floor, snapshot.offset)
+        return max(snapshot.floor, int(floor))
 
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
         """Writes snapshots in place of their sequences. The other sequences' values are
@@ -293,22 +296,21 @@ class Decoder:
         # one for all states that fill the same rows of the same shape: a runtime copies
         # what is written
         batches: dict[tuple, np.ndarray] = {}
-        for state in self.states if snapshots else ():
-            for name, entry in state.shard.states.items():
-                kind = state.shard.kind_of(name)
-                if fresh or len(snapshots) == self.options.batch:
-                    dtype = next(iter(snapshots.values())).states[name].dtype
-                    shapes = [
-                        snapshot.states[name].shape for snapshot in snapshots.values()
-                    ]
-                    key = kind, *entry.shape, *shapes
-                    batch = batches.setdefault(key, np.zeros(entry.shape, dtype))
-                else:
-                    batch = state.read(name)
-                    batch[list(snapshots)] = 0
-                for seq, snapshot in snapshots.items():
-                    put(batch[seq], kind, snapshot.states[name], snapshot.offset)
-                state.write(name, batch)
+        if not snapshots:
+            return
+        for state, name in self.named_states:
+            kind = state.shard.kind_of(name)
+            shape = state.shard.states[name].shape
+            values = [snapshot.states[name] for snapshot in snapshots.values()]
+            if fresh or len(snapshots) == self.options.batch:
+                key = kind, *shape, *(value.shape for value in values)
+                batch = batches.setdefault(key, np.zeros(shape, values[0].dtype))
+            else:
+                batch = state.read(name)
+                batch[list(snapshots)] = 0
+            for seq, snapshot in snapshots.items():
+                put(batch[seq], kind, snapshot.states[name], snapshot.offset)
+            state.write(name, batch)
         for seq, snapshot in snapshots.items():
             self.offsets[seq], self.ids[seq] = snapshot.offset, list(snapshot.ids)
             self.floors[seq], self.undone[seq] = self._floor(snapshot), 0
@@ -324,21 +326,28 @@ class Decoder:
         Returns:
             Logits after the last token: [V], or [B, V] when batch > 1.
         """
-        prompts, start = self._prompts(ids), 0
-        lengths = [len(prompt) for prompt in prompts]
-        self.host.check(self.offsets, lengths)
+        prompts = self._prompts(ids)
+        self.host.check(self.offsets, [len(prompt) for prompt in prompts])
         # hidden state of each last valid token
         last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)
-        for limit in cycle(np.ravel(tile or self.options.t_max).tolist()):
-            size = self.options.tokens(min(limit, max(lengths) - start))
-            chunk = [prompt[start : start + size] for prompt in prompts]
-            hidden = self.advance(chunk, size)
+        for chunk, hidden in self._chunks(prompts, tile):
             for seq, tokens in enumerate(chunk):
                 if tokens:
                     last[seq, :, 0] = hidden[seq, :, len(tokens) - 1]
+        return self._shape(self.logits(last))
+
+    def _chunks(self, prompts: list, tile=None) -> Iterator[tuple[list, np.ndarray]]:
+        """Runs prompts chunk by chunk: of each call the ids and hidden states [B, C,
+        T]."""
+        start = 0
+        stop = max(len(prompt) for prompt in prompts)
+        for limit in cycle(np.ravel(tile or self.options.t_max).tolist()):
+            size = self.options.tokens(min(limit, stop - start))
+            chunk = [prompt[start : start + size] for prompt in prompts]
+            yield chunk, self.advance(chunk, size)
             start += size
-            if start >= max(lengths):
-                return self._shape(self.logits(last))
+            if start >= stop:
+                return
 
     def decode_one_token(self, token) -> np.ndarray:
         """Continues each sequence by one token (batch > 1: a list, None for a sequence
@@ -349,18 +358,17 @@ class Decoder:
                 sequences; nothing is changed then.
         """
         start = time.perf_counter()
-        tokens = [token] if np.ndim(token) == 0 else list(token)
-        if len(tokens) != self.options.batch:
+        if np.ndim(token) == 0:
+            token = [token]
+        if len(token) != self.options.batch:
             raise InputError(
                 "tokens",
-                f"{len(tokens)} of them",
+                f"{len(token)} of them",
                 f"{self.options.batch}, one for each sequence",
                 "give that many",
             )
-        chunk = [
-            checks.token_ids([] if t is None else [t], self.manifest.dims.V)
-            for t in tokens
-        ]
+        prompts = [[] if each is None else [each] for each in token]
+        chunk = [checks.token_ids(ids, self.manifest.dims.V) for ids in prompts]
         self.times = Times()
         logits = self.logits(self.advance(chunk, 1)[:, :, :1])
         self.times.total = (time.perf_counter() - start) * 1e3
@@ -389,22 +397,16 @@ class Decoder:
             InputError: prompts that cannot be run, before anything runs; a stream that
                 is continued after another one began.
         """
-        prompts, B = self._prompts(ids), self.options.batch
-        stop = self.manifest.tokens.eos if stop is None else stop
-        stops = (
-            _each(list(stop), B)
-            if B > 1 and len(stop) and np.ndim(stop[0])
-            else [stop] * B
-        )
-        limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
+        prompts = self._prompts(ids)
+        B = self.options.batch
+        stops = self._stops(stop)
         samplings = _each(sampling, B)
+        limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
         if prefill:
             checks.nothing_before(after)
-        if after == "running":
-            self._check_room(prompts, limits, self.offsets)
-        else:
-            self._begin_after(_each(after, B), prompts, limits)
-        logits, times = (prefill or self.prefill)(prompts).reshape(B, -1), self.times
+        self._begin_after(after, prompts, limits)
+        logits = (prefill or self.prefill)(prompts).reshape(B, -1)
+        times = self.times
         self.run = run = object()
         tokens: list[int | None] = [None] * B
         live = [seq for seq in range(B) if prompts[seq] and limits[seq]]
@@ -413,32 +415,35 @@ class Decoder:
                 tokens[seq] = samplings[seq].pick(logits[seq], int(self.offsets[seq]))
             for seq in live:
                 yield Record(tokens[seq], logits[seq], times, seq)
-            live = [
-                seq
-                for seq in live
-                if step < limits[seq] and tokens[seq] not in stops[seq]
-            ]
+            for seq in list(live):
+                if step >= limits[seq] or tokens[seq] in stops[seq]:
+                    live.remove(seq)
+                    if self.options.kv_write == "mask":  # a slice moves every one on
+                        tokens[seq] = None
             if not live:
                 return
-            if self.run is not run:
-                raise InputError(
-                    "stream",
-                    "another sequence begun on its decoder",
-                    "a decoder of its own until it ends",
-                    "drain one stream before the next, or open a second Decoder",
-                )
-            if (
-                self.options.kv_write == "mask"
-            ):  # a slice moves every sequence on, ended or not
-                tokens = [tokens[seq] if seq in live else None for seq in range(B)]
+            checks.same_run(self.run, run)
             logits = self.decode_one_token(tokens).reshape(B, -1)
             times = self.times
 
-    def _begin_after(self, snapshots: list, prompts: list, limits: list[int]) -> None:
-        """`begin(snapshots)`, once prompts and new tokens are known to be allowed after
-        them."""
+    def _stops(self, stop) -> list:
+        """For each sequence the tokens that end it."""
+        if stop is None:
+            stop = self.manifest.tokens.eos
+        if self.options.batch > 1 and len(stop) and np.ndim(stop[0]):
+            return _each(list(stop), self.options.batch)
+        return [stop] * self.options.batch
+
+    def _begin_after(self, after, prompts: list, limits: list[int]) -> None:
+        """Begins after what `stream` is to continue, once prompts and new tokens are
+        known to be allowed there."""
+        if after == "running":
+            self._check_room(prompts, limits, self.offsets)
+            return
+        snapshots = _each(after, self.options.batch)
         checks.tokens_after(snapshots, prompts)
-        self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
+        offsets = [getattr(snapshot, "offset", 0) for snapshot in snapshots]
+        self._check_room(prompts, limits, offsets)
         self.begin(snapshots)
 
     def generate(self, ids, max_new, **options) -> list:
@@ -446,7 +451,9 @@ class Decoder:
         tokens: list[list[int]] = [[] for _ in range(self.options.batch)]
         for record in self.stream(ids, max_new, **options):
             tokens[record.seq].append(record.token)
-        return tokens[0] if self.options.batch == 1 else tokens
+        if self.options.batch == 1:
+            return tokens[0]
+        return tokens
 
     def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
         """Runs every layer once over `chunk` (ids per sequence, at most T each) and
@@ -456,10 +463,8 @@ class Decoder:
             Hidden states [B, C, T].
         """
         T = self.options.width(T)
-        counts, ids = (
-            np.array([len(tokens) for tokens in chunk]),
-            np.zeros((len(chunk), T), int),
-        )
+        counts = np.array([len(tokens) for tokens in chunk])
+        ids = np.zeros((len(chunk), T), int)
         for seq, tokens in enumerate(chunk):
             ids[seq, : len(tokens)] = tokens
 
@@ -468,7 +473,8 @@ class Decoder:
         io = self.host.inputs(before, counts, T, before - floors, self.undone)
         io[X] = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
         for index in range(len(self.layers)):
-            start, cpu_start = time.perf_counter(), time.thread_time()
+            start = time.perf_counter()
+            cpu_start = time.thread_time()
             io = self.run_layers(index, io, counts)
             self.times.layers.append((time.perf_counter() - start) * 1e3)
             self.times.add_step(cpu_start, self.native_ms)
@@ -494,7 +500,8 @@ class Decoder:
                 state it
             hands on.
         """
-        model, shard = self.layers[index], self.layers[index].shard
+        model = self.layers[index]
+        shard = model.shard
         outputs = model.predict(
             {name: io[name] for name in shard.inputs}, self.states[index]
         )
@@ -525,13 +532,10 @@ class Decoder:
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
         """Logits [B, count, V] of the last `count` tokens of fresh sequences of one
         length, one for each of the batch."""
-        n, options, start, parts = len(sequences[0]), self.options, 0, []
         self.begin()
-        while start < n:
-            size = options.tokens(min(options.t_max, n - start))
-            chunk = [sequence[start : start + size] for sequence in sequences]
-            parts.append(self.advance(chunk, size)[:, :, :size])
-            start += size
+        parts = []
+        for chunk, hidden in self._chunks(sequences):
+            parts.append(hidden[:, :, : len(chunk[0])])
         return self.logits(np.concatenate(parts, axis=2)[:, :, -count:])
 
     def prefill_calls(self, count: int) -> int:
@@ -539,8 +543,9 @@ class Decoder:
         return -(-count // self.options.t_max)
 
     def _prompts(self, ids) -> list[list[int]]:
-        batch = self.options.batch
-        prompts = [ids] if len(ids) and np.ndim(ids[0]) == 0 else ids
+        batch, prompts = self.options.batch, ids
+        if len(ids) and np.ndim(ids[0]) == 0:
+            prompts = [ids]
         if len(prompts) != batch or not any(map(len, prompts)):
             raise InputError(
                 "prompt",
@@ -563,7 +568,9 @@ class Decoder:
                 )
 
     def _shape(self, logits: np.ndarray) -> np.ndarray:
-        return logits[0, -1] if self.options.batch == 1 else logits[:, -1]
+        if self.options.batch == 1:
+            return logits[0, -1]
+        return logits[:, -1]
 
 
 def _each(value, B: int) -> list:
@@ -571,12 +578,13 @@ def _each(value, B: int) -> list:
     snapshot goes to the first."""
     if isinstance(value, Snapshot):
         return [value] + [None] * (B - 1)
-    each = list(value) if isinstance(value, (list, tuple)) else [value] * B
-    if len(each) != B:
+    if not isinstance(value, (list, tuple)):
+        return [value] * B
+    if len(value) != B:
         raise InputError(
             "a list with a value for each sequence",
-            f"{len(each)} values",
+            f"{len(value)} values",
             f"{B}, or one value for all",
             "give a list as long as the batch",
         )
-    return each
+    return list(value)

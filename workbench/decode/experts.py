@@ -33,11 +33,8 @@ class RoutedExperts:
         load: Callable[[Shard], Model],
         plane: Callable[[np.ndarray], np.ndarray],
     ):
-        self.fixed, self.load, self.plane = (
-            bundle.manifest.options.t == "fixed",
-            load,
-            plane,
-        )
+        self.load, self.plane = load, plane
+        self.fixed = bundle.manifest.options.t == "fixed"
         self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
         self.models: dict[tuple[int, int], Model] = {}
         self.native_ms: list[float | None] = []  # of the last run's predictions
@@ -54,18 +51,19 @@ class RoutedExperts:
         flat = {
             name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()
         }
-        hidden, T = flat[BASE].copy(), flat[BASE].shape[2]
+        hidden = flat[BASE].copy()
+        all_columns = np.arange(flat[BASE].shape[2])
         self.native_ms = []
         choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
-        weights = np.take_along_axis(
-            flat[ROUTER_PROBS], choice[:, None], 1
-        )  # [B, 1, T]
-        choice[np.arange(T) >= counts[:, None]] = -1
+        # [B, 1, T]
+        weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)
+        choice[all_columns >= counts[:, None]] = -1
         for expert in np.unique(choice):
             if (layer, expert) not in self.shards:
                 continue
-            own = choice == expert
-            columns = np.arange(T) if self.fixed else np.flatnonzero(own.any(0))
+            own, columns = choice == expert, all_columns
+            if not self.fixed:
+                columns = np.flatnonzero(own.any(0))
             io = {
                 EXPERT_IN: flat[EXPERT_IN],
                 EXPERT_WEIGHT: weights * own[:, None],

@@ -31,14 +31,12 @@ class Host:
 
     def __init__(self, manifest: Manifest):
         self.options = manifest.options
-        inputs = {
-            name: shape for s in manifest.shards for name, shape in s.inputs.items()
-        }
-        self.router_state, self.tail = (
-            inputs.get(ROUTER_STATE),
-            inputs.get(TAIL_SELECT, [0, 2])[1],
-        )
+        inputs = {}
+        for shard in manifest.shards:
+            inputs.update(shard.inputs)
+        self.router_state = inputs.get(ROUTER_STATE)
         self.first = inputs.get(TAIL_FIRST)
+        self.tail = inputs.get(TAIL_SELECT, [0, 2])[1]
         layers = {layer.suffix: layer for layer in manifest.layers if layer.attends}
         ropes = {rope.name: rope for rope in manifest.rope}
         self.tables = [
@@ -62,9 +60,9 @@ class Host:
     def plane(self, hidden: np.ndarray) -> np.ndarray:
         """[B, C, T] in the bundle's layout: [B, C, T, 1] or [B, C, 1, T]."""
         hidden = np.ascontiguousarray(hidden)
-        return (
-            hidden[..., None] if self.options.layout == "bct1" else hidden[:, :, None]
-        )
+        if self.options.layout == "bct1":
+            return hidden[..., None]
+        return hidden[:, :, None]
 
     def inputs(
         self,
@@ -97,18 +95,18 @@ class Host:
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
         mask_write = self.options.kv_write == "mask"
-        undone = np.zeros_like(counts) if undone is None else undone
+        if undone is None:
+            undone = np.zeros_like(counts)
         inputs = self._matrix(counts, T, accepted) | self._tail(counts, T, undone)
         inputs = {name: rows.astype(np.float32) for name, rows in inputs.items()}
         if not mask_write:
             inputs[POS] = self._position(offsets, counts, T)
         if self.router_state:
-            shape = [T if n == "T" else n for n in self.router_state]
+            shape = [{"T": T}.get(n, n) for n in self.router_state]
             inputs[ROUTER_STATE] = np.zeros(shape, np.float32)
         for suffix, rope, window in self.tables:
-            angles = positions[:, None, :, None].astype(np.float32) * np.float32(
-                rope.inv_freq
-            )
+            frequencies = np.float32(rope.inv_freq)
+            angles = positions[:, None, :, None].astype(np.float32) * frequencies
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
             inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
             rows = self.options.slots(window)
@@ -116,7 +114,9 @@ class Host:
                 positions, offsets + counts, rows, window
             )
             if mask_write:
-                name = KV_WRITE_MASK + (suffix if self.options.ring(window) else "")
+                name = KV_WRITE_MASK
+                if self.options.ring(window):
+                    name += suffix
                 inputs[name] = _write_mask(positions, counts, rows)
         return inputs
 
@@ -126,7 +126,8 @@ class Host:
         """Where the rows of a tail come from: of its old rows without the last
         `undone`, followed by the valid columns, the last ones, each as a one-hot row;
         zeros where there are fewer."""
-        rows, undone = np.arange(self.tail), undone[:, None, None]
+        rows = np.arange(self.tail)
+        undone = undone[:, None, None]
         # of each row among all the old ones and the columns, [B, rows, 1]
         place = counts[:, None, None] + rows[:, None]
         inputs = {
@@ -135,16 +136,17 @@ class Host:
         }
         if self.first:
             n = self.first[1]
-            inputs[TAIL_FIRST] = (
-                rows == (self.tail - n + np.arange(n))[:, None] - undone
-            )
+            first = np.arange(self.tail - n, self.tail)[:, None]
+            inputs[TAIL_FIRST] = rows == first - undone
         return inputs
 
     def _matrix(self, counts: np.ndarray, T: int, accepted) -> dict[str, np.ndarray]:
         """The places of the valid columns, from 1 on, and which of the last call's
         columns count."""
-        column, last = np.arange(T), np.arange(self.options.t_max)
-        accepted = np.full(len(counts), len(last)) if accepted is None else accepted
+        column = np.arange(T)
+        last = np.arange(self.options.t_max)
+        if accepted is None:
+            accepted = np.full(len(counts), len(last))
         return {
             ORDER: np.where(column < counts[:, None], column + 1, 0)[:, None, :, None],
             ACCEPT: (last < accepted[:, None])[:, None, :, None],
@@ -171,9 +173,8 @@ def _attention_mask(
     where that is negative, nothing."""
     last = ends[:, None] - 1
     stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row
-    distance = (
-        positions[:, :, None] - stored[:, None]
-    )  # [B, T, rows]: from each query back to each row
+    # [B, T, rows]: from each query back to each row
+    distance = positions[:, :, None] - stored[:, None]
     visible = (stored[:, None] >= 0) & (distance >= 0) & (distance < (window or np.inf))
     return np.where(visible, np.float32(0), np.float32(MASKED))[:, None]
 
@@ -181,8 +182,6 @@ def _attention_mask(
 def _write_mask(positions: np.ndarray, counts: np.ndarray, rows: int) -> np.ndarray:
     """One-hot columns [B, 1, rows, T]: the row of each valid token; dummies have
     none."""
-    valid = np.arange(positions.shape[1]) < counts[:, None]
-    write = (np.arange(rows)[:, None] == positions[:, None] % rows) & valid[
-        :, None
-    ]  # [B, rows, T]
-    return write[:, None].astype(np.float32)
+    valid = np.arange(positions.shape[1]) < counts[:, None]  # [B, T]
+    row = np.arange(rows)[:, None] == positions[:, None] % rows  # [B, rows, T]
+    return (row & valid[:, None])[:, None].astype(np.float32)

@@ -55,14 +55,10 @@ class Sampling:
         if self.temperature == 0:
             return best
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]
-        weights = np.exp(
-            (logits[order].astype(np.float64) - logits[order[0]]) / self.temperature
-        )
+        differences = logits[order].astype(np.float64) - logits[order[0]]
+        weights = np.exp(differences / self.temperature)
         chances = weights / weights.sum()
         nucleus = np.cumsum(chances) - chances < self.top_p
         chances = chances[nucleus] / chances[nucleus].sum()
-        return int(
-            np.random.default_rng([self.seed, position]).choice(
-                order[nucleus], p=chances
-            )
-        )
+        rng = np.random.default_rng([self.seed, position])
+        return int(rng.choice(order[nucleus], p=chances))

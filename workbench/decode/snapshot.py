@@ -62,10 +62,10 @@ class Snapshot:
             InputError: fewer tokens than `floor` would be left; a negative count.
         """
         count = undoable(count, self.offset, self.floor)
-        states = {
-            n: v if state_kind(n) is MATRIX else v[..., : v.shape[-2] - count, :]
-            for n, v in self.states.items()
-        }
+        states = dict(self.states)
+        for name, value in self.states.items():
+            if state_kind(name) is not MATRIX:
+                states[name] = value[..., : value.shape[-2] - count, :]
         return replace(self, ids=self.ids[: self.offset - count], states=states)
 
 
@@ -98,7 +98,8 @@ class UndoDepth:
     all states at once."""
 
     def __init__(self, manifest: Manifest):
-        self.t_max, self.undo = manifest.options.t_max, manifest.options.undo
+        self.t_max = manifest.options.t_max
+        self.undo = manifest.options.undo
         self.kinds, self.rings = set(), set()
         for shard in manifest.shards:
             for name, entry in shard.states.items():
@@ -111,16 +112,15 @@ class UndoDepth:
         """The fewest tokens that sequences of `after` [B] tokens can go back to, whose
         last call began at `before` [B]."""
         floors = np.zeros_like(after)
-        for (
-            ring,
-            window,
-        ) in self.rings:  # the window before the next token must be in it
+        for ring, window in self.rings:  # which must have the next token's window
             wrapped = np.where(after > ring, after - ring + window - 1, 0)
             floors = np.maximum(floors, wrapped)
         if TAIL in self.kinds:
             floors = np.maximum(floors, after - self.t_max * self.undo)
         if MATRIX in self.kinds:
-            floors = np.maximum(floors, before if self.undo else after)
+            if self.undo:
+                after = before
+            floors = np.maximum(floors, after)
         return floors
 
 
@@ -162,20 +162,17 @@ def fits(snapshot: Snapshot, needed: dict[str, tuple[int, ...]]) -> bool:
     """Whether a snapshot has states of the `needed` names and shapes. A cache may have
     fewer rows than tokens, because a ring of another size holds fewer; other states may
     have more rows than needed."""
-    shapes = {name: value.shape for name, value in snapshot.states.items()}
-    if {n: len(shape) for n, shape in shapes.items()} != {
-        n: len(s) for n, s in needed.items()
-    }:
+    if snapshot.states.keys() != needed.keys():
         return False
-    return all(
-        (*shape[:-2], shape[-1]) == (*needed[name][:-2], needed[name][-1])
-        and (
-            shape[-2] <= snapshot.offset
-            if is_cache(name)
-            else shape[-2] >= needed[name][-2]
-        )
-        for name, shape in shapes.items()
-    )
+    for name, (*heads, rows, width) in needed.items():
+        shape = snapshot.states[name].shape
+        if len(shape) < 2 or (*heads, shape[-2], width) != shape:
+            return False
+        if is_cache(name) and shape[-2] > snapshot.offset:
+            return False
+        if not is_cache(name) and shape[-2] < rows:
+            return False
+    return True
 
 
 def identity(manifest: Manifest, precision: str) -> str:
@@ -183,9 +180,8 @@ def identity(manifest: Manifest, precision: str) -> str:
     every export option but the batch, weights, embedding, tokenizer, and the
     arithmetic. Bundles that differ in their batch alone share snapshots."""
     files = [manifest.embedding.file, *manifest.tokens.files]
-    files += [
-        f for s in manifest.shards for f in s.files if f.path.endswith("weight.bin")
-    ]
+    for shard in manifest.shards:
+        files += [f for f in shard.files if f.path.endswith("weight.bin")]
     parts = manifest.model_dump(
         include={"family", "dims", "rope", "layers", "checkpoint", "residual_exponent"}
     )

@@ -23,4 +23,7 @@ class Times:
         """Adds a step that began at a `time.thread_time` and made predictions of these
         native times."""
         self.cpu_ms.append((time.thread_time() - cpu_start) * 1e3)
-        self.native_ms.append(None if None in native_ms else sum(native_ms))
+        total = None
+        if None not in native_ms:
+            total = sum(native_ms)
+        self.native_ms.append(total)

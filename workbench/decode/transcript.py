@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench.decode import checks
-from workbench.decode.decoder import GREEDY, Decoder
+from workbench.decode.decoder import GREEDY, Decoder, Record
 from workbench.decode.sampling import Sampling
 from workbench.decode.times import Times
 from workbench.decode.transfer import prefill_by
@@ -97,53 +97,39 @@ def transcript(
     Raises:
         InputError: what cannot be decoded, or kept, before any token is.
     """
-    prefill = partial(prefill_by, source, decoder) if source else None
+    prefill, runner = decoder.prefill, source or decoder
+    tokenizer = on_token = text = None
+    if source:
+        prefill = partial(prefill_by, source, decoder)
     if logits:
         _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
-    if not decoder.gives_logits and (logits or sampling.temperature):
-        option = "--logits" if logits else "--temperature"
-        found, needed = (
-            "packages with the argmax inside",
-            "packages that put out logits",
-        )
-        raise InputError(option, found, needed, "leave it out")
-    folder = decoder.bundle.tokenizer
-    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-    piece_of = _text_stream(tokenizer) if tokenizer and on_text else None
-    start, records, prefill_ms = time.perf_counter(), [], None
-    for record in decoder.stream(ids, max_new, sampling=sampling, prefill=prefill):
-        prefill_ms = prefill_ms if records else (time.perf_counter() - start) * 1e3
-        records.append(record)
-        if piece_of and (piece := piece_of(record.token)):
-            on_text(piece)
+    _check_argmax(decoder, logits, sampling)
+    if (decoder.bundle.tokenizer / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(decoder.bundle.tokenizer)
+    if tokenizer and on_text:
+        on_token = _text_stream(tokenizer, on_text)
+    stream = decoder.stream(ids, max_new, sampling=sampling, prefill=prefill)
+    records, prefill_ms = _timed(stream, on_token)
     tokens, times = [r.token for r in records], [r.times for r in records[1:]]
     if logits:
-        if not tokens:
-            decoder.begin()
-        last = (
-            decoder.decode_one_token(tokens[-1])
-            if tokens
-            else (prefill or decoder.prefill)(ids)
-        )
-        with logits.open(
-            "wb"
-        ) as file:  # a file, because np.save appends .npy to a name
-            np.save(
-                file, np.stack([*(r.logits for r in records), last]).astype(np.float32)
-            )
-    prompt = {
-        "tokens": len(ids),
-        "calls": (source or decoder).prefill_calls(len(ids)),
-        "bundle": (source or decoder).bundle.root.name,
-        "ms": prefill_ms,
-    }
+        rows = [record.logits for record in records]
+        rows.append(_last_logits(decoder, tokens, ids, prefill))
+        with logits.open("wb") as file:  # np.save appends .npy to a name
+            np.save(file, np.stack(rows).astype(np.float32))
+    if tokenizer:
+        text = tokenizer.decode(tokens)
     return {
         "tokens": tokens,
-        "text": tokenizer.decode(tokens) if tokenizer else None,
-        "prefill": prompt,
+        "text": text,
+        "prefill": {
+            "tokens": len(ids),
+            "calls": runner.prefill_calls(len(ids)),
+            "bundle": runner.bundle.root.name,
+            "ms": prefill_ms,
+        },
         "decode": {"tokens": len(tokens)} | _step_times(times),
         "runtime": decoder.runtime,
-        "precision": decoder.precision if decoder.runtime == "portable" else None,
+        "precision": {"portable": decoder.precision}.get(decoder.runtime),
     }
 
 
@@ -164,13 +150,50 @@ def _step_times(times: list[Times]) -> dict:
     return figures
 
 
-def _text_stream(tokenizer) -> Callable[[int], str | None]:
-    """A function from the next token to the text that it adds; None while a character
-    is incomplete."""
+def _timed(stream, on_token) -> tuple[list[Record], float | None]:
+    """All records of a stream, and the ms until the first one; calls `on_token` with
+    every token."""
+    start, records, first_ms = time.perf_counter(), [], None
+    for record in stream:
+        if not records:
+            first_ms = (time.perf_counter() - start) * 1e3
+        records.append(record)
+        if on_token:
+            on_token(record.token)
+    return records, first_ms
+
+
+def _text_stream(tokenizer, on_text) -> Callable[[int], None]:
+    """A function of the next token that calls `on_text` with the text that it adds,
+    unless a character is incomplete."""
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=False)
-    return partial(stream.step, tokenizer.backend_tokenizer)
+
+    def add(token: int) -> None:
+        if piece := stream.step(tokenizer.backend_tokenizer, token):
+            on_text(piece)
+
+    return add
+
+
+def _last_logits(decoder: Decoder, tokens: list[int], ids, prefill) -> np.ndarray:
+    """The logits after the last of all tokens, from which none was picked."""
+    if tokens:
+        return decoder.decode_one_token(tokens[-1])
+    decoder.begin()
+    return prefill(ids)
+
+
+def _check_argmax(decoder: Decoder, logits: Path | None, sampling: Sampling) -> None:
+    """Raises an InputError for an option that needs logits, if the packages give
+    none."""
+    options = {"--logits": logits, "--temperature": sampling.temperature}
+    for option, value in options.items():
+        if value and not decoder.gives_logits:
+            actual = "packages with the argmax inside"
+            needed = "packages that put out logits"
+            raise InputError(option, actual, needed, "leave it out")
 
 
 def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:
@@ -185,9 +208,12 @@ def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:
             "ask for fewer, or export with a larger --max-seq-len",
         )
     if logits.is_dir() or not logits.parent.is_dir():
+        actual = f"no folder {logits.parent}"
+        if logits.is_dir():
+            actual = "a folder"
         raise InputError(
             f"logits {logits}",
-            "a folder" if logits.is_dir() else f"no folder {logits.parent}",
+            actual,
             "a file in a folder that is there",
             "make the folder, or choose another file",
         )

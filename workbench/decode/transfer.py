@@ -28,22 +28,16 @@ def copy_state(source: Decoder, target: Decoder) -> None:
             f"room for {source.offsets.max()} tokens",
             "export it with a larger --max-seq-len",
         )
-    target.begin(
-        [
-            replace(source.snapshot(seq), identity=target.identity)
-            for seq in range(a.options.batch)
-        ]
-    )
+    snapshots = [source.snapshot(seq) for seq in range(a.options.batch)]
+    target.begin([replace(each, identity=target.identity) for each in snapshots])
 
 
 def check_pair(source: Decoder, target: Decoder) -> None:
     """Raises an InputError for two bundles of different checkpoints or batches, between
     which no sequence can move."""
     a, b = source.manifest, target.manifest
-    if (
-        a.checkpoint["sha256"] != b.checkpoint["sha256"]
-        or a.options.batch != b.options.batch
-    ):
+    same = a.checkpoint["sha256"] == b.checkpoint["sha256"]
+    if not same or a.options.batch != b.options.batch:
         raise InputError(
             "bundle to continue in",
             f"checkpoint {b.checkpoint['name']}, batch {b.options.batch}",

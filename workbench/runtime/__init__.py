@@ -73,7 +73,9 @@ def resolve(runtime: str = "auto", target: str = "coreml") -> str:
         chosen = os.environ.get("WORKBENCH_RUNTIME", "auto")
         if named(chosen)[0] != "auto":
             return resolve(chosen)
-        return "coreml" if coreml_available() else "portable"
+        if coreml_available():
+            return "coreml"
+        return "portable"
     if name == "coreml" and not (coreml_available() or _shimmed()):
         raise InputError(
             "runtime 'coreml'",
@@ -115,11 +117,17 @@ def load_shard(
     if shard.functions and function is None:
         from workbench.runtime.functions import FunctionsModel
 
-        how = dict(
-            precision=precision, fast=fast, compute_units=compute_units, hints=hints
+        load = partial(
+            load_shard,
+            bundle,
+            shard,
+            runtime,
+            precision=precision,
+            fast=fast,
+            compute_units=compute_units,
+            hints=hints,
         )
-        load = partial(load_shard, bundle, shard, runtime, **how)
-        return FunctionsModel(bundle, shard, lambda name: load(function=name))
+        return FunctionsModel(bundle, shard, load)
     name, fault = named(resolve(runtime, bundle.manifest.options.target))
     if name == "coreai":
         from workbench.runtime.coreai import CoreAIModel

@@ -18,6 +18,8 @@ from workbench.bundle.manifest import StateEntry
 from workbench.bundle.names import POS
 from workbench.errors import InputError
 
+UNKNOWN = miltorch.Type("")  # of an output that no operation computes
+
 
 @contextmanager
 def attribute(owner: object, name: str, value: object) -> Iterator[None]:
@@ -31,15 +33,17 @@ def attribute(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 class Model(Protocol):
-    """One loaded shard."""
+    """One loaded shard.
+
+    Attributes:
+        loading_ms: compile, cold_load, load, first_predict; None where it did not
+            happen or is not known.
+        last_native_ms: Core ML's own share of the last call; None where nothing says.
+    """
 
     shard: Shard
-    loading_ms: dict[
-        str, float | None
-    ]  # compile, cold_load, load, first_predict; None where it did not happen or is not known
-    last_native_ms: (
-        float | None
-    )  # Core ML's own share of the last call; None where nothing says
+    loading_ms: dict[str, float | None]
+    last_native_ms: float | None
 
     def make_state(self) -> "State":
         """Fresh state, zeros; it belongs to this model alone."""
@@ -93,6 +97,19 @@ class State:
         self.raw.write(entry.tensor, value)
 
 
+def typed(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Inputs as Core ML's binding takes them: contiguous, writeable, int32 as they are
+    and all others in float32, which Core ML rounds to the float16 of its inputs,
+    once."""
+    arrays = {}
+    for name, value in inputs.items():
+        dtype = np.float32
+        if value.dtype == np.int32:
+            dtype = np.int32
+        arrays[name] = np.require(value, dtype, "CW")
+    return arrays
+
+
 def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> None:
     """Raises an InputError for missing or unknown inputs, wrong shapes, and axes T that
     disagree or exceed t_max. Core ML checks each input by itself; inputs of different T
@@ -135,24 +152,24 @@ def check_outputs(
     """Raises an InputError for outputs that are missing or have another shape than the
     manifest says. Core ML was reported to return a batch of 1 without an error
     (CT#2730)."""
-    sizes = {
-        n: m
-        for name, shape in shard.inputs.items()
-        for n, m in zip(shape, inputs[name].shape)
-    }
+    sizes: dict = {"T": None}  # the size of each axis as the manifest names it
+    for name, shape in shard.inputs.items():
+        sizes.update(zip(shape, inputs[name].shape))
     for name, shape in shard.outputs.items():
-        declared = [sizes.get("T") if n == "T" else n for n in shape]
-        actual = list(outputs[name].shape) if name in outputs else None
-        if actual != declared:
-            text = "no such output" if actual is None else f"shape {actual}"
+        declared, text = [sizes.get(n, n) for n in shape], "no such output"
+        if name in outputs:
+            actual = list(outputs[name].shape)
+            if actual == declared:
+                continue
+            text = f"shape {actual}"
             if actual and actual[0] < declared[0] and actual[1:] == declared[1:]:
                 text += f", the batch of {declared[0]} collapsed to {actual[0]}"
-            raise InputError(
-                f"output {name!r} of shard {shard.name}",
-                text,
-                f"{declared}, as bundle.json says",
-                "run it with the portable runtime, or export with --batch 1",
-            )
+        raise InputError(
+            f"output {name!r} of shard {shard.name}",
+            text,
+            f"{declared}, as bundle.json says",
+            "run it with the portable runtime, or export with --batch 1",
+        )
 
 
 def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
@@ -166,11 +183,10 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
     Raises:
         InputError: names the first value that differs.
     """
-    types = program.inputs | {
-        name: kind for op in program.block.ops for name, kind in op.outputs
-    }
-    outputs = {name: types.get(name) for name in program.outputs}
-    described = {
+    types = dict(program.inputs)
+    for op in program.block.ops:
+        types.update(op.outputs)
+    ranges = {
         value.name: value.type.multiArrayType.shapeRange.sizeRanges
         for value in getattr(program.description, "input", ())
     }
@@ -186,35 +202,43 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
 
     for what, declared, packaged in (
         ("inputs", shard.inputs.keys(), program.inputs),
-        ("outputs", shard.outputs.keys(), outputs),
+        ("outputs", shard.outputs.keys(), program.outputs),
         ("states", {entry.tensor for entry in shard.states.values()}, program.states),
     ):
         names = ", ".join(sorted(packaged)), ", ".join(sorted(declared))
-        check(declared == packaged.keys(), what, *names)
+        check(declared == set(packaged), what, *names)
     for name, declared in shard.inputs.items():
         subject, kind = f"input {name!r}", program.inputs[name]
         dtypes = ("INT32",) if name == POS else ("FLOAT16", "FLOAT32")
         check(kind.dtype in dtypes, subject, kind.dtype, " or ".join(dtypes))
-        ranges = [
-            (r.lowerBound, r.upperBound if r.upperBound >= 0 else math.inf)
-            for r in described.get(name, ())
-        ] or ["?"] * len(kind.shape)
-        shape = [ranges[axis] if n is None else n for axis, n in enumerate(kind.shape)]
+        shape = _sizes(kind.shape, ranges.get(name, ()))
         declaration = f"{declared}, T from 1 to {t_max}"
         check(_agree(shape, declared, t_max), subject, f"shape {shape}", declaration)
     for name, declared in shard.outputs.items():
-        shape = list(outputs[name].shape) if outputs[name] else []
-        check(
-            _agree(shape, declared, t_max),
-            f"output {name!r}",
-            f"shape {shape}",
-            declared,
-        )
+        shape, subject = list(types.get(name, UNKNOWN).shape), f"output {name!r}"
+        check(_agree(shape, declared, t_max), subject, f"shape {shape}", declared)
     for name, entry in shard.states.items():
-        shape = program.states[entry.tensor].shape
-        declaration = f"{entry.shape}" + (f" in {entry.part}" if entry.part else "")
+        shape, declaration = program.states[entry.tensor].shape, f"{entry.shape}"
+        if entry.part:
+            declaration += f" in {entry.part}"
         packaged = f"shape {list(shape)} of {entry.tensor}"
         check(_holds_state(shape, entry), f"state {name!r}", packaged, declaration)
+
+
+def _sizes(shape: tuple, ranges) -> list:
+    """The sizes of an input of a package; of a flexible axis its range (low, high), or
+    "?" where the package describes none."""
+    sizes = list(shape)
+    for axis, n in enumerate(shape):
+        if n is not None:
+            continue
+        sizes[axis] = "?"
+        if ranges:
+            low, high = ranges[axis].lowerBound, ranges[axis].upperBound
+            if high < 0:
+                high = math.inf
+            sizes[axis] = low, high
+    return sizes
 
 
 def _holds_state(shape: tuple, entry: StateEntry) -> bool:
@@ -234,7 +258,13 @@ def _agree(shape: list, declared: list, t_max: int) -> bool:
     """Whether every axis of a package's shape is as declared: the size itself, t_max
     for T, a range (low, high) that holds every T; None, for an output, takes any."""
     return len(shape) == len(declared) and all(
-        size in (None, t_max if n == "T" else n)
-        or (n == "T" and isinstance(size, tuple) and size[0] <= 1 and size[1] >= t_max)
-        for size, n in zip(shape, declared)
+        _axis_agrees(size, n, t_max) for size, n in zip(shape, declared)
     )
+
+
+def _axis_agrees(size, declared, t_max: int) -> bool:
+    if declared != "T":
+        return size in (None, declared)
+    if isinstance(size, tuple):
+        return size[0] <= 1 and size[1] >= t_max
+    return size in (None, t_max)

@@ -116,16 +116,19 @@ class CoreAIModel:
         self, inputs: dict[str, np.ndarray], state: State | None = None
     ) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)  # the runtime itself takes any T
-        function = self.function if self.hook is None else self.logged.function
+        function, states, outputs = self.function, {}, {}
+        if self.hook is not None:
+            function = self.logged.function
+        if state:
+            states = state.raw.arrays
         array = optional("coreai.runtime").NDArray
-        given = {
+        arrays = {
             name: array(np.array(value, self.dtype)) for name, value in inputs.items()
         }
         with self._one_message():
-            results = wait(_call(function, given, state.raw.arrays if state else {}))
-        outputs = {
-            name: np.array(value.numpy(), np.float32) for name, value in results.items()
-        }
+            results = wait(_call(function, arrays, states))
+        for name, value in results.items():
+            outputs[name] = np.array(value.numpy(), np.float32)
         if self.hook is not None:
             self.logged.replay(self.hook)
         check_outputs(self.shard, inputs, outputs)
@@ -170,13 +173,15 @@ def interface(described, t_max: int) -> SimpleNamespace:
     Core ML program."""
 
     def kinds(names: list[str], descriptor, free) -> dict[str, Type]:
-        each = {name: descriptor(name) for name in names}
-        return {
-            name: Type(
-                one.dtype.upper(), tuple(free if n < 0 else n for n in one.shape)
-            )
-            for name, one in each.items()
-        }
+        types = {}
+        for name in names:
+            described = descriptor(name)
+            sizes = list(described.shape)
+            for axis, n in enumerate(sizes):
+                if n < 0:
+                    sizes[axis] = free
+            types[name] = Type(described.dtype.upper(), tuple(sizes))
+        return types
 
     outputs = kinds(described.output_names, described.output_descriptor, None)
     return SimpleNamespace(
@@ -196,20 +201,16 @@ class Logged:
     """
 
     def __init__(self, package: Path, shard: Shard):
-        runtime, module = (
-            optional("coreai.runtime"),
-            optional("coreai_torch.debugging.inspector"),
-        )
+        runtime = optional("coreai.runtime")
+        module = optional("coreai_torch.debugging.inspector")
         self.modules, self.values = shard.modules, defaultdict(dict)
         asset = optional("coreai.authoring").AIModelAsset.load(package)
-        self.folder = tempfile.TemporaryDirectory(
-            suffix=".aimodelx"
-        )  # as long as the function
+        # as long as the function
+        self.folder = tempfile.TemporaryDirectory(suffix=".aimodelx")
         asset._write_odix(Path(self.folder.name), enable_debug_info=True)
         self.model = wait(_load_model(runtime, self.folder.name))
-        inspector = module.CoreAIInspector(
-            self.model
-        )  # reads the debug infos, before the function
+        # reads the debug infos, before the function
+        inspector = module.CoreAIInspector(self.model)
         numbers = sorted({number for number, _ in inspector._compile_map})
         sources, requested = inspector._build_mapping_and_compile_ids(numbers)
         callback = inspector._create_capture_callback(self.values, sources)
@@ -221,13 +222,11 @@ class Logged:
         operation."""
         for number in sorted(self.values):
             for index, value in self.values[number].items():
-                name = f"{number}" if index == 0 else f"{number}.{index}"
-                op = Op(
-                    "coreai",
-                    name,
-                    {},
-                    [(name, Type(str(value.dtype).upper(), value.shape))],
-                )
+                name = f"{number}"
+                if index:
+                    name += f".{index}"
+                kind = Type(str(value.dtype).upper(), value.shape)
+                op = Op("coreai", name, {}, [(name, kind)])
                 hook(op, [torch.from_numpy(np.array(value))])
         self.values.clear()
 

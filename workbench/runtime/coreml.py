@@ -25,13 +25,26 @@ from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
 from workbench.files import check_room
-from workbench.runtime.base import State, check_inputs, check_interface, check_outputs
+from workbench.runtime.base import (
+    State,
+    check_inputs,
+    check_interface,
+    check_outputs,
+    typed,
+)
 
+# hint → coremltools' enumeration; None: a bool
 HINTS = {
     "reshapeFrequency": "ReshapeFrequency",
     "specializationStrategy": "SpecializationStrategy",
     "allowLowPrecisionAccumulationOnGPU": None,
-}  # hint → coremltools' enumeration; None: a bool
+}
+# coremltools' classes of devices
+KINDS = {
+    "MLNeuralEngineComputeDevice": "ane",
+    "MLGPUComputeDevice": "gpu",
+    "MLCPUComputeDevice": "cpu",
+}
 # of a shard, once it runs: the compiled model, and what Core ML makes of it for a device
 COPIES = 2
 # what a state needs, and the next step where Core ML refuses one
@@ -76,9 +89,8 @@ def stdout_to_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        ctypes.CDLL(None).fflush(
-            None
-        )  # what C's own buffers still hold belongs there too
+        # what C's own buffers still hold belongs there too
+        ctypes.CDLL(None).fflush(None)
         os.dup2(stdout, 1)
         os.close(stdout)
 
@@ -120,8 +132,8 @@ class CoreMLModel:
         bundle: Bundle,
         shard: Shard,
         compute_units: str,
-        hints: dict | None = None,
-        function: str | None = None,
+        hints: dict | None,
+        function: str | None,
     ):
         ct = coremltools()
         self.shard = shard
@@ -138,15 +150,14 @@ class CoreMLModel:
         hints = _hints(ct, hints or {})
         with self._one_message():
             self.compiled, self.loading_ms["compile"] = compile_shard(bundle, shard)
-            mark = self._loaded_mark(hints)
-            cold = self.loading_ms["compile"] is not None or not mark.exists()
+            mark, stage = self._loaded_mark(hints), "load"
+            if self.loading_ms["compile"] is not None or not mark.exists():
+                stage = "cold_load"
             start = time.perf_counter()
             self.model = ct.models.CompiledMLModel(
                 str(self.compiled), self.units, function, hints or None
             )
-        self.loading_ms["cold_load" if cold else "load"] = (
-            time.perf_counter() - start
-        ) * 1e3
+        self.loading_ms[stage] = (time.perf_counter() - start) * 1e3
         with suppress(OSError):  # a folder that cannot be written
             mark.touch()
 
@@ -161,12 +172,9 @@ class CoreMLModel:
         """An empty file beside the compiled shard that records an earlier load with the
         same settings. On the first load Core ML makes a program for the device and
         stores it itself."""
-        how = [
-            self.units.name,
-            self.function,
-            sorted((name, str(v)) for name, v in hints.items()),
-        ]
-        key = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]
+        values = sorted((name, str(value)) for name, value in hints.items())
+        settings = json.dumps([self.units.name, self.function, values])
+        key = hashlib.sha256(settings.encode()).hexdigest()[:8]
         return self.compiled.with_suffix(f".{key}.loaded")
 
     def make_state(self) -> State:
@@ -177,19 +185,18 @@ class CoreMLModel:
         self, inputs: dict[str, np.ndarray], state: State | None = None
     ) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
-        # float32 is what the binding takes: Core ML rounds it to the float16 of its
-        # inputs, once
-        typed = {
-            n: np.require(v, v.dtype if v.dtype == np.int32 else np.float32, "CW")
-            for n, v in inputs.items()
-        }
+        arrays, mlstate = typed(inputs), None
+        if state:
+            mlstate = state.raw.state
         start = time.perf_counter()
         with self._one_message():
-            outputs = self.model.predict(typed, state.raw.state if state else None)
+            outputs = self.model.predict(arrays, mlstate)
         if self.loading_ms["first_predict"] is None:
             self.loading_ms["first_predict"] = (time.perf_counter() - start) * 1e3
+        self.last_native_ms = None
         native = self.model._proxy.get_last_predict_duration_in_nano_seconds()
-        self.last_native_ms = None if native is None else native / 1e6
+        if native is not None:
+            self.last_native_ms = native / 1e6
         check_outputs(self.shard, inputs, outputs)
         return {name: np.asarray(value, np.float32) for name, value in outputs.items()}
 
@@ -231,19 +238,15 @@ def compute_plan(
         InputError: Core ML compiles no such model, or gives no plan.
     """
     ct, subject = coremltools(), f"plan of shard {shard.name}"
-    needed, step = (
-        "Core ML's MLComputePlan",
-        "see the message; timings alone say where it ran",
-    )
+    needed = "Core ML's MLComputePlan"
+    step = "see the message; timings alone say where it ran"
     with one_message(subject, needed, step):
         compiled, _ = compile_shard(bundle, shard)
         try:
             plan = ct.models.compute_plan.MLComputePlan.load_from_path(
                 str(compiled), ct.ComputeUnit[compute_units]
             )
-        except (
-            ValueError
-        ) as problem:  # coremltools' way to say that this system has none
+        except ValueError as problem:  # coremltools' error where a system has none
             raise InputError(
                 subject,
                 str(problem),
@@ -262,11 +265,8 @@ def compiled_path(bundle: Bundle, shard: Shard) -> Path:
     versions = coremltools().__version__, platform.mac_ver()[0], platform.version()
     sources = [sorted((f.path, f.sha256) for f in shard.files), *versions]
     key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]
-    return (
-        bundle.root.parent
-        / f".{bundle.root.name}.compiled"
-        / f"{shard.name}-{key}.mlmodelc"
-    )
+    folder = bundle.root.with_name(f".{bundle.root.name}.compiled")
+    return folder / f"{shard.name}-{key}.mlmodelc"
 
 
 def _hints(ct, hints: dict) -> dict:
@@ -281,11 +281,9 @@ def _hints(ct, hints: dict) -> dict:
         )
     values = {}
     for name, value in hints.items():
-        members = (
-            getattr(ct, HINTS[name]).__members__
-            if HINTS[name]
-            else {"True": True, "False": False}
-        )
+        members = {"True": True, "False": False}
+        if HINTS[name]:
+            members = getattr(ct, HINTS[name]).__members__
         if str(value) not in members:
             raise InputError(
                 f"optimization hint {name}",
@@ -297,25 +295,23 @@ def _hints(ct, hints: dict) -> dict:
     return values
 
 
+def _kind(device) -> str | None:
+    return KINDS.get(type(device).__name__)
+
+
 def _placed(plan, block):
-    kind = coremltools().models.compute_device
-    devices = {
-        kind.MLNeuralEngineComputeDevice: "ane",
-        kind.MLGPUComputeDevice: "gpu",
-        kind.MLCPUComputeDevice: "cpu",
-    }
     for op in block.operations:
         name = op.operator_name.rpartition(".")[2]
         if name != "const" and not name.startswith("constexpr_"):
             usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
             cost = plan.get_estimated_cost_for_mlprogram_operation(op)
-            supported = usage.supported_compute_devices if usage else ()
+            devices = getattr(usage, "supported_compute_devices", ())
             yield Placed(
                 name,
-                op.outputs[0].name if op.outputs else "",
-                devices.get(type(usage.preferred_compute_device)) if usage else None,
-                tuple(devices[type(d)] for d in supported if type(d) in devices),
-                cost.weight if cost else None,
+                next((output.name for output in op.outputs), ""),
+                _kind(getattr(usage, "preferred_compute_device", None)),
+                tuple(filter(None, map(_kind, devices))),
+                getattr(cost, "weight", None),
             )
         for inner in op.blocks:
             yield from _placed(plan, inner)

@@ -45,7 +45,7 @@ class FunctionsModel:
     read from the function that ran last.
 
     Args:
-        load: loads the function of a name.
+        load: loads the function of the name that its argument `function` is.
 
     Raises:
         InputError: a function that the package lacks, or whose interface is not as the
@@ -54,7 +54,7 @@ class FunctionsModel:
 
     predict_calls = None  # each call runs the function of its own T
 
-    def __init__(self, bundle: Bundle, shard: Shard, load: Callable[[str], Model]):
+    def __init__(self, bundle: Bundle, shard: Shard, load: Callable[..., Model]):
         self.shard, self.load = shard, load
         self.names = {T: name for name, T in shard.functions.items()}
         self.hook, self.is_literal = None, False
@@ -74,18 +74,19 @@ class FunctionsModel:
                 "pad the call",
             )
         if T not in self.functions:
-            self.functions[T] = self.load(self.names[T])
+            self.functions[T] = self.load(function=self.names[T])
         return self.functions[T]
 
     @property
     def loading_ms(self) -> dict[str, float | None]:
         """Sums over the functions that are loaded."""
-        each = [model.loading_ms for model in self.functions.values()]
-        times = {
-            name: [ms[name] for ms in each if ms.get(name) is not None]
-            for name in each[0]
-        }
-        return {name: sum(values) if values else None for name, values in times.items()}
+        totals: dict[str, float | None] = {}
+        for model in self.functions.values():
+            for name, ms in model.loading_ms.items():
+                totals.setdefault(name)
+                if ms is not None:
+                    totals[name] = (totals[name] or 0) + ms
+        return totals
 
     def make_state(self) -> State:
         return State(self.shard, FunctionState(self.last))
@@ -94,12 +95,15 @@ class FunctionsModel:
         self, inputs: dict[str, np.ndarray], state: State | None = None
     ) -> dict[str, np.ndarray]:
         model = self.last = self.function(_columns(self.shard, inputs))
+        own = None
+        if state:
+            own = state.raw.of(model)
         with ExitStack() as contexts:
             if self.hook is not None:
                 contexts.enter_context(model.hooked(self.hook))
             if self.is_literal:
                 contexts.enter_context(model.literal())
-            return model.predict(inputs, state.raw.of(model) if state else None)
+            return model.predict(inputs, own)
 
     def hooked(self, hook) -> AbstractContextManager:
         """Context manager inside which `hook` is called after each operation of the

@@ -16,6 +16,7 @@ import miltorch
 from miltorch.interpret import Hook
 from miltorch.quiet import coremltools
 from workbench.runtime import check_compute_units, named, resolve
+from workbench.runtime.base import typed
 from workbench.runtime.coreml import Handle, one_message, stdout_to_stderr
 from workbench.runtime.portable import Cells
 from workbench.runtime.standin import installed
@@ -61,11 +62,10 @@ class CoreMLPackage:
         self, path: Path, function: str | None, compute_units: str, standin: str | None
     ):
         self.program, self.name = miltorch.read(path, function), path.name
-        units = coremltools().ComputeUnit[compute_units]
-        with (
-            self._one_message(),
-            nullcontext() if standin is None else installed(standin),
-        ):
+        units, native_layer = coremltools().ComputeUnit[compute_units], nullcontext()
+        if standin is not None:
+            native_layer = installed(standin)
+        with self._one_message(), native_layer:
             self.compiled = _compiled(path, path.stat().st_mtime_ns)
             compiled = str(self.compiled.path)
             self.model = coremltools().models.CompiledMLModel(compiled, units, function)
@@ -82,15 +82,11 @@ class CoreMLPackage:
     def predict(
         self, inputs: dict[str, np.ndarray], state: Handle | None
     ) -> dict[str, np.ndarray]:
-        typed = {
-            name: np.require(
-                value, np.int32 if value.dtype == np.int32 else np.float32, "CW"
-            )
-            for name, value in inputs.items()
-        }
+        mlstate = None
+        if state and self.program.states:
+            mlstate = state.state
         with self._one_message():
-            state = state.state if state and self.program.states else None
-            outputs = self.model.predict(typed, state)
+            outputs = self.model.predict(typed(inputs), mlstate)
         return {name: np.asarray(value) for name, value in outputs.items()}
 
 
@@ -112,9 +108,10 @@ def load_package(
     if name == "portable":
         return PortablePackage(path, function, precision)
     check_compute_units(compute_units)
-    return CoreMLPackage(
-        path, function, compute_units, fault if name == "stand-in" else None
-    )
+    standin = None
+    if name == "stand-in":
+        standin = fault
+    return CoreMLPackage(path, function, compute_units, standin)
 
 
 class _Compiled:

@@ -28,13 +28,15 @@ class Cells:
 
     def read(self, tensor: str) -> np.ndarray:
         value = self.cells[tensor].value
-        return (value.half() if self.half else value.clone()).numpy()
+        if self.half:
+            return value.half().numpy()
+        return value.clone().numpy()
 
     def write(self, tensor: str, value: np.ndarray) -> None:
         value = torch.from_numpy(np.require(value, requirements="CW"))
-        self.cells[tensor].value = (value.half() if self.half else value).to(
-            torch.float32, copy=True
-        )
+        if self.half:
+            value = value.half()
+        self.cells[tensor].value = value.to(torch.float32, copy=True)
 
 
 class PortableModel:
@@ -54,7 +56,7 @@ class PortableModel:
         shard: Shard,
         precision: str,
         fast: bool,
-        function: str | None = None,
+        function: str | None,
     ):
         self.shard, self.precision, self._hook = shard, precision, None
         self.function = function
@@ -65,9 +67,12 @@ class PortableModel:
         _read_ahead(self.package)
         program = miltorch.read(self.package, function)
         check_interface(shard, program, self.t_max)
-        self.fast = self._fast(program) if fast and precision == "declared" else None
-        self.program = self.fast.program if self.fast else program
-        if self.fast is None:
+        self.program, self.fast = program, None
+        if fast and precision == "declared":
+            self.fast = self._fast(program)
+        if self.fast:
+            self.program = self.fast.program
+        else:
             # a program that cannot run is refused now, not at the first call
             self.executable  # noqa: B018
         self.loading_ms = {
@@ -95,29 +100,21 @@ class PortableModel:
         from miltorch.fast import kernels  # numba takes a moment to import
         from miltorch.fast import program as fast
 
-        this = weakref.ref(
-            self
-        )  # a model that is dropped gives its memory back at once
-        return (
-            fast.ready(program, lambda: this().executable)
-            if kernels.available()
-            else None
-        )
+        if not kernels.available():
+            return None
+        this = weakref.ref(self)  # a dropped model gives its memory back at once
+        return fast.ready(program, lambda: this().executable)
 
     @cached_property
     def executable(self) -> miltorch.Executable:
-        return miltorch.Executable(
-            self.program
-            if self.program.block
-            else miltorch.read(self.package, self.function),
-            self.precision,
-        )
+        program = self.program
+        if program.block is None:
+            program = miltorch.read(self.package, self.function)
+        return miltorch.Executable(program, self.precision)
 
     def make_state(self) -> State:
-        return State(
-            self.shard,
-            Cells(miltorch.make_state(self.program), half=self.precision != "exact"),
-        )
+        cells = miltorch.make_state(self.program)
+        return State(self.shard, Cells(cells, half=self.precision != "exact"))
 
     def predict(
         self, inputs: dict[str, np.ndarray], state: State | None = None
@@ -164,6 +161,8 @@ def _tensors(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 def _read_ahead(package: Path) -> None:
     """Advises the operating system to read all weights ahead, where it supports this;
     page by page a disk takes twice as long."""
-    for path in package.rglob("*.bin") if hasattr(os, "posix_fadvise") else ():
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in package.rglob("*.bin"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

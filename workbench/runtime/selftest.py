@@ -11,12 +11,8 @@ import numpy as np
 from miltorch.quiet import coremltools, quiet
 from workbench.errors import InputError, one_line
 from workbench.runtime import named
+from workbench.runtime.coreml import KINDS
 
-KINDS = {
-    "MLNeuralEngineComputeDevice": "ane",
-    "MLGPUComputeDevice": "gpu",
-    "MLCPUComputeDevice": "cpu",
-}
 SHAPE = (1, 32, 1, 4)
 
 

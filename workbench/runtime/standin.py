@@ -16,9 +16,7 @@ FAULTS: dict[str, str] = {
 }
 """What each fault does, in a sentence."""
 
-_one_at_a_time = (
-    threading.RLock()
-)  # what is replaced in coremltools is of the whole process
+_one_at_a_time = threading.RLock()  # coremltools is replaced for the whole process
 
 
 def check_fault(fault: str) -> None:
@@ -30,7 +28,10 @@ def check_fault(fault: str) -> None:
 def installed(fault: str = "") -> Iterator[None]:
     """Context manager inside which coremltools' native layer is the stand-in's, with a
     fault ("": none). Models that are loaded inside can predict afterwards."""
-    with _one_at_a_time, shim.replaced(faults.FAULTS[fault] if fault else shim.Proxy):
+    layer = shim.Proxy
+    if fault:
+        layer = faults.FAULTS[fault]
+    with _one_at_a_time, shim.replaced(layer):
         yield
 
 

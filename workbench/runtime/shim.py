@@ -1,5 +1,0 @@
-"""The shim's former name: `miltorch.shim`."""
-
-from miltorch.shim import install, uninstall
-
-__all__ = ["install", "uninstall"]
