@@ -204,20 +204,16 @@ def calibrated() -> LinearFit:
     return fit(figures())
 
 
-def misfits(by_model: bool = False) -> pd.DataFrame:
-    """Every figure, predicted by a fit without it (`by_model`: without all figures of
-    its model). Returns:
+def misfits() -> pd.DataFrame:
+    """Every figure, predicted by a fit without it.
+
+    Returns:
         figure, chip, weights (the format stored, and that streamed), published_ms,
         predicted_ms, misfit (predicted over published, less 1).
     """
     rows, every = [], figures()
-    for figure in every:
-        model, work, on, ms = figure
-        if by_model:
-            others = [other for other in every if other[0] != model]
-        else:
-            others = [other for other in every if other is not figure]
-        predicted = fit(others).ms(work, on)
+    for i, (_, work, on, ms) in enumerate(every):
+        predicted = fit(every[:i] + every[i + 1 :]).ms(work, on)
         rows.append((work.name, on.name, _weights(work, on), ms, predicted))
     columns = ["figure", "chip", "weights", "published_ms", "predicted_ms"]
     table = pd.DataFrame(rows, columns=columns)
