@@ -174,10 +174,11 @@ class Adapter:
             checks.token_ids(ids, self.adopted.vocabulary)
         chosen = self.functions(T, start)
         if chosen is None:
-            actual = f"{T} tokens at position {start}"
-            step = f"see functions in {schema.FILE}"
             raise InputError(
-                "call", actual, "a number that a function takes there", step
+                "call",
+                f"{T} tokens at position {start}",
+                "a number that a function takes there",
+                f"see functions in {schema.FILE}",
             )
         functions, self.ms = dict(zip(self.stateful, chosen, strict=True)), []
         by_kind = {"hidden": [self.embed(ids) if self.host_embeds else None]}
@@ -189,8 +190,8 @@ class Adapter:
                 begin, cpu = time.perf_counter(), time.thread_time()
                 raw = state[self.owner(index)]
                 outputs = self._call(index, functions[index], raw, ids, hidden, start)
-                seconds = time.perf_counter() - begin, time.thread_time() - cpu
-                self.ms.append([1e3 * s for s in seconds])
+                ms = 1e3 * (time.perf_counter() - begin)
+                self.ms.append((ms, 1e3 * (time.thread_time() - cpu)))
             by_kind = _joined(by_kind, outputs)
         return by_kind, chosen[-1]
 

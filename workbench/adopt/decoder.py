@@ -141,15 +141,14 @@ class AdoptedDecoder(Decoder):
         return np.concatenate(rows, axis=1)
 
 
-def open_folder(path: str | Path, checkpoint: Path | None = None) -> Bundle | Adopted:
-    """The bundle or the adopted packages at `path`; `checkpoint` replaces the one in
-    `foreign.yaml`.
+def open_folder(path: str | Path) -> Bundle | Adopted:
+    """The bundle or the adopted packages at `path`.
 
     Raises:
         InputError: neither is there, it is damaged, or it does not fit its packages.
     """
     if paths.adopted(path):
-        return Adopted.open(path, checkpoint)
+        return Adopted.open(path)
     return Bundle.open(path)
 
 
@@ -169,7 +168,7 @@ def folder_unverified(path: Path) -> Bundle | Adopted:
 def folder_options(path: Path) -> Options | AdoptedOptions:
     """The options of a bundle or of adopted packages, whose files are not checked."""
     folder = folder_unverified(path)
-    if paths.adopted(path):
+    if isinstance(folder, Adopted):
         return options_of(folder.foreign)
     return folder.manifest.options
 
