@@ -13,7 +13,7 @@ published times of one chip (`CALIBRATED_ON`, in `data/sources/ane_decode.csv`);
 The result is a prediction and does not depend on this machine."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -232,16 +232,18 @@ def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
     by_size = sorted(bundle.shards("expert"), key=lambda shard: shard.bytes)
     largest = {shard.layers[0]: shard for shard in by_size}  # of each layer
     works = [work_of(bundle, shard, T) for shard in [*layers, *largest.values()]]
-    heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
-    if heads:  # other exporters' packages may have the head in the last layer's package
-        head = Work(
-            "head",
-            weight_bytes=sum(part.weight_bytes for part in heads),
-            state_bytes=0,
-            flops=sum(part.flops for part in heads),
-            compress=bundle.manifest.options.compress,
-            largest_bytes=max(part.largest_bytes for part in heads),
+    head = Work("head", 0, 0, 0.0, 1, bundle.manifest.options.compress)
+    for shard in bundle.shards("head"):
+        part = work_of(bundle, shard, T)
+        head = replace(
+            head,
+            weight_bytes=head.weight_bytes + part.weight_bytes,
+            flops=head.flops + part.flops,
+            largest_bytes=max(head.largest_bytes, part.largest_bytes),
         )
+    if (
+        head.weight_bytes
+    ):  # other exporters may have the head in the last layer's package
         works.append(head)
     return works
 
@@ -274,8 +276,10 @@ def flops(program: miltorch.Program, T: int) -> float:
         return [n or varying[value.name] for n in types[value.name].shape]
 
     for op in program.block.walk():
-        names = (v.name for v in op.inputs.values() if isinstance(v, Ref))
-        size = next((varying[name] for name in names if None in types[name].shape), T)
+        size = T
+        for value in reversed(op.inputs.values()):  # the first one that varies decides
+            if isinstance(value, Ref) and None in types[value.name].shape:
+                size = varying[value.name]
         for name, declared in op.outputs:
             if op.kind == "reshape":
                 size = prod(sizes(op.inputs["x"])) // prod(

@@ -305,9 +305,11 @@ def Q1_small_groups(g, op):
 
 @rule
 def Q2_blocked_int8(g):
-    weights = g.weights("constexpr_blockwise_shift_scale")
-    blocked = [weight for weight, _ in weights if _blocks(g, weight)]
-    return [weight.name for weight in blocked if not _nibbles(g, weight)]
+    names = []
+    for weight, _ in g.weights("constexpr_blockwise_shift_scale"):
+        if _blocks(g, weight) and not _nibbles(g, weight):
+            names.append(weight.name)
+    return names
 
 
 @rule
@@ -382,8 +384,11 @@ def _elements(shape) -> int:
 
 def _makers(g, op, *parameters) -> set[str]:
     """The kinds of the operations whose results these arguments are."""
-    makers = [g.source(op, parameter) for parameter in parameters]
-    return {maker.kind for maker in makers if maker is not None}
+    kinds = set()
+    for parameter in parameters:
+        if maker := g.source(op, parameter):
+            kinds.add(maker.kind)
+    return kinds
 
 
 def _scalar(g, op, parameter, default):

@@ -36,11 +36,14 @@ def time_calls(
         cycle.append(rungs.call_inputs(bundle, model.shard, T, i * T, i + 1))
     for call in range(-WARMUP_CALLS, 0):
         model.predict(cycle[call % len(cycle)], state)
-    rows, begin = [], time.perf_counter()
+    rows = []
+    begin = time.perf_counter()
     for call in range(calls):
-        start, cpu = time.perf_counter(), time.thread_time()
+        start = time.perf_counter()
+        cpu = time.thread_time()
         model.predict(cycle[call % len(cycle)], state)
-        end, cpu_ms = time.perf_counter(), (time.thread_time() - cpu) * 1e3
+        end = time.perf_counter()
+        cpu_ms = (time.thread_time() - cpu) * 1e3
         wall_ms = (end - start) * 1e3
         rows.append((wall_ms, model.last_native_ms, cpu_ms, end - begin))
         if end - begin > seconds:
