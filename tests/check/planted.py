@@ -9,7 +9,6 @@ memory are in `faults`.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from copies import Copy
@@ -588,28 +587,40 @@ def gate_and_up_read_in_exchange(copy):
 # One function of a package of two: the other one, and the weights that both read, are sound
 
 
-def plant_in(function: str, plant: Callable[[Copy], None], copy: Copy) -> None:
-    copy.function = function
-    plant(copy)
+@planted("program", "functions")
+def silu_become_sigmoid_in_the_function_of_t_4(copy):
+    copy.function = "t4"
+    silu_become_sigmoid(copy)
 
 
-for name, function, plant in (
-    ("silu_become_sigmoid_in_the_function_of_t_4", "t4", silu_become_sigmoid),
-    (
-        "rope_turns_the_other_way_in_the_function_of_t_1",
-        "t1",
-        rope_turns_the_other_way_for_queries,
-    ),
-    ("rms_epsilon_times_100_in_the_function_of_t_1", "t1", rms_epsilon_times_100),
-    ("mask_not_added_to_scores_in_the_function_of_t_4", "t4", mask_not_added_to_scores),
-    ("states_exchanged_in_the_function_of_t_4", "t4", states_exchanged),
-    (
-        "gate_and_up_read_in_exchange_in_the_function_of_t_4",
-        "t4",
-        gate_and_up_read_in_exchange,
-    ),
-):
-    PLANTED[name] = Planted("program", partial(plant_in, function, plant), "functions")
+@planted("program", "functions")
+def rope_turns_the_other_way_in_the_function_of_t_1(copy):
+    copy.function = "t1"
+    rope_turns_the_other_way_for_queries(copy)
+
+
+@planted("program", "functions")
+def rms_epsilon_times_100_in_the_function_of_t_1(copy):
+    copy.function = "t1"
+    rms_epsilon_times_100(copy)
+
+
+@planted("program", "functions")
+def mask_not_added_to_scores_in_the_function_of_t_4(copy):
+    copy.function = "t4"
+    mask_not_added_to_scores(copy)
+
+
+@planted("program", "functions")
+def states_exchanged_in_the_function_of_t_4(copy):
+    copy.function = "t4"
+    states_exchanged(copy)
+
+
+@planted("program", "functions")
+def gate_and_up_read_in_exchange_in_the_function_of_t_4(copy):
+    copy.function = "t4"
+    gate_and_up_read_in_exchange(copy)
 
 
 @planted("interface", "functions")
