@@ -66,6 +66,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture
+def shimmed():
+    """The shim in place of Core ML's native layer."""
+    from miltorch import shim
+
+    shim.install()
+    yield
+    shim.uninstall()
+
+
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
     """A folder that all processes of this run of pytest have in common."""

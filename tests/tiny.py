@@ -221,6 +221,16 @@ DIMS = {
 }
 
 
+WIDTH_1 = dict(
+    hidden_size=1,
+    intermediate_size=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=2,
+)
+"""Dimensions of a llama whose weights are too small for a weight file."""
+
+
 def random(path: Path, family: str, **changed) -> Path:
     """A random float16 checkpoint of `family` with its tiny dimensions, some of them changed."""
     return checkpoint.random(path, family, **(DIMS[family] | changed))

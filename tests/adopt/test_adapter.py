@@ -76,7 +76,7 @@ def test_masks_of_sliding_layers_are_proposed_with_their_window(adoptions, tmp_p
     model.save(str(tmp_path / "masks.mlpackage"))
     package = propose._read(tmp_path / "masks.mlpackage")
     source = Checkpoint(adoptions.checkpoint("rotating"))
-    maker = propose._Maker(source, [package], tmp_path, [])
+    maker = propose._Maker(source, [package], tmp_path)
     (program,) = package.programs.values()
     whole, own = (maker.input(package, program, name) for name, *_ in inputs)
     assert (whole.window, whole.rows) == (8, "absolute")

@@ -64,6 +64,19 @@ WIDE = (
 )  # 2048×4096: a whole MiB
 KV = half(1, 2, 64, 32)
 
+
+def compressed(weight: dict, **about) -> rule.LintGraph:
+    """A program with a product by a weight of 8 or 4 bits."""
+    kind = "constexpr_blockwise_shift_scale"
+    return graph(op(kind, W, **weight), op("matmul", x="x", y=f"{kind}_out"), **about)
+
+
+def palette(*shape) -> rule.LintGraph:
+    """A program with a weight in a palette of this shape."""
+    lut, indices = np.zeros(shape, np.float16), np.zeros((64, 64), np.uint8)
+    return graph(op("constexpr_lut_to_dense", W, lut=lut, indices=indices))
+
+
 # rule → (a program that breaks it, what must be named)
 BROKEN = {
     "T1": (graph(op("add", Type("FLOAT32", (1, 64, 1, 32)), x="x", y="x")), "add"),
@@ -287,61 +300,15 @@ BROKEN = {
         "conv",
     ),  # ZAYA1's routers, experts and slices of the head
     "G4": (graph(weights=1_100_000_000), "conv"),
-    "Q1": (
-        graph(
-            op(
-                "constexpr_lut_to_dense",
-                W,
-                lut=np.zeros((32, 1, 64, 1), np.float16),
-                indices=np.zeros((64, 64), np.uint8),
-            )
-        ),
-        "constexpr_lut_to_dense",
-    ),
+    "Q1": (palette(32, 1, 64, 1), "constexpr_lut_to_dense"),
     "Q2": (
-        graph(
-            op(
-                "constexpr_blockwise_shift_scale",
-                W,
-                **(INT8 | {"scale": np.ones((2, 2), np.float16)}),
-            ),
-            op("matmul", x="x", y="constexpr_blockwise_shift_scale_out"),
-        ),
+        compressed(INT8 | {"scale": np.ones((2, 2), np.float16)}),
         "constexpr_blockwise_shift_scale",
     ),
-    "Q3": (
-        graph(
-            op("constexpr_blockwise_shift_scale", W, **INT4),
-            op("matmul", x="x", y="constexpr_blockwise_shift_scale_out"),
-        ),
-        "matmul",
-    ),
-    "Q4": (
-        graph(
-            op("constexpr_blockwise_shift_scale", W, **INT8),
-            op("matmul", x="x", y="constexpr_blockwise_shift_scale_out"),
-        ),
-        "matmul",
-    ),
-    "Q5": (
-        graph(
-            op(
-                "constexpr_lut_to_dense",
-                W,
-                lut=np.zeros((1, 1, 16, 1), np.float16),
-                indices=np.zeros((64, 64), np.uint8),
-            )
-        ),
-        "constexpr_lut_to_dense",
-    ),
-    "Q6": (
-        graph(
-            op("constexpr_blockwise_shift_scale", W, **INT8),
-            op("matmul", x="x", y="constexpr_blockwise_shift_scale_out"),
-            generation=1,
-        ),
-        "constexpr_blockwise_shift_scale",
-    ),
+    "Q3": (compressed(INT4), "matmul"),
+    "Q4": (compressed(INT8), "matmul"),
+    "Q5": (palette(1, 1, 16, 1), "constexpr_lut_to_dense"),
+    "Q6": (compressed(INT8, generation=1), "constexpr_blockwise_shift_scale"),
     "N1": (graph(op("add", x="x", y=np.array([0, -np.inf], np.float16))), "add"),
     "N3": (graph(op("mul", x="x", y="x")), "mul"),
     "N5": (graph(op("rsqrt", x="x", epsilon=np.array(1e-6))), "rsqrt"),

@@ -123,7 +123,11 @@ def constant(
     """Changes a weight of a layer in every step that uses it, and in the shard's table of
     constants."""
     model = decoder.layers[layer]
-    name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
+    replace(model, model.shard.weights[f"model.layers.{layer}.{tensor}"], change)
+
+
+def replace(model, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Changes a constant of a loaded shard wherever it is."""
     old = model.executable.body.constants[name]
     new = change(old.clone())
     model.executable.body.constants[name] = new
@@ -432,11 +436,17 @@ def a_token_does_not_see_itself(decoder):
 
 @fault("host")
 def window_of_eight_tokens(decoder):
+    limit_attention(decoder, 8)
+
+
+def limit_attention(decoder: Decoder, rows: int) -> None:
+    """Blocks positions this many or more before a token."""
+
     def window(made, offsets, counts, T):
         behind = (offsets[:, None] + np.arange(T))[:, None, :, None] - np.arange(
             made["attn_mask"].shape[-1]
         )
-        made["attn_mask"] = np.where(behind < 8, made["attn_mask"], np.float32(-1e4))
+        made["attn_mask"] = np.where(behind < rows, made["attn_mask"], np.float32(-1e4))
 
     host(decoder, window)
 
@@ -540,13 +550,7 @@ def mask_blocks_the_last_row(decoder):
 
 @fault("host")
 def attention_limited_to_40_rows(decoder):
-    def window(made, offsets, counts, T):
-        behind = (offsets[:, None] + np.arange(T))[:, None, :, None] - np.arange(
-            made["attn_mask"].shape[-1]
-        )
-        made["attn_mask"] = np.where(behind < 40, made["attn_mask"], np.float32(-1e4))
-
-    host(decoder, window)
+    limit_attention(decoder, 40)
 
 
 @fault("program")

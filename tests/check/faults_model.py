@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from faults import constant, fault, steps, wrap
+from faults import constant, fault, replace, steps, wrap
 
 # Attention
 
@@ -174,15 +174,12 @@ def squares_that_overflow_fp16(decoder):
 
 @fault("program")
 def a_slice_of_the_head_damaged(decoder):
+    def flipped(weight):
+        weight[: len(weight) // 8] = weight[: len(weight) // 8].flip(0)
+        return weight
+
     model = decoder.heads[0]
-    name = model.shard.weights["model.embed_tokens.weight"]
-    old = model.executable.body.constants[name]
-    new = old.clone()
-    new[: len(new) // 8] = new[: len(new) // 8].flip(0)
-    for step in model.executable.body.steps:
-        for parameter, value in step.constants.items():
-            if value is old:
-                step.constants[parameter] = new
+    replace(model, model.shard.weights["model.embed_tokens.weight"], flipped)
 
 
 @fault("host")

@@ -9,20 +9,12 @@ import pytest
 import tiny
 from typer.testing import CliRunner
 
-from miltorch import shim
 from workbench import Decoder, InputError
 from workbench.check import handover
 from workbench.cli.app import app
 from workbench.decode import prefill_by, transfer
 
 PROMPT, MORE = 13, 6
-
-
-@pytest.fixture
-def shimmed():
-    shim.install()
-    yield
-    shim.uninstall()
 
 
 @pytest.fixture(scope="module")

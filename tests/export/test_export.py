@@ -257,14 +257,7 @@ def test_a_bundle_stops_where_generate_of_hugging_face_does(
     "options", [{}, {"compress": "int8-tensor", "layers_per_shard": 2}]
 )
 def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, options):
-    checkpoint = exports.checkpoint(
-        "llama",
-        hidden_size=1,
-        intermediate_size=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=2,
-    )
+    checkpoint = exports.checkpoint("llama", **tiny.WIDTH_1)
     with pytest.warns(UserWarning, match="width 2"):
         decoder = exports.decoder(checkpoint, **options)
     assert not list(decoder.bundle.root.glob("layers*/**/weight.bin"))

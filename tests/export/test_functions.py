@@ -4,6 +4,7 @@ are stored once."""
 import itertools
 
 import pytest
+import tiny
 
 from miltorch.quiet import coremltools
 from workbench import Bundle, InputError
@@ -188,14 +189,7 @@ def test_functions_that_mean_nothing_are_refused(chosen, found):
 
 
 def test_functions_share_a_weight_file_or_are_refused(exports, tmp_path):
-    checkpoint = exports.checkpoint(
-        "llama",
-        hidden_size=1,
-        intermediate_size=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=2,
-    )
+    checkpoint = exports.checkpoint("llama", **tiny.WIDTH_1)
     with (
         pytest.warns(UserWarning, match="width 2"),
         pytest.raises(InputError, match="so small.*without --functions"),

@@ -349,17 +349,19 @@ def test_a_program_with_an_operation_that_has_no_instruction_runs_call_by_call(e
     assert list(decoder.layers[0].fast.bytecodes.values()) == [None]
 
 
-def test_a_tape_reads_inputs_however_they_are_laid_out(exports):
+def first_layer(exports):
+    """A layer after two tokens, and the inputs of the third."""
     decoder = Decoder(
         exports.bundle(exports.checkpoint("llama")), "portable", fast=True
     )
     decoder.prefill([1, 2], tile=1)
-    model, io = decoder.layers[0], decoder.host.inputs(np.array([2]), np.array([1]), 1)
-    io["x"] = (
-        np.random.default_rng(0)
-        .normal(size=(1, decoder.manifest.dims.C, 1, 1))
-        .astype(np.float32)
-    )
+    io = decoder.host.inputs(np.array([2]), np.array([1]), 1)
+    hidden = np.random.default_rng(0).normal(size=(1, decoder.manifest.dims.C, 1, 1))
+    return decoder.layers[0], io | {"x": hidden.astype(np.float32)}
+
+
+def test_a_tape_reads_inputs_however_they_are_laid_out(exports):
+    model, io = first_layer(exports)
     spread = io | {"x": np.repeat(io["x"], 2, axis=1)[:, ::2]}
     made = [
         model.predict({n: given[n] for n in model.shard.inputs}, model.make_state())[
@@ -371,16 +373,7 @@ def test_a_tape_reads_inputs_however_they_are_laid_out(exports):
 
 
 def test_a_tape_leaves_a_write_mask_that_is_not_one_hot_to_the_formula(exports):
-    decoder = Decoder(
-        exports.bundle(exports.checkpoint("llama")), "portable", fast=True
-    )
-    decoder.prefill([1, 2], tile=1)
-    model, io = decoder.layers[0], decoder.host.inputs(np.array([2]), np.array([1]), 1)
-    io["x"] = (
-        np.random.default_rng(0)
-        .normal(size=(1, decoder.manifest.dims.C, 1, 1))
-        .astype(np.float32)
-    )
+    model, io = first_layer(exports)
     io["kv_write_mask"][0, 0, 3:5] = 0.5
     made = []
     for path in (model.fast, None):

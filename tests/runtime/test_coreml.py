@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny
 
 from miltorch import shim
 from miltorch.quiet import coremltools
@@ -17,26 +18,22 @@ from workbench.ane import placement
 from workbench.check import checklist, golden
 from workbench.check import units as matrix
 from workbench.errors import InputError
-from workbench.models import checkpoint
 from workbench.prompt_cache import Store
 from workbench.runtime import coreml, load_shard, resolve
 from workbench.studies import cache_reuse
 
-pytestmark = pytest.mark.shim
+pytestmark = [pytest.mark.shim, pytest.mark.usefixtures("shimmed")]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return checkpoint.random(
+    return tiny.random(
         tmp_path_factory.mktemp("coreml") / "source",
         "llama",
-        hidden_size=64,
-        intermediate_size=96,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
         num_hidden_layers=2,
-        vocab_size=97,
+        tie_word_embeddings=False,
     )
 
 
@@ -52,13 +49,6 @@ def bundle(source):
         t_max=4,
         compress="int8-channel",
     )
-
-
-@pytest.fixture(autouse=True)
-def installed():
-    shim.install()
-    yield
-    shim.uninstall()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tiny
 
-from miltorch import shim
 from workbench import Decoder, InputError, log, sweep
 from workbench.ane import placement
 from workbench.check import checklist, golden
@@ -17,13 +16,6 @@ from workbench.studies import cache_reuse
 from workbench.sweep import process, runs, timing
 
 PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
-
-
-@pytest.fixture
-def shimmed():
-    shim.install()
-    yield
-    shim.uninstall()
 
 
 @pytest.fixture(scope="module")

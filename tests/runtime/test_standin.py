@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import in_process
 import numpy as np
 import pytest
+import tiny
 
 from miltorch import shim
 from workbench import Decoder, log, runtime, sweep
@@ -16,7 +17,6 @@ from workbench.ane import placement
 from workbench.check import checklist, golden, units
 from workbench.cli.app import main
 from workbench.errors import InputError
-from workbench.models import checkpoint
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import coreml, load_shard
 from workbench.runtime.portable import PortableModel
@@ -30,16 +30,13 @@ IDS = [5, 17, 42, 3, 88, 9]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return checkpoint.random(
+    return tiny.random(
         tmp_path_factory.mktemp("standin") / "source",
         "llama",
-        hidden_size=64,
-        intermediate_size=96,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
         num_hidden_layers=1,
-        vocab_size=97,
+        tie_word_embeddings=False,
     )
 
 

@@ -2,9 +2,11 @@
 `kv`."""
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 import torch
@@ -69,9 +71,7 @@ class Adapter:
         for index, part in enumerate(self.foreign.parts):
             for function in part.functions:
                 self.model(index, function)
-        self.layers = sorted(
-            set().union(*(state.layers for state in self.foreign.states))
-        )
+        self.layers = sorted({i for state in self.foreign.states for i in state.layers})
 
     def model(self, part: int, function: Function):
         """The loaded function of a part."""
@@ -86,19 +86,14 @@ class Adapter:
         part has none."""
         chosen = []
         for index in self.stateful:
-            fitting = (
-                f
-                for f in self.foreign.parts[index].functions
-                if self._fits(f, T, start)
-            )
-            chosen.append(next(fitting, None))
-        return None if None in chosen else chosen
-
-    def _fits(self, f: Function, T: int, start: int) -> bool:
-        inside = f.first <= start and start + T <= min(
-            f.until or self.context, self.context
-        )
-        return inside and f.t_min <= T <= f.t_max
+            for f in self.foreign.parts[index].functions:
+                stop = min(f.until or self.context, self.context)
+                if f.t_min <= T <= f.t_max and f.first <= start <= stop - T:
+                    chosen.append(f)
+                    break
+            else:
+                return None
+        return chosen
 
     @cached_property
     def tiles(self) -> list[int]:
@@ -111,7 +106,7 @@ class Adapter:
             for f in self.foreign.parts[index].functions:
                 ends |= {f.t_min, largest_tile(f)}
         return sorted(
-            T for T in ends if any(self.functions(T, start) for start in starts)
+            {T for T, start in product(ends, starts) if self.functions(T, start)}
         )
 
     def plan(self, count: int, T: int, start: int = 0, logits: str = "") -> list[int]:
@@ -146,12 +141,10 @@ class Adapter:
         part."""
         state = {}
         for index in self.stateful:
-            owner = self.owner(index)
-            models = []
-            for f in self.foreign.parts[index].functions:
-                models.append(self.model(index, f))
+            functions = self.foreign.parts[index].functions
+            models = [self.model(index, function) for function in functions]
             most = max(models, key=lambda model: len(model.program.states))
-            state.setdefault(owner, most.make_state())
+            state.setdefault(self.owner(index), most.make_state())
         return state
 
     def owner(self, part: int) -> int | None:
@@ -166,8 +159,8 @@ class Adapter:
         Raises:
             InputError: no function takes so many tokens there.
         """
-        by_kind, chosen = self.run_body(state, ids, start)
-        if chosen.logits:
+        by_kind, function = self.run_body(state, ids, start)
+        if function.logits:
             return self.result(self.run_heads(by_kind, ids, start))
         return Result()
 
@@ -181,24 +174,25 @@ class Adapter:
             checks.token_ids(ids, self.adopted.vocabulary)
         chosen = self.functions(T, start)
         if chosen is None:
-            actual = f"{T} tokens at position {start}"
-            step = f"see functions in {schema.FILE}"
             raise InputError(
-                "call", actual, "a number that a function takes there", step
+                "call",
+                f"{T} tokens at position {start}",
+                "a number that a function takes there",
+                f"see functions in {schema.FILE}",
             )
         functions, self.ms = dict(zip(self.stateful, chosen, strict=True)), []
-        by_kind = {"hidden": [self.embed(ids)]} if self.host_embeds else {}
+        by_kind = {"hidden": [self.embed(ids) if self.host_embeds else None]}
         for index in range(self.stateful[-1] + 1):
-            hidden = by_kind.pop("hidden", [None])[0]
+            hidden = by_kind["hidden"][0]
             if index not in functions:
                 outputs = self._in_columns(index, ids, hidden, start)
             else:
-                begin = (time.perf_counter(), time.thread_time())
+                begin, cpu = time.perf_counter(), time.thread_time()
                 raw = state[self.owner(index)]
                 outputs = self._call(index, functions[index], raw, ids, hidden, start)
-                ends = time.perf_counter(), time.thread_time()
-                self.ms.append([1e3 * (end - since) for end, since in zip(ends, begin)])
-            by_kind = _joined(by_kind, outputs, hidden)
+                ms = 1e3 * (time.perf_counter() - begin)
+                self.ms.append((ms, 1e3 * (time.thread_time() - cpu)))
+            by_kind = _joined(by_kind, outputs)
         return by_kind, chosen[-1]
 
     def run_heads(
@@ -208,9 +202,7 @@ class Adapter:
         ids = np.asarray(ids, np.int64)
         for index in range(self.stateful[-1] + 1, len(self.foreign.parts)):
             hidden = by_kind["hidden"][0]
-            by_kind = _joined(
-                by_kind, self._in_columns(index, ids, hidden, start), hidden
-            )
+            by_kind = _joined(by_kind, self._in_columns(index, ids, hidden, start))
         return by_kind
 
     @staticmethod
@@ -225,11 +217,8 @@ class Adapter:
         if "top_value" not in pieces:
             return Result(top=tops[:, 0])
         values = np.concatenate(pieces["top_value"], axis=1)
-        best = values.argmax(1)[:, None]
-        top, value = (
-            np.take_along_axis(array, best, 1)[:, 0] for array in (tops, values)
-        )
-        return Result(top=top, value=value)
+        best = np.arange(len(values)), values.argmax(1)
+        return Result(top=tops[best], value=values[best])
 
     def _in_columns(
         self, index: int, ids, hidden, start: int
@@ -239,10 +228,7 @@ class Adapter:
         copies of the last token."""
         functions = self.foreign.parts[index].functions
         smallest = min(functions, key=lambda f: f.t_min)
-        pieces: dict[
-            str, list[list]
-        ] = {}  # kind → for each output its arrays, one per call
-        done = 0
+        calls, done = defaultdict(list), 0  # kind → its outputs of every call
         while done < len(ids):
             left = len(ids) - done
             fitting = [f for f in functions if f.t_min <= left]
@@ -252,13 +238,12 @@ class Adapter:
             inner = None if hidden is None else hidden[columns]
             by_kind = self._call(index, f, None, ids[columns], inner, start + done)
             for kind, values in by_kind.items():
-                arrays = pieces.setdefault(kind, [[] for _ in values])
-                for array, value in zip(arrays, values, strict=True):
-                    array.append(value[: min(size, left)])
-            done += min(size, left)
-        return {
-            kind: list(map(np.concatenate, arrays)) for kind, arrays in pieces.items()
-        }
+                calls[kind].append([value[:left] for value in values])
+            done += size
+        joined = {}
+        for kind, outputs in calls.items():
+            joined[kind] = list(map(np.concatenate, zip(*outputs, strict=True)))
+        return joined
 
     def _call(
         self, index: int, function: Function, raw, ids, hidden, start: int
@@ -269,21 +254,21 @@ class Adapter:
         model = self.model(index, function)
         feeds = {}
         for name, kind in model.program.inputs.items():
-            value = self.feed(
-                part.inputs[name], model.program, name, ids, hidden, start
-            )
-            feeds[name] = value.astype(
-                np.int32 if kind.dtype.startswith("INT") else np.float32
-            )
+            entry = part.inputs[name]
+            sizes = fit.sizes(model.program, name)
+            value = self.feed(entry, sizes, ids, hidden, start)
+            integers = kind.dtype.startswith("INT")
+            feeds[name] = value.astype(np.int32 if integers else np.float32)
         outputs, by_kind = model.predict(feeds, raw), {}
         for name, entry in part.outputs.items():
             silent = entry.kind != "hidden" and not function.logits
             if name not in outputs or entry.kind == "ignored" or silent:
                 continue
             value = outputs[name]
-            if entry.kind in ("hidden", "logits"):
-                wide = "C" if entry.kind == "hidden" else "V"
-                value = named(value, entry.axes, "T" + wide)
+            if entry.kind == "hidden":
+                value = named(value, entry.axes, "TC")
+            elif entry.kind == "logits":
+                value = named(value, entry.axes, "TV")
             else:
                 value = value.reshape(len(ids), -1)
                 if entry.offsets:
@@ -292,28 +277,28 @@ class Adapter:
         return by_kind
 
     def feed(
-        self, entry: Input, program, name: str, ids, hidden, start: int
+        self, entry: Input, sizes: list[Sequence[int]], ids, hidden, start: int
     ) -> np.ndarray:
-        """The array of one input, in the package's axes."""
+        """The array of one input, in the package's axes, which have `sizes`."""
         T, kind = len(ids), entry.kind
         if kind == "constant":
-            shape = [size[0] for size in fit.sizes(program, name)]
-            return np.full(shape, entry.value)
-        if kind in ("mask", "write"):
-            axes = dict(zip(entry.axes, fit.sizes(program, name), strict=True))
-            count = start + T if "E" in axes else axes["S"][0]
-        values = {
-            "ids": lambda: ids,
-            "hidden": lambda: hidden,
-            "positions": lambda: start + np.arange(T),
-            "start": lambda: np.array(start),
-            "end": lambda: np.array(start + T),
-            "mask": lambda: mask(entry, start, T, count),
-            "write": lambda: write_columns(entry, start, T, count),
-            "cos": lambda: self.rope(entry, start, T)[0],
-            "sin": lambda: self.rope(entry, start, T)[1],
-        }
-        return arrange(values[kind](), DIMS[kind], entry.axes)
+            return np.full([size[0] for size in sizes], entry.value)
+        if kind in ("cos", "sin"):
+            value = self.rope(entry, start, T)[kind]
+        elif kind in ("mask", "write"):
+            axes = dict(zip(entry.axes, sizes, strict=True))
+            columns = start + T if "E" in axes else axes["S"][0]
+            make = {"mask": mask, "write": write_columns}[kind]
+            value = make(entry, start, T, columns)
+        else:
+            value = {
+                "ids": ids,
+                "hidden": hidden,
+                "positions": start + np.arange(T),
+                "start": np.array(start),
+                "end": np.array(start + T),
+            }[kind]
+        return arrange(value, DIMS[kind], entry.axes)
 
     def kv(self, state: dict, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a layer, [H_kv, rows, D] each, in the order of the cache's
@@ -322,31 +307,27 @@ class Adapter:
         for entry in self.foreign.states:
             if layer in entry.layers:
                 value = named(state[entry.part].read(entry.name), entry.axes, "LHSD")
-                i, n = entry.layers.index(layer), len(entry.layers)
-                if entry.holds == "kv":
-                    if entry.order == "halves":
-                        k, v = i, n + i
-                    else:
-                        k, v = 2 * i, 2 * i + 1
-                    rows |= {"k": value[k], "v": value[v]}
+                i = entry.layers.index(layer)
+                if entry.order == "pairs":
+                    planes = value[len(entry.holds) * i :]
                 else:
-                    rows[entry.holds] = value[i]
+                    planes = value[i :: len(entry.layers)]
+                rows |= dict(zip(entry.holds, planes))
         return rows["k"].astype(np.float32), rows["v"].astype(np.float32)
 
     def positions(self, layer: int, count: int, end: int) -> np.ndarray:
         """The position in each of the `count` cache rows of a layer after `end` tokens,
         −1 in an empty row."""
-        rule = next(
-            entry.rows for entry in self.foreign.states if layer in entry.layers
-        )
-        return row_positions(rule, count, end)
+        entry = next(s for s in self.foreign.states if layer in s.layers)
+        return row_positions(entry.rows, count, end)
 
     def read(self, state: dict) -> dict[tuple, np.ndarray]:
         """A copy of every state tensor, by part and name."""
-        names = set()
+        values = {}
         for entry in self.foreign.states:
-            names.add((entry.part, entry.name))
-        return {key: np.array(state[key[0]].read(key[1])) for key in names}
+            value = state[entry.part].read(entry.name)
+            values[entry.part, entry.name] = np.array(value)
+        return values
 
     def write(self, state: dict, values: dict[tuple, np.ndarray]) -> None:
         """Writes values of `read` into a state."""
@@ -366,9 +347,8 @@ class Adapter:
     @property
     def host_embeds(self) -> bool:
         """Whether the first part reads embeddings instead of token ids."""
-        return any(
-            entry.kind == "hidden" for entry in self.foreign.parts[0].inputs.values()
-        )
+        inputs = self.foreign.parts[0].inputs.values()
+        return any(entry.kind == "hidden" for entry in inputs)
 
     @cached_property
     def table(self) -> np.ndarray:
@@ -395,30 +375,28 @@ class Adapter:
             scale = float(getattr(self.reference.embed_tokens, "embed_scale", 1.0))
         return self.table[ids] * np.float32(scale)
 
-    def rope(self, entry: Input, start: int, T: int) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin [T, D], or [T, D / 2], at positions `start` and on."""
+    def rope(self, entry: Input, start: int, T: int) -> dict[str, np.ndarray]:
+        """`cos` and `sin` [T, D], or [T, D / 2], at positions `start` and on."""
         positions = torch.arange(start, start + T)[None]
         if entry.theta:
             D = head_dim(self.reference.config)
-            angles = positions[0, :, None] * entry.theta ** (-torch.arange(0, D, 2) / D)
-            cos = torch.cat([angles, angles], -1).cos()
-            sin = torch.cat([angles, angles], -1).sin()
+            angles = positions[:, :, None] * entry.theta ** (-torch.arange(0, D, 2) / D)
+            angles = torch.cat([angles, angles], -1)
+            cos, sin = angles.cos(), angles.sin()
         else:
             types = [entry.layer_type] if entry.layer_type else []
-            cos, sin = (
-                t[0]
-                for t in self.reference.rotary_emb(torch.zeros(1), positions, *types)
-            )
-        width = cos.shape[-1] // (2 if entry.width == "half" else 1)
-        return cos[:, :width].numpy(), sin[:, :width].numpy()
+            cos, sin = self.reference.rotary_emb(torch.zeros(1), positions, *types)
+        width = cos.shape[-1]
+        if entry.width == "half":
+            width //= 2
+        return {"cos": cos[0, :, :width].numpy(), "sin": sin[0, :, :width].numpy()}
 
 
-def _joined(
-    before: dict[str, list], outputs: dict[str, list], hidden
-) -> dict[str, list]:
+def _joined(before: dict[str, list], outputs: dict[str, list]) -> dict[str, list]:
     """Outputs by kind of parts that run one after the other; the hidden states are the
     newest."""
-    kinds = {}
-    for kind, values in outputs.items():
-        kinds[kind] = before.get(kind, []) + values
-    return before | kinds | {"hidden": outputs.get("hidden", [hidden])}
+    joined = before | outputs
+    for kind in before.keys() & outputs.keys():
+        if kind != "hidden":
+            joined[kind] = before[kind] + outputs[kind]
+    return joined

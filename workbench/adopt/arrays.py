@@ -24,23 +24,17 @@ DIMS = {
 def arrange(value: np.ndarray, dims: str, axes: Sequence[Axis]) -> np.ndarray:
     """`value` with the axes `dims` in the axes that a package declares; `E` is equal to
     `S`, and a dim of size 1 may have no letter."""
-    letters = []
-    for axis in axes:
-        if isinstance(axis, str):
-            letters.append("S" if axis == "E" else axis)
+    letters = "".join(axis for axis in axes if isinstance(axis, str)).replace("E", "S")
     value = value.reshape([n for n, dim in zip(value.shape, dims) if dim in letters])
     dims = [dim for dim in dims if dim in letters]
     value = value.transpose([dims.index(letter) for letter in letters])
-    sizes = iter(value.shape)
-    shape, target = (
-        [],
-        [],
-    )  # with size 1, and with the declared size, on axes without a letter
-    for axis in axes:
-        size = next(sizes) if isinstance(axis, str) else 1
-        shape.append(size)
-        target.append(size if isinstance(axis, str) else axis)
-    return np.broadcast_to(value.reshape(shape), target)
+    shape = list(axes)
+    for i, axis in enumerate(axes):
+        if isinstance(axis, str):
+            shape[i] = value.shape[i]
+        else:
+            value = np.expand_dims(value, i)
+    return np.broadcast_to(value, shape)
 
 
 def named(value: np.ndarray, axes: Sequence[Axis], dims: str) -> np.ndarray:

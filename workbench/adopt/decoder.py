@@ -43,30 +43,26 @@ class AdoptedDecoder(Decoder):
         self.runtime, self.fault = named(self.adapter.runtime)
         self.precision, self.fast = precision, False
         self.compute_units, self.hints = compute_units, {}
-        self.layers = [
-            SimpleNamespace(shard=s, loading_ms={}) for s in bundle.shards("layers")
-        ]
-        self.heads: list = []
-        outputs = []
+        self.layers, self.heads = [], []
+        for shard in bundle.shards("layers"):
+            self.layers.append(SimpleNamespace(shard=shard, loading_ms={}))
+        kinds = set()
         for part in bundle.foreign.parts:
-            for entry in part.outputs.values():
-                outputs.append(entry.kind)
-        self.gives_logits = "logits" in outputs
+            kinds.update(entry.kind for entry in part.outputs.values())
+        self.gives_logits = "logits" in kinds
         self.begin()
 
     def begin(self, snapshot=None) -> None:
         """Starts a fresh sequence."""
         if any(s is not None for s in np.ravel(snapshot)):
-            step = "begin a fresh sequence, or run: workbench reuse FOLDER"
             raise InputError(
-                "snapshot", "one to continue", "none of adopted packages", step
+                "snapshot",
+                "one to continue",
+                "none of adopted packages",
+                "begin a fresh sequence, or run: workbench reuse FOLDER",
             )
-        self.run, self.times = object(), Times()
-        self.state, self.ids, self.offsets = (
-            self.adapter.begin(),
-            [[]],
-            np.zeros(1, int),
-        )
+        self.run, self.times, self.state = object(), Times(), self.adapter.begin()
+        self.ids, self.offsets = [[]], np.zeros(1, int)
 
     def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
         """Runs every package up to the last with a state over `chunk[0]`; returns
@@ -107,16 +103,18 @@ class AdoptedDecoder(Decoder):
         if result.logits is not None:
             return result.logits
         scores = np.full((len(result.top), self.manifest.dims.V), -np.inf, np.float32)
-        values = 0.0 if result.value is None else result.value
-        scores[np.arange(len(result.top)), result.top] = values
+        values = result.value
+        if values is None:
+            values = 0.0
+        scores[np.arange(len(scores)), result.top] = values
         return scores
 
     def sizes(
         self, count: int, tile: int | None = None, logits: str = "last"
     ) -> list[int]:
         """The sizes of the calls that continue the sequence by `count` tokens."""
-        tile = tile or self.options.t_max
-        return self.adapter.plan(count, tile, int(self.offsets[0]), logits)
+        start = int(self.offsets[0])
+        return self.adapter.plan(count, tile or self.options.t_max, start, logits)
 
     def prefill_calls(self, count: int) -> int:
         return len(self.adapter.plan(count, self.options.t_max, 0, "last"))
@@ -135,7 +133,7 @@ class AdoptedDecoder(Decoder):
         (ids,), rows = sequences, []
         self.begin()
         for length, logits in ((len(ids) - count, ""), (count, "every")):
-            for size in self.sizes(length, None, logits) if length else ():
+            for size in self.sizes(length, None, logits):
                 start = int(self.offsets[0])
                 hidden = self.advance([ids[start : start + size]], size)
                 if logits:
@@ -143,15 +141,14 @@ class AdoptedDecoder(Decoder):
         return np.concatenate(rows, axis=1)
 
 
-def open_folder(path: str | Path, checkpoint: Path | None = None) -> Bundle | Adopted:
-    """The bundle or the adopted packages at `path`; `checkpoint` replaces the one in
-    `foreign.yaml`.
+def open_folder(path: str | Path) -> Bundle | Adopted:
+    """The bundle or the adopted packages at `path`.
 
     Raises:
         InputError: neither is there, it is damaged, or it does not fit its packages.
     """
     if paths.adopted(path):
-        return Adopted.open(path, checkpoint)
+        return Adopted.open(path)
     return Bundle.open(path)
 
 
@@ -171,7 +168,7 @@ def folder_unverified(path: Path) -> Bundle | Adopted:
 def folder_options(path: Path) -> Options | AdoptedOptions:
     """The options of a bundle or of adopted packages, whose files are not checked."""
     folder = folder_unverified(path)
-    if paths.adopted(path):
+    if isinstance(folder, Adopted):
         return options_of(folder.foreign)
     return folder.manifest.options
 

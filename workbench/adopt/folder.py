@@ -5,6 +5,7 @@ import hashlib
 import os
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,11 +130,11 @@ class Adopted:
     @cached_property
     def stateful(self) -> list[int]:
         """The parts with a state, by their number."""
-        return [
-            i
-            for i, programs in enumerate(self.programs)
-            if any(p.states for p in programs)
-        ]
+        stateful = []
+        for index, programs in enumerate(self.programs):
+            if any(program.states for program in programs):
+                stateful.append(index)
+        return stateful
 
     @cached_property
     def vocabulary(self) -> int | None:
@@ -155,12 +156,8 @@ class Adopted:
     def identity(self) -> str:
         """SHA-256 over the description and every file of the packages."""
         text = self.foreign.model_dump_json()
-        for path in dict.fromkeys(part.package for part in self.foreign.parts):
-            files = []
-            for file in sorted(self.path(path).rglob("*")):
-                if file.is_file():
-                    files.append(file)
-            text += "".join(map(sha256, files))
+        for path in dict.fromkeys(map(self.package, self.foreign.parts)):
+            text += "".join(map(sha256, _files(path)))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def shards(self, kind: str) -> list[AdoptedShard]:
@@ -172,64 +169,52 @@ class Adopted:
         checkpoint."""
         source, foreign = self.checkpoint, self.foreign
         name = foreign.exporter or self.root.name
-        if source:
-            name = paths.model_name(source.path)
         size = 0
         table = foreign.embedding.file and self.path(foreign.embedding.file)
         if table and table.is_file():
             size = table.stat().st_size
-        shards = []
-        for index in range(len(foreign.parts)):
-            shards.append(self._shard(index))
-        hidden = source.config.hidden_size if source else 0
-        options = replace(
-            options_of(foreign, self.stateful), compress=self._compress(shards)
-        )
+        family, hidden, eos = "adopted", 0, []
+        if source:
+            family, hidden = source.config.model_type, source.config.hidden_size
+            name, eos = paths.model_name(source.path), source.eos
+        shards = list(map(self._shard, range(len(foreign.parts))))
+        options = options_of(foreign, self.stateful)
         return SimpleNamespace(
-            family=source.config.model_type if source else "adopted",
+            family=family,
             checkpoint={"name": name, "sha256": source and source.sha256},
-            options=options,
+            options=replace(options, compress=self._compress(shards)),
             dims=SimpleNamespace(C=hidden, V=self.vocabulary or MAX_VOCABULARY),
-            tokens=SimpleNamespace(bos=None, eos=source.eos if source else []),
+            tokens=SimpleNamespace(bos=None, eos=eos),
             embedding=SimpleNamespace(file=SimpleNamespace(bytes=size)),
             shards=shards,
         )
 
     def _shard(self, index: int) -> AdoptedShard:
-        part = self.foreign.parts[index]
-        path = self.package(self.foreign.parts[index])
-        stateful = index in self.stateful
-        first = index == self.stateful[0]
-        if stateful:
+        part, stateful = self.foreign.parts[index], self.stateful
+        path = self.package(part)
+        kind = "embedding"
+        if index in stateful:
             kind = "layers"
-        elif index > self.stateful[-1]:
+        elif index > stateful[-1]:
             kind = "head"
-        else:
-            kind = "embedding"
-        own = []
-        for s in self.foreign.states:
-            if s.part == index or (s.part is None and first):
-                own.append(s)
-        states = {}
-        for entry in own:
-            sizes = dict(zip(entry.axes, self._shape_of(entry.name)))
-            shape = [1, sizes["H"], sizes["S"], sizes["D"]]
-            for layer in entry.layers:
-                for tensor in entry.holds:
-                    states[f"layers.{layer}.{tensor}_state"] = SimpleNamespace(
-                        shape=shape
-                    )
-        layers = []
-        if stateful and (
-            len(self.stateful) == 1 or all(s.part is not None for s in own)
-        ):
-            for state in own:
-                layers += state.layers
+        own, states, layers, shared = [index], {}, set(), False
+        if index == stateful[0]:
+            own.append(None)
+        for entry in self.foreign.states:
+            if entry.part in own:
+                sizes = dict(zip(entry.axes, self._shape_of(entry.name)))
+                shape = [1, sizes["H"], sizes["S"], sizes["D"]]
+                for layer, tensor in product(entry.layers, entry.holds):
+                    name = f"layers.{layer}.{tensor}_state"
+                    states[name] = SimpleNamespace(shape=shape)
+                layers.update(entry.layers)
+                shared |= entry.part is None
+        span = None
+        if layers and (len(stateful) == 1 or not shared):
+            span = min(layers), max(layers) + 1
         files = []
-        for file in sorted(path.rglob("*")):
-            if file.is_file():
-                files.append(SimpleNamespace(path=file.name, bytes=file.stat().st_size))
-        span = (min(layers), max(layers) + 1) if layers else None
+        for file in _files(path):
+            files.append(SimpleNamespace(path=file.name, bytes=file.stat().st_size))
         return AdoptedShard(path.stem, kind, part.package, files, states, span)
 
     def _compress(self, shards: list[AdoptedShard]) -> str:
@@ -244,9 +229,9 @@ class Adopted:
                     matrix = kind.dtype.startswith("FLOAT") and len(kind.shape) > 1
                     if matrix and name not in inner:
                         elements += prod(kind.shape)
-            stored += sum(
-                8 * file.bytes for file in shard.files if file.path.endswith(".bin")
-            )
+            for file in shard.files:
+                if file.path.endswith(".bin"):
+                    stored += 8 * file.bytes
         bits = stored / max(elements, 1)
         return min(PRESETS, key=lambda name: abs(PRESETS[name].stored_bits - bits))
 
@@ -258,19 +243,22 @@ class Adopted:
         raise AssertionError(f"no program has the state {state}")
 
 
+def _files(package: Path) -> list[Path]:
+    return sorted(file for file in package.rglob("*") if file.is_file())
+
+
 def options_of(foreign: Foreign, parts: list[int] | None = None) -> AdoptedOptions:
     """The options of packages: their context, and the largest call of the `parts` with
     a state (default: of all parts with an input that depends on the position)."""
     placed = {"mask", "write", "start", "end", "positions"}
-    functions = []
+    tiles = []
     for index, part in enumerate(foreign.parts):
         stateful = bool(placed & {entry.kind for entry in part.inputs.values()})
         if parts:
             stateful = index in parts
         if stateful:
-            functions += part.functions
-    largest = max(largest_tile(f) for f in functions)
-    return AdoptedOptions(foreign.context, min(largest, foreign.context))
+            tiles += map(largest_tile, part.functions)
+    return AdoptedOptions(foreign.context, min(max(tiles), foreign.context))
 
 
 def largest_tile(function: schema.Function) -> int:

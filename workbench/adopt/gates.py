@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.adopt import passes
-from workbench.adopt.adapter import Adapter, Result
+from workbench.adopt.adapter import Adapter
 from workbench.adopt.passes import Pass
 from workbench.check import gates, metrics
 from workbench.check.gates import Gate
@@ -74,19 +74,15 @@ def _filled(adapter: Adapter, rng, start: int = 0, fill: float | None = None) ->
     state = adapter.begin()
     values = {}
     for key, value in adapter.read(state).items():
-        values[key] = rng.choice([-1.0, 1.0], value.shape) * (
-            1 + rng.random(value.shape)
-        )
-    for entry in adapter.foreign.states if fill is not None else ():
-        value = values[entry.part, entry.name]
-        axis = entry.axes.index("S")
-        empty = adapter.positions(entry.layers[0], value.shape[axis], start) < 0
-        np.moveaxis(value, axis, 0)[empty] = (
-            np.sign(np.moveaxis(value, axis, 0)[empty]) * fill
-        )
-    adapter.write(
-        state, {key: value.astype(np.float16) for key, value in values.items()}
-    )
+        signs = rng.choice([-1.0, 1.0], value.shape)
+        values[key] = np.float16(signs * (1 + rng.random(value.shape)))
+    if fill is not None:
+        for entry in adapter.foreign.states:
+            axis = entry.axes.index("S")
+            rows = np.moveaxis(values[entry.part, entry.name], axis, 0)
+            empty = adapter.positions(entry.layers[0], len(rows), start) < 0
+            rows[empty] = np.sign(rows[empty]) * fill
+    adapter.write(state, values)
     return state
 
 
@@ -105,9 +101,8 @@ def write_address(adapter: Adapter) -> Gate:
             ):
                 count += 1
                 rows = was.shape[1]
-                positions = []
-                for end in (start, start + T):
-                    positions.append(adapter.positions(layer, rows, end))
+                ends = start, start + T
+                positions = (adapter.positions(layer, rows, end) for end in ends)
                 if wrong := _wrong_rows(was, now, *positions, start):
                     place = f"layer {layer} {tensor}, T = {T} at {start} ({name})"
                     faults.append(f"{place}: {wrong}")
@@ -145,18 +140,27 @@ def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> 
     return " and ".join(faults)
 
 
-def _same(a: Result, b: Result, count: int) -> bool:
-    """Whether the first `count` tokens of two results are the same bits."""
-    pairs = ((a.logits, b.logits), (a.top, b.top), (a.value, b.value))
-    return all(
-        x is None or x[:count].tobytes() == y[:count].tobytes() for x, y in pairs
-    )
+def _bits(array: np.ndarray | None, count: int | None = None) -> bytes | None:
+    return None if array is None else array[:count].tobytes()
 
 
-def _changed(adapter: Adapter, states, results, end: int, tokens: int) -> list[str]:
-    """The differences of two runs that must be equal: in K and V of positions before
-    `end`, and in the first `tokens` tokens' logits."""
-    faults = [] if _same(*results, tokens) else ["logits"]
+def _changed(adapter: Adapter, start: int, calls: list, count: int) -> str:
+    """The differences of two calls in the first `count` tokens' logits, and in K and V
+    up to them, which must be the same bits; "" if there are none.
+
+    Args:
+        start: the position of both calls.
+        calls: pairs (value of the empty rows, ids).
+    """
+    states, results, faults = [], [], []
+    for fill, ids in calls:
+        states.append(_filled(adapter, np.random.default_rng(SEED), start, fill))
+        results.append(adapter.advance(states[-1], ids, start))
+    for name in ("logits", "top", "value"):
+        a, b = (_bits(getattr(result, name), count) for result in results)
+        if a != b:
+            faults = ["logits"]
+    end = start + count
     for layer in adapter.layers:
         pairs = zip("kv", *(adapter.kv(state, layer) for state in states), strict=True)
         for tensor, a, b in pairs:
@@ -164,7 +168,7 @@ def _changed(adapter: Adapter, states, results, end: int, tokens: int) -> list[s
             rows = (positions >= 0) & (positions < end)
             if a[:, rows].tobytes() != b[:, rows].tobytes():
                 faults.append(f"layer {layer} {tensor}")
-    return faults
+    return ", ".join(faults[:3])
 
 
 def stale_rows(adapter: Adapter) -> Gate:
@@ -173,14 +177,8 @@ def stale_rows(adapter: Adapter) -> Gate:
     for T, start, name in calls(adapter):
         count += 1
         ids = passes.random_ids(adapter, np.random.default_rng(SEED), T)
-        states, results = [], []
-        for fill in (0.0, FULL):
-            states.append(_filled(adapter, np.random.default_rng(SEED), start, fill))
-            results.append(adapter.advance(states[-1], ids, start))
-        if differing := _changed(adapter, states, results, start + T, T):
-            faults.append(
-                f"{', '.join(differing[:3])} at T = {T}, position {start} ({name})"
-            )
+        if differing := _changed(adapter, start, [(0.0, ids), (FULL, ids)], T):
+            faults.append(f"{differing} at T = {T}, position {start} ({name})")
     fine = f"{count} calls: what lies in empty rows changes nothing, bit for bit"
     return gates.none(
         "stale_rows", faults[:3], fine, f"{len(faults)} of {count}: ", "; "
@@ -198,14 +196,8 @@ def causality(adapter: Adapter) -> Gate:
         ids = passes.random_ids(adapter, np.random.default_rng(SEED), T)
         other = ids.copy()
         other[-1] = (ids[-1] + 1) % passes.vocabulary(adapter)
-        states, results = [], []
-        for tokens in (ids, other):
-            states.append(_filled(adapter, np.random.default_rng(SEED), start, 0.0))
-            results.append(adapter.advance(states[-1], tokens, start))
-        if differing := _changed(adapter, states, results, start + T - 1, T - 1):
-            faults.append(
-                f"{name} at T = {T}, position {start}: {', '.join(differing[:3])}"
-            )
+        if differing := _changed(adapter, start, [(0.0, ids), (0.0, other)], T - 1):
+            faults.append(f"{name} at T = {T}, position {start}: {differing}")
     if not count:
         return gates.not_run("causality", "every call has one token")
     same = "earlier K, V and logits are the same bits"
@@ -219,10 +211,8 @@ def reuse_gate(adapter: Adapter) -> Gate:
     """The gate that a restored cache continues with the same bits, in a fresh state and
     over another sequence's."""
     cells = reuse_cells(adapter)
-    faults = []
-    for c in cells:
-        if c.verdict == gates.RED:
-            faults.append(f"{c.cache}, {c.context} tokens: {c.reason}")
+    red = [c for c in cells if c.verdict == gates.RED]
+    faults = [f"{c.cache}, {c.context} tokens: {c.reason}" for c in red]
     fine = f"{len(cells)} continuations of a restored cache are the same bits"
     return gates.none("reuse", faults, fine, sep="; ")
 
@@ -291,10 +281,6 @@ def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
     return cells
 
 
-def _bits(array: np.ndarray | None) -> bytes | None:
-    return None if array is None else array.tobytes()
-
-
 def same_for_every_T(adapter: Adapter, by_T: dict[int, Pass]) -> Gate:
     """The gate on the relative RMS of K and V of calls of T tokens against the smallest
     T."""
@@ -326,16 +312,13 @@ def golden_gates(adapter: Adapter, by_T: dict[int, Pass], golden: Golden, weight
         frames.append(passes.compare(own, golden).assign(tile=T))
     rows = pd.concat(frames, ignore_index=True)
     limit = OTHER_WEIGHTS if weights else DISTANCE[tolerance(adapter)]
-    checks = [
-        _distance("keys_and_values", rows[rows["tensor"] != "logits"], limit, weights)
-    ]
-    logits = rows[rows["tensor"] == "logits"]
-    if len(logits):
-        checks.append(_distance("logits", logits, limit, weights))
+    of_logits = rows["tensor"] == "logits"
+    checks = [_distance("keys_and_values", rows[~of_logits], limit, weights)]
+    if of_logits.any():
+        checks.append(_distance("logits", rows[of_logits], limit, weights))
     else:
-        checks.append(
-            gates.not_run("logits", "no package puts them out: the argmax is inside")
-        )
+        reason = "no package puts them out: the argmax is inside"
+        checks.append(gates.not_run("logits", reason))
         checks.append(_top_values(by_T, golden, limit))
     checks.append(_top_tokens(by_T, golden))
     return checks, rows
@@ -362,18 +345,13 @@ def _place(row: pd.Series) -> str:
 def _top_values(by_T: dict[int, Pass], golden: Golden, limit: float) -> Gate:
     """The gate of the logits that packages give for their top tokens: relative RMS,
     whose square is about twice a 1 − cosine."""
-    largest = golden.logits.max(-1)
-    expected, actual = [], []
-    for own in by_T.values():
-        there = np.isfinite(own.value)
-        expected.append(largest[there])
-        actual.append(own.value[there])
-    expected = np.concatenate(expected)
-    actual = np.concatenate(actual)
-    if not len(actual):
+    values = np.concatenate([own.value for own in by_T.values()])
+    largest = np.tile(golden.logits.max(-1), len(by_T))
+    there = np.isfinite(values)
+    if not there.any():
         return gates.not_run("top_values", "no package puts them out")
-    error = metrics.relative_rms(expected, actual)
-    reason = f"relative RMS of {len(actual)} largest logits"
+    error = metrics.relative_rms(largest[there], values[there])
+    reason = f"relative RMS of {there.sum()} largest logits"
     return gates.at_most("top_values", error, (2 * limit) ** 0.5, reason)
 
 
@@ -393,7 +371,7 @@ def _top_tokens(by_T: dict[int, Pass], golden: Golden) -> Gate:
                 wrong.append(f"position {position}, T = {T}")
     if not count:
         return gates.not_run("top_tokens", "no call gives logits or a top token")
-    reason = f"{len(wrong)} of {count} differ" + (
-        f", first: {wrong[0]}" if wrong else ""
-    )
+    reason = f"{len(wrong)} of {count} differ"
+    if wrong:
+        reason += f", first: {wrong[0]}"
     return gates.at_least("top_tokens", 1 - len(wrong) / count, 1.0, reason)

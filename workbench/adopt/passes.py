@@ -82,6 +82,11 @@ def run(
     return Pass(k, v, sizes, functions, logits, top, value)
 
 
+def run_tiles(adapter: Adapter, ids: Sequence[int]) -> dict[int, Pass]:
+    """`run` in calls of every tile that is not longer than the prompt."""
+    return {T: run(adapter, ids, T) for T in adapter.tiles if T <= len(ids)}
+
+
 def reference(
     checkpoint: Checkpoint,
     ids: Sequence[int],

@@ -29,19 +29,20 @@ def inputs(
         if kind in ("mask", "write") and len(shape) > 1:
             T, rows = min(shape[-2:]), max(shape[-2:])
             start = max(0, min(position, rows - T))
-            make = arrays.mask if kind == "mask" else arrays.write_columns
+            make = {"mask": arrays.mask, "write": arrays.write_columns}[kind]
             value = make(Input(kind=kind), start, T, rows)
-            value = value if list(value.shape) == shape[-2:] else value.T
+            if list(value.shape) != shape[-2:]:
+                value = value.T
         elif kind == "positions":
             value = position + np.arange(shape[-1])
         elif kind == "start":
             value = np.array(position)
         if value is not None:
-            floats = program.inputs[feature.name].dtype.startswith("FLOAT")
-            dtype = np.float32 if floats else np.int32
-            values[feature.name] = np.ascontiguousarray(
-                np.broadcast_to(value, shape), dtype
-            )
+            dtype = np.int32
+            if program.inputs[feature.name].dtype.startswith("FLOAT"):
+                dtype = np.float32
+            values[feature.name] = np.empty(shape, dtype)
+            values[feature.name][...] = value
     return values
 
 
@@ -50,10 +51,9 @@ def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.T
     tiles, with the inputs of the description."""
     departure = trace.Departure()
     ranges = {p: trace.Ranges() for p in trace.ORDER}
-    adapters = {}
-    for p in trace.ORDER:
-        adapters[p] = Adapter(adopted, "portable", p)
-    ids = ids or passes.prompt(adapters["exact"])
+    adapters = {p: Adapter(adopted, "portable", p) for p in trace.ORDER}
+    exact = adapters["exact"]
+    ids = ids or passes.prompt(exact)
     with ExitStack() as contexts:
         for precision, adapter in adapters.items():
             for (index, function), model in adapter.models.items():
@@ -67,9 +67,7 @@ def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.T
                     contexts.enter_context(attribute(model, "fed", feed))
         states = {p: adapter.begin() for p, adapter in adapters.items()}
         start = 0
-        for size in adapters["exact"].plan(
-            len(ids), max(adapters["exact"].tiles), logits="last"
-        ):
+        for size in exact.plan(len(ids), max(exact.tiles), logits="last"):
             for precision, adapter in adapters.items():
                 adapter.advance(states[precision], ids[start : start + size], start)
             start += size

@@ -61,9 +61,7 @@ class _Package:
 
     @property
     def embeds(self) -> bool:
-        return any(
-            "ids" in map(kind_of, program.inputs) for program in self.programs.values()
-        )
+        return any("ids" in map(kind_of, p.inputs) for p in self.programs.values())
 
     @property
     def state_shapes(self) -> dict[str, tuple]:
@@ -78,10 +76,12 @@ class _Package:
     def order(self) -> tuple:
         """The sort key of a package: embeddings, then packages with a state, then
         heads; each by the numbers in its name."""
-        name = _natural(self.path.name)
+        place = 2
         if self.stateful:
-            return 1, name
-        return (0 if self.embeds else 2), name
+            place = 1
+        elif self.embeds:
+            place = 0
+        return place, _natural(self.path.name)
 
 
 def propose(
@@ -94,27 +94,23 @@ def propose(
             unknown kind.
     """
     ordered = sorted(map(_read, _expand(packages)), key=lambda package: package.order)
-    notes: list[str] = []
-    maker = _Maker(checkpoint, ordered, folder, notes)
-    foreign = maker.foreign()
-    return _probed(foreign, checkpoint, folder, notes), notes
+    maker = _Maker(checkpoint, ordered, folder)
+    foreign = _probed(maker.foreign(), checkpoint, folder, maker.notes)
+    return foreign, maker.notes
 
 
 def _expand(packages: Sequence[Path]) -> list[Path]:
     """The paths of packages, and of those in folders."""
-    paths_ = []
+    resolved = []
     for source in packages:
-        paths_ += (
-            [source]
-            if paths.is_package(source)
-            else sorted(source.glob("[!.]*.mlpackage"))
-        )
-    if not paths_:
-        shown = ", ".join(map(str, packages))
-        raise InputError(
-            "packages", f"none in {shown}", ".mlpackage folders", "name them"
-        )
-    return [path.resolve() for path in paths_]
+        folders = [source]
+        if not paths.is_package(source):
+            folders = sorted(source.glob("[!.]*.mlpackage"))
+        resolved += [path.resolve() for path in folders]
+    if not resolved:
+        actual = f"none in {', '.join(map(str, packages))}"
+        raise InputError("packages", actual, ".mlpackage folders", "name them")
+    return resolved
 
 
 def _read(path: Path) -> _Package:
@@ -129,37 +125,26 @@ def _natural(name: str) -> list:
 
 def kind_of(name: str) -> str | None:
     """The kind of an input by its name, None if no pattern fits."""
-    return next(
-        (kind for kind, test in INPUT_NAMES if re.search(test, name.lower())), None
-    )
+    for kind, pattern in INPUT_NAMES:
+        if re.search(pattern, name.lower()):
+            return kind
+    return None
 
 
 class _Maker:
     """Makes the parts of a description and collects notes on its assumptions."""
 
-    def __init__(
-        self, checkpoint, packages: list[_Package], folder: Path, notes: list[str]
-    ):
+    def __init__(self, checkpoint, packages: list[_Package], folder: Path):
         config = checkpoint.config
-        self.config, self.packages, self.folder, self.notes = (
-            config,
-            packages,
-            folder,
-            notes,
-        )
-        self.checkpoint, self.C, self.V = (
-            checkpoint,
-            config.hidden_size,
-            config.vocab_size,
-        )
+        self.checkpoint, self.packages = checkpoint, packages
+        self.folder, self.notes = folder, []
+        self.C, self.V = config.hidden_size, config.vocab_size
         self.D, self.L = head_dim(config), config.num_hidden_layers
         self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.L
         self.window = getattr(config, "sliding_window", None)
         self.anemll = any((p.path.parent / "meta.yaml").is_file() for p in packages)
-        names = set()
-        for package in packages:
-            names.update(package.programs)
-        self.rotates = any("rotate" in (name or "") for name in names)
+        names = [name for package in packages for name in package.programs if name]
+        self.rotates = any("rotate" in name for name in names)
         self.local_rows = "shift" if self.rotates else "ring"
 
     def foreign(self) -> Foreign:
@@ -182,24 +167,24 @@ class _Maker:
     def embedding(self) -> Embedding:
         """The first file beside the packages with the size of an fp16 table, else the
         checkpoint's table."""
-        folders = sorted({package.path.parent for package in self.packages})
-        for folder in folders:
+        embedding, table = Embedding(), "the checkpoint's"
+        for folder in sorted({package.path.parent for package in self.packages}):
             for file in sorted(folder.iterdir()):
-                if file.is_file() and file.stat().st_size == 2 * self.C * self.V:
-                    note = f"The host embeds the tokens: the table is {file.name} (embedding)."
-                    self.notes.append(note)
-                    return Embedding(file=os.path.relpath(file, self.folder))
-        note = "The host embeds the tokens: the table is the checkpoint's (embedding)."
-        self.notes.append(note)
-        return Embedding(file=None)
+                size = file.is_file() and file.stat().st_size
+                if size == 2 * self.C * self.V and not embedding.file:
+                    embedding.file = os.path.relpath(file, self.folder)
+                    table = file.name
+        self.notes.append(
+            f"The host embeds the tokens: the table is {table} (embedding)."
+        )
+        return embedding
 
     def part(self, package: _Package) -> Part:
         inputs, outputs, functions = {}, {}, []
         for name, program in package.programs.items():
             for tensor in program.inputs:
                 inputs.setdefault(tensor, self.input(package, program, tensor))
-            sizes = self.tokens(program, inputs)
-            for t_min, t_max in sizes:
+            for t_min, t_max in self.tokens(program, inputs):
                 functions.append(self.function(name, t_min, t_max, package.stateful))
             types = dict(pair for op in program.block.ops for pair in op.outputs)
             for tensor in sorted(program.outputs, key=_natural):
@@ -211,19 +196,20 @@ class _Maker:
     def function(
         self, name: str | None, t_min: int, t_max: int, stateful: bool
     ) -> Function:
-        rotate, bounds = "rotate" in (name or ""), {}
-        if self.rotates and stateful:
-            bounds = {"first" if rotate else "until": self.window}
-        logits = "prefill" not in (name or "")
-        if rotate:
-            self.notes.append(
-                f"{name} is called from position {self.window}, the window, on."
-            )
-        if not logits:
-            self.notes.append(
-                f"{name} gives no logits, as its name says (functions.logits)."
-            )
-        return Function(name=name, t_min=t_min, t_max=t_max, logits=logits, **bounds)
+        text, window = name or "", self.window
+        function = Function(name=name, t_min=t_min, t_max=t_max)
+        if "rotate" in text:
+            note = f"{name} is called from position {window}, the window, on."
+            self.notes.append(note)
+            if stateful:
+                function.first = window
+        elif self.rotates and stateful:
+            function.until = window
+        if "prefill" in text:
+            function.logits = False
+            note = f"{name} gives no logits, as its name says (functions.logits)."
+            self.notes.append(note)
+        return function
 
     def tokens(self, program, inputs: dict[str, Input]) -> list[tuple[int, int]]:
         """(t_min, t_max) of a function, one pair for every enumerated size."""
@@ -245,7 +231,8 @@ class _Maker:
         entry = Input(kind=kind, axes=self.axes(kind, sizes))
         if kind == "mask":
             infinite = self.anemll or "E" in entry.axes
-            entry.blocked = -np.inf if infinite else -1e4
+            if infinite:
+                entry.blocked = -np.inf
             if LOCAL.search(name.lower()):
                 entry.window = self.window
                 if list(sizes[-1]) == [self.window]:
@@ -254,9 +241,9 @@ class _Maker:
                 f"{name}: blocked by {entry.blocked:g}, which no interface tells."
             )
         if kind in ("cos", "sin"):
-            entry.width = "half" if sizes[-1][-1] == self.D // 2 else "full"
-            types = sorted(set(self.kinds))
-            if len(types) > 1:
+            if sizes[-1][-1] == self.D // 2:
+                entry.width = "half"
+            if len(set(self.kinds)) > 1:
                 entry.layer_type = "full_attention"
                 if LOCAL.search(name.lower()):
                     entry.layer_type = "sliding_attention"
@@ -293,11 +280,11 @@ class _Maker:
         return axes
 
     def _channels(self, sizes) -> int:
-        fitting = []
-        for i, size in enumerate(sizes):
-            if list(size) == [self.C]:
-                fitting.append(i)
-        return (fitting or [len(sizes) - 1])[-1 if len(sizes) == 3 else 0]
+        last = len(sizes) - 1
+        fitting = [i for i, size in enumerate(sizes) if list(size) == [self.C]]
+        if last == 2:
+            return max(fitting, default=last)
+        return min(fitting, default=last)
 
     def output(
         self, name: str, kind: miltorch.Type, inputs: dict[str, Input]
@@ -306,7 +293,7 @@ class _Maker:
         if kind.dtype.startswith("INT"):
             pieces = (shape[-1] if shape else 1) or 1
             if pieces == 1:
-                return Output(kind="top", offsets=[])
+                return Output(kind="top")
             self.notes.append(
                 f"{name}: ids count from the start of {pieces} equal slices."
             )
@@ -328,18 +315,15 @@ class _Maker:
             if package.stateful:
                 by_part[index] = package.state_shapes
         if not by_part:
-            raise InputError(
-                "packages", "no state in any", "a cache in states", "name all of them"
-            )
-        shapes = list(by_part.values())
-        every = self.layers_of(shapes[0]) == self.L
-        if len(shapes) > 1 and every and all(own == shapes[0] for own in shapes):
-            self.notes.append(
-                "All parts have states of the same names and sizes: shared."
-            )
-            by_part = {None: shapes[0]}
-        elif len(shapes) == 1:
-            by_part = {None: shapes[0]}
+            actual, step = "no state in any", "name all of them"
+            raise InputError("packages", actual, "a cache in states", step)
+        first, *others = by_part.values()
+        if not others:
+            by_part = {None: first}
+        elif self.layers_of(first) == self.L and all(own == first for own in others):
+            note = "All parts have states of the same names and sizes: shared."
+            self.notes.append(note)
+            by_part = {None: first}
         entries = []
         first = self.context = 0
         for part, own in by_part.items():
@@ -356,32 +340,27 @@ class _Maker:
 
     def state(self, name: str, shape: tuple, part: int | None, first: int) -> State:
         text = name.lower()
-        both, holds = re.search(r"kv", text), "v"
-        if both:
+        holds = "v"
+        if "kv" in text:
             holds = "kv"
         elif re.search(r"(^|[^a-z])k(ey)?", text):
             holds = "k"
-        planes = shape[0] // (2 if both else 1)
+        planes = shape[0] // len(holds)
         layers = list(range(first, first + planes))
         number = re.search(r"layers?\D?(\d+)", text)
         if planes == 1 and number:
             layers = [first + int(number[1])]
         rows, local = "absolute", LOCAL.search(text)
         if local or "global" in text:
-            sliding = []
-            for i, kind in enumerate(self.kinds):
-                if kind == "sliding_attention":
-                    sliding.append(i)
-            layers = (
-                sliding if local else [i for i in range(self.L) if i not in sliding]
-            )
+            sliding = np.array(self.kinds) == "sliding_attention"
+            layers = np.flatnonzero(sliding == bool(local)).tolist()
         if local:
             rows = self.local_rows
             self.notes.append(f"{name}: rows of a full cache {rows} (states.rows).")
-        axes = ["L", 1, "H", "S", "D"] if len(shape) == 5 else ["L", "H", "S", "D"]
-        return State(
-            name=name, part=part, layers=layers, holds=holds, axes=axes, rows=rows
-        )
+        entry = State(name=name, part=part, layers=layers, holds=holds, rows=rows)
+        if len(shape) == 5:
+            entry.axes = ["L", 1, "H", "S", "D"]
+        return entry
 
 
 def _wide_axes(rank: int, letter: str) -> list:
@@ -401,29 +380,25 @@ def _probed(
         orders.append("pairs")
     ids = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, 4)
     expected = passes.reference(checkpoint, ids, None, head=False)
-    trials = {}
+    errors, trials = {}, {}
     for order in orders:
-        trial = foreign.model_copy(deep=True)
+        trial = trials[order] = foreign.model_copy(deep=True)
         for state in trial.states:
             state.order = order
         adopted = Adopted(folder.resolve(), trial, checkpoint.path.resolve())
         fit.check(trial, adopted.programs)
         own = passes.run(Adapter(adopted, "portable"), ids, 1)
-        pairs = ((getattr(expected, n), getattr(own, n)) for n in "kv")
-        trials[order] = (
-            max(metrics.relative_rms(a, np.nan_to_num(b)) for a, b in pairs),
-            trial,
-        )
-    best = min(trials, key=lambda order: trials[order][0])
-    error, chosen = trials[best]
+        k = metrics.relative_rms(expected.k, np.nan_to_num(own.k))
+        errors[order] = max(k, metrics.relative_rms(expected.v, np.nan_to_num(own.v)))
+    best = min(errors, key=errors.get)
     if len(orders) > 1:
         notes.append(
             f"Planes of packed states: {best}, which is nearer to the checkpoint."
         )
     notes.append(
-        f"K and V of four tokens differ from the checkpoint's by {error:.2g} (relative)."
+        f"K and V of four tokens differ from the checkpoint's by {errors[best]:.2g} (relative)."
     )
-    return chosen
+    return trials[best]
 
 
 def target(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 manifest describes a bundle. `workbench adopt --schema` prints it as a JSON schema."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -51,45 +51,41 @@ ROWS_HELP = (
 )
 
 
-def _check_letters(kind: str, axes: list[Axis], usual: list[Axis]) -> None:
-    """Refuses letters that a kind of array lacks, repeated letters, and missing ones
-    except T."""
-    letters = []
-    for axis in axes:
-        if axis != 1:
-            letters.append("S" if axis == "E" and kind == "mask" else axis)
-    needed = {axis for axis in usual if axis != 1}
-    whole = needed - {"T"} <= set(letters) <= needed and len(letters) == len(
-        set(letters)
-    )
-    if usual and not whole:
-        raise ValueError(
-            f"axes {axes} of {kind} are not, in some order, those of {usual}"
-        )
-
-
 class Described(BaseModel):
     """A part of the file: unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Input(Described):
+class Tensor(Described):
+    """An input or an output, whose kind decides the letters of its axes."""
+
+    usual: ClassVar[dict[str, list[Axis]]]
+
+    @model_validator(mode="after")
+    def _check_axes(self):
+        """Sets missing axes; refuses letters that a kind of array lacks, repeated
+        letters, and missing ones except T."""
+        usual = self.usual[self.kind]
+        self.axes = self.axes or list(usual)
+        letters = [axis for axis in self.axes if axis != 1]
+        if self.kind == "mask":
+            letters = ["S" if axis == "E" else axis for axis in letters]
+        needed = set(usual) - {1}
+        whole = needed - {"T"} <= set(letters) <= needed
+        if usual and not (whole and len(letters) == len(set(letters))):
+            raise ValueError(
+                f"axes {self.axes} of {self.kind} are not, in some order, those of {usual}"
+            )
+        return self
+
+
+class Input(Tensor):
     """One input of a package: its meaning, and the values that the host writes into
     it."""
 
-    kind: Literal[
-        "ids",
-        "hidden",
-        "positions",
-        "start",
-        "end",
-        "mask",
-        "write",
-        "cos",
-        "sin",
-        "constant",
-    ] = Field(
+    usual = INPUT_AXES
+    kind: Literal[tuple(INPUT_AXES)] = Field(
         description="`ids`: token ids. `hidden`: what the part before hands on; in the first part "
         "the embeddings, looked up by the host. `positions`: the position of every token. `start`: "
         "the position of the first token, where a package writes at `current_pos`. `end`: tokens "
@@ -131,17 +127,12 @@ class Input(Described):
     )
     value: float = Field(default=0.0, description="constant: every element.")
 
-    @model_validator(mode="after")
-    def _default_axes(self):
-        self.axes = self.axes or list(INPUT_AXES[self.kind])
-        _check_letters(self.kind, self.axes, INPUT_AXES[self.kind])
-        return self
 
-
-class Output(Described):
+class Output(Tensor):
     """One output of a package."""
 
-    kind: Literal["hidden", "logits", "top", "top_value", "ignored"] = Field(
+    usual = OUTPUT_AXES
+    kind: Literal[tuple(OUTPUT_AXES)] = Field(
         description="`hidden`: goes into the next part. `logits`: of the whole vocabulary, or a "
         "slice of it: slices are joined in the order of the parts and of their outputs. `top`: the "
         "token with the largest logit, where the argmax is inside; `top_value`: that logit."
@@ -157,12 +148,6 @@ class Output(Described):
         description="top: the first token of every vocabulary slice, where the ids in the output "
         "count from the start of a slice; empty: they are tokens.",
     )
-
-    @model_validator(mode="after")
-    def _default_axes(self):
-        self.axes = self.axes or list(OUTPUT_AXES[self.kind])
-        _check_letters(self.kind, self.axes, OUTPUT_AXES[self.kind])
-        return self
 
 
 class Function(Described):

@@ -74,10 +74,7 @@ def validate(
     exact = Adapter(adopted, "portable", "exact")
     chosen = Adapter(adopted, runtime, precision, compute_units)
     ids = (ids or passes.prompt(exact)) if stored is None else stored.ids
-    by_T = {}
-    for T in exact.tiles:
-        if T <= len(ids):
-            by_T[T] = passes.run(exact, ids, T)
+    by_T = passes.run_tiles(exact, ids)
     if checkpoint is None:
         own = stored
         note = "; the golden's weights are the checkpoint's: compression counts too"
@@ -104,8 +101,7 @@ def validate(
 
 
 def _of_this_checkpoint(stored: Golden, checkpoint: Checkpoint) -> Gate:
-    theirs = stored.meta["checkpoint"]
-    ours = checkpoint.sha256
+    theirs, ours = stored.meta["checkpoint"], checkpoint.sha256
     reason = f"golden of checkpoint {theirs[:12]}, packages of {ours[:12]}"
     return gates.holds("golden_is_of_this_checkpoint", theirs == ours, reason)
 
@@ -113,11 +109,9 @@ def _of_this_checkpoint(stored: Golden, checkpoint: Checkpoint) -> Gate:
 def _unrecognised(missing: list[str]) -> str:
     if not missing:
         return ""
-    count = (
-        f"{len(missing)} matrices were not recognised in the packages ({missing[0]}, …)"
-    )
     return (
-        f"; {count}: there the golden has the checkpoint's, and compression counts too"
+        f"; {len(missing)} matrices were not recognised in the packages ({missing[0]}, …): "
+        "there the golden has the checkpoint's, and compression counts too"
     )
 
 
@@ -127,18 +121,14 @@ def _runtime(adapter: Adapter, own: passes.Pass, exact: passes.Pass) -> Gate:
     worst, place = 0.0, "no row"
     for layer in range(len(own.k)):
         for name in "kv":
-            cosine = metrics.cosine(
-                exact.vectors(name, layer), own.vectors(name, layer)
-            )
-            distance = 1 - np.nan_to_num(cosine)
+            pair = (p.vectors(name, layer) for p in (exact, own))
+            distance = 1 - np.nan_to_num(metrics.cosine(*pair))
             if distance.max() >= worst:
-                place = f"layer {layer}, position {int(distance.argmax())}, {name}"
+                place = f"layer {layer}, position {distance.argmax()}, {name}"
                 worst = float(distance.max())
-    how = (
-        f"{adapter.runtime}, {adapter.precision}"
-        if adapter.portable
-        else adapter.runtime
-    )
+    how = adapter.runtime
+    if adapter.portable:
+        how += f", {adapter.precision}"
     reason = f"1 − cosine of K and V against exact arithmetic, {how}: {place}"
     return gates.at_most("runtime", worst, limit, reason)
 
@@ -160,43 +150,37 @@ def explain(adopted: Adopted, progress: bool = False) -> Cause:
     checkpoint = adopted.needed_checkpoint()
     adapter = Adapter(adopted, "portable", "exact")
     reader, _ = stored_weights(adapter, checkpoint)
-    ids, T = passes.prompt(adapter), min(adapter.tiles)
-    own = passes.run(adapter, ids, T)
+    ids = passes.prompt(adapter)
+    by_T = passes.run_tiles(adapter, ids)
+    own = by_T[min(by_T)]
 
     def errors(variant: trial.Variant, count: int) -> np.ndarray:
         """Worst relative RMS of K and V of the first `count` layers."""
+
+        def read(name: str):
+            if name == EMBEDDING:
+                return reader(name)
+            return variant.read(name, reader)
+
+        scale = variant.embedding
         with trial.changed_model(checkpoint.config, variant, count) as model:
-            other = passes.reference(
-                checkpoint,
-                ids,
-                lambda name: (
-                    reader(name) if name == EMBEDDING else variant.read(name, reader)
-                ),
-                model,
-                variant.embedding,
-                head=False,
-            )
+            other = passes.reference(checkpoint, ids, read, model, scale, head=False)
         worst = []
         for layer in range(count):
             k = metrics.relative_rms(other.k[layer], own.k[layer])
             worst.append(max(k, metrics.relative_rms(other.v[layer], own.v[layer])))
         return np.nan_to_num(worst, nan=np.inf)
 
-    frame = variants.ranking(
-        variants.try_variants(errors, checkpoint, [], {}, FITS, progress)
-    )
+    tried = variants.try_variants(errors, checkpoint, [], {}, FITS, progress)
+    frame = variants.ranking(tried)
     fits = variants.fitting(frame, FITS)
-    passed = {T: own} | {
-        t: passes.run(adapter, ids, t) for t in adapter.tiles if t <= len(ids)
-    }
-    checks = [
-        adopted_gates.causality(adapter),
-        adopted_gates.same_for_every_T(adapter, passed),
-    ]
     faults = []
-    for g in checks:
-        if g.verdict == gates.RED:
-            faults.append(f"{g.name}: {g.reason}")
+    for gate in (
+        adopted_gates.causality(adapter),
+        adopted_gates.same_for_every_T(adapter, by_T),
+    ):
+        if gate.verdict == gates.RED:
+            faults.append(f"{gate.name}: {gate.reason}")
     return Cause(frame, fits, faults)
 
 
@@ -208,6 +192,6 @@ def conclusion(cause: Cause) -> str:
         text = "Keys and values are what the checkpoint's configuration says."
     else:
         text = f"The packages compute another model: {cause.fits}."
-    return " ".join(
-        [text, *(f"Calls of more tokens differ: {f}." for f in cause.faults)]
-    )
+    for fault in cause.faults:
+        text += f" Calls of more tokens differ: {fault}."
+    return text

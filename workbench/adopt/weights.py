@@ -26,30 +26,25 @@ def stored_weights(
     These matrices, and all vectors, are the checkpoint's, rounded to float16.
     `EMBEDDING` is the table of the embedding lookup, since a tied head may be
     compressed in another way."""
-    names = [name for name in checkpoint.header if _is_matrix(checkpoint, name)]
-    tables, constants = (
-        list(_matrices(adapter, looked_up)) for looked_up in (True, False)
-    )
-    matrices = {
-        name: _assemble(checkpoint.tensor(name).float(), constants) for name in names
-    }
-    name = f"{checkpoint.prefix}embed_tokens.weight"
+    table = f"{checkpoint.prefix}embed_tokens.weight"
+    constants, matrices = list(_matrices(adapter, False)), {}
+    for name in checkpoint.header:
+        if _is_matrix(checkpoint, name):
+            matrices[name] = _assemble(checkpoint.tensor(name).float(), constants)
     if adapter.host_embeds:
         matrices[EMBEDDING] = torch.from_numpy(adapter.table)
     else:
-        matrices[EMBEDDING] = _assemble(
-            checkpoint.tensor(name).float(), tables + constants
-        )
-    if matrices[name] is None:  # the head reads the same constant, or no part is a head
-        matrices[name] = matrices[EMBEDDING]
+        constants = [*_matrices(adapter, True), *constants]
+        matrices[EMBEDDING] = _assemble(checkpoint.tensor(table).float(), constants)
+    if matrices[table] is None:  # the head reads the same constant, or there is no head
+        matrices[table] = matrices[EMBEDDING]
     missing = [name for name, value in matrices.items() if value is None]
 
     def read(name: str) -> torch.Tensor:
         value = matrices.get(name)
-        if name == EMBEDDING:
-            name = f"{checkpoint.prefix}embed_tokens.weight"
         if value is None:
-            return checkpoint.tensor(name).half().float()
+            source = {EMBEDDING: table}.get(name, name)
+            value = checkpoint.tensor(source).half().float()
         return value
 
     return read, missing
@@ -71,10 +66,10 @@ def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
         for name, value in model.executable.body.constants.items():
             weight = isinstance(value, torch.Tensor) and value.is_floating_point()
             if weight and (name in names) == looked_up:
-                sizes = [n for n in value.shape if n != 1]
-                if len(sizes) == 2:
-                    yield value.float().reshape(sizes)
-                    yield value.float().reshape(sizes).T
+                matrix = value.float().squeeze()
+                if matrix.ndim == 2:
+                    yield matrix
+                    yield matrix.T
 
 
 def _assemble(
@@ -86,31 +81,32 @@ def _assemble(
     filled = np.zeros(len(matrix), bool)
     for constant in constants:
         if constant.shape[1] == matrix.shape[1] and not filled.all():
-            for rows, source in _overlap(matrix, constant):
-                stored[rows], filled[rows] = source, True
+            rows, values = _overlap(matrix, constant)
+            stored[rows], filled[rows] = values, True
     return stored if filled.all() else None
 
 
 def _overlap(
     matrix: torch.Tensor, constant: torch.Tensor
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The rows of a matrix that a constant contains, with their values: the place of
-    the constant's first row in the matrix, or of the matrix's first row in the
-    constant, if all further rows are alike."""
-    for inner, outer, swapped in ((constant, matrix, False), (matrix, constant, True)):
-        at = int(_cosines(outer, inner[0]).argmax())
-        n = min(len(inner), len(outer) - at)
-        if swapped:
-            rows, source = slice(0, n), outer[at:]
-        else:
-            rows, source = slice(at, at + n), inner
-        source, target = source[:n], matrix[rows]
-        norms = float(source.norm()), float(target.norm())
-        alike = float((source * target).sum()) >= ALIKE * norms[0] * norms[1] > 0
+) -> tuple[slice, torch.Tensor]:
+    """The rows of a matrix that a constant contains, with their values: from the place
+    of the constant's first row in the matrix on, or of the matrix's first row in the
+    constant, if all further rows are alike; else no rows."""
+    first = _most_alike(matrix, constant[0])
+    later = constant[_most_alike(constant, matrix[0]) :]
+    for rows, values in (
+        (slice(first, first + len(constant)), constant),
+        (slice(len(later)), later),
+    ):
+        target = matrix[rows]
+        values = values[: len(target)]
+        norms = float(values.norm()), float(target.norm())
+        alike = float((values * target).sum()) >= ALIKE * norms[0] * norms[1] > 0
         if alike and max(norms) <= MAX_SCALE * min(norms):
-            yield rows, source
-            return
+            return rows, values
+    return slice(0), matrix[:0]
 
 
-def _cosines(matrix: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    return (matrix @ row) / (matrix.norm(dim=1) * row.norm()).clamp_min(1e-30)
+def _most_alike(matrix: torch.Tensor, row: torch.Tensor) -> int:
+    """The row of a matrix with the largest cosine to `row`."""
+    return int((matrix @ row / matrix.norm(dim=1).clamp_min(1e-30)).argmax())

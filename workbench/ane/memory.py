@@ -14,9 +14,8 @@ from workbench.bundle import PRESETS, Bundle, Dims, Options
 from workbench.bundle.names import is_cache
 from workbench.errors import InputError
 
-MAC_SHARE = (
-    0.7  # of a Mac's memory, shared with the system and the GPU; beyond it macOS swaps
-)
+# of a Mac's memory, which the system and the GPU share; beyond it macOS swaps
+MAC_SHARE = 0.7
 VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
 STORED_BITS = {name: preset.stored_bits for name, preset in PRESETS.items()}
 
@@ -45,16 +44,18 @@ class Budget:
     def json(self) -> dict:
         """The parts, `total`, and whether it `fits` this machine, or a Mac of as much
         memory."""
-        sizes = asdict(self) | {"total": self.total}
-        for name, mac in (("fits", None), ("fits_mac", True)):
-            sizes[name] = self.machine and self.total <= usable_bytes(self.machine, mac)
+        sizes = asdict(self) | {"total": self.total, "fits": None, "fits_mac": None}
+        if self.machine:
+            sizes["fits"] = self.total <= usable_bytes(self.machine)
+            sizes["fits_mac"] = self.total <= usable_bytes(self.machine, mac=True)
         return sizes
 
 
 def usable_bytes(machine: int, mac: bool | None = None) -> int:
     """The bytes of a machine's memory that one process may use: all, on a Mac the share
     `MAC_SHARE`. `mac`: whether it is a Mac; default: whether this machine is."""
-    mac = sys.platform == "darwin" if mac is None else mac
+    if mac is None:
+        mac = sys.platform == "darwin"
     return int(MAC_SHARE * machine) if mac else machine
 
 
@@ -85,15 +86,17 @@ def budget_of_checkpoint(
     """The predicted budget of a checkpoint's bundle, from tensor shapes and export
     options."""
     plan, elements, embedding = _elements_of(checkpoint)
-    d, B = plan.dims, options.batch
-    vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
+    d, B, side, vectors = plan.dims, options.batch, 0, 0
+    for name, count in elements.items():
+        if len(checkpoint.shape(name)) < 2:
+            vectors += count
     matrices = sum(elements.values()) - vectors
     if not plan.tied:  # a tied head stores its own compressed copy of the table
         matrices -= embedding
-    states = []
     for i in range(d.L):
-        states += plan.states(i, options).items()
-    side = sum(2 * B * prod(shape) for name, shape in states if not is_cache(name))
+        for name, shape in plan.states(i, options).items():
+            if not is_cache(name):
+                side += 2 * B * prod(shape)
     weights = int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2
     attending = sum(layer.attends for layer in plan.layers)
     caches = kv_bytes(attending, d.H_kv, options.max_seq_len, d.D, B)
@@ -105,28 +108,26 @@ def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
     and the head (see `roofline.bundle_work`)."""
     plan, elements, embedding = _elements_of(checkpoint)
     budget = budget_of_checkpoint(checkpoint, options)
-    routed = options.moe == "routed"
-    head = plan.dims.V * plan.dims.C
-    flops = 2 * T * options.batch
-    experts = sum(n for name, n in elements.items() if ".experts." in name)
-    idle = experts * (1 - 1 / plan.experts) if routed else 0
-    active = sum(elements.values()) - embedding - (0 if plan.tied else head) - idle
-    bits = STORED_BITS[options.compress]
-    head_bytes = int(head * bits / 8)
-    idle_bytes = int(idle * bits / 8)
+    d, compress = plan.dims, options.compress
+    calls = -(-d.L // options.layers_per_shard)
+    head, idle = d.V * d.C, 0
+    active = sum(elements.values()) - embedding
+    if not plan.tied:
+        active -= head
+    if options.moe == "routed":
+        experts = sum(n for name, n in elements.items() if ".experts." in name)
+        idle = experts * (1 - 1 / plan.experts)
+        calls *= 2
+    bits, flops = STORED_BITS[compress], 2 * T * options.batch
+    head_bytes, idle_bytes = int(head * bits / 8), int(idle * bits / 8)
     weights = budget.weights - head_bytes - idle_bytes
     states = budget.kv + budget.side_states
-    calls = -(-plan.dims.L // options.layers_per_shard) * (1 + routed)
-    d, S = plan.dims, options.max_seq_len
-    largest = (
-        2 * options.batch * S * max(d.H_kv * d.D, d.H * T)
-    )  # a cache rewritten, or scores
-    layers = Work(
-        "layers", weights, states, flops * active, calls, options.compress, largest
-    )
+    products = flops * (active - idle)
+    row = max(d.H_kv * d.D, d.H * T)  # of a cache that is rewritten, or of scores
+    largest = 2 * options.batch * options.max_seq_len * row
     return [
-        layers,
-        Work("head", head_bytes, 0, float(flops * head), 1, options.compress),
+        Work("layers", weights, states, products, calls, compress, largest),
+        Work("head", head_bytes, 0, float(flops * head), 1, compress),
     ]
 
 
@@ -138,10 +139,8 @@ def _elements_of(checkpoint):
     elements = {}
     for name, entry in checkpoint.header.items():
         elements[name] = prod(entry.shape)
-    embedding = next(
-        n for name, n in elements.items() if name.endswith("embed_tokens.weight")
-    )
-    return plan, elements, embedding
+    table = next(name for name in elements if name.endswith("embed_tokens.weight"))
+    return plan, elements, elements[table]
 
 
 def _buffers(d: Dims, options: Options) -> int:
@@ -155,9 +154,7 @@ def _buffers(d: Dims, options: Options) -> int:
 def parse_bytes(text: str) -> int:
     """`16G`, `512M`, `8GiB` or plain bytes → bytes (binary units)."""
     size = re.fullmatch(r"(.+?)([KMGT]?)(IB|B)?", text.strip().upper())
-    with suppress(
-        TypeError, ValueError, OverflowError
-    ):  # another form, no number, or infinite
+    with suppress(TypeError, ValueError, OverflowError):  # another form, or infinite
         if (total := int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))) > 0:
             return total
     needed = "a size above zero, such as 16G"
@@ -173,7 +170,6 @@ def peak_rss() -> int | None:
     """
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = re.search(
-        r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
-    )
+    status = Path("/proc/self/status").read_text()
+    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     return peak and int(peak[1]) * 1024

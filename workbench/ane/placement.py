@@ -75,12 +75,9 @@ def package_placement(
     """
     weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
     functions = sorted(read_spec(package).mlProgram.functions)
-    if function:
-        chosen = [function]
-    elif len(functions) > 1:
+    chosen = [function]
+    if len(functions) > 1 and not function:
         chosen = functions
-    else:
-        chosen = [None]
     placements = []
     for own in chosen:
         program = miltorch.read(package, own)
@@ -106,17 +103,17 @@ def place_operations(name: str, graph: LintGraph) -> Placement:
     ops = {op.name for op in graph.ops}
     eligible, ane = _units(findings, ops)
     convolutions = {op.name for op in graph.of("conv")}
-    on_ane = len(convolutions & ane)
-    rules = [_rule(f) for f in findings]
-    counts = (
-        len(ops),
-        len(eligible),
-        len(ane),
-        len(ops - ane),
-        0,
-        (on_ane, len(convolutions)),
+    return Placement(
+        name,
+        "predicted",
+        ops=len(ops),
+        eligible=len(eligible),
+        ane=len(ane),
+        cpu=len(ops - ane),
+        gpu=0,
+        convolutions=(len(convolutions & ane), len(convolutions)),
+        rules=list(map(_rule, findings)),
     )
-    return Placement(name, "predicted", *counts, rules=rules)
 
 
 def _units(findings: list[Finding], ops: set[str]) -> tuple[set[str], set[str]]:
@@ -139,11 +136,17 @@ def _rule(finding: Finding) -> dict:
         key = word.partition("#")[0]
         if key in RULE_SOURCES:
             sources[word] = RULE_SOURCES[key]
-    about = {}
-    for name in ("id", "effect", "confidence", "says", "advice"):
-        about[name] = getattr(r, name)
-    names = {"count": len(finding.names), "names": list(finding.names[:5])}
-    return about | {"sources": sources, "disputed": r.disputed or None} | names
+    return {
+        "id": r.id,
+        "effect": r.effect,
+        "confidence": r.confidence,
+        "says": r.says,
+        "advice": r.advice,
+        "sources": sources,
+        "disputed": r.disputed or None,
+        "count": len(finding.names),
+        "names": list(finding.names[:5]),
+    }
 
 
 def plan_main(job: dict) -> list[dict]:
@@ -163,32 +166,43 @@ def plan_main(job: dict) -> list[dict]:
     Raises:
         InputError: Core ML gives no plan.
     """
-    bundle = Bundle.open(job["bundle"])
-    standin = job["runtime"] == "stand-in"
-    source = "simulated" if standin else "measured"
-    shards = {}
-    for shard in bundle.manifest.shards:
-        shards[shard.name] = shard
-    with installed(job["fault"]) if standin else nullcontext():
-        plans = {}
+    bundle, units = Bundle.open(job["bundle"]), job["compute_units"]
+    source, context = "measured", nullcontext()
+    if job["runtime"] == "stand-in":
+        source, context = "simulated", installed(job["fault"])
+    shards = {shard.name: shard for shard in bundle.manifest.shards}
+    placements = []
+    with context:
         for name, function in job["programs"]:
-            plans[" ".join(filter(None, (name, function)))] = compute_plan(
-                bundle, shards[name], job["compute_units"], function
-            )
-    return [count_units(name, plan, source).json() for name, plan in plans.items()]
+            title = " ".join(filter(None, (name, function)))
+            plan = compute_plan(bundle, shards[name], units, function)
+            placements.append(count_units(title, plan, source).json())
+    return placements
 
 
 def count_units(name: str, plan: list[Placed], source: str = "measured") -> Placement:
     """The placement of a compute plan, by each operation's preferred unit; operations
     without one count in `ops` alone."""
-    units = Counter(p.preferred for p in plan)
-    convolutions = Counter(p.preferred for p in plan if p.op == "conv")
-    cost = sum(p.cost or 0 for p in plan)
-    cost_ane = sum(p.cost or 0 for p in plan if p.preferred == "ane")
-    eligible = sum("ane" in p.supported for p in plan)
-    counts = len(plan), eligible, *(units[unit] for unit in ("ane", "cpu", "gpu"))
+    units, convolutions, costs = Counter(), Counter(), Counter()
+    eligible = cost = 0
+    for placed in plan:
+        units[placed.preferred] += 1
+        convolutions[placed.preferred] += placed.op == "conv"
+        costs[placed.preferred] += placed.cost or 0
+        cost += placed.cost or 0
+        eligible += "ane" in placed.supported
+    counts = len(plan), eligible, units["ane"], units["cpu"], units["gpu"]
     on_ane = convolutions["ane"], convolutions.total()
-    return Placement(name, source, *counts, on_ane, cost_ane / cost if cost else None)
+    share = costs["ane"] / cost if cost else None
+    return Placement(name, source, *counts, on_ane, share)
+
+
+def _totals(placements: list[Placement]) -> tuple[int, Counter]:
+    """The number of operations in all placements, and those with a unit by unit."""
+    units = Counter()
+    for p in placements:
+        units.update(ane=p.ane, cpu=p.cpu, gpu=p.gpu or 0)
+    return sum(p.ops for p in placements), units
 
 
 def columns(placements: list[Placement]) -> dict:
@@ -199,38 +213,26 @@ def columns(placements: list[Placement]) -> dict:
     for p in placements:
         by_shard[p.shard] = {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")}
     source = placements[0].source
-    row = {"placement": by_shard}
-    if source != "predicted" and _named(placements):
-        ops = sum(p.ops for p in placements)
+    row = {"placement": by_shard, "placement_source": source}
+    ops, units = _totals(placements)
+    if source != "predicted" and units.total():
         costs = [p.cost_ane for p in placements]
-        row["ane_ops_share"] = sum(p.ane for p in placements) / ops
-        if None in costs:
-            row["ane_cost_share"] = None
-        else:
+        row |= {"ane_ops_share": units["ane"] / ops, "ane_cost_share": None}
+        if None not in costs:
             row["ane_cost_share"] = sum(costs) / len(costs)
-    return row | {"placement_source": source}
-
-
-def _named(placements: list[Placement]) -> bool:
-    """Whether plans name a unit for any operation."""
-    return any(p.ane + p.cpu + (p.gpu or 0) for p in placements)
+    return row
 
 
 def off_engine(placements: list[Placement], compute_units: str) -> str | None:
     """The reason why a run with CPU_AND_NE is invalid: its plans put no operation on
     the Neural Engine. None if they put one there, if they name no unit, and for other
     compute units."""
-    if (
-        compute_units != "CPU_AND_NE"
-        or any(p.ane for p in placements)
-        or not _named(placements)
-    ):
+    ops, units = _totals(placements)
+    if compute_units != "CPU_AND_NE" or units["ane"] or not units.total():
         return None
-    ops = sum(p.ops for p in placements)
-    cpu = sum(p.cpu for p in placements)
-    gpu = sum(p.gpu or 0 for p in placements)
-    units = {"the CPU": cpu, "the GPU": gpu, "no unit named": ops - cpu - gpu}
-    ran = ", ".join(f"{count} on {unit}" for unit, count in units.items() if count)
+    places = {"the CPU": units["cpu"], "the GPU": units["gpu"]}
+    places["no unit named"] = ops - units.total()
+    ran = ", ".join(f"{count} on {place}" for place, count in places.items() if count)
     return f"not on the Neural Engine: the plan puts 0 of {ops} operations there, {ran}"
 
 
@@ -238,17 +240,17 @@ def contradictions(placements: list[Placement]) -> list[str]:
     """A note if a prediction contradicts experiment 30, which counted all four
     convolutions of stateful attention shards, int8 and RangeDim, on the Neural Engine
     of an M4 Max."""
-    off, rules = [], set()
+    off, rules = 0, set()
     for p in placements:
         if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]:
-            off.append(p)
+            off += 1
             for rule in p.rules:
                 if not rule["disputed"] and rule["effect"] in ("cpu", "stays", "fails"):
                     rules.add(rule["id"])
     if not off:
         return []
     return [
-        f"{len(off)} shards are expected to keep convolutions off the Neural Engine, because of "
+        f"{off} shards are expected to keep convolutions off the Neural Engine, because of "
         f"{', '.join(sorted(rules))}; experiment 30 counted 4 of 4 on it (M4 Max). "
         "Only a Mac can settle it: a prediction is no measurement."
     ]
@@ -289,9 +291,10 @@ def suitable_units(checkpoint: Checkpoint) -> str:
     """CPU_AND_NE, or CPU_ONLY for a checkpoint whose decoder layers are so small that
     Core ML runs them on the CPU (rule G1), so that their times are not reported as the
     Neural Engine's."""
-    entries = checkpoint.header.items()
-    elements = sum(
-        math.prod(entry.shape) for name, entry in entries if ".layers." in name
-    )
-    layer = 2 * elements / checkpoint.config.num_hidden_layers
-    return "CPU_ONLY" if layer < SMALL_LAYER else "CPU_AND_NE"
+    elements = 0
+    for name, entry in checkpoint.header.items():
+        if ".layers." in name:
+            elements += math.prod(entry.shape)
+    if 2 * elements / checkpoint.config.num_hidden_layers < SMALL_LAYER:
+        return "CPU_ONLY"
+    return "CPU_AND_NE"

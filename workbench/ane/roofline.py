@@ -13,7 +13,7 @@ published times of one chip (`CALIBRATED_ON`, in `data/sources/ane_decode.csv`);
 The result is a prediction and does not depend on this machine."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -102,10 +102,8 @@ def streams_as(compress: str, chip: Chip) -> str:
 
 def streamed_bytes(work: Work, chip: Chip) -> float:
     """Bytes of weights that a chip reads in one call."""
-    stored, streamed = (
-        PRESETS[n] for n in (work.compress, streams_as(work.compress, chip))
-    )
-    return work.weight_bytes * streamed.stored_bits / stored.stored_bits
+    streamed_bits = PRESETS[streams_as(work.compress, chip)].stored_bits
+    return work.weight_bytes * streamed_bits / PRESETS[work.compress].stored_bits
 
 
 def spills(work: Work, chip: Chip) -> bool | None:
@@ -113,19 +111,14 @@ def spills(work: Work, chip: Chip) -> bool | None:
 
     If none is published for the chip's generation, the answer is None for values
     between the smallest and the largest published working set."""
-    rows = _table("chips.csv")
-    sizes = (
-        rows[rows["quantity"] == "working set before it spills"].set_index("chip")[
-            "low"
-        ]
-        * 1e6
-    )
-    least, most = [sizes.get(f"M{chip.generation}")] * 2
-    if least is None:
-        least, most = sizes.min(), sizes.max()
-    if least < work.largest_bytes <= most:
+    rows = _table("chips.csv").set_index("chip")
+    sizes = rows.loc[rows["quantity"] == "working set before it spills", "low"] * 1e6
+    own = f"M{chip.generation}"
+    if own in sizes:
+        sizes = sizes[[own]]
+    if sizes.min() < work.largest_bytes <= sizes.max():
         return None
-    return bool(work.largest_bytes > most)
+    return bool(work.largest_bytes > sizes.max())
 
 
 @cache
@@ -137,18 +130,20 @@ def chips() -> dict[str, Chip]:
     rows["chip"] = rows["chip"].str.split(" and ")  # a row may be of several chips
     rows = rows.explode("chip").replace("Ultra", "M1 Ultra")
     rates = {}
-    for q, group in rows.groupby("quantity"):
-        rates[q] = group.set_index("chip")["mean"].to_dict()
-    states = rates["activation stream"]
-    products = rates["fp16 convolution"]
+    for quantity, group in rows.groupby("quantity"):
+        rates[quantity] = group.set_index("chip")["mean"].to_dict()
+    related = {
+        "states_gb_s": rates["activation stream"],
+        "tflops": rates["fp16 convolution"],
+    }
     chips = {}
     for name, weights in rates["weight stream through Core ML"].items():
-        assumed = ("states_gb_s",) * (name not in states) + ("tflops",) * (
-            name not in products
-        )
-        chips[name] = Chip(
-            name, weights, _nearest(states, name), _nearest(products, name), assumed
-        )
+        own, assumed = {}, []
+        for rate, published in related.items():
+            own[rate] = _nearest(published, name)
+            if name not in published:
+                assumed.append(rate)
+        chips[name] = Chip(name, weights, **own, assumed=tuple(assumed))
     return chips
 
 
@@ -181,10 +176,8 @@ def figures() -> list[Figure]:
     """Every published figure, of all chips."""
     every = []
     for r in _table("ane_decode.csv").itertuples():
-        name = f"{r.model}, {r.part}"
-        work = Work(
-            name, r.weight_bytes, r.state_bytes, r.flops, r.dispatches, r.compress
-        )
+        sizes = r.weight_bytes, r.state_bytes, r.flops, r.dispatches
+        work = Work(f"{r.model}, {r.part}", *sizes, r.compress)
         every.append((r.model, work, chip(r.chip), r.ms))
     return every
 
@@ -199,14 +192,11 @@ def fit(figures: Iterable[Figure]) -> LinearFit:
         if chip.name == CALIBRATED_ON:
             rows.append((work.dispatches, LinearFit(0.0, 1.0).ms(work, chip), ms))
     calls, busy, ms = np.array(rows).T
-    dispatch_ms, shares = (
-        grid.ravel() for grid in np.meshgrid(DISPATCH_MS, SHARES, indexing="ij")
-    )
-    predicted = (
-        dispatch_ms[:, None] * calls + busy / shares[:, None]
-    )  # [models, figures]
-    best = np.abs(np.log(predicted / ms)).mean(1).argmin()
-    return LinearFit(float(dispatch_ms[best]), float(shares[best]))
+    waiting = DISPATCH_MS[:, None, None] * calls
+    predicted = waiting + busy / SHARES[:, None]  # [dispatch ms, shares, figures]
+    error = np.abs(np.log(predicted / ms)).mean(2)
+    i, j = np.unravel_index(error.argmin(), error.shape)
+    return LinearFit(float(DISPATCH_MS[i]), float(SHARES[j]))
 
 
 @cache
@@ -214,19 +204,17 @@ def calibrated() -> LinearFit:
     return fit(figures())
 
 
-def misfits(by_model: bool = False) -> pd.DataFrame:
-    """Every figure, predicted by a fit without it (`by_model`: without all figures of
-    its model). Returns:
+def misfits() -> pd.DataFrame:
+    """Every figure, predicted by a fit without it.
+
+    Returns:
         figure, chip, weights (the format stored, and that streamed), published_ms,
         predicted_ms, misfit (predicted over published, less 1).
     """
     rows, every = [], figures()
-    for figure in every:
-        model, work, on, ms = figure
-        others = (f for f in every if (f[0] != model if by_model else f is not figure))
-        rows.append(
-            (work.name, on.name, _weights(work, on), ms, fit(others).ms(work, on))
-        )
+    for i, (_, work, on, ms) in enumerate(every):
+        predicted = fit(every[:i] + every[i + 1 :]).ms(work, on)
+        rows.append((work.name, on.name, _weights(work, on), ms, predicted))
     columns = ["figure", "chip", "weights", "published_ms", "predicted_ms"]
     table = pd.DataFrame(rows, columns=columns)
     return table.assign(misfit=table["predicted_ms"] / table["published_ms"] - 1)
@@ -239,26 +227,25 @@ def _weights(work: Work, chip: Chip) -> str:
 def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
     """The work of one call of T tokens, by shard: one expert per layer, and all head
     slices as one piece of work."""
-    layers = [
-        shard for shard in bundle.manifest.shards if shard.kind in ("layers", "router")
-    ]
+    shards = bundle.manifest.shards
+    layers = [shard for shard in shards if shard.kind in ("layers", "router")]
     by_size = sorted(bundle.shards("expert"), key=lambda shard: shard.bytes)
-    experts = {
-        shard.layers[0]: shard for shard in by_size
-    }  # the largest expert of each layer
-    works = [work_of(bundle, shard, T) for shard in [*layers, *experts.values()]]
-    heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
+    largest = {shard.layers[0]: shard for shard in by_size}  # of each layer
+    works = [work_of(bundle, shard, T) for shard in [*layers, *largest.values()]]
+    head = Work("head", 0, 0, 0.0, 1, bundle.manifest.options.compress)
+    for shard in bundle.shards("head"):
+        part = work_of(bundle, shard, T)
+        head = replace(
+            head,
+            weight_bytes=head.weight_bytes + part.weight_bytes,
+            flops=head.flops + part.flops,
+            largest_bytes=max(head.largest_bytes, part.largest_bytes),
+        )
     if (
-        not heads
-    ):  # other exporters' packages may have the head in the last layer's package
-        return works
-    weights = sum(h.weight_bytes for h in heads)
-    flops = sum(h.flops for h in heads)
-    largest = max(h.largest_bytes for h in heads)
-    return [
-        *works,
-        Work("head", weights, 0, flops, 1, bundle.manifest.options.compress, largest),
-    ]
+        head.weight_bytes
+    ):  # other exporters may have the head in the last layer's package
+        works.append(head)
+    return works
 
 
 def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
@@ -289,8 +276,10 @@ def flops(program: miltorch.Program, T: int) -> float:
         return [n or varying[value.name] for n in types[value.name].shape]
 
     for op in program.block.walk():
-        names = (v.name for v in op.inputs.values() if isinstance(v, Ref))
-        size = next((varying[name] for name in names if None in types[name].shape), T)
+        size = T
+        for value in reversed(op.inputs.values()):  # the first one that varies decides
+            if isinstance(value, Ref) and None in types[value.name].shape:
+                size = varying[value.name]
         for name, declared in op.outputs:
             if op.kind == "reshape":
                 size = prod(sizes(op.inputs["x"])) // prod(
@@ -309,9 +298,8 @@ def flops(program: miltorch.Program, T: int) -> float:
 
 def predict_ms(works: Iterable[Work], on: str) -> pd.DataFrame:
     """The predicted ms of every piece of work on a chip: columns shard, ms."""
-    return pd.DataFrame(
-        [{"shard": w.name, "ms": calibrated().ms(w, chip(on))} for w in works]
-    )
+    rows = [(work.name, calibrated().ms(work, chip(on))) for work in works]
+    return pd.DataFrame(rows, columns=["shard", "ms"])
 
 
 def by_chip(works: Sequence[Work]) -> pd.DataFrame:
@@ -325,13 +313,16 @@ def by_chip(works: Sequence[Work]) -> pd.DataFrame:
     rows, largest = [], max(works, key=lambda work: work.largest_bytes)
     for name, on in sorted(chips().items()):
         ms = predict_ms(works, name)["ms"].sum()
-        row = {
-            "chip": name,
-            "ms": ms,
-            "tokens_per_s": 1e3 / ms,
-            "weights": _weights(works[0], on),
-        }
-        row["streamed_mib"] = sum(streamed_bytes(work, on) for work in works) / 2**20
-        row["spills"], row["assumed"] = spills(largest, on), ", ".join(on.assumed)
-        rows.append(row)
+        streamed = sum(streamed_bytes(work, on) for work in works)
+        rows.append(
+            {
+                "chip": name,
+                "ms": ms,
+                "tokens_per_s": 1e3 / ms,
+                "weights": _weights(works[0], on),
+                "streamed_mib": streamed / 2**20,
+                "spills": spills(largest, on),
+                "assumed": ", ".join(on.assumed),
+            }
+        )
     return pd.DataFrame(rows).astype({"spills": object})

@@ -136,9 +136,8 @@ class Rule:
         test = TESTS.get(self.id, lambda graph, subject: True)
         if not self.of:
             return test(graph)
-        return [
-            name for name, subject in _subjects(graph, self.of) if test(graph, subject)
-        ]
+        subjects = _subjects(graph, self.of)
+        return [name for name, subject in subjects if test(graph, subject)]
 
 
 @dataclass(frozen=True)
@@ -178,18 +177,13 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
             subjects += [(op.name, result) for result in results(op)]
         return subjects
     if of == "interface":
-        outputs = {}
-        for name in g.program.outputs:
-            if name in g.types:
-                outputs[name] = g.types[name]
+        outputs = {name: g.types[name] for name in g.program.outputs if name in g.types}
         return (g.program.inputs | outputs).items()
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()
+    ops, subjects = g.ops, []
     if of.startswith("constexpr_"):
         ops = g.producers.values()
-    else:
-        ops = g.ops
-    subjects = []
     for op in ops:
         if any(fnmatchcase(op.kind, pattern) for pattern in of.split()):
             subjects.append((op.name, op))

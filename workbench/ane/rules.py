@@ -37,9 +37,7 @@ def T1_float32(g, t):
 
 @rule
 def T2_islands(g, op):
-    dtypes = set()
-    for other in g.ops:
-        dtypes.update(t.dtype for t in results(other))
+    dtypes = {t.dtype for other in g.ops for t in results(other)}
     source = g.types.get(getattr(op.inputs["x"], "name", None))
     cast = {op.outputs[0][1].dtype, source and source.dtype}
     return "FLOAT16" in dtypes and "FLOAT32" in cast
@@ -129,8 +127,8 @@ def S11_late_slice(g, op):
 
 @rule
 def S12_spilled(g, t):
-    size = 2 * prod(n or 1 for n in t.shape)
-    return t.dtype == "FLOAT16" and size > (2e6 if g.generation < 5 else 4.7e6)
+    limit = 2e6 if g.generation < 5 else 4.7e6
+    return t.dtype == "FLOAT16" and 2 * _elements(t.shape) > limit
 
 
 # --- dynamic shapes
@@ -143,12 +141,11 @@ def D1_dynamic(g, t):
 
 @rule
 def D2_enumerated(g):
-    features = getattr(g.program.description, "input", [])
-    return [
-        f.name
-        for f in features
-        if len(f.type.multiArrayType.enumeratedShapes.shapes) > 128
-    ]
+    names = []
+    for feature in getattr(g.program.description, "input", []):
+        if len(feature.type.multiArrayType.enumeratedShapes.shapes) > 128:
+            names.append(feature.name)
+    return names
 
 
 @rule
@@ -192,16 +189,14 @@ def K3_states(g, t):
 
 @rule
 def K4_functions(g, t):
-    return g.functions > 1 and any(
-        _columns(g, op) != 1 for op in g.of("conv", "linear")
-    )
+    columns = {_columns(g, op) for op in g.of("conv", "linear")}
+    return g.functions > 1 and bool(columns - {1})
 
 
 @rule
 def K5_loose_update(g, op):
-    return op.outputs[0][0] not in {
-        write.inputs["data"].name for write in g.of("write_state")
-    }
+    written = {write.inputs["data"].name for write in g.of("write_state")}
+    return op.outputs[0][0] not in written
 
 
 @rule
@@ -234,9 +229,8 @@ def K14_blended(g, op):
             continue
         for product in (g.source(total, "x"), g.source(total, "y")):
             if product is not None and product.kind == "mul":
-                if "read_state" in {
-                    o.kind for o in _views(g, product, ("slice_by_index",))
-                }:
+                makers = _views(g, product, ("slice_by_index",))
+                if "read_state" in [maker.kind for maker in makers]:
                     return True
     return False
 
@@ -311,28 +305,30 @@ def Q1_small_groups(g, op):
 
 @rule
 def Q2_blocked_int8(g):
-    weights = g.weights("constexpr_blockwise_shift_scale")
-    return [
-        weight.name
-        for weight, _ in weights
-        if _blocks(g, weight) and not _nibbles(g, weight)
-    ]
+    names = []
+    for weight, _ in g.weights("constexpr_blockwise_shift_scale"):
+        if _blocks(g, weight) and not _nibbles(g, weight):
+            names.append(weight.name)
+    return names
 
 
 @rule
 def Q3_blocked_int4(g):
-    weights = g.weights("constexpr_blockwise_shift_scale")
-    return [
-        op.name for weight, op in weights if _blocks(g, weight) and _nibbles(g, weight)
-    ]
+    names = []
+    for weight, reader in g.weights("constexpr_blockwise_shift_scale"):
+        if _blocks(g, weight) and _nibbles(g, weight):
+            names.append(reader.name)
+    return names
 
 
 @rule
 def Q4_int8(g):
-    weights = g.weights(
-        "constexpr_blockwise_shift_scale", "constexpr_affine_dequantize"
-    )
-    return [op.name for weight, op in weights if not _nibbles(g, weight)]
+    names = []
+    kinds = "constexpr_blockwise_shift_scale", "constexpr_affine_dequantize"
+    for weight, reader in g.weights(*kinds):
+        if not _nibbles(g, weight):
+            names.append(reader.name)
+    return names
 
 
 @rule
@@ -361,33 +357,38 @@ def N1_masks(g, op):
 @rule
 def N3_squares(g, op):
     if op.kind == "mul":
-        return op.inputs["x"] == op.inputs["y"] and not _makers(g, op, "x") & {
-            "real_div",
-            "mul",
-        }
+        scaled = _makers(g, op, "x") & {"real_div", "mul"}
+        return op.inputs["x"] == op.inputs["y"] and not scaled
     return op.kind != "pow" or _scalar(g, op, "y", 0) == 2
 
 
 @rule
 def N5_epsilon(g, op):
-    return 0 < _scalar(g, op, "epsilon", 1) < FP16_TINY and "add" not in _makers(
-        g, op, "x"
-    )
+    tiny = 0 < _scalar(g, op, "epsilon", 1) < FP16_TINY
+    return tiny and "add" not in _makers(g, op, "x")
 
 
 @rule
 def N8_long_sum(g, op):
-    terms = prod(n or 1 for n in g.shape(op, "x"))
-    sums = prod(n or 1 for n in op.outputs[0][1].shape)
-    return terms > 2048 * sums
+    sums = _elements(op.outputs[0][1].shape)
+    return _elements(g.shape(op, "x")) > 2048 * sums
 
 
 # --- reading arguments
 
 
+def _elements(shape) -> int:
+    """The number of elements of a shape; a size that varies counts as 1."""
+    return prod(n or 1 for n in shape)
+
+
 def _makers(g, op, *parameters) -> set[str]:
     """The kinds of the operations whose results these arguments are."""
-    return {maker.kind for p in parameters if (maker := g.source(op, p)) is not None}
+    kinds = set()
+    for parameter in parameters:
+        if maker := g.source(op, parameter):
+            kinds.add(maker.kind)
+    return kinds
 
 
 def _scalar(g, op, parameter, default):
@@ -407,17 +408,20 @@ def _views(g, op, kinds) -> list[Op]:
             maker = g.producers.get(value)
             if maker is not None and value not in makers:
                 makers[value] = maker
-                waiting += [maker] if maker.kind in kinds else []
+                if maker.kind in kinds:
+                    waiting.append(maker)
     return list(makers.values())
 
 
 def _columns(g, op) -> int:
     """The number of columns, such as tokens, of a product by a weight; 1 for a
     convolution that is not pointwise. A size that varies counts as 2."""
+    sizes = g.shape(op, "x")[2:]
     if op.kind == "linear":
-        return prod(n or 2 for n in g.shape(op, "x")[-2:-1])
-    pointwise = prod(g.shape(op, "weight")[2:]) == 1
-    return prod(n or 2 for n in g.shape(op, "x")[2:]) if pointwise else 1
+        sizes = g.shape(op, "x")[-2:-1]
+    elif prod(g.shape(op, "weight")[2:]) != 1:
+        return 1
+    return prod(n or 2 for n in sizes)
 
 
 def _entries(g, op) -> int:

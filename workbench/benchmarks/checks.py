@@ -4,6 +4,7 @@ Hugging Face forward.
 A bundle and its checkpoint in, rows of `workbench bench` out. Loading is not timed.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -23,9 +24,7 @@ def tracing(
     """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one
     token in one arithmetic, and, per token of a call of T, all that `workbench trace`
     does (exact, declared, narrow, and where declared leaves exact)."""
-    decoders = {
-        p: Decoder(bundle, "portable", p) for p in ("exact", "declared", "narrow")
-    }
+    decoders = {p: Decoder(bundle, "portable", p) for p in trace.ORDER}
     declared, ids = decoders["declared"], _random_ids(bundle, depth + T)
 
     def sample(call) -> float:
@@ -39,9 +38,8 @@ def tracing(
         "declared": lambda: trace.trace_ranges({"declared": declared}, ids[:1]),
         "whole": lambda: trace.trace_ranges(decoders, ids[depth:], T),
     }
-    samples = in_turn(
-        {name: partial(sample, call) for name, call in calls.items()}, rounds
-    )
+    samplers = {name: partial(sample, call) for name, call in calls.items()}
+    samples = in_turn(samplers, rounds)
     peer = "ms", "plain decode step", samples["plain"]
     per_token = [ms / T for ms in samples["whole"]]
     return [
@@ -76,22 +74,20 @@ def validating(
         program.program_gates(exact, checkpoint, Ts=Ts)
         causality.causality_gate(exact)
 
-    rows = []
-    for name, gates, tokens in (
-        ("validate_ms", lambda: validate.validate(decoder, reference, Ts), ids),
-        ("program_causality_ms", bug_gates, ids[:count]),
-    ):
+    def row(name: str, gates: Callable, tokens: list[int]) -> dict:
         gates()  # compiles the kernels
-        samples = in_turn(
-            {
-                "gates": lambda g=gates: seconds(g) * 1e3,
-                "forward": partial(forward, tokens),
-            },
-            rounds,
-        )
+        samplers = {
+            "gates": lambda: seconds(gates) * 1e3,
+            "forward": partial(forward, tokens),
+        }
+        samples = in_turn(samplers, rounds)
         peer = f"one Hugging Face forward over {len(tokens)} tokens"
-        rows.append(bench_row(name, samples["gates"], "ms", peer, samples["forward"]))
-    return rows
+        return bench_row(name, samples["gates"], "ms", peer, samples["forward"])
+
+    return [
+        row("validate_ms", partial(validate.validate, decoder, reference, Ts), ids),
+        row("program_causality_ms", bug_gates, ids[:count]),
+    ]
 
 
 def _random_ids(bundle: Bundle, count: int) -> list[int]:

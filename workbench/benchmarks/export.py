@@ -59,52 +59,50 @@ def compare_exports(
             and `stamped`.
         folder: emptied, and removed in the end.
     """
-    modes = {"stamped": False} | ({"plain": True} if layers else {})
-    runs, floors = {mode: [] for mode in modes}, []
+    runs = {"stamped": []}
+    if layers:
+        runs["plain"] = []
+    checkpoint, target = str(source), str(folder / "bundle")
+    over_templates, floors, disk = [], [], []
     for _ in range(rounds):
-        for mode, plain in modes.items():
+        for mode, alike in runs.items():
             _empty(folder)
             forget(source)
-            runs[mode].append(
-                apart(once, str(source), str(folder / "bundle"), plain, options)
-            )
-        floors.append(floor(source, folder / "floor.bin", runs["stamped"][-1]["bytes"]))
-    times, peaks = (
-        {mode: [run[key] for run in runs[mode]] for mode in modes}
-        for key in ("seconds", "peak_rss_bytes")
-    )
-    name, stamped = "_".join(["export", *options.values()]), runs["stamped"]
-    over_templates = [run["seconds"] - run["split"]["template"] for run in stamped]
-    disk = [sum(f.values()) for f in floors]
-    rows = [
-        bench_row(f"{name}_seconds_over_templates", over_templates, "s", "disk", disk)
-    ]
+            alike.append(apart(once, checkpoint, target, mode == "plain", options))
+        stamped = runs["stamped"][-1]
+        over_templates.append(stamped["seconds"] - stamped["split"]["template"])
+        floors.append(floor(source, folder / "floor.bin", stamped["bytes"]))
+        disk.append(sum(floors[-1].values()))
+    name, times = "_".join(["export", *options.values()]), _samples(runs, "seconds")
+    over = f"{name}_seconds_over_templates"
     result = {
-        "rows": rows,
+        "rows": [bench_row(over, over_templates, "s", "disk", disk)],
         "same_bytes": None,
-        "split": [run["split"] for run in stamped],
+        "split": _samples(runs, "split")["stamped"],
         "floor": floors,
-        "peak_rss_bytes": peaks,
-        **{key: stamped[0][key] for key in ("shards", "stamped", "bytes")},
+        "peak_rss_bytes": _samples(runs, "peak_rss_bytes"),
+        "shards": stamped["shards"],
+        "stamped": stamped["stamped"],
+        "bytes": stamped["bytes"],
         "seconds": times,
     }
     if layers:
         _empty(folder)
-        single = apart(layers, str(source), str(folder / "bundle"), LAYERS, options)
-        result["layer_seconds_max"] = {
-            how: max(samples) for how, samples in single.items()
-        }
-        rows += [
-            bench_row(
-                f"{name}_{what}", values["stamped"], "s", "plain", values["plain"]
-            )
-            for what, values in (("seconds", times), ("layer_seconds", single))
-        ]
-        result["same_bytes"] = (
-            len({run["identity"] for mode in modes for run in runs[mode]}) == 1
-        )
+        single = apart(layers, checkpoint, target, LAYERS, options)
+        slowest = {how: max(samples) for how, samples in single.items()}
+        result["layer_seconds_max"] = slowest
+        for what, values in (("seconds", times), ("layer_seconds", single)):
+            pair = values["stamped"], "s", "plain", values["plain"]
+            result["rows"].append(bench_row(f"{name}_{what}", *pair))
+        identities = _samples(runs, "identity").values()
+        result["same_bytes"] = len(set().union(*identities)) == 1
     shutil.rmtree(folder)
     return result
+
+
+def _samples(runs: dict[str, list[dict]], key: str) -> dict[str, list]:
+    """One value of every run, by mode."""
+    return {mode: [run[key] for run in alike] for mode, alike in runs.items()}
 
 
 def _empty(folder: Path) -> None:

@@ -35,17 +35,15 @@ def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dic
     bundle = exports.export(
         checkpoint, target, progress=False, plain=plain, clock=clock, **options
     )
-    seconds = time.perf_counter() - start
+    seconds, shards = time.perf_counter() - start, bundle.manifest.shards
+    kinds = "template", "read", "compress", "write"
     return {
         "seconds": seconds,
         "identity": bundle.identity,
         "bytes": bundle.bytes,
-        "stamped": sum(s.how == "stamped" for s in bundle.manifest.shards),
-        "shards": len(bundle.manifest.shards),
-        "split": {
-            kind: clock.total(kind)
-            for kind in ("template", "read", "compress", "write")
-        },
+        "stamped": sum(shard.how == "stamped" for shard in shards),
+        "shards": len(shards),
+        "split": {kind: clock.total(kind) for kind in kinds},
         "peak_rss_bytes": peak_rss(),
     }
 
@@ -53,30 +51,29 @@ def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dic
 def export_layers(checkpoint: str, folder: str, count: int, options: dict) -> dict:
     """Seconds of each of `count` decoder layers, converted and stamped in turn, one
     thread, after their template."""
-    import time
     from contextlib import closing
+    from functools import partial
 
     from miltorch.quiet import coremltools
     from workbench import export as exports
+    from workbench.benchmarks.stopwatch import seconds
     from workbench.bundle import Writer
     from workbench.models.checkpoint import Checkpoint
 
     coremltools()
     source, options = Checkpoint(checkpoint), exports.options(**options)
     plan, make = exports.read_plan(source, options), exports.MAKERS[options.target]
-    seconds = {"plain": [], "stamped": []}
+    times = {"plain": [], "stamped": []}
     with closing(Writer(Path(folder))) as writer:
-        maker, plainly = (
-            make(source, plan, options, writer, plain) for plain in (False, True)
-        )
+        maker = make(source, plan, options, writer, plain=False)
+        plainly = make(source, plan, options, writer, plain=True)
+
+        def stamp(spec):
+            maker.stamp(spec) or maker.convert(spec)
+
         first, *others = [spec for spec in maker.specs if spec.kind == "layers"]
         maker.convert(first)
         for spec in others[:count]:
-            for how, work in (
-                ("plain", plainly.convert),
-                ("stamped", lambda spec: maker.stamp(spec) or maker.convert(spec)),
-            ):
-                start = time.perf_counter()
-                work(spec)
-                seconds[how].append(time.perf_counter() - start)
-    return seconds
+            times["plain"].append(seconds(partial(plainly.convert, spec)))
+            times["stamped"].append(seconds(partial(stamp, spec)))
+    return times

@@ -18,12 +18,8 @@ def rows(root: Path, runs: int, rounds: int) -> list[dict]:
     The first time reads every file, as the peer does each time; a later load reads the
     gathered rows."""
     folder = root / "runs"
-    row = environment() | {
-        "status": "ok",
-        "experiment": "bench",
-        "command": "bench",
-        "config": {"cell": "x" * 16},
-    }
+    row = environment() | {"status": "ok", "experiment": "bench", "command": "bench"}
+    row["config"] = {"cell": "x" * 16}
     for i in range(len(list(folder.glob("*.parquet"))), runs):
         append("runs", row, root, f"run{i:06}")
 
@@ -37,12 +33,11 @@ def rows(root: Path, runs: int, rounds: int) -> list[dict]:
         (folder / cache.NAME).unlink(missing_ok=True)
         return seconds(load_log)
 
-    again, peer = (partial(seconds, load_all) for load_all in (load_log, load_peer))
-    samples = in_turn(
-        {"log_load_first": first_load, "log_load": again, "peer": peer}, rounds
-    )
-    peer_samples = samples.pop("peer")
-    return [
-        bench_row(name, values, "s", "pandas.read_parquet", peer_samples)
-        for name, values in samples.items()
-    ]
+    samplers = {
+        "log_load_first": first_load,
+        "log_load": partial(seconds, load_log),
+        "peer": partial(seconds, load_peer),
+    }
+    samples = in_turn(samplers, rounds)
+    peer = "s", "pandas.read_parquet", samples.pop("peer")
+    return [bench_row(name, values, *peer) for name, values in samples.items()]

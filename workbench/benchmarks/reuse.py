@@ -8,12 +8,11 @@ time only when the disk is slow."""
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from workbench.benchmarks.stopwatch import bench_row, in_turn, seconds
 from workbench.decode import Decoder
@@ -37,7 +36,7 @@ def bench_reuse(
     the file per second against a plain, synced file of that size."""
     from tqdm.auto import tqdm
 
-    S = decoder.options.max_seq_len
+    S, V = decoder.options.max_seq_len, decoder.manifest.dims.V
     if max(contexts) > S or min(contexts) < 2:
         raise InputError(
             "contexts",
@@ -46,41 +45,15 @@ def bench_reuse(
             "export with a larger --max-seq-len",
         )
     rng, rows = np.random.default_rng(0), []
+    bar = tqdm(contexts, desc="bench reuse", unit="context", disable=not progress)
     with tempfile.TemporaryDirectory() as folder:
-        for n in tqdm(
-            contexts, desc="bench reuse", unit="context", disable=not progress
-        ):
+        for n in bar:
             store = Store(folder, decoder, hot_bytes=1 << 34)
-            times = _ttft(
-                decoder,
-                store,
-                rng.integers(0, decoder.manifest.dims.V, n).tolist(),
-                rounds,
-            )
-            rows += [
-                bench_row(
-                    f"ttft_{kind}_ms_{n}", times[kind], "ms", "cold", times["cold"]
-                )
-                for kind in ("warm", "hot")
-            ]
+            times = _ttft(decoder, store, rng.integers(0, V, n).tolist(), rounds)
+            cold = "ms", "cold", times.pop("cold")
+            for kind, ms in times.items():
+                rows.append(bench_row(f"ttft_{kind}_ms_{n}", ms, *cold))
         return rows + _bytes_and_bandwidths(decoder, store, rounds)
-
-
-def samples(rows: list[dict]) -> pd.DataFrame:
-    """The raw times to the first token behind benchmark rows: ``temperature``,
-    ``context``, ``ms``."""
-    times = []
-    for row in (r for r in rows if r["name"].startswith("ttft_")):
-        _, kind, _, context = row["name"].split("_")
-        sides = [("cold", row["peer_samples"])] * (kind == "warm") + [
-            (kind, row["samples"])
-        ]
-        times += [
-            (temperature, int(context), ms)
-            for temperature, values in sides
-            for ms in values
-        ]
-    return pd.DataFrame(times, columns=["temperature", "context", "ms"])
 
 
 def _ttft(
@@ -97,31 +70,28 @@ def _ttft(
         if temperature == "warm":
             store.cool()
         start = time.perf_counter()
-        hit = None if temperature == "cold" else store.find(ids)
-        next(
-            decoder.stream(
-                hit.rest if hit else ids, 1, after=hit.snapshot if hit else None
-            )
-        )
-        elapsed = (time.perf_counter() - start) * 1e3
-        assert temperature == (hit.temperature if hit else "cold")
-        return elapsed
+        rest, snapshot = ids, None
+        if temperature != "cold":
+            hit = store.find(ids)
+            assert temperature == hit.temperature
+            rest, snapshot = hit.rest, hit.snapshot
+        next(decoder.stream(rest, 1, after=snapshot))
+        return (time.perf_counter() - start) * 1e3
 
     first_token("warm"), first_token("hot")
-    return in_turn(
-        {kind: partial(first_token, kind) for kind in ("cold", "warm", "hot")}, rounds
-    )
+    kinds = "cold", "warm", "hot"
+    return in_turn({kind: partial(first_token, kind) for kind in kinds}, rounds)
 
 
 def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[dict]:
     snapshot = store.load("session")
-    fp16, q4 = (store.save(format, snapshot, format) for format in ("fp16", "q4"))
+    fp16 = store.save("fp16", snapshot)
+    q4 = store.save("q4", snapshot, "q4")
     decoder.begin(snapshot)
-    arrays = [
-        np.zeros(entry.shape, np.float32)
-        for state in decoder.states
-        for entry in state.shard.states.values()
-    ]
+    arrays = []
+    for state in decoder.states:
+        for entry in state.shard.states.values():
+            arrays.append(np.zeros(entry.shape, np.float32))
     size, payload = sum(a.nbytes for a in arrays), os.urandom(fp16.bytes)
     plain = store.folder / "plain"
     actions = {
@@ -133,7 +103,10 @@ def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[d
         "read": (fp16.bytes, lambda: (store.cool(), store.load("fp16"))),
         "file read": (fp16.bytes, plain.read_bytes),
     }
-    rate = lambda size, action: size / seconds(action)  # noqa: E731
+
+    def rate(size: int, action: Callable) -> float:
+        return size / seconds(action)
+
     rates = {name: partial(rate, *action) for name, action in actions.items()}
     speeds = in_turn(rates, 4 * rounds + 1)
     pairs = {
@@ -142,14 +115,11 @@ def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[d
         "save": "file written",
         "read": "file read",
     }
-    rows = [
-        bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes])
-        | {"error": q4.error}
-    ]
-    for name, peer in pairs.items():  # without the first round
-        rows.append(
-            bench_row(name, speeds[name][1:], "bytes/s", peer, speeds[peer][1:])
-        )
+    rows = [bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes])]
+    rows[0]["error"] = q4.error
+    for name, peer in pairs.items():
+        own, others = speeds[name][1:], speeds[peer][1:]  # without the first round
+        rows.append(bench_row(name, own, "bytes/s", peer, others))
     return rows
 
 

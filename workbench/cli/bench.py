@@ -62,8 +62,8 @@ def row_line(row: dict) -> str:
     return f"{text}n = {row['n']}"
 
 
-# layers and dimensions of the families beside Llama's in `workbench bench decode
-# --families`
+# layers, dimensions and export options of the families beside Llama's in
+# `workbench bench decode --families`
 FAMILIES = {
     "gemma3_text": (
         6,
@@ -76,8 +76,9 @@ FAMILIES = {
             "sliding_window": 512,
             "vocab_size": 32768,
         },
+        {},
     ),
-    "zaya": (4, {"vocab_size": 4096}),
+    "zaya": (4, {"vocab_size": 4096}, {"moe": "routed"}),
     "lfm2": (
         6,
         {
@@ -88,6 +89,7 @@ FAMILIES = {
             "layer_types": ["conv", "conv", "full_attention"] * 2,
             "vocab_size": 32768,
         },
+        {},
     ),
 }
 BATCHES = (1, 2, 4)
@@ -123,7 +125,11 @@ def decode_benchmark(
     from workbench.benchmarks import decode, llama_cpp
     from workbench.bundle.presets import PRESETS
 
-    layers = layers or (2 if moe or growth else 4 if families else 24)
+    if layers is None and (moe or growth):
+        layers = 2
+    elif layers is None and families:
+        layers = 4
+    layers = layers or 24
     if moe:  # the head is not timed, so the vocabulary is small
         checkpoint = random_checkpoint(folder, "zaya", "zaya", layers, vocab_size=4096)
     else:
@@ -136,12 +142,15 @@ def decode_benchmark(
     elif families:
         rows = decode.bench_families(_stacks(checkpoint, folder, json), rounds=rounds)
     else:
+        run, presets = decode.bench_decode, PRESETS
+        if prefill:
+            run, presets = decode.bench_prefill, ("fp16", "int8-tensor")
+        elif not llama_cpp.available():
+            more["note"] = llama_cpp.ABSENT
         bundles = {}
-        for preset in ("fp16", "int8-tensor") if prefill else PRESETS:
+        for preset in presets:
             bundles[preset] = bundle(max_seq_len=512, t_max=64, compress=preset)
-        run = decode.bench_prefill if prefill else decode.bench_decode
         rows = run(bundles, checkpoint.path, rounds=rounds)
-        more = {} if prefill or llama_cpp.available() else {"note": llama_cpp.ABSENT}
     if markdown:
         show({"rows": rows} | more, json, [_markdown(rows), *more.values()])
     else:
@@ -151,20 +160,14 @@ def decode_benchmark(
 def _stacks(qwen2, folder: Path, json: bool) -> dict:
     """Bundles of `--families` by name, each with its checkpoint's folder."""
     sized = {"max_seq_len": 512, "t_max": 64}
-    stacks = {
-        f"batch {batch}": (
-            bundle_of(qwen2, folder, json, batch=batch, **sized),
-            qwen2.path,
-        )
-        for batch in BATCHES
-    }
-    for family, (layers, config) in FAMILIES.items():
+    stacks = {}
+    for batch in BATCHES:
+        bundle = bundle_of(qwen2, folder, json, batch=batch, **sized)
+        stacks[f"batch {batch}"] = bundle, qwen2.path
+    for family, (layers, config, options) in FAMILIES.items():
         checkpoint = random_checkpoint(folder, family, family, layers, **config)
-        routed = {"moe": "routed"} if family == "zaya" else {}
-        stacks[family] = (
-            bundle_of(checkpoint, folder, json, **sized, **routed),
-            checkpoint.path,
-        )
+        bundle = bundle_of(checkpoint, folder, json, **sized, **options)
+        stacks[family] = bundle, checkpoint.path
     return stacks
 
 
@@ -175,15 +178,14 @@ def _markdown(rows: list[dict]) -> str:
         named.setdefault(row["name"], []).append(row)
     lines = ["| what | median | beside | n |", "|---|---|---|---|"]
     for name, alike in named.items():
-        peers = [
-            f"{r['peer']} {r['peer_value']:.4g} ({r['ratio']:.2f}×)"
-            for r in alike
-            if r["peer"]
-        ]
+        peers = []
+        for row in alike:
+            if row["peer"]:
+                ratio = f"{row['peer_value']:.4g} ({row['ratio']:.2f}×)"
+                peers.append(f"{row['peer']} {ratio}")
         one = alike[0]
-        lines.append(
-            f"| {name} | {one['value']:.4g} {one['unit']} | {', '.join(peers)} | {one['n']} |"
-        )
+        median = f"{one['value']:.4g} {one['unit']}"
+        lines.append(f"| {name} | {median} | {', '.join(peers)} | {one['n']} |")
     return "\n".join(lines)
 
 
@@ -223,9 +225,8 @@ def reuse_benchmark(
     """
     from workbench.benchmarks.reuse import bench_reuse
 
-    bundle = bundle_of(
-        qwen2_checkpoint(folder, layers), folder, json, max_seq_len=context, t_max=64
-    )
+    checkpoint = qwen2_checkpoint(folder, layers)
+    bundle = bundle_of(checkpoint, folder, json, max_seq_len=context, t_max=64)
     contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
     decoder = workbench.Decoder(bundle, fast=True)
     rows = bench_reuse(decoder, contexts=contexts, rounds=rounds, progress=not json)
@@ -275,18 +276,20 @@ def export_benchmark(
     from workbench.benchmarks.export_runs import export_layers, export_once
 
     dims, count = model(family)
-    name, layers = f"{family}-bf16", layers or count
-    path = random_checkpoint(
-        folder, name, family, layers, dtype="bfloat16", **dims
-    ).path
+    what = f"{family}-bf16", family, layers or count
+    checkpoint = random_checkpoint(folder, *what, dtype="bfloat16", **dims)
     options = {"compress": compress}
     if family == "zaya":
         options["moe"] = moe
     if target != "coreml":
         options["target"] = target
-    layer_run = export_layers if plain else None
     result = compare_exports(
-        export_once, layer_run, path, folder / "export", rounds, options
+        export_once,
+        export_layers if plain else None,
+        checkpoint.path,
+        folder / "export",
+        rounds,
+        options,
     )
     show_rows(**result, json=json)
 

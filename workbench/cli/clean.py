@@ -36,17 +36,15 @@ def clean_command(
     if yes:
         for entry in entries:
             remove(entry)
-    total = sum(entry.bytes for entry in entries)
-    lines = [
-        f"{entry.bytes / 2**20:10.1f} MiB  {entry.kind:11} {entry.path}"
-        for entry in entries
-    ]
+    total, lines, rows = 0, [], []
+    for entry in entries:
+        total += entry.bytes
+        lines.append(f"{entry.bytes / 2**20:10.1f} MiB  {entry.kind:11} {entry.path}")
+        rows.append(vars(entry) | {"path": str(entry.path)})
+    end = "in all; workbench clean --yes removes them"
     if yes:
         end = "removed"
-    else:
-        end = "in all; workbench clean --yes removes them"
-    lines.append(
-        f"{total / 2**20:10.1f} MiB  {end}" if entries else "nothing to remove"
-    )
-    rows = [{**vars(entry), "path": str(entry.path)} for entry in entries]
+    lines.append(f"{total / 2**20:10.1f} MiB  {end}")
+    if not entries:
+        lines = ["nothing to remove"]
     show({"bytes": total, "removed": yes, "entries": rows}, json, lines)

@@ -74,23 +74,20 @@ def register(app: Typer, functions: dict, suffix: str) -> None:
         for option, line in re.findall(r"^    (\w+): (.+)$", options, re.MULTILINE):
             switch = [f"--{option}"] if defaults[option].default is False else []
             kind = function.__annotations__[option]
-            function.__annotations__[option] = Annotated[
-                kind, Option(*switch, help=line)
-            ]
+            help_ = Option(*switch, help=line)
+            function.__annotations__[option] = Annotated[kind, help_]
         command = name.removesuffix(suffix).replace("_", "-")
-        app.command(command, help=text, rich_help_panel=functions.get("PANEL"))(
-            function
-        )
+        about = {"help": text, "rich_help_panel": functions.get("PANEL")}
+        app.command(command, **about)(function)
 
 
 def show(result: dict, json: bool, lines: list[str]) -> None:
     """Prints the result as one JSON object, or its text lines; exits 1 when its verdict
     is RED."""
-    echo(
-        dumps(jsonable(result), default=str, allow_nan=False)
-        if json
-        else "\n".join(lines)
-    )
+    text = "\n".join(lines)
+    if json:
+        text = dumps(jsonable(result), default=str, allow_nan=False)
+    echo(text)
     if result.get("verdict") == "RED":
         raise Exit(1)
 
@@ -107,15 +104,15 @@ def gate_lines(gates: list) -> list[str]:
     compare two models then."""
     for gate in gates:
         if (gate.name, gate.verdict) == ("golden_is_of_this_checkpoint", "RED"):
-            return [
-                gate_line(gate)
-                + ": the other gates compare two models (--json has them)"
-            ]
+            note = ": the other gates compare two models (--json has them)"
+            return [gate_line(gate) + note]
     return list(map(gate_line, red_first(gates)))
 
 
 def gate_line(gate) -> str:
-    value = "" if gate.value is None else f"{gate.value:<12.6g}"
+    value = ""
+    if gate.value is not None:
+        value = f"{gate.value:<12.6g}"
     return f"{gate.verdict:8}{gate.name:29}{value}{gate.reason}"
 
 
@@ -189,14 +186,6 @@ def open_folder(path: Path):
     from workbench.adopt.folder import Adopted
 
     return Adopted.open(path)
-
-
-def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:
-    """The folder of the tokenizer: the checkpoint where there is one, else the bundle's
-    copy."""
-    if checkpoint:
-        return paths.checkpoint(checkpoint)
-    return bundle.tokenizer
 
 
 def prompt_of(

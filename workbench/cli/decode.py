@@ -73,14 +73,15 @@ def decode_command(
     sampling = Sampling(temperature, top_k, top_p, seed)
     if prompt is None:
         ids = prompt_of(golden, prompt_ids, bundles[0].manifest.dims.V)
+    elif chat:
+        ids = encode_chat(bundles[0].tokenizer, prompt)
     else:
-        ids = (encode_chat if chat else encode_text)(bundles[0].tokenizer, prompt)
+        ids = encode_text(bundles[0].tokenizer, prompt)
     how = {"fast": not literal, "compute_units": compute_units}
     decoder, *source = [open_decoder(b, runtime, precision, **how) for b in bundles]
     on_text = None if json else partial(echo, nl=False)
-    result = transcript(
-        decoder, ids, max_new, logits, sampling, *source, on_text=on_text
-    )
+    what = decoder, ids, max_new, logits, sampling, *source
+    result = transcript(*what, on_text=on_text)
     show(result, json, _transcript_lines(result))
 
 
@@ -93,19 +94,17 @@ def _look_at_source(
         raise InputError("prompt", actual, "one of them", "give one of them")
     look_at(golden, None)
     if chat and prompt is None:
-        raise InputError(
-            "--chat", "token ids", "a text to answer", "give --prompt TEXT"
-        )
+        step = "give --prompt TEXT"
+        raise InputError("--chat", "token ids", "a text to answer", step)
 
 
 def _transcript_lines(result: dict) -> list[str]:
     """The token ids, empty where their text was printed as it came, and the summary
     line."""
     times = result["decode"]
+    ids = ""
     if result["text"] is None:
         ids = ",".join(map(str, result["tokens"]))
-    else:
-        ids = ""
     summary = f"{times['tokens']} tokens"
     if times["tokens_per_s"] is not None:
         summary += f", {times['tokens_per_s']:.1f} tok/s"
@@ -144,15 +143,12 @@ def reuse_command(
             workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
         )
     matrix = check_reuse(*decoders, max_new=max_new, progress=not json)
-    show(
-        matrix.json(), json, [matrix.verdict, *map(_cell_line, red_first(matrix.cells))]
-    )
+    lines = map(_cell_line, red_first(matrix.cells))
+    show(matrix.json(), json, [matrix.verdict, *lines])
 
 
 def _cell_line(c) -> str:
     """A cell of the cache-reuse matrix in one line."""
     path = "stream" if c.streaming else "generate"
-    settings = (
-        f"batch {c.batch}  {c.cache:5} {path:9}{c.format:5}context {c.context:<6}"
-    )
-    return f"{c.verdict:8}{settings}{c.reason}"
+    how = f"batch {c.batch}  {c.cache:5} {path:9}{c.format:5}context {c.context:<6}"
+    return f"{c.verdict:8}{how}{c.reason}"

@@ -20,7 +20,6 @@ from workbench.cli.common import (
     parse_ids,
     record,
     show,
-    tokenizer_folder,
 )
 from workbench.errors import InputError
 
@@ -70,22 +69,19 @@ def evaluate_command(
     from workbench.log import project
     from workbench.sweep.caches import EVALUATIONS
 
-    if text:
-        tokens = encode_text(tokenizer_folder(opened, checkpoint), words)
-    else:
+    if ids:
         tokens = parse_ids(words, "--ids")
+    elif checkpoint:
+        tokens = encode_text(paths.checkpoint(checkpoint), words)
+    else:
+        tokens = encode_text(opened.tokenizer, words)
     reference = _reference(golden, checkpoint)
     decoder = open_decoder(opened, runtime, precision, compute_units=compute_units)
     options = {"window": window, "stride": stride, "folder": project() / EVALUATIONS}
     result = evaluate(decoder, tokens, reference, **options, progress=not json)
     if log:
-        record(
-            "evaluate",
-            result,
-            opened,
-            {"config": {"evaluation": dict(result)}},
-            decoder,
-        )
+        row = {"config": {"evaluation": dict(result)}}
+        record("evaluate", result, opened, row, decoder)
     show(result, json, _lines(result))
 
 
@@ -125,4 +121,6 @@ def _lines(result: dict) -> list[str]:
             f"KL           {kl}; mean {figure('kl_mean', result['kl']['mean'])}",
             f"same top     {figure('same_top', result['same_top'])}",
         ]
-    return lines + ([] if intervals else ["too few windows for intervals"])
+    if not intervals:
+        lines.append("too few windows for intervals")
+    return lines

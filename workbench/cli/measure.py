@@ -36,9 +36,13 @@ def doctor_command(json: Json = False) -> None:
     result = examine()
     lines = []
     for name, value in result.items():
+        if value is None:
+            value = "–"
         if name != "notes":
-            lines.append(f"{name:20}{'–' if value is None else value}")
-    show(result, json, lines + [f"- {note}" for note in result["notes"]])
+            lines.append(f"{name:20}{value}")
+    for note in result["notes"]:
+        lines.append(f"- {note}")
+    show(result, json, lines)
 
 
 def memory_command(
@@ -68,9 +72,11 @@ def memory_command(
         size = budgets.machine_bytes()
     else:
         size = budgets.parse_bytes(memory)
+    works = None
     if bundle:
-        budget, core_ai = budgets.budget_of_bundle(bundle, size), of_core_ai(bundle)
-        works = None if core_ai else roofline.bundle_work(bundle)
+        budget = budgets.budget_of_bundle(bundle, size)
+        if not of_core_ai(bundle):
+            works = roofline.bundle_work(bundle)
     else:
         from workbench.models.checkpoint import Checkpoint
 
@@ -80,32 +86,33 @@ def memory_command(
         )
         budget = budgets.budget_of_checkpoint(checkpoint, options, size)
         works = budgets.decode_work(checkpoint, options)
-    sizes = budget.json()
+    result = budget.json()
+    lines = _size_lines(result, budgets.MAC_SHARE)
+    result |= {"predicted": None, "predicted_misfit": None}
+    if works is None:
+        lines.append("no speed is predicted of Core AI programs")
+    else:
+        speeds = roofline.by_chip(works)
+        misfit = float(roofline.misfits()["misfit"].abs().median())
+        result["predicted"] = speeds.to_dict("records")
+        result["predicted_misfit"] = misfit
+        lines += [
+            "",
+            f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
+            speeds.to_string(index=False, float_format="%.3g"),
+        ]
+    show(result, json, lines)
+
+
+def _size_lines(sizes: dict, share: float) -> list[str]:
+    """A budget as text, and whether the machine has as much memory."""
     lines = []
     for name, value in sizes.items():
         if not name.startswith("fits"):
             lines.append(f"{name:14}{value / 2**20:12.2f} MiB")
     answers = {True: "fits", False: "does not fit"}
-    share = f"a Mac of as much memory, of which it may take {budgets.MAC_SHARE:.0%}"
-    lines += [
-        answers[bool(sizes["fits"])],
-        f"{answers[bool(sizes['fits_mac'])]} {share}",
-    ]
-    if works is None:
-        lines.append("no speed is predicted of Core AI programs")
-        return show(sizes | {"predicted": None, "predicted_misfit": None}, json, lines)
-    speeds = roofline.by_chip(works)
-    misfit = float(roofline.misfits()["misfit"].abs().median())
-    lines += [
-        "",
-        f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
-        speeds.to_string(index=False, float_format="%.3g"),
-    ]
-    show(
-        sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit},
-        json,
-        lines,
-    )
+    mac = f"a Mac of as much memory, of which it may take {share:.0%}"
+    return [*lines, answers[sizes["fits"]], f"{answers[sizes['fits_mac']]} {mac}"]
 
 
 def residency_command(
@@ -128,38 +135,56 @@ def residency_command(
     """
     if packages := _packages(bundle):
         bundles_only(record=log)
-        return show(*_package_residency(packages, chip, function, json))
-    opened = workbench.Bundle.open(bundle)
-    core_ml_only(opened, "residency")
+        placements, facts = _package_placements(packages, chip, function), []
+    else:
+        opened = workbench.Bundle.open(bundle)
+        core_ml_only(opened, "residency")
+        placements, facts = _placements(opened, chip, compute_units, runtime)
+    from workbench.ane import placement
+
+    facts += placement.contradictions(placements)
+    source = placements[0].source
+    result = {
+        "source": source,
+        "chip": chip if source == "predicted" else None,
+        "known": facts,
+        "shards": [placed.json() for placed in placements],
+    }
+    if log:
+        record("residency", result, opened, placement.columns(placements))
+    show(result, json, [*placement.lines(placements), *facts])
+
+
+def _placements(
+    bundle, chip: str, compute_units: str, runtime: str
+) -> tuple[list, list[str]]:
+    """Core ML's plans for a bundle, or predictions where there is no Core ML; and the
+    reason if its plans are missing."""
     from workbench.ane import placement, roofline
     from workbench.runtime import check_compute_units, named, resolve
     from workbench.sweep.plans import planned_placement
 
     check_compute_units(compute_units)
     (name, fault), facts = named(resolve(runtime)), []
-    planned = name != "portable"
-    if planned:
+    if name != "portable":
         try:
             how = name, compute_units, fault
-            placements = planned_placement(opened, opened.manifest.shards, *how)
+            return planned_placement(bundle, bundle.manifest.shards, *how), []
         except InputError as problem:
-            planned, facts = (
-                False,
-                [f"Predicted, since Core ML gave no plan: {problem}"],
-            )
-    if not planned:
-        generation = int(roofline.chip(chip).name[1])
-        placements = placement.predicted_placement(opened, generation=generation)
-    facts += placement.contradictions(placements)
-    result = {
-        "source": placements[0].source,
-        "chip": None if planned else chip,
-        "known": facts,
-        "shards": [p.json() for p in placements],
-    }
-    if log:
-        record("residency", result, opened, placement.columns(placements))
-    show(result, json, [*placement.lines(placements), *facts])
+            facts = [f"Predicted, since Core ML gave no plan: {problem}"]
+    generation = roofline.chip(chip).generation
+    return placement.predicted_placement(bundle, generation), facts
+
+
+def _package_placements(packages: list[Path], chip: str, function: str | None) -> list:
+    """The predicted placements of packages without a bundle."""
+    from workbench.ane import placement, roofline
+
+    how = {"generation": roofline.chip(chip).generation, "function": function}
+    placements = []
+    for package in packages:
+        placements += placement.package_placement(package, **how)
+    return placements
 
 
 def _packages(path: Path) -> list[Path]:
@@ -169,28 +194,7 @@ def _packages(path: Path) -> list[Path]:
         from workbench.adopt.folder import Adopted
 
         adopted = Adopted.open(path)
-        return list(
-            dict.fromkeys(adopted.package(part) for part in adopted.foreign.parts)
-        )
+        return list(dict.fromkeys(map(adopted.package, adopted.foreign.parts)))
     if paths.is_package(paths.bundle_or_package(path)):
         return [path]
     return []
-
-
-def _package_residency(
-    packages: list[Path], chip: str, function: str | None, json: bool
-) -> tuple:
-    """The arguments of `show` for the predicted placement of packages without a
-    bundle."""
-    from workbench.ane import placement, roofline
-
-    generation = int(roofline.chip(chip).name[1])
-    placements = []
-    for package in packages:
-        placements += placement.package_placement(
-            package, generation, function=function
-        )
-    facts = placement.contradictions(placements)
-    shards = [placed.json() for placed in placements]
-    result = {"source": "predicted", "chip": chip, "known": facts, "shards": shards}
-    return result, json, [*placement.lines(placements), *facts]

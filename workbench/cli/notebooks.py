@@ -41,21 +41,22 @@ def run_command(
     parameters = dict(map(_parameter, set_))
     names = {number: parameter_names(number) for number in numbers}
     unknown = parameters.keys() - set().union(*names.values())
-    results = []
+    results, extracts, verdict = [], [], "GREEN"
+    how = {"progress": not json, "publish": publish}
     try:
         for number in numbers:
-            chosen = parameters.keys() & (names[number] | unknown)
-            values = {name: parameters[name] for name in parameters if name in chosen}
-            results.append(
-                run_notebook(number, values, progress=not json, publish=publish)
-            )
+            chosen = names[number] | unknown
+            values = {
+                name: value for name, value in parameters.items() if name in chosen
+            }
+            results.append(run_notebook(number, values, **how))
+            if results[-1]["verdict"] == "RED":
+                verdict = "RED"
+            if values.get("EXTRACT"):
+                extracts.append(number)
     except CellError as problem:
         echo(f"workbench: {problem}", err=True)
         raise Exit(3) from None
-    extracts = []
-    if parameters.get("EXTRACT"):
-        extracts = [number for number in numbers if "EXTRACT" in names[number]]
-    verdict = "RED" if "RED" in [result["verdict"] for result in results] else "GREEN"
     lines = _run_lines(results, verdict, extracts)
     show({"verdict": verdict, "experiments": results}, json, lines)
 
@@ -83,9 +84,10 @@ def _run_lines(results: list[dict], verdict: str, extracts: list[str]) -> list[s
 def _headline(figures: list[str]) -> str:
     """The figure to open first: `planted` or `speed` where there is one, else the
     first."""
-    return next(
-        (p for p in figures if Path(p).stem in ("planted", "speed")), figures[0]
-    )
+    for figure in figures:
+        if Path(figure).stem in ("planted", "speed"):
+            return figure
+    return figures[0]
 
 
 def _parameter(text: str) -> tuple[str, object]:
@@ -102,9 +104,8 @@ def _parameter(text: str) -> tuple[str, object]:
             if isinstance(parsed, dict) and value[0] != "{":
                 parsed = value
             return name, parsed
-    raise InputError(
-        "--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128"
-    )
+    step = "write for example --set MAX_SEQ_LEN=128"
+    raise InputError("--set", repr(text), "NAME=VALUE", step)
 
 
 def report_command(
@@ -149,9 +150,8 @@ def report_command(
     if all_:
         path = str(page.write_site(log.project(log_dir) / "build" / "report", log_dir))
         return show({"html": path}, json, [path])
-    report = (writeup.publish if publish else writeup.write_report)(
-        experiment, log_dir, run
-    )
+    write = writeup.publish if publish else writeup.write_report
+    report = write(experiment, log_dir, run)
     result = {"report": str(report)}
     if html:
         result["html"] = str(page.write_page(report, experiment, log_dir, run))

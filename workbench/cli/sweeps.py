@@ -90,10 +90,8 @@ def log_command(
         echo(rows.to_json(orient="records", date_format="iso"))
     elif rows.empty:
         folder = log_dir or workbench.log.default_root()
-        echo(
-            f"no row of {table} in the log at {folder}"
-            + (" fits" if where else "; --log names another")
-        )
+        end = " fits" if where else "; --log names another"
+        echo(f"no row of {table} in the log at {folder}{end}")
     else:
         rows = rows.dropna(axis="columns", how="all")
         echo(rows.to_string(index=False, max_colwidth=32))
@@ -103,16 +101,15 @@ def _import(file: Path | None, log_dir: Path | None, json: bool) -> None:
     from workbench.firstlight.archive import import_zip
 
     if file is None:
+        needed = "what workbench first-light wrote"
         step = "write: workbench log import ZIP"
-        raise InputError(
-            "log import", "no file", "what workbench first-light wrote", step
-        )
+        raise InputError("log import", "no file", needed, step)
     result = import_zip(file, log_dir)
-    label = " (simulated)" if result["simulated"] else ""
-    line = (
-        f"{result['imported']} new of {len(result['runs'])} runs of {result['machine']}"
-    )
-    show(result, json, [f"{line}, {result['runtime']}{label}"])
+    count = f"{result['imported']} new of {len(result['runs'])} runs"
+    line = f"{count} of {result['machine']}, {result['runtime']}"
+    if result["simulated"]:
+        line += " (simulated)"
+    show(result, json, [line])
 
 
 def compare_command(
@@ -163,9 +160,7 @@ def diff_command(
         "metric": difference.metric,
         "T": list(difference.Ts),
         "cells": len(difference.cells),
-        "largest": {
-            name: worst[name].item() for name in ("layer", "position", "a", "b")
-        },
+        "largest": worst[["layer", "position", "a", "b"]].to_dict(),
         "gates": difference.gates.to_dict("records"),
         "settings": difference.settings.to_dict("records"),
         "figures": [str(path) for path in paths],
@@ -176,8 +171,9 @@ def diff_command(
         "",
         f"{tensor}, {difference.metric}: {len(difference.cells)} cells; "
         f"largest difference at {place}: A {worst['a']:.3g}, B {worst['b']:.3g}",
-        *(f"{g['gate']:29}A {g['a']}, B {g['b']}" for g in result["gates"]),
-        *([] if len(difference.gates) else ["no gate changed its verdict"]),
-        *result["figures"],
     ]
-    show(result, json, lines)
+    for gate in result["gates"]:
+        lines.append(f"{gate['gate']:29}A {gate['a']}, B {gate['b']}")
+    if not result["gates"]:
+        lines.append("no gate changed its verdict")
+    show(result, json, lines + result["figures"])

@@ -10,6 +10,7 @@ import re
 import tempfile
 import zipfile
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -33,8 +34,8 @@ _BROKEN = (
     KeyError,
     TypeError,
     ValueError,
+    RuntimeError,  # an encrypted member, or a compression that is not there
 )
-_BROKEN += (RuntimeError,)  # an encrypted member, or a compression that is not there
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 STEP = "ask for the file again; nothing was imported"
 
@@ -47,9 +48,8 @@ def members(result: dict, folder: Path) -> dict[str, bytes]:
         result: of `measure.first_light`, run in `folder`.
     """
     names = identifiers()
-    contents = {
-        RESULT: json.dumps(anonymous(result, names), indent=1, default=str).encode()
-    }
+    text = json.dumps(anonymous(result, names), indent=1, default=str)
+    contents = {RESULT: text.encode()}
     for path in sorted(folder.glob("*.stderr")):
         if text := path.read_text():
             contents[f"stderr/{path.stem}.txt"] = anonymous(text, names).encode()
@@ -82,11 +82,10 @@ def write(contents: dict[str, bytes], path: Path) -> None:
     """Writes the zip atomically; equal contents give equal bytes."""
 
     def pack(file) -> None:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(file, "w") as archive:
             for name, data in contents.items():
-                archive.writestr(
-                    zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED
-                )
+                member = zipfile.ZipInfo(name, _EPOCH)
+                archive.writestr(member, data, zipfile.ZIP_DEFLATED)
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, pack)
@@ -113,21 +112,18 @@ def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
     except FileNotFoundError:
         raise InputError(subject, "no such file", needed, "correct the path") from None
     except _BROKEN as problem:
-        raise InputError(
-            subject, f"{type(problem).__name__}: {problem}", needed, STEP
-        ) from None
+        actual = f"{type(problem).__name__}: {problem}"
+        raise InputError(subject, actual, needed, STEP) from None
     if schema != SCHEMA:
-        raise InputError(
-            subject, f"schema {schema}", f"schema {SCHEMA}", "update the workbench"
-        )
+        needed, step = f"schema {SCHEMA}", "update the workbench"
+        raise InputError(subject, f"schema {schema}", needed, step)
     files = {}
     for name, data in contents.items():
         if match := _LOG_MEMBER.fullmatch(name):
             files[match[1]] = data
         elif name != RESULT and not re.fullmatch(r"stderr/\w+\.txt", name):
-            raise InputError(
-                f"{subject}, member {name!r}", "a foreign file", needed, STEP
-            )
+            member = f"{subject}, member {name!r}"
+            raise InputError(member, "a foreign file", needed, STEP)
     return result, files
 
 
@@ -144,28 +140,27 @@ def import_zip(path: str | Path, root: log.store.Root = None) -> dict:
     from workbench.log.machine import machine_name
 
     result, files = read(path)
-    run_ids = sorted({Path(name).stem for name in files})
+    subject = f"first light {Path(path).name}"
+    by_run = defaultdict(dict)
     with tempfile.TemporaryDirectory() as trial:
         for name, data in files.items():
-            (Path(trial) / name).parent.mkdir(exist_ok=True)
-            (Path(trial) / name).write_bytes(data)
+            file = Path(trial) / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+            by_run[file.stem][name] = data
         for table in SCHEMAS:
             try:
                 rows = log.load(table, trial)
             except (InputError, pa.ArrowException) as problem:
-                subject = f"first light {Path(path).name}, table {table}"
-                raise InputError(
-                    subject, str(problem), "rows of the log", STEP
-                ) from None
-            if table == "runs" and set(rows["run_id"]) != set(run_ids):
-                subject = f"first light {Path(path).name}"
-                actual = f"{len(rows)} rows in runs for {len(run_ids)} runs"
+                where = f"{subject}, table {table}"
+                raise InputError(where, str(problem), "rows of the log", STEP) from None
+            if table == "runs" and set(rows["run_id"]) != by_run.keys():
+                actual = f"{len(rows)} rows in runs for {len(by_run)} runs"
                 raise InputError(subject, actual, "a row for each", STEP)
     present = set(log.load("runs", root)["run_id"])
+    run_ids = sorted(by_run)
     for run_id in run_ids:
-        log.adopt(
-            {n: data for n, data in files.items() if Path(n).stem == run_id}, root
-        )
+        log.adopt(by_run[run_id], root)
     return {
         "machine": machine_name(result["machine"]),
         "runtime": result["runtime"],

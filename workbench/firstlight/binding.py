@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -46,27 +47,22 @@ SPECIAL = {
 
 
 def binding_cases() -> list[dict]:
-    arrays = []
-    for to in BINDING:
-        for name in ARRAYS:
-            arrays.append({"case": f"{to} {name}", "to": to, "array": name})
-    values = [{"case": f"round trip {name}", "value": name} for name in SPECIAL]
-    return [*arrays, *values, {"case": "output"}, {"case": "stdout of compile"}]
+    cases = []
+    for to, name in product(BINDING, ARRAYS):
+        cases.append({"case": f"{to} {name}", "to": to, "array": name})
+    for name in SPECIAL:
+        cases.append({"case": f"round trip {name}", "value": name})
+    return [*cases, {"case": "output"}, {"case": "stdout of compile"}]
 
 
 @cache
 def _state_shard(job: Job):
     """Bundle, loaded model and state of the rung `state` on the CPU, its calls' first
     inputs."""
-    rung = rungs.ladder()["state"]
-    bundle = rungs.bundle_of(rung, job.folder)
-    model = job.model(bundle, rungs.shard_of(rung, bundle), "CPU_ONLY")
-    return (
-        bundle,
-        model,
-        model.make_state(),
-        rungs.call_inputs(bundle, model.shard, 1, 0, 1),
-    )
+    bundle, shard = rungs.opened(rungs.ladder()["state"], job.folder)
+    model = job.model(bundle, shard, "CPU_ONLY")
+    inputs = rungs.call_inputs(bundle, shard, 1, 0, 1)
+    return bundle, model, model.make_state(), inputs
 
 
 def _write_state(model, state, inputs: dict, change: Callable) -> None:
@@ -92,8 +88,9 @@ def measure_binding(case: dict, job: Job) -> dict:
     if case["case"] == "output":
         outputs = model.model.predict(inputs, state.raw.state)
         (output,) = outputs.values()
-        about = {"dtype": str(output.dtype), "contiguous": output.flags.c_contiguous}
-        return about | {"accepted": about == {"dtype": "float32", "contiguous": True}}
+        dtype, contiguous = str(output.dtype), output.flags.c_contiguous
+        accepted = dtype == "float32" and contiguous
+        return {"dtype": dtype, "contiguous": contiguous, "accepted": accepted}
     return _stdout_of_compile(bundle.package(model.shard), job)
 
 
@@ -114,10 +111,11 @@ def _array_case(case: dict, model, state, inputs: dict) -> dict:
 def _round_trip(value: float, state) -> dict:
     """Whether a value that is written to a state is read back with the same fp16
     bits."""
-    array = np.array(state.raw.state.read_state(K_STATE))
+    handle = state.raw.state
+    array = np.array(handle.read_state(K_STATE))
     array.flat[0] = value
-    state.raw.state.write_state(K_STATE, array)
-    read = np.float32(state.raw.state.read_state(K_STATE).flat[0])
+    handle.write_state(K_STATE, array)
+    read = np.float32(handle.read_state(K_STATE).flat[0])
     with np.errstate(over="ignore"):
         halves = np.float32([value, read]).astype(np.float16)
     bits = [f"{half.view(np.uint16):#06x}" for half in halves]

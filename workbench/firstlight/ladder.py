@@ -1,6 +1,8 @@
 """Measures each rung of the ladder on a compute unit: compiling, loading, values,
 times, and Core ML's plan."""
 
+from itertools import product
+
 import numpy as np
 
 from workbench.ane import placement
@@ -10,7 +12,7 @@ from workbench.check import device
 from workbench.errors import InputError
 from workbench.firstlight import rungs
 from workbench.firstlight.job import Job
-from workbench.firstlight.times import median, time_calls
+from workbench.firstlight.times import medians, time_calls
 from workbench.runtime import Model, named
 from workbench.sweep.plans import plan_job
 
@@ -20,27 +22,20 @@ REPEATED_CALLS = 10  # of a rung, for its time on a unit
 def ladder_cases() -> list[dict]:
     """Every rung on CPU_ONLY and CPU_AND_NE, two of them on all units; then the plans,
     which may abort the process."""
-    cases = []
-    for name in rungs.ladder():
-        for units in ("CPU_ONLY", "CPU_AND_NE"):
-            cases.append({"rung": name, "units": units})
-    for name in ("state", "range"):
-        for units in ("ALL", "CPU_AND_GPU"):
-            cases.append({"rung": name, "units": units})
-    plans = []
-    for case in cases:
-        if case["units"] == "CPU_AND_NE":
-            plans.append(case | {"ask": "plan"})
-    return [case | {"ask": "run"} for case in cases] + plans
+    names = list(rungs.ladder())
+    cases = [
+        *product(names, ("CPU_ONLY", "CPU_AND_NE"), ("run",)),
+        *product(("state", "range"), ("ALL", "CPU_AND_GPU"), ("run",)),
+        *product(names, ("CPU_AND_NE",), ("plan",)),
+    ]
+    return [dict(zip(("rung", "units", "ask"), case)) for case in cases]
 
 
 def measure_rung(case: dict, job: Job) -> dict:
     """The result of one shard on one compute unit: sizes, distances from the portable
     results, times; or Core ML's plan for it."""
-    rung = rungs.ladder()[case["rung"]]
-    bundle = rungs.bundle_of(rung, job.folder)
-    shard = rungs.shard_of(rung, bundle)
-    units = case["units"]
+    rung, units = rungs.ladder()[case["rung"]], case["units"]
+    bundle, shard = rungs.opened(rung, job.folder)
     if case["ask"] == "plan":
         return _plan(bundle, shard, units, job)
     digest = rungs.digest(bundle.package(shard))
@@ -51,7 +46,9 @@ def measure_rung(case: dict, job: Job) -> dict:
         again = job.model(bundle, shard, units)
         calls = list(rungs.run_calls(bundle, model))
         about |= _compared(calls, rungs.shipped_results(rung.name))
-        about |= _times(bundle, model) | _nan(bundle, model)
+        T = rungs.tokens_per_call(bundle)[0]
+        about |= medians(time_calls(bundle, model, T, REPEATED_CALLS, 5.0))
+        about |= _nan(bundle, model, T)
     except InputError as problem:
         return about | {"status": "refused", "reason": str(problem)}
     ms = model.loading_ms  # `cold_load`: where the runtime distinguishes the first load
@@ -74,31 +71,22 @@ def _compared(
 ) -> dict:
     """The largest distances at T = 1 and at T > 1, relative to the distance of fp16
     sums."""
-    one, more = [], []
-    finite = True
+    ratios, finite, verdict = {"ratio_t1": [], "ratio_t": []}, True, "GREEN"
     for (T, output), result in zip(calls, expected, strict=True):
-        (one if T == 1 else more).append(result.ratio(output))
+        ratio = result.ratio(output)
+        ratios["ratio_t1" if T == 1 else "ratio_t"].append(ratio)
         finite = finite and bool(np.isfinite(output).all())
-    near = finite and all(ratio <= device.DEVICE_FACTOR for ratio in one + more)
-    worst = {"ratio_t1": max(one, default=None), "ratio_t": max(more, default=None)}
-    return worst | {"finite": finite, "verdict": "GREEN" if near else "RED"}
+        if not (finite and ratio <= device.DEVICE_FACTOR):
+            verdict = "RED"
+    worst = {name: max(values, default=None) for name, values in ratios.items()}
+    return worst | {"finite": finite, "verdict": verdict}
 
 
-def _times(bundle: Bundle, model: Model) -> dict:
-    samples = time_calls(
-        bundle, model, rungs.tokens_per_call(bundle)[0], REPEATED_CALLS, 5.0
-    )
-    return {name: median(samples[name]) for name in ("wall_ms", "native_ms", "cpu_ms")}
-
-
-def _nan(bundle: Bundle, model: Model) -> dict:
+def _nan(bundle: Bundle, model: Model, T: int) -> dict:
     """Whether a NaN in the input gives a NaN in the output, as on the portable
     runtime."""
-    T = rungs.tokens_per_call(bundle)[0]
     inputs = rungs.call_inputs(bundle, model.shard, T, 0, 1)
     inputs[X].flat[0] = np.nan
-    state = model.make_state() if model.shard.states else None
-    outputs = model.predict(inputs, state)
-    return {
-        "nan_comes_out": not all(np.isfinite(value).all() for value in outputs.values())
-    }
+    outputs = model.predict(inputs, rungs.fresh_state(model))
+    finite = all(np.isfinite(value).all() for value in outputs.values())
+    return {"nan_comes_out": not finite}

@@ -60,35 +60,31 @@ def first_light(
     """
     runtime = runtime or default_runtime()
     name, fault = named(runtime)
-    stages = STAGES if stages is None else stages
+    simulated = bool(fault)
     facts = log.environment()
     missing = _missing(runtime)
     results = []
     run_ids = []
     lines = lines or folder / "rows.jsonl"
-    for stage in stages:
+    for stage, about in (stages or STAGES).items():
+        result = {"stage": stage, "says": about.says}
         if missing and stage != "facts":
-            result = {
-                "status": "not_measured",
-                "reason": missing,
-                "seconds": 0.0,
-                "rows": [],
-            }
+            result |= {"status": "not_measured", "reason": missing}
+            result |= {"seconds": 0.0, "rows": []}
         else:
-            result = run_stage(stage, runtime, folder, stages[stage].timeout_s, lines)
-        about = {"stage": stage, "says": stages[stage].says} | result
-        row = {"command": f"first-light {stage}", "status": LOGGED[about["status"]]}
-        row |= {"reason": about["reason"], "runtime": name}
-        config = {"first_light": about | {"simulated": bool(fault), "runtime": runtime}}
-        root = folder / "log"
-        run_ids.append(runs.record_run(EXPERIMENT, row | {"config": config}, root=root))
-        results.append(about)
-        progress(about)
+            result |= run_stage(stage, runtime, folder, about.timeout_s, lines)
+        row = {"command": f"first-light {stage}", "status": LOGGED[result["status"]]}
+        row |= {"reason": result["reason"], "runtime": name}
+        settings = {"simulated": simulated, "runtime": runtime}
+        row["config"] = {"first_light": result | settings}
+        run_ids.append(runs.record_run(EXPERIMENT, row, root=folder / "log"))
+        results.append(result)
+        progress(result)
     return {
         "schema": SCHEMA,
         "commit": facts["commit"],
         "runtime": runtime,
-        "simulated": bool(fault),
+        "simulated": simulated,
         "machine": facts | {"time": facts["time"].isoformat()},
         "stages": results,
         "not_measured": _not_measured(results),
@@ -112,17 +108,17 @@ def run_stage(
     appended to the file `lines`, the stderr of the stage's processes is written to
     `folder`."""
     start, deaths, notes = time.monotonic(), [], []
-    job = {
-        "stage": stage,
-        "runtime": runtime,
-        "folder": str(folder),
-        "lines": str(lines),
-    }
+    job = {"stage": stage, "runtime": runtime}
+    job |= {"folder": str(folder), "lines": str(lines)}
+    function = "workbench.firstlight.stages:stage_main"
     cases, rows = STAGES[stage].cases(), []
-    while (
-        len(rows) < len(cases) and (left := timeout_s - (time.monotonic() - start)) > 1
-    ):
-        function = "workbench.firstlight.stages:stage_main"
+    while len(rows) < len(cases):
+        left = timeout_s - (time.monotonic() - start)
+        if left <= 1:
+            missing = len(cases) - len(rows)
+            death = f"{missing} of {len(cases)} cases not reached in {timeout_s} s"
+            deaths.append(death)
+            break
         argument = job | {"skip": len(rows)}
         outcome = process.call(function, argument, timeout_s=round(left, 1))
         notes += outcome.value or outcome.lines
@@ -132,13 +128,14 @@ def run_stage(
             write_line(lines, {"stage": stage} | died)
             deaths.append(outcome.failure)
             rows = read_lines(lines, stage)
-    if len(rows) < len(cases):
-        missing = len(cases) - len(rows)
-        deaths.append(f"{missing} of {len(cases)} cases not reached in {timeout_s} s")
     (folder / f"{stage}.stderr").write_text("".join(f"{line}\n" for line in notes))
-    done = "measured" if named(runtime)[0] == "coreml" else "stand-in"
+    status = "stand-in"
+    if deaths:
+        status = "failed"
+    elif named(runtime)[0] == "coreml":
+        status = "measured"
     return {
-        "status": "failed" if deaths else done,
+        "status": status,
         "reason": scrubbed("; ".join(dict.fromkeys(deaths))) or None,
         "seconds": round(time.monotonic() - start, 1),
         "rows": rows,

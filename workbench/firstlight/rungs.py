@@ -87,14 +87,11 @@ def exported(source: Path, folder: Path, **options) -> Bundle:
     return bundle_for(Checkpoint(source), options, folder)
 
 
-def bundle_of(rung: Rung, folder: Path) -> Bundle:
-    """The bundle that a rung's shard is in."""
-    return exported(seeded_checkpoint(rung.checkpoint, folder), folder, **rung.options)
-
-
-def shard_of(rung: Rung, bundle: Bundle) -> Shard:
-    """The shard that a rung runs."""
-    return bundle.shards(rung.kind)[0]
+def opened(rung: Rung, folder: Path) -> tuple[Bundle, Shard]:
+    """The shard that a rung runs, behind its bundle in `folder`."""
+    source = seeded_checkpoint(rung.checkpoint, folder)
+    bundle = exported(source, folder, **rung.options)
+    return bundle, bundle.shards(rung.kind)[0]
 
 
 def digest(package: Path) -> str:
@@ -124,15 +121,19 @@ def call_inputs(bundle: Bundle, shard: Shard, T: int, offset: int, seed: int) ->
     return {name: inputs[name] for name in shard.inputs}
 
 
+def fresh_state(model: Model):
+    """The state of a new sequence, None for a shard without one."""
+    return model.make_state() if model.shard.states else None
+
+
 def run_calls(bundle: Bundle, model: Model) -> Iterator[tuple[int, np.ndarray]]:
     """T and the output of each call of a rung, one sequence from its start."""
-    state = model.make_state() if model.shard.states else None
-    offset = 0
+    state, offset = fresh_state(model), 0
+    output = next(iter(model.shard.outputs))
     for seed, T in enumerate(tokens_per_call(bundle), 1):
         inputs = call_inputs(bundle, model.shard, T, offset, seed)
-        outputs = model.predict(inputs, state)
-        offset = offset + T
-        yield T, outputs[next(iter(model.shard.outputs))]
+        yield T, model.predict(inputs, state)[output]
+        offset += T
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,12 @@ def _rms(values: np.ndarray) -> float:
 
 def portable_results(bundle: Bundle, shard: Shard) -> list[Expected]:
     """One result for each call of a rung, by the portable runtime."""
-    models = []
-    for p in ("declared", "narrow"):
-        models.append(load_shard(bundle, shard, "portable", precision=p))
-    declared, narrow = (run_calls(bundle, model) for model in models)
-    results = []
-    for (_, output), (_, other) in zip(declared, narrow):
-        distance = max(_rms(np.float64(output) - other), HALF_ULP * _rms(output))
+    calls, results = [], []
+    for precision in ("declared", "narrow"):
+        model = load_shard(bundle, shard, "portable", precision=precision)
+        calls.append(run_calls(bundle, model))
+    for (_, output), (_, narrow) in zip(*calls):
+        distance = max(_rms(np.float64(output) - narrow), HALF_ULP * _rms(output))
         results.append(Expected(output, distance))
     return results
 
@@ -174,9 +174,8 @@ def shipped_digests() -> dict[str, str]:
 
 def shipped_results(name: str) -> list[Expected]:
     """The results of a rung that came with the project."""
+    results = []
     with np.load(OUTPUTS) as arrays:
-        distances = arrays[f"{name} distance"]
-        outputs = []
-        for i in range(len(distances)):
-            outputs.append(arrays[f"{name} {i}"])
-    return [Expected(np.float32(o), float(d)) for o, d in zip(outputs, distances)]
+        for i, distance in enumerate(arrays[f"{name} distance"].tolist()):
+            results.append(Expected(np.float32(arrays[f"{name} {i}"]), distance))
+    return results

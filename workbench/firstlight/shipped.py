@@ -21,15 +21,13 @@ def write_shipped(folder: Path) -> None:
     data/tiny-llama; bundles go to `folder`."""
     digests, arrays = {}, {}
     for rung in rungs.ladder().values():
-        bundle = rungs.bundle_of(rung, folder)
-        shard = rungs.shard_of(rung, bundle)
+        bundle, shard = rungs.opened(rung, folder)
         digests[rung.name] = rungs.digest(bundle.package(shard))
         results = rungs.portable_results(bundle, shard)
         arrays[f"{rung.name} distance"] = np.array([r.distance for r in results])
         # `declared` arithmetic rounds an output to fp16, so fp16 holds it
-        arrays |= {
-            f"{rung.name} {i}": np.float16(r.output) for i, r in enumerate(results)
-        }
+        for i, result in enumerate(results):
+            arrays[f"{rung.name} {i}"] = np.float16(result.output)
     rungs.DATA.mkdir(exist_ok=True)
     write_whole(rungs.DIGESTS, (json.dumps(digests, indent=1) + "\n").encode())
     write_whole(rungs.OUTPUTS, lambda file: np.savez_compressed(file, **arrays))

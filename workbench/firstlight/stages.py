@@ -46,12 +46,13 @@ def stage_main(job: dict) -> list[str]:
     stage = STAGES[job["stage"]]
     here = Job(job["runtime"], Path(job["folder"]))
     cases, pause = stage.cases(), Pause()
-    if job["skip"] and _on_engine(
-        cases[job["skip"] - 1], here
-    ):  # a process died of that one
+    skip = job["skip"]
+    if skip and _on_engine(cases[skip - 1], here):  # a process died of that one
         pause.begin()
-    for case in cases[job["skip"] :]:
-        paused_s = pause.wait() if _on_engine(case, here) else 0.0
+    for case in cases[skip:]:
+        paused_s = 0.0
+        if on_engine := _on_engine(case, here):
+            paused_s = pause.wait()
         start, written = time.perf_counter(), os.fstat(2).st_size
         try:
             row = {"status": "ok", "reason": None} | stage.measure(case, here)
@@ -65,7 +66,7 @@ def stage_main(job: dict) -> list[str]:
         if paused_s:
             row["paused_s"] = round(paused_s, 1)
         write_line(Path(job["lines"]), {"stage": job["stage"]} | case | row)
-        if row["status"] != "ok" and _on_engine(case, here):
+        if row["status"] != "ok" and on_engine:
             pause.begin()
     return process.core_ml_messages()
 
@@ -106,16 +107,13 @@ def measure_fact(case: dict, job: Job) -> dict:
         facts = log.environment()
         return facts | {"time": facts["time"].isoformat()}
     if job.runtime != "coreml":
-        return {
-            "status": "not_measured",
-            "reason": "Core ML alone lists its compute devices",
-        }
+        reason = "Core ML alone lists its compute devices"
+        return {"status": "not_measured", "reason": reason}
     kinds = coremltools().models.compute_device
-    devices = kinds.MLComputeDevice.get_all_compute_devices()
-    cores = []
-    for one in devices:
+    names, cores = [], []
+    for one in kinds.MLComputeDevice.get_all_compute_devices():
+        names.append(type(one).__name__)
         cores.append(getattr(one, "total_core_count", None))
-    names = [type(one).__name__ for one in devices]
     return {"devices": names, "cores": cores}
 
 
@@ -141,11 +139,8 @@ def measure_golden(case: dict, job: Job) -> dict:
     for gate in result.gates:
         if gate.verdict != "not_run":
             gates.append(runs.pick(gate.json(), *names))
-    return {
-        "verdict": result.verdict,
-        "gates": gates,
-        "worst_cosine": result.worst["cosine"],
-    }
+    worst = result.worst["cosine"]
+    return {"verdict": result.verdict, "gates": gates, "worst_cosine": worst}
 
 
 @dataclass(frozen=True)

@@ -29,32 +29,32 @@ def time_calls(
         wall_ms, native_ms (Core ML's own), cpu_ms (of this thread), elapsed_s (from the
         start of the first call to the end of each).
     """
-    state = model.make_state() if model.shard.states else None
+    state = rungs.fresh_state(model)
     room = bundle.manifest.options.max_seq_len // T
     cycle = []
     for i in range(min(room, calls)):
         cycle.append(rungs.call_inputs(bundle, model.shard, T, i * T, i + 1))
-    rows, begin = [], None
-    for call in range(-WARMUP_CALLS, calls):
-        begin = begin or (time.perf_counter() if call >= 0 else None)
-        start, cpu = time.perf_counter(), time.thread_time()
+    for call in range(-WARMUP_CALLS, 0):
         model.predict(cycle[call % len(cycle)], state)
-        end, used = time.perf_counter(), time.thread_time() - cpu
-        if call >= 0:
-            rows.append(
-                ((end - start) * 1e3, model.last_native_ms, used * 1e3, end - begin)
-            )
-        if begin and end - begin > seconds:
+    rows = []
+    begin = time.perf_counter()
+    for call in range(calls):
+        start = time.perf_counter()
+        cpu = time.thread_time()
+        model.predict(cycle[call % len(cycle)], state)
+        end = time.perf_counter()
+        cpu_ms = (time.thread_time() - cpu) * 1e3
+        wall_ms = (end - start) * 1e3
+        rows.append((wall_ms, model.last_native_ms, cpu_ms, end - begin))
+        if end - begin > seconds:
             break
     frame = pd.DataFrame(rows, columns=["wall_ms", "native_ms", "cpu_ms", "elapsed_s"])
     return frame.astype(float)
 
 
 def timing_cases() -> list[dict]:
-    cases = []
-    for units, layers, T in product(("CPU_AND_NE", "CPU_ONLY"), (1, 2, 4), (1, 4)):
-        cases.append({"units": units, "layers": layers, "T": T})
-    return cases
+    cases = product(("CPU_AND_NE", "CPU_ONLY"), (1, 2, 4), (1, 4))
+    return [dict(zip(("units", "layers", "T"), case)) for case in cases]
 
 
 def measure_timing(case: dict, job: Job) -> dict:
@@ -76,9 +76,7 @@ def soak_cases() -> list[dict]:
 def measure_soak(case: dict, job: Job) -> dict:
     """Times of a compressed shard with state in back-to-back calls, with the medians of
     the first and the last quarter."""
-    rung = rungs.ladder()[case["rung"]]
-    bundle = rungs.bundle_of(rung, job.folder)
-    shard = rungs.shard_of(rung, bundle)
+    bundle, shard = rungs.opened(rungs.ladder()[case["rung"]], job.folder)
     model = job.model(bundle, shard, case["units"])
     samples, about = _metered(bundle, model, 1, SOAK_CALLS, SOAK_SECONDS)
     quarter = max(1, len(samples) // 4)
@@ -113,37 +111,34 @@ def _timed(
 ) -> dict:
     """Logs samples as a run and returns a row of their medians; `about` is from
     `_metered`."""
-    reason = about.pop("reason")
-    columns, note = _planned(job, bundle, shard, case["units"])
+    reason, units = about.pop("reason"), case["units"]
+    columns, note = _planned(job, bundle, shard, units)
     config = {"case": case} | note
     if reason:
         config["energy"] = f"not measured: {reason}"
-    calls = samples.rename(columns={"wall_ms": "value"})
-    calls = calls.assign(
-        phase="call", order=range(len(samples)), shard=shard.name, repetition=0
+    calls = samples.rename(columns={"wall_ms": "value"}).assign(
+        phase="call",
+        order=range(len(samples)),
+        shard=shard.name,
+        repetition=0,
+        T=case["T"],
+        unit="ms",
+        warmup=False,
     )
-    calls = calls.assign(T=case["T"], unit="ms", warmup=False)
-    row = runs.describe(bundle) | runs.executed(
-        job.runtime, "declared", False, case["units"], {}
-    )
+    row = runs.describe(bundle) | about | columns | {"config": config}
+    row |= runs.executed(job.runtime, "declared", False, units, {})
     row |= {"command": "first-light times", "T": case["T"]}
-    row |= about | columns | {"config": config}
     run_id = runs.record_run(EXPERIMENT, row, root=job.folder / "log", samples=calls)
-    medians = {}
-    for name in ("wall_ms", "native_ms", "cpu_ms"):
-        medians[name] = median(samples[name])
-    energy = runs.pick(about, "ane_joules", "ane_active_ms") | {"energy_reason": reason}
-    p90 = float(samples["wall_ms"].quantile(0.9))
-    share = {
+    energy = runs.pick(about, "ane_joules", "ane_active_ms")
+    return medians(samples) | {
+        "wall_p90_ms": float(samples["wall_ms"].quantile(0.9)),
+        "calls": len(samples),
+        "run_id": run_id,
         "ane_ops_share": columns.get("ane_ops_share"),
         "invalid": columns.get("reason"),
+        **energy,
+        "energy_reason": reason,
     }
-    return (
-        medians
-        | {"wall_p90_ms": p90, "calls": len(samples), "run_id": run_id}
-        | share
-        | energy
-    )
 
 
 def _planned(job: Job, bundle: Bundle, shard: Shard, units: str) -> tuple[dict, dict]:
@@ -156,11 +151,16 @@ def _planned(job: Job, bundle: Bundle, shard: Shard, units: str) -> tuple[dict, 
         planned = plans.planned_placement(bundle, [shard], runtime, units, fault, 30)
     except InputError as problem:
         return {}, {"placement": str(problem)}
-    reason = placement.off_engine(planned, units)
-    invalid = {"status": "invalid", "reason": reason} if reason else {}
-    return placement.columns(planned) | invalid, {}
+    columns = placement.columns(planned)
+    if reason := placement.off_engine(planned, units):
+        columns |= {"status": "invalid", "reason": reason}
+    return columns, {}
 
 
-def median(values: pd.Series) -> float | None:
-    """The median of the values that are not null; None if all are."""
-    return None if values.isna().all() else float(values.median())
+def medians(samples: pd.DataFrame) -> dict[str, float | None]:
+    """The medians of `time_calls` by column; None if all values are null."""
+    values = dict.fromkeys(("wall_ms", "native_ms", "cpu_ms"))
+    for name in values:
+        if samples[name].notna().any():
+            values[name] = float(samples[name].median())
+    return values
