@@ -12,7 +12,7 @@ from miltorch import Program
 from workbench.ane import memory
 from workbench.bundle import Bundle, Options, Shard
 from workbench.bundle.names import BASE, HIDDEN, V_STATE, is_cache, split_layer
-from workbench.check import fidelity, gates, metrics
+from workbench.check import fidelity, gates, interface, metrics
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, constants
 from workbench.decode import Decoder
@@ -458,14 +458,11 @@ def _call(
     B, width = decoder.options.batch, decoder.options.width(T)
     io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
     rng = np.random.default_rng((seed, pos))
-    activations = {
-        name: rng.standard_normal([width if n == "T" else n for n in shape]).astype(
-            np.float32
-        )
-        for name, shape in model.shard.inputs.items()
-        if name not in io
-    }
-    outputs = model.predict(
-        {name: (io | activations)[name] for name in model.shard.inputs}, state
-    )
+    inputs = {}
+    for name, shape in model.shard.inputs.items():
+        inputs[name] = io.get(name)
+        if name not in io:
+            activations = rng.standard_normal(interface.sizes(shape, width))
+            inputs[name] = activations.astype(np.float32)
+    outputs = model.predict(inputs, state)
     return outputs[HIDDEN] if HIDDEN in outputs else outputs[BASE]

@@ -75,25 +75,17 @@ def evaluate(
         InputError: a window longer than max_seq_len, fewer than two tokens, a golden of
             another checkpoint or text.
     """
-    ids, golden = check_ids(ids, decoder.manifest.dims.V), isinstance(reference, Golden)
-    exported = decoder.manifest.checkpoint["sha256"]
-    other = reference.meta["checkpoint"] if golden else reference and reference.sha256
-    if exported and other not in (None, exported):
-        raise InputError(
-            "--golden" if golden else "--checkpoint",
-            f"one of another checkpoint, {other[:12]}",
-            f"the one that the bundle was exported from, {exported[:12]}",
-            "give that one",
-        )
-    if golden:
+    ids = check_ids(ids, decoder.manifest.dims.V)
+    if isinstance(reference, Golden):
+        _check_exported_from(decoder, "--golden", reference.meta["checkpoint"])
         _check_golden(ids, reference, window or stride)
         window = len(reference.ids)
         ids = ids[:window]
+    elif reference:
+        _check_exported_from(decoder, "--checkpoint", reference.sha256)
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
-    path = (
-        folder
-        / f"{decoder.bundle.root.name}-{_key(decoder, ids, spans, reference)}.rows"
-    )
+    key = _key(decoder, ids, spans, reference)
+    path = folder / f"{decoder.bundle.root.name}-{key}.rows"
     busy = InputError(
         str(path),
         "another process writes to it",
@@ -122,27 +114,22 @@ def _finish(
     `path`; the others are run and appended to it."""
     from tqdm.auto import tqdm
 
-    ends = [
-        end - 1 for _, _, end in spans
-    ]  # rows in the file when a window is finished
+    # rows in the file when a window is finished
+    ends = [end - 1 for _, _, end in spans]
     size = 8 * len(ROW)
     resumed = int(np.searchsorted(ends, path.stat().st_size // size, "right"))
     os.truncate(path, size * ([0, *ends][resumed]))
-    model = (
-        ReferenceModel(reference, record=False)
-        if isinstance(reference, Checkpoint)
-        else None
-    )
+    if isinstance(reference, Checkpoint):
+        reference = ReferenceModel(reference, record=False)
     B = decoder.options.batch
     bar = tqdm(total=len(spans), initial=resumed, unit="window", disable=not progress)
     with bar, path.open("ab") as file:
         for group in _groups(spans[resumed:]):
-            golden = _reference_logits(model or reference, ids, group)
+            golden = _reference_logits(reference, ids, group)
             for i in range(0, len(group), B):
                 part = group[i : i + B]
-                for (_, first, end), actual in zip(
-                    part, _bundle_logits(decoder, ids, part)
-                ):
+                logits = _bundle_logits(decoder, ids, part)
+                for (_, first, end), actual in zip(part, logits):
                     file.write(_score(ids[first:end], actual, next(golden)).tobytes())
                     file.flush()
                     bar.update()
@@ -192,15 +179,18 @@ def _score(
     """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is
     no golden, and where only the top token's logit is known (the others are −inf)."""
     rows = np.full((len(targets), len(ROW)), np.nan)
-    for i, target in enumerate(
-        targets
-    ):  # one row of the vocabulary at a time fits the cache
-        q = None if np.isneginf(actual[i]).any() else metrics.log_softmax(actual[i])
-        rows[i, 0] = np.nan if q is None else -q[target]
+    # one row of the vocabulary at a time fits the cache
+    for i, target in enumerate(targets):
+        q = None
+        if not np.isneginf(actual[i]).any():
+            q = metrics.log_softmax(actual[i])
+            rows[i, 0] = -q[target]
         if golden is not None:
             p = metrics.log_softmax(golden[i])
-            kl = np.nan if q is None else (np.exp(p) * (p - q)).sum()
-            rows[i, 1:] = -p[target], kl, np.argmax(golden[i]) == np.argmax(actual[i])
+            rows[i, 1] = -p[target]
+            rows[i, 3] = np.argmax(golden[i]) == np.argmax(actual[i])
+            if q is not None:
+                rows[i, 2] = (np.exp(p) * (p - q)).sum()
     return rows
 
 
@@ -211,27 +201,20 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
     intervals = None
     if len(spans) >= MIN_WINDOWS:
         rng = np.random.default_rng(0)
-        draws = (rng.integers(0, len(spans), len(spans)) for _ in range(RESAMPLES))
-        means = np.array([sums[draw].sum(0) / counts[draw].sum() for draw in draws])
-        figures = _figures(means.T)
-        bounds = {
-            name: np.percentile(values, [2.5, 97.5]) for name, values in figures.items()
-        }
+        draws = rng.integers(0, len(spans), (RESAMPLES, len(spans)))
+        means = sums[draws].sum(1) / counts[draws].sum(1)[:, None]
         intervals = {
-            name: b.tolist() for name, b in bounds.items() if not np.isnan(b).any()
+            name: np.percentile(values, [2.5, 97.5]).tolist()
+            for name, values in _figures(means.T).items()
+            if not np.isnan(values).any()
         }
-    figures = _figures(rows.mean(0))
-    means = {
-        n: None if np.isnan(value) else float(value) for n, value in figures.items()
-    }
-    compared = means.pop("kl_mean") is not None
-    return {
-        "tokens": len(rows),
-        "windows": len(spans),
-        **means,
-        "kl": summarize_kl(rows[:, 2]) if compared else None,
-        "intervals": intervals,
-    }
+    result = {"tokens": len(rows), "windows": len(spans)}
+    for name, value in _figures(rows.mean(0)).items():
+        result[name] = None if np.isnan(value) else float(value)
+    kl = None
+    if result.pop("kl_mean") is not None:
+        kl = summarize_kl(rows[:, 2])
+    return result | {"kl": kl, "intervals": intervals}
 
 
 def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
@@ -253,7 +236,8 @@ def _check_sizes(
     S = decoder.options.max_seq_len
     if n < 2:
         raise InputError("text", f"{n} tokens", "at least two", "give a longer text")
-    window = S if window is None else window
+    if window is None:
+        window = S
     if window > S or window < 2:
         raise InputError(
             "--window",
@@ -261,7 +245,8 @@ def _check_sizes(
             f"at least 2 and at most max_seq_len = {S}",
             "choose a shorter one, or export with a larger --max-seq-len",
         )
-    stride = window // 2 if stride is None else stride
+    if stride is None:
+        stride = window // 2
     if not 1 <= stride < window:
         raise InputError(
             "--stride",
@@ -272,24 +257,33 @@ def _check_sizes(
     return window, stride
 
 
+def _check_exported_from(decoder: Decoder, option: str, sha256: str) -> None:
+    """Raises an InputError if the bundle was exported from another checkpoint than
+    `option` gives."""
+    exported = decoder.manifest.checkpoint["sha256"]
+    if exported and sha256 != exported:
+        raise InputError(
+            option,
+            f"one of another checkpoint, {sha256[:12]}",
+            f"the one that the bundle was exported from, {exported[:12]}",
+            "give that one",
+        )
+
+
 def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
     """Raises an InputError unless the golden is of the checkpoint's own weights and of
     the beginning of the text."""
-    needed, step = (
-        "a golden of this text",
-        "give --checkpoint, or make that golden: --text FILE",
-    )
+    needed = "a golden of this text"
     if golden.meta["weights"] != "source":
-        actual, needed = (
-            f"weights {golden.meta['weights'][:12]}",
-            "the checkpoint's own weights",
-        )
+        actual = f"weights {golden.meta['weights'][:12]}"
+        needed = "the checkpoint's own weights"
     elif sizes:
         actual, needed = "--window or --stride", "none of them: a golden is one window"
     elif golden.ids.tolist() != ids[: len(golden.ids)].tolist():
         actual = f"{len(golden.ids)} tokens that are not the text's first tokens"
     else:
         return
+    step = "give --checkpoint, or make that golden: --text FILE"
     raise InputError("--golden", actual, needed, step)
 
 
@@ -300,11 +294,15 @@ def _key(
     reference: Checkpoint | Golden | None,
 ) -> str:
     """Identity of the rows: all that decides their values."""
-    golden = isinstance(reference, Golden)
+    source = reference
+    if isinstance(reference, Golden):
+        source = [True, reference.meta]
+    elif reference:
+        source = [False, reference.sha256]
     key = [
         EVALUATION_FORMAT,
         decoder.bundle.identity,
-        reference and [golden, reference.meta if golden else reference.sha256],
+        source,
         hashlib.sha256(ids.tobytes()).hexdigest(),
         spans[:2],
         [decoder.runtime, decoder.fault, decoder.precision, decoder.compute_units],

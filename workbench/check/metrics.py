@@ -67,11 +67,9 @@ def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
     when both are zero."""
     a, b = np.float64(reference), np.float64(actual)
     scale = np.sqrt((a**2).mean())
-    return (
-        float(np.sqrt(((a - b) ** 2).mean()) / scale)
-        if scale
-        else float(np.abs(b).max() > 0)
-    )
+    if not scale:
+        return float(np.abs(b).max() > 0)
+    return float(np.sqrt(((a - b) ** 2).mean()) / scale)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -85,6 +83,12 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     logits [..., V] stand for."""
     p, q = log_softmax(reference), log_softmax(actual)
     return (np.exp(p) * (p - q)).sum(-1)
+
+
+def kl_of_rows(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """`kl` [n] of logits [n, V], one row at a time: a row of a vocabulary fits the
+    cache, all do not."""
+    return np.array([kl(*pair) for pair in zip(reference, actual, strict=True)])
 
 
 def near_tie(reference: np.ndarray, actual: np.ndarray) -> bool:
@@ -104,15 +108,17 @@ def compare_logits(
     """Summary of logits [n, V]: agreement of the top token (near-ties apart), mean
     overlap of the top five, worst KL, worst cosine. `nats` [n]: their `kl`, where it is
     there already."""
-    # one at a time: a row of a vocabulary fits the cache, all do not
-    rows = list(zip(reference, actual, strict=True))
-    same = [np.argmax(a) == np.argmax(b) or near_tie(a, b) for a, b in rows]
-    k = min(5, reference.shape[-1])
-    tops = [[np.argpartition(-x, k - 1)[:k] for x in pair] for pair in rows]
+    if nats is None:
+        nats = kl_of_rows(reference, actual)
+    same, overlaps, k = [], [], min(5, reference.shape[-1])
+    for a, b in zip(reference, actual, strict=True):
+        same.append(np.argmax(a) == np.argmax(b) or near_tie(a, b))
+        top, actual_top = np.argpartition([-a, -b], k - 1)[:, :k]
+        overlaps.append(np.isin(top, actual_top).mean())
     return {
         "top1_agreement": float(np.mean(same)),
-        "top5_overlap": float(np.mean([np.isin(*pair).mean() for pair in tops])),
-        "kl_max": float(np.max([kl(*pair) for pair in rows] if nats is None else nats)),
+        "top5_overlap": float(np.mean(overlaps)),
+        "kl_max": float(np.max(nats)),
         "cosine_min": float(np.min(cosine(reference, actual))),
     }
 

@@ -65,9 +65,8 @@ class Price:
         """Ratio of error to budget of the layer, T and tensor where it is largest: its
         RMS over positions."""
         ratios = self.rows["ratio"].fillna(np.inf).astype(float) ** 2
-        means = ratios.groupby(
-            [self.rows[name] for name in ("layer", "T", "tensor")]
-        ).mean()
+        rows = self.rows.assign(ratio=ratios)
+        means = rows.groupby(["layer", "T", "tensor"])["ratio"].mean()
         return (means**0.5).sort_values(ascending=False).head(1).reset_index().iloc[0]
 
     def json(self) -> dict:
@@ -88,7 +87,7 @@ class Price:
 
     def _medians(self, *tensors: str) -> dict[str, float]:
         rows = self.rows[self.rows["tensor"].isin(tensors)]
-        return {name: float(rows[name].median()) for name in ("error", "budget")}
+        return rows[["error", "budget"]].median().to_dict()
 
 
 def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
@@ -149,12 +148,10 @@ def measure_price(
     """
     isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]
     same = np.argmax(golden.logits, -1) == np.argmax(chained.logits, -1)
-    return Price(
-        _kl(golden.logits, chained.logits),
-        float(np.mean(same)),
-        price_rows(decoder, golden, isolated, budget),
-        _kl(golden.logits, budget.chained.logits) if budget else None,
-    )
+    kl = metrics.kl_of_rows(golden.logits, chained.logits)
+    rows = price_rows(decoder, golden, isolated, budget)
+    budget_kl = budget and metrics.kl_of_rows(golden.logits, budget.chained.logits)
+    return Price(kl, float(np.mean(same)), rows, budget_kl)
 
 
 def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
@@ -216,12 +213,6 @@ def _errors(
     budget = metrics.rms(reference, rounded)
     ratio = metrics.over(error, np.hypot(budget, HALF_ULP * scale))
     return columns | {"budget": metrics.over(budget, scale), "ratio": ratio}
-
-
-def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """KL [n] of logits [n, V], one row at a time: a row of a vocabulary fits the cache,
-    all do not."""
-    return np.array([metrics.kl(*pair) for pair in zip(reference, actual, strict=True)])
 
 
 def summarize_kl(kl: Sequence[float]) -> dict[str, float]:
