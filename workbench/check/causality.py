@@ -19,7 +19,8 @@ def causality_gate(decoder: Decoder) -> Gate:
     columns and all other sequences, bit for bit. Any runtime and precision."""
     faults, compared = [], 0
     rng = np.random.default_rng(SEED)
-    experts, fixed = decoder.experts, decoder.experts.fixed
+    experts = decoder.experts
+    fixed = decoder.experts.fixed
     with decoder.set_aside():
         try:
             # an expert's shapes, hence its sums, must not depend on the last token
@@ -60,7 +61,8 @@ def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
 def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple]:
     """(what, value, value with another last token of sequence `seq`) of all that must
     not change."""
-    V, B = decoder.manifest.dims.V, decoder.options.batch
+    V = decoder.manifest.dims.V
+    B = decoder.options.batch
     ids = rng.integers(0, V, (B, T))
     other = ids.copy()
     other[seq, -1] = (ids[seq, -1] + rng.integers(1, max(2, V))) % V

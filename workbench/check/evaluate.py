@@ -152,7 +152,8 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
     for (n, _), alike in groupby(
         spans, key=lambda span: (span[2] - span[0], span[2] - span[1])
     ):
-        group, count = list(alike), max(1, REFERENCE_TOKENS // n)
+        group = list(alike)
+        count = max(1, REFERENCE_TOKENS // n)
         while group:
             yield group[:count]
             del group[:count]
@@ -197,7 +198,8 @@ def _score(
 def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
     """The figures of `evaluate` from the rows [n, 4] of its windows."""
     starts = [first - 1 for _, first, _ in spans]
-    sums, counts = np.add.reduceat(rows, starts), np.diff([*starts, len(rows)])
+    sums = np.add.reduceat(rows, starts)
+    counts = np.diff([*starts, len(rows)])
     intervals = None
     if len(spans) >= MIN_WINDOWS:
         rng = np.random.default_rng(0)

@@ -92,22 +92,27 @@ class LayerKind:
     ):
         from transformers import masking_utils
 
-        self.index, self.layer = index, layer
+        self.index = index
+        self.layer = layer
         self._mask = masking_utils.causal_mask_function
         if window:
             self._mask = masking_utils.sliding_window_causal_mask_function(window)
         attribute, which = "inv_freq", []
         if layer_type:
-            attribute, which = f"{layer_type}_inv_freq", [layer_type]
+            attribute = f"{layer_type}_inv_freq"
+            which = [layer_type]
         self.inv_freq = getattr(base.rotary_emb, attribute).numpy() * turned
         cos, sin = base.rotary_emb(torch.zeros(1), torch.arange(S)[None], *which)
         half = cos.shape[-1] // 2
-        self.cos, self.sin = cos[0, :, :half].numpy(), sin[0, :, :half].numpy()
+        self.cos = cos[0, :, :half].numpy()
+        self.sin = sin[0, :, :half].numpy()
         if not turned:
-            self.cos, self.sin = np.ones_like(self.cos), np.zeros_like(self.sin)
+            self.cos = np.ones_like(self.cos)
+            self.sin = np.zeros_like(self.sin)
 
     def visible(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        q, k = torch.from_numpy(queries)[:, None], torch.from_numpy(keys)[None]
+        q = torch.from_numpy(queries)[:, None]
+        k = torch.from_numpy(keys)[None]
         return self._mask(0, 0, q, k).numpy()
 
 
@@ -129,7 +134,9 @@ def _layer_kinds(decoder: Decoder, base) -> list[LayerKind]:
     by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
     # in families that have but one
     everywhere = getattr(base.config, "sliding_window", None)
-    kinds, S, layer_type = {}, decoder.options.max_seq_len, None
+    kinds = {}
+    S = decoder.options.max_seq_len
+    layer_type = None
     for index, layer in enumerate(decoder.manifest.layers):
         if has_attention(base.layers[index]):
             attention = base.layers[index].self_attn
@@ -177,10 +184,15 @@ def _calls(decoder: Decoder) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     The sequences of a batch are at other positions and have other counts, unless the
     bundle writes by a slice, which takes neither those nor dummy columns."""
     options = decoder.options
-    S, t_max, B = options.max_seq_len, options.t_max, options.batch
-    by_slice, common = options.kv_write == "slice", default_ts(options)
+    S = options.max_seq_len
+    t_max = options.t_max
+    B = options.batch
+    by_slice = options.kv_write == "slice"
+    common = default_ts(options)
     seqs = np.arange(B)
-    apart = seqs * (S // B + 1) * (not by_slice)
+    apart = seqs * (S // B + 1)
+    if by_slice:
+        apart[:] = 0
     for T in options.shapes or range(1, t_max + 1):
         step = T
         if T not in common:
@@ -232,7 +244,8 @@ def _tail_error(name: str, one_hot: np.ndarray, count: int, undone: int) -> floa
     """Rows of a tail input of one sequence against the places, in the old rows and the
     valid columns behind them, of the last ones that count; −1 where there are fewer."""
     lines, width = one_hot.shape
-    rows, first = width, 0
+    rows = width
+    first = 0
     if name == TAIL_SELECT:
         rows = first = lines
     every = np.arange(rows - undone)
@@ -263,7 +276,8 @@ def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
     whole error."""
     count, n = rows.shape
     end = offset + count
-    queries, lost = np.arange(offset, end), np.arange(end - n)
+    queries = np.arange(offset, end)
+    lost = np.arange(end - n)
     if kind.visible(queries, lost).any():
         return 1.0
     stored = end - 1 - (end - 1 - np.arange(n)) % n  # negative where no token is yet
@@ -273,7 +287,8 @@ def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
 def _write_error(mask: np.ndarray, offset: int, count: int) -> float:
     """A write mask [rows, T] of one sequence: each valid column at its own row, dummies
     nowhere."""
-    expected, valid = np.zeros_like(mask), np.arange(count)
+    expected = np.zeros_like(mask)
+    valid = np.arange(count)
     expected[(offset + valid) % len(mask), valid] = 1
     return _largest(mask, expected)
 
@@ -283,7 +298,8 @@ def _embedding_errors(
 ) -> Iterator[Error]:
     """What enters the first layer for every token of the vocabulary, from fp16-rounded
     weights."""
-    layers, entering = base.layers, []
+    layers = base.layers
+    entering = []
     # nothing between the embedding and the final norm
     base.layers = torch.nn.ModuleList()
     taken = final_norm(base).register_forward_pre_hook(

@@ -52,7 +52,8 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     if checkpoint is not None:
         asked = "tokens, tokenizer and sizes are the checkpoint's"
         differences += _checkpoint(bundle.manifest, checkpoint)
-    count, packages = len(differences), len(bundle.manifest.shards)
+    count = len(differences)
+    packages = len(bundle.manifest.shards)
     reason = f"manifest, description and program agree in {packages} packages; {asked}"
     if differences:
         reason = "; ".join(differences[:SHOWN])
@@ -88,7 +89,8 @@ def _options(m: Manifest) -> Iterator[str]:
 def _block_options(m: Manifest, shard: Shard) -> Iterator[str]:
     """The same of one shard of layers: how it writes its caches, and how it names its
     states."""
-    o, attending = m.options, [i for i in range(*shard.layers) if m.layers[i].attends]
+    o = m.options
+    attending = [i for i in range(*shard.layers) if m.layers[i].attends]
     slices = o.kv_write == "slice"
     masks = any(n.startswith(KV_WRITE_MASK) for n in shard.inputs)
     if (POS in shard.inputs) != (slices and bool(attending)) or (slices and masks):
@@ -109,15 +111,19 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
         # compares the interface, and refuses what differs first
         load_shard(bundle, shard)
         return
-    spec, o = read_spec(bundle.package(shard)), bundle.manifest.options
-    described, functions = spec.description, spec.mlProgram.functions
+    spec = read_spec(bundle.package(shard))
+    o = bundle.manifest.options
+    described = spec.description
+    functions = spec.mlProgram.functions
     if spec.specificationVersion < SPECIFICATION:
         yield f"specification version {spec.specificationVersion} for a program of {SPECIFICATION}"
     descriptions = {f.name: f for f in described.functions}
     named = sorted(descriptions) or [described.defaultFunctionName or FUNCTION]
     expected = sorted(shard.functions) or [FUNCTION]
     if sorted(functions) != expected or named != expected:
-        text = ", ".join(expected) + " alone" * (not shard.functions)
+        text = ", ".join(expected)
+        if not shard.functions:
+            text += " alone"
         yield f"functions {sorted(functions)}, described {named}, not {text}"
         return
     for name in expected:
@@ -140,7 +146,8 @@ def _function(
     block = function.block_specializations[function.opset]
     types, inputs, states = {}, {}, {}
     for operand in function.inputs:
-        name, kind = operand.name, operand.type
+        name = operand.name
+        kind = operand.type
         types[name] = kind
         if kind.WhichOneof("type") == "stateType":
             states[name] = _tensor(kind.stateType.wrappedType)
@@ -195,10 +202,12 @@ def _taps(shard: Shard, types: dict) -> Iterator[str]:
 def _input(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator[str]:
     """Differences between an input's description, its type in the program and the
     `shape` in the manifest, for T from `low` to `high`."""
-    array, name = value.type.multiArrayType, f"input {value.name}"
+    array = value.type.multiArrayType
+    name = f"input {value.name}"
     dtype = "INT32" if value.name == POS else "FLOAT16"
     yield from _type(name, dtype, shape, array, packaged, low, high)
-    described, flexible = list(array.shape), array.WhichOneof("ShapeFlexibility")
+    described = list(array.shape)
+    flexible = array.WhichOneof("ShapeFlexibility")
     expected = list(zip(sizes(shape, low), sizes(shape, high)))
     ranges = [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges]
     if len(described) != len(shape) or any(
@@ -213,7 +222,8 @@ def _input(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator
 
 def _output(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator[str]:
     """The same of an output, the description of which may leave its shape out."""
-    array, name = value.type.multiArrayType, f"output {value.name}"
+    array = value.type.multiArrayType
+    name = f"output {value.name}"
     yield from _type(name, "FLOAT16", shape, array, packaged, low, high)
     if list(array.shape) not in ([], sizes(shape, high)):
         yield f"{name} is described as {list(array.shape)}, not {shape}"
@@ -224,7 +234,7 @@ def _type(
 ) -> Iterator[str]:
     """Differences of a value's dtype and, in the program, its sizes: those of T are
     open there where it varies."""
-    expected = dtype, sizes(shape, {low: high}.get(high))
+    expected = dtype, sizes(shape, high if low == high else None)
     if packaged != expected:
         yield f"{name} is {packaged} in the program, not {expected}"
     if _dtype(array) != dtype:
@@ -315,7 +325,8 @@ def _expected(preset: Preset, shape: list[int]) -> tuple:
     if not preset.is_integer:
         table = ("lut", "FLOAT16", 1, 1, 1, 1, 1 << preset.bits, 1)
         return "constexpr_lut_to_dense", ("indices", f"UINT{preset.bits}"), table
-    rows, blocks = shape[0], 1
+    rows = shape[0]
+    blocks = 1
     if preset.granularity == "per_tensor":
         rows = 1
     if preset.block:
@@ -327,7 +338,8 @@ def _expected(preset: Preset, shape: list[int]) -> tuple:
 def _checkpoint(m: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
     """Differences between the manifest and the checkpoint's tokens, tokenizer, family
     and sizes."""
-    config, tokens = checkpoint.config, m.tokens
+    config = checkpoint.config
+    tokens = m.tokens
     pairs = [("family", m.family, config.model_type)]
     pairs += [("bos", tokens.bos, config.bos_token_id)]
     pairs += [("eos", tokens.eos, checkpoint.eos)]

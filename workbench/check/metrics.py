@@ -22,7 +22,8 @@ def _in_pieces(figure: Callable) -> Callable:
             [figure(reference[i : i + rows], actual[i : i + rows]) for i in starts]
         )
 
-    in_pieces.__name__, in_pieces.__doc__ = figure.__name__, figure.__doc__
+    in_pieces.__name__ = figure.__name__
+    in_pieces.__doc__ = figure.__doc__
     return in_pieces
 
 
@@ -35,7 +36,8 @@ def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one
     does not (nan)."""
-    a, b = np.float64(reference), np.float64(actual)
+    a = np.float64(reference)
+    b = np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         squares = _dot(a, a), _dot(b, b)
         norms = np.sqrt(squares[0]) * np.sqrt(squares[1])
@@ -48,7 +50,8 @@ def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 def psnr_db(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """10·log10(max(reference²) / mean((reference − actual)²)) in dB along the last
     axis; inf when they are equal."""
-    a, b = np.float64(reference), np.float64(actual)
+    a = np.float64(reference)
+    b = np.float64(actual)
     with np.errstate(all="ignore"):
         difference = a - b
         largest = np.maximum(a.max(-1), -a.min(-1)) ** 2
@@ -65,7 +68,8 @@ def max_abs(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
     """RMS of the difference over the RMS of the reference, both over all elements; 0
     when both are zero."""
-    a, b = np.float64(reference), np.float64(actual)
+    a = np.float64(reference)
+    b = np.float64(actual)
     scale = np.sqrt((a**2).mean())
     if not scale:
         return float(np.abs(b).max() > 0)
@@ -81,7 +85,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """KL(reference ‖ actual) in nats between the distributions that two arrays of
     logits [..., V] stand for."""
-    p, q = log_softmax(reference), log_softmax(actual)
+    p = log_softmax(reference)
+    q = log_softmax(actual)
     return (np.exp(p) * (p - q)).sum(-1)
 
 
@@ -110,7 +115,9 @@ def compare_logits(
     there already."""
     if nats is None:
         nats = kl_of_rows(reference, actual)
-    same, overlaps, k = [], [], min(5, reference.shape[-1])
+    same = []
+    overlaps = []
+    k = min(5, reference.shape[-1])
     for a, b in zip(reference, actual, strict=True):
         same.append(np.argmax(a) == np.argmax(b) or near_tie(a, b))
         top, actual_top = np.argpartition([-a, -b], k - 1)[:, :k]

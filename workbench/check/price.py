@@ -184,12 +184,14 @@ def price_rows(
 ) -> pd.DataFrame:
     """The rows of `Price`; updates that may be another expert's, where a runtime does
     not show the choice, are left out."""
-    near_ties, parts = fidelity.near_ties(decoder, golden), []
+    near_ties = fidelity.near_ties(decoder, golden)
+    parts = []
     for T, trace in isolated.items():
         for tensor, layer, at, values in trace.rows():
             if tensor == "update" and not trace.experts:
                 clear = ~near_ties[layer]
-                at, values = at[clear], values[clear]
+                at = at[clear]
+                values = values[clear]
             if tensor != "hidden":
                 rounded = budget and budget.isolated.rows(tensor, layer)[at]
                 if budget and tensor != "update":
@@ -206,7 +208,8 @@ def _errors(
 ) -> dict[str, object]:
     """Per row of [n, W]: relative RMS `error`, `budget`, and the ratio of error to
     budget and half an ulp together."""
-    scale, error = metrics.rms(reference), metrics.rms(reference, actual)
+    scale = metrics.rms(reference)
+    error = metrics.rms(reference, actual)
     columns = {"error": metrics.over(error, scale)}
     if rounded is None:
         return columns | {"budget": np.nan, "ratio": np.nan}

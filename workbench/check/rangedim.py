@@ -35,7 +35,8 @@ def drift(
     1."""
     if 1 not in traces:
         return None
-    near_ties, drifts = fidelity.near_ties(decoder, golden), []
+    near_ties = fidelity.near_ties(decoder, golden)
+    drifts = []
     for T, trace in traces.items():
         if T > 1:
             for place, *pair in _pairs(traces[1], trace, near_ties):
@@ -53,7 +54,8 @@ def _pairs(
         if layer in base.k:
             yield f"layer {layer}, k", base.k[layer], trace.k[layer]
             yield f"layer {layer}, v", base.v[layer], trace.v[layer]
-        x, clear = base.x[layer], ~near_ties[layer] | bool(trace.experts)
+        x = base.x[layer]
+        clear = ~near_ties[layer] | bool(trace.experts)
         if clear.any():
             updates = base.hidden[layer] - x, hidden - x
             yield f"layer {layer}, update", updates[0][clear], updates[1][clear]

@@ -17,7 +17,7 @@ import pandas as pd
 from miltorch import PRECISIONS
 from workbench.bundle import Bundle
 from workbench.check import gates, metrics
-from workbench.check.device import load_reference, stored_reference
+from workbench.check.device import stored_reference
 from workbench.check.golden import Golden
 from workbench.check.validate import validate
 from workbench.decode import Decoder
@@ -132,7 +132,8 @@ def unit_row(
         if out.exists():
             row["logits"] = np.load(out)
     if child.returncode:
-        code, last = child.returncode, last_message((child.stderr or "").splitlines())
+        code = child.returncode
+        last = last_message((child.stderr or "").splitlines())
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return row | {"verdict": "DIED", "reason": f"{how}: {last}"}
     result = json.loads(child.stdout.splitlines()[-1])
@@ -173,14 +174,15 @@ def units_main(
 ) -> None:
     """The child: validates on one unit, keeps the logits in `out` and prints one line
     of JSON."""
-    bundle, alone = Bundle.open(root), bool(int(only))
+    bundle = Bundle.open(root)
+    alone = bool(int(only))
     values = Golden.load(golden)
-    reference, option = None, {"precision": unit}
+    reference = None
+    option = {"precision": unit}
     if runtime != "portable":
         option = {"compute_units": unit}
         # before the decoder, so that one copy of the bundle is in memory
-        find = load_reference if alone else stored_reference
-        reference = find(bundle, values, Path(golden))
+        reference = stored_reference(bundle, values, Path(golden), alone)
     decoder = Decoder(bundle, runtime, **option)
     Ts = [int(T) for T in Ts] or None
     result = validate(decoder, values, Ts, reference=reference, only=alone)

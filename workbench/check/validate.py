@@ -69,18 +69,10 @@ class Validation:
     @property
     def worst(self) -> dict:
         """The isolated update or cache row that is furthest from the golden."""
-        row = fidelity.worst_row(_isolated(self.rows, "update", "k", "v"))
-        names = [
-            "layer",
-            "position",
-            "T",
-            "tensor",
-            "mode",
-            "cosine",
-            "psnr_db",
-            "max_abs",
-        ]
-        return row[names].to_dict()
+        rows = _isolated(self.rows, "update", "k", "v")
+        row = rows.loc[rows["cosine"].fillna(-2).idxmin()]  # nan is below any cosine
+        about = ["layer", "position", "T", "tensor", "mode"]
+        return row[[*about, "cosine", "psnr_db", "max_abs"]].to_dict()
 
     def json(self) -> dict:
         updates = _isolated(self.rows, "update")["cosine"].fillna(-1.0)
@@ -119,19 +111,20 @@ def bug_gates(
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
-        coreai = bundle.manifest.options.target == "coreai"
         if exact is None and decoder is not None:
             own = (decoder.runtime, decoder.precision) == ("portable", "exact")
-            exact = decoder if own or decoder.runtime == "coreai" else None
-        exact = exact or Decoder(bundle, "coreai" if coreai else "portable", "exact")
-        tried = (
-            decoder if decoder is not None and decoder.runtime == "portable" else exact
-        )
+            if own or decoder.runtime == "coreai":
+                exact = decoder
+        if exact is None:
+            coreai = bundle.manifest.options.target == "coreai"
+            exact = Decoder(bundle, "coreai" if coreai else "portable", "exact")
+        tried = exact
+        if decoder is not None and decoder.runtime == "portable":
+            tried = decoder
         results.append(host.host_gate(tried, checkpoint))
         if exact.precision == "exact":
-            results += program.program_gates(
-                exact, checkpoint, Ts=Ts, progress=progress
-            )
+            how = {"Ts": Ts, "progress": progress}
+            results += program.program_gates(exact, checkpoint, **how)
         else:
             reason = "asks for fp32 arithmetic: export with --program-dtype fp32"
             results += [gates.not_run(name, reason) for name in ("program", "scores")]
@@ -155,13 +148,6 @@ def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
     return [gates.not_run(name, reason) for name in names]
 
 
-def keep_verdict(bundle: Bundle, checkpoint: Checkpoint) -> None:
-    """Runs the bug gates and keeps them in the bundle's verdict.json, unless it has
-    one."""
-    if verdict.load(bundle) is None:
-        verdict.save(bundle, bug_gates(bundle, checkpoint))
-
-
 def validate_stored(
     decoder: Decoder,
     golden: Golden,
@@ -174,9 +160,12 @@ def validate_stored(
     """`validate` with the results that are stored in files: given the checkpoint, the
     bug gates in the bundle's verdict.json and the budget; given the golden's file at
     `path`, the device gate's reference beside it."""
-    bundle, budget, portable = decoder.bundle, None, None
+    bundle = decoder.bundle
+    budget = None
+    portable = None
     if checkpoint:
-        keep_verdict(bundle, checkpoint)
+        if verdict.load(bundle) is None:
+            verdict.save(bundle, bug_gates(bundle, checkpoint))
         budget = measure_budget(bundle, checkpoint, golden)
     if path and decoder.runtime not in ("portable", "coreai"):
         portable = device.stored_reference(bundle, golden, path)
@@ -228,7 +217,8 @@ def validate(
     if checkpoint is None:
         bugs = stored_gates(bundle)
     elif checkpoint.sha256 != decoder.manifest.checkpoint["sha256"]:
-        bugs, checkpoint = [gates.not_run(name, foreign) for name in BUG_GATES], None
+        bugs = [gates.not_run(name, foreign) for name in BUG_GATES]
+        checkpoint = None
     else:
         bugs = bug_gates(
             bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
@@ -240,10 +230,8 @@ def validate(
         budget = measure_budget(bundle, checkpoint, golden)
     price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
     checks = [*bugs, fidelity.of_this_checkpoint(decoder, golden), _finite(rows)]
-    runs, free_logits = (
-        {f"isolated at T = {T}": trace for T, trace in traces.items()},
-        None,
-    )
+    runs = {f"isolated at T = {T}": trace for T, trace in traces.items()}
+    free_logits = None
     choices = fidelity.choices(runs | {"chained": chained}, golden)
     if len(choices):
         free = fidelity.run_golden(
@@ -329,7 +317,8 @@ def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
 
 
 def _finite(rows: pd.DataFrame) -> Gate:
-    bad, reason = rows[~rows["finite"]], "every value is finite"
+    bad = rows[~rows["finite"]]
+    reason = "every value is finite"
     if len(bad):
         place = "layer {layer}, position {position}, T = {T}, {tensor}".format(
             **bad.iloc[0]

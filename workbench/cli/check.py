@@ -236,11 +236,11 @@ def _portable_logits(bundle, golden, path: Path | None, runtime: str, only: str 
     None where the runtime is no device, or the golden was made now. With `only` they
     are read, so that the bundle is not loaded a second time; else they are computed
     where they are missing."""
-    from workbench.check.device import load_reference, stored_reference
+    from workbench.check.device import stored_reference
 
     if not path or runtime in ("portable", "coreai"):
         return None
-    return (load_reference if only else stored_reference)(bundle, golden, path)
+    return stored_reference(bundle, golden, path, bool(only))
 
 
 def _show_unopened(bundle, checkpoint, problem: InputError, json: bool) -> None:
