@@ -296,15 +296,11 @@ def _key(
     reference: Checkpoint | Golden | None,
 ) -> str:
     """Identity of the rows: all that decides their values."""
-    source = reference
-    if isinstance(reference, Golden):
-        source = [True, reference.meta]
-    elif reference:
-        source = [False, reference.sha256]
+    golden = isinstance(reference, Golden)
     key = [
         EVALUATION_FORMAT,
         decoder.bundle.identity,
-        source,
+        reference and [golden, reference.meta if golden else reference.sha256],
         hashlib.sha256(ids.tobytes()).hexdigest(),
         spans[:2],
         [decoder.runtime, decoder.fault, decoder.precision, decoder.compute_units],

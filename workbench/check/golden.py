@@ -77,13 +77,9 @@ class Golden:
 
     @classmethod
     def load(cls, path: str | Path) -> "Golden":
+        step = "run: workbench golden CHECKPOINT"
         if not Path(path).is_file():
-            raise InputError(
-                f"golden {path}",
-                "no such file",
-                "a golden store",
-                "run: workbench golden CHECKPOINT",
-            )
+            raise InputError(f"golden {path}", "no such file", "a golden store", step)
         try:
             with safe_open(path, framework="np") as file:
                 meta = json.loads(file.metadata()["workbench-golden"])
@@ -94,7 +90,7 @@ class Golden:
                 f"golden {path}",
                 f"no golden ({type(problem).__name__})",
                 "a file that workbench golden wrote",
-                "run: workbench golden CHECKPOINT",
+                step,
             ) from None
 
 

@@ -1,6 +1,7 @@
 """Distances between two arrays. The last axis is the vector that is compared."""
 
 from collections.abc import Callable
+from functools import wraps
 
 import numpy as np
 
@@ -13,6 +14,7 @@ def _in_pieces(figure: Callable) -> Callable:
     """`figure` of two arrays; of large matrices [n, W], it is computed for some rows
     after others."""
 
+    @wraps(figure)
     def in_pieces(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
         rows = max(1, PIECE // max(1, np.shape(reference)[-1]))
         if np.ndim(reference) != 2 or len(reference) <= rows:
@@ -22,8 +24,6 @@ def _in_pieces(figure: Callable) -> Callable:
             [figure(reference[i : i + rows], actual[i : i + rows]) for i in starts]
         )
 
-    in_pieces.__name__ = figure.__name__
-    in_pieces.__doc__ = figure.__doc__
     return in_pieces
 
 

@@ -220,6 +220,9 @@ def _errors(
 
 def summarize_kl(kl: Sequence[float]) -> dict[str, float]:
     """Mean, median, 99th percentile and maximum."""
-    figures = {"mean": np.mean(kl), "median": np.median(kl)}
-    figures |= {"p99": np.percentile(kl, 99), "max": np.max(kl)}
-    return {name: float(value) for name, value in figures.items()}
+    return {
+        "mean": float(np.mean(kl)),
+        "median": float(np.median(kl)),
+        "p99": float(np.percentile(kl, 99)),
+        "max": float(np.max(kl)),
+    }

@@ -223,9 +223,7 @@ def validate(
         bugs = bug_gates(
             bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
         )
-    rows, traces, chained = fidelity.measure_fidelity(
-        decoder, golden, Ts, progress=progress
-    )
+    rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress)
     if checkpoint and budget is None:
         budget = measure_budget(bundle, checkpoint, golden)
     price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
@@ -239,7 +237,9 @@ def validate(
         )
         free_logits = metrics.compare_logits(golden.logits, free.logits)
         checks.append(routing(choices, golden, budget, free_logits))
-    drifts = reference.drift if reference else {} if only else None
+    drifts = {} if only else None
+    if reference:
+        drifts = reference.drift
     checks.append(rangedim.drift_gate(decoder, traces, golden, drifts))
     checks += [_device(decoder, golden, reference, only), *price_gates(price, max_kl)]
     logits = metrics.compare_logits(golden.logits, chained.logits, price.kl)
@@ -259,13 +259,11 @@ def _device(
     decoder: Decoder, golden: Golden, reference: device.Reference | None, only: bool
 ) -> Gate:
     if decoder.runtime == "portable":
-        return gates.not_run(
-            "device", "the portable runtime is what devices are compared with"
-        )
+        reason = "the portable runtime is what devices are compared with"
+        return gates.not_run("device", reason)
     if decoder.runtime == "coreai":
-        return gates.not_run(
-            "device", "the portable runtime cannot run Core AI programs: run crosscheck"
-        )
+        reason = "the portable runtime cannot run Core AI programs: run crosscheck"
+        return gates.not_run("device", reason)
     if reference is None and only:
         reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")
@@ -296,13 +294,13 @@ def routing(
         of_layer = np.abs(golden.margin - after).max(axis=1) + HALF_ULP
         moves.append(of_layer[differ["layer"]])
     ratios = differ["margin"] / np.where(differ["run"] == "chained", *moves)
+    value = 0.0
     if len(differ):
-        place = "layer {layer}, position {position}, {run}".format(
-            **differ.loc[ratios.idxmax()]
-        )
+        value = float(ratios.max())
+        worst = differ.loc[ratios.idxmax()]
+        place = "layer {layer}, position {position}, {run}".format(**worst)
         reason += f"; largest margin relative to its move by rounding: {place}"
     reason += f"; with these choices the worst cosine of the logits is {free['cosine_min']:.4f}"
-    value = float(ratios.max()) if len(differ) else 0.0
     return gates.at_most("routing", value, ROUTING_FACTOR, reason)
 
 

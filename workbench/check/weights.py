@@ -148,7 +148,7 @@ class Constants:
         return self.by_name[name]
 
     def size(self, tensor: str) -> int:
-        return _size(self.op(tensor))
+        return prod(n or 0 for n in self.op(tensor).outputs[0][1].shape)
 
     def deviations(self, tensor: str, values: torch.Tensor) -> list[Deviation]:
         """What `tensor` deviates by from `values` [rows, columns], the checkpoint's
@@ -397,10 +397,6 @@ def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat(size // factor.shape[axis], axis)
     return factor
-
-
-def _size(op: Op) -> int:
-    return prod(n or 0 for n in op.outputs[0][1].shape)
 
 
 def _literal_size(op: Op) -> int:
