@@ -272,9 +272,13 @@ def text_tensors(checkpoint: Checkpoint) -> set[str]:
     config = checkpoint.config
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    names = {checkpoint.prefix + name for name in model.model.state_dict()}
-    if not config.tie_word_embeddings:
-        names.add("lm_head.weight")
+    names = set()
+    for name in model.state_dict():
+        if name.startswith("model."):
+            name = checkpoint.prefix + name.removeprefix("model.")
+        names.add(name)
+    if config.tie_word_embeddings:
+        names.discard("lm_head.weight")
     return {name for name in names if name in checkpoint}
 
 
