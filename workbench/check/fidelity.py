@@ -337,10 +337,16 @@ def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
     parts = []
     for name, trace in traces.items():
         for layer, experts in trace.experts.items():
-            part = {"layer": layer, "position": np.arange(len(experts)), "T": trace.T}
-            differs = experts[:, 0] != golden.expert[layer]
-            part |= {"run": name, "differs": differs, "margin": golden.margin[layer]}
-            parts.append(part)
+            parts.append(
+                {
+                    "layer": layer,
+                    "position": np.arange(len(experts)),
+                    "T": trace.T,
+                    "run": name,
+                    "differs": experts[:, 0] != golden.expert[layer],
+                    "margin": golden.margin[layer],
+                }
+            )
     return table(parts) if parts else pd.DataFrame()
 
 
@@ -368,10 +374,15 @@ def _rows(
     layer: int, tensor: str, position, reference, actual: np.ndarray
 ) -> dict[str, object]:
     """A part of `table`, one row per position."""
-    about = {"layer": layer, "position": position, "tensor": tensor}
-    figures = (metrics.cosine, metrics.psnr_db, metrics.max_abs)
-    about |= {figure.__name__: figure(reference, actual) for figure in figures}
-    return about | {"finite": np.isfinite(actual).all(-1)}
+    return {
+        "layer": layer,
+        "position": position,
+        "tensor": tensor,
+        "cosine": metrics.cosine(reference, actual),
+        "psnr_db": metrics.psnr_db(reference, actual),
+        "max_abs": metrics.max_abs(reference, actual),
+        "finite": np.isfinite(actual).all(-1),
+    }
 
 
 def measure_fidelity(
@@ -397,9 +408,9 @@ def measure_fidelity(
     bar = tqdm(calls, desc="validate", unit="pass", disable=not progress)
     *isolated, chained = [run_golden(decoder, golden, *call) for call in bar]
     traces = dict(zip(Ts, isolated, strict=True))
-    frames = []
-    for T, trace in traces.items():
-        frames.append(compare_pass(trace, golden, T=T, mode="isolated"))
+    frames = [
+        compare_pass(trace, golden, T=T, mode="isolated") for T, trace in traces.items()
+    ]
     frames.append(compare_pass(chained, golden, mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
     rows = rows.assign(runtime=decoder.runtime, precision=None)

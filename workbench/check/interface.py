@@ -34,8 +34,13 @@ FUNCTION = "main"
 SPECIFICATION = 9  # the first that has states and blockwise weights (macOS 15)
 OUTSIDE = ".gate."  # matrices of routers stay fp16 under every preset
 SHOWN = 8  # differences that the reason names
-SIZES = {"hidden_size": "C", "num_attention_heads": "H", "num_key_value_heads": "H_kv"}
-SIZES |= {"num_hidden_layers": "L", "vocab_size": "V"}
+SIZES = {
+    "hidden_size": "C",
+    "num_attention_heads": "H",
+    "num_key_value_heads": "H_kv",
+    "num_hidden_layers": "L",
+    "vocab_size": "V",
+}
 
 
 def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate:
@@ -340,9 +345,11 @@ def _checkpoint(m: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
     and sizes."""
     config = checkpoint.config
     tokens = m.tokens
-    pairs = [("family", m.family, config.model_type)]
-    pairs += [("bos", tokens.bos, config.bos_token_id)]
-    pairs += [("eos", tokens.eos, checkpoint.eos)]
+    pairs = [
+        ("family", m.family, config.model_type),
+        ("bos", tokens.bos, config.bos_token_id),
+        ("eos", tokens.eos, checkpoint.eos),
+    ]
     for name, size in SIZES.items():
         pairs.append((size, getattr(m.dims, size), getattr(config, name)))
     for name, declared, actual in pairs:

@@ -50,14 +50,10 @@ def answer(
     """Whether greedy decoding continues each task's prompt with its answer."""
 
     def right(task: dict) -> bool:
-        prompt, whole = (
-            encode(task["prompt"]),
-            encode(task["prompt"] + " " + task["answer"]),
-        )
-        return (
-            decode(generate(prompt, len(whole) - len(prompt))).split()
-            == task["answer"].split()
-        )
+        prompt = encode(task["prompt"])
+        whole = encode(task["prompt"] + " " + task["answer"])
+        text = decode(generate(prompt, len(whole) - len(prompt)))
+        return text.split() == task["answer"].split()
 
     return [right(task) for task in tasks]
 
