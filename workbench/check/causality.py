@@ -17,7 +17,8 @@ def causality_gate(decoder: Decoder) -> Gate:
     """Changes the last token of one sequence's call, at several T and offsets, and
     compares every layer shard's output, the cache rows and the logits of all earlier
     columns and all other sequences, bit for bit. Any runtime and precision."""
-    faults, compared = [], 0
+    faults = []
+    compared = 0
     rng = np.random.default_rng(SEED)
     experts = decoder.experts
     fixed = decoder.experts.fixed
@@ -35,15 +36,10 @@ def causality_gate(decoder: Decoder) -> Gate:
             experts.fixed = fixed
     reason = (
         f"changing a call's last token: {compared} outputs, caches and logits of "
-        "earlier tokens"
+        "earlier tokens are the same bits"
     )
-    return gates.none(
-        "causality",
-        faults[:4],
-        f"{reason} are the same bits",
-        f"{len(faults)} changed: ",
-        "; ",
-    )
+    changed = f"{len(faults)} changed: "
+    return gates.none("causality", faults[:4], reason, changed, "; ")
 
 
 def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
@@ -70,9 +66,10 @@ def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple
         name: rng.standard_normal(state.shard.states[name].shape)
         for state, name in decoder.named_states
     }
-    results = [_call(decoder, tokens, start, states, seq) for tokens in (ids, other)]
-    for name, value in results[0].items():
-        yield name, value, results[1][name]
+    before = _call(decoder, ids, start, states, seq)
+    after = _call(decoder, other, start, states, seq)
+    for name, value in before.items():
+        yield name, value, after[name]
 
 
 def _call(
@@ -85,9 +82,8 @@ def _call(
     for state, name in decoder.named_states:
         value = states[name].astype(state.read(name).dtype)
         if is_cache(name) or not start:
-            value[:, :, start:] = (
-                0  # rows that no token has yet; all of a new sequence's
-            )
+            # rows that no token has yet; all of a new sequence's
+            value[:, :, start:] = 0
         state.write(name, value)
     counts = np.full(B, T)
     io = decoder.host.inputs(np.full(B, start), counts, T)

@@ -27,9 +27,8 @@ from workbench.models.checkpoint import Checkpoint
 
 EVALUATION_FORMAT = 1  # of the stored rows: raised when what they hold changes
 ROW = ("nll", "golden_nll", "kl", "same_top")
-REFERENCE_TOKENS = (
-    2048  # run through Hugging Face's model for each reading of its weights
-)
+# run through Hugging Face's model for each reading of its weights
+REFERENCE_TOKENS = 2048
 MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
 RESAMPLES = 1000
 
@@ -280,7 +279,8 @@ def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
         actual = f"weights {golden.meta['weights'][:12]}"
         needed = "the checkpoint's own weights"
     elif sizes:
-        actual, needed = "--window or --stride", "none of them: a golden is one window"
+        actual = "--window or --stride"
+        needed = "none of them: a golden is one window"
     elif golden.ids.tolist() != ids[: len(golden.ids)].tolist():
         actual = f"{len(golden.ids)} tokens that are not the text's first tokens"
     else:

@@ -98,7 +98,9 @@ def run_golden(
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
     """
-    (L, n, C), (_, V), dims = golden.x.shape, golden.logits.shape, decoder.manifest.dims
+    L, n, C = golden.x.shape
+    _, V = golden.logits.shape
+    dims = decoder.manifest.dims
     if n > decoder.options.max_seq_len:
         raise InputError(
             "golden",

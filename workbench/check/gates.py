@@ -101,8 +101,7 @@ T_TOLERANCE = {
     "coreml": 3e-2,
     "coreai": 3e-2,
 }
-REAUTHORING = (
-    1e-5  # relative RMS of an isolated update in exact arithmetic, on the same weights
-)
+# relative RMS of an isolated update in exact arithmetic, on the same weights
+REAUTHORING = 1e-5
 TELESCOPE = 1e-6
 MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the user's

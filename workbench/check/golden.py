@@ -361,7 +361,8 @@ class ReferenceModel:
 
     def _recorded(self) -> dict[str, np.ndarray]:
         """The records of all layers [B, L, n, ..] by name; zeros of a layer without."""
-        shapes, arrays = {}, {}
+        shapes = {}
+        arrays = {}
         for record in self.records:
             shapes |= record
         for name, value in shapes.items():

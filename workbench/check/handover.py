@@ -33,7 +33,8 @@ def handover_gates(source: Decoder, target: Decoder) -> list[Gate]:
             return [
                 gates.not_run("handover_rows", f"needs more than {DECODED} positions")
             ]
-        rows, addresses = [], []
+        rows = []
+        addresses = []
         for length in lengths:
             prefill_by(source, target, _prompts(target, length))
             for fault in wrong_rows(source, target, length):

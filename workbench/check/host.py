@@ -97,7 +97,8 @@ class LayerKind:
         self._mask = masking_utils.causal_mask_function
         if window:
             self._mask = masking_utils.sliding_window_causal_mask_function(window)
-        attribute, which = "inv_freq", []
+        attribute = "inv_freq"
+        which = []
         if layer_type:
             attribute = f"{layer_type}_inv_freq"
             which = [layer_type]

@@ -149,7 +149,9 @@ def _function(
         yield f"no block for opset {function.opset!r}"
         return
     block = function.block_specializations[function.opset]
-    types, inputs, states = {}, {}, {}
+    types = {}
+    inputs = {}
+    states = {}
     for operand in function.inputs:
         name = operand.name
         kind = operand.type
@@ -259,7 +261,8 @@ def _state(value, shard: Shard, packaged: tuple, *_) -> Iterator[str]:
 def _regions(tensor: str, shape: list[int], shard: Shard) -> Iterator[str]:
     """Where the logical states of a tensor leave it, overlap, or leave a part of it to
     no state."""
-    spans, filled = {}, 0
+    spans = {}
+    filled = 0
     for name, state in shard.states.items():
         if state.tensor != tensor:
             continue

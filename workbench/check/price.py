@@ -157,12 +157,8 @@ def measure_price(
 def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
     """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding
     alone explains, within a factor."""
-    limit = gates.at_most(
-        "max_kl",
-        float(np.mean(price.kl)),
-        max_kl,
-        f"mean KL from the golden in nats; --max-kl sets the limit of {max_kl:g}",
-    )
+    reason = f"mean KL from the golden in nats; --max-kl sets the limit of {max_kl:g}"
+    limit = gates.at_most("max_kl", float(np.mean(price.kl)), max_kl, reason)
     if price.budget_kl is None:
         return [limit, gates.not_run("budget", "needs --checkpoint")]
     worst = price.worst
@@ -170,10 +166,8 @@ def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
         "error over what rounding of weights and stream alone costs Hugging Face's model: "
         f"layer {worst['layer']}, {worst['tensor']}, T = {worst['T']}"
     )
-    return [
-        limit,
-        gates.at_most("budget", float(worst["ratio"]), BUDGET_FACTOR, reason),
-    ]
+    ratio = float(worst["ratio"])
+    return [limit, gates.at_most("budget", ratio, BUDGET_FACTOR, reason)]
 
 
 def price_rows(

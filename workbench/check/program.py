@@ -267,15 +267,13 @@ class ProgramPass(fidelity.Pass):
                     # rows for undoing, which no reference has
                     actual = actual[options.t_max :]
                 if options.state_pair and kind is MATRIX:
-                    remainder = state.read(name.replace(MATRIX_STATE, REMAINDER_STATE))[
-                        seq
-                    ]
+                    other = name.replace(MATRIX_STATE, REMAINDER_STATE)
+                    remainder = state.read(other)[seq]
                     actual = actual + np.asarray(remainder, np.float32)
                 if options.undo and kind is MATRIX:
-                    pending = state.read(name.replace(MATRIX_STATE, PENDING_STATE))[seq]
-                    actual = positions.with_pending(
-                        actual, np.asarray(pending, np.float32)
-                    )
+                    other = name.replace(MATRIX_STATE, PENDING_STATE)
+                    pending = np.asarray(state.read(other)[seq], np.float32)
+                    actual = positions.with_pending(actual, pending)
                 expected, again = [
                     positions.expected_value(actual.shape, name, s.after, self.end(seq))
                     for s in (self.stretches[seq], nudged)
@@ -293,12 +291,10 @@ def head_errors(
     last = slice(max(0, n - T), n)
     hidden = np.stack([stretch.last[last].T / scale for stretch in stretches])
     parts = []
-    for seq, (stretch, logits) in enumerate(
-        zip(stretches, decoder.logits(hidden), strict=True)
-    ):
-        error = _errors(
-            stretch.golden.logits[last], logits, _logit_floor(stretch)[last]
-        )
+    all_logits = decoder.logits(hidden)
+    for seq, (stretch, logits) in enumerate(zip(stretches, all_logits, strict=True)):
+        floor = _logit_floor(stretch)[last]
+        error = _errors(stretch.golden.logits[last], logits, floor)
         position = stretch.start + np.arange(n)[last]
         rows = _rows("logits", -1, error, position, len(position))
         parts.append(rows | {"seq": seq, "mode": "isolated"})

@@ -47,7 +47,7 @@ def drift(
 
 def _pairs(
     base: ForwardPass, trace: ForwardPass, near_ties: np.ndarray
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+) -> Iterator[tuple]:
     """(place, values of `base`, values of `trace`) of every layer's keys, values and
     update; the update where no near-tied choice of an expert can have turned it."""
     for layer, hidden in trace.hidden.items():

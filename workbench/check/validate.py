@@ -213,7 +213,8 @@ def validate(
             not_run without a `reference`.
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
     """
-    bundle, foreign = decoder.bundle, "the bundle was exported from another checkpoint"
+    bundle = decoder.bundle
+    foreign = "the bundle was exported from another checkpoint"
     if checkpoint is None:
         bugs = stored_gates(bundle)
     elif checkpoint.sha256 != decoder.manifest.checkpoint["sha256"]:

@@ -85,7 +85,9 @@ def weights_gate(
     constants that nothing covers."""
     from tqdm.auto import tqdm
 
-    deviations, problems, covered = [], [], {}
+    deviations = []
+    problems = []
+    covered = {}
     programs = []
     for shard in bundle.manifest.shards:
         programs += [(shard, function) for function in shard.functions or [None]]

@@ -224,8 +224,8 @@ def _look_at_tasks(tasks: Path | None, checkpoint: Path | None) -> None:
         "--tasks", tasks, "prompts with answers (JSON lines)", "correct the path"
     )
     if not checkpoint:
-        needed, step = "the checkpoint that also answers them", "give --checkpoint"
-        raise InputError("--tasks", "no --checkpoint", needed, step)
+        needed = "the checkpoint that also answers them"
+        raise InputError("--tasks", "no --checkpoint", needed, "give --checkpoint")
 
 
 def _task_gates(tasks: Path | None, decoder, checkpoint) -> list[gates.Gate]:
@@ -296,12 +296,10 @@ def _expectation(decoder, golden, checkpoint, Ts) -> str:
         # of one token each; causality makes up to 16 calls, undo up to 26
         calls += reach.calls(Ts) + 6 * reach.count + 42
     with decoder.set_aside():
-        decoder.begin()
         chunk = [golden.ids[: 1 if options.t == "range" else options.t_max].tolist()]
-        times = []
         for _ in range(2):  # the first call loads
             decoder.begin()
             start = perf_counter()
             decoder.advance(chunk * options.batch, len(chunk[0]))
-            times.append(perf_counter() - start)
-    return f"{text}: about {max(1, round(calls * times[-1]))} s"
+            seconds = perf_counter() - start
+    return f"{text}: about {max(1, round(calls * seconds))} s"
