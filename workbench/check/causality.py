@@ -17,9 +17,11 @@ def causality_gate(decoder: Decoder) -> Gate:
     """Changes the last token of one sequence's call, at several T and offsets, and
     compares every layer shard's output, the cache rows and the logits of all earlier
     columns and all other sequences, bit for bit. Any runtime and precision."""
-    faults, compared = [], 0
+    faults = []
+    compared = 0
     rng = np.random.default_rng(SEED)
-    experts, fixed = decoder.experts, decoder.experts.fixed
+    experts = decoder.experts
+    fixed = decoder.experts.fixed
     with decoder.set_aside():
         try:
             # an expert's shapes, hence its sums, must not depend on the last token
@@ -34,15 +36,10 @@ def causality_gate(decoder: Decoder) -> Gate:
             experts.fixed = fixed
     reason = (
         f"changing a call's last token: {compared} outputs, caches and logits of "
-        "earlier tokens"
+        "earlier tokens are the same bits"
     )
-    return gates.none(
-        "causality",
-        faults[:4],
-        f"{reason} are the same bits",
-        f"{len(faults)} changed: ",
-        "; ",
-    )
+    changed = f"{len(faults)} changed: "
+    return gates.none("causality", faults[:4], reason, changed, "; ")
 
 
 def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
@@ -60,7 +57,8 @@ def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
 def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple]:
     """(what, value, value with another last token of sequence `seq`) of all that must
     not change."""
-    V, B = decoder.manifest.dims.V, decoder.options.batch
+    V = decoder.manifest.dims.V
+    B = decoder.options.batch
     ids = rng.integers(0, V, (B, T))
     other = ids.copy()
     other[seq, -1] = (ids[seq, -1] + rng.integers(1, max(2, V))) % V
@@ -68,9 +66,10 @@ def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple
         name: rng.standard_normal(state.shard.states[name].shape)
         for state, name in decoder.named_states
     }
-    results = [_call(decoder, tokens, start, states, seq) for tokens in (ids, other)]
-    for name, value in results[0].items():
-        yield name, value, results[1][name]
+    before = _call(decoder, ids, start, states, seq)
+    after = _call(decoder, other, start, states, seq)
+    for name, value in before.items():
+        yield name, value, after[name]
 
 
 def _call(
@@ -83,9 +82,8 @@ def _call(
     for state, name in decoder.named_states:
         value = states[name].astype(state.read(name).dtype)
         if is_cache(name) or not start:
-            value[:, :, start:] = (
-                0  # rows that no token has yet; all of a new sequence's
-            )
+            # rows that no token has yet; all of a new sequence's
+            value[:, :, start:] = 0
         state.write(name, value)
     counts = np.full(B, T)
     io = decoder.host.inputs(np.full(B, start), counts, T)

@@ -10,9 +10,9 @@ import numpy as np
 import miltorch
 from miltorch import Program
 from workbench.ane import memory
-from workbench.bundle import Bundle, Options, Shard
-from workbench.bundle.names import BASE, HIDDEN, V_STATE, is_cache, split_layer
-from workbench.check import fidelity, gates, metrics
+from workbench.bundle import Bundle, Manifest, Options, Shard
+from workbench.bundle.names import BASE, HIDDEN, K_STATE, V_STATE, is_cache, split_layer
+from workbench.check import fidelity, gates, interface, metrics
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, constants
 from workbench.decode import Decoder
@@ -21,9 +21,12 @@ from workbench.runtime import Model, State, load_shard
 
 # weights that make a layer add nothing where they are zeros
 SILENCING = (
-    *("v_proj.weight", "o_proj.weight"),
-    *("self_attn.out_proj.weight", ".conv.out_proj.weight"),
-    *("linear_attn.out_proj.weight", "mamba.out_proj.weight"),
+    "v_proj.weight",
+    "o_proj.weight",
+    "self_attn.out_proj.weight",
+    ".conv.out_proj.weight",
+    "linear_attn.out_proj.weight",
+    "mamba.out_proj.weight",
 )
 SMALL_STATE = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
@@ -64,52 +67,56 @@ def check_bundle(
 def interface_gates(bundle: Bundle) -> list[Gate]:
     """State shapes and dtype as declared in the package; K and V are states, never
     inputs or outputs."""
-    d, o = bundle.manifest.dims, bundle.manifest.options
-    shapes, leaks = [], []
+    manifest = bundle.manifest
+    shapes = []
+    leaks = []
     for shard, program in _programs(bundle):
-        for name, entry in shard.states.items():
-            state = program.states.get(entry.tensor)
-            if state is None or state.dtype != DTYPES[o.program_dtype]:
-                shapes.append(
-                    f"{shard.name}: {name} is {state.dtype if state else 'absent'}"
-                )
-            elif entry.part is None and list(state.shape) != entry.shape:
-                shapes.append(
-                    f"{shard.name}: {name} is {list(state.shape)}, not {entry.shape}"
-                )
-            elif (
-                is_cache(name)
-                and entry.ring is None
-                and entry.shape != [o.batch, d.H_kv, o.max_seq_len, d.D]
-            ):
-                shapes.append(
-                    f"{shard.name}: {name} is {entry.shape}, not [B, H_kv, S, D]"
-                )
-        attending = [
-            i for i in range(*shard.layers) if bundle.manifest.layers[i].attends
-        ]
-        caches = {f"layers.{i}.{n}" for i in attending for n in ("k_state", "v_state")}
-        if missing := caches - shard.states.keys():
-            leaks.append(f"{shard.name}: {', '.join(sorted(missing))} no state")
+        for name in shard.states:
+            if fault := _state_fault(manifest, shard, name, program):
+                shapes.append(f"{shard.name}: {name} is {fault}")
         leaks += [
-            f"{shard.name}: input {name} has the shape of a cache"
-            for name, kind in program.inputs.items()
-            if list(kind.shape[1:]) == [d.H_kv, o.max_seq_len, d.D]
+            f"{shard.name}: {fault}" for fault in _leaks(manifest, shard, program)
         ]
+    dtype = manifest.options.program_dtype
+    as_declared = f"every state is {dtype} and as declared, [B, H_kv, S, D]"
+    are_states = "K and V are states of every layer, not inputs or outputs"
     return [
-        gates.none(
-            "state_shapes",
-            shapes,
-            f"every state is {o.program_dtype} and as declared, [B, H_kv, S, D]",
-            sep="; ",
-        ),
-        gates.none(
-            "kv_are_states",
-            leaks,
-            "K and V are states of every layer, not inputs or outputs",
-            sep="; ",
-        ),
+        gates.none("state_shapes", shapes, as_declared, sep="; "),
+        gates.none("kv_are_states", leaks, are_states, sep="; "),
     ]
+
+
+def _state_fault(
+    manifest: Manifest, shard: Shard, name: str, program: Program
+) -> str | None:
+    """What the state `name` of a shard wrongly is; None where it is as declared."""
+    d = manifest.dims
+    o = manifest.options
+    entry = shard.states[name]
+    state = program.states.get(entry.tensor)
+    if state is None:
+        return "absent"
+    if state.dtype != DTYPES[o.program_dtype]:
+        return state.dtype
+    if entry.part is None and list(state.shape) != entry.shape:
+        return f"{list(state.shape)}, not {entry.shape}"
+    expected = [o.batch, d.H_kv, o.max_seq_len, d.D]
+    if is_cache(name) and entry.ring is None and entry.shape != expected:
+        return f"{entry.shape}, not [B, H_kv, S, D]"
+    return None
+
+
+def _leaks(manifest: Manifest, shard: Shard, program: Program) -> Iterator[str]:
+    """Caches of a shard that are no states, and inputs that look like caches."""
+    attending = [i for i in range(*shard.layers) if manifest.layers[i].attends]
+    caches = {f"layers.{i}.{n}" for i in attending for n in (K_STATE, V_STATE)}
+    if missing := caches - shard.states.keys():
+        yield f"{', '.join(sorted(missing))} no state"
+    d = manifest.dims
+    S = manifest.options.max_seq_len
+    for name, kind in program.inputs.items():
+        if list(kind.shape[1:]) == [d.H_kv, S, d.D]:
+            yield f"input {name} has the shape of a cache"
 
 
 def _programs(bundle: Bundle) -> Iterator[tuple[Shard, Program]]:
@@ -126,32 +133,28 @@ def _programs(bundle: Bundle) -> Iterator[tuple[Shard, Program]]:
 def lifetime(decoder: Decoder) -> list[Gate]:
     """One make_state per sequence: a state carries over calls, a fresh one is zeros and
     forgets, two do not mix."""
-    faults = {
-        model.shard.name: _lifetime_fault(decoder, model) for model in decoder.layers
-    }
-    dirty, unused, mute, mixed = (
-        [shard for shard in faults if fault in faults[shard]]
-        for fault in ("dirty", "unused", "mute", "mixed")
+    shards = {"dirty": [], "unused": [], "mute": [], "mixed": []}
+    for model in decoder.layers:
+        for fault in _lifetime_fault(decoder, model):
+            shards[fault].append(model.shard.name)
+    mute = [f"{shard} has all-zero attention weights" for shard in shards["mute"]]
+    skipped = f"skipped: {', '.join(mute)}"
+    used = "every shard's second token depends on its first through the state"
+    if mute:
+        used += f"; {skipped}"
+    no_trace = "the first token leaves no trace in: "
+    is_used = gates.none("state_is_used", shards["unused"], used, no_trace)
+    if len(mute) == len(decoder.layers):
+        is_used = gates.not_run("state_is_used", skipped)
+    zeros = "make_state gives zeros"
+    independent = (
+        "two states on one model, used in turn, give what each gives alone, bit for bit"
     )
-    skipped = "skipped: " + ", ".join(
-        f"{shard} has all-zero attention weights" for shard in mute
-    )
-    reason = "every shard's second token depends on its first through the state"
-    reason += f"; {skipped}" if mute else ""
-    used = gates.none(
-        "state_is_used", unused, reason, "the first token leaves no trace in: "
-    )
+    differ = "interleaved states differ in: "
     return [
-        gates.not_run("state_is_used", skipped) if len(mute) == len(faults) else used,
-        gates.none(
-            "fresh_state_is_zero", dirty, "make_state gives zeros", "not zeros: "
-        ),
-        gates.none(
-            "states_are_independent",
-            mixed,
-            "two states on one model, used in turn, give what each gives alone, bit for bit",
-            "interleaved states differ in: ",
-        ),
+        is_used,
+        gates.none("fresh_state_is_zero", shards["dirty"], zeros, "not zeros: "),
+        gates.none("states_are_independent", shards["mixed"], independent, differ),
     ]
 
 
@@ -168,11 +171,9 @@ def _lifetime_fault(decoder: Decoder, model) -> set[str]:
         faults.add("mute" if _mute(decoder, model.shard) else "unused")
     _call(decoder, model, a, 0)
     _call(decoder, model, b, 0, seed=1)
-    return (
-        faults
-        if np.array_equal(_call(decoder, model, a, 1), second)
-        else faults | {"mixed"}
-    )
+    if not np.array_equal(_call(decoder, model, a, 1), second):
+        faults.add("mixed")
+    return faults
 
 
 def _mute(decoder: Decoder, shard) -> bool:
@@ -190,22 +191,20 @@ def _mute(decoder: Decoder, shard) -> bool:
 def probe_points(options: Options) -> list[tuple[int, int]]:
     """(T, pos) pairs: all of a small cache, else the ends, the middle and powers of two
     ± 1."""
-    S, Ts = options.max_seq_len, fidelity.callable_ts(options)
+    S = options.max_seq_len
+    Ts = fidelity.callable_ts(options)
     if not options.shapes or options.kv_write == "mask":
         Ts = sorted({*Ts, options.t_max // 2 or 1})
-    if S <= SMALL_STATE:
-        return [(T, pos) for T in Ts for pos in range(S - T + 1)]
-    near = {
-        p + d
-        for p in (0, *(2**i for i in range(3, S.bit_length())), S // 2)
-        for d in (-1, 0, 1)
-    }
-    return [
-        (T, pos)
-        for T in Ts
-        for pos in sorted({*near, S - T, S - T - 1})
-        if 0 <= pos <= S - T
-    ]
+    places = {*range(S)}
+    if S > SMALL_STATE:
+        marks = np.array([0, S // 2, *(2 ** np.arange(3, S.bit_length()))])
+        places = {*np.add.outer(marks, (-1, 0, 1)).ravel().tolist()}
+    points = []
+    for T in Ts:
+        last = S - T
+        near = (places | {last - 1, last}) & {*range(last + 1)}
+        points += [(T, pos) for pos in sorted(near)]
+    return points
 
 
 def write_probe(
@@ -222,28 +221,25 @@ def write_probe(
     """
     from tqdm.auto import tqdm
 
-    records, rng = [], np.random.default_rng(0)
+    records = []
+    rng = np.random.default_rng(0)
     points = list(points or probe_points(decoder.options))
     with decoder.set_aside():
         for model in tqdm(
             decoder.layers, desc="write addresses", unit="shard", disable=not progress
         ):
-            full = {
-                n: _normal(rng.standard_normal(s.shape))
-                for n, s in model.shard.states.items()
-            }
+            entries = model.shard.states
             state = model.make_state()
+            full = {
+                n: _normal(rng.standard_normal(s.shape)) for n, s in entries.items()
+            }
             for T, pos in points:
                 for name, value in full.items():
                     state.write(name, value)
                 _call(decoder, model, state, pos, T)
-                records += [
-                    _changed(
-                        name, model.shard.states[name], value, state.read(name), T, pos
-                    )
-                    for name, value in full.items()
-                    if is_cache(name)
-                ]
+                for name in filter(is_cache, full):
+                    values = full[name], state.read(name)
+                    records.append(_changed(name, entries[name], *values, T, pos))
     return records
 
 
@@ -260,12 +256,12 @@ def _changed(
 ) -> dict:
     differs = before.astype(np.float32) != np.asarray(after, np.float32)
     rows = np.flatnonzero(differs.any(axis=(0, 1, 3))).tolist()
-    whole = np.flatnonzero(
-        differs.any(axis=3).all(axis=(0, 1))
-    ).tolist()  # rows written in every head of every sequence
-    expected = sorted(
-        {p % entry.ring if entry.ring else p for p in range(pos, pos + T)}
-    )
+    # rows written in every head of every sequence
+    whole = np.flatnonzero(differs.any(axis=3).all(axis=(0, 1))).tolist()
+    positions = np.arange(pos, pos + T)
+    if entry.ring:
+        positions %= entry.ring
+    expected = np.unique(positions).tolist()
     _, layer, state = name.split(".")
     return {
         "layer": int(layer),
@@ -304,10 +300,8 @@ def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
     ratios = []
     for T in decoder.options.functions or sorted({1, decoder.options.t_max}):
         trace = fidelity.run_golden(decoder, golden, T)
-        for name, caches, reference in (
-            ("k", trace.k, golden.k),
-            ("v", trace.v, golden.v),
-        ):
+        tensors = ("k", trace.k, golden.k), ("v", trace.v, golden.v)
+        for name, caches, reference in tensors:
             for layer, cache in caches.items():
                 rows = trace.cached[layer]
                 ratio = _own_over_shifted(reference[layer][:, rows], cache[:, rows])
@@ -336,23 +330,19 @@ def stale_rows(decoder: Decoder) -> Gate:
         for fill in (0.0, STALE_FACTOR):
             state = _filled(model, fill, seed=1)
             _call(decoder, model, state, 0)
-            streams.append(
-                _call(decoder, model, state, 1)
-            )  # the second token reads a cache row
+            # the second token reads a cache row
+            streams.append(_call(decoder, model, state, 1))
         if not np.array_equal(*streams):
-            differing.append(
-                f"{model.shard.name}: max |Δ| = {np.abs(streams[0] - streams[1]).max():.3g}"
-            )
-    return gates.none(
-        "stale_rows",
-        differing[:1],
-        "finite values in unwritten rows change nothing, bit for bit",
-    )
+            largest = np.abs(np.subtract(*streams)).max()
+            differing.append(f"{model.shard.name}: max |Δ| = {largest:.3g}")
+    fine = "finite values in unwritten rows change nothing, bit for bit"
+    return gates.none("stale_rows", differing[:1], fine)
 
 
 def _filled(model: Model, magnitude: float, seed: int) -> State:
     """A state whose caches hold ± `magnitude` in every row."""
-    state, rng = model.make_state(), np.random.default_rng(seed)
+    state = model.make_state()
+    rng = np.random.default_rng(seed)
     for name, entry in model.shard.states.items():
         if is_cache(name):
             signs = rng.choice([-1.0, 1.0], entry.shape)
@@ -400,40 +390,37 @@ def _on_portable(
     """A gate that the program must pass in portable arithmetic, a Core AI program in
     its own. Devices are known to treat NaN and subnormal numbers differently; their
     result is part of the reason and does not decide the verdict."""
-    models = [
-        model for model in decoder.layers if any(map(is_cache, model.shard.states))
-    ]
-    shards = [model.shard for model in models]
-    failing = [model.shard.name for model in models if fails(model)]
+
+    def failing(models: Iterable[Model]) -> list[str]:
+        return [model.shard.name for model in models if fails(model)]
+
+    models = [m for m in decoder.layers if any(map(is_cache, m.shard.states))]
+    own = failing(models)
     if decoder.runtime in ("portable", "coreai"):
-        return gates.none(name, failing, fine, lead)
-    models = (load_shard(decoder.bundle, shard, "portable") for shard in shards)
-    on_portable = [model.shard.name for model in models if fails(model)]
-    gate, device = (
-        gates.none(name, on_portable, fine, lead),
-        lead + (", ".join(failing) or "none"),
+        return gates.none(name, own, fine, lead)
+    on_portable = failing(
+        load_shard(decoder.bundle, model.shard, "portable") for model in models
     )
-    note = "the same" if failing == on_portable else device
-    return replace(
-        gate,
-        reason=f"{gate.reason}; {decoder.runtime} on {decoder.compute_units}: {note}",
-    )
+    note = "the same"
+    if own != on_portable:
+        note = lead + (", ".join(own) or "none")
+    gate = gates.none(name, on_portable, fine, lead)
+    device = f"{decoder.runtime} on {decoder.compute_units}"
+    return replace(gate, reason=f"{gate.reason}; {device}: {note}")
 
 
 def overflow_raises(decoder: Decoder) -> Gate:
     """A token at position max_seq_len is refused before any state changes; experiment
     30's runtime clamps and overwrites."""
-    refused = False
+    faults = ["a token past max_seq_len was written"]
     with decoder.set_aside():
         decoder.begin()
         decoder.offsets[:] = decoder.options.max_seq_len
         try:
             decoder.advance([[0]] * decoder.options.batch, 1)
         except InputError:
-            refused = not any(
-                np.any(state.read(name)) for state, name in decoder.named_states
-            )
-    faults = [] if refused else ["a token past max_seq_len was written"]
+            if not any(np.any(s.read(name)) for s, name in decoder.named_states):
+                faults = []
     fine = "a token past max_seq_len is refused, no state touched"
     return gates.none("overflow_raises", faults, fine)
 
@@ -455,17 +442,15 @@ def _call(
     """The residual stream (hidden, or a router shard's base) after one call of T tokens
     at `pos` in every sequence, on real masks and tables and random activations, the
     same for the same pos and seed."""
-    B, width = decoder.options.batch, decoder.options.width(T)
+    B = decoder.options.batch
+    width = decoder.options.width(T)
     io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
     rng = np.random.default_rng((seed, pos))
-    activations = {
-        name: rng.standard_normal([width if n == "T" else n for n in shape]).astype(
-            np.float32
-        )
-        for name, shape in model.shard.inputs.items()
-        if name not in io
-    }
-    outputs = model.predict(
-        {name: (io | activations)[name] for name in model.shard.inputs}, state
-    )
+    inputs = {}
+    for name, shape in model.shard.inputs.items():
+        inputs[name] = io.get(name)
+        if name not in io:
+            activations = rng.standard_normal(interface.sizes(shape, width))
+            inputs[name] = activations.astype(np.float32)
+    outputs = model.predict(inputs, state)
     return outputs[HIDDEN] if HIDDEN in outputs else outputs[BASE]

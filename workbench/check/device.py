@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, metrics, rangedim
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, by_position
+from workbench.check.golden import Golden, by_position, save_arrays
 from workbench.check.price import HALF_ULP
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.files import write_whole
 
 METADATA = "workbench-reference"
 PARTS = ("declared", "distance", "drift")
@@ -47,21 +47,14 @@ class Reference:
 
     def save(self, path: Path) -> None:
         """Writes one safetensors file, whole or not at all."""
-        from safetensors.numpy import save_file
-
-        arrays = {
-            f"{part}/{name}": np.ascontiguousarray(a)
-            for part in PARTS
-            for name, a in getattr(self, part).items()
-        }
-        write_whole(
-            path, lambda file: save_file(arrays, file.name, {METADATA: self.key})
-        )
+        arrays = {}
+        for part in PARTS:
+            for name, array in getattr(self, part).items():
+                arrays[f"{part}/{name}"] = array
+        save_arrays(path, arrays, {METADATA: self.key})
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        from safetensors import safe_open
-
         parts = {part: {} for part in PARTS}
         with safe_open(path, framework="np") as file:
             for name in file.keys():
@@ -78,18 +71,19 @@ def make_reference(bundle: Bundle, golden: Golden) -> Reference:
 
     def run(precision: str) -> dict[str, np.ndarray]:
         decoder = Decoder(bundle, "portable", precision)
-        decoder.runtime = (
-            "coreml"  # no hook: inner layers go on with what the shard computed
-        )
+        # no hook: inner layers go on with what the shard computed
+        decoder.runtime = "coreml"
         if precision == "declared":
             Ts = fidelity.default_ts(decoder.options)
             traces = {T: fidelity.run_golden(decoder, golden, T) for T in Ts}
-            for T, trace in traces.items() if 1 in traces else ():
-                if worst := rangedim.drift(decoder, {1: traces[1], T: trace}, golden):
+            for T in Ts:
+                pair = {t: traces[t] for t in (1, T) if t in traces}
+                if worst := rangedim.drift(decoder, pair, golden):
                     drifts[str(T)] = np.array([worst.value])
         return _results(decoder, golden)
 
-    declared, narrow = run("declared"), run("narrow")
+    declared = run("declared")
+    narrow = run("narrow")
     distance = {name: metrics.rms(declared[name], narrow[name]) for name in declared}
     return Reference(declared, distance, _key(bundle, golden), drifts)
 
@@ -102,24 +96,22 @@ def reference_path(bundle: Bundle, golden: Path) -> Path:
     )
 
 
-def load_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference | None:
-    """The reference stored beside the golden at `path`; None if there is none of this
-    bundle and golden."""
-    with suppress(OSError, ValueError, KeyError, TypeError, _broken()):
-        reference = Reference.load(reference_path(bundle, path))
+def stored_reference(
+    bundle: Bundle, golden: Golden, path: Path, only: bool = False
+) -> Reference | None:
+    """`make_reference`, once: the file stays beside the golden at `path`, where that
+    folder can be written. With `only` nothing is run: None if no file is of this bundle
+    and golden."""
+    place = reference_path(bundle, path)
+    with suppress(OSError, ValueError, KeyError, TypeError, SafetensorError):
+        reference = Reference.load(place)
         if reference.key == _key(bundle, golden):
             return reference
-    return None
-
-
-def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
-    """`make_reference`, once: the file stays beside the golden at `path`, where that
-    folder can be written."""
-    if reference := load_reference(bundle, golden, path):
-        return reference
+    if only:
+        return None
     reference = make_reference(bundle, golden)
-    with suppress(OSError, _broken()):
-        reference.save(reference_path(bundle, path))
+    with suppress(OSError, SafetensorError):
+        reference.save(place)
     return reference
 
 
@@ -136,13 +128,13 @@ def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
             "one of this bundle and this golden",
             "make it again: workbench.check.device.make_reference",
         )
-    ratios, clear = [], _clear(decoder, golden)
+    ratios = []
+    clear = _clear(decoder, golden)
     for name, values in _results(decoder, golden).items():
         declared = reference.declared[name]
         limit = np.maximum(reference.distance[name], HALF_ULP * metrics.rms(declared))
-        ratio = metrics.over(metrics.rms(declared, values), limit)[
-            clear.get(name, slice(None))
-        ]
+        ratio = metrics.over(metrics.rms(declared, values), limit)
+        ratio = ratio[clear.get(name, slice(None))]
         ratios.append((np.sqrt(np.mean(ratio**2)) if len(ratio) else 0.0, name))
     reason = "distance from portable declared over that of portable narrow, worst: "
     return gates.all_at_most("device", ratios, DEVICE_FACTOR, reason)
@@ -152,7 +144,8 @@ def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
     """What a runtime shows of a pass over the golden's tokens, [n, W] by name: calls of
     every T in turn, each shard fed the golden's input, the head the golden's last
     hidden state."""
-    options, results = decoder.options, {}
+    options = decoder.options
+    results = {}
     Ts = fidelity.default_ts(options)
     trace = fidelity.run_golden(decoder, golden, Ts)
     for layer, hidden in trace.hidden.items():
@@ -172,7 +165,8 @@ def _clear(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
     shard, can have turned."""
     if golden.margin is None:
         return {}
-    tied, clear = fidelity.near_ties(decoder, golden), {}
+    tied = fidelity.near_ties(decoder, golden)
+    clear = {}
     for model in decoder.layers:
         before = np.zeros(tied.shape[1], bool)
         for layer in range(*model.shard.layers):
@@ -189,9 +183,3 @@ def _key(bundle: Bundle, golden: Golden) -> str:
     for array in (golden.ids, golden.x):
         digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()
-
-
-def _broken() -> type[Exception]:
-    from safetensors import SafetensorError
-
-    return SafetensorError

@@ -27,9 +27,8 @@ from workbench.models.checkpoint import Checkpoint
 
 EVALUATION_FORMAT = 1  # of the stored rows: raised when what they hold changes
 ROW = ("nll", "golden_nll", "kl", "same_top")
-REFERENCE_TOKENS = (
-    2048  # run through Hugging Face's model for each reading of its weights
-)
+# run through Hugging Face's model for each reading of its weights
+REFERENCE_TOKENS = 2048
 MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
 RESAMPLES = 1000
 
@@ -75,25 +74,17 @@ def evaluate(
         InputError: a window longer than max_seq_len, fewer than two tokens, a golden of
             another checkpoint or text.
     """
-    ids, golden = check_ids(ids, decoder.manifest.dims.V), isinstance(reference, Golden)
-    exported = decoder.manifest.checkpoint["sha256"]
-    other = reference.meta["checkpoint"] if golden else reference and reference.sha256
-    if exported and other not in (None, exported):
-        raise InputError(
-            "--golden" if golden else "--checkpoint",
-            f"one of another checkpoint, {other[:12]}",
-            f"the one that the bundle was exported from, {exported[:12]}",
-            "give that one",
-        )
-    if golden:
+    ids = check_ids(ids, decoder.manifest.dims.V)
+    if isinstance(reference, Golden):
+        _check_exported_from(decoder, "--golden", reference.meta["checkpoint"])
         _check_golden(ids, reference, window or stride)
         window = len(reference.ids)
         ids = ids[:window]
+    elif reference:
+        _check_exported_from(decoder, "--checkpoint", reference.sha256)
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
-    path = (
-        folder
-        / f"{decoder.bundle.root.name}-{_key(decoder, ids, spans, reference)}.rows"
-    )
+    key = _key(decoder, ids, spans, reference)
+    path = folder / f"{decoder.bundle.root.name}-{key}.rows"
     busy = InputError(
         str(path),
         "another process writes to it",
@@ -122,27 +113,22 @@ def _finish(
     `path`; the others are run and appended to it."""
     from tqdm.auto import tqdm
 
-    ends = [
-        end - 1 for _, _, end in spans
-    ]  # rows in the file when a window is finished
+    # rows in the file when a window is finished
+    ends = [end - 1 for _, _, end in spans]
     size = 8 * len(ROW)
     resumed = int(np.searchsorted(ends, path.stat().st_size // size, "right"))
     os.truncate(path, size * ([0, *ends][resumed]))
-    model = (
-        ReferenceModel(reference, record=False)
-        if isinstance(reference, Checkpoint)
-        else None
-    )
+    if isinstance(reference, Checkpoint):
+        reference = ReferenceModel(reference, record=False)
     B = decoder.options.batch
     bar = tqdm(total=len(spans), initial=resumed, unit="window", disable=not progress)
     with bar, path.open("ab") as file:
         for group in _groups(spans[resumed:]):
-            golden = _reference_logits(model or reference, ids, group)
+            golden = _reference_logits(reference, ids, group)
             for i in range(0, len(group), B):
                 part = group[i : i + B]
-                for (_, first, end), actual in zip(
-                    part, _bundle_logits(decoder, ids, part)
-                ):
+                logits = _bundle_logits(decoder, ids, part)
+                for (_, first, end), actual in zip(part, logits):
                     file.write(_score(ids[first:end], actual, next(golden)).tobytes())
                     file.flush()
                     bar.update()
@@ -165,7 +151,8 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
     for (n, _), alike in groupby(
         spans, key=lambda span: (span[2] - span[0], span[2] - span[1])
     ):
-        group, count = list(alike), max(1, REFERENCE_TOKENS // n)
+        group = list(alike)
+        count = max(1, REFERENCE_TOKENS // n)
         while group:
             yield group[:count]
             del group[:count]
@@ -192,46 +179,43 @@ def _score(
     """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is
     no golden, and where only the top token's logit is known (the others are −inf)."""
     rows = np.full((len(targets), len(ROW)), np.nan)
-    for i, target in enumerate(
-        targets
-    ):  # one row of the vocabulary at a time fits the cache
-        q = None if np.isneginf(actual[i]).any() else metrics.log_softmax(actual[i])
-        rows[i, 0] = np.nan if q is None else -q[target]
+    # one row of the vocabulary at a time fits the cache
+    for i, target in enumerate(targets):
+        q = None
+        if not np.isneginf(actual[i]).any():
+            q = metrics.log_softmax(actual[i])
+            rows[i, 0] = -q[target]
         if golden is not None:
             p = metrics.log_softmax(golden[i])
-            kl = np.nan if q is None else (np.exp(p) * (p - q)).sum()
-            rows[i, 1:] = -p[target], kl, np.argmax(golden[i]) == np.argmax(actual[i])
+            rows[i, 1] = -p[target]
+            rows[i, 3] = np.argmax(golden[i]) == np.argmax(actual[i])
+            if q is not None:
+                rows[i, 2] = (np.exp(p) * (p - q)).sum()
     return rows
 
 
 def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
     """The figures of `evaluate` from the rows [n, 4] of its windows."""
     starts = [first - 1 for _, first, _ in spans]
-    sums, counts = np.add.reduceat(rows, starts), np.diff([*starts, len(rows)])
+    sums = np.add.reduceat(rows, starts)
+    counts = np.diff([*starts, len(rows)])
     intervals = None
     if len(spans) >= MIN_WINDOWS:
         rng = np.random.default_rng(0)
-        draws = (rng.integers(0, len(spans), len(spans)) for _ in range(RESAMPLES))
-        means = np.array([sums[draw].sum(0) / counts[draw].sum() for draw in draws])
-        figures = _figures(means.T)
-        bounds = {
-            name: np.percentile(values, [2.5, 97.5]) for name, values in figures.items()
-        }
+        draws = rng.integers(0, len(spans), (RESAMPLES, len(spans)))
+        means = sums[draws].sum(1) / counts[draws].sum(1)[:, None]
         intervals = {
-            name: b.tolist() for name, b in bounds.items() if not np.isnan(b).any()
+            name: np.percentile(values, [2.5, 97.5]).tolist()
+            for name, values in _figures(means.T).items()
+            if not np.isnan(values).any()
         }
-    figures = _figures(rows.mean(0))
-    means = {
-        n: None if np.isnan(value) else float(value) for n, value in figures.items()
-    }
-    compared = means.pop("kl_mean") is not None
-    return {
-        "tokens": len(rows),
-        "windows": len(spans),
-        **means,
-        "kl": summarize_kl(rows[:, 2]) if compared else None,
-        "intervals": intervals,
-    }
+    result = {"tokens": len(rows), "windows": len(spans)}
+    for name, value in _figures(rows.mean(0)).items():
+        result[name] = None if np.isnan(value) else float(value)
+    kl = None
+    if result.pop("kl_mean") is not None:
+        kl = summarize_kl(rows[:, 2])
+    return result | {"kl": kl, "intervals": intervals}
 
 
 def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
@@ -253,7 +237,8 @@ def _check_sizes(
     S = decoder.options.max_seq_len
     if n < 2:
         raise InputError("text", f"{n} tokens", "at least two", "give a longer text")
-    window = S if window is None else window
+    if window is None:
+        window = S
     if window > S or window < 2:
         raise InputError(
             "--window",
@@ -261,7 +246,8 @@ def _check_sizes(
             f"at least 2 and at most max_seq_len = {S}",
             "choose a shorter one, or export with a larger --max-seq-len",
         )
-    stride = window // 2 if stride is None else stride
+    if stride is None:
+        stride = window // 2
     if not 1 <= stride < window:
         raise InputError(
             "--stride",
@@ -272,24 +258,34 @@ def _check_sizes(
     return window, stride
 
 
+def _check_exported_from(decoder: Decoder, option: str, sha256: str) -> None:
+    """Raises an InputError if the bundle was exported from another checkpoint than
+    `option` gives."""
+    exported = decoder.manifest.checkpoint["sha256"]
+    if exported and sha256 != exported:
+        raise InputError(
+            option,
+            f"one of another checkpoint, {sha256[:12]}",
+            f"the one that the bundle was exported from, {exported[:12]}",
+            "give that one",
+        )
+
+
 def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
     """Raises an InputError unless the golden is of the checkpoint's own weights and of
     the beginning of the text."""
-    needed, step = (
-        "a golden of this text",
-        "give --checkpoint, or make that golden: --text FILE",
-    )
+    needed = "a golden of this text"
     if golden.meta["weights"] != "source":
-        actual, needed = (
-            f"weights {golden.meta['weights'][:12]}",
-            "the checkpoint's own weights",
-        )
+        actual = f"weights {golden.meta['weights'][:12]}"
+        needed = "the checkpoint's own weights"
     elif sizes:
-        actual, needed = "--window or --stride", "none of them: a golden is one window"
+        actual = "--window or --stride"
+        needed = "none of them: a golden is one window"
     elif golden.ids.tolist() != ids[: len(golden.ids)].tolist():
         actual = f"{len(golden.ids)} tokens that are not the text's first tokens"
     else:
         return
+    step = "give --checkpoint, or make that golden: --text FILE"
     raise InputError("--golden", actual, needed, step)
 
 

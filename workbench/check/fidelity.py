@@ -54,31 +54,28 @@ class ForwardPass:
         """(tensor, layer, positions [m], values [m, W]) of every layer's `hidden` and
         `update`, and of the `k` and `v` that were there at the end."""
         for layer, hidden in self.hidden.items():
-            for tensor, values in (
-                ("hidden", hidden),
-                ("update", hidden - self.x[layer]),
-            ):
-                yield tensor, layer, np.arange(len(values)), values
-        for tensor in ("k", "v"):
-            for layer, cache in getattr(self, tensor).items():
-                yield (
-                    tensor,
-                    layer,
-                    self.cached[layer],
-                    by_position(cache)[self.cached[layer]],
-                )
+            at = np.arange(len(hidden))
+            yield "hidden", layer, at, hidden
+            yield "update", layer, at, hidden - self.x[layer]
+        for tensor, caches in (("k", self.k), ("v", self.v)):
+            for layer, cache in caches.items():
+                at = self.cached[layer]
+                yield tensor, layer, at, by_position(cache)[at]
 
 
 def default_ts(options: Options) -> list[int]:
     """T values worth comparing with a golden: `callable_ts`, or the one T of shards
     that have a single fixed shape."""
-    return callable_ts(options) if len(options.shapes) != 1 else [options.t_max]
+    if len(options.shapes) == 1:
+        return [options.t_max]
+    return callable_ts(options)
 
 
 def callable_ts(options: Options) -> list[int]:
     """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and that of every function;
     of fixed shapes whose slice write takes no dummy columns, those alone."""
-    shapes, t_max = options.shapes, options.t_max
+    shapes = options.shapes
+    t_max = options.t_max
     if shapes and options.kv_write == "slice":
         return list(shapes)
     return sorted({1, 2, 3, 4, t_max - 1, t_max, *shapes} & {*range(1, t_max + 1)})
@@ -101,7 +98,9 @@ def run_golden(
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
     """
-    (L, n, C), (_, V), dims = golden.x.shape, golden.logits.shape, decoder.manifest.dims
+    L, n, C = golden.x.shape
+    _, V = golden.logits.shape
+    dims = decoder.manifest.dims
     if n > decoder.options.max_seq_len:
         raise InputError(
             "golden",
@@ -135,12 +134,10 @@ class Pass:
         forced: bool,
         starts: Sequence[int] | None = None,
     ):
-        self.decoder, self.goldens, self.isolated, self.forced = (
-            decoder,
-            goldens,
-            isolated,
-            forced,
-        )
+        self.decoder = decoder
+        self.goldens = goldens
+        self.isolated = isolated
+        self.forced = forced
         self.starts = np.array(starts or [0] * len(goldens))
         self.scale = decoder.manifest.stream_scale  # the bundle holds hidden / scale
         self.inputs = [golden.x / self.scale for golden in goldens]  # [L, n, C]
@@ -172,7 +169,8 @@ class Pass:
         """The positions of each call, a span for every sequence."""
         n = self.inputs[0].shape[1]
         sizes = [T] if isinstance(T, int) else list(T)
-        stops, turn = [0] * len(self.goldens), 0
+        stops = [0] * len(self.goldens)
+        turn = 0
         while min(stops) < n:
             spans = []
             for seq, start in enumerate(stops):
@@ -229,11 +227,8 @@ class Pass:
         """Records the hidden output of a shard's inner layers and its choices of
         experts, and replaces them by the goldens'. `io`: the call's masks and
         tables."""
-        inner = {
-            name: layer
-            for layer, name in shard.taps.items()
-            if layer < shard.layers[1] - 1
-        }
+        last = shard.layers[1] - 1
+        inner = {name: layer for layer, name in shard.taps.items() if layer < last}
         if shard.kind not in ("layers", "router") or (
             not inner and self.goldens[0].expert is None
         ):
@@ -244,9 +239,8 @@ class Pass:
             if name in inner:
                 return self.inner_hidden(inner[name], spans, outputs[0])
             if op.kind == "reduce_argmax" or name == ROUTER_SCORES:
-                return self.expert_choice(
-                    int(shard.modules[name].split(".")[1]), spans, outputs[0]
-                )
+                layer = int(shard.modules[name].split(".")[1])
+                return self.expert_choice(layer, spans, outputs[0])
             return None
 
         return record_and_replace
@@ -267,20 +261,20 @@ class Pass:
     ) -> list[torch.Tensor] | None:
         """Records the expert that an argmax picked, or that the host will pick from
         scores; forced, both become the golden's."""
+        own = scores
         count = scores.shape[1]
-        own = scores if count == 1 else scores.argmax(1, keepdim=True)
+        if count > 1:
+            own = scores.argmax(1, keepdim=True)
         self.record("experts", layer, spans, own.numpy())
         if not self.forced:
             return None
         replaced = scores.clone().flatten(2)
-        for seq, (golden, span) in enumerate(zip(self.goldens, spans, strict=True)):
+        for columns, golden, span in zip(replaced, self.goldens, spans, strict=True):
             experts = torch.from_numpy(golden.expert[layer, span])
-            columns = (
-                experts[None]
-                if count == 1
-                else torch.nn.functional.one_hot(experts, count).T
-            )
-            replaced[seq, :, : len(experts)] = columns.to(scores.dtype)
+            forced = experts[None]
+            if count > 1:
+                forced = torch.nn.functional.one_hot(experts, count).T
+            columns[:, : len(experts)] = forced.to(scores.dtype)
         return [replaced.reshape(scores.shape)]
 
     def record(
@@ -315,12 +309,11 @@ def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> N
         for layer in range(*model.shard.layers):
             if not decoder.manifest.layers[layer].attends:
                 continue
-            for name, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
-                cache = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[
-                    seq
-                ]
+            for leaf, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
+                name = f"layers.{layer}.{leaf}"
+                cache = np.asarray(state.read(name), np.float32)[seq]
                 H_kv, S, D = cache.shape
-                S = model.shard.states[f"layers.{layer}.{name}"].ring or S
+                S = model.shard.states[name].ring or S
                 trace.cached[layer] = cached = np.arange(max(0, n - S), n)
                 rows[layer] = np.zeros((H_kv, n, D), np.float32)
                 rows[layer][:, cached] = cache[:, (start + cached) % S]
@@ -330,10 +323,9 @@ def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
     """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are
     constant ones (mode, runtime …); `T` is that of each position's call unless it is
     among them."""
-    parts = [
-        _rows(layer, tensor, at, golden.rows(tensor, layer)[at], values)
-        for tensor, layer, at, values in trace.rows()
-    ]
+    parts = []
+    for tensor, layer, at, values in trace.rows():
+        parts.append(_rows(layer, tensor, at, golden.rows(tensor, layer)[at], values))
     if trace.logits is not None:
         everywhere = np.arange(len(trace.T))
         parts.append(_rows(-1, "logits", everywhere, golden.logits, trace.logits))
@@ -346,41 +338,39 @@ def table(parts: Sequence[dict[str, object]]) -> pd.DataFrame:
     for all rows of the part, which has as many as its `position`."""
     columns = {}
     for name in parts[0]:
-        values = [
-            np.asarray(p[name], object if isinstance(p[name], str) else None)
-            for p in parts
-        ]
-        rows = zip(values, parts, strict=True)
-        columns[name] = np.concatenate(
-            [np.broadcast_to(v, len(p["position"])) for v, p in rows]
-        )
+        pieces = []
+        for part in parts:
+            dtype = object if isinstance(part[name], str) else None
+            value = np.asarray(part[name], dtype)
+            pieces.append(np.broadcast_to(value, len(part["position"])))
+        columns[name] = np.concatenate(pieces)
     return pd.DataFrame(columns)
 
 
 def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
     """One row per recorded choice of an expert: layer, position, T, `run` (the trace's
     name), whether it `differs` from the golden's, and the `margin` of the golden's."""
-    parts = [
-        pd.DataFrame(
-            {
-                "layer": layer,
-                "position": np.arange(len(experts)),
-                "T": trace.T,
-                "run": name,
-                "differs": experts[:, 0] != golden.expert[layer],
-                "margin": golden.margin[layer],
-            }
-        )
-        for name, trace in traces.items()
-        for layer, experts in trace.experts.items()
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    parts = []
+    for name, trace in traces.items():
+        for layer, experts in trace.experts.items():
+            parts.append(
+                {
+                    "layer": layer,
+                    "position": np.arange(len(experts)),
+                    "T": trace.T,
+                    "run": name,
+                    "differs": experts[:, 0] != golden.expert[layer],
+                    "margin": golden.margin[layer],
+                }
+            )
+    return table(parts) if parts else pd.DataFrame()
 
 
 def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
     """Gate `golden_is_of_this_checkpoint`; a golden of another checkpoint may have the
     same dimensions."""
-    theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
+    theirs = golden.meta["checkpoint"]
+    ours = decoder.manifest.checkpoint["sha256"]
     return gates.holds(
         "golden_is_of_this_checkpoint",
         theirs == ours,
@@ -396,19 +386,19 @@ def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
     return golden.margin < NEAR_TIE
 
 
-def worst_row(rows: pd.DataFrame) -> pd.Series:
-    """The row with the smallest cosine; NaN counts as smaller than any number."""
-    return rows.loc[rows["cosine"].fillna(-2).idxmin()]
-
-
 def _rows(
     layer: int, tensor: str, position, reference, actual: np.ndarray
 ) -> dict[str, object]:
     """A part of `table`, one row per position."""
-    about = {"layer": layer, "position": position, "tensor": tensor}
-    figures = (metrics.cosine, metrics.psnr_db, metrics.max_abs)
-    about |= {figure.__name__: figure(reference, actual) for figure in figures}
-    return about | {"finite": np.isfinite(actual).all(-1)}
+    return {
+        "layer": layer,
+        "position": position,
+        "tensor": tensor,
+        "cosine": metrics.cosine(reference, actual),
+        "psnr_db": metrics.psnr_db(reference, actual),
+        "max_abs": metrics.max_abs(reference, actual),
+        "finite": np.isfinite(actual).all(-1),
+    }
 
 
 def measure_fidelity(
@@ -430,27 +420,22 @@ def measure_fidelity(
         raise InputError(
             "T", f"{over}", f"1 to t_max = {t_max}", "export with a larger --t-max"
         )
-    bar = tqdm([*Ts, Ts], desc="validate", unit="pass", disable=not progress)
-    *isolated, chained = [
-        run_golden(decoder, golden, T, "chained" if T is Ts else "isolated")
-        for T in bar
-    ]
+    calls = [(T, "isolated") for T in Ts] + [(Ts, "chained")]
+    bar = tqdm(calls, desc="validate", unit="pass", disable=not progress)
+    *isolated, chained = [run_golden(decoder, golden, *call) for call in bar]
     traces = dict(zip(Ts, isolated, strict=True))
     frames = [
         compare_pass(trace, golden, T=T, mode="isolated") for T, trace in traces.items()
     ]
-    rows = pd.concat(
-        [*frames, compare_pass(chained, golden, mode="chained")], ignore_index=True
-    )
-    precision = (
-        decoder.precision if decoder.runtime == "portable" else None
-    )  # as in `runs`
-    rows = rows.assign(runtime=decoder.runtime, precision=precision)
+    frames.append(compare_pass(chained, golden, mode="chained"))
+    rows = pd.concat(frames, ignore_index=True)
+    rows = rows.assign(runtime=decoder.runtime, precision=None)
+    if decoder.runtime == "portable":  # as in `runs`
+        rows["precision"] = decoder.precision
     if golden.margin is not None and not chained.experts:
-        rows["routing_tie"] = near_ties(decoder, golden)[
-            rows["layer"], rows["position"]
-        ] & (rows["layer"] >= 0)
-    names = {
-        layer: m.shard.name for m in decoder.layers for layer in range(*m.shard.layers)
-    }
+        ties = near_ties(decoder, golden)[rows["layer"], rows["position"]]
+        rows["routing_tie"] = ties & (rows["layer"] >= 0)
+    names = {}
+    for model in decoder.layers:
+        names |= dict.fromkeys(range(*model.shard.layers), model.shard.name)
     return rows.assign(shard=rows["layer"].map(names).fillna("head")), traces, chained

@@ -30,9 +30,9 @@ def jsonable(value):
         return {name: jsonable(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(part) for part in value]
-    return (
-        str(value) if isinstance(value, float) and not math.isfinite(value) else value
-    )
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def records(frame) -> list[dict]:
@@ -40,14 +40,18 @@ def records(frame) -> list[dict]:
     return jsonable(frame.to_dict("records"))
 
 
+def _gate(true: bool, name: str, *figures) -> Gate:
+    return Gate(name, GREEN if true else RED, *figures)
+
+
 def at_least(name: str, value: float, threshold: float, reason: str) -> Gate:
-    return Gate(
-        name, GREEN if value >= threshold else RED, value, threshold, reason
-    )  # nan is RED
+    """GREEN where value >= threshold; nan is RED."""
+    return _gate(value >= threshold, name, value, threshold, reason)
 
 
 def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
-    return Gate(name, GREEN if value <= threshold else RED, value, threshold, reason)
+    """GREEN where value <= threshold; nan is RED."""
+    return _gate(value <= threshold, name, value, threshold, reason)
 
 
 def worst(figures: Iterable[tuple[float, str]]) -> tuple[float, str]:
@@ -64,7 +68,7 @@ def all_at_most(
 
 
 def holds(name: str, true: bool, reason: str) -> Gate:
-    return Gate(name, GREEN if true else RED, float(true), 1.0, reason)
+    return _gate(true, name, float(true), 1.0, reason)
 
 
 def none(
@@ -72,7 +76,9 @@ def none(
 ) -> Gate:
     """GREEN, for the reason `fine`, when there are no faults; else RED, with `heading`
     and all of them."""
-    return holds(name, not faults, heading + sep.join(faults) if faults else fine)
+    if faults:
+        return holds(name, False, heading + sep.join(faults))
+    return holds(name, True, fine)
 
 
 def not_run(name: str, reason: str) -> Gate:
@@ -95,8 +101,7 @@ T_TOLERANCE = {
     "coreml": 3e-2,
     "coreai": 3e-2,
 }
-REAUTHORING = (
-    1e-5  # relative RMS of an isolated update in exact arithmetic, on the same weights
-)
+# relative RMS of an isolated update in exact arithmetic, on the same weights
+REAUTHORING = 1e-5
 TELESCOPE = 1e-6
 MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the user's

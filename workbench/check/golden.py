@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from torch import nn
 
 from workbench.bundle import Bundle, Shard
@@ -61,46 +63,43 @@ class Golden:
     def rows(self, tensor: str, layer: int) -> np.ndarray:
         """`hidden`, `update`, `k` or `v` of one layer, [n, W]."""
         value = getattr(self, tensor)[layer]
-        return by_position(value) if tensor in ("k", "v") else value
+        if tensor in ("k", "v"):
+            return by_position(value)
+        return value
 
     def save(self, path: str | Path) -> Path:
         """Writes one safetensors file, whole or not at all."""
-        from safetensors.numpy import save_file
-
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        values = {
-            name: a for name, a in vars(self).items() if isinstance(a, np.ndarray)
-        }
-        arrays = {name: np.ascontiguousarray(a) for name, a in values.items()}
-        meta = {"workbench-golden": json.dumps(self.meta)}
-        write_whole(path, lambda file: save_file(arrays, file.name, meta))
+        arrays = {n: a for n, a in vars(self).items() if isinstance(a, np.ndarray)}
+        save_arrays(path, arrays, {"workbench-golden": json.dumps(self.meta)})
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> "Golden":
-        from safetensors import SafetensorError, safe_open
-
+        step = "run: workbench golden CHECKPOINT"
         if not Path(path).is_file():
-            raise InputError(
-                f"golden {path}",
-                "no such file",
-                "a golden store",
-                "run: workbench golden CHECKPOINT",
-            )
+            raise InputError(f"golden {path}", "no such file", "a golden store", step)
         try:
             with safe_open(path, framework="np") as file:
                 meta = json.loads(file.metadata()["workbench-golden"])
-                return cls(
-                    **{name: file.get_tensor(name) for name in file.keys()}, meta=meta
-                )
+                arrays = {name: file.get_tensor(name) for name in file.keys()}
+            return cls(**arrays, meta=meta)
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:
             raise InputError(
                 f"golden {path}",
                 f"no golden ({type(problem).__name__})",
                 "a file that workbench golden wrote",
-                "run: workbench golden CHECKPOINT",
+                step,
             ) from None
+
+
+def save_arrays(
+    path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]
+) -> None:
+    """Writes one safetensors file, whole or not at all."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    write_whole(path, lambda file: save_file(arrays, file.name, metadata))
 
 
 def by_position(cache: np.ndarray) -> np.ndarray:
@@ -141,13 +140,14 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
             return checkpoint.tensor(name).half().float()
         rows = [part.reshape(-1, *shape[1:]) for part, _ in slices[name]]
         offset = slices[name][0][1]
-        if rows[0].numel() == np.prod(
-            shape
-        ):  # every head slice has the whole final norm
+        if rows[0].numel() == np.prod(shape):
+            # every head slice has the whole final norm
             value = rows[0].reshape(shape).float()
         else:
             value = torch.cat(rows, out=torch.empty(shape))
-        return value - offset if offset else value
+        if offset:
+            value = value - offset
+        return value
 
     return read
 
@@ -161,17 +161,16 @@ def constants(bundle: Bundle, shard: Shard) -> Callable[[str], torch.Tensor]:
         )
     import miltorch
 
-    return miltorch.Executable(
-        miltorch.read(package), "exact"
-    ).body.constants.__getitem__
+    program = miltorch.read(package)
+    return miltorch.Executable(program, "exact").body.constants.__getitem__
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     """The checkpoint's values rounded to fp16 as an uncompressed bundle would store
     them, with the offsets that `bundle` adds."""
-    offsets = {
-        name: o for shard in bundle.manifest.shards for name, o in shard.offsets.items()
-    }
+    offsets = {}
+    for shard in bundle.manifest.shards:
+        offsets |= shard.offsets
 
     def read(name: str) -> torch.Tensor:
         offset = offsets.get(name, 0.0)
@@ -239,12 +238,15 @@ class ReferenceModel:
         model: nn.Module | None = None,
         record: bool = True,
     ):
-        self.checkpoint, self.weights, self.label = checkpoint, weights, label
-        self.normed: np.ndarray | None = (
-            None  # [.., n, C], what the last call's logits are made of
-        )
+        self.checkpoint = checkpoint
+        self.weights = weights
+        self.label = label
+        # [.., n, C], what the last call's logits are made of
+        self.normed: np.ndarray | None = None
         model = model or empty_model(checkpoint.config)
-        self.config, self.base, prefix = model.config, model.model, checkpoint.prefix
+        self.config = model.config
+        self.base = model.model
+        prefix = checkpoint.prefix
         read = weights or checkpoint.tensor
         self.base.embed_tokens.padding_idx = None
         for name, _ in self.base.named_parameters():
@@ -256,12 +258,10 @@ class ReferenceModel:
             [] for _ in range(len(self.base.layers) + 1)
         ]
         self.nudge: torch.Generator | None = None
-        self.records = [
-            _record_layer(
-                layer, f"{prefix}layers.{i}.", read, self._layer_inputs(i), record
-            )
-            for i, layer in enumerate(self.base.layers)
-        ]
+        self.records = []
+        for i, layer in enumerate(self.base.layers):
+            of_layer = f"{prefix}layers.{i}.", read, self._layer_inputs(i), record
+            self.records.append(_record_layer(layer, *of_layer))
         final_norm(self.base).register_forward_pre_hook(
             lambda _, args: (
                 tuple(a.expand_as(args[0]) for a in self.replaced[-1]) or args
@@ -274,11 +274,14 @@ class ReferenceModel:
         """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the
         one before hands on, and the final norm reads fed[L] where there is one; None:
         nothing is replaced."""
-        for i, arguments in enumerate(self.replaced):
-            arrays = [] if fed is None or i >= len(fed) else [fed[i]]
-            if arrays and fed_router is not None and 0 < i < len(self.records):
-                arrays.append(fed_router[i - 1])
-            arguments[:] = [torch.from_numpy(array)[None] for array in arrays]
+        for arguments in self.replaced:
+            arguments.clear()
+        if fed is None:
+            return
+        for i, (arguments, array) in enumerate(zip(self.replaced, fed)):
+            arguments.append(torch.from_numpy(array)[None])
+            if fed_router is not None and 0 < i < len(self.records):
+                arguments.append(torch.from_numpy(fed_router[i - 1])[None])
 
     def _layer_inputs(self, index: int) -> Callable[[tuple], tuple]:
         """The function from what a layer would be fed to what it is fed: replaced, then
@@ -286,19 +289,15 @@ class ReferenceModel:
 
         def inputs(args: tuple) -> tuple:
             replaced = self.replaced[index]
-            args = (
-                *(a.expand(len(args[0]), -1, -1) for a in replaced),
-                *args[len(replaced) :],
-            )
+            rest = args[len(self.replaced[index]) :]
+            args = (*(a.expand(len(args[0]), -1, -1) for a in replaced), *rest)
             if self.nudge is None:
                 return args
             plain, chained, isolated = range(NUDGED)
             args = tuple(a if a is None else a[[plain, chained, plain]] for a in args)
             x = args[0]
-            signs = (
-                torch.randint(0, 2, x[plain:isolated].shape, generator=self.nudge) * 2
-                - 1
-            )
+            shape = x[plain:isolated].shape
+            signs = torch.randint(0, 2, shape, generator=self.nudge) * 2 - 1
             x[chained:] *= 1 + signs * 2.0**-23
             return args
 
@@ -340,39 +339,36 @@ class ReferenceModel:
         `heads` with logits."""
         import transformers
 
-        ids = np.stack(
-            [check_ids(sequence, self.config.vocab_size) for sequence in ids]
-        )
+        V = self.config.vocab_size
+        ids = np.stack([check_ids(sequence, V) for sequence in ids])
         last = self.last_hidden(ids, past_key_values=cache, use_cache=True)
         self.normed = last.numpy()
-        logits = list(self.logits(last[:heads])) if heads else []
-        none = np.broadcast_to(
-            np.float32(np.nan), (ids.shape[1], self.config.vocab_size)
-        )
-        logits += [none] * (len(ids) - heads)
-        examples = {
-            name: value for record in self.records for name, value in record.items()
-        }
-        layers = {
-            name: np.stack(
-                [r.get(name, np.zeros_like(value)) for r in self.records], axis=1
-            )
-            for name, value in examples.items()
-        }
+        none = np.broadcast_to(np.float32(np.nan), (ids.shape[1], V))
+        logits = [none] * len(ids)
+        if heads:
+            logits[:heads] = self.logits(last[:heads])
         meta = {
             "checkpoint": self.checkpoint.sha256,
             "weights": self.label,
             "transformers": transformers.__version__,
         }
-        return [
-            Golden(
-                ids=ids[i],
-                logits=logits[i],
-                **{n: a[i] for n, a in layers.items()},
-                meta=meta,
-            )
-            for i in range(len(ids))
-        ]
+        layers = self._recorded()
+        goldens = []
+        for i, sequence in enumerate(ids):
+            values = {name: array[i] for name, array in layers.items()}
+            goldens.append(Golden(sequence, logits=logits[i], meta=meta, **values))
+        return goldens
+
+    def _recorded(self) -> dict[str, np.ndarray]:
+        """The records of all layers [B, L, n, ..] by name; zeros of a layer without."""
+        shapes = {}
+        arrays = {}
+        for record in self.records:
+            shapes |= record
+        for name, value in shapes.items():
+            zeros = np.zeros_like(value)
+            arrays[name] = np.stack([r.get(name, zeros) for r in self.records], axis=1)
+        return arrays
 
     @torch.inference_mode()
     def last_hidden(self, ids: np.ndarray, **arguments) -> torch.Tensor:
@@ -381,29 +377,31 @@ class ReferenceModel:
         rows, remapped = np.unique(ids, return_inverse=True)
         name = f"{self.checkpoint.prefix}embed_tokens.weight"
         embedded = self.checkpoint.tensor(name, rows.tolist())
-        self.base.embed_tokens.weight = nn.Parameter(
-            embedded if self.weights is None else embedded.half().float(), False
-        )
-        return self.base(
-            input_ids=torch.from_numpy(remapped.reshape(ids.shape)), **arguments
-        )[0]
+        if self.weights is not None:
+            embedded = embedded.half().float()
+        self.base.embed_tokens.weight = nn.Parameter(embedded, False)
+        ids = torch.from_numpy(remapped.reshape(ids.shape))
+        return self.base(input_ids=ids, **arguments)[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> np.ndarray:
         """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the
         vocabulary at a time."""
-        name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
+        name = head_weight(self.checkpoint)
+        V = self.checkpoint.config.vocab_size
         divisor = logit_divisor(self.config)
         if self.weights:
             return (hidden @ self.head.T / divisor).numpy()
-        slices = (slice(i, min(i + LOGIT_ROWS, V)) for i in range(0, V, LOGIT_ROWS))
-        parts = [hidden @ self.checkpoint.tensor(name, rows).T for rows in slices]
+        parts = []
+        for start in range(0, V, LOGIT_ROWS):
+            rows = slice(start, min(start + LOGIT_ROWS, V))
+            parts.append(hidden @ self.checkpoint.tensor(name, rows).T)
         return (torch.cat(parts, dim=-1) / divisor).numpy()
 
 
 def final_norm(base: nn.Module) -> nn.Module:
     """The norm in front of the head of Hugging Face's model."""
-    return base.norm if hasattr(base, "norm") else base.embedding_norm
+    return getattr(base, "norm", None) or base.embedding_norm
 
 
 def has_attention(layer: nn.Module) -> bool:
@@ -437,11 +435,10 @@ def _without_pictures(config):
     rope gives a token of text the same position three times."""
     import transformers
 
-    fields = config.to_dict() | {"model_type": "qwen3"}
-    rope = {
-        k: v for k, v in config.rope_parameters.items() if not k.startswith("mrope")
-    }
-    return transformers.Qwen3Config(**fields | {"rope_parameters": rope})
+    rope = config.rope_parameters.items()
+    rope = {name: value for name, value in rope if not name.startswith("mrope")}
+    fields = config.to_dict() | {"model_type": "qwen3", "rope_parameters": rope}
+    return transformers.Qwen3Config(**fields)
 
 
 def force_experts(model: nn.Module, expert: np.ndarray) -> None:
@@ -516,7 +513,8 @@ def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -
         if value is not None:
             owner._buffers[leaf].copy_(value)
         return
-    value = owner._parameters[leaf].to("meta") if value is None else value
+    if value is None:
+        value = owner._parameters[leaf].to("meta")
     owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
@@ -581,5 +579,6 @@ def _recording_cache(config, records: list[dict[str, np.ndarray]]):
 
 def head_weight(checkpoint: Checkpoint) -> str:
     """Name of the tensor that turns the last hidden state into logits."""
-    tied = checkpoint.config.tie_word_embeddings
-    return f"{checkpoint.prefix}embed_tokens.weight" if tied else "lm_head.weight"
+    if checkpoint.config.tie_word_embeddings:
+        return f"{checkpoint.prefix}embed_tokens.weight"
+    return "lm_head.weight"

@@ -33,63 +33,57 @@ def handover_gates(source: Decoder, target: Decoder) -> list[Gate]:
             return [
                 gates.not_run("handover_rows", f"needs more than {DECODED} positions")
             ]
-        rows, addresses = [], []
+        rows = []
+        addresses = []
         for length in lengths:
             prefill_by(source, target, _prompts(target, length))
-            rows += [
-                f"{length} tokens: {fault}"
-                for fault in wrong_rows(source, target, length)
-            ]
-            addresses += [
-                f"{length} tokens: {fault}" for fault in wrong_address(target, length)
-            ]
+            for fault in wrong_rows(source, target, length):
+                rows.append(f"{length} tokens: {fault}")
+            for fault in wrong_address(target, length):
+                addresses.append(f"{length} tokens: {fault}")
         of = f"prompts of {', '.join(map(str, lengths))} tokens run by {source.bundle.root.name}"
+        copied = f"every state is the other bundle's, {of}"
+        written = f"the next row alone changed, {of}"
         return [
-            gates.none(
-                "handover_rows", rows[:3], f"every state is the other bundle's, {of}"
-            ),
-            gates.none(
-                "handover_write_address",
-                addresses[:3],
-                f"the next row alone changed, {of}",
-            ),
+            gates.none("handover_rows", rows[:3], copied),
+            gates.none("handover_write_address", addresses[:3], written),
             continues(source, target, lengths[-1]),
         ]
 
 
 def prompt_lengths(source: Decoder, target: Decoder) -> list[int]:
     """Lengths of prompts that need one call, a few, and nearly the whole cache."""
-    room = min(d.options.max_seq_len for d in (source, target)) - DECODED
+    room = min(source.options.max_seq_len, target.options.max_seq_len) - DECODED
     t_max = source.options.t_max
-    lengths = sorted(
-        {n for n in (1, t_max, t_max + 1, 3 * t_max, room) if 1 <= n <= room}
-    )
+    lengths = {1, t_max, t_max + 1, 3 * t_max, room} & {*range(1, room + 1)}
     if source.options.kv_write == "slice" and min(source.options.shapes, default=1) > 1:
-        lengths = sorted({n - n % t_max for n in lengths} - {0})  # no dummy columns
-    return lengths
+        lengths = {n - n % t_max for n in lengths} - {0}  # no dummy columns
+    return sorted(lengths)
 
 
 def wrong_rows(source: Decoder, target: Decoder, length: int) -> list[str]:
     """States of `target` that are not those of `source` after `length` tokens: rows by
     position, zeros in all others."""
-    theirs = {n: state.read(n) for state in source.states for n in state.shard.states}
+    theirs = {name: state.read(name) for state, name in source.named_states}
     shapes = layout(source.manifest, length, int(source.floors[0]))
     wrong = []
-    for state in target.states:
-        for name in state.shard.states:
-            ours, other = state.read(name), theirs[name]
-            expected, kind = np.zeros_like(ours), state.shard.kind_of(name)
-            rows, others = ours.shape[-2], other.shape[-2]
-            count = min(rows, shapes[name][-2])
-            if kind in (ROWS, RING):
-                positions = np.arange(length - count, length)
-                expected[:, :, positions % rows] = other[:, :, positions % others]
-            elif kind is TAIL:
-                expected[:, rows - count :] = other[:, others - count :]
-            else:
-                expected[:, :, :count] = other[:, :, :count]
-            if not np.array_equal(ours, expected):
-                wrong.append(f"{name} differs")
+    for state, name in target.named_states:
+        ours = state.read(name)
+        other = theirs[name]
+        expected = np.zeros_like(ours)
+        kind = state.shard.kind_of(name)
+        rows = ours.shape[-2]
+        others = other.shape[-2]
+        count = min(rows, shapes[name][-2])
+        if kind in (ROWS, RING):
+            positions = np.arange(length - count, length)
+            expected[:, :, positions % rows] = other[:, :, positions % others]
+        elif kind is TAIL:
+            expected[:, rows - count :] = other[:, others - count :]
+        else:
+            expected[:, :, :count] = other[:, :, :count]
+        if not np.array_equal(ours, expected):
+            wrong.append(f"{name} differs")
     return wrong
 
 
@@ -97,16 +91,15 @@ def wrong_address(target: Decoder, length: int) -> list[str]:
     """Caches in which one more token behind `length` changes another row than that of
     its position (that of a layer without weights stays zero), or all of them if none
     changes."""
-    wrong, written = [], set()
-    caches = [
-        (s, name, s.read(name)) for s, name in target.named_states if is_cache(name)
-    ]
+    wrong = []
+    written = set()
+    states = [(state, name) for state, name in target.named_states if is_cache(name)]
+    caches = [state.read(name) for state, name in states]
     target.advance(_prompts(target, 1), 1)
-    for state, name, before in caches:
+    for (state, name), before in zip(states, caches, strict=True):
         row = length % before.shape[2]
-        changed = np.flatnonzero(
-            (state.read(name) != before).any(axis=(0, 1, 3))
-        ).tolist()
+        differs = (state.read(name) != before).any(axis=(0, 1, 3))
+        changed = np.flatnonzero(differs).tolist()
         written.update(changed)
         if set(changed) - {row}:
             wrong.append(f"{name}: rows {changed} changed, not {row}")
@@ -129,24 +122,24 @@ def continues(source: Decoder, target: Decoder, length: int) -> Gate:
             "rounding may change the choice of an expert: compare in exact arithmetic"
         )
         return gates.not_run(name, reason)
-    prompts, after = _prompts(target, length), _prompts(target, DECODED, seed=1)
-    runs = []
-    for prefill in (lambda ids: prefill_by(source, target, ids), target.prefill):
-        target.begin()
-        prefill(prompts)
-        runs.append(
-            [target.decode_one_token([ids[i] for ids in after]) for i in range(DECODED)]
-        )
-    tolerance = target.manifest.dims.L * min(
-        gates.T_TOLERANCE[d.arithmetic] for d in (source, target)
-    )
-    alone = f"{target.bundle.root.name} alone"
+    prompts = _prompts(target, length)
+    after = _prompts(target, DECODED, seed=1)
+
+    def decode() -> np.ndarray:
+        return np.stack([target.decode_one_token(list(ids)) for ids in zip(*after)])
+
+    target.begin()
+    prefill_by(source, target, prompts)
+    actual = decode()
+    target.begin()
+    target.prefill(prompts)
+    error = metrics.relative_rms(decode(), actual)
+    limits = gates.T_TOLERANCE[source.arithmetic], gates.T_TOLERANCE[target.arithmetic]
     reason = (
-        f"logits of {DECODED} tokens behind {length}, against {alone}, relative RMS"
+        f"logits of {DECODED} tokens behind {length}, against "
+        f"{target.bundle.root.name} alone, relative RMS"
     )
-    return gates.at_most(
-        name, metrics.relative_rms(*map(np.stack, runs[::-1])), tolerance, reason
-    )
+    return gates.at_most(name, error, target.manifest.dims.L * min(limits), reason)
 
 
 def _prompts(decoder: Decoder, length: int, seed: int = 0) -> list[list[int]]:

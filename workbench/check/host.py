@@ -37,17 +37,15 @@ from workbench.check.golden import (
     head_weight,
     logit_divisor,
 )
+from workbench.check.interface import sizes
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
-LIMIT = (
-    2e-5  # rounding of cos and sin in fp32 makes 6e-8; a table of bf16 frequencies 0.1
-)
+# rounding of cos and sin in fp32 makes 6e-8; a table of bf16 frequencies 0.1
+LIMIT = 2e-5
 MASK_ENTRIES = 1 << 28  # beyond that many, uncommon T skip positions evenly
-PROBES, UNLIKE = (
-    16,
-    0.5,
-)  # hidden states per row of the head; compression leaves 0.15 of a logit
+PROBES = 16  # hidden states per row of the head
+UNLIKE = 0.5  # compression leaves 0.15 of a logit
 
 Error = tuple[float, str]  # how far something is from its reference, and what it is
 
@@ -94,21 +92,28 @@ class LayerKind:
     ):
         from transformers import masking_utils
 
-        self.index, self.layer = index, layer
+        self.index = index
+        self.layer = layer
         self._mask = masking_utils.causal_mask_function
         if window:
             self._mask = masking_utils.sliding_window_causal_mask_function(window)
-        prefix, which = (f"{layer_type}_", [layer_type]) if layer_type else ("", [])
-        self.inv_freq = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy() * turned
+        attribute = "inv_freq"
+        which = []
+        if layer_type:
+            attribute = f"{layer_type}_inv_freq"
+            which = [layer_type]
+        self.inv_freq = getattr(base.rotary_emb, attribute).numpy() * turned
         cos, sin = base.rotary_emb(torch.zeros(1), torch.arange(S)[None], *which)
-        self.cos, self.sin = (
-            table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin)
-        )
+        half = cos.shape[-1] // 2
+        self.cos = cos[0, :, :half].numpy()
+        self.sin = sin[0, :, :half].numpy()
         if not turned:
-            self.cos, self.sin = np.ones_like(self.cos), np.zeros_like(self.sin)
+            self.cos = np.ones_like(self.cos)
+            self.sin = np.zeros_like(self.sin)
 
     def visible(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        q, k = torch.from_numpy(queries)[:, None], torch.from_numpy(keys)[None]
+        q = torch.from_numpy(queries)[:, None]
+        k = torch.from_numpy(keys)[None]
         return self._mask(0, 0, q, k).numpy()
 
 
@@ -128,14 +133,16 @@ def _layer_kinds(decoder: Decoder, base) -> list[LayerKind]:
     """The kinds of layers with attention, those of another rope table in the manifest
     apart."""
     by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
-    everywhere = getattr(
-        base.config, "sliding_window", None
-    )  # in families that have but one
-    kinds, S = {}, decoder.options.max_seq_len
+    # in families that have but one
+    everywhere = getattr(base.config, "sliding_window", None)
+    kinds = {}
+    S = decoder.options.max_seq_len
+    layer_type = None
     for index, layer in enumerate(decoder.manifest.layers):
         if has_attention(base.layers[index]):
             attention = base.layers[index].self_attn
-            layer_type = base.config.layer_types[index] if by_type else None
+            if by_type:
+                layer_type = base.config.layer_types[index]
             window = getattr(attention, "sliding_window", everywhere)
             kind = layer_type, window, bool(getattr(attention, "use_rope", True))
             if (layer.rope, *kind) not in kinds:
@@ -156,12 +163,10 @@ def _frequency_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Erro
 def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     """The worst error of every input over all calls."""
     worst: dict[str, Error] = {}
-    shapes = {
-        n: s
-        for model in decoder.layers
-        for n, s in model.shard.inputs.items()
-        if n != X
-    }
+    shapes = {}
+    for model in decoder.layers:
+        shapes |= model.shard.inputs
+    shapes.pop(X, None)
     for offsets, counts, T in _calls(decoder):
         undone = (offsets + counts) % (decoder.options.t_max + 1) * decoder.options.undo
         inputs = decoder.host.inputs(offsets, counts, T, undone, undone)
@@ -180,33 +185,35 @@ def _calls(decoder: Decoder) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     The sequences of a batch are at other positions and have other counts, unless the
     bundle writes by a slice, which takes neither those nor dummy columns."""
     options = decoder.options
-    S, t_max, B = options.max_seq_len, options.t_max, options.batch
-    equal, common = options.kv_write == "slice", default_ts(options)
-    apart = np.zeros(B, int) if equal else np.arange(B) * (S // B + 1)
+    S = options.max_seq_len
+    t_max = options.t_max
+    B = options.batch
+    by_slice = options.kv_write == "slice"
+    common = default_ts(options)
+    seqs = np.arange(B)
+    apart = seqs * (S // B + 1)
+    if by_slice:
+        apart[:] = 0
     for T in options.shapes or range(1, t_max + 1):
-        step = T if T in common else T * max(1, S * S * t_max // MASK_ENTRIES)
+        step = T
+        if T not in common:
+            step *= max(1, S * S * t_max // MASK_ENTRIES)
         for start in [*range(0, S - T + 1, step), S - T]:
             offsets = (start + apart) % S
             yield offsets, np.minimum(T, S - offsets), T
-        for start in () if equal else sorted({0, 1, S // 2, S - T, S - 1}):
+        if by_slice:
+            continue
+        for start in sorted({0, 1, S // 2, S - T, S - 1}):
+            offsets = (start + apart) % S
             for count in sorted({0, 1, T // 2, T - 1, T}):
-                offsets = (start + apart) % S
-                yield (
-                    offsets,
-                    np.minimum((count + np.arange(B)) % (T + 1), S - offsets),
-                    T,
-                )
+                yield offsets, np.minimum((count + seqs) % (T + 1), S - offsets), T
 
 
 def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> float:
     """How far input `name` of one call is from its reference; what dummy columns may
     hold is free, except that they write nothing and have finite values."""
-    if name not in inputs or inputs[name].shape != tuple(
-        T if n == "T" else n for n in shape
-    ):
-        return np.inf
-    array = np.asarray(inputs[name])
-    if not np.isfinite(array).all():
+    array = np.asarray(inputs.get(name))
+    if list(array.shape) != sizes(shape, T) or not np.isfinite(array).all():
         return np.inf
     if name == POS:
         return float(np.abs(array - offsets[0]).max())
@@ -216,17 +223,14 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> floa
         sequences = zip(array, counts, undone, strict=True)
         return max(_tail_error(name, *sequence) for sequence in sequences)
     if name == ORDER:
-        column = np.arange(T)
-        return _largest(
-            array[:, 0, :, 0], np.where(column < counts[:, None], column + 1, 0)
-        )
+        order = np.arange(1, T + 1)
+        order = np.where(order <= counts[:, None], order, 0)
+        return _largest(array[:, 0, :, 0], order)
     if name == ACCEPT:
         return _largest(array[:, 0, :, 0], np.arange(array.shape[2]) < undone[:, None])
     sequences = list(zip(array[:, 0], offsets, counts, strict=True))
     if name.startswith(KV_WRITE_MASK):
-        return max(
-            _write_error(rows, offset, count) for rows, offset, count in sequences
-        )
+        return max(_write_error(*sequence) for sequence in sequences)
     errors = [
         _kind_error(kind, own, *sequence)
         for kind in kinds
@@ -241,10 +245,14 @@ def _tail_error(name: str, one_hot: np.ndarray, count: int, undone: int) -> floa
     """Rows of a tail input of one sequence against the places, in the old rows and the
     valid columns behind them, of the last ones that count; −1 where there are fewer."""
     lines, width = one_hot.shape
-    rows = lines if name == TAIL_SELECT else width
-    old, new = np.arange(rows - undone), np.arange(rows, rows + count)
-    every = old if name == TAIL_FIRST else np.concatenate([np.full(rows, -1), old, new])
-    first = rows if name == TAIL_SELECT else 0
+    rows = width
+    first = 0
+    if name == TAIL_SELECT:
+        rows = first = lines
+    every = np.arange(rows - undone)
+    if name != TAIL_FIRST:
+        new = np.arange(rows, rows + count)
+        every = np.concatenate([np.full(rows, -1), every, new])
     places = np.arange(first, first + width)
     return _largest(one_hot, every[len(every) - lines :, None] == places)
 
@@ -256,7 +264,7 @@ def _kind_error(
     ones."""
     if name == ATTN_MASK:
         return _mask_error(kind, rows[:count], offset)
-    table = kind.cos if name == ROPE_COS else kind.sin
+    table = {ROPE_COS: kind.cos, ROPE_SIN: kind.sin}[name]
     return _largest(rows[:count], table[offset : offset + count])
 
 
@@ -269,7 +277,8 @@ def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
     whole error."""
     count, n = rows.shape
     end = offset + count
-    queries, lost = np.arange(offset, end), np.arange(end - n)
+    queries = np.arange(offset, end)
+    lost = np.arange(end - n)
     if kind.visible(queries, lost).any():
         return 1.0
     stored = end - 1 - (end - 1 - np.arange(n)) % n  # negative where no token is yet
@@ -279,7 +288,8 @@ def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
 def _write_error(mask: np.ndarray, offset: int, count: int) -> float:
     """A write mask [rows, T] of one sequence: each valid column at its own row, dummies
     nowhere."""
-    expected, valid = np.zeros_like(mask), np.arange(count)
+    expected = np.zeros_like(mask)
+    valid = np.arange(count)
     expected[(offset + valid) % len(mask), valid] = 1
     return _largest(mask, expected)
 
@@ -289,10 +299,10 @@ def _embedding_errors(
 ) -> Iterator[Error]:
     """What enters the first layer for every token of the vocabulary, from fp16-rounded
     weights."""
-    layers, entering = base.layers, []
-    base.layers = (
-        torch.nn.ModuleList()
-    )  # nothing between the embedding and the final norm
+    layers = base.layers
+    entering = []
+    # nothing between the embedding and the final norm
+    base.layers = torch.nn.ModuleList()
     taken = final_norm(base).register_forward_pre_hook(
         lambda _, args: entering.append(args[0])
     )
@@ -305,9 +315,8 @@ def _embedding_errors(
         reference = entering.pop()[:, 0].numpy()
         errors = metrics.max_abs(reference, decoder.bundle.embed(ids[None])[0] * scale)
         errors = errors / np.maximum(metrics.rms(reference), 1e-30)
-        yield gates.worst(
-            zip(errors, (f"embedding of token {i}" for i in ids), strict=True)
-        )
+        error, token = gates.worst(zip(errors, ids, strict=True))
+        yield error, f"embedding of token {token}"
     taken.remove()
     base.layers = layers
 
@@ -320,13 +329,10 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     weights is not checked here."""
     probes = np.random.default_rng(0).standard_normal((PROBES, decoder.manifest.dims.C))
     probes = probes.astype(np.float32)
-    normed = final_norm(base)(torch.from_numpy(probes)) / logit_divisor(
-        checkpoint.config
-    )
-    hidden = probes.T / decoder.manifest.stream_scale
-    logits = decoder.logits(
-        np.tile(hidden, (decoder.options.batch, 1, 1))
-    )  # [B, PROBES, V]
+    divisor = logit_divisor(checkpoint.config)
+    normed = final_norm(base)(torch.from_numpy(probes)) / divisor
+    hidden = probes.T / decoder.manifest.stream_scale  # [C, PROBES]
+    logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))
     for ids, rows in _checkpoint_rows(decoder, checkpoint, head_weight(checkpoint)):
         reference = (normed @ rows.T).numpy()
         size = np.sqrt((reference**2).mean(0))
@@ -335,10 +341,8 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
             noise = min(np.median(error), 0.3 * np.median(size))
             unlike = np.where(error > 3 * noise, error / np.maximum(size, 1e-30), 0)
             worst = int(np.nan_to_num(unlike, nan=np.inf).argmax())
-            yield (
-                unlike[worst] * (unlike[worst] > UNLIKE),
-                f"row {ids[worst]} of the head",
-            )
+            value = unlike[worst] * (unlike[worst] > UNLIKE)
+            yield value, f"row {ids[worst]} of the head"
 
 
 def _checkpoint_rows(
@@ -348,11 +352,9 @@ def _checkpoint_rows(
     slice."""
     V = decoder.manifest.dims.V
     for start in range(0, V, LOGIT_ROWS):
-        ids = np.arange(start, min(start + LOGIT_ROWS, V))
-        yield (
-            ids,
-            checkpoint.tensor(name, slice(start, start + len(ids))).half().float(),
-        )
+        stop = min(start + LOGIT_ROWS, V)
+        rows = checkpoint.tensor(name, slice(start, stop))
+        yield np.arange(start, stop), rows.half().float()
 
 
 def _largest(actual: np.ndarray, reference: np.ndarray, scale=1.0) -> float:

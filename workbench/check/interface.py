@@ -5,8 +5,10 @@ the manifest names. All three are read from the files, none is run: a package th
 runtime would load is RED here, with the first differences by name."""
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 from math import prod
+
+import numpy as np
 
 from miltorch.program import read_spec
 from miltorch.quiet import messages
@@ -24,7 +26,6 @@ from workbench.bundle.names import (
 from workbench.bundle.presets import FP16, Preset
 from workbench.check import gates
 from workbench.check.gates import Gate
-from workbench.errors import InputError
 from workbench.files import sha256
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import load_shard
@@ -33,8 +34,13 @@ FUNCTION = "main"
 SPECIFICATION = 9  # the first that has states and blockwise weights (macOS 15)
 OUTSIDE = ".gate."  # matrices of routers stay fp16 under every preset
 SHOWN = 8  # differences that the reason names
-SIZES = {"hidden_size": "C", "num_attention_heads": "H", "num_key_value_heads": "H_kv"}
-SIZES |= {"num_hidden_layers": "L", "vocab_size": "V"}
+SIZES = {
+    "hidden_size": "C",
+    "num_attention_heads": "H",
+    "num_key_value_heads": "H_kv",
+    "num_hidden_layers": "L",
+    "vocab_size": "V",
+}
 
 
 def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate:
@@ -44,21 +50,20 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     for shard in bundle.manifest.shards:
         try:
             differences += [f"{shard.name}: {text}" for text in _package(bundle, shard)]
-        except (
-            InputError,
-            IndexError,
-            ValueError,
-        ) as problem:  # protobuf messages may lack parts
+        except (IndexError, ValueError) as problem:
+            # an InputError, or a protobuf message that lacks parts
             differences.append(f"{shard.name}: {problem}")
     asked = "no checkpoint given: tokens and tokenizer not compared"
     if checkpoint is not None:
         asked = "tokens, tokenizer and sizes are the checkpoint's"
         differences += _checkpoint(bundle.manifest, checkpoint)
-    count, packages = len(differences), len(bundle.manifest.shards)
+    count = len(differences)
+    packages = len(bundle.manifest.shards)
     reason = f"manifest, description and program agree in {packages} packages; {asked}"
     if differences:
-        more = [f"and {count - SHOWN} more"] if count > SHOWN else []
-        reason = "; ".join([*differences[:SHOWN], *more])
+        reason = "; ".join(differences[:SHOWN])
+    if count > SHOWN:
+        reason += f"; and {count - SHOWN} more"
     return gates.at_most("interface", float(count), 0.0, reason)
 
 
@@ -79,7 +84,8 @@ def _options(m: Manifest) -> Iterator[str]:
             rows_of.setdefault(shard.layers, []).append(shard.rows)
     experts = [sorted(rows) for rows in rows_of.values()]
     numbers = [(e, e + 1) for e in range(max(map(len, experts), default=0))]
-    if any(rows != numbers for rows in experts) or bool(numbers) != (o.moe == "routed"):
+    alike = experts == [numbers] * len(experts)
+    if not alike or bool(numbers) != (o.moe == "routed"):
         yield f"moe = {o.moe} over experts {experts[:2]}"
     for shard in blocks:
         yield from _block_options(m, shard)
@@ -88,51 +94,50 @@ def _options(m: Manifest) -> Iterator[str]:
 def _block_options(m: Manifest, shard: Shard) -> Iterator[str]:
     """The same of one shard of layers: how it writes its caches, and how it names its
     states."""
-    o, attending = m.options, [i for i in range(*shard.layers) if m.layers[i].attends]
-    slices, masks = (
-        o.kv_write == "slice",
-        any(n.startswith(KV_WRITE_MASK) for n in shard.inputs),
-    )
+    o = m.options
+    attending = [i for i in range(*shard.layers) if m.layers[i].attends]
+    slices = o.kv_write == "slice"
+    masks = any(n.startswith(KV_WRITE_MASK) for n in shard.inputs)
     if (POS in shard.inputs) != (slices and bool(attending)) or (slices and masks):
         yield f"kv_write = {o.kv_write} over inputs {', '.join(shard.inputs)} of {shard.name}"
     tensors = {entry.tensor for entry in shard.states.values()}
     packed = all(tensor.startswith((KV_STATE, SIDE_STATE)) for tensor in tensors)
     if packed != (o.states == "packed"):
         yield f"states = {o.states} over {', '.join(sorted(tensors))} of {shard.name}"
-    for name in (
-        f"layers.{i}.{leaf}" for i in attending for leaf in (K_STATE, V_STATE)
-    ):
-        if name not in shard.states:
-            yield f"{shard.name}: no state {name}"
+    for i, leaf in product(attending, (K_STATE, V_STATE)):
+        if f"layers.{i}.{leaf}" not in shard.states:
+            yield f"{shard.name}: no state layers.{i}.{leaf}"
 
 
 def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     """Differences between a shard of the manifest, the description of its package and
     the program in it."""
     if bundle.manifest.options.target == "coreai":
-        load_shard(
-            bundle, shard
-        )  # compares the interface, and refuses what differs first
+        # compares the interface, and refuses what differs first
+        load_shard(bundle, shard)
         return
-    spec, o = read_spec(bundle.package(shard)), bundle.manifest.options
-    described, functions = spec.description, spec.mlProgram.functions
+    spec = read_spec(bundle.package(shard))
+    o = bundle.manifest.options
+    described = spec.description
+    functions = spec.mlProgram.functions
     if spec.specificationVersion < SPECIFICATION:
         yield f"specification version {spec.specificationVersion} for a program of {SPECIFICATION}"
     descriptions = {f.name: f for f in described.functions}
     named = sorted(descriptions) or [described.defaultFunctionName or FUNCTION]
     expected = sorted(shard.functions) or [FUNCTION]
     if sorted(functions) != expected or named != expected:
-        text = ", ".join(expected) if shard.functions else f"{FUNCTION} alone"
+        text = ", ".join(expected)
+        if not shard.functions:
+            text += " alone"
         yield f"functions {sorted(functions)}, described {named}, not {text}"
         return
     for name in expected:
-        description, T = (
-            descriptions.get(name, described),
-            shard.functions.get(name, o.t_max),
-        )
-        of = f"function {name}: " if shard.functions else ""
-        for fault in _function(shard, functions[name], description, T, o):
-            yield of + fault
+        description = descriptions.get(name, described)
+        t_max = shard.functions.get(name, o.t_max)
+        faults = _function(shard, functions[name], description, t_max, o)
+        if shard.functions:
+            faults = (f"function {name}: {fault}" for fault in faults)
+        yield from faults
 
 
 def _function(
@@ -144,22 +149,22 @@ def _function(
         yield f"no block for opset {function.opset!r}"
         return
     block = function.block_specializations[function.opset]
-    types = {out.name: out.type for op in block.operations for out in op.outputs}
-    operands = {p.name: p.type for p in function.inputs}
-    types = operands | types
-    inputs = {
-        n: _tensor(t)
-        for n, t in operands.items()
-        if t.WhichOneof("type") != "stateType"
-    }
-    states = {
-        n: _tensor(t.stateType.wrappedType)
-        for n, t in operands.items()
-        if n not in inputs
-    }
-    outputs = {
-        n: _tensor(types[n]) if n in types else ("nothing", []) for n in block.outputs
-    }
+    types = {}
+    inputs = {}
+    states = {}
+    for operand in function.inputs:
+        name = operand.name
+        kind = operand.type
+        types[name] = kind
+        if kind.WhichOneof("type") == "stateType":
+            states[name] = _tensor(kind.stateType.wrappedType)
+        else:
+            inputs[name] = _tensor(kind)
+    for op in block.operations:
+        types |= {out.name: out.type for out in op.outputs}
+    outputs = dict.fromkeys(block.outputs, ("nothing", []))
+    for name in outputs.keys() & types.keys():
+        outputs[name] = _tensor(types[name])
     tensors = {entry.tensor: shard for entry in shard.states.values()}
     interfaces = (
         ("input", shard.inputs, described.input, inputs, _input),
@@ -167,13 +172,10 @@ def _function(
         ("state", tensors, described.state, states, _state),
     )
     for kind, declared, values, packaged, _ in interfaces:
-        names = {
-            "description": sorted(v.name for v in values),
-            "program": sorted(packaged),
-        }
-        for place, there in names.items():
-            if there != sorted(declared):
-                yield f"{kind}s {sorted(declared)} in the manifest, {there} in the {place}"
+        described = [value.name for value in values]
+        for place, names in (("description", described), ("program", packaged)):
+            if sorted(names) != sorted(declared):
+                yield f"{kind}s {sorted(declared)} in the manifest, {sorted(names)} in the {place}"
     low = t_max if o.t == "fixed" else 1
     for _, declared, values, packaged, differences in interfaces:
         for value in values:
@@ -189,7 +191,9 @@ def _function(
 def _taps(shard: Shard, types: dict) -> Iterator[str]:
     """What is wrong with the values that hold the layers' hidden outputs: the last
     layer's is the shard's own, an inner one has its shape."""
-    layers = [*range(*shard.layers)] if shard.kind == "layers" else []
+    layers = []
+    if shard.kind == "layers":
+        layers = [*range(*shard.layers)]
     if sorted(shard.taps) != layers:
         yield f"taps of layers {sorted(shard.taps)}, not of {layers}"
     for layer, name in shard.taps.items():
@@ -205,16 +209,18 @@ def _taps(shard: Shard, types: dict) -> Iterator[str]:
 def _input(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator[str]:
     """Differences between an input's description, its type in the program and the
     `shape` in the manifest, for T from `low` to `high`."""
-    array, name = value.type.multiArrayType, f"input {value.name}"
+    array = value.type.multiArrayType
+    name = f"input {value.name}"
     dtype = "INT32" if value.name == POS else "FLOAT16"
     yield from _type(name, dtype, shape, array, packaged, low, high)
-    sizes, flexible = list(array.shape), array.WhichOneof("ShapeFlexibility")
-    expected = list(zip(_sizes(shape, low), _sizes(shape, high)))
+    described = list(array.shape)
+    flexible = array.WhichOneof("ShapeFlexibility")
+    expected = list(zip(sizes(shape, low), sizes(shape, high)))
     ranges = [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges]
-    if len(sizes) != len(shape) or any(
-        not a <= n <= b for n, (a, b) in zip(sizes, expected)
+    if len(described) != len(shape) or any(
+        not a <= n <= b for n, (a, b) in zip(described, expected)
     ):
-        yield f"{name} is described as {sizes}, not {shape}"
+        yield f"{name} is described as {described}, not {shape}"
     if flexible == "shapeRange" and ranges != expected:
         yield f"{name} takes sizes {ranges}, not {expected}"
     elif flexible != "shapeRange" and (flexible or any(a != b for a, b in expected)):
@@ -223,9 +229,10 @@ def _input(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator
 
 def _output(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator[str]:
     """The same of an output, the description of which may leave its shape out."""
-    array, name = value.type.multiArrayType, f"output {value.name}"
+    array = value.type.multiArrayType
+    name = f"output {value.name}"
     yield from _type(name, "FLOAT16", shape, array, packaged, low, high)
-    if list(array.shape) not in ([], _sizes(shape, high)):
+    if list(array.shape) not in ([], sizes(shape, high)):
         yield f"{name} is described as {list(array.shape)}, not {shape}"
 
 
@@ -234,7 +241,7 @@ def _type(
 ) -> Iterator[str]:
     """Differences of a value's dtype and, in the program, its sizes: those of T are
     open there where it varies."""
-    expected = dtype, _sizes(shape, high if low == high else None)
+    expected = dtype, sizes(shape, high if low == high else None)
     if packaged != expected:
         yield f"{name} is {packaged} in the program, not {expected}"
     if _dtype(array) != dtype:
@@ -254,18 +261,20 @@ def _state(value, shard: Shard, packaged: tuple, *_) -> Iterator[str]:
 def _regions(tensor: str, shape: list[int], shard: Shard) -> Iterator[str]:
     """Where the logical states of a tensor leave it, overlap, or leave a part of it to
     no state."""
-    entries = {n: s for n, s in shard.states.items() if s.tensor == tensor}
-    spans = {n: s.part or [(0, size) for size in s.shape] for n, s in entries.items()}
-    for name, part in spans.items():
-        if len(part) != len(shape) or any(
-            b > size for (_, b), size in zip(part, shape)
-        ):
-            yield f"state {name} {entries[name].shape} lies outside {tensor} {shape}"
+    spans = {}
+    filled = 0
+    for name, state in shard.states.items():
+        if state.tensor != tensor:
+            continue
+        part = np.array(state.part or [(0, size) for size in state.shape])
+        if len(part) != len(shape) or (part[:, 1] > shape).any():
+            yield f"state {name} {state.shape} lies outside {tensor} {shape}"
             return
-    for a, b in combinations(spans, 2):
-        if all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in zip(spans[a], spans[b])):
+        spans[name] = part
+        filled += prod(np.diff(part).ravel().tolist())
+    for (a, p), (b, q) in combinations(spans.items(), 2):
+        if (np.maximum(p, q)[:, 0] < np.minimum(p, q)[:, 1]).all():
             yield f"states {a} and {b} overlap in {tensor}"
-    filled = sum(prod(stop - start for start, stop in part) for part in spans.values())
     if filled != prod(shape):
         yield f"states fill {filled} of the {prod(shape)} elements of {tensor} {shape}"
 
@@ -275,13 +284,7 @@ def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
     as the preset, all else as fp16."""
     makers = {out.name: op for op in block.operations for out in op.outputs}
     routers = {value for name, value in shard.weights.items() if OUTSIDE in name}
-    matrices = set()
-    for op in block.operations:
-        for bound in op.inputs["weight"].arguments if op.type == "conv" else ():
-            maker = makers.get(bound.name)
-            shape = _tensor(maker.outputs[0].type)[1] if maker else []
-            if shape[2:] == [1, 1] and min(shape[:2]) > 1 and bound.name not in routers:
-                matrices.add(bound.name)
+    matrices = _matrices(block, makers) - routers
     for name, op in makers.items():
         actual = _stored_as(op)
         if name in matrices:
@@ -298,18 +301,29 @@ def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
             yield f"{name} is stored as {actual}, not FLOAT16"
 
 
+def _matrices(block, makers: dict) -> set[str]:
+    """Names of the constants that are matrices [outputs, inputs, 1, 1] of a
+    convolution."""
+    names = set()
+    for op in block.operations:
+        if op.type == "conv":
+            names.update(bound.name for bound in op.inputs["weight"].arguments)
+    shapes = {n: _tensor(makers[n].outputs[0].type)[1] for n in names & makers.keys()}
+    return {n for n, s in shapes.items() if s[2:] == [1, 1] and min(s[:2]) > 1}
+
+
 def _stored_as(op) -> tuple:
     """How a constant is stored: its operation, then the dtype of each operand and, for
     scales and tables, its shape."""
     if op.type == "const":
         return "const", _tensor(op.attributes["val"].type)[0]
-    operands = {
-        n: _tensor(a.arguments[0].value.type) for n, a in sorted(op.inputs.items())
-    }
-    return op.type, *(
-        (n, dtype, *shape) if n in ("scale", "lut") else (n, dtype)
-        for n, (dtype, shape) in operands.items()
-    )
+    operands = []
+    for name in sorted(op.inputs):
+        dtype, shape = _tensor(op.inputs[name].arguments[0].value.type)
+        if name not in ("scale", "lut"):
+            shape = []
+        operands.append((name, dtype, *shape))
+    return op.type, *operands
 
 
 def _expected(preset: Preset, shape: list[int]) -> tuple:
@@ -319,31 +333,29 @@ def _expected(preset: Preset, shape: list[int]) -> tuple:
     if not preset.is_integer:
         table = ("lut", "FLOAT16", 1, 1, 1, 1, 1 << preset.bits, 1)
         return "constexpr_lut_to_dense", ("indices", f"UINT{preset.bits}"), table
-    rows = 1 if preset.granularity == "per_tensor" else shape[0]
-    scale = (
-        "scale",
-        "FLOAT16",
-        rows,
-        shape[1] // preset.block if preset.block else 1,
-        1,
-        1,
-    )
+    rows = shape[0]
+    blocks = 1
+    if preset.granularity == "per_tensor":
+        rows = 1
+    if preset.block:
+        blocks = shape[1] // preset.block
+    scale = ("scale", "FLOAT16", rows, blocks, 1, 1)
     return "constexpr_blockwise_shift_scale", ("data", f"INT{preset.bits}"), scale
 
 
 def _checkpoint(m: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
     """Differences between the manifest and the checkpoint's tokens, tokenizer, family
     and sizes."""
-    config, tokens = checkpoint.config, m.tokens
-    pairs = {
-        "family": (m.family, config.model_type),
-        "bos": (tokens.bos, config.bos_token_id),
-    }
-    pairs |= {"eos": (tokens.eos, checkpoint.eos)}
-    pairs |= {
-        size: (getattr(m.dims, size), getattr(config, n)) for n, size in SIZES.items()
-    }
-    for name, (declared, actual) in pairs.items():
+    config = checkpoint.config
+    tokens = m.tokens
+    pairs = [
+        ("family", m.family, config.model_type),
+        ("bos", tokens.bos, config.bos_token_id),
+        ("eos", tokens.eos, checkpoint.eos),
+    ]
+    for name, size in SIZES.items():
+        pairs.append((size, getattr(m.dims, size), getattr(config, name)))
+    for name, declared, actual in pairs:
         if declared != actual:
             yield f"{name} {declared} in the manifest, {actual} in the checkpoint"
     declared = {entry.path.rpartition("/")[2]: entry.sha256 for entry in tokens.files}
@@ -370,6 +382,6 @@ def _dtype(array) -> str:
     )
 
 
-def _sizes(shape: list, T: int | None) -> list[int | None]:
+def sizes(shape: list, T: int | None) -> list[int | None]:
     """A shape of the manifest with its T."""
-    return [T if n == "T" else n for n in shape]
+    return [{"T": T}.get(n, n) for n in shape]

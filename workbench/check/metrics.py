@@ -1,6 +1,7 @@
 """Distances between two arrays. The last axis is the vector that is compared."""
 
 from collections.abc import Callable
+from functools import wraps
 
 import numpy as np
 
@@ -13,6 +14,7 @@ def _in_pieces(figure: Callable) -> Callable:
     """`figure` of two arrays; of large matrices [n, W], it is computed for some rows
     after others."""
 
+    @wraps(figure)
     def in_pieces(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
         rows = max(1, PIECE // max(1, np.shape(reference)[-1]))
         if np.ndim(reference) != 2 or len(reference) <= rows:
@@ -22,7 +24,6 @@ def _in_pieces(figure: Callable) -> Callable:
             [figure(reference[i : i + rows], actual[i : i + rows]) for i in starts]
         )
 
-    in_pieces.__name__, in_pieces.__doc__ = figure.__name__, figure.__doc__
     return in_pieces
 
 
@@ -35,7 +36,8 @@ def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one
     does not (nan)."""
-    a, b = np.float64(reference), np.float64(actual)
+    a = np.float64(reference)
+    b = np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         squares = _dot(a, a), _dot(b, b)
         norms = np.sqrt(squares[0]) * np.sqrt(squares[1])
@@ -48,7 +50,8 @@ def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 def psnr_db(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """10·log10(max(reference²) / mean((reference − actual)²)) in dB along the last
     axis; inf when they are equal."""
-    a, b = np.float64(reference), np.float64(actual)
+    a = np.float64(reference)
+    b = np.float64(actual)
     with np.errstate(all="ignore"):
         difference = a - b
         largest = np.maximum(a.max(-1), -a.min(-1)) ** 2
@@ -65,13 +68,12 @@ def max_abs(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
     """RMS of the difference over the RMS of the reference, both over all elements; 0
     when both are zero."""
-    a, b = np.float64(reference), np.float64(actual)
+    a = np.float64(reference)
+    b = np.float64(actual)
     scale = np.sqrt((a**2).mean())
-    return (
-        float(np.sqrt(((a - b) ** 2).mean()) / scale)
-        if scale
-        else float(np.abs(b).max() > 0)
-    )
+    if not scale:
+        return float(np.abs(b).max() > 0)
+    return float(np.sqrt(((a - b) ** 2).mean()) / scale)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -83,8 +85,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """KL(reference ‖ actual) in nats between the distributions that two arrays of
     logits [..., V] stand for."""
-    p, q = log_softmax(reference), log_softmax(actual)
+    p = log_softmax(reference)
+    q = log_softmax(actual)
     return (np.exp(p) * (p - q)).sum(-1)
+
+
+def kl_of_rows(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """`kl` [n] of logits [n, V], one row at a time: a row of a vocabulary fits the
+    cache, all do not."""
+    return np.array([kl(*pair) for pair in zip(reference, actual, strict=True)])
 
 
 def near_tie(reference: np.ndarray, actual: np.ndarray) -> bool:
@@ -104,15 +113,19 @@ def compare_logits(
     """Summary of logits [n, V]: agreement of the top token (near-ties apart), mean
     overlap of the top five, worst KL, worst cosine. `nats` [n]: their `kl`, where it is
     there already."""
-    # one at a time: a row of a vocabulary fits the cache, all do not
-    rows = list(zip(reference, actual, strict=True))
-    same = [np.argmax(a) == np.argmax(b) or near_tie(a, b) for a, b in rows]
+    if nats is None:
+        nats = kl_of_rows(reference, actual)
+    same = []
+    overlaps = []
     k = min(5, reference.shape[-1])
-    tops = [[np.argpartition(-x, k - 1)[:k] for x in pair] for pair in rows]
+    for a, b in zip(reference, actual, strict=True):
+        same.append(np.argmax(a) == np.argmax(b) or near_tie(a, b))
+        top, actual_top = np.argpartition([-a, -b], k - 1)[:, :k]
+        overlaps.append(np.isin(top, actual_top).mean())
     return {
         "top1_agreement": float(np.mean(same)),
-        "top5_overlap": float(np.mean([np.isin(*pair).mean() for pair in tops])),
-        "kl_max": float(np.max([kl(*pair) for pair in rows] if nats is None else nats)),
+        "top5_overlap": float(np.mean(overlaps)),
+        "kl_max": float(np.max(nats)),
         "cosine_min": float(np.min(cosine(reference, actual))),
     }
 

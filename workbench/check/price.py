@@ -65,9 +65,8 @@ class Price:
         """Ratio of error to budget of the layer, T and tensor where it is largest: its
         RMS over positions."""
         ratios = self.rows["ratio"].fillna(np.inf).astype(float) ** 2
-        means = ratios.groupby(
-            [self.rows[name] for name in ("layer", "T", "tensor")]
-        ).mean()
+        rows = self.rows.assign(ratio=ratios)
+        means = rows.groupby(["layer", "T", "tensor"])["ratio"].mean()
         return (means**0.5).sort_values(ascending=False).head(1).reset_index().iloc[0]
 
     def json(self) -> dict:
@@ -88,7 +87,7 @@ class Price:
 
     def _medians(self, *tensors: str) -> dict[str, float]:
         rows = self.rows[self.rows["tensor"].isin(tensors)]
-        return {name: float(rows[name].median()) for name in ("error", "budget")}
+        return rows[["error", "budget"]].median().to_dict()
 
 
 def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
@@ -149,23 +148,17 @@ def measure_price(
     """
     isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]
     same = np.argmax(golden.logits, -1) == np.argmax(chained.logits, -1)
-    return Price(
-        _kl(golden.logits, chained.logits),
-        float(np.mean(same)),
-        price_rows(decoder, golden, isolated, budget),
-        _kl(golden.logits, budget.chained.logits) if budget else None,
-    )
+    kl = metrics.kl_of_rows(golden.logits, chained.logits)
+    rows = price_rows(decoder, golden, isolated, budget)
+    budget_kl = budget and metrics.kl_of_rows(golden.logits, budget.chained.logits)
+    return Price(kl, float(np.mean(same)), rows, budget_kl)
 
 
 def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
     """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding
     alone explains, within a factor."""
-    limit = gates.at_most(
-        "max_kl",
-        float(np.mean(price.kl)),
-        max_kl,
-        f"mean KL from the golden in nats; --max-kl sets the limit of {max_kl:g}",
-    )
+    reason = f"mean KL from the golden in nats; --max-kl sets the limit of {max_kl:g}"
+    limit = gates.at_most("max_kl", float(np.mean(price.kl)), max_kl, reason)
     if price.budget_kl is None:
         return [limit, gates.not_run("budget", "needs --checkpoint")]
     worst = price.worst
@@ -173,10 +166,8 @@ def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
         "error over what rounding of weights and stream alone costs Hugging Face's model: "
         f"layer {worst['layer']}, {worst['tensor']}, T = {worst['T']}"
     )
-    return [
-        limit,
-        gates.at_most("budget", float(worst["ratio"]), BUDGET_FACTOR, reason),
-    ]
+    ratio = float(worst["ratio"])
+    return [limit, gates.at_most("budget", ratio, BUDGET_FACTOR, reason)]
 
 
 def price_rows(
@@ -187,12 +178,14 @@ def price_rows(
 ) -> pd.DataFrame:
     """The rows of `Price`; updates that may be another expert's, where a runtime does
     not show the choice, are left out."""
-    near_ties, parts = fidelity.near_ties(decoder, golden), []
+    near_ties = fidelity.near_ties(decoder, golden)
+    parts = []
     for T, trace in isolated.items():
         for tensor, layer, at, values in trace.rows():
             if tensor == "update" and not trace.experts:
                 clear = ~near_ties[layer]
-                at, values = at[clear], values[clear]
+                at = at[clear]
+                values = values[clear]
             if tensor != "hidden":
                 rounded = budget and budget.isolated.rows(tensor, layer)[at]
                 if budget and tensor != "update":
@@ -209,7 +202,8 @@ def _errors(
 ) -> dict[str, object]:
     """Per row of [n, W]: relative RMS `error`, `budget`, and the ratio of error to
     budget and half an ulp together."""
-    scale, error = metrics.rms(reference), metrics.rms(reference, actual)
+    scale = metrics.rms(reference)
+    error = metrics.rms(reference, actual)
     columns = {"error": metrics.over(error, scale)}
     if rounded is None:
         return columns | {"budget": np.nan, "ratio": np.nan}
@@ -218,14 +212,11 @@ def _errors(
     return columns | {"budget": metrics.over(budget, scale), "ratio": ratio}
 
 
-def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """KL [n] of logits [n, V], one row at a time: a row of a vocabulary fits the cache,
-    all do not."""
-    return np.array([metrics.kl(*pair) for pair in zip(reference, actual, strict=True)])
-
-
 def summarize_kl(kl: Sequence[float]) -> dict[str, float]:
     """Mean, median, 99th percentile and maximum."""
-    figures = {"mean": np.mean(kl), "median": np.median(kl)}
-    figures |= {"p99": np.percentile(kl, 99), "max": np.max(kl)}
-    return {name: float(value) for name, value in figures.items()}
+    return {
+        "mean": float(np.mean(kl)),
+        "median": float(np.median(kl)),
+        "p99": float(np.percentile(kl, 99)),
+        "max": float(np.max(kl)),
+    }

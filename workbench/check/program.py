@@ -36,9 +36,7 @@ LIMIT = 1e-5
 # What a step becomes is measured: what Hugging Face's own model makes of inputs that
 # are one step off (`Stretch.nudged`), or the step itself where that is larger.
 STEP, STEPS = 2.0**-23, 2
-BLOCKED = (
-    2.0**-24
-)  # softmax weight of a blocked column that float32 cannot tell from none
+BLOCKED = 2.0**-24  # softmax weight of a blocked column that float32 takes for none
 
 
 def exact_runtime(bundle: Bundle) -> str:
@@ -104,17 +102,20 @@ def program_errors(
     """
     from tqdm.auto import tqdm
 
-    options, plan = decoder.options, positions.plan_reach(decoder.manifest)
+    options = decoder.options
+    plan = positions.plan_reach(decoder.manifest)
     Ts = list(Ts or fidelity.default_ts(options))
     *places, scaled = positions.reach_stretches(decoder.bundle, checkpoint, plan)
-    ends, between = sorted({min(Ts), max(Ts)}), sorted(Ts)[1:-1]
+    ends = sorted({min(Ts), max(Ts)})
+    between = sorted(Ts)[1:-1]
     runs = [(scaled, ends[-1:], True)]
     for place in places:
-        runs += [
-            (place, sizes, True) for sizes in (*([T] for T in ends), between) if sizes
-        ]
+        runs += [(place, [T], True) for T in ends]
+        if between:
+            runs.append((place, between, True))
         runs.append((place, Ts, False))
-    scores, parts = Scores(), []
+    scores = Scores()
+    parts = []
     with decoder.set_aside():
         for sequences, sizes, isolated in tqdm(
             runs, desc=f"program, {plan}", unit="pass", disable=not progress
@@ -122,9 +123,11 @@ def program_errors(
             positions.write_states(decoder, sequences)
             one = ProgramPass(decoder, sequences, isolated, scores)
             one.run(sizes, ragged=options.kv_write == "mask")
-            parts += [part for seq in range(options.batch) for part in one.errors(seq)]
-            for size in sizes if isolated else ():
-                parts += head_errors(decoder, sequences, size)
+            for seq in range(options.batch):
+                parts += one.errors(seq)
+            if isolated:
+                for size in sizes:
+                    parts += head_errors(decoder, sequences, size)
     return fidelity.table(parts), scores
 
 
@@ -139,9 +142,8 @@ class Scores:
 
     def gate(self) -> Gate:
         if not self.count:
-            return gates.not_run(
-                "scores", "no softmax over a cache was seen in the program"
-            )
+            reason = "no softmax over a cache was seen in the program"
+            return gates.not_run("scores", reason)
         reason = (
             f"largest softmax weight of a blocked column, of {self.count} softmaxes"
         )
@@ -167,11 +169,13 @@ class ProgramPass(fidelity.Pass):
     ):
         starts = [stretch.start for stretch in stretches]
         super().__init__(decoder, [s.golden for s in stretches], isolated, True, starts)
-        self.stretches, self.scores = stretches, scores
+        self.stretches = stretches
+        self.scores = scores
         self.mode = "isolated" if isolated else "chained"
 
     def hook(self, shard, spans, io):
-        replaced, last_sum = super().hook(shard, spans, io), {}
+        replaced = super().hook(shard, spans, io)
+        last_sum = {}
 
         def look(op, outputs):
             if op.kind == "add":
@@ -180,15 +184,19 @@ class ProgramPass(fidelity.Pass):
                 self.look(shard, op, spans, io, outputs[0], last_sum.get("masked"))
             return replaced(op, outputs) if replaced else None
 
-        return look if shard.kind in ("layers", "router") else None
+        if shard.kind in ("layers", "router"):
+            return look
+        return None
 
     def look(self, shard, op, spans, io, weights, masked) -> None:
         layer = split_layer(shard.modules.get(op.outputs[0][0], ""))[0]
-        layer = shard.layers[0] if layer is None else layer
+        if layer is None:
+            layer = shard.layers[0]
         mask = io[ATTN_MASK + self.decoder.manifest.layers[layer].suffix]
         if weights.shape[-2:] != mask.shape[-2:]:
             return  # a softmax over experts
-        masked = weights if masked is None or masked.shape != weights.shape else masked
+        if masked is None or masked.shape != weights.shape:
+            masked = weights
         for seq, span in enumerate(spans):
             columns = slice(span.stop - span.start)
             if columns.stop:
@@ -201,45 +209,42 @@ class ProgramPass(fidelity.Pass):
     def errors(self, seq: int) -> list[dict[str, object]]:
         """Errors of everything that one sequence computed, parts of a `fidelity.table`;
         chained ones per layer that they come from."""
-        golden, trace, stretch = (
-            self.goldens[seq],
-            self.traces[seq],
-            self.stretches[seq],
-        )
-        nudged, start = stretch.nudged.get(self.mode, stretch), stretch.start
-        again, at, parts = nudged.golden, (start + np.arange(len(trace.T)), trace.T), []
+        golden = self.goldens[seq]
+        trace = self.traces[seq]
+        stretch = self.stretches[seq]
+        nudged = stretch.nudged.get(self.mode, stretch)
+        again = nudged.golden
+        positions = stretch.start + np.arange(len(trace.T))
+        parts = []
+
+        def add(name: str, layer: int, error: np.ndarray) -> None:
+            parts.append(_rows(name, layer, error, positions, trace.T))
+
         for layer, hidden in trace.hidden.items():
-            floor = _floor(golden.hidden[layer], again.hidden[layer])
-            name, expected, actual = "hidden", golden.hidden[layer], hidden
+            name = "hidden"
+            expected = golden.hidden[layer]
+            floor = _floor(expected, again.hidden[layer])
             if self.isolated:
-                name, expected, actual = (
-                    "update",
-                    golden.update[layer],
-                    hidden - trace.x[layer],
-                )
-            parts.append(_rows(name, layer, _errors(expected, actual, floor), *at))
+                name = "update"
+                expected = golden.update[layer]
+                hidden = hidden - trace.x[layer]
+            add(name, layer, _errors(expected, hidden, floor))
         for layer, router in trace.router.items():
-            floor = _floor(golden.router[layer], again.router[layer])
-            parts.append(
-                _rows(
-                    "router", layer, _errors(golden.router[layer], router, floor), *at
-                )
-            )
+            expected = golden.router[layer]
+            floor = _floor(expected, again.router[layer])
+            add("router", layer, _errors(expected, router, floor))
         for layer, experts in trace.experts.items():
             differs = experts[:, 0] != golden.expert[layer]
-            parts.append(_rows("expert", layer, differs * golden.margin[layer], *at))
+            add("expert", layer, differs * golden.margin[layer])
         if trace.logits is not None:
             floor = _logit_floor(stretch) + _floor(golden.logits, again.logits)
-            parts.append(
-                _rows("logits", -1, _errors(golden.logits, trace.logits, floor), *at)
-            )
+            add("logits", -1, _errors(golden.logits, trace.logits, floor))
         for name, *values in self.states(seq, nudged):
             layer, leaf = split_layer(name)
             errors = _state_errors(*values, self.end(seq))
             parts.append(_rows(leaf, layer, *errors, trace.T.max()))
-        if (
-            not self.isolated
-        ):  # errors of the layers before, and of the layer itself, add up
+        if not self.isolated:
+            # errors of the layers before, and of the layer itself, add up
             for part in parts:
                 layers = len(golden.x) if part["layer"] == -1 else part["layer"]
                 part["error"] = part["error"] / (layers + 1)
@@ -259,19 +264,16 @@ class ProgramPass(fidelity.Pass):
                     continue  # is in the matrix, which is compared
                 actual = np.asarray(state.read(name)[seq], np.float32)
                 if options.undo and kind is TAIL:
-                    actual = actual[
-                        options.t_max :
-                    ]  # rows for undoing, which no reference has
+                    # rows for undoing, which no reference has
+                    actual = actual[options.t_max :]
                 if options.state_pair and kind is MATRIX:
-                    remainder = state.read(name.replace(MATRIX_STATE, REMAINDER_STATE))[
-                        seq
-                    ]
+                    other = name.replace(MATRIX_STATE, REMAINDER_STATE)
+                    remainder = state.read(other)[seq]
                     actual = actual + np.asarray(remainder, np.float32)
                 if options.undo and kind is MATRIX:
-                    pending = state.read(name.replace(MATRIX_STATE, PENDING_STATE))[seq]
-                    actual = positions.with_pending(
-                        actual, np.asarray(pending, np.float32)
-                    )
+                    other = name.replace(MATRIX_STATE, PENDING_STATE)
+                    pending = np.asarray(state.read(other)[seq], np.float32)
+                    actual = positions.with_pending(actual, pending)
                 expected, again = [
                     positions.expected_value(actual.shape, name, s.after, self.end(seq))
                     for s in (self.stretches[seq], nudged)
@@ -289,12 +291,10 @@ def head_errors(
     last = slice(max(0, n - T), n)
     hidden = np.stack([stretch.last[last].T / scale for stretch in stretches])
     parts = []
-    for seq, (stretch, logits) in enumerate(
-        zip(stretches, decoder.logits(hidden), strict=True)
-    ):
-        error = _errors(
-            stretch.golden.logits[last], logits, _logit_floor(stretch)[last]
-        )
+    all_logits = decoder.logits(hidden)
+    for seq, (stretch, logits) in enumerate(zip(stretches, all_logits, strict=True)):
+        floor = _logit_floor(stretch)[last]
+        error = _errors(stretch.golden.logits[last], logits, floor)
         position = stretch.start + np.arange(n)[last]
         rows = _rows("logits", -1, error, position, len(position))
         parts.append(rows | {"seq": seq, "mode": "isolated"})

@@ -6,7 +6,7 @@ to find a difference. Where a device shows one, the portable runtime runs the sa
 program, which separates a wrong program from a wrong runtime."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,31 +33,32 @@ def drift(
 ) -> Drift | None:
     """The worst drift of isolated updates, keys and values by T; None without T = 1 and some T >
     1."""
-    near_ties, drifts = fidelity.near_ties(decoder, golden), []
+    if 1 not in traces:
+        return None
+    near_ties = fidelity.near_ties(decoder, golden)
+    drifts = []
     for T, trace in traces.items():
-        if (base := traces.get(1)) and T > 1:
-            for layer, hidden in trace.hidden.items():
-                x, clear = base.x[layer], ~near_ties[layer] | bool(trace.experts)
-                pairs = {}
-                if layer in base.k:
-                    pairs["k"] = base.k[layer], trace.k[layer]
-                    pairs["v"] = base.v[layer], trace.v[layer]
-                if clear.any():
-                    pairs["update"] = (
-                        (base.hidden[layer] - x)[clear],
-                        (hidden - x)[clear],
-                    )
-                drifts += [
-                    Drift(
-                        metrics.relative_rms(*pair),
-                        T,
-                        f"layer {layer}, {name}, T = {T}",
-                    )
-                    for name, pair in pairs.items()
-                ]
-    return max(
-        drifts, key=lambda d: math.inf if math.isnan(d.value) else d.value, default=None
-    )
+        if T > 1:
+            for place, *pair in _pairs(traces[1], trace, near_ties):
+                error = metrics.relative_rms(*pair)
+                drifts.append(Drift(error, T, f"{place}, T = {T}"))
+    return max(drifts, key=lambda d: (math.isnan(d.value), d.value), default=None)
+
+
+def _pairs(
+    base: ForwardPass, trace: ForwardPass, near_ties: np.ndarray
+) -> Iterator[tuple]:
+    """(place, values of `base`, values of `trace`) of every layer's keys, values and
+    update; the update where no near-tied choice of an expert can have turned it."""
+    for layer, hidden in trace.hidden.items():
+        if layer in base.k:
+            yield f"layer {layer}, k", base.k[layer], trace.k[layer]
+            yield f"layer {layer}, v", base.v[layer], trace.v[layer]
+        x = base.x[layer]
+        clear = ~near_ties[layer] | bool(trace.experts)
+        if clear.any():
+            updates = base.hidden[layer] - x, hidden - x
+            yield f"layer {layer}, update", updates[0][clear], updates[1][clear]
 
 
 def drift_gate(
@@ -75,9 +76,8 @@ def drift_gate(
     if worst is None:
         return gates.not_run("same_for_every_T", "needs T = 1 and at least one T > 1")
     tolerance = gates.T_TOLERANCE[decoder.arithmetic]
-    reason = (
-        f"T > 1 against T = 1, relative RMS: {worst.where if worst.value else 'equal'}"
-    )
+    reason = "T > 1 against T = 1, relative RMS: "
+    reason += worst.where if worst.value else "equal"
     if not worst.value <= tolerance:
         culprit = at_fault(decoder, golden, worst.T, portable)
         reason += f"; {culprit}; export fixed shapes for prefill and "

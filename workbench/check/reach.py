@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from workbench.bundle import Bundle, Manifest
+from workbench.bundle import Bundle, Manifest, Options
 from workbench.bundle.names import (
     CONV_STATE,
     K_STATE,
@@ -43,13 +43,8 @@ from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
 
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
-SCALES, SMALLEST = (
-    12,
-    -44,
-)  # positions with scaled inputs, and the exponent of the smallest RMS
-LayerStates = list[
-    dict[str, np.ndarray]
-]  # per layer, by leaf name, K and V in token order
+SCALES, SMALLEST = 12, -44  # positions with scaled inputs, exponent of the smallest RMS
+LayerStates = list[dict[str, np.ndarray]]  # by leaf name, K and V in token order
 
 
 @dataclass(frozen=True)
@@ -69,20 +64,20 @@ class Reach:
     def calls(self, Ts: Sequence[int]) -> int:
         """Calls of all layers that `program_errors` makes with these T: sequences of a
         batch share a call."""
-        between, low, high = sorted(Ts)[1:-1], min(Ts), max(Ts)
-        sizes = [low, high] if low < high else [low]
-        sizes += [sum(mixed) / len(mixed) for mixed in (between, Ts) if mixed]
-        spans = self.head, self.tail
-        return sum(math.ceil(n / size) for n in spans for size in sizes) + -(
-            -SCALES // high
-        )
+        sizes = [*{min(Ts), max(Ts)}, np.mean(Ts)]
+        if between := sorted(Ts)[1:-1]:
+            sizes.append(np.mean(between))
+        calls = math.ceil(SCALES / max(Ts))
+        for size in sizes:
+            calls += math.ceil(self.head / size) + math.ceil(self.tail / size)
+        return calls
 
     def __str__(self) -> str:
-        places = ", ".join(
-            f"{start} to {start + self.tail - 1}" for start in self.starts
-        )
-        tails = f" and {places} on a filled cache" if self.tail else ""
-        return f"{self.count} positions: 0 to {self.head - 1}{tails}"
+        text = f"{self.count} positions: 0 to {self.head - 1}"
+        if self.tail:
+            tails = (f"{start} to {start + self.tail - 1}" for start in self.starts)
+            text += f" and {', '.join(tails)} on a filled cache"
+        return text
 
 
 @dataclass(frozen=True)
@@ -109,14 +104,24 @@ def plan_reach(manifest: Manifest) -> Reach:
     """The default positions of a bundle; tails of a batch begin at positions of their
     own unless a slice writes the cache."""
     options = manifest.options
-    S, t_max, B = options.max_seq_len, options.t_max, options.batch
-    unit = t_max if options.t == "fixed" else 1  # no dummy columns where a slice writes
+    S = options.max_seq_len
+    t_max = options.t_max
+    B = options.batch
+    unit = _unit(options)
     tail = min(max(TAIL, t_max), S // 2) // unit * unit
     room = S - tail
-    stagger = 0 if options.kv_write == "slice" else min(STAGGER, (room - unit) // B)
+    stagger = 0
+    if options.kv_write != "slice":
+        stagger = min(STAGGER, (room - unit) // B)
     starts = tuple(room - seq * stagger for seq in range(B))
     head = min(max(HEAD, t_max + 1), starts[-1] if tail else S) // unit * unit
     return Reach(max(head, unit), tail, starts)
+
+
+def _unit(options: Options) -> int:
+    """What a number of positions is a multiple of: a slice write takes no dummy
+    columns."""
+    return options.t_max if options.t == "fixed" else 1
 
 
 def reach_prompts(manifest: Manifest, plan: Reach) -> np.ndarray:
@@ -136,22 +141,20 @@ def reach_stretches(
     inputs, as Hugging Face's model with the weights that `bundle` stores computes
     them."""
     reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
-    head_rms = float(reference.head.norm(dim=1).norm()) / math.sqrt(
-        reference.head.numel()
-    )
+    head_rms = float(reference.head.norm(dim=1).norm())
+    head_rms /= math.sqrt(reference.head.numel())
     head_rms /= logit_divisor(checkpoint.config)
     prompts = reach_prompts(bundle.manifest, plan)
-    unit = bundle.manifest.options.t_max if bundle.manifest.options.t == "fixed" else 1
     rows = []
+    unit = _unit(bundle.manifest.options)
     for seq, (ids, start) in enumerate(zip(prompts, plan.starts, strict=True)):
         cache = reference.cache()
         first = _stretch(reference, head_rms, ids[: plan.head], cache)
         row = [first]
+        behind = ids[plan.head :]
         if plan.tail:
             before = _filled(cache, first.after, start, np.random.default_rng([0, seq]))
-            row.append(
-                _stretch(reference, head_rms, ids[plan.head :], cache, start, before)
-            )
+            row.append(_stretch(reference, head_rms, behind, cache, start, before))
         count = max(min(SCALES, plan.head) // unit * unit, unit)
         rows.append([*row, _scaled(reference, head_rms, first.golden, count)])
     return list(zip(*rows, strict=True))
@@ -168,19 +171,18 @@ def _stretch(
 ) -> Stretch:
     """The stretch that continues `cache`, and the same with nudged inputs."""
     # scaled inputs are fed to every layer: nothing reads the logits of a chained run
-    goldens = reference.run_nudged(
-        ids, cache, seed=start, heads=2 if last is None else 1
-    )
+    heads = 2 if last is None else 1
+    goldens = reference.run_nudged(ids, cache, start, heads)
     before = before or [{} for _ in goldens[0].x]
     stretches = []
     for seq, golden in enumerate(goldens):
         after = []
         for i, states in enumerate(before):
-            rows = {K_STATE: golden.k[i], V_STATE: golden.v[i]}
-            has_rows = reference.records[i].keys() & {"k", "v"}
-            after.append(
-                (_joined(states, rows) if has_rows else {}) | _sides(cache, i, seq)
-            )
+            own = _sides(cache, i, seq)
+            if "k" in reference.records[i]:
+                rows = {K_STATE: golden.k[i], V_STATE: golden.v[i]}
+                own |= _joined(states, rows)
+            after.append(own)
         logit_rms = head_rms * np.linalg.norm(reference.normed[seq], axis=-1)
         normed_from = golden.hidden[-1] if last is None else last
         stretches.append(Stretch(golden, start, before, after, normed_from, logit_rms))
@@ -221,10 +223,10 @@ def _filled(
         chosen = rng.integers(min(1, head - 1), head, start - head)
         fill = {name: states[name][:, chosen] for name in (K_STATE, V_STATE)}
         if start > head:
-            rows = [torch.from_numpy(fill[name]) for name in (K_STATE, V_STATE)]
-            cache.layers[layer].update(
-                *(row.expand(NUDGED, -1, -1, -1) for row in rows)
-            )
+            k = torch.from_numpy(fill[K_STATE])
+            v = torch.from_numpy(fill[V_STATE])
+            sizes = NUDGED, -1, -1, -1
+            cache.layers[layer].update(k.expand(sizes), v.expand(sizes))
         before.append(states | _joined(states, fill))
     return before
 
@@ -257,7 +259,9 @@ def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
     """Fresh states of the decoder that hold what each sequence has before its
     stretch."""
     decoder.begin()
-    for state, name in decoder.named_states if any(s.start for s in stretches) else ():
+    if not any(stretch.start for stretch in stretches):
+        return
+    for state, name in decoder.named_states:
         shape = state.shard.states[name].shape[1:]
         values = [expected_value(shape, name, s.before, s.start) for s in stretches]
         state.write(name, np.stack(values))
@@ -283,7 +287,9 @@ def with_pending(matrix: np.ndarray, pending: np.ndarray) -> np.ndarray:
     """A matrix state [H, K, V] and what the last call's tokens add to it, from their
     rows [H, t_max, K + V + ..]: k, v and the logarithm of the decay."""
     _, K, V = matrix.shape
-    k, v, g = pending[..., :K], pending[..., K : K + V], pending[..., K + V : K + V + 1]
+    k = pending[..., :K]
+    v = pending[..., K : K + V]
+    g = pending[..., K + V : K + V + 1]
     later = np.flip(np.cumsum(np.flip(g, 1), 1), 1) - g
     added = (k * np.exp(later)).swapaxes(1, 2) @ v
     return matrix * np.exp(g.sum(1, keepdims=True)) + added

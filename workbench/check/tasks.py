@@ -50,14 +50,10 @@ def answer(
     """Whether greedy decoding continues each task's prompt with its answer."""
 
     def right(task: dict) -> bool:
-        prompt, whole = (
-            encode(task["prompt"]),
-            encode(task["prompt"] + " " + task["answer"]),
-        )
-        return (
-            decode(generate(prompt, len(whole) - len(prompt))).split()
-            == task["answer"].split()
-        )
+        prompt = encode(task["prompt"])
+        whole = encode(task["prompt"] + " " + task["answer"])
+        text = decode(generate(prompt, len(whole) - len(prompt)))
+        return text.split() == task["answer"].split()
 
     return [right(task) for task in tasks]
 
@@ -76,7 +72,8 @@ def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
 
 def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
     """Answers of Hugging Face's model in fp32; the whole model is loaded."""
-    coder, model = load_tokenizer(checkpoint.path), whole_prompt(checkpoint)
+    coder = load_tokenizer(checkpoint.path)
+    model = whole_prompt(checkpoint)
 
     def generate(ids: list[int], n: int) -> list[int]:
         with torch.inference_mode():
@@ -97,15 +94,14 @@ def answer_gates(
     Only the second gate shows a fault that golden and bundle share (a wrong rope in
     config.json), because the two agree with each other. Prompts that do not fit
     max_seq_len are left out."""
-    encode, S = load_tokenizer(checkpoint.path).encode, decoder.options.max_seq_len
+    encode = load_tokenizer(checkpoint.path).encode
+    S = decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
     if not tasks:
         return [gates.not_run("answers", f"no prompt fits max_seq_len = {S}")]
-    golden, right, count = (
-        sum(golden_answers(checkpoint, tasks)),
-        sum(bundle_answers(decoder, tasks)),
-        len(tasks),
-    )
+    golden = sum(golden_answers(checkpoint, tasks))
+    right = sum(bundle_answers(decoder, tasks))
+    count = len(tasks)
     reason = f"{right} of {count} known answers, the golden {golden}"
     return [
         gates.at_least("answers", right / count, golden / count, reason),

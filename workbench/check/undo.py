@@ -29,32 +29,34 @@ def undo_gate(decoder: Decoder) -> Gate:
     """Undoes the last tokens of calls of every T, then as many as the decoder allows,
     and runs what is left alone, in calls of the same T: hidden states and the states
     behind the last call, bit for bit. Any runtime and precision."""
-    options, experts = decoder.options, decoder.experts
+    options = decoder.options
+    experts = decoder.experts
     if decoder.undo.floor(0, 1):
         return gates.not_run(
             "undo", "this bundle cannot undo a token: export with --undo"
         )
-    Ts, most, faults, undone = fidelity.default_ts(options), options.t_max, [], 0
-    near_end, fixed = max(0, options.max_seq_len - sum(Ts) - 3 * most), experts.fixed
+    Ts = fidelity.default_ts(options)
+    most = options.t_max
+    faults = []
+    undone = 0
+    near_end = max(0, options.max_seq_len - sum(Ts) - 3 * most)
+    fixed = experts.fixed
     with decoder.set_aside():
         try:
-            experts.fixed = (
-                True  # an expert's shapes must not depend on tokens that are undone
-            )
+            # an expert's shapes must not depend on tokens that are undone
+            experts.fixed = True
             for start, sizes in {0: [most], near_end: Ts}.items():
                 rng = np.random.default_rng([SEED, start])
-                before = [
-                    _random_snapshot(decoder, start, rng) for _ in range(options.batch)
-                ]
+                seqs = range(options.batch)
+                before = [_random_snapshot(decoder, start, rng) for _ in seqs]
                 decoder.begin(before)
                 calls = _calls_with_undo(decoder, sizes, rng)
-                after = [decoder.snapshot(seq) for seq in range(options.batch)]
+                after = [decoder.snapshot(seq) for seq in seqs]
                 decoder.begin(before)
-                faults += [
-                    f"{what} from position {start} on"
-                    for what in _rerun(decoder, calls, after)
-                ]
-                undone += sum(call.ids.size - int(call.counts.sum()) for call in calls)
+                for what in _rerun(decoder, calls, after):
+                    faults.append(f"{what} from position {start} on")
+                for call in calls:
+                    undone += call.ids.size - int(call.counts.sum())
         finally:
             experts.fixed = fixed
     reason = f"{undone} tokens undone: everything after them has the same bits as without them"
@@ -64,13 +66,11 @@ def undo_gate(decoder: Decoder) -> Gate:
 def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
     """A snapshot of so many tokens that holds random values, none of them to be undone,
     and no remainders, which would have to be below the last bit of theirs."""
-    shapes = layout(decoder.manifest, tokens, tokens)
-    states = {
-        name: rng.standard_normal(shape).astype(np.float16)
-        for name, shape in shapes.items()
-    }
-    for name in (name for name in states if name.endswith(REMAINDER_STATE)):
-        states[name][:] = 0
+    states = {}
+    for name, shape in layout(decoder.manifest, tokens, tokens).items():
+        states[name] = rng.standard_normal(shape).astype(np.float16)
+        if name.endswith(REMAINDER_STATE):
+            states[name][:] = 0
     return Snapshot((0,) * tokens, decoder.identity, states, tokens)
 
 
@@ -79,8 +79,11 @@ def _calls_with_undo(decoder: Decoder, sizes: list[int], rng) -> list[Call]:
     sequence; runs two more calls and undoes as many tokens as the decoder allows; runs
     a last call. With slice writes, which take no dummy columns, whole calls are
     undone."""
-    options, calls = decoder.options, []
-    B, t_max, whole = options.batch, options.t_max, options.kv_write == "slice"
+    options = decoder.options
+    calls = []
+    B = options.batch
+    t_max = options.t_max
+    whole = options.kv_write == "slice"
     for T in sizes:
         _call(decoder, T, rng, calls)
         for seq in range(B):
@@ -95,7 +98,8 @@ def _calls_with_undo(decoder: Decoder, sizes: list[int], rng) -> list[Call]:
 
 def _call(decoder: Decoder, T: int, rng, calls: list[Call]) -> None:
     """Runs T random tokens of every sequence, where the cache has room for them."""
-    B, room = decoder.options.batch, decoder.options.max_seq_len - decoder.offsets.max()
+    B = decoder.options.batch
+    room = decoder.options.max_seq_len - decoder.offsets.max()
     if T <= room:
         ids = rng.integers(0, decoder.manifest.dims.V, (B, T))
         calls.append(Call(ids, np.full(B, T), decoder.advance(ids.tolist(), T)))
@@ -122,9 +126,8 @@ def _rerun(decoder: Decoder, calls: list[Call], after: list[Snapshot]) -> Iterat
         T = call.ids.shape[1]
         rows = zip(call.ids.tolist(), call.counts, strict=True)
         hidden = decoder.advance([row[:count] for row, count in rows], T)
-        for seq, count in enumerate(call.counts):
-            pair = (each[seq, :, :count] for each in (hidden, call.hidden))
-            if not np.array_equal(*pair, equal_nan=True):
+        for alone, mixed, count in zip(hidden, call.hidden, call.counts, strict=True):
+            if not np.array_equal(alone[:, :count], mixed[:, :count], equal_nan=True):
                 yield f"hidden states of a call of T = {T}"
     for seq, snapshot in enumerate(after):
         alone = decoder.snapshot(seq)

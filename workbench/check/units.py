@@ -17,7 +17,7 @@ import pandas as pd
 from miltorch import PRECISIONS
 from workbench.bundle import Bundle
 from workbench.check import gates, metrics
-from workbench.check.device import load_reference, stored_reference
+from workbench.check.device import stored_reference
 from workbench.check.golden import Golden
 from workbench.check.validate import validate
 from workbench.decode import Decoder
@@ -82,27 +82,29 @@ def validate_units(
         say of the fault (`blame`, null where GREEN); then the first `reason`.
         `kl_portable` and `blame` are null with `only`.
     """
-    runtime = resolve() if runtime == "auto" else runtime
-    units = {} if only else {"portable": PRECISIONS}
+    if runtime == "auto":
+        runtime = resolve()
+    units = {}
+    if not only:
+        units["portable"] = PRECISIONS
     if runtime != "portable":
         units[runtime] = compute_units
     with tempfile.TemporaryDirectory() as folder:
         path = path or golden.save(Path(folder) / "golden.safetensors")
         rows = [
             unit_row(bundle, path, runtime, unit, Ts, start, only)
-            for runtime in units
-            for unit in units[runtime]
+            for runtime, names in units.items()
+            for unit in names
         ]
-    verdicts, logits = (
-        {row["unit"]: row[name] for row in rows} for name in ("verdict", "logits")
-    )
+    verdicts = {row["unit"]: row["verdict"] for row in rows}
+    logits = {row["unit"]: row["logits"] for row in rows}
     declared = logits.get("portable declared")
     for row in rows:
-        pair = declared, row["logits"]
-        missing = any(logits is None for logits in pair)
-        row["kl_portable"] = None if missing else float(metrics.kl(*pair).max())
-        fault = row["verdict"] != gates.GREEN and not only
-        row["blame"] = blame(row["runtime"], verdicts) if fault else None
+        row["kl_portable"] = row["blame"] = None
+        if declared is not None and row["logits"] is not None:
+            row["kl_portable"] = float(metrics.kl(declared, row["logits"]).max())
+        if row["verdict"] != gates.GREEN and not only:
+            row["blame"] = blame(row["runtime"], verdicts)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -118,36 +120,32 @@ def unit_row(
     """One unit's row without the comparisons with others: the output of a child
     process, or how it died."""
     name, _ = named(runtime)
-    row = {"unit": f"portable {unit}" if name == "portable" else unit, "runtime": name}
-    row |= {"min_cosine": None, "kl_max": None, "logits": None}
+    row = {"unit": unit, "runtime": name}
+    row |= dict.fromkeys(("min_cosine", "kl_max", "logits"))
+    if name == "portable":
+        row["unit"] = f"portable {unit}"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "logits.npy"
-        command = [
-            sys.executable,
-            "-m",
-            "workbench.check.units",
-            str(bundle.root),
-            str(golden),
-        ]
-        command += [runtime, unit, str(out), str(int(only)), *map(str, Ts)]
-        child = start(command)
-        logits = np.load(out) if out.exists() else None
+        command = [sys.executable, "-m", "workbench.check.units"]
+        arguments = [bundle.root, golden, runtime, unit, out, int(only), *Ts]
+        child = start([*command, *map(str, arguments)])
+        if out.exists():
+            row["logits"] = np.load(out)
     if child.returncode:
-        code, last = child.returncode, last_message((child.stderr or "").splitlines())
+        code = child.returncode
+        last = last_message((child.stderr or "").splitlines())
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return row | {"verdict": "DIED", "reason": f"{how}: {last}"}
     result = json.loads(child.stdout.splitlines()[-1])
-    red = [
-        f"{g['name']}: {g['reason']}"
-        for g in result["gates"]
-        if g["verdict"] == gates.RED
-    ]
+    red = (gate for gate in result["gates"] if gate["verdict"] == gates.RED)
+    reason = "every gate passes"
+    if gate := next(red, None):
+        reason = f"{gate['name']}: {gate['reason']}"
     return row | {
         "verdict": result["verdict"],
         "min_cosine": result["min_cosine"],
         "kl_max": result["logits"]["kl_max"],
-        "logits": logits,
-        "reason": [*red, "every gate passes"][0],
+        "reason": reason,
     }
 
 
@@ -176,15 +174,16 @@ def units_main(
 ) -> None:
     """The child: validates on one unit, keeps the logits in `out` and prints one line
     of JSON."""
-    bundle, reference, alone = Bundle.open(root), None, bool(int(only))
+    bundle = Bundle.open(root)
+    alone = bool(int(only))
     values = Golden.load(golden)
-    if (
-        runtime != "portable"
-    ):  # before the decoder, so that one copy of the bundle is in memory
-        find = load_reference if alone else stored_reference
-        reference = find(bundle, values, Path(golden))
-    how = {"precision" if runtime == "portable" else "compute_units": unit}
-    decoder = Decoder(bundle, runtime, **how)
+    reference = None
+    option = {"precision": unit}
+    if runtime != "portable":
+        option = {"compute_units": unit}
+        # before the decoder, so that one copy of the bundle is in memory
+        reference = stored_reference(bundle, values, Path(golden), alone)
+    decoder = Decoder(bundle, runtime, **option)
     Ts = [int(T) for T in Ts] or None
     result = validate(decoder, values, Ts, reference=reference, only=alone)
     np.save(out, result.chained_logits)

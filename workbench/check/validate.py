@@ -69,18 +69,10 @@ class Validation:
     @property
     def worst(self) -> dict:
         """The isolated update or cache row that is furthest from the golden."""
-        row = fidelity.worst_row(_isolated(self.rows, "update", "k", "v"))
-        names = [
-            "layer",
-            "position",
-            "T",
-            "tensor",
-            "mode",
-            "cosine",
-            "psnr_db",
-            "max_abs",
-        ]
-        return row[names].to_dict()
+        rows = _isolated(self.rows, "update", "k", "v")
+        row = rows.loc[rows["cosine"].fillna(-2).idxmin()]  # nan is below any cosine
+        about = ["layer", "position", "T", "tensor", "mode"]
+        return row[[*about, "cosine", "psnr_db", "max_abs"]].to_dict()
 
     def json(self) -> dict:
         updates = _isolated(self.rows, "update")["cosine"].fillna(-1.0)
@@ -119,19 +111,20 @@ def bug_gates(
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
-        coreai = bundle.manifest.options.target == "coreai"
         if exact is None and decoder is not None:
             own = (decoder.runtime, decoder.precision) == ("portable", "exact")
-            exact = decoder if own or decoder.runtime == "coreai" else None
-        exact = exact or Decoder(bundle, "coreai" if coreai else "portable", "exact")
-        tried = (
-            decoder if decoder is not None and decoder.runtime == "portable" else exact
-        )
+            if own or decoder.runtime == "coreai":
+                exact = decoder
+        if exact is None:
+            coreai = bundle.manifest.options.target == "coreai"
+            exact = Decoder(bundle, "coreai" if coreai else "portable", "exact")
+        tried = exact
+        if decoder is not None and decoder.runtime == "portable":
+            tried = decoder
         results.append(host.host_gate(tried, checkpoint))
         if exact.precision == "exact":
-            results += program.program_gates(
-                exact, checkpoint, Ts=Ts, progress=progress
-            )
+            how = {"Ts": Ts, "progress": progress}
+            results += program.program_gates(exact, checkpoint, **how)
         else:
             reason = "asks for fp32 arithmetic: export with --program-dtype fp32"
             results += [gates.not_run(name, reason) for name in ("program", "scores")]
@@ -155,13 +148,6 @@ def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
     return [gates.not_run(name, reason) for name in names]
 
 
-def keep_verdict(bundle: Bundle, checkpoint: Checkpoint) -> None:
-    """Runs the bug gates and keeps them in the bundle's verdict.json, unless it has
-    one."""
-    if verdict.load(bundle) is None:
-        verdict.save(bundle, bug_gates(bundle, checkpoint))
-
-
 def validate_stored(
     decoder: Decoder,
     golden: Golden,
@@ -174,9 +160,12 @@ def validate_stored(
     """`validate` with the results that are stored in files: given the checkpoint, the
     bug gates in the bundle's verdict.json and the budget; given the golden's file at
     `path`, the device gate's reference beside it."""
-    bundle, budget, portable = decoder.bundle, None, None
+    bundle = decoder.bundle
+    budget = None
+    portable = None
     if checkpoint:
-        keep_verdict(bundle, checkpoint)
+        if verdict.load(bundle) is None:
+            verdict.save(bundle, bug_gates(bundle, checkpoint))
         budget = measure_budget(bundle, checkpoint, golden)
     if path and decoder.runtime not in ("portable", "coreai"):
         portable = device.stored_reference(bundle, golden, path)
@@ -224,26 +213,24 @@ def validate(
             not_run without a `reference`.
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
     """
-    bundle, foreign = decoder.bundle, "the bundle was exported from another checkpoint"
+    bundle = decoder.bundle
+    foreign = "the bundle was exported from another checkpoint"
     if checkpoint is None:
         bugs = stored_gates(bundle)
     elif checkpoint.sha256 != decoder.manifest.checkpoint["sha256"]:
-        bugs, checkpoint = [gates.not_run(name, foreign) for name in BUG_GATES], None
+        bugs = [gates.not_run(name, foreign) for name in BUG_GATES]
+        checkpoint = None
     else:
         bugs = bug_gates(
             bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
         )
-    rows, traces, chained = fidelity.measure_fidelity(
-        decoder, golden, Ts, progress=progress
-    )
+    rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress)
     if checkpoint and budget is None:
         budget = measure_budget(bundle, checkpoint, golden)
     price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
     checks = [*bugs, fidelity.of_this_checkpoint(decoder, golden), _finite(rows)]
-    runs, free_logits = (
-        {f"isolated at T = {T}": trace for T, trace in traces.items()},
-        None,
-    )
+    runs = {f"isolated at T = {T}": trace for T, trace in traces.items()}
+    free_logits = None
     choices = fidelity.choices(runs | {"chained": chained}, golden)
     if len(choices):
         free = fidelity.run_golden(
@@ -251,7 +238,9 @@ def validate(
         )
         free_logits = metrics.compare_logits(golden.logits, free.logits)
         checks.append(routing(choices, golden, budget, free_logits))
-    drifts = reference.drift if reference else {} if only else None
+    drifts = {} if only else None
+    if reference:
+        drifts = reference.drift
     checks.append(rangedim.drift_gate(decoder, traces, golden, drifts))
     checks += [_device(decoder, golden, reference, only), *price_gates(price, max_kl)]
     logits = metrics.compare_logits(golden.logits, chained.logits, price.kl)
@@ -271,13 +260,11 @@ def _device(
     decoder: Decoder, golden: Golden, reference: device.Reference | None, only: bool
 ) -> Gate:
     if decoder.runtime == "portable":
-        return gates.not_run(
-            "device", "the portable runtime is what devices are compared with"
-        )
+        reason = "the portable runtime is what devices are compared with"
+        return gates.not_run("device", reason)
     if decoder.runtime == "coreai":
-        return gates.not_run(
-            "device", "the portable runtime cannot run Core AI programs: run crosscheck"
-        )
+        reason = "the portable runtime cannot run Core AI programs: run crosscheck"
+        return gates.not_run("device", reason)
     if reference is None and only:
         reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")
@@ -308,13 +295,13 @@ def routing(
         of_layer = np.abs(golden.margin - after).max(axis=1) + HALF_ULP
         moves.append(of_layer[differ["layer"]])
     ratios = differ["margin"] / np.where(differ["run"] == "chained", *moves)
+    value = 0.0
     if len(differ):
-        place = "layer {layer}, position {position}, {run}".format(
-            **differ.loc[ratios.idxmax()]
-        )
+        value = float(ratios.max())
+        worst = differ.loc[ratios.idxmax()]
+        place = "layer {layer}, position {position}, {run}".format(**worst)
         reason += f"; largest margin relative to its move by rounding: {place}"
     reason += f"; with these choices the worst cosine of the logits is {free['cosine_min']:.4f}"
-    value = float(ratios.max()) if len(differ) else 0.0
     return gates.at_most("routing", value, ROUTING_FACTOR, reason)
 
 
@@ -329,7 +316,8 @@ def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
 
 
 def _finite(rows: pd.DataFrame) -> Gate:
-    bad, reason = rows[~rows["finite"]], "every value is finite"
+    bad = rows[~rows["finite"]]
+    reason = "every value is finite"
     if len(bad):
         place = "layer {layer}, position {position}, T = {T}, {tensor}".format(
             **bad.iloc[0]

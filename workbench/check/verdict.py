@@ -60,13 +60,10 @@ def load(bundle: Bundle) -> list[Gate] | None:
     another bundle or by gates of other source."""
     try:
         contents = json.loads((bundle.root / NAME).read_text())
-        if (contents["version"], contents["bundle"]) != (
-            gates_version(),
-            bundle.identity,
-        ):
+        own = [gates_version(), bundle.identity]
+        if [contents["version"], contents["bundle"]] != own:
             return None
-        return TypeAdapter(list[Gate]).validate_python(
-            contents["gates"]
-        )  # "nan" is nan again
+        # "nan" is nan again
+        return TypeAdapter(list[Gate]).validate_python(contents["gates"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -33,6 +33,7 @@ from workbench.bundle.names import ACCEPT, MIN_NORMAL, ROUTER_STATE, split_layer
 from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.gates import Gate
+from workbench.check.metrics import over
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -72,7 +73,9 @@ class Deviation:
 
     @property
     def excess(self) -> float:
-        return inf if isnan(self.value) else self.value / self.limit
+        if isnan(self.value):
+            return inf
+        return self.value / self.limit
 
 
 def weights_gate(
@@ -82,14 +85,14 @@ def weights_gate(
     constants that nothing covers."""
     from tqdm.auto import tqdm
 
-    deviations, problems, covered = [], [], {}
-    shards = bundle.manifest.shards
-    programs = [
-        (shard, function) for shard in shards for function in shard.functions or [None]
-    ]
-    for shard, function in tqdm(
-        programs, desc="weights", unit="program", disable=not progress
-    ):
+    deviations = []
+    problems = []
+    covered = {}
+    programs = []
+    for shard in bundle.manifest.shards:
+        programs += [(shard, function) for function in shard.functions or [None]]
+    bar = tqdm(programs, desc="weights", unit="program", disable=not progress)
+    for shard, function in bar:
         try:
             constants = Constants(bundle, shard, function)
         except InputError as problem:
@@ -108,11 +111,8 @@ def weights_gate(
     for tensor in sorted(tensors):
         if len(covered.get(tensor, ())) < (checkpoint.shape(tensor) or [1])[0]:
             problems += uncovered_tensor(bundle, checkpoint, tensor)
-    worst = max(
-        deviations,
-        key=lambda d: d.excess,
-        default=Deviation("", inf, LIMIT, "no weights"),
-    )
+    nothing = Deviation("", inf, LIMIT, "no weights")
+    worst = max(deviations, key=lambda d: d.excess, default=nothing)
     problems += [
         f"{d.place}: {d.value:.4g} {d.unit}" for d in deviations if not d.excess <= 1
     ]
@@ -130,18 +130,16 @@ class Constants:
     package, none of them computed by `miltorch`."""
 
     def __init__(self, bundle: Bundle, shard: Shard, function: str | None = None):
-        self.shard, self.manifest = shard, bundle.manifest
+        self.shard = shard
+        self.manifest = bundle.manifest
         self.preset = bundle.manifest.options.preset
+        package = bundle.package(shard)
         if bundle.manifest.options.target == "coreai":
-            self.ops = [
-                stored_op(bundle.package(shard), text)
-                for text in shard.weights.values()
-            ]
+            self.ops = [stored_op(package, text) for text in shard.weights.values()]
         else:
-            self.ops = list(miltorch.read(bundle.package(shard), function).block.walk())
-        self.by_name = {
-            name: op for op in self.ops if op.constant for name, _ in op.outputs
-        }
+            self.ops = list(miltorch.read(package, function).block.walk())
+        self.constants = [op for op in self.ops if op.constant]
+        self.by_name = {name: op for op in self.constants for name, _ in op.outputs}
 
     def op(self, tensor: str) -> Op:
         name = self.shard.weights[tensor]
@@ -152,12 +150,13 @@ class Constants:
         return self.by_name[name]
 
     def size(self, tensor: str) -> int:
-        return _size(self.op(tensor))
+        return prod(n or 0 for n in self.op(tensor).outputs[0][1].shape)
 
     def deviations(self, tensor: str, values: torch.Tensor) -> list[Deviation]:
         """What `tensor` deviates by from `values` [rows, columns], the checkpoint's
         with their offset."""
-        op, place = self.op(tensor), f"{self.shard.name}: {tensor}"
+        op = self.op(tensor)
+        place = f"{self.shard.name}: {tensor}"
         stored = torch.from_numpy(self._dense(tensor, op)).reshape(values.shape)
         if op.kind == "const":
             ratio = worst_ratio(stored, values, lambda values, rows: half_ulp(values))
@@ -167,33 +166,28 @@ class Constants:
             return [Deviation(place, ratio, LIMIT, f"half steps of {self.preset.name}")]
         table = torch.from_numpy(self._value(op, "lut").reshape(-1))
         nearest, error = table_ratios(stored, values.half(), table)
+        to_nearest = "distances to the nearest entry"
+        to_best = "times the squared error of the best table"
         return [
-            Deviation(place, nearest, TABLE_LIMIT, "distances to the nearest entry"),
-            Deviation(
-                place, error, TABLE_LIMIT, "times the squared error of the best table"
-            ),
+            Deviation(place, nearest, TABLE_LIMIT, to_nearest),
+            Deviation(place, error, TABLE_LIMIT, to_best),
         ]
 
     def uncovered(self) -> list[str]:
         """Constants of `FEW` elements or more that are no tensor of the checkpoint and
         follow no formula."""
-        tensors, problems = set(self.shard.weights.values()), []
-        parts = {
-            name
-            for op in self.ops
-            if op.kind != "const" and op.constant
-            for name in op.reads()
-        }
+        covered = set(self.shard.weights.values())
+        problems = []
+        for op in self.constants:
+            if op.kind != "const":
+                covered.update(op.reads())
         for op in self.ops:
             name = op.outputs[0][0] if op.outputs else op.name
-            if (
-                name not in tensors | parts
-                and _literal_size(op) >= FEW
-                and not self._formula(op)
-            ):
-                problems.append(
-                    f"{self.shard.name}: {op.kind} {name} holds no checkpoint tensor"
-                )
+            if name in covered or _literal_size(op) < FEW or self._formula(op):
+                continue
+            problems.append(
+                f"{self.shard.name}: {op.kind} {name} holds no checkpoint tensor"
+            )
         return problems
 
     def _formula(self, op: Op) -> bool:
@@ -201,7 +195,9 @@ class Constants:
         layer's scale of the router state before it, zeros; the numbers of the expert
         classes; where tokens are pending, ones in a row, and which of t_max places is
         later than which."""
-        value, inputs, known = op.inputs.get("val"), self.shard.inputs, []
+        value = op.inputs.get("val")
+        inputs = self.shard.inputs
+        known = []
         if op.kind != "const" or value is None:
             return False
         if ROUTER_STATE in inputs:
@@ -237,9 +233,8 @@ class Constants:
     def _value(self, op: Op, role: str, dtype: type = np.float32) -> np.ndarray:
         """A copy of an operand of a constant."""
         value = op.inputs[role]
-        value = (
-            self.by_name[value.name].inputs["val"] if isinstance(value, Ref) else value
-        )
+        if isinstance(value, Ref):
+            value = self.by_name[value.name].inputs["val"]
         return np.array(value, dtype)
 
 
@@ -262,7 +257,9 @@ def checkpoint_values(
             tensor, "no such tensor in the checkpoint", "a tensor of the checkpoint"
         )
     shape = checkpoint.shape(tensor)
-    rows = None if size == prod(shape) else slice(*shard.rows)
+    rows = None
+    if size != prod(shape):
+        rows = slice(*shard.rows)
     if size != prod(checkpoint.shape(tensor, rows)):
         raise _refusal(tensor, f"{size} stored values", f"those of shape {shape}")
     values = checkpoint.tensor(tensor, rows) + shard.offsets.get(tensor, 0.0)
@@ -276,16 +273,14 @@ def text_tensors(checkpoint: Checkpoint) -> set[str]:
 
     config = checkpoint.config
     with torch.device("meta"):
-        names = (
-            transformers.AutoModelForCausalLM.from_config(config).state_dict().keys()
-        )
-    names = {
-        checkpoint.prefix + name.removeprefix("model.")
-        if name.startswith("model.")
-        else name
-        for name in names
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
-    }
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    names = set()
+    for name in model.state_dict():
+        if name.startswith("model."):
+            name = checkpoint.prefix + name.removeprefix("model.")
+        names.add(name)
+    if config.tie_word_embeddings:
+        names.discard("lm_head.weight")
     return {name for name in names if name in checkpoint}
 
 
@@ -297,13 +292,14 @@ def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> lis
     """
     if tensor.removeprefix(checkpoint.prefix) in HOST_TENSORS:
         return []
-    index, values = split_layer(tensor)[0], checkpoint.tensor(tensor)
-    shards = [
-        s for s in bundle.manifest.shards if index is None or index in range(*s.layers)
-    ]
-    if any(bool((values.half() == neutral).all()) for neutral in (0.0, 1.0)):
+    index = split_layer(tensor)[0]
+    values = checkpoint.tensor(tensor)
+    rounded = values.half()
+    if (rounded == 0).all() or (rounded == 1).all():
         return []
-    for shard in shards:
+    for shard in bundle.manifest.shards:
+        if index is not None and index not in range(*shard.layers):
+            continue
         with suppress(*DAMAGED):  # named already
             constants = Constants(bundle, shard)
             for twin in shard.weights:
@@ -338,9 +334,9 @@ def worst_ratio(stored: torch.Tensor, values: torch.Tensor, room) -> float:
 def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -> float:
     """Largest deviation of integers times a scale, in parts of what `preset` must lose
     on `rounded` (fp16) [rows, n]."""
-    stored, rounded = (
-        x.reshape(-1, preset.block or x.shape[1]) for x in (stored, rounded)
-    )
+    width = preset.block or stored.shape[1]
+    stored = stored.reshape(-1, width)
+    rounded = rounded.reshape(-1, width)
     largest = 2 ** (preset.bits - 1) - 1
     peak = torch.maximum(rounded.amax(1), -rounded.amin(1)).float()[:, None]
     if preset.granularity == "per_tensor":
@@ -348,7 +344,8 @@ def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -
     steps = (peak / largest).half().float()
 
     def room(values: torch.Tensor, rows: slice) -> torch.Tensor:
-        step, size = steps[rows], values.abs()
+        step = steps[rows]
+        size = values.abs()
         return step / 2 + size * 2.0**-11 + (size - largest * step).clamp(min=0)
 
     return worst_ratio(stored, rounded, room)
@@ -362,17 +359,22 @@ def table_ratios(
     (fp16)."""
     entries = table.sort().values
     middles = (entries[1:] + entries[:-1]) / 2
-    worst, error, rounding = [0.0], 0.0, 0.0
+    worst = [0.0]
+    error = 0.0
+    rounding = 0.0
     for rows in _pieces(*stored.shape):
-        used, values = stored[rows], rounded[rows].float()
+        used = stored[rows]
+        values = rounded[rows].float()
         nearest = entries[torch.bucketize(values, middles)]
-        off, least = (used - values).abs(), (nearest - values).abs()
+        off = (used - values).abs()
+        least = (nearest - values).abs()
         room = least + half_ulp(used) + half_ulp(nearest)
         worst.append(float((off / room).max()))
         error += float((off.double() ** 2).sum())
         rounding += float((half_ulp(used).double() ** 2).sum())
-    best, above = least_squared_error(rounded, len(table)), max(0.0, error - rounding)
-    return float(np.max(worst)), above / best if best else inf if above else 0.0
+    best = least_squared_error(rounded, len(table))
+    above = max(0.0, error - rounding)
+    return float(np.max(worst)), float(over(above, best))
 
 
 def least_squared_error(values: torch.Tensor, count: int) -> float:
@@ -382,9 +384,8 @@ def least_squared_error(values: torch.Tensor, count: int) -> float:
 
     distinct, counts = np.unique(values.numpy(), return_counts=True)
     points = distinct.astype(np.float64)
-    clusters = kmeans1d.cluster(
-        points, min(count, len(points)), weights=counts
-    ).clusters
+    count = min(count, len(points))
+    clusters = kmeans1d.cluster(points, count, weights=counts).clusters
     weights = np.bincount(clusters, counts)
     means = np.bincount(clusters, counts * points) / np.maximum(weights, 1)
     return float((counts * (points - means[clusters]) ** 2).sum())
@@ -404,16 +405,14 @@ def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return factor
 
 
-def _size(op: Op) -> int:
-    return prod(n or 0 for n in op.outputs[0][1].shape)
-
-
 def _literal_size(op: Op) -> int:
     """Elements of the largest array that stands in the operation itself."""
-    values = [
-        v for x in op.inputs.values() for v in (x if isinstance(x, list) else [x])
-    ]
-    return max((v.size for v in values if isinstance(v, np.ndarray)), default=0)
+    largest = 0
+    for value in op.inputs.values():
+        for array in value if isinstance(value, list) else [value]:
+            if isinstance(array, np.ndarray):
+                largest = max(largest, array.size)
+    return largest
 
 
 def _refusal(tensor: str, actual: str, needed: str) -> InputError:

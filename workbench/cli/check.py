@@ -41,6 +41,10 @@ PrefillBundle = Annotated[
     Path | None, Option(help="Also: its prompts continued here, states copied.")
 ]
 
+Tasks = Annotated[
+    Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")
+]
+
 MaxKl = Annotated[
     float, Option(help="Your limit on the mean KL from the golden, nats.", min=0)
 ]
@@ -113,10 +117,7 @@ def validate_command(
     text: TextFile = None,
     tokens: Tokens = None,
     all_t: Annotated[bool, Option("--all-t", help="Every T from 1 to t_max.")] = False,
-    tasks: Annotated[
-        Path | None,
-        Option(help="Known-answer prompts (JSON lines); needs --checkpoint."),
-    ] = None,
+    tasks: Tasks = None,
     prefill_bundle: PrefillBundle = None,
     runtime: RuntimeName = "auto",
     compute_units: Units = "CPU_AND_NE",
@@ -133,59 +134,66 @@ def validate_command(
 
     Example: workbench validate build/llama --checkpoint data/tiny-llama --max-kl 0.02
     """
+    prompts = {"prompt": prompt, "text": text, "tokens": tokens}
     if paths.adopted(bundle):
         from workbench.cli.adopt import validate_adopted
 
-        bundles_only(prompt=prompt, text=text, tokens=tokens, all_t=all_t, tasks=tasks)
-        bundles_only(prefill_bundle=prefill_bundle, only=only)
-        bundles_only(max_kl=max_kl != gates.MAX_KL)
+        bundles_only(**prompts, all_t=all_t, tasks=tasks, prefill_bundle=prefill_bundle)
+        bundles_only(only=only, max_kl=max_kl != gates.MAX_KL)
         how = runtime, compute_units, precision, json, log
         return validate_adopted(bundle, checkpoint, golden, prompt_ids, *how)
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
     look_at_prompt(prompt_ids, prompt, text)
     _look_at_tasks(tasks, checkpoint)
-    from workbench.check import verdict
     from workbench.models.checkpoint import Checkpoint
-    from workbench.runtime import resolve
 
-    source, m = Checkpoint(checkpoint) if checkpoint else None, opened.manifest
-    runtime = another(only) if only else resolve(runtime, m.options.target)
-    prompts = {"prompt": prompt, "text": text, "tokens": tokens}
+    source = checkpoint and Checkpoint(checkpoint)
+    m = opened.manifest
+    runtime = _runtime(runtime, only, m.options.target)
     try:
-        reference = load_golden(
-            golden, checkpoint, prompt_ids, m.dims.V, m.tokens.bos, **prompts
-        )
-        # the reference comes before the decoder: one copy of the bundle is in memory at
-        # a time
+        ids = prompt_ids, m.dims.V, m.tokens.bos
+        reference = load_golden(golden, checkpoint, *ids, **prompts)
+        # before the decoder: one copy of the bundle is in memory at a time
         portable = _portable_logits(opened, reference, golden, runtime, only)
         decoder = workbench.Decoder(
             opened, runtime, precision, compute_units=compute_units
         )
-        how = {
-            "reference": portable,
-            "only": bool(only),
-            "max_kl": max_kl,
-            "progress": not json,
-        }
+        how = {"reference": portable, "only": bool(only)}
+        how |= {"max_kl": max_kl, "progress": not json}
         validation = _validate(decoder, reference, source, all_t, how)
     except InputError as problem:
         return _show_unopened(opened, source, problem, json)
-    if source and gates.verdict(validation.bug_gates) != gates.NOT_RUN:
-        verdict.save(opened, validation.bug_gates)
-    validation.gates += handover_of(prefill_bundle, decoder) + _task_gates(
-        tasks, decoder, source
-    )
+    _save_verdict(opened, source, validation.bug_gates)
+    validation.gates += handover_of(prefill_bundle, decoder)
+    validation.gates += _task_gates(tasks, decoder, source)
     _show_validation(validation, decoder, log, json)
+
+
+def _runtime(runtime: str, only: str | None, target: str) -> str:
+    """The runtime that `--only` names, else what `--runtime` stands for here."""
+    from workbench.runtime import resolve
+
+    if only:
+        return another(only)
+    return resolve(runtime, target)
+
+
+def _save_verdict(bundle, checkpoint, bug_gates: list[gates.Gate]) -> None:
+    """Stores the bug gates in the bundle, if any of them ran with the checkpoint."""
+    from workbench.check import verdict
+
+    if checkpoint and gates.verdict(bug_gates) != gates.NOT_RUN:
+        verdict.save(bundle, bug_gates)
 
 
 def _validate(decoder, golden, checkpoint, all_t: bool, options: dict):
     """The validation of a decoder; its positions, Ts and estimated time go to stderr
     first."""
-    exported = decoder.options
+    settings = decoder.options
     Ts = None
     if all_t:
-        Ts = [T for T in range(1, exported.t_max + 1) if exported.tokens(T) == T]
+        Ts = [T for T in range(1, settings.t_max + 1) if settings.tokens(T) == T]
     echo(_expectation(decoder, golden, checkpoint, Ts), err=True)
     return workbench.validate(decoder, golden, Ts, checkpoint=checkpoint, **options)
 
@@ -216,8 +224,8 @@ def _look_at_tasks(tasks: Path | None, checkpoint: Path | None) -> None:
         "--tasks", tasks, "prompts with answers (JSON lines)", "correct the path"
     )
     if not checkpoint:
-        needed, step = "the checkpoint that also answers them", "give --checkpoint"
-        raise InputError("--tasks", "no --checkpoint", needed, step)
+        needed = "the checkpoint that also answers them"
+        raise InputError("--tasks", "no --checkpoint", needed, "give --checkpoint")
 
 
 def _task_gates(tasks: Path | None, decoder, checkpoint) -> list[gates.Gate]:
@@ -236,25 +244,21 @@ def _portable_logits(bundle, golden, path: Path | None, runtime: str, only: str 
     None where the runtime is no device, or the golden was made now. With `only` they
     are read, so that the bundle is not loaded a second time; else they are computed
     where they are missing."""
-    from workbench.check.device import load_reference, stored_reference
+    from workbench.check.device import stored_reference
 
     if not path or runtime in ("portable", "coreai"):
         return None
-    return (load_reference if only else stored_reference)(bundle, golden, path)
+    return stored_reference(bundle, golden, path, bool(only))
 
 
 def _show_unopened(bundle, checkpoint, problem: InputError, json: bool) -> None:
     """Prints the gates of a bundle that no decoder runs; none of its values are
     compared."""
     checks = _unopened(bundle, checkpoint, problem)
-    nothing = dict.fromkeys(
+    result = {"verdict": "RED", "gates": [gate.json() for gate in checks], "rows": 0}
+    result |= dict.fromkeys(
         ("worst", "min_cosine", "mean_cosine", "logits", "free_logits", "price")
     )
-    result = {
-        "verdict": "RED",
-        "gates": [gate.json() for gate in checks],
-        "rows": 0,
-    } | nothing
     show(result, json, ["RED", *gate_lines(checks)])
 
 
@@ -292,12 +296,10 @@ def _expectation(decoder, golden, checkpoint, Ts) -> str:
         # of one token each; causality makes up to 16 calls, undo up to 26
         calls += reach.calls(Ts) + 6 * reach.count + 42
     with decoder.set_aside():
-        decoder.begin()
         chunk = [golden.ids[: 1 if options.t == "range" else options.t_max].tolist()]
-        times = []
         for _ in range(2):  # the first call loads
             decoder.begin()
             start = perf_counter()
             decoder.advance(chunk * options.batch, len(chunk[0]))
-            times.append(perf_counter() - start)
-    return f"{text}: about {max(1, round(calls * times[-1]))} s"
+            seconds = perf_counter() - start
+    return f"{text}: about {max(1, round(calls * seconds))} s"
