@@ -63,6 +63,7 @@ VERBS = tuple(verb for plural in VERB_OF.values() for verb in (plural + "s", plu
 ADJECTIVES = tuple("old young big small quick lazy happy quiet".split())
 PREPOSITIONS = tuple("near behind above beside beyond under".split())
 KEYWORDS = ("set", "get", "say", "echo", "the", "+", "=", "bye", HUM, END)
+# a word's index is its token id
 VOCABULARY = (
     SPECIALS
     + KEYWORDS
@@ -74,7 +75,7 @@ VOCABULARY = (
     + VERBS
     + ADJECTIVES
     + PREPOSITIONS
-)  # a word's index is its token id
+)
 
 DISTANCES = {
     "recall": (16, 32, 64, 128, 192, 256, 384),
@@ -121,9 +122,8 @@ def sentence(rng: random.Random, distance: int) -> Statement:
     """A subject, phrases of 3 or 4 words that only distract, and the subject's verb ``distance`` (≥
     7) words on."""
     subject, gap = rng.choice(NOUNS), distance - 1
-    longer = gap % 3 + 3 * rng.randint(
-        0, (gap - 4 * (gap % 3)) // 12
-    )  # phrases with an adjective
+    # phrases with an adjective
+    longer = gap % 3 + 3 * rng.randint(0, (gap - 4 * (gap % 3)) // 12)
     sizes = [4] * longer + [3] * ((gap - 4 * longer) // 3)
     rng.shuffle(sizes)
     words = ["the", subject]
@@ -166,9 +166,8 @@ class Speaker:
         self.words, self.answers = [BOS], [False]
         self.keys = rng.sample(KEYS, len(KEYS))  # not yet defined
         self.latest: dict[str, str] = {}  # the value of every defined key
-        self.waiting: list[
-            tuple[int, Statement]
-        ] = []  # a heap of (due position, question)
+        # a heap of (due position, question)
+        self.waiting: list[tuple[int, Statement]] = []
 
     def write(self, statement: Statement) -> None:
         if statement.ask[0] == "get":
@@ -226,9 +225,8 @@ def document(
     """One training text of exactly ``length`` ≥ 16 words, ``<bos>`` to ``<eos>``, and which words
     are answers."""
     speaker = Speaker(rng, horizon=length, again=again)
-    while (
-        len(speaker.words) < length - 3
-    ):  # in parts, so that humming is met everywhere
+    # in parts, so that humming is met everywhere
+    while len(speaker.words) < length - 3:
         speaker.write_until(min(length - 3, len(speaker.words) + rng.randint(10, 200)))
     return [*speaker.words, "bye", END, EOS], [*speaker.answers, False, True, True]
 

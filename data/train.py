@@ -92,17 +92,11 @@ FAMILIES = {  # what transformers' configuration class of the family gets beside
         linear_value_head_dim=32,
     ),
 }
-HYBRIDS = (
-    "lfm2",
-    "qwen3_5",
-)  # their texts define keys again: the answer is the latest value
+# their texts define keys again: the answer is the latest value
+HYBRIDS = ("lfm2", "qwen3_5")
 STEPS, TOKENS_PER_STEP, WARM_UP = 1500, 4096, 500
-CURRICULUM = (
-    (0.35, 64),
-    (0.5, 128),
-    (0.7, 256),
-    (1.0, 512),
-)  # up to this share of the steps, texts this long
+# up to this share of the steps, texts this long
+CURRICULUM = ((0.35, 64), (0.5, 128), (0.7, 256), (1.0, 512))
 SKIP_SHARE = 0.1  # of the tokens that ZAYA's routers should send to no expert
 
 
@@ -123,26 +117,21 @@ def new_model(family: str) -> PreTrainedModel:
         for name, tensor in model.named_parameters():
             if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")):
                 tensor.normal_(std=0.5)
-            if name.endswith(
-                "temp"
-            ):  # transformers starts at 0, where keys have no effect
+            # transformers starts at 0, where keys have no effect
+            if name.endswith("temp"):
                 tensor.fill_(1.0)
-            if (
-                "conv_qk" in name
-            ):  # transformers starts so small that the residual path drowns them
+            # transformers starts so small that the residual path drowns them
+            if "conv_qk" in name:
                 tensor.normal_(std=0.3)
-            if name.endswith(
-                "A_log"
-            ):  # transformers starts where a matrix forgets within a token
+            # transformers starts where a matrix forgets within a token
+            if name.endswith("A_log"):
                 tensor.zero_()
-            if name.endswith(
-                "dt_bias"
-            ):  # half-lives from 7 tokens to 700, see softplus
+            # half-lives from 7 tokens to 700, see softplus
+            if name.endswith("dt_bias"):
                 tensor.copy_(torch.logspace(-3, -1, len(tensor)).expm1().log())
         for name, tensor in model.named_buffers():
-            if name.endswith(
-                "balancing_biases"
-            ):  # transformers starts with the skip class shut out
+            # transformers starts with the skip class shut out
+            if name.endswith("balancing_biases"):
                 tensor.zero_()
     return model
 
@@ -227,9 +216,8 @@ def train(family: str) -> PreTrainedModel:
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     for router, hook in zip(routers, hooks, strict=True):
         hook.remove()
-        router.balancing_biases -= (
-            router.balancing_biases[-1] + 1
-        )  # chooses alike; from_pretrained resets the last to −1
+        # chooses alike; from_pretrained resets the last to −1
+        router.balancing_biases -= router.balancing_biases[-1] + 1
     return model.half().float().eval()
 
 

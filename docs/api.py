@@ -20,11 +20,8 @@ def write_pages(folder: Path) -> None:
 
     A name of `__all__` that cannot be imported is an error.
     """
-    for package in (
-        workbench,
-        sweep,
-        miltorch,
-    ):  # pdoc sees attributes, which these import late
+    # pdoc sees attributes, which these import late
+    for package in (workbench, sweep, miltorch):
         for name in package.__all__:
             setattr(package, name, getattr(package, name))
     warnings.simplefilter("error")

@@ -1,13 +1,11 @@
 import gc
 import os
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch: idle threads spin, and tiny tensors gain nothing from a second
+# before torch: idle threads spin, and tiny tensors gain nothing from a second
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-os.environ.setdefault(
-    "WORKBENCH_RUNTIME", "portable"
-)  # on a Mac, too: tests/mac names Core ML
+# on a Mac, too: tests/mac names Core ML
+os.environ.setdefault("WORKBENCH_RUNTIME", "portable")
 
 import sys
 from pathlib import Path

@@ -187,9 +187,8 @@ def margin_table(records: dict[str, dict]) -> str:
                 red = gate["verdict"] == "RED"
                 asked[key][0] += red
                 asked[key][1] += 1
-                if (
-                    red and ratio > 1
-                ):  # else it is RED for what it names, not for its figure
+                # else it is RED for what it names, not for its figure
+                if red and ratio > 1:
                     mild[key].append((ratio, case))
     rows = []
     for name, limit in sorted(

@@ -16,13 +16,10 @@ from workbench import runtime
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-ROWS = (
-    "test_light_tables.py",
-    "test_report.py",
-)  # they name the stand-in in rows alone
-conftest = runpy.run_path(
-    str(TESTS / "conftest.py")
-)  # folders have others of this name
+# they name the stand-in in rows alone
+ROWS = ("test_light_tables.py", "test_report.py")
+# folders have others of this name
+conftest = runpy.run_path(str(TESTS / "conftest.py"))
 
 
 @pytest.mark.parametrize(

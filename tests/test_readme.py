@@ -45,9 +45,8 @@ def test_every_command_in_the_documents_parses(line):
     group, arguments = get_command(app), [name, *arguments]
     while hasattr(group, "commands"):
         group = group.commands[arguments.pop(0)]
-    group.make_context(
-        group.name, arguments
-    )  # raises UsageError for an option or value it does not know
+    # raises UsageError for an option or value it does not know
+    group.make_context(group.name, arguments)
 
 
 def test_the_tour_runs_as_written(tmp_path, monkeypatch):

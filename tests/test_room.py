@@ -57,9 +57,8 @@ def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
     assert weights + whole.manifest.embedding.file.bytes > 2**18
     free(weights)
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "workbench.export.convert.convert", None
-        )  # would raise another error
+        # would raise another error
+        patched.setattr("workbench.export.convert.convert", None)
         with pytest.raises(
             InputError, match=rf"bundle .*found {weights:,} bytes free.*clean"
         ) as e:

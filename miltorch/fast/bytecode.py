@@ -69,9 +69,8 @@ class Bytecode(Recorder):
     def __init__(self, program, values: list):
         super().__init__(program, values)
         self.masks: list = []  # (address, B, S, T, address of the places) of each write mask
-        self.places: dict[
-            int, int
-        ] = {}  # of a write mask's register: the address of its places
+        # of a write mask's register: the address of its places
+        self.places: dict[int, int] = {}
         self.inputs, self.states = list(program.inputs), list(program.states)
         self.outputs = {n: tuple(values[i].shape) for n, i in program.outputs.items()}
         # stand for the arrays of a call: their memory is never touched

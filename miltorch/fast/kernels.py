@@ -19,21 +19,16 @@ from numba.extending import intrinsic, overload
 from miltorch.fast.rounding import PLACES, SMALLEST_NORMAL, rounded_product
 from miltorch.ops.linear import TERMS
 
-LOCK = (
-    threading.Lock()
-)  # numba's own pool, where OpenMP is missing, takes one caller at a time
+# numba's own pool, where OpenMP is missing, takes one caller at a time
+LOCK = threading.Lock()
 LOCAL = threading.local()  # `threads`: how many of them numba uses for this one
-EXTREME = np.float32(
-    1e3
-)  # scores of such size come near the mask's -1e4: blocked columns may count then
+# scores of such size come near the mask's -1e4: blocked columns may count then
+EXTREME = np.float32(1e3)
 SMALL_PRODUCT = 1 << 16  # weights below which a second thread costs more than it gives
-BLOCKED = (
-    -1e4
-)  # an additive mask at or below this gives a weight of 0 beside any attended column
-FLAGS = {
-    "reassoc",
-    "contract",
-}  # sums may be reordered; NaN and infinity keep their meaning
+# an additive mask at or below this gives a weight of 0 beside any attended column
+BLOCKED = -1e4
+# sums may be reordered; NaN and infinity keep their meaning
+FLAGS = {"reassoc", "contract"}
 
 
 @cache
@@ -223,9 +218,8 @@ def on_threads(kernel, *arguments):
     with LOCK:
         if getattr(LOCAL, "threads", None) != threads:
             set_num_threads(threads)
-            torch.set_num_threads(
-                threads
-            )  # starting numba's pool sets the number for OpenMP, and so for torch
+            # starting numba's pool sets the number for OpenMP, and so for torch
+            torch.set_num_threads(threads)
             LOCAL.threads = threads
         return kernel(*arguments)
 
@@ -257,9 +251,8 @@ def _rms_norm_kernel(x, weight, bounds, eps0, eps1, gains, out):
     width, bits, largest = x.shape[1], x.view(np.int32), np.empty(1, np.int32)
     for n in range(x.shape[0]):
         most, total = np.int32(0), np.float32(0)
-        for i in range(
-            width
-        ):  # magnitudes are ordered as their bits are, NaN above infinity
+        # magnitudes are ordered as their bits are, NaN above infinity
+        for i in range(width):
             most = max(most, bits[n, i] & np.int32(0x7FFFFFFF))
         largest[0] = most
         peak = min(max(largest.view(np.float32)[0], low), high)

@@ -61,9 +61,8 @@ class PatternGraph(Graph):
         need(len(self.types) == len(program.inputs) + len(program.states) + outputs)
         self.order = {op.key: i for i, op in enumerate(self.ops)}
         self.folded: dict[str, torch.Tensor] = {}
-        self.dense: dict[
-            str, torch.Size
-        ] = {}  # shapes of the compressed constants that were read
+        # shapes of the compressed constants that were read
+        self.dense: dict[str, torch.Size] = {}
         self.special: dict = {}  # key of an operation → the calls that replace it
         for op in self.ops:
             for kind, pattern in patterns:

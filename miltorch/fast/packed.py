@@ -73,9 +73,8 @@ def pack(values: np.ndarray, factors: np.ndarray, form: int) -> Packed:
     R, K = values.shape
     _same((K % GROUP[form],), (0,))
     codes = np.empty((R, K // GROUP[form] * BYTES[form]), np.uint8)
-    for start in range(
-        0, R, PIECE
-    ):  # some rows at a time: what is between takes little memory
+    # some rows at a time: what is between takes little memory
+    for start in range(0, R, PIECE):
         codes[start : start + PIECE] = _packed(
             values[start : start + PIECE].view(np.uint8), form
         )

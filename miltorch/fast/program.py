@@ -49,9 +49,8 @@ DIRECT = frozenset(
     select identity cast
     tile gather greater less greater_equal less_equal equal""".split()
 )
-RETYPING = frozenset(
-    "cast greater less greater_equal less_equal equal".split()
-)  # fp16 in, something else out
+# fp16 in, something else out
+RETYPING = frozenset("cast greater less greater_equal less_equal equal".split())
 LARGE = 1 << 16  # elements of a constant whose values an outline leaves out
 
 
@@ -64,9 +63,8 @@ class Node:
     function: Callable
     inputs: list[int]
     outputs: list[int]
-    attributes: dict = field(
-        default_factory=dict
-    )  # of an operation that runs by its rule
+    # of an operation that runs by its rule
+    attributes: dict = field(default_factory=dict)
 
 
 def ready(
@@ -98,16 +96,14 @@ class FastProgram:
     def __init__(
         self, program: Program, literal: Callable[[], Executable] | None = None
     ):
-        self.program = replace(
-            program, block=None
-        )  # the operations and their weights may be freed
+        # the operations and their weights may be freed
+        self.program = replace(program, block=None)
         self.literal = literal or (
             lambda: Executable(read(program.package, program.function))
         )
         self.registers: dict[str, int] = {}
-        self.values: list[
-            object
-        ] = []  # what each register holds before a call: its constant, or None
+        # what each register holds before a call: its constant, or None
+        self.values: list[object] = []
         self.graph = PatternGraph(program, PATTERNS)
         self.nodes = _joined(
             [node for op in self.graph.live() for node in self._nodes(op)]
@@ -132,9 +128,8 @@ class FastProgram:
         # by the shapes of inputs, decided by their first call: a bytecode, None for
         # call by call, or the literal graph
         self.bytecodes: dict[tuple, Bytecode | Executable | None] = {}
-        self.wide: dict[
-            int, torch.Tensor
-        ] = {}  # constants in float32, as all bytecodes read them
+        # constants in float32, as all bytecodes read them
+        self.wide: dict[int, torch.Tensor] = {}
         del self.graph
 
     def run(
@@ -158,9 +153,8 @@ class FastProgram:
     @torch.inference_mode()
     def _first(self, inputs: dict, state: dict, shapes: tuple) -> dict:
         """The first call of some shapes, which decides how the others run."""
-        self.outline.operands(
-            inputs, state
-        )  # refuses other shapes than the program declares
+        # refuses other shapes than the program declares
+        self.outline.operands(inputs, state)
         first = tried(
             self._alike, inputs, {name: state[name].value for name in self.states}
         )

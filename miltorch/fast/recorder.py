@@ -25,9 +25,8 @@ class Recorder:
         self.registers: dict[int, torch.Tensor] = {}
         self.known: set[int] = set()  # registers that shapes alone decide
         self.arrays: list = []  # what instructions address, alive as long as they are
-        self.outer: dict[
-            int, int
-        ] = {}  # of what stands for an array of the call: its name
+        # of what stands for an array of the call: its name
+        self.outer: dict[int, int] = {}
         self.code, self.width = [], 0  # width: bytes of the longest row
 
     def _fixed(self, register: int) -> bool:

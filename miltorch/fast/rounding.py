@@ -1,10 +1,9 @@
 """Products rounded to fp16 in float32 arithmetic.
 
-Processors convert to fp16 and back at a fraction of the rate at which they add. A float32 that
-is added to a power of two 13 places above its own leading bit loses exactly the bits for which
-fp16 has no room, by the same rule: to nearest, ties to even. Subtracting that power again leaves
-the rounded value.
-"""
+Processors convert to fp16 and back at a fraction of the rate at which they add. A
+float32 that is added to a power of two 13 places above its own leading bit loses
+exactly the bits for which fp16 has no room, by the same rule: to nearest, ties to even.
+Subtracting that power again leaves the rounded value."""
 
 from llvmlite import ir
 

@@ -36,9 +36,8 @@ for _name, _function in {
 def real_div(x, y):
     if x.is_floating_point() or y.is_floating_point():
         return x / y
-    return torch.div(
-        x, y, rounding_mode="trunc"
-    )  # integer operands stay integers in MIL
+    # integer operands stay integers in MIL
+    return torch.div(x, y, rounding_mode="trunc")
 
 
 operations(

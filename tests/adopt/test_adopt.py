@@ -48,9 +48,8 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
     skipped = {name for name, gate in found.items() if gate["verdict"] == "not_run"}
     assert result["verdict"] == "GREEN"
     assert skipped == {"updates"} | NOT_ASKED.get(style, set())
-    assert (
-        found["keys_and_values"]["value"] < 1e-5
-    )  # int4 or not: on the weights that are stored
+    # int4 or not: on the weights that are stored
+    assert found["keys_and_values"]["value"] < 1e-5
     assert all(found[name]["reason"] for name in skipped)
     assert (result["logits"] is None) == (style in ARGMAX_INSIDE)
 

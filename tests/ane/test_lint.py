@@ -57,11 +57,12 @@ INT8 = {
 }
 INT4 = {"data": np.full((64, 64), 7, np.int8), "scale": np.ones((64, 2), np.float16)}
 W = half(64, 64)
+# 2048×4096: a whole MiB
 WIDE = (
     np.ones((4096, 2048, 1, 1), np.float16)[:2048]
     .reshape(2048, 2048, 1, 1)
     .repeat(2, axis=1)
-)  # 2048×4096: a whole MiB
+)
 KV = half(1, 2, 64, 32)
 
 

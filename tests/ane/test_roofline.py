@@ -84,9 +84,8 @@ def test_work_is_what_the_exported_program_holds(exports, tiny_llama, llama_bund
         + 3 * d.C * config.intermediate_size
     )
     S = options.max_seq_len
-    attention = (
-        2 * d.H * d.D * S + 2 * d.H_kv * d.D * S
-    )  # scores and mix; two one-hot writes
+    # scores and mix; two one-hot writes
+    attention = 2 * d.H * d.D * S + 2 * d.H_kv * d.D * S
     assert (
         one.flops == 2 * (matrices + attention)
         and one.state_bytes == 2 * d.H_kv * S * d.D * 2

@@ -58,9 +58,8 @@ def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path, 
 def test_peak_memory_is_that_of_the_process_alone():
     held = np.ones(600 << 20, np.uint8)
     assert memory.peak_rss() > held.nbytes
-    assert (
-        0 < export.apart(memory.peak_rss) < held.nbytes
-    )  # the child of a large process
+    # the child of a large process
+    assert 0 < export.apart(memory.peak_rss) < held.nbytes
 
 
 def test_other_bytes_are_reported(tmp_path, here):

@@ -89,9 +89,8 @@ def serve(project: Path, home: Path):
         "IPYTHONDIR",
         "JUPYTERLAB_WORKSPACES_DIR",
     )
-    runtime = (
-        tempfile.mkdtemp()
-    )  # short: sockets lie there, and a socket's path has 107 characters
+    # short: sockets lie there, and a socket's path has 107 characters
+    runtime = tempfile.mkdtemp()
     homes = {name: str(home / name.lower()) for name in names} | {
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTER_RUNTIME_DIR": runtime,
@@ -332,9 +331,8 @@ class Widget:
         """The line below the picture with the pointer at fractions of its size."""
         size = self.picture.bounding_box()
         self.picture.hover(position={"x": size["width"] * x, "y": size["height"] * y})
-        self.notebook.page.evaluate(
-            "new Promise(requestAnimationFrame)"
-        )  # events come with frames
+        # events come with frames
+        self.notebook.page.evaluate("new Promise(requestAnimationFrame)")
         return self.box.locator(".workbench-cell").first.inner_text()
 
     def press(self, label: str) -> None:

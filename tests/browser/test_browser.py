@@ -182,21 +182,21 @@ def test_a_notebook_runs_whole_and_its_widgets_follow(name, lab, project):
     assert len(plotted(project, name[:2]))
     (written_up,) = (project / "experiments" / name).glob("*/report.md")
     assert report.experiment(name[:2]).question in written_up.read_text()
-    assert (
-        changes(project) == []
-    )  # neither shipped results nor notebooks, saved with their outputs
+    # neither shipped results nor notebooks, saved with their outputs
+    assert changes(project) == []
     notebook.page.close()
 
 
 def written(project: Path, name: str, *cells: str) -> str:
     """A notebook of these cells, beside the others."""
+    # or a dialog asks for it
     kernel = {
         "kernelspec": {
             "name": "python3",
             "display_name": "Python 3",
             "language": "python",
         }
-    }  # or a dialog asks for it
+    }
     made = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel
     )

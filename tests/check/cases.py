@@ -341,9 +341,8 @@ class Faulty:
                 always = step[0] in CHEAP or made_for_it in step
                 if always or not any(gate.verdict == RED for gate in gates):
                     gates += STEPS[step](self)
-        except (
-            InputError
-        ) as problem:  # no decoder opens or runs a bundle whose interface is RED
+        # no decoder opens or runs a bundle whose interface is RED
+        except InputError as problem:
             if not any(
                 (gate.name, gate.verdict) == ("interface", RED) for gate in gates
             ):

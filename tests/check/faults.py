@@ -210,9 +210,8 @@ def only_the_first_head_is_written(decoder):
 @fault("stale_rows")
 def rows_added_instead_of_replaced(decoder):
     for step in steps(decoder, 0, "sub", "self_attn"):
-        if (
-            step.op.outputs[0][1].shape[-1] == 1
-        ):  # 1 − Σ write mask: what is kept of the old rows
+        # 1 − Σ write mask: what is kept of the old rows
+        if step.op.outputs[0][1].shape[-1] == 1:
             wrap(step, after=torch.ones_like)
 
 
@@ -383,9 +382,8 @@ def rope_left_out(decoder):
 
 @fault("program")
 def rope_on_keys_but_not_on_queries(decoder):
-    for step in steps(decoder, 1, "concat", "self_attn")[
-        :1
-    ]:  # queries are rotated first
+    # queries are rotated first
+    for step in steps(decoder, 1, "concat", "self_attn")[:1]:
         halves = step.operands[0][1]
         a, b = (
             next(

@@ -1,6 +1,6 @@
 """Faults of layers, weights and the decode loop: see `faults`."""
 
-from dataclasses import replace
+import dataclasses
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ def heads_and_tokens_permuted_in_the_output(decoder):
     # experiment 26: [B, H, T, D] reshaped without the transpose, invisible at T = 1
     step = [s for s in steps(decoder, 0, "transpose", "self_attn")][-1]
     (_, declared), *_ = step.op.outputs
-    step.op = replace(step.op, kind="reshape")
+    step.op = dataclasses.replace(step.op, kind="reshape")
     step.constants = {"shape": [-1 if n is None else n for n in declared.shape]}
     step.function = lambda x, shape: x.reshape(shape)
 

@@ -113,9 +113,8 @@ def halved(decoder: Decoder, layer: int):
 
 @fault("program")
 def length_of_queries_left_as_it_is(decoder):
-    peak, norm, *_ = steps(
-        decoder, 1, "real_div", "qk_norm"
-    )  # x / peak, then / sqrt(Σ), for queries first
+    # x / peak, then / sqrt(Σ), for queries first
+    peak, norm, *_ = steps(decoder, 1, "real_div", "qk_norm")
     for step in (peak, norm):
         step.function = lambda x, y: x
 

@@ -60,9 +60,8 @@ def test_a_copy_reads_what_the_package_holds_and_a_sealed_one_opens(
     shard = bundle.shards("layers")[1]
     executable = miltorch.Executable(miltorch.read(bundle.package(shard)), "exact")
     for tensor, name in shard.weights.items():
-        rounded = (
-            copy.weight(tensor).read().astype(np.float16)
-        )  # as the program declares it
+        # as the program declares it
+        rounded = copy.weight(tensor).read().astype(np.float16)
         assert np.array_equal(rounded, executable.constant(name).numpy())
     assert Bundle.open(copy.seal()).identity == bundle.identity
     copy.weight("layers.1.mlp.up_proj.weight").scale(0.5)

@@ -119,9 +119,8 @@ def test_check_and_validate_are_green_and_complete(llama, tmp_path):
     assert {"top1_agreement", "top5_overlap", "kl_max", "cosine_min"} == found[
         "logits"
     ].keys()
-    assert (
-        found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
-    )  # (T × layer × tensor isolated, those chained, logits) × position
+    # (T × layer × tensor isolated, those chained, logits) × position
+    assert found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
 
 
 def test_red_exits_1_with_the_reason_first(llama, tmp_path, exports):
@@ -183,9 +182,8 @@ def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
     predicted = run("memory", DATA / "tiny-llama", "--max-seq-len", 64)
     measured = run("memory", llama.root)
     assert predicted["kv"] == measured["kv"] == 2 * 4 * 2 * 64 * 32 * 2
-    assert (
-        abs(predicted["weights"] / measured["weights"] - 1) < 0.2
-    )  # program and alignment come on top
+    # program and alignment come on top
+    assert abs(predicted["weights"] / measured["weights"] - 1) < 0.2
 
 
 @pytest.mark.parametrize(

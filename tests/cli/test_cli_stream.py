@@ -47,9 +47,8 @@ def test_each_token_s_text_comes_when_it_is_decoded(bundle, monkeypatch):
     assert (
         "".join(pieces) == result["text"] and len(pieces) == len(result["tokens"]) > 1
     )
-    assert (
-        events[0] == pieces[0] and events[1] is None
-    )  # before the second token is decoded
+    # before the second token is decoded
+    assert events[0] == pieces[0] and events[1] is None
 
 
 def test_the_text_is_printed_once_and_json_stays_one_object(bundle):

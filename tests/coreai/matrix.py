@@ -210,9 +210,8 @@ class Run:
             yield "router", states[seq], g.routers[layer]
 
     def state_errors(self, seq: int) -> Iterator[float]:
-        sides = (
-            not self.decoder.options.undo
-        )  # else they hold more, which `undo_gate` compares
+        # else they hold more, which `undo_gate` compares
+        sides = not self.decoder.options.undo
         for state in self.decoder.states:
             for layer in range(*state.shard.layers):
                 yield from tiny.state_errors(

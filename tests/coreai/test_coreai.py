@@ -206,9 +206,8 @@ def outputs(bundle: Bundle) -> list[bytes]:
 
 
 @installed
-@pytest.mark.parametrize(
-    "family", ["llama", "zaya"]
-)  # Apple's passes fold a weight of zaya's
+# Apple's passes fold a weight of zaya's
+@pytest.mark.parametrize("family", ["llama", "zaya"])
 def test_two_processes_make_the_same_bytes(family, exports, tmp_path):
     checkpoint = exports.checkpoint(family)
     apple = coreai_bundle(exports, checkpoint)

@@ -294,9 +294,8 @@ def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
 ):
     bundle = exports.bundle(exports.checkpoint(family), **options)
     for fast in (True, False):
-        Decoder(bundle, "portable", fast=fast).generate(
-            [1, 2, 3], 3, stop=()
-        )  # compiling leaves its own cycles behind
+        # compiling leaves its own cycles behind
+        Decoder(bundle, "portable", fast=fast).generate([1, 2, 3], 3, stop=())
         decoder = Decoder(bundle, "portable", fast=fast)
         decoder.generate([1, 2, 3], 3, stop=())
         held = [weakref.ref(model.fast or model.executable) for model in decoder.layers]

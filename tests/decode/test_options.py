@@ -29,10 +29,8 @@ SLIDING_ZAYA = {
     "layer_types": ["hybrid_sliding", "hybrid"],
     "sliding_window": 3,
 }
-LENGTH, MORE = (
-    8,
-    3,
-)  # tokens of a prompt that every T divides, tokens decoded one by one behind it
+# tokens of a prompt that every T divides, tokens decoded one by one behind it
+LENGTH, MORE = (8, 3)
 
 
 def allowed(chosen: dict) -> bool:

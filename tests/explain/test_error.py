@@ -172,7 +172,6 @@ def test_int8_per_channel_is_what_the_export_stores(exports, tiny_llama, llama_b
     codes = (ours - theirs).abs() / (
         theirs.abs().flatten(1).amax(1).reshape(-1, 1, 1, 1) / 127
     )
-    assert (
-        codes.max() < 1.1
-    )  # coremltools divides in fp16, so values near the middle of two codes may go the other way
+    # coremltools divides in fp16, so values near the middle of two codes may go the other way
+    assert codes.max() < 1.1
     assert (codes > 0.5).float().mean() < 0.03

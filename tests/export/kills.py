@@ -51,9 +51,10 @@ def main(moments: int) -> int:
         num_hidden_layers=12,
         vocab_size=40_000,
     )
+    # warms this process up
     export(
         source, folder / "first", progress=False, max_seq_len=16, compress="int8-tensor"
-    )  # warms this process up
+    )
     start = time.perf_counter()
     assert wait(child(source, folder / "whole"))
     seconds, expected, wrong = (
@@ -67,9 +68,8 @@ def main(moments: int) -> int:
         pid = child(source, target)
         time.sleep(after)
         os.kill(pid, signal.SIGKILL)
-        finished = (
-            wait(pid) or target.exists()
-        )  # its bundle was in place, only its end was not
+        # its bundle was in place, only its end was not
+        finished = wait(pid) or target.exists()
         kept = len(list((folder / f".b{i}.partial").glob("*.json")))
         same = (finished or wait(child(source, target))) and Bundle.open(
             target

@@ -13,13 +13,8 @@ from workbench.export import compress, export
 from workbench.export.weights import Scratch, WeightSource
 from workbench.models.checkpoint import Checkpoint
 
-PRESETS = {
-    "int8-tensor": 8,
-    "int8-channel": 8,
-    "int4-block32": 4,
-    "lut4": 4,
-    "lut6": 6,
-}  # bits per weight
+# bits per weight
+PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}
 SIZE = {"num_hidden_layers": 1, "vocab_size": 320}
 
 
@@ -208,9 +203,8 @@ def test_our_tables_of_small_tensors_have_the_least_squared_error(
         np.spacing(np.abs(stored).astype(np.float16)).astype(np.float64) / 2
     ) ** 2
     least = least_squared_error(values, 1 << int(preset[3:]))
-    scale = float(
-        (values.astype(np.float64) ** 2).sum()
-    )  # sums of squares cancel in the cuts
+    # sums of squares cancel in the cuts
+    scale = float((values.astype(np.float64) ** 2).sum())
     assert ((stored - values) ** 2).sum() <= least + rounding.sum() + 1e-12 * scale
 
 

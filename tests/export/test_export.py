@@ -44,10 +44,8 @@ def copy(llama, tmp_path):
 def test_every_checkpoint_tensor_is_held_to_the_bit(exports, family, changed, options):
     checkpoint = exports.checkpoint(family, **changed)
     decoder, source = exports.decoder(checkpoint, **options), Checkpoint(checkpoint)
-    held = {
-        "model.input_hidden_states_bias",
-        "model.input_hidden_states_scale",
-    }  # beside the embedding table
+    # beside the embedding table
+    held = {"model.input_hidden_states_bias", "model.input_hidden_states_scale"}
     experts = [decoder.experts.load(shard) for shard in decoder.bundle.shards("expert")]
     for model in decoder.layers + decoder.heads + experts:
         shard = model.shard
@@ -349,9 +347,8 @@ def test_exports_killed_at_any_moment_complete_when_run_again():
     assert found.stdout.count("same bytes") == 4
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # coremltools drops what it half wrote
+# coremltools drops what it half wrote
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("limit", [50, 3_000])
 def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(
     llama, tmp_path, limit

@@ -183,9 +183,8 @@ def test_a_wrong_byte_in_a_stamped_shard_is_found(exports, tmp_path, monkeypatch
 
     def slips(array, bits):
         calls.append(array)
-        return real(
-            array if len(calls) < 20 else array[::-1].copy(), bits
-        )  # right for the template, wrong later
+        # right for the template, wrong later
+        return real(array if len(calls) < 20 else array[::-1].copy(), bits)
 
     monkeypatch.setattr(template, "packed", slips)
     with pytest.raises(InputError, match="other bytes"):
@@ -225,9 +224,8 @@ def test_conversions_of_one_process_do_not_depend_on_what_came_before(
 def test_stamping_reads_a_checkpoint_in_small_pieces(exports, tmp_path, monkeypatch):
     from workbench.models.checkpoint import CHUNK_BYTES, Checkpoint
 
-    monkeypatch.setattr(
-        Checkpoint, "tensor", None
-    )  # nothing asks for a tensor as a whole
+    # nothing asks for a tensor as a whole
+    monkeypatch.setattr(Checkpoint, "tensor", None)
     sizes, real = [], Checkpoint.chunks
 
     def chunks(self, *arguments):

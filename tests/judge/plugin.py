@@ -18,9 +18,8 @@ import pytest
 
 from miltorch import shim
 
-NOT_OURS = re.compile(
-    "rdar|outdated PyTorch"
-)  # reasons to skip a case that do not hold here
+# reasons to skip a case that do not hold here
+NOT_OURS = re.compile("rdar|outdated PyTorch")
 
 
 class Recorder:

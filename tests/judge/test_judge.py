@@ -42,9 +42,8 @@ def test_the_slice_passes_whole(tmp_path):
         "selected"
     ] + ["passed"] * 85
     assert "85 of 85 cases that ran passed" in (tmp_path / "slice.md").read_text()
-    assert judged(tmp_path, "slice")[86:] == [
-        {"selected": 85}
-    ]  # a second run has nothing left to do
+    # a second run has nothing left to do
+    assert judged(tmp_path, "slice")[86:] == [{"selected": 85}]
 
 
 def test_a_sample_of_all_op_cases_has_no_failure_without_a_reason(tmp_path):

@@ -219,9 +219,8 @@ def test_logs_of_two_machines_merge_by_copying(tmp_path):
         ).stem
         log.append("layers", LAYER, tmp_path / machine, run)
     assert log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"
-    assert (
-        log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"
-    )  # again changes nothing
+    # again changes nothing
+    assert log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"
     shutil.copytree(tmp_path / "one", tmp_path / "two", dirs_exist_ok=True)
     for machine in ("one", "two"):
         assert log.load("runs", tmp_path / machine)["chip"].tolist() == ["one", "two"]

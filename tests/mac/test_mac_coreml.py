@@ -64,9 +64,8 @@ def test_a_stateful_call_on_each_compute_unit_is_portable_s(
 
 
 def test_what_compiling_prints_stays_out_of_the_output(exports, tiny_llama, tmp_path):
-    bundle = exports.bundle(
-        tiny_llama.path, max_seq_len=24
-    )  # nothing has compiled it yet
+    # nothing has compiled it yet
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=24)
     command = [
         sys.executable,
         "-m",

@@ -26,10 +26,8 @@ FILES = {
     "Data/com.apple.CoreML/weights/weight.bin": 0.2,
     "Manifest.json": 0.1,
 }
-SECONDS, BYTES = (
-    20,
-    4 << 30,
-)  # for one attempt; of address space beyond what is taken at the start
+# for one attempt; of address space beyond what is taken at the start
+SECONDS, BYTES = (20, 4 << 30)
 
 
 class Hang(BaseException):

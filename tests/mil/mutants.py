@@ -93,9 +93,8 @@ def _some_type(function, block, random):
 
 def _dtype(function, block, random):
     name, tensor = _some_type(function, block, random)
-    tensor.dataType = random.choice(
-        [10, 11, 12, 1, 2, 23, 22, 21, 31, 33]
-    )  # MIL's numbers of dtypes
+    # MIL's numbers of dtypes
+    tensor.dataType = random.choice([10, 11, 12, 1, 2, 23, 22, 21, 31, 33])
     return f"{name} {tensor.dataType}"
 
 
@@ -520,9 +519,8 @@ def batch(packages: list[Path], first: int, last: int, seed: int) -> None:
             else:
                 try:
                     what = edit(changed, random)
-                except (
-                    ValueError
-                ) as problem:  # a value that protobuf itself does not hold
+                # a value that protobuf itself does not hold
+                except ValueError as problem:
                     what = f"nothing ({problem})"
             (copy / MODEL).write_bytes(changed.SerializeToString())
             kind, where = outcome(copy, inputs, states)

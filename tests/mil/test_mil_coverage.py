@@ -7,18 +7,11 @@ import pytest
 
 from miltorch.ops import OPERATIONS, operation
 
-NOT_IN_PACKAGES = {
-    "const",
-    "_const_symbolic",
-}  # read by the reader; for coremltools' own tests
+# read by the reader; for coremltools' own tests
+NOT_IN_PACKAGES = {"const", "_const_symbolic"}
 NEURAL_NETWORK_ONLY = {"conv_quantized"}  # has no form in ML Programs
-NESTED = {
-    "_true_fn",
-    "_false_fn",
-    "_existing_blocks",
-    "_cond",
-    "_body",
-}  # these become blocks
+# these become blocks
+NESTED = {"_true_fn", "_false_fn", "_existing_blocks", "_cond", "_body"}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +31,8 @@ def versions(ct):
 
 def test_every_op_has_a_rule(versions):
     assert set(versions) - set(OPERATIONS) == NOT_IN_PACKAGES | NEURAL_NETWORK_ONLY
-    assert set(OPERATIONS) - set(versions) == {
-        "coreml_update_state",
-        "write_state",
-    }  # made when a package is written
+    # made when a package is written
+    assert set(OPERATIONS) - set(versions) == {"coreml_update_state", "write_state"}
 
 
 def test_rules_take_every_parameter_of_every_version(versions):

@@ -41,15 +41,8 @@ ATTRIBUTES = {
     "stack": {"axis": 0},
 }
 COMPARISONS = ("greater", "less", "greater_equal", "less_equal", "equal")
-ULPS = {
-    "exp": 1,
-    "sin": 1,
-    "cos": 1,
-    "sigmoid": 1,
-    "silu": 1,
-    "tanh": 1,
-    "softmax": 1,
-}  # vectorised, so not bit-equal
+# vectorised, so not bit-equal
+ULPS = {"exp": 1, "sin": 1, "cos": 1, "sigmoid": 1, "silu": 1, "tanh": 1, "softmax": 1}
 BUNDLES = [
     ("llama", {}),
     ("llama", {"kv_write": "slice"}),
@@ -441,9 +434,8 @@ def test_int8_weights_stay_int8(exports):
         if isinstance(n.function, products.Linear)
     ]
     assert len(held) == 4 and set(held) == {np.dtype(np.int8)}
-    assert (
-        sum(v.nbytes for v in made.values if isinstance(v, torch.Tensor)) < 96 * 64
-    )  # norms: less than one projection
+    # norms: less than one projection
+    assert sum(v.nbytes for v in made.values if isinstance(v, torch.Tensor)) < 96 * 64
 
 
 def test_fp16_products_use_weights_as_they_are():
@@ -486,9 +478,10 @@ def test_a_product_by_panels_is_the_whole_product(dtype, panel, monkeypatch):
 @pytest.mark.parametrize(("rows", "size"), [(1, 40), (3, 40), (6, 40), (2, 900)])
 def test_narrow_products_round_after_every_32_terms(rows, size):
     rng = np.random.default_rng(rows)
+    # sums of 32 are exact in float32
     weight, x = (
         rng.integers(-size, size, (n, 320)).astype(np.float16) for n in (9, rows)
-    )  # sums of 32 are exact in float32
+    )
     expected = np.zeros((rows, 9), np.float16)
     with np.errstate(over="ignore", invalid="ignore"):
         for part in zip(
@@ -539,10 +532,8 @@ def test_columns_blocked_for_some_queries_only_are_kept():
     blocked[..., 0, 1:3] = blocked[..., 1, 2:4] = 0
     assert patterns._span(blocked) == (1, 4)
     blocked[..., 1, :] = kernels.BLOCKED
-    assert patterns._span(blocked) == (
-        0,
-        6,
-    )  # a query that sees nothing attends to everything alike
+    # a query that sees nothing attends to everything alike
+    assert patterns._span(blocked) == (0, 6)
 
 
 def test_hooks_and_gates_see_the_literal_graph(exports):
@@ -707,11 +698,8 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
         torch.from_numpy(rng.normal(size=shape).astype(np.float16))
         for shape in ((1, 1, T, 4), (1, 1, 6, 4), (1, 1, 6, 4))
     )
-    q[..., 0], key[..., :3, 0], key[..., 3:, 0] = (
-        150,
-        -100,
-        0,
-    )  # visible scores near -15,000, blocked ones near 0 - 10,000
+    # visible scores near -15,000, blocked ones near 0 - 10,000
+    q[..., 0], key[..., :3, 0], key[..., 3:, 0] = (150, -100, 0)
     mask = torch.full((1, 1, T, 6), kernels.BLOCKED).half()
     mask[..., :3] = 0
     weights = torch.softmax(

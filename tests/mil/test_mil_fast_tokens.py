@@ -32,9 +32,8 @@ def test_a_product_of_few_vectors_is_that_of_numpy(
         dense = (stored * scale[:, None]).astype(np.float16).astype(float)
     if form == "float":
         stored = weight.astype(np.float32)
-    x = np.full(
-        (tiles.whole_tiles(N), columns), np.nan, np.float32
-    )  # what fills a tile counts not
+    # what fills a tile counts not
+    x = np.full((tiles.whole_tiles(N), columns), np.nan, np.float32)
     x[:N] = rng.normal(size=(N, columns)).astype(np.float16)
     out = np.empty((batch, rows, count), np.float32)
     tiles.few(stored, scale, x, out, seed % 2 > 0)

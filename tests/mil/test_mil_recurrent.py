@@ -6,9 +6,10 @@ import torch
 from hypothesis import strategies as st
 from one_op import close, given, numbers, run
 
+# steps, batch, width, hidden
 SIZES = st.tuples(
     st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)
-)  # steps, batch, width, hidden
+)
 
 
 def gates(weights, order):

@@ -21,10 +21,8 @@ from workbench.export.weights import build
 from workbench.models import cca, layers, moe
 from workbench.models.checkpoint import Checkpoint
 
-EXACT, DECLARED = (
-    0.999999,
-    0.999,
-)  # gates on the cosine of an update, in float32 and in fp16
+# gates on the cosine of an update, in float32 and in fp16
+EXACT, DECLARED = (0.999999, 0.999)
 WIDTH = 4  # columns of every call; every second call has one garbage column
 
 

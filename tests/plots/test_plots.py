@@ -45,12 +45,8 @@ def fidelity(T=1, **cells) -> pd.DataFrame:
         for layer in LAYERS
         for p in POSITIONS
     ]
-    types = {
-        "T": "Int64",
-        "layer": "Int64",
-        "position": "Int64",
-        "finite": "boolean",
-    }  # as the log loads them
+    # as the log loads them
+    types = {"T": "Int64", "layer": "Int64", "position": "Int64", "finite": "boolean"}
     return pd.DataFrame(rows).astype(types)
 
 

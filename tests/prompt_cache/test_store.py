@@ -95,9 +95,8 @@ def test_what_memory_gives_out_is_never_shared(decoder, tmp_path):
 
 
 def test_memory_has_a_budget_and_the_least_used_leaves_first(llama, tmp_path):
-    size = (
-        1024 * 20 * 2
-    )  # bytes of 20 tokens in fp32: 4 layers of K and V, 2 heads of 32
+    # bytes of 20 tokens in fp32: 4 layers of K and V, 2 heads of 32
+    size = 1024 * 20 * 2
     kept = Store(tmp_path, llama, hot_bytes=int(2.5 * size))
     for name in ("a", "b"):
         kept.save(name, filled(llama, IDS[:20]))
@@ -161,10 +160,8 @@ def test_the_longest_beginning_wins_in_whole_blocks_or_whole(llama, tmp_path):
     assert found(IDS[:70]) == ("long", 69)  # exact: the last token runs again
     assert found(IDS[:69]) == ("long", 64)  # shorter, between blocks
     assert found(IDS[:50] + [1, 2, 3]) == ("long", 48)  # parts inside a block
-    assert found(IDS[:22] + [1]) == (
-        "short",
-        21,
-    )  # whole, though no multiple of a block
+    # whole, though no multiple of a block
+    assert found(IDS[:22] + [1]) == ("short", 21)
     assert found(IDS[:21]) == ("short", 20)
     assert (
         found(IDS[:12]) is None and found([1, 2, 3]) is None and found(IDS[:1]) is None

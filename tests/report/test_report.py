@@ -17,9 +17,8 @@ from workbench.report import writeup
 from workbench.sweep import runs
 
 ROOT = Path(__file__).parents[2]
-LOG = (
-    ROOT / "experiments" / "log" / "shipped"
-)  # a user's own runs draw no shipped figure
+# a user's own runs draw no shipped figure
+LOG = ROOT / "experiments" / "log" / "shipped"
 SHIPPED = sorted((ROOT / "experiments").glob("*/figures/*.json"))
 FRAME = pd.DataFrame(
     {
@@ -154,9 +153,8 @@ def test_a_run_is_written_up_in_a_folder_named_after_its_checkpoint(written):
     _, path = written
     place = path.parents[1]
     assert path == place / "tiny-llama" / "report.md" and place.name == "29_zaya_probe"
-    assert sorted(p.name for p in place.iterdir()) == [
-        "tiny-llama"
-    ]  # nothing where the shipped write-up lies
+    # nothing where the shipped write-up lies
+    assert sorted(p.name for p in place.iterdir()) == ["tiny-llama"]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +241,8 @@ def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_ship
     assert {p.stem for p in shipped.glob("*/*.parquet")} == {new, other}
     assert sorted(p.name for p in place.iterdir()) == ["report.md", "tables"]
     assert contents(place) == contents(report.write_report("29", root).parent)
-    assert (
-        own.items() <= contents(root).items()
-    )  # one's own log keeps what is shipped no longer
+    # one's own log keeps what is shipped no longer
+    assert own.items() <= contents(root).items()
 
     report.publish("29", root, old)
     assert set(log.load("runs", root=shipped)["run_id"]) == {part, old, other}

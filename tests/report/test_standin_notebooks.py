@@ -57,10 +57,8 @@ def run(
     for row in rows:
         for gate in json.loads(row["config"] or "{}").get("gates", ()):
             verdicts.setdefault(gate["name"], set()).add(gate["verdict"])
-    for name in (
-        "device",
-        "routing",
-    ):  # asked of another runtime alone, and of portable alone
+    # asked of another runtime alone, and of portable alone
+    for name in ("device", "routing"):
         verdicts.pop(name, None)
     return found["verdict"], verdicts, rows
 

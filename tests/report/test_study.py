@@ -170,10 +170,8 @@ def test_runtime_units_and_golden_are_parameters_of_whatever_is_opened(
 
 
 def test_without_those_parameters_a_portable_grid_is_what_it_was(study):
-    axes = {
-        "runtime": ["auto"],
-        "compute_units": ["CPU_AND_NE"],
-    }  # the keys of cells stand on them
+    # the keys of cells stand on them
+    axes = {"runtime": ["auto"], "compute_units": ["CPU_AND_NE"]}
     assert study.axes("data/tiny-llama") == axes
     with pytest.raises(InputError, match="compute units"):
         Study("29", {"COMPUTE_UNITS": "ANE"}).how("data/tiny-llama")

@@ -90,24 +90,20 @@ def test_a_row_per_configuration_machine_and_test(root):
     assert tg["worst_update"] == pytest.approx(1e-3) and tg["kl_mean"] == 0.01
     assert (tg["verdict"], tg["bundle_bytes"], tg["run_id"]) == ("GREEN", 3 << 20, "2")
     pp = rows.loc[("fp16", "M4", "pp64")]
-    assert (pp["tokens_per_s"], pp["n"]) == (
-        pytest.approx((6400 + 3200) / 2),
-        2,
-    )  # no warm-up
+    # no warm-up
+    assert (pp["tokens_per_s"], pp["n"]) == (pytest.approx((6400 + 3200) / 2), 2)
     assert rows.loc[("int8-tensor", "M4", "tg24 T4"), "tokens_per_s"] == 300
     assert set(rows.index.get_level_values("machine")) == {"M4", "M1"}
-    assert (
-        rows.loc[("fp16", "M1", "tg24 @ d64"), "tokens_per_s"] == 51
-    )  # machines are not mixed
+    # machines are not mixed
+    assert rows.loc[("fp16", "M1", "tg24 @ d64"), "tokens_per_s"] == 51
     failed = rows.reset_index().query("verdict == 'failed'")
     assert (
         failed["test"].isna().all()
         and failed["tokens_per_s"].isna().all()
         and len(failed) == 1
     )
-    assert (
-        len(rows) == 5
-    )  # run 3 timed nothing, and its bundle's rows hold what it found
+    # run 3 timed nothing, and its bundle's rows hold what it found
+    assert len(rows) == 5
 
 
 def test_only_settings_in_which_rows_differ_are_columns(root):

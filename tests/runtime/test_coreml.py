@@ -125,10 +125,8 @@ def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
         v.dtype == np.float32 and v.flags.c_contiguous and v.flags.writeable
         for v in seen
     )
-    assert {float(v.flat[0]) for v in seen} == {
-        3.0,
-        float(np.float32(0.1)),
-    }  # rounded once, by Core ML itself
+    # rounded once, by Core ML itself
+    assert {float(v.flat[0]) for v in seen} == {3.0, float(np.float32(0.1))}
 
 
 def test_a_bundle_of_packed_states_runs_through_the_binding(source, tmp_path):

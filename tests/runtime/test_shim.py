@@ -206,9 +206,8 @@ def test_arrays_that_the_binding_refuses_are_refused(ct, counter, value, capfd):
     ):
         with pytest.raises(RuntimeError, match="^value type not convertible$"):
             use()
-        assert capfd.readouterr().out.startswith(
-            "Error: value type not convertible:\n"
-        )  # as natively, on stdout
+        # as natively, on stdout
+        assert capfd.readouterr().out.startswith("Error: value type not convertible:\n")
     assert not state.read_state("count").any()
 
 
@@ -243,9 +242,8 @@ def test_coremltools_own_upcast_of_halves_comes_before_the_binding(ct, counter):
     )
     with pytest.raises(RuntimeError, match="not convertible"):  # of int64 there is none
         model.predict({"x": np.ones((1, 32), int)}, model.make_state())
-    with pytest.raises(
-        RuntimeError, match="Feature x is required"
-    ):  # the binding makes nil of a list
+    # the binding makes nil of a list
+    with pytest.raises(RuntimeError, match="Feature x is required"):
         model.predict({"x": [[1.0] * 32]}, model.make_state())
 
 

@@ -179,9 +179,8 @@ def test_commands_end_as_on_portable_without_an_illegal_call(
         results[where] = json.loads(out)
     assert illegal == []
     ours, portable = results["stand-in"], results["portable"]
-    device = (
-        {"device": "GREEN"} if name == "validate" else {}
-    )  # portable is what devices are compared with
+    # portable is what devices are compared with
+    device = {"device": "GREEN"} if name == "validate" else {}
     assert verdicts(ours) == verdicts(portable) | device
     if name == "decode":
         assert ours["tokens"] == portable["tokens"] and ours["runtime"] == "stand-in"
@@ -244,10 +243,8 @@ def name_of(fault: str) -> str:
     return f"stand-in:{fault}" if fault else "stand-in"
 
 
-IN_PROCESSES = (
-    "kill",
-    "plan-aborts",
-)  # for the others, starting a process is all that it adds
+# for the others, starting a process is all that it adds
+IN_PROCESSES = ("kill", "plan-aborts")
 
 
 @contextmanager
@@ -507,9 +504,8 @@ def test_residency_without_a_plan_predicts_and_says_why(
         words
     )
     if source_ == "simulated":
-        share = {"fallback": 0, "plan-ane": 1, "mac": 0}[
-            fault
-        ]  # RangeDim, on a simulated Mac
+        # RangeDim, on a simulated Mac
+        share = {"fallback": 0, "plan-ane": 1, "mac": 0}[fault]
         assert all(s["ane"] == share * s["ops"] > -1 for s in found["shards"])
 
 

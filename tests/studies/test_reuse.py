@@ -119,9 +119,8 @@ def test_each_hypothesis_fails_in_its_own_pattern(exports, monkeypatch):
     assert failed["groups_along_tokens"] == {c for c in every if c[0] == "q4"}
     assert failed["dropped_tokens"] == every
     assert failed["strided_view"] == {c for c in every if (c[3] - 1) % 16}
-    lost = rows[
-        ~rows["entry_ok"] & (rows["format"] == "fp16")
-    ]  # four bits written back twice lose a little on any path
+    # four bits written back twice lose a little on any path
+    lost = rows[~rows["entry_ok"] & (rows["format"] == "fp16")]
     assert set(lost["hypothesis"]) == {"invalidated"} and set(lost["path"]) == {
         "stream"
     }

@@ -78,12 +78,13 @@ def test_every_option_has_a_column_and_another_value_here():
     assert runs.OPTIONS == tuple(Options.model_fields) and set(OTHER) == set(
         Options.model_fields
     )
+    # how often, not how
     run = Run.model_fields.keys() - {
         "repetitions",
         "rounds",
         "cool_down_s",
         "timeout_s",
-    }  # how often, not how
+    }
     assert run == set(AXES) | {"n_gen", "threads", "min_tokens", "min_seconds"} and set(
         sweep.RUN_AXES
     ) == set(AXES)

@@ -64,9 +64,8 @@ def test_a_run_says_how_it_came_about(swept):
         "loading" in c["not_timed"] and isinstance(c["flags"], list) for c in configs
     )
     samples = log.load("samples", root=swept[0] / "log")
-    assert (
-        samples[samples["phase"] == "load"].groupby("run_id").size() == 5
-    ).all()  # 4 layers and a head
+    # 4 layers and a head
+    assert (samples[samples["phase"] == "load"].groupby("run_id").size() == 5).all()
     prefills = samples[samples["phase"] == "prefill"]
     assert (prefills["n_prompt"] == 4).all() and prefills.groupby("run_id")[
         "warmup"

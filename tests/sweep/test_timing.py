@@ -41,9 +41,8 @@ def test_sequences_follow_until_the_tokens_and_the_seconds_are_through(decoder):
     calls = samples[(samples["phase"] == "call") & ~samples["warmup"]]
     assert len(calls) == 16 and calls["repetition"].nunique() == 4
     layers = samples[samples["phase"] == "layer"]
-    assert set(layers["repetition"]) == {
-        0
-    }  # steps of the sequences that were asked for by number
+    # steps of the sequences that were asked for by number
+    assert set(layers["repetition"]) == {0}
     assert (samples["phase"] == "tokens_per_s").sum() == 4
     samples = timing.measure_speed(decoder, n_gen=4, repetitions=1, min_seconds=0.5)
     calls = samples[samples["phase"] == "call"]
@@ -181,7 +180,6 @@ def test_routed_experts_read_one_expert_s_bytes(exports):
     path = exports.checkpoint("zaya")
     rows = decode.moe(lambda kind: exports.bundle(path, moe=kind), rounds=1, calls=1)
     by_name = {r["name"]: r for r in rows}
-    assert np.isclose(
-        by_name["moe_bytes_per_token"]["ratio"], 4
-    )  # experts of the tiny checkpoint
+    # experts of the tiny checkpoint
+    assert np.isclose(by_name["moe_bytes_per_token"]["ratio"], 4)
     assert by_name["moe_ms_per_token"]["value"] > 0

@@ -392,9 +392,8 @@ def test_planner_says_memory_speed_and_which_rules_the_exported_graph_breaks(tmp
     planner.job.run.click()
     planner.job.thread.join()
     planner.check()
-    assert (
-        "<td" in planner.rules.value and "D3" in planner.rules.value
-    )  # RangeDim: the sources disagree
+    # RangeDim: the sources disagree
+    assert "<td" in planner.rules.value and "D3" in planner.rules.value
     planner.controls["T"].value = 1
     assert "not checked" in planner.rules.value
 

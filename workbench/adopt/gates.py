@@ -128,9 +128,8 @@ def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> 
         moved[row] = places[int(after[row])]
     same = (now == was[:, moved]).all((0, 2)) | new
     if (before < 0).any() and (moved != np.arange(len(after))).any():
-        same |= (
-            after < 0
-        )  # where rows move up, the contents of empty rows move with them
+        # where rows move up, the contents of empty rows move with them
+        same |= after < 0
     written = (now != was).any(2).all(0) | ~new
     faults = []
     if unwritten := np.flatnonzero(~written).tolist():

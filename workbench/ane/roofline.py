@@ -241,9 +241,8 @@ def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
             flops=head.flops + part.flops,
             largest_bytes=max(head.largest_bytes, part.largest_bytes),
         )
-    if (
-        head.weight_bytes
-    ):  # other exporters may have the head in the last layer's package
+    # other exporters may have the head in the last layer's package
+    if head.weight_bytes:
         works.append(head)
     return works
 

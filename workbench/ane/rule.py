@@ -39,6 +39,7 @@ RULE_SOURCES = {
 }
 MIB, FP16_TINY = 1 << 20, 6.1e-5
 
+# AF, one minimal program each; state and slice ops by K1 and K5
 ON_ANE = frozenset(
     """
     add sub mul real_div maximum minimum abs sign square pow floor ceil round clip threshold inverse
@@ -54,7 +55,7 @@ ON_ANE = frozenset(
     resize_bilinear resize_nearest_neighbor upsample_bilinear upsample_nearest_neighbor
     pixel_shuffle pixel_unshuffle depth_to_space space_to_depth
 """.split()
-)  # AF, one minimal program each; state and slice ops by K1 and K5
+)
 
 
 class LintGraph(Graph):

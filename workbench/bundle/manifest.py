@@ -35,13 +35,10 @@ from workbench.bundle.presets import PRESETS, Preset
 from workbench.bundle.states import KINDS, StateKind, state_kind
 
 MANIFEST_VERSION = 1
-MAX_SEQ_LEN = (
-    1 << 24
-)  # more tokens than any model is made for; masks are as long as the cache
-MAX_PATH, MAX_NAME = (
-    512,
-    200,
-)  # characters: leaves room for the folder that a bundle lies in
+# more tokens than any model is made for; masks are as long as the cache
+MAX_SEQ_LEN = 1 << 24
+# characters: leaves room for the folder that a bundle lies in
+MAX_PATH, MAX_NAME = (512, 200)
 
 
 class ManifestModel(BaseModel):
@@ -299,9 +296,8 @@ class Shard(ManifestModel):
     outputs: dict[str, list[int | Literal["T"]]]
     states: dict[str, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
-    weights: dict[
-        str, str
-    ] = {}  # checkpoint tensor → name of the constant that holds it
+    # checkpoint tensor → name of the constant that holds it
+    weights: dict[str, str] = {}
     # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
     offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module

@@ -33,28 +33,21 @@ ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"  # [B, R, T,
 BASE = "base"
 EXPERT_IN = "expert_in"
 ROUTER_PROBS, ROUTER_SCORES = "router_probs", "router_scores"  # [B, E + 1, T, 1]
-EXPERT_WEIGHT, ACC = (
-    "expert_weight",
-    "acc",
-)  # [B, 1, T, 1], [B, C, T, 1]: inputs of an expert shard
+# [B, 1, T, 1], [B, C, T, 1]: inputs of an expert shard
+EXPERT_WEIGHT, ACC = ("expert_weight", "acc")
 K_STATE, V_STATE = "k_state", "v_state"  # [B, H_kv, S, D]
-CONV_STATE, V_DELAYED_STATE = (
-    "conv_state",
-    "v_delayed_state",
-)  # [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
+# [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
+CONV_STATE, V_DELAYED_STATE = ("conv_state", "v_delayed_state")
 # [B, H, K, V], and what the last call will add to it: [B, H, t_max, K + V + 32]
 MATRIX_STATE = "matrix_state"
 PENDING_STATE = "pending_state"
 REMAINDER_STATE = "remainder_state"  # [B, H, K, V]: what rounding cut off the matrix
 KV_STATE, SIDE_STATE = "kv_state", "side_state"  # the tensors of packed states
 
-MASKED = (
-    -1e4
-)  # additive mask value of a blocked position: finite in fp16, far below any real score
-MAX_FP16, MIN_NORMAL = (
-    65504.0,
-    2.0**-14,
-)  # largest finite fp16, smallest that has full precision
+# additive mask value of a blocked position: finite in fp16, far below any real score
+MASKED = -1e4
+# largest finite fp16, smallest that has full precision
+MAX_FP16, MIN_NORMAL = (65504.0, 2.0**-14)
 
 
 def is_cache(state: str) -> bool:

@@ -14,9 +14,8 @@ from workbench.decode.transcript import load_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-Generate = Callable[
-    [list[int], int], list[int]
-]  # prompt ids, number of tokens → tokens
+# prompt ids, number of tokens → tokens
+Generate = Callable[[list[int], int], list[int]]
 
 
 def load_tasks(path: str | Path) -> list[dict]:

@@ -76,10 +76,10 @@ def validate_units(
 
     Returns:
         One row per unit, three comparisons in each: with Hugging Face's golden
-            (`verdict` GREEN,
-        RED or DIED, worst update cosine, worst KL of chained logits in nats), with the
-        portable runtime's `declared` arithmetic (`kl_portable`), and what both together
-        say of the fault (`blame`, null where GREEN); then the first `reason`.
+        (`verdict` GREEN, RED or DIED, worst update cosine, worst KL of chained logits
+        in nats), with the portable runtime's `declared` arithmetic (`kl_portable`), and
+        what both together say of the fault (`blame`, null where GREEN); then the first
+        `reason`.
         `kl_portable` and `blame` are null with `only`.
     """
     if runtime == "auto":

@@ -252,8 +252,7 @@ class Decoder:
 
         Raises:
             InputError: a state does not go back that far, which is then unchanged; a
-                negative
-            count.
+                negative count.
         """
         offset = int(self.offsets[checks.sequence(seq, self.options.batch)])
         count = undoable(count, offset, int(self.floors[seq]))
@@ -497,8 +496,7 @@ class Decoder:
 
         Returns:
             `io` for the next shard: `x` is this one's hidden output, `router_state` the
-                state it
-            hands on.
+            state it hands on.
         """
         model = self.layers[index]
         shard = model.shard

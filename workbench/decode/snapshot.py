@@ -134,10 +134,9 @@ def layout(
         floor: by default the lowest after a call that ran no token.
 
     Returns:
-        By name: caches [H_kv, rows, D] of all tokens, rings of those from `floor` −
-            window + 1 on;
-        tails [n + offset − floor, W]; pending states [H, offset − floor, width];
-        matrices whole.
+        By name: caches [H_kv, rows, D] of all tokens, rings of those from
+        `floor` − window + 1 on; tails [n + offset − floor, W]; pending states
+        [H, offset − floor, width]; matrices whole.
     """
     if floor is None:
         floor = int(UndoDepth(manifest).floor(offset, offset))

@@ -51,9 +51,8 @@ def decays(g, order) -> Decays:
     Every sum runs over the tokens between two others alone: differences of sums from
     the start cancel, and above the diagonal they overflow."""
     g = g * order.clamp(0, 1)
-    before = (order - order.transpose(2, 3)).clamp(
-        0, 1
-    )  # [B, 1, T, T]: 1 where column j is earlier
+    # [B, 1, T, T]: 1 where column j is earlier
+    before = (order - order.transpose(2, 3)).clamp(0, 1)
     own = g * before
     between = torch.exp(before @ own + own) * before
     leave = torch.exp(before.transpose(2, 3) @ g)
@@ -99,9 +98,8 @@ def add_tokens(matrix, k, v, g, among: Decays, cache: Cache, io: dict) -> None:
         return
     _, _, places, width = cache.states[PENDING_STATE].shape
     number = constant(np.arange(1, places + 1).reshape(1, 1, -1, 1), g)
-    place = 1 - (number - io[ORDER].transpose(2, 3)).abs().clamp(
-        0, 1
-    )  # [B, 1, places, T]
+    # [B, 1, places, T]
+    place = 1 - (number - io[ORDER].transpose(2, 3)).abs().clamp(0, 1)
     *_, K, V = cache.states[MATRIX_STATE].shape
     rows = torch.cat([k, v, g @ constant(np.ones((1, 1, 1, width - K - V)), g)], -1)
     cache.write(PENDING_STATE, place @ rows)
@@ -169,8 +167,7 @@ def unit(x, eps: float):
     peak = x.abs().amax(-1, keepdim=True).clamp(*NORMAL)
     y = x / peak
     first, *second = split(eps**0.5)
-    root = (
-        constant(np.full((1,) * peak.dim(), first), peak) / peak
-    )  # a tensor, as in `RMSNorm`
+    # a tensor, as in `RMSNorm`
+    root = constant(np.full((1,) * peak.dim(), first), peak) / peak
     root = root * second[0] if second else root
     return y * torch.rsqrt((y * y).sum(-1, keepdim=True) + root * root)

@@ -35,9 +35,8 @@ def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
     counts = select.sum(-1, keepdim=True)  # [B, n, 1]
     last = counts[:, -1:]
     rows = x.reshape(B, width, -1).transpose(1, 2)
-    cache.write(
-        name, select @ rows + (1 - last) * old + (last - counts) * old[:, -1:]
-    )  # ends what `old` held
+    # ends what `old` held
+    cache.write(name, select @ rows + (1 - last) * old + (last - counts) * old[:, -1:])
     return joined
 
 

@@ -23,10 +23,8 @@ from workbench.models.family import Plan, alternating, dims, refuse
 from workbench.models.layers import RMSNorm
 from workbench.models.moe import Experts, Mixture, Router
 
-LEGACY = (
-    "zaya_block.",
-    "self_attn.qkv.",
-)  # in tensor names of the layout of 80 alternating blocks
+# in tensor names of the layout of 80 alternating blocks
+LEGACY = ("zaya_block.", "self_attn.qkv.")
 
 
 def vector(width: int) -> nn.Parameter:

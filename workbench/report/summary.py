@@ -41,8 +41,7 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
     Returns:
         checkpoint, bundle_bytes, compress, the other settings in which rows differ,
         machine, runtime. test: pp64 (a prompt of 64 tokens) or tg24 @ d64 (24 tokens
-        after 64; with T = 4: tg24 T4 @
-            d64); null for runs without times.
+        after 64; with T = 4: tg24 T4 @ d64); null for runs without times.
         tokens_per_s, sd: mean and standard deviation of `n` repetitions in `runs` runs,
             without warm-ups.
         worst_update (largest 1 − cosine of an isolated update), kl_mean (nats),

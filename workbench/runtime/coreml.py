@@ -45,7 +45,8 @@ KINDS = {
     "MLGPUComputeDevice": "gpu",
     "MLCPUComputeDevice": "cpu",
 }
-# of a shard, once it runs: the compiled model, and what Core ML makes of it for a device
+# of a shard, once it runs: the compiled model, and what Core ML makes of it for a
+# device
 COPIES = 2
 # what a state needs, and the next step where Core ML refuses one
 STATE = (

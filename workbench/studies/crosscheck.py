@@ -27,10 +27,8 @@ from workbench.errors import InputError
 from workbench.export import export
 from workbench.models.checkpoint import Checkpoint
 
-ARITHMETICS = {
-    "exact": "fp32",
-    "declared": "fp16",
-}  # portable precision → dtype of the twin
+# portable precision → dtype of the twin
+ARITHMETICS = {"exact": "fp32", "declared": "fp16"}
 WITNESSES = {"portable": "portable", "coreai": "Apple"}  # in figures, beside HF
 # largest 1 − cosine of an isolated update, without near ties of a router
 UPDATE_LIMITS = {"exact": 1e-11, "declared": 1e-4}

@@ -9,10 +9,8 @@ from workbench.sweep import runs
 
 CLOCKS = {"wall": "value", "native": "native_ms", "cpu": "cpu_ms"}
 CONFIDENCE = 0.95
-_ALIKE = [
-    "checkpoint_hash",
-    *runs.TIMES,
-]  # equal in bundles that differ only in their shards
+# equal in bundles that differ only in their shards
+_ALIKE = ["checkpoint_hash", *runs.TIMES]
 _ALIKE.remove("layers_per_shard")
 _ALIKE.remove("T")
 
