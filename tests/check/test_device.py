@@ -2,7 +2,7 @@
 checkpoint is needed."""
 
 import pytest
-from faults import FAULTS
+from faults import FAULTS, around
 from tiny import prompt
 
 from workbench import Decoder
@@ -60,11 +60,13 @@ def test_a_device_that_computes_something_else_is_red(
 def test_one_layer_s_values_a_hundredth_off_are_red(
     llama_bundle, llama_golden, reference, scale
 ):
+
+    def scaled(predict, inputs, state):
+        outputs = predict(inputs, state)
+        return {name: value * scale for name, value in outputs.items()}
+
     decoder = device(llama_bundle)
-    predict = decoder.layers[1].predict
-    decoder.layers[1].predict = lambda *operands: {
-        name: value * scale for name, value in predict(*operands).items()
-    }
+    around(decoder.layers[1], scaled)
     gate = device_gate(decoder, llama_golden, reference)
     assert gate.verdict == "RED" and "hidden.1" in gate.reason
 

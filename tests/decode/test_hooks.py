@@ -59,7 +59,7 @@ def test_a_look_leaves_the_decoder_as_it_was(looked_into, monkeypatch, name, cal
     for each in (decoder, other):
         each.begin()
         each.prefill(IDS)
-    before, run, done = attributes(decoder), Executable.run, []
+    before, run, done = attributes(decoder), Executable.run_steps, []
 
     def stopped(self, *arguments):
         outputs = run(self, *arguments)
@@ -69,7 +69,7 @@ def test_a_look_leaves_the_decoder_as_it_was(looked_into, monkeypatch, name, cal
         return outputs
 
     with monkeypatch.context() as patch:
-        patch.setattr(Executable, "run", stopped)
+        patch.setattr(Executable, "run_steps", stopped)
         if calls is None:
             LOOKS[name](decoder, reference)
         else:

@@ -194,7 +194,7 @@ def test_gathered_rows_are_not_believed_when_anything_changed(
     elif change == "torn cache":
         kept.write_bytes(kept.read_bytes()[:100])
     else:
-        monkeypatch.setattr(log.store, "_fingerprint", lambda table: "another")
+        monkeypatch.setattr(log.store.tables, "version", lambda table: "another")
     assert len(log.load("layers", tmp_path)) == expected
 
 

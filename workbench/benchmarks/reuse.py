@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from workbench.benchmarks.stopwatch import bench_row, in_turn, seconds
 from workbench.decode import Decoder
@@ -54,6 +55,23 @@ def bench_reuse(
             for kind, ms in times.items():
                 rows.append(bench_row(f"ttft_{kind}_ms_{n}", ms, *cold))
         return rows + _bytes_and_bandwidths(decoder, store, rounds)
+
+
+def samples(rows: list[dict]) -> pd.DataFrame:
+    """The raw times to the first token behind benchmark rows: ``temperature``,
+    ``context``, ``ms``."""
+    times = []
+    for row in (r for r in rows if r["name"].startswith("ttft_")):
+        _, kind, _, context = row["name"].split("_")
+        sides = [("cold", row["peer_samples"])] * (kind == "warm") + [
+            (kind, row["samples"])
+        ]
+        times += [
+            (temperature, int(context), ms)
+            for temperature, values in sides
+            for ms in values
+        ]
+    return pd.DataFrame(times, columns=["temperature", "context", "ms"])
 
 
 def _ttft(

@@ -55,8 +55,8 @@ def evaluate_command(
     token is scored once. Finished windows are stored in data/evaluations, where an
     interrupted run resumes.
 
-    Example: workbench evaluate build/llama --text README.md --checkpoint
-    data/tiny-llama"""
+    Example: workbench evaluate build/llama --text README.md --checkpoint data/tiny-llama
+    """
     opened = open_folder(bundle)
     look_at(golden, checkpoint)
     if (text is None) == (ids is None):

@@ -58,8 +58,7 @@ def export_command(
     """Exports a Hugging Face folder as a bundle of stateful shards; resumes an
     interrupted export.
 
-    Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress
-        int8-tensor
+    Example: workbench export data/tiny-llama build/llama --compress int8-tensor
 
     Args:
         max_seq_len: Rows S of the cache.

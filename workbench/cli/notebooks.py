@@ -34,8 +34,8 @@ def run_command(
     The exit code is 3 if a cell raises. The write-up goes to
     experiments/NN_slug/CHECKPOINT, which git ignores.
 
-    Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set
-    MAX_SEQ_LEN=512"""
+    Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
+    """
     from workbench.report.notebook import CellError, parameter_names, run_notebook
 
     parameters = dict(map(_parameter, set_))

@@ -53,6 +53,7 @@ class Trial:
     them."""
 
     def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
+        runtime = exact_runtime(bundle)  # refuses a bundle that has none
         self.bundle = bundle
         self.checkpoint = checkpoint
         self.read = golden.stored_weights(checkpoint, bundle)
@@ -60,7 +61,7 @@ class Trial:
         self.source = golden.make_golden(
             checkpoint, self.ids, self.read, "stored", head=False
         )
-        decoder = Decoder(bundle, exact_runtime(bundle), "exact")
+        decoder = Decoder(bundle, runtime, "exact")
         self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
         scale = bundle.manifest.stream_scale
         embedded = bundle.embed(self.source.ids[None])

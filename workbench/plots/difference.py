@@ -24,6 +24,7 @@ def fidelity_difference(
     *,
     metric: str = "error",
     title: str = "A − B",
+    sides: str = "A − B (above 0: A errs more)",
     ax: Axes | None = None,
 ) -> Axes:
     """Run A's error less run B's as colours on a scale that is symmetric about 0:
@@ -43,6 +44,6 @@ def fidelity_difference(
     colours = matplotlib.colormaps["PuOr_r"].with_extremes(over="black")
     mesh = grid_cells(ax, shown, Normalize(-most, most), colours)
     crosses(ax, np.isinf(table.to_numpy()), "white")
-    label = f"{METRICS[metric][0]}, A − B (above 0: A errs more)"
+    label = f"{METRICS[metric][0]}, {sides}"
     colour_bar(mesh, ax, label)
     return heading(ax, title, unmeasured_key(table))

@@ -141,7 +141,7 @@ def _rounded(rows: pd.DataFrame) -> pd.DataFrame:
     nulls as –."""
 
     def words(values: pd.Series, form: str = "{}", null: str = "–") -> pd.Series:
-        texts = values.astype(object).map(form.format, na_action="ignore")
+        texts = values.map(form.format, na_action="ignore").astype(object)
         return texts.fillna(null)
 
     spread = words(rows["sd"], " ± {:.1f}", "")
