@@ -112,13 +112,14 @@ class _Values:
         def of_all(op, outputs: list) -> list | None:
             names = [name for name, _ in op.outputs]
             parts = list(zip(*map(self.split, names, outputs), strict=True))
-            pairs = zip(hooks, parts, strict=True)
-            results = [own_hook and own_hook(op, list(p)) for own_hook, p in pairs]
-            if not any(results):
+            replaced = False
+            for i, own_hook in enumerate(hooks):
+                values = own_hook and own_hook(op, list(parts[i]))
+                if values:
+                    parts[i], replaced = values, True
+            if not replaced:
                 return None
-            pairs = zip(results, parts, strict=True)
-            values = zip(*(own or part for own, part in pairs), strict=True)
-            return list(map(self.cat, names, values))
+            return list(map(self.cat, names, zip(*parts, strict=True)))
 
         return of_all if any(hooks) else None
 
@@ -144,11 +145,11 @@ def _run_together(
         values.release({name for step in stage.steps for name in step.dead})
     outputs = executable.body.outputs
     values.separate(set(outputs))
-    names = executable.program.outputs
-    return [
-        dict(zip(names, (own_values[name] for name in outputs), strict=True))
-        for own_values in values.each
-    ]
+    results = []
+    for own_values in values.each:
+        tensors = [own_values[name] for name in outputs]
+        results.append(dict(zip(executable.program.outputs, tensors, strict=True)))
+    return results
 
 
 def _columns(executable: Executable, inputs: dict[str, torch.Tensor]) -> int:
@@ -185,7 +186,7 @@ def _reads(steps: list[Step]) -> set[str]:
     computed, names = set(), set()
     for step in steps:
         names |= set(read_names(Body([], [step]))) - computed
-        computed |= {name for name, _ in step.outputs}
+        computed.update(dict(step.outputs))
     return names
 
 

@@ -73,40 +73,30 @@ class Bytecode(Recorder):
         self.places: dict[int, int] = {}
         self.inputs, self.states = list(program.inputs), list(program.states)
         self.outputs = {n: tuple(values[i].shape) for n, i in program.outputs.items()}
-        # stand for the arrays of a call: their memory is never touched
-        inputs = [torch.empty(values[i].shape) for i, _ in program.inputs.values()]
-        self.cells = {
-            i: torch.empty(values[i].value.shape) for i in program.states.values()
-        }
-        outputs = [torch.empty(shape) for shape in self.outputs.values()]
-        self.stand_ins = [*inputs, *self.cells.values(), *outputs]
-        self.outer = {each.data_ptr(): -1 - i for i, each in enumerate(self.stand_ins)}
-        self.sources = {
-            i: stand_in
-            for stand_in, (i, _) in zip(inputs, program.inputs.values(), strict=True)
-        }
-        for stand_in, (register, dtype) in zip(
-            inputs, program.inputs.values(), strict=True
-        ):
+        # by register, stand for the arrays of a call: their memory is never touched
+        self.sources, self.cells, targets = {}, {}, {}
+        for register, _ in program.inputs.values():
+            self.sources[register] = torch.empty(values[register].shape)
+        for register in program.states.values():
+            self.cells[register] = torch.empty(values[register].value.shape)
+        for name, register in program.outputs.items():
+            targets[name] = torch.empty(values[register].shape)
+        stand_ins = *self.sources.values(), *self.cells.values(), *targets.values()
+        for number, stand_in in enumerate(stand_ins):
+            self.outer[stand_in.data_ptr()] = -1 - number
+        for register, dtype in program.inputs.values():
             if dtype == torch.float16:
-                self._strided(machine.COPY, self._new(register), stand_in)
+                self._copy(self.sources[register], self._new(register))
         for node in program.nodes:
             self._record(node)
-        for stand_in, register in zip(outputs, program.outputs.values(), strict=True):
+        for name, register in program.outputs.items():
             need_instruction(values[register].dtype == torch.float16)
-            self._strided(machine.COPY, stand_in, self._value(register))
+            self._copy(self._value(register), targets[name])
         self.code = np.array(self.code, np.int64).reshape(-1, machine.FIELDS)
         self.masks = np.array(self.masks, np.int64).reshape(-1, 5)
         self.scratch = np.empty(self.width, np.float32)
-        del (
-            self.constants,
-            self.values,
-            self.wide,
-            self.cells,
-            self.stand_ins,
-            self.sources,
-        )
-        del self.registers
+        del self.constants, self.values, self.wide, self.registers
+        del self.cells, self.sources
 
     def run(
         self, inputs: dict[str, torch.Tensor], state: dict
@@ -118,9 +108,8 @@ class Bytecode(Recorder):
             return None
         operands = [inputs[name].float().contiguous() for name in self.inputs]
         outputs = {name: torch.empty(shape) for name, shape in self.outputs.items()}
-        outer = np.array(
-            [t.data_ptr() for t in (*operands, *cells, *outputs.values())], np.int64
-        )
+        arrays = *operands, *cells, *outputs.values()
+        outer = np.array([array.data_ptr() for array in arrays], np.int64)
         complete = kernels.on_threads(
             machine.execute,
             self.code,
@@ -130,15 +119,13 @@ class Bytecode(Recorder):
             self.width,
             torch.get_num_threads() > 1,
         )
-        return outputs if complete else None
+        if complete:
+            return outputs
+        return None
 
     def _record(self, node) -> None:
         function, inputs, outputs = node.function, node.inputs, node.outputs
-        pattern, kind, attributes = (
-            getattr(function, "func", None),
-            node.op.kind,
-            node.attributes,
-        )
+        pattern, kind = getattr(function, "func", None), node.op.kind
         if isinstance(function, Linear):
             self._linear(function, self._value(inputs[0]), outputs)
         elif pattern is patterns._rms_norm:
@@ -155,15 +142,18 @@ class Bytecode(Recorder):
             self._view(function, inputs, outputs)
         elif function is not patterns._span and not self._known(node):
             need_instruction(len(outputs) == 1)
-            self._operation(kind, attributes, inputs, outputs[0])
+            self._operation(kind, node.attributes, inputs, outputs[0])
 
     def _known(self, node) -> bool:
         """Whether a call computes from shapes alone what the recorded call has
         shown."""
-        kind, fixed = node.op.kind, node.inputs and all(map(self._fixed, node.inputs))
-        known = kind == "shape" or bool(fixed) and not kind.startswith("random")
-        self.known.update(node.outputs if known else [])
-        return known
+        kind = node.op.kind
+        if kind != "shape":
+            fixed = node.inputs and all(map(self._fixed, node.inputs))
+            if not fixed or kind.startswith("random"):
+                return False
+        self.known.update(node.outputs)
+        return True
 
     def _operation(
         self, kind: str, attributes: dict, inputs: list[int], out: int
@@ -174,7 +164,8 @@ class Bytecode(Recorder):
             return self._copy(self._value(inputs[1]), self.cells[inputs[0]])
         values = [self._value(i) for i in inputs]
         operands = {self.values[i].dtype for i in inputs}
-        result = self._new(out, torch.bool if kind == "equal" else torch.float16, kind)
+        dtype = {"equal": torch.bool}.get(kind, torch.float16)
+        result = self._new(out, dtype, kind)
         need_instruction(operands == {torch.float16} or kind in ("equal", "cast"))
         x, *others = values
         if kind in PAIRS:
@@ -187,12 +178,11 @@ class Bytecode(Recorder):
             eps = torch.tensor(attributes.get("epsilon", 1e-12))
             self._strided(machine.RSQRT, result, x, self._keep(eps))
         elif kind == "clip":
-            bounds = (
-                self._keep(torch.tensor(attributes[name])) for name in ("alpha", "beta")
-            )
+            low = self._keep(torch.tensor(attributes["alpha"]))
+            high = self._keep(torch.tensor(attributes["beta"]))
             clipped = self._keep(torch.empty(x.shape))
-            self._strided(machine.MAX, clipped, x, next(bounds))
-            self._strided(machine.MIN, result, clipped, next(bounds))
+            self._strided(machine.MAX, clipped, x, low)
+            self._strided(machine.MIN, result, clipped, high)
         elif kind in REDUCTIONS or kind == "reduce_argmax":
             self._reduce(kind, attributes, result, x)
         else:
@@ -212,10 +202,9 @@ class Bytecode(Recorder):
             self._rows(machine.SOFTMAX, result.movedim(axis, -1), x.movedim(axis, -1))
         elif kind == "concat":
             need_instruction(not attributes.get("interleave", False))
-            sizes = [value.shape[attributes["axis"]] for value in values]
-            for value, part in zip(
-                values, result.split(sizes, attributes["axis"]), strict=True
-            ):
+            axis = attributes["axis"]
+            parts = result.split([value.shape[axis] for value in values], axis)
+            for value, part in zip(values, parts, strict=True):
                 self._strided(machine.COPY, part, value)
         elif kind == "slice_update":
             need_instruction(len(others) == 1)
@@ -224,13 +213,12 @@ class Bytecode(Recorder):
             self._copy(x, result)
             self._copy(others[0], part)
         elif kind == "matmul":
-            x = x.transpose(-1, -2) if attributes.get("transpose_x", False) else x
-            y = (
-                others[0].transpose(-1, -2)
-                if attributes.get("transpose_y", False)
-                else others[0]
-            )
-            self._products(result, x.unsqueeze(-2), y.transpose(-1, -2).unsqueeze(-3))
+            (columns,) = others
+            if attributes.get("transpose_x", False):
+                x = x.transpose(-1, -2)
+            if not attributes.get("transpose_y", False):
+                columns = columns.transpose(-1, -2)
+            self._products(result, x.unsqueeze(-2), columns.unsqueeze(-3))
         else:
             need_instruction(kind == "conv")
             self._convolution(attributes, result, *values)
@@ -246,39 +234,33 @@ class Bytecode(Recorder):
         need_instruction(all(map(self._fixed, inputs[1:])))
         for source in (x, self._dense(x)):
             views = function(source, *others)
-            views = [views] if isinstance(views, torch.Tensor) else views
+            if isinstance(views, torch.Tensor):
+                views = [views]
             if all(shared(view, source) for view in views):
                 break
         for view, register in zip(views, outputs, strict=False):
-            need_instruction(
-                shared(view, source) and view.shape == self.values[register].shape
-            )
+            need_instruction(shared(view, source))
+            need_instruction(view.shape == self.values[register].shape)
             self.registers[register] = view
 
     def _linear(self, linear: Linear, x: torch.Tensor, outputs: list[int]) -> None:
         (R, K), (weight, scale) = linear.weight.shape, linear.arrays
         widths = linear.widths or [R]
-        x = x.flatten(2) if shared(x.flatten(2), x) else self._dense(x).flatten(2)
+        x = self._flat(x, 2)
         B, _, T = x.shape
         need_instruction(x.shape[1] == K and sum(widths) == R and B * T < FEW_COLUMNS)
-        need_instruction(linear.bias is None or linear.bias.numel() == R)
-        bias = 0 if linear.bias is None else self._keep(linear.bias.float()).data_ptr()
+        bias = 0
+        if linear.bias is not None:
+            need_instruction(linear.bias.numel() == R)
+            bias = self._keep(linear.bias.float()).data_ptr()
         shape = self.values[outputs[0]].shape
         vectors = max(whole_tiles(B * T), packed.whole_vectors(B * T))
-        out, self.width = self._keep(torch.empty(B, R, T)), max(self.width, vectors * K)
-        self._add(
-            machine.LINEAR,
-            *(
-                out.data_ptr(),
-                x.data_ptr(),
-                *(4 * step for step in x.stride()),
-                B,
-                K,
-                T,
-                R,
-            ),
-            *(weight.ctypes.data, linear.form, scale.ctypes.data, bias),
-        )
+        self.width = max(self.width, vectors * K)
+        out = self._keep(torch.empty(B, R, T))
+        strides = 4 * np.array(x.stride())
+        places = out.data_ptr(), x.data_ptr(), *strides.tolist()
+        stored = weight.ctypes.data, linear.form, scale.ctypes.data, bias
+        self._add(machine.LINEAR, *places, B, K, T, R, *stored)
         for register, part in zip(outputs, out.split(widths, 1), strict=True):
             self.registers[register] = part.view(B, -1, *shape[2:])
 
@@ -287,7 +269,8 @@ class Bytecode(Recorder):
     ) -> None:
         weight, bounds, *lists = constants
         need_instruction(x.shape[axis] == len(weight))
-        packed = np.concatenate([weight, bounds, [len(each) for each in lists], *lists])
+        lengths = list(map(len, lists))
+        packed = np.concatenate([weight, bounds, lengths, *lists])
         packed = self._keep(torch.from_numpy(packed.astype(np.float32)))
         self._rows(machine.NORM, out.movedim(axis, -1), x.movedim(axis, -1), packed[:1])
 
@@ -296,7 +279,8 @@ class Bytecode(Recorder):
     ) -> None:
         half = cos.shape[-1]
         need_instruction(cos.shape == sin.shape and 2 * half <= x.shape[-1])
-        tables = (table.expand(*x.shape[:3], half) for table in (cos, sin))
+        shape = *x.shape[:3], half
+        tables = cos.expand(shape), sin.expand(shape)
         self._rows(machine.ROTATE, out, x, *tables, number=half)
 
     def _write_mask(self, register: int) -> None:
@@ -308,70 +292,43 @@ class Bytecode(Recorder):
         self.masks.append((self._address(self.sources[register]), B, S, T, places))
 
     def _write_rows(self, transposed: bool, cell: int, mask: int, _, rows: int) -> None:
-        rows = self._value(rows)
-        rows = self._dense(rows.transpose(-1, -2) if transposed else rows)
-        B, H, S, D = self.cells[cell].shape
+        state, rows = self.cells[cell], self._value(rows)
+        if transposed:
+            rows = rows.transpose(-1, -2)
+        rows = self._dense(rows)
+        B, H, S, D = state.shape
         T = rows.shape[2]
-        need_instruction(
-            rows.shape == (B, H, T, D) and self.values[mask].shape == (B, 1, S, T)
-        )
-        self._add(
-            machine.WRITE,
-            *(
-                self._address(self.cells[cell]),
-                rows.data_ptr(),
-                self.places[mask],
-                B,
-                H,
-                S,
-                T,
-                D,
-            ),
-        )
+        need_instruction(rows.shape == (B, H, T, D))
+        need_instruction(self.values[mask].shape == (B, 1, S, T))
+        places = self._address(state), rows.data_ptr(), self.places[mask]
+        self._add(machine.WRITE, *places, B, H, S, T, D)
 
     def _attend(self, q: int, key: int, value: int, mask: int, out: int) -> None:
-        q, mask, (B, groups, S, D) = (
-            self._value(q),
-            self._value(mask),
-            self.cells[key].shape,
-        )
+        q, mask = self._value(q), self._value(mask)
+        keys, values = self.cells[key], self.cells[value]
+        B, groups, S, D = keys.shape
         N, T = q.shape[2], mask.shape[2]
-        need_instruction(
-            self.cells[value].shape == self.cells[key].shape
-            and mask.shape == (B, 1, T, S)
-        )
-        need_instruction(
-            q.shape == (B, groups, N, D) and N % T == 0 and B * T < FEW_COLUMNS
-        )
-        states = (self._address(self.cells[register]) for register in (key, value))
+        need_instruction(values.shape == keys.shape)
+        need_instruction(mask.shape == (B, 1, T, S))
+        need_instruction(q.shape == (B, groups, N, D))
+        need_instruction(N % T == 0 and B * T < FEW_COLUMNS)
         q, mask, result = self._dense(q), self._dense(mask), self._new(out)
-        self._add(
-            machine.ATTEND,
-            *(
-                result.data_ptr(),
-                q.data_ptr(),
-                *states,
-                mask.data_ptr(),
-                B,
-                groups,
-                N,
-                D,
-                T,
-                S,
-            ),
-        )
+        tensors = result, q, keys, values, mask
+        places = map(self._address, tensors)
+        self._add(machine.ATTEND, *places, B, groups, N, D, T, S)
 
     def _reduce(
         self, kind: str, attributes: dict, out: torch.Tensor, x: torch.Tensor
     ) -> None:
-        axes = attributes.get(
-            "axes", None if kind in REDUCTIONS else [attributes.get("axis", -1)]
-        )
-        axes = [axis % x.dim() for axis in (range(x.dim()) if axes is None else axes)]
-        rest = [axis for axis in range(x.dim()) if axis not in axes]
-        rows = x.permute(*rest, *axes)
-        whole = rows.flatten(len(rest))
-        rows = whole if shared(whole, rows) else self._dense(rows).flatten(len(rest))
+        every = range(x.dim())
+        axes = attributes.get("axes")
+        if kind == "reduce_argmax":
+            axes = [attributes.get("axis", -1)]
+        elif axes is None:
+            axes = every
+        axes = [axis % x.dim() for axis in axes]
+        rest = [axis for axis in every if axis not in axes]
+        rows = self._flat(x.permute(*rest, *axes), len(rest))
         need_instruction(kind in REDUCTIONS or rows.shape[-1] <= EXACT)
         out = out.view(rows.shape[:-1])[..., None]
         self._rows(REDUCTIONS.get(kind, machine.WHICH), out.expand(rows.shape), rows)
@@ -380,14 +337,15 @@ class Bytecode(Recorder):
         """out [..., M, N] from x [..., M, 1, K] and y [..., 1, N, K], and a bias that
         spreads over out."""
         K = x.shape[-1]
-        if K == 1 and bias is None:
-            self._strided(machine.MUL, out, x[..., 0], y[..., 0])
-        else:
-            bias = self._keep(torch.zeros(())) if bias is None else bias
-            shape = *out.shape, K
-            bias = bias.expand(out.shape)[..., None].expand(shape)
-            out = out[..., None].expand(shape)
-            self._rows(machine.DOT, out, x.expand(shape), y.expand(shape), bias)
+        if bias is None:
+            if K == 1:
+                self._strided(machine.MUL, out, x[..., 0], y[..., 0])
+                return
+            bias = self._keep(torch.zeros(()))
+        shape = *out.shape, K
+        bias = bias.expand(out.shape)[..., None].expand(shape)
+        out = out[..., None].expand(shape)
+        self._rows(machine.DOT, out, x.expand(shape), y.expand(shape), bias)
 
     def _convolution(self, attributes: dict, out, x, weight, bias=None) -> None:
         """A convolution without padding as the products of its windows [B, groups,
@@ -398,9 +356,8 @@ class Bytecode(Recorder):
         strides = attributes.get("strides", [1] * len(taps))
         dilations = attributes.get("dilations", [1] * len(taps))
         windows = x
-        for axis, (size, stride, dilation) in enumerate(
-            zip(taps, strides, dilations, strict=True), 2
-        ):
+        steps = zip(taps, strides, dilations, strict=True)
+        for axis, (size, stride, dilation) in enumerate(steps, 2):
             reach = (size - 1) * dilation + 1
             windows = windows.unfold(axis, reach, stride)[..., ::dilation]
         spatial = windows.shape[2 : 2 + len(taps)]
@@ -408,12 +365,10 @@ class Bytecode(Recorder):
         places = range(2, 2 + len(taps))
         flat = windows.flatten(2 + len(taps)).flatten(places[0], places[-1])
         if not shared(flat, windows):
-            flat = (
-                self._dense(windows)
-                .flatten(2 + len(taps))
-                .flatten(places[0], places[-1])
-            )
+            flat = self._dense(windows).flatten(2 + len(taps))
+            flat = flat.flatten(places[0], places[-1])
         rows = weight.reshape(groups, -1, 1, weight[0].numel())
         out = out.view(len(x), groups, -1, spatial.numel())
-        bias = None if bias is None else bias.view(groups, -1, 1)
+        if bias is not None:
+            bias = bias.view(groups, -1, 1)
         self._products(out, rows, flat.unsqueeze(2), bias)

@@ -66,22 +66,20 @@ class PatternGraph(Graph):
         self.special: dict = {}  # key of an operation → the calls that replace it
         for op in self.ops:
             for kind, pattern in patterns:
-                calls = tried(self._calls, pattern, op) if op.kind == kind else None
+                if op.kind != kind:
+                    continue
+                calls = tried(self._calls, pattern, op)
                 if calls is not None:
                     self.special[op.key] = calls
 
     def _calls(self, pattern: Callable, op: Op) -> list[tuple]:
         """The calls that `pattern` returns for `op`, all on fp16 values."""
         calls = pattern(self, op)
-        operands = {
-            name for _, names, _ in calls for name in names if name in self.types
-        }
-        need(
-            all(
-                self.types[name].dtype == "FLOAT16"
-                for name in operands | {name for name, _ in op.outputs}
-            )
-        )
+        values = set(dict(op.outputs))
+        for _, operands, _ in calls:
+            values.update(operands)
+        for name in values & self.types.keys():
+            need(self.types[name].dtype == "FLOAT16")
         return calls
 
     def live(self) -> list[Op]:
@@ -89,28 +87,22 @@ class PatternGraph(Graph):
         of the patterns, in order."""
         needed, ops = set(self.program.outputs), []
         for op in reversed(self.ops):
-            if (
-                not op.outputs
-                or op.kind in STATE_WRITES
-                or any(name in needed for name, _ in op.outputs)
-            ):
-                ops.append(op)
-                calls = self.special.get(op.key)
-                needed.update(
-                    op.reads()
-                    if calls is None
-                    else (name for _, names, _ in calls for name in names)
-                )
+            dead = op.outputs and needed.isdisjoint(dict(op.outputs))
+            if dead and op.kind not in STATE_WRITES:
+                continue
+            ops.append(op)
+            if op.key not in self.special:
+                needed.update(op.reads())
+            for _, operands, _ in self.special.get(op.key, ()):
+                needed.update(operands)
         return ops[::-1]
 
     def settled(self, read: Op) -> bool:
         """Whether nothing writes the state that `read` reads after it."""
-        writes = [
-            op
-            for op in self.readers(read.inputs["input"].name)
-            if op.kind in STATE_WRITES
-        ]
-        return all(self.order[op.key] < self.order[read.key] for op in writes)
+        for op in self.readers(read.inputs["input"].name):
+            if op.kind in STATE_WRITES and self.order[op.key] >= self.order[read.key]:
+                return False
+        return True
 
     def half(self, source, kind: str | None = None) -> Op | None:
         """The producer of `source`, when it is of `kind`, and computes fp16 values or
@@ -118,11 +110,9 @@ class PatternGraph(Graph):
         op = self.producer(source)
         if op is None or kind not in (None, op.kind):
             return None
-        return (
-            op
-            if op.constant or all(t.dtype == "FLOAT16" for _, t in op.outputs)
-            else None
-        )
+        if op.constant or all(t.dtype == "FLOAT16" for _, t in op.outputs):
+            return op
+        return None
 
     def match(self, source, pattern, parts: dict) -> dict:
         """Binds the parts of `pattern` to the operations that compute `source`; raises
@@ -165,39 +155,42 @@ class PatternGraph(Graph):
         """The float32 (or integer) value of a constant, decompressed; None for anything
         computed."""
         if isinstance(source, list):
-            values = [self.constant(s) for s in source]
-            return None if any(value is None for value in values) else values
+            values = list(map(self.constant, source))
+            if any(value is None for value in values):
+                return None
+            return values
         op = self.producer(source)
         if op is None or op.kind == "const":
             return _to_tensor(self.literal(source))
         if op.constant and source.name not in self.folded:
-            rule, values = (
-                OPERATIONS[op.kind],
-                {name: self.constant(s) for name, s in op.inputs.items()},
-            )
-            dense = rule.function(
-                **{
-                    n: _python_value(v) if n in rule.attributes else v
-                    for n, v in values.items()
-                }
-            )
-            for (name, declared), value in zip(
-                op.outputs, dense if isinstance(dense, tuple) else (dense,), strict=True
-            ):
-                dtype = _INTEGER.get(declared.dtype, torch.float32)
-                self.folded[name] = (
-                    value.half().float()
-                    if declared.dtype == "FLOAT16"
-                    else value.to(dtype)
-                )
-                self.dense[name] = value.shape
+            self._fold(op)
         return self.folded.get(source.name)
+
+    def _fold(self, op: Op) -> None:
+        """Decompresses the results of an operation on constants."""
+        rule, operands = OPERATIONS[op.kind], {}
+        for name, source in op.inputs.items():
+            operands[name] = self.constant(source)
+            if name in rule.attributes:
+                operands[name] = _python_value(operands[name])
+        results = rule.function(**operands)
+        if not isinstance(results, tuple):
+            results = (results,)
+        for (name, declared), value in zip(op.outputs, results, strict=True):
+            self.dense[name] = value.shape
+            if declared.dtype == "FLOAT16":
+                value = value.half()
+            self.folded[name] = value.to(_INTEGER.get(declared.dtype, torch.float32))
 
     def dtype(self, name: str) -> str | None:
         """Declared dtype of a value; None for a state, and for one without a name."""
         declared = self.types.get(name)
-        return None if declared is None or declared.kind == "state" else declared.dtype
+        if declared is None or declared.kind == "state":
+            return None
+        return declared.dtype
 
     def attribute(self, op: Op, name: str, default=None):
-        value = self.constant(op.inputs[name]) if name in op.inputs else None
-        return default if value is None else _python_value(value)
+        value = self.constant(op.inputs.get(name))
+        if value is None:
+            return default
+        return _python_value(value)

@@ -64,10 +64,8 @@ def reshape_pattern(graph: PatternGraph, op: Op):
 def rms_norm_pattern(graph: PatternGraph, op: Op):
     """x over its peak and over the root of its mean square, by weight: `RMSNorm` of the
     models, found at its last product."""
-    weight, parts = (
-        need(graph.constant(op.inputs["y"])),
-        graph.match(op.inputs["x"], NORM, {}),
-    )
+    weight = need(graph.constant(op.inputs["y"]))
+    parts = graph.match(op.inputs["x"], NORM, {})
     graph.match(parts["y"], ("real_div", "x", "peak"), parts)
     graph.match(parts["peak"], PEAK, parts)
     x, mean, largest = parts["x"], parts["reduce_mean"], parts["reduce_max"]
@@ -77,61 +75,53 @@ def rms_norm_pattern(graph: PatternGraph, op: Op):
     shape, axis = [1] * weight.dim(), axes[0] % weight.dim()
     shape[axis] = weight.numel()
     declared = graph.shape_of(x)
-    need(
-        list(weight.shape) == shape
-        and len(declared) == weight.dim()
-        and declared[axis] == weight.numel()
-    )
-    low, high = (graph.attribute(parts["clip"], name) for name in ("alpha", "beta"))
+    need(list(weight.shape) == shape and len(declared) == weight.dim())
+    need(declared[axis] == weight.numel())
+    low = graph.attribute(parts["clip"], "alpha")
+    high = graph.attribute(parts["clip"], "beta")
     need(isinstance(x, Ref) and low > 0)
     tiny = graph.attribute(parts["rsqrt"], "epsilon", 1e-12)
-    eps = (
-        [need(graph.constant(parts[f"eps{i}"])).item(), *parts[f"factors{i}"]]
-        for i in range(2)
-    )
+    eps0, eps1 = (need(graph.constant(parts[name])) for name in ("eps0", "eps1"))
     constants = [
         np.ascontiguousarray(weight.flatten().numpy()),
-        *map(np.float32, ([low, high, tiny], *eps, parts["gains"])),
+        np.float32([low, high, tiny]),
+        np.float32([eps0.item(), *parts["factors0"]]),
+        np.float32([eps1.item(), *parts["factors1"]]),
+        np.float32(parts["gains"]),
     ]
     return [(partial(_rms_norm, axis, constants), [x.name], None)]
 
 
 def _rms_norm(axis, constants, x):
-    rows = x.reshape(1, -1) if x.numel() == x.shape[axis] else x.movedim(axis, -1)
-    y = kernels.rms_norm_rows(rows.reshape(-1, x.shape[axis]), *constants)
-    return (
-        y.reshape(x.shape) if len(y) == 1 else y.reshape(rows.shape).movedim(-1, axis)
-    )
+    width = x.shape[axis]
+    if x.numel() == width:
+        return kernels.rms_norm_rows(x.reshape(1, -1), *constants).reshape(x.shape)
+    rows = x.movedim(axis, -1)
+    y = kernels.rms_norm_rows(rows.reshape(-1, width), *constants)
+    return y.reshape(rows.shape).movedim(-1, axis)
 
 
 def rotation(graph: PatternGraph, op: Op):
     """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest
     of x [B, H, T, D]."""
     first, second, *rest = op.inputs["values"]
-    need(
-        len(rest) < 2
-        and graph.attribute(op, "axis") in (-1, 3)
-        and not graph.attribute(op, "interleave", False)
-    )
+    need(len(rest) < 2 and graph.attribute(op, "axis") in (-1, 3))
+    need(not graph.attribute(op, "interleave", False))
     parts = graph.match(second, ROTATED[1], graph.match(first, ROTATED[0], {}))
     a, b, cos, sin = (parts[name] for name in ("a", "b", "cos", "sin"))
     start, x = 0, need(graph.half(a, "slice_by_index")).inputs["x"]
     *_, width = graph.shape_of(x)
     for source in (a, b, *rest):
-        piece, end = (
-            need(graph.half(source, "slice_by_index")),
-            start + graph.shape_of(source)[-1],
-        )
+        piece = need(graph.half(source, "slice_by_index"))
+        end = start + graph.shape_of(source)[-1]
         need(piece.inputs["x"] == x and _columns(graph, piece, width) == (start, end))
         start = end
     batch, half = need(graph.shape_of(x)[0]), graph.shape_of(a)[-1]
     need(start == width and graph.shape_of(b)[-1] == half)
     for table in (cos, sin):
         shape = graph.shape_of(table)
-        need(
-            table.name in graph.program.inputs
-            and shape[:2] + shape[3:] == (batch, 1, half)
-        )
+        need(table.name in graph.program.inputs)
+        need(shape[:2] + shape[3:] == (batch, 1, half))
     return [(kernels.rotate, [x.name, cos.name, sin.name], None)]
 
 
@@ -141,12 +131,8 @@ def cache_write(graph: PatternGraph, op: Op):
     source, state = op.inputs["data"], op.inputs["input"]
     update = graph.half(source, "slice_update")
     if update is not None:
-        need(
-            all(
-                w == (0, None)
-                for w in _slice_window(graph, update, update.outputs[0][1].shape)
-            )
-        )
+        shape = update.outputs[0][1].shape
+        need(_slice_window(graph, update, shape) == [(0, None)] * len(shape))
         source = update.inputs["update"]
     rest, placement = _operands(graph, need(graph.half(source, "add")), "mul", "matmul")
     old, left = _operands(graph, rest, "read_state", "sub")
@@ -154,20 +140,14 @@ def cache_write(graph: PatternGraph, op: Op):
     need("x" not in _transposed(graph, placement) and old.inputs["input"] == state)
     need(_only_read(graph, old, op, {id(o) for o in (rest, update, op)}))
     mask, rows = placement.inputs["x"], placement.inputs["y"]
-    need(
-        isinstance(mask, Ref)
-        and isinstance(rows, Ref)
-        and mask.name in graph.program.inputs
-    )
-    need(
-        total.inputs["x"] == mask
-        and graph.attribute(total, "axes") in ([-1], [3])
-        and graph.attribute(total, "keep_dims")
-    )
-    need(graph.attribute(left, "x") == 1)
+    need(isinstance(mask, Ref) and isinstance(rows, Ref))
+    need(mask.name in graph.program.inputs and total.inputs["x"] == mask)
+    need(graph.attribute(total, "axes") in ([-1], [3]))
+    need(graph.attribute(total, "keep_dims") and graph.attribute(left, "x") == 1)
     transposed = bool(_transposed(graph, placement))
     (B, H, S, D), heads, columns = map(graph.shape_of, (state, rows, mask))
-    need(heads[:2] + (heads[2 if transposed else 3],) == (B, H, D) and len(heads) == 4)
+    width = heads[3 - transposed]
+    need(heads[:2] + (width,) == (B, H, D) and len(heads) == 4)
     need(columns[:3] == (B, 1, S) and len(columns) == 4)
     places, write = f"{mask.name}.rows", partial(_write_rows, transposed)
     return [
@@ -180,14 +160,11 @@ def _only_read(graph: PatternGraph, read: Op, write: Op, inside: set[int]) -> bo
     """Whether `read` is the one read of a state before `write`, for the operations
     `inside` alone: rows are written in place, where the state's earlier value would
     change under any other reader."""
-    others = [
-        op
-        for op in graph.readers(read.inputs["input"].name)
-        if graph.order[op.key] < graph.order[write.key]
-    ]
-    return all(op is read for op in others) and all(
-        id(op) in inside for op in graph.readers(read.outputs[0][0])
-    )
+    for op in graph.readers(read.inputs["input"].name):
+        if graph.order[op.key] < graph.order[write.key] and op is not read:
+            return False
+    readers = graph.readers(read.outputs[0][0])
+    return all(id(op) in inside for op in readers)
 
 
 def _write_positions(mask):
@@ -197,7 +174,8 @@ def _write_positions(mask):
 def _write_rows(transposed, cell, mask, places, rows):
     """Writes rows [B, H, T, D] into the state [B, H, S, D]: at the places that the mask
     names, or by the formula itself."""
-    rows = rows.transpose(-1, -2) if transposed else rows
+    if transposed:
+        rows = rows.transpose(-1, -2)
     if places is not None:
         kernels.write_rows(cell.value.numpy(), places, rows.float().numpy())
         return ()
@@ -211,27 +189,19 @@ def attention_pattern(graph: PatternGraph, op: Op):
     """softmax(q @ kᵀ + mask) @ v over two states, heads of a group side by side; found
     at its last product."""
     parts = graph.match(Ref(op.key), ATTENTION, {})
-    q, mask, reads = (
-        parts["q"],
-        parts["mask"],
-        [parts[name] for name in ("key", "value")],
-    )
+    q, mask = parts["q"], parts["mask"]
     need(not _transposed(graph, op) and _transposed(graph, parts["matmul"]) == "y")
-    need(
-        graph.attribute(parts["softmax"], "axis", -1) in (-1, 3)
-        and mask.name in graph.program.inputs
-    )
-    need(all(graph.settled(read) for read in reads))
-    states = [read.inputs["input"] for read in reads]
-    B, H, S, D = graph.shape_of(states[0])
+    need(graph.attribute(parts["softmax"], "axis", -1) in (-1, 3))
+    need(mask.name in graph.program.inputs)
+    need(graph.settled(parts["key"]) and graph.settled(parts["value"]))
+    key, value = parts["key"].inputs["input"], parts["value"].inputs["input"]
+    B, H, S, D = graph.shape_of(key)
     heads, columns = graph.shape_of(q), graph.shape_of(mask)
-    need(graph.shape_of(states[1]) == (B, H, S, D) and len(heads) == len(columns) == 4)
+    need(graph.shape_of(value) == (B, H, S, D) and len(heads) == len(columns) == 4)
     need(heads[:2] + heads[3:] == (B, H, D) and columns[:2] + columns[3:] == (B, 1, S))
-    span, names = f"{mask.name}.span", [state.name for state in states]
-    return [
-        (_span, [mask.name], span),
-        (_attend_visible, [q.name, *names, mask.name, span], None),
-    ]
+    span = f"{mask.name}.span"
+    operands = [q.name, key.name, value.name, mask.name, span]
+    return [(_span, [mask.name], span), (_attend_visible, operands, None)]
 
 
 def _span(mask):
@@ -249,54 +219,50 @@ def _attend_visible(q, key, value, mask, span):
     masked = scores.view(B, -1, T, last - first) + mask[..., first:last]
     if last - first < S and bool(scores.abs().amax() > kernels.EXTREME.item()):
         return _attend_visible(q, StateCell(key), StateCell(value), mask, (0, S))
-    weights = torch.softmax(masked, -1)
-    return torch.matmul(
-        weights.view(scores.shape).float(), value[:, :, first:last]
-    ).half()
+    weights = torch.softmax(masked, -1).view(scores.shape)
+    return torch.matmul(weights.float(), value[:, :, first:last]).half()
 
 
 def _operands(graph: PatternGraph, op: Op, first: str, second: str) -> tuple[Op, Op]:
     """The producers of a two-operand operation, in the order of the kinds asked for."""
-    producers = {
-        p.kind: p
-        for p in (graph.half(op.inputs["x"]), graph.half(op.inputs["y"]))
-        if p is not None
-    }
-    need(producers.keys() == {first, second})
-    return producers[first], producers[second]
+    x, y = need(graph.half(op.inputs["x"])), need(graph.half(op.inputs["y"]))
+    if x.kind == second:
+        x, y = y, x
+    need(x.kind == first and y.kind == second)
+    return x, y
 
 
 def _transposed(graph: PatternGraph, op: Op) -> str:
-    return "".join(
-        axis for axis in "xy" if graph.attribute(op, f"transpose_{axis}", False)
-    )
+    """The names of the operands that a product transposes."""
+    return "".join(x for x in "xy" if graph.attribute(op, f"transpose_{x}", False))
 
 
 def _slice_window(graph: PatternGraph, op: Op, shape) -> list[tuple]:
     """(begin, end) of each axis that a slice with unit strides takes from `shape`; an
     axis taken whole reads (0, None)."""
     rank = len(shape)
-    begin, end = graph.attribute(op, "begin"), graph.attribute(op, "end")
-    open_begin, open_end = (
-        graph.attribute(op, f"{side}_mask", [False] * rank) for side in ("begin", "end")
-    )
-    need(
-        begin is not None
-        and end is not None
-        and graph.attribute(op, "stride", [1] * rank) == [1] * rank
-    )
+    begin = list(need(graph.attribute(op, "begin")))
+    end = list(need(graph.attribute(op, "end")))
+    open_begin = graph.attribute(op, "begin_mask", [False] * rank)
+    open_end = graph.attribute(op, "end_mask", [False] * rank)
+    need(graph.attribute(op, "stride", [1] * rank) == [1] * rank)
     need(not any(graph.attribute(op, "squeeze_mask", [False])))
-    return [
-        (0 if o else b, None if p or e == n else e)
-        for o, b, p, e, n in zip(open_begin, begin, open_end, end, shape, strict=True)
-    ]
+    need(len(begin) == len(end) == len(open_begin) == len(open_end) == rank)
+    for axis, size in enumerate(shape):
+        if open_begin[axis]:
+            begin[axis] = 0
+        if open_end[axis] or end[axis] == size:
+            end[axis] = None
+    return list(zip(begin, end))
 
 
 def _columns(graph: PatternGraph, op: Op, width: int) -> tuple[int, int]:
     """First and last + 1 of the last axis that a slice of nothing else takes."""
     *others, (first, last) = _slice_window(graph, op, graph.shape_of(op.inputs["x"]))
-    need(all(w == (0, None) for w in others))
-    return first, width if last is None else last
+    need(others == [(0, None)] * len(others))
+    if last is None:
+        last = width
+    return first, last
 
 
 PATTERNS = (

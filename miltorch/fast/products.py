@@ -16,6 +16,10 @@ from miltorch.program import Op, Ref
 
 LARGE_PAGE = 1 << 21  # bytes; numpy asks the operating system for such pages
 LINE = 64  # bytes that a processor reads at once
+COMPRESSED = {
+    "constexpr_blockwise_shift_scale": ("data", "scale"),
+    "constexpr_lut_to_dense": ("indices", "lut"),
+}
 
 
 @dataclass
@@ -32,11 +36,9 @@ class Linear:
     @property
     def form(self) -> int:
         """How weights are stored: 1 int8, 2 fp16, or the form of packed ones."""
-        return (
-            self.weight.form
-            if isinstance(self.weight, Packed)
-            else self.weight.itemsize
-        )
+        if isinstance(self.weight, Packed):
+            return self.weight.form
+        return self.weight.itemsize
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -52,19 +54,18 @@ class Linear:
         elif len(rows) < FEW_COLUMNS:
             y = tiles.product(self.weight, self.scale, rows)
         elif self.weight.dtype == np.uint16:
-            y = panel_product(
-                rows.float(), torch.from_numpy(self.weight.view(np.float16))
-            )
+            halves = torch.from_numpy(self.weight.view(np.float16))
+            y = panel_product(rows.float(), halves)
         else:
             scale = torch.from_numpy(self.scale)[:, None]
             y = panel_product(rows.float(), torch.from_numpy(self.weight), scale)
-        y = (y if self.bias is None else y + self.bias).half()
-        y = (
-            y.reshape(x.shape[0], -1, self.weight.shape[0])
-            .transpose(1, 2)
-            .reshape(x.shape[0], -1, *x.shape[2:])
-        )
-        return y if self.widths is None else y.split(self.widths, 1)
+        if self.bias is not None:
+            y = y + self.bias
+        y = y.half().reshape(len(x), -1, self.weight.shape[0]).transpose(1, 2)
+        y = y.reshape(len(x), -1, *x.shape[2:])
+        if self.widths is None:
+            return y
+        return y.split(self.widths, 1)
 
 
 def _packed_product(weight: Packed, rows: torch.Tensor) -> torch.Tensor:
@@ -74,32 +75,28 @@ def _packed_product(weight: Packed, rows: torch.Tensor) -> torch.Tensor:
         return packed.product(weight, rows)
     (R, K), rows = weight.shape, rows.contiguous()
     step = -(-PANEL // K)
-    panels = (
-        packed.dense(weight, start, min(start + step, R)) for start in range(0, R, step)
-    )
-    return torch.cat([_wide_linear(rows, panel) for panel in panels], 1)
+    products = []
+    for start in range(0, R, step):
+        panel = packed.dense(weight, start, min(start + step, R))
+        products.append(_wide_linear(rows, panel))
+    return torch.cat(products, 1)
 
 
 def together(linears: list[Linear]) -> Linear:
     """Products of one input as one, weights out of their file: a larger matrix in large
     pages is read faster, and one call costs less than several."""
-    biases, widths = (
-        [one.bias for one in linears],
-        [one.weight.shape[0] for one in linears],
-    )
-    if isinstance(linears[0].weight, Packed):
-        weight, scale = packed.joined([one.weight for one in linears]), None
+    weights = [one.weight for one in linears]
+    scale = bias = widths = None
+    if isinstance(weights[0], Packed):
+        weight = packed.joined(weights)
     else:
-        weight, scale = (
-            np.concatenate([getattr(one, part) for one in linears])
-            for part in ("weight", "scale")
-        )
-    return Linear(
-        weight,
-        scale,
-        None if biases[0] is None else torch.cat(biases),
-        widths if len(widths) > 1 else None,
-    )
+        weight = np.concatenate(weights)
+        scale = np.concatenate([one.scale for one in linears])
+    if linears[0].bias is not None:
+        bias = torch.cat([one.bias for one in linears])
+    if len(linears) > 1:
+        widths = [each.shape[0] for each in weights]
+    return Linear(weight, scale, bias, widths)
 
 
 def in_large_pages(linears: list[Linear]) -> None:
@@ -124,23 +121,20 @@ def in_large_pages(linears: list[Linear]) -> None:
 def linear_pattern(graph: PatternGraph, op: Op):
     """A 1×1 convolution, over [B, K, T, 1] or [B, K, 1, T], with constant weights."""
     x = op.inputs["x"]
-    need(
-        graph.attribute(op, "pad_type", "valid") in ("valid", "custom")
-        and not any(graph.attribute(op, "pad", []))
-    )
-    need(
-        max(graph.attribute(op, "strides", [1]))
-        == graph.attribute(op, "groups", 1)
-        == 1
-    )
-    bias = need(graph.constant(op.inputs["bias"])) if "bias" in op.inputs else None
+    need(graph.attribute(op, "pad_type", "valid") in ("valid", "custom"))
+    need(not any(graph.attribute(op, "pad", [])))
+    need(max(graph.attribute(op, "strides", [1])) == 1)
+    need(graph.attribute(op, "groups", 1) == 1)
     source = op.inputs["weight"]
     weight, scale = (
         _packed_weight(graph, source)
         or _int8_weight(graph, source)
         or _half_weight(graph, source)
     )
-    need(bias is None or bias.shape == weight.shape[:1])
+    bias = None
+    if "bias" in op.inputs:
+        bias = need(graph.constant(op.inputs["bias"]))
+        need(bias.shape == weight.shape[:1])
     need(isinstance(x, Ref) and len(graph.shape_of(x)) == 4)
     return [(Linear(weight, scale, bias), [x.name], None)]
 
@@ -152,29 +146,18 @@ def _half_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray]:
         weight = need(graph.constant(source)).half().numpy()
         graph.folded.pop(getattr(source, "name", None), None)
     need(weight.shape[2:] == (1, 1))
-    return weight.reshape(len(weight), -1).view(np.uint16), np.ones(
-        len(weight), np.float32
-    )
+    bits = weight.reshape(len(weight), -1).view(np.uint16)
+    return bits, np.ones(len(weight), np.float32)
 
 
 def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] | None:
     """Symmetric int8 data [R, K, 1, 1] scaled per tensor or per row; None for any other
     compression."""
-    op = graph.producer(source)
-    if (
-        op is None
-        or op.kind != "constexpr_blockwise_shift_scale"
-        or op.inputs.keys() != {"data", "scale"}
-    ):
+    stored = _stored_weight(graph, source)
+    if stored is None or stored[0] != "constexpr_blockwise_shift_scale":
         return None
-    data, scale = (
-        np.asarray(graph.literal(op.inputs[name])) for name in ("data", "scale")
-    )
-    if (
-        op.outputs[0][1].dtype != "FLOAT16"
-        or data.dtype != np.int8
-        or data.shape[2:] != (1, 1)
-    ):
+    _, data, scale = stored
+    if data.dtype != np.int8 or data.shape[2:] != (1, 1):
         return None
     if scale.shape not in ((1, 1, 1, 1), (len(data), 1, 1, 1)):
         return None
@@ -182,47 +165,48 @@ def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] |
     if not (np.abs(scale.astype(np.float32)) <= LARGEST / 128).all():
         return None
     graph.dense[source.name] = torch.Size(data.shape)
-    scale = np.ascontiguousarray(
-        np.broadcast_to(scale.reshape(-1).astype(np.float32), len(data))
-    )
-    return data.reshape(len(data), -1), scale
+    scale = np.broadcast_to(scale.reshape(-1).astype(np.float32), len(data))
+    return data.reshape(len(data), -1), np.ascontiguousarray(scale)
+
+
+def _stored_weight(graph: PatternGraph, source) -> tuple | None:
+    """Kind, values and factors of a compressed fp16 weight without other operands; None
+    for any other source."""
+    op = graph.producer(source)
+    if op is None or op.kind not in COMPRESSED or op.outputs[0][1].dtype != "FLOAT16":
+        return None
+    names = COMPRESSED[op.kind]
+    if op.inputs.keys() != set(names):
+        return None
+    values, factors = (np.asarray(graph.literal(op.inputs[name])) for name in names)
+    return op.kind, values, factors
 
 
 def _packed_weight(graph: PatternGraph, source) -> tuple[Packed, None] | None:
     """int4 [R, K, 1, 1] with scales of blocks along K, or indices of up to 6 bits of
     tables for equal parts of R, whose values are scalars; None for any other
     compression, and for a K that is no multiple of what is packed together."""
-    op = graph.producer(source)
-    operands = {
-        "constexpr_blockwise_shift_scale": {"data", "scale"},
-        "constexpr_lut_to_dense": {"indices", "lut"},
-    }.get(op.kind if op else None)
-    if (
-        op is None
-        or op.inputs.keys() != operands
-        or op.outputs[0][1].dtype != "FLOAT16"
-    ):
+    stored = _stored_weight(graph, source)
+    if stored is None:
         return None
-    values, factors = (
-        np.asarray(graph.literal(op.inputs[name])) for name in sorted(operands)
-    )
+    kind, values, factors = stored
     if values.ndim != 4 or values.shape[2:] != (1, 1) or factors.dtype != np.float16:
         return None
     (R, K), (parts, blocks, *rest) = values.shape[:2], factors.shape
     if rest[:2] != [1, 1]:
         return None
-    if op.kind == "constexpr_blockwise_shift_scale":
-        form = INT4 if -8 <= values.min() and values.max() < 8 else None
-        fits = (
-            values.dtype == np.int8
-            and parts in (1, R)
-            and K % (blocks * GROUP[INT4]) == 0
-        )
+    if kind == "constexpr_blockwise_shift_scale":
+        form = INT4
+        fits = values.dtype == np.int8 and -8 <= values.min() and values.max() < 8
+        fits = fits and parts in (1, R) and K % (blocks * GROUP[INT4]) == 0
     else:
         entries, width = rest[2:]
-        form = next((form for form in (LUT4, LUT6) if entries <= ENTRIES[form]), None)
-        fits = blocks == width == 1 and R % parts == 0 and parts < 1 << 16
-    if form is None or not fits or K % GROUP[form]:
+        form = LUT4
+        if entries > ENTRIES[LUT4]:
+            form = LUT6
+        fits = entries <= ENTRIES[form] and blocks == width == 1
+        fits = fits and R % parts == 0 and parts < 1 << 16
+    if not fits or K % GROUP[form]:
         return None
     graph.dense[source.name] = torch.Size(values.shape)
     return packed.pack(values.reshape(R, K), factors.reshape(parts, -1), form), None

@@ -15,9 +15,10 @@ Gates run the literal graph: it sees NaN and leaks in rows that attention here d
 touch."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from miltorch.interpret import (
 )
 from miltorch.ops import OPERATIONS, TUPLES
 from miltorch.ops.state import StateCell
-from miltorch.program import Op, Program, Ref, read
+from miltorch.program import Op, Program, read
 
 # torch computes these on fp16 in float32 and rounds the result once, or only moves or
 # picks values
@@ -105,25 +106,21 @@ class FastProgram:
         # what each register holds before a call: its constant, or None
         self.values: list[object] = []
         self.graph = PatternGraph(program, PATTERNS)
-        self.nodes = _joined(
-            [node for op in self.graph.live() for node in self._nodes(op)]
-        )
-        in_large_pages(
-            [n.function for n in self.nodes if isinstance(n.function, Linear)]
-        )
-        self.inputs = {
-            name: (self._register(name), _torch_dtype(t))
-            for name, t in program.inputs.items()
-        }
-        self.states, self.outputs = (
-            {n: self._register(n) for n in names}
-            for names in (program.states, program.outputs)
-        )
+        nodes = []
+        for op in self.graph.live():
+            nodes += self._nodes(op)
+        self.nodes = _joined(nodes)
+        functions = [node.function for node in self.nodes]
+        in_large_pages([each for each in functions if isinstance(each, Linear)])
+        self.inputs = {}
+        for name, declared in program.inputs.items():
+            self.inputs[name] = self._register(name), _torch_dtype(declared)
+        self.states = self._registers(program.states)
+        self.outputs = self._registers(program.outputs)
         self.outline = Executable(program, builder=partial(Outline, self.graph))
-        reads, body = set(read_names(self.outline.body)), self.outline.body
-        body.constants = {
-            name: value for name, value in body.constants.items() if name in reads
-        }
+        constants = self.outline.body.constants
+        for name in constants.keys() - set(read_names(self.outline.body)):
+            del constants[name]
         self.outline.program = self.program
         # by the shapes of inputs, decided by their first call: a bytecode, None for
         # call by call, or the literal graph
@@ -147,17 +144,19 @@ class FastProgram:
         if shapes not in self.bytecodes:
             return self._first(inputs, state, shapes)
         bytecode = self.bytecodes.get(shapes)
-        outputs = bytecode.run(inputs, state) if bytecode else None
-        return self._run(inputs, state)[0] if outputs is None else outputs
+        if bytecode is not None:
+            outputs = bytecode.run(inputs, state)
+            if outputs is not None:
+                return outputs
+        return self._run(inputs, state)[0]
 
     @torch.inference_mode()
     def _first(self, inputs: dict, state: dict, shapes: tuple) -> dict:
         """The first call of some shapes, which decides how the others run."""
         # refuses other shapes than the program declares
         self.outline.operands(inputs, state)
-        first = tried(
-            self._alike, inputs, {name: state[name].value for name in self.states}
-        )
+        before = {name: state[name].value for name in self.states}
+        first = tried(self._alike, inputs, before)
         if first is None:
             self.bytecodes[shapes] = self.literal()
             return self.bytecodes[shapes].run(inputs, state)
@@ -176,18 +175,13 @@ class FastProgram:
         cells = {name: StateCell(value.clone()) for name, value in before.items()}
         outputs, values = self._run(inputs, cells)
         need(outputs.keys() == outline.keys())
-        need(
-            all(
-                outputs[name].shape == value.shape
-                and outputs[name].dtype == value.dtype
-                for name, value in outline.items()
-            )
-        )
+        for name, value in outline.items():
+            need(outputs[name].shape == value.shape)
+            need(outputs[name].dtype == value.dtype)
         for name, value in before.items():
-            need(
-                cells[name].value.shape == value.shape
-                and cells[name].value.dtype == value.dtype == torch.float32
-            )
+            cell = cells[name].value
+            need(cell.shape == value.shape)
+            need(cell.dtype == value.dtype == torch.float32)
         return outputs, values, cells
 
     @torch.inference_mode()
@@ -202,18 +196,18 @@ class FastProgram:
         try:
             for node in self.nodes:
                 result = node.function(*[values[i] for i in node.inputs])
-                results = (result,) if len(node.outputs) == 1 else result
-                for register, value in zip(node.outputs, results, strict=False):
+                if len(node.outputs) == 1:
+                    result = (result,)
+                for register, value in zip(node.outputs, result, strict=False):
                     values[register] = value
         except InputError:
             raise
         except Exception as problem:
             raise failure(self.program, node.op, problem) from problem
-        outputs = {name: values[register] for name, register in self.outputs.items()}
-        return {
-            name: value.float() if value.dtype == torch.float16 else value
-            for name, value in outputs.items()
-        }, values
+        outputs = {}
+        for name, register in self.outputs.items():
+            outputs[name] = _widened(values[register])
+        return outputs, values
 
     def _register(self, name: str, value=None) -> int:
         if name not in self.registers:
@@ -221,64 +215,58 @@ class FastProgram:
             self.values.append(value)
         return self.registers[name]
 
+    def _registers(self, names: Iterable[str]) -> dict[str, int]:
+        return {name: self._register(name) for name in names}
+
     def _nodes(self, op: Op) -> list[Node]:
         if op.key not in self.graph.special:
             return [self._literal(op)]
         outputs = [self._register(name) for name, _ in op.outputs]
-        return [
-            Node(
-                op,
-                function,
-                [self._register(n) for n in names],
-                [self._register(result)] if result else outputs,
-            )
-            for function, names, result in self.graph.special[op.key]
-            if result not in self.registers
-        ]
+        nodes = []
+        for function, names, result in self.graph.special[op.key]:
+            if result in self.registers:
+                continue
+            node = Node(op, function, list(map(self._register, names)), outputs)
+            if result:
+                node.outputs = [self._register(result)]
+            nodes.append(node)
+        return nodes
 
     def _literal(self, op: Op) -> Node:
         """The operation by its rule: constant attributes bound, arrays in registers,
         results in their declared dtype."""
         rule, graph = OPERATIONS[op.kind], self.graph
         attributes, parameters, registers, lists = {}, [], [], {}
-        positional = [
-            p
-            for p in inspect.signature(rule.function).parameters
-            if p not in rule.attributes
-        ]
+        signature = inspect.signature(rule.function).parameters
+        positional = [p for p in signature if p not in rule.attributes]
         for parameter in sorted(op.inputs, key=lambda p: (positional + [p]).index(p)):
             source = op.inputs[parameter]
             if parameter in rule.attributes and graph.constant(source) is not None:
                 attributes[parameter] = _python_value(graph.constant(source))
                 continue
-            sources = source if isinstance(source, list) else [source]
+            sources = _listed(source)
             if isinstance(source, list) or parameter in TUPLES:
                 lists[parameter] = len(sources)
             parameters.append(parameter)
-            registers += [
-                self._source(s, f"{op.name}.{parameter}.{i}")
-                for i, s in enumerate(sources)
-            ]
-        function = partial(rule.function, **attributes) if attributes else rule.function
+            for i, each in enumerate(sources):
+                registers.append(self._source(each, f"{op.name}.{parameter}.{i}"))
+        function = rule.function
+        if attributes:
+            function = partial(function, **attributes)
         if lists or parameters != positional[: len(parameters)]:
             function = _call_by_name(function, parameters, lists, rule.attributes)
         plain = op.kind in DIRECT - RETYPING and len(op.outputs) == 1
         if not plain or any(graph.dtype(n) != "FLOAT16" for n in _names(op)):
             function = _typed(function, op, wide=op.kind not in DIRECT)
-        return Node(
-            op,
-            function,
-            registers,
-            [self._register(n) for n, _ in op.outputs]
-            or [self._register(f"{op.name}.")],
-            attributes,
-        )
+        outputs = [self._register(name) for name, _ in op.outputs]
+        if not outputs:
+            outputs = [self._register(f"{op.name}.")]
+        return Node(op, function, registers, outputs, attributes)
 
     def _source(self, source, where: str) -> int:
-        return self._register(
-            source.name if isinstance(source, Ref) else where,
-            _to_half(self.graph.constant(source)),
-        )
+        """The register of an operand; a literal in the operation is named `where`."""
+        name = getattr(source, "name", where)
+        return self._register(name, _to_half(self.graph.constant(source)))
 
 
 class Outline(Builder):
@@ -302,34 +290,22 @@ class Outline(Builder):
 
     def _zeros(self, op: Op) -> torch.Tensor | None:
         """Zeros in place of a float constant, or None."""
-        value, shape = (
-            op.inputs.get("val") if op.kind == "const" else None,
-            self.graph.dense.get(op.key),
-        )
-        large = (
-            isinstance(value, np.ndarray)
-            and value.dtype.kind == "f"
-            and value.size > LARGE
-        )
-        dense = (
-            shape is not None
-            and len(op.outputs) == 1
-            and shape == op.outputs[0][1].shape
-            and shape.numel() > 1
-        )
-        return (
-            torch.zeros(()).expand(value.shape if large else shape)
-            if large or dense
-            else None
-        )
+        value = op.inputs.get("val")
+        if op.kind == "const" and isinstance(value, np.ndarray):
+            if value.dtype.kind == "f" and value.size > LARGE:
+                return torch.zeros(()).expand(value.shape)
+        shape = self.graph.dense.get(op.key, torch.Size())
+        if [declared.shape for _, declared in op.outputs] != [shape]:
+            return None
+        if shape.numel() <= 1:
+            return None
+        return torch.zeros(()).expand(shape)
 
     def _step(self, op: Op, scope: dict, body: Body) -> Step:
         step = super()._step(op, scope, body)
-        if any(
-            isinstance(function, Linear)
-            for function, *_ in self.graph.special.get(op.key, ())
-        ):
-            step.function = partial(_outline, step.function)
+        for function, *_ in self.graph.special.get(op.key, ()):
+            if isinstance(function, Linear):
+                step.function = partial(_outline, step.function)
         return step
 
 
@@ -347,43 +323,57 @@ def _outline(conv: Callable, x, weight, bias=None, **attributes):
 def _joined(nodes: list[Node]) -> list[Node]:
     """Products with one input become one node, where the first of them stood."""
     groups: dict[tuple, list[Node]] = {}
+    joined = []
     for node in nodes:
+        group = [node]
         if isinstance(node.function, Linear):
-            group = node.inputs[0], node.function.form, node.function.bias is None
-            groups.setdefault(group, []).append(node)
-    for group in groups.values():
-        group[0].function = together([node.function for node in group])
-        group[0].outputs = [register for node in group for register in node.outputs]
-    others = {id(node) for group in groups.values() for node in group[1:]}
-    return [node for node in nodes if id(node) not in others]
+            key = node.inputs[0], node.function.form, node.function.bias is None
+            group = groups.setdefault(key, [])
+            group.append(node)
+        if group[0] is node:
+            joined.append(node)
+    for first, *others in groups.values():
+        linears = [node.function for node in (first, *others)]
+        first.function = together(linears)
+        for node in others:
+            first.outputs = first.outputs + node.outputs
+    return joined
+
+
+def _listed(source) -> list:
+    if isinstance(source, list):
+        return source
+    return [source]
 
 
 def _names(op: Op) -> list[str]:
-    """Every value that an operation reads as an array or makes."""
-    arrays = [
-        s
-        for p, source in op.inputs.items()
-        if p not in OPERATIONS[op.kind].attributes
-        for s in (source if isinstance(source, list) else [source])
-    ]
-    return [s.name if isinstance(s, Ref) else "" for s in arrays] + [
-        name for name, _ in op.outputs
-    ]
+    """Every value that an operation reads as an array or makes; "" for a literal."""
+    names = [name for name, _ in op.outputs]
+    for parameter, source in op.inputs.items():
+        if parameter not in OPERATIONS[op.kind].attributes:
+            names += [getattr(each, "name", "") for each in _listed(source)]
+    return names
 
 
 def _torch_dtype(declared) -> torch.dtype:
-    return (
-        torch.float16
-        if declared.dtype == "FLOAT16"
-        else _INTEGER.get(declared.dtype, torch.float32)
-    )
+    if declared.dtype == "FLOAT16":
+        return torch.float16
+    return _INTEGER.get(declared.dtype, torch.float32)
 
 
 def _to_half(value):
     """A float32 literal as fp16 where fp16 can represent it; anything else as it is."""
     if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
         half = value.half()
-        return half if torch.equal(half.float(), value) else value
+        if torch.equal(half.float(), value):
+            return half
+    return value
+
+
+def _widened(value):
+    """An fp16 tensor as float32; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.dtype == torch.float16:
+        return value.float()
     return value
 
 
@@ -396,11 +386,13 @@ def _call_by_name(function, parameters, lists, attributes):
     def call(*values):
         rest, arguments = iter(values), {}
         for parameter in parameters:
-            count = lists.get(parameter)
-            value = next(rest) if count is None else [next(rest) for _ in range(count)]
-            arguments[parameter] = (
-                _python_value(value) if parameter in attributes else value
-            )
+            if parameter in lists:
+                value = list(islice(rest, lists[parameter]))
+            else:
+                value = next(rest)
+            if parameter in attributes:
+                value = _python_value(value)
+            arguments[parameter] = value
         return function(**arguments)
 
     return call
@@ -413,17 +405,12 @@ def _typed(function, op: Op, wide: bool):
 
     def call(*values):
         if wide:
-            values = [
-                v.float()
-                if isinstance(v, torch.Tensor) and v.dtype == torch.float16
-                else v
-                for v in values
-            ]
+            values = map(_widened, values)
         result = function(*values)
         if many:
             return [v.to(d) for v, d in zip(result or (), dtypes, strict=False)]
-        return (result[0] if isinstance(result, (tuple, list)) else result).to(
-            dtypes[0]
-        )
+        if isinstance(result, (tuple, list)):
+            result = result[0]
+        return result.to(dtypes[0])
 
     return call

@@ -36,19 +36,19 @@ class Recorder:
 
     def _value(self, register: int) -> torch.Tensor:
         """A register; one that no instruction writes is a constant."""
-        if register not in self.registers:
-            constant = (
-                self.values[register]
-                if register in self.known
-                else self.constants[register]
-            )
-            need_instruction(isinstance(constant, torch.Tensor))
-            if register in self.known:
-                self.registers[register] = self._keep(constant.float())
-            else:
-                wide = self.wide.setdefault(register, constant.float().contiguous())
-                self.registers[register] = wide
-        return self.registers[register]
+        if register in self.registers:
+            return self.registers[register]
+        constants = self.constants
+        if register in self.known:
+            constants = self.values
+        constant = constants[register]
+        need_instruction(isinstance(constant, torch.Tensor))
+        if register in self.known:
+            value = self._keep(constant.float())
+        else:
+            value = self.wide.setdefault(register, constant.float().contiguous())
+        self.registers[register] = value
+        return value
 
     def _new(self, register: int, dtype=torch.float16, kind: str = "") -> torch.Tensor:
         """Memory for a register that holds values of this dtype."""
@@ -70,55 +70,61 @@ class Recorder:
         self._strided(machine.COPY, copy, x)
         return copy
 
+    def _flat(self, x: torch.Tensor, axis: int) -> torch.Tensor:
+        """x with the axes from `axis` on as one; dense where those are no one axis."""
+        flat = x.flatten(axis)
+        if shared(flat, x):
+            return flat
+        return self._dense(x).flatten(axis)
+
     def _address(self, tensor: torch.Tensor) -> int:
         return self.outer.get(tensor.data_ptr(), tensor.data_ptr())
 
     def _strided(self, kind: int, out: torch.Tensor, *operands: torch.Tensor) -> None:
         """An operation on every element of `out`; operands are spread over it."""
-        need_instruction(
-            torch.broadcast_shapes(*(x.shape for x in operands)) == out.shape
-        )
-        tensors = [out, *(self._spread(x, out.shape) for x in operands)]
+        shapes = [x.shape for x in operands]
+        need_instruction(torch.broadcast_shapes(*shapes) == out.shape)
+        tensors = [out]
+        for x in operands:
+            tensors.append(self._spread(x, out.shape))
         shape, steps = _merged(out.shape, [tensor.stride() for tensor in tensors])
-        self._loop(kind, shape, steps, [self._address(tensor) for tensor in tensors])
+        self._loop(kind, shape, steps, list(map(self._address, tensors)))
 
     def _spread(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """x expanded to a shape; a constant of several numbers is stored so, which
         makes the loop over it a long one."""
-        constant = x.numel() > 1 and any(x is each for each in self.wide.values())
-        return self._keep(x.expand(shape).contiguous()) if constant else x.expand(shape)
+        spread = x.expand(shape)
+        if x.numel() > 1 and any(x is each for each in self.wide.values()):
+            return self._keep(spread.contiguous())
+        return spread
 
     def _rows(
         self, kind: int, out: torch.Tensor, x: torch.Tensor, *others, number: int = 0
     ) -> None:
         """An operation along the last axis of x; the operands' other axes are spread
         over those of `out`."""
-        tensors = [out, x, *(y.expand(*x.shape[:-1], y.shape[-1]) for y in others)]
         need_instruction(out.shape[:-1] == x.shape[:-1])
-        shape, steps = _merged(
-            x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors]
-        )
-        steps = [
-            (*step, tensor.stride(-1))
-            for step, tensor in zip(steps, tensors, strict=True)
-        ]
-        addresses = [self._address(tensor) for tensor in tensors]
+        tensors = [out, x]
+        for y in others:
+            tensors.append(y.expand(*x.shape[:-1], y.shape[-1]))
+        strides = [tensor.stride() for tensor in tensors]
+        shape, steps = _merged(x.shape[:-1], [stride[:-1] for stride in strides])
+        for i, stride in enumerate(strides):
+            steps[i] += stride[-1:]
+        addresses = list(map(self._address, tensors))
         self._loop(kind, (*shape, x.shape[-1]), steps, addresses, number)
 
     def _loop(self, kind, shape, steps, addresses, number=0) -> None:
         """One instruction, or several where `shape` has more than four axes."""
         if len(shape) > 4:
+            # axes of one element are none: there are several, and addresses to move
+            need_instruction(min(addresses) >= 0)
+            inner = [step[1:] for step in steps]
             for i in range(shape[0]):
-                starts = [
-                    address + 4 * i * step[0] if address >= 0 else address
-                    for address, step in zip(addresses, steps, strict=True)
-                ]
-                need_instruction(
-                    all(address >= 0 for address in addresses) or shape[0] == 1
-                )
-                self._loop(
-                    kind, shape[1:], [step[1:] for step in steps], starts, number
-                )
+                starts = []
+                for address, step in zip(addresses, steps, strict=True):
+                    starts.append(address + 4 * i * step[0])
+                self._loop(kind, shape[1:], inner, starts, number)
             return
         self.width = max(self.width, 4 * shape[-1] if shape else 4)
         missing, operands = 4 - len(shape), []
@@ -145,19 +151,16 @@ def shared(view: torch.Tensor, source: torch.Tensor) -> bool:
 def _merged(shape, steps: list) -> tuple[tuple, list[tuple]]:
     """Axes that every operand runs through as one become one, and those of one element
     none: (sizes, strides of each)."""
-    sizes, kept = [], [[] for _ in steps]
+    sizes, strides = [], []
     for axis, size in enumerate(shape):
         if size == 1:
             continue
         own = [step[axis] for step in steps]
-        if sizes and all(
-            rest[-1] == size * step for rest, step in zip(kept, own, strict=True)
-        ):
-            sizes[-1] *= size
-            for rest, step in zip(kept, own, strict=True):
-                rest[-1] = step
-        else:
-            sizes.append(size)
-            for rest, step in zip(kept, own, strict=True):
-                rest.append(step)
-    return tuple(sizes), [tuple(rest) for rest in kept]
+        if sizes and strides[-1] == [size * step for step in own]:
+            size *= sizes.pop()
+            strides.pop()
+        sizes.append(size)
+        strides.append(own)
+    if not sizes:
+        return (), [()] * len(steps)
+    return tuple(sizes), list(zip(*strides))

@@ -30,6 +30,38 @@ SPAN = 1024  # terms that are summed in one register, a multiple of WIDTH
 BLOCK = SUMS // 2  # rows of the weight that stay in a core's cache for all vectors
 CONTRACT = ("contract",)
 VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
+NUMBER = ir.IntType(64)
+BYTES = {"i8": 1, "half": 2, "float": 4}  # of a weight, by its type's name
+
+
+def _load(builder, address, kind: ir.Type, align: int):
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _offset(builder, base, index: int, stride):
+    return builder.add(base, builder.mul(NUMBER(index), stride))
+
+
+def _row_scales(builder, scales, rows: int) -> list:
+    """The scale of each row, as a vector."""
+    vectors = []
+    for row in range(rows):
+        address = _offset(builder, scales, row, NUMBER(4))
+        vectors.append(_splat(builder, _load(builder, address, ir.FloatType(), 4)))
+    return vectors
+
+
+def _row_weights(builder, address, element: ir.Type, scale):
+    """WIDTH weights of a row as a vector of float32; an integer is scaled, and the
+    product rounded to half."""
+    stored = ir.VectorType(element, WIDTH)
+    weights = _load(builder, address, stored, BYTES[str(element)])
+    if scale is not None:
+        weights = builder.fmul(builder.sitofp(weights, VECTOR), scale)
+        weights = builder.fptrunc(weights, ir.VectorType(ir.HalfType(), WIDTH))
+    if weights.type == VECTOR:
+        return weights
+    return builder.fpext(weights, VECTOR)
 
 
 def _tile(tokens: int, element: ir.Type):
@@ -38,59 +70,35 @@ def _tile(tokens: int, element: ir.Type):
     results): SUMS // tokens rows by `tokens` float32 vectors, over the first `terms` (a
     multiple of WIDTH) elements → float32 [rows, tokens]. A weight is an `element`:
     float, half, or an integer of 8 bits that is scaled and rounded to half."""
-    integers = element == ir.IntType(8)
-    stored, half = ir.VectorType(element, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
-    rows, size = SUMS // tokens, {"i8": 1, "half": 2, "float": 4}[str(element)]
+    rows = SUMS // tokens
 
     def emit(context, builder, signature, arguments):
         weight, row_bytes, x, x_bytes, terms, scales, out = arguments
-        number = terms.type
-        sums = [
-            cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None))
-            for _ in range(SUMS)
-        ]
-
-        def load(address, kind, align):
-            return builder.load(
-                builder.inttoptr(address, kind.as_pointer()), align=align
-            )
-
-        def offset(base, index, stride):
-            return builder.add(base, builder.mul(ir.Constant(number, index), stride))
-
-        factors = [
-            _splat(
-                builder,
-                load(offset(scales, r, ir.Constant(number, 4)), ir.FloatType(), 4),
-            )
-            for r in range(rows if integers else 0)
-        ]
-        with cgutils.for_range_slice(
-            builder, ir.Constant(number, 0), terms, ir.Constant(number, WIDTH), number
-        ) as (k, _):
-            xs = builder.add(x, builder.mul(k, ir.Constant(number, 4)))
-            vectors = [load(offset(xs, n, x_bytes), VECTOR, 4) for n in range(tokens)]
-            ws = builder.add(weight, builder.mul(k, ir.Constant(number, size)))
-            for r in range(rows):
-                address = offset(ws, r, row_bytes)
-                _prefetch(
-                    builder,
-                    builder.add(
-                        address, builder.mul(ir.Constant(number, rows), row_bytes)
-                    ),
-                )
-                w = load(address, stored, size)
-                if integers:
-                    w = builder.fmul(builder.sitofp(w, VECTOR), factors[r])
-                    w = builder.fptrunc(w, half)
-                w = w if w.type == VECTOR else builder.fpext(w, VECTOR)
-                for n in range(tokens):
+        zero, step = ir.Constant(VECTOR, None), NUMBER(WIDTH)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(SUMS)]
+        row_scales = [None] * rows
+        if element == ir.IntType(8):
+            row_scales = _row_scales(builder, scales, rows)
+        loop = cgutils.for_range_slice(builder, NUMBER(0), terms, step, NUMBER)
+        with loop as (k, _):
+            start = builder.add(x, builder.mul(k, NUMBER(4)))
+            vectors = []
+            for n in range(tokens):
+                address = _offset(builder, start, n, x_bytes)
+                vectors.append(_load(builder, address, VECTOR, 4))
+            start = builder.mul(k, NUMBER(BYTES[str(element)]))
+            start = builder.add(weight, start)
+            for r, scale in enumerate(row_scales):
+                address = _offset(builder, start, r, row_bytes)
+                _prefetch(builder, _offset(builder, address, rows, row_bytes))
+                weights = _row_weights(builder, address, element, scale)
+                for n, vector in enumerate(vectors):
                     place = sums[r * tokens + n]
-                    term = builder.fmul(w, vectors[n], flags=CONTRACT)
+                    term = builder.fmul(weights, vector, flags=CONTRACT)
                     total = builder.fadd(builder.load(place), term, flags=CONTRACT)
                     builder.store(total, place)
         for i, place in enumerate(sums):
-            address = builder.add(out, ir.Constant(number, 4 * i))
+            address = builder.add(out, NUMBER(4 * i))
             total = _total(builder, builder.load(place))
             builder.store(total, builder.inttoptr(address, total.type.as_pointer()))
         return context.get_dummy_value()
@@ -127,16 +135,12 @@ def _total(builder, vector):
     width = WIDTH
     while width > 1:
         width //= 2
-        low, high = (
-            ir.Constant(
-                ir.VectorType(ir.IntType(32), width), list(range(first, first + width))
-            )
-            for first in (0, width)
-        )
-        parts = [
-            builder.shuffle_vector(vector, vector, places) for places in (low, high)
-        ]
-        vector = builder.fadd(*parts)
+        halves = []
+        for first in (0, width):
+            kind = ir.VectorType(ir.IntType(32), width)
+            places = ir.Constant(kind, list(range(first, first + width)))
+            halves.append(builder.shuffle_vector(vector, vector, places))
+        vector = builder.fadd(*halves)
     return builder.extract_element(vector, ir.IntType(32)(0))
 
 
@@ -282,14 +286,13 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
     N, R = len(x), len(weight)
     _same(x.shape[1:], weight.shape[1:])
     _same(scale.shape, (R,))
+    threads = torch.get_num_threads() > 1
     if N == 1:
-        row, out = (
-            np.ascontiguousarray(x[0].float().numpy()),
-            np.empty((1, R), np.float32),
-        )
-        on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
+        row = np.ascontiguousarray(x[0].float().numpy())
+        out = np.empty((1, R), np.float32)
+        on_threads(_one, weight, scale, row, out[0], threads)
         return torch.from_numpy(out)
     rows = F.pad(x.float(), (0, 0, 0, whole_tiles(N) - N)).contiguous().numpy()
     out = np.empty((1, R, N), np.float32)
-    on_threads(few, weight, scale, rows, out, torch.get_num_threads() > 1)
+    on_threads(few, weight, scale, rows, out, threads)
     return torch.from_numpy(out[0].T)

@@ -308,8 +308,12 @@ def _matrices(block, makers: dict) -> set[str]:
     for op in block.operations:
         if op.type == "conv":
             names.update(bound.name for bound in op.inputs["weight"].arguments)
-    shapes = {n: _tensor(makers[n].outputs[0].type)[1] for n in names & makers.keys()}
-    return {n for n, s in shapes.items() if s[2:] == [1, 1] and min(s[:2]) > 1}
+    matrices = set()
+    for name in names & makers.keys():
+        shape = _tensor(makers[name].outputs[0].type)[1]
+        if shape[2:] == [1, 1] and min(shape[:2]) > 1:
+            matrices.add(name)
+    return matrices
 
 
 def _stored_as(op) -> tuple:
@@ -368,10 +372,12 @@ def _checkpoint(m: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
 def _tensor(message) -> tuple[str, list[int | None]]:
     """dtype and sizes of a tensor type; a size left open is None."""
     tensor = message.tensorType
-    sizes = [
-        d.constant.size if d.WhichOneof("dimension") == "constant" else None
-        for d in tensor.dimensions
-    ]
+    sizes = []
+    for dimension in tensor.dimensions:
+        size = None
+        if dimension.WhichOneof("dimension") == "constant":
+            size = dimension.constant.size
+        sizes.append(size)
     return messages("MIL_pb2").DataType.Name(tensor.dataType), sizes
 
 
