@@ -146,9 +146,9 @@ def cache_write(graph: PatternGraph, op: Op):
     need(graph.attribute(total, "keep_dims") and graph.attribute(left, "x") == 1)
     transposed = bool(_transposed(graph, placement))
     (B, H, S, D), heads, columns = map(graph.shape_of, (state, rows, mask))
-    width = heads[3 - transposed]
-    need(heads[:2] + (width,) == (B, H, D) and len(heads) == 4)
-    need(columns[:3] == (B, 1, S) and len(columns) == 4)
+    need(len(heads) == len(columns) == 4 and columns[:3] == (B, 1, S))
+    width = heads[2] if transposed else heads[3]
+    need(heads[:2] == (B, H) and width == D)
     places, write = f"{mask.name}.rows", partial(_write_rows, transposed)
     return [
         (_write_positions, [mask.name], places),
