@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from workbench.bundle.names import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
+from workbench.bundle.states import MATRIX
 from workbench.runtime import Model
 
 
@@ -34,10 +35,14 @@ def run_layers(
 ) -> list[dict[str, np.ndarray]]:
     """`decoder.run_layers` of shard `index` for one call after another, with a hook for
     each where the runtime has hooks. As every shard has states of its own, the results
-    are those of running all shards call by call."""
+    are those of running all shards call by call.
+
+    A matrix state carries the rounding of every earlier token on: shards that have one
+    run call by call, so that their sums are those of decoding."""
     model = decoder.layers[index]
     shard = model.shard
-    if shard.kind != "router" and getattr(model, "predict_calls", None):
+    apart = shard.kind == "router" or MATRIX in map(shard.kind_of, shard.states)
+    if not apart and getattr(model, "predict_calls", None):
         calls = [{name: io[name] for name in shard.inputs} for io in ios]
         outputs = model.predict_calls(calls, decoder.states[index], hooks)
         return [io | following(out) for io, out in zip(ios, outputs, strict=True)]
