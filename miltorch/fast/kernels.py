@@ -113,7 +113,8 @@ def _row_kernel(weight, scale, x):
 
 
 def _dot(weight, scale, x):
-    """As `_row_kernel`, by less work for most scales of int8 weights."""
+    """weight [K] · x [K], by the faster rounding where the scale of int8 weights allows
+    it."""
 
 
 @overload(_dot)
@@ -131,6 +132,7 @@ def _overload_dot(weight, scale, x):
 
 @njit(fastmath=FLAGS, cache=True)
 def _normal_row_kernel(weight, scale, x):
+    """As `_row_kernel` for an int8 weight and a scale as `rounded_product` needs them."""
     total, shifted = np.float32(0), scale * np.float32(PLACES)
     for k in range(weight.shape[0]):
         total += _normal_value(weight[k], scale, shifted) * x[k]

@@ -17,18 +17,16 @@ def rounded_product(builder, number, scale, shifted):
     """Emits the fp16 value of number · scale, as float32.
 
     Args:
-        number: float32 integers of 8 bits, one or a vector of them.
+        number: a float32 integer of 8 bits.
         scale: float32 of an fp16 value; no product but 0 is below `SMALLEST_NORMAL` or
             beyond `LARGEST`.
         shifted: scale · `PLACES`.
     """
-    kind, name, word = number.type, "llvm.fma.f32", ir.IntType(32)
-    mask = SIGN_AND_EXPONENT
-    if isinstance(kind, ir.VectorType):
-        name, word = f"llvm.fma.v{kind.count}f32", ir.VectorType(word, kind.count)
-        mask = [mask] * kind.count
-    known = builder.module.globals.get(name)
-    fma = known or ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    single, word = number.type, ir.IntType(32)
+    name, signature = "llvm.fma.f32", ir.FunctionType(single, [single] * 3)
+    declared = builder.module.globals.get(name)
+    fma = declared or ir.Function(builder.module, signature, name)
     bits = builder.bitcast(builder.fmul(number, shifted), word)
-    power = builder.bitcast(builder.and_(bits, ir.Constant(word, mask)), kind)
+    power = builder.and_(bits, ir.Constant(word, SIGN_AND_EXPONENT))
+    power = builder.bitcast(power, single)
     return builder.fsub(builder.call(fma, [number, scale, power]), power)
