@@ -7,7 +7,9 @@ import tiny
 from miltorch import calls
 from workbench import Decoder
 from workbench.bundle.names import X
+from workbench.decode import calls as decode_calls
 from workbench.decode.calls import run_layers
+from workbench.runtime import portable
 
 SIZES = 1, 3, 2, 4, 1, 2  # tokens of each call
 FAMILIES = list(tiny.DIMS)
@@ -53,6 +55,8 @@ def test_calls_together_compute_what_they_do_one_after_another(
     exports, family, columns, monkeypatch
 ):
     monkeypatch.setattr(calls, "COLUMNS", columns)
+    # shards with a matrix state, which would run call by call, run together here
+    monkeypatch.setattr(decode_calls, "MATRIX", None)
     bundle = exports.bundle(exports.checkpoint(family), max_seq_len=32)
     decoder = Decoder(bundle, "portable", "exact")
     ios, counts = call_inputs(decoder)
@@ -63,6 +67,28 @@ def test_calls_together_compute_what_they_do_one_after_another(
     for one, other in pairs:
         assert np.abs(one - other).max() <= 1e-5 * np.abs(one).max()
     assert apart[2] == together[2]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "llama"])
+def test_shards_with_a_matrix_state_run_call_by_call(exports, family, monkeypatch):
+    """A call of `run_calls` for each call, and one for all where no shard has such a
+    state."""
+    bundle = exports.bundle(exports.checkpoint(family), max_seq_len=32)
+    decoder = Decoder(bundle, "portable", "exact")
+    ios, counts = call_inputs(decoder)
+    numbers = []
+
+    def run_calls(executable, inputs, *operands):
+        numbers.append(len(inputs))
+        return calls.run_calls(executable, inputs, *operands)
+
+    monkeypatch.setattr(portable, "run_calls", run_calls)
+    for index, model in enumerate(decoder.layers):
+        numbers.clear()
+        ios = run_layers(decoder, index, ios, counts)
+        kinds = [kind.name for kind in map(model.shard.kind_of, model.shard.states)]
+        assert numbers == ([1] * len(SIZES) if "matrix" in kinds else [len(SIZES)])
+        assert ("matrix" in kinds) <= (family == "qwen3_5_text")
 
 
 def test_what_a_hook_returns_replaces_that_call_s_values_alone(llama_bundle):
