@@ -221,3 +221,17 @@ def test_changed_programs_of_packed_weights_mean_the_same_on_both_paths(exports)
     rows = mutants.run(mutants.packages_of(exports, kinds), 30)
     assert [row for row in rows if row[1] not in mutants.GOOD] == []
     assert sum(row[1] == "equal" for row in rows) > 5 and len(rows) == 30
+
+
+@pytest.mark.parametrize("scale, form", [(511.0, 1), (512.0, 2), (np.nan, 2)])
+def test_int8_weights_become_dense_where_a_product_may_not_be_finite(scale, form):
+    values = np.arange(-128, 128).astype(np.int8).reshape(4, 64, 1, 1)
+    scales = np.full((1, 1, 1, 1), scale, np.float16)
+    inputs = {"data": values, "scale": scales}
+    kind, result = "constexpr_blockwise_shift_scale", Type("FLOAT16", values.shape)
+    graph = PatternGraph(
+        graph_of(Op(kind, "w", inputs, [("w", result)])),
+        (("conv", products.linear_pattern),),
+    )
+    [(linear, _, _)] = graph.special["y"]
+    assert linear.form == form
