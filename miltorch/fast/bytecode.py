@@ -71,8 +71,10 @@ class Bytecode(Recorder):
         self.masks: list = []  # (address, B, S, T, address of the places) of each write mask
         # of a write mask's register: the address of its places
         self.places: dict[int, int] = {}
-        self.inputs, self.states = list(program.inputs), list(program.states)
-        self.outputs = {n: tuple(values[i].shape) for n, i in program.outputs.items()}
+        # shapes by name
+        self.inputs = {n: values[i].shape for n, (i, _) in program.inputs.items()}
+        self.states = {n: values[i].value.shape for n, i in program.states.items()}
+        self.outputs = {n: values[i].shape for n, i in program.outputs.items()}
         # by register, stand for the arrays of a call: their memory is never touched
         self.sources, self.cells, targets = {}, {}, {}
         for register, _ in program.inputs.values():

@@ -8,6 +8,7 @@ or a broadcast of an operand costs nothing. Results are rounded to fp16 once, as
 program declares."""
 
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ FIELDS = 26
 ) = range(12)
 PAIRS = ADD, SUB, MUL, DIV, MAX, MIN, EQUAL, RSQRT = range(12, 20)
 COPY, ABS, RELU, SQRT, EXP, TANH, SIGMOID, SILU, GELU, GELU_TANH = range(20, 30)
+CLOCK = 30
 
 
 def _pointer(target, element):
@@ -57,6 +59,9 @@ _bytes = _pointer(types.int8, ir.IntType(8))
 _codes = _pointer(types.uint8, ir.IntType(8))
 _halves = _pointer(types.uint16, ir.IntType(16))
 _numbers = _pointer(types.int64, ir.IntType(64))
+_read_clock = types.ExternalFunction(
+    "clock_gettime", types.int32(types.int32, types.CPointer(types.int64))
+)
 
 
 def _of_pairs(function):
@@ -445,6 +450,14 @@ def _attention(code, outer):
     _copy(flat, flat)
 
 
+@njit
+def _clock(address):
+    """Writes seconds and nanoseconds of the monotonic clock to an address, and behind
+    them those of the calling thread's CPU time."""
+    _read_clock(time.CLOCK_MONOTONIC, _numbers(address))
+    _read_clock(time.CLOCK_THREAD_CPUTIME_ID, _numbers(address + 16))
+
+
 @njit(cache=True)
 def execute(code, outer, masks, scratch, width, threads):
     """Executes instructions [n, FIELDS]; a negative address names an element of
@@ -473,6 +486,8 @@ def execute(code, outer, masks, scratch, width, threads):
             _cache_write(code[i], outer)
         elif kind == ATTEND:
             _attention(code[i], outer)
+        elif kind == CLOCK:
+            _clock(code[i, 1])
         else:
             _strided(code[i], outer, scratch, width)
     return True

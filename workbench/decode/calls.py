@@ -10,6 +10,9 @@ from workbench.bundle.names import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
 from workbench.bundle.states import MATRIX
 from workbench.runtime import Model
 
+# by the name of an output of a layer shard, the input that it is of the next one
+LINKS = {HIDDEN: X, ROUTER_STATE_OUT: ROUTER_STATE}
+
 
 def predict_calls(
     model: Model, calls: Sequence[dict[str, np.ndarray]]
@@ -56,7 +59,6 @@ def run_layers(
 def following(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What the next shard reads of a layer shard's outputs: `x`, and `router_state`
     where the family has one."""
-    inputs = {X: outputs[HIDDEN]}
-    if ROUTER_STATE_OUT in outputs:
-        inputs[ROUTER_STATE] = outputs[ROUTER_STATE_OUT]
-    return inputs
+    return {
+        name: outputs[output] for output, name in LINKS.items() if output in outputs
+    }

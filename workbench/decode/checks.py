@@ -73,3 +73,17 @@ def tokens_after(snapshots: list, prompts: list[list[int]]) -> None:
             "at least one token, whose logits give the next one",
             "trim the snapshot by a token and give that one",
         )
+
+
+def room(prompts: list[list[int]], limits: list[int], offsets, S: int) -> None:
+    """Refuses prompts that with all new tokens but the last need more than S
+    positions."""
+    for prompt, limit, offset in zip(prompts, limits, offsets):
+        end = len(prompt) + offset
+        if prompt and end + max(limit - 1, 0) > S:
+            raise InputError(
+                "prompt and new tokens",
+                f"{end} + {limit}",
+                f"at most max_seq_len = {S} positions",
+                "shorten them, or export with a larger --max-seq-len",
+            )

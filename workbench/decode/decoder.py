@@ -36,6 +36,7 @@ from workbench.decode.snapshot import (
 from workbench.decode.times import Times
 from workbench.errors import InputError
 from workbench.runtime import Model, State
+from workbench.runtime.chain import ShardChain
 
 GREEDY = Sampling()
 
@@ -111,6 +112,8 @@ class Decoder:
         ]
         self.heads = [self._load(s) for s in bundle.shards("head")]
         self.experts = RoutedExperts(bundle, self._load, self.plane)
+        self.chain = ShardChain(self.layers, calls.LINKS)
+        self.head_chain = ShardChain(self.heads, {})
         self.begin()
 
     @property
@@ -437,12 +440,12 @@ class Decoder:
         """Begins after what `stream` is to continue, once prompts and new tokens are
         known to be allowed there."""
         if after == "running":
-            self._check_room(prompts, limits, self.offsets)
+            checks.room(prompts, limits, self.offsets, self.options.max_seq_len)
             return
         snapshots = _each(after, self.options.batch)
         checks.tokens_after(snapshots, prompts)
         offsets = [getattr(snapshot, "offset", 0) for snapshot in snapshots]
-        self._check_room(prompts, limits, offsets)
+        checks.room(prompts, limits, offsets, self.options.max_seq_len)
         self.begin(snapshots)
 
     def generate(self, ids, max_new, **options) -> list:
@@ -471,18 +474,27 @@ class Decoder:
         floors = np.minimum(self.floors, before)
         io = self.host.inputs(before, counts, T, before - floors, self.undone)
         io[X] = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
-        for index in range(len(self.layers)):
-            start = time.perf_counter()
-            cpu_start = time.thread_time()
-            io = self.run_layers(index, io, counts)
-            self.times.layers.append((time.perf_counter() - start) * 1e3)
-            self.times.add_step(cpu_start, self.native_ms)
+        chain = self.chain.run(io, self.states)
+        if chain:
+            hidden = chain.outputs[-1][HIDDEN].copy()
+            self.times.add_chain(*chain.ms())
+        else:
+            hidden = self._one_by_one(io, counts)
         self.offsets = before + counts
         self.floors = np.maximum(floors, self.undo.floor(before, self.offsets))
         self.undone = np.zeros_like(before)
         for history, tokens in zip(self.ids, chunk, strict=True):
             history.extend(map(int, tokens))
-        return io[X].reshape(len(chunk), -1, T)
+        return hidden.reshape(len(chunk), -1, T)
+
+    def _one_by_one(self, io: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
+        """Runs every layer shard and returns the hidden output of the last one."""
+        for index in range(len(self.layers)):
+            start, cpu_start = time.perf_counter(), time.thread_time()
+            io = self.run_layers(index, io, counts)
+            self.times.layers.append((time.perf_counter() - start) * 1e3)
+            self.times.add_step(cpu_start, self.native_ms)
+        return io[X]
 
     def run_layers(
         self, index: int, io: dict[str, np.ndarray], counts: np.ndarray
@@ -511,21 +523,35 @@ class Decoder:
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
-        start, cpu_start, native_ms = time.perf_counter(), time.thread_time(), []
-        chunks, slices, t_max, T = [], [], self.options.t_max, hidden.shape[2]
+        start, cpu_start, chunks = time.perf_counter(), time.thread_time(), []
+        t_max, T = self.options.t_max, hidden.shape[2]
         for first in range(0, T, t_max):
             columns = hidden[:, :, first : first + t_max]
             dummies = self.options.width(columns.shape[2]) - columns.shape[2]
-            x = self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))
-            chunks.append({X: x})
+            if dummies:
+                columns = np.pad(columns, ((0, 0), (0, 0), (0, dummies)))
+            chunks.append({X: self.plane(columns)})
+        slices, native_ms = self._head_slices(chunks)
+        logits = np.concatenate(slices, axis=1)
+        self.times.head = (time.perf_counter() - start) * 1e3
+        self.times.add_step(cpu_start, native_ms)
+        return logits[:, :, :T].transpose(0, 2, 1)
+
+    def _head_slices(self, chunks: list[dict]) -> tuple[list[np.ndarray], list]:
+        """Logits [B, rows, T] of every head slice for one call after another, and the
+        native ms of all calls."""
+        chain = None
+        if len(chunks) == 1:
+            chain = self.head_chain.run(*chunks, [])
+        if chain:
+            return [_columns(each[LOGITS]) for each in chain.outputs], [None]
+        slices, native_ms = [], []
         for model in self.heads:
             outputs, ms = calls.predict_calls(model, chunks)
             native_ms += ms
-            rows = [o[LOGITS].reshape(*o[LOGITS].shape[:2], -1) for o in outputs]
+            rows = [_columns(each[LOGITS]) for each in outputs]
             slices.append(np.concatenate(rows, axis=2))
-        self.times.head = (time.perf_counter() - start) * 1e3
-        self.times.add_step(cpu_start, native_ms)
-        return np.concatenate(slices, axis=1)[:, :, :T].transpose(0, 2, 1)
+        return slices, native_ms
 
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
         """Logits [B, count, V] of the last `count` tokens of fresh sequences of one
@@ -553,22 +579,15 @@ class Decoder:
             )
         return [checks.token_ids(prompt, self.manifest.dims.V) for prompt in prompts]
 
-    def _check_room(self, prompts: list[list[int]], limits: list[int], offsets) -> None:
-        S = self.options.max_seq_len
-        for prompt, limit, offset in zip(prompts, limits, offsets):
-            end = len(prompt) + offset
-            if prompt and end + max(limit - 1, 0) > S:
-                raise InputError(
-                    "prompt and new tokens",
-                    f"{end} + {limit}",
-                    f"at most max_seq_len = {S} positions",
-                    "shorten them, or export with a larger --max-seq-len",
-                )
-
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         if self.options.batch == 1:
             return logits[0, -1]
         return logits[:, -1]
+
+
+def _columns(plane: np.ndarray) -> np.ndarray:
+    """[B, C, T, 1] or [B, C, 1, T] as [B, C, T]."""
+    return plane.reshape(*plane.shape[:2], -1)
 
 
 def _each(value, B: int) -> list:

@@ -27,3 +27,9 @@ class Times:
         if None not in native_ms:
             total = sum(native_ms)
         self.native_ms.append(total)
+
+    def add_chain(self, ms: list[float], cpu_ms: list[float]) -> None:
+        """Adds layer shards that ran in one compiled call, which has measured them."""
+        self.layers += ms
+        self.cpu_ms += cpu_ms
+        self.native_ms += [None] * len(ms)
