@@ -1,7 +1,9 @@
 """Several bytecodes in a single compiled call, each fed by those before it: what
 dispatching them one by one costs is spent once."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_not
 
 import numpy as np
 import torch
@@ -51,7 +53,9 @@ class Chain:
             codes += [_placed(bytecode.code, addresses), self._clock(number + 1)]
             masks.append(_placed(bytecode.masks, addresses))
         self.code, self.masks = np.concatenate(codes), np.concatenate(masks)
-        self.cells = np.zeros(len(self.states), np.int64)  # their addresses in a run
+        # what the states were in the last run, and their addresses
+        self.values: list[Callable] = [lambda: None] * len(self.states)
+        self.addresses = np.zeros(len(self.states), np.int64)
         self.width = max(bytecode.width for bytecode in bytecodes)
         self.scratch = np.empty(self.width, np.float32)
 
@@ -68,28 +72,37 @@ class Chain:
         """
         for name, array in self.inputs.items():
             array[...] = inputs[name]
-        for place, (number, name, shape) in enumerate(self.states):
-            value = states[number][name].value
-            if value.shape != shape or value.dtype is not torch.float32:
-                return False
-            if not value.is_contiguous():
-                return False
-            self.cells[place] = value.data_ptr()
+        values = [states[number][name].value for number, name, _ in self.states]
+        addressed = [value() for value in self.values]
+        if any(map(is_not, values, addressed)) and not self._bind(values):
+            return False
         return kernels.on_threads(
             machine.execute,
             self.code,
-            self.cells,
+            self.addresses,
             self.masks,
             self.scratch.ctypes.data,
             self.width,
             torch.get_num_threads() > 1,
         )
 
+    def _bind(self, values: list[torch.Tensor]) -> bool:
+        """Takes the addresses of states; False where one is laid out otherwise."""
+        for value, (*_, shape) in zip(values, self.states, strict=True):
+            if value.shape != shape or value.dtype is not torch.float32:
+                return False
+            if not value.is_contiguous():
+                return False
+        # states belong to their sequences: a dropped one gives its memory back at once
+        self.values = [weakref.ref(value) for value in values]
+        self.addresses[:] = [value.data_ptr() for value in values]
+        return True
+
     def ms(self) -> tuple[list[float], list[float]]:
         """Wall time of every bytecode in the last run, and CPU time of the calling
         thread in it."""
-        clocks = self.clocks[..., 0] * 1e3 + self.clocks[..., 1] / 1e6
-        wall, cpu = np.diff(clocks, axis=0).T.tolist()
+        times = self.clocks[1:] - self.clocks[:-1]
+        wall, cpu = (times @ (1e3, 1e-6)).T.tolist()
         return wall, cpu
 
     def _clock(self, boundary: int) -> np.ndarray:

@@ -452,8 +452,8 @@ def _attention(code, outer):
 
 @njit
 def _clock(address):
-    """Writes seconds and nanoseconds of the monotonic clock to an address, and behind
-    them those of the calling thread's CPU time."""
+    """Writes seconds and nanoseconds of the monotonic clock, and those of the calling
+    thread's CPU time, to [4] at an address."""
     _read_clock(time.CLOCK_MONOTONIC, _numbers(address))
     _read_clock(time.CLOCK_THREAD_CPUTIME_ID, _numbers(address + 16))
 

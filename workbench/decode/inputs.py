@@ -34,6 +34,7 @@ class Host:
         inputs = {}
         for shard in manifest.shards:
             inputs.update(shard.inputs)
+        self.names = set(inputs)
         self.router_state = inputs.get(ROUTER_STATE)
         self.first = inputs.get(TAIL_FIRST)
         self.tail = inputs.get(TAIL_SELECT, [0, 2])[1]
@@ -72,7 +73,7 @@ class Host:
         accepted: np.ndarray | None = None,
         undone: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Shared inputs of one call.
+        """Shared inputs of one call, those that a shard reads.
 
         Args:
             offsets: [B] tokens already in each sequence's cache.
@@ -97,7 +98,11 @@ class Host:
         mask_write = self.options.kv_write == "mask"
         if undone is None:
             undone = np.zeros_like(counts)
-        inputs = self._matrix(counts, T, accepted) | self._tail(counts, T, undone)
+        inputs = {}
+        if ORDER in self.names:
+            inputs |= self._matrix(counts, T, accepted)
+        if TAIL_SELECT in self.names:
+            inputs |= self._tail(counts, T, undone)
         inputs = {name: rows.astype(np.float32) for name, rows in inputs.items()}
         if not mask_write:
             inputs[POS] = self._position(offsets, counts, T)
@@ -175,13 +180,17 @@ def _attention_mask(
     stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row
     # [B, T, rows]: from each query back to each row
     distance = positions[:, :, None] - stored[:, None]
-    visible = (stored[:, None] >= 0) & (distance >= 0) & (distance < (window or np.inf))
+    visible = (stored[:, None] >= 0) & (distance >= 0)
+    if window:
+        visible &= distance < window
     return np.where(visible, np.float32(0), np.float32(MASKED))[:, None]
 
 
 def _write_mask(positions: np.ndarray, counts: np.ndarray, rows: int) -> np.ndarray:
     """One-hot columns [B, 1, rows, T]: the row of each valid token; dummies have
     none."""
-    valid = np.arange(positions.shape[1]) < counts[:, None]  # [B, T]
-    row = np.arange(rows)[:, None] == positions[:, None] % rows  # [B, rows, T]
-    return (row & valid[:, None])[:, None].astype(np.float32)
+    B, T = positions.shape
+    mask = np.zeros((B, 1, rows, T), np.float32)
+    seqs, columns = np.nonzero(np.arange(T) < counts[:, None])
+    mask[seqs, 0, positions[seqs, columns] % rows, columns] = 1
+    return mask

@@ -22,6 +22,8 @@ class ShardChain:
 
     def __init__(self, models: Sequence[Model], links: Mapping[str, str]):
         self.models, self.links = models, links
+        # experts run between such shards
+        self.routed = any(model.shard.kind == "router" for model in models)
         self.chains: dict[tuple, Chain] = {}  # by the shapes of their inputs
 
     def run(
@@ -33,7 +35,7 @@ class ShardChain:
             The chain, which has the outputs of each shard until it runs again, and its
             times; None, with nothing done, where the shards have to run one by one.
         """
-        if not all(map(_compiled, self.models)):
+        if self.routed or not all(map(_compiled, self.models)):
             return None
         shapes = tuple([(name, value.shape) for name, value in inputs.items()])
         if shapes not in self.chains:
@@ -51,6 +53,5 @@ class ShardChain:
 
 
 def _compiled(model: Model) -> bool:
-    """Whether calls take the portable decode path, without experts between shards."""
-    fast = getattr(model, "fast", None) is not None
-    return fast and model.hook is None and model.shard.kind != "router"
+    """Whether calls take the portable decode path."""
+    return getattr(model, "fast", None) is not None and model.hook is None
