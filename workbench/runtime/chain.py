@@ -22,8 +22,9 @@ class ShardChain:
 
     def __init__(self, models: Sequence[Model], links: Mapping[str, str]):
         self.models, self.links = models, links
-        # experts run between such shards
-        self.routed = any(model.shard.kind == "router" for model in models)
+        shards = [model.shard for model in models]
+        # between routers run experts, and each function of a shard has its own program
+        self.apart = any(each.kind == "router" or each.functions for each in shards)
         self.chains: dict[tuple, Chain] = {}  # by the shapes of their inputs
 
     def run(
@@ -35,7 +36,7 @@ class ShardChain:
             The chain, which has the outputs of each shard until it runs again, and its
             times; None, with nothing done, where the shards have to run one by one.
         """
-        if self.routed or not all(map(_compiled, self.models)):
+        if self.apart or not all(map(_compiled, self.models)):
             return None
         shapes = tuple([(name, value.shape) for name, value in inputs.items()])
         if shapes not in self.chains:
