@@ -14,7 +14,7 @@ from workbench.adopt.adapter import Adapter
 from workbench.adopt.folder import Adopted, AdoptedOptions, options_of
 from workbench.bundle import Bundle, Options
 from workbench.bundle.bundle import read_manifest
-from workbench.decode import Decoder
+from workbench.decode import Decoder, checks
 from workbench.decode.times import Times
 from workbench.errors import InputError
 from workbench.runtime import named
@@ -122,7 +122,7 @@ class AdoptedDecoder(Decoder):
     def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
         """Continues the sequence by its prompt in the largest calls; logits [V] of its
         end."""
-        (prompt,), done = self._prompts(ids), 0
+        (prompt,), done = checks.prompts(ids, 1, self.manifest.dims.V), 0
         for size in self.sizes(len(prompt), tile and int(np.max(tile))):
             hidden = self.advance([prompt[done : done + size]], size)
             done += size

@@ -4,6 +4,8 @@ counts."""
 from collections.abc import Iterable
 from operator import index
 
+import numpy as np
+
 from workbench.errors import InputError
 
 
@@ -26,6 +28,22 @@ def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
     needed = f"ids from 0 to {V - 1}"
     next_step = "encode the prompt with this bundle's tokenizer"
     return [whole_number(value, subject, needed, next_step, V) for value in ids]
+
+
+def prompts(ids, batch: int, V: int) -> list[list[int]]:
+    """The prompt of each sequence, from those or, as plain ids, that of the only
+    one."""
+    lists = ids
+    if len(ids) and np.ndim(ids[0]) == 0:
+        lists = [ids]
+    if len(lists) != batch or not any(map(len, lists)):
+        raise InputError(
+            "prompt",
+            f"{len(lists)} sequences of {[len(p) for p in lists]} tokens",
+            f"{batch}, one of them of at least one token",
+            "give one prompt per sequence",
+        )
+    return [token_ids(prompt, V) for prompt in lists]
 
 
 def sequence(value, batch: int) -> int:

@@ -29,6 +29,7 @@ from workbench.decode.snapshot import (
     foreign,
     identity,
     layout,
+    per_sequence,
     put,
     take,
     undoable,
@@ -205,7 +206,7 @@ class Decoder:
         """
         B = self.options.batch
         snapshots = {}
-        for seq, each in enumerate(_each(snapshot, B)):
+        for seq, each in enumerate(per_sequence(snapshot, B)):
             if each is not None:
                 snapshots[seq] = self._fitting(each)
         self.run = object()  # a stream whose `run` this no longer is must not continue
@@ -328,7 +329,7 @@ class Decoder:
         Returns:
             Logits after the last token: [V], or [B, V] when batch > 1.
         """
-        prompts = self._prompts(ids)
+        prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
         self.host.check(self.offsets, [len(prompt) for prompt in prompts])
         # hidden state of each last valid token
         last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)
@@ -399,11 +400,13 @@ class Decoder:
             InputError: prompts that cannot be run, before anything runs; a stream that
                 is continued after another one began.
         """
-        prompts = self._prompts(ids)
+        prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
         B = self.options.batch
         stops = self._stops(stop)
-        samplings = _each(sampling, B)
-        limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
+        samplings = per_sequence(sampling, B)
+        limits = [
+            checks.count(limit, "new tokens") for limit in per_sequence(max_new, B)
+        ]
         if prefill:
             checks.nothing_before(after)
         self._begin_after(after, prompts, limits)
@@ -433,7 +436,7 @@ class Decoder:
         if stop is None:
             stop = self.manifest.tokens.eos
         if self.options.batch > 1 and len(stop) and np.ndim(stop[0]):
-            return _each(list(stop), self.options.batch)
+            return per_sequence(list(stop), self.options.batch)
         return [stop] * self.options.batch
 
     def _begin_after(self, after, prompts: list, limits: list[int]) -> None:
@@ -442,7 +445,7 @@ class Decoder:
         if after == "running":
             checks.room(prompts, limits, self.offsets, self.options.max_seq_len)
             return
-        snapshots = _each(after, self.options.batch)
+        snapshots = per_sequence(after, self.options.batch)
         checks.tokens_after(snapshots, prompts)
         offsets = [getattr(snapshot, "offset", 0) for snapshot in snapshots]
         checks.room(prompts, limits, offsets, self.options.max_seq_len)
@@ -566,19 +569,6 @@ class Decoder:
         """Calls that the prefill of `count` tokens takes."""
         return -(-count // self.options.t_max)
 
-    def _prompts(self, ids) -> list[list[int]]:
-        batch, prompts = self.options.batch, ids
-        if len(ids) and np.ndim(ids[0]) == 0:
-            prompts = [ids]
-        if len(prompts) != batch or not any(map(len, prompts)):
-            raise InputError(
-                "prompt",
-                f"{len(prompts)} sequences of {[len(p) for p in prompts]} tokens",
-                f"{batch}, one of them of at least one token",
-                "give one prompt per sequence",
-            )
-        return [checks.token_ids(prompt, self.manifest.dims.V) for prompt in prompts]
-
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         if self.options.batch == 1:
             return logits[0, -1]
@@ -588,20 +578,3 @@ class Decoder:
 def _columns(plane: np.ndarray) -> np.ndarray:
     """[B, C, T, 1] or [B, C, 1, T] as [B, C, T]."""
     return plane.reshape(*plane.shape[:2], -1)
-
-
-def _each(value, B: int) -> list:
-    """One value for every sequence, or the list that already has one for each; one
-    snapshot goes to the first."""
-    if isinstance(value, Snapshot):
-        return [value] + [None] * (B - 1)
-    if not isinstance(value, (list, tuple)):
-        return [value] * B
-    if len(value) != B:
-        raise InputError(
-            "a list with a value for each sequence",
-            f"{len(value)} values",
-            f"{B}, or one value for all",
-            "give a list as long as the batch",
-        )
-    return list(value)

@@ -217,3 +217,20 @@ def put(target: np.ndarray, kind: StateKind, value: np.ndarray, offset: int) -> 
         target[len(target) - count :] = value
     else:
         target[..., :count, :] = value
+
+
+def per_sequence(value, B: int) -> list:
+    """One value for every sequence, or the list that already has one for each; one
+    snapshot goes to the first."""
+    if isinstance(value, Snapshot):
+        return [value] + [None] * (B - 1)
+    if not isinstance(value, (list, tuple)):
+        return [value] * B
+    if len(value) != B:
+        raise InputError(
+            "a list with a value for each sequence",
+            f"{len(value)} values",
+            f"{B}, or one value for all",
+            "give a list as long as the batch",
+        )
+    return list(value)
