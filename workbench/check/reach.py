@@ -38,9 +38,9 @@ from workbench.check.golden import (
     logit_divisor,
     stored_weights,
 )
-from workbench.decode import Decoder
 from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import Model, State
 
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
 SCALES, SMALLEST = 12, -44  # positions with scaled inputs, exponent of the smallest RMS
@@ -263,16 +263,15 @@ def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
     return sides
 
 
-def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
-    """Fresh states of the decoder that hold what each sequence has before its
-    stretch."""
-    decoder.begin()
-    if not any(stretch.start for stretch in stretches):
-        return
-    for state, name in decoder.named_states:
-        shape = state.shard.states[name].shape[1:]
-        values = [expected_value(shape, name, s.before, s.start) for s in stretches]
-        state.write(name, np.stack(values))
+def state_before(model: Model, stretches: Sequence[Stretch]) -> State:
+    """A state of a shard that holds what each sequence has before its stretch."""
+    state = model.make_state()
+    if any(stretch.start for stretch in stretches):
+        for name, entry in model.shard.states.items():
+            shape = entry.shape[1:]
+            values = [expected_value(shape, name, s.before, s.start) for s in stretches]
+            state.write(name, np.stack(values))
+    return state
 
 
 def expected_value(
