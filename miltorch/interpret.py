@@ -422,6 +422,14 @@ class Builder:
             scope[name] = body.constants[name] = value
 
 
+class ConstantsBuilder(Builder):
+    """Makes the constants of a program and leaves its steps out."""
+
+    def _add(self, op: Op, scope: dict, body: Body) -> None:
+        if op.kind == "const" or op.constant:
+            super()._add(op, scope, body)
+
+
 def loose_shapes(program: Program) -> set[str]:
     """Results whose declared shape is not the one that they have when they run.
 

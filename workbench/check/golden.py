@@ -163,9 +163,11 @@ def constants(bundle: Bundle, shard: Shard) -> Callable[[str], torch.Tensor]:
             np.float32(dense(read_weight(package, name)))
         )
     import miltorch
+    from miltorch.interpret import ConstantsBuilder
 
     program = miltorch.read(package)
-    return miltorch.Executable(program, "exact").body.constants.__getitem__
+    executable = miltorch.Executable(program, "exact", ConstantsBuilder)
+    return executable.body.constants.__getitem__
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:

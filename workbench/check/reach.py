@@ -163,7 +163,7 @@ def _head_rms(reference: ReferenceModel) -> float:
     """RMS of what a unit of the head's input adds to a logit."""
     squares = count = 0
     for rows in reference.head_rows():
-        squares += float(rows.square().sum(dtype=torch.float64))
+        squares += float(torch.dot(rows.flatten(), rows.flatten()))
         count += rows.numel()
     return math.sqrt(squares / count) / logit_divisor(reference.config)
 
