@@ -28,11 +28,11 @@ real_div relu rsqrt sigmoid silu sin softplus sqrt square sub tanh""".split()
 def run_calls(
     executable: Executable,
     calls: Sequence[dict[str, torch.Tensor]],
-    state: dict[str, StateCell],
+    states: Sequence[dict[str, StateCell]],
     hooks: Sequence[Hook | None],
 ) -> list[dict[str, torch.Tensor]]:
-    """Results of `executable.run` for one call's inputs after another on the same
-    `state`, each with a hook of its own.
+    """Results of `executable.run` for one call's inputs after another, each on its
+    state, which may be that of other calls, and with a hook of its own.
 
     Every call's operations, roundings and hooks are those of `run`, and so is the order
     of all reads and writes of a state. Sums over more columns at once may add up their
@@ -41,8 +41,7 @@ def run_calls(
         _STAGES[executable] = _stages(executable)
     stages = _STAGES[executable] if len(calls) > 1 else []
     if not any(stage.axes for stage in stages):
-        pairs = zip(calls, hooks, strict=True)
-        return [executable.run(inputs, state, hook) for inputs, hook in pairs]
+        return list(map(executable.run, calls, states, hooks))
     results = []
     while len(results) < len(calls):
         first, columns = len(results), 0
@@ -52,8 +51,8 @@ def run_calls(
             if group and columns > COLUMNS:
                 break
             group.append(inputs)
-        own_hooks = hooks[first : first + len(group)]
-        results += _run_together(executable, stages, group, state, own_hooks)
+        own = slice(first, first + len(group))
+        results += _run_together(executable, stages, group, states[own], hooks[own])
     return results
 
 
@@ -76,9 +75,11 @@ class _Values:
     """Values of several calls by name: `each` of one call, `joined` of all of them, one
     behind another along the axis of columns."""
 
-    def __init__(self, executable: Executable, calls, state, axes: dict[str, int]):
-        shared = executable.body.constants | state
-        self.each = [shared | executable.operands(inputs, state) for inputs in calls]
+    def __init__(self, executable: Executable, calls, states, axes: dict[str, int]):
+        self.each = []
+        for inputs, state in zip(calls, states, strict=True):
+            operands = executable.operands(inputs, state)
+            self.each.append(executable.body.constants | state | operands)
         self.joined, self.axes = dict(executable.body.constants), axes
         self.counts = [_columns(executable, inputs) for inputs in calls]
 
@@ -129,11 +130,11 @@ def _run_together(
     executable: Executable,
     stages: list[_Stage],
     calls: Sequence[dict[str, torch.Tensor]],
-    state: dict[str, StateCell],
+    states: Sequence[dict[str, StateCell]],
     hooks: Sequence[Hook | None],
 ) -> list[dict[str, torch.Tensor]]:
     axes = next(stage.axes for stage in stages if stage.axes)
-    values = _Values(executable, calls, state, axes)
+    values = _Values(executable, calls, states, axes)
     for stage in stages:
         if stage.axes:
             values.join(stage.reads)

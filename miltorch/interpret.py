@@ -21,6 +21,7 @@ import torch
 
 from miltorch.errors import InputError, check_choice
 from miltorch.ops import MAX_ELEMENTS, OPERATIONS, TUPLES
+from miltorch.ops.compression import half_by_rows
 from miltorch.ops.state import StateCell
 from miltorch.program import NUMPY, Block, Op, Program, Ref, Type, refs
 
@@ -409,7 +410,9 @@ class Builder:
     def _fold(self, step: Step, scope: dict, body: Body) -> None:
         """Decompresses a weight once, at load, and rounds it to its declared dtype in
         every mode."""
-        result = step.function(**step.constants)
+        result = half_by_rows(step.op, step.function, step.constants)
+        if result is None:
+            result = step.function(**step.constants)
         results = result if isinstance(result, tuple) else (result,)
         for (name, declared), value in zip(step.op.outputs, results, strict=True):
             if declared.dtype == "FLOAT16":
@@ -417,6 +420,14 @@ class Builder:
             if name not in self.half:
                 value = self.executable._fit(declared)(value.float())
             scope[name] = body.constants[name] = value
+
+
+class ConstantsBuilder(Builder):
+    """Makes the constants of a program and leaves its steps out."""
+
+    def _add(self, op: Op, scope: dict, body: Body) -> None:
+        if op.kind == "const" or op.constant:
+            super()._add(op, scope, body)
 
 
 def loose_shapes(program: Program) -> set[str]:

@@ -83,12 +83,14 @@ def around(model, change: Callable[[Callable, dict, object], dict]) -> None:
     outputs."""
     original = model.predict_calls
 
-    def predict_calls(calls, state=None, hooks=None):
-        outputs = []
-        for inputs, hook in zip(calls, hooks or [model.hook] * len(calls)):
+    def predict_calls(calls, states=None, hooks=None):
+        outputs, states = [], states or [None] * len(calls)
+        for inputs, state, hook in zip(
+            calls, states, hooks or [model.hook] * len(calls)
+        ):
 
             def predict(inputs, state, hook=hook):
-                return original([inputs], state, [hook])[0]
+                return original([inputs], [state], [hook])[0]
 
             outputs.append(change(predict, inputs, state))
         return outputs

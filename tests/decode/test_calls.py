@@ -91,6 +91,37 @@ def test_shards_with_a_matrix_state_run_call_by_call(exports, family, monkeypatc
         assert ("matrix" in kinds) <= (family == "qwen3_5_text")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_calls_together_run_each_on_its_own_state(exports, family):
+    bundle = exports.bundle(exports.checkpoint(family), max_seq_len=32)
+    decoder = Decoder(bundle, "portable", "exact")
+    ios, counts = call_inputs(decoder)
+    model, rng = decoder.layers[0], np.random.default_rng(0)
+    values = []
+    for _ in ios:
+        shapes = {name: entry.shape for name, entry in model.shard.states.items()}
+        values.append(
+            {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+        )
+
+    def filled(arrays):
+        state = model.make_state()
+        for name, array in arrays.items():
+            state.write(name, array)
+        return state
+
+    own, states = decoder.states[0], [filled(arrays) for arrays in values]
+    together = run_layers(decoder, 0, ios, counts, states=states)
+    assert decoder.states[0] is own
+    for call, state in enumerate(states):
+        alone = filled(values[call])
+        (io,) = run_layers(decoder, 0, [ios[call]], [counts[call]], None, [alone])
+        pairs = [(io[X], together[call][X])]
+        pairs += [(alone.read(name), state.read(name)) for name in values[call]]
+        for one, other in pairs:
+            assert np.abs(one - other).max() <= 1e-5 * np.abs(one).max()
+
+
 def test_what_a_hook_returns_replaces_that_call_s_values_alone(llama_bundle):
     decoder = Decoder(llama_bundle, "portable", "exact")
     ios, counts = call_inputs(decoder)

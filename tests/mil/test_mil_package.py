@@ -12,6 +12,7 @@ import torch
 from memory import ROWS, WIDTH, Memory
 
 import miltorch
+from miltorch.ops import compression
 from miltorch.quiet import quiet
 from workbench.errors import InputError
 
@@ -76,6 +77,16 @@ def test_stored_weights_come_back_to_the_bit(packages):
         weight(miltorch.Executable(miltorch.read(packages["fp16"]))),
         Memory().mix.weight.detach().numpy(),
     )
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "lut6", "sparse"])
+def test_decompression_of_few_rows_at_a_time_changes_no_bit(
+    packages, name, monkeypatch
+):
+    whole = weight(miltorch.Executable(miltorch.read(packages[name])))
+    monkeypatch.setattr(compression, "DENSE", 1)
+    rows = weight(miltorch.Executable(miltorch.read(packages[name])))
+    assert np.array_equal(rows, whole)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "lut6", "sparse"])

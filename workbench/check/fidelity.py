@@ -13,18 +13,20 @@ goes on with the golden's; choices have a gate of their own."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle import Options
+from workbench.bundle import Options, Shard
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
 from workbench.check import gates, metrics
 from workbench.check.golden import Golden, by_position
 from workbench.decode import Decoder
 from workbench.decode.calls import run_layers
 from workbench.errors import InputError
+from workbench.runtime import State
 
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 
@@ -153,9 +155,20 @@ class Pass:
     def run(self, T: int | Sequence[int], ragged: bool = False) -> list[ForwardPass]:
         """All positions in calls of T tokens, several T in turn; `ragged`: every
         sequence begins with another one."""
-        self._run_calls(list(self._calls(T, ragged)))
-        for seq, trace in enumerate(self.traces):
-            _read_cache(self.decoder, trace, seq, int(self.starts[seq]))
+        self.begin(T, ragged)
+        for index, state in enumerate(self.decoder.states):
+            run_shard(self.decoder, index, [self], [state])
+        return self.finish()
+
+    def begin(self, T: int | Sequence[int], ragged: bool = False) -> None:
+        """Makes the host's inputs of all calls of `run`."""
+        self.calls = list(self._calls(T, ragged))
+        self.counts = [np.array([s.stop - s.start for s in c]) for c in self.calls]
+        pairs = zip(self.calls, self.counts, strict=True)
+        self.ios = [self._inputs(*call) for call in pairs]
+
+    def finish(self) -> list[ForwardPass]:
+        """The traces after the last shard, with logits where layers were chained."""
         if not self.isolated:
             L = len(self.inputs[0])
             last = [trace.hidden[L - 1].T / self.scale for trace in self.traces]
@@ -180,24 +193,27 @@ class Pass:
             yield spans
             turn += 1
 
-    def _run_calls(self, calls: list[list[slice]]) -> None:
-        """Every shard over the positions of all calls, padded with dummy columns where
-        a sequence has fewer."""
-        decoder, hooks = self.decoder, None
-        counts = [np.array([s.stop - s.start for s in spans]) for spans in calls]
-        ios = [self._inputs(*call) for call in zip(calls, counts, strict=True)]
-        for index, model in enumerate(decoder.layers):
-            shard = model.shard
-            if self.isolated:
-                for spans, io in zip(calls, ios, strict=True):
-                    self._feed(shard.layers[0], spans, io)
-            if decoder.runtime == "portable":
-                hooks = [self.hook(shard, *c) for c in zip(calls, ios, strict=True)]
-            ios = run_layers(decoder, index, ios, counts, hooks)
-            for spans, io in zip(calls, ios, strict=True):
-                self.record("hidden", shard.layers[1] - 1, spans, io[X] * self.scale)
-                if ROUTER_STATE in io:
-                    self.record("router", shard.layers[1] - 1, spans, io[ROUTER_STATE])
+    def hooks(self, shard: Shard) -> list:
+        """The hook of every call of a shard, which isolated reads the goldens' input
+        of its first layer."""
+        calls = list(zip(self.calls, self.ios, strict=True))
+        if self.isolated:
+            for spans, io in calls:
+                self._feed(shard.layers[0], spans, io)
+        return [self.hook(shard, spans, io) for spans, io in calls]
+
+    def after(self, shard: Shard, ios: list[dict[str, np.ndarray]], state: State):
+        """Records what a shard's calls computed, `ios`, and left in `state`."""
+        self.ios = ios
+        last = shard.layers[1] - 1
+        for spans, io in zip(self.calls, ios, strict=True):
+            self.record("hidden", last, spans, io[X] * self.scale)
+            if ROUTER_STATE in io:
+                self.record("router", last, spans, io[ROUTER_STATE])
+        layers = self.decoder.manifest.layers
+        attending = [i for i in range(*shard.layers) if layers[i].attends]
+        for seq, trace in enumerate(self.traces):
+            _read_cache(attending, state, trace, seq, int(self.starts[seq]))
 
     def _inputs(self, spans: list[slice], counts: np.ndarray) -> dict[str, np.ndarray]:
         """The host's inputs of a call, with embeddings unless isolated."""
@@ -301,22 +317,40 @@ class Pass:
         return self.decoder.plane(planes)
 
 
-def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> None:
-    """Copies a sequence's cache rows from position `start` on of every layer; those
-    that a ring buffer has overwritten are zeros."""
+def run_shard(
+    decoder: Decoder, index: int, passes: Sequence[Pass], states: Sequence[State]
+) -> None:
+    """Layer shard `index` for the calls of all passes, each on a state of its own; calls
+    are padded with dummy columns where a sequence has fewer tokens."""
+    shard = decoder.layers[index].shard
+    ios, counts, hooks, own_states = [], [], [], []
+    for one, state in zip(passes, states, strict=True):
+        hooks += one.hooks(shard)
+        ios += one.ios
+        counts += one.counts
+        own_states += [state] * len(one.ios)
+    if decoder.runtime != "portable":
+        hooks = None
+    results = iter(run_layers(decoder, index, ios, counts, hooks, own_states))
+    for one, state in zip(passes, states, strict=True):
+        one.after(shard, list(islice(results, len(one.ios))), state)
+
+
+def _read_cache(
+    layers: Sequence[int], state: State, trace: ForwardPass, seq: int, start: int
+) -> None:
+    """Copies a sequence's cache rows from position `start` on of `layers`; those that a
+    ring buffer has overwritten are zeros."""
     n = len(trace.T)
-    for model, state in zip(decoder.layers, decoder.states, strict=True):
-        for layer in range(*model.shard.layers):
-            if not decoder.manifest.layers[layer].attends:
-                continue
-            for leaf, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
-                name = f"layers.{layer}.{leaf}"
-                cache = np.asarray(state.read(name), np.float32)[seq]
-                H_kv, S, D = cache.shape
-                S = model.shard.states[name].ring or S
-                trace.cached[layer] = cached = np.arange(max(0, n - S), n)
-                rows[layer] = np.zeros((H_kv, n, D), np.float32)
-                rows[layer][:, cached] = cache[:, (start + cached) % S]
+    for layer in layers:
+        for leaf, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
+            name = f"layers.{layer}.{leaf}"
+            cache = np.asarray(state.read(name), np.float32)[seq]
+            H_kv, S, D = cache.shape
+            S = state.shard.states[name].ring or S
+            trace.cached[layer] = cached = np.arange(max(0, n - S), n)
+            rows[layer] = np.zeros((H_kv, n, D), np.float32)
+            rows[layer][:, cached] = cache[:, (start + cached) % S]
 
 
 def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:

@@ -7,10 +7,10 @@ fits. No layer is reimplemented here."""
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from workbench.errors import InputError
 from workbench.files import write_whole
 from workbench.models.checkpoint import Checkpoint
 
-LOGIT_ROWS = 16_384
+LOGIT_ROWS = 4096  # of the head that are float32 at a time
 NUDGED = 3  # sequences of `run_nudged`
 FORMAT = 1  # of the stored file: raised when `make_golden` changes
 WeightReader = Callable[[str], torch.Tensor]
@@ -119,11 +119,14 @@ def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
         )
 
 
-def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
-    """The values `bundle` stores, decompressed; tensors its shards do not hold as such
-    are the fp16-rounded ones.
+def stored_weights(
+    checkpoint: Checkpoint, bundle: Bundle, *, half: bool = False
+) -> WeightReader:
+    """The values `bundle` stores, decompressed, as float32; tensors its shards do not
+    hold as such are the fp16-rounded ones.
 
-    A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
+    A weight stored with an offset (Gemma's 1 + γ) is handed back without it. `half`:
+    matrices stay in fp16, which holds their values exactly.
     """
     check_exported_from(checkpoint, bundle)
     slices: dict[str, list[tuple[torch.Tensor, float]]] = {}
@@ -142,12 +145,12 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         offset = slices[name][0][1]
         if rows[0].numel() == np.prod(shape):
             # every head slice has the whole final norm
-            value = rows[0].reshape(shape).float()
+            value = rows[0].reshape(shape)
         else:
-            value = torch.cat(rows, out=torch.empty(shape))
+            value = torch.cat(rows)
         if offset:
-            value = value - offset
-        return value
+            return value.float() - offset
+        return value if half else value.float()
 
     return read
 
@@ -160,9 +163,11 @@ def constants(bundle: Bundle, shard: Shard) -> Callable[[str], torch.Tensor]:
             np.float32(dense(read_weight(package, name)))
         )
     import miltorch
+    from miltorch.interpret import ConstantsBuilder
 
     program = miltorch.read(package)
-    return miltorch.Executable(program, "exact").body.constants.__getitem__
+    executable = miltorch.Executable(program, "exact", ConstantsBuilder)
+    return executable.body.constants.__getitem__
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
@@ -251,7 +256,7 @@ class ReferenceModel:
         self.base.embed_tokens.padding_idx = None
         for name, _ in self.base.named_parameters():
             if not name.startswith(("layers.", "embed_tokens.")):
-                assign_parameter(self.base, name, read(prefix + name))
+                assign_parameter(self.base, name, read(prefix + name).float())
         # first arguments of each layer and of the final norm: an input and, from the
         # second layer on, a router state
         self.replaced: list[list[torch.Tensor]] = [
@@ -259,9 +264,11 @@ class ReferenceModel:
         ]
         self.nudge: torch.Generator | None = None
         self.records = []
+        memory: dict[str, torch.Tensor] = {}
         for i, layer in enumerate(self.base.layers):
-            of_layer = f"{prefix}layers.{i}.", read, self._layer_inputs(i), record
-            self.records.append(_record_layer(layer, *of_layer))
+            load = partial(_load_layer, layer, f"{prefix}layers.{i}.", read, memory)
+            inputs = self._layer_inputs(i)
+            self.records.append(_record_layer(layer, load, inputs, record))
         final_norm(self.base).register_forward_pre_hook(
             lambda _, args: (
                 tuple(a.expand_as(args[0]) for a in self.replaced[-1]) or args
@@ -293,20 +300,32 @@ class ReferenceModel:
             args = (*(a.expand(len(args[0]), -1, -1) for a in replaced), *rest)
             if self.nudge is None:
                 return args
-            plain, chained, isolated = range(NUDGED)
-            args = tuple(a if a is None else a[[plain, chained, plain]] for a in args)
+            fed = [*range(len(args[0]) - 1), 0]  # the last sequence is the isolated one
+            args = tuple(a if a is None else a[fed] for a in args)
             x = args[0]
-            shape = x[plain:isolated].shape
+            shape = NUDGED - 1, *x.shape[1:]
             signs = torch.randint(0, 2, shape, generator=self.nudge) * 2 - 1
-            x[chained:] *= 1 + signs * 2.0**-23
+            x[1:] *= 1 + signs[1 - len(x) :] * 2.0**-23
             return args
 
         return inputs
 
     @cached_property
-    def head(self) -> torch.Tensor:
+    def _head(self) -> torch.Tensor:
         """lm_head [V, C] as `weights` has it."""
         return self.weights(head_weight(self.checkpoint))
+
+    def head_rows(self) -> Iterator[torch.Tensor]:
+        """lm_head in float32, `LOGIT_ROWS` of its rows at a time; the checkpoint's own
+        tensor is read so."""
+        name = head_weight(self.checkpoint)
+        V = self.checkpoint.config.vocab_size
+        for start in range(0, V, LOGIT_ROWS):
+            rows = slice(start, min(start + LOGIT_ROWS, V))
+            if self.weights is None:
+                yield self.checkpoint.tensor(name, rows)
+            else:
+                yield self._head[rows].float()
 
     def cache(self):
         """An empty cache of one sequence."""
@@ -320,17 +339,18 @@ class ReferenceModel:
         return golden
 
     def run_nudged(
-        self, ids: Sequence[int], cache, seed: int, heads: int = 2
+        self, ids: Sequence[int], cache, seed: int, chained: bool = True
     ) -> list[Golden]:
         """`run`, and what becomes of it when every layer's input is changed by a
         relative 2^-23 of random sign: three goldens. The second one's layers are fed
-        what the layer before made, so that changes add up; the third one's are fed what
-        the first one's are. `cache` then holds three sequences, and continues three
-        alike. The first `heads` have logits, the others' are nan."""
-        cache.reorder_cache(torch.zeros(NUDGED, dtype=torch.long))
+        what the layer before made, so that changes add up; it is left out unless
+        `chained`. The third one's are fed what the first one's are, and its logits are
+        nan. `cache` then holds as many sequences, and continues as many alike."""
+        count = NUDGED if chained else NUDGED - 1
+        cache.reorder_cache(torch.zeros(count, dtype=torch.long))
         self.nudge = torch.Generator().manual_seed(seed)
         try:
-            return self._run([ids] * NUDGED, cache, heads)
+            return self._run([ids] * count, cache, count - 1)
         finally:
             self.nudge = None
 
@@ -385,18 +405,9 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> np.ndarray:
-        """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the
-        vocabulary at a time."""
-        name = head_weight(self.checkpoint)
-        V = self.checkpoint.config.vocab_size
-        divisor = logit_divisor(self.config)
-        if self.weights:
-            return (hidden @ self.head.T / divisor).numpy()
-        parts = []
-        for start in range(0, V, LOGIT_ROWS):
-            rows = slice(start, min(start + LOGIT_ROWS, V))
-            parts.append(hidden @ self.checkpoint.tensor(name, rows).T)
-        return (torch.cat(parts, dim=-1) / divisor).numpy()
+        """lm_head over [.., n, C]."""
+        parts = [hidden @ rows.T for rows in self.head_rows()]
+        return (torch.cat(parts, dim=-1) / logit_divisor(self.config)).numpy()
 
 
 def final_norm(base: nn.Module) -> nn.Module:
@@ -518,14 +529,27 @@ def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -
     owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
+def _load_layer(
+    layer: nn.Module, prefix: str, read: WeightReader, memory: dict[str, torch.Tensor]
+) -> None:
+    """Assigns a layer's tensors, in float32. Those that `read` has as fp16 use the
+    `memory` of the layers before, as fresh memory takes longer than their values."""
+    for name in layer.state_dict():
+        value = read(prefix + name)
+        if value.dtype == torch.float16:
+            if name not in memory or memory[name].shape != value.shape:
+                memory[name] = torch.empty(value.shape)
+            value = memory[name].copy_(value)
+        assign_parameter(layer, name, value)
+
+
 def _record_layer(
     layer: nn.Module,
-    prefix: str,
-    read: WeightReader,
+    load: Callable[[], None],
     inputs: Callable[[tuple], tuple],
     keep: bool,
 ) -> dict[str, np.ndarray]:
-    """Loads the layer's tensors when it is entered, records its input and output unless
+    """Calls `load` when the layer is entered, records its input and output unless
     `keep` is false, drops the tensors when it is left.
 
     `inputs` turns the layer's arguments into those that it is fed. Records are [B, n,
@@ -536,8 +560,7 @@ def _record_layer(
         args = inputs(args or (kwargs.pop("hidden_states"),))
         if keep:
             record["x"] = args[0].float().numpy().copy()
-        for name in module.state_dict():
-            assign_parameter(module, name, read(prefix + name))
+        load()
         return args, kwargs
 
     def leave(module, args, output):

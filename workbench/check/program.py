@@ -23,8 +23,10 @@ from workbench.check.gates import Gate
 from workbench.check.metrics import over, rms
 from workbench.check.reach import Stretch
 from workbench.decode import Decoder
+from workbench.decode.calls import head_logits
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import State
 
 # One limit on the relative RMS of a difference, per layer, position, T and tensor. Both
 # sides sum the same terms in another order. Rounding n partial sums by 2^-24 each moves
@@ -115,19 +117,27 @@ def program_errors(
             runs.append((place, between, True))
         runs.append((place, Ts, False))
     scores = Scores()
-    parts = []
+    passes = []
+    head_calls = []
+    for sequences, sizes, isolated in runs:
+        one = ProgramPass(decoder, sequences, isolated, scores)
+        one.begin(sizes, ragged=options.kv_write == "mask")
+        passes.append(one)
+        if isolated:
+            head_calls += [(sequences, size) for size in sizes]
+    shards = tqdm(
+        decoder.layers, desc=f"program, {plan}", unit="shard", disable=not progress
+    )
     with decoder.set_aside():
-        for sequences, sizes, isolated in tqdm(
-            runs, desc=f"program, {plan}", unit="pass", disable=not progress
-        ):
-            positions.write_states(decoder, sequences)
-            one = ProgramPass(decoder, sequences, isolated, scores)
-            one.run(sizes, ragged=options.kv_write == "mask")
+        decoder.begin()
+        for index, model in enumerate(shards):
+            states = [positions.state_before(model, one.stretches) for one in passes]
+            fidelity.run_shard(decoder, index, passes, states)
+        parts = head_errors(decoder, head_calls)
+        for one in passes:
+            one.finish()
             for seq in range(options.batch):
                 parts += one.errors(seq)
-            if isolated:
-                for size in sizes:
-                    parts += head_errors(decoder, sequences, size)
     return fidelity.table(parts), scores
 
 
@@ -172,6 +182,7 @@ class ProgramPass(fidelity.Pass):
         self.stretches = stretches
         self.scores = scores
         self.mode = "isolated" if isolated else "chained"
+        self.state_parts = [[] for _ in stretches]
 
     def hook(self, shard, spans, io):
         replaced = super().hook(shard, spans, io)
@@ -187,6 +198,16 @@ class ProgramPass(fidelity.Pass):
         if shard.kind in ("layers", "router"):
             return look
         return None
+
+    def after(self, shard, ios, state) -> None:
+        super().after(shard, ios, state)
+        for seq, (parts, trace) in enumerate(
+            zip(self.state_parts, self.traces, strict=True)
+        ):
+            for name, *values in self.state_values(state, seq):
+                layer, leaf = split_layer(name)
+                errors = _state_errors(*values, self.end(seq))
+                parts.append(_rows(leaf, layer, *errors, trace.T.max()))
 
     def look(self, shard, op, spans, io, weights, masked) -> None:
         layer = split_layer(shard.modules.get(op.outputs[0][0], ""))[0]
@@ -212,10 +233,9 @@ class ProgramPass(fidelity.Pass):
         golden = self.goldens[seq]
         trace = self.traces[seq]
         stretch = self.stretches[seq]
-        nudged = stretch.nudged.get(self.mode, stretch)
-        again = nudged.golden
+        again = stretch.nudged[self.mode].golden
         positions = stretch.start + np.arange(len(trace.T))
-        parts = []
+        parts = list(self.state_parts[seq])
 
         def add(name: str, layer: int, error: np.ndarray) -> None:
             parts.append(_rows(name, layer, error, positions, trace.T))
@@ -239,10 +259,6 @@ class ProgramPass(fidelity.Pass):
         if trace.logits is not None:
             floor = _logit_floor(stretch) + _floor(golden.logits, again.logits)
             add("logits", -1, _errors(golden.logits, trace.logits, floor))
-        for name, *values in self.states(seq, nudged):
-            layer, leaf = split_layer(name)
-            errors = _state_errors(*values, self.end(seq))
-            parts.append(_rows(leaf, layer, *errors, trace.T.max()))
         if not self.isolated:
             # errors of the layers before, and of the layer itself, add up
             for part in parts:
@@ -254,50 +270,56 @@ class ProgramPass(fidelity.Pass):
         """Tokens in the cache after the pass."""
         return int(self.starts[seq]) + len(self.traces[seq].T)
 
-    def states(self, seq: int, nudged: Stretch) -> Iterator[tuple]:
-        """(name, expected, actual, nudged value) of every state of one sequence."""
+    def state_values(self, state: State, seq: int) -> Iterator[tuple]:
+        """(name, expected, actual, nudged value) of every logical state of a shard, of
+        one sequence."""
         options = self.decoder.options
-        for state in self.decoder.states:
-            for name in state.shard.states:
-                kind = state.shard.kind_of(name)
-                if kind is PENDING or name.endswith(REMAINDER_STATE):
-                    continue  # is in the matrix, which is compared
-                actual = np.asarray(state.read(name)[seq], np.float32)
-                if options.undo and kind is TAIL:
-                    # rows for undoing, which no reference has
-                    actual = actual[options.t_max :]
-                if options.state_pair and kind is MATRIX:
-                    other = name.replace(MATRIX_STATE, REMAINDER_STATE)
-                    remainder = state.read(other)[seq]
-                    actual = actual + np.asarray(remainder, np.float32)
-                if options.undo and kind is MATRIX:
-                    other = name.replace(MATRIX_STATE, PENDING_STATE)
-                    pending = np.asarray(state.read(other)[seq], np.float32)
-                    actual = positions.with_pending(actual, pending)
-                expected, again = [
-                    positions.expected_value(actual.shape, name, s.after, self.end(seq))
-                    for s in (self.stretches[seq], nudged)
-                ]
-                yield name, expected, actual, again
+        stretch = self.stretches[seq]
+        for name in state.shard.states:
+            kind = state.shard.kind_of(name)
+            if kind is PENDING or name.endswith(REMAINDER_STATE):
+                continue  # is in the matrix, which is compared
+            actual = np.asarray(state.read(name)[seq], np.float32)
+            if options.undo and kind is TAIL:
+                # rows for undoing, which no reference has
+                actual = actual[options.t_max :]
+            if options.state_pair and kind is MATRIX:
+                other = name.replace(MATRIX_STATE, REMAINDER_STATE)
+                remainder = state.read(other)[seq]
+                actual = actual + np.asarray(remainder, np.float32)
+            if options.undo and kind is MATRIX:
+                other = name.replace(MATRIX_STATE, PENDING_STATE)
+                pending = np.asarray(state.read(other)[seq], np.float32)
+                actual = positions.with_pending(actual, pending)
+            expected, again = [
+                positions.expected_value(actual.shape, name, s.after, self.end(seq))
+                for s in (stretch, stretch.nudged[self.mode])
+            ]
+            yield name, expected, actual, again
 
 
 def head_errors(
-    decoder: Decoder, stretches: Sequence[Stretch], T: int
+    decoder: Decoder, calls: Sequence[tuple[Sequence[Stretch], int]]
 ) -> list[dict[str, object]]:
-    """Errors of the logits of the last T positions in one call, from Hugging Face's
-    hidden state; parts as of `ProgramPass.errors`."""
+    """Errors of the logits of calls of the head, each over the last T positions of a
+    stretch of every sequence, from Hugging Face's hidden state; parts as of
+    `ProgramPass.errors`."""
     scale = decoder.manifest.stream_scale
-    n = len(stretches[0].golden.ids)
-    last = slice(max(0, n - T), n)
-    hidden = np.stack([stretch.last[last].T / scale for stretch in stretches])
+    hidden = []
+    for stretches, T in calls:
+        hidden.append(np.stack([s.last[-T:].T / scale for s in stretches]))
     parts = []
-    all_logits = decoder.logits(hidden)
-    for seq, (stretch, logits) in enumerate(zip(stretches, all_logits, strict=True)):
-        floor = _logit_floor(stretch)[last]
-        error = _errors(stretch.golden.logits[last], logits, floor)
-        position = stretch.start + np.arange(n)[last]
-        rows = _rows("logits", -1, error, position, len(position))
-        parts.append(rows | {"seq": seq, "mode": "isolated"})
+    for (stretches, T), all_logits in zip(
+        calls, head_logits(decoder, hidden), strict=True
+    ):
+        for seq, (stretch, logits) in enumerate(
+            zip(stretches, all_logits, strict=True)
+        ):
+            floor = _logit_floor(stretch)[-T:]
+            error = _errors(stretch.golden.logits[-T:], logits, floor)
+            position = stretch.start + np.arange(len(stretch.last))[-T:]
+            rows = _rows("logits", -1, error, position, len(position))
+            parts.append(rows | {"seq": seq, "mode": "isolated"})
     return parts
 
 

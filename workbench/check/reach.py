@@ -38,9 +38,9 @@ from workbench.check.golden import (
     logit_divisor,
     stored_weights,
 )
-from workbench.decode import Decoder
 from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import Model, State
 
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
 SCALES, SMALLEST = 12, -44  # positions with scaled inputs, exponent of the smallest RMS
@@ -140,10 +140,9 @@ def reach_stretches(
     """The heads of all sequences, their tails if there are any, and their scaled
     inputs, as Hugging Face's model with the weights that `bundle` stores computes
     them."""
-    reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
-    head_rms = float(reference.head.norm(dim=1).norm())
-    head_rms /= math.sqrt(reference.head.numel())
-    head_rms /= logit_divisor(checkpoint.config)
+    weights = stored_weights(checkpoint, bundle, half=True)
+    reference = ReferenceModel(checkpoint, weights, "stored")
+    head_rms = _head_rms(reference)
     prompts = reach_prompts(bundle.manifest, plan)
     rows = []
     unit = _unit(bundle.manifest.options)
@@ -160,6 +159,15 @@ def reach_stretches(
     return list(zip(*rows, strict=True))
 
 
+def _head_rms(reference: ReferenceModel) -> float:
+    """RMS of what a unit of the head's input adds to a logit."""
+    squares = count = 0
+    for rows in reference.head_rows():
+        squares += float(torch.dot(rows.flatten(), rows.flatten()))
+        count += rows.numel()
+    return math.sqrt(squares / count) / logit_divisor(reference.config)
+
+
 def _stretch(
     reference: ReferenceModel,
     head_rms: float,
@@ -170,9 +178,8 @@ def _stretch(
     last: np.ndarray | None = None,
 ) -> Stretch:
     """The stretch that continues `cache`, and the same with nudged inputs."""
-    # scaled inputs are fed to every layer: nothing reads the logits of a chained run
-    heads = 2 if last is None else 1
-    goldens = reference.run_nudged(ids, cache, start, heads)
+    # scaled inputs are fed to every layer: there is no chained run
+    goldens = reference.run_nudged(ids, cache, start, chained=last is None)
     before = before or [{} for _ in goldens[0].x]
     stretches = []
     for seq, golden in enumerate(goldens):
@@ -186,8 +193,9 @@ def _stretch(
         logit_rms = head_rms * np.linalg.norm(reference.normed[seq], axis=-1)
         normed_from = golden.hidden[-1] if last is None else last
         stretches.append(Stretch(golden, start, before, after, normed_from, logit_rms))
-    stretch, chained, isolated = stretches
-    stretch.nudged.update(chained=chained, isolated=isolated)
+    stretch, *nudged = stretches
+    modes = ("chained", "isolated")[-len(nudged) :]
+    stretch.nudged.update(zip(modes, nudged, strict=True))
     return stretch
 
 
@@ -255,16 +263,15 @@ def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
     return sides
 
 
-def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
-    """Fresh states of the decoder that hold what each sequence has before its
-    stretch."""
-    decoder.begin()
-    if not any(stretch.start for stretch in stretches):
-        return
-    for state, name in decoder.named_states:
-        shape = state.shard.states[name].shape[1:]
-        values = [expected_value(shape, name, s.before, s.start) for s in stretches]
-        state.write(name, np.stack(values))
+def state_before(model: Model, stretches: Sequence[Stretch]) -> State:
+    """A state of a shard that holds what each sequence has before its stretch."""
+    state = model.make_state()
+    if any(stretch.start for stretch in stretches):
+        for name, entry in model.shard.states.items():
+            shape = entry.shape[1:]
+            values = [expected_value(shape, name, s.before, s.start) for s in stretches]
+            state.write(name, np.stack(values))
+    return state
 
 
 def expected_value(

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from workbench.bundle.names import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
+from workbench.bundle.names import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X
 from workbench.bundle.states import MATRIX
-from workbench.runtime import Model
+from workbench.runtime import Model, State
 
 # by the name of an output of a layer shard, the input that it is of the next one
 LINKS = {HIDDEN: X, ROUTER_STATE_OUT: ROUTER_STATE}
@@ -35,25 +35,51 @@ def run_layers(
     ios: Sequence[dict[str, np.ndarray]],
     counts: Sequence[np.ndarray],
     hooks: Sequence | None = None,
+    states: Sequence[State] | None = None,
 ) -> list[dict[str, np.ndarray]]:
     """`decoder.run_layers` of shard `index` for one call after another, with a hook for
-    each where the runtime has hooks. As every shard has states of its own, the results
-    are those of running all shards call by call.
+    each where the runtime has hooks, and a state of the shard (default: the decoder's
+    for all of them). As every shard has states of its own, the results are those of
+    running all shards call by call.
 
     A matrix state carries the rounding of every earlier token on: shards that have one
     run call by call, so that their sums are those of decoding."""
     model = decoder.layers[index]
     shard = model.shard
+    own = decoder.states[index]
+    states = states or [own] * len(ios)
     apart = shard.kind == "router" or MATRIX in map(shard.kind_of, shard.states)
     if not apart and getattr(model, "predict_calls", None):
         calls = [{name: io[name] for name in shard.inputs} for io in ios]
-        outputs = model.predict_calls(calls, decoder.states[index], hooks)
+        outputs = model.predict_calls(calls, states, hooks)
         return [io | following(out) for io, out in zip(ios, outputs, strict=True)]
     results = []
-    for call, (io, count) in enumerate(zip(ios, counts, strict=True)):
-        with model.hooked(hooks[call]) if hooks else nullcontext():
-            results.append(decoder.run_layers(index, io, count))
+    try:
+        for call, (io, count) in enumerate(zip(ios, counts, strict=True)):
+            decoder.states[index] = states[call]
+            with model.hooked(hooks[call]) if hooks else nullcontext():
+                results.append(decoder.run_layers(index, io, count))
+    finally:
+        decoder.states[index] = own
     return results
+
+
+def head_logits(decoder, hidden: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Logits [B, T, V] of one call of the head after another over hidden states
+    [B, C, T], at most t_max columns each."""
+    calls = []
+    for columns in hidden:
+        T = columns.shape[2]
+        dummies = decoder.options.width(T) - T
+        x = decoder.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))
+        calls.append({X: x})
+    slices = [[] for _ in calls]
+    for model in decoder.heads:
+        outputs, _ = predict_calls(model, calls)
+        for own, columns, output in zip(slices, hidden, outputs, strict=True):
+            logits = output[LOGITS].reshape(*output[LOGITS].shape[:2], -1)
+            own.append(logits[:, :, : columns.shape[2]])
+    return [np.concatenate(own, axis=1).transpose(0, 2, 1) for own in slices]
 
 
 def following(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -119,24 +119,25 @@ class PortableModel:
     def predict(
         self, inputs: dict[str, np.ndarray], state: State | None = None
     ) -> dict[str, np.ndarray]:
-        (outputs,) = self.predict_calls([inputs], state)
+        (outputs,) = self.predict_calls([inputs], [state])
         return outputs
 
     def predict_calls(
         self,
         calls: Sequence[dict[str, np.ndarray]],
-        state: State | None = None,
+        states: Sequence[State | None] | None = None,
         hooks: Sequence[Hook | None] | None = None,
     ) -> list[dict[str, np.ndarray]]:
-        """What `predict` returns for one call after another, each with a hook of its
-        own (default: the one that is set); see `miltorch.calls`."""
+        """What `predict` returns for one call after another, each on its state (default:
+        none) and with a hook of its own (default: the one that is set); see
+        `miltorch.calls`."""
         hooks = hooks or [self.hook] * len(calls)
         for inputs in calls:
             check_inputs(self.shard, inputs, self.t_max)
         tensors = [_tensors(inputs) for inputs in calls]
-        cells = state.raw.cells if state else {}
+        cells = [s.raw.cells if s else {} for s in states or [None] * len(calls)]
         if self.fast and not any(hooks):
-            results = [self.fast.run(inputs, cells) for inputs in tensors]
+            results = list(map(self.fast.run, tensors, cells))
         else:
             results = run_calls(self.executable, tensors, cells, hooks)
         return [
