@@ -72,11 +72,11 @@ def pytest_collection_modifyitems(config, items):
 def shimmed():
     """The shim in place of Core ML's native layer."""
     from miltorch import shim
+    from miltorch.quiet import frozen
 
     shim.install()
-    gc.freeze()  # coremltools' converter collects garbage, of all that earlier tests keep
-    yield
-    gc.unfreeze()
+    with frozen():
+        yield
     shim.uninstall()
 
 
