@@ -21,11 +21,15 @@ DATA = Path(__file__).parents[1] / "data"
 IDS = 20
 # Files that take longest. They go first, so that the workers of pytest-xdist end together.
 LONGEST = (
-    *("test_browser", "test_faults", "test_widgets", "test_judge", "test_program"),
-    *("test_adopt", "test_mil_fast", "test_coreml", "test_grid_options", "test_prove"),
-    *("test_shard_functions", "test_notebooks", "test_first_light", "test_stamp"),
-    *("test_standin", "test_export", "test_bundles", "test_standin_notebooks"),
-    *("test_report", "test_sweep", "test_cluster", "test_host", "test_weights"),
+    *("test_browser", "test_faults", "test_stamp", "test_variants", "test_widgets"),
+    *("test_options", "test_decoder", "test_reuse", "test_program", "test_mil_fast"),
+    *("test_trained_options", "test_hybrids", "test_grid_options", "test_adopt"),
+    *("test_transfer", "test_families", "test_routing", "test_doctor", "test_prove"),
+    *("test_bundles", "test_standin", "test_notebooks", "test_shard_functions"),
+    *("test_evaluate", "test_undo", "test_coreml", "test_export", "test_report"),
+    *("test_weights", "test_first_light", "test_standin_notebooks", "test_overflow"),
+    *("test_checkpoints", "test_error", "test_invariants", "test_functions"),
+    *("test_readme", "test_judge", "test_zaya_full_size", "test_cluster", "test_sweep"),
 )
 
 
@@ -68,9 +72,11 @@ def pytest_collection_modifyitems(config, items):
 def shimmed():
     """The shim in place of Core ML's native layer."""
     from miltorch import shim
+    from miltorch.quiet import frozen
 
     shim.install()
-    yield
+    with frozen():
+        yield
     shim.uninstall()
 
 

@@ -1,6 +1,7 @@
 """Decode speeds: every contestant in one interleaved run, beside its peers, with every sample."""
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from workbench.benchmarks import decode, llama_cpp, stopwatch
@@ -9,7 +10,10 @@ from workbench.cli.bench import _markdown
 
 @pytest.fixture
 def short(monkeypatch):
-    """Steps at depths that a small cache has, a fast look at the memory, no other library."""
+    """Steps on one core at depths that a small cache has, a fast look at the memory, no other
+    library."""
+    # a bench gives torch all cores for as long as the process lives, and idle threads spin
+    monkeypatch.setattr(torch.multiprocessing, "cpu_count", lambda: 1)
     monkeypatch.setattr(decode, "DEPTHS", (4, 20))
     monkeypatch.setattr(decode, "read_bandwidth", lambda: 1e9)
     monkeypatch.setattr(llama_cpp, "available", lambda: False)

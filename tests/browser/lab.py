@@ -14,9 +14,11 @@ import tempfile
 import time
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import nbformat
+from browser import kernels
 
 FLAGS = [
     "--no-sandbox",
@@ -39,6 +41,8 @@ SETTINGS = {
     },  # every cell is in the page
     "apputils-extension/notification": {"fetchNews": "false"},
 }
+# a Mac forbids forks of a process that has its frameworks loaded
+FORKS = sys.platform == "linux"
 LIMIT_S = 300
 SIZE = {"width": 1280, "height": 1000}
 ROOT = Path(__file__).parents[2]
@@ -95,6 +99,9 @@ def serve(project: Path, home: Path):
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTER_RUNTIME_DIR": runtime,
     }
+    if FORKS:
+        kernels.spec(home, f"{runtime}/kernels")
+        homes["JUPYTER_PATH"] = str(home)
     command = [
         sys.executable,
         "-m",
@@ -112,10 +119,14 @@ def serve(project: Path, home: Path):
         "--KernelManager.transport=ipc",
         "--FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs",
     ]
+    start = partial(subprocess.Popen, env=os.environ | homes, stderr=subprocess.STDOUT)
     with (home / "server.log").open("w") as said:
-        server = subprocess.Popen(
-            command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT
-        )
+        processes = [start(command, stdout=said)]
+        if FORKS:
+            path = f"{runtime}/kernels"
+            processes.append(
+                start([sys.executable, kernels.__file__, path], stdout=said)
+            )
     try:
         address = f"http://127.0.0.1:{port}"
         _wait(
@@ -125,8 +136,9 @@ def serve(project: Path, home: Path):
         )
         yield address
     finally:
-        server.terminate()
-        server.wait(LIMIT_S)
+        for process in processes:
+            process.terminate()
+            process.wait(LIMIT_S)
         shutil.rmtree(runtime, ignore_errors=True)
 
 
@@ -146,26 +158,42 @@ def _wait(ready, seconds: float, otherwise: str, every: float = 0.2):
     raise AssertionError(otherwise)
 
 
+OPEN = """async path => {
+    const lab = window.jupyterapp;
+    const others = Array.from(lab.shell.widgets("main"));
+    await Promise.all(others.map(other => other.sessionContext?.shutdown()));
+    const notebook = await lab.commands.execute("docmanager:open", {path});
+    others.forEach(other => other.dispose());
+    await notebook.context.ready;
+    lab.shell.activateById(notebook.id);
+}"""
+
+
+def open_lab(page, address: str):
+    """JupyterLab in a page, without a notebook."""
+    page.set_default_timeout(1000 * LIMIT_S)
+    page.goto(f"{address}/lab?reset", wait_until="load")
+    page.wait_for_function("window.jupyterapp != null")
+    page.evaluate("window.jupyterapp.restored.then(() => true)")
+    return page
+
+
 class Notebook:
-    """One notebook in the browser.
+    """One notebook in the browser: opened in JupyterLab, whose other notebooks and their kernels
+    end.
 
     Args:
-        page: a Playwright page.
-        address: of the server.
+        page: a Playwright page in which JupyterLab is open.
         path: the notebook in the project.
         shots: folder for screenshots.
     """
 
-    def __init__(self, page, address: str, path: Path, shots: Path):
+    def __init__(self, page, path: Path, shots: Path):
         self.page, self.path, self.shots = page, path, shots
         self.seconds = {}  # from each action on a widget to what it shows then
         shots.mkdir(parents=True, exist_ok=True)
-        page.set_default_timeout(1000 * LIMIT_S)
-        page.goto(f"{address}/lab/tree/notebooks/{path.name}?reset", wait_until="load")
+        page.evaluate(OPEN, f"notebooks/{path.name}")
         page.wait_for_selector(".jp-Notebook .jp-Cell")
-        page.wait_for_function(
-            "window.jupyterapp?.shell.currentWidget?.sessionContext != null"
-        )
         self._in_lab("sessionContext.ready.then(() => true)")
 
     def _in_lab(self, expression: str):

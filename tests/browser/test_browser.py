@@ -16,7 +16,17 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 import pytest
-from browser.lab import FLAGS, SIZE, Notebook, Widget, changes, chromium, commit, serve
+from browser.lab import (
+    FLAGS,
+    SIZE,
+    Notebook,
+    Widget,
+    changes,
+    chromium,
+    commit,
+    open_lab,
+    serve,
+)
 from report.test_notebooks import SMALL
 from safetensors.numpy import load_file, save_file
 
@@ -59,9 +69,9 @@ def lab(project, tmp_path_factory):
         sync_playwright() as driver,
     ):
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
-        context = browser.new_context(viewport=SIZE)  # pages share its cache
+        page = open_lab(browser.new_page(viewport=SIZE), address)
         yield lambda name: Notebook(
-            context.new_page(), address, project / "notebooks" / f"{name}.ipynb", SHOTS
+            page, project / "notebooks" / f"{name}.ipynb", SHOTS
         )
         browser.close()
 
@@ -184,7 +194,6 @@ def test_a_notebook_runs_whole_and_its_widgets_follow(name, lab, project):
     assert report.experiment(name[:2]).question in written_up.read_text()
     # neither shipped results nor notebooks, saved with their outputs
     assert changes(project) == []
-    notebook.page.close()
 
 
 def written(project: Path, name: str, *cells: str) -> str:
@@ -227,7 +236,6 @@ def test_run_makes_what_is_missing_save_keeps_it_and_a_failing_callback_is_seen(
     notebook.execute("explorer.tables = None")
     with pytest.raises(AssertionError, match="TypeError"):
         explorer.changes(lambda: explorer.move_slider("T"))
-    notebook.page.close()
 
 
 def test_a_cell_that_fails_is_seen(lab, project):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import miltorch
-from miltorch.quiet import coremltools, quiet
+from miltorch.quiet import coremltools, frozen, quiet
 from workbench import Decoder
 from workbench.explain import trace
 
@@ -151,7 +151,7 @@ def masked(path, scale):
             x=mb.add(x=scores, y=rows, name="sum"), axis=-1, name="weights"
         )
 
-    with quiet():
+    with quiet(), frozen():
         ct.convert(
             build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True
         ).save(str(path))

@@ -10,7 +10,7 @@ from torch import nn
 
 import miltorch
 from miltorch import shim
-from miltorch.quiet import coremltools
+from miltorch.quiet import coremltools, frozen
 
 
 def distance(q, end):
@@ -44,7 +44,7 @@ def exported(request, tmp_path_factory):
     q, end = ct.RangeDim(1, 8, default=2), ct.RangeDim(1, 16, default=5)
     module = request.param().eval()
     example = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 5)
-    with warnings.catch_warnings(), shim.mended_converter():
+    with warnings.catch_warnings(), shim.mended_converter(), frozen():
         warnings.simplefilter("ignore")
         model = ct.convert(
             torch.jit.trace(module, example, check_trace=False),

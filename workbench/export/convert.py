@@ -2,7 +2,6 @@
 and compressed weights."""
 
 import errno
-import gc
 import tempfile
 from contextlib import contextmanager
 from functools import partialmethod
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from miltorch.quiet import coremltools, quiet
+from miltorch.quiet import coremltools, frozen, quiet
 from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16, POS
 from workbench.bundle.presets import FP16, Preset
@@ -163,14 +162,10 @@ def lean():
                 return original(op)
         return False
 
-    gc.freeze()
-    try:
-        check = staticmethod(overflow)
-        search = patch.object(FP16ComputePrecision, "fp16_overflow", check)
-        with search, seldom_validated(), quickly_solved(), compressed_alone():
-            yield
-    finally:
-        gc.unfreeze()
+    check = staticmethod(overflow)
+    search = patch.object(FP16ComputePrecision, "fp16_overflow", check)
+    with frozen(), search, seldom_validated(), quickly_solved(), compressed_alone():
+        yield
 
 
 def _beyond_fp16(value) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miltorch.quiet import coremltools, quiet
+from miltorch.quiet import coremltools, frozen, quiet
 from workbench.errors import InputError, one_line
 from workbench.runtime import named
 from workbench.runtime.coreml import KINDS
@@ -84,9 +84,11 @@ def _counter(ct):
         total = mb.add(x=mb.read_state(input=count), y=x)
         return mb.identity(x=mb.coreml_update_state(state=count, value=total), name="y")
 
-    return ct.convert(
-        program, minimum_deployment_target=ct.target.iOS18, skip_model_load=True
-    )
+    target = ct.target.iOS18
+    with frozen():
+        return ct.convert(
+            program, minimum_deployment_target=target, skip_model_load=True
+        )
 
 
 def _native_layer() -> None:

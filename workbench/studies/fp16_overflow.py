@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import miltorch
+from miltorch.quiet import frozen
 from workbench.bundle import Bundle, Options
 from workbench.bundle.names import K_STATE, MASKED, V_STATE
 from workbench.check import gates
@@ -116,7 +117,8 @@ def naive_packages(
             attention.shape = NaiveShape(**vars(attention.shape), scale=attention.scale)
             attention.scale = 1.0
         compressed = {part.path for part in parts if part.compressed}
-        model = convert.convert(module, spec, options, compressed)
+        with frozen():
+            model = convert.convert(module, spec, options, compressed)
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
         constants = convert.constants(model)
@@ -282,7 +284,8 @@ def mask_packages(folder: Path) -> dict[str, Path]:
     packages = {}
     for i, (name, factor) in enumerate(MASKS.items()):
         packages[name] = Path(folder) / f"mask_{i}.mlpackage"
-        model = convert.convert(Masked(factor), spec, Options(t_max=1), set())
+        with frozen():
+            model = convert.convert(Masked(factor), spec, Options(t_max=1), set())
         model.save(str(packages[name]))
     return packages
 
