@@ -16,7 +16,6 @@ from llvmlite import binding, ir
 from numba import config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic, overload
 
-from miltorch.fast.rounding import PLACES, SMALLEST_NORMAL, rounded_product
 from miltorch.ops.linear import TERMS
 
 # numba's own pool, where OpenMP is missing, takes one caller at a time
@@ -91,18 +90,6 @@ def _overload_value(weight, scale):
     return lambda weight, scale: _round16(np.float32(weight) * scale)
 
 
-@intrinsic
-def _normal_value(typing, weight, scale, shifted):
-    """As `_value` for an int8 weight and a scale as `rounded_product` needs them."""
-
-    def emit(context, builder, signature, arguments):
-        weight, scale, shifted = arguments
-        number = builder.sitofp(weight, ir.FloatType())
-        return rounded_product(builder, number, scale, shifted)
-
-    return types.float32(types.int8, types.float32, types.float32), emit
-
-
 @njit(fastmath=FLAGS, cache=True)
 def _row_kernel(weight, scale, x):
     """weight [K] · x [K]"""
@@ -112,43 +99,16 @@ def _row_kernel(weight, scale, x):
     return total
 
 
-def _dot(weight, scale, x):
-    """weight [K] · x [K], by the faster rounding where the scale of int8 weights allows
-    it."""
-
-
-@overload(_dot)
-def _overload_dot(weight, scale, x):
-    if weight.dtype != types.int8:
-        return lambda weight, scale, x: _row_kernel(weight, scale, x)
-
-    def dot(weight, scale, x):
-        if not np.abs(scale) >= np.float32(SMALLEST_NORMAL):
-            return _row_kernel(weight, scale, x)
-        return _normal_row_kernel(weight, scale, x)
-
-    return dot
-
-
-@njit(fastmath=FLAGS, cache=True)
-def _normal_row_kernel(weight, scale, x):
-    """As `_row_kernel` for an int8 weight and a scale as `rounded_product` needs them."""
-    total, shifted = np.float32(0), scale * np.float32(PLACES)
-    for k in range(weight.shape[0]):
-        total += _normal_value(weight[k], scale, shifted) * x[k]
-    return total
-
-
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _one(weight, scale, x, out, threads):
     """out [R] = weight [R, K] @ x [K], for one activation vector; on the calling thread
     where others cost more than they give."""
     if threads and weight.size >= SMALL_PRODUCT:
         for r in prange(weight.shape[0]):
-            out[r] = _dot(weight[r], scale[r], x)
+            out[r] = _row_kernel(weight[r], scale[r], x)
     else:
         for r in range(weight.shape[0]):
-            out[r] = _dot(weight[r], scale[r], x)
+            out[r] = _row_kernel(weight[r], scale[r], x)
 
 
 @njit(fastmath=FLAGS, cache=True)

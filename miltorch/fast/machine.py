@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from miltorch.fast import attention, kernels, packed, rounding, tiles
+from miltorch.fast import attention, integer_rows, integers, kernels, packed, tiles
 from miltorch.fast.kernels import (
     FLAGS,
     _exp,
@@ -353,20 +353,24 @@ def _strided(code, outer, scratch, width):
 @njit
 def _linear(code, scratch, threads):
     """Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R,
-    weight, its form (`products.Linear.form`), scales, bias."""
-    out, x, sB, sK, sT, B, K, T, R, weight, form, scale, bias = code[1:14]
+    weight, its form (`products.Linear.form`), scales, tables (0 where products in
+    integers are not possible), bias."""
+    out, x, sB, sK, sT, B, K, T, R, weight, form, scale, tables, bias = code[1:15]
     N, result = B * T, carray(_floats(out), (B, R, T))
-    if N == 1:
-        row, flat = _picked(x, sK, K, scratch), carray(_floats(out), (R,))
-        _one_product(form, weight, scale, row, flat, threads)
+    rows = carray(_floats(scratch), (_whole(form, N), K))
+    if N == 1 and sK == 4:
+        rows = carray(_floats(x), (1, K))
     else:
-        padded = tiles.whole_tiles(N) if form <= 2 else packed.whole_vectors(N)
-        rows = carray(_floats(scratch), (padded, K))
         for n in range(N):
             start = x + n // T * sB + n % T * sT
             for k in range(K):
                 rows[n, k] = carray(_floats(start + k * sK), (1,))[0]
-        _few_products(form, weight, scale, rows, result, threads)
+    if not _integers(form, weight, scale, tables, rows, result, threads):
+        if N == 1:
+            flat = carray(_floats(out), (R,))
+            _one_product(form, weight, scale, rows[0], flat, threads)
+        else:
+            _few_products(form, weight, scale, rows, result, threads)
     if bias:
         offsets = carray(_floats(bias), (R,))
         for b in range(B):
@@ -375,6 +379,30 @@ def _linear(code, scratch, threads):
                     result[b, r, t] += offsets[r]
     flat = carray(_floats(out), (N * R,))
     _copy(flat, flat)
+
+
+@njit
+def _whole(form, count):
+    """Vectors of the tiles that hold `count` of them."""
+    return tiles.whole_tiles(count) if form <= 2 else packed.whole_vectors(count)
+
+
+@njit
+def _integers(form, weight, scale, tables, x, out, threads):
+    """out [B, R, T] = the first B · T of x [N, K] by the weight [R, K] in integers;
+    False, with nothing done, where that is not possible."""
+    (B, R, T), K = out.shape, x.shape[1]
+    if tables == 0:
+        return False
+    if form == 1:
+        stored, scales = carray(_bytes(weight), (R, K)), carray(_floats(scale), (R,))
+        rounding = carray(_codes(tables), (1024, 256))
+        return integers.int8_product(stored, scales, rounding, x, out, threads)
+    if B * T > 1:
+        return False
+    codes, factors = _packed_arrays(form, weight, scale, R, K)
+    few, flat = carray(_codes(tables), (1,)), out.reshape(R)
+    return integers.int4_product(codes, factors, few, x, flat, threads)
 
 
 @njit
@@ -411,10 +439,15 @@ def _few_products(form, weight, scale, x, out, threads):
 @njit
 def _packed_product(form, weight, scale, x, out, threads):
     """out [R, N] = x [N, K] by the packed weight [R, K] at an address."""
-    R, K = len(out), x.shape[1]
-    codes = carray(_codes(weight), (R, K * 3 // 4 if form == packed.LUT6 else K // 2))
-    factors = carray(_halves(scale), (R * max(65, K // 32),))  # no fewer than there are
+    codes, factors = _packed_arrays(form, weight, scale, len(out), x.shape[1])
     packed._product(form, codes, factors, x, out, threads)
+
+
+@njit
+def _packed_arrays(form, weight, scale, R, K):
+    """Codes of a packed weight at addresses, and its scales, no fewer than there are."""
+    codes = carray(_codes(weight), (R, K * 3 // 4 if form == packed.LUT6 else K // 2))
+    return codes, carray(_halves(scale), (R * max(65, K // 32),))
 
 
 @njit
@@ -507,6 +540,6 @@ drop_stale_machine_code(
     Path(execute._cache.cache_path),
     *(
         Path(module.__file__)
-        for module in (attention, kernels, packed, rounding, tiles)
+        for module in (attention, integer_rows, integers, kernels, packed, tiles)
     ),
 )

@@ -2,14 +2,15 @@
 weights as they are stored: fp16, int8, int4 in blocks, or indices of a lookup table."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from miltorch.fast import packed, tiles
+from miltorch.fast import integers, packed, tiles
+from miltorch.fast.integers import LARGEST
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.fast.packed import ENTRIES, GROUP, INT4, LUT4, LUT6, Packed
-from miltorch.fast.rounding import LARGEST
 from miltorch.ops.convolution import FEW_COLUMNS
 from miltorch.ops.linear import PANEL, _wide_linear, panel_product
 from miltorch.program import Op, Ref
@@ -46,6 +47,12 @@ class Linear:
         if isinstance(self.weight, Packed):
             return self.weight.codes, self.weight.scale
         return self.weight, self.scale
+
+    @cached_property
+    def tables(self) -> np.ndarray | None:
+        """What a product in integers reads beside the `arrays`, see
+        `integers.tables`."""
+        return integers.tables(self.form, self.weight.shape, self.arrays[1])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         rows = x.flatten(2).transpose(1, 2).reshape(-1, x.shape[1])

@@ -9,12 +9,11 @@ import pytest
 import tiny
 import torch
 from hypothesis import strategies as st
-from numba import njit
 from one_op import Op, Ref, Type, given, program, tensor
 
 import miltorch
 from miltorch import Executable
-from miltorch.fast import kernels, machine, patterns, products, rounding, tiles
+from miltorch.fast import kernels, machine, patterns, products, tiles
 from miltorch.fast import program as fast
 from miltorch.fast.matching import PatternGraph
 from miltorch.fast.program import FastProgram
@@ -391,26 +390,6 @@ def test_the_exponential_is_that_of_numpy(seed, scale):
     np.testing.assert_allclose(
         [kernels._exp(v) for v in x], np.exp(x.astype(float)), rtol=3e-7
     )
-
-
-@njit(fastmath=kernels.FLAGS)
-def rounded_values(weight, scale, out):
-    for k in range(len(weight)):
-        shifted = scale * np.float32(rounding.PLACES)
-        out[k] = kernels._normal_value(weight[k], scale, shifted)
-
-
-def test_an_int8_weight_times_any_normal_scale_is_rounded_to_fp16_bit_for_bit():
-    """All 256 weights by every scale whose products are normal and finite."""
-    weight, out = np.arange(-128, 128).astype(np.int8), np.empty(256, np.float32)
-    scales = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
-    scales = scales[scales >= rounding.SMALLEST_NORMAL]
-    scales = scales[scales <= rounding.LARGEST / 128]
-    assert len(scales) > 20_000
-    for scale in np.concatenate([scales, -scales[::7]]):
-        rounded_values(weight, scale, out)
-        expected = (weight * scale).astype(np.float16).astype(np.float32)
-        np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize("scale", [6e-8, 3e-5, 511.0])
