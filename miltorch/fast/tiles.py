@@ -7,7 +7,6 @@ depends on its version and on the loop's length."""
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from llvmlite import binding, ir
 from numba import njit, prange, types
 from numba.core import cgutils
@@ -316,7 +315,14 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
         out = np.empty((1, R), np.float32)
         on_threads(_one, weight, scale, row, out[0], threads)
         return torch.from_numpy(out)
-    rows = F.pad(x.float(), (0, 0, 0, whole_tiles(N) - N)).contiguous().numpy()
     out = np.empty((1, R, N), np.float32)
-    on_threads(few, weight, scale, rows, out, threads)
+    on_threads(few, weight, scale, tile_rows(x), out, threads)
     return torch.from_numpy(out[0].T)
+
+
+def tile_rows(x: torch.Tensor) -> np.ndarray:
+    """Vectors [N, K] as float32, and a vector of zeros where `whole_tiles` needs it."""
+    N, K = x.shape
+    rows = np.zeros((whole_tiles(N), K), np.float32)
+    torch.from_numpy(rows)[:N] = x.float()
+    return rows
