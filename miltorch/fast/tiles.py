@@ -24,7 +24,7 @@ from miltorch.fast.kernels import (
 
 # floats of one vector, and sums of one tile: what the processor's registers hold
 WIDTH, SUMS = (16, 24) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
-LARGEST = 8  # rows of any tile, and vectors of any tile
+LARGEST = 8  # vectors of any tile, and more than its rows
 BLOCK = 24  # rows, a multiple of those of every tile
 CHUNK = 2 * BLOCK  # rows that stay in a core's cache for all vectors
 SPAN = 1024  # terms that are summed in one register, a multiple of WIDTH
@@ -156,8 +156,9 @@ def _totals(builder, vectors: list):
 
 @njit
 def _rows(tokens):
-    """Rows of the tile of so many vectors."""
-    return max(1, min(LARGEST, SUMS // tokens))
+    """Rows of the tile of so many vectors; two vectors wait for memory, which more rows
+    at once do not speed up."""
+    return max(1, min(2 * tokens, SUMS // tokens))
 
 
 _half2, _half4, _half6, _half8 = (_tile(n, ir.HalfType()) for n in (2, 4, 6, 8))
