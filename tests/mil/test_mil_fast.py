@@ -530,10 +530,10 @@ def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
 def test_columns_blocked_for_some_queries_only_are_kept():
     blocked = torch.full((1, 1, 2, 6), kernels.BLOCKED).half()
     blocked[..., 0, 1:3] = blocked[..., 1, 2:4] = 0
-    assert patterns._span(blocked) == (1, 4)
+    assert patterns._span(blocked)[:2] == (1, 4)
     blocked[..., 1, :] = kernels.BLOCKED
     # a query that sees nothing attends to everything alike
-    assert patterns._span(blocked) == (0, 6)
+    assert patterns._span(blocked)[:2] == (0, 6)
 
 
 def test_hooks_and_gates_see_the_literal_graph(exports):
@@ -691,7 +691,7 @@ def test_the_outline_of_a_program_holds_no_weights(exports, monkeypatch, compres
     assert sum(held.values()) < 96 * 64
 
 
-@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("T", [1, 2, 12])
 def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does(T):
     rng = np.random.default_rng(T)
     q, key, value = (
