@@ -5,13 +5,11 @@ from functools import partial
 from operator import methodcaller
 
 import numpy as np
-import torch
 
 from miltorch.fast import attention, kernels
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.fast.products import linear_pattern
 from miltorch.ops.convolution import FEW_COLUMNS
-from miltorch.ops.state import StateCell
 from miltorch.program import Op, Ref
 
 # the operand x of the last product in the models' `RMSNorm`: y·(1 / √(mean y² + eps)),
@@ -205,22 +203,30 @@ def attention_pattern(graph: PatternGraph, op: Op):
 
 
 def _span(mask):
-    return kernels.visible(mask.flatten(0, 2), kernels.BLOCKED)
+    """First and last + 1 of the columns that some query sees, and these columns of the
+    mask for many queries."""
+    first, last = kernels.visible(mask.flatten(0, 2), kernels.BLOCKED)
+    return first, last, _lanes(mask[..., first:last])
+
+
+def _lanes(mask):
+    B, _, T, _ = mask.shape
+    if B * T < FEW_COLUMNS:
+        return None
+    return attention.lanes_of(mask[:, 0])
 
 
 def _attend_visible(q, key, value, mask, span):
     """q [B, H_kv, G·T, D], states [B, H_kv, S, D], mask [B, 1, T, S] → [B, H_kv, G·T,
     D]."""
-    (first, last), (B, _, T, S) = span, mask.shape
+    (first, last, lanes), (_, _, T, S) = span, mask.shape
     key, value = key.value, value.value
-    if B * T < FEW_COLUMNS:
+    if lanes is None:
         return attention.attend(q, key, value, mask[:, 0]).half()
-    scores = torch.matmul(q.float(), key[:, :, first:last].transpose(-1, -2)).half()
-    masked = scores.view(B, -1, T, last - first) + mask[..., first:last]
-    if last - first < S and bool(scores.abs().amax() > kernels.EXTREME.item()):
-        return _attend_visible(q, StateCell(key), StateCell(value), mask, (0, S))
-    weights = torch.softmax(masked, -1).view(scores.shape)
-    return torch.matmul(weights.float(), value[:, :, first:last]).half()
+    out, extreme = attention.attend_prompt(q, key, value, lanes, first, T)
+    if extreme > kernels.EXTREME and last - first < S:
+        out, _ = attention.attend_prompt(q, key, value, _lanes(mask), 0, T)
+    return out.half()
 
 
 def _operands(graph: PatternGraph, op: Op, first: str, second: str) -> tuple[Op, Op]:

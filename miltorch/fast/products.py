@@ -9,10 +9,11 @@ import torch
 
 from miltorch.fast import integers, packed, tiles
 from miltorch.fast.integers import LARGEST
+from miltorch.fast.kernels import on_threads
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.fast.packed import ENTRIES, GROUP, INT4, LUT4, LUT6, Packed
 from miltorch.ops.convolution import FEW_COLUMNS
-from miltorch.ops.linear import PANEL, _wide_linear, panel_product
+from miltorch.ops.linear import PANEL
 from miltorch.program import Op, Ref
 
 LARGE_PAGE = 1 << 21  # bytes; numpy asks the operating system for such pages
@@ -58,14 +59,8 @@ class Linear:
         rows = x.flatten(2).transpose(1, 2).reshape(-1, x.shape[1])
         if isinstance(self.weight, Packed):
             y = _packed_product(self.weight, rows.float())
-        elif len(rows) < FEW_COLUMNS:
-            y = tiles.product(self.weight, self.scale, rows)
-        elif self.weight.dtype == np.uint16:
-            halves = torch.from_numpy(self.weight.view(np.float16))
-            y = panel_product(rows.float(), halves)
         else:
-            scale = torch.from_numpy(self.scale)[:, None]
-            y = panel_product(rows.float(), torch.from_numpy(self.weight), scale)
+            y = tiles.product(self.weight, self.scale, rows)
         if self.bias is not None:
             y = y + self.bias
         y = y.half().reshape(len(x), -1, self.weight.shape[0]).transpose(1, 2)
@@ -80,13 +75,15 @@ def _packed_product(weight: Packed, rows: torch.Tensor) -> torch.Tensor:
     weights at a time become dense."""
     if len(rows) < FEW_COLUMNS:
         return packed.product(weight, rows)
-    (R, K), rows = weight.shape, rows.contiguous()
-    step = -(-PANEL // K)
-    products = []
+    (R, K), N = weight.shape, len(rows)
+    step, rows = -(-PANEL // K), tiles.tile_rows(rows)
+    out, ones = np.empty((1, R, N), np.float32), np.ones(step, np.float32)
+    threads = torch.get_num_threads() > 1
     for start in range(0, R, step):
-        panel = packed.dense(weight, start, min(start + step, R))
-        products.append(_wide_linear(rows, panel))
-    return torch.cat(products, 1)
+        panel = packed.dense(weight, start, min(start + step, R)).numpy()
+        part = out[:, start : start + step]
+        on_threads(tiles.few, panel, ones[: len(panel)], rows, part, threads)
+    return torch.from_numpy(out[0].T)
 
 
 def together(linears: list[Linear]) -> Linear:

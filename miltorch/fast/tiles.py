@@ -7,7 +7,6 @@ depends on its version and on the loop's length."""
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from llvmlite import binding, ir
 from numba import njit, prange, types
 from numba.core import cgutils
@@ -24,10 +23,11 @@ from miltorch.fast.kernels import (
 )
 
 # floats of one vector, and sums of one tile: what the processor's registers hold
-WIDTH, SUMS = (16, 16) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
-CHUNK = 64  # rows that one thread takes at a time
+WIDTH, SUMS = (16, 24) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
+LARGEST = 8  # vectors of any tile, and more than its rows
+BLOCK = 24  # rows, a multiple of those of every tile
+CHUNK = 2 * BLOCK  # rows that stay in a core's cache for all vectors
 SPAN = 1024  # terms that are summed in one register, a multiple of WIDTH
-BLOCK = SUMS // 2  # rows of the weight that stay in a core's cache for all vectors
 CONTRACT = ("contract",)
 VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 NUMBER = ir.IntType(64)
@@ -67,40 +67,42 @@ def _row_weights(builder, address, element: ir.Type, scale):
 def _tile(tokens: int, element: ir.Type):
     """A compiled function of (address of the first row, bytes of a row, address of the
     vectors, bytes of a vector, terms, address of the rows' scales, address of the
-    results): SUMS // tokens rows by `tokens` float32 vectors, over the first `terms` (a
-    multiple of WIDTH) elements → float32 [rows, tokens]. A weight is an `element`:
+    results): `_rows(tokens)` rows by `tokens` float32 vectors, over the first `terms`
+    (a multiple of WIDTH) elements → float32 [rows, tokens]. A weight is an `element`:
     float, half, or an integer of 8 bits that is scaled and rounded to half."""
-    rows = SUMS // tokens
+    rows = _rows.py_func(tokens)
 
     def emit(context, builder, signature, arguments):
         weight, row_bytes, x, x_bytes, terms, scales, out = arguments
         zero, step = ir.Constant(VECTOR, None), NUMBER(WIDTH)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(SUMS)]
+        sums = []
+        for _ in range(rows * tokens):
+            sums.append(cgutils.alloca_once_value(builder, zero))
         row_scales = [None] * rows
         if element == ir.IntType(8):
             row_scales = _row_scales(builder, scales, rows)
         loop = cgutils.for_range_slice(builder, NUMBER(0), terms, step, NUMBER)
         with loop as (k, _):
-            start = builder.add(x, builder.mul(k, NUMBER(4)))
-            vectors = []
-            for n in range(tokens):
-                address = _offset(builder, start, n, x_bytes)
-                vectors.append(_load(builder, address, VECTOR, 4))
             start = builder.mul(k, NUMBER(BYTES[str(element)]))
             start = builder.add(weight, start)
+            weights = []
             for r, scale in enumerate(row_scales):
                 address = _offset(builder, start, r, row_bytes)
                 _prefetch(builder, _offset(builder, address, rows, row_bytes))
-                weights = _row_weights(builder, address, element, scale)
-                for n, vector in enumerate(vectors):
-                    place = sums[r * tokens + n]
-                    term = builder.fmul(weights, vector, flags=CONTRACT)
+                weights.append(_row_weights(builder, address, element, scale))
+            start = builder.add(x, builder.mul(k, NUMBER(4)))
+            for n in range(tokens):
+                address = _offset(builder, start, n, x_bytes)
+                vector = _load(builder, address, VECTOR, 4)
+                for place, row in zip(sums[n::tokens], weights, strict=True):
+                    term = builder.fmul(row, vector, flags=CONTRACT)
                     total = builder.fadd(builder.load(place), term, flags=CONTRACT)
                     builder.store(total, place)
-        for i, place in enumerate(sums):
+        totals = list(map(builder.load, sums))
+        for i in range(0, len(totals), WIDTH):
             address = builder.add(out, NUMBER(4 * i))
-            total = _total(builder, builder.load(place))
-            builder.store(total, builder.inttoptr(address, total.type.as_pointer()))
+            address = builder.inttoptr(address, VECTOR.as_pointer())
+            builder.store(_totals(builder, totals[i : i + WIDTH]), address, align=4)
         return context.get_dummy_value()
 
     @intrinsic
@@ -130,23 +132,38 @@ def _splat(builder, value):
     )
 
 
-def _total(builder, vector):
-    """The sum of a vector's elements, by halves."""
-    width = WIDTH
-    while width > 1:
-        width //= 2
-        halves = []
-        for first in (0, width):
-            kind = ir.VectorType(ir.IntType(32), width)
-            places = ir.Constant(kind, list(range(first, first + width)))
-            halves.append(builder.shuffle_vector(vector, vector, places))
-        vector = builder.fadd(*halves)
-    return builder.extract_element(vector, ir.IntType(32)(0))
+def _totals(builder, vectors: list):
+    """The sums of the elements of up to WIDTH vectors, as one vector: each by halves,
+    all at once."""
+    undefined = ir.Constant(VECTOR, ir.Undefined)
+    vectors = vectors + [undefined] * (WIDTH - len(vectors))
+    kind, distance = ir.VectorType(ir.IntType(32), WIDTH), WIDTH // 2
+    while distance:
+        # lanes without this bit sum the first of a pair, lanes with it the second
+        near, far = list(range(WIDTH)), [lane ^ distance for lane in range(WIDTH)]
+        for lane in range(WIDTH):
+            if lane & distance:
+                near[lane], far[lane] = WIDTH + lane, WIDTH + lane - distance
+        places = ir.Constant(kind, near), ir.Constant(kind, far)
+        pairs = zip(vectors[: len(vectors) // 2], vectors[len(vectors) // 2 :])
+        vectors = [
+            builder.fadd(*(builder.shuffle_vector(a, b, lanes) for lanes in places))
+            for a, b in pairs
+        ]
+        distance //= 2
+    return vectors[0]
 
 
-_half2, _half4, _half8 = (_tile(tokens, ir.HalfType()) for tokens in (2, 4, 8))
-_int2, _int4, _int8 = (_tile(tokens, ir.IntType(8)) for tokens in (2, 4, 8))
-_float2, _float4, _float8 = (_tile(tokens, ir.FloatType()) for tokens in (2, 4, 8))
+@njit
+def _rows(tokens):
+    """Rows of the tile of so many vectors; two vectors wait for memory, which more rows
+    at once do not speed up."""
+    return max(1, min(2 * tokens, SUMS // tokens))
+
+
+_half2, _half4, _half6, _half8 = (_tile(n, ir.HalfType()) for n in (2, 4, 6, 8))
+_int2, _int4, _int6, _int8 = (_tile(n, ir.IntType(8)) for n in (2, 4, 6, 8))
+_float2, _float4, _float6, _float8 = (_tile(n, ir.FloatType()) for n in (2, 4, 6, 8))
 
 
 def _dots(weight, address, x, stride, terms, scales, out, tokens):
@@ -156,11 +173,11 @@ def _dots(weight, address, x, stride, terms, scales, out, tokens):
 @overload(_dots)
 def _overload_dots(weight, address, x, stride, terms, scales, out, tokens):
     if weight.dtype == types.int8:
-        two, four, eight = _int2, _int4, _int8
+        two, four, six, eight = _int2, _int4, _int6, _int8
     elif weight.dtype == types.float32:
-        two, four, eight = _float2, _float4, _float8
+        two, four, six, eight = _float2, _float4, _float6, _float8
     else:
-        two, four, eight = _half2, _half4, _half8
+        two, four, six, eight = _half2, _half4, _half6, _half8
 
     def dots(weight, address, x, stride, terms, scales, out, tokens):
         rows = weight.strides[0]
@@ -168,6 +185,8 @@ def _overload_dots(weight, address, x, stride, terms, scales, out, tokens):
             two(address, rows, x, stride, terms, scales, out.ctypes.data)
         elif tokens == 4:
             four(address, rows, x, stride, terms, scales, out.ctypes.data)
+        elif tokens == 6:
+            six(address, rows, x, stride, terms, scales, out.ctypes.data)
         else:
             eight(address, rows, x, stride, terms, scales, out.ctypes.data)
 
@@ -177,63 +196,64 @@ def _overload_dots(weight, address, x, stride, terms, scales, out, tokens):
 @njit
 def _tokens(count):
     """Vectors of the tile that takes the first of `count`."""
-    return 2 if count <= 2 else 4 if count <= 4 else 8
+    return min(LARGEST, count + count % 2)
 
 
 @njit(cache=True)
 def whole_tiles(count):
     """The number of vectors of the tiles that hold `count` of them."""
-    return count + (_tokens(count % 8) - count % 8 if count % 8 else 0)
+    return count + count % 2
 
 
 @njit(fastmath=FLAGS)
-def _block(weight, scale, x, out, places, first, sums):
-    """BLOCK rows of `few` from `first` on.
+def _span(weight, scale, x, places, flat, step, bounds, terms, sums):
+    """Adds to the results of some rows by the vectors of one tile the products of some
+    terms.
 
     Args:
-        places: [N] of each vector's first result in `out`, flat.
-        sums: [2, SUMS], to be written.
+        places: of each vector's first result in `flat`; `step` lies between two rows.
+        bounds: the first row, and the row after the last one.
+        terms: the first term, and how many.
+        sums: to be written.
     """
-    N, K, step = len(places), weight.shape[1], out.shape[2]
-    sums, totals = sums
-    flat, terms, n = out.reshape(out.size), K - K % WIDTH, 0
-    while n < N:
-        tokens, vectors = _tokens(N - n), x[n:]
-        rows, count = SUMS // tokens, min(tokens, N - n)
-        x_n, stride = vectors.ctypes.data, vectors.strides[0]
-        for start in range(first, first + BLOCK, rows):
-            address = weight.ctypes.data + start * weight.strides[0]
-            scales = scale.ctypes.data + start * scale.strides[0]
-            _dots(
-                weight, address, x_n, stride, min(SPAN, terms), scales, totals, tokens
-            )
-            for k in range(SPAN, terms, SPAN):
-                w, x_k, span = (
-                    address + k * weight.itemsize,
-                    x_n + 4 * k,
-                    min(SPAN, terms - k),
-                )
-                _dots(weight, w, x_k, stride, span, scales, sums, tokens)
-                totals += sums
-            for r in range(rows):
-                for m in range(count):
-                    total = totals[r * tokens + m]
-                    for k in range(terms, K):
-                        total += (
-                            _value(weight[start + r, k], scale[start + r])
-                            * vectors[m, k]
-                        )
-                    flat[places[n + m] + (start + r) * step] = total
-        n += tokens
+    (first, last), (k, span) = bounds, terms
+    tokens = _tokens(len(places))
+    rows, count = _rows(tokens), min(tokens, len(places))
+    x_k, stride = x.ctypes.data + 4 * k, x.strides[0]
+    for start in range(first, last, rows):
+        # the last tile of a weight ends at its last row
+        row = min(start, len(weight) - rows)
+        address = weight.ctypes.data + row * weight.strides[0] + k * weight.itemsize
+        scales = scale.ctypes.data + row * scale.strides[0]
+        _dots(weight, address, x_k, stride, span, scales, sums, tokens)
+        for r in range(start - row, min(rows, last - row)):
+            for m in range(count):
+                place = places[m] + (row + r) * step
+                if k == 0:
+                    flat[place] = sums[r * tokens + m]
+                else:
+                    flat[place] += sums[r * tokens + m]
 
 
 @njit(fastmath=FLAGS)
-def _chunk(weight, scale, x, out, places, first):
-    """CHUNK rows of `few` from `first` on, or those that are left; the last block ends
-    at the last row."""
-    sums, R = np.empty((2, SUMS), np.float32), len(weight)
-    for start in range(first, min(first + CHUNK, R), BLOCK):
-        _block(weight, scale, x, out, places, min(start, R - BLOCK), sums)
+def _chunk(weight, scale, x, out, places, first, last):
+    """The rows of `few` from `first` to `last`, which stay in a core's cache, as a
+    span's terms of one tile's vectors do."""
+    sums, step = np.empty(SUMS + WIDTH, np.float32), out.shape[2]
+    flat, K = out.reshape(out.size), weight.shape[1]
+    terms, bounds = K - K % WIDTH, (first, last)
+    for n in range(0, len(places), LARGEST):
+        tile = places[n : n + LARGEST]
+        for k in range(0, max(terms, 1), SPAN):
+            span = k, min(SPAN, terms - k)
+            _span(weight, scale, x[n:], tile, flat, step, bounds, span, sums)
+        if terms < K:
+            for r in range(first, last):
+                for m in range(len(tile)):
+                    total = np.float32(0)
+                    for k in range(terms, K):
+                        total += _value(weight[r, k], scale[r]) * x[n + m, k]
+                    flat[tile[m] + r * step] += total
 
 
 @njit
@@ -249,19 +269,18 @@ def _places(out):
 def few_here(weight, scale, x, out):
     """`few` on the calling thread."""
     (B, R, T), places = out.shape, _places(out)
-    if R < BLOCK:
+    if R < LARGEST:
         for r in range(R):
             for n in range(B * T):
                 out[n // T, r, n % T] = _row_kernel(weight[r], scale[r], x[n])
     else:
         for first in range(0, R, CHUNK):
-            _chunk(weight, scale, x, out, places, first)
+            _chunk(weight, scale, x, out, places, first, min(first + CHUNK, R))
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def few(weight, scale, x, out, threads):
-    """out [B, R, T] = x [B * T, K] @ weight [R, K]ᵀ for some vectors, of which x holds
-    `whole_tiles`.
+    """out [B, R, T] = x [B * T, K] @ weight [R, K]ᵀ, of which x holds `whole_tiles`.
 
     Args:
         weight: int8, float32, or the bits of fp16 values as uint16.
@@ -269,9 +288,14 @@ def few(weight, scale, x, out, threads):
         threads: whether rows may be divided among threads.
     """
     R, places = len(weight), _places(out)
-    if threads and weight.size >= SMALL_PRODUCT and R >= BLOCK:
-        for chunk in prange(-(-R // CHUNK)):
-            _chunk(weight, scale, x, out, places, chunk * CHUNK)
+    if threads and weight.size >= SMALL_PRODUCT and R >= LARGEST:
+        # an even number of chunks of about as many blocks
+        blocks = -(-R // BLOCK)
+        chunks = 2 * -(-blocks * BLOCK // (2 * CHUNK))
+        for i in prange(chunks):
+            first, last = blocks * i // chunks, blocks * (i + 1) // chunks
+            first, last = first * BLOCK, min(last * BLOCK, R)
+            _chunk(weight, scale, x, out, places, first, last)
     else:
         few_here(weight, scale, x, out)
 
@@ -292,7 +316,14 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
         out = np.empty((1, R), np.float32)
         on_threads(_one, weight, scale, row, out[0], threads)
         return torch.from_numpy(out)
-    rows = F.pad(x.float(), (0, 0, 0, whole_tiles(N) - N)).contiguous().numpy()
     out = np.empty((1, R, N), np.float32)
-    on_threads(few, weight, scale, rows, out, threads)
+    on_threads(few, weight, scale, tile_rows(x), out, threads)
     return torch.from_numpy(out[0].T)
+
+
+def tile_rows(x: torch.Tensor) -> np.ndarray:
+    """Vectors [N, K] as float32, and a vector of zeros where `whole_tiles` needs it."""
+    N, K = x.shape
+    rows = np.zeros((whole_tiles(N), K), np.float32)
+    torch.from_numpy(rows)[:N] = x.float()
+    return rows

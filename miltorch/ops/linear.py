@@ -31,16 +31,9 @@ def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def panel_product(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [N, K] float32 by weight [R, K] → float32 [N, R]; the weight becomes float32
-    some rows at a time, unless it is.
-
-    Args:
-        weight: float32 or fp16; or int8 with `scale` [R, 1] float32, each product of
-            the two rounded to fp16.
-    """
+def panel_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [N, K] float32 by weight [R, K] → float32 [N, R]; an fp16 weight becomes
+    float32 some rows at a time."""
     rows = -(-PANEL // weight.shape[1])
     x = x.contiguous()
     if weight.dtype == torch.float32:
@@ -48,10 +41,7 @@ def panel_product(
     out = x.new_empty(len(x), len(weight))
     for first in range(0, len(weight), rows):
         panel = slice(first, first + rows)
-        dense = weight[panel].float()
-        if scale is not None:
-            dense = round16(dense * scale[panel])
-        out[:, panel] = _wide_linear(x, dense)
+        out[:, panel] = _wide_linear(x, weight[panel].float())
     return out
 
 

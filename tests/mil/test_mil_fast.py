@@ -432,25 +432,20 @@ def test_fp16_products_use_weights_as_they_are():
         )
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("panel", [1, 131, 1 << 19])  # a row at a time, two, all
 def test_a_product_by_panels_is_the_whole_product(dtype, panel, monkeypatch):
     monkeypatch.setattr(linear, "PANEL", panel)
     rng = np.random.default_rng(0)
     weight, x = rng.normal(0, 30, (7, 130)).astype(dtype), rng.normal(size=(20, 130))
-    scale = (
-        rng.uniform(1e-3, 1e-1, (7, 1)).astype(np.float32) if dtype is np.int8 else None
-    )
-    dense = weight if scale is None else (weight * scale).astype(np.float16)
     product = linear.panel_product(
         torch.from_numpy(x.astype(np.float32))
         .T.contiguous()
         .T,  # columns first, as layers give them
         torch.from_numpy(weight),
-        None if scale is None else torch.from_numpy(scale),
     )
     np.testing.assert_allclose(
-        product.numpy(), x @ dense.T.astype(float), rtol=1e-5, atol=1e-3
+        product.numpy(), x @ weight.T.astype(float), rtol=1e-5, atol=1e-3
     )
 
 
@@ -509,10 +504,10 @@ def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
 def test_columns_blocked_for_some_queries_only_are_kept():
     blocked = torch.full((1, 1, 2, 6), kernels.BLOCKED).half()
     blocked[..., 0, 1:3] = blocked[..., 1, 2:4] = 0
-    assert patterns._span(blocked) == (1, 4)
+    assert patterns._span(blocked)[:2] == (1, 4)
     blocked[..., 1, :] = kernels.BLOCKED
     # a query that sees nothing attends to everything alike
-    assert patterns._span(blocked) == (0, 6)
+    assert patterns._span(blocked)[:2] == (0, 6)
 
 
 def test_hooks_and_gates_see_the_literal_graph(exports):
@@ -670,7 +665,7 @@ def test_the_outline_of_a_program_holds_no_weights(exports, monkeypatch, compres
     assert sum(held.values()) < 96 * 64
 
 
-@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("T", [1, 2, 12])
 def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does(T):
     rng = np.random.default_rng(T)
     q, key, value = (

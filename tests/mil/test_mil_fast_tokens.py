@@ -17,7 +17,7 @@ from miltorch.fast.program import FastProgram
     rows=st.integers(1, 40),
     columns=st.integers(1, 70),
     batch=st.integers(1, 3),
-    count=st.integers(1, 5),
+    count=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
 def test_a_product_of_few_vectors_is_that_of_numpy(
@@ -43,12 +43,22 @@ def test_a_product_of_few_vectors_is_that_of_numpy(
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("scale", [1.0, 60.0])
-@pytest.mark.parametrize(
-    "B, groups, heads, T, D", [(1, 1, 4, 3, 32), (2, 2, 1, 1, 20), (3, 1, 7, 2, 64)]
-)
-def test_attention_of_several_queries_is_the_formula(B, groups, heads, T, D, scale):
-    rng, S, N = np.random.default_rng(T), 40, heads * T
+@pytest.mark.parametrize("N", [2, 6, 13, 64])
+@pytest.mark.parametrize("rows, columns", [(101, 2087), (1033, 64)])
+def test_threads_and_spans_of_terms_divide_a_product_without_a_trace(rows, columns, N):
+    rng = np.random.default_rng(N)
+    weight = rng.normal(size=(rows, columns)).astype(np.float16)
+    x = torch.from_numpy(rng.normal(size=(N, columns)).astype(np.float32))
+    bits, ones = weight.view(np.uint16), np.ones(rows, np.float32)
+    products = tiles.product(bits, ones, x).numpy()
+    expected = x.numpy().astype(float) @ weight.T.astype(float)
+    np.testing.assert_allclose(products, expected, rtol=1e-5, atol=1e-4)
+
+
+def attention_operands(B, groups, heads, T, D, scale):
+    """Random queries [B, groups, heads · T, D], keys and values of 70 places, and a mask
+    [B, T, 70]; and what the formula gives, with the declared roundings."""
+    rng, S, N = np.random.default_rng(T), 70, heads * T
     q, key, value = (
         torch.from_numpy((rng.normal(size=shape) * s).astype(np.float16))
         for shape, s in (
@@ -61,13 +71,36 @@ def test_attention_of_several_queries_is_the_formula(B, groups, heads, T, D, sca
     for b in range(B):
         for t in range(T):
             mask[b, t, 2 + b : 9 + 3 * b + t] = 0
-    found = attention.attend(q, key.float(), value.float(), mask).half().float()
-    scores = (
-        (q.float() @ key.float().transpose(-1, -2)).half().view(B, groups, heads, T, S)
-    )
+    scores = (q.float() @ key.float().mT).half().view(B, groups, heads, T, S)
     weights = torch.softmax((scores + mask[:, None, None]).float(), -1).half().float()
     expected = weights.view(B, groups, N, S) @ value.float()
-    np.testing.assert_allclose(found, expected, atol=4e-3)
+    return (q, key.float(), value.float(), mask), expected
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+@pytest.mark.parametrize(
+    "B, groups, heads, T, D", [(1, 1, 4, 3, 32), (2, 2, 1, 1, 20), (3, 1, 7, 2, 64)]
+)
+def test_attention_of_several_queries_is_the_formula(B, groups, heads, T, D, scale):
+    operands, expected = attention_operands(B, groups, heads, T, D, scale)
+    outputs = attention.attend(*operands).half().float()
+    np.testing.assert_allclose(outputs, expected, atol=4e-3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+@pytest.mark.parametrize(
+    "B, groups, heads, T, D",
+    [(1, 2, 3, 16, 64), (2, 1, 7, 13, 20), (1, 1, 5, 40, 80), (1, 2, 1, 63, 32)],
+)
+def test_attention_of_a_prompt_is_the_formula(B, groups, heads, T, D, scale):
+    """Over all columns, and over those from the first visible one on."""
+    (q, key, value, mask), expected = attention_operands(B, groups, heads, T, D, scale)
+    for first in (0, 2):
+        lanes = attention.lanes_of(mask[..., first:])
+        outputs, extreme = attention.attend_prompt(q, key, value, lanes, first, T)
+        np.testing.assert_allclose(outputs.half().float(), expected, atol=4e-3)
+        scores = q.float() @ key[:, :, first:].mT
+        assert extreme == pytest.approx(float(scores.abs().max()), rel=1e-4)
 
 
 UNARY = [
