@@ -12,14 +12,22 @@ import time
 from pathlib import Path
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, njit, types
 
-from miltorch.fast import attention, integer_rows, integers, kernels, packed, tiles
+from miltorch.fast import (
+    addresses,
+    attention,
+    integer_rows,
+    integers,
+    kernels,
+    linear,
+    packed,
+    tiles,
+)
+from miltorch.fast.addresses import floats, numbers
 from miltorch.fast.kernels import (
     FLAGS,
     _exp,
-    _one,
     _one_hot_rows,
     _rms_norm_kernel,
     _round16,
@@ -46,19 +54,10 @@ FIELDS = 26
 PAIRS = ADD, SUB, MUL, DIV, MAX, MIN, EQUAL, RSQRT = range(12, 20)
 COPY, ABS, RELU, SQRT, EXP, TANH, SIGMOID, SILU, GELU, GELU_TANH = range(20, 30)
 CLOCK = 30
+# modules whose functions `execute` is compiled from, beside this one
+SOURCES = addresses, attention, integer_rows, integers, kernels, linear, packed, tiles
 
 
-def _pointer(target, element):
-    return kernels.instruction(types.int64, types.CPointer(target))(
-        lambda builder, address: builder.inttoptr(address, element.as_pointer())
-    )
-
-
-_floats = _pointer(types.float32, ir.FloatType())
-_bytes = _pointer(types.int8, ir.IntType(8))
-_codes = _pointer(types.uint8, ir.IntType(8))
-_halves = _pointer(types.uint16, ir.IntType(16))
-_numbers = _pointer(types.int64, ir.IntType(64))
 _read_clock = types.ExternalFunction(
     "clock_gettime", types.int32(types.int32, types.CPointer(types.int64))
 )
@@ -237,13 +236,13 @@ def _rotated(a, cos, sin, half, out):
 @njit
 def _norm(a, packed, out):
     width = len(a)
-    head = carray(_floats(packed), (width + 6,))
+    head = carray(floats(packed), (width + 6,))
     first, second, third = (
         np.int64(head[width + 3]),
         np.int64(head[width + 4]),
         np.int64(head[width + 5]),
     )
-    lists = carray(_floats(packed), (width + 6 + first + second + third,))[width + 6 :]
+    lists = carray(floats(packed), (width + 6 + first + second + third,))[width + 6 :]
     eps0, eps1, gains = (
         lists[:first],
         lists[first : first + second],
@@ -260,10 +259,10 @@ def _picked(address, stride, size, scratch):
     """The float32 elements at `address`, `stride` bytes apart, side by side: in place,
     or copied to `scratch`."""
     if stride == 4:
-        return carray(_floats(address), (size,))
-    copy = carray(_floats(scratch), (size,))
+        return carray(floats(address), (size,))
+    copy = carray(floats(scratch), (size,))
     for i in range(size):
-        copy[i] = carray(_floats(address + i * stride), (1,))[0]
+        copy[i] = carray(floats(address + i * stride), (1,))[0]
     return copy
 
 
@@ -274,7 +273,7 @@ def _row(
     """One instruction on `size` elements of each operand."""
     x = _picked(a, a_step, size, scratch)
     if kind >= SOFTMAX:
-        y = carray(_floats(out if step == 4 else scratch + width), (size,))
+        y = carray(floats(out if step == 4 else scratch + width), (size,))
         if kind >= ADD:
             other = 1 if b_step == 0 else size
             _line(
@@ -292,11 +291,11 @@ def _row(
             _rotated(x, cos, _picked(c, c_step, number, scratch + 3 * width), number, y)
         if step != 4:
             for i in range(size):
-                carray(_floats(out + i * step), (1,))[0] = y[i]
+                carray(floats(out + i * step), (1,))[0] = y[i]
     else:
-        result = carray(_floats(out), (1,))
+        result = carray(floats(out), (1,))
         if kind == DOT:
-            start = carray(_floats(c), (1,))[0]
+            start = carray(floats(c), (1,))[0]
             other = _picked(b, b_step, size, scratch + 2 * width)
             result[0] = _round16(_sum_of_products(x, other, start))
         elif kind == SUM:
@@ -351,113 +350,13 @@ def _strided(code, outer, scratch, width):
 
 
 @njit
-def _linear(code, scratch, threads):
-    """Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R,
-    weight, its form (`products.Linear.form`), scales, tables (0 where products in
-    integers are not possible), bias."""
-    out, x, sB, sK, sT, B, K, T, R, weight, form, scale, tables, bias = code[1:15]
-    N, result = B * T, carray(_floats(out), (B, R, T))
-    rows = carray(_floats(scratch), (_whole(form, N), K))
-    if N == 1 and sK == 4:
-        rows = carray(_floats(x), (1, K))
-    else:
-        for n in range(N):
-            start = x + n // T * sB + n % T * sT
-            for k in range(K):
-                rows[n, k] = carray(_floats(start + k * sK), (1,))[0]
-    if not _integers(form, weight, scale, tables, rows, result, threads):
-        if N == 1:
-            flat = carray(_floats(out), (R,))
-            _one_product(form, weight, scale, rows[0], flat, threads)
-        else:
-            _few_products(form, weight, scale, rows, result, threads)
-    if bias:
-        offsets = carray(_floats(bias), (R,))
-        for b in range(B):
-            for r in range(R):
-                for t in range(T):
-                    result[b, r, t] += offsets[r]
-    flat = carray(_floats(out), (N * R,))
-    _copy(flat, flat)
-
-
-@njit
-def _whole(form, count):
-    """Vectors of the tiles that hold `count` of them."""
-    return tiles.whole_tiles(count) if form <= 2 else packed.whole_vectors(count)
-
-
-@njit
-def _integers(form, weight, scale, tables, x, out, threads):
-    """out [B, R, T] = the first B · T of x [N, K] by the weight [R, K] in integers;
-    False, with nothing done, where that is not possible."""
-    (B, R, T), K = out.shape, x.shape[1]
-    if tables == 0:
-        return False
-    if form == 1:
-        stored, scales = carray(_bytes(weight), (R, K)), carray(_floats(scale), (R,))
-        rounding = carray(_codes(tables), (1024, 256))
-        return integers.int8_product(stored, scales, rounding, x, out, threads)
-    if B * T > 1:
-        return False
-    codes, factors = _packed_arrays(form, weight, scale, R, K)
-    few, flat = carray(_codes(tables), (1,)), out.reshape(R)
-    return integers.int4_product(codes, factors, few, x, flat, threads)
-
-
-@njit
-def _one_product(form, weight, scale, x, out, threads):
-    """out [R] = weight [R, K] @ x [K]; addresses of the weight and its scales."""
-    R, K, scales = len(out), len(x), carray(_floats(scale), (len(out),))
-    if form == 1:
-        _one(carray(_bytes(weight), (R, K)), scales, x, out, threads)
-    elif form == 2:
-        _one(carray(_halves(weight), (R, K)), scales, x, out, threads)
-    else:
-        _packed_product(
-            form, weight, scale, x.reshape(1, K), out.reshape(R, 1), threads
-        )
-
-
-@njit
-def _few_products(form, weight, scale, x, out, threads):
-    """out [B, R, T] = x [N, K] by the weight [R, K], N being B · T or more."""
-    (B, R, T), (N, K) = out.shape, x.shape
-    scales = carray(_floats(scale), (R,))
-    if form == 1:
-        tiles.few(carray(_bytes(weight), (R, K)), scales, x, out, threads)
-    elif form == 2:
-        tiles.few(carray(_halves(weight), (R, K)), scales, x, out, threads)
-    else:
-        products = np.empty((R, N), np.float32)
-        _packed_product(form, weight, scale, x, products, threads)
-        for r in range(R):
-            for n in range(B * T):
-                out[n // T, r, n % T] = products[r, n]
-
-
-@njit
-def _packed_product(form, weight, scale, x, out, threads):
-    """out [R, N] = x [N, K] by the packed weight [R, K] at an address."""
-    codes, factors = _packed_arrays(form, weight, scale, len(out), x.shape[1])
-    packed._product(form, codes, factors, x, out, threads)
-
-
-@njit
-def _packed_arrays(form, weight, scale, R, K):
-    """Codes of a packed weight at addresses, and its scales, no fewer than there are."""
-    codes = carray(_codes(weight), (R, K * 3 // 4 if form == packed.LUT6 else K // 2))
-    return codes, carray(_halves(scale), (R * max(65, K // 32),))
-
-
-@njit
 def _cache_write(code, outer):
     """Fields: state [B, H, S, D], rows [B, H, T, D], places [B, T], B, H, S, T, D."""
     B, H, S, T, D = code[4:9]
-    state = carray(_floats(_base(outer, code[1])), (B, H, S, D))
+    state = carray(floats(_base(outer, code[1])), (B, H, S, D))
     rows, places = (
-        carray(_floats(code[2]), (B, H, T, D)),
-        carray(_numbers(code[3]), (B, T)),
+        carray(floats(code[2]), (B, H, T, D)),
+        carray(numbers(code[3]), (B, T)),
     )
     _write(state, places, rows)
 
@@ -468,16 +367,16 @@ def _attention(code, outer):
     S], B, H_kv, N, D, T, S."""
     out, q, key, value, mask, B, groups, N, D, T, S = code[1:12]
     keys, values = (
-        carray(_floats(_base(outer, key)), (B, groups, S, D)),
-        carray(_floats(_base(outer, value)), (B, groups, S, D)),
+        carray(floats(_base(outer, key)), (B, groups, S, D)),
+        carray(floats(_base(outer, value)), (B, groups, S, D)),
     )
     result, flat = (
-        carray(_floats(out), (B, groups, N, D)),
-        carray(_floats(out), (B * groups * N * D,)),
+        carray(floats(out), (B, groups, N, D)),
+        carray(floats(out), (B * groups * N * D,)),
     )
     queries, columns = (
-        carray(_floats(q), (B, groups, N, D)),
-        carray(_floats(mask), (B, T, S)),
+        carray(floats(q), (B, groups, N, D)),
+        carray(floats(mask), (B, T, S)),
     )
     attention.attend_kernel(queries, keys, values, columns, result)
     _copy(flat, flat)
@@ -487,8 +386,8 @@ def _attention(code, outer):
 def _clock(address):
     """Writes seconds and nanoseconds of the monotonic clock, and those of the calling
     thread's CPU time, to [4] at an address."""
-    _read_clock(time.CLOCK_MONOTONIC, _numbers(address))
-    _read_clock(time.CLOCK_THREAD_CPUTIME_ID, _numbers(address + 16))
+    _read_clock(time.CLOCK_MONOTONIC, numbers(address))
+    _read_clock(time.CLOCK_THREAD_CPUTIME_ID, numbers(address + 16))
 
 
 @njit(cache=True)
@@ -507,14 +406,14 @@ def execute(code, outer, masks, scratch, width, threads):
     """
     for i in range(len(masks)):
         mask, B, S, T, places = masks[i]
-        sane, found = _one_hot_rows(carray(_floats(_base(outer, mask)), (B, S, T)))
+        sane, found = _one_hot_rows(carray(floats(_base(outer, mask)), (B, S, T)))
         if not sane:
             return False
-        carray(_numbers(places), (B, T))[:] = found
+        carray(numbers(places), (B, T))[:] = found
     for i in range(len(code)):
         kind = code[i, 0]
         if kind == LINEAR:
-            _linear(code[i], scratch, threads)
+            linear.linear(code[i], scratch, threads)
         elif kind == WRITE:
             _cache_write(code[i], outer)
         elif kind == ATTEND:
@@ -537,9 +436,5 @@ def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
 
 
 drop_stale_machine_code(
-    Path(execute._cache.cache_path),
-    *(
-        Path(module.__file__)
-        for module in (attention, integer_rows, integers, kernels, packed, tiles)
-    ),
+    Path(execute._cache.cache_path), *(Path(module.__file__) for module in SOURCES)
 )
