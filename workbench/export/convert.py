@@ -169,8 +169,8 @@ def lean():
 
 
 def _beyond_fp16(value) -> bool:
-    """Whether a value is an array of fp32 with an element that fp16 cannot hold."""
-    if not isinstance(value, np.ndarray) or value.dtype != np.float32:
+    """Whether a value is a number or an array of fp32 beyond what fp16 can hold."""
+    if not isinstance(value, np.ndarray | np.float32) or value.dtype != np.float32:
         return False
     # NaN is beyond it, too
     return bool(value.size) and not (
