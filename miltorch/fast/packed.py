@@ -26,6 +26,7 @@ BYTES = {INT4: 16, LUT4: 16, LUT6: 48}  # of a group
 ENTRIES = {LUT4: 16, LUT6: 64}  # values of a table
 PIECE = 1024  # rows that are packed at a time
 VECTORS = 4  # activation vectors that a row meets at once
+CHUNK = 64  # rows that one thread takes at a time
 PERMUTES = bool(binding.get_host_cpu_features().get("avx512f"))
 
 HALF, FLOAT, INT, INDEX = ir.HalfType(), ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -149,42 +150,32 @@ def _factors(form, scale, row, rows, width):
 
 
 @njit(cache=True)
-def _row(form, codes, row, scale, x, out):
-    """out [R, N] at `row` = x [N, K] @ the row's weights, for N = 1 or a multiple of
-    VECTORS."""
-    start = _factors(form, scale, row, len(codes), x.shape[1])
-    if len(x) == 1:
-        if form == INT4:
-            _one_int4(codes, row, scale, start, x, 0, out)
-        elif form == LUT4:
-            _one_lut4(codes, row, scale, start, x, 0, out)
-        else:
-            _one_lut6(codes, row, scale, start, x, 0, out)
-        return
-    for n in range(0, len(x), VECTORS):
-        if form == INT4:
-            _four_int4(codes, row, scale, start, x, n, out)
-        elif form == LUT4:
-            _four_lut4(codes, row, scale, start, x, n, out)
-        else:
-            _four_lut6(codes, row, scale, start, x, n, out)
-
-
-@njit(cache=True)
 def whole_vectors(count):
     """The number of activation vectors that `_product` takes for `count` of them."""
     return count if count == 1 else -(-count // VECTORS) * VECTORS
+
+
+@njit(cache=True)
+def _chunk(form, codes, scale, x, first, out):
+    """CHUNK rows of `_product` from `first` on, or those that are left."""
+    last = min(first + CHUNK, len(codes))
+    if form == INT4:
+        _int4_rows(codes, scale, x, first, last, out)
+    elif form == LUT4:
+        _lut4_rows(codes, scale, x, first, last, out)
+    else:
+        _lut6_rows(codes, scale, x, first, last, out)
 
 
 @njit(parallel=True, cache=True)
 def _product(form, codes, scale, x, out, threads):
     """out [R, N] for x [N, K], N = 1 or a multiple of VECTORS."""
     if threads and len(codes) * x.shape[1] >= SMALL_PRODUCT:
-        for r in prange(len(codes)):
-            _row(form, codes, r, scale, x, out)
+        for i in prange(-(-len(codes) // CHUNK)):
+            _chunk(form, codes, scale, x, CHUNK * i, out)
     else:
-        for r in range(len(codes)):
-            _row(form, codes, r, scale, x, out)
+        for first in range(0, len(codes), CHUNK):
+            _chunk(form, codes, scale, x, first, out)
 
 
 @njit(parallel=True, cache=True)
@@ -432,8 +423,25 @@ def _sum(builder, vector):
     )
 
 
-_one_int4, _one_lut4, _one_lut6 = (_dots(form, 1) for form in (INT4, LUT4, LUT6))
-_four_int4, _four_lut4, _four_lut6 = (
-    _dots(form, VECTORS) for form in (INT4, LUT4, LUT6)
-)
+def _rows(form: int):
+    """Compiled code: out [R, N] from row `first` to row `last` = x [N, K] @ the rows'
+    weights, for N = 1 or a multiple of VECTORS.
+
+    A function for each form: arguments cost more than half of a short row."""
+    one, several = _dots(form, 1), _dots(form, VECTORS)
+
+    @njit
+    def rows(codes, scale, x, first, last, out):
+        for r in range(first, last):
+            start = _factors(form, scale, r, len(codes), x.shape[1])
+            if len(x) == 1:
+                one(codes, r, scale, start, x, 0, out)
+            else:
+                for n in range(0, len(x), VECTORS):
+                    several(codes, r, scale, start, x, n, out)
+
+    return rows
+
+
+_int4_rows, _lut4_rows, _lut6_rows = map(_rows, (INT4, LUT4, LUT6))
 _dense_int4, _dense_lut4, _dense_lut6 = map(_fill, (INT4, LUT4, LUT6))
