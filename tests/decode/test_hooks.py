@@ -158,11 +158,11 @@ def test_a_stopped_cell_of_the_reuse_matrix_leaves_no_method_replaced(
 
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "generate", stop)
-        with pytest.raises(KeyboardInterrupt), cache_reuse.count_predictions(decoder):
+        with pytest.raises(KeyboardInterrupt), cache_reuse.count_calls(decoder):
             cache_reuse._decode_cell(decoder, [IDS], [2], None, streaming=False)
     assert [
         dict(vars(owner)).keys() for owner in (decoder, decoder.layers[0])
     ] == methods
-    with cache_reuse.count_predictions(decoder) as calls:
+    with cache_reuse.count_calls(decoder) as calls:
         records = cache_reuse._decode_cell(decoder, [IDS], [2], None, streaming=False)
     assert len(records[0]) == 2 and len(calls) == -(-len(IDS) // 3) + 1

@@ -230,7 +230,7 @@ def _check_cell(
     problems = []
     if cell.cache != "cold":
         after, rests, problems = _restored(cell, store, sequences)
-    with count_predictions(decoder) as calls:
+    with count_calls(decoder) as calls:
         records = _decode_cell(decoder, rests, limits, after, cell.streaming)
     longest = max(map(len, rests))
     expected = -(-longest // decoder.options.t_max) + max(limits) - 1
@@ -334,18 +334,15 @@ def _offer_foreign(decoder: Decoder) -> None:
 
 
 @contextmanager
-def count_predictions(decoder: Decoder):
-    """A list with an item for every prediction of the first layer shard within the
-    block."""
-    model = decoder.layers[0]
-    calls = []
-    predict = model.predict
+def count_calls(decoder: Decoder):
+    """A list with an item for every call of each layer shard within the block."""
+    calls, advance = [], decoder.advance
 
     def counted(*arguments):
         calls.append(1)
-        return predict(*arguments)
+        return advance(*arguments)
 
-    with patch.object(model, "predict", counted):
+    with patch.object(decoder, "advance", counted):
         yield calls
 
 
