@@ -103,7 +103,7 @@ def test_any_split_and_tiling_gives_the_same_logits_and_caches(
 def test_a_snapshot_continues_as_if_it_had_never_stopped_and_prefills_nothing(
     decoder, length
 ):
-    from workbench.studies.cache_reuse import count_predictions
+    from workbench.studies.cache_reuse import count_calls
 
     more = IDS[length : length + 3]
     snapshot = taken(decoder, IDS[:length])
@@ -116,7 +116,7 @@ def test_a_snapshot_continues_as_if_it_had_never_stopped_and_prefills_nothing(
     decoder.begin()
     decoder.prefill(IDS[::-1][:5])
     decoder.begin(snapshot)
-    with count_predictions(decoder) as calls:
+    with count_calls(decoder) as calls:
         assert all(
             np.array_equal(decoder.decode_one_token(t), a)
             for t, a in zip(more, uninterrupted, strict=True)
