@@ -49,8 +49,7 @@ def _whole(form, count):
     return tiles.whole_tiles(count) if form <= 2 else packed.whole_vectors(count)
 
 
-@njit
-def _integers(form, weight, scale, tables, x, out, threads):
+def _in_integers(form, weight, scale, tables, x, out, threads):
     """out [B, R, T] = the first B · T of x [N, K] by the weight [R, K] in integers;
     False, with nothing done, where that is not possible."""
     (B, R, T), K = out.shape, x.shape[1]
@@ -68,6 +67,14 @@ def _integers(form, weight, scale, tables, x, out, threads):
     codes, factors = _packed_arrays(form, weight, scale, R, K)
     few, flat = carray(unsigned_bytes(tables), (1,)), out.reshape(R)
     return integers.int4_product(codes, factors, few, x, flat, threads)
+
+
+def _not_in_integers(form, weight, scale, tables, x, out, threads):
+    return False
+
+
+# other processors cannot even compile the instructions
+_integers = njit(_in_integers if integers.AVAILABLE else _not_in_integers)
 
 
 @njit

@@ -1,6 +1,10 @@
 """Products in integer arithmetic against NumPy: the weights that the program declares, sums as
 close as those of float32."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -154,3 +158,27 @@ def test_rows_that_fill_no_round_have_no_tables():
     found = [integers.tables(INT4, (2, K), codes) is not None for K in (96, 128)]
     assert found == [False, True]
     assert integers.tables(LUT4, (2, 128), codes) is None
+
+
+ELSEWHERE = """
+from llvmlite import binding
+
+host = binding.get_host_cpu_features()
+features = {name: has and "512" not in name for name, has in host.items()}
+binding.get_host_cpu_features = lambda: features
+
+from miltorch.fast import integers, linear
+
+assert not integers.AVAILABLE
+linear.linear.compile("none(int64[::1], int64, boolean)")
+"""
+
+
+@needs_integers
+def test_a_processor_without_the_instructions_compiles_none_of_them(tmp_path):
+    """LLVM ends the process where it finds no instruction for a function."""
+    target = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+f16c,+fma,+avx2"}
+    environment = os.environ | target | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", ELSEWHERE]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
