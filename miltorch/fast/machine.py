@@ -9,6 +9,7 @@ program declares."""
 
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -431,8 +432,9 @@ def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
     its function alone."""
     newest = max(source.stat().st_mtime for source in sources)
     for index in folder.glob("*.nbi"):
-        if index.stat().st_mtime < newest:
-            index.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process removes them, too
+            if index.stat().st_mtime < newest:
+                index.unlink()
 
 
 drop_stale_machine_code(

@@ -694,5 +694,7 @@ def test_compiled_functions_older_than_their_kernels_are_dropped(tmp_path):
     for seconds, path in enumerate((stale, kernels_file, fresh)):
         path.touch()
         os.utime(path, (seconds, seconds))
+    gone = tmp_path / "removed by another process meanwhile.nbi"
+    gone.symlink_to(tmp_path / "nowhere")
     machine.drop_stale_machine_code(tmp_path, kernels_file)
     assert not stale.exists() and fresh.exists()
