@@ -124,7 +124,8 @@ def _results(
             for name in model.shard.states:
                 yield trial, name, trial.earlier_rows(name, state.read(name))
     hidden = [io[X].reshape(B, -1, t.T) for io, t in zip(ios, trials, strict=True)]
-    for trial, logits in zip(trials, head_logits(decoder, hidden), strict=True):
+    all_logits, _ = head_logits(decoder, hidden)
+    for trial, logits in zip(trials, all_logits, strict=True):
         yield trial, "logits", trial.earlier(logits.transpose(0, 2, 1))
 
 

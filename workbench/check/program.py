@@ -309,9 +309,8 @@ def head_errors(
     for stretches, T in calls:
         hidden.append(np.stack([s.last[-T:].T / scale for s in stretches]))
     parts = []
-    for (stretches, T), all_logits in zip(
-        calls, head_logits(decoder, hidden), strict=True
-    ):
+    calls_logits, _ = head_logits(decoder, hidden)
+    for (stretches, T), all_logits in zip(calls, calls_logits, strict=True):
         for seq, (stretch, logits) in enumerate(
             zip(stretches, all_logits, strict=True)
         ):

@@ -64,22 +64,37 @@ def run_layers(
     return results
 
 
-def head_logits(decoder, hidden: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Logits [B, T, V] of one call of the head after another over hidden states
+def head_inputs(decoder, hidden: Sequence[np.ndarray]) -> list[dict]:
+    """What the head slices read for one call after another over hidden states
     [B, C, T], at most t_max columns each."""
-    calls = []
+    inputs = []
     for columns in hidden:
-        T = columns.shape[2]
-        dummies = decoder.options.width(T) - T
-        x = decoder.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))
-        calls.append({X: x})
-    slices = [[] for _ in calls]
+        dummies = decoder.options.width(columns.shape[2]) - columns.shape[2]
+        if dummies:
+            columns = np.pad(columns, ((0, 0), (0, 0), (0, dummies)))
+        inputs.append({X: decoder.plane(columns)})
+    return inputs
+
+
+def head_logits(decoder, hidden: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list]:
+    """Logits [B, T, V] of one call of the head after another, as `head_inputs` takes
+    them, and the native ms of every call of a slice."""
+    inputs, native_ms = head_inputs(decoder, hidden), []
+    slices = [[] for _ in inputs]
     for model in decoder.heads:
-        outputs, _ = predict_calls(model, calls)
-        for own, columns, output in zip(slices, hidden, outputs, strict=True):
-            logits = output[LOGITS].reshape(*output[LOGITS].shape[:2], -1)
-            own.append(logits[:, :, : columns.shape[2]])
-    return [np.concatenate(own, axis=1).transpose(0, 2, 1) for own in slices]
+        outputs, ms = predict_calls(model, inputs)
+        native_ms += ms
+        for own, output in zip(slices, outputs, strict=True):
+            own.append(output[LOGITS])
+    pairs = zip(slices, hidden, strict=True)
+    return [joined(own, columns.shape[2]) for own, columns in pairs], native_ms
+
+
+def joined(slices: Sequence[np.ndarray], T: int) -> np.ndarray:
+    """Logits [B, T, V] of a call from those of the head slices, planes of T columns and
+    perhaps more."""
+    rows = [each.reshape(*each.shape[:2], -1) for each in slices]
+    return np.concatenate(rows, axis=1)[:, :, :T].transpose(0, 2, 1)
 
 
 def following(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -526,35 +526,20 @@ class Decoder:
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
-        start, cpu_start, chunks = time.perf_counter(), time.thread_time(), []
-        t_max, T = self.options.t_max, hidden.shape[2]
-        for first in range(0, T, t_max):
-            columns = hidden[:, :, first : first + t_max]
-            dummies = self.options.width(columns.shape[2]) - columns.shape[2]
-            if dummies:
-                columns = np.pad(columns, ((0, 0), (0, 0), (0, dummies)))
-            chunks.append({X: self.plane(columns)})
-        slices, native_ms = self._head_slices(chunks)
-        logits = np.concatenate(slices, axis=1)
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        t_max, T, chain = self.options.t_max, hidden.shape[2], None
+        chunks = [hidden[:, :, i : i + t_max] for i in range(0, T, t_max)]
+        if len(chunks) == 1:
+            chain = self.head_chain.run(*calls.head_inputs(self, chunks), [])
+        if chain:
+            slices, native_ms = [each[LOGITS] for each in chain.outputs], [None]
+            logits = calls.joined(slices, T)
+        else:
+            parts, native_ms = calls.head_logits(self, chunks)
+            logits = np.concatenate(parts, axis=1)
         self.times.head = (time.perf_counter() - start) * 1e3
         self.times.add_step(cpu_start, native_ms)
-        return logits[:, :, :T].transpose(0, 2, 1)
-
-    def _head_slices(self, chunks: list[dict]) -> tuple[list[np.ndarray], list]:
-        """Logits [B, rows, T] of every head slice for one call after another, and the
-        native ms of all calls."""
-        chain = None
-        if len(chunks) == 1:
-            chain = self.head_chain.run(*chunks, [])
-        if chain:
-            return [_columns(each[LOGITS]) for each in chain.outputs], [None]
-        slices, native_ms = [], []
-        for model in self.heads:
-            outputs, ms = calls.predict_calls(model, chunks)
-            native_ms += ms
-            rows = [_columns(each[LOGITS]) for each in outputs]
-            slices.append(np.concatenate(rows, axis=2))
-        return slices, native_ms
+        return logits
 
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
         """Logits [B, count, V] of the last `count` tokens of fresh sequences of one
@@ -573,8 +558,3 @@ class Decoder:
         if self.options.batch == 1:
             return logits[0, -1]
         return logits[:, -1]
-
-
-def _columns(plane: np.ndarray) -> np.ndarray:
-    """[B, C, T, 1] or [B, C, 1, T] as [B, C, T]."""
-    return plane.reshape(*plane.shape[:2], -1)
