@@ -8,11 +8,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from miltorch.fast.packed import INT4
+from miltorch.fast.packed import FLOATS, INT4, LANES, _function, _sum
 from miltorch.fast.tiles import _prefetch
 
 INT8 = 1
-LENGTH, LANES = 64, 16  # bytes of a vector, and its numbers of 32 bits
+LENGTH = 64  # bytes of a vector, which has LANES numbers of 32 bits
 DIGITS = 3
 STEP = {INT8: 64, INT4: 128}  # weights of one round, in LENGTH bytes
 # what makes the bytes of each plane unsigned
@@ -24,10 +24,7 @@ PAIRS = *SUMS[0], *SUMS[1]
 AHEAD = 4096  # bytes: rows are as many short streams, which no processor foresees
 
 BYTE, WORD, NUMBER, FLOAT = *map(ir.IntType, (8, 32, 64)), ir.FloatType()
-BYTES, WORDS, FLOATS = (
-    ir.VectorType(kind, count)
-    for kind, count in ((BYTE, LENGTH), (WORD, LANES), (FLOAT, LANES))
-)
+BYTES, WORDS = ir.VectorType(BYTE, LENGTH), ir.VectorType(WORD, LANES)
 X86 = "llvm.x86.avx512."
 
 
@@ -69,11 +66,10 @@ class _Row:
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         self.builder.store(value, pointer, align=1)
 
-    def call(self, name: str, result, *operands, **options):
-        known = self.builder.module.globals.get(name)
-        signature = ir.FunctionType(result, [operand.type for operand in operands])
-        function = known or ir.Function(self.builder.module, signature, name)
-        return self.builder.call(function, operands, **options)
+    def call(self, name: str, result, *operands):
+        kinds = [operand.type for operand in operands]
+        function = _function(self.builder, name, *kinds, result=result)
+        return self.builder.call(function, operands)
 
     def shuffled(self, first, places, second=None):
         places = ir.Constant(ir.VectorType(WORD, len(places)), list(places))
@@ -86,11 +82,6 @@ class _Row:
 
     def fma(self, a, b, c):
         return self.call("llvm.fma.v16f32", FLOATS, a, b, c)
-
-    def total(self, vector):
-        """The sum of a vector's elements."""
-        name, zero = "llvm.vector.reduce.fadd.v16f32", ir.Constant(FLOAT, -0.0)
-        return self.call(name, FLOAT, zero, vector, fastmath=("reassoc",))
 
     def dot(self, total, codes, digits):
         """total + sums of four products of unsigned codes and signed digits."""
@@ -257,7 +248,7 @@ def int8_dots(tokens: int):
                 parts.append(part)
             whole = builder.fmul(row.splat(unit), parts[0])
             whole = row.fma(row.splat(last), parts[1], whole)
-            row.store(row.total(whole), row.at(out, 4 * n))
+            row.store(_sum(builder, whole), row.at(out, 4 * n))
         return context.get_dummy_value()
 
     @intrinsic
@@ -304,6 +295,6 @@ def int4_dot(typing, weight, scale, tables, K, digits):
             builder.fadd(builder.load(totals[i]), builder.load(totals[2 + i]))
             for i in range(2)
         )
-        return row.total(row.fma(second, _floats(2**-2), first))
+        return _sum(builder, row.fma(second, _floats(2**-2), first))
 
     return types.float32(*[types.int64] * 5), emit
