@@ -29,7 +29,7 @@ from miltorch.fast.tiles import (
     _load,
     _offset,
     _splat,
-    few_here,
+    few_rows,
     whole_tiles,
 )
 
@@ -51,7 +51,7 @@ def _attend_rows(q, key, value, mask, first, last, row, out):
     rows = np.zeros((whole_tiles(N), D), np.float32)
     rows[:N] = q
     scores, sums = np.empty((N, n, 1), np.float32), np.zeros((N, D), np.float32)
-    few_here(key[first:last], np.ones(n, np.float32), rows, scores)
+    few_rows(key[first:last], np.ones(n, np.float32), rows, 0, n, scores)
     weights = scores.reshape(N, n)
     for i in range(N):
         own, columns = weights[i], mask[(row + i) % len(mask)][first:last]
@@ -62,7 +62,9 @@ def _attend_rows(q, key, value, mask, first, last, row, out):
             weight, target = weights[i, s], sums[i]
             for d in range(D):
                 target[d] += weight * place[d]
-    out[:] = sums
+    for i in range(N):
+        for d in range(D):
+            out[i, d] = _round16(sums[i, d])
     return extreme
 
 
@@ -86,24 +88,35 @@ def _softmax(scores, mask):
     return max(-low, high)
 
 
-@njit(parallel=True, fastmath=FLAGS, cache=True)
-def attend_kernel(q, key, value, mask, out):
-    """As `attend`, of float32 arrays; over the places that some query of a sequence
-    sees, or over all where a score of these is `EXTREME`."""
+@njit
+def attend_parts(B, groups):
+    """The number of parts into which `attend` divides its loop."""
+    return B * groups if B * groups > 1 else 2
+
+
+@njit(fastmath=FLAGS, cache=True)
+def attend_part(q, key, value, mask, out, i):
+    """One part of `attend`, of float32 arrays; over the places that some query of a
+    sequence sees, or over all where a score of these is `EXTREME`."""
     (B, groups, N, _), S = q.shape, mask.shape[2]
-    parts = 1 if B * groups > 1 else 2
-    for i in prange(B * groups * parts):
-        part, b, g = i % parts, i // parts // groups, i // parts % groups
-        start, end = part * N // parts, (part + 1) * N // parts
-        first, last = _visible(mask[b], BLOCKED)
-        if start < end:
-            queries, result = q[b, g, start:end], out[b, g, start:end]
-            keys, values, columns = key[b, g], value[b, g], mask[b]
-            extreme = _attend_rows(
-                queries, keys, values, columns, first, last, start, result
-            )
-            if extreme > EXTREME and last - first < S:
-                _attend_rows(queries, keys, values, columns, 0, S, start, result)
+    parts = attend_parts(B, groups) // (B * groups)
+    part, b, g = i % parts, i // parts // groups, i // parts % groups
+    start, end = part * N // parts, (part + 1) * N // parts
+    first, last = _visible(mask[b], BLOCKED)
+    if start < end:
+        queries, result = q[b, g, start:end], out[b, g, start:end]
+        keys, values, columns = key[b, g], value[b, g], mask[b]
+        extreme = _attend_rows(
+            queries, keys, values, columns, first, last, start, result
+        )
+        if extreme > EXTREME and last - first < S:
+            _attend_rows(queries, keys, values, columns, 0, S, start, result)
+
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
+def _attend(q, key, value, mask, out):
+    for i in prange(attend_parts(q.shape[0], q.shape[1])):
+        attend_part(q, key, value, mask, out, i)
 
 
 def attend(
@@ -117,7 +130,7 @@ def attend(
     _same((len(mask), N % T), (B, 0))
     out = np.empty(q.shape, np.float32)
     arrays = (each.float().contiguous().numpy() for each in (q, key, value, mask))
-    on_threads(attend_kernel, *arrays, out)
+    on_threads(_attend, *arrays, out)
     return torch.from_numpy(out)
 
 

@@ -10,10 +10,10 @@ of its operand."""
 import numpy as np
 import torch
 
-from miltorch.fast import kernels, machine, packed, patterns
+from miltorch.fast import kernels, machine, patterns
+from miltorch.fast.linear import scratch_bytes
 from miltorch.fast.products import Linear
 from miltorch.fast.recorder import Recorder, need_instruction, shared
-from miltorch.fast.tiles import whole_tiles
 from miltorch.ops import OPERATIONS
 from miltorch.ops.convolution import FEW_COLUMNS
 
@@ -96,7 +96,7 @@ class Bytecode(Recorder):
             self._copy(self._value(register), targets[name])
         self.code = np.array(self.code, np.int64).reshape(-1, machine.FIELDS)
         self.masks = np.array(self.masks, np.int64).reshape(-1, 5)
-        self.scratch = np.empty(self.width, np.float32)
+        self.scratch = torch.empty(self.width)
         del self.constants, self.values, self.wide, self.registers
         del self.cells, self.sources
 
@@ -117,9 +117,9 @@ class Bytecode(Recorder):
             self.code,
             outer,
             self.masks,
-            self.scratch.ctypes.data,
+            self.scratch.data_ptr(),
             self.width,
-            torch.get_num_threads() > 1,
+            torch.get_num_threads(),
         )
         if complete:
             return outputs
@@ -256,8 +256,8 @@ class Bytecode(Recorder):
             need_instruction(linear.bias.numel() == R)
             bias = self._keep(linear.bias.float()).data_ptr()
         shape = self.values[outputs[0]].shape
-        vectors = max(whole_tiles(B * T), packed.whole_vectors(B * T))
-        self.width = max(self.width, vectors * K)
+        memory = scratch_bytes(linear.form, B * T, K)
+        self.width = max(self.width, -(-memory // 4))
         out = self._keep(torch.empty(B, R, T))
         strides = 4 * np.array(x.stride())
         places = out.data_ptr(), x.data_ptr(), *strides.tolist()

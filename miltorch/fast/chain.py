@@ -57,7 +57,7 @@ class Chain:
         self.values: list[Callable] = [lambda: None] * len(self.states)
         self.addresses = np.zeros(len(self.states), np.int64)
         self.width = max(bytecode.width for bytecode in bytecodes)
-        self.scratch = np.empty(self.width, np.float32)
+        self.scratch = torch.empty(self.width)
 
     def run(
         self,
@@ -81,9 +81,9 @@ class Chain:
             self.code,
             self.addresses,
             self.masks,
-            self.scratch.ctypes.data,
+            self.scratch.data_ptr(),
             self.width,
-            torch.get_num_threads() > 1,
+            torch.get_num_threads(),
         )
 
     def _bind(self, values: list[torch.Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""The compiled inner loops of `integers`: a row of stored weights by activation vectors,
+"""The compiled inner loops of `integers`: a row of int8 weights by activation vectors,
 emitted as LLVM's vectors of 64 bytes with the instructions of AVX-512 for them.
 
 Addresses are integers of 64 bits."""
@@ -8,15 +8,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from miltorch.fast.packed import FLOATS, INT4, LANES, _function, _sum
+from miltorch.fast.packed import FLOATS, LANES, _function, _sum
 from miltorch.fast.tiles import _prefetch
 
-INT8 = 1
 LENGTH = 64  # bytes of a vector, which has LANES numbers of 32 bits
 DIGITS = 3
-STEP = {INT8: 64, INT4: 128}  # weights of one round, in LENGTH bytes
-# what makes the bytes of each plane unsigned
-ADDED = {INT8: (128, 64), INT4: (8, 4)}
+ADDED = 128, 64  # what makes the bytes of each plane unsigned
 # products of (plane, digit) that are summed over an int8 row, with their place values:
 # in units of the scale, and in units of the last of its eleven bits
 SUMS = ({(0, 0): 2**16, (0, 1): 2**8, (0, 2): 1}, {(1, 0): 2**16, (1, 1): 2**8})
@@ -41,16 +38,10 @@ def _floats(number: float):
 
 
 class _Row:
-    """Emits the parts of a loop over the K weights of a row.
+    """Emits the parts of a loop over the K weights of a row."""
 
-    Args:
-        weight, table: addresses of the row and of its table; None where neither is
-            read.
-    """
-
-    def __init__(self, builder, form: int, K, weight=None, table=None):
-        self.builder, self.form, self.K = builder, form, K
-        self.weight, self.table = weight, table
+    def __init__(self, builder, K):
+        self.builder, self.K = builder, K
 
     def at(self, address, offset, size: int = 1):
         """The address of an element of `size` bytes."""
@@ -94,9 +85,9 @@ class _Row:
         return self.load(self.at(plane, place), WORDS)
 
     def each_round(self, copies: int = 1):
-        """Emits a loop over `copies` rounds of STEP weights at a time, and one over
+        """Emits a loop over `copies` rounds of LENGTH weights at a time, and one over
         those that are left; gives a place and the number of a copy."""
-        builder, step = self.builder, STEP[self.form]
+        builder, step = self.builder, LENGTH
         many = NUMBER(step * copies)
         whole = builder.sub(self.K, builder.urem(self.K, many))
         with cgutils.for_range_slice(builder, NUMBER(0), whole, many, NUMBER) as loop:
@@ -107,16 +98,9 @@ class _Row:
             with rest as loop:
                 yield loop[0], 0
 
-    def stored(self, place):
-        """The address of the weights from a place on; asks for those further on."""
-        start = self.builder.udiv(place, NUMBER(STEP[self.form] // LENGTH))
-        start = self.builder.add(self.weight, start)
-        _prefetch(self.builder, self.at(start, AHEAD))
-        return start
-
-    def int8_planes(self, weights, tables: list) -> list:
+    def planes(self, weights, tables: list) -> list:
         """The planes of LENGTH int8 weights, by the four vectors of a table of 256."""
-        codes = self.builder.xor(weights, _bytes(ADDED[INT8][0]))
+        codes = self.builder.xor(weights, _bytes(ADDED[0]))
         name = X86 + "vpermi2var.qi.512"
         low, high = (
             self.call(name, BYTES, a, codes, b) for a, b in (tables[:2], tables[2:])
@@ -124,51 +108,12 @@ class _Row:
         negative = self.builder.icmp_signed("<", weights, _bytes(0))
         return [codes, self.builder.select(negative, low, high)]
 
-    def nibbles(self, start, flip: int = 0) -> list:
-        """The lower and the upper nibbles of LENGTH bytes, each ^ flip."""
-        stored = self.builder.xor(self.load(start, BYTES), _bytes(17 * flip))
-        words = self.builder.bitcast(stored, WORDS)
-        upper = self.builder.lshr(words, _words([4] * LANES))
-        upper = self.builder.bitcast(upper, BYTES)
-        return [self.builder.and_(part, _bytes(15)) for part in (stored, upper)]
-
     def add(self, place, planes, digits, totals: dict) -> None:
         """Adds the products of LENGTH weights and digits to `totals`, by pair."""
         for (plane, digit), cell in totals.items():
             digit = self.digit(digits, digit, place)
             total = self.dot(self.builder.load(cell), planes[plane], digit)
             self.builder.store(total, cell)
-
-    def int4_sums(self, place, planes, digits, starts) -> list:
-        """Over LENGTH weights from a place on and the next LENGTH, by lanes: the sums
-        of codes by digits, and those of what rounding adds by the first two digits, in
-        units of 2^8."""
-        sums, eight = [], _words([8] * LANES)
-        for plane, (start, count) in enumerate(zip(starts, (3, 2), strict=True)):
-            total = _words([0] * LANES)
-            for number in range(count):
-                if number:
-                    total = self.builder.shl(total, eight)
-                for half in range(2):
-                    here = self.builder.add(place, NUMBER(LENGTH * half))
-                    digit = self.digit(digits, number, here)
-                    total = self.dot(total, planes[half][plane], digit)
-            sums.append(self.builder.add(total, start))
-        return sums
-
-    def int4_tables(self, scales):
-        """What rounding adds to the codes of the four blocks whose scales are at an
-        address."""
-        parts = []
-        for i in range(4):
-            bits = self.load(self.at(scales, 2 * i), ir.IntType(16))
-            mantissa = self.builder.and_(bits, bits.type(1023))
-            mantissa = self.builder.zext(mantissa, NUMBER)
-            start = self.load(self.at(self.table, mantissa), BYTE)
-            start = self.at(self.table, self.builder.zext(start, NUMBER))
-            parts.append(self.load(self.at(start, 1024), ir.VectorType(BYTE, 16)))
-        low, high = (self.shuffled(a, range(32), b) for a, b in (parts[:2], parts[2:]))
-        return self.shuffled(low, range(LENGTH), high)
 
 
 def _cells(builder, count: int) -> list[dict]:
@@ -180,38 +125,25 @@ def _cells(builder, count: int) -> list[dict]:
     ]
 
 
-def starts(form: int):
-    """Compiled code of (address of a vector's digits, K) that writes what sums start
-    with behind them: minus the sums of digits times what `ADDED` names."""
+@intrinsic
+def write_starts(typing, digits, K):
+    """Writes what sums start with behind the digits of a vector at an address: minus
+    the sums of digits times what `ADDED` names."""
 
     def emit(context, builder, signature, arguments):
         digits, K = arguments
-        row = _Row(builder, form, K)
-        target = row.at(digits, K, DIGITS)
-        planes = [_bytes(number) for number in ADDED[form]]
-        if form == INT4:
-            none = [_words([0] * LANES)] * 2
-            for place, _ in row.each_round():
-                sums = row.int4_sums(place, [planes, planes], digits, none)
-                here = row.at(target, place)
-                for i, total in enumerate(sums):
-                    row.store(builder.neg(total), row.at(here, LENGTH * i))
-            return context.get_dummy_value()
-        (totals,) = _cells(builder, 1)
+        row, planes = _Row(builder, K), list(map(_bytes, ADDED))
+        target, (totals,) = row.at(digits, K, DIGITS), _cells(builder, 1)
         for place, _ in row.each_round():
             row.add(place, planes, digits, totals)
         for i, cell in enumerate(totals.values()):
             row.store(builder.neg(builder.load(cell)), row.at(target, LENGTH * i))
         return context.get_dummy_value()
 
-    @intrinsic
-    def compiled(typing, digits, K):
-        return types.void(types.int64, types.int64), emit
-
-    return compiled
+    return types.void(types.int64, types.int64), emit
 
 
-def int8_dots(tokens: int):
+def dots(tokens: int):
     """Compiled code of (row, table, K, digits of the first vector, bytes from one to
     the next, unit, last, results): addresses of a row of int8 weights and of
     its products with `tokens` vectors, float32, in units of the digits.
@@ -222,7 +154,7 @@ def int8_dots(tokens: int):
 
     def emit(context, builder, signature, arguments):
         weight, table, K, digits, step, unit, last, out = arguments
-        row = _Row(builder, INT8, K, weight, table)
+        row = _Row(builder, K)
         tables = [row.load(row.at(table, LENGTH * i), BYTES) for i in range(4)]
         totals = [_cells(builder, tokens) for _ in range(copies)]
         vectors = [row.at(digits, builder.mul(step, NUMBER(n))) for n in range(tokens)]
@@ -231,8 +163,9 @@ def int8_dots(tokens: int):
             for i, cell in enumerate(cells.values()):
                 builder.store(row.load(row.at(start, LENGTH * i), WORDS), cell)
         for place, copy in row.each_round(copies):
-            weights = row.load(row.stored(place), BYTES)
-            planes = row.int8_planes(weights, tables)
+            start = row.at(weight, place)
+            _prefetch(builder, row.at(start, AHEAD))
+            planes = row.planes(row.load(start, BYTES), tables)
             for vector, cells in zip(vectors, totals[copy], strict=True):
                 row.add(place, planes, vector, cells)
         for n in range(tokens):
@@ -257,44 +190,3 @@ def int8_dots(tokens: int):
         return types.void(*numbers, types.float32, types.float32, types.int64), emit
 
     return compiled
-
-
-@intrinsic
-def int4_dot(typing, weight, scale, tables, K, digits):
-    """A row of int4 blocks, whose scales are at an address, by one vector: float32, in
-    units of the digits."""
-
-    def emit(context, builder, signature, arguments):
-        weight, scale, tables, K, digits = arguments
-        row = _Row(builder, INT4, K, weight, tables)
-        totals = [cgutils.alloca_once_value(builder, _floats(0)) for _ in range(4)]
-        start = row.at(digits, K, DIGITS)
-        for place, copy in row.each_round(2):
-            scales = row.at(scale, builder.udiv(place, NUMBER(32)), 2)
-            table = row.int4_tables(scales)
-            codes = row.nibbles(row.stored(place), ADDED[INT4][0])
-            planes = []
-            for part in codes:
-                rest = row.call(X86 + "pshuf.b.512", BYTES, table, part)
-                planes.append((part, rest))
-            here = row.at(start, place)
-            starts = [row.load(row.at(here, LENGTH * i), WORDS) for i in range(2)]
-            sums = row.int4_sums(place, planes, digits, starts)
-            halves = row.load(scales, ir.VectorType(ir.HalfType(), 4))
-            units = builder.fpext(halves, ir.VectorType(FLOAT, 4))
-            units = row.shuffled(units, [i // 4 for i in range(LANES)])
-            # the sign and the exponent: what the first of the eleven bits is worth
-            powers = builder.bitcast(units, WORDS)
-            powers = builder.and_(powers, _words([0xFF800000] * LANES))
-            powers = builder.bitcast(powers, FLOATS)
-            cells = totals[2 * copy : 2 * copy + 2]
-            for cell, total, unit in zip(cells, sums, (units, powers), strict=True):
-                total = builder.sitofp(total, FLOATS)
-                builder.store(row.fma(total, unit, builder.load(cell)), cell)
-        first, second = (
-            builder.fadd(builder.load(totals[i]), builder.load(totals[2 + i]))
-            for i in range(2)
-        )
-        return _sum(builder, row.fma(second, _floats(2**-2), first))
-
-    return types.float32(*[types.int64] * 5), emit

@@ -1,124 +1,145 @@
 """The instruction LINEAR of a `Bytecode`: a few activation vectors by a stored weight, by
-the kernel for its form."""
+the kernel for its form.
+
+One thread prepares the vectors, then each part of the rows is computed by itself."""
 
 import numpy as np
 from numba import carray, njit
 
-from miltorch.fast import integers, packed, tiles
+from miltorch.fast import integers, packed, team, tiles
 from miltorch.fast.addresses import floats, halves, signed_bytes, unsigned_bytes
-from miltorch.fast.kernels import _one, _round16
+from miltorch.fast.integer_rows import LENGTH
+from miltorch.fast.kernels import _round16, _row_kernel
+
+# fields of an instruction: result [B, R, T], x, strides of its axes B, K and T in bytes,
+# B, K, T, R, weight, its form (`products.Linear.form`), scales, tables (0 where products
+# in integers are not possible), bias
 
 
 @njit
-def linear(code, scratch, threads):
-    """Executes an instruction LINEAR.
+def parts(code, threads):
+    """Into how many parts rows are divided."""
+    K, R = code[7], code[9]
+    return team.parts(R * K, threads) if R >= tiles.LARGEST else 1
 
-    Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R,
-    weight, its form (`products.Linear.form`), scales, tables (0 where products in
-    integers are not possible), bias."""
-    out, x, sB, sK, sT, B, K, T, R, weight, form, scale, tables, bias = code[1:15]
-    N, result = B * T, carray(floats(out), (B, R, T))
-    rows = carray(floats(scratch), (_whole(form, N), K))
-    if N == 1 and sK == 4:
-        rows = carray(floats(x), (1, K))
-    else:
-        for n in range(N):
+
+@njit
+def scratch_bytes(form, count, K):
+    """What `prepare` needs for `count` vectors: float32 rows, then digits."""
+    rows = 4 * max(tiles.whole_tiles(count), packed.whole_vectors(count)) * K
+    return rows + LENGTH + integers.size(count, K) if form == 1 else rows
+
+
+@njit
+def _rows_of(code, scratch):
+    """The vectors as rows [N, K]: a single dense one where it lies."""
+    x, sK, B, K, T, form = code[2], code[4], code[6], code[7], code[8], code[11]
+    if B * T == 1 and sK == 4:
+        return carray(floats(x), (1, K))
+    if form <= 2:
+        return carray(floats(scratch), (tiles.whole_tiles(B * T), K))
+    return carray(floats(scratch), (packed.whole_vectors(B * T), K))
+
+
+@njit
+def _digits_at(code, scratch):
+    """The address of digits: a line of the cache behind the rows."""
+    B, K, T = code[6:9]
+    end = scratch + 4 * tiles.whole_tiles(B * T) * K
+    return end + -end % LENGTH
+
+
+@njit
+def prepare(code, scratch):
+    """Writes the vectors to an address; whether products are in integers."""
+    x, sB, sK, sT, B, K, T = code[2:9]
+    rows = _rows_of(code, scratch)
+    if B * T > 1 or sK != 4:
+        for n in range(B * T):
             start = x + n // T * sB + n % T * sT
             for k in range(K):
                 rows[n, k] = carray(floats(start + k * sK), (1,))[0]
-    if not _integers(form, weight, scale, tables, rows, result, threads):
-        if N == 1:
-            flat = carray(floats(out), (R,))
-            _one_product(form, weight, scale, rows[0], flat, threads)
-        else:
-            _few_products(form, weight, scale, rows, result, threads)
-    if bias:
-        offsets = carray(floats(bias), (R,))
-        for b in range(B):
-            for r in range(R):
-                for t in range(T):
-                    result[b, r, t] += offsets[r]
-    flat = carray(floats(out), (N * R,))
-    for i in range(N * R):
-        flat[i] = _round16(flat[i])
+    tables = code[13]
+    return tables != 0 and _digits(rows, B * T, _digits_at(code, scratch))
 
 
-@njit
-def _whole(form, count):
-    """Vectors of the tiles that hold `count` of them."""
-    return tiles.whole_tiles(count) if form <= 2 else packed.whole_vectors(count)
+def _in_integers(code, memory, first, last, out):
+    """Rows of an int8 weight from `first` to `last` by digits at an address."""
+    K, R, (weight, _, scale, tables) = code[7], code[9], code[10:14]
+    stored, scales = carray(signed_bytes(weight), (R, K)), carray(floats(scale), (R,))
+    rounding = carray(unsigned_bytes(tables), (1024, 256))
+    integers.rows(stored, scales, rounding, memory, first, last, out)
 
 
-def _in_integers(form, weight, scale, tables, x, out, threads):
-    """out [B, R, T] = the first B · T of x [N, K] by the weight [R, K] in integers;
-    False, with nothing done, where that is not possible."""
-    (B, R, T), K = out.shape, x.shape[1]
-    if tables == 0:
-        return False
-    if form == 1:
-        stored, scales = (
-            carray(signed_bytes(weight), (R, K)),
-            carray(floats(scale), (R,)),
-        )
-        rounding = carray(unsigned_bytes(tables), (1024, 256))
-        return integers.int8_product(stored, scales, rounding, x, out, threads)
-    if B * T > 1:
-        return False
-    codes, factors = _packed_arrays(form, weight, scale, R, K)
-    few, flat = carray(unsigned_bytes(tables), (1,)), out.reshape(R)
-    return integers.int4_product(codes, factors, few, x, flat, threads)
+def _not_in_integers(code, memory, first, last, out):
+    pass
 
 
-def _not_in_integers(form, weight, scale, tables, x, out, threads):
+def _no_digits(x, count, memory):
     return False
 
 
 # other processors cannot even compile the instructions
 _integers = njit(_in_integers if integers.AVAILABLE else _not_in_integers)
+_digits = integers.write_digits if integers.AVAILABLE else njit(_no_digits)
 
 
 @njit
-def _one_product(form, weight, scale, x, out, threads):
-    """out [R] = weight [R, K] @ x [K]; addresses of the weight and its scales."""
-    R, K, scales = len(out), len(x), carray(floats(scale), (len(out),))
-    if form == 1:
-        _one(carray(signed_bytes(weight), (R, K)), scales, x, out, threads)
-    elif form == 2:
-        _one(carray(halves(weight), (R, K)), scales, x, out, threads)
+def compute(code, scratch, in_integers, part, parts):
+    """One part of the rows of an instruction that is prepared."""
+    out, B, T, R = code[1], code[6], code[8], code[9]
+    form, bias = code[11], code[14]
+    first, last = tiles.bounds(part, parts, R)
+    result = carray(floats(out), (B, R, T))
+    if in_integers:
+        _integers(code, _digits_at(code, scratch), first, last, result)
+    elif form <= 2:
+        _stored_rows(code, _rows_of(code, scratch), first, last, result)
     else:
-        _packed_product(
-            form, weight, scale, x.reshape(1, K), out.reshape(R, 1), threads
-        )
+        _packed_rows(code, _rows_of(code, scratch), first, last, result)
+    offsets = carray(floats(bias), (R,))
+    for b in range(B):
+        if bias:
+            for r in range(first, last):
+                for t in range(T):
+                    result[b, r, t] += offsets[r]
+        flat = carray(floats(out + 4 * (b * R + first) * T), ((last - first) * T,))
+        for i in range(len(flat)):
+            flat[i] = _round16(flat[i])
 
 
 @njit
-def _few_products(form, weight, scale, x, out, threads):
-    """out [B, R, T] = x [N, K] by the weight [R, K], N being B · T or more."""
-    (B, R, T), (N, K) = out.shape, x.shape
+def _stored_rows(code, x, first, last, out):
+    """Rows of out [B, R, T] by an int8 or fp16 weight at an address."""
+    K, (R, weight, form, scale) = code[7], code[9:13]
     scales = carray(floats(scale), (R,))
     if form == 1:
-        tiles.few(carray(signed_bytes(weight), (R, K)), scales, x, out, threads)
-    elif form == 2:
-        tiles.few(carray(halves(weight), (R, K)), scales, x, out, threads)
+        _dense_rows(carray(signed_bytes(weight), (R, K)), scales, x, first, last, out)
     else:
-        products = np.empty((R, N), np.float32)
-        _packed_product(form, weight, scale, x, products, threads)
-        for r in range(R):
-            for n in range(B * T):
-                out[n // T, r, n % T] = products[r, n]
+        _dense_rows(carray(halves(weight), (R, K)), scales, x, first, last, out)
 
 
 @njit
-def _packed_product(form, weight, scale, x, out, threads):
-    """out [R, N] = x [N, K] by the packed weight [R, K] at an address."""
-    codes, factors = _packed_arrays(form, weight, scale, len(out), x.shape[1])
-    packed._product(form, codes, factors, x, out, threads)
+def _dense_rows(weight, scale, x, first, last, out):
+    if len(x) == 1:
+        for r in range(first, last):
+            out[0, r, 0] = _row_kernel(weight[r], scale[r], x[0])
+    else:
+        tiles.few_rows(weight, scale, x, first, last, out)
 
 
 @njit
-def _packed_arrays(form, weight, scale, R, K):
-    """Codes of a packed weight at addresses, and its scales, no fewer than there are."""
+def _packed_rows(code, x, first, last, out):
+    """Rows of out [B, R, T] by a packed weight at an address."""
+    K, (R, weight, form, scale) = code[7], code[9:13]
     codes = carray(
         unsigned_bytes(weight), (R, K * 3 // 4 if form == packed.LUT6 else K // 2)
     )
-    return codes, carray(halves(scale), (R * max(65, K // 32),))
+    # no fewer than there are
+    factors = carray(halves(scale), (R * max(65, K // 32),))
+    products = np.empty((last - first, len(x)), np.float32)
+    packed.rows(form, codes, factors, x, first, last, products)
+    T = out.shape[2]
+    for r in range(first, last):
+        for n in range(len(out) * T):
+            out[n // T, r, n % T] = products[r - first, n]

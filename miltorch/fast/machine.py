@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, njit, prange, types
 
 from miltorch.fast import (
     addresses,
@@ -23,6 +23,7 @@ from miltorch.fast import (
     kernels,
     linear,
     packed,
+    team,
     tiles,
 )
 from miltorch.fast.addresses import floats, numbers
@@ -56,7 +57,17 @@ PAIRS = ADD, SUB, MUL, DIV, MAX, MIN, EQUAL, RSQRT = range(12, 20)
 COPY, ABS, RELU, SQRT, EXP, TANH, SIGMOID, SILU, GELU, GELU_TANH = range(20, 30)
 CLOCK = 30
 # modules whose functions `execute` is compiled from, beside this one
-SOURCES = addresses, attention, integer_rows, integers, kernels, linear, packed, tiles
+SOURCES = (
+    addresses,
+    attention,
+    integer_rows,
+    integers,
+    kernels,
+    linear,
+    packed,
+    team,
+    tiles,
+)
 
 
 _read_clock = types.ExternalFunction(
@@ -363,7 +374,7 @@ def _cache_write(code, outer):
 
 
 @njit
-def _attention(code, outer):
+def _attention(code, outer, part):
     """Fields: result and queries [B, H_kv, N, D], states [B, H_kv, S, D], mask [B, T,
     S], B, H_kv, N, D, T, S."""
     out, q, key, value, mask, B, groups, N, D, T, S = code[1:12]
@@ -371,16 +382,12 @@ def _attention(code, outer):
         carray(floats(_base(outer, key)), (B, groups, S, D)),
         carray(floats(_base(outer, value)), (B, groups, S, D)),
     )
-    result, flat = (
-        carray(floats(out), (B, groups, N, D)),
-        carray(floats(out), (B * groups * N * D,)),
-    )
+    result = carray(floats(out), (B, groups, N, D))
     queries, columns = (
         carray(floats(q), (B, groups, N, D)),
         carray(floats(mask), (B, T, S)),
     )
-    attention.attend_kernel(queries, keys, values, columns, result)
-    _copy(flat, flat)
+    attention.attend_part(queries, keys, values, columns, result, part)
 
 
 @njit
@@ -391,7 +398,73 @@ def _clock(address):
     _read_clock(time.CLOCK_THREAD_CPUTIME_ID, numbers(address + 16))
 
 
-@njit(cache=True)
+@njit
+def _places(masks, outer):
+    """Writes the places that write masks name; False unless every column and row of
+    each holds one 1 or nothing."""
+    for i in range(len(masks)):
+        mask, B, S, T, places = masks[i]
+        sane, found = _one_hot_rows(carray(floats(_base(outer, mask)), (B, S, T)))
+        if not sane:
+            return False
+        carray(numbers(places), (B, T))[:] = found
+    return True
+
+
+@njit
+def _part(code, outer, scratch, in_integers, part, parts):
+    """One part of an instruction that threads share."""
+    if code[0] == LINEAR:
+        linear.compute(code, scratch, in_integers, part, parts)
+    else:
+        _attention(code, outer, part)
+
+
+@njit
+def _lead(code, outer, scratch, width, board, in_integers, threads):
+    """Executes all instructions, and offers parts of long ones to other threads."""
+    place = board.ctypes.data
+    for i in range(len(code)):
+        kind, parts = code[i, 0], 1
+        if kind == LINEAR:
+            in_integers[0] = linear.prepare(code[i], scratch)
+            parts = linear.parts(code[i], threads)
+        elif kind == ATTEND:
+            parts = attention.attend_parts(code[i, 6], code[i, 7])
+        elif kind == WRITE:
+            _cache_write(code[i], outer)
+        elif kind == CLOCK:
+            _clock(code[i, 1])
+        else:
+            _strided(code[i], outer, scratch, width)
+        if kind != LINEAR and kind != ATTEND:
+            continue
+        if parts == 1 or threads == 1:
+            for part in range(parts):
+                _part(code[i], outer, scratch, in_integers[0], part, parts)
+            continue
+        team.offer(place, i, parts)
+        _, part, _ = team.take(place)
+        while part < parts:
+            _part(code[i], outer, scratch, in_integers[0], part, parts)
+            team.finish(place)
+            _, part, _ = team.take(place)
+        team.wait(place, parts)
+    team.close(place)
+
+
+@njit
+def _help(code, outer, scratch, board, in_integers):
+    """Executes parts that `_lead` offers until it is done."""
+    place = board.ctypes.data
+    while team.await_parts(place):
+        i, part, parts = team.take(place)
+        if i >= 0 and part < parts:
+            _part(code[i], outer, scratch, in_integers[0], part, parts)
+            team.finish(place)
+
+
+@njit(parallel=True, cache=True)
 def execute(code, outer, masks, scratch, width, threads):
     """Executes instructions [n, FIELDS]; a negative address names an element of
     `outer`.
@@ -400,29 +473,23 @@ def execute(code, outer, masks, scratch, width, threads):
         masks: (address, B, S, T, address of places [B, T]) of each write mask [B, S,
             T].
         scratch: address of four times `width` bytes.
+        threads: how many may share long instructions.
 
     Returns:
         False, with nothing done, unless every column and row of every mask holds one 1
         or nothing.
     """
-    for i in range(len(masks)):
-        mask, B, S, T, places = masks[i]
-        sane, found = _one_hot_rows(carray(floats(_base(outer, mask)), (B, S, T)))
-        if not sane:
-            return False
-        carray(numbers(places), (B, T))[:] = found
-    for i in range(len(code)):
-        kind = code[i, 0]
-        if kind == LINEAR:
-            linear.linear(code[i], scratch, threads)
-        elif kind == WRITE:
-            _cache_write(code[i], outer)
-        elif kind == ATTEND:
-            _attention(code[i], outer)
-        elif kind == CLOCK:
-            _clock(code[i, 1])
-        else:
-            _strided(code[i], outer, scratch, width)
+    if not _places(masks, outer):
+        return False
+    board, in_integers = team.board(), team.board()
+    if threads == 1:
+        _lead(code, outer, scratch, width, board, in_integers, threads)
+    else:
+        for thread in prange(threads):
+            if thread == 0:
+                _lead(code, outer, scratch, width, board, in_integers, threads)
+            else:
+                _help(code, outer, scratch, board, in_integers)
     return True
 
 

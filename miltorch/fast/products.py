@@ -51,9 +51,11 @@ class Linear:
 
     @cached_property
     def tables(self) -> np.ndarray | None:
-        """What a product in integers reads beside the `arrays`, see
+        """What a product in integers reads beside int8 `arrays`, see
         `integers.tables`."""
-        return integers.tables(self.form, self.weight.shape, self.arrays[1])
+        if self.form == 1:
+            return integers.tables(self.weight.shape, self.scale)
+        return None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         rows = x.flatten(2).transpose(1, 2).reshape(-1, x.shape[1])

@@ -266,16 +266,23 @@ def _places(out):
 
 
 @njit(fastmath=FLAGS)
-def few_here(weight, scale, x, out):
-    """`few` on the calling thread."""
+def few_rows(weight, scale, x, first, last, out):
+    """Rows from `first`, a multiple of BLOCK, to `last` of `few`."""
     (B, R, T), places = out.shape, _places(out)
     if R < LARGEST:
-        for r in range(R):
+        for r in range(first, last):
             for n in range(B * T):
                 out[n // T, r, n % T] = _row_kernel(weight[r], scale[r], x[n])
     else:
-        for first in range(0, R, CHUNK):
-            _chunk(weight, scale, x, out, places, first, min(first + CHUNK, R))
+        for start in range(first, last, CHUNK):
+            _chunk(weight, scale, x, out, places, start, min(start + CHUNK, last))
+
+
+@njit
+def bounds(part, parts, R):
+    """The rows of one of several parts, about as many in each."""
+    blocks = -(-R // BLOCK)
+    return blocks * part // parts * BLOCK, min(blocks * (part + 1) // parts * BLOCK, R)
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
@@ -287,17 +294,15 @@ def few(weight, scale, x, out, threads):
         scale: of each row of int8 weights, [R] float32.
         threads: whether rows may be divided among threads.
     """
-    R, places = len(weight), _places(out)
+    R = len(weight)
     if threads and weight.size >= SMALL_PRODUCT and R >= LARGEST:
-        # an even number of chunks of about as many blocks
-        blocks = -(-R // BLOCK)
-        chunks = 2 * -(-blocks * BLOCK // (2 * CHUNK))
-        for i in prange(chunks):
-            first, last = blocks * i // chunks, blocks * (i + 1) // chunks
-            first, last = first * BLOCK, min(last * BLOCK, R)
-            _chunk(weight, scale, x, out, places, first, last)
+        # an even number of parts
+        parts = 2 * -(-R // (2 * CHUNK))
+        for i in prange(parts):
+            first, last = bounds(i, parts, R)
+            few_rows(weight, scale, x, first, last, out)
     else:
-        few_here(weight, scale, x, out)
+        few_rows(weight, scale, x, 0, R, out)
 
 
 def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
