@@ -412,8 +412,17 @@ def _places(masks, outer):
 
 
 @njit
+def _parts(code, threads):
+    """Into how many parts an instruction is divided; 0 for one that is not."""
+    if code[0] == LINEAR:
+        return linear.parts(code, threads)
+    if code[0] == ATTEND:
+        return attention.attend_parts(code[6], code[7])
+    return 0
+
+
+@njit
 def _part(code, outer, scratch, in_integers, part, parts):
-    """One part of an instruction that threads share."""
     if code[0] == LINEAR:
         linear.compute(code, scratch, in_integers, part, parts)
     else:
@@ -421,47 +430,47 @@ def _part(code, outer, scratch, in_integers, part, parts):
 
 
 @njit
-def _lead(code, outer, scratch, width, board, in_integers, threads):
-    """Executes all instructions, and offers parts of long ones to other threads."""
-    place = board.ctypes.data
-    for i in range(len(code)):
-        kind, parts = code[i, 0], 1
-        if kind == LINEAR:
-            in_integers[0] = linear.prepare(code[i], scratch)
-            parts = linear.parts(code[i], threads)
-        elif kind == ATTEND:
-            parts = attention.attend_parts(code[i, 6], code[i, 7])
-        elif kind == WRITE:
-            _cache_write(code[i], outer)
-        elif kind == CLOCK:
-            _clock(code[i, 1])
-        else:
-            _strided(code[i], outer, scratch, width)
-        if kind != LINEAR and kind != ATTEND:
-            continue
-        if parts == 1 or threads == 1:
-            for part in range(parts):
-                _part(code[i], outer, scratch, in_integers[0], part, parts)
-            continue
-        team.offer(place, i, parts)
-        _, part, _ = team.take(place)
-        while part < parts:
-            _part(code[i], outer, scratch, in_integers[0], part, parts)
-            team.finish(place)
-            _, part, _ = team.take(place)
-        team.wait(place, parts)
-    team.close(place)
+def _whole(code, outer, scratch, width):
+    """An instruction that is not divided."""
+    if code[0] == WRITE:
+        _cache_write(code, outer)
+    elif code[0] == CLOCK:
+        _clock(code[1])
+    else:
+        _strided(code, outer, scratch, width)
 
 
 @njit
-def _help(code, outer, scratch, board, in_integers):
-    """Executes parts that `_lead` offers until it is done."""
-    place = board.ctypes.data
-    while team.await_parts(place):
-        i, part, parts = team.take(place)
-        if i >= 0 and part < parts:
+def _share(code, outer, scratch, in_integers, board, thread, threads):
+    """Executes a thread's parts, then those of others."""
+    for other in range(threads):
+        owner = (thread + other) % threads
+        i, part = team.take(board, owner)
+        while i >= 0:
+            parts = _parts(code[i], threads)
             _part(code[i], outer, scratch, in_integers[0], part, parts)
-            team.finish(place)
+            team.finish(board, threads)
+            i, part = team.take(board, owner)
+
+
+@njit
+def _lead(code, outer, scratch, width, in_integers, board, threads):
+    """Executes all instructions, and shares long ones with other threads."""
+    for i in range(len(code)):
+        parts = _parts(code[i], threads)
+        if parts == 0:
+            _whole(code[i], outer, scratch, width)
+            continue
+        if code[i, 0] == LINEAR:
+            in_integers[0] = linear.prepare(code[i], scratch)
+        if parts > 1 and threads > 1:
+            team.offer(board, i, parts, threads)
+            _share(code, outer, scratch, in_integers, board, 0, threads)
+            team.await_finish(board, parts, threads)
+        else:
+            for part in range(parts):
+                _part(code[i], outer, scratch, in_integers[0], part, parts)
+    team.close(board, threads)
 
 
 @njit(parallel=True, cache=True)
@@ -481,15 +490,14 @@ def execute(code, outer, masks, scratch, width, threads):
     """
     if not _places(masks, outer):
         return False
-    board, in_integers = team.board(), team.board()
-    if threads == 1:
-        _lead(code, outer, scratch, width, board, in_integers, threads)
-    else:
-        for thread in prange(threads):
-            if thread == 0:
-                _lead(code, outer, scratch, width, board, in_integers, threads)
-            else:
-                _help(code, outer, scratch, board, in_integers)
+    board, in_integers = team.board(threads), np.empty(1, np.int64)
+    for thread in prange(threads):
+        place = board.ctypes.data
+        if thread == 0:
+            _lead(code, outer, scratch, width, in_integers, place, threads)
+        else:
+            while team.await_parts(place, thread):
+                _share(code, outer, scratch, in_integers, place, thread, threads)
     return True
 
 

@@ -1,13 +1,14 @@
 """Threads that share the loops of one compiled call.
 
-One thread executes instructions and offers the parts of a long loop on a board; every
-thread, this one too, takes the next part when it is free. Beginning a parallel loop of
-numba's costs 2 µs, an offer half a microsecond, and a decoding step has a hundred of
-them. A thread that comes late, or never, holds nobody up: only parts that it took are
-waited for.
+One thread executes instructions and offers the parts of a long loop on a board. Every
+thread, this one too, has parts that lie side by side, since a processor reads on ahead,
+and when it has none left takes those of others. Beginning a parallel loop of numba's
+costs 2 µs, an offer half a microsecond, and a decoding step has a hundred of them. A
+thread that comes late, or never, holds nobody up: only parts that it took are waited
+for.
 
-The ticket on a board is one number, so that a part is taken in one atomic step: the
-number of the instruction, of parts, and of those that are taken."""
+A thread's ticket on the board is one number, so that a part is taken in one atomic
+step: the number of the instruction, the part behind the last one, and the next part."""
 
 import platform
 
@@ -18,8 +19,8 @@ from numba.extending import intrinsic
 
 PARTS = 8  # of a loop for each thread
 SMALLEST = 1 << 16  # elements of a part
-FINISHED = 128  # bytes from the ticket to the number of parts that are finished
-CLOSED = -(1 << 62)  # the ticket when there is nothing more to do
+STEP = 128  # bytes from the ticket of one thread to that of the next
+CLOSED = -(1 << 62)  # a ticket when there is nothing more to do
 NUMBER = ir.IntType(64)
 
 
@@ -57,8 +58,9 @@ _write, _read = _atomic(_emit_write), _atomic(_emit_read)
 
 
 @njit
-def board():
-    return np.zeros(FINISHED // 4, np.int64)
+def board(threads):
+    """A ticket for each thread, then the number of parts that are finished."""
+    return np.zeros((threads + 1) * STEP // 8, np.int64)
 
 
 @njit
@@ -71,42 +73,48 @@ def parts(elements, threads):
 
 
 @njit
-def offer(board, number, count):
+def offer(board, number, count, threads):
     """Offers the parts of an instruction."""
-    _write(board + FINISHED, 0)
-    _write(board, number << 32 | count << 16)
+    _write(board + STEP * threads, 0)
+    for thread in range(threads):
+        first, last = count * thread // threads, count * (thread + 1) // threads
+        _write(board + STEP * thread, number << 32 | last << 16 | first)
 
 
 @njit
-def close(board):
-    _write(board, CLOSED)
+def close(board, threads):
+    for thread in range(threads):
+        _write(board + STEP * thread, CLOSED)
 
 
 @njit
-def wait(board, count):
-    """Waits until so many parts are finished."""
-    while _read(board + FINISHED, 0) < count:
+def finish(board, threads):
+    _add(board + STEP * threads, 1)
+
+
+@njit
+def await_finish(board, count, threads):
+    while _read(board + STEP * threads, 0) < count:
         pass
 
 
 @njit
-def finish(board):
-    _add(board + FINISHED, 1)
+def take(board, thread):
+    """The number of an instruction and the next part of those of a thread; -1 twice
+    where there is none."""
+    ticket = _read(board + STEP * thread, 0)
+    if ticket >= 0 and ticket & 0xFFFF < ticket >> 16 & 0xFFFF:
+        ticket = _add(board + STEP * thread, 1)
+        if ticket >= 0 and ticket & 0xFFFF < ticket >> 16 & 0xFFFF:
+            return ticket >> 32, ticket & 0xFFFF
+    return -1, -1
 
 
 @njit
-def take(board):
-    """The number of an instruction, the next of its parts and how many it has; there
-    may be no next one."""
-    ticket = _add(board, 1)
-    return ticket >> 32, ticket & 0xFFFF, ticket >> 16 & 0xFFFF
-
-
-@njit
-def await_parts(board):
-    """Waits for a part that nobody has taken; False once the board is closed."""
+def await_parts(board, thread):
+    """Waits until a thread has parts; False once the board is closed."""
     while True:
-        ticket = _read(board, 0)
+        ticket = _read(board + STEP * thread, 0)
         if ticket < 0:
             return False
         if ticket & 0xFFFF < ticket >> 16 & 0xFFFF:
