@@ -261,10 +261,10 @@ class Bytecode(Recorder):
         out = self._keep(torch.empty(B, R, T))
         strides = 4 * np.array(x.stride())
         places = out.data_ptr(), x.data_ptr(), *strides.tolist()
-        tables = 0
-        if linear.tables is not None:
-            tables = linear.tables.ctypes.data
-        stored = weight.ctypes.data, linear.form, scale.ctypes.data, tables, bias
+        table = 0
+        if linear.table is not None:
+            table = linear.table.ctypes.data
+        stored = weight.ctypes.data, linear.form, scale.ctypes.data, table, bias
         self._add(machine.LINEAR, *places, B, K, T, R, *stored)
         for register, part in zip(outputs, out.split(widths, 1), strict=True):
             self.registers[register] = part.view(B, -1, *shape[2:])

@@ -41,7 +41,7 @@ def _rounding() -> np.ndarray:
 ROUNDING = _rounding()
 
 
-def tables(shape: tuple[int, int], scale: np.ndarray) -> np.ndarray | None:
+def table(shape: tuple[int, int], scale: np.ndarray) -> np.ndarray | None:
     """What products read beside int8 weights [R, K] and the scales of rows, uint8
     [1024, 256]; None where the processor, the shape or the values do not allow
     integers.
@@ -144,7 +144,7 @@ def _mantissa(scale):
 
 
 @njit
-def rows(weight, scale, tables, memory, first, last, out):
+def rows(weight, scale, table, memory, first, last, out):
     """Rows from `first` to `last` of out [B, R, T] = vectors by weight [R, K] int8
     times scale [R] float32, by what `write_digits` wrote for B · T vectors."""
     K, (B, _, T) = weight.shape[1], out.shape
@@ -155,15 +155,15 @@ def rows(weight, scale, tables, memory, first, last, out):
     for r in range(first, last):
         factor = scale[r]
         place, unit = _mantissa(factor)
-        row, table = weight.ctypes.data + r * K, tables.ctypes.data + 256 * place
+        row, rounding = weight.ctypes.data + r * K, table.ctypes.data + 256 * place
         if N == 1:
-            _one(row, table, K, x, size, factor, unit, results)
+            _one(row, rounding, K, x, size, factor, unit, results)
         elif N == 2:
-            _two(row, table, K, x, size, factor, unit, results)
+            _two(row, rounding, K, x, size, factor, unit, results)
         else:
             for n in range(0, N, 4):
                 start, end = x + n * size, results + 4 * n
-                _four(row, table, K, start, size, factor, unit, end)
+                _four(row, rounding, K, start, size, factor, unit, end)
         for b in range(B):
             for t in range(T):
                 out[b, r, t] = products[b * T + t] * units[b * T + t]

@@ -12,7 +12,7 @@ from miltorch.fast.integer_rows import LENGTH
 from miltorch.fast.kernels import _round16, _row_kernel
 
 # fields of an instruction: result [B, R, T], x, strides of its axes B, K and T in bytes,
-# B, K, T, R, weight, its form (`products.Linear.form`), scales, tables (0 where products
+# B, K, T, R, weight, its form (`products.Linear.form`), scales, table (0 where products
 # in integers are not possible), bias
 
 
@@ -59,15 +59,15 @@ def prepare(code, scratch):
             start = x + n // T * sB + n % T * sT
             for k in range(K):
                 rows[n, k] = carray(floats(start + k * sK), (1,))[0]
-    tables = code[13]
-    return tables != 0 and _digits(rows, B * T, _digits_at(code, scratch))
+    table = code[13]
+    return table != 0 and _digits(rows, B * T, _digits_at(code, scratch))
 
 
 def _in_integers(code, memory, first, last, out):
     """Rows of an int8 weight from `first` to `last` by digits at an address."""
-    K, R, (weight, _, scale, tables) = code[7], code[9], code[10:14]
+    K, R, (weight, _, scale, table) = code[7], code[9], code[10:14]
     stored, scales = carray(signed_bytes(weight), (R, K)), carray(floats(scale), (R,))
-    rounding = carray(unsigned_bytes(tables), (1024, 256))
+    rounding = carray(unsigned_bytes(table), (1024, 256))
     integers.rows(stored, scales, rounding, memory, first, last, out)
 
 

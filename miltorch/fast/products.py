@@ -50,11 +50,11 @@ class Linear:
         return self.weight, self.scale
 
     @cached_property
-    def tables(self) -> np.ndarray | None:
+    def table(self) -> np.ndarray | None:
         """What a product in integers reads beside int8 `arrays`, see
-        `integers.tables`."""
+        `integers.table`."""
         if self.form == 1:
-            return integers.tables(self.weight.shape, self.scale)
+            return integers.table(self.weight.shape, self.scale)
         return None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -11,23 +11,16 @@ from hypothesis import strategies as st
 from one_op import given
 
 from miltorch.fast import integers
-from miltorch.fast.integers import INT8, ROUNDING
-from miltorch.fast.packed import INT4, LUT4, pack
+from miltorch.fast.integers import ROUNDING
 
 needs_integers = pytest.mark.skipif(
     not integers.AVAILABLE, reason="a processor without AVX-512 VNNI and VBMI"
 )
 
 
-@pytest.mark.parametrize("form", [INT8, INT4])
-def test_the_tables_round_every_product_as_fp16_does(form):
-    first = {INT8: -128, INT4: -8}[form]
-    codes, m = np.arange(first, -first), np.arange(1024, 2048)[:, None]
-    if form == INT8:
-        rests = ROUNDING[INT8].astype(np.int64) - 64
-    else:
-        start, tables = ROUNDING[INT4][0, :1024], ROUNDING[INT4][0, 1024:]
-        rests = tables[start[:, None] + np.arange(16)].astype(np.int64) - 4
+def test_the_table_rounds_every_product_as_fp16_does():
+    codes, m = np.arange(-128, 128), np.arange(1024, 2048)[:, None]
+    rests = ROUNDING.astype(np.int64) - 64
     expected = ((m / 1024).astype(np.float16) * codes.astype(np.float16)).astype(float)
     np.testing.assert_array_equal((m * codes + rests) / 1024, expected)
 
@@ -41,12 +34,17 @@ def int8_weight(rows: int, columns: int, rng):
     return weight, scale, (weight * scale[:, None]).astype(np.float16).astype(float)
 
 
-def int4_weight(rows: int, columns: int, rng):
-    codes = rng.integers(-8, 8, (rows, columns)).astype(np.int8)
-    scale = 2 ** rng.uniform(-13, 10, (rows, columns // 32))
-    scale = (scale * rng.choice([-1, 0, 1], scale.shape)).astype(np.float16)
-    dense = codes * np.repeat(scale.astype(np.float32), 32, 1)
-    return pack(codes, scale, INT4), dense.astype(np.float16).astype(float)
+def product(weight, scale, table, x, out) -> bool:
+    """out [B, R, T] of the first B · T of x, in two parts; False where x has no
+    digits."""
+    N, rows = len(out) * out.shape[2], len(weight)
+    memory = np.empty(integers.size(N, x.shape[1]) + 64, np.uint8)
+    start = memory.ctypes.data + -memory.ctypes.data % 64
+    if not integers.write_digits(x, N, start):
+        return False
+    for first, last in ((0, rows // 2), (rows // 2, rows)):
+        integers.rows(weight, scale, table, start, first, last, out)
+    return True
 
 
 def vectors(count: int, columns: int, outlier: float, rng) -> np.ndarray:
@@ -78,30 +76,12 @@ def test_an_int8_product_is_that_of_the_declared_weights(
     weight, scale, dense = int8_weight(rows, K, rng)
     x = np.full((N + 3, K), np.nan, np.float32)  # what is behind counts not
     x[:N] = vectors(N, K, outlier, rng)
-    tables = integers.tables(INT8, weight.shape, scale)
+    table = integers.table(weight.shape, scale)
     out = np.empty((batch, rows, count), np.float32)
-    assert integers.int8_product(weight, scale, tables, x, out, seed % 2 > 0)
+    assert product(weight, scale, table, x, out)
     expected = (x[:N].astype(float) @ dense.T).reshape(batch, count, rows)
     limit = bound(x[:N], dense).reshape(expected.shape)
     assert (abs(out.transpose(0, 2, 1) - expected) <= limit).all()
-
-
-@needs_integers
-@given(
-    rows=st.integers(1, 150),
-    steps=st.integers(1, 9),
-    outlier=st.sampled_from([1.0, 1e3]),
-    seed=st.integers(0, 99),
-)
-def test_an_int4_product_is_that_of_the_declared_weights(rows, steps, outlier, seed):
-    rng, K = np.random.default_rng(seed), 128 * steps
-    weight, dense = int4_weight(rows, K, rng)
-    x, out = vectors(1, K, outlier, rng), np.empty(rows, np.float32)
-    tables = integers.tables(INT4, weight.shape, weight.scale)
-    assert integers.int4_product(
-        weight.codes, weight.scale, tables, x, out, seed % 2 > 0
-    )
-    assert (abs(out - x.astype(float) @ dense.T) <= bound(x, dense)).all()
 
 
 @needs_integers
@@ -110,7 +90,7 @@ def test_weights_that_are_not_rounded_are_beyond_the_bound():
     weight, scale, dense = int8_weight(200, 128, rng)
     x, out = vectors(1, 128, 1.0, rng), np.empty((1, 200, 1), np.float32)
     plain = np.full((1024, 256), 64, np.uint8)
-    assert integers.int8_product(weight, scale, plain, x, out, False)
+    assert product(weight, scale, plain, x, out)
     error = abs(out[0, :, 0] - x.astype(float) @ dense.T) / bound(x, dense).clip(1e-30)
     assert np.median(error) > 10
 
@@ -122,12 +102,8 @@ def test_activations_that_are_not_finite_are_left_to_other_kernels(value):
     weight, scale, _ = int8_weight(5, 128, rng)
     x, out = vectors(2, 128, 1.0, rng), np.full((1, 5, 2), 7, np.float32)
     x[1, 77] = value
-    assert not integers.int8_product(weight, scale, ROUNDING[INT8], x, out, False)
-    packed, _ = int4_weight(5, 128, rng)
-    row, flat = x[1:], out[0, :, 0].copy()
-    arrays = packed.codes, packed.scale, ROUNDING[INT4]
-    assert not integers.int4_product(*arrays, row, flat, False)
-    assert (out == 7).all() and (flat == 7).all()
+    assert not product(weight, scale, ROUNDING, x, out)
+    assert (out == 7).all()
 
 
 @needs_integers
@@ -136,28 +112,20 @@ def test_vectors_that_leave_the_cache_are_left_to_other_kernels():
     weight, scale = np.ones((2, K), np.int8), np.ones(2, np.float32)
     for count, done in ((1, True), (2, False)):
         x, out = np.ones((count, K), np.float32), np.zeros((1, 2, count), np.float32)
-        tables = ROUNDING[INT8]
-        assert integers.int8_product(weight, scale, tables, x, out, False) == done
+        assert product(weight, scale, ROUNDING, x, out) == done
         assert (out == (K if done else 0)).all()
 
 
 @pytest.mark.parametrize("scale", [6e-8, 6.1e-5, 512.0, np.inf, np.nan])
-def test_scales_that_fp16_rounds_otherwise_have_no_tables(scale):
-    scales = np.array([1e-3, scale], np.float16)
-    assert integers.tables(INT8, (2, 64), scales.astype(np.float32)) is None
-    if scale != 512:  # eight times that is an fp16 value
-        assert integers.tables(INT4, (2, 32), scales.view(np.uint16)) is None
+def test_scales_that_fp16_rounds_otherwise_have_no_table(scale):
+    assert integers.table((2, 64), np.array([1e-3, scale], np.float32)) is None
 
 
 @needs_integers
-def test_rows_that_fill_no_round_have_no_tables():
+def test_rows_that_fill_no_vector_have_no_table():
     scale = np.ones(2, np.float32)
-    found = [integers.tables(INT8, (2, K), scale) is not None for K in (63, 64, 100)]
+    found = [integers.table((2, K), scale) is not None for K in (63, 64, 100)]
     assert found == [False, True, False]
-    codes = np.ones(8, np.float16).view(np.uint16)
-    found = [integers.tables(INT4, (2, K), codes) is not None for K in (96, 128)]
-    assert found == [False, True]
-    assert integers.tables(LUT4, (2, 128), codes) is None
 
 
 ELSEWHERE = """
@@ -170,7 +138,8 @@ binding.get_host_cpu_features = lambda: features
 from miltorch.fast import integers, linear
 
 assert not integers.AVAILABLE
-linear.linear.compile("none(int64[::1], int64, boolean)")
+linear.prepare.compile("boolean(int64[::1], int64)")
+linear.compute.compile("none(int64[::1], int64, boolean, int64, int64)")
 """
 
 

@@ -13,24 +13,28 @@ import miltorch
 from miltorch import Executable
 from miltorch.fast import packed, products
 from miltorch.fast.matching import PatternGraph
-from miltorch.fast.packed import ENTRIES, GROUP, INT4, LUT4, LUT6
+from miltorch.fast.packed import ENTRIES, EXTREME, GROUP, INT4, LUT4, LUT6
 from miltorch.fast.program import FastProgram
 from miltorch.ops.convolution import FEW_COLUMNS
 from workbench import Decoder
 
-FORMS = (INT4, LUT4, LUT6)
+FORMS = (EXTREME, INT4, LUT4, LUT6)
 SCALES = np.float16(
     [6e-8, 1e-7, 1e-6, 6e-5, 6.2e-5, 1e-3, 0.11, 1.0, 300.0, 8192.0, 65504.0]
 )
 
 
 def weight(form: int, rows: int, groups: int, tables: int, rng):
-    """An operation that makes a weight [rows, K, 1, 1] dense, whose scales go from subnormal to
-    overflowing."""
+    """An operation that makes a weight [rows, K, 1, 1] dense; for EXTREME, its scales go from
+    subnormal to overflowing."""
     K = groups * GROUP[form]
-    if form == INT4:
+    if form <= INT4:
         values = rng.integers(-8, 8, (rows, K, 1, 1)).astype(np.int8)
         scale = rng.choice(SCALES, (rows, groups, 1, 1))
+        scale[0, 0] = SCALES[0]
+        if form == INT4:
+            scale = np.exp(rng.uniform(-9.7, 8.3, scale.shape)).astype(np.float16)
+            scale *= rng.choice([-1, 0, 1], scale.shape)
         inputs = {"data": values, "scale": scale}
         kind = "constexpr_blockwise_shift_scale"
     else:
@@ -61,7 +65,7 @@ def read_packed(op: Op) -> tuple[packed.Packed, np.ndarray]:
 @pytest.mark.parametrize("form", FORMS)
 @given(
     rows=st.integers(1, 4),
-    groups=st.integers(1, 5),
+    groups=st.integers(1, 9),
     tables=st.integers(1, 3),
     seed=st.integers(0),
 )
@@ -93,7 +97,7 @@ def test_products_differ_in_the_order_of_float32_sums_alone(
     rng = np.random.default_rng(seed)
     found, dense = read_packed(weight(form, rows * tables, groups, tables, rng))
     dense = np.where(np.isfinite(dense), dense, 0).astype(float)
-    if form == INT4:  # what overflows has no distance
+    if form == EXTREME:  # what overflows has no distance
         found.scale[found.scale.view(np.float16) > 8188] = 0
     x = torch.from_numpy(rng.normal(size=(count, dense.shape[1])).astype(np.float32))
     dense = packed.dense(found, 0, len(dense)).double().numpy()
@@ -106,7 +110,8 @@ def test_products_differ_in_the_order_of_float32_sums_alone(
 def test_a_large_product_on_two_threads_is_the_small_one(form):
     rng = np.random.default_rng(form)
     found, _ = read_packed(weight(form, 96, 9, 2, rng))
-    found.scale[found.scale.view(np.float16) > 300] = 0
+    if form == EXTREME:
+        found.scale[found.scale.view(np.float16) > 300] = 0
     x = torch.from_numpy(rng.normal(size=(5, found.shape[1])).astype(np.float32))
     assert found.shape[0] * found.shape[1] < packed.SMALL_PRODUCT
     wanted = [packed.product(found, rows) for rows in (x, x[:1])]
@@ -136,8 +141,10 @@ def test_values_read_from_memory_are_those_permuted_in_registers(form, monkeypat
 def test_a_program_gives_what_its_literal_graph_gives(form, T):
     rng = np.random.default_rng(T)
     op = weight(form, 12, 3, 2, rng)
-    if form == INT4:
-        op.inputs["scale"] = np.full_like(op.inputs["scale"], 0.11)
+    if form <= INT4:  # 1e-7 is subnormal
+        scales = np.full_like(op.inputs["scale"], 0.11)
+        scales[0] = 0.11 if form == INT4 else 1e-7
+        op.inputs["scale"] = scales
     made = graph_of(op, T)
     x = torch.from_numpy(
         rng.normal(size=(1, 3 * GROUP[form], T, 1)).astype(np.float16)
