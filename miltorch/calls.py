@@ -3,9 +3,8 @@ prompt.
 
 Most operations of a transformer compute each token's column from that column alone:
 products with a weight, norms, rotary embedding, the MLP. Such a step runs once for the
-columns of all calls together, so that a weight is read and widened once. Steps that
-access a state, and all that are not known to be columnwise, run for one call after
-another."""
+columns of all calls together, so that a weight is read once. Steps that access a state,
+and all that are not known to be columnwise, run for one call after another."""
 
 import math
 from collections.abc import Sequence

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from miltorch.ops.linear import TERMS, narrow_matmul, panel_product
 from miltorch.ops.registry import bounded, operation, padded
 
-# rows for which a product that reads fp16 or int8 weights is the faster one
+# rows for which compiled `narrow` products, and instructions and products in integers
+# of the decode path, are the faster ones
 FEW_COLUMNS = 12
 
 
@@ -62,29 +63,32 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
     return _biased(y, bias)
 
 
-def _conv_product(
-    rows: torch.Tensor, weight: torch.Tensor, narrow: bool
-) -> torch.Tensor:
-    """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while
-    rows are few."""
-    (B, N, K), R = rows.shape, len(weight)
-    if (
-        weight.dtype == torch.float16
-        and B * N < FEW_COLUMNS
-        and not (narrow and K % TERMS)
-    ):
+def wide_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows [N, K] by weight [R, K] → [N, R], summed in float32; a weight that is held
+    as fp16 is read as it is."""
+    if weight.dtype == torch.float16:
         from miltorch.fast import kernels, tiles  # numba takes a moment to import
 
         if kernels.available():
-            bits = weight.view(torch.int16).numpy().view(np.uint16)
-            if narrow:
-                y = kernels.narrow_product(bits, rows.flatten(0, 1))
-            else:
-                y = tiles.product(bits, _ones(R), rows.flatten(0, 1))
-            return y.reshape(B, N, R)
-    if narrow:
-        return narrow_matmul(rows, weight.float().T)
-    return panel_product(rows.flatten(0, 1), weight).reshape(B, N, R)
+            return tiles.product(_bits(weight), _ones(len(weight)), rows)
+    return panel_product(rows, weight)
+
+
+def narrow_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows [B, N, K] by weight [R, K] → [B, N, R], summed as `narrow` does."""
+    (B, N, K), R = rows.shape, len(weight)
+    few = B * N < FEW_COLUMNS and K % TERMS == 0
+    if few and weight.dtype == torch.float16:
+        from miltorch.fast import kernels  # numba takes a moment to import
+
+        if kernels.available():
+            product = kernels.narrow_product(_bits(weight), rows.flatten(0, 1))
+            return product.reshape(B, N, R)
+    return narrow_matmul(rows.contiguous(), weight.float().T)
+
+
+def _bits(weight: torch.Tensor) -> np.ndarray:
+    return weight.view(torch.int16).numpy().view(np.uint16)
 
 
 @cache
@@ -118,8 +122,12 @@ def _conv(narrow: bool):
             and not any(map(any, pairs))
         ):
             # a 1×1 convolution is a matrix product: a row per position
-            rows = x.flatten(2).transpose(1, 2).contiguous()
-            y = _conv_product(rows, weight.flatten(1), narrow)
+            rows, matrix = x.flatten(2).transpose(1, 2), weight.flatten(1)
+            if narrow:
+                y = narrow_product(rows, matrix)
+            else:
+                y = wide_product(rows.flatten(0, 1), matrix)
+                y = y.reshape(*rows.shape[:2], len(weight))
             if bias is not None:
                 y = y + bias
             return y.mT.reshape(len(x), len(weight), *x.shape[2:])

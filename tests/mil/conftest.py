@@ -3,7 +3,15 @@ from pathlib import Path
 import pytest
 from memory import export
 
+from miltorch.ops import convolution, linear
 from miltorch.quiet import quiet
+
+
+@pytest.fixture
+def torch_products(monkeypatch):
+    """The literal graph multiplies by torch's products, so that comparisons with it also test the
+    compiled ones of the decode path."""
+    monkeypatch.setattr(convolution, "wide_product", linear.panel_product)
 
 
 @pytest.fixture(scope="session")

@@ -153,6 +153,7 @@ def test_int8_products_use_weights_rounded_to_fp16(rows, columns, count, seed):
     )
 
 
+@pytest.mark.usefixtures("torch_products")
 @pytest.mark.parametrize(
     "family, options",
     BUNDLES,

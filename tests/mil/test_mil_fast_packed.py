@@ -136,6 +136,7 @@ def test_values_read_from_memory_are_those_permuted_in_registers(form, monkeypat
     np.testing.assert_array_equal(out, wanted)
 
 
+@pytest.mark.usefixtures("torch_products")
 @pytest.mark.parametrize("T", [1, 3, 20])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_program_gives_what_its_literal_graph_gives(form, T):
@@ -207,6 +208,7 @@ def test_a_bundle_holds_its_weights_as_they_are_stored(exports, preset, form):
     assert held == weights * bits / 8 + (2 * rows + tables if tables else 0)
 
 
+@pytest.mark.usefixtures("torch_products")
 @pytest.mark.parametrize("preset", ["int4-block32", "lut4", "lut6"])
 def test_decoding_stays_close_to_the_literal_graph(exports, preset):
     """Every logit within 1% of the largest, token by token and for a prompt."""

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program
 
 from miltorch import Executable
-from miltorch.fast import attention, tiles
+from miltorch.fast import attention, kernels, tiles
 from miltorch.fast.program import FastProgram
+from miltorch.ops import OPERATIONS
 
 
 @pytest.mark.parametrize("form", ["half", "int8", "float"])
@@ -53,6 +54,25 @@ def test_threads_and_spans_of_terms_divide_a_product_without_a_trace(rows, colum
     products = tiles.product(bits, ones, x).numpy()
     expected = x.numpy().astype(float) @ weight.T.astype(float)
     np.testing.assert_allclose(products, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("B, T", [(1, 1), (1, 40), (2, 3), (3, 9)])
+def test_a_convolution_of_the_literal_graph_is_that_of_numpy(
+    B, T, compiled, monkeypatch
+):
+    """fp16 weights are read as they are, or become float32 without the kernels."""
+    if not compiled:
+        monkeypatch.setattr(kernels, "available", lambda: False)
+    rng = np.random.default_rng(T)
+    weight = rng.normal(size=(21, 70, 1, 1)).astype(np.float16)
+    bias, x = rng.normal(size=21), rng.normal(size=(B, 70, T, 1))
+    bias, x = bias.astype(np.float32), x.astype(np.float32)
+    operands = map(torch.from_numpy, (x, weight, bias))
+    outputs = OPERATIONS["conv"].function(*operands)
+    expected = np.einsum("rk,bktn->brtn", np.float64(weight[:, :, 0, 0]), x)
+    expected += bias[:, None, None]
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-4)
 
 
 def attention_operands(B, groups, heads, T, D, scale):

@@ -334,7 +334,7 @@ class ReferenceModel:
     def run(self, ids: Sequence[int], cache, head: bool = True) -> Golden:
         """One call over `ids` [n] that continues `cache`: the golden of these n
         positions."""
-        (golden,) = self._run([ids], cache, int(head))
+        (golden,) = self._run([ids], cache, head)
         self.normed = self.normed[0]
         return golden
 
@@ -342,31 +342,30 @@ class ReferenceModel:
         self, ids: Sequence[int], cache, seed: int, chained: bool = True
     ) -> list[Golden]:
         """`run`, and what becomes of it when every layer's input is changed by a
-        relative 2^-23 of random sign: three goldens. The second one's layers are fed
-        what the layer before made, so that changes add up; it is left out unless
-        `chained`. The third one's are fed what the first one's are, and its logits are
-        nan. `cache` then holds as many sequences, and continues as many alike."""
+        relative 2^-23 of random sign: three goldens without logits. The second one's
+        layers are fed what the layer before made, so that changes add up; it is left
+        out unless `chained`. The third one's are fed what the first one's are. `cache`
+        then holds as many sequences, and continues as many alike."""
         count = NUDGED if chained else NUDGED - 1
         cache.reorder_cache(torch.zeros(count, dtype=torch.long))
         self.nudge = torch.Generator().manual_seed(seed)
         try:
-            return self._run([ids] * count, cache, count - 1)
+            return self._run([ids] * count, cache, head=False)
         finally:
             self.nudge = None
 
-    def _run(self, ids: Sequence[Sequence[int]], cache, heads: int) -> list[Golden]:
-        """The goldens of one call over equally long sequences of token ids, the first
-        `heads` with logits."""
+    def _run(self, ids: Sequence[Sequence[int]], cache, head: bool) -> list[Golden]:
+        """The goldens of one call over equally long sequences of token ids; without
+        `head` their logits are nan."""
         import transformers
 
         V = self.config.vocab_size
         ids = np.stack([check_ids(sequence, V) for sequence in ids])
         last = self.last_hidden(ids, past_key_values=cache, use_cache=True)
         self.normed = last.numpy()
-        none = np.broadcast_to(np.float32(np.nan), (ids.shape[1], V))
-        logits = [none] * len(ids)
-        if heads:
-            logits[:heads] = self.logits(last[:heads])
+        logits = np.broadcast_to(np.float32(np.nan), (*ids.shape, V))
+        if head:
+            logits = self.logits(last)
         meta = {
             "checkpoint": self.checkpoint.sha256,
             "weights": self.label,
@@ -407,7 +406,7 @@ class ReferenceModel:
     def logits(self, hidden: torch.Tensor) -> np.ndarray:
         """lm_head over [.., n, C]."""
         parts = [hidden @ rows.T for rows in self.head_rows()]
-        return (torch.cat(parts, dim=-1) / logit_divisor(self.config)).numpy()
+        return torch.cat(parts, dim=-1).div_(logit_divisor(self.config)).numpy()
 
 
 def final_norm(base: nn.Module) -> nn.Module:

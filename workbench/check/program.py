@@ -233,7 +233,8 @@ class ProgramPass(fidelity.Pass):
         golden = self.goldens[seq]
         trace = self.traces[seq]
         stretch = self.stretches[seq]
-        again = stretch.nudged[self.mode].golden
+        nudged = stretch.nudged[self.mode]
+        again = nudged.golden
         positions = stretch.start + np.arange(len(trace.T))
         parts = list(self.state_parts[seq])
 
@@ -257,8 +258,8 @@ class ProgramPass(fidelity.Pass):
             differs = experts[:, 0] != golden.expert[layer]
             add("expert", layer, differs * golden.margin[layer])
         if trace.logits is not None:
-            floor = _logit_floor(stretch) + _floor(golden.logits, again.logits)
-            add("logits", -1, _errors(golden.logits, trace.logits, floor))
+            floor = _logit_floor(stretch) + _floor(stretch.logits, nudged.logits)
+            add("logits", -1, _errors(stretch.logits, trace.logits, floor))
         if not self.isolated:
             # errors of the layers before, and of the layer itself, add up
             for part in parts:
@@ -315,7 +316,7 @@ def head_errors(
             zip(stretches, all_logits, strict=True)
         ):
             floor = _logit_floor(stretch)[-T:]
-            error = _errors(stretch.golden.logits[-T:], logits, floor)
+            error = _errors(stretch.logits[-T:], logits, floor)
             position = stretch.start + np.arange(len(stretch.last))[-T:]
             rows = _rows("logits", -1, error, position, len(position))
             parts.append(rows | {"seq": seq, "mode": "isolated"})
@@ -364,4 +365,4 @@ def _floor(reference: np.ndarray, nudged: np.ndarray) -> np.ndarray:
 def _logit_floor(stretch: Stretch) -> np.ndarray:
     """The same of logits that are smaller than their rows of the head can make them;
     see `Stretch`."""
-    return np.maximum(stretch.logit_rms - rms(stretch.golden.logits), 0.0)
+    return np.maximum(stretch.logit_rms - rms(stretch.logits), 0.0)

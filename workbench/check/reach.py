@@ -80,23 +80,27 @@ class Reach:
         return text
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stretch:
     """Consecutive positions of one sequence from `start` on: the golden, and the states
     `before` and `after` it.
 
-    `last` [n, C]: what the final norm reads. `logit_rms` [n]: of logits that a normed
-    hidden state as long as each position's gives in a random direction. Where some rows
-    of the head are huge (a massive activation's token) and cancel, the logits are
-    smaller, but their rounding is not. `nudged`: by mode (`isolated`, `chained`), the
-    same stretch where every layer's input was changed by its last bit."""
+    `last` [n, C]: what the final norm reads, `normed` [n, C]: what the head reads,
+    `logits` [n, V]: what it gives, where they are compared. `logit_rms` [n]: of logits
+    that a normed hidden state as long as each position's gives in a random direction.
+    Where some rows of the head are huge (a massive activation's token) and cancel, the
+    logits are smaller, but their rounding is not. `nudged`: by mode (`isolated`,
+    `chained`), the same stretch where every layer's input was changed by its last
+    bit."""
 
     golden: Golden
     start: int
     before: LayerStates
     after: LayerStates
     last: np.ndarray
-    logit_rms: np.ndarray
+    normed: np.ndarray
+    logits: np.ndarray | None = None
+    logit_rms: np.ndarray | None = None
     nudged: dict[str, "Stretch"] = field(default_factory=dict)
 
 
@@ -142,42 +146,55 @@ def reach_stretches(
     them."""
     weights = stored_weights(checkpoint, bundle, half=True)
     reference = ReferenceModel(checkpoint, weights, "stored")
-    head_rms = _head_rms(reference)
     prompts = reach_prompts(bundle.manifest, plan)
     rows = []
     unit = _unit(bundle.manifest.options)
     for seq, (ids, start) in enumerate(zip(prompts, plan.starts, strict=True)):
         cache = reference.cache()
-        first = _stretch(reference, head_rms, ids[: plan.head], cache)
+        first = _stretch(reference, ids[: plan.head], cache)
         row = [first]
         behind = ids[plan.head :]
         if plan.tail:
             before = _filled(cache, first.after, start, np.random.default_rng([0, seq]))
-            row.append(_stretch(reference, head_rms, behind, cache, start, before))
+            row.append(_stretch(reference, behind, cache, start, before))
         count = max(min(SCALES, plan.head) // unit * unit, unit)
-        rows.append([*row, _scaled(reference, head_rms, first.golden, count)])
+        rows.append([*row, _scaled(reference, first.golden, count)])
+    _add_logits(reference, [stretch for row in rows for stretch in row])
     return list(zip(*rows, strict=True))
 
 
-def _head_rms(reference: ReferenceModel) -> float:
-    """RMS of what a unit of the head's input adds to a logit."""
-    squares = count = 0
+@torch.inference_mode()
+def _add_logits(reference: ReferenceModel, stretches: Sequence[Stretch]) -> None:
+    """Computes `logits` and `logit_rms` of stretches, and of the nudged ones whose
+    layers are chained: once for all of them, since the head's rows become float32."""
+    chained = [s.nudged["chained"] for s in stretches if "chained" in s.nudged]
+    stretches = [*stretches, *chained]
+    hidden = torch.from_numpy(np.concatenate([s.normed for s in stretches]))
+    parts, squares, count = [], 0.0, 0
     for rows in reference.head_rows():
+        parts.append(hidden @ rows.T)
         squares += float(torch.dot(rows.flatten(), rows.flatten()))
         count += rows.numel()
-    return math.sqrt(squares / count) / logit_divisor(reference.config)
+    divisor = logit_divisor(reference.config)
+    logits = torch.cat(parts, dim=-1).div_(divisor).numpy()
+    # RMS of what a unit of the head's input adds to a logit
+    head_rms = math.sqrt(squares / count) / divisor
+    ends = np.cumsum([len(stretch.normed) for stretch in stretches])
+    for stretch, own in zip(stretches, np.split(logits, ends[:-1]), strict=True):
+        stretch.logits = own
+        stretch.logit_rms = head_rms * np.linalg.norm(stretch.normed, axis=-1)
 
 
 def _stretch(
     reference: ReferenceModel,
-    head_rms: float,
     ids: np.ndarray,
     cache,
     start: int = 0,
     before: LayerStates | None = None,
     last: np.ndarray | None = None,
 ) -> Stretch:
-    """The stretch that continues `cache`, and the same with nudged inputs."""
+    """The stretch that continues `cache`, and the same with nudged inputs, both
+    without logits."""
     # scaled inputs are fed to every layer: there is no chained run
     goldens = reference.run_nudged(ids, cache, start, chained=last is None)
     before = before or [{} for _ in goldens[0].x]
@@ -190,18 +207,16 @@ def _stretch(
                 rows = {K_STATE: golden.k[i], V_STATE: golden.v[i]}
                 own |= _joined(states, rows)
             after.append(own)
-        logit_rms = head_rms * np.linalg.norm(reference.normed[seq], axis=-1)
         normed_from = golden.hidden[-1] if last is None else last
-        stretches.append(Stretch(golden, start, before, after, normed_from, logit_rms))
+        normed = reference.normed[seq]
+        stretches.append(Stretch(golden, start, before, after, normed_from, normed))
     stretch, *nudged = stretches
     modes = ("chained", "isolated")[-len(nudged) :]
     stretch.nudged.update(zip(modes, nudged, strict=True))
     return stretch
 
 
-def _scaled(
-    reference: ReferenceModel, head_rms: float, golden: Golden, count: int
-) -> Stretch:
+def _scaled(reference: ReferenceModel, golden: Golden, count: int) -> Stretch:
     """The golden's first `count` positions where every layer and the final norm read
     scaled inputs."""
     inputs = np.concatenate([golden.x, golden.hidden[-1:]])[:, :count]
@@ -209,9 +224,8 @@ def _scaled(
     scales = np.exp2(np.linspace(SMALLEST, 0, count))[:, None]
     fed = (inputs / np.maximum(rms, 1e-30) * scales).astype(np.float32)
     reference.replace_inputs(fed)
-    stretch = _stretch(
-        reference, head_rms, golden.ids[:count], reference.cache(), last=fed[-1]
-    )
+    ids = golden.ids[:count]
+    stretch = _stretch(reference, ids, reference.cache(), last=fed[-1])
     reference.replace_inputs(None)
     return stretch
 
