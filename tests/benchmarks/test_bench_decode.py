@@ -45,7 +45,8 @@ def test_presets_stand_beside_hugging_face_and_the_bandwidth_of_the_run(exports,
             found[f"{kind} peak memory", "stored"]["peer_value"] == bundles[kind].bytes
         )
     assert (
-        found["fp16 at 4", "int8-tensor"]["note"] == "2 of 2 rounds at like bandwidth"
+        found["fp16 at 4", "int8-tensor"]["note"]
+        == "2 of 2 rounds at like bandwidth, 1.0 to 1.0 GB/s"
     )
     # of each of 4 contestants at 2 depths in 2 rounds
     assert found["read bandwidth", None]["samples"] == [1e9] * 16
@@ -89,6 +90,7 @@ def test_share_and_ratio_do_not_depend_on_the_state_of_the_memory():
     row = bandwidth.paired_row("lut4 at 64", ours, "int8-tensor", peer)
     assert row["ratio"] == pytest.approx((0.5 / 300) / (0.9 / 600), rel=0.02)
     assert len(row["ratios"]) == 2 and row["n"] == len(row["peer_samples"]) == 5
+    assert row["note"] == "2 of 5 rounds at like bandwidth, 50.0 to 84.0 GB/s"
     # the medians' ratio mixes the states
     assert row["value"] / row["peer_value"] < 0.7 * row["ratio"]
 

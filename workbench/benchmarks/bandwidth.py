@@ -50,16 +50,19 @@ def paired_row(
 ) -> dict:
     """`rate_row` whose `ratio` is the median of the `ratios` of those rounds in which
     the bandwidths of both sides are alike, None without such a round. Its `note` has
-    their number."""
-    ratios = [
-        rate / peer_rate
+    their number and the range of their bandwidths."""
+    alike = [
+        (rate / peer_rate, ours)
         for (rate, ours), (peer_rate, theirs) in zip(samples, peer_samples)
         if max(ours, theirs) < MAX_QUOTIENT * min(ours, theirs)
     ]
     row = rate_row(name, samples, peer, peer_samples)
-    row["ratio"] = statistics.median(ratios) if ratios else None
-    note = f"{len(ratios)} of {row['n']} rounds at like bandwidth"
-    return row | {"ratios": ratios, "note": note}
+    row |= {"ratio": None, "ratios": [ratio for ratio, _ in alike]}
+    row["note"] = f"{len(alike)} of {row['n']} rounds at like bandwidth"
+    if alike:
+        row["ratio"] = statistics.median(row["ratios"])
+        row["note"] += f", {_range([bandwidth for _, bandwidth in alike])}"
+    return row
 
 
 def _range(bandwidths: list[float]) -> str:
