@@ -16,6 +16,14 @@ import torch
 import miltorch
 from workbench.ane.memory import peak_rss
 from workbench.benchmarks import llama_cpp
+from workbench.benchmarks.bandwidth import (
+    Sample,
+    bandwidth_meter,
+    bandwidth_row,
+    paired_row,
+    rate_row,
+    share_row,
+)
 from workbench.benchmarks.stopwatch import apart, bench_row, in_turn, seconds
 from workbench.bundle import Bundle
 from workbench.decode import Decoder
@@ -26,6 +34,7 @@ SIZES = (256, 512, 1024, 2048, 4096)  # max_seq_len as it grows
 PROMPT = 448  # tokens of a timed prefill
 STEPS = 8  # timed calls of one contestant in one round
 TOKENS = (1, 2, 4, 8, 16, 64)  # of one call, as it grows
+REFERENCE = "int8-tensor"  # the bundle that the others stand beside
 # preset → llama.cpp's type of weights of about as many bytes
 ALIKE = {"fp16": "F16", "int8-tensor": "Q8_0", "int8-channel": "Q8_0"}
 ALIKE |= {"int4-block32": "Q4_0", "lut4": "Q4_0"}
@@ -41,13 +50,14 @@ def bench_decode(
     turn; its median is one sample. Hugging Face's caches hold random keys and values up
     to the depth, since a step's time does not depend on them. Timed: token id to
     logits. Not timed: loading, prefill, picking the token. The read bandwidth is
-    measured once a round.
+    measured right before and after the steps of every sample.
 
     Returns:
-        tok/s of each bundle beside either peer, and beside llama.cpp with weights of
-        about as many bits; the bandwidth, bytes a second; for each bundle the bytes a
-        step reads over the bandwidth (`floor`), the seconds it loads, and its peak
-        memory in a process of its own, bytes.
+        tok/s of each bundle beside either peer, beside llama.cpp with weights of about
+        as many bits, and beside the bundle `REFERENCE` at like bandwidth; the share of
+        the bandwidth that its steps use; the bandwidth, bytes a second; for each bundle
+        the bytes a step reads over the bandwidth (`floor`), the seconds it loads, and
+        its peak memory in a process of its own, bytes.
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     first = next(iter(bundles.values()))
@@ -62,30 +72,67 @@ def bench_decode(
     for name, dtype in peers.items():
         contestants[name] = _peer(checkpoint, dtype, S)
     contestants |= llama_cpp.contestants(checkpoint, S)
+    meter = bandwidth_meter()
     samplers = {
-        key: partial(_rate, contestants[key[0]], key[1])
+        key: partial(_rate_and_bandwidth, contestants[key[0]], key[1], meter)
         for key in product(contestants, DEPTHS)
     }
-    rates = in_turn(samplers | {"bandwidth": read_bandwidth}, rounds)
-    rows = []
-    for name, depth in product(bundles, DEPTHS):
-        alike = f"llama.cpp {ALIKE.get(name)}"
-        for peer in (*peers, *([alike] if alike in contestants else [])):
-            one = rates[name, depth], "tok/s", peer, rates[peer, depth]
-            rows.append(bench_row(f"{name} at {depth}", *one))
-    rows.append(bench_row("read bandwidth", rates["bandwidth"], "B/s"))
+    samples = in_turn(samplers, rounds)
+    # a step of a dense bundle reads every shard
+    stored = {
+        name: sum(shard.bytes for shard in bundle.manifest.shards)
+        for name, bundle in bundles.items()
+    }
+    rows = _rate_rows(samples, stored, list(peers))
+    bandwidths = [bandwidth for pairs in samples.values() for _, bandwidth in pairs]
+    rows.append(bandwidth_row(bandwidths))
     for name, bundle in bundles.items():
-        # a step of a dense bundle reads every shard
-        stored = sum(shard.bytes for shard in bundle.manifest.shards)
         peak = [apart(_peak, bundle.root)]
+        floors = [bandwidth / stored[name] for bandwidth in bandwidths]
         rows += [
-            bench_row(
-                f"{name} floor", [b / stored for b in rates["bandwidth"]], "tok/s"
-            ),
+            bench_row(f"{name} floor", floors, "tok/s"),
             bench_row(f"{name} load", [loading[name]], "s"),
             bench_row(f"{name} peak memory", peak, "bytes", "stored", [bundle.bytes]),
         ]
     return rows
+
+
+def _rate_rows(
+    samples: dict[tuple[str, int], list[Sample]],
+    stored: dict[str, int],
+    peers: list[str],
+) -> list[dict]:
+    """Rows of each bundle's tok/s beside its peers, and of its share of the bandwidth.
+
+    Args:
+        samples: contestant, depth → a sample of each round.
+        stored: bundle → bytes that a step reads.
+        peers: contestants that every bundle stands beside.
+    """
+    rows = []
+    for name, depth in product(stored, DEPTHS):
+        title, ours = f"{name} at {depth}", samples[name, depth]
+        for peer in (*peers, f"llama.cpp {ALIKE.get(name)}"):
+            if (peer, depth) in samples:
+                rows.append(rate_row(title, ours, peer, samples[peer, depth]))
+        if name != REFERENCE and REFERENCE in stored:
+            reference = samples[REFERENCE, depth]
+            rows.append(paired_row(title, ours, REFERENCE, reference))
+        rows.append(share_row(title, ours, stored[name]))
+    return rows
+
+
+def _rate_and_bandwidth(
+    contestant: Callable[[int], Callable[[], object]],
+    depth: int,
+    meter: Callable[[], float],
+) -> Sample:
+    """tok/s as `_rate`, and the mean of the bandwidths right before and after."""
+    step = contestant(depth)
+    step()
+    before = meter()
+    rate = _median_rate(step)
+    return rate, (before + meter()) / 2
 
 
 def _rate(
@@ -94,6 +141,10 @@ def _rate(
     """tok/s: the median of `STEPS` steps of so many tokens each."""
     step = contestant(depth)
     step()
+    return _median_rate(step, tokens)
+
+
+def _median_rate(step: Callable[[], object], tokens: int = 1) -> float:
     return tokens / statistics.median(seconds(step) for _ in range(STEPS))
 
 
@@ -250,13 +301,6 @@ def _cached_peer(checkpoint: Path, batch: int) -> Callable[[int], Callable[[], o
         return partial(call, torch.tensor([[7]] * batch), past_key_values=cache)
 
     return at
-
-
-def read_bandwidth() -> float:
-    """Bytes per second at which this machine reads memory, on torch's threads: the best
-    of several passes over a GiB."""
-    data = torch.ones(1 << 27, dtype=torch.int64)
-    return data.nbytes / min(seconds(data.sum) for _ in range(5))
 
 
 def _peak(path: Path) -> int | None:

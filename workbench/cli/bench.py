@@ -54,12 +54,14 @@ def show_rows(rows: list[dict], json: bool, **more) -> None:
 
 
 def row_line(row: dict) -> str:
-    """A row in one line: its value, with a peer the peer's value and the ratio, and
-    n."""
+    """A row in one line: its value, with a peer the peer's value and the ratio, its
+    note if it has one, and n."""
     text = f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} "
     if row["peer"]:
-        text += f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, "
-    return f"{text}n = {row['n']}"
+        ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        text += f"{row['peer']} {row['peer_value']:.4g}, ratio {ratio}, "
+    note = f"{row['note']}, " if "note" in row else ""
+    return f"{text}{note}n = {row['n']}"
 
 
 # layers, dimensions and export options of the families beside Llama's in
@@ -172,20 +174,24 @@ def _stacks(qwen2, folder: Path, json: bool) -> dict:
 
 
 def _markdown(rows: list[dict]) -> str:
-    """Rows as a table, those of one name side by side with all their peers."""
+    """Rows as a table, those of one name side by side with all their peers and
+    notes."""
     named: dict[str, list[dict]] = {}
     for row in rows:
         named.setdefault(row["name"], []).append(row)
     lines = ["| what | median | beside | n |", "|---|---|---|---|"]
     for name, alike in named.items():
-        peers = []
+        beside = []
         for row in alike:
+            note = [row["note"]] if "note" in row else []
             if row["peer"]:
-                ratio = f"{row['peer_value']:.4g} ({row['ratio']:.2f}×)"
-                peers.append(f"{row['peer']} {ratio}")
+                ratio = "no ratio" if row["ratio"] is None else f"{row['ratio']:.2f}×"
+                ratio = ", ".join([ratio, *note])
+                note = [f"{row['peer']} {row['peer_value']:.4g} ({ratio})"]
+            beside += note
         one = alike[0]
         median = f"{one['value']:.4g} {one['unit']}"
-        lines.append(f"| {name} | {median} | {', '.join(peers)} | {one['n']} |")
+        lines.append(f"| {name} | {median} | {', '.join(beside)} | {one['n']} |")
     return "\n".join(lines)
 
 
