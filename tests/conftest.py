@@ -94,8 +94,11 @@ def forks():
 
 @pytest.fixture
 def forked(forks, monkeypatch):
-    """Children of this test's process are forks."""
+    """Children of this test's process are forks, and so are kernels."""
+    from forks import kernels
+
     monkeypatch.setattr(sys, "executable", forks)
+    monkeypatch.setenv("JUPYTER_PATH", str(kernels(forks)))
 
 
 @pytest.fixture(scope="session")

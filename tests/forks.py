@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 MODULES = (
     *("torch", "coremltools", "transformers", "pandas", "matplotlib.pyplot"),
@@ -42,6 +43,7 @@ def start() -> Iterator[str]:
     with open(command, "w") as file:
         file.write(COMMAND.format(python=sys.executable, file=__file__, socket=path))
     os.chmod(command, 0o755)
+    write_kernel(kernels(command), command)
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
     server.listen()
@@ -56,6 +58,22 @@ def start() -> Iterator[str]:
         process.terminate()
         process.wait()
         shutil.rmtree(folder)
+
+
+def kernels(command: str) -> Path:
+    """The folder for `JUPYTER_PATH` whose kernel `python3` is that command."""
+    return Path(command).parent / "share"
+
+
+def write_kernel(folder: Path, command: str) -> None:
+    """Writes the kernel `python3` that is a command into a folder for `JUPYTER_PATH`."""
+    words = [command, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    # its name is saved in notebooks: that of ipykernel's own kernel
+    name = "Python 3 (ipykernel)"
+    about = {"argv": words, "display_name": name, "language": "python"}
+    path = folder / "kernels" / "python3" / "kernel.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(about))
 
 
 def serve(listener: int, command: str) -> list[str]:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
+from forks import kernels
 
 FLAGS = [
     "--no-sandbox",
@@ -72,17 +73,6 @@ def changes(project: Path) -> list[str]:
     ).stdout.splitlines()
 
 
-def write_kernel(folder: Path, python: str) -> None:
-    """Writes the kernel `python3` of a Python into a folder for `JUPYTER_PATH`."""
-    command = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    # its name is saved in notebooks: that of ipykernel's own kernel
-    name = "Python 3 (ipykernel)"
-    about = {"argv": command, "display_name": name, "language": "python"}
-    path = folder / "kernels" / "python3" / "kernel.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(about))
-
-
 @contextmanager
 def serve(project: Path, home: Path, python: str):
     """Runs JupyterLab on `project`, with kernels of `python`; gives its address."""
@@ -106,8 +96,7 @@ def serve(project: Path, home: Path, python: str):
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTER_RUNTIME_DIR": runtime,
     }
-    write_kernel(home, python)
-    homes["JUPYTER_PATH"] = str(home)
+    homes["JUPYTER_PATH"] = str(kernels(python))
     command = [
         sys.executable,
         "-m",
