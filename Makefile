@@ -10,7 +10,7 @@ run: .venv/ready
 	$(BIN)/workbench run 05 34 --set EXTRACT=true
 
 test: .venv/ready
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lab: .venv/ready
 	$(BIN)/jupyter lab notebooks --FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs

@@ -81,6 +81,27 @@ def shimmed():
 
 
 @pytest.fixture(scope="session")
+def forks():
+    """A command that stands for Python and runs modules in forks of one process."""
+    import forks
+
+    if sys.platform == "linux":
+        with forks.start() as command:
+            yield command
+    else:  # a Mac forbids forks of a process that has its frameworks loaded
+        yield sys.executable
+
+
+@pytest.fixture
+def forked(forks, monkeypatch):
+    """Children of this test's process are forks, and so are kernels."""
+    from forks import kernels
+
+    monkeypatch.setattr(sys, "executable", forks)
+    monkeypatch.setenv("JUPYTER_PATH", str(kernels(forks)))
+
+
+@pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
     """A folder that all processes of this run of pytest have in common."""
     base = tmp_path_factory.getbasetemp()

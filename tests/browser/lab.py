@@ -14,11 +14,10 @@ import tempfile
 import time
 import urllib.request
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import nbformat
-from browser import kernels
+from forks import kernels
 
 FLAGS = [
     "--no-sandbox",
@@ -41,8 +40,6 @@ SETTINGS = {
     },  # every cell is in the page
     "apputils-extension/notification": {"fetchNews": "false"},
 }
-# a Mac forbids forks of a process that has its frameworks loaded
-FORKS = sys.platform == "linux"
 LIMIT_S = 300
 SIZE = {"width": 1280, "height": 1000}
 ROOT = Path(__file__).parents[2]
@@ -77,8 +74,8 @@ def changes(project: Path) -> list[str]:
 
 
 @contextmanager
-def serve(project: Path, home: Path):
-    """Runs JupyterLab on `project`; gives its address."""
+def serve(project: Path, home: Path, python: str):
+    """Runs JupyterLab on `project`, with kernels of `python`; gives its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -99,9 +96,7 @@ def serve(project: Path, home: Path):
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTER_RUNTIME_DIR": runtime,
     }
-    if FORKS:
-        kernels.spec(home, f"{runtime}/kernels")
-        homes["JUPYTER_PATH"] = str(home)
+    homes["JUPYTER_PATH"] = str(kernels(python))
     command = [
         sys.executable,
         "-m",
@@ -119,14 +114,10 @@ def serve(project: Path, home: Path):
         "--KernelManager.transport=ipc",
         "--FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs",
     ]
-    start = partial(subprocess.Popen, env=os.environ | homes, stderr=subprocess.STDOUT)
     with (home / "server.log").open("w") as said:
-        processes = [start(command, stdout=said)]
-        if FORKS:
-            path = f"{runtime}/kernels"
-            processes.append(
-                start([sys.executable, kernels.__file__, path], stdout=said)
-            )
+        process = subprocess.Popen(
+            command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT
+        )
     try:
         address = f"http://127.0.0.1:{port}"
         _wait(
@@ -136,9 +127,8 @@ def serve(project: Path, home: Path):
         )
         yield address
     finally:
-        for process in processes:
-            process.terminate()
-            process.wait(LIMIT_S)
+        process.terminate()
+        process.wait(LIMIT_S)
         shutil.rmtree(runtime, ignore_errors=True)
 
 

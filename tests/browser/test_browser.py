@@ -60,12 +60,12 @@ def project(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def lab(project, tmp_path_factory):
+def lab(project, forks, tmp_path_factory):
     """Opens a notebook by name: lab("05_stateful_kv_cache") → Notebook."""
     from playwright.sync_api import sync_playwright
 
     with (
-        serve(project, tmp_path_factory.mktemp("home")) as address,
+        serve(project, tmp_path_factory.mktemp("home"), forks) as address,
         sync_playwright() as driver,
     ):
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)

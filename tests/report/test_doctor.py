@@ -30,7 +30,9 @@ def test_off_a_mac_nothing_is_tried(monkeypatch):
         (":kill", "killed by SIGKILL", "killed by SIGKILL"),
     ],
 )
-def test_a_model_with_a_state_is_tried_on_each_unit(fault, cpu, engine, monkeypatch):
+def test_a_model_with_a_state_is_tried_on_each_unit(
+    fault, cpu, engine, monkeypatch, forked
+):
     if fault != ":kill":
         monkeypatch.setattr(process, "call", in_process.call)
     result = doctor.examine("stand-in" + fault)

@@ -160,7 +160,7 @@ def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(
     assert changes(project) == []
 
 
-def test_notebook_05_takes_functions_and_a_prefill_bundle(project, monkeypatch):
+def test_notebook_05_takes_functions_and_a_prefill_bundle(project, monkeypatch, forked):
     monkeypatch.chdir(project)
     changed = {
         "FUNCTIONS": [1, 4],

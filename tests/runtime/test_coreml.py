@@ -207,13 +207,14 @@ ON_SHIM = "import sys\nfrom miltorch import shim\nfrom workbench.check import un
     ],
 )
 def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(
-    source, bundle, tmp_path, fault
+    source, bundle, tmp_path, fault, monkeypatch, forked
 ):
     from workbench.models.checkpoint import Checkpoint
 
     (tmp_path / "child.py").write_text(
         ON_SHIM + fault + "matrix.units_main(*sys.argv[1:])\n"
     )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     path = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88]).save(
         tmp_path / "golden.safetensors"
     )
@@ -223,9 +224,7 @@ def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(
         "coreml",
         "CPU_ONLY",
         [1],
-        lambda command: matrix.launch(
-            [command[0], str(tmp_path / "child.py"), *command[3:]]
-        ),
+        lambda command: matrix.launch([*command[:2], "child", *command[3:]]),
     )
     if not fault:
         assert found["min_cosine"] > 0.99 and found["logits"] is not None
@@ -596,7 +595,7 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
 
 
 def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
-    bundle, source, plan, tmp_path, monkeypatch
+    bundle, source, plan, tmp_path, monkeypatch, forked
 ):
     """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its
     message on stderr, and at T = 3 Core ML complains and runs all the same, elsewhere than it was

@@ -248,8 +248,9 @@ IN_PROCESSES = ("kill", "plan-aborts")
 
 
 @contextmanager
-def fewer_processes():
-    """Within, calls for other faults than `IN_PROCESSES` happen here."""
+def fewer_processes(python: str):
+    """Within, calls for other faults than `IN_PROCESSES` happen here, and theirs in children
+    of `python`."""
     call = process.call
 
     def call_here(function: str, argument: dict, **options) -> process.Outcome:
@@ -263,11 +264,12 @@ def fewer_processes():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "call", call_here)
+        patch.setattr(sys, "executable", python)
         yield
 
 
 @pytest.fixture(scope="module")
-def swept(source, tmp_path_factory):
+def swept(source, forks, tmp_path_factory):
     """(log folder, counts, counts of the second time) of one cell for each fault."""
     folder, counts = tmp_path_factory.mktemp("faults"), []
     grids = [
@@ -287,7 +289,7 @@ def swept(source, tmp_path_factory):
             made.run.runtime = [
                 name_of(fault) for fault in ("fallback", "plan-none", "load14-ne")
             ]
-        with fewer_processes():
+        with fewer_processes(forks):
             counts.append(
                 sweep.sweep(
                     made,
@@ -395,31 +397,16 @@ def test_loads_are_rejected_for_their_reason_alone(source, bundle):
     )
 
 
-FORKS = """import json, os, sys
-from miltorch.quiet import coremltools
-from workbench.check import golden, validate
-from workbench.cli import main
-coremltools()
-for arguments in json.loads(sys.argv[1]):
-    pid = os.fork()
-    if not pid:
-        sys.argv[1:] = arguments
-        main()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-def test_a_process_that_is_killed_says_so_by_its_exit_code(bundle, source):
-    """The commands are forks of one process, which has their imports done."""
+def test_a_process_that_is_killed_says_so_by_its_exit_code(bundle, source, forks):
     commands = [
         ["decode", bundle.root, "--prompt-ids", "5", "--max-new", 2],
         ["validate", bundle.root, "--checkpoint", source, "--prompt-ids", "5,17"],
         ["check", bundle.root],
     ]
-    arguments = [[*map(str, c), "--runtime", "stand-in:kill"] for c in commands]
-    child = [sys.executable, "-c", FORKS, json.dumps(arguments)]
-    done = subprocess.run(child, stdout=subprocess.PIPE, text=True)
-    assert done.stdout.split() == ["-9"] * 3
+    for arguments in commands:
+        command = [forks, "-m", "workbench.cli", *map(str, arguments)]
+        done = subprocess.run([*command, "--runtime", "stand-in:kill"])
+        assert done.returncode == -9
 
 
 def test_messages_of_the_compiler_stay_out_of_the_output(source, command):
@@ -492,9 +479,9 @@ def test_a_program_that_swallows_nan_is_red_whatever_the_device_does(
     ],
 )
 def test_residency_without_a_plan_predicts_and_says_why(
-    fault, source_, words, bundle, command
+    fault, source_, words, bundle, command, forks
 ):
-    with fewer_processes():
+    with fewer_processes(forks):
         code, out, _ = command(
             "residency", bundle.root, "--runtime", name_of(fault), "--json"
         )

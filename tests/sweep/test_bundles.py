@@ -105,7 +105,7 @@ def test_what_does_not_go_together_is_refused_before_anything_runs(grid, change,
 
 
 @pytest.fixture(scope="module")
-def farm(tmp_path_factory):
+def farm(forks, tmp_path_factory):
     """(scheduler, the project that its two workers run in): a checkout without any data."""
     from distributed import LocalCluster
 
@@ -118,14 +118,16 @@ def farm(tmp_path_factory):
         n_workers=2, processes=True, dashboard_address=":0", **how
     ) as running:
         with cluster.connect(running.scheduler_address) as workers:
-            workers.client.run(_work_in, str(project))
+            workers.client.run(_work_in, str(project), forks)
         yield running.scheduler_address, project
 
 
-def _work_in(project: str) -> None:
+def _work_in(project: str, python: str) -> None:
     import os
+    import sys
 
     os.chdir(project)
+    sys.executable = python
 
 
 def test_bundles_and_goldens_are_sent_by_hash_and_once(

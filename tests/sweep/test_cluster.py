@@ -91,8 +91,10 @@ def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused(monkey
         pass
 
 
-def test_a_sweep_gives_the_same_rows_as_here(dask, swept, grid, tmp_path):
+def test_a_sweep_gives_the_same_rows_as_here(dask, forks, swept, grid, tmp_path):
     """`swept` ran the same grid in this process."""
+    with cluster.connect(dask.scheduler_address) as workers:
+        workers.client.run(cluster_jobs.start_children_with, forks)
     folder, _ = swept
     counts = sweep.sweep(
         sweep.make_grid(grid),

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -122,10 +123,14 @@ def test_the_last_message_is_one_line(written, text):
     assert last_message(written.splitlines()) == text
 
 
-def test_what_takes_too_long_is_ended(module, tmp_path):
-    found = process.call("called:sleeps", {"pid": str(tmp_path / "pid")}, timeout_s=4)
+def test_what_takes_too_long_is_ended(module, tmp_path, monkeypatch):
+    """The clock stands at 0 until the child sleeps, however long it takes to start."""
+    pid = tmp_path / "pid"
+    clock = lambda: 5 * (pid.exists() and bool(pid.read_text()))  # noqa: E731
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=clock))
+    found = process.call("called:sleeps", {"pid": str(pid)}, timeout_s=4)
     assert found.failure == "no answer in 4 s"
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_a_call_is_cancelled_from_another_thread(module, tmp_path):

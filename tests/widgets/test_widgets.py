@@ -56,8 +56,10 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture
-def explorer(root):
-    made = Explorer(GRID, root=root)
+def explorer(root, monkeypatch):
+    with monkeypatch.context() as patch:  # draws the second setting alone
+        patch.setattr(Explorer, "draw", lambda explorer: None)
+        made = Explorer(GRID, root=root)
     made.controls["max_seq_len"].value = 16
     made.check()
     return made

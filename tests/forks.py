@@ -1,0 +1,147 @@
+"""Pythons that are forks of one process, which has imported what children of tests import.
+
+`python forks.py SOCKET` is that process. `python forks.py SOCKET MODULE ARGUMENTS` is
+`python -m MODULE ARGUMENTS` in a fork: it lends the fork its standard streams, passes
+interrupts on, and ends as the fork ends. A test whose subject is the result of a child
+gives the command of `start` to `sys.executable`.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MODULES = (
+    *("torch", "coremltools", "transformers", "pandas", "matplotlib.pyplot"),
+    *("ipykernel.kernelapp", "ipywidgets", "workbench.report.study", "workbench.plots"),
+    *("workbench.widgets", "workbench.export", "workbench.sweep", "workbench.decode"),
+)
+COMMAND = """#!/bin/sh
+[ "$1" != -m ] && exec "{python}" "$@"
+shift
+exec "{python}" -S -E "{file}" "{socket}" "$@"
+"""
+
+
+@contextmanager
+def start() -> Iterator[str]:
+    """Runs the process that forks; gives a command that stands for Python. The process
+    exists as soon as a command waits for it."""
+    folder = tempfile.mkdtemp()  # short: a socket's path has 107 characters
+    path, command = f"{folder}/forks", f"{folder}/python"
+    with open(command, "w") as file:
+        file.write(COMMAND.format(python=sys.executable, file=__file__, socket=path))
+    os.chmod(command, 0o755)
+    write_kernel(kernels(command), command)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    with server:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(server.fileno()), command],
+            pass_fds=[server.fileno()],
+        )
+    try:
+        yield command
+    finally:
+        process.terminate()
+        process.wait()
+        shutil.rmtree(folder)
+
+
+def kernels(command: str) -> Path:
+    """The folder for `JUPYTER_PATH` whose kernel `python3` is that command."""
+    return Path(command).parent / "share"
+
+
+def write_kernel(folder: Path, command: str) -> None:
+    """Writes the kernel `python3` that is a command into a folder for `JUPYTER_PATH`."""
+    words = [command, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    # its name is saved in notebooks: that of ipykernel's own kernel
+    name = "Python 3 (ipykernel)"
+    about = {"argv": words, "display_name": name, "language": "python"}
+    path = folder / "kernels" / "python3" / "kernel.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(about))
+
+
+def serve(listener: int, command: str) -> list[str]:
+    """Imports, then forks at every request until it is killed; returns in a fork alone,
+    with the module that was asked for and its arguments."""
+    # matplotlib reads it when it is imported; a kernel sets it before
+    os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    sys.path.pop(0)  # this file's folder
+    sys.executable = command
+    for name in MODULES:
+        importlib.import_module(name)
+    gc.freeze()  # what forks share is neither traversed nor copied
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps the forks
+    with socket.socket(fileno=listener) as server:
+        while True:
+            peer, _ = server.accept()
+            if os.fork() == 0:
+                server.close()
+                return become(peer)
+            peer.close()
+
+
+def become(peer: socket.socket) -> list[str]:
+    """Takes over the streams, folder and environment of the process that asks; the fork
+    ends when that one ends. Its parent, a fork as well, reports how it ended."""
+    _, streams, *_ = socket.recv_fds(peer, 1, 3)
+    with peer.makefile() as lines:
+        request = json.loads(lines.readline())
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if fork := os.fork():
+        os.closerange(0, 3)  # an end of file comes with the fork's end
+        peer.sendall(f"{fork}\n".encode())
+        _, status = os.waitpid(fork, 0)
+        peer.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os._exit(0)
+    os.setsid()
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in folders if path and path not in sys.path]
+    threading.Thread(target=lambda: (peer.recv(1), os._exit(1)), daemon=True).start()
+    return request["arguments"]
+
+
+def ask(path: str, arguments: list[str]) -> None:
+    """Has a fork run a module; ends this process as the fork ends."""
+    environment = dict(os.environ)
+    environment.pop("JPY_PARENT_PID", None)  # of the one that asks, not of the fork
+    request = {"arguments": arguments, "environment": environment}
+    request["folder"] = os.getcwd()
+    with socket.socket(socket.AF_UNIX) as peer, peer.makefile() as lines:
+        peer.connect(path)
+        socket.send_fds(peer, [b"\0"], [0, 1, 2])
+        peer.sendall(json.dumps(request).encode() + b"\n")
+        fork = int(lines.readline())
+        signal.signal(signal.SIGINT, lambda *_: os.kill(fork, signal.SIGINT))
+        code = int(lines.readline())
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    if not sys.argv[1].isdigit():
+        ask(sys.argv[1], sys.argv[2:])
+    sys.argv = serve(int(sys.argv[1]), sys.argv[2])
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
