@@ -8,7 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from miltorch.fast.packed import FLOATS, LANES, _function, _sum
+from miltorch.fast.packed_rows import FLOATS, LANES, _function, _sum
 from miltorch.fast.tiles import _prefetch
 
 LENGTH = 64  # bytes of a vector, which has LANES numbers of 32 bits

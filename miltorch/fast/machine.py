@@ -23,6 +23,7 @@ from miltorch.fast import (
     kernels,
     linear,
     packed,
+    packed_rows,
     team,
     tiles,
 )
@@ -65,6 +66,7 @@ SOURCES = (
     kernels,
     linear,
     packed,
+    packed_rows,
     team,
     tiles,
 )

@@ -11,9 +11,9 @@ from one_op import Op, Ref, Type, given, program
 
 import miltorch
 from miltorch import Executable
-from miltorch.fast import packed, products
+from miltorch.fast import packed, packed_rows, products
 from miltorch.fast.matching import PatternGraph
-from miltorch.fast.packed import ENTRIES, EXTREME, GROUP, INT4, LUT4, LUT6
+from miltorch.fast.packed_rows import ENTRIES, EXTREME, GROUP, INT4, LUT4, LUT6
 from miltorch.fast.program import FastProgram
 from miltorch.ops.convolution import FEW_COLUMNS
 from workbench import Decoder
@@ -123,13 +123,13 @@ def test_a_large_product_on_two_threads_is_the_small_one(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_values_read_from_memory_are_those_permuted_in_registers(form, monkeypatch):
     found, wanted = read_packed(weight(form, 6, 3, 2, np.random.default_rng(form)))
-    monkeypatch.setattr(packed, "PERMUTES", False)
-    fill, out = packed._fill(form), np.empty(wanted.shape, np.float32)
+    monkeypatch.setattr(packed_rows, "PERMUTES", False)
+    fill, out = packed_rows._fill(form), np.empty(wanted.shape, np.float32)
 
     @njit
     def make_dense(codes, scale, out):
         for r in range(len(codes)):
-            start = packed._factors(form, scale, r, len(codes), out.shape[1])
+            start = packed_rows._factors(form, scale, r, len(codes), out.shape[1])
             fill(codes, r, scale, start, out, r)
 
     make_dense(found.codes, found.scale, out)
