@@ -15,18 +15,7 @@ from pathlib import Path
 import numpy as np
 from numba import carray, njit, prange, types
 
-from miltorch.fast import (
-    addresses,
-    attention,
-    integer_rows,
-    integers,
-    kernels,
-    linear,
-    packed,
-    packed_rows,
-    team,
-    tiles,
-)
+from miltorch.fast import attention, linear, team
 from miltorch.fast.addresses import floats, numbers
 from miltorch.fast.kernels import (
     FLAGS,
@@ -57,19 +46,6 @@ FIELDS = 26
 PAIRS = ADD, SUB, MUL, DIV, MAX, MIN, EQUAL, RSQRT = range(12, 20)
 COPY, ABS, RELU, SQRT, EXP, TANH, SIGMOID, SILU, GELU, GELU_TANH = range(20, 30)
 CLOCK = 30
-# modules whose functions `execute` is compiled from, beside this one
-SOURCES = (
-    addresses,
-    attention,
-    integer_rows,
-    integers,
-    kernels,
-    linear,
-    packed,
-    packed_rows,
-    team,
-    tiles,
-)
 
 
 _read_clock = types.ExternalFunction(
@@ -514,6 +490,7 @@ def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
                 index.unlink()
 
 
+# `execute` is compiled from functions of the modules beside this one
 drop_stale_machine_code(
-    Path(execute._cache.cache_path), *(Path(module.__file__) for module in SOURCES)
+    Path(execute._cache.cache_path), *Path(__file__).parent.glob("*.py")
 )
