@@ -8,7 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from miltorch.fast.packed_rows import FLOATS, LANES, _function, _sum
+from miltorch.fast.packed_rows import FLOATS, LANES, _function, _spread, _sum
 from miltorch.fast.tiles import _prefetch
 
 LENGTH = 64  # bytes of a vector, which has LANES numbers of 32 bits
@@ -61,15 +61,6 @@ class _Row:
         kinds = [operand.type for operand in operands]
         function = _function(self.builder, name, *kinds, result=result)
         return self.builder.call(function, operands)
-
-    def shuffled(self, first, places, second=None):
-        places = ir.Constant(ir.VectorType(WORD, len(places)), list(places))
-        return self.builder.shuffle_vector(first, second or first, places)
-
-    def splat(self, value):
-        empty = ir.Constant(FLOATS, ir.Undefined)
-        single = self.builder.insert_element(empty, value, WORD(0))
-        return self.shuffled(single, [0] * LANES)
 
     def fma(self, a, b, c):
         return self.call("llvm.fma.v16f32", FLOATS, a, b, c)
@@ -179,8 +170,8 @@ def dots(tokens: int):
                     total = builder.sitofp(total, FLOATS)
                     part = row.fma(total, _floats(value), part)
                 parts.append(part)
-            whole = builder.fmul(row.splat(unit), parts[0])
-            whole = row.fma(row.splat(last), parts[1], whole)
+            whole = builder.fmul(_spread(builder, unit), parts[0])
+            whole = row.fma(_spread(builder, last), parts[1], whole)
             row.store(_sum(builder, whole), row.at(out, 4 * n))
         return context.get_dummy_value()
 
