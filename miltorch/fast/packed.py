@@ -43,7 +43,7 @@ class Packed:
             weights, then 16 with the upper two bits of weights i, 16 + i, 32 + i and 48
             + i.
         scale: uint16. Of int4: of each 32 weights of a row the bits of an fp16 value,
-            [R · K / 32]; but for EXTREME the mantissa is above sign and exponent. Of a
+            [R · K / 32], with the mantissa above sign and exponent unless it is EXTREME. Of a
             table form: the number of each row's table, [R], and the bits of the tables
             one after another.
     """
