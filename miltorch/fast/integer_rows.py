@@ -8,7 +8,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from miltorch.fast.packed_rows import FLOATS, LANES, _function, _spread, _sum
+from miltorch.fast.lookup import FLOATS, LANES, function, spread
+from miltorch.fast.packed_rows import _sum
 from miltorch.fast.tiles import _prefetch
 
 LENGTH = 64  # bytes of a vector, which has LANES numbers of 32 bits
@@ -59,8 +60,8 @@ class _Row:
 
     def call(self, name: str, result, *operands):
         kinds = [operand.type for operand in operands]
-        function = _function(self.builder, name, *kinds, result=result)
-        return self.builder.call(function, operands)
+        called = function(self.builder, name, *kinds, result=result)
+        return self.builder.call(called, operands)
 
     def fma(self, a, b, c):
         return self.call("llvm.fma.v16f32", FLOATS, a, b, c)
@@ -170,8 +171,8 @@ def dots(tokens: int):
                     total = builder.sitofp(total, FLOATS)
                     part = row.fma(total, _floats(value), part)
                 parts.append(part)
-            whole = builder.fmul(_spread(builder, unit), parts[0])
-            whole = row.fma(_spread(builder, last), parts[1], whole)
+            whole = builder.fmul(spread(builder, unit), parts[0])
+            whole = row.fma(spread(builder, last), parts[1], whole)
             row.store(_sum(builder, whole), row.at(out, 4 * n))
         return context.get_dummy_value()
 

@@ -26,6 +26,13 @@ EXTREME = np.float32(1e3)
 SMALL_PRODUCT = 1 << 16  # weights below which a second thread costs more than it gives
 # an additive mask at or below this gives a weight of 0 beside any attended column
 BLOCKED = -1e4
+# scales whose products by an int8 weight are normal fp16 values, or 0
+SMALLEST_SCALE, LARGEST_SCALE = np.float32(2**-14), np.float32(65504 / 128)
+# Whether such products are rounded by Veltkamp's splitting: x86 without AVX-512 converts
+# eight numbers to fp16 and back in more instructions.
+SPLITS = platform.machine() in ("x86_64", "AMD64") and not (
+    binding.get_host_cpu_features().get("avx512f")
+)
 # sums may be reordered; NaN and infinity keep their meaning
 FLAGS = {"reassoc", "contract"}
 
@@ -90,12 +97,57 @@ def _overload_value(weight, scale):
     return lambda weight, scale: _round16(np.float32(weight) * scale)
 
 
+@intrinsic
+def _split(typing, weight, scale):
+    """A product rounded to eleven bits, ties to even (Veltkamp's splitting), of an int8
+    weight as float32 and a scale of eleven bits: c = w·(2^13 + 1)·s is rounded once, and
+    c - (c - w·s) is the result. `prove_split` in the tests compares all mantissas and
+    weights with fp16."""
+
+    def emit(context, builder, signature, arguments):
+        return emit_split(builder, *arguments)
+
+    return types.float32(types.float32, types.float32), emit
+
+
+def emit_split(builder, weight, scale):
+    """`_split` of two numbers or vectors of float32."""
+    kind = weight.type
+    name = "llvm.fma.f32" if kind == ir.FloatType() else f"llvm.fma.v{kind.count}f32"
+    fma = builder.module.globals.get(name)
+    fma = fma or ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    factor = 8193.0 if kind == ir.FloatType() else [8193.0] * kind.count
+    large = builder.fmul(weight, builder.fmul(scale, ir.Constant(kind, factor)))
+    rest = builder.call(fma, [builder.fneg(weight), scale, large])
+    return builder.fsub(large, rest)
+
+
+@njit
+def _normal_value(weight, scale):
+    return _split(np.float32(weight), scale)
+
+
+def _splits(weight, scale):
+    """Whether `_normal_value` is the value of every such weight."""
+
+
+@overload(_splits)
+def _overload_splits(weight, scale):
+    if SPLITS and weight.dtype is types.int8:
+        return lambda weight, scale: SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE
+    return lambda weight, scale: False
+
+
 @njit(fastmath=FLAGS, cache=True)
 def _row_kernel(weight, scale, x):
     """weight [K] · x [K]"""
     total = np.float32(0)
-    for k in range(weight.shape[0]):
-        total += _value(weight[k], scale) * x[k]
+    if _splits(weight, scale):
+        for k in range(weight.shape[0]):
+            total += _normal_value(weight[k], scale) * x[k]
+    else:
+        for k in range(weight.shape[0]):
+            total += _value(weight[k], scale) * x[k]
     return total
 
 

@@ -11,15 +11,19 @@ import torch
 from numba import njit, prange
 
 from miltorch.fast.kernels import SMALL_PRODUCT, _same, on_threads
-from miltorch.fast.packed_rows import (
-    BYTES,
+from miltorch.fast.lookup import (
     ENTRIES,
     EXTREME,
-    GROUP,
     INT4,
     LANES,
     LUT4,
     LUT6,
+    PERMUTES,
+    SIDE,
+)
+from miltorch.fast.packed_rows import (
+    BYTES,
+    GROUP,
     VECTORS,
     WIDE,
     _factors,
@@ -38,10 +42,12 @@ class Packed:
     Attributes:
         codes: uint8 [R, K / GROUP · BYTES]. In 16 bytes, byte i has the low four bits
             of weight i of a group of 32, and those of weight 16 + i above them. Of 4
-            bits, groups of WIDE weights come first: integer i of 32 bits has weights i,
-            16 + i, ..., 112 + i, the first in its lowest bits. LUT6 has 32 bytes for 64
-            weights, then 16 with the upper two bits of weights i, 16 + i, 32 + i and 48
-            + i.
+            bits, groups of WIDE weights come first. Where the processor PERMUTES,
+            integer i of 32 bits of such a group has weights i, 16 + i, ..., 112 + i,
+            the first in its lowest bits. LUT6 has 32 bytes for 64 weights, then 16 with
+            the upper two bits of weights i, 16 + i, 32 + i and 48 + i. Where SIDE is
+            32, in these 64 weights and in each half of WIDE, places 16 l + 4 t + j of
+            either 32 are those of weights 8 t + 4 l + j, and pairs lie 32 apart.
         scale: uint16. Of int4: of each 32 weights of a row the bits of an fp16 value,
             [R · K / 32], with the mantissa above sign and exponent unless it is EXTREME. Of a
             table form: the number of each row's table, [R], and the bits of the tables
@@ -101,19 +107,28 @@ def _blocks(codes: np.ndarray, bits: np.ndarray) -> Packed:
 
 def _packed(bits: np.ndarray, form: int) -> np.ndarray:
     """The codes of some rows [R, K] of uint8, see `Packed`."""
-    (R, K), nibbles = bits.shape, bits & 15
-    wide = 0 if form == LUT6 else K - K % WIDE
-    pairs = nibbles[:, :wide].reshape(R, -1, WIDE // LANES // 2, 2, LANES)
-    first = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).swapaxes(2, 3)
-    pairs = nibbles[:, wide:].reshape(R, -1, 2, LANES)
-    codes = pairs[:, :, 0] | pairs[:, :, 1] << 4
+    R, K = bits.shape
+    wide = K if form == LUT6 else K - K % WIDE
+    first, rest = bits[:, :wide], bits[:, wide:]
+    if SIDE == 32:
+        first = first.reshape(R, -1, 2, 4, 2, 4).swapaxes(3, 4)
+    if PERMUTES and form != LUT6:
+        pairs = (first & 15).reshape(R, -1, 4, 2, LANES)
+        codes = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).swapaxes(2, 3)
+    else:
+        codes = _nibbles(first.reshape(R, -1, 2, SIDE))
     if form == LUT6:
-        top = (bits >> 4 & 3).reshape(R, -1, 4, LANES) << np.arange(0, 8, 2, np.uint8)[
-            :, None
-        ]
+        top = first.reshape(R, -1, 4, LANES) >> 4 & 3
+        top = top << np.arange(0, 8, 2, np.uint8)[:, None]
         upper = np.bitwise_or.reduce(top, 2)
         codes = np.concatenate([codes.reshape(*upper.shape[:2], -1), upper], axis=2)
-    return np.concatenate([first.reshape(R, -1), codes.reshape(R, -1)], axis=1)
+    rest = _nibbles(rest.reshape(R, -1, 2, LANES))
+    return np.concatenate([codes.reshape(R, -1), rest.reshape(R, -1)], axis=1)
+
+
+def _nibbles(pairs: np.ndarray) -> np.ndarray:
+    """The low four bits of [..., 0, :], and those of [..., 1, :] above them."""
+    return pairs[..., 0, :] & 15 | pairs[..., 1, :] << 4
 
 
 def joined(weights: list[Packed]) -> Packed:

@@ -11,9 +11,10 @@ from one_op import Op, Ref, Type, given, program
 
 import miltorch
 from miltorch import Executable
-from miltorch.fast import packed, packed_rows, products
+from miltorch.fast import lookup, packed, packed_rows, products
+from miltorch.fast.lookup import ENTRIES, EXTREME, INT4, LUT4, LUT6
 from miltorch.fast.matching import PatternGraph
-from miltorch.fast.packed_rows import ENTRIES, EXTREME, GROUP, INT4, LUT4, LUT6
+from miltorch.fast.packed_rows import GROUP
 from miltorch.fast.program import FastProgram
 from miltorch.ops.convolution import FEW_COLUMNS
 from workbench import Decoder
@@ -120,10 +121,17 @@ def test_a_large_product_on_two_threads_is_the_small_one(form):
         assert torch.equal(packed.product(many, rows), part.repeat(1, 8))
 
 
+@pytest.mark.parametrize("side", [16, 32])
 @pytest.mark.parametrize("form", FORMS)
-def test_values_read_from_memory_are_those_permuted_in_registers(form, monkeypatch):
-    found, wanted = read_packed(weight(form, 6, 3, 2, np.random.default_rng(form)))
-    monkeypatch.setattr(packed_rows, "PERMUTES", False)
+def test_values_of_shuffled_bytes_are_those_of_the_literal_graph(
+    form, side, monkeypatch
+):
+    """What processors without AVX-512 execute; those without 32 bytes in a register take 16."""
+    for module in (lookup, packed, packed_rows):
+        monkeypatch.setattr(module, "PERMUTES", False, raising=False)
+        monkeypatch.setattr(module, "SIDE", side, raising=False)
+    # groups of 128 weights, of 64, and of 32
+    found, wanted = read_packed(weight(form, 6, 7, 2, np.random.default_rng(form)))
     fill, out = packed_rows._fill(form), np.empty(wanted.shape, np.float32)
 
     @njit
