@@ -23,7 +23,7 @@ from miltorch.fast.kernels import (
 )
 
 # floats of one vector, and sums of one tile: what the processor's registers hold
-WIDTH, SUMS = (16, 24) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
+WIDTH, SUMS = (16, 24) if binding.get_host_cpu_features().get("avx512f") else (8, 12)
 LARGEST = 8  # vectors of any tile, and more than its rows
 BLOCK = 24  # rows, a multiple of those of every tile
 CHUNK = 2 * BLOCK  # rows that stay in a core's cache for all vectors
@@ -67,13 +67,15 @@ def _row_weights(builder, address, element: ir.Type, scale):
 def _tile(tokens: int, element: ir.Type):
     """A compiled function of (address of the first row, bytes of a row, address of the
     vectors, bytes of a vector, terms, address of the rows' scales, address of the
-    results): `_rows(tokens)` rows by `tokens` float32 vectors, over the first `terms`
-    (a multiple of WIDTH) elements → float32 [rows, tokens]. A weight is an `element`:
-    float, half, or an integer of 8 bits that is scaled and rounded to half."""
+    results, bytes of a row of results, how many of each row are written, whether they
+    are added to what is there): `_rows(tokens)` rows by `tokens` float32 vectors, over
+    the first `terms` (a multiple of WIDTH) elements → float32 [rows, tokens]; of a row
+    either all are written or all but the last. A weight is an `element`: float, half,
+    or an integer of 8 bits that is scaled and rounded to half."""
     rows = _rows.py_func(tokens)
 
     def emit(context, builder, signature, arguments):
-        weight, row_bytes, x, x_bytes, terms, scales, out = arguments
+        weight, row_bytes, x, x_bytes, terms, scales, *results = arguments
         zero, step = ir.Constant(VECTOR, None), NUMBER(WIDTH)
         sums = []
         for _ in range(rows * tokens):
@@ -98,18 +100,36 @@ def _tile(tokens: int, element: ir.Type):
                     term = builder.fmul(row, vector, flags=CONTRACT)
                     total = builder.fadd(builder.load(place), term, flags=CONTRACT)
                     builder.store(total, place)
-        totals = list(map(builder.load, sums))
-        for i in range(0, len(totals), WIDTH):
-            address = builder.add(out, NUMBER(4 * i))
-            address = builder.inttoptr(address, VECTOR.as_pointer())
-            builder.store(_totals(builder, totals[i : i + WIDTH]), address, align=4)
+        _write_rows(builder, list(map(builder.load, sums)), tokens, *results)
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(typing, weight, row_bytes, x, x_bytes, terms, scales, out):
-        return types.void(*[types.int64] * 7), emit
+    def tile(typing, weight, row_bytes, x, x_bytes, terms, scales, out, step, n, more):
+        return types.void(*[types.int64] * 10), emit
 
     return tile
+
+
+def _write_rows(builder, sums: list, tokens: int, out, step, count, more):
+    """Writes the total of each of `sums`, of which every row has `tokens`."""
+    whole = builder.icmp_signed("==", count, NUMBER(tokens))
+    more = builder.icmp_signed("!=", more, NUMBER(0))
+    together = WIDTH // tokens * tokens
+    for i in range(0, len(sums), tokens):
+        first = i % together
+        if first == 0:
+            totals = _totals(builder, sums[i : i + together])
+        address = _offset(builder, out, i // tokens, step)
+        with builder.if_else(whole) as branches:
+            for branch, size in zip(branches, (tokens, tokens - 1), strict=True):
+                with branch:
+                    lanes = ir.VectorType(ir.IntType(32), size)
+                    lanes = ir.Constant(lanes, list(range(first, first + size)))
+                    row = builder.shuffle_vector(totals, totals, lanes)
+                    sum_ = builder.fadd(row, _load(builder, address, row.type, 4))
+                    row = builder.select(more, sum_, row)
+                    place = builder.inttoptr(address, row.type.as_pointer())
+                    builder.store(row, place, align=4)
 
 
 def _prefetch(builder, address):
@@ -166,12 +186,12 @@ _int2, _int4, _int6, _int8 = (_tile(n, ir.IntType(8)) for n in (2, 4, 6, 8))
 _float2, _float4, _float6, _float8 = (_tile(n, ir.FloatType()) for n in (2, 4, 6, 8))
 
 
-def _dots(weight, address, x, stride, terms, scales, out, tokens):
+def _dots(weight, address, x, stride, terms, scales, results, tokens):
     """The tile of `tokens` vectors, by the type of the weight's elements."""
 
 
 @overload(_dots)
-def _overload_dots(weight, address, x, stride, terms, scales, out, tokens):
+def _overload_dots(weight, address, x, stride, terms, scales, results, tokens):
     if weight.dtype == types.int8:
         two, four, six, eight = _int2, _int4, _int6, _int8
     elif weight.dtype == types.float32:
@@ -179,24 +199,28 @@ def _overload_dots(weight, address, x, stride, terms, scales, out, tokens):
     else:
         two, four, six, eight = _half2, _half4, _half6, _half8
 
-    def dots(weight, address, x, stride, terms, scales, out, tokens):
+    def dots(weight, address, x, stride, terms, scales, results, tokens):
         rows = weight.strides[0]
         if tokens == 2:
-            two(address, rows, x, stride, terms, scales, out.ctypes.data)
+            two(address, rows, x, stride, terms, scales, *results)
         elif tokens == 4:
-            four(address, rows, x, stride, terms, scales, out.ctypes.data)
+            four(address, rows, x, stride, terms, scales, *results)
         elif tokens == 6:
-            six(address, rows, x, stride, terms, scales, out.ctypes.data)
+            six(address, rows, x, stride, terms, scales, *results)
         else:
-            eight(address, rows, x, stride, terms, scales, out.ctypes.data)
+            eight(address, rows, x, stride, terms, scales, *results)
 
     return dots
 
 
 @njit
-def _tokens(count):
-    """Vectors of the tile that takes the first of `count`."""
-    return min(LARGEST, count + count % 2)
+def _first_tile(count, itemsize):
+    """How many of `count` vectors the first tile takes, by the bytes of a weight: where
+    registers hold few sums, eight vectors leave room for one row, which is faster only
+    where it saves making a weight dense twice."""
+    if count <= 6:
+        return count
+    return min(count, LARGEST) if itemsize == 1 or WIDTH > 8 else 4
 
 
 @njit(cache=True)
@@ -206,76 +230,74 @@ def whole_tiles(count):
 
 
 @njit(fastmath=FLAGS)
-def _span(weight, scale, x, places, flat, step, bounds, terms, sums):
-    """Adds to the results of some rows by the vectors of one tile the products of some
-    terms.
+def _span(weight, scale, x, out, vectors, bounds, terms, sums):
+    """Adds to out [B, R, T] of some rows by the vectors of one tile the products of
+    some terms.
 
     Args:
-        places: of each vector's first result in `flat`; `step` lies between two rows.
+        vectors: the first vector, and how many.
         bounds: the first row, and the row after the last one.
         terms: the first term, and how many.
-        sums: to be written.
+        sums: memory for the results of a tile.
     """
-    (first, last), (k, span) = bounds, terms
-    tokens = _tokens(len(places))
-    rows, count = _rows(tokens), min(tokens, len(places))
-    x_k, stride = x.ctypes.data + 4 * k, x.strides[0]
+    (n, count), (first, last), (k, span) = vectors, bounds, terms
+    _, R, T = out.shape
+    tokens, t = whole_tiles(count), n % T
+    rows, place = _rows(tokens), out.ctypes.data + 4 * (n // T * R * T + t)
+    vector = x.ctypes.data + n * x.strides[0] + 4 * k
     for start in range(first, last, rows):
         # the last tile of a weight ends at its last row
         row = min(start, len(weight) - rows)
         address = weight.ctypes.data + row * weight.strides[0] + k * weight.itemsize
         scales = scale.ctypes.data + row * scale.strides[0]
-        _dots(weight, address, x_k, stride, span, scales, sums, tokens)
-        for r in range(start - row, min(rows, last - row)):
-            for m in range(count):
-                place = places[m] + (row + r) * step
-                if k == 0:
-                    flat[place] = sums[r * tokens + m]
-                else:
-                    flat[place] += sums[r * tokens + m]
+        in_place = t + count <= T and row == start
+        if in_place:
+            results = place + 4 * row * T, 4 * T, count, k
+        else:
+            results = sums.ctypes.data, 4 * tokens, count, 0
+        _dots(weight, address, vector, x.strides[0], span, scales, results, tokens)
+        if in_place:
+            continue
+        for m in range(count):
+            column = out[(n + m) // T, :, (n + m) % T]
+            for r in range(start - row, rows):
+                total = sums[r * tokens + m]
+                column[row + r] = total + column[row + r] if k else total
 
 
 @njit(fastmath=FLAGS)
-def _chunk(weight, scale, x, out, places, first, last):
+def _chunk(weight, scale, x, out, first, last, sums):
     """The rows of `few` from `first` to `last`, which stay in a core's cache, as a
     span's terms of one tile's vectors do."""
-    sums, step = np.empty(SUMS + WIDTH, np.float32), out.shape[2]
-    flat, K = out.reshape(out.size), weight.shape[1]
+    (B, _, T), K, n = out.shape, weight.shape[1], 0
     terms, bounds = K - K % WIDTH, (first, last)
-    for n in range(0, len(places), LARGEST):
-        tile = places[n : n + LARGEST]
+    while n < B * T:
+        count = _first_tile(B * T - n, weight.itemsize)
         for k in range(0, max(terms, 1), SPAN):
             span = k, min(SPAN, terms - k)
-            _span(weight, scale, x[n:], tile, flat, step, bounds, span, sums)
-        if terms < K:
-            for r in range(first, last):
-                for m in range(len(tile)):
-                    total = np.float32(0)
-                    for k in range(terms, K):
-                        total += _value(weight[r, k], scale[r]) * x[n + m, k]
-                    flat[tile[m] + r * step] += total
-
-
-@njit
-def _places(out):
-    B, R, T = out.shape
-    places = np.empty(B * T, np.int64)
-    for n in range(B * T):
-        places[n] = n // T * R * T + n % T
-    return places
+            _span(weight, scale, x, out, (n, count), bounds, span, sums)
+        n += count
+    for n in range(B * T if terms < K else 0):
+        for r in range(first, last):
+            total = np.float32(0)
+            for k in range(terms, K):
+                total += _value(weight[r, k], scale[r]) * x[n, k]
+            out[n // T, r, n % T] += total
 
 
 @njit(fastmath=FLAGS)
 def few_rows(weight, scale, x, first, last, out):
     """Rows from `first`, a multiple of BLOCK, to `last` of `few`."""
-    (B, R, T), places = out.shape, _places(out)
+    B, R, T = out.shape
     if R < LARGEST:
         for r in range(first, last):
             for n in range(B * T):
                 out[n // T, r, n % T] = _row_kernel(weight[r], scale[r], x[n])
     else:
+        sums = np.empty(SUMS + WIDTH, np.float32)
         for start in range(first, last, CHUNK):
-            _chunk(weight, scale, x, out, places, start, min(start + CHUNK, last))
+            end = min(start + CHUNK, last)
+            _chunk(weight, scale, x, out, start, end, sums)
 
 
 @njit
