@@ -26,8 +26,7 @@ EXTREME = np.float32(1e3)
 SMALL_PRODUCT = 1 << 16  # weights below which a second thread costs more than it gives
 # an additive mask at or below this gives a weight of 0 beside any attended column
 BLOCKED = -1e4
-# scales whose products by an int8 weight are normal fp16 values, or 0
-SMALLEST_SCALE, LARGEST_SCALE = np.float32(2**-14), np.float32(65504 / 128)
+SMALLEST_NORMAL = np.float32(2**-14)  # of fp16
 # Whether such products are rounded by Veltkamp's splitting: x86 without AVX-512 converts
 # eight numbers to fp16 and back in more instructions.
 SPLITS = platform.machine() in ("x86_64", "AMD64") and not (
@@ -101,8 +100,7 @@ def _overload_value(weight, scale):
 def _split(typing, weight, scale):
     """A product rounded to eleven bits, ties to even (Veltkamp's splitting), of an int8
     weight as float32 and a scale of eleven bits: c = w·(2^13 + 1)·s is rounded once, and
-    c - (c - w·s) is the result. `prove_split` in the tests compares all mantissas and
-    weights with fp16."""
+    c - (c - w·s) is the result."""
 
     def emit(context, builder, signature, arguments):
         return emit_split(builder, *arguments)
@@ -134,8 +132,23 @@ def _splits(weight, scale):
 @overload(_splits)
 def _overload_splits(weight, scale):
     if SPLITS and weight.dtype is types.int8:
-        return lambda weight, scale: SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE
+        return lambda weight, scale: _is_split(scale)
     return lambda weight, scale: False
+
+
+@njit(cache=True)
+def _is_split(scale):
+    return abs(scale) >= SMALLEST_NORMAL or scale == 0
+
+
+@njit(cache=True)
+def all_split(scale):
+    """Whether `_split` rounds every product by scales [R] float32 and int8 weights that
+    is finite as fp16."""
+    for one in scale:
+        if not _is_split(one):
+            return False
+    return True
 
 
 @njit(fastmath=FLAGS, cache=True)

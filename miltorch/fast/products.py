@@ -163,7 +163,9 @@ def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] |
     if stored is None or stored[0] != "constexpr_blockwise_shift_scale":
         return None
     _, data, scale = stored
-    if data.dtype != np.int8 or data.shape[2:] != (1, 1):
+    if (data.dtype, scale.dtype) != (np.int8, np.float16):
+        return None
+    if data.shape[2:] != (1, 1):
         return None
     if scale.shape not in ((1, 1, 1, 1), (len(data), 1, 1, 1)):
         return None

@@ -15,10 +15,13 @@ from numba.extending import intrinsic, overload
 from miltorch.fast.kernels import (
     FLAGS,
     SMALL_PRODUCT,
+    SPLITS,
     _one,
     _row_kernel,
     _same,
     _value,
+    all_split,
+    emit_split,
     on_threads,
 )
 
@@ -57,7 +60,10 @@ def _row_weights(builder, address, element: ir.Type, scale):
     stored = ir.VectorType(element, WIDTH)
     weights = _load(builder, address, stored, BYTES[str(element)])
     if scale is not None:
-        weights = builder.fmul(builder.sitofp(weights, VECTOR), scale)
+        weights = builder.sitofp(weights, VECTOR)
+        if SPLITS:
+            return emit_split(builder, weights, scale)
+        weights = builder.fmul(weights, scale)
         weights = builder.fptrunc(weights, ir.VectorType(ir.HalfType(), WIDTH))
     if weights.type == VECTOR:
         return weights
@@ -285,19 +291,30 @@ def _chunk(weight, scale, x, out, first, last, sums):
             out[n // T, r, n % T] += total
 
 
+def _in_tiles(weight, scale):
+    """Whether tiles make rows of such scales dense."""
+
+
+@overload(_in_tiles)
+def _overload_in_tiles(weight, scale):
+    if SPLITS and weight.dtype == types.int8:
+        return lambda weight, scale: all_split(scale)
+    return lambda weight, scale: True
+
+
 @njit(fastmath=FLAGS)
 def few_rows(weight, scale, x, first, last, out):
     """Rows from `first`, a multiple of BLOCK, to `last` of `few`."""
     B, R, T = out.shape
-    if R < LARGEST:
-        for r in range(first, last):
+    sums = np.empty(SUMS + WIDTH, np.float32)
+    for start in range(first, last, CHUNK):
+        end = min(start + CHUNK, last)
+        if R >= LARGEST and _in_tiles(weight, scale[start:end]):
+            _chunk(weight, scale, x, out, start, end, sums)
+            continue
+        for r in range(start, end):
             for n in range(B * T):
                 out[n // T, r, n % T] = _row_kernel(weight[r], scale[r], x[n])
-    else:
-        sums = np.empty(SUMS + WIDTH, np.float32)
-        for start in range(first, last, CHUNK):
-            end = min(start + CHUNK, last)
-            _chunk(weight, scale, x, out, start, end, sums)
 
 
 @njit
@@ -313,7 +330,8 @@ def few(weight, scale, x, out, threads):
 
     Args:
         weight: int8, float32, or the bits of fp16 values as uint16.
-        scale: of each row of int8 weights, [R] float32.
+        scale: of each row of int8 weights, [R] float32: fp16 values whose products by
+            the weights are finite as fp16.
         threads: whether rows may be divided among threads.
     """
     R = len(weight)

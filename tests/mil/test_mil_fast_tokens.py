@@ -25,7 +25,7 @@ def test_a_product_of_few_vectors_is_that_of_numpy(
     form, rows, columns, batch, count, seed
 ):
     rng, N = np.random.default_rng(seed), batch * count
-    scale = rng.uniform(1e-3, 1e-1, rows).astype(np.float32)
+    scale = rng.uniform(1e-3, 1e-1, rows).astype(np.float16).astype(np.float32)
     weight = rng.normal(size=(rows, columns)).astype(np.float16)
     dense, stored = weight.astype(float), weight.view(np.uint16)
     if form == "int8":
@@ -215,3 +215,19 @@ def test_a_sum_of_thousands_of_terms_is_as_exact_as_blas():
     wanted = x.astype(np.float32).astype(np.float64) @ weight.astype(np.float64).T
     error = np.sqrt(np.mean((found.numpy() - wanted) ** 2) / np.mean(wanted**2))
     assert error < 2.2e-7
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8, 20])
+@pytest.mark.parametrize("exponent", [-24, -14, -3, 0, 7])
+def test_each_int8_weight_is_rounded_as_fp16_rounds(exponent, count):
+    """Every mantissa of a scale by every weight, met by vectors that are 0 but for one place; scales
+    of 2^-24 are subnormal."""
+    weight = np.tile(np.arange(-128, 128).astype(np.int8), (1024, 1))
+    scale = (np.arange(1024, 2048) / 1024 * 2.0**exponent).astype(np.float16)
+    scale[::7] *= -1
+    places = np.random.default_rng(count).permutation(256)[:count]
+    x = torch.zeros(count, 256)
+    x[range(count), places] = 1
+    found = tiles.product(weight, scale.astype(np.float32), x).numpy()
+    wanted = weight[:, places] * scale[:, None]
+    np.testing.assert_array_equal(found, wanted.T.astype(np.float32))
