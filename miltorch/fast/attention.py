@@ -38,6 +38,68 @@ STRIDE = 8  # queries of a head are filled up to a multiple
 ROWS = WIDTH // 2  # rows of a tile: its sums fill the processor's registers
 
 
+def _tile(rows: int):
+    """A compiled function of (address of a, bytes of a row, bytes of a term, address of
+    b, bytes of a term, terms, address of the results, bytes of a row): a [rows, terms]
+    @ b [terms, LANES] → float32 [rows, LANES]."""
+
+    def emit(context, builder, signature, arguments):
+        a, a_row, a_term, b, b_term, terms, out, out_row = arguments
+        zero, parts = ir.Constant(VECTOR, None), range(LANES // WIDTH)
+        sums = [
+            [cgutils.alloca_once_value(builder, zero) for _ in parts]
+            for _ in range(rows)
+        ]
+        with cgutils.for_range(builder, terms) as loop:
+            start = builder.add(b, builder.mul(loop.index, b_term))
+            vectors = []
+            for part in parts:
+                address = builder.add(start, NUMBER(4 * WIDTH * part))
+                vectors.append(_load(builder, address, VECTOR, 4))
+            start = builder.add(a, builder.mul(loop.index, a_term))
+            for row, places in enumerate(sums):
+                address = _offset(builder, start, row, a_row)
+                one = _splat(builder, _load(builder, address, ir.FloatType(), 4))
+                for vector, place in zip(vectors, places, strict=True):
+                    term = builder.fmul(one, vector, flags=CONTRACT)
+                    total = builder.fadd(builder.load(place), term, flags=CONTRACT)
+                    builder.store(total, place)
+        for row, places in enumerate(sums):
+            for part, place in enumerate(places):
+                address = _offset(builder, out, row, out_row)
+                address = builder.add(address, NUMBER(4 * WIDTH * part))
+                address = builder.inttoptr(address, VECTOR.as_pointer())
+                builder.store(builder.load(place), address, align=4)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(typing, a, a_row, a_term, b, b_term, terms, out, out_row):
+        return types.void(*[types.int64] * 8), emit
+
+    return tile
+
+
+_rows_tile, _row_tile = _tile(ROWS), _tile(1)
+
+
+@njit
+def _product(a, row, term, b, out):
+    """out [N, W] = a @ b [K, W], W being whole LANES; element [i, k] of the first
+    operand lies i · row + k · term bytes behind the beginning of `a`."""
+    (K, width), N = b.shape, len(out)
+    line = 4 * width
+    start, vectors, target = a.ctypes.data, b.ctypes.data, out.ctypes.data
+    for i in range(0, N, ROWS):
+        for d in range(0, 4 * width, 4 * LANES):
+            x, y = vectors + d, target + i * line + d
+            if i + ROWS <= N:
+                _rows_tile(start + i * row, row, term, x, line, K, y, line)
+            else:
+                for r in range(N - i):
+                    place = start + (i + r) * row
+                    _row_tile(place, row, term, x, line, K, y + r * line, line)
+
+
 @njit(fastmath=FLAGS, error_model="numpy")
 def _attend_rows(q, key, value, mask, first, last, row, out):
     """out [N, D] = softmax(q @ keyᵀ + mask) @ value for q [N, D], which are the rows
@@ -50,18 +112,23 @@ def _attend_rows(q, key, value, mask, first, last, row, out):
     (N, D), n, extreme = q.shape, last - first, np.float32(0)
     rows = np.zeros((whole_tiles(N), D), np.float32)
     rows[:N] = q
-    scores, sums = np.empty((N, n, 1), np.float32), np.zeros((N, D), np.float32)
+    scores, weights = np.empty((1, n, N), np.float32), np.empty((N, n), np.float32)
     few_rows(key[first:last], np.ones(n, np.float32), rows, 0, n, scores)
-    weights = scores.reshape(N, n)
     for i in range(N):
         own, columns = weights[i], mask[(row + i) % len(mask)][first:last]
+        for s in range(n):
+            own[s] = scores[0, s, i]
         extreme = max(extreme, _softmax(own, columns))
-    for s in range(n):
-        place = value[first + s]
-        for i in range(N):
-            weight, target = weights[i, s], sums[i]
-            for d in range(D):
-                target[d] += weight * place[d]
+    sums, places = np.zeros((N, D), np.float32), value[first:last]
+    if N >= ROWS and D % LANES == 0:
+        _product(weights, 4 * n, 4, places, sums)
+    else:
+        for s in range(n):
+            place = places[s]
+            for i in range(N):
+                weight, target = weights[i, s], sums[i]
+                for d in range(D):
+                    target[d] += weight * place[d]
     for i in range(N):
         for d in range(D):
             out[i, d] = _round16(sums[i, d])
@@ -134,50 +201,6 @@ def attend(
     return torch.from_numpy(out)
 
 
-def _tile(rows: int):
-    """A compiled function of (address of a, bytes of a row, bytes of a term, address of
-    b, bytes of a term, terms, address of the results, bytes of a row): a [rows, terms]
-    @ b [terms, LANES] → float32 [rows, LANES]."""
-
-    def emit(context, builder, signature, arguments):
-        a, a_row, a_term, b, b_term, terms, out, out_row = arguments
-        zero, parts = ir.Constant(VECTOR, None), range(LANES // WIDTH)
-        sums = [
-            [cgutils.alloca_once_value(builder, zero) for _ in parts]
-            for _ in range(rows)
-        ]
-        with cgutils.for_range(builder, terms) as loop:
-            start = builder.add(b, builder.mul(loop.index, b_term))
-            vectors = []
-            for part in parts:
-                address = builder.add(start, NUMBER(4 * WIDTH * part))
-                vectors.append(_load(builder, address, VECTOR, 4))
-            start = builder.add(a, builder.mul(loop.index, a_term))
-            for row, places in enumerate(sums):
-                address = _offset(builder, start, row, a_row)
-                one = _splat(builder, _load(builder, address, ir.FloatType(), 4))
-                for vector, place in zip(vectors, places, strict=True):
-                    term = builder.fmul(one, vector, flags=CONTRACT)
-                    total = builder.fadd(builder.load(place), term, flags=CONTRACT)
-                    builder.store(total, place)
-        for row, places in enumerate(sums):
-            for part, place in enumerate(places):
-                address = _offset(builder, out, row, out_row)
-                address = builder.add(address, NUMBER(4 * WIDTH * part))
-                address = builder.inttoptr(address, VECTOR.as_pointer())
-                builder.store(builder.load(place), address, align=4)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def tile(typing, a, a_row, a_term, b, b_term, terms, out, out_row):
-        return types.void(*[types.int64] * 8), emit
-
-    return tile
-
-
-_rows_tile, _row_tile = _tile(ROWS), _tile(1)
-
-
 @njit(fastmath=FLAGS, error_model="numpy")
 def _softmax_columns(scores, mask):
     """scores [n, LANES] become weights over n, in place; returns the largest magnitude
@@ -201,24 +224,6 @@ def _softmax_columns(scores, mask):
         for i in range(LANES):
             row[i] = _round16(row[i] / total[i])
     return most.max()
-
-
-@njit
-def _product(a, row, term, b, out):
-    """out [N, W] = a @ b [K, W], W being whole LANES; element [i, k] of the first
-    operand lies i · row + k · term bytes behind the beginning of `a`."""
-    (K, width), N = b.shape, len(out)
-    line = 4 * width
-    start, vectors, target = a.ctypes.data, b.ctypes.data, out.ctypes.data
-    for i in range(0, N, ROWS):
-        for d in range(0, 4 * width, 4 * LANES):
-            x, y = vectors + d, target + i * line + d
-            if i + ROWS <= N:
-                _rows_tile(start + i * row, row, term, x, line, K, y, line)
-            else:
-                for r in range(N - i):
-                    place = start + (i + r) * row
-                    _row_tile(place, row, term, x, line, K, y + r * line, line)
 
 
 @njit(fastmath=FLAGS, error_model="numpy")

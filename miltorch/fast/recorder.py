@@ -81,13 +81,16 @@ class Recorder:
         return self.outer.get(tensor.data_ptr(), tensor.data_ptr())
 
     def _strided(self, kind: int, out: torch.Tensor, *operands: torch.Tensor) -> None:
-        """An operation on every element of `out`; operands are spread over it."""
+        """An operation on every element of `out`; operands are spread over it. The
+        longest axis is the innermost."""
         shapes = [x.shape for x in operands]
         need_instruction(torch.broadcast_shapes(*shapes) == out.shape)
         tensors = [out]
         for x in operands:
             tensors.append(self._spread(x, out.shape))
         shape, steps = _merged(out.shape, [tensor.stride() for tensor in tensors])
+        axes = sorted(range(len(shape)), key=shape.__getitem__)
+        shape, steps = _in_order(shape, axes), [_in_order(step, axes) for step in steps]
         self._loop(kind, shape, steps, list(map(self._address, tensors)))
 
     def _spread(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -146,6 +149,10 @@ def need_instruction(holds: bool) -> None:
 def shared(view: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a tensor lies in the memory of another one."""
     return view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
+def _in_order(values: tuple, axes: list[int]) -> tuple:
+    return tuple([values[axis] for axis in axes])
 
 
 def _merged(shape, steps: list) -> tuple[tuple, list[tuple]]:
