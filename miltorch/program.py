@@ -235,7 +235,7 @@ class _Reader:
     looked up by name."""
 
     def __init__(self, package: Path):
-        self.package, self.files = package, {}
+        self.package, self.files, self.types = package, {}, {}
         self.dtype_name = messages("MIL_pb2").DataType.Name
 
     def program(self, name, function, description) -> Program:
@@ -276,6 +276,13 @@ class _Reader:
         return self.value(binding.value)
 
     def type(self, message) -> Type:
+        # programs declare the same few types again and again
+        key = message.SerializeToString()
+        if key not in self.types:
+            self.types[key] = self._type(message)
+        return self.types[key]
+
+    def _type(self, message) -> Type:
         kind = message.WhichOneof("type")
         if kind == "tensorType":
             tensor = message.tensorType

@@ -69,20 +69,26 @@ class _Hidden:
 
     def find_spec(self, name, path=None, target=None):
         if name in self.packages and threading.get_ident() == self.thread:
-            raise ModuleNotFoundError(f"{name} is hidden from coremltools", name=name)
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
+
+
+@contextmanager
+def hidden(*packages: str):
+    """Imports of these packages by this thread fail at once inside the block."""
+    importer = _Hidden(*packages)
+    sys.meta_path.insert(0, importer)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(importer)
 
 
 def coremltools():
     """The package, imported. It looks for scikit-learn, whose import takes a second and
     whose release here is too new for it, and for transformers, half a second and never
     used (`coremltools._deps`): these imports fail at once."""
-    hidden = _Hidden("sklearn", "transformers")
-    sys.meta_path.insert(0, hidden)
-    try:
-        with quiet(), uncollected():
-            import coremltools as ct
-    finally:
-        sys.meta_path.remove(hidden)
+    with hidden("sklearn", "transformers"), quiet(), uncollected():
+        import coremltools as ct
     return ct
 
 

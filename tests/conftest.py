@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import Exports
+
+# nbformat's schemas could use it, and building its grammar takes two seconds
+sys.modules["rfc3987_syntax"] = None
 
 # torch, coremltools and transformers make a million objects that live as long as the
 # process; at Python's thresholds, looking at them again takes a seventh of its time
@@ -111,9 +113,10 @@ def shared(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def exports(shared) -> Exports:
+def exports(shared):
     """Checkpoints and bundles, each made once per run; Hugging Face models, once per process."""
     import torch
+    from tiny import Exports
 
     torch.set_num_threads(1)  # tiny tensors: a second thread only costs
     return Exports(shared / "exports")

@@ -5,9 +5,12 @@ Weights stay in memory as they are stored; each dequantized int8 weight is round
 fp16 before it meets its activation, as `constexpr_blockwise_shift_scale` says. Products
 and sums are float32. Compiled once per machine, then read from a cache."""
 
+import fcntl
 import platform
 import threading
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -248,7 +251,21 @@ def on_threads(kernel, *arguments):
             # starting numba's pool sets the number for OpenMP, and so for torch
             torch.set_num_threads(threads)
             LOCAL.threads = threads
-        return kernel(*arguments)
+        if kernel.overloads or not kernel._cache.cache_path:
+            return kernel(*arguments)
+        with _compiling(kernel):
+            return kernel(*arguments)
+
+
+@contextmanager
+def _compiling(kernel):
+    """Lets one process at a time compile a kernel, which takes up to a minute; those
+    that wait read its machine code from numba's cache."""
+    folder = Path(kernel._cache.cache_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{kernel.__name__}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @njit(cache=True)

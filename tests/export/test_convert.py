@@ -2,13 +2,14 @@
 
 from contextlib import nullcontext
 
-import coremltools as ct
 import pytest
 import torch
 from torch import nn
 
-from miltorch.quiet import quiet
+from miltorch.quiet import coremltools, quiet
 from workbench.export.convert import lean, no_progress
+
+ct = coremltools()
 
 
 class Masked(nn.Module):

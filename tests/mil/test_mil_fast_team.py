@@ -1,5 +1,8 @@
 """Threads that share a loop: each part is executed once, whoever comes."""
 
+import fcntl
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -75,3 +78,22 @@ def test_parts_are_one_or_as_many_for_each_thread(elements, threads):
     parts = team.parts.py_func(elements, threads)
     assert parts == 1 or parts % threads == 0 and parts <= threads * team.PARTS
     assert parts == 1 or elements >= team.SMALLEST
+
+
+def test_a_kernel_is_compiled_by_one_process_at_a_time(tmp_path):
+    locked = []
+
+    def kernel():
+        with (tmp_path / "kernel.lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked.append(True)
+            else:
+                locked.append(False)
+
+    kernel._cache = SimpleNamespace(cache_path=tmp_path)
+    for compiled in (), ("signature",), ():
+        kernel.overloads = compiled
+        kernels.on_threads(kernel)
+    assert locked == [True, False, True]

@@ -430,10 +430,12 @@ def empty_model(config) -> nn.Module:
     parameters have no storage until they are assigned, its buffers (rotary tables,
     scales) are real."""
     import transformers
+    from transformers.initialization import no_init_weights
 
     if config.model_type == "qwen3_vl_text":
         config = _without_pictures(config)
-    with _parameters_on_meta():
+    # most of the time would go into random values that nothing stores
+    with _parameters_on_meta(), no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )

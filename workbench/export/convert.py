@@ -4,7 +4,7 @@ and compressed weights."""
 import errno
 import tempfile
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import cache, partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -148,7 +148,8 @@ def lean():
     bytes for every weight and a third of the time; this one takes neither where no
     weight is beyond. Its garbage collection after a conversion takes half of a small
     one's time; here it looks only at the objects of the conversion. Half of what is
-    left goes with `seldom_validated`, `quickly_solved` and `compressed_alone`."""
+    left goes with `seldom_validated`, `quickly_solved`, `compressed_alone` and
+    `described_once`."""
     from coremltools.converters.mil.mil.passes.defs.quantization import (
         FP16ComputePrecision,
     )
@@ -164,7 +165,8 @@ def lean():
 
     check = staticmethod(overflow)
     search = patch.object(FP16ComputePrecision, "fp16_overflow", check)
-    with frozen(), search, seldom_validated(), quickly_solved(), compressed_alone():
+    rarely, once = seldom_validated(), described_once()
+    with frozen(), search, rarely, once, quickly_solved(), compressed_alone():
         yield
 
 
@@ -234,6 +236,15 @@ def compressed_alone():
         original(block)
 
     return patch.object(Block, "_propagate_nonreplaceable_vars", follow)
+
+
+def described_once():
+    """Context manager inside which coremltools describes each type once. It does so to
+    find out whether a value is a tensor, some ten thousand times in a conversion."""
+    from coremltools.converters.mil.mil.types import type_mapping
+
+    describe = cache(type_mapping.get_type_info)
+    return patch.object(type_mapping, "get_type_info", describe)
 
 
 def no_progress():

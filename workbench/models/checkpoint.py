@@ -141,13 +141,14 @@ class Checkpoint:
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         own = self.path / GENERATION
         key = "eos_token_id"
-        buffer = memoryview(bytearray(HASH_BYTES))
         if own.is_file() and _read_json(own).get(key) != self.raw_config.get(key):
             # it ends texts where the configuration does not
             digest.update(own.read_bytes())
         for path in self.files:
             of_file = hashlib.sha256()
             with _reading(path), path.open("rb", buffering=0) as file:
+                size = min(HASH_BYTES, path.stat().st_size)
+                buffer = memoryview(bytearray(size))
                 while count := file.readinto(buffer):
                     of_file.update(buffer[:count])
             digest.update(of_file.digest())
