@@ -432,23 +432,37 @@ def _share(code, outer, scratch, in_integers, board, thread, threads):
 
 
 @njit
-def _lead(code, outer, scratch, width, in_integers, board, threads):
-    """Executes all instructions, and shares long ones with other threads."""
-    for i in range(len(code)):
-        parts = _parts(code[i], threads)
-        if parts == 0:
-            _whole(code[i], outer, scratch, width)
-            continue
-        if code[i, 0] == LINEAR:
-            in_integers[0] = linear.prepare(code[i], scratch)
-        if parts > 1 and threads > 1:
+def _next_divided(code, outer, scratch, width, i):
+    """Executes instructions from `i` on up to one that is divided; the number of that
+    one, or how many there are."""
+    while i < len(code) and _parts(code[i], 1) == 0:
+        _whole(code[i], outer, scratch, width)
+        i += 1
+    return i
+
+
+@njit
+def _execute(code, outer, scratch, width, in_integers, board, thread, threads):
+    """What one thread executes: the first one all instructions, of which it shares the
+    parts with the others. Each function is called in one place, since LLVM compiles it
+    anew for another."""
+    i = parts = 0
+    while True:
+        if thread == 0:
+            i = _next_divided(code, outer, scratch, width, i)
+            if i == len(code):
+                team.close(board, threads)
+                return
+            if code[i, 0] == LINEAR:
+                in_integers[0] = linear.prepare(code[i], scratch)
+            parts = _parts(code[i], threads)
             team.offer(board, i, parts, threads)
-            _share(code, outer, scratch, in_integers, board, 0, threads)
+        elif not team.await_parts(board, thread):
+            return
+        _share(code, outer, scratch, in_integers, board, thread, threads)
+        if thread == 0:
             team.await_finish(board, parts, threads)
-        else:
-            for part in range(parts):
-                _part(code[i], outer, scratch, in_integers[0], part, parts)
-    team.close(board, threads)
+            i += 1
 
 
 @njit(parallel=True, cache=True)
@@ -469,13 +483,9 @@ def execute(code, outer, masks, scratch, width, threads):
     if not _places(masks, outer):
         return False
     board, in_integers = team.board(threads), np.empty(1, np.int64)
-    for thread in prange(threads):
-        place = board.ctypes.data
-        if thread == 0:
-            _lead(code, outer, scratch, width, in_integers, place, threads)
-        else:
-            while team.await_parts(place, thread):
-                _share(code, outer, scratch, in_integers, place, thread, threads)
+    for i in prange(threads):
+        thread, place = np.int64(i), board.ctypes.data
+        _execute(code, outer, scratch, width, in_integers, place, thread, threads)
     return True
 
 

@@ -74,8 +74,9 @@ def parts(elements, threads):
 
 @njit
 def offer(board, number, count, threads):
-    """Offers the parts of an instruction."""
+    """Offers the parts of an instruction; a single one to the first thread alone."""
     _write(board + STEP * threads, 0)
+    threads = min(count, threads)
     for thread in range(threads):
         first, last = count * thread // threads, count * (thread + 1) // threads
         _write(board + STEP * thread, number << 32 | last << 16 | first)
