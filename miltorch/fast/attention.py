@@ -163,7 +163,7 @@ def attend_parts(B, groups):
 
 @njit(fastmath=FLAGS, cache=True)
 def attend_part(q, key, value, mask, out, i):
-    """One part of `attend`, of float32 arrays; over the places that some query of a
+    """One part of `machine.attend`, of float32 arrays; over the places that some query of a
     sequence sees, or over all where a score of these is `EXTREME`."""
     (B, groups, N, _), S = q.shape, mask.shape[2]
     parts = attend_parts(B, groups) // (B * groups)
@@ -178,27 +178,6 @@ def attend_part(q, key, value, mask, out, i):
         )
         if extreme > EXTREME and last - first < S:
             _attend_rows(queries, keys, values, columns, 0, S, start, result)
-
-
-@njit(parallel=True, fastmath=FLAGS, cache=True)
-def _attend(q, key, value, mask, out):
-    for i in prange(attend_parts(q.shape[0], q.shape[1])):
-        attend_part(q, key, value, mask, out, i)
-
-
-def attend(
-    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """softmax(q @ keyᵀ + mask) @ value, float32 like q: q [B, H_kv, G·T, D] fp16, T
-    rows to a head, states [B, H_kv, S, D] float32, mask [B, T, S] fp16."""
-    (B, H_kv, N, D), (_, T, S) = q.shape, mask.shape
-    _same(key.shape, (B, H_kv, S, D))
-    _same(value.shape, key.shape)
-    _same((len(mask), N % T), (B, 0))
-    out = np.empty(q.shape, np.float32)
-    arrays = (each.float().contiguous().numpy() for each in (q, key, value, mask))
-    on_threads(_attend, *arrays, out)
-    return torch.from_numpy(out)
 
 
 @njit(fastmath=FLAGS, error_model="numpy")

@@ -108,7 +108,7 @@ def compute(code, scratch, in_integers, part, parts):
             flat[i] = _round16(flat[i])
 
 
-@njit
+@njit(inline="always")
 def _stored_rows(code, x, first, last, out):
     """Rows of out [B, R, T] by an int8 or fp16 weight at an address."""
     K, (R, weight, form, scale) = code[7], code[9:13]
@@ -119,7 +119,7 @@ def _stored_rows(code, x, first, last, out):
         _dense_rows(carray(halves(weight), (R, K)), scales, x, first, last, out)
 
 
-@njit
+@njit(inline="always")
 def _dense_rows(weight, scale, x, first, last, out):
     if len(x) == 1:
         for r in range(first, last):
@@ -128,7 +128,7 @@ def _dense_rows(weight, scale, x, first, last, out):
         tiles.few_rows(weight, scale, x, first, last, out)
 
 
-@njit
+@njit(inline="always")
 def _packed_rows(code, x, first, last, out):
     """Rows of out [B, R, T] by a packed weight at an address."""
     K, (R, weight, form, scale) = code[7], code[9:13]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 from numba import carray, njit, prange, types
 
 from miltorch.fast import attention, linear, team
@@ -23,7 +24,9 @@ from miltorch.fast.kernels import (
     _one_hot_rows,
     _rms_norm_kernel,
     _round16,
+    _same,
     _write,
+    on_threads,
 )
 
 # kind, four sizes, (address, four strides in bytes) of the result and three operands, a
@@ -155,7 +158,7 @@ def _line(kind, a, b, out):
         _rarer_line(kind, a, out)
 
 
-@njit
+@njit(inline="always")
 def _rarer_line(kind, a, out):
     if kind == ABS:
         _abs(a, out)
@@ -303,7 +306,7 @@ def _base(outer, address):
     return address if address >= 0 else outer[-1 - address]
 
 
-@njit
+@njit(inline="always")
 def _strided(code, outer, scratch, width):
     kind, n0, n1, n2, size, number = (
         code[0],
@@ -339,7 +342,7 @@ def _strided(code, outer, scratch, width):
                 )
 
 
-@njit
+@njit(inline="always")
 def _cache_write(code, outer):
     """Fields: state [B, H, S, D], rows [B, H, T, D], places [B, T], B, H, S, T, D."""
     B, H, S, T, D = code[4:9]
@@ -351,7 +354,7 @@ def _cache_write(code, outer):
     _write(state, places, rows)
 
 
-@njit
+@njit(inline="always")
 def _attention(code, outer, part):
     """Fields: result and queries [B, H_kv, N, D], states [B, H_kv, S, D], mask [B, T,
     S], B, H_kv, N, D, T, S."""
@@ -389,7 +392,7 @@ def _places(masks, outer):
     return True
 
 
-@njit
+@njit(inline="always")
 def _parts(code, threads):
     """Into how many parts an instruction is divided; 0 for one that is not."""
     if code[0] == LINEAR:
@@ -399,7 +402,7 @@ def _parts(code, threads):
     return 0
 
 
-@njit
+@njit(inline="always")
 def _part(code, outer, scratch, in_integers, part, parts):
     if code[0] == LINEAR:
         linear.compute(code, scratch, in_integers, part, parts)
@@ -407,7 +410,7 @@ def _part(code, outer, scratch, in_integers, part, parts):
         _attention(code, outer, part)
 
 
-@njit
+@njit(inline="always")
 def _whole(code, outer, scratch, width):
     """An instruction that is not divided."""
     if code[0] == WRITE:
@@ -418,7 +421,7 @@ def _whole(code, outer, scratch, width):
         _strided(code, outer, scratch, width)
 
 
-@njit
+@njit(inline="always")
 def _share(code, outer, scratch, in_integers, board, thread, threads):
     """Executes a thread's parts, then those of others."""
     for other in range(threads):
@@ -431,7 +434,7 @@ def _share(code, outer, scratch, in_integers, board, thread, threads):
             i, part = team.take(board, owner)
 
 
-@njit
+@njit(inline="always")
 def _next_divided(code, outer, scratch, width, i):
     """Executes instructions from `i` on up to one that is divided; the number of that
     one, or how many there are."""
@@ -487,6 +490,25 @@ def execute(code, outer, masks, scratch, width, threads):
         thread, place = np.int64(i), board.ctypes.data
         _execute(code, outer, scratch, width, in_integers, place, thread, threads)
     return True
+
+
+def attend(
+    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """softmax(q @ keyᵀ + mask) @ value, float32 like q: q [B, H_kv, G·T, D] fp16, T
+    rows to a head, states [B, H_kv, S, D] float32, mask [B, T, S] fp16."""
+    (B, H_kv, N, D), (_, T, S) = q.shape, mask.shape
+    _same(key.shape, (B, H_kv, S, D))
+    _same(value.shape, key.shape)
+    _same((len(mask), N % T), (B, 0))
+    out = torch.empty(q.shape)
+    tensors = [out, *(each.float().contiguous() for each in (q, key, value, mask))]
+    code = np.zeros((1, FIELDS), np.int64)
+    places = [each.data_ptr() for each in tensors]
+    code[0, :12] = ATTEND, *places, B, H_kv, N, D, T, S
+    outer, masks = np.zeros(0, np.int64), np.zeros((0, 5), np.int64)
+    on_threads(execute, code, outer, masks, 0, 0, torch.get_num_threads())
+    return out
 
 
 def drop_stale_machine_code(folder: Path, *sources: Path) -> None:

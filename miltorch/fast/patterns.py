@@ -6,7 +6,7 @@ from operator import methodcaller
 
 import numpy as np
 
-from miltorch.fast import attention, kernels
+from miltorch.fast import attention, kernels, machine
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.fast.products import linear_pattern
 from miltorch.ops.convolution import FEW_COLUMNS
@@ -222,7 +222,7 @@ def _attend_visible(q, key, value, mask, span):
     (first, last, lanes), (_, _, T, S) = span, mask.shape
     key, value = key.value, value.value
     if lanes is None:
-        return attention.attend(q, key, value, mask[:, 0]).half()
+        return machine.attend(q, key, value, mask[:, 0]).half()
     out, extreme = attention.attend_prompt(q, key, value, lanes, first, T)
     if extreme > kernels.EXTREME and last - first < S:
         out, _ = attention.attend_prompt(q, key, value, _lanes(mask), 0, T)

@@ -235,7 +235,7 @@ def whole_tiles(count):
     return count + count % 2
 
 
-@njit(fastmath=FLAGS)
+@njit(fastmath=FLAGS, inline="always")
 def _span(weight, scale, x, out, vectors, bounds, terms, sums):
     """Adds to out [B, R, T] of some rows by the vectors of one tile the products of
     some terms.
@@ -271,7 +271,7 @@ def _span(weight, scale, x, out, vectors, bounds, terms, sums):
                 column[row + r] = total + column[row + r] if k else total
 
 
-@njit(fastmath=FLAGS)
+@njit(fastmath=FLAGS, inline="always")
 def _chunk(weight, scale, x, out, first, last, sums):
     """The rows of `few` from `first` to `last`, which stay in a core's cache, as a
     span's terms of one tile's vectors do."""

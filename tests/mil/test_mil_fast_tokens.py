@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program
 
 from miltorch import Executable
-from miltorch.fast import attention, kernels, tiles
+from miltorch.fast import attention, kernels, machine, tiles
 from miltorch.fast.program import FastProgram
 from miltorch.ops import OPERATIONS
 
@@ -103,7 +103,7 @@ def attention_operands(B, groups, heads, T, D, scale):
 )
 def test_attention_of_several_queries_is_the_formula(B, groups, heads, T, D, scale):
     operands, expected = attention_operands(B, groups, heads, T, D, scale)
-    outputs = attention.attend(*operands).half().float()
+    outputs = machine.attend(*operands).half().float()
     np.testing.assert_allclose(outputs, expected, atol=4e-3)
 
 
