@@ -212,28 +212,19 @@ class Bundle:
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """Token ids [B, T] → hidden [B, T, C] float32, the input of the first shard."""
         if self._embedding is None:
+            from safetensors import safe_open
+
             path = self.root / self.manifest.embedding.file.path
-            self._embedding = _mapped_tensors(path)
+            # as torch's tensors, which stay in the file; reading slices takes longer
+            with safe_open(path, "pt") as file:
+                self._embedding = {
+                    name: file.get_tensor(name).numpy() for name in file.keys()
+                }
         table = self._embedding
         hidden = table["weight"][ids].astype(np.float32)
         if "bias" in table:
             hidden = (hidden + table["bias"]) * table["scale"]
         return hidden * np.float32(self.manifest.embedding.scale)
-
-
-def _mapped_tensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file of floats, which stay in the file."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    data = np.asarray(np.memmap(path, np.uint8, "r", 8 + size))
-    tensors = {}
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        dtype = f"<f{int(entry['dtype'][1:]) // 8}"
-        tensors[name] = data[start:end].view(dtype).reshape(entry["shape"])
-    return tensors
 
 
 def read_manifest(path: Path) -> Manifest:
