@@ -157,7 +157,7 @@ def _softmax(scores, mask):
 
 @njit
 def attend_parts(B, groups):
-    """The number of parts into which `attend` divides its loop."""
+    """The number of parts into which attention over a cache is divided."""
     return B * groups if B * groups > 1 else 2
 
 

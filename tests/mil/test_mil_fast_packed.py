@@ -1,11 +1,14 @@
 """Weights of 4 and 6 bits that stay packed: the literal graph's weights bit for bit, float32 sums
 in another order."""
 
+from functools import reduce
+
 import mutants
 import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from llvmlite import binding, ir
 from numba import njit
 from one_op import Op, Ref, Type, given, program
 
@@ -142,6 +145,31 @@ def test_values_of_shuffled_bytes_are_those_of_the_literal_graph(
 
     make_dense(found.codes, found.scale, out)
     np.testing.assert_array_equal(out, wanted)
+
+
+def test_tables_are_table_instructions_on_arm(monkeypatch):
+    """Cross-compiled: one lookup for each of the three planes of four tables, and no call."""
+    for name, value in (("PERMUTES", False), ("X86", False), ("SIDE", 16)):
+        monkeypatch.setattr(lookup, name, value)
+    places = ir.IntType(16).as_pointer(), ir.HalfType().as_pointer()
+    vectors = lookup.CODES.as_pointer(), lookup.FLOATS.as_pointer()
+    module = ir.Module()
+    kind = ir.FunctionType(ir.VoidType(), [*places, *vectors])
+    made = ir.Function(module, kind, "lookups")
+    builder = ir.IRBuilder(made.append_basic_block())
+    scale, values, codes, out = made.args
+    tables = [lookup.scaled_table(form, builder, scale) for form in (EXTREME, INT4)]
+    tables += [lookup.stored_table(form, builder, values) for form in (LUT4, LUT6)]
+    found = [table.lookup(builder.load(codes)) for table in tables]
+    builder.store(reduce(builder.fadd, sum(found, [])), out)
+    builder.ret_void()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple("aarch64-unknown-linux-gnu")
+    machine = target.create_target_machine(cpu="apple-m1", opt=3)
+    assembly = machine.emit_assembly(binding.parse_assembly(str(module)))
+    instructions = [line.split()[0] for line in assembly.splitlines() if line.strip()]
+    assert instructions.count("tbl") == 12 and "bl" not in instructions
 
 
 @pytest.mark.usefixtures("torch_products")
