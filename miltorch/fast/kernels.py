@@ -30,9 +30,9 @@ SMALL_PRODUCT = 1 << 16  # weights below which a second thread costs more than i
 # an additive mask at or below this gives a weight of 0 beside any attended column
 BLOCKED = -1e4
 SMALLEST_NORMAL = np.float32(2**-14)  # of fp16
-# Whether such products are rounded by Veltkamp's splitting: x86 without AVX-512 converts
-# eight numbers to fp16 and back in more instructions.
-SPLITS = platform.machine() in ("x86_64", "AMD64") and not (
+# Whether int8 weights times a scale are rounded by Veltkamp's splitting: x86 with FMA and
+# without AVX-512 converts eight numbers to fp16 and back in more instructions.
+SPLITS = bool(binding.get_host_cpu_features().get("fma")) and not (
     binding.get_host_cpu_features().get("avx512f")
 )
 # sums may be reordered; NaN and infinity keep their meaning

@@ -17,10 +17,11 @@ from numba.core import cgutils
 EXTREME, INT4, LUT4, LUT6 = 3, 4, 5, 6
 ENTRIES = {LUT4: 16, LUT6: 64}  # values of a table
 LANES = 16
-PERMUTES = bool(binding.get_host_cpu_features().get("avx512f"))
+FEATURES = binding.get_host_cpu_features()
+PERMUTES = bool(FEATURES.get("avx512f"))
 X86 = platform.machine() in ("x86_64", "AMD64")
 # bytes of codes that are looked up at once where a group has as many
-SIDE = 32 if X86 and not PERMUTES else 16
+SIDE = 32 if FEATURES.get("avx2") and not PERMUTES else 16
 # of each code of int4; and of each mantissa of a scale, m / 1024 for m from 1024 on, the
 # products by them, rounded to eleven bits, ties to even: fp16 rounds in this way
 INTEGERS = np.float32([*range(8), *range(-8, 0)])
