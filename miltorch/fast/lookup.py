@@ -27,7 +27,9 @@ SIDE = 32 if FEATURES.get("avx2") and not PERMUTES else 16
 INTEGERS = np.float32([*range(8), *range(-8, 0)])
 PRODUCTS = np.arange(1024, 2048)[:, None] / 1024 * INTEGERS
 PRODUCTS = PRODUCTS.astype(np.float16).astype(np.float32)
-PLANES = PRODUCTS.view(np.uint8).reshape(1024, LANES, 4)[:, :, 1:].swapaxes(1, 2)
+# three planes and a fourth that is not read: a mantissa's are a line of the cache
+PLANES = PRODUCTS.view(np.uint8).reshape(1024, LANES, 4)
+PLANES = PLANES[:, :, [1, 2, 3, 0]].swapaxes(1, 2)
 # by sign and exponent of an fp16 number that is 0 or normal
 POWERS = 2.0 ** np.arange(-14, 17)
 POWERS = np.float32([0, *POWERS, 0, *-POWERS])
