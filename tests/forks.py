@@ -26,6 +26,9 @@ MODULES = (
     *("torch", "coremltools", "transformers", "pandas", "matplotlib.pyplot"),
     *("ipykernel.kernelapp", "ipywidgets", "workbench.report.study", "workbench.plots"),
     *("workbench.widgets", "workbench.export", "workbench.sweep", "workbench.decode"),
+    # what these import when they are first used
+    *("transformers.models.llama.modeling_llama", "miltorch.fast.program"),
+    *("safetensors.torch", "huggingface_hub.serialization", "sympy.tensor"),
 )
 COMMAND = """#!/bin/sh
 [ "$1" != -m ] && exec "{python}" "$@"
@@ -83,8 +86,14 @@ def serve(listener: int, command: str) -> list[str]:
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     sys.path.pop(0)  # this file's folder
     sys.executable = command
+    from numba import njit
+
+    from miltorch import quiet
+
     for name in MODULES:
         importlib.import_module(name)
+    quiet.messages("Model_pb2")
+    njit("()")(lambda: None)  # reads what every compiled function needs
     gc.freeze()  # what forks share is neither traversed nor copied
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps the forks
     with socket.socket(fileno=listener) as server:
