@@ -1,5 +1,6 @@
 import gc
 import os
+import random
 
 # before torch: idle threads spin, and tiny tensors gain nothing from a second
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WORKBENCH_RUNTIME", "portable")
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,7 @@ LONGEST = (
 MARKS = {
     "slow": "takes a minute; leave out with -m 'not slow'",
     "exhaustive": "takes minutes; runs with -m exhaustive alone",
+    "matrix(n)": "n of its cases run, drawn by its name; the others are exhaustive",
     "mac": "needs Core ML itself",
     "shim": "puts the shim under coremltools, or runs the stand-in for Core ML",
 }
@@ -59,9 +62,24 @@ def reason_to_skip(marks: set[str], platform: str, expression: str) -> str | Non
     return None
 
 
+def draw_from_matrices(items: list) -> None:
+    """Marks what is not drawn of a `matrix` as exhaustive. A case that is named alone is
+    drawn."""
+    matrices = defaultdict(list)
+    for item in items:
+        if matrix := item.get_closest_marker("matrix"):
+            matrices[item.path, item.originalname, *matrix.args].append(item)
+    for (_, name, count), cases in matrices.items():
+        drawn = random.Random(name).sample(cases, min(count, len(cases)))
+        for case in cases:
+            if case not in drawn:
+                case.add_marker("exhaustive")
+
+
 def pytest_collection_modifyitems(config, items):
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    draw_from_matrices(items)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         marks |= {"shim"} if "shimmed" in getattr(item, "fixturenames", ()) else set()

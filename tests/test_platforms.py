@@ -39,6 +39,26 @@ def test_marks_say_where_a_test_runs(marks, platform, expression, words):
     assert reason is None if words is None else words in reason
 
 
+def test_the_same_cases_of_a_matrix_run_each_time_and_one_that_is_named_alone():
+    def left(names) -> list[str]:
+        added = []
+        items = [
+            SimpleNamespace(
+                path=TESTS,
+                originalname="test_cells",
+                get_closest_marker=lambda _: SimpleNamespace(args=(3,)),
+                add_marker=lambda mark, name=name: added.append((name, mark)),
+            )
+            for name in names
+        ]
+        conftest["draw_from_matrices"](items)
+        assert all(mark == "exhaustive" for _, mark in added)
+        return [name for name in names if name not in dict(added)]
+
+    drawn = left("abcdefgh")
+    assert len(drawn) == 3 and drawn == left("abcdefgh") and left("a") == ["a"]
+
+
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_tests_are_skipped_with_that_reason(platform, monkeypatch):
     added = {}
@@ -47,6 +67,7 @@ def test_tests_are_skipped_with_that_reason(platform, monkeypatch):
         marks = [SimpleNamespace(name=name)] if name else []
         return SimpleNamespace(
             iter_markers=lambda: marks,
+            get_closest_marker=lambda _: None,
             fixturenames=fixtures,
             path=Path(__file__),
             add_marker=lambda mark: added.setdefault(

@@ -18,6 +18,7 @@ from workbench.studies.exporter_model import Apply, convert, plain
 SAME_CACHES = 1e-5  # relative RMS in exact arithmetic: sums in another order
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("style", ["chunks", "rotating", "recipe", "shards"])
 def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     adapter = adoptions.adapter(style)

@@ -41,6 +41,7 @@ def gates_of(result: dict) -> dict[str, dict]:
     return {gate["name"]: gate for gate in result["gates"]}
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("style", SOUND)
 def test_a_sound_style_is_green_as_proposed(adoptions, style):
     result = command("validate", adoptions.folder(style), "--json")

@@ -28,6 +28,7 @@ def gates_like(name: str, opened: cases.Faulty) -> dict[str, str]:
         return {gate.name: gate.verdict for gate in cases.STEPS[step](opened)}
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("bundle", sorted({fault.bundle for fault in FAULTS.values()}))
 def test_gates_are_green_on_an_unharmed_bundle(bundle, prover):
     opened = faulty(prover, bundle)

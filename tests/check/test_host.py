@@ -37,6 +37,7 @@ def opened(exports, family: str) -> tuple[Decoder, Checkpoint]:
     )
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("family", OPTIONS)
 def test_a_clean_host_is_green_by_far(exports, family):
     gate = host_gate(*opened(exports, family))

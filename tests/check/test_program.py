@@ -163,6 +163,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("compress", PRESETS)
 def test_faults_turn_the_program_red_in_every_preset(exports, tiny_llama, compress):
     """Every fault in fp16, and in one at least of the others."""
@@ -197,6 +198,7 @@ DRAWS = [
 ]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("family, options", DRAWS)
 def test_sound_bundles_are_green_with_room(exports, family, options):
     path = exports.checkpoint(family)
@@ -213,6 +215,7 @@ def test_sound_bundles_are_green_with_room(exports, family, options):
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family, options", [DRAWS[2], DRAWS[3], DRAWS[5]])
 def test_every_epsilon_of_every_norm_is_seen(exports, family, options):
     """Ten times as large, and left out; Gemma has six norms a layer. What ZAYA's router norm reads

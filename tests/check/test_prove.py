@@ -10,7 +10,7 @@ from copies import Copy
 
 from workbench import Bundle
 
-DISK, MEMORY, DRAWS = 10, 5, 2
+DISK, MEMORY, DRAWS = 4, 2, 2
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,7 @@ def gate(copy: Copy, checkpoint: Checkpoint):
     return weights_gate(Bundle.open(copy.seal()), checkpoint)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("family", "compress"), [*zip(CLEAN, PRESETS, strict=True)])
 def test_what_the_export_stores_is_green(exports, family, compress):
     found = weights_gate(*clean(exports, family, compress))
@@ -106,6 +107,7 @@ def test_what_the_export_stores_is_green(exports, family, compress):
 
 
 # a table for the whole tensor cannot store `channel x1.02`: every index stays the nearest
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("fault", "compress"),
     [

@@ -49,6 +49,7 @@ def all_layers(decoder, ios, counts, together: bool):
     return ios, states, seen
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("columns", [256, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_together_compute_what_they_do_one_after_another(

@@ -50,6 +50,7 @@ def llama(exports):
     return decoder
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.filterwarnings("ignore:states of width")
 @pytest.mark.parametrize("family, options", BUNDLES, ids=str)
 def test_shards_together_are_the_shards_one_by_one(exports, family, options):

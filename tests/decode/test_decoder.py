@@ -27,6 +27,7 @@ def family(request, exports):
     return decoder, model, tiny.golden(model, tiny.prompt(decoder.manifest.dims.V, 21))
 
 
+@pytest.mark.matrix(30)
 @pytest.mark.parametrize("sizes", [[1], [2], [3], [4], [1, 4, 2, 3], [3, 1]])
 def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes):
     decoder, _, g = family
@@ -69,6 +70,7 @@ def test_fp16_arithmetic_stays_close(family):
     assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > 0.999
 
 
+@pytest.mark.matrix(5)
 def test_64_greedy_tokens_equal_hugging_face(family):
     import torch
 

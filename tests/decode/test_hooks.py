@@ -49,6 +49,7 @@ def attributes(decoder) -> list:
     ]
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("calls", [None, 1, 3])
 @pytest.mark.parametrize("name", LOOKS)
 def test_a_look_leaves_the_decoder_as_it_was(looked_into, monkeypatch, name, calls):

@@ -77,6 +77,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return tiny.relative(a, b) < CLOSE
 
 
+@pytest.mark.matrix(3)
 @SOME
 @given(
     first=st.integers(1, 90),

@@ -84,6 +84,7 @@ def check_against_hugging_face(exports, checkpoint, chosen: dict) -> None:
         assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     "chosen", pairwise(), ids=lambda row: "-".join(str(v) for v in row.values())
 )
@@ -93,6 +94,7 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
     )
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize(
     "family, chosen",
     [

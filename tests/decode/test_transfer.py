@@ -105,6 +105,7 @@ def test_a_snapshot_behind_a_hand_over_is_one_of_the_decoding_bundle(pair):
     assert np.array_equal(expected, again)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "family, changed, first, then",
     [

@@ -47,6 +47,7 @@ def test_a_program_notices_an_undo_that_forgets_the_tail(exports):
     assert any(programs.fault_of(decoder, seed) for seed in range(SAMPLE))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.filterwarnings("ignore:states of width 80")
 @pytest.mark.parametrize("pair", [{}, {"state_pair": True}], ids=["one", "pair"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])

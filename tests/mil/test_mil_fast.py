@@ -273,6 +273,7 @@ TAPED = [
 ]
 
 
+@pytest.mark.matrix(15)
 @pytest.mark.parametrize("T", [1, 2, 4, 7])
 @pytest.mark.parametrize("family, options", TAPED, ids=ids_of)
 def test_tokens_on_tape_are_the_tokens_call_by_call(exports, family, options, T):
@@ -312,6 +313,7 @@ class Untaped(dict):
         return True
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("family, options", BUNDLES + MORE, ids=ids_of)
 def test_calls_of_a_few_tokens_of_every_family_are_on_tape_and_longer_ones_are_not(
     exports, family, options

@@ -16,6 +16,7 @@ from workbench.models.checkpoint import Checkpoint
 FAMILIES = "qwen3_5_text", "granitemoehybrid"
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "chosen",

@@ -48,6 +48,7 @@ def greedy(decoder, prompts: list[list[int]]) -> list[list[int]]:
     return np.stack(made, axis=1).tolist()
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     "name, options",
     [(name, chosen) for name, both in OPTIONS.items() for chosen in both],

@@ -42,6 +42,7 @@ def run(decoder: Decoder, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndar
     return np.stack(logits), states
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("precision", ["exact", "declared"])
 @pytest.mark.parametrize(
     "family, changed, chosen",

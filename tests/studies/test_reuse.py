@@ -12,6 +12,7 @@ from workbench.prompt_cache import formats
 from workbench.studies import cache_bug, cache_reuse
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", trained.NAMES)
 def test_the_matrix_is_green(name, exports):
     lengths = {"tiny-gemma3": (90,), "tiny-zaya": (33,), "tiny-qwen2": (31,)}.get(
@@ -81,6 +82,7 @@ def test_bundles_that_differ_in_more_than_their_batch_are_refused(exports):
         cache_reuse.check_reuse(trained.decoder(exports, "tiny-llama", trained.BATCH))
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", [*FAULTS, *cache_bug.HYPOTHESES])
 def test_every_fault_turns_the_matrix_red(name, exports, monkeypatch):
     checkpoint = "tiny-zaya" if name in ZAYA else "tiny-llama"
