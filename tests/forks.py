@@ -1,8 +1,8 @@
 """Pythons that are forks of one process, which has imported what children of tests import.
 
-`python forks.py SOCKET` is that process. `python forks.py SOCKET MODULE ARGUMENTS` is
-`python -m MODULE ARGUMENTS` in a fork: it lends the fork its standard streams, passes
-interrupts on, and ends as the fork ends. A test whose subject is the result of a child
+`python forks.py SOCKET` is that process. `python forks.py SOCKET -m MODULE ARGUMENTS`
+is `python -m MODULE ARGUMENTS` in a fork, and with `-c CODE` as well: it lends the fork
+its standard streams, passes interrupts on, and ends as the fork ends. A test whose subject is the result of a child
 gives the command of `start` to `sys.executable`.
 """
 
@@ -31,8 +31,7 @@ MODULES = (
     *("safetensors.torch", "huggingface_hub.serialization", "sympy.tensor"),
 )
 COMMAND = """#!/bin/sh
-[ "$1" != -m ] && exec "{python}" "$@"
-shift
+[ "$1" != -m ] && [ "$1" != -c ] && exec "{python}" "$@"
 exec "{python}" -S -E "{file}" "{socket}" "$@"
 """
 
@@ -81,7 +80,7 @@ def write_kernel(folder: Path, command: str) -> None:
 
 def serve(listener: int, command: str) -> list[str]:
     """Imports, then forks at every request until it is killed; returns in a fork alone,
-    with the module that was asked for and its arguments."""
+    with the arguments that Python would get."""
     # matplotlib reads it when it is imported; a kernel sets it before
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     sys.path.pop(0)  # this file's folder
@@ -132,7 +131,7 @@ def become(peer: socket.socket) -> list[str]:
 
 
 def ask(path: str, arguments: list[str]) -> None:
-    """Has a fork run a module; ends this process as the fork ends."""
+    """Has a fork run a module or code; ends this process as the fork ends."""
     environment = dict(os.environ)
     environment.pop("JPY_PARENT_PID", None)  # of the one that asks, not of the fork
     request = {"arguments": arguments, "environment": environment}
@@ -152,5 +151,10 @@ def ask(path: str, arguments: list[str]) -> None:
 if __name__ == "__main__":
     if not sys.argv[1].isdigit():
         ask(sys.argv[1], sys.argv[2:])
-    sys.argv = serve(int(sys.argv[1]), sys.argv[2])
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    kind, what, *rest = serve(int(sys.argv[1]), sys.argv[2])
+    if kind == "-m":
+        sys.argv = [what, *rest]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [kind, *rest]
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})

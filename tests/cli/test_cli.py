@@ -337,7 +337,7 @@ def test_a_validation_against_nan_is_red_in_json(llama, tmp_path):
     )
 
 
-def test_an_interrupted_export_says_that_what_was_finished_is_kept(tmp_path):
+def test_an_interrupted_export_says_that_what_was_finished_is_kept(tmp_path, forked):
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from workbench.cli import main; main()"
     command = [
         sys.executable,

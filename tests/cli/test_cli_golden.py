@@ -107,7 +107,9 @@ def test_a_reference_says_whose_fault_a_drift_is(llama, golden, no_portable):
 
 
 @pytest.mark.shim
-def test_matrix_of_one_unit_alone_leaves_the_portable_arithmetics_out(llama, golden):
+def test_matrix_of_one_unit_alone_leaves_the_portable_arithmetics_out(
+    llama, golden, forked
+):
     arguments = [
         "--golden",
         golden,

@@ -32,7 +32,11 @@ from workbench.log.machine import with_machines
 from workbench.runtime import COMPUTE_UNITS
 from workbench.sweep import runs
 
-pytestmark = [pytest.mark.shim, pytest.mark.filterwarnings("ignore:states of width")]
+pytestmark = [
+    pytest.mark.shim,
+    pytest.mark.filterwarnings("ignore:states of width"),
+    pytest.mark.usefixtures("forked"),
+]
 RUN = {"rung": "state", "units": "CPU_AND_NE", "ask": "run"}
 
 

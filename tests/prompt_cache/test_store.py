@@ -120,7 +120,7 @@ print(decoder.snapshot().states["layers.0.k_state"].tobytes().hex()[-64:])
 """
 
 
-def test_another_process_goes_on_where_this_one_stopped(decoder, tmp_path):
+def test_another_process_goes_on_where_this_one_stopped(decoder, tmp_path, forked):
     tokens = decoder.generate(IDS[:40], 6, stop=())
     rows = decoder.snapshot().states["layers.0.k_state"].tobytes().hex()[-64:]
     decoder.begin()

@@ -97,7 +97,7 @@ def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
 
 
 def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
-    swept, grid, tmp_path, monkeypatch
+    swept, grid, tmp_path, monkeypatch, forked
 ):
     (tmp_path / "crashing.py").write_text(
         "import os, signal, sys\nfrom workbench.sweep import cell\n\n"
