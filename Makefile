@@ -33,7 +33,8 @@ judge: .venv/ready
 	$(BIN)/python -m tests.judge ops
 
 # every bug gate on clean and on faulty bundles, tables in docs/verdict.md; 200 random programs of each family; both go
-# on where they stopped; then the tests that take minutes; with the extra `coreai`, every family on Apple's interpreter
+# on where they stopped; then the tests that take minutes and the cases of matrices that `make test` leaves out; with the
+# extra `coreai`, every family on Apple's interpreter
 prove: .venv/ready
 	$(BIN)/python -m tests.prove -j 2
 	$(BIN)/python -m tests.decode.programs
