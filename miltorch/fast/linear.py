@@ -136,7 +136,7 @@ def _packed_rows(code, x, first, last, out):
         unsigned_bytes(weight), (R, K * 3 // 4 if form == packed.LUT6 else K // 2)
     )
     # no fewer than there are
-    factors = carray(halves(scale), (R * max(65, K // 32),))
+    factors = carray(halves(scale), (R * max(97, K // 32),))
     products = np.empty((last - first, len(x)), np.float32)
     packed.rows(form, codes, factors, x, first, last, products)
     T = out.shape[2]

@@ -16,7 +16,8 @@ from numba.core import cgutils
 # product of a scale may be subnormal or too large for fp16
 EXTREME, INT4, LUT4, LUT6 = 3, 4, 5, 6
 ENTRIES = {LUT4: 16, LUT6: 64}  # values of a table
-LANES = 16
+STORED = {LUT4: 24, LUT6: 96}  # numbers of 16 bits that it takes, see `stored`
+LANES, PLANES = 16, 3
 FEATURES = binding.get_host_cpu_features()
 PERMUTES = bool(FEATURES.get("avx512f"))
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -27,9 +28,10 @@ SIDE = 32 if FEATURES.get("avx2") and not PERMUTES else 16
 INTEGERS = np.float32([*range(8), *range(-8, 0)])
 PRODUCTS = np.arange(1024, 2048)[:, None] / 1024 * INTEGERS
 PRODUCTS = PRODUCTS.astype(np.float16).astype(np.float32)
-# three planes and a fourth that is not read: a mantissa's are a line of the cache
-PLANES = PRODUCTS.view(np.uint8).reshape(1024, LANES, 4)
-PLANES = PLANES[:, :, [1, 2, 3, 0]].swapaxes(1, 2)
+# The same as planes, with a fourth that is not read: those of a mantissa are a line of
+# the cache.
+PRODUCT_PLANES = PRODUCTS.view(np.uint8).reshape(1024, LANES, 4)
+PRODUCT_PLANES = PRODUCT_PLANES[:, :, [1, 2, 3, 0]].swapaxes(1, 2)
 # by sign and exponent of an fp16 number that is 0 or normal
 POWERS = 2.0 ** np.arange(-14, 17)
 POWERS = np.float32([0, *POWERS, 0, *-POWERS])
@@ -40,13 +42,34 @@ HALVES, FLOATS, WORDS, CODES = (
 )
 
 
-def stored_table(form: int, builder, values):
-    """The table of `ENTRIES` fp16 values at an address."""
+def stored(tables: np.ndarray) -> np.ndarray:
+    """Tables [tables, ENTRIES] of fp16 values as `stored_table` reads them, uint16
+    [tables, STORED]: their bits and zeros, or of each LANES values the planes."""
+    if PERMUTES:
+        return np.pad(tables.view(np.uint16), ((0, 0), (0, tables.shape[1] // 2)))
+    bytes_ = tables.astype(np.float32).view(np.uint8)
+    planes = bytes_.reshape(len(tables), -1, LANES, 4)[..., 1:].swapaxes(2, 3)
+    return planes.reshape(len(tables), -1).view(np.uint16)
+
+
+def stored_table(form: int, builder, place):
+    """The table of `ENTRIES` values at an address, see `stored`."""
     parts = []
     for i in range(ENTRIES[form] // LANES):
-        halves = load(builder, builder.gep(values, [INDEX(LANES * i)]), HALVES)
-        parts.append(builder.fpext(halves, FLOATS))
-    return _table(builder, parts)
+        if PERMUTES:
+            halves = load(builder, builder.gep(place, [INDEX(LANES * i)]), HALVES)
+            parts.append(builder.fpext(halves, FLOATS))
+        else:
+            part = builder.gep(place, [INDEX(LANES // 2 * PLANES * i)])
+            parts.append(_planes(builder, part))
+    return Permuted(builder, parts) if PERMUTES else Shuffled(builder, parts)
+
+
+def _planes(builder, place) -> list:
+    """The planes that lie one after another from an address on."""
+    place = builder.bitcast(place, CODES.element.as_pointer())
+    starts = [builder.gep(place, [INDEX(LANES * i)]) for i in range(PLANES)]
+    return [load(builder, start, CODES) for start in starts]
 
 
 def scaled_table(form: int, builder, scale):
@@ -57,7 +80,7 @@ def scaled_table(form: int, builder, scale):
         factor = spread(builder, builder.fpext(builder.bitcast(bits, HALF), FLOAT))
         numbers = builder.fmul(ir.Constant(FLOATS, INTEGERS.tolist()), factor)
         numbers = builder.fpext(builder.fptrunc(numbers, HALVES), FLOATS)
-        return _table(builder, [numbers])
+        return _table(builder, numbers)
     mantissa = builder.lshr(builder.and_(bits, bits.type(0xFFC0)), bits.type(6))
     power = builder.and_(bits, bits.type(63))
     power = builder.load(_element(builder, "int4_powers", POWERS, power))
@@ -66,23 +89,17 @@ def scaled_table(form: int, builder, scale):
         products = _element(builder, "int4_products", PRODUCTS, mantissa)
         products = builder.fmul(load(builder, products, FLOATS), power)
         return Permuted(builder, [products])
-    first = _element(builder, "int4_planes", PLANES, mantissa)
-    planes = [builder.gep(first, [INDEX(LANES * i)]) for i in range(3)]
-    return Shuffled(builder, [[load(builder, plane, CODES) for plane in planes]], power)
+    planes = _element(builder, "int4_planes", PRODUCT_PLANES, mantissa)
+    return Shuffled(builder, [_planes(builder, planes)], power)
 
 
-def _table(builder, parts: list):
-    """A table of fp16 values, LANES of them in each part as float32."""
+def _table(builder, numbers):
+    """A table of LANES fp16 values as float32."""
     if PERMUTES:
-        return Permuted(builder, parts)
-    words = [builder.bitcast(part, WORDS) for part in parts]
-    shifts = 8, 16, 24
-    planes = [
-        [builder.lshr(word, splat(word, bits)) for bits in shifts] for word in words
-    ]
-    return Shuffled(
-        builder, [[builder.trunc(plane, CODES) for plane in each] for each in planes]
-    )
+        return Permuted(builder, [numbers])
+    words = builder.bitcast(numbers, WORDS)
+    planes = [builder.lshr(words, splat(words, bits)) for bits in (8, 16, 24)]
+    return Shuffled(builder, [[builder.trunc(plane, CODES) for plane in planes]])
 
 
 class Permuted:

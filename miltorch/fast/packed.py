@@ -20,6 +20,8 @@ from miltorch.fast.lookup import (
     LUT6,
     PERMUTES,
     SIDE,
+    STORED,
+    stored,
 )
 from miltorch.fast.packed_rows import (
     BYTES,
@@ -50,8 +52,8 @@ class Packed:
             either 32 are those of weights 8 t + 4 l + j, and pairs lie 32 apart.
         scale: uint16. Of int4: of each 32 weights of a row the bits of an fp16 value,
             [R · K / 32], with the mantissa above sign and exponent unless it is EXTREME. Of a
-            table form: the number of each row's table, [R], and the bits of the tables
-            one after another.
+            table form: the number of each row's table, [R], and the tables one after
+            another as `lookup.stored` lays them out.
     """
 
     form: int
@@ -93,8 +95,7 @@ def pack(values: np.ndarray, factors: np.ndarray, form: int) -> Packed:
     tables = np.zeros((len(factors), ENTRIES[form]), np.float16)
     tables[:, : factors.shape[1]] = factors
     numbers = (np.arange(R) // (R // len(factors))).astype(np.uint16)
-    tables = tables.reshape(-1).view(np.uint16)
-    return Packed(form, codes, np.concatenate([numbers, tables]))
+    return Packed(form, codes, np.concatenate([numbers, stored(tables).reshape(-1)]))
 
 
 def _blocks(codes: np.ndarray, bits: np.ndarray) -> Packed:
@@ -140,7 +141,7 @@ def joined(weights: list[Packed]) -> Packed:
     for one in weights:
         numbers.append(one.scale[: len(one.codes)] + np.uint16(count))
         tables.append(one.scale[len(one.codes) :])
-        count += len(tables[-1]) // ENTRIES[form]
+        count += len(tables[-1]) // STORED[form]
     return Packed(form, codes, np.concatenate([*numbers, *tables]))
 
 

@@ -21,6 +21,7 @@ from miltorch.fast.lookup import (
     LUT6,
     PERMUTES,
     SIDE,
+    STORED,
     WORDS,
     function,
     joined,
@@ -35,6 +36,7 @@ GROUP = {EXTREME: 32, INT4: 32, LUT4: 32, LUT6: 64}  # a row has whole groups of
 BYTES = {EXTREME: 16, INT4: 16, LUT4: 16, LUT6: 48}  # of a group
 WIDE = 128  # weights of 4 bits that are taken at once while a row has as many
 AHEAD = 8192  # bytes: two rows are two streams, which no processor foresees
+TABLE4, TABLE6 = STORED.values()  # compiled code reads no dictionary
 VECTORS = 4  # activation vectors that a row meets at once
 
 
@@ -43,7 +45,7 @@ def _factors(form, scale, row, rows, width):
     """Where in `scale` the scales of a row of `width` weights begin, or its table."""
     if form <= INT4:
         return row * (width // 32)
-    return rows + scale[row] * (16 if form == LUT4 else 64)
+    return rows + scale[row] * (TABLE4 if form == LUT4 else TABLE6)
 
 
 def _dots(form: int, rows: int, count: int):

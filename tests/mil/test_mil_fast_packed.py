@@ -240,7 +240,7 @@ def test_a_bundle_holds_its_weights_as_they_are_stored(exports, preset, form):
     held = sum(array.nbytes for linear in linears for array in linear.arrays)
     bits = {INT4: 4.5, LUT4: 4, LUT6: 6}[form]
     rows = sum(linear.weight.shape[0] for linear in linears)
-    tables = 7 * 2 * ENTRIES.get(form, 0)
+    tables = 7 * 2 * lookup.STORED.get(form, 0)
     assert held == weights * bits / 8 + (2 * rows + tables if tables else 0)
 
 
