@@ -1,9 +1,9 @@
 """Pythons that are forks of one process, which has imported what children of tests import.
 
 `python forks.py SOCKET` is that process. `python forks.py SOCKET -m MODULE ARGUMENTS`
-is `python -m MODULE ARGUMENTS` in a fork, and with `-c CODE` as well: it lends the fork
-its standard streams, passes interrupts on, and ends as the fork ends. A test whose subject is the result of a child
-gives the command of `start` to `sys.executable`.
+is `python -m MODULE ARGUMENTS` in a fork; `-c CODE` works in the same way. It lends the
+fork its standard streams, passes interrupts on, and ends as the fork ends. A test whose
+subject is the result of a child gives the command of `start` to `sys.executable`.
 """
 
 import gc
