@@ -10,6 +10,7 @@ from miltorch.fast import integers, packed, team, tiles
 from miltorch.fast.addresses import floats, halves, signed_bytes, unsigned_bytes
 from miltorch.fast.integer_rows import LENGTH
 from miltorch.fast.kernels import _round16, _row_kernel
+from miltorch.fast.packed_rows import TABLE6
 
 # fields of an instruction: result [B, R, T], x, strides of its axes B, K and T in bytes,
 # B, K, T, R, weight, its form (`products.Linear.form`), scales, table (0 where products
@@ -136,7 +137,7 @@ def _packed_rows(code, x, first, last, out):
         unsigned_bytes(weight), (R, K * 3 // 4 if form == packed.LUT6 else K // 2)
     )
     # no fewer than there are
-    factors = carray(halves(scale), (R * max(97, K // 32),))
+    factors = carray(halves(scale), (R * max(1 + TABLE6, K // 32),))
     products = np.empty((last - first, len(x)), np.float32)
     packed.rows(form, codes, factors, x, first, last, products)
     T = out.shape[2]
