@@ -1,0 +1,152 @@
+"""Counts the tokens of the project's files by room. Run in a checkout:
+
+    python tools/size.py [--json] [--at COMMIT] [FOLDER ...]
+
+Tokens of Python are those of `tokenize`, without comments, docstrings, line ends and
+indentation. A string of more than 200 characters, which may hold code of another
+language, counts the words and signs in it. The same words and signs are counted in
+YAML, CSV and JavaScript files, and notebooks count the tokens of their code cells.
+Documents (Markdown) are counted in words of their prose."""
+
+import argparse
+import ast
+import io
+import json
+import re
+import subprocess
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+LONG_STRING = 200  # characters
+SKIPPED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+TABLES = (".yaml", ".yml", ".csv", ".js")
+FOLDERS = ("miltorch", "workbench", "plugins", "tools", "tests", "notebooks")
+
+
+def words(text: str) -> int:
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+def docstrings(tree: ast.AST) -> set[tuple[int, int]]:
+    """(line, column) of the start of every docstring."""
+    places = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        if body and isinstance(body[0], ast.Expr):
+            value = body[0].value
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                places.add((value.lineno, value.col_offset))
+    return places
+
+
+def python(source: str) -> tuple[int, int]:
+    """Tokens, and lines with at least one of them."""
+    skipped = docstrings(ast.parse(source))
+    tokens, lines = 0, set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in SKIPPED or token.start in skipped:
+            continue
+        is_long = token.type == tokenize.STRING and len(token.string) > LONG_STRING
+        tokens += words(token.string) if is_long else 1
+        lines.add(token.start[0])
+    return tokens, len(lines)
+
+
+def notebook(text: str) -> tuple[int, int]:
+    sources = [
+        "".join(cell["source"])
+        for cell in json.loads(text)["cells"]
+        if cell["cell_type"] == "code"
+    ]
+    counts = [python(re.sub(r"(?m)^\s*[%!].*", "pass", source)) for source in sources]
+    return tuple(map(sum, zip(*counts))) if counts else (0, 0)
+
+
+def room_of(path: PurePosixPath) -> str:
+    """The first two folders of a path; files right in a package share its root."""
+    depth = min(len(path.parts) - 1, 2)
+    if path.parts[0] in ("miltorch", "notebooks", "tools"):
+        depth = 1
+    return "/".join(path.parts[:depth])
+
+
+def git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def files(commit: str, folders: list[str]) -> Iterator[tuple[PurePosixPath, str]]:
+    """The path and the text of each tracked file of a commit or of the work tree."""
+    listed = ["ls-tree", "-r", "--name-only", commit] if commit else ["ls-files", "--"]
+    for name in git(*listed, *folders).splitlines():
+        path = PurePosixPath(name)
+        if path.suffix not in (".py", ".ipynb", ".md", *TABLES):
+            continue
+        if commit:
+            yield path, git("show", f"{commit}:{name}")
+        elif Path(name).exists():  # not removed since the last commit
+            yield path, Path(name).read_text()
+
+
+def count(commit: str, folders: list[str]) -> dict[str, Counter]:
+    """Tokens, lines of code and files of each room."""
+    rooms: dict[str, Counter] = {}
+    for path, text in files(commit, folders):
+        if path.suffix == ".py":
+            tokens, lines = python(text)
+        elif path.suffix == ".ipynb":
+            tokens, lines = notebook(text)
+        elif path.suffix in TABLES:
+            tokens, lines = words(text), len(text.splitlines())
+        else:
+            continue
+        room = rooms.setdefault(room_of(path), Counter())
+        room.update(tokens=tokens, lines=lines, files=1)
+    return rooms
+
+
+def prose(commit: str) -> int:
+    """Words of README.md and of the pages in docs."""
+    pages = files(commit, ["README.md", "docs"])
+    return sum(len(text.split()) for path, text in pages if path.suffix == ".md")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", nargs="*", default=FOLDERS)
+    parser.add_argument("--at", default="", help="a commit; otherwise the work tree")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rooms = count(arguments.at, arguments.folders)
+    packages = Counter()
+    for room, counts in rooms.items():
+        packages[room.split("/")[0]] += counts["tokens"]
+    if arguments.json:
+        result = {"packages": packages, "rooms": rooms, "words": prose(arguments.at)}
+        print(json.dumps(result, indent=2))
+        return
+    print(f"{'room':28}{'files':>6}{'lines':>8}{'tokens':>9}{'a line':>8}")
+    for room, counts in sorted(rooms.items()):
+        density = counts["tokens"] / max(counts["lines"], 1)
+        numbers = f"{counts['files']:6}{counts['lines']:8}{counts['tokens']:9,}"
+        print(f"{room:28}{numbers}{density:8.1f}")
+    print()
+    for package, tokens in packages.items():
+        print(f"{package:28}{tokens:23,}")
+    print(f"{'README and docs, words':28}{prose(arguments.at):23,}")
+
+
+if __name__ == "__main__":
+    main()
