@@ -10,8 +10,7 @@ import workbench
 from workbench import sweep
 
 PAGES = """workbench workbench.bundle workbench.decode workbench.check.validate
-workbench.check.golden workbench.check.gates workbench.ane.roofline workbench.report.study
-workbench.report.tables miltorch""".split()
+workbench.ane.roofline workbench.experiment miltorch""".split()
 
 
 def write_pages(folder: Path) -> None:

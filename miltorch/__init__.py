@@ -7,12 +7,12 @@ no torch."""
 from importlib import import_module
 
 _NAMES = {
-    "PRECISIONS": "interpret",
-    "Executable": "interpret",
+    "PRECISIONS": "execute",
+    "Executable": "execute",
     "InputError": "errors",
     "Program": "program",
     "Type": "program",
-    "make_state": "interpret",
+    "make_state": "execute",
     "read": "program",
 }
 __all__ = list(_NAMES)

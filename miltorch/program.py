@@ -38,11 +38,7 @@ NUMPY = {
 }
 DTYPE_BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4": 4}
 # suffix → what a file or folder without a manifest is
-OTHER_MODELS = {
-    ".mlmodelc": "a compiled model",
-    ".mlmodel": "a single .mlmodel file",
-    ".aimodel": "a Core AI program, which only the runtime coreai runs",
-}
+OTHER_MODELS = {".mlmodelc": "a compiled model", ".mlmodel": "a single .mlmodel file"}
 
 
 @dataclass(frozen=True)

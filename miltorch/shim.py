@@ -24,7 +24,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -34,7 +33,7 @@ import torch
 
 import miltorch
 from miltorch.errors import InputError
-from miltorch.interpret import check_precision
+from miltorch.execute import check_precision
 from miltorch.program import read_spec
 from miltorch.quiet import coremltools
 
@@ -158,7 +157,7 @@ class StateProxy:
         return self.cells[name]
 
     def read_state(self, name: str) -> np.ndarray:
-        return self._cell(name).value.numpy().copy(order="C")
+        return self._cell(name).value.float().numpy().copy(order="C")
 
     def write_state(self, name: str, value) -> None:
         if isinstance(value, (bool, int, float, str, bytes, dict, list, tuple)):
@@ -172,8 +171,8 @@ class StateProxy:
                 f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}"
             )
         if self.types[name].dtype == "FLOAT16":
-            value = value.half().float()
-        cell.value = value
+            value = value.half()
+        cell.value = value.to(cell.value.dtype)
 
 
 class Proxy:
@@ -193,9 +192,7 @@ class Proxy:
         self.path, self.compiled, self.last_predict_ns = Path(path), None, None
         try:
             program = miltorch.read(self.path, function_name or None)
-            self.executable = miltorch.Executable(program, self.precision)
-            # the file of the weights is mapped no longer
-            self.executable.program = replace(program, block=None)
+            self.executable = miltorch.Executable(program, self.precision).release()
         except InputError as problem:
             if self.path.suffix == ".mlmodelc":
                 raise _error(problem) from problem

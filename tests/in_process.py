@@ -2,33 +2,28 @@
 the result. A process takes seconds until torch and coremltools are imported;
 tests/sweep/test_process.py is about processes themselves."""
 
-import contextlib
-import importlib
-import io
 import json
-import subprocess
+import pickle
 import traceback
-from functools import partial
 
 from typer.testing import CliRunner
 
-from workbench.check import units
+from workbench import process
 from workbench.cli.app import app
-from workbench.errors import InputError
-from workbench.sweep import process
+from workbench.errors import InputError, last_message
 
 
-def call(function: str, argument: dict, **options) -> process.Outcome:
-    """`process.call` without a process: JSON in, JSON out, an `InputError` is a failure in
-    words."""
-    module, name = function.split(":")
+def call(function, *args, **options) -> process.Outcome:
+    """`process.call` without a process: values are pickled, an `InputError` is a failure
+    in words, and so is the end of another error's traceback."""
     try:
-        value = getattr(importlib.import_module(module), name)(
-            json.loads(json.dumps(argument))
-        )
+        value = function(*pickle.loads(pickle.dumps(args)))
     except InputError as problem:
         return process.Outcome(failure=str(problem))
-    return process.Outcome(json.loads(json.dumps(value)))
+    except Exception:
+        lines = traceback.format_exc().splitlines()
+        return process.Outcome(failure=f"exit code 1: {last_message(lines)}")
+    return process.Outcome(pickle.loads(pickle.dumps(value)))
 
 
 def invoke(*arguments) -> dict:
@@ -38,17 +33,3 @@ def invoke(*arguments) -> dict:
         raise result.exception
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.stdout)
-
-
-def launch(command: list[str]) -> subprocess.CompletedProcess:
-    """`units.launch` without a process: `python -m workbench.check.units …`."""
-    out, code, err = io.StringIO(), 0, ""
-    with contextlib.redirect_stdout(out):
-        try:
-            units.units_main(*command[3:])
-        except Exception:
-            code, err = 1, traceback.format_exc()
-    return subprocess.CompletedProcess(command, code, out.getvalue(), err)
-
-
-validate_units = partial(units.validate_units, start=launch)

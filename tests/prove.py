@@ -2,7 +2,7 @@
 tests.prove`.
 
 Every case is one JSON line in build/prove/cases.jsonl, skipped when it is there for the same
-version of the code; the tables of docs/verdict.md are written from these lines. Exits 1 when a
+version of the code; the tables of docs/verdict.md and tests/check/faults.md are written from them. Exits 1 when a
 clean case is RED, a fault is GREEN, or a gate broke.
 
     python -m tests.prove                  every case, in one process
@@ -33,6 +33,12 @@ sys.path[:0] = [str(ROOT / "tests" / "check"), str(ROOT / "tests")]
 import cases  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "verdict.md"
+FAULT_TABLE = ROOT / "tests" / "check" / "faults.md"
+ABOUT = """# Planted faults, and the gates that are RED
+
+Written by `make prove` from the cases that ran. Every gate is asked of every fault; interface and
+weights only of faults in files.
+"""
 CLEAN = ("clean", "trained", "massive", "deep")
 BATCH = 8  # cases that a process runs before they are stored
 SAMPLE = 0.05  # of all cases: enough for an estimate of the time
@@ -122,11 +128,7 @@ def prove(part: list[str]) -> list[dict]:
 
 def tables(records: dict[str, dict]) -> dict[str, str]:
     """The tables of docs/verdict.md by the name of their marker."""
-    return {
-        "clean": clean_table(records),
-        "margins": margin_table(records),
-        "faults": fault_table(records),
-    }
+    return {"clean": clean_table(records), "gates": gate_table(records)}
 
 
 def clean_table(records: dict[str, dict]) -> str:
@@ -168,54 +170,63 @@ def counts_in_words(records: dict[str, dict]) -> str:
     return f"Run: {', '.join(parts)}. {failing} of them are not as they should be."
 
 
-def margin_table(records: dict[str, dict]) -> str:
-    """For every gate with a figure, and for each of its limits: the worst clean value and the
-    mildest RED one, as multiples of the limit; on how many of the bundles with a fault that were
-    asked it is RED."""
-    clean, mild, asked = (
-        defaultdict(list),
-        defaultdict(list),
-        defaultdict(lambda: [0, 0]),
-    )
+def gate_table(records: dict[str, dict]) -> str:
+    """For every gate: its limits, the worst figure on sound bundles and the mildest RED one as
+    multiples of the limit, how many faults it shows, and how many no other gate shows. A fault is
+    shown where its gate is RED in every preset that ran."""
+    clean, mild, limits = defaultdict(list), defaultdict(list), defaultdict(set)
     for case, record in records.items():
-        sound = case.split("/")[0] in CLEAN
         for gate in record["gates"]:
-            ratio, key = ratio_to_limit(gate), (gate["name"], gate["threshold"])
-            if ratio is not None and sound:
-                clean[key].append((ratio, case))
-            elif ratio is not None:
-                red = gate["verdict"] == "RED"
-                asked[key][0] += red
-                asked[key][1] += 1
-                # else it is RED for what it names, not for its figure
-                if red and ratio > 1:
-                    mild[key].append((ratio, case))
+            ratio = ratio_to_limit(gate)
+            if ratio is None:
+                continue
+            limits[gate["name"]].add(f"{gate['threshold']:.4g}")
+            if case.split("/")[0] in CLEAN:
+                clean[gate["name"]].append((ratio, case))
+            # else it is RED for what it names, not for its figure
+            elif gate["verdict"] == "RED" and ratio > 1:
+                mild[gate["name"]].append((ratio, case))
+    shown = shown_by(records)
     rows = []
-    for name, limit in sorted(
-        clean.keys() | asked.keys(), key=lambda key: (order(key[0]), key)
-    ):
-        figures = (
-            max(clean[name, limit], default=None),
-            min(mild[name, limit], default=None),
+    for name in sorted(set().union(*shown.values(), limits), key=order):
+        figures = max(clean[name], default=None), min(mild[name], default=None)
+        seen = [fault for fault, gates in shown.items() if name in gates]
+        alone = [fault for fault in seen if shown[fault] == {name}]
+        limit = ", ".join(sorted(limits[name])) or "–"
+        counts = [str(len(seen)), str(len(alone))]
+        rows.append([f"`{name}`", limit, *map(place, figures), *counts])
+    heads = ["gate", "limit", "worst sound ÷ limit", "mildest RED ÷ limit"]
+    table = markdown([*heads, "faults it shows", "that it alone shows"], rows)
+    names = ", ".join(f"`{name}`" for name in sufficient(shown))
+    return f"{table}\n\nOf these gates {names} alone show every fault that ran."
+
+
+def shown_by(records: dict[str, dict]) -> dict[tuple, set[str]]:
+    """(kind, name) of every fault that ran → the gates that are RED in each of its presets."""
+    shown = {}
+    for case, record in records.items():
+        kind, name, _ = case.split("/")
+        if kind not in CLEAN:
+            red = set(record["red"])
+            shown[kind, name] = shown.get((kind, name), red) & red
+    return shown
+
+
+def sufficient(shown: dict[tuple, set[str]]) -> list[str]:
+    """Few gates that together show every fault that any gate shows: those that alone show one,
+    then whichever shows most of the rest."""
+    left = [gates for gates in shown.values() if gates]
+    chosen = {gate for gates in left if len(gates) == 1 for gate in gates}
+    while left := [gates for gates in left if not gates & chosen]:
+        chosen.add(
+            max(sorted(set().union(*left)), key=lambda g: sum(g in s for s in left))
         )
-        red, total = asked[name, limit]
-        rows.append(
-            [f"`{name}`", f"{limit:.4g}", *map(place, figures), f"{red} of {total}"]
-        )
-    heads = [
-        "gate",
-        "limit",
-        "worst clean ÷ limit",
-        "mildest RED ÷ limit",
-        "faults RED, of asked",
-    ]
-    return markdown(heads, rows)
+    return sorted(chosen, key=order)
 
 
 def order(name: str) -> int:
-    """The place of a gate in tables: as they are asked, those with a price last."""
-    names = [name for step in cases.STEPS for name in step if name not in cases.PRICED]
-    names += cases.PRICED
+    """The place of a gate in tables: as they are asked."""
+    names = [name for step in cases.STEPS for name in step]
     return names.index(name) if name in names else len(names)
 
 
@@ -236,8 +247,8 @@ def ratio_to_limit(gate: dict) -> float | None:
 
 
 def fault_table(records: dict[str, dict]) -> str:
-    """A row per fault: the gates that are RED, in the order in which they were asked, and in how
-    many presets."""
+    """A row per fault: in how many presets each gate is RED, and the mildest figure of the best
+    gate of each preset, as a multiple of its limit."""
     by_fault = defaultdict(list)
     for case, record in records.items():
         kind, name, _ = case.split("/")
@@ -245,7 +256,6 @@ def fault_table(records: dict[str, dict]) -> str:
             by_fault[kind, name].append(record)
     rows = []
     for (kind, name), of_fault in sorted(by_fault.items()):
-        made_for_it = cases.fault_of(of_fault[0]["case"]).gate
         counts = Counter(gate for record in of_fault for gate in record["red"])
         shares = [
             f"`{gate}`" + f" ({count} of {len(of_fault)})" * (count < len(of_fault))
@@ -253,21 +263,18 @@ def fault_table(records: dict[str, dict]) -> str:
         ]
         caught = sum(bool(record["red"]) for record in of_fault)
         place = "files" if kind == "disk" else "memory"
-        cells = [
-            name.replace("_", " "),
-            place,
-            f"{caught} of {len(of_fault)}",
-            f"`{made_for_it}`",
-        ]
-        rows.append([*cells, ", ".join(shares) or "–"])
-    heads = [
-        "fault",
-        "planted in",
-        "presets RED",
-        "made for it",
-        "RED, in the order asked",
-    ]
+        best = min(map(best_ratio, of_fault))
+        cells = [name.replace("_", " "), place, f"{caught} of {len(of_fault)}"]
+        rows.append([*cells, f"{best:.3g}", ", ".join(shares) or "–"])
+    heads = ["fault", "planted in", "presets RED", "mildest best ÷ limit", "RED gates"]
     return markdown(heads, rows)
+
+
+def best_ratio(record: dict) -> float:
+    """The largest figure over its limit of the RED gates; inf for one that says yes or no."""
+    red = [gate for gate in record["gates"] if gate["verdict"] == "RED"]
+    ratios = [ratio_to_limit(gate) for gate in red]
+    return max((math.inf if r is None or r <= 1 else r for r in ratios), default=0.0)
 
 
 def markdown(heads: list[str], rows: list[list[str]]) -> str:
@@ -306,6 +313,7 @@ def main() -> int:
         finally:
             done = current(stored(arguments.store))
             write_tables(DOCUMENT, tables(done))
+            FAULT_TABLE.write_text(f"{ABOUT}\n{fault_table(done)}\n")
     failing = [done[case] for case in chosen if case in done and fails(done[case])]
     for record in failing:
         print(

@@ -4,27 +4,24 @@ chooses."""
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from workbench import export as exporting
 from workbench import log, sweep
-from workbench.sweep import cell, runs
-
-SLOW = {
-    "chip": "Apple M1",
-    "model": "MacBookAir10,1",
-    "memory_bytes": 8 << 30,
-    "cores": 8,
-    "platform": "macOS-15.1-arm64",
-    "os_build": "24B83",
-    "versions": {"python": "3.11.7", "coremltools": "9.0", "torch": "2.13.0"},
-}
-FAST = SLOW | {"model": "Mac16,5", "memory_bytes": 64 << 30}
-"""The same chip and system as SLOW in a machine of another model and another memory."""
+from workbench.log.runs import scalars
 
 SLOW_NAME, FAST_NAME = (
     "Apple M1, MacBookAir10,1, 8 GiB, 8 cores",
     "Apple M1, Mac16,5, 64 GiB, 8 cores",
 )
+SLOW = {
+    "machine": SLOW_NAME,
+    "software": "24B83, coremltools 9.0, torch 2.13.0",
+    "platform": "macOS-15.1-arm64",
+    "versions": {"python": "3.11.7", "coremltools": "9.0", "torch": "2.13.0"},
+}
+FAST = SLOW | {"machine": FAST_NAME}
+"""The same chip and system as SLOW in a machine of another model and another memory."""
+
 START = datetime(2026, 1, 1, tzinfo=UTC)
-ALONE = {"declared": True, "exact": False, "narrow": False}
 
 
 def add(
@@ -46,52 +43,29 @@ def add(
     `number` orders what is added: later numbers are newer.
     """
     made, ids = sweep.make_grid(grid), []
-    for i, c in enumerate(sweep.cells(made)):
+    for i, c in enumerate(sweep.cells(made, root)):
         run_id = f"{START + timedelta(hours=number, seconds=i):%Y%m%dT%H%M%S%fZ}-{number:08x}"
         how, ms = c.run, call_ms(c.options, c.run)
-        portable, on_core_ml = (
-            runtime == "portable",
-            runtime not in ("portable", "coreai"),
-        )
+        vars(c.source)["checkpoint_hash"] = checkpoint_hash
+        name = c.source.name
         row = (
-            runs.exported(c.options)
+            c.columns(runtime)
             | machine
             | {
                 "time": START + timedelta(hours=number, seconds=i),
                 "status": status,
                 "command": "sweep",
                 "experiment": made.experiment,
-                "checkpoint": Path(made.checkpoint).name,
+                "checkpoint": name,
                 "checkpoint_hash": checkpoint_hash,
                 "family": "llama",
-                "bundle": cell._bundle_name(
-                    Path(made.checkpoint).name, checkpoint_hash, c.options
-                ),
-                "runtime": runtime,
-                "precision": how["precision"] if portable else None,
-                "fast": how["fast"] and ALONE[how["precision"]] if portable else None,
-                "compute_units": how["compute_units"] if on_core_ml else None,
-                "hints": how["hints"] if on_core_ml else None,
-                "T": how["T"],
-                "depth": how["depth"],
-                "n_gen": how["n_gen"],
-                "threads": how["threads"],
-                "setting": c.setting(checkpoint_hash),
-                "round": c.round,
+                "bundle": exporting.bundle_name(name, checkpoint_hash, c.options),
                 "verdict": "GREEN" if c.judge_ids else None,
-                "config": {
-                    "cell": c.key(checkpoint_hash),
-                    "export": c.options.model_dump(),
-                    "run": how,
-                },
+                "config": {"export": c.options.model_dump(), "run": how},
             }
             | columns
         )
-        known = {
-            name: value
-            for name, value in row.items()
-            if name in log.SCHEMAS["runs"].names
-        }
+        row["bundle_hash"] = row["bundle"]
         common = {
             "T": how["T"],
             "depth": how["depth"],
@@ -114,6 +88,7 @@ def add(
             )
         ]
         log.append("samples", samples, root, run_id)
+        row |= scalars(samples)
         log.append(
             "layers",
             [
@@ -131,29 +106,26 @@ def add(
             run_id,
         )
         if c.judge_ids:
-            log.append(
-                "fidelity",
-                [
-                    {
-                        "layer": n,
-                        "position": p,
-                        "T": T,
-                        "tensor": "update",
-                        "mode": "isolated",
-                        "runtime": runtime,
-                        "precision": row["precision"],
-                        "cosine": cosine(c.options),
-                        "psnr_db": 60.0,
-                        "max_abs": 0.01,
-                        "finite": True,
-                    }
-                    for n in range(2)
-                    for p in range(len(c.judge_ids))
-                    for T in made.run.T
-                ],
-                root,
-                run_id,
-            )
-        log.append("runs", known, root, run_id)
+            fidelity = [
+                {
+                    "layer": n,
+                    "position": p,
+                    "T": T,
+                    "tensor": "update",
+                    "mode": "isolated",
+                    "runtime": runtime,
+                    "precision": row["precision"],
+                    "cosine": cosine(c.options),
+                    "psnr_db": 60.0,
+                    "max_abs": 0.01,
+                    "finite": True,
+                }
+                for n in range(2)
+                for p in range(len(c.judge_ids))
+                for T in made.run.T
+            ]
+            log.append("fidelity", fidelity, root, run_id)
+            row |= scalars(fidelity=fidelity)
+        log.append("runs", row, root, run_id)
         ids.append(run_id)
     return ids

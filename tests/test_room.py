@@ -35,7 +35,7 @@ def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_next_one_above(
     check_room(tmp_path / "a" / "b", 99, "it")
     assert seen == [str(tmp_path)]
     with pytest.raises(
-        InputError, match="it: found 99 bytes free.*needs 1,000 bytes.*clean"
+        InputError, match="it: found 99 bytes free.*needs 1,000 bytes.*data/bundles"
     ):
         check_room(tmp_path / "a" / "b", 1000, "it")
 
@@ -58,9 +58,9 @@ def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
     free(weights)
     with monkeypatch.context() as patched:
         # would raise another error
-        patched.setattr("workbench.export.convert.convert", None)
+        patched.setattr("workbench.export.write.to_template", None)
         with pytest.raises(
-            InputError, match=rf"bundle .*found {weights:,} bytes free.*clean"
+            InputError, match=rf"bundle .*found {weights:,} bytes free.*data/bundles"
         ) as e:
             export(
                 tiny_llama.path,
@@ -93,27 +93,6 @@ def test_the_disk_of_temporary_files_counts_too(
     assert not list((tmp_path / "target").iterdir())
 
 
-def test_a_resumed_export_needs_room_for_what_is_missing(
-    tiny_llama, tmp_path, free, monkeypatch
-):
-    from workbench.export.make import Maker
-
-    def stop(self, *_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Maker, "stamp", stop)
-        with pytest.raises(KeyboardInterrupt):
-            export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16)
-    free(0)
-    with pytest.raises(InputError) as resumed:
-        export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16)
-    with pytest.raises(InputError) as fresh:
-        export(tiny_llama.path, tmp_path / "c", progress=False, max_seq_len=16)
-    sizes = [int(e.value.needed.split()[0].replace(",", "")) for e in (resumed, fresh)]
-    assert 0 < sizes[0] < sizes[1]
-
-
 @pytest.mark.shim
 def test_a_shard_is_not_compiled_where_its_copies_have_no_room(
     llama_bundle, free, tmp_path
@@ -127,7 +106,7 @@ def test_a_shard_is_not_compiled_where_its_copies_have_no_room(
     try:
         free(2 * shard.bytes - 1)
         with pytest.raises(
-            InputError, match=f"compiled copy of shard {shard.name}.*workbench clean"
+            InputError, match=f"compiled copy of shard {shard.name}.*data/bundles"
         ):
             load_shard(bundle, shard, "coreml")
         assert not coreml.compiled_path(bundle, shard).parent.exists()

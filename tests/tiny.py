@@ -236,6 +236,19 @@ def random(path: Path, family: str, **changed) -> Path:
     return checkpoint.random(path, family, **(DIMS[family] | changed))
 
 
+def build(spec, source, plan, options):
+    """The module of a shard with its own weights, each rounded to fp16, and the list of
+    their sources."""
+    from workbench.export.weights import Scratch, blank, load_values, weight_sources
+
+    module = blank(spec, plan, options)
+    weights = weight_sources(spec, source, plan, options)
+    for weight in weights:
+        values, _ = load_values(weight, source, Scratch())
+        module.get_parameter(weight.path).data = values.float().reshape(weight.shape)
+    return module.requires_grad_(False).eval(), weights
+
+
 @dataclass
 class Golden:
     """One prompt through Hugging Face's model: inputs, outputs [L, T, C], keys, values [L][H_kv, T,
@@ -356,9 +369,9 @@ def tiles(total: int, sizes: list[int]):
 
 def chained(decoder: Decoder, ids: list[int], sizes: list[int]) -> np.ndarray:
     """Logits [T, V] of a whole prompt decoded in chunks of `sizes`, batch 1."""
-    decoder.begin()
+    seqs = decoder.fresh()
     hidden = [
-        decoder.advance([ids[a:b]], b - a)[:, :, : b - a]
+        decoder.advance(seqs, [ids[a:b]])[0][:, :, : b - a]
         for a, b in tiles(len(ids), sizes)
     ]
     return decoder.logits(np.concatenate(hidden, axis=2))[0]
@@ -377,7 +390,8 @@ def isolated(
     `width` pads every call with columns of garbage. Asserts that the states hold the golden's rows
     and nothing else.
     """
-    decoder.begin()
+    model = decoder.layers[layer]
+    state = model.make_state()
     made = []
     for a, b in tiles(len(g.ids), sizes):
         count, T = np.array([b - a]), width or b - a
@@ -385,10 +399,10 @@ def isolated(
         io[X] = columns(decoder, g.inputs[layer, a:b], T)
         if g.routers is not None and layer:
             io[ROUTER_STATE] = columns(decoder, g.routers[layer - 1, a:b], T)
-        out = decoder.run_layers(layer, io, count)
+        out = decoder.run_layer(model, state, io, count)
         hidden = out[X].reshape(-1, T)[:, : b - a].T
         made.append(hidden - g.inputs[layer, a:b])
-    check_states(decoder.states[layer], layer, g, tolerance)
+    check_states(state, layer, g, tolerance)
     return np.concatenate(made)
 
 
@@ -455,6 +469,13 @@ def once(folder: Path, make: Callable[[Path], object]) -> Path:
 def named(kind: str, *fields) -> str:
     """A file name that is the same for equal fields, in every process."""
     return f"{kind}-{hashlib.sha256(repr(fields).encode()).hexdigest()[:16]}"
+
+
+def as_device(decoder: Decoder) -> Decoder:
+    """The decoder, from now on seen as a device's is: no inner layer shows."""
+    decoder.runtime, decoder.is_device = "coreml", True
+    decoder.shows_inner_layers = False
+    return decoder
 
 
 class Exports:

@@ -14,17 +14,16 @@ _MODULES = {
     "log": "workbench.log",
     "plots": "workbench.plots",
     "roofline": "workbench.ane.roofline",
-    "study": "workbench.report.study",
     "sweep": "workbench.sweep",
-    "tables": "workbench.report.tables",
     "widgets": "workbench.widgets",
 }
 _NAMES = {
     "Bundle": "workbench.bundle",
     "Checkpoint": "workbench.models.checkpoint",
     "Decoder": "workbench.decode",
+    "Experiment": "workbench.experiment",
+    "Golden": "workbench.check.golden",
     "InputError": "workbench.errors",
-    "Study": "workbench.report.study",
     "validate": "workbench.check.validate",
 }
 __all__ = sorted([*_MODULES, *_NAMES])

@@ -17,6 +17,18 @@ from workbench.errors import InputError
 LFS_POINTER = b"version https://git-lfs"
 
 
+def project_root(start: Path) -> Path | None:
+    """The nearest folder at or above `start` that is a checkout of this project, or
+    None."""
+    for folder in (start, *start.parents):
+        file = folder / "pyproject.toml"
+        if file.is_file():
+            lines = file.read_text(encoding="utf-8").splitlines()
+            if 'name = "workbench"' in lines:
+                return folder
+    return None
+
+
 def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
     """Writes a file that is there as a whole or not at all, whatever interrupts the
     process.
@@ -41,6 +53,15 @@ def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save_arrays(path: Path, arrays: dict, metadata: dict[str, str]) -> None:
+    """Writes one safetensors file, whole or not at all."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    write_whole(path, lambda file: save_file(arrays, file.name, metadata))
 
 
 @contextmanager
@@ -82,7 +103,7 @@ def check_room(folder: Path, needed: int, subject: str) -> None:
             subject,
             f"{free:,} bytes free on the disk of {folder}",
             f"{needed:,} bytes there",
-            "run: workbench clean, which lists what can be removed; or choose another disk",
+            "remove data/bundles and data/golden, which are made again; or choose another disk",
         )
 
 

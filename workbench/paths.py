@@ -9,12 +9,11 @@ import re
 from pathlib import Path
 
 from workbench.errors import InputError
+from workbench.files import project_root
 
 BUNDLE, CONFIG = "bundle.json", "config.json"
-FOREIGN = "foreign.yaml"  # describes packages of another exporter
 NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
-ADOPTED = "validate, check, decode, evaluate, reuse, sweep, memory, … take them"
 EXPORT = "run: workbench export CHECKPOINT BUNDLE"
 
 
@@ -25,18 +24,16 @@ def bundle(path: str | Path) -> Path:
     if (path / BUNDLE).is_file() or (path / BUNDLE).is_symlink():
         return path
     if partial(path.resolve()).exists():
-        actual, step = "an unfinished export", "run the same export again: it resumes"
+        actual, step = "an unfinished export", "run the same export again"
     elif path.name == BUNDLE and path.is_file():
         actual, step = "its manifest alone", f"give the folder {path.parent}"
     elif is_package(path) or path.suffix == ".mlmodelc":
-        actual, step = "one .mlpackage", f"{EXPORT}; trace takes a package"
+        actual, step = "one .mlpackage", f"{EXPORT}; explain and plan take a package"
         if path.suffix == ".mlmodelc":
             actual = "one .mlmodelc"
         around = [folder for folder in path.parents if (folder / BUNDLE).is_file()]
         if around:
             step = f"give the folder {around[0]}"
-    elif adopted(path):
-        actual, step = f"adopted packages ({FOREIGN})", ADOPTED
     elif (path / CONFIG).is_file():
         actual = "a Hugging Face checkpoint"
         step = f"run: workbench export {path} BUNDLE, and give BUNDLE"
@@ -49,13 +46,6 @@ def bundle(path: str | Path) -> Path:
     raise InputError(
         f"bundle {path}", actual, f"a finished bundle, a folder with {BUNDLE}", step
     )
-
-
-def adopted(path: str | Path) -> bool:
-    """Whether a folder has a description of another exporter's packages, and no
-    bundle."""
-    path = _possible("bundle", path)
-    return (path / FOREIGN).is_file() and not (path / BUNDLE).exists()
 
 
 def checkpoint(path: str | Path) -> Path:
@@ -72,8 +62,6 @@ def checkpoint(path: str | Path) -> Path:
         actual, step = "a bundle", "give the checkpoint that it was exported from"
     elif is_package(path) or path.suffix == ".mlmodelc":
         actual, step = "a Core ML model", "give the checkpoint that it was made from"
-    elif adopted(path):
-        actual, step = f"adopted packages ({FOREIGN})", ADOPTED
     elif _is_gguf(path):
         actual, source = "GGUF weights", "hf download ORG/NAME --local-dir FOLDER"
         step = f"download the model's safetensors: {source}"
@@ -91,6 +79,19 @@ def checkpoint(path: str | Path) -> Path:
         actual, step = "no folder", f"correct the path, or {fetch(path)}"
     needed = f"a Hugging Face folder with {CONFIG} and *.safetensors"
     raise InputError(f"checkpoint {path}", actual, needed, step)
+
+
+def find(path: str | Path, project: Path | None = None) -> Path:
+    """The place of a path that a notebook or a grid names: the path itself if it
+    exists, else the path in the `project` (default: the checkout around the working
+    directory), since notebooks run elsewhere. The name of a model on the Hub stands for
+    its folder in the local cache."""
+    project = project or project_root(Path.cwd()) or Path.cwd()
+    if Path(path).exists():
+        return Path(path)
+    if not (project / path).exists() and hub_id(path, project):
+        return hub_snapshot(path) or Path(path)
+    return project / path
 
 
 def hub_id(path: str | Path, folder: Path = Path()) -> str | None:

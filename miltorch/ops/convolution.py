@@ -1,18 +1,11 @@
 """Convolutions: x [N, C, *spatial], weight [C_out, C/groups, *kernel] (transposed: [C,
 C_out/groups, *kernel])."""
 
-from functools import cache
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops.linear import TERMS, narrow_matmul, panel_product
+from miltorch.ops.linear import narrow_matmul, panel_product
 from miltorch.ops.registry import bounded, operation, padded
-
-# rows for which compiled `narrow` products, and instructions and products in integers
-# of the decode path, are the faster ones
-FEW_COLUMNS = 12
 
 
 def padding(
@@ -63,40 +56,6 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
     return _biased(y, bias)
 
 
-def wide_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows [N, K] by weight [R, K] → [N, R], summed in float32; a weight that is held
-    as fp16 is read as it is."""
-    if weight.dtype == torch.float16:
-        from miltorch.fast import kernels, tiles  # numba takes a moment to import
-
-        if kernels.available():
-            return tiles.product(_bits(weight), _ones(len(weight)), rows)
-    return panel_product(rows, weight)
-
-
-def narrow_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows [B, N, K] by weight [R, K] → [B, N, R], summed as `narrow` does."""
-    (B, N, K), R = rows.shape, len(weight)
-    few = B * N < FEW_COLUMNS and K % TERMS == 0
-    if few and weight.dtype == torch.float16:
-        from miltorch.fast import kernels  # numba takes a moment to import
-
-        if kernels.available():
-            product = kernels.narrow_product(_bits(weight), rows.flatten(0, 1))
-            return product.reshape(B, N, R)
-    return narrow_matmul(rows.contiguous(), weight.float().T)
-
-
-def _bits(weight: torch.Tensor) -> np.ndarray:
-    return weight.view(torch.int16).numpy().view(np.uint16)
-
-
-@cache
-def _ones(count: int) -> np.ndarray:
-    """The scales of fp16 rows, which nothing looks at."""
-    return np.ones(count, np.float32)
-
-
 def _conv(narrow: bool):
     def conv(
         x,
@@ -124,9 +83,9 @@ def _conv(narrow: bool):
             # a 1×1 convolution is a matrix product: a row per position
             rows, matrix = x.flatten(2).transpose(1, 2), weight.flatten(1)
             if narrow:
-                y = narrow_product(rows, matrix)
+                y = narrow_matmul(rows.contiguous(), matrix.float().T)
             else:
-                y = wide_product(rows.flatten(0, 1), matrix)
+                y = panel_product(rows.flatten(0, 1), matrix)
                 y = y.reshape(*rows.shape[:2], len(weight))
             if bias is not None:
                 y = y + bias

@@ -43,14 +43,29 @@ def slice_update(
     result = x.flip(flipped)  # a copy
     # a window that the end of `x` cuts short, down to nothing
     if result[index].shape != update.shape:
-        raise IndexError(
-            f"an update of shape {list(update.shape)} for a window of shape "
-            f"{list(result[index].shape)}"
-        )
+        raise IndexError(_misfit(update, result[index]))
     result[index] = update
     if flipped:
         result = result.flip(flipped)
     return result
+
+
+def is_flipped(stride) -> bool:
+    """Whether a slice with these strides (None: of 1) goes backwards on an axis."""
+    return min(stride or [1]) < 0
+
+
+def assign(x, update, **window) -> None:
+    """`slice_update` in place, of a window that goes forwards."""
+    _, index = _window(x.shape, **window)
+    if x[index].shape != update.shape:
+        raise IndexError(_misfit(update, x[index]))
+    x[index] = update
+
+
+def _misfit(update: torch.Tensor, window: torch.Tensor) -> str:
+    shapes = list(update.shape), list(window.shape)
+    return "an update of shape {} for a window of shape {}".format(*shapes)
 
 
 def _window(sizes, begin, end, stride, begin_mask, end_mask, squeeze_mask):

@@ -37,15 +37,15 @@ def panel_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = -(-PANEL // weight.shape[1])
     x = x.contiguous()
     if weight.dtype == torch.float32:
-        return _wide_linear(x, weight)
+        return wide_linear(x, weight)
     out = x.new_empty(len(x), len(weight))
     for first in range(0, len(weight), rows):
         panel = slice(first, first + rows)
-        out[:, panel] = _wide_linear(x, weight[panel].float())
+        out[:, panel] = wide_linear(x, weight[panel].float())
     return out
 
 
-def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """float32 x [N, K] by weight [R, K], by oneDNN where torch has it: on processors
     that are not Intel's it is several times as fast as MKL, which
     `torch.nn.functional.linear` calls."""

@@ -1,11 +1,11 @@
-"""Packages of five styles, each made once per session, and the folders that adopt them."""
+"""Packages of five styles, each made once per session, and the bundles that adopt makes
+of them."""
 
 from pathlib import Path
 
+import exporter_styles as styles
 import pytest
-
-from workbench.studies import exporter_styles as styles
-from workbench.studies.exporter_model import tiny_checkpoint
+from exporter_model import tiny_checkpoint
 
 STYLES = {
     "recipe": ("llama", styles.recipe, {"int4": True}),
@@ -14,6 +14,7 @@ STYLES = {
     "monolith": ("gemma3_text", styles.monolith, {"int4": True}),
     "host": ("qwen3", styles.host, {"lut": True}),
     "shards": ("qwen3", styles.shards, {}),
+    "newest": ("qwen3", styles.host, {"moves": True}),
     "theta": ("llama", styles.recipe, {"fault": "theta"}),
     "future": (
         "gemma3_text",
@@ -31,6 +32,7 @@ class Adoptions:
 
     def __init__(self, root: Path):
         self.root = root
+        self.assumed: dict[str, list[dict]] = {}
 
     def checkpoint(self, style: str) -> Path:
         return tiny_checkpoint(STYLES[style][0], self.root)
@@ -45,22 +47,21 @@ class Adoptions:
         return folder
 
     def folder(self, style: str) -> Path:
-        """The folder that `workbench adopt` makes, nothing in it changed."""
+        """The bundle that `workbench adopt` makes, nothing in it changed."""
         from workbench.adopt import propose
         from workbench.models.checkpoint import Checkpoint
 
         folder = self.root / "adopted" / style
         if not folder.exists():
+            folder.parent.mkdir(exist_ok=True)
             source = Checkpoint(self.checkpoint(style))
-            foreign, notes = propose.propose([self.packages(style)], source, folder)
-            propose.write(foreign, notes, propose.target(folder))
+            _, self.assumed[style] = propose([self.packages(style)], source, folder)
         return folder
 
-    def adapter(self, style: str, runtime="portable", precision="exact"):
-        from workbench.adopt.adapter import Adapter
-        from workbench.adopt.folder import Adopted
+    def decoder(self, style: str, precision="exact", **how):
+        from workbench import Decoder
 
-        return Adapter(Adopted.open(self.folder(style)), runtime, precision)
+        return Decoder(self.folder(style), "portable", precision, **how)
 
 
 @pytest.fixture(scope="session")

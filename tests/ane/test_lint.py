@@ -1,8 +1,6 @@
 """Every rule fires on a program made to break it, names what breaks it, and is silent on a program
 that breaks none."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from mil.one_op import program
@@ -11,7 +9,6 @@ from miltorch import Type
 from miltorch.program import Op, Ref
 from workbench.ane import placement, rule, rules
 
-MIB = 1 << 20
 WEIGHT = np.ones((64, 64, 1, 1), np.float16)
 
 
@@ -57,12 +54,6 @@ INT8 = {
 }
 INT4 = {"data": np.full((64, 64), 7, np.int8), "scale": np.ones((64, 2), np.float16)}
 W = half(64, 64)
-# 2048×4096: a whole MiB
-WIDE = (
-    np.ones((4096, 2048, 1, 1), np.float16)[:2048]
-    .reshape(2048, 2048, 1, 1)
-    .repeat(2, axis=1)
-)
 KV = half(1, 2, 64, 32)
 
 
@@ -95,39 +86,6 @@ BROKEN = {
         ),
         "reshape",
     ),
-    "T5": (
-        graph(
-            op(
-                "transpose",
-                half(1, 1, 2, 4, 32),
-                x="z",
-                perm=np.array([0, 1, 3, 2, 4], np.int32),
-            ),
-            op("matmul", half(1, 1, 2, 4, 4), x="transpose_out", y="z"),
-            inputs={"z": half(1, 1, 4, 2, 32)},
-        ),
-        "matmul",
-    ),
-    "T6": (
-        graph(
-            op(
-                "scaled_dot_product_attention",
-                half(1, 1, 2, 4, 32),
-                query="q",
-                key="q",
-                value="q",
-            ),
-            inputs={"q": half(1, 1, 2, 4, 32)},
-        ),
-        "scaled_dot_product_attention",
-    ),
-    "T7": (
-        graph(
-            op("gather", half(1, 32), x="table", indices=np.array([1]), axis=0),
-            inputs={"table": half(70000, 32)},
-        ),
-        "gather",
-    ),
     "S1": (graph(inputs={"narrow": half(1, 64, 1, 4)}), "narrow"),
     "S2": (
         graph(
@@ -143,36 +101,9 @@ BROKEN = {
         ),
         "add",
     ),
-    "S6": (
-        graph(
-            op("conv", name="wide", x="x", weight=np.ones((64, 64, 1, 17), np.float16))
-        ),
-        "wide",
-    ),
-    "S7": (
-        graph(
-            op(
-                "conv",
-                name="deep",
-                x="x",
-                weight=np.ones((1280, 1, 1, 2), np.float16),
-                groups=np.array(1280),
-            )
-        ),
-        "deep",
-    ),
-    "S9": (graph(op("conv", name="tile", x="x", weight=WIDE)), "tile"),
     "S10": (
         graph(op("transpose", half(1, 64, 32, 1), x="x", perm=np.array([0, 1, 3, 2]))),
         "transpose",
-    ),
-    "S11": (
-        graph(
-            op("slice_by_index", half(1, 64, 1, 32), x="long", begin="at", end="at"),
-            inputs={"long": half(1, 64, 1, 5000), "at": Type("INT32", (4,))},
-            generation=2,
-        ),
-        "slice_by_index",
     ),
     "S12": (
         graph(
@@ -182,10 +113,8 @@ BROKEN = {
         "add",
     ),
     "D1": (graph(inputs={"t": half(1, 64, 1, None)}), "t"),
-    "D2": (graph(), "x"),
     "D3": (graph(inputs={"t": half(1, 64, 1, None)}), "t"),
     "D5": (graph(op("while_loop", x="x")), "while_loop"),
-    "D6": (graph(states=state(1, 2, None, 32)), "k_state"),
     "D7": (graph(inputs={"x": half(1, 64, 1, None)}, states=state(1, 2, 64, 32)), "x"),
     "D8": (
         graph(
@@ -194,7 +123,6 @@ BROKEN = {
         ),
         "pos",
     ),
-    "K1": (graph(states=state(1, 2, 64, 32, dtype="FLOAT32")), "k_state"),
     "K2": (graph(states=state(1, 2, 64, 48)), "k_state"),
     "K3": (
         graph(
@@ -262,36 +190,9 @@ BROKEN = {
     "O2": (graph(op("gather_nd", x="x", indices="x")), "gather_nd"),
     "O3": (graph(op("cos", x="x"), generation=2), "cos"),
     "O4": (graph(op("matmul", x="x", y=W)), "matmul"),
-    "O5": (graph(op("conv", name="dynamic", x="x", weight="x")), "dynamic"),
-    "O7": (
-        graph(
-            *(
-                op(
-                    "scaled_dot_product_attention",
-                    name=n,
-                    query="x",
-                    key="x",
-                    value="x",
-                )
-                for n in "ab"
-            )
-        ),
-        "conv",
-    ),
     "O8": (
         graph(op("scaled_dot_product_attention", query="x", key="x", value="x")),
         "scaled_dot_product_attention",
-    ),
-    "O11": (
-        graph(
-            op(
-                "layer_norm",
-                x="x",
-                gamma=np.linspace(0, 1, 1024, dtype=np.float16),
-                axes=np.array([1]),
-            )
-        ),
-        "layer_norm",
     ),
     "O15": (graph(op("softmax", x="x", axis=np.array(-1))), "softmax"),
     "G1": (graph(weights=100_000), "conv"),
@@ -301,7 +202,6 @@ BROKEN = {
         "conv",
     ),  # ZAYA1's routers, experts and slices of the head
     "G4": (graph(weights=1_100_000_000), "conv"),
-    "Q1": (palette(32, 1, 64, 1), "constexpr_lut_to_dense"),
     "Q2": (
         compressed(INT8 | {"scale": np.ones((2, 2), np.float16)}),
         "constexpr_blockwise_shift_scale",
@@ -314,33 +214,17 @@ BROKEN = {
     "N3": (graph(op("mul", x="x", y="x")), "mul"),
     "N5": (graph(op("rsqrt", x="x", epsilon=np.array(1e-6))), "rsqrt"),
     "N7": (graph(op("softplus", x="x")), "softplus"),
-    "N8": (
-        graph(
-            op("reduce_sum", half(1, 1, 1, 32), x="tall", axes=np.array([1])),
-            inputs={"tall": half(1, 4096, 1, 32)},
-        ),
-        "reduce_sum",
-    ),
 }
-BROKEN["D2"][0].program.description = SimpleNamespace(
-    input=[
-        SimpleNamespace(
-            name="x",
-            type=SimpleNamespace(
-                multiArrayType=SimpleNamespace(
-                    enumeratedShapes=SimpleNamespace(shapes=[0] * 129)
-                )
-            ),
-        )
-    ]
-)
+
+
+LOOKED_FOR = [id for id, row in rule.RULES.items() if row.of != "-"]
 
 
 def found(g: rule.LintGraph) -> dict[str, tuple[str, ...]]:
     return {f.rule.id: f.names for f in rules.lint(g)}
 
 
-@pytest.mark.parametrize("id", rule.RULES)
+@pytest.mark.parametrize("id", LOOKED_FOR)
 def test_every_rule_fires_on_a_program_that_breaks_it(id):
     broken, name = BROKEN[id]
     assert name in found(broken)[id]
@@ -395,9 +279,14 @@ def test_eligible_and_expected_are_told_apart(id, eligible, ane):
     }
 
 
+def test_a_predicted_plan_has_a_unit_for_every_operation():
+    made = program([CONV, op("cumsum", x="conv_out")], {"x": X}, ["cumsum_out"])
+    assert placement.predicted_units(made) == {"conv": "ane", "cumsum": "cpu"}
+
+
 def test_a_disputed_rule_is_shown_and_moves_nothing():
-    for id, r in rule.RULES.items():
-        if r.disputed:
+    for id in LOOKED_FOR:
+        if rule.RULES[id].disputed:
             others = [
                 x
                 for x in placement.place_operations("s", BROKEN[id][0]).rules
@@ -491,20 +380,17 @@ def test_experiment_30_s_shard_keeps_its_four_convolutions(tmp_path):
     placed = placement.place_operations(
         "attention", rule.LintGraph(miltorch.read(package), weights)
     )
-    assert placed.convolutions == (4, 4) and placement.contradictions([placed]) == []
+    assert placed.convolutions == (4, 4)
     disputed = {r["id"]: r["disputed"] for r in placed.rules if r["disputed"]}
     assert set(disputed) == {"D3", "D7", "K13", "K14", "Q4"} and all(
         "experiment 30" in words for words in disputed.values()
     )
 
 
-def test_a_prediction_against_experiment_30_says_so(exports, llama_bundle):
+def test_small_shards_with_a_range_are_expected_on_the_cpu(llama_bundle):
     placed = placement.predicted_placement(llama_bundle)
-    assert all(p.convolutions[0] == 0 for p in placed) and {"G1", "D3"} <= {
-        r["id"] for r in placed[0].rules
-    }
-    (words,) = placement.contradictions(placed)
-    assert "because of G1" in words and "experiment 30 counted 4 of 4" in words
+    assert all(p.convolutions[0] == 0 for p in placed)
+    assert {"G1", "D3"} <= {r["id"] for r in placed[0].rules}
     assert any("predicted placement" in line for line in placement.lines(placed))
 
 
@@ -590,17 +476,9 @@ def test_a_bundle_of_many_programs_says_so(exports, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("states", ["separate", "packed"])
 @pytest.mark.parametrize("kv_write", ["mask", "slice"])
-def test_a_cache_that_a_mask_writes_is_seen_in_either_packing(
-    exports, kv_write, states
-):
-    options = {
-        "kv_write": kv_write,
-        "t": "fixed",
-        "states": states,
-        "layers_per_shard": 2,
-    }
+def test_a_cache_that_a_mask_writes_is_seen(exports, kv_write):
+    options = {"kv_write": kv_write, "t": "fixed", "layers_per_shard": 2}
     bundle = exports.bundle(exports.checkpoint("llama"), **options)
     broken = {r["id"] for r in placement.predicted_placement(bundle)[0].rules}
     assert ("K14" in broken) == (kv_write == "mask") and "K6" not in broken

@@ -74,32 +74,28 @@ def test_a_fit_finds_the_numbers_that_made_the_figures():
     assert found.dispatch_ms == pytest.approx(0.5) and found.share == pytest.approx(0.8)
 
 
-def test_work_is_what_the_exported_program_holds(exports, tiny_llama, llama_bundle):
+def test_work_is_what_the_exported_program_holds(tiny_llama, llama_bundle):
     d, options = llama_bundle.manifest.dims, llama_bundle.manifest.options
     config = Checkpoint(tiny_llama.path).config
-    one, *_, head = roofline.bundle_work(llama_bundle)
+    one, *_, head = memory.work(llama_bundle)
     matrices = (
         d.C * (d.H + 2 * d.H_kv) * d.D
         + d.H * d.D * d.C
         + 3 * d.C * config.intermediate_size
     )
-    S = options.max_seq_len
-    # scores and mix; two one-hot writes
-    attention = 2 * d.H * d.D * S + 2 * d.H_kv * d.D * S
-    assert (
-        one.flops == 2 * (matrices + attention)
-        and one.state_bytes == 2 * d.H_kv * S * d.D * 2
-    )
+    assert one.flops == one.weight_bytes  # of fp16: two flops for each weight's 2 bytes
+    assert one.state_bytes == 2 * d.H_kv * options.max_seq_len * d.D * 2
     assert (
         2 * matrices <= one.weight_bytes <= 2 * matrices * 1.1 and one.dispatches == 1
     )
-    assert (head.name, head.flops, head.state_bytes) == ("head", 2 * d.C * d.V, 0)
-    assert roofline.bundle_work(llama_bundle, T=2)[0].flops == 2 * one.flops
+    assert (head.name, head.state_bytes) == ("head", 0)
+    assert head.flops == pytest.approx(2 * d.C * d.V, rel=0.1)
+    assert memory.work(llama_bundle, T=2)[0].flops == 2 * one.flops
 
 
 def test_more_bytes_states_dispatches_and_slower_chips_take_longer():
     base = roofline.Work("", 10**9, 10**7, 10**9, 4)
-    ms = lambda w, chip="M4 Max": roofline.predict_ms([w], chip)["ms"].sum()  # noqa: E731
+    ms = lambda w, chip="M4 Max": roofline.predict_ms([w], chip)  # noqa: E731
     for more in (
         {"weight_bytes": 2 * 10**9},
         {"state_bytes": 10**8},
@@ -113,8 +109,7 @@ def test_more_bytes_states_dispatches_and_slower_chips_take_longer():
 def test_routed_experts_read_one_of_a_layer(exports):
     path = exports.checkpoint("zaya")
     dense, routed = (
-        roofline.bundle_work(exports.bundle(path, moe=kind))
-        for kind in ("dense", "routed")
+        memory.work(exports.bundle(path, moe=kind)) for kind in ("dense", "routed")
     )
     assert sum(w.weight_bytes for w in routed) < sum(w.weight_bytes for w in dense)
     assert (
@@ -130,8 +125,8 @@ def test_the_planner_agrees_with_the_exported_bundle(exports, family):
     for kind in ("dense", "routed") if family == "zaya" else ("dense",):
         bundle = exports.bundle(path, moe=kind)
         planned, made = (
-            memory.decode_work(Checkpoint(path), bundle.manifest.options),
-            roofline.bundle_work(bundle),
+            memory.work(Checkpoint(path), bundle.manifest.options),
+            memory.work(bundle),
         )
         for name in ("weight_bytes", "state_bytes", "dispatches"):
             sums = [sum(getattr(w, name) for w in works) for works in (planned, made)]
@@ -172,17 +167,17 @@ def test_a_chip_streams_a_format_as_stored_or_as_fp16(compress, chip, streamed):
     )
     assert roofline.streams_as(compress, on) == streamed
     assert roofline.streamed_bytes(work, on) == packed.weight_bytes
-    ms = [roofline.predict_ms([w], chip)["ms"].sum() for w in (work, plain)]
+    ms = [roofline.predict_ms([w], chip) for w in (work, plain)]
     assert (ms[0] == ms[1]) == (streamed == "fp16")
 
 
 def test_every_preset_has_a_published_stream():
-    assert set(roofline._first_generations()) == set(PRESETS)
+    assert set(roofline._table("weight_streams.csv")["compress"]) == set(PRESETS)
 
 
 def test_the_bytes_streamed_stand_beside_the_prediction(exports):
     bundle = exports.bundle(exports.checkpoint("llama"), compress="int8-tensor")
-    table = roofline.by_chip(roofline.bundle_work(bundle)).set_index("chip")
+    table = roofline.by_chip(memory.work(bundle)).set_index("chip")
     assert table.loc["M1", "weights"] == "int8-tensor streamed as fp16"
     assert table.loc["M2", "weights"] == "int8-tensor streamed as int8-tensor"
     assert table.loc["M1", "streamed_mib"] == pytest.approx(
@@ -192,28 +187,3 @@ def test_the_bytes_streamed_stand_beside_the_prediction(exports):
         "int8-tensor streamed as int8-tensor",
         "lut4 streamed as lut4",
     }
-
-
-@pytest.mark.parametrize(
-    ("megabytes", "spills"),
-    [
-        (1.9, {"M1": False, "M3 Max": False, "M5": False}),
-        (3, {"M1": True, "M3 Max": None, "M5": False}),
-        (4.8, {"M1": True, "M3 Max": True, "M5 Max": True}),
-    ],
-)
-def test_a_value_beyond_the_working_set_spills(megabytes, spills):
-    """Only M1's and M5's working sets are published; between them nothing is known of other
-    chips."""
-    work = roofline.Work("", 10**9, 0, 0, largest_bytes=int(megabytes * 1e6))
-    table = roofline.by_chip([work]).set_index("chip")["spills"]
-    assert {chip: table[chip] for chip in spills} == spills
-
-
-def test_the_largest_value_is_the_cache_that_a_mask_rewrites(exports):
-    bundle = exports.bundle(exports.checkpoint("llama"), max_seq_len=512)
-    d, one = bundle.manifest.dims, roofline.bundle_work(bundle)[0]
-    (planned, _) = memory.decode_work(
-        Checkpoint(exports.checkpoint("llama")), bundle.manifest.options
-    )
-    assert one.largest_bytes == planned.largest_bytes == 2 * d.H_kv * 512 * d.D

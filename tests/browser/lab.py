@@ -6,6 +6,7 @@ Everything JupyterLab would read from or write to the user's home goes to a fold
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -41,7 +42,7 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false"},
 }
 LIMIT_S = 300
-SIZE = {"width": 1280, "height": 1000}
+SIZE = {"width": 1400, "height": 1000}
 ROOT = Path(__file__).parents[2]
 
 
@@ -110,10 +111,9 @@ def serve(project: Path, home: Path, python: str):
         f"--ServerApp.root_dir={project}",
         "--IdentityProvider.token=",
     ]
-    command += [
-        "--KernelManager.transport=ipc",
-        "--FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs",
-    ]
+    command += ["--KernelManager.transport=ipc"]
+    makefile = (ROOT / "Makefile").read_text()
+    command += re.findall(r"--FileContentsManager\S+", makefile)  # as `make lab`
     with (home / "server.log").open("w") as said:
         process = subprocess.Popen(
             command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT
@@ -219,10 +219,10 @@ class Notebook:
         )
 
     def save(self) -> nbformat.NotebookNode:
-        """Saves; gives what is on disk."""
+        """Saves; gives the copy with outputs."""
         self._in_lab("context.save().then(() => true)")
-        executed = self.path.parents[1] / "build" / "notebooks" / self.path.name
-        return nbformat.read(executed, as_version=4)
+        copy = self.path.parents[1] / "build" / "notebooks" / self.path.name
+        return nbformat.read(copy, as_version=4)
 
     def errors(self) -> list[str]:
         """What went wrong: error outputs of cells, and callback errors that widgets show."""
@@ -235,7 +235,7 @@ class Notebook:
         return raised + self.page.locator(".workbench-error").all_inner_texts()
 
     def widget(self, name: str) -> "Widget | None":
-        """The first widget of a kind (`explorer`, `planner`, `compare`), if there is one."""
+        """The first widget of a kind (`explorer`, `planner`), if there is one."""
         found = self.page.locator(f".workbench-{name}")
         return Widget(self, found.first) if found.count() else None
 
@@ -258,100 +258,57 @@ class Widget:
     """A widget of the workbench in an open notebook, moved as a person would."""
 
     def __init__(self, notebook: Notebook, box):
-        self.notebook, self.box, self.picture = (
-            notebook,
-            box,
-            box.locator("img.workbench-picture").first,
-        )
+        self.notebook, self.box = notebook, box
 
-    def shown(self) -> list:
-        """The address of the picture and the message above it."""
-        return self.box.evaluate(
-            """box => [box.querySelector("img.workbench-picture").src,
-                       box.querySelector(".widget-html-content")?.innerText]"""
-        )
+    def shown(self) -> str:
+        """The pixels of its canvases and its text."""
+        canvases = "[...b.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
+        return self.box.evaluate(f"b => {canvases} + b.innerText")
 
-    def changes(self, action, name: str = "other") -> None:
-        """Does `action`, named `name` among the notebook's times, and waits until another picture
-        is drawn, or another message, and the kernel rests."""
-        errors = self.notebook.page.locator(".workbench-error")
+    def changes(self, action, name: str) -> None:
+        """Does `action`, named `name` among the notebook's times, and waits until something else is
+        shown."""
         self.notebook.rest()
         before, start = self.shown(), time.monotonic()
         action()
         _wait(
-            lambda: errors.count() or self.shown() != before,
+            lambda: self.shown() != before,
             LIMIT_S,
-            f"{name}: neither the picture nor the message changed",
-            every=0.05,
+            f"{name}: nothing changed",
+            every=0.02,
         )
-        self.picture.evaluate("image => image.decode().catch(() => null)")
-        self.notebook.seconds.setdefault(name, []).append(time.monotonic() - start)
+        seconds = time.monotonic() - start
+        self.notebook.seconds.setdefault(name, []).append(seconds)
         self.notebook.rest()
-        assert not errors.count(), errors.all_inner_texts()
-
-    def controls(self) -> list[str]:
-        """Names of the sliders and dropdowns that are on the page and can be moved now."""
-        kinds = self.box.locator(
-            ".widget-dropdown:not(:has(:disabled)), .widget-hslider"
-        )
-        return [
-            kind.inner_text().split("\n")[0]
-            for kind in kinds.all()
-            if kind.is_visible()
-        ]
 
     def move(self, name: str) -> None:
-        """Moves a control to another stop, a dropdown back again; what is shown follows each
-        time."""
+        """Moves a control to another stop: a slider one to the right, a list to its next entry."""
         select = self.box.locator(
             f".widget-dropdown:has(label:text-is('{name}')) select"
         )
         if select.count():
-            chosen, count = select.first.evaluate(
-                "s => [s.selectedIndex, s.options.length]"
-            )
-            for index in ((chosen + 1) % count, chosen):
-                self.changes(lambda index=index: self.select(name, index=index), name)
+            chosen = select.first.evaluate("s => s.selectedIndex")
+            self.changes(lambda: select.first.select_option(index=chosen + 1), name)
             return
-        handle = self._handle(name)
-        at, most = (
-            float(handle.get_attribute(f"aria-value{end}")) for end in ("now", "max")
-        )
-        self.changes(lambda: self.move_slider(name, 1 if at < most else -1), name)
-
-    def _handle(self, name: str):
-        return self.box.locator(
-            f".widget-hslider:has(label:text-is('{name}')) .noUi-handle"
-        ).first
-
-    def move_slider(self, name: str, steps: int = 1) -> None:
-        """Moves a slider with the keyboard."""
-        handle = self._handle(name)
+        slider = self.box.locator(f".widget-hslider:has(label:text-is('{name}'))")
+        handle = slider.locator(".noUi-handle").first
         handle.scroll_into_view_if_needed()
         handle.focus()
-        for _ in range(abs(steps)):
-            self.notebook.page.keyboard.press(
-                "ArrowRight" if steps > 0 else "ArrowLeft"
-            )
-
-    def select(self, name: str, **entry) -> None:
-        """Chooses an entry of a dropdown by `label` or `index`."""
-        self.box.locator(
-            f".widget-dropdown:has(label:text-is('{name}')) select"
-        ).first.select_option(**entry)
+        press = self.notebook.page.keyboard.press
+        self.changes(lambda: press("ArrowRight"), name)
 
     def click_picture(self, x: float, y: float) -> None:
         """Clicks at fractions of the picture's size."""
-        size = self.picture.bounding_box()
-        self.picture.click(position={"x": size["width"] * x, "y": size["height"] * y})
-
-    def text_at(self, x: float, y: float) -> str:
-        """The line below the picture with the pointer at fractions of its size."""
-        size = self.picture.bounding_box()
-        self.picture.hover(position={"x": size["width"] * x, "y": size["height"] * y})
-        # events come with frames
-        self.notebook.page.evaluate("new Promise(requestAnimationFrame)")
-        return self.box.locator(".workbench-cell").first.inner_text()
+        canvas = self.box.locator("canvas").last
+        canvas.scroll_into_view_if_needed()
+        size = canvas.bounding_box()
+        at = size["x"] + size["width"] * x, size["y"] + size["height"] * y
+        self.notebook.page.mouse.move(*at)
+        self.changes(lambda: self.notebook.page.mouse.click(*at), "click")
 
     def press(self, label: str) -> None:
         self.box.locator(f"button:has-text('{label}')").first.click()
+
+    def says(self, text: str) -> None:
+        """Waits until the widget shows a text."""
+        self.box.get_by_text(text).first.wait_for()

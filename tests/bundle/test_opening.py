@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workbench import Bundle, InputError
+from workbench import Bundle, Decoder, InputError
+from workbench.check.validate import stored_gates
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +22,6 @@ def copy(made, tmp_path):
     return shutil.copytree(made.root, tmp_path / "b")
 
 
-@pytest.mark.parametrize("noted", ["null", "[1]", '"text"', "{", ""])
-def test_what_is_no_note_of_a_check_means_that_none_was_made(copy, noted):
-    note = copy.parent / ".b.checked"
-    note.write_text(noted)
-    Bundle.open(copy)
-    assert json.loads(note.read_text()).keys() == {
-        entry.path for entry in Bundle.open(copy).files
-    }
-
-
 def test_a_bundle_opened_from_inside_stays_as_it_is(copy, monkeypatch):
     before = sorted(copy.rglob("*"))
     monkeypatch.chdir(copy)
@@ -42,9 +33,30 @@ def test_a_bundle_opened_from_inside_stays_as_it_is(copy, monkeypatch):
         else next(p for p in copy.iterdir() if p.is_dir())
     )
     Bundle.open("..")
-    assert sorted(copy.rglob("*")) == before and [
-        p.name for p in copy.parent.glob(".*")
-    ] == [".b.checked"]
+    assert sorted(copy.rglob("*")) == before and not list(copy.parent.glob(".*"))
+
+
+def test_an_older_version_is_refused_by_what_it_is(copy):
+    """Its options are refused with it, whatever they are."""
+    manifest = json.loads((copy / "bundle.json").read_text())
+    manifest["version"] = 1
+    manifest["options"] |= {"states": "packed", "undo": True}
+    (copy / "bundle.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        InputError, match="version: .*a bundle of version 2.*export again"
+    ):
+        Bundle.open(copy)
+
+
+def test_a_flipped_byte_is_found_by_validation(copy):
+    weights = next(copy.rglob("weight.bin"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    bundle = Bundle.open(copy)
+    decoder = Decoder(bundle, "portable")
+    with pytest.raises(InputError, match="bytes that differ from the manifest's SHA"):
+        bundle.verify()
+    with pytest.raises(InputError, match="bytes that differ"):
+        stored_gates(decoder)
 
 
 def swapped(shards, kind):

@@ -16,7 +16,6 @@ from workbench.bundle.states import KINDS, state_kind
         ("layers.0.conv_state", None, "tail"),
         ("v_delayed_state", None, "tail"),
         ("layers.12.matrix_state", None, "matrix"),
-        ("layers.1.pending_state", None, "pending"),
     ],
 )
 def test_the_kind_of_a_state_follows_from_its_name(name, ring, kind):

@@ -212,7 +212,6 @@ def test_a_path_that_no_system_takes_is_refused(path):
         (lambda m: m["checkpoint"].update(sha256="0" * 64), False),
         (lambda m: m["checkpoint"].update(name="elsewhere"), True),
         (lambda m: m["packages"].update(torch="9.9"), True),
-        (lambda m: m["shards"][1].update(how="converted"), True),
     ],
 )
 def test_the_identity_covers_what_decides_how_a_bundle_is_run(made, copy, edit, same):

@@ -2,8 +2,7 @@
 bug gate on each.
 
 A case is a name: clean/SEED/PRESET, trained/CHECKPOINT/PRESET, massive/-/PRESET, deep/-/PRESET,
-disk/FAULT/PRESET, memory/FAULT/PRESET. Sound bundles meet every gate. Faulty ones meet the cheap
-gates, then the gate that is made for the fault, then the others until one is RED.
+disk/FAULT/PRESET, memory/FAULT/PRESET. Sound and faulty bundles meet every gate.
 """
 
 import ast
@@ -34,20 +33,11 @@ from faults import FAULTS  # noqa: E402
 from planted import PLANTED  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
-from workbench.check import (  # noqa: E402
-    causality,
-    checklist,
-    device,
-    host,
-    interface,
-    program,
-    undo,
-    weights,
-)
-from workbench.check.gates import NOT_RUN, RED, Gate  # noqa: E402
+from workbench.check import device, fidelity, host, interface, program, states, weights  # noqa: E402
+from workbench.check.gates import RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
-from workbench.check.price import Budget, measure_budget  # noqa: E402
-from workbench.check.validate import bug_gates, unopened_gates, validate  # noqa: E402
+from workbench.check.price import Budget, measure_budget, measure_price, price_gates  # noqa: E402
+from workbench.check.validate import bug_gates, unopened_gates  # noqa: E402
 from workbench.models.checkpoint import Checkpoint  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +62,6 @@ BASES = {
     "olmo2": ({"family": "olmo2"}, {"max_seq_len": 32}),
     "phi3": ({"family": "phi3"}, {"max_seq_len": 32}),
     "lfm2": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32}),
-    "undo": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32, "undo": True}),
     "ring": ({"family": "gemma3_text"}, {"max_seq_len": 32, "sliding": "ring"}),
     "qwen3_5": ({"family": "qwen3_5_text"}, {"max_seq_len": 32, "t_max": 8}),
     "granite": ({"family": "granitemoehybrid"}, {"max_seq_len": 32}),
@@ -88,28 +77,7 @@ GATES = (
     *(f"tests/check/{name}.py" for name in ("copies", "cases", "clean")),
 )
 ON_FILES = ("interface", "weights")
-CHEAP = (*ON_FILES, "host")
-PROBES = (
-    *(
-        "state_is_used",
-        "fresh_state_is_zero",
-        "states_are_independent",
-        "write_address",
-    ),
-    *(
-        "stale_rows",
-        "nan_in_state_is_noticed",
-        "subnormals_in_state_are_kept",
-        "overflow_raises",
-    ),
-)
-PROMPT = (
-    24  # tokens of the golden behind `budget`, `device` and the gates of a validation
-)
-# Gates with a limit that the clean draws' spread gives; they see no fault for a fault's row of the
-# tables.
-PRICED = ("budget", "device")
-VALIDATED = ("finite", "routing", "same_for_every_T", "budget")
+PROMPT = 24  # tokens of the golden behind `budget` and `device`
 
 
 @cache
@@ -228,11 +196,10 @@ class Prover:
                 return all_bug_gates(Bundle.open(source), checkpoint)
             checkpoint, source = self.base(fault.bundle, preset)
             if kind == "memory":
-                faulty = Faulty(source, checkpoint, fault.plant)
-                return faulty.gates(fault.gate) + faulty.price()
+                return Faulty(source, checkpoint, fault.plant).gates()
             copy = Copy(source, Path(folder) / "bundle")
             fault.plant(copy)
-            return Faulty(copy.seal(), checkpoint).gates(fault.gate)
+            return Faulty(copy.seal(), checkpoint).gates()
 
     def clean(self, kind: str, name: str, preset: str) -> tuple[Checkpoint, Path]:
         if kind == "clean":
@@ -261,7 +228,7 @@ class Prover:
 
     def record(self, case: str) -> dict:
         """A case's line in the store: its gates, those that are RED, and how long it took."""
-        start, clean = time.perf_counter(), fault_of(case) is None
+        start = time.perf_counter()
         try:
             gates, error = self.gates(case), None
         except Exception as problem:  # a gate that breaks is a finding of its own
@@ -269,11 +236,7 @@ class Prover:
         return {
             "case": case,
             "version": version(case),
-            "red": [
-                g.name
-                for g in gates
-                if g.verdict == RED and (clean or g.name not in PRICED)
-            ],
+            "red": [gate.name for gate in gates if gate.verdict == RED],
             "error": error,
             "seconds": round(time.perf_counter() - start, 2),
             "gates": [g.json() for g in gates],
@@ -326,39 +289,26 @@ class Faulty:
             self.decoders[precision] = decoder
         return self.decoders[precision]
 
-    def gates(self, made_for_it: str) -> list[Gate]:
-        """The cheap gates, then the one that is made for the fault, then the others until one is
-        RED."""
+    def gates(self) -> list[Gate]:
+        """Every gate, those on files only of a fault in files."""
         try:
             Bundle.open(self.folder)
         except InputError as problem:
             return [Gate("open", RED, None, None, str(problem))]
-        names = [step for step in STEPS if not (self.plant and step[0] in ON_FILES)]
-        names.sort(key=lambda step: (step[0] not in CHEAP, made_for_it not in step))
         gates = []
         try:
-            for step in names:
-                always = step[0] in CHEAP or made_for_it in step
-                if always or not any(gate.verdict == RED for gate in gates):
-                    gates += STEPS[step](self)
+            for names, ask in STEPS.items():
+                if not (self.plant and names[0] in ON_FILES):
+                    gates += ask(self)
         # no decoder opens or runs a bundle whose interface is RED
         except InputError as problem:
-            if not any(
-                (gate.name, gate.verdict) == ("interface", RED) for gate in gates
-            ):
+            if not any((g.name, g.verdict) == ("interface", RED) for g in gates):
                 raise
             gates += unopened_gates(problem, ["decoder"])
         return gates
 
-    def price(self) -> list[Gate]:
-        """What `budget` and `device` say of it, which no fault's row counts."""
-        budget = [
-            g for g in run_gates(self.decoder(), self.checkpoint) if g.name == "budget"
-        ]
-        return budget + device_gates(self.decoder(), self.checkpoint)
 
-
-# The gates by their names, in the order in which they are asked.
+# What is asked of a faulty bundle, by the names of the gates that it gives.
 STEPS = {
     ("interface",): lambda faulty: [
         interface.interface_gate(Bundle.open(faulty.folder), faulty.checkpoint)
@@ -367,59 +317,41 @@ STEPS = {
         weights.weights_gate(Bundle.open(faulty.folder), faulty.checkpoint)
     ],
     ("host",): lambda faulty: [host.host_gate(faulty.decoder(), faulty.checkpoint)],
-    ("program", "scores"): lambda faulty: program.program_gates(
-        faulty.decoder("exact"), faulty.checkpoint
-    ),
-    ("causality",): lambda faulty: [causality.causality_gate(faulty.decoder())],
-    ("undo",): lambda faulty: [undo.undo_gate(faulty.decoder())],
-    VALIDATED: lambda faulty: [
-        g
-        for g in run_gates(faulty.decoder(), faulty.checkpoint)
-        if g.name not in PRICED
+    ("program",): lambda faulty: [
+        program.program_gate(faulty.decoder("exact"), faulty.checkpoint)
     ],
-    PROBES: lambda faulty: probes(faulty.decoder()),
+    states.STATE_GATES: lambda faulty: states.state_gates(faulty.decoder()),
+    ("budget",): lambda faulty: budget_gates(faulty.decoder(), faulty.checkpoint),
+    ("device",): lambda faulty: device_gates(faulty.decoder(), faulty.checkpoint),
 }
 
 
 def all_bug_gates(bundle: Bundle, checkpoint: Checkpoint) -> list[Gate]:
-    """The gates that answer "is it a bug?": those on the bundle, those on its decoders, the probes
-    of its states; `budget` and `device` at last."""
+    """Every gate of a sound bundle; `budget` and `device` at last."""
     exact, declared = open_twice(bundle.root)
     return [
         *bug_gates(bundle, checkpoint, exact=exact, decoder=declared),
-        *probes(declared),
-        *run_gates(declared, checkpoint),
+        *budget_gates(declared, checkpoint),
         *device_gates(exact, checkpoint),
     ]
 
 
-def probes(declared: Decoder) -> list[Gate]:
-    """The checklist of a bundle's states."""
-    gates = checklist.check_bundle(declared)
-    return [g for g in gates if g.name != "memory" and g.verdict != NOT_RUN]
-
-
-def run_gates(declared: Decoder, checkpoint: Checkpoint) -> list[Gate]:
-    """What a validation against a golden says beside the bug gates: `finite`, `routing`,
-    `same_for_every_T`, `budget`."""
+def budget_gates(declared: Decoder, checkpoint: Checkpoint) -> list[Gate]:
+    """`budget` of a decoder against a golden of `PROMPT` tokens."""
     options = declared.options
     Ts = (1, options.t_max) if options.t == "range" else None
     golden, budget = measured(declared.bundle.root, checkpoint.path)
-    found = validate(declared, golden, Ts, budget=budget).gates
-    return [g for g in found if g.name in VALIDATED]
+    passes = fidelity.measure_fidelity(declared, golden, Ts)[1:]
+    found = measure_price(declared, golden, passes=passes, budget=budget)
+    return [gate for gate in price_gates(found) if gate.name == "budget"]
 
 
 def device_gates(decoder: Decoder, checkpoint: Checkpoint) -> list[Gate]:
     """`device` of a decoder that is seen as Core ML is seen from now on."""
     root = decoder.bundle.root
-    decoder.runtime = "coreml"
-    return [
-        device.device_gate(
-            decoder,
-            measured(root, checkpoint.path)[0],
-            reference(root, checkpoint.path),
-        )
-    ]
+    tiny.as_device(decoder)
+    golden = measured(root, checkpoint.path)[0]
+    return [device.device_gate(decoder, golden, reference(root, checkpoint.path))]
 
 
 @lru_cache(maxsize=4)

@@ -85,7 +85,6 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         "layers_per_shard": int(rng.choice([1, 2])),
         "kv_write": str(rng.choice(["mask", "slice"])),
         "layout": str(rng.choice(["bct1", "bc1t"])),
-        "states": str(rng.choice(["separate", "packed"])),
         "batch": int(rng.choice([1, 1, 3])),
     }
     windows = "sliding_attention" in changes.get("layer_types", ["sliding_attention"])
@@ -93,10 +92,6 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         options["sliding"] = str(rng.choice(["mask", "ring"]))
     if family == "zaya" and rng.integers(2):
         options |= {"moe": "routed", "layers_per_shard": 1}
-    if rng.integers(2):
-        options["undo"] = True
-    if "linear_attention" in changes.get("layer_types", []) and rng.integers(2):
-        options["state_pair"] = True
     return (
         family,
         changes,

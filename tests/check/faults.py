@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from miltorch.program import Ref
 from workbench import Decoder
 
 FAULTS: dict[str, "Fault"] = {}
@@ -83,11 +84,9 @@ def around(model, change: Callable[[Callable, dict, object], dict]) -> None:
     outputs."""
     original = model.predict_calls
 
-    def predict_calls(calls, states=None, hooks=None):
-        outputs, states = [], states or [None] * len(calls)
-        for inputs, state, hook in zip(
-            calls, states, hooks or [model.hook] * len(calls)
-        ):
+    def predict_calls(calls, states, hooks):
+        outputs = []
+        for inputs, state, hook in zip(calls, states, hooks):
 
             def predict(inputs, state, hook=hook):
                 return original([inputs], [state], [hook])[0]
@@ -130,13 +129,12 @@ def constant(
 
 def replace(model, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Changes a constant of a loaded shard wherever it is."""
-    old = model.executable.body.constants[name]
-    new = change(old.clone())
-    model.executable.body.constants[name] = new
+    new = change(model.executable.constants[name].clone())
+    model.executable.constants.values[name] = new
     for step in model.executable.body.steps:
         for parameter, value in step.constants.items():
-            if value is old:
-                step.constants[parameter] = new
+            if step.op.inputs.get(parameter) == Ref(name):
+                step.constants[parameter] = new.to(value.dtype)
 
 
 # Write addresses
@@ -153,10 +151,11 @@ def write_address_off_by_one_at_t_above_1(decoder):
 
 @fault("write_address")
 def write_address_off_by_one_in_the_last_layer_only(decoder):
-    run = decoder.layers[-1].executable.run
-    decoder.layers[-1].executable.run = lambda inputs, *rest: run(
-        inputs | {"kv_write_mask": inputs["kv_write_mask"].roll(1, 2)}, *rest
-    )
+    def late(predict, inputs, state):
+        mask = np.roll(inputs["kv_write_mask"], 1, 2)
+        return predict(inputs | {"kv_write_mask": mask}, state)
+
+    around(decoder.layers[-1], late)
 
 
 @fault("write_address")
@@ -174,7 +173,7 @@ def tokens_dropped_when_the_chunk_is_long(decoder):
     host(decoder, lambda made, o, c, T: made["kv_write_mask"][..., 2:].fill(0))
 
 
-@fault("same_for_every_T")
+@fault("program")
 def tokens_of_a_chunk_written_in_reverse(decoder):
     # the same rows change, each with another token's content: only T > 1 shows it
     host(
@@ -193,7 +192,7 @@ def padding_written_as_content(decoder):
     )
 
 
-@fault("state_is_used")
+@fault("write_address")
 def state_never_written(decoder):
     for step in steps(decoder, 1, "write_state"):
         step.function = lambda **_: None
@@ -234,14 +233,14 @@ def keys_and_values_swapped(decoder):
 # Life of states
 
 
-@fault("fresh_state_is_zero")
+@fault("state_life")
 def a_new_sequence_gets_the_old_state(decoder):
     for model in decoder.layers:
         made = model.make_state()
         model.make_state = lambda made=made: made
 
 
-@fault("state_is_used")
+@fault("write_address")
 def a_new_state_for_every_token(decoder):
     for model in decoder.layers:
         around(
@@ -249,14 +248,14 @@ def a_new_state_for_every_token(decoder):
         )
 
 
-@fault("states_are_independent")
+@fault("state_life")
 def all_states_of_a_model_are_one(decoder):
     for model in decoder.layers:
         shared = model.make_state()
         around(model, lambda predict, inputs, _, s=shared: predict(inputs, s))
 
 
-@fault("overflow_raises")
+@fault("state_life")
 def position_past_the_cache_is_clamped(decoder):
     inputs = decoder.host.inputs
     S = decoder.options.max_seq_len
@@ -265,14 +264,14 @@ def position_past_the_cache_is_clamped(decoder):
     )
 
 
-@fault("nan_in_state_is_noticed")
+@fault("stale_rows")
 def nan_hidden_by_a_finite_read(decoder):
     for layer in range(len(decoder.layers)):
         for step in steps(decoder, layer, "read_state"):
             wrap(step, after=torch.nan_to_num)
 
 
-@fault("subnormals_in_state_are_kept")
+@fault("write_address")
 def subnormal_numbers_flushed_by_a_read(decoder):
     def flushed(value):
         return torch.where(value.abs() < 2**-14, 0.0, value)
@@ -350,7 +349,7 @@ def rope_uses_the_offset_after_the_update(decoder):
     decoder.host.inputs = inputs
 
 
-@fault("same_for_every_T")
+@fault("program")
 def every_token_of_a_chunk_gets_the_first_position(decoder):
     def first(made, offsets, counts, T):
         for name in ("rope_cos", "rope_sin"):
@@ -417,7 +416,7 @@ def future_left_visible(decoder):
     host(decoder, lambda made, o, c, T: made["attn_mask"].fill(0))
 
 
-@fault("same_for_every_T")
+@fault("program")
 def future_visible_within_a_chunk(decoder):
     def last(made, offsets, counts, T):
         made["attn_mask"] = np.repeat(made["attn_mask"][:, :, -1:], T, axis=2)
@@ -456,7 +455,7 @@ def mask_too_weak_to_hide_stale_rows(decoder):
     host(decoder, lambda made, o, c, T: made.update(attn_mask=made["attn_mask"] / 1e3))
 
 
-@fault("finite")
+@fault("program")
 def mask_of_minus_infinity_times_zero(decoder):
     def poison(made, offsets, counts, T):
         with np.errstate(invalid="ignore"):

@@ -74,7 +74,7 @@ def skip_past_the_matrix_lost(decoder):
 @delta("program")
 def gate_before_the_norm(decoder):
     # n · z over the RMS of n / γ · z is the norm of what was gated first
-    gamma = decoder.layers[0].executable.body.constants[
+    gamma = decoder.layers[0].executable.constants[
         decoder.layers[0].shard.weights["model.layers.0.linear_attn.norm.weight"]
     ]
 

@@ -9,7 +9,7 @@ from faults import constant, fault, replace, steps, wrap
 # Attention
 
 
-@fault("same_for_every_T")
+@fault("program")
 def heads_and_tokens_permuted_in_the_output(decoder):
     # experiment 26: [B, H, T, D] reshaped without the transpose, invisible at T = 1
     step = [s for s in steps(decoder, 0, "transpose", "self_attn")][-1]
@@ -69,14 +69,14 @@ def one_tensor_of_another_layer(decoder):
     other = decoder.layers[3].executable
     name = decoder.layers[3].shard.weights["model.layers.3.mlp.down_proj.weight"]
     constant(
-        decoder, 0, "mlp.down_proj.weight", lambda w: other.body.constants[name].clone()
+        decoder, 0, "mlp.down_proj.weight", lambda w: other.constants[name].clone()
     )
 
 
 @fault("program")
 def two_shards_swapped(decoder):
     a, b = decoder.layers[1], decoder.layers[2]
-    a.executable, b.executable = b.executable, a.executable
+    a.executables, b.executables = b.executables, a.executables
 
 
 @fault("program")
@@ -84,7 +84,7 @@ def gate_and_up_exchanged(decoder):
     kept = {}
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: kept.setdefault("gate", w))
     model = decoder.layers[1]
-    up = model.executable.body.constants[
+    up = model.executable.constants[
         model.shard.weights["model.layers.1.mlp.up_proj.weight"]
     ].clone()
     constant(decoder, 1, "mlp.up_proj.weight", lambda w: kept["gate"].clone())
@@ -130,7 +130,7 @@ def a_block_of_weights_zeroed(decoder):
     constant(decoder, 1, "mlp.down_proj.weight", zero)
 
 
-@fault("finite")
+@fault("program")
 def one_weight_is_nan(decoder):
     def poison(w):
         w[0, 0] = float("nan")
@@ -164,7 +164,7 @@ def rms_epsilon_of_one(decoder):
             step.constants["x"] = torch.ones_like(step.constants["x"])
 
 
-@fault("finite")
+@fault("budget")
 def squares_that_overflow_fp16(decoder):
     wrap(steps(decoder, 3, "silu")[0], after=lambda y: y * 1e5)
 

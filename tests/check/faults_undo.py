@@ -2,31 +2,43 @@
 
 from functools import partial
 
-import numpy as np
 from faults import fault
+
+from workbench.bundle.names import is_cache
 
 fault = partial(fault, "undo")
 
 
-@fault(bundle="undo")
+@fault(bundle="lfm2")
 def undo_that_forgets_the_tail(decoder):
-    original = decoder.host.inputs
-    decoder.host.inputs = lambda offsets, counts, T, *_: original(offsets, counts, T)
+    """Goes on with the tail of the whole call."""
+    trim = decoder.trim
+
+    def forgetful(count, seq=0, seqs=None):
+        states = [each for each in seqs.named_states if not is_cache(each[1])]
+        held = [state.read(name) for state, name in states]
+        count = trim(count, seq, seqs)
+        for (state, name), value in zip(states, held):
+            state.write(name, value)
+        return count
+
+    decoder.trim = forgetful
 
 
-@fault(bundle="undo")
+@fault(bundle="lfm2")
 def undone_columns_stay_in_the_tail(decoder):
-    """Read from the right place, kept from the wrong one: a later token reads them."""
-    original = decoder.host.inputs
+    """The call runs again with one more token than stays: a later token reads it."""
+    trim = decoder.trim
 
-    def inputs(offsets, counts, T, *rest):
-        kept = original(offsets, counts, T)["tail_keep"]
-        return original(offsets, counts, T, *rest) | {"tail_keep": kept}
+    def undone(count, seq=0, seqs=None):
+        count = trim(max(0, count - 1), seq, seqs)
+        seqs.ids[seq].pop()
+        return count + 1
 
-    decoder.host.inputs = inputs
+    decoder.trim = undone
 
 
-@fault(bundle="undo")
+@fault(bundle="lfm2")
 def tail_undone_beyond_its_rows(decoder):
     deeper(decoder)
 
@@ -38,10 +50,17 @@ def ring_trimmed_beyond_its_depth(decoder):
 
 def deeper(decoder) -> None:
     """Lets a decoder go back to any token."""
-    decoder.undo.floor = lambda before, after: np.zeros_like(after)
+    advance = decoder.advance
+
+    def floorless(seqs, *arguments, **options):
+        results = advance(seqs, *arguments, **options)
+        seqs.floors = [0] * len(seqs.floors)
+        return results
+
+    decoder.advance = floorless
 
 
 @fault(bundle="llama")
 def undo_of_one_token_too_few(decoder):
     trim = decoder.trim
-    decoder.trim = lambda count, seq=0: trim(max(0, count - 1), seq)
+    decoder.trim = lambda count, seq=0, seqs=None: trim(max(0, count - 1), seq, seqs)

@@ -37,7 +37,7 @@ def delayed_value_not_carried(decoder):
     forget(decoder, "v_delayed_state")
 
 
-@fault("same_for_every_T")
+@fault("program")
 def side_states_take_the_first_columns_of_a_chunk(decoder):
     def first(made, offsets, counts, T):
         if T > 2:
@@ -172,20 +172,20 @@ def each_convolution_padded_alone(decoder):
 # Router and experts
 
 
-@fault("routing")
+@fault("program")
 def balancing_biases_left_out(decoder):
     for layer in range(len(decoder.layers)):
         constant(decoder, layer, "mlp.gate.balancing_biases", torch.zeros_like)
 
 
-@fault("routing")
+@fault("program")
 def second_best_expert_picked(decoder):
     steps(decoder, 2, "reduce_argmax")[0].function = lambda x, **_: (
         x.topk(2, 1).indices[:, 1:].int()
     )
 
 
-@fault("routing")
+@fault("program")
 def router_state_lost_between_two_shards(decoder):
     def forgetful(predict, inputs, state):
         outputs = predict(inputs, state)

@@ -13,14 +13,7 @@ def test_the_first_draws_hold_every_family_with_every_preset():
     assert len(drawn) == count
 
 
-def test_draws_hold_batches_rings_routed_experts_and_pairs():
+def test_draws_hold_batches_rings_and_routed_experts():
     options = [options for _, _, options in map(clean.draw, range(60))]
-    for name, value in (
-        ("batch", 3),
-        ("sliding", "ring"),
-        ("moe", "routed"),
-        ("states", "packed"),
-        ("undo", True),
-        ("state_pair", True),
-    ):
+    for name, value in (("batch", 3), ("sliding", "ring"), ("moe", "routed")):
         assert any(drawn.get(name) == value for drawn in options)

@@ -3,7 +3,7 @@ checkpoint is needed."""
 
 import pytest
 from faults import FAULTS, around
-from tiny import prompt
+from tiny import as_device, prompt
 
 from workbench import Decoder
 from workbench.check import golden
@@ -22,8 +22,7 @@ def device(bundle, precision="declared", fault=None):
     decoder = Decoder(bundle, "portable", precision)
     if fault:
         FAULTS[fault].plant(decoder)
-    decoder.runtime = "coreml"
-    return decoder
+    return as_device(decoder)
 
 
 @pytest.fixture(scope="module")

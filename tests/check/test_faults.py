@@ -7,7 +7,11 @@ every bug gate.
 
 import cases
 import pytest
+from copies import Copy
 from faults import FAULTS
+from planted import PLANTED
+
+from workbench.check.validate import BUG_GATES
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +36,30 @@ def gates_like(name: str, opened: cases.Faulty) -> dict[str, str]:
 @pytest.mark.parametrize("bundle", sorted({fault.bundle for fault in FAULTS.values()}))
 def test_gates_are_green_on_an_unharmed_bundle(bundle, prover):
     opened = faulty(prover, bundle)
-    for name in ("write_address", "host", "program", "undo", "finite"):
+    for name in ("write_address", "host", "program", "budget"):
         assert "RED" not in gates_like(name, opened).values()
 
 
-def test_every_state_probe_has_a_fault():
-    assert set(cases.PROBES) <= {fault.gate for fault in FAULTS.values()}
+def test_every_gate_has_a_fault():
+    faults = [*FAULTS.values(), *PLANTED.values()]
+    assert {*BUG_GATES, "budget"} <= {fault.gate for fault in faults}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, prover):
     fault = FAULTS[name]
     opened = faulty(prover, fault.bundle, fault.plant)
+    assert gates_like(fault.gate, opened)[fault.gate] == "RED"
+
+
+@pytest.mark.matrix(6)
+@pytest.mark.parametrize("name", PLANTED)
+def test_every_fault_in_files_is_caught_by_the_gate_named_for_it(
+    name, prover, tmp_path
+):
+    fault = PLANTED[name]
+    checkpoint, source = prover.base(fault.bundle, "fp16")
+    copy = Copy(source, tmp_path / "copy")
+    fault.plant(copy)
+    opened = cases.Faulty(copy.seal(), checkpoint)
     assert gates_like(fault.gate, opened)[fault.gate] == "RED"

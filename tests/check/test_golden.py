@@ -7,11 +7,10 @@ import torch
 import transformers
 from tiny import DIMS
 
-from workbench.check import golden
+from workbench.check import golden, hf
 from workbench.check.golden import Golden
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.studies import zaya_ablation
 
 IDS = [5, 17, 3, 88, 61, 2, 40, 9]
 
@@ -25,10 +24,12 @@ def test_layer_by_layer_equals_the_whole_model(family, exports):
     )
     with torch.inference_mode():
         whole = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
-    assert np.array_equal(found.logits, whole.logits[0].numpy())
-    for layer in range(1, len(found.x)):
-        assert np.array_equal(found.x[layer], whole.hidden_states[layer][0].numpy())
-    assert found.k.shape[2] == found.v.shape[2] == len(IDS)
+    assert np.array_equal(found["logits"], whole.logits[0].numpy())
+    for layer in range(1, found.layers):
+        expected = whole.hidden_states[layer][0].numpy()
+        assert np.array_equal(found[f"x.{layer}"], expected)
+    rows = [v for name, v in found.values.items() if name[:2] in ("k.", "v.")]
+    assert rows and {len(value) for value in rows} == {len(IDS)}
 
 
 def test_stored_weights_of_an_fp16_bundle_are_the_checkpoint_s(exports):
@@ -37,7 +38,7 @@ def test_stored_weights_of_an_fp16_bundle_are_the_checkpoint_s(exports):
     stored = golden.make_golden(
         source, IDS, golden.stored_weights(source, bundle), bundle.identity
     )
-    assert np.array_equal(stored.logits, golden.make_golden(source, IDS).logits)
+    assert np.array_equal(stored["logits"], golden.make_golden(source, IDS)["logits"])
     assert stored.meta["weights"] == bundle.identity
 
 
@@ -51,19 +52,21 @@ def test_stored_weights_of_a_compressed_bundle_differ_and_explain_its_logits(exp
     plain = golden.make_golden(source, IDS)
     decoder.begin()
     made = decoder.prefill(IDS)
-    scale = np.abs(stored.logits[-1]).max()
+    scale = np.abs(stored["logits"][-1]).max()
     assert (
-        np.abs(made - stored.logits[-1]).max()
+        np.abs(made - stored["logits"][-1]).max()
         < 1e-4 * scale
-        < np.abs(made - plain.logits[-1]).max()
+        < np.abs(made - plain["logits"][-1]).max()
     )
 
 
 def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
     made = golden.make_golden(exports.checkpoint("zaya"), IDS)
     loaded = Golden.load(made.save(tmp_path / "deep" / "g.safetensors"))
-    for name in ("ids", "x", "hidden", "k", "v", "logits", "router"):
-        assert np.array_equal(getattr(made, name), getattr(loaded, name))
+    assert np.array_equal(made.ids, loaded.ids)
+    assert made.values.keys() == loaded.values.keys()
+    for name, value in made.values.items():
+        assert np.array_equal(value, loaded[name])
     assert made.meta == loaded.meta and [
         p.name for p in (tmp_path / "deep").iterdir()
     ] == ["g.safetensors"]
@@ -89,7 +92,7 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
     again = golden.stored_golden(source, IDS, tmp_path)
     assert (
         len(made) == 1
-        and np.array_equal(first.logits, again.logits)
+        and np.array_equal(first["logits"], again["logits"])
         and first.meta == again.meta
     )
     golden.stored_golden(source, IDS[:3], tmp_path)
@@ -101,11 +104,11 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
 
 def test_a_kept_golden_that_cannot_be_read_is_made_again(tmp_path, exports):
     source = Checkpoint(exports.checkpoint("llama"))
-    logits = golden.stored_golden(source, IDS, tmp_path).logits
+    logits = golden.stored_golden(source, IDS, tmp_path)["logits"]
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert np.array_equal(golden.stored_golden(source, IDS, tmp_path).logits, logits)
-    assert np.array_equal(Golden.load(path).logits, logits)
+    assert np.array_equal(golden.stored_golden(source, IDS, tmp_path)["logits"], logits)
+    assert np.array_equal(Golden.load(path)["logits"], logits)
 
 
 @pytest.mark.parametrize(
@@ -121,20 +124,24 @@ def test_what_is_no_golden_is_refused(tmp_path, content):
 def test_layers_can_be_fed_from_outside(exports):
     path = exports.checkpoint("llama")
     made = golden.make_golden(path, IDS)
-    again = golden.make_golden(path, IDS, fed=made.x)
-    assert np.array_equal(made.hidden, again.hidden)
-    other = golden.make_golden(path, IDS, fed=made.x * 2)
-    assert np.array_equal(other.x, made.x * 2)
+    again = golden.make_golden(path, IDS, feed=made.values)
+    for name, value in made.values.items():
+        assert np.array_equal(value, again[name])
+    twice = {name: 2 * value for name, value in made.values.items()}
+    other = golden.make_golden(path, IDS, feed=twice)
+    assert np.array_equal(other["x.1"], 2 * made["x.1"])
+    assert not np.array_equal(other["hidden.1"], 2 * made["hidden.1"])
 
 
-def test_every_zaya_ingredient_moves_a_layer_and_is_put_back(exports):
-    source = Checkpoint(exports.checkpoint("zaya"))
-    made = golden.make_golden(source, IDS)
-    ablated = zaya_ablation.ablate(source, made)
-    updates = ablated[ablated["tensor"] == "update"].set_index("ingredient")["cosine"]
-    assert set(updates.index) == {*zaya_ablation.BY_WEIGHTS, *zaya_ablation.by_code()}
-    assert (updates < 1 - 1e-7).all()
-    assert np.array_equal(golden.make_golden(source, IDS).logits, made.logits)
+def test_layers_read_what_perturb_makes_of_their_input(exports):
+    reference = hf.Reference(Checkpoint(exports.checkpoint("llama")))
+    made = reference.run(IDS)
+    rounded = reference.run(IDS, feed=made, perturb=hf.half(1.0))
+    assert np.array_equal(rounded["x.1"], np.float32(np.float16(made["x.1"])))
+    moved = reference.run(IDS, perturb=hf.nudge(0))
+    change = np.abs(moved["x.0"] / made["x.0"] - 1)
+    assert 0 < change.max() < 2.0**-22
+    assert np.array_equal(reference.run(IDS)["logits"], made["logits"])
 
 
 def test_ids_are_checked(exports):

@@ -20,10 +20,10 @@ OPTIONS = {
     "gemma3_text": dict(
         max_seq_len=32, sliding="ring", batch=2, compress="int8-tensor"
     ),
-    "zaya": dict(max_seq_len=24, compress="int4-block32", states="packed"),
+    "zaya": dict(max_seq_len=24, compress="int4-block32"),
     "mistral": dict(max_seq_len=24, sliding="ring", batch=2),
     "smollm3": dict(max_seq_len=16, kv_write="slice", layers_per_shard=3),
-    "phi3": dict(max_seq_len=16, states="packed"),
+    "phi3": dict(max_seq_len=16),
     "lfm2": dict(max_seq_len=16, batch=3, layers_per_shard=3),
     "qwen3_5_text": dict(max_seq_len=16, batch=3, layers_per_shard=3),
     "granitemoehybrid": dict(max_seq_len=16, batch=2, t_max=8),

@@ -11,10 +11,10 @@ from workbench.models.checkpoint import Checkpoint
 
 CLEAN = {
     "llama": {"t": "fixed"},
-    "qwen2": {"states": "packed", "layers_per_shard": 2},
+    "qwen2": {"layers_per_shard": 2},
     "qwen3": {"kv_write": "slice", "layout": "bc1t"},
-    "gemma3_text": {"sliding": "ring", "states": "packed", "layers_per_shard": 2},
-    "zaya": {"states": "packed", "t_max": 1},
+    "gemma3_text": {"sliding": "ring", "layers_per_shard": 2},
+    "zaya": {"t_max": 1},
     "zaya routed": {"moe": "routed"},
 }
 
@@ -125,72 +125,73 @@ def no_tap(copy: Copy) -> None:
     copy.shard(1)["taps"].clear()
 
 
+STATE = "layers_01_01: state {}_state: FLOAT16 [1, 2, 32, 32] in the manifest, {}"
 FLOAT32, INT32 = 65568, 131104  # Core ML's ArrayFeatureType.ArrayDataType
-RANGE = "layers_01_01: input attn_mask takes sizes [(1, 1), (1, 1), {}, (32, 32)], not "
+RANGE = (
+    "layers_01_01: input attn_mask: FLOAT16 [1, 1, 1..4, 32] in the manifest, "
+    "FLOAT16 [1, 1, {}, 32] in the description"
+)
+X = "layers_01_01: input x: FLOAT16 [1, 64, 1..4, 1] in the manifest, "
 # What changed → the first words of the reason: where, what it is, what it should be.
 FAULTS = {
-    "upper bound 2": (lambda c: range_of_t(c, 2), RANGE.format((1, 2))),
-    "upper bound none": (lambda c: range_of_t(c, -1), RANGE.format((1, -1))),
-    "lower bound 2": (lambda c: range_of_t(c, 4, 2), RANGE.format((2, 4))),
-    "no range": (
-        no_range,
-        "layers_01_01: input x has no shape range for T from 1 to 4",
+    "upper bound 2": (lambda c: range_of_t(c, 2), RANGE.format("1..2")),
+    "upper bound none": (
+        lambda c: range_of_t(c, -1),
+        RANGE.format("1..-1, 32] by default [1, 1, 1"),
     ),
+    "lower bound 2": (
+        lambda c: range_of_t(c, 4, 2),
+        RANGE.format("2..4, 32] by default [1, 1, 1"),
+    ),
+    "no range": (no_range, X + "FLOAT16 [1, 64, 1, 1] in the description"),
     "enumerated": (
         enumerated,
-        "layers_01_01: input x has enumeratedShapes for T from 1 to 4",
+        X + "FLOAT16 [1, 64, 1, 1] of enumeratedShapes in the description",
     ),
     "default shape": (
         default_shape,
-        "layers_01_01: input x is described as [1, 64, 9, 1], not ",
+        X + "FLOAT16 [1, 64, 1..4, 1] by default [1, 64, 9, 1] in the description",
     ),
     "fewer states": (
         fewer_states,
-        "layers_01_01: states ['k_state', 'v_state'] in the manifest, ['k_state'] in the descript",
+        "layers_01_01: state v_state: FLOAT16 [1, 2, 32, 32] in the manifest, missing in the ",
     ),
     "dtype of a state": (
         dtype_of_state,
-        "layers_01_01: state k_state is ('FLOAT16', [1, 2, 32, 32]) in the program, described as "
-        "('FLOAT32'",
+        STATE.format("k", "FLOAT32 [1, 2, 32, 32] in the description"),
     ),
     "shape of a state": (
         shape_of_state,
-        "layers_01_01: state k_state is ('FLOAT16', [1, 2, 32, 32]) in the program, described as "
-        "('FLOAT16', [1, 2, 16, 32])",
+        STATE.format("k", "FLOAT16 [1, 2, 16, 32] in the description"),
     ),
     "program state": (
         program_state,
-        "layers_01_01: state v_state is ('FLOAT16', [1, 2, 16, 32]) in the program, described as "
-        "('FLOAT16', [1, 2, 32, 32])",
+        STATE.format("v", "FLOAT16 [1, 2, 16, 32] in the program"),
     ),
-    "program input": (
-        program_input,
-        "layers_01_01: input x is ('FLOAT16', [1, 64, 4, 1]) in the program, not ",
-    ),
+    "program input": (program_input, X + "FLOAT16 [1, 64, 4, 1] in the program"),
     "another function": (
         another_function,
-        "layers_01_01: functions ['main', 'prefill'], described ['main'], not main alone",
+        "layers_01_01: functions: ['main'] in the manifest, ['main', 'prefill'] in the program",
     ),
     "another default": (
         another_default,
-        "layers_01_01: functions ['main'], described ['prefill'], not main alone",
+        "layers_01_01: functions: ['main'] in the manifest, ['prefill'] in the description",
     ),
     "input dtype": (
         input_dtype,
-        "layers_01_01: input kv_write_mask is described as INT32, not FLOAT16",
+        "layers_01_01: input kv_write_mask: FLOAT16 [1, 1, 32, 1..4] in the manifest, INT32 ",
     ),
     "input renamed": (
         input_renamed,
-        "layers_01_01: inputs ['attn_mask', 'kv_write_mask', 'rope_cos', 'rope_sin', 'x'] in the "
-        "manifest, ['attn_mask', 'kv_write_mask', 'rope_cos', 'rope_sine', 'x'] in the description",
+        "layers_01_01: input rope_sin: FLOAT16 [1, 1, 1..4, 16] in the manifest, missing in the ",
     ),
     "output renamed": (
         output_renamed,
-        "layers_01_01: outputs ['hidden'] in the manifest, ['out_hidden'] in the description",
+        "layers_01_01: output hidden: FLOAT16 [1, 64, 1..4, 1] in the manifest, missing in the ",
     ),
     "output dtype": (
         output_dtype,
-        "layers_01_01: output hidden is described as FLOAT32, not FLOAT16",
+        "layers_01_01: output hidden: FLOAT16 [1, 64, 1..4, 1] in the manifest, FLOAT32 ",
     ),
     "old version": (
         old_version,
@@ -198,7 +199,7 @@ FAULTS = {
     ),
     "states in one place": (
         states_in_one_place,
-        "layers_01_01: states ['v_state'] in the manifest, ['k_state', 'v_state'] in the descript",
+        "layers_01_01: state k_state: missing in the manifest, FLOAT16 [1, 2, 32, 32] in the ",
     ),
     "tap of another value": (
         tap_of_another_value,
@@ -207,30 +208,30 @@ FAULTS = {
     "no tap": (no_tap, "layers_01_01: taps of layers [], not of [1]"),
     "t_max 20": (
         option("t_max", 20),
-        "layers_00_00: input x takes sizes [(1, 1), (64, 64), (1, 4), (1, 1)], not "
-        "[(1, 1), (64, 64), (1, 20), (1, 1)]",
+        "layers_00_00: input attn_mask: FLOAT16 [1, 1, 1..20, 32] in the manifest, "
+        "FLOAT16 [1, 1, 1..4, 32] in the description",
     ),
     "t_max 2": (
         option("t_max", 2),
-        "layers_00_00: input x takes sizes [(1, 1), (64, 64), (1, 4), (1, 1)], not "
-        "[(1, 1), (64, 64), (1, 2), (1, 1)]",
+        "layers_00_00: input attn_mask: FLOAT16 [1, 1, 1..2, 32] in the manifest, "
+        "FLOAT16 [1, 1, 1..4, 32] in the description",
     ),
     "t fixed": (
         option("t", "fixed"),
-        "layers_00_00: input x is ('FLOAT16', [1, 64, None, 1]) in the program, not ",
+        "layers_00_00: input attn_mask: FLOAT16 [1, 1, 4, 32] in the manifest, "
+        "FLOAT16 [1, 1, 1..4, 32] in the description",
     ),
-    "states packed": (
-        option("states", "packed"),
-        "states = packed over k_state, v_state of ",
+    "moe routed": (
+        option("moe", "routed"),
+        "experts: {(0, 1): [(0, 1)], (1, 2): [(0, 1)]} in the options, {(0, 1): []",
     ),
-    "moe routed": (option("moe", "routed"), "moe = routed over shards of kind layers"),
     "kv_write slice": (
         option("kv_write", "slice"),
-        "kv_write = slice over inputs x, rope_cos, rope_sin, attn_mask, kv_write_mask of ",
+        "cache writes of layers_00_00: ['slice'] in the options, ['mask'] in the list of shards",
     ),
     "layers_per_shard 2": (
         option("layers_per_shard", 2),
-        "layers_per_shard = 2 over layers_00_00 of (0, 1)",
+        "layers of shards: [(0, 2)] in the options, [(0, 1), (1, 2)] in the list of shards",
     ),
 }
 
@@ -302,28 +303,28 @@ def test_one_scale_of_another_granularity_is_red_by_name(llama):
 
 
 TOKENS = {
-    "bos 2 in the manifest, 1 in the checkpoint": lambda c: c.manifest["tokens"].update(
-        bos=2
-    ),
-    "bos None in the manifest, 1 in the checkpoint": lambda c: c.manifest[
+    "bos: 2 in the manifest, 1 in the checkpoint": lambda c: c.manifest[
+        "tokens"
+    ].update(bos=2),
+    "bos: None in the manifest, 1 in the checkpoint": lambda c: c.manifest[
         "tokens"
     ].update(bos=None),
-    "eos [7] in the manifest, [2] in the checkpoint": lambda c: c.manifest[
+    "eos: [7] in the manifest, [2] in the checkpoint": lambda c: c.manifest[
         "tokens"
     ].update(eos=[7]),
-    "eos [] in the manifest, [2] in the checkpoint": lambda c: c.manifest[
+    "eos: [] in the manifest, [2] in the checkpoint": lambda c: c.manifest[
         "tokens"
     ].update(eos=[]),
-    "tokenizer file tokenizer.json differs from the checkpoint's": lambda c: c.file(
+    "tokenizer file tokenizer.json: ": lambda c: c.file(
         "tokenizer/tokenizer.json", lambda data: data + b" "
     ),
-    "tokenizer file tokenizer_config.json differs from the checkpoint's": lambda c: (
-        c.file("tokenizer/tokenizer_config.json", lambda data: b"{}")
+    "tokenizer file tokenizer_config.json: ": lambda c: c.file(
+        "tokenizer/tokenizer_config.json", lambda data: b"{}"
     ),
-    "family qwen2 in the manifest, llama in the checkpoint": lambda c: (
+    "family: qwen2 in the manifest, llama in the checkpoint": lambda c: (
         c.manifest.update(family="qwen2")
     ),
-    "H 8 in the manifest, 4 in the checkpoint": lambda c: c.manifest["dims"].update(
+    "H: 8 in the manifest, 4 in the checkpoint": lambda c: c.manifest["dims"].update(
         H=8
     ),
 }
@@ -337,7 +338,8 @@ def test_tokens_of_another_checkpoint_are_red(
     TOKENS[cause](copy)
     bundle = Bundle.open(copy.seal())
     found = interface_gate(bundle, tiny_llama)
-    assert (found.verdict, found.value, found.reason) == ("RED", 1, cause)
+    assert (found.verdict, found.value) == ("RED", 1)
+    assert found.reason.startswith(cause)
     alone = interface_gate(bundle)
     assert alone.verdict == "GREEN" and "not compared" in alone.reason
 

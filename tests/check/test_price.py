@@ -88,14 +88,21 @@ def test_values_that_are_no_numbers_are_red(llama_bundle, tiny_llama, llama_gold
     assert verdicts(broken) == {"max_kl": "RED", "budget": "RED"}
 
 
+def still(values: dict) -> dict:
+    """The outputs of layers that add nothing."""
+    layers = [name[2:] for name in values if name.startswith("x.")]
+    return {f"hidden.{layer}": values[f"x.{layer}"] for layer in layers}
+
+
 def test_a_layer_that_adds_nothing_costs_nothing_and_may_add_nothing(
     llama_bundle, tiny_llama, llama_golden
 ):
     decoder = Decoder(llama_bundle, "portable")
     budget = measure_budget(llama_bundle, tiny_llama, llama_golden)
     trace = fidelity.run_golden(decoder, llama_golden, 4)
-    silent = replace(llama_golden, hidden=llama_golden.x)
-    mute = replace(budget, isolated=replace(budget.isolated, hidden=budget.isolated.x))
+    values = llama_golden.values
+    silent = replace(llama_golden, values=values | still(values))
+    mute = replace(budget, isolated=budget.isolated | still(budget.isolated))
     trace.hidden = {0: trace.x[0], 1: trace.x[1] + 1}
     rows = price_rows(decoder, silent, {4: trace}, mute).query("tensor == 'update'")
     ratios = rows.groupby("layer")["ratio"].max()
@@ -108,14 +115,15 @@ def test_the_budget_rounds_the_stream_as_the_bundle_holds_it(exports):
     path = exports.checkpoint("llama")
     checkpoint, bundle = Checkpoint(path), exports.bundle(path)
     reference = golden.make_golden(checkpoint, prompt(97, 12))
-    massive = reference.x.copy()
-    massive[1, :, :2] = 1500.0
-    shifted = replace(reference, x=massive)
+    massive = reference["x.1"].copy()
+    massive[:, :2] = 1500.0
+    shifted = replace(reference, values=reference.values | {"x.1": massive})
     errors = []
     for source in (reference, shifted):
         budget = measure_budget(bundle, checkpoint, source).isolated
-        exact = golden.make_golden(checkpoint, source.ids, fed=source.x)
-        errors.append(np.abs(budget.update[1] - exact.update[1]).max())
-        held = budget.hidden[1]
+        exact = golden.make_golden(checkpoint, source.ids, feed=source.values)
+        update = budget["hidden.1"] - budget["x.1"]
+        errors.append(np.abs(update - exact.update(1)).max())
+        held = budget["hidden.1"]
         assert (held == held.astype(np.float16)).all()
     assert errors[1] > 50 * errors[0]

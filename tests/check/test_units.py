@@ -1,42 +1,34 @@
 """Every compute unit gets a verdict, a child that dies included, and the blame falls where the
 portable modes say."""
 
-import json
-import subprocess
-
 import numpy as np
 import pytest
 
+from workbench import process
 from workbench.check import units
 
-GATES = [{"name": "update", "verdict": "RED", "reason": "layer 3"}]
 
+@pytest.fixture
+def table(llama_bundle, llama_golden, monkeypatch):
+    """Rows of children that end as `outcomes` says by unit: GREEN (the default), RED, or dead for
+    a reason; with these logits."""
 
-def start(outcomes: dict[str, str]):
-    """Children that end as `outcomes` says by unit: GREEN (the default), RED, or a signal's
-    number."""
-
-    def child(command: list[str]) -> subprocess.CompletedProcess:
-        outcome = outcomes.get(command[6], "GREEN")
-        if outcome.isdigit():
-            return subprocess.CompletedProcess(
-                command, -int(outcome), "", "loading\nSegmentation fault"
+    def rows(outcomes, runtime="coreml", logits=()):
+        def call(function, root, golden, runtime, unit, only, Ts, timeout_s):
+            outcome = outcomes.get(unit, "GREEN")
+            if outcome not in ("GREEN", "RED"):
+                return process.Outcome(failure=outcome)
+            row = {"verdict": outcome, "min_cosine": 0.9, "kl_max": 0.1}
+            row["reason"] = (
+                "update: layer 3" if outcome == "RED" else "every gate passes"
             )
-        found = {
-            "verdict": outcome,
-            "gates": GATES if outcome == "RED" else [],
-            "min_cosine": 0.9,
-            "logits": {"kl_max": 0.1},
-        }
-        return subprocess.CompletedProcess(command, 0, json.dumps(found), "")
+            return process.Outcome(row | {"logits": dict(logits).get(unit)})
 
-    return child
+        monkeypatch.setattr(process, "call", call)
+        found = units.validate_units(llama_bundle, llama_golden, runtime=runtime)
+        return found.set_index("unit")
 
-
-def table(llama_bundle, llama_golden, outcomes, runtime="coreml"):
-    return units.validate_units(
-        llama_bundle, llama_golden, runtime=runtime, start=start(outcomes)
-    ).set_index("unit")
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -54,72 +46,37 @@ def table(llama_bundle, llama_golden, outcomes, runtime="coreml"):
             "CPU_ONLY",
             "the unit's arithmetic, within what narrow sums would do",
         ),
-        ({"ALL": "11"}, "ALL", "runtime"),
+        ({"ALL": "killed by SIGSEGV"}, "ALL", "runtime"),
     ],
 )
-def test_blame_follows_the_portable_modes(
-    llama_bundle, llama_golden, outcomes, unit, blame
-):
-    found = table(llama_bundle, llama_golden, outcomes)
+def test_blame_follows_the_portable_modes(table, outcomes, unit, blame):
+    found = table(outcomes)
     assert found.loc[unit, "blame"] == blame
     assert found["verdict"].ne("GREEN").sum() == len(outcomes)
 
 
-def test_a_child_that_dies_is_a_row_and_the_others_go_on(llama_bundle, llama_golden):
-    found = table(llama_bundle, llama_golden, {"CPU_AND_NE": "11"})
+def test_a_child_that_dies_is_a_row_and_the_others_go_on(table):
+    found = table({"CPU_AND_NE": "killed by SIGSEGV"})
     assert found.loc["CPU_AND_NE", "verdict"] == "DIED"
-    assert found.loc["CPU_AND_NE", "reason"] == "signal 11: Segmentation fault"
+    assert found.loc["CPU_AND_NE", "reason"] == "killed by SIGSEGV"
     assert len(found) == 7
 
 
-def test_a_child_that_ends_in_an_error_of_core_ml_says_which(
-    llama_bundle, llama_golden
-):
-    said = 'Traceback (most recent call last):\n  File x\nRuntimeError: {\n    NSLocalizedDescription = "error code: -14.";\n}\n'
-    found = units.validate_units(
-        llama_bundle,
-        llama_golden,
-        runtime="portable",
-        start=lambda command: subprocess.CompletedProcess(command, 1, "", said),
-    )
-    assert found["reason"].unique() == [
-        'exit code 1: RuntimeError: NSLocalizedDescription = "error code: -14."'
-    ]
+def test_the_reason_of_a_red_unit_is_its_gate(table):
+    assert table({"ALL": "RED"}).loc["ALL", "reason"] == "update: layer 3"
 
 
-def test_the_reason_of_a_red_unit_is_its_gate(llama_bundle, llama_golden):
-    assert (
-        table(llama_bundle, llama_golden, {"ALL": "RED"}).loc["ALL", "reason"]
-        == "update: layer 3"
-    )
-
-
-def test_off_a_mac_only_portable_modes_run_and_say_so(llama_bundle, llama_golden):
-    found = table(llama_bundle, llama_golden, {}, runtime="portable")
-    assert list(found.index) == [
-        "portable declared",
-        "portable exact",
-        "portable narrow",
-    ]
+def test_off_a_mac_only_portable_modes_run_and_say_so(table):
+    found = table({}, runtime="portable")
+    modes = ["portable declared", "portable exact", "portable narrow"]
+    assert list(found.index) == modes
     assert found["blame"].isna().all()
 
 
-def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
+def test_a_unit_is_held_against_portable_too(table):
     rng = np.random.default_rng(0)
-    logits = {
-        "declared": rng.standard_normal((4, 9)),
-        "CPU_ONLY": rng.standard_normal((4, 9)),
-    }
-
-    def child(command):
-        unit, out = command[6:8]
-        if unit in logits:
-            np.save(out, logits[unit])
-        return start({})(command)
-
-    found = units.validate_units(
-        llama_bundle, llama_golden, runtime="coreml", start=child
-    ).set_index("unit")["kl_portable"]
+    logits = {name: rng.standard_normal((4, 9)) for name in ("declared", "CPU_ONLY")}
+    found = table({}, logits=logits)["kl_portable"]
     assert found["portable declared"] == 0
     assert found["CPU_ONLY"] > 0.1
     assert np.isnan(found["ALL"])
@@ -131,25 +88,17 @@ def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
         ({}, "GREEN"),
         ({"narrow": "RED"}, "GREEN"),
         ({"exact": "RED"}, "RED"),
-        ({"ALL": "11"}, "RED"),
+        ({"ALL": "killed by SIGSEGV"}, "RED"),
     ],
 )
-def test_the_verdict_is_of_units_and_not_of_the_bound(
-    llama_bundle, llama_golden, outcomes, verdict
-):
-    assert (
-        units.units_verdict(table(llama_bundle, llama_golden, outcomes).reset_index())
-        == verdict
-    )
+def test_the_verdict_is_of_units_and_not_of_the_bound(table, outcomes, verdict):
+    assert units.units_verdict(table(outcomes).reset_index()) == verdict
 
 
-def test_a_real_child_validates_and_one_that_hangs_is_killed(
-    llama_bundle, llama_golden, tmp_path, monkeypatch
-):
+def test_a_real_child_validates(llama_bundle, llama_golden, tmp_path):
     path = llama_golden.save(tmp_path / "golden.safetensors")
-    row = units.unit_row(llama_bundle, path, "portable", "exact", [1], units.launch)
-    assert row["verdict"] == "GREEN"
-    assert row["logits"].shape == llama_golden.logits.shape
-    assert row["min_cosine"] > 0.99999
-    monkeypatch.setattr(units, "SECONDS", 0.1)
-    assert units.launch(["sleep", "5"]).returncode == -9
+    how = llama_bundle.root, path, "portable", "exact", False, [1]
+    found = process.call(units.validate_unit, *how).value
+    assert found["verdict"] == "GREEN"
+    assert found["logits"].shape == llama_golden["logits"].shape
+    assert found["min_cosine"] > 0.99999

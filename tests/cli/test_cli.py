@@ -61,7 +61,9 @@ def test_doctor_names_what_is_here():
 
 def test_export_reports_what_it_made(tmp_path, exports):
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1)
-    found = run("export", checkpoint, tmp_path / "b", "--max-seq-len", 16, "--t-max", 2)
+    found = run(
+        "export", checkpoint, tmp_path / "b", "--max-seq-len", 16, "--tokens", "1-2"
+    )
     assert {
         "bundle",
         "family",
@@ -81,7 +83,7 @@ def test_export_reports_what_it_made(tmp_path, exports):
     )
 
 
-def test_check_and_validate_are_green_and_complete(llama, tmp_path):
+def test_validate_is_green_and_complete_with_and_without_a_golden(llama, tmp_path):
     golden = tmp_path / "g.safetensors"
     run(
         "golden",
@@ -91,7 +93,7 @@ def test_check_and_validate_are_green_and_complete(llama, tmp_path):
         "--prompt-ids",
         "1,69,142,4,100,7,30,31",
     )
-    checked = run("check", llama.root, "--golden", golden)
+    checked = run("validate", llama.root)
     assert checked["verdict"] == "GREEN"
     assert {"name", "verdict", "value", "threshold", "reason"} == checked["gates"][
         0
@@ -116,26 +118,18 @@ def test_check_and_validate_are_green_and_complete(llama, tmp_path):
         "psnr_db",
         "max_abs",
     } == found["worst"].keys()
-    assert {"top1_agreement", "top5_overlap", "kl_max", "cosine_min"} == found[
+    assert {"top1_agreement", "kl_mean", "kl_max", "cosine_min"} == found[
         "logits"
     ].keys()
     # (T × layer × tensor isolated, those chained, logits) × position
     assert found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
 
 
-def test_red_exits_1_with_the_reason_first(llama, tmp_path, exports):
+def test_red_exits_1_with_the_reason_first(llama, tmp_path):
     golden = tmp_path / "g.safetensors"
-    run(
-        "golden",
-        exports.checkpoint(
-            "llama", num_hidden_layers=4, hidden_size=128, vocab_size=256
-        ),
-        "--out",
-        golden,
-    )
-    result = CliRunner().invoke(
-        app, ["validate", str(llama.root), "--golden", str(golden)]
-    )
+    run("golden", DATA / "tiny-llama", "--out", golden)
+    arguments = ["validate", llama.root, "--golden", golden, "--max-kl", "1e-12"]
+    result = CliRunner().invoke(app, list(map(str, arguments)))
     assert result.exit_code == 1
     assert result.stdout.splitlines()[0] == "RED" and result.stdout.splitlines()[
         1
@@ -145,7 +139,7 @@ def test_red_exits_1_with_the_reason_first(llama, tmp_path, exports):
 def test_decode_gives_hugging_face_s_tokens_and_all_logits(llama, tmp_path, exports):
     ids, new = [1, 4, 69, 173, 13, 4, 72], 24
     found = run(
-        "decode",
+        "generate",
         llama.root,
         "--prompt-ids",
         ",".join(map(str, ids)),
@@ -179,8 +173,9 @@ def test_decode_gives_hugging_face_s_tokens_and_all_logits(llama, tmp_path, expo
 
 
 def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
-    predicted = run("memory", DATA / "tiny-llama", "--max-seq-len", 64)
-    measured = run("memory", llama.root)
+    predicted = run("plan", DATA / "tiny-llama", "--max-seq-len", 64)
+    measured = run("plan", llama.root)
+    predicted, measured = predicted["bytes"], measured["bytes"]
     assert predicted["kv"] == measured["kv"] == 2 * 4 * 2 * 64 * 32 * 2
     # program and alignment come on top
     assert abs(predicted["weights"] / measured["weights"] - 1) < 0.2
@@ -193,14 +188,14 @@ def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
         (("export", DATA / "tiny-llama", "out", "--max-seq-len", "0"), "max_seq_len"),
         (("export", DATA / "tiny-llama", "out", "--compress", "int3"), "int3"),
         (("validate", "nowhere", "--checkpoint", DATA / "tiny-llama"), "bundle.json"),
-        (("decode", "nowhere", "--prompt-ids", "1"), "bundle.json"),
+        (("generate", "nowhere", "--prompt-ids", "1"), "bundle.json"),
         (("sweep", "nowhere.yaml"), "grid"),
         (("report", "99"), "99"),
-        (("memory", DATA / "tiny-llama", "--memory", "lots"), "lots"),
-        (("memory", DATA / "tiny-llama", "--memory", "0"), "above zero"),
-        (("memory", DATA / "tiny-llama", "--memory", "-1G"), "above zero"),
-        (("memory", DATA / "tiny-llama", "--memory", "infG"), "above zero"),
-        (("memory", DATA / "tiny-llama", "--memory", ""), "above zero"),
+        (("plan", DATA / "tiny-llama", "--memory", "lots"), "lots"),
+        (("plan", DATA / "tiny-llama", "--memory", "0"), "above zero"),
+        (("plan", DATA / "tiny-llama", "--memory", "-1G"), "above zero"),
+        (("plan", DATA / "tiny-llama", "--memory", "infG"), "above zero"),
+        (("plan", DATA / "tiny-llama", "--memory", ""), "above zero"),
         (("golden", DATA / "tiny-llama", "--out", "."), "--out"),
         (("golden", DATA / "tiny-llama", "--out", "/proc/x/g"), "--out"),
         (
@@ -220,53 +215,14 @@ def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "now"),
-    [
-        (("log", "--log-dir=build/log"), "--log"),
-        (("compare", "a", "b", "--log-dir", "build/log"), "--log"),
-        (("report", "05", "--log-dir", "build/log"), "--log"),
-        (("sweep", "grid.yaml", "--log-dir", "build/log"), "--log"),
-        (("validate", "nowhere", "--log"), "--record"),
-        (("residency", "nowhere", "--log"), "--record"),
-    ],
-)
-def test_an_option_s_old_spelling_is_answered_with_the_new_one(arguments, now):
-    error = refused(*arguments)
-    assert str(error).endswith(f"Next: write {now}.") and "\n" not in str(error)
-    assert arguments[0] in error.subject
-
-
-def test_an_old_spelling_is_an_option_where_it_still_means_something():
-    for command in (
-        "validate",
-        "error",
-        "explain",
-        "trace",
-        "matrix",
-        "residency",
-        "evaluate",
-    ):
-        required = ["--checkpoint", DATA / "tiny-llama"] if command[0] == "e" else []
-        assert (
-            refused(command, "nowhere", "--record", *required).subject
-            == "bundle nowhere"
-        )
-    assert "no folder" in str(refused("export", "nowhere", "out", "--plain"))
-    assert (
-        refused("sweep", "nowhere.yaml", "--log", "build/log").subject
-        == "grid nowhere.yaml"
-    )
-
-
 def test_prompts_are_checked(llama):
     assert "max_seq_len" in str(
-        refused("decode", llama.root, "--prompt-ids", "1," * 64 + "1")
+        refused("generate", llama.root, "--prompt-ids", "1," * 64 + "1")
     )
     assert "ids from 0 to 255" in str(
-        refused("decode", llama.root, "--prompt-ids", "256")
+        refused("generate", llama.root, "--prompt-ids", "256")
     )
-    assert "one of them" in str(refused("decode", llama.root))
+    assert "one of them" in str(refused("generate", llama.root))
 
 
 @pytest.mark.parametrize(
@@ -286,9 +242,15 @@ def test_prompts_are_checked(llama):
             ("validate", "--checkpoint", DATA / "tiny-llama", "--prompt-ids", ""),
             "--prompt-ids",
         ),
-        (("check", "--memory", "0"), "above zero"),
-        (("trace", "--prompt-ids", "1,2,400"), "from 0 to 255"),
-        (("trace", "--prompt-ids", ""), "--prompt-ids"),
+        (("plan", "--memory", "0"), "above zero"),
+        (("plan", "--tokens", "4-1"), "--tokens"),
+        (("validate", "--alone"), "--alone"),
+        (("validate", "--prompt-ids", "1"), "--golden"),
+        (("explain",), "--checkpoint"),
+        (("explain", "--only", "parts"), "--checkpoint"),
+        (("explain", "--only", "part"), "one of parts"),
+        (("explain", "--only", "ranges", "--prompt-ids", "1,2,400"), "from 0 to 255"),
+        (("explain", "--only", "ranges", "--prompt-ids", ""), "--prompt-ids"),
     ],
 )
 def test_bad_input_about_a_bundle_is_refused(llama, arguments, words):
@@ -296,17 +258,9 @@ def test_bad_input_about_a_bundle_is_refused(llama, arguments, words):
     assert words in str(refused(command, llama.root, *rest))
 
 
-@pytest.mark.parametrize(
-    ("command", "count"), [("decode", -3), ("reuse", 0), ("reuse", -1)]
-)
-def test_too_few_new_tokens_exit_2(llama, command, count):
-    prompt = ["--prompt-ids", "1"] if command == "decode" else []
-    assert (
-        CliRunner()
-        .invoke(app, [command, str(llama.root), *prompt, "--max-new", str(count)])
-        .exit_code
-        == 2
-    )
+def test_too_few_new_tokens_are_refused(llama):
+    arguments = "generate", llama.root, "--prompt-ids", "1", "--max-new", -3
+    assert "new tokens" in str(refused(*arguments))
 
 
 def never(name):
@@ -325,7 +279,8 @@ def test_json_names_numbers_that_json_lacks(capsys):
 
 def test_a_validation_against_nan_is_red_in_json(llama, tmp_path):
     made = golden.make_golden(DATA / "tiny-llama", [1, 69, 142])
-    replace(made, logits=made.logits * np.nan).save(tmp_path / "g")
+    values = made.values | {"logits": made["logits"] * np.nan}
+    replace(made, values=values).save(tmp_path / "g")
     result = CliRunner().invoke(
         app, ["validate", str(llama.root), "--golden", str(tmp_path / "g"), "--json"]
     )
@@ -337,7 +292,7 @@ def test_a_validation_against_nan_is_red_in_json(llama, tmp_path):
     )
 
 
-def test_an_interrupted_export_says_that_what_was_finished_is_kept(tmp_path, forked):
+def test_an_interrupted_export_leaves_nothing(tmp_path, forked):
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from workbench.cli import main; main()"
     command = [
         sys.executable,
@@ -346,7 +301,6 @@ def test_an_interrupted_export_says_that_what_was_finished_is_kept(tmp_path, for
         "export",
         DATA / "tiny-zaya",
         tmp_path / "b",
-        "--plain",
         "--json",
     ]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -355,15 +309,13 @@ def test_an_interrupted_export_says_that_what_was_finished_is_kept(tmp_path, for
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)
     _, told = running.communicate(timeout=60)
-    assert (running.returncode, told) == (
-        130,
-        "workbench: interrupted; what was finished is kept\n",
-    )
+    assert running.returncode == 130 and told.startswith("workbench: interrupted")
+    assert not list(tmp_path.iterdir())
 
 
 def test_text_needs_a_tokenizer(exports):
     bundle = exports.bundle(exports.checkpoint("llama"))
-    assert "tokenizer" in str(refused("decode", bundle.root, "--prompt", "hello"))
+    assert "tokenizer" in str(refused("generate", bundle.root, "--prompt", "hello"))
 
 
 def test_a_model_type_without_a_family_is_refused(tmp_path):
@@ -403,24 +355,32 @@ def damage_path(bundle):
 
 def damage_version(bundle):
     manifest = bundle / "bundle.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 1'))
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (damage_truncate, "bytes"),
-        (damage_flip, "SHA-256"),
         (damage_lfs, "Git LFS"),
         (damage_path, "inside the bundle"),
-        (damage_version, "version"),
+        (damage_version, "export again"),
     ],
 )
 def test_a_damaged_bundle_is_refused(llama, tmp_path, damage, words):
     copy = tmp_path / "copy"
     shutil.copytree(llama.root, copy)
     damage(copy)
-    assert words in str(refused("decode", copy, "--prompt-ids", "1,2"))
+    assert words in str(refused("generate", copy, "--prompt-ids", "1,2"))
+
+
+def test_a_flipped_byte_is_refused_by_validate(llama, tmp_path):
+    copy = shutil.copytree(llama.root, tmp_path / "copy")
+    damage_flip(copy)
+    checkpoint = ("--checkpoint", DATA / "tiny-llama")
+    assert "SHA-256" in str(
+        refused("validate", copy, *checkpoint, "--prompt-ids", "1,2")
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
@@ -428,7 +388,7 @@ def test_sixty_four_greedy_tokens_are_hugging_face_s(name, exports):
     """`exact` gives the same tokens; `declared` the same up to a first near-tie."""
     import torch
 
-    from workbench.check import metrics, tasks
+    from workbench.check import tasks
 
     prompt = tasks.load_tasks(DATA / "tasks" / "heldout.jsonl")[3]["prompt"]
     ids = tasks.load_tokenizer(DATA / name).encode(prompt)[:40]
@@ -454,5 +414,9 @@ def test_sixty_four_greedy_tokens_are_hugging_face_s(name, exports):
         strict=True,
     ):
         if record.token != token:
-            assert metrics.near_tie(logits[0].numpy(), record.logits)
+            for row, other in (
+                (logits[0].numpy(), record.token),
+                (record.logits, token),
+            ):
+                assert row.max() - row[other] <= 0.5  # nats: a near tie
             break

@@ -1,18 +1,17 @@
-"""`--golden`, `--only` and `golden --for`: what one machine with the checkpoint writes, a machine
+"""`--golden`, `--alone` and `golden --for`: what one machine with the checkpoint writes, a machine
 with one copy of the bundle and no checkpoint reads."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from workbench.check import device
 from workbench.cli.app import app
 from workbench.errors import InputError
 from workbench.runtime.portable import PortableModel
 
 IDS = "1,69,42,4,30,7"
+ALONE = "--runtime", "stand-in", "--alone"
 
 
 def call(*arguments) -> tuple[int, dict]:
@@ -53,10 +52,8 @@ def no_portable(monkeypatch):
 
 
 @pytest.mark.shim
-def test_only_without_a_reference_says_what_is_lacking(llama, golden, no_portable):
-    code, result = call(
-        "validate", llama[1].root, "--golden", golden, "--only", "stand-in"
-    )
+def test_alone_without_a_reference_says_what_is_lacking(llama, golden, no_portable):
+    code, result = call("validate", llama[1].root, "--golden", golden, *ALONE)
     gates = {gate["name"]: gate for gate in result["gates"]}
     assert code == 0 and gates["device"]["verdict"] == "not_run"
     assert "workbench golden CHECKPOINT --out G --for" in gates["device"]["reason"]
@@ -74,7 +71,7 @@ def test_what_golden_writes_for_a_bundle_is_all_that_a_validation_needs(
     reference = tmp_path / result["reference"].rpartition("/")[2]
     assert reference.is_file() and (llama[1].root / "verdict.json").is_file()
     request.getfixturevalue("no_portable")
-    for where in (["--only", "stand-in"], ["--runtime", "stand-in"]):
+    for where in (ALONE, ["--runtime", "stand-in"]):
         code, result = call("validate", llama[1].root, "--golden", out, *where)
         assert (code, result["verdict"]) == (0, "GREEN")
         gates = verdicts(result)
@@ -91,65 +88,29 @@ def test_a_golden_for_another_checkpoint_s_bundle_is_refused(exports, llama, tmp
     assert not (tmp_path / "g").exists()
 
 
-@pytest.mark.parametrize("command", ["validate", "matrix"])
-def test_the_portable_runtime_alone_is_no_case_of_only(command, llama, golden):
-    arguments = [command, llama[1].root, "--golden", golden, "--only", "portable"]
-    with pytest.raises(InputError, match="--runtime portable"):
+@pytest.mark.parametrize("how", [[], ["--each-unit"]])
+def test_the_portable_runtime_is_never_alone(how, llama, golden):
+    arguments = ["validate", llama[1].root, "--golden", golden, *how, "--alone"]
+    with pytest.raises(InputError, match="leave --alone out"):
         CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
 
 
-def test_a_reference_says_whose_fault_a_drift_is(llama, golden, no_portable):
-    drifts = {"4": [0.0], "3": [1.0]}
-    decoder = SimpleNamespace(runtime="coreml", bundle=llama[1])
-    words = [device.rangedim.at_fault(decoder, None, T, drifts) for T in (4, 3, 2)]
-    assert "the runtime is wrong" in words[0] and "the program is wrong" in words[1]
-    assert "was not run at this T" in words[2]
-
-
 @pytest.mark.shim
-def test_matrix_of_one_unit_alone_leaves_the_portable_arithmetics_out(
-    llama, golden, forked
-):
-    arguments = [
-        "--golden",
-        golden,
-        "--only",
-        "stand-in",
-        "--compute-units",
-        "CPU_ONLY",
-    ]
-    code, result = call("matrix", llama[1].root, *arguments)
+def test_one_unit_alone_leaves_the_portable_arithmetics_out(llama, golden, forked):
+    arguments = "--golden", golden, *ALONE, "--compute-units", "CPU_ONLY"
+    code, result = call("validate", llama[1].root, *arguments, "--each-unit")
     (unit,) = result["units"]
     assert (code, unit["unit"], unit["verdict"]) == (0, "CPU_ONLY", "GREEN")
     assert unit["kl_portable"] is None and unit["blame"] is None
 
 
 @pytest.mark.shim
-def test_error_measures_the_runtime_s_part_on_a_stored_golden(llama, golden):
-    arguments = ["--checkpoint", llama[0], "--golden", golden, "--runtime", "stand-in"]
-    code, result = call(
-        "error", llama[1].root, *arguments, "--compute-units", "CPU_ONLY"
+def test_explain_measures_the_runtime_s_part(llama):
+    arguments = "--checkpoint", llama[0], "--prompt-ids", IDS, "--only", "parts"
+    root = llama[1].root
+    code, result = call("explain", root, *arguments, "--runtime", "stand-in")
+    assert code == 0 and all(row["runtime"] is not None for row in result["parts"])
+    _, own = call("explain", root, *arguments)
+    assert [row["total"] for row in own["parts"]] == pytest.approx(
+        [row["total"] for row in result["parts"]], rel=1e-3
     )
-    assert code == 0 and all(row["runtime"] is not None for row in result["layers"])
-    code, own = call(
-        "error", llama[1].root, "--checkpoint", llama[0], "--prompt-ids", IDS
-    )
-    assert [row["total"] for row in own["layers"]] == pytest.approx(
-        [row["total"] for row in result["layers"]], rel=1e-3
-    )
-
-
-def test_a_golden_s_tokens_are_a_prompt(llama, golden):
-    bundle = llama[1].root
-    for arguments, key in (
-        (["decode", bundle, "--max-new", 3], "tokens"),
-        (["trace", bundle], "worst"),
-    ):
-        by_ids, by_golden = (
-            call(*arguments, *more)[1][key]
-            for more in (["--prompt-ids", IDS], ["--golden", golden])
-        )
-        assert by_ids == by_golden
-        with pytest.raises(InputError, match="prompt"):
-            both = [*arguments, "--prompt-ids", IDS, "--golden", golden]
-            CliRunner().invoke(app, list(map(str, both)), catch_exceptions=False)

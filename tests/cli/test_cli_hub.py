@@ -14,7 +14,7 @@ from workbench import InputError, paths
 from workbench.cli.app import app
 from workbench.log import project
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep.cell import find
+from workbench.sweep.grid import find
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -76,13 +76,13 @@ def test_commands_take_the_name_and_honour_hf_home(hub, tmp_path):
             cwd=tmp_path,
         )
 
-    short = ("org/Tiny-Llama", "bundle", "--max-seq-len", "8", "--t-max", "1")
+    short = ("org/Tiny-Llama", "bundle", "--max-seq-len", "8", "--tokens", "1")
     exported = run(hub, "export", *short)
     assert exported.returncode == 0, exported.stderr
     assert '"name": "Tiny-Llama"' in (tmp_path / "bundle" / "bundle.json").read_text()
     golden = ["golden", "org/Tiny-Llama", "--prompt", "set river", "--out", "g"]
     prompted = CliRunner().invoke(app, golden)  # this process has that cache, too
     assert prompted.exit_code == 0 and "3 tokens" in prompted.stdout
-    other = run(tmp_path / "empty", "memory", "org/Tiny-Llama")
+    other = run(tmp_path / "empty", "plan", "org/Tiny-Llama")
     assert other.returncode == 2 and len(other.stderr.splitlines()) == 1
     assert "hf download org/Tiny-Llama" in other.stderr

@@ -1,13 +1,14 @@
-"""`workbench residency`, `compare`, `memory`, `sweep --scheduler`, `bench log`: their JSON, their
+"""`workbench plan`, `compare`, `sweep --scheduler`: their JSON, their
 messages."""
 
 import json
 
+import in_process
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from workbench import log
+from workbench import log, process
 from workbench.cli.app import app
 from workbench.errors import InputError
 
@@ -25,11 +26,11 @@ def run(*arguments) -> dict:
     return json.loads(result.stdout)
 
 
-def test_residency_is_predicted_off_a_mac_with_rules_and_advice(
+def test_placement_is_predicted_off_a_mac_with_rules_and_advice(
     llama, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    found = run("residency", llama.root, "--record")
+    found = run("plan", llama.root)
     assert found["source"] == "predicted" and len(found["shards"]) == len(
         llama.manifest.shards
     )
@@ -53,19 +54,15 @@ def test_residency_is_predicted_off_a_mac_with_rules_and_advice(
         <= rule.keys()
         for rule in shard["rules"]
     )
-    row = log.load("runs").iloc[0]
-    assert row["placement_source"] == "predicted" and set(
-        json.loads(row["placement"])
-    ) == {s["shard"] for s in found["shards"]}
-    text = CliRunner().invoke(app, ["residency", str(llama.root)]).output
-    assert text.startswith("predicted placement") and "measured placement" not in text
+    text = CliRunner().invoke(app, ["plan", str(llama.root)]).output
+    assert "predicted placement" in text and "measured placement" not in text
 
 
 def test_an_older_chip_breaks_more_rules(llama):
     rules = {
         chip: {
             r["id"]
-            for s in run("residency", llama.root, "--chip", chip)["shards"]
+            for s in run("plan", llama.root, "--chip", chip)["shards"]
             for r in s["rules"]
         }
         for chip in ("M1", "M5")
@@ -73,26 +70,19 @@ def test_an_older_chip_breaks_more_rules(llama):
     assert rules["M5"] <= rules["M1"]
     with pytest.raises(InputError, match="M9"):
         CliRunner().invoke(
-            app, ["residency", str(llama.root), "--chip", "M9"], catch_exceptions=False
+            app, ["plan", str(llama.root), "--chip", "M9"], catch_exceptions=False
         )
 
 
-def test_memory_tells_what_each_chip_should_reach(llama, exports):
+def test_plan_tells_what_each_chip_should_reach(llama, exports):
     for source in (llama.root, exports.checkpoint("llama")):
-        found = run("memory", source)
-        assert {
-            "weights",
-            "kv",
-            "fits",
-            "predicted",
-            "predicted_misfit",
-        } <= found.keys() and found["predicted_misfit"] <= 0.3
-        chips = {row["chip"]: row for row in found["predicted"]}
+        found = run("plan", source)
+        assert {"bytes", "fits", "chips", "predicted_misfit"} <= found.keys() and found[
+            "predicted_misfit"
+        ] <= 0.3
+        chips = {row["chip"]: row for row in found["chips"]}
         assert {"M1", "M4 Max"} <= chips.keys()
-        assert (
-            chips["M1"]["weights"].endswith("streamed as fp16")
-            and not chips["M1"]["spills"]
-        )
+        assert chips["M1"]["weights"].endswith("streamed as fp16")
         assert chips["M1"]["streamed_mib"] > 0
 
 
@@ -121,7 +111,7 @@ def test_compare_names_what_differs_and_by_how_much(tmp_path):
                 tmp_path,
                 run_id,
             )
-    found = run("compare", "0-a", "0-b", "--log", tmp_path)
+    found = run("log", "0-a", "0-b", "--log", tmp_path)
     assert {s["setting"]: (s["a"], s["b"]) for s in found["settings"]} == {
         "T": (1, 2),
         "setting": ("a", "b"),
@@ -157,13 +147,20 @@ def test_a_sweep_without_its_scheduler_is_refused_before_anything_runs(
     assert not (tmp_path / "log").exists()
 
 
-def test_bench_log_has_its_peer_in_the_same_run(tmp_path):
-    rows = {
-        r["name"]: r
-        for r in run("bench", "log", "--runs", 80, "--rounds", 2, "--folder", tmp_path)[
-            "rows"
-        ]
-    }
-    assert rows.keys() == {"log_load_first", "log_load"} and all(
-        r["n"] == 2 and r["peer_value"] > 0 for r in rows.values()
-    )
+def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(
+    llama, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process, "call", in_process.call)
+    options = ["--T", "1,2", "--depth", "0,4", "-r", "2", "--log", str(tmp_path)]
+    command = ["sweep", str(llama.root), *options]
+    found = CliRunner().invoke(app, command, catch_exceptions=False).stdout
+    assert "cells 8, done 8, resumed 0, failed 0" in found
+    rows = [line.split() for line in found.splitlines() if " 2 " in line]
+    assert "tok/s" in found and len(rows) >= 4
+    runs = log.load("runs", tmp_path)
+    assert sorted(zip(runs["T"], runs["depth"], runs["round"])) == [
+        (T, depth, round_) for T in (1, 2) for depth in (0, 4) for round_ in (0, 1)
+    ]
+    with pytest.raises(InputError, match="--T: found '1;2'; needs counts with commas"):
+        command = ["sweep", str(llama.root), "--T", "1;2"]
+        CliRunner().invoke(app, command, catch_exceptions=False)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from workbench import InputError
 from workbench.check.golden import Golden
 from workbench.cli.app import app
-from workbench.cli.notebooks import _parameter
+from workbench.cli.notebooks import typed
 from workbench.decode.transcript import encode_text
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-llama"
@@ -40,11 +40,12 @@ def test_golden_takes_text_a_file_and_ids(tmp_path, text):
     assert golden_ids(tmp_path, "--prompt-ids", ",".join(map(str, ids))) == ids
 
 
-def test_validate_and_error_take_the_same(exports, text):
+def test_validate_and_explain_take_the_same(exports, text):
     root = exports.bundle(TINY, max_seq_len=32).root
     ids = ",".join(map(str, encode_text(TINY, WORDS)))
-    for command in ("validate", "error"):
-        arguments = (command, root, "--checkpoint", TINY, "--json")
+    for command in ("validate", "explain"):
+        only = ["--only", "parts"] if command == "explain" else []
+        arguments = (command, root, "--checkpoint", TINY, "--json", *only)
         by_text, by_ids = (
             json.loads(invoke(*arguments, *prompt).stdout)
             for prompt in (("--text", text), ("--prompt-ids", ids))
@@ -56,7 +57,7 @@ def test_validate_and_error_take_the_same(exports, text):
         )
 
 
-@pytest.mark.parametrize("command", ["golden", "validate", "error"])
+@pytest.mark.parametrize("command", ["golden", "validate", "explain"])
 def test_several_prompts_are_refused(command, exports, tmp_path):
     root = exports.bundle(TINY, max_seq_len=32).root
     first = (
@@ -75,5 +76,6 @@ def test_several_prompts_are_refused(command, exports, tmp_path):
 
 
 def test_a_text_with_a_colon_is_a_text_parameter():
-    assert _parameter("PROMPT=note: this") == ("PROMPT", "note: this")
-    assert _parameter('PREFILL={"t_max": 16}') == ("PREFILL", {"t_max": 16})
+    assert typed("PROMPT", "note: this", "") == "note: this"
+    assert typed("PROMPT", "note: this", None) == "note: this"
+    assert typed("PREFILL", '{"t_max": 16}', {}) == {"t_max": 16}

@@ -1,4 +1,4 @@
-"""`decode` prints text as it comes, and takes a message through the checkpoint's chat template."""
+"""`generate` prints text as it comes, and takes a message through the checkpoint's chat template."""
 
 import json
 import shutil
@@ -33,14 +33,14 @@ def chatting(tmp_path_factory):
 
 
 def invoke(bundle, *arguments):
-    return CliRunner().invoke(app, ["decode", str(bundle.root), *arguments])
+    return CliRunner().invoke(app, ["generate", str(bundle.root), *arguments])
 
 
 def test_each_token_s_text_comes_when_it_is_decoded(bundle, monkeypatch):
     decoder, events = Decoder(bundle), []
-    step = Decoder.decode_one_token
+    step = Decoder.step
     monkeypatch.setattr(
-        Decoder, "decode_one_token", lambda *a: events.append(None) or step(*a)
+        Decoder, "step", lambda *a, **how: events.append(None) or step(*a, **how)
     )
     result = transcript(decoder, encode_text(TINY, WORDS), 4, on_text=events.append)
     pieces = [event for event in events if event]

@@ -186,7 +186,7 @@ def test_a_hybrid_knows_the_latest_value_by_its_recurrent_state(exports, name, s
             decoder.begin()
             for token in coder(question["prompt"]).input_ids:
                 logits = decoder.decode_one_token(token)
-                for kept, leaf in decoder.named_states if zeroed else ():
+                for kept, leaf in decoder.seqs.named_states if zeroed else ():
                     if leaf.endswith(state):
                         kept.write(leaf, 0 * kept.read(leaf))
             count += coder.decode(logits.argmax()) == question["answer"]

@@ -32,8 +32,8 @@ import numpy as np  # noqa: E402
 import tiny  # noqa: E402
 
 from workbench import Decoder, InputError  # noqa: E402
-from workbench.decode import Snapshot  # noqa: E402
-from workbench.prompt_cache import formats  # noqa: E402
+from workbench.decode import Sequences, Snapshot, store  # noqa: E402
+from workbench.decode.snapshot import floor, take  # noqa: E402
 
 B, S, T_MAX, STEPS = 3, 28, 4, 12
 COUNT = 200  # programs of each family in a whole proof
@@ -47,16 +47,14 @@ OPERATIONS = {  # how often each is drawn
     "remove": 1,
 }
 RINGS = "gemma3_text", "mistral", "olmo3"  # families with windows
-SHAPES = (
-    {"layers_per_shard": 3},
-    {"layers_per_shard": 1, "states": "packed", "layout": "bc1t"},
-)
+SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "layout": "bc1t"})
 
 
 @dataclass
 class Lineage:
     """A sequence as it counts: its calls as [T, tokens, place in the batch], the most tokens that
-    it has had, and how many of the last call's count, which it may have waited in."""
+    it has had, and how many of the last call's count, in which it may have waited: none where that
+    call had one token of each sequence, for which no recurrent state is kept."""
 
     calls: list[list] = field(default_factory=list)
     high: int = 0
@@ -66,10 +64,10 @@ class Lineage:
     def ids(self) -> list[int]:
         return [token for _, tokens, _ in self.calls for token in tokens]
 
-    def add(self, T: int, tokens: list[int], place: int) -> None:
+    def add(self, T: int, tokens: list[int], place: int, kept: bool) -> None:
         if tokens:
             self.calls.append([T, tokens, place])
-        self.last = len(tokens)
+        self.last = kept * len(tokens)
         self.high = max(self.high, len(self.ids))
 
     def undo(self, count: int) -> None:
@@ -91,23 +89,15 @@ class Program:
         self.text: list[str] = []  # what was done
 
     def run(self) -> None:
-        decoder = self.decoder
-        decoder.begin()
-        original = decoder.advance
+        self.decoder.begin()
+        shares = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
+        for _ in range(STEPS):
+            getattr(self, self.rng.choice(list(OPERATIONS), p=shares))()
 
-        def advance(chunk, T):
-            hidden = original(chunk, T)
-            for seq, tokens in enumerate(chunk):
-                self.lineages[seq].add(T, list(tokens), seq)
-            return hidden
-
-        decoder.advance = advance
-        try:
-            shares = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
-            for _ in range(STEPS):
-                getattr(self, self.rng.choice(list(OPERATIONS), p=shares))()
-        finally:
-            del decoder.advance
+    def ran(self, chunk: list[list[int]], kept: bool) -> None:
+        """Notes a call; `kept`: recurrent states go back into it."""
+        for seq, tokens in enumerate(chunk):
+            self.lineages[seq].add(max(map(len, chunk)), tokens, seq, kept)
 
     def room(self, seq: int) -> int:
         return S - 1 - len(self.lineages[seq].ids)  # one place for the last call
@@ -120,18 +110,21 @@ class Program:
             self.tokens(min(self.rng.integers(0, 9), self.room(seq)))
             for seq in range(B)
         ]
-        tile = self.rng.integers(1, T_MAX + 1, self.rng.integers(1, 4)).tolist()
+        tile = int(self.rng.integers(1, T_MAX + 1))
         if any(prompts):
             self.text.append(f"prefill {list(map(len, prompts))} by {tile}")
             self.decoder.prefill(prompts, tile)
+            for start in range(0, max(map(len, prompts)), tile):
+                chunk = [prompt[start : start + tile] for prompt in prompts]
+                self.ran(chunk, max(map(len, chunk)) > 1)
 
     def decode(self) -> None:
         going = [self.room(seq) > 0 and self.rng.random() < 0.8 for seq in range(B)]
         if any(going):
             self.text.append(f"decode {going}")
-            self.decoder.decode_one_token(
-                [self.tokens(1)[0] if go else None for go in going]
-            )
+            tokens = [self.tokens(1) if go else [] for go in going]
+            self.decoder.decode_one_token([t[0] if t else None for t in tokens])
+            self.ran(tokens, False)
 
     def trim(self) -> None:
         """Within the depth that is promised it must work; beyond, it may be refused, and then
@@ -148,14 +141,10 @@ class Program:
             assert not differing(self.decoder.snapshot(seq), before)
 
     def promised(self, lineage: Lineage) -> int:
-        """How many tokens every kind of state gives back: t_max of the most that there were; a
-        pending state, those of the last call."""
+        """How many tokens every kind of state gives back: t_max of the most that there were;
+        recurrent states, those of the last call."""
         depth = T_MAX - (lineage.high - len(lineage.ids))
-        if any(
-            "pending" in name
-            for state in self.decoder.states
-            for name in state.shard.states
-        ):
+        if floor(self.decoder.manifest, 1):  # recurrent states
             return min(depth, lineage.last)
         return depth
 
@@ -164,9 +153,11 @@ class Program:
         snapshot, lineage = self.decoder.snapshot(seq), deepcopy(self.lineages[seq])
         count = int(self.rng.integers(0, snapshot.offset - snapshot.floor + 1)) // 2
         lineage.undo(count)
+        lineage.last = 0
         self.text.append(f"snapshot {seq}, trimmed by {count}")
-        saved = formats.encode_rows(snapshot.trim(count))  # as the store keeps it
-        self.stored.append((formats.decode_rows(saved), lineage))
+        with tempfile.TemporaryDirectory() as folder:
+            store.save(folder, "sequence", snapshot.trim(count))
+            self.stored.append((store.load(folder, "sequence"), lineage))
 
     def restore(self) -> None:
         picks = [self.pick() for _ in range(B)]
@@ -194,36 +185,30 @@ class Program:
     def faults(self) -> Iterator[str]:
         """How what is left differs from each sequence's tokens alone."""
         decoder, last = self.decoder, [self.tokens(1) for _ in range(B)]
-        hidden = decoder.advance(last, 1)
+        hidden, _ = decoder.advance(decoder.seqs, last)
         left = [decoder.snapshot(seq) for seq in range(B)]
         for seq, lineage in enumerate(self.lineages):
-            decoder.begin()
-            before = seq
+            seqs, before = decoder.fresh(), seq
             for T, tokens, place in [*lineage.calls, [1, last[seq], seq]]:
                 if tokens:
-                    move(decoder, before, place)
-                    alone = decoder.advance(
-                        [tokens if s == place else [] for s in range(B)], T
-                    )
+                    move(seqs, before, place)
+                    chunk = [tokens if s == place else [] for s in range(B)]
+                    alone, _ = decoder.advance(seqs, chunk, T=T)
                     before = place
             if not np.array_equal(alone[seq, :, 0], hidden[seq, :, 0]):
                 yield f"the hidden state of sequence {seq}"
-            yield from (
-                f"{n} of sequence {seq}"
-                for n in differing(left[seq], decoder.snapshot(seq))
-            )
+            for name in differing(left[seq], take(seqs, seq)):
+                yield f"{name} of sequence {seq}"
 
 
-def move(decoder: Decoder, source: int, target: int) -> None:
-    """Moves a sequence to another place of the batch, without a snapshot; nothing of it may be
-    undone."""
+def move(seqs: Sequences, source: int, target: int) -> None:
+    """Moves a sequence to another place of the batch, without a snapshot."""
     order = np.arange(B)
     order[[source, target]] = target, source
-    for state in decoder.states if source != target else ():
-        for name in state.shard.states:
-            state.write(name, state.read(name)[order])
-    decoder.offsets, decoder.floors = decoder.offsets[order], decoder.floors[order]
-    decoder.ids = [decoder.ids[seq] for seq in order]
+    for state, name in seqs.named_states if source != target else ():
+        state.write(name, state.read(name)[order])
+    seqs.ids = [seqs.ids[seq] for seq in order]
+    seqs.floors = [seqs.floors[seq] for seq in order]
 
 
 def differing(a: Snapshot, b: Snapshot) -> list[str]:
@@ -240,8 +225,8 @@ def differing(a: Snapshot, b: Snapshot) -> list[str]:
 def options(family: str, shape: int) -> dict:
     """Export options of a family's bundle, of which there are `len(SHAPES)`."""
     ring = {"sliding": "ring"} if family in RINGS else {}
-    undo = {"max_seq_len": S, "t_max": T_MAX, "batch": B, "undo": True}
-    return undo | ring | SHAPES[shape]
+    sizes = {"max_seq_len": S, "t_max": T_MAX, "batch": B}
+    return sizes | ring | SHAPES[shape]
 
 
 def fault_of(decoder: Decoder, seed: int) -> str:

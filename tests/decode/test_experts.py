@@ -29,7 +29,7 @@ class Expert:
     def __init__(self, shard, calls):
         self.factor, self.calls = shard.rows[0] + 1, calls
 
-    def predict(self, io):
+    def predict(self, io, state, hook):
         self.calls.append((self.factor - 1, io[EXPERT_IN].shape[2]))
         return {HIDDEN: io[ACC] + self.factor * io[EXPERT_IN] * io[EXPERT_WEIGHT]}
 

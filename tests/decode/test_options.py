@@ -9,13 +9,12 @@ import tiny
 
 from workbench import InputError
 from workbench.bundle.names import is_cache
-from workbench.decode import copy_state
+from workbench.decode.snapshot import copy
 from workbench.export import export, options
 
 CHOICES = {
     "kv_write": ["mask", "slice"],
     "layout": ["bct1", "bc1t"],
-    "states": ["separate", "packed"],
     "moe": ["dense", "routed"],
     "sliding": ["mask", "ring"],
     "t": ["range", "fixed"],
@@ -98,49 +97,29 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
 @pytest.mark.parametrize(
     "family, chosen",
     [
-        (
-            "llama",
-            {
-                "kv_write": "slice",
-                "layout": "bc1t",
-                "states": "packed",
-                "layers_per_shard": 2,
-            },
-        ),
-        (
-            "gemma3_text",
-            {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 2},
-        ),
+        ("llama", {"kv_write": "slice", "layout": "bc1t", "layers_per_shard": 2}),
+        ("gemma3_text", {"sliding": "ring", "layers_per_shard": 3, "batch": 2}),
         ("gemma3_text", {"sliding": "ring", "t_max": 6, "layers_per_shard": 2}),
         ("qwen2", {"t": "fixed", "layout": "bc1t", "batch": 2}),
-        (
-            "olmo3",
-            {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 3},
-        ),
-        ("phi3", {"kv_write": "slice", "states": "packed"}),
+        ("olmo3", {"sliding": "ring", "layers_per_shard": 3, "batch": 3}),
+        ("phi3", {"kv_write": "slice"}),
         (
             "lfm2",
             {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t", "batch": 2},
         ),
-        ("lfm2", {"states": "packed", "layers_per_shard": 3, "batch": 3}),
+        ("lfm2", {"layers_per_shard": 3, "batch": 3}),
         (
             "qwen3_5_text",
             {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"},
         ),
-        (
-            "qwen3_5_text",
-            {"states": "packed", "layers_per_shard": 3, "batch": 3, "t_max": 8},
-        ),
+        ("qwen3_5_text", {"layers_per_shard": 3, "batch": 3, "t_max": 8}),
         ("qwen3_5_text", {"t": "fixed", "layout": "bc1t", "batch": 2}),
         ("qwen3_5_text", {"functions": (1, 4)}),
         (
             "granitemoehybrid",
             {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"},
         ),
-        (
-            "granitemoehybrid",
-            {"states": "packed", "layers_per_shard": 3, "batch": 3, "t_max": 8},
-        ),
+        ("granitemoehybrid", {"layers_per_shard": 3, "batch": 3, "t_max": 8}),
         ("granitemoehybrid", {"t_max": 1, "layout": "bc1t", "batch": 2}),
     ],
 )
@@ -168,14 +147,14 @@ def test_a_sequence_moves_from_a_prefill_bundle_to_a_decode_bundle(exports):
         layers_per_shard=2,
     )
     decode = exports.decoder(
-        checkpoint, t="fixed", t_max=1, max_seq_len=24, sliding="ring", states="packed"
+        checkpoint, t="fixed", t_max=1, max_seq_len=24, sliding="ring"
     )
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(prefill.manifest.dims.V, 22))
     logits = [prefill.prefill(g.ids[:14])]
-    copy_state(prefill, decode)
+    copy(prefill.seqs, decode.seqs)
     logits += [decode.decode_one_token(token) for token in g.ids[14:]]
     assert tiny.relative(np.stack(logits), g.logits[13:]) < 3e-6
-    assert prefill.offsets.tolist() == [14] and decode.offsets.tolist() == [22]
+    assert len(prefill.seqs.ids[0]) == 14 and len(decode.seqs.ids[0]) == 22
 
 
 def test_a_sequence_does_not_move_where_it_cannot_go_on(exports):
@@ -185,12 +164,12 @@ def test_a_sequence_does_not_move_where_it_cannot_go_on(exports):
     source = exports.decoder(checkpoint)
     source.prefill([1] * 20)
     for target, chosen, found in [
-        (checkpoint, {"max_seq_len": 16}, "room for 20 tokens"),
+        (checkpoint, {"max_seq_len": 16}, "at most max_seq_len = 16"),
         (checkpoint, {"batch": 2}, "batch 1"),
         (other, {}, "one checkpoint"),
     ]:
         with pytest.raises(InputError, match=found):
-            copy_state(source, exports.decoder(target, **chosen))
+            copy(source.seqs, exports.decoder(target, **chosen).seqs)
 
 
 def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):
@@ -198,9 +177,7 @@ def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):
     decoder = exports.decoder(checkpoint, kv_write="slice", batch=2)
     with pytest.raises(InputError, match="kv_write=slice.*equal positions"):
         decoder.prefill([[1, 2, 3], [1, 2]])
-    assert not any(
-        s.read(n).any() for s in decoder.states for n in s.shard.states if is_cache(n)
-    )
+    assert not any(s.read(n).any() for s, n in decoder.seqs.named_states if is_cache(n))
 
 
 @pytest.mark.parametrize(

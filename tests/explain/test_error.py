@@ -30,7 +30,7 @@ def trial(int8_bundle, tiny_llama, llama_golden):
 @pytest.mark.parametrize("mode", error.MODES)
 def test_parts_add_up_to_the_total_and_their_shares_to_one(splits, mode):
     split = splits[mode]
-    assert split.residual < gates.TELESCOPE
+    assert split.residual < 1e-6
     assert split.shares().to_numpy().sum() == pytest.approx(1)
     layers = split.layers()
     assert np.allclose(
@@ -82,7 +82,7 @@ def test_a_program_that_is_not_hugging_face_s_is_red(splits):
             {"isolated": error.Split(split.reference, split.bundle, worse)}
         )
     }
-    assert found == {"reauthoring": "RED", "parts_telescope": "RED"}
+    assert found == {"reauthoring": "RED"}
 
 
 @pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "int4-block32", "lut4"])
@@ -167,8 +167,11 @@ def test_int8_per_channel_is_what_the_export_stores(exports, tiny_llama, llama_b
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-channel")
     stored, plain = (Decoder(b, "portable").layers[0] for b in (bundle, llama_bundle))
     name = "model.layers.0.mlp.down_proj.weight"
-    ours = weights.int8_channel(plain.executable.constant(plain.shard.weights[name]))
-    theirs = stored.executable.constant(stored.shard.weights[name])
+    fp16, theirs = (
+        torch.from_numpy(layer.constant(layer.shard.weights[name]))
+        for layer in (plain, stored)
+    )
+    ours = weights.int8_channel(fp16)
     codes = (ours - theirs).abs() / (
         theirs.abs().flatten(1).amax(1).reshape(-1, 1, 1, 1) / 127
     )

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from workbench import Bundle, InputError
-from workbench.bundle import Writer
-from workbench.export import export
+from workbench.export import export, write
 from workbench.models.checkpoint import Checkpoint
 
 WEIGHTS, ROOT = "model.safetensors", Path(__file__).parents[2]
@@ -79,11 +78,10 @@ def test_taps_of_a_shard_of_all_layers_are_the_layers_outputs(exports, family):
     )
     seen = {}
 
-    def keep(op, outputs):
+    def keep(shard, op, outputs):
         seen.update(zip((name for name, _ in op.outputs), outputs, strict=False))
 
-    with model.hooked(keep):
-        one.prefill(g.ids)
+    one.advance(one.fresh(), [g.ids], keep)
     for layer, value in model.shard.taps.items():
         assert tiny.relative(seen[value][0, :, :, 0].numpy().T, g.outputs[layer]) < 3e-6
 
@@ -278,65 +276,26 @@ def test_options_out_of_range_are_refused_by_name(llama, tmp_path, options, foun
         export(llama, tmp_path / "b", progress=False, **options)
 
 
-def stop_after(monkeypatch, count: int) -> None:
-    """The next export is interrupted when `count` shards are recorded."""
-    recorded, real = [], Writer.record
-
-    def record(self, shard):
-        if len(recorded) == count:
-            raise KeyboardInterrupt
-        recorded.append(shard.name)
-        return real(self, shard)
-
-    monkeypatch.setattr(Writer, "record", record)
-
-
-def test_an_interrupted_export_keeps_what_was_finished_and_makes_the_rest(
-    llama, tmp_path, monkeypatch
+def test_what_a_killed_export_has_left_is_no_bundle_and_not_used(
+    llama, exports, tmp_path
 ):
-    whole = export(llama, tmp_path / "whole", progress=False, max_seq_len=16)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        stop_after(patched, 2)
-        export(llama, tmp_path / "b", progress=False, max_seq_len=16)
-    with pytest.raises(InputError, match="unfinished export"):
+    other = exports.bundle(exports.checkpoint("llama", num_hidden_layers=1))
+    shutil.copytree(other.root, tmp_path / ".b.partial")
+    with pytest.raises(InputError, match="unfinished export.*run the same export"):
         Bundle.open(tmp_path / "b")
-    partial = tmp_path / ".b.partial"
-    names = sorted(
-        path.stem
-        for path in partial.glob("*.json")
-        if path.stem not in ("identity", "embedding")
-    )
-    assert len(names) == 2
-    kept, spoilt = (
-        next((partial / f"{n}.mlpackage").rglob("weight.bin")) for n in names
-    )
-    spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
-    times = kept.stat().st_mtime_ns, spoilt.stat().st_mtime_ns
     bundle = export(llama, tmp_path / "b", progress=False, max_seq_len=16)
-    kept, spoilt = (bundle.root / path.relative_to(partial) for path in (kept, spoilt))
-    assert kept.stat().st_mtime_ns == times[0] and spoilt.stat().st_mtime_ns != times[1]
-    assert bundle.identity == whole.identity
-    with pytest.raises(InputError, match="a finished bundle"):
-        export(llama, tmp_path / "b", progress=False, max_seq_len=16)
-
-
-def test_what_another_checkpoint_left_behind_is_not_used(
-    llama, exports, tmp_path, monkeypatch
-):
-    other = exports.checkpoint("llama", num_hidden_layers=1)
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        stop_after(patched, 1)
-        export(llama, tmp_path / "b", progress=False, max_seq_len=16)
-    bundle = export(other, tmp_path / "b", progress=False, max_seq_len=16)
-    assert bundle.identity == exports.bundle(other, max_seq_len=16).identity
+    assert bundle.identity == exports.bundle(llama, max_seq_len=16).identity
     assert {path.name for path in bundle.root.iterdir()} == {
         "bundle.json",
         "embedding.safetensors",
         *(s.path for s in bundle.manifest.shards),
     }
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    with pytest.raises(InputError, match="a finished bundle"):
+        export(llama, tmp_path / "b", progress=False, max_seq_len=16)
 
 
-def test_exports_killed_at_any_moment_complete_when_run_again():
+def test_exports_killed_at_any_moment_leave_nothing_once_run_again():
     found = subprocess.run(
         [sys.executable, "-m", "tests.export.kills", "4"],
         capture_output=True,
@@ -368,13 +327,13 @@ def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(
 def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(
     copy, tmp_path, monkeypatch
 ):
-    real = Writer.record
+    real = write.to_template
 
-    def record(self, shard):
+    def shrink(*arguments):
         (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:5000])
-        return real(self, shard)
+        return real(*arguments)
 
-    monkeypatch.setattr(Writer, "record", record)
+    monkeypatch.setattr(write, "to_template", shrink)
     with pytest.raises(InputError, match=f"{WEIGHTS}.*fewer bytes"):
         export(copy, tmp_path / "b", progress=False, max_seq_len=16)
 

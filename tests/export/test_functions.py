@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import tiny
+from conversions import conversions, files
 
 from miltorch.quiet import coremltools
 from workbench import Bundle, InputError
@@ -87,7 +88,7 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
 
 
 @pytest.mark.parametrize(
-    "family, changed, chosen, stamped",
+    "family, changed, chosen, repeated",
     [
         (
             "llama",
@@ -121,26 +122,21 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
                 (
                     "zaya",
                     {"num_hidden_layers": 4},
-                    {"functions": (1, 16), "layers_per_shard": 2, "states": "packed"},
+                    {"functions": (1, 16), "layers_per_shard": 2},
                     1,
                 ),
             )
         ),
     ],
 )
-def test_stamped_shards_of_several_functions_are_the_bytes_of_their_conversions(
-    exports, tmp_path, family, changed, chosen, stamped
+def test_shards_of_several_functions_are_the_bytes_of_their_conversions(
+    exports, tmp_path, family, changed, chosen, repeated
 ):
     source = exports.checkpoint(family, **changed)
-    made = export(
-        source,
-        tmp_path / "b",
-        progress=False,
-        verify_stamps=99,
-        max_seq_len=16,
-        **chosen,
-    )
-    assert [s.how for s in made.manifest.shards].count("stamped") == stamped
+    made = export(source, tmp_path / "b", progress=False, max_seq_len=16, **chosen)
+    shapes = {shard.template for shard in made.manifest.shards}
+    assert len(made.manifest.shards) - len(shapes) == repeated
+    assert files(made) == conversions(made, source, tmp_path / "again")
     assert {tuple(s.functions.values()) for s in made.manifest.shards} == {
         chosen["functions"]
     }
@@ -192,7 +188,7 @@ def test_functions_share_a_weight_file_or_are_refused(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", **tiny.WIDTH_1)
     with (
         pytest.warns(UserWarning, match="width 2"),
-        pytest.raises(InputError, match="so small.*without --functions"),
+        pytest.raises(InputError, match="so small.*with --tokens"),
     ):
         export(
             checkpoint, tmp_path / "b", progress=False, max_seq_len=8, functions=(1, 2)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from workbench.ane import memory
 from workbench.bundle import Options
-from workbench.bundle.names import is_cache
 from workbench.export import shards
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
@@ -65,17 +64,14 @@ def test_layers_of_convolutions_have_a_tail_and_no_cache():
     assert convolution.buffers == {"conv_state": [1, 4, 64]}
     assert list(attention.buffers) == ["k_state", "v_state"]
     assert not {"tail_select", "tail_keep"} & attention.inputs.keys()
-    (packed, _) = shards.specs(
-        plan("lfm2"), Options(max_seq_len=16, states="packed", layers_per_shard=3)
-    )
-    assert packed.buffers == {"side_state": [1, 2, 128], "kv_state": [1, 2, 16, 32]}
-    assert "tail_keep" not in packed.inputs  # follows from tail_select up to two
+    (whole, _) = shards.specs(plan("lfm2"), Options(max_seq_len=16, layers_per_shard=3))
+    assert "tail_keep" not in whole.inputs  # follows from tail_select up to two
 
 
 def test_the_memory_of_layers_without_a_cache_is_predicted(exports):
     path, options = exports.checkpoint("lfm2"), {"max_seq_len": 32, "batch": 3}
-    predicted = memory.budget_of_checkpoint(Checkpoint(path), Options(**options))
-    measured = memory.budget_of_bundle(exports.bundle(path, **options))
+    predicted = memory.budget(Checkpoint(path), Options(**options))
+    measured = memory.budget(exports.bundle(path, **options))
     assert predicted.kv == measured.kv == 3 * 2 * 32 * 32 * 2
     assert predicted.side_states == measured.side_states == 3 * 2 * 2 * 64 * 2
 
@@ -83,35 +79,17 @@ def test_the_memory_of_layers_without_a_cache_is_predicted(exports):
 def test_layers_with_a_matrix_keep_it_beside_their_tail():
     chosen = Options(max_seq_len=16, batch=2)
     recurrent, attention = list(shards.specs(plan("qwen3_5_text"), chosen))[:2]
-    assert (
-        recurrent.inputs["order"] == [2, 1, "T", 1] and "accept" not in recurrent.inputs
-    )
+    assert recurrent.inputs["order"] == [2, 1, "T", 1]
     assert recurrent.buffers == {
         "conv_state": [2, 3, 192],
         "matrix_state": [2, 4, 16, 32],
     }
     assert "order" not in attention.inputs
-    undone = next(
-        shards.specs(plan("qwen3_5_text"), chosen.model_copy(update={"undo": True}))
-    )
-    assert undone.inputs["accept"] == [2, 1, 4, 1]
-    assert undone.buffers["pending_state"] == [2, 4, 4, 16 + 32 + 32]
-    pair = next(
-        shards.specs(
-            plan("qwen3_5_text"), chosen.model_copy(update={"state_pair": True})
-        )
-    )
-    assert pair.buffers == recurrent.buffers | {"remainder_state": [2, 4, 16, 32]}
-    packed = Options(max_seq_len=16, states="packed", layers_per_shard=3)
-    (granite, _) = shards.specs(plan("granitemoehybrid"), packed)
-    assert granite.buffers["side_state"] == [1, 2, 3 * 192 + 4 * 32 * 32]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
-@pytest.mark.parametrize("undo", [False, True])
-@pytest.mark.parametrize("pair", [False, True])
-def test_the_memory_of_matrix_states_is_predicted(family, undo, pair):
-    chosen = Options(max_seq_len=16, batch=2, undo=undo, state_pair=pair)
+def test_the_memory_of_matrix_states_is_predicted(family):
+    chosen = Options(max_seq_len=16, batch=2)
     spec = next(shards.specs(plan(family), chosen))
     bytes_of_a_layer = sum(2 * np.prod(shape) for shape in spec.buffers.values())
     side = sum(
@@ -123,53 +101,19 @@ def test_the_memory_of_matrix_states_is_predicted(family, undo, pair):
     assert side == 2 * bytes_of_a_layer
 
 
-@pytest.mark.parametrize(
-    "family, tensors",
-    [
-        ("llama", {"kv_state": [2, 8, 16, 32]}),
-        ("zaya", {"kv_state": [2, 8, 16, 32], "side_state": [2, 2, 2 * 6 * 32 + 32]}),
-    ],
-)
-def test_packed_states_are_at_most_two_tensors_of_the_contract_s_shapes(
-    family, tensors
-):
-    chosen = Options(max_seq_len=16, states="packed", batch=2, layers_per_shard=2)
-    spec = next(shards.specs(plan(family, num_hidden_layers=2), chosen))
-    assert spec.buffers == tensors
-
-
 @given(
     family=st.sampled_from(["llama", "gemma3_text", "zaya"]),
     count=st.integers(1, 3),
     batch=st.integers(1, 3),
     sliding=st.sampled_from(["mask", "ring"]),
-    states=st.sampled_from(["separate", "packed"]),
 )
-def test_states_fill_their_tensors_without_overlap(
-    family, count, batch, sliding, states
-):
+def test_every_state_has_a_tensor_of_its_shape(family, count, batch, sliding):
     chosen = Options(
-        max_seq_len=16,
-        layers_per_shard=count,
-        batch=batch,
-        sliding=sliding,
-        states=states,
+        max_seq_len=16, layers_per_shard=count, batch=batch, sliding=sliding
     )
     for spec in shards.specs(plan(family), chosen):
-        times_used = {
-            tensor: np.zeros(shape, int) for tensor, shape in spec.buffers.items()
-        }
-        for state in spec.states.values():
-            times_used[state.tensor][state.index] += 1
-            assert times_used[state.tensor][state.index].size == np.prod(state.shape)
-        assert all((used == 1).all() for used in times_used.values())
-        caches = {name for name in spec.states if is_cache(name)}
-        expected = {
-            f"layers.{i}.{n}"
-            for i in range(*spec.layers)
-            for n in ("k_state", "v_state")
-        }
-        assert caches == (expected if spec.kind == "layers" else set())
+        tensors = {state.tensor: state.shape for state in spec.states.values()}
+        assert tensors == spec.buffers and len(tensors) == len(spec.states)
 
 
 def test_every_expert_has_a_shard_and_layers_end_at_their_router():

@@ -7,6 +7,7 @@ import pytest
 
 from workbench import log
 from workbench.errors import InputError
+from workbench.log import stats
 
 
 def samples(values, **columns) -> list[dict]:
@@ -24,88 +25,56 @@ def logged(root, rows, **settings) -> str:
     return run_id
 
 
-def summary_of(root, rows) -> pd.DataFrame:
-    return log.summary(log.load("samples", root, {"run_id": logged(root, rows)}))
-
-
-# --- summary
+# --- one run's samples
 # ------------------------------------------------------------------------------------------------
 
 
-def test_summary_is_median_and_mad_without_warm_ups(tmp_path):
-    rows = samples([900.0], warmup=True) + samples(
-        [1.0, 2.0, 4.0, 8.0, 100.0], warmup=False
-    )
-    row = summary_of(tmp_path, rows).iloc[0]
-    assert (row["median"], row["mad"], row["n"]) == (4.0, 3.0, 5)
-    assert row["p90"] == pytest.approx(np.quantile([1.0, 2.0, 4.0, 8.0, 100.0], 0.9))
+def frame(rows: list[dict]) -> pd.DataFrame:
+    columns = log.SCHEMAS["samples"].names
+    return pd.DataFrame(rows).reindex(columns=columns).assign(order=range(len(rows)))
 
 
-def test_the_drift_of_a_long_run_is_that_of_its_course(tmp_path):
+def test_flags_say_in_words_what_makes_a_run_doubtful():
+    rows = samples([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], phase="call")
+    rows += samples([1.0, 1.0, 1.0, 9.0], phase="tokens_per_s")
+    rows += samples([1.0, 9.0, 1.0, 1.0], phase="head")
+    warm_ups = samples([900.0] * 3, phase="call", warmup=True)
+    found = log.flags(frame([row | {"warmup": False} for row in rows] + warm_ups))
+    assert found == ["call drifts by +22%", "tokens_per_s is unstable"]
+
+
+def test_the_drift_of_a_long_run_is_that_of_its_course():
     """A run of ten minutes has a hundred thousand calls; all pairs of them take 115 GB."""
-    values = np.linspace(10.0, 12.0, 120_000) + np.random.default_rng(0).normal(
-        0, 1, 120_000
-    )
-    row = summary_of(tmp_path, samples(values.tolist())).iloc[0]
-    assert row["drifting"] and row["drift"] == pytest.approx(2 / 11, rel=0.05)
-
-
-def test_measurements_are_kept_apart_and_null_is_a_key_of_its_own(tmp_path):
-    rows = (
-        samples([1.0, 1.0], shard="a")
-        + samples([2.0])
-        + samples([3.0], T=4)
-        + samples([np.nan], depth=9)
-    )
-    found = summary_of(tmp_path, rows)
-    assert sorted(zip(found["median"], found["n"], strict=True)) == [
-        (1.0, 2),
-        (2.0, 1),
-        (3.0, 1),
-    ]
-
-
-def test_a_summary_of_nothing_has_every_column(tmp_path):
-    found = log.summary(log.load("samples", tmp_path))
-    assert found.empty and {
-        "run_id",
-        "phase",
-        "median",
-        "mad",
-        "n",
-        "drift",
-        "drifting",
-        "unstable",
-    } <= set(found)
+    noise = np.random.default_rng(0).normal(0, 1, 120_000)
+    values = np.linspace(10.0, 12.0, 120_000) + noise
+    assert stats.drift(values) == pytest.approx(2 / 11, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("values", "drifting", "unstable"),
+    ("values", "drift"),
     [
-        ([10.0] * 8, False, False),
-        ([10.0, 10.1, 9.9, 10.0, 10.1, 9.9], False, False),
-        ([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], True, False),
-        ([12.5, 12.0, 11.5, 11.0, 10.5, 10.0], True, False),
-        (
-            [10.00, 10.01, 10.02, 10.03, 10.04, 10.05],
-            False,
-            False,
-        ),  # significant, and too small to matter
-        ([10.0, 12.0, 14.0], False, False),  # three points prove no trend
-        ([10.0, 10.0, 10.0, 40.0, 10.0, 10.0], False, True),
-        ([0.0, 0.0, 0.0, 5.0], False, True),
+        ([10.0] * 8, None),
+        ([10.0, 10.1, 9.9, 10.0, 10.1, 9.9], None),
+        ([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], 2.5 / 11.25),
+        ([12.5, 12.0, 11.5, 11.0, 10.5, 10.0], -2.5 / 11.25),
+        # significant, and too small to matter
+        ([10.00, 10.01, 10.02, 10.03, 10.04, 10.05], None),
+        ([10.0, 12.0, 14.0], None),  # three points prove no trend
+        ([10.0, 10.0, 10.0, 40.0, 10.0, 10.0], None),
+        ([0.0, 0.0, 0.0, 5.0], None),
     ],
 )
-def test_drift_and_instability_are_flagged(tmp_path, values, drifting, unstable):
-    row = summary_of(tmp_path, samples(values)).iloc[0]
-    assert (row["drifting"], row["unstable"]) == (drifting, unstable)
+def test_a_drift_is_large_and_significant(values, drift):
+    found = stats.drift(np.array(values))
+    assert found is None if drift is None else found == pytest.approx(drift)
 
 
-def test_drift_follows_the_order_of_measuring_not_of_rows(tmp_path):
-    rows = samples([10.0, 11.0, 12.0, 13.0, 14.0, 15.0])
+def test_drift_follows_the_order_of_measuring_not_of_rows():
+    rows = samples([10.0, 11.0, 12.0, 13.0, 14.0, 15.0], phase="call", warmup=False)
     rows = [row | {"repetition": i // 3, "order": i} for i, row in enumerate(rows)]
     shuffled = [rows[i] for i in (3, 0, 5, 1, 4, 2)]
-    assert summary_of(tmp_path, shuffled).iloc[0]["drift"] == pytest.approx(5.0 / 12.5)
+    made = frame(shuffled).assign(order=[row["order"] for row in shuffled])
+    assert log.flags(made) == ["call drifts by +40%"]
 
 
 # --- compare
@@ -118,23 +87,12 @@ def noisy(median: float, n: int = 8) -> list[float]:
 
 def test_only_settings_that_differ_are_shown(tmp_path):
     same = {"max_seq_len": 128, "compress": "fp16", "platform": "x"}
-    a = logged(
-        tmp_path,
-        samples([1.0]),
-        config={"n_gen": 16, "depth": 0},
-        time=pd.Timestamp(0, tz="UTC"),
-        **same,
-    )
-    b = logged(
-        tmp_path,
-        samples([1.0]),
-        config={"n_gen": 16, "depth": 64},
-        runtime="portable",
-        **same,
-    )
+    young = {"time": pd.Timestamp(0, tz="UTC"), "config": {"flags": []}}
+    a = logged(tmp_path, samples([1.0]), depth=0, **same, **young)
+    b = logged(tmp_path, samples([1.0]), depth=64, runtime="portable", **same)
     found = log.compare(a, b, tmp_path).settings
     assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {
-        "config.depth": (0, 64),
+        "depth": (0, 64),
         "runtime": (None, "portable"),
     }
 
@@ -170,7 +128,12 @@ def repeated(
         run_id = f"{seed:03}-{i:03}-{side}"
         log.append(
             "runs",
-            {"status": "ok", "setting": f"{seed}{side}", "round": i // 2, "chip": "x"},
+            {
+                "status": "ok",
+                "setting": f"{seed}{side}",
+                "round": i // 2,
+                "machine": "x",
+            },
             root,
             run_id,
         )
@@ -255,27 +218,25 @@ def test_what_cannot_be_compared_is_shown_without_an_interval(
     assert found.measures[["low", "high"]].isna().all(axis=None)
 
 
-def test_flags_say_in_words_what_makes_a_run_doubtful():
-    rows = pd.DataFrame(
-        samples([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], phase="call")
-        + samples([1.0, 1.0, 1.0, 9.0], phase="tokens_per_s")
-    )
-    rows = rows.assign(
-        order=range(len(rows)),
-        warmup=False,
-        **dict.fromkeys(("shard", "depth", "n_prompt", "n_gen")),
-    )
-    assert log.flags(rows) == ["call drifts by +22%", "tokens_per_s is unstable"]
-
-
 def test_a_run_without_samples_still_compares_its_settings(tmp_path):
     log.append("runs", {"status": "failed", "reason": "no memory"}, tmp_path, "bare")
     found = log.compare("bare", logged(tmp_path, samples([1.0, 1.0, 1.0])), tmp_path)
-    assert found.settings["setting"].tolist() == ["status", "reason"]
+    assert found.settings.empty
     assert found.measures["note"].tolist() == ["on one side only"]
 
 
 def test_an_unknown_run_is_refused(tmp_path):
     known = logged(tmp_path, samples([1.0]))
-    with pytest.raises(InputError, match="run: found missing"):
+    with pytest.raises(InputError, match="run missing: found none"):
         log.compare(known, "missing", tmp_path)
+    logged(tmp_path, samples([1.0]))
+    with pytest.raises(InputError, match="run : found"):
+        log.compare(known, "", tmp_path)
+
+
+def test_the_end_of_an_id_names_a_run(tmp_path):
+    a, b = (logged(tmp_path, samples([v]), T=v) for v in (1, 4))
+    found = log.compare(log.short(a), log.short(b), tmp_path)
+    assert len(log.short(a)) == 8
+    assert found.settings[["a", "b"]].values.tolist() == [[1, 4]]
+    assert found.measures["ratio"].tolist() == [4.0]

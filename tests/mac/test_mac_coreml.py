@@ -24,7 +24,7 @@ def state(llama_bundle):
     shard = llama_bundle.shards("layers")[0]
     model = load_shard(llama_bundle, shard, "coreml", compute_units="CPU_ONLY")
     entry = next(iter(shard.states.values()))
-    return model.make_state().raw.state, entry.tensor, entry.shape
+    return model.make_state().raw.mlstate, entry.tensor, entry.shape
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int64, np.int16, np.uint8, np.bool_])
@@ -70,7 +70,7 @@ def test_what_compiling_prints_stays_out_of_the_output(exports, tiny_llama, tmp_
         sys.executable,
         "-m",
         "workbench.cli",
-        "decode",
+        "generate",
         str(bundle.root),
         "--json",
     ]

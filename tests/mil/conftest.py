@@ -3,15 +3,7 @@ from pathlib import Path
 import pytest
 from memory import export
 
-from miltorch.ops import convolution, linear
 from miltorch.quiet import quiet
-
-
-@pytest.fixture
-def torch_products(monkeypatch):
-    """The literal graph multiplies by torch's products, so that comparisons with it also test the
-    compiled ones of the decode path."""
-    monkeypatch.setattr(convolution, "wide_product", linear.panel_product)
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +44,8 @@ def models(ct):
             ),
             "lut6": stored(
                 cto.palettize_weights,
-                cto.OpPalettizerConfig(nbits=6, weight_threshold=0),
+                # k-means of so few weights would need scikit-learn
+                cto.OpPalettizerConfig(mode="uniform", nbits=6, weight_threshold=0),
             ),
             "sparse": stored(
                 cto.prune_weights,

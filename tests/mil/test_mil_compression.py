@@ -32,7 +32,7 @@ def agree(mil, opset, kind, *attributes, **arguments):
     names = [name for name, _ in outputs]
     made = Executable(program([Op(kind, kind, bound, outputs)], {}, names))
     for name, value in zip(names, expected, strict=True):
-        found = made.constant(name).numpy()
+        found = made.constants[name].numpy()
         assert found.shape == value.shape and np.array_equal(
             found.astype(value.dtype), value
         )
@@ -193,5 +193,5 @@ def test_stored_halves_are_cast_to_floats(weight):
         [("y", Type("FLOAT32", shape))],
     )
     assert np.array_equal(
-        Executable(program([op], {}, ["y"])).constant("y"), stored.astype(np.float32)
+        Executable(program([op], {}, ["y"])).constants["y"], stored.astype(np.float32)
     )

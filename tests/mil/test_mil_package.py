@@ -23,10 +23,11 @@ WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
 def weight(executable):
     """The program's one weight matrix, decompressed."""
     return next(
-        v
-        for v in executable.body.constants.values()
-        if tuple(np.shape(v)) == (WIDTH, WIDTH)
-    ).numpy()
+        executable.constants[name].float().numpy()
+        for op in executable.program.block.ops
+        for name, kind in op.outputs
+        if op.constant and kind.shape == (WIDTH, WIDTH) and kind.dtype == "FLOAT16"
+    )
 
 
 def run(package, calls, precision="declared"):

@@ -7,9 +7,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from workbench import InputError
 from workbench.ane import placement
-from workbench.check.program import program_gates
 from workbench.check.weights import weights_gate
 from workbench.models.checkpoint import Checkpoint
 
@@ -18,10 +16,7 @@ FAMILIES = "qwen3_5_text", "granitemoehybrid"
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "chosen",
-    [{"t_max": 8}, {"layers_per_shard": 3, "states": "packed", "state_pair": True}],
-)
+@pytest.mark.parametrize("chosen", [{"t_max": 8}, {"layers_per_shard": 3}])
 def test_sequences_at_different_positions_are_as_alone(exports, family, chosen):
     checkpoint = exports.checkpoint(family)
     decoder = exports.decoder(checkpoint, batch=3, **chosen)
@@ -64,55 +59,6 @@ def test_slow_and_fast_decays_are_those_of_hugging_face(exports, tmp_path, famil
     assert tiny.relative(declared, g.logits) < 3e-2
 
 
-SLOW = 4300  # half-life in tokens of every head
-TOKENS = 256
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory):
-    """A checkpoint whose matrices forget slowly, and its golden of TOKENS tokens."""
-    path = tiny.random(tmp_path_factory.mktemp("slow") / "c", "qwen3_5_text")
-    weights = load_file(path / "model.safetensors")
-    for name, value in weights.items():
-        if name.endswith("A_log"):
-            value.fill_(float(np.log(np.log(2) / SLOW / np.log1p(np.exp(-2.0)))))
-        if name.endswith("dt_bias"):
-            value.fill_(-2.0)
-        if name.endswith("in_proj_a.weight"):
-            value.zero_()
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path, tiny.golden(tiny.hf(path), tiny.prompt(163, TOKENS))
-
-
-def state_error(decoder, golden, drop=False) -> float:
-    """Of the first layer's matrix after all tokens, one a call; `drop`: the remainder is lost."""
-    decoder.begin()
-    for token in golden.ids:
-        decoder.decode_one_token(token)
-        for state, name in decoder.named_states if drop else ():
-            if name.endswith("remainder_state"):
-                state.write(name, np.zeros_like(state.read(name)))
-    (state, name), *_ = [each for each in decoder.named_states if "matrix" in each[1]]
-    return tiny.relative(state.read(name)[0], golden.sides[0]["matrix_state"])
-
-
-def test_a_pair_of_states_keeps_what_a_slow_matrix_loses_in_fp16(exports, slow):
-    """The planted fault: a remainder that is dropped drifts as a single state does."""
-    path, golden = slow
-    options = {"max_seq_len": TOKENS, "t_max": 2}
-    single = state_error(exports.decoder(path, "declared", **options), golden)
-    pair = exports.decoder(path, "declared", state_pair=True, **options)
-    kept, dropped = state_error(pair, golden), state_error(pair, golden, drop=True)
-    assert kept < 0.7 * single and dropped > 1.3 * kept, (single, kept, dropped)
-    for gate in program_gates(exports.decoder(path, state_pair=True), Checkpoint(path)):
-        assert gate.verdict == "GREEN", gate
-
-
-def test_a_pair_is_refused_where_no_layer_has_a_matrix(exports):
-    with pytest.raises(InputError, match="state_pair: found a lfm2 checkpoint"):
-        exports.bundle(exports.checkpoint("lfm2"), state_pair=True)
-
-
 WIDE = {
     "lfm2": dict(
         hidden_size=1024, conv_bias=True, layer_types=["conv", "full_attention"]
@@ -133,7 +79,7 @@ def test_a_wide_convolution_is_a_sum_of_shifted_products(exports, family):
         }
         | WIDE[family],
     )
-    decoder = exports.decoder(path, undo=family == "lfm2")
+    decoder = exports.decoder(path)
     placed = placement.predicted_placement(decoder.bundle)
     assert "S7" not in {rule["id"] for each in placed for rule in each.rules}
     golden = tiny.golden(exports.hf(path), tiny.prompt(decoder.manifest.dims.V, 11))

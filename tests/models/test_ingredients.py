@@ -17,7 +17,6 @@ from workbench.bundle import Options
 from workbench.bundle.names import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
 from workbench.decode import Host
 from workbench.export import read_plan, shards
-from workbench.export.weights import build
 from workbench.models import cca, layers, moe
 from workbench.models.checkpoint import Checkpoint
 
@@ -33,7 +32,7 @@ class Eager:
         source, options = Checkpoint(path), Options(max_seq_len=32)
         plan = read_plan(source, options)
         self.specs = [s for s in shards.specs(plan, options) if s.kind == "layers"]
-        self.stacks = [build(s, source, plan, options)[0] for s in self.specs]
+        self.stacks = [tiny.build(s, source, plan, options)[0] for s in self.specs]
         self.host = Host(
             SimpleNamespace(
                 options=options, rope=plan.rope, layers=plan.layers, shards=self.specs
@@ -420,6 +419,5 @@ def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
     )
     assert tiny.relative(tiny.chained(exact, g.ids, [4]), g.logits) < 3e-6
     assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > DECLARED
-    declared.begin()
-    hidden = declared.advance([g.ids[:4]], 4)[0].T * 2.0**exponent
+    hidden = declared.advance(declared.fresh(), [g.ids[:4]])[0][0].T * 2.0**exponent
     assert tiny.cosine(hidden, g.outputs[-1, :4]) > DECLARED

@@ -14,24 +14,15 @@ from workbench.check import tasks as answers
 
 DATA = Path(__file__).parents[2] / "data"
 NEW = 12
-PACKED = {
-    "kv_write": "slice",
-    "layout": "bc1t",
-    "states": "packed",
-    "layers_per_shard": 4,
-    "t_max": 2,
-}
+SLICES = {"kv_write": "slice", "layout": "bc1t", "layers_per_shard": 4, "t_max": 2}
 FIXED = {"t": "fixed", "t_max": 4, "batch": 2}
 OPTIONS = {
-    "llama": [PACKED, FIXED | {"layers_per_shard": 2}],
-    "qwen2": [PACKED, FIXED | {"layers_per_shard": 2}],
-    "gemma3": [PACKED, FIXED | {"sliding": "ring", "layers_per_shard": 3}],
-    "zaya": [PACKED, FIXED | {"moe": "routed"}],
-    "lfm2": [PACKED, FIXED | {"undo": True, "layers_per_shard": 2}],
-    "qwen3_5": [
-        PACKED | {"state_pair": True},
-        FIXED | {"undo": True, "layers_per_shard": 3},
-    ],
+    "llama": [SLICES, FIXED | {"layers_per_shard": 2}],
+    "qwen2": [SLICES, FIXED | {"layers_per_shard": 2}],
+    "gemma3": [SLICES, FIXED | {"sliding": "ring", "layers_per_shard": 3}],
+    "zaya": [SLICES, FIXED | {"moe": "routed"}],
+    "lfm2": [SLICES, FIXED | {"layers_per_shard": 2}],
+    "qwen3_5": [SLICES, FIXED | {"layers_per_shard": 3}],
 }
 
 

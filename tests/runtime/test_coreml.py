@@ -2,25 +2,28 @@
 Mac, and the same results as portable. Whatever is faked has the signature that the installed
 coremltools expects."""
 
+import importlib
 import inspect
 import json
 import os
 from types import SimpleNamespace
 
+import in_process
 import numpy as np
 import pytest
 import tiny
 
 from miltorch import shim
 from miltorch.quiet import coremltools
-from workbench import Decoder, log, sweep
+from workbench import Decoder, log, process, sweep
 from workbench.ane import placement
-from workbench.check import checklist, golden
+from workbench.check import golden, states
 from workbench.check import units as matrix
+from workbench.check.reuse import check_reuse, reuse_gate
+from workbench.decode import store
 from workbench.errors import InputError
-from workbench.prompt_cache import Store
 from workbench.runtime import coreml, load_shard, resolve
-from workbench.studies import cache_reuse
+from workbench.sweep import run
 
 pytestmark = [pytest.mark.shim, pytest.mark.usefixtures("shimmed")]
 
@@ -129,20 +132,11 @@ def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
     assert {float(v.flat[0]) for v in seen} == {3.0, float(np.float32(0.1))}
 
 
-def test_a_bundle_of_packed_states_runs_through_the_binding(source, tmp_path):
+def test_states_of_the_binding_are_those_of_the_portable_runtime(source, tmp_path):
     from workbench.export import export
 
-    packed = export(
-        source,
-        tmp_path / "packed",
-        progress=False,
-        max_seq_len=16,
-        t_max=4,
-        states="packed",
-    )
-    decoders = [
-        Decoder(packed, runtime, fast=False) for runtime in ("coreml", "portable")
-    ]
+    made = export(source, tmp_path / "b", progress=False, max_seq_len=16, t_max=4)
+    decoders = [Decoder(made, runtime) for runtime in ("coreml", "portable")]
     for decoder in decoders:
         decoder.prefill([5, 17, 42])
     kept = [decoder.snapshot().states for decoder in decoders]
@@ -161,12 +155,10 @@ def test_a_bundle_of_packed_states_runs_through_the_binding(source, tmp_path):
 
 
 def test_the_checklist_is_green_through_the_binding(bundle):
-    found = checklist.check_bundle(Decoder(bundle, "coreml"))
-    assert not [g for g in found if g.verdict == "RED"] and {g.name for g in found} >= {
-        "write_address",
-        "stale_rows",
-    }
-    assert {g.name for g in found if g.verdict == "NOT_RUN"} <= {"cache_contents"}
+    found = states.state_gates(Decoder(bundle, "coreml"))
+    assert {g.name: g.verdict for g in found} == dict.fromkeys(
+        states.STATE_GATES, "GREEN"
+    )
 
 
 def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_path):
@@ -181,53 +173,39 @@ def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_p
         compress="int8-channel",
         batch=2,
     )
-    found = cache_reuse.check_reuse(
+    found = check_reuse(
         Decoder(bundle, "coreml"), Decoder(batch, "coreml"), lengths=(4, 9), max_new=3
     )
-    assert found.verdict == "GREEN", [c for c in found.cells if c.verdict == "RED"]
+    assert reuse_gate(found).verdict == "GREEN", reuse_gate(found).reason
     decoder = Decoder(bundle, "coreml")
     decoder.prefill([5, 17, 42])
     left = decoder.snapshot()
-    Store(tmp_path / "store", decoder).save("warm", left)
-    again = Store(tmp_path / "store", decoder).load("warm")
+    store.save(tmp_path / "store", "warm", left)
+    again = store.load(tmp_path / "store", "warm")
     assert all(
         np.array_equal(value, left.states[name]) and value.dtype == np.float16
         for name, value in again.states.items()
     )
 
 
-ON_SHIM = "import sys\nfrom miltorch import shim\nfrom workbench.check import units as matrix\nshim.install()\n"
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "",
-        "shim.Proxy.newState = lambda self: (_ for _ in ()).throw(shim._error('failed: -14'))\n",
-    ],
-)
-def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(
-    source, bundle, tmp_path, fault, monkeypatch, forked
+@pytest.mark.parametrize("fault", [False, True])
+def test_the_matrix_keeps_what_core_ml_says(
+    source, bundle, tmp_path, fault, monkeypatch
 ):
     from workbench.models.checkpoint import Checkpoint
 
-    (tmp_path / "child.py").write_text(
-        ON_SHIM + fault + "matrix.units_main(*sys.argv[1:])\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    path = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88]).save(
-        tmp_path / "golden.safetensors"
-    )
-    found = matrix.unit_row(
-        bundle,
-        path,
-        "coreml",
-        "CPU_ONLY",
-        [1],
-        lambda command: matrix.launch([*command[:2], "child", *command[3:]]),
-    )
+    def fails(self):
+        raise shim._error("failed: -14")
+
+    if fault:
+        monkeypatch.setattr(shim.Proxy, "newState", fails)
+    monkeypatch.setattr(process, "call", in_process.call)
+    reference = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88])
+    how = {"runtime": "coreml", "compute_units": ["CPU_ONLY"], "only": True}
+    table = matrix.validate_units(bundle, reference, Ts=[1], **how)
+    (found,) = table.to_dict("records")
     if not fault:
-        assert found["min_cosine"] > 0.99 and found["logits"] is not None
+        assert found["min_cosine"] > 0.99
     else:
         assert (
             found["verdict"] == "DIED"
@@ -601,15 +579,17 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
     message on stderr, and at T = 3 Core ML complains and runs all the same, elsewhere than it was
     told to."""
     (tmp_path / "on_shim.py").write_text(
-        "import os, signal, sys\nfrom workbench.sweep import cell\nfrom miltorch import shim\n\n"
-        "def measure(job):\n    shim.install()\n    if job['run']['T'] == 2:\n"
+        "import os, signal, sys\nfrom workbench.sweep import run\nfrom miltorch import shim\n\nmeasured = run.measure\n\n"
+        "def measure(cell, *how):\n    shim.install()\n    if cell.run['T'] == 2:\n"
         "        print('MILCompilerForANE error: failed to compile ANE model', file=sys.stderr, flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGABRT)\n    if job['run']['T'] == 3:\n"
-        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    cell.measure_cell(job)\n"
+        "        os.kill(os.getpid(), signal.SIGABRT)\n    if cell.run['T'] == 3:\n"
+        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    return measured(cell, *how)\n"
     )
     monkeypatch.setenv(
         "PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(run, "measure", importlib.import_module("on_shim").measure)
     grid = sweep.make_grid(
         {
             "checkpoint": str(source),
@@ -624,13 +604,7 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
             },
         }
     )
-    counts = sweep.sweep(
-        grid,
-        root=tmp_path / "log",
-        bundles=tmp_path,
-        progress=False,
-        measure="on_shim:measure",
-    )
+    counts = sweep.sweep(grid, root=tmp_path / "log", bundles=tmp_path, progress=False)
     assert (counts["done"], counts["failed"], counts["invalid"]) == (2, 1, 1)
     reasons = {"failed: killed by SIGABRT", "invalid: E5RT: ANECCompile() FAILED (11)"}
     assert set(counts["reasons"]) == reasons

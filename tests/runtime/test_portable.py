@@ -87,12 +87,6 @@ CHANGES = {
         lambda m: layers(m)["states"]["layers.0.v_state"].update(shape=[1, 2, 31, 32]),
         "layers.0.v_state",
     ),
-    "a state is a part past the end": (
-        lambda m: layers(m)["states"]["layers.0.k_state"].update(
-            part=[[0, 1], [0, 2], [1, 33], [0, 32]]
-        ),
-        "layers.0.k_state",
-    ),
     "T reaches further": (lambda m: m["options"].update(t_max=9), "T from 1 to 9"),
 }
 
@@ -156,7 +150,8 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
     )
     decoder.prefill([1, 2, 3])
     before = {
-        name: decoder.states[0].read(name) for name in decoder.states[0].shard.states
+        name: decoder.seqs.states[0].read(name)
+        for name in decoder.seqs.states[0].shard.states
     }
     io = decoder.host.inputs(np.array([3]), np.array([T]), T)
     io |= {
@@ -166,10 +161,10 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
     model = decoder.layers[0]
     with pytest.raises(InputError):
         model.predict(
-            {name: io[name] for name in model.shard.inputs}, decoder.states[0]
+            {name: io[name] for name in model.shard.inputs}, decoder.seqs.states[0]
         )
     for name, value in before.items():
-        assert np.array_equal(decoder.states[0].read(name), value)
+        assert np.array_equal(decoder.seqs.states[0].read(name), value)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -195,9 +190,9 @@ def test_inputs_or_states_of_other_sizes_than_the_program_has_are_refused(
             update={"inputs": model.shard.inputs | longer}
         )
     else:
-        for cell in decoder.states[0].raw.cells.values():
+        for cell in decoder.seqs.states[0].raw.cells.values():
             cell.value = cell.value[:, :, :8].clone()
     with pytest.raises(InputError, match="shape"):
         model.predict(
-            {name: io[name] for name in model.shard.inputs}, decoder.states[0]
+            {name: io[name] for name in model.shard.inputs}, decoder.seqs.states[0]
         )

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import tiny
 
-from workbench import Decoder, InputError, log, sweep
+from workbench import Decoder, InputError, log, process, sweep
 from workbench.ane import placement
-from workbench.check import checklist, golden
+from workbench.check import golden, states
+from workbench.check.reuse import check_reuse, reuse_gate
 from workbench.check.validate import validate
 from workbench.runtime import load_shard
-from workbench.runtime.functions import FunctionsModel, each_function
-from workbench.studies import cache_reuse
-from workbench.sweep import process, runs, timing
+from workbench.runtime.coreml import CoreMLModel
+from workbench.sweep import identity, timing
 
 PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
 
@@ -38,7 +38,7 @@ def run(decoder: Decoder, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndar
     decoder.begin()
     logits = [decoder.prefill(ids[:PROMPT])]
     logits += [decoder.decode_one_token(token) for token in ids[PROMPT:]]
-    states = {n: state.read(n) for state in decoder.states for n in state.shard.states}
+    states = {name: state.read(name) for state, name in decoder.seqs.named_states}
     return np.stack(logits), states
 
 
@@ -48,11 +48,7 @@ def run(decoder: Decoder, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndar
     "family, changed, chosen",
     [
         ("zaya", {"num_hidden_layers": 3, "num_experts": 2}, {}),
-        (
-            "llama",
-            {},
-            {"kv_write": "slice", "compress": "int8-tensor", "states": "packed"},
-        ),
+        ("llama", {}, {"kv_write": "slice", "compress": "int8-tensor"}),
         ("gemma3_text", {}, {"sliding": "ring", "layers_per_shard": 3}),
     ],
 )
@@ -70,10 +66,8 @@ def test_prefill_at_t_and_decode_at_1_are_those_of_a_flexible_program(
     assert states.keys() == rows.keys()
     for name in rows:
         assert rows[name].any() and np.array_equal(states[name], rows[name]), name
-    assert [sorted(m.functions) for m in several.layers] == [[1, 4]] * len(
-        several.layers
-    )
-    assert [sorted(m.functions) for m in several.heads] == [[1]]
+    loaded = [[T for T, _ in m.executables] for m in (*several.layers, *several.heads)]
+    assert loaded == [[1, 4]] * len(several.layers) + [[1]]
 
 
 def test_core_ml_copies_states_between_functions(shimmed, bundle, flexible):
@@ -83,16 +77,14 @@ def test_core_ml_copies_states_between_functions(shimmed, bundle, flexible):
     logits, states = run(decoder, ids)
     assert np.array_equal(logits, expected)
     assert all(np.array_equal(states[name], rows[name]) for name in rows)
-    functions = [
-        model.function for model in each_function([*decoder.layers, *decoder.heads])
-    ]
-    assert functions == ["t1", "t4"] * 3 + ["t1"]
+    loaded = [sorted(m.models) for m in (*decoder.layers, *decoder.heads)]
+    assert loaded == [[1, 4]] * 3 + [[1]]
 
 
 @pytest.mark.parametrize("runtime", ["portable", "coreml"])
 def test_a_state_belongs_to_the_function_that_ran_last(shimmed, bundle, runtime):
     model = load_shard(bundle, bundle.manifest.shards[1], runtime)
-    assert isinstance(model, FunctionsModel) and sorted(model.functions) == [1]
+    assert model.functions == {1: "t1", 4: "t4"}
     one, other = model.make_state(), model.make_state()
     name, entry = next(iter(model.shard.states.items()))
     value = np.random.default_rng(0).normal(size=entry.shape).astype(np.float16)
@@ -107,7 +99,7 @@ def test_a_state_belongs_to_the_function_that_ran_last(shimmed, bundle, runtime)
     inputs["x"] = inputs["x"][:, :, :3]
     with pytest.raises(InputError, match="T = 3.*T of 1, 4"):
         model.predict(inputs, one)
-    with pytest.raises(InputError, match="inputs of shard"):
+    with pytest.raises(InputError, match="inputs of shard|every input and state"):
         model.predict({}, one)
     assert model.loading_ms["load"] > 0
 
@@ -126,7 +118,7 @@ def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
     )
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 11))
     assert tiny.relative(decoder.prefill(g.ids), g.logits[-1]) < 3e-6
-    assert decoder.offsets.tolist() == [11]
+    assert decoder.seqs.offsets.tolist() == [11]
 
 
 @pytest.mark.parametrize("chosen", [{}, {"kv_write": "slice", "layers_per_shard": 2}])
@@ -135,14 +127,13 @@ def test_every_gate_is_green_across_functions(
 ):
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4), **chosen)
     decoder = Decoder(bundle, "portable")
-    records = checklist.write_probe(decoder)
+    records = states.write_probe(decoder)
     assert {1, 4} <= {r["T"] for r in records} and all(r["right"] for r in records)
-    found = checklist.check_bundle(decoder, golden=llama_golden)
     validation = validate(decoder, llama_golden, checkpoint=tiny_llama)
-    verdicts = {g.name: (g.verdict, g.reason) for g in [*found, *validation.gates]}
+    verdicts = {g.name: (g.verdict, g.reason) for g in validation.gates}
     assert verdicts.pop("device")[0] == "not_run"
     assert {name: v for name, v in verdicts.items() if v[0] != "GREEN"} == {}
-    assert "same_for_every_T" in verdicts and "program" in verdicts
+    assert {"write_address", "program"} <= verdicts.keys()
     assert {1, 4} <= set(validation.rows["T"])
 
 
@@ -150,15 +141,16 @@ def test_a_function_that_writes_wrongly_turns_its_gate_red(exports, tiny_llama):
     """The fault is in t4 alone: only calls that run it may show it."""
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4))
     decoder = Decoder(bundle, "portable")
-    program = decoder.layers[1].function(4).executable
-    execute = program.run
+    program = decoder.layers[1].runs(4, False)
+    execute = program.run_calls
 
-    def shifted(inputs, *rest):
-        mask = inputs["kv_write_mask"].roll(1, dims=2)
-        return execute(inputs | {"kv_write_mask": mask}, *rest)
+    def shifted(calls, *rest):
+        masks = [inputs["kv_write_mask"].roll(1, dims=2) for inputs in calls]
+        pairs = zip(calls, masks, strict=True)
+        return execute([own | {"kv_write_mask": mask} for own, mask in pairs], *rest)
 
-    program.run = shifted
-    wrong = [r for r in checklist.write_probe(decoder) if not r["right"]]
+    program.run_calls = shifted
+    wrong = [r for r in states.write_probe(decoder) if not r["right"]]
     assert (
         wrong
         and {r["layer"] for r in wrong} == {1}
@@ -166,24 +158,15 @@ def test_a_function_that_writes_wrongly_turns_its_gate_red(exports, tiny_llama):
     )
 
 
-def test_a_state_that_is_not_copied_turns_the_drift_red(
-    exports, tiny_llama, llama_golden, monkeypatch
-):
-    from workbench.runtime.functions import FunctionState
+def test_a_state_that_is_not_copied_turns_a_gate_red(shimmed, bundle, monkeypatch):
+    def fresh(self, handle, T):
+        if handle.T != T:
+            handle.mlstate, handle.T = self.models[T].make_state(), T
+        return handle.mlstate
 
-    def fresh(self, model):
-        if model is not self.model:
-            self.model, self.state = model, model.make_state()
-        return self.state
-
-    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4))
-    monkeypatch.setattr(FunctionState, "of", fresh)
-    decoder = Decoder(bundle, "portable")
-    validation = validate(decoder, llama_golden, checkpoint=tiny_llama)
-    verdicts = {g.name: g.verdict for g in validation.gates}
-    assert verdicts["program"] == verdicts["max_kl"] == "RED"
-    verdicts = {g.name: g.verdict for g in checklist.check_bundle(decoder)}
-    assert verdicts["write_address"] == "RED"
+    monkeypatch.setattr(CoreMLModel, "_mlstate", fresh)
+    gates = states.state_gates(Decoder(bundle, "coreml"))
+    assert {g.name: g.verdict for g in gates}["write_address"] == "RED"
 
 
 def test_reuse_of_a_cache_changes_nothing_across_functions(exports, tiny_llama):
@@ -194,8 +177,8 @@ def test_reuse_of_a_cache_changes_nothing_across_functions(exports, tiny_llama):
         )
         for batch in (1, 2)
     ]
-    matrix = cache_reuse.check_reuse(*decoders, max_new=3)
-    assert matrix.verdict == "GREEN", [c for c in matrix.cells if c.verdict == "RED"]
+    gate = reuse_gate(check_reuse(*decoders, max_new=3))
+    assert gate.verdict == "GREEN", gate.reason
 
 
 def test_every_function_is_checked_against_the_manifest(
@@ -249,8 +232,8 @@ def test_a_grid_has_functions_as_an_axis(tmp_path):
     one, two = (cell.options for cell in sweep.cells(sweep.make_grid(grid)))
     assert (one.functions, two.functions) == ((), (1, 2))
     assert (
-        runs.exported(one)["functions"] is None
-        and runs.exported(two)["functions"] == "[1, 2]"
+        identity.exported(one)["functions"] is None
+        and identity.exported(two)["functions"] == "[1, 2]"
     )
     with pytest.raises(InputError, match="ascending"):
         sweep.make_grid(grid | {"export": {"functions": [[2, 1]]}})

@@ -2,16 +2,14 @@
 by hash to the workers of a cluster."""
 
 import json
-from pathlib import Path
 
 import in_process
 import pytest
 
-from workbench import log, sweep
+from workbench import log, process, sweep
 from workbench.check import golden
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import cluster, process
 
 IDS = [1, 4, 69, 42, 13, 4]
 RUN = {"T": [1, 2], "depth": [2], "n_gen": 2, "repetitions": 1}
@@ -102,77 +100,3 @@ def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
 def test_what_does_not_go_together_is_refused_before_anything_runs(grid, change, words):
     with pytest.raises(InputError, match=words):
         sweep.make_grid(grid | change)
-
-
-@pytest.fixture(scope="module")
-def farm(forks, tmp_path_factory):
-    """(scheduler, the project that its two workers run in): a checkout without any data."""
-    from distributed import LocalCluster
-
-    project = tmp_path_factory.mktemp("farm")
-    (project / "pyproject.toml").write_bytes(
-        (Path(__file__).parents[2] / "pyproject.toml").read_bytes()
-    )
-    how = {"threads_per_worker": 1, "resources": {"ANE": 1}, "memory_limit": 0}
-    with LocalCluster(
-        n_workers=2, processes=True, dashboard_address=":0", **how
-    ) as running:
-        with cluster.connect(running.scheduler_address) as workers:
-            workers.client.run(_work_in, str(project), forks)
-        yield running.scheduler_address, project
-
-
-def _work_in(project: str, python: str) -> None:
-    import os
-    import sys
-
-    os.chdir(project)
-    sys.executable = python
-
-
-def test_bundles_and_goldens_are_sent_by_hash_and_once(
-    farm, grid, bundles, tmp_path, monkeypatch
-):
-    scheduler, project = farm
-    monkeypatch.setattr(cluster, "PIECE", 1000)
-    made = sweep.make_grid(grid | {"run": RUN | {"T": [1]}})
-    left = project / "data" / "bundles" / bundles[1][0].identity[:16]
-    left = left / f".{bundles[1][0].root.name}.partial"
-    (left / "shards").mkdir(parents=True)
-    (left / "bundle.json").write_text("what an interrupted sending left")
-    counts = sweep.sweep(
-        made, root=tmp_path / "log", scheduler=scheduler, progress=False
-    )
-    rows = log.load("runs", root=tmp_path / "log")
-    assert (counts["done"], counts["failed"]) == (2, 0), rows["reason"].tolist()
-    rows = measured(tmp_path / "log").values()
-    assert {row["bundle_hash"] for row in rows} == {b.identity for b in bundles[1]}
-    assert {row["bundle"] for row in rows} == {b.root.name for b in bundles[1]}
-    assert {row["verdict"] for row in rows} == {"GREEN"}
-    sent = sorted((project / "data" / "bundles").glob("*/*/bundle.json"))
-    assert (
-        len(sent) == 2
-        and len(list((project / "data" / "golden").glob("*/g.safetensors"))) == 1
-    )
-    before = [path.stat().st_mtime_ns for path in sent]
-    again = sweep.sweep(
-        made, root=tmp_path / "other", scheduler=scheduler, progress=False
-    )
-    assert again["done"] == 2 and [path.stat().st_mtime_ns for path in sent] == before
-
-
-def test_workers_without_the_checkpoint_say_what_they_lack_before_anything_runs(
-    farm, bundles, tmp_path
-):
-    here = tmp_path / "models" / "mine"
-    here.parent.mkdir()
-    here.symlink_to(bundles[0])
-    (tmp_path / "pyproject.toml").write_bytes((farm[1] / "pyproject.toml").read_bytes())
-    grid = {"checkpoint": "models/mine", "export": {"max_seq_len": [16]}, "run": RUN}
-    root = tmp_path / "experiments" / "log"
-    with pytest.raises(InputError) as refused:
-        sweep.sweep(sweep.make_grid(grid), root=root, scheduler=farm[0], progress=False)
-    text = str(refused.value)
-    assert "2 of 2 workers" in text and "checkpoint" in text and "models/mine" in text
-    assert "GiB" in text and "copy the checkpoint there" in text
-    assert log.load("runs", root=root).query("status == 'failed'").empty

@@ -2,17 +2,19 @@
 
 import json
 import os
+import sys
 import warnings
-from contextlib import contextmanager
+from types import SimpleNamespace
 
 import in_process
+import pandas as pd
 import pytest
 
-from workbench import Bundle, InputError, log, sweep
+from workbench import Bundle, InputError, log, process, sweep
 from workbench.bundle import Options
+from workbench.export import bundle_for
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import cell, execute, ioreport, process
-from workbench.sweep.cell import bundle_for
+from workbench.sweep import energy, run
 
 
 def truncated(root):
@@ -65,12 +67,11 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
         Options(max_seq_len=16),
     )
     made = bundle_for(source, options, tmp_path)
-    (tmp_path / f".{made.root.name}.checked").unlink()
 
     def closed(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("workbench.bundle.bundle.sha256", closed)
+    monkeypatch.setattr("workbench.bundle.bundle.read_manifest", closed)
     with pytest.raises(InputError, match="Permission denied"):
         bundle_for(source, options, tmp_path)
     assert (made.root / "bundle.json").is_file()
@@ -107,32 +108,54 @@ def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, monkeypatch):
     Bundle.open(root)
 
 
-@pytest.mark.parametrize("reason", [None, "no energy channel"])
-def test_what_the_counters_say_of_a_measurement_is_in_its_row(
-    exports, tmp_path, monkeypatch, reason
-):
-    @contextmanager
-    def metered():
-        figures = {"ane_joules": None, "ane_active_ms": None, "reason": "not ended"}
-        yield figures
-        figures |= {"ane_joules": 0.25, "ane_active_ms": 12.0, "reason": reason}
+@pytest.fixture
+def measured(exports, tmp_path):
+    """A function that measures a cell here and returns its row."""
 
-    monkeypatch.setattr(ioreport, "metered", metered)
-    source = exports.checkpoint("llama", num_hidden_layers=1)
-    run = {"n_gen": 2, "repetitions": 1, "runtime": ["portable"]}
-    grid = sweep.make_grid(
-        {"checkpoint": str(source), "export": {"max_seq_len": [16]}, "run": run}
-    )
-    (only,) = sweep.cells(grid)
-    job = execute._job(
-        only, grid, execute._source(grid, None, tmp_path), tmp_path / "bundles"
-    )
-    job |= {"root": str(tmp_path / "log"), "worker": 0, "started": 0.0}
-    cell.prepare(job)
-    cell.measure_cell(job)
-    (row,) = log.load("runs", tmp_path / "log").to_dict("records")
-    assert (row["ane_joules"], row["ane_active_ms"]) == (0.25, 12.0)
-    assert json.loads(row["config"]).get("energy") == (
-        reason and f"not measured: {reason}"
-    )
-    assert row["swap_bytes_before"] >= 0
+    def measure(**changes):
+        source = exports.checkpoint("llama", num_hidden_layers=1)
+        how = {"n_gen": 2, "repetitions": 1, "runtime": ["portable"]} | changes
+        grid = {"checkpoint": str(source), "export": {"max_seq_len": [16]}, "run": how}
+        made = sweep.make_grid(grid)
+        (only,) = sweep.cells(made)
+        bundle = exports.bundle(source, max_seq_len=16)
+        run.measure(only, made, bundle.root, tmp_path / "log")
+        (row,) = log.load("runs", tmp_path / "log").to_dict("records")
+        return row
+
+    return measure
+
+
+@pytest.mark.parametrize(("millijoules", "joules"), [(250, 0.25), (0, None)])
+def test_what_the_counters_say_of_a_measurement_is_in_its_row(
+    measured, monkeypatch, millijoules, joules
+):
+    """A library in place of zeus-apple-silicon, which a Mac alone has."""
+
+    class Monitor:
+        def begin_window(self, label):
+            self.label = label
+
+        def end_window(self, label):
+            assert label == self.label
+            return SimpleNamespace(ane_mj=millijoules)
+
+    library = SimpleNamespace(AppleEnergyMonitor=Monitor)
+    monkeypatch.setitem(sys.modules, "zeus_apple_silicon", library)
+    row = measured()
+    said = json.loads(row["config"]).get("energy")
+    if joules:
+        assert row["ane_joules"] == joules and said is None
+    else:
+        assert pd.isna(row["ane_joules"]) and "stayed at zero" in said
+
+
+def test_without_the_library_energy_is_null_and_nothing_fails():
+    with energy.metered() as used:
+        pass
+    assert used["ane_joules"] is None and "zeus" in used["reason"]
+
+
+@pytest.mark.parametrize("reads", ["used", "all"])
+def test_a_row_says_which_rows_of_the_cache_attention_reads(measured, reads):
+    assert measured(reads=[reads])["reads"] == reads

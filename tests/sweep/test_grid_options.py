@@ -4,14 +4,14 @@ name where it varies."""
 import json
 
 import pytest
-from synthetic import SLOW, SLOW_NAME, add
+from synthetic import SLOW, add
 from test_machines import CHECKPOINT, HASH
 
 from workbench import log, sweep
 from workbench.bundle import Options
 from workbench.errors import InputError
 from workbench.export import options
-from workbench.sweep import runs
+from workbench.sweep import identity
 from workbench.sweep.grid import Run
 from workbench.widgets import Explorer
 
@@ -23,15 +23,11 @@ OTHER = {
     "compress": "int8-tensor",
     "kv_write": "slice",
     "layout": "bc1t",
-    "states": "packed",
     "moe": "routed",
     "t": "fixed",
     "sliding": "ring",
     "functions": (1, 4),
-    "undo": True,
-    "state_pair": True,
-    "target": "coreai",
-    "program_dtype": "fp32",
+    "target": "other",
 }
 """Of every export option a value that is not its default."""
 
@@ -39,13 +35,14 @@ AXES = {
     "runtime": ["portable", "coreml"],
     "precision": ["declared", "exact"],
     "fast": [True, False],
+    "reads": ["used", "all"],
     "compute_units": ["CPU_AND_NE", "CPU_ONLY"],
     "hints": [{}, {"reshapeFrequency": "Infrequent"}],
     "T": [1, 2],
     "depth": [0, 4],
 }
 ON_CORE_ML = {"compute_units", "hints"}
-ON_TARGET = ["portable", "coreai"]  # what runs bundles of either target
+ON_TARGET = ["portable", "other"]  # what runs bundles of either target
 
 
 def varied(axis: str) -> dict:
@@ -57,8 +54,6 @@ def varied(axis: str) -> dict:
     }
     if axis in AXES:
         return grid | {"run": grid["run"] | {axis: AXES[axis]}}
-    if axis == "program_dtype":
-        grid["export"] |= {"target": ["coreai"]}
     first = 16 if axis == "max_seq_len" else getattr(options(), axis)
     return grid | {"export": grid["export"] | {axis: [first, OTHER[axis]]}}
 
@@ -66,16 +61,20 @@ def varied(axis: str) -> dict:
 def ms(options, run) -> float:
     """Different for both values of whichever axis varies."""
     return 1.0 + int(
-        runs._text([options.model_dump(), run])
-        != FIRST.setdefault("first", runs._text([options.model_dump(), run]))
+        json.dumps([options.model_dump(), run], default=str, sort_keys=True)
+        != FIRST.setdefault(
+            "first",
+            json.dumps([options.model_dump(), run], default=str, sort_keys=True),
+        )
     )
 
 
 FIRST: dict = {}
+pytestmark = pytest.mark.usefixtures("other_target")
 
 
 def test_every_option_has_a_column_and_another_value_here():
-    assert runs.OPTIONS == tuple(Options.model_fields) and set(OTHER) == set(
+    assert identity.OPTIONS == tuple(Options.model_fields) and set(OTHER) == set(
         Options.model_fields
     )
     # how often, not how
@@ -88,7 +87,7 @@ def test_every_option_has_a_column_and_another_value_here():
     assert run == set(AXES) | {"n_gen", "threads", "min_tokens", "min_seconds"} and set(
         sweep.RUN_AXES
     ) == set(AXES)
-    assert {*runs.OPTIONS, *run} == set(runs.TIMES) <= set(log.SCHEMAS["runs"].names)
+    assert {*identity.OPTIONS, *run} <= set(log.SCHEMAS["runs"].names)
 
 
 @pytest.mark.matrix(8)
@@ -122,9 +121,7 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
             ms,
             number=0,
             checkpoint_hash=HASH,
-            runtime={"program_dtype": "coreai"}.get(
-                axis, "coreml" if axis in ON_CORE_ML else "portable"
-            ),
+            runtime="coreml" if axis in ON_CORE_ML else "portable",
         )
     made = sweep.make_grid(grid)
     stored = sweep.stored_tables(made, root)
@@ -145,21 +142,16 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
 
     explorer = Explorer(grid, root=root)
     explorer.check()
-    assert explorer.value("machine") == SLOW_NAME
-    control = explorer.controls[axis if axis in explorer.controls else "bundle"]
+    control = explorer.axes[axis]
     shown = set()
-    for _, value in (
-        control._options_full
-        if hasattr(control, "_options_full")
-        else [(None, v) for v in control.options]
-    ):
+    for _, value in control._options_full:
         control.value = value
         explorer.check()
         shown.add(explorer.message.value)
-        assert len(explorer.rows), "fidelity"
+        assert len(explorer.shown), "fidelity"
     assert {text.split(" ms per layer")[0].rsplit(" ", 1)[-1] for text in shown} == {
-        "0.250",
-        "0.500",
+        "0.25",
+        "0.5",
     }, shown
 
 
@@ -189,11 +181,11 @@ def test_a_decoder_s_row_has_every_option(exports):
     from workbench import Decoder
 
     bundle = exports.bundle(exports.checkpoint("llama"), t="fixed", t_max=2)
-    row = runs.describe(bundle, Decoder(bundle, "portable", fast=True))
+    row = identity.describe(Decoder(bundle, "portable", fast=True))
     assert (
         row["t"] == "fixed"
         and row["sliding"] == "mask"
-        and set(runs.OPTIONS) <= set(row)
+        and set(identity.OPTIONS) <= set(row)
         and row["hints"] is None
     )
     cell = next(
@@ -206,23 +198,20 @@ def test_a_decoder_s_row_has_every_option(exports):
             )
         )
     )
-    assert {name: row[name] for name in runs.VALUES} == {
-        name: cell.columns("portable")[name] for name in runs.VALUES
-    }
+    how = cell.columns("portable")
+    names = [*identity.OPTIONS, "runtime", "precision", "fast", "reads"]
+    assert [row[name] for name in names] == [how[name] for name in names]
 
 
 def test_a_sweep_logs_the_columns_by_which_it_is_found(swept, grid):
-    rows = runs.listing(grid["experiment"], swept[0] / "log")
+    rows = log.load("runs", swept[0] / "log")
     for cell in sweep.cells(sweep.make_grid(grid)):
-        assert len(runs.fitting(rows, [cell.columns("portable")], runs.TIMES)) == 1
-    assert set(rows["machine"]) == {runs.here()} and rows["model"].isna().all() == (
-        log.environment()["model"] is None
-    )
-    assert not any(
-        "worker" in json.loads(c)["measured"]
-        and json.loads(c)["measured"]["worker"] != 0
-        for c in rows["config"]
-    )
+        columns = cell.columns("portable")
+        (row,) = log.plain(rows[rows["setting"] == columns["setting"]]).to_dict(
+            "records"
+        )
+        assert {name: row[name] for name in columns} == columns
+    assert set(rows["machine"]) == {log.environment()["machine"]}
 
 
 def test_a_long_run_is_a_setting_of_its_own_and_a_short_one_is_what_it_was():
@@ -233,7 +222,7 @@ def test_a_long_run_is_a_setting_of_its_own_and_a_short_one_is_what_it_was():
         and short.columns("portable")["min_seconds"] is None
     )
     assert long.columns("portable")["min_seconds"] == 60
-    assert long.setting("c") != short.setting("c")
+    assert long.columns()["setting"] != short.columns()["setting"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A call in a process of its own: its answer, its refusal, and every way of dying, none of which
 the caller shares."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -14,8 +15,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from workbench import process
 from workbench.errors import last_message
-from workbench.sweep import process
 
 MODULE = """
 import os, signal, sys, threading, time
@@ -61,24 +62,26 @@ def module(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     )
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("called", None)
+    return importlib.import_module("called")
 
 
 def test_answers_come_from_another_process_whatever_it_prints(module):
-    found = process.call("called:answer", {"a": [1, None]}, threads=3)
+    found = process.call(module.answer, {"a": [1, None]}, threads=3)
     assert found.failure is None and found.value["got"] == {"a": [1, None]}
     assert found.value["pid"] != os.getpid() and found.value["threads"] == "3"
 
 
 def test_a_refusal_is_its_message(module):
     assert (
-        process.call("called:refuse", {}).failure
-        == "x: found 1; needs 2. Next: write 2."
+        process.call(module.refuse, {}).failure == "x: found 1; needs 2. Next: write 2."
     )
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL", "SIGABRT"])
 def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
-    found = process.call("called:crash", {"signal": name})
+    found = process.call(module.crash, {"signal": name})
     assert found.failure == f"killed by {name}"
     assert (
         found.lines[0] == "E5RT: ANECCompile() FAILED (-14)" and "a line" in found.lines
@@ -86,13 +89,13 @@ def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
 
 
 def test_an_exception_is_its_last_line(module):
-    found = process.call("called:raises", {})
+    found = process.call(module.raises, {})
     assert found.failure == "exit code 1: RuntimeError: Error compiling model: no"
     assert any("Traceback" in line for line in found.lines)
 
 
 def test_an_error_of_core_ml_keeps_its_text_and_not_its_last_brace(module):
-    found = process.call("called:raises_as_core_ml", {})
+    found = process.call(module.raises_as_core_ml, {})
     assert (
         found.failure
         == 'exit code 1: RuntimeError: NSLocalizedDescription = "failed with error code: -14."'
@@ -100,7 +103,7 @@ def test_an_error_of_core_ml_keeps_its_text_and_not_its_last_brace(module):
 
 
 def test_a_refusal_keeps_the_lines_that_tell(module):
-    found = process.call("called:refuses_after_core_ml_complained", {})
+    found = process.call(module.refuses_after_core_ml_complained, {})
     assert found.failure.startswith("x: found 1") and found.lines == (
         "E5RT: ANECCompile() FAILED (-14)",
     )
@@ -128,7 +131,7 @@ def test_what_takes_too_long_is_ended(module, tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     clock = lambda: 5 * (pid.exists() and bool(pid.read_text()))  # noqa: E731
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=clock))
-    found = process.call("called:sleeps", {"pid": str(pid)}, timeout_s=4)
+    found = process.call(module.sleeps, {"pid": str(pid)}, timeout_s=4)
     assert found.failure == "no answer in 4 s"
     assert not psutil.pid_exists(int(pid.read_text()))
 
@@ -143,18 +146,18 @@ def test_a_call_is_cancelled_from_another_thread(module, tmp_path):
 
     threading.Thread(target=stop_once_it_sleeps).start()
     started = time.monotonic()
-    with pytest.raises(process.Cancelled), process.stopped_by(stop):
-        process.call("called:sleeps", {"pid": str(pid)})
+    with pytest.raises(process.Cancelled):
+        process.call(module.sleeps, {"pid": str(pid)}, stop=stop)
     assert time.monotonic() - started < 60  # of 600
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_thread_left_behind_does_not_hold_the_answer(module):
-    assert process.call("called:late_thread", {}).value == 7
+    assert process.call(module.late_thread, {}).value == 7
 
 
 def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
-    code = f"from workbench.sweep import process; process.call('called:sleeps', {{'pid': {str(tmp_path / 'pid')!r}}})"
+    code = f"import called; from workbench import process; process.call(called.sleeps, {{'pid': {str(tmp_path / 'pid')!r}}})"
     caller = subprocess.Popen([sys.executable, "-c", code])
     while not ((pid := tmp_path / "pid").exists() and pid.read_text()):
         time.sleep(0.02)
@@ -193,8 +196,9 @@ def test_a_system_without_caffeinate_runs_as_it_is(tmp_path, monkeypatch):
         pass
 
 
-def test_cells_are_measured_awake(monkeypatch):
-    from workbench.sweep import cell
+def test_cells_are_measured_awake(grid, tmp_path, monkeypatch):
+    from workbench import sweep
+    from workbench.sweep import run
 
     order = []
 
@@ -206,18 +210,11 @@ def test_cells_are_measured_awake(monkeypatch):
 
     def call(function, *_, **__):
         order.append(function)
-        return process.Outcome()
+        return process.Outcome(("ok", None))
 
     monkeypatch.setattr(process, "awake", awake)
     monkeypatch.setattr(process, "call", call)
-    monkeypatch.setattr(cell, "_is_cached", lambda path: True)
-    monkeypatch.setattr(cell, "_path", lambda job: None)
-    monkeypatch.setattr(cell.log, "files", lambda root: {})
-    job = {
-        "worker": 0,
-        "run": {"cool_down_s": 0, "threads": 1},
-        "timeout_s": 9,
-        "identity": None,
-    }
-    cell.run_cell(job, "m:f")
-    assert order == ["awake", "m:f", "asleep"]
+    made = sweep.make_grid(grid)
+    cell = next(sweep.cells(made))
+    run.run_cell(cell, grid=made, bundles=tmp_path, root=tmp_path)
+    assert order == ["awake", run.prepare, run.measure, "asleep"]

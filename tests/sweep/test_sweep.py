@@ -1,6 +1,7 @@
 """Sweeps: every cell logged once, resumed without loss, refused before anything runs when the grid
 is wrong."""
 
+import importlib
 import json
 import os
 import signal
@@ -8,14 +9,15 @@ import sys
 import time
 
 import in_process
+import pandas as pd
 import psutil
 import pytest
 import yaml
 
-from workbench import log, sweep
+from workbench import log, process, sweep
 from workbench.errors import InputError
-from workbench.log.machine import with_machines
-from workbench.sweep import cell, execute, process
+from workbench.sweep import run
+from workbench.sweep.grid import find
 
 
 def test_every_cell_is_logged_with_raw_samples(swept):
@@ -51,19 +53,15 @@ def test_nothing_claims_placement_off_a_mac(swept):
 def test_a_run_says_how_it_came_about(swept):
     runs = log.load("runs", root=swept[0] / "log")
     configs = [json.loads(text) for text in runs["config"]]
-    assert (
-        len({c["measured"]["worker"] for c in configs}) == 1
-        and len({c["cell"] for c in configs}) == 2
-    )
-    spans = sorted((c["measured"]["started"], c["measured"]["ended"]) for c in configs)
-    assert all(
-        end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)
-    )
     assert all(c["energy"].startswith("not measured: ") for c in configs)
     assert all(
         "loading" in c["not_timed"] and isinstance(c["flags"], list) for c in configs
     )
     samples = log.load("samples", root=swept[0] / "log")
+    # one after the other: none begins before the row of the one before is written
+    seconds = pd.to_timedelta(samples.groupby("run_id")["elapsed_s"].max(), "s")
+    ended = runs.set_index("run_id")["time"].sort_values()
+    assert ((ended - seconds) > ended.shift()).iloc[1:].all()
     # 4 layers and a head
     assert (samples[samples["phase"] == "load"].groupby("run_id").size() == 5).all()
     prefills = samples[samples["phase"] == "prefill"]
@@ -84,36 +82,31 @@ def test_a_second_run_resumes_everything(swept, grid):
     assert len(log.load("runs", root=folder / "log")) == 2
 
 
-def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
+def test_cells_of_another_machine_are_run_again(swept, grid, monkeypatch):
     root = swept[0] / "log"
-    assert len(sweep.done_cells(root)) == 2
-    elsewhere = log.environment() | {"chip": "another chip"}
+    assert sweep.missing(sweep.make_grid(grid), root) == []
+    elsewhere = log.environment() | {"machine": "another"}
     monkeypatch.setattr(log, "environment", lambda: elsewhere)
-    assert sweep.done_cells(root) == set()
-    named = with_machines(log.load("runs", root))[["machine", "software"]]
-    assert (
-        len(sweep.done_cells(root, set(named.itertuples(index=False, name=None)))) == 2
-    )
+    assert len(sweep.missing(sweep.make_grid(grid), root)) == 2
 
 
 def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
     swept, grid, tmp_path, monkeypatch, forked
 ):
     (tmp_path / "crashing.py").write_text(
-        "import os, signal, sys\nfrom workbench.sweep import cell\n\n"
-        "def measure(job):\n    if job['run']['T'] == 1:\n        print('ANECCompile() FAILED', file=sys.stderr, flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGSEGV)\n    job['run']['n_gen'] = 99\n    cell.measure_cell(job)\n"
+        "import os, signal, sys\nfrom workbench.sweep import run\nmeasured = run.measure\n\n"
+        "def measure(cell, *how):\n    if cell.run['T'] == 1:\n        print('ANECCompile() FAILED', file=sys.stderr, flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGSEGV)\n    cell.run['n_gen'] = 99\n    return measured(cell, *how)\n"
     )
     monkeypatch.setenv(
         "PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     )
+    monkeypatch.syspath_prepend(tmp_path)
+    crashing = importlib.import_module("crashing")
     small = sweep.make_grid(grid)
+    monkeypatch.setattr(run, "measure", crashing.measure)
     counts = sweep.sweep(
-        small,
-        root=tmp_path / "log",
-        bundles=swept[0] / "bundles",
-        progress=False,
-        measure="crashing:measure",
+        small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False
     )
     assert (counts["done"], counts["failed"]) == (0, 2)
     failed = log.load(
@@ -124,6 +117,7 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
     assert set(counts["reasons"]) == set("failed: " + failed["reason"])
     assert json.loads(failed.loc[1, "config"])["stderr"][0] == "ANECCompile() FAILED"
     assert failed["setting"].notna().all() and (failed["max_seq_len"] == 16).all()
+    monkeypatch.setattr(run, "measure", crashing.measured)
     monkeypatch.setattr(process, "call", in_process.call)
     retried = sweep.sweep(
         small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False
@@ -165,9 +159,24 @@ def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(
     assert len(log.load("fidelity", root=tmp_path / "log")["run_id"].unique()) == 1
 
 
+def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(
+    swept, grid, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process, "call", in_process.call)
+    run = grid["run"] | {"n_gen": 2, "repetitions": 1, "rounds": 2}
+    made = sweep.make_grid(grid | {"run": run, "validate_ids": []})
+    where = {"root": tmp_path / "log", "bundles": swept[0] / "bundles"}
+    for part in ((1, 3), (2, 3), (3, 3), (1, 1)):
+        counts = sweep.sweep(made, part=part, progress=False, **where)
+    assert (counts["cells"], counts["resumed"], counts["done"]) == (4, 4, 0)
+    rows = log.load("runs", tmp_path / "log")
+    assert len(rows) == 4 and not rows.duplicated(["setting", "round"]).any()
+
+
 def test_configurations_join_speed_and_the_verdict_of_the_same_bundle(swept, grid):
     found = sweep.configurations(sweep.make_grid(grid), root=swept[0] / "log")
     assert sorted(found["name"]) == ["T 1", "T 2"]
+    assert set(found["run_id"]) == set(log.load("runs", swept[0] / "log")["run_id"])
     assert (
         found["tokens_per_s"].is_monotonic_decreasing
         and (found["n"] == 1).all()
@@ -191,8 +200,8 @@ def test_rounds_measure_every_cell_again_in_an_order_of_their_own(grid):
     found = list(sweep.cells(made))
     assert (
         len(found) == 6
-        and len({c.key("x") for c in found}) == 6
-        and len({c.setting("x") for c in found}) == 2
+        and len({run._key(c) for c in found}) == 6
+        and len({c.columns()["setting"] for c in found}) == 2
     )
     assert sum(bool(c.judge_ids) for c in found) == 1 and all(
         c.round == 0 for c in found if c.judge_ids
@@ -203,10 +212,10 @@ def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(
     grid, tmp_path
 ):
     made = sweep.make_grid(grid)
-    source = execute._source(made, None, tmp_path)
-    job = execute._job(next(sweep.cells(made)), made, source, tmp_path)
+    cell = next(sweep.cells(made))
+    vars(cell.source)["checkpoint_hash"] = "0" * 64
     with pytest.raises(InputError, match="copy the same checkpoint"):
-        cell.prepare(job | {"checkpoint_hash": "0" * 64})
+        run.prepare(cell, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +290,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(grid, tmp_p
 def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(
     grid, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(cell, "run_cell", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(run, "run_cell", lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="needs a folder that can be written"):
         sweep.sweep(
@@ -302,7 +311,7 @@ def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(
 ):
     assert log.project(tmp_path / root) == tmp_path / project
     (tmp_path / project / "model").mkdir(parents=True)
-    assert cell.find("model", tmp_path / root) == tmp_path / project / "model"
+    assert find("model", tmp_path / root) == tmp_path / project / "model"
 
 
 def test_the_limit_on_kl_is_the_grid_s_and_changing_it_measures_nothing(swept, grid):
@@ -334,3 +343,11 @@ def test_the_limit_on_kl_is_the_grid_s_and_changing_it_measures_nothing(swept, g
 def test_a_limit_below_zero_is_refused(grid):
     with pytest.raises(InputError, match="max_kl"):
         sweep.make_grid(grid | {"max_kl": -0.1})
+
+
+def test_the_bar_of_a_sweep_has_the_name_that_is_given(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(run, "_checked", lambda *_: [])
+    for given, shown in ((True, "sweep:"), ("growth", "growth:"), (False, "")):
+        sweep.sweep(None, root=tmp_path, bundles=tmp_path, progress=given)
+        said = capsys.readouterr().err
+        assert shown in said and bool(said) == bool(given)

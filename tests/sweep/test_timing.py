@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from workbench import Decoder
-from workbench.benchmarks import decode, stopwatch
 from workbench.errors import InputError
-from workbench.studies import conclusions
 from workbench.sweep import timing
 
 
@@ -155,31 +153,3 @@ def test_the_profile_books_every_operation_once(decoder):
         step.op.kind for model in decoder.layers for step in model.executable.body.steps
     }
     assert set(profile["op"]) == kinds
-    assert all(model.hook is None for model in decoder.layers)
-
-
-def test_the_probe_is_part_of_attention(decoder):
-    profile = timing.profile(decoder, calls=2)
-    shares = conclusions.probe_shares(profile)
-    assert np.isclose(shares["ms"].sum(), profile["ms"].sum()) and np.isclose(
-        shares["share"].sum(), 1
-    )
-    assert "%" in conclusions.probe_conclusion(shares)
-
-
-def test_bench_rows_keep_raw_samples_and_say_how_many_times_better():
-    assert (
-        stopwatch.bench_row("t", [1.0, 2.0, 9.0], "ms", "p", [4.0, 6.0, 5.0])["ratio"]
-        == 2.5
-    )
-    rate = stopwatch.bench_row("r", [30.0], "tok/s", "p", [10.0])
-    assert rate["ratio"] == 3 and rate["samples"] == [30.0] and rate["n"] == 1
-
-
-def test_routed_experts_read_one_expert_s_bytes(exports):
-    path = exports.checkpoint("zaya")
-    rows = decode.moe(lambda kind: exports.bundle(path, moe=kind), rounds=1, calls=1)
-    by_name = {r["name"]: r for r in rows}
-    # experts of the tiny checkpoint
-    assert np.isclose(by_name["moe_bytes_per_token"]["ratio"], 4)
-    assert by_name["moe_ms_per_token"]["value"] > 0

@@ -1,2 +1,6 @@
-"""Runs and checks stateful packages of other exporters, which a small file,
-`foreign.yaml`, describes."""
+"""Proposes the manifest of a bundle for packages of another exporter, from their names,
+shapes and functions and the checkpoint that was exported."""
+
+from workbench.adopt.propose import propose
+
+__all__ = ["propose"]

@@ -1,4 +1,5 @@
-"""The bytes that a decoding process will need, against the memory of a machine."""
+"""The bytes that a decoding process will need, against the memory of a machine, and the
+work of one of its calls, from a bundle's files or predicted from a checkpoint."""
 
 import re
 import resource
@@ -10,20 +11,13 @@ from math import prod
 from pathlib import Path
 
 from workbench.ane.roofline import Work
-from workbench.bundle import PRESETS, Bundle, Dims, Options
+from workbench.bundle import PRESETS, Bundle, Dims, Options, Shard
 from workbench.bundle.names import is_cache
 from workbench.errors import InputError
 
 # of a Mac's memory, which the system and the GPU share; beyond it macOS swaps
 MAC_SHARE = 0.7
 VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
-STORED_BITS = {name: preset.stored_bits for name, preset in PRESETS.items()}
-
-
-def kv_bytes(L: int, H_kv: int, S: int, D: int, batch: int = 1) -> int:
-    """Key and value caches in fp16: 2 tensors · L layers · batch · H_kv · S · D · 2
-    bytes."""
-    return 2 * L * batch * H_kv * S * D * 2
 
 
 @dataclass(frozen=True)
@@ -66,69 +60,89 @@ def machine_bytes() -> int:
     return psutil.virtual_memory().total
 
 
-def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
-    """The budget of a bundle from the sizes of its files and states; call buffers are
-    estimated."""
-    m, states = bundle.manifest, Counter()
-    width = VALUE_BYTES[m.options.program_dtype]
-    for shard in m.shards:
-        for name, state in shard.states.items():
-            states[is_cache(name)] += width * prod(state.shape)
-    weights = sum(s.bytes for s in m.shards)
-    buffers = _buffers(m.dims, m.options)
-    embedding = m.embedding.file.bytes
-    return Budget(weights, states[True], states[False], embedding, buffers, machine)
-
-
-def budget_of_checkpoint(
-    checkpoint, options: Options, machine: int | None = None
+def budget(
+    source, options: Options | None = None, machine: int | None = None
 ) -> Budget:
-    """The predicted budget of a checkpoint's bundle, from tensor shapes and export
-    options."""
-    plan, elements, embedding = _elements_of(checkpoint)
-    d, B, side, vectors = plan.dims, options.batch, 0, 0
-    for name, count in elements.items():
-        if len(checkpoint.shape(name)) < 2:
-            vectors += count
+    """The bytes of a bundle, from the sizes of its files and states; of a checkpoint
+    with export options, predicted from tensor shapes. Call buffers are estimated."""
+    if isinstance(source, Bundle):
+        m, states = source.manifest, Counter()
+        for shard in m.shards:
+            states += _state_bytes(shard, m.options)
+        weights = sum(shard.bytes for shard in m.shards)
+        sizes = weights, states[True], states[False], m.embedding.file.bytes
+        return Budget(*sizes, _buffers(m.dims, m.options), machine)
+    plan, elements, table = _elements_of(source)
+    dims, states = plan.dims, Counter()
+    for i, layer in enumerate(plan.layers):
+        rows = options.max_seq_len * layer.attends
+        states[True] += 2 * 2 * options.batch * dims.H_kv * rows * dims.D
+        for name, shape in plan.states(i, options).items():
+            states[False] += 2 * options.batch * prod(shape) * (not is_cache(name))
+    vectors = sum(n for name, n in elements.items() if len(source.shape(name)) < 2)
     matrices = sum(elements.values()) - vectors
     if not plan.tied:  # a tied head stores its own compressed copy of the table
-        matrices -= embedding
-    for i in range(d.L):
-        for name, shape in plan.states(i, options).items():
-            if not is_cache(name):
-                side += 2 * B * prod(shape)
-    weights = int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2
-    attending = sum(layer.attends for layer in plan.layers)
-    caches = kv_bytes(attending, d.H_kv, options.max_seq_len, d.D, B)
-    return Budget(weights, caches, side, embedding * 2, _buffers(d, options), machine)
+        matrices -= table
+    weights = stored(matrices, options.compress) + 2 * vectors
+    sizes = weights, states[True], states[False], 2 * table
+    return Budget(*sizes, _buffers(dims, options), machine)
 
 
-def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
-    """The predicted work of one call of T tokens of a checkpoint's bundle: all layers,
-    and the head (see `roofline.bundle_work`)."""
-    plan, elements, embedding = _elements_of(checkpoint)
-    budget = budget_of_checkpoint(checkpoint, options)
-    d, compress = plan.dims, options.compress
-    calls = -(-d.L // options.layers_per_shard)
-    head, idle = d.V * d.C, 0
-    active = sum(elements.values()) - embedding
-    if not plan.tied:
-        active -= head
+def work(source, options: Options | None = None, T: int = 1) -> list[Work]:
+    """The work of one call of T tokens, one expert per layer: of a bundle by shard, all
+    head slices as one; of a checkpoint with export options all layers, and the head."""
+    if isinstance(source, Bundle):
+        return _work_of_bundle(source, T)
+    plan, elements, table = _elements_of(source)
+    dims, compress = plan.dims, options.compress
+    calls = -(-dims.L // options.layers_per_shard)
+    active = sum(elements.values()) - table * (1 if plan.tied else 2)
+    head, idle = dims.V * dims.C, 0
     if options.moe == "routed":
         experts = sum(n for name, n in elements.items() if ".experts." in name)
-        idle = experts * (1 - 1 / plan.experts)
-        calls *= 2
-    bits, flops = STORED_BITS[compress], 2 * T * options.batch
-    head_bytes, idle_bytes = int(head * bits / 8), int(idle * bits / 8)
-    weights = budget.weights - head_bytes - idle_bytes
-    states = budget.kv + budget.side_states
-    products = flops * (active - idle)
-    row = max(d.H_kv * d.D, d.H * T)  # of a cache that is rewritten, or of scores
-    largest = 2 * options.batch * options.max_seq_len * row
+        idle, calls = int(experts * (1 - 1 / plan.experts)), 2 * calls
+    sizes, flops = budget(source, options), 2 * T * options.batch
+    head_bytes = stored(head, compress)
+    weights = sizes.weights - head_bytes - stored(idle, compress)
+    states = sizes.kv + sizes.side_states
     return [
-        Work("layers", weights, states, products, calls, compress, largest),
-        Work("head", head_bytes, 0, float(flops * head), 1, compress),
+        Work("layers", weights, states, flops * (active - idle), calls, compress),
+        Work("head", head_bytes, 0, flops * head, 1, compress),
     ]
+
+
+def _work_of_bundle(bundle: Bundle, T: int) -> list[Work]:
+    options, works = bundle.manifest.options, []
+    chosen = {shard.name: shard for shard in bundle.shards("layers")}
+    chosen |= {shard.name: shard for shard in bundle.shards("router")}
+    for shard in sorted(bundle.shards("expert"), key=lambda shard: shard.bytes):
+        chosen[shard.layers[0]] = shard  # the largest of each layer
+    heads = bundle.shards("head")
+    for shards in [*([shard] for shard in chosen.values()), heads]:
+        weights = sum(
+            f.bytes for s in shards for f in s.files if f.path.endswith(".bin")
+        )
+        states = sum(_state_bytes(s, options).total() for s in shards)
+        # a multiply-add for each weight and token
+        elements = 8 * weights / PRESETS[options.compress].stored_bits
+        name = "head" if shards is heads else shards[0].name
+        flops = 2 * T * options.batch * elements
+        works.append(Work(name, weights, states, flops, 1, options.compress))
+    # other exporters may have the head in the last layer's package
+    return [work for work in works if work.weight_bytes]
+
+
+def stored(elements: int, compress: str) -> int:
+    """Bytes of matrices in a preset."""
+    return int(elements * PRESETS[compress].stored_bits / 8)
+
+
+def _state_bytes(shard: Shard, options: Options) -> Counter:
+    """Bytes of a shard's states; True: of caches."""
+    sizes = Counter()
+    for name, state in shard.states.items():
+        sizes[is_cache(name)] += VALUE_BYTES[options.program_dtype] * prod(state.shape)
+    return sizes
 
 
 def _elements_of(checkpoint):
@@ -136,9 +150,7 @@ def _elements_of(checkpoint):
     from workbench.models import family_of
 
     plan = family_of(checkpoint.config).plan(checkpoint.config)
-    elements = {}
-    for name, entry in checkpoint.header.items():
-        elements[name] = prod(entry.shape)
+    elements = {name: prod(entry.shape) for name, entry in checkpoint.header.items()}
     table = next(name for name in elements if name.endswith("embed_tokens.weight"))
     return plan, elements, elements[table]
 

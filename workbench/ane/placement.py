@@ -6,22 +6,20 @@ Each shard has one `Placement`. A prediction separates the operations that are
 run there (`ane`), given the shard's size and neighbours. It lists the rules that were
 applied and marks disputed ones."""
 
-import math
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import miltorch
 from miltorch.program import read_spec
+from workbench import process
 from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
 from workbench.ane.rules import lint
-from workbench.bundle import Bundle
-from workbench.models.checkpoint import Checkpoint
+from workbench.bundle import Bundle, Shard
+from workbench.errors import InputError
+from workbench.runtime import model_class
 from workbench.runtime.coreml import Placed, compute_plan
-from workbench.runtime.standin import installed
-
-SMALL_LAYER = 600_000  # bytes of fp16 weights, of rule G1
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,10 @@ def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
     programs = sum(len(shard.functions) or 1 for shard in shards)
     placements = []
     for shard in shards:
-        package = bundle.package(shard)
-        placements += package_placement(
-            package, generation, shard.name, programs=programs
-        )
+        for name, package in bundle.packages(shard).items():
+            placements += package_placement(
+                package, generation, name, programs=programs
+            )
     return placements
 
 
@@ -63,10 +61,9 @@ def package_placement(
     package: Path,
     generation: int = 4,
     name: str | None = None,
-    function: str | None = None,
     programs: int | None = None,
 ) -> list[Placement]:
-    """The predicted placement of every function of a package, or of `function` alone.
+    """The predicted placement of every function of a package.
 
     Args:
         name: the placements' name; default: the package's file name.
@@ -75,23 +72,20 @@ def package_placement(
     """
     weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
     functions = sorted(read_spec(package).mlProgram.functions)
-    chosen = [function]
-    if len(functions) > 1 and not function:
-        chosen = functions
     placements = []
-    for own in chosen:
-        program = miltorch.read(package, own)
-        loaded = programs or len(functions)
-        graph = LintGraph(program, weights, len(functions), generation, loaded)
-        title = " ".join(filter(None, (name or package.stem, own)))
-        placements.append(place_operations(title, graph))
+    for function in functions:
+        program, count = miltorch.read(package, function), len(functions)
+        graph = LintGraph(program, weights, count, generation, programs or count)
+        title = f"{name or package.stem} {function}" if count > 1 else name
+        placements.append(place_operations(title or package.stem, graph))
     return placements
 
 
 def predicted_units(program: miltorch.Program) -> dict[str, str]:
     """The predicted unit (ane, cpu) of each operation of a program, by its name, for
-    `miltorch.shim.install(compute_plans=…)`."""
-    graph = LintGraph(program, 0)
+    `miltorch.shim.install(compute_plans=…)`. The rules on a package's size are not
+    asked."""
+    graph = LintGraph(program, 1 << 20)
     _, ane = _units(lint(graph), {op.name for op in graph.ops})
     return {op.name: "ane" if op.name in ane else "cpu" for op in program.block.walk()}
 
@@ -130,53 +124,57 @@ def _units(findings: list[Finding], ops: set[str]) -> tuple[set[str], set[str]]:
 def _rule(finding: Finding) -> dict:
     """A finding as JSON: its rule with the sources in words, and the first names that
     break it."""
-    r = finding.rule
-    sources = {}
-    for word in r.source.split():
-        key = word.partition("#")[0]
-        if key in RULE_SOURCES:
-            sources[word] = RULE_SOURCES[key]
-    return {
-        "id": r.id,
-        "effect": r.effect,
-        "confidence": r.confidence,
-        "says": r.says,
-        "advice": r.advice,
-        "sources": sources,
-        "disputed": r.disputed or None,
-        "count": len(finding.names),
-        "names": list(finding.names[:5]),
-    }
+    words = finding.rule.source.split()
+    sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
+    names = {"count": len(finding.names), "names": list(finding.names[:5])}
+    return asdict(finding.rule) | {"sources": sources} | names
 
 
-def plan_main(job: dict) -> list[dict]:
-    """Core ML's compute plans for shards of a bundle; runs in a child process, which
-    Core ML may abort.
+def planned(
+    bundle: Bundle,
+    runtime: str,
+    compute_units: str,
+    *,
+    shards: Iterable[Shard] | None = None,
+    timeout_s: float | None = None,
+) -> list[Placement]:
+    """The compute plan of Core ML, or of its stand-in, for every function
+    of a bundle's shards, made in a child process, which Core ML may abort (CT#2757).
 
     A plan is a preference; timing each T shows where a shard runs. Optimization hints
     do not enter a compute plan.
 
     Args:
-        job: {bundle (a path), programs (pairs of a shard's name and a function's, null
-            for its only one), runtime, fault, compute_units}.
-
-    Returns:
-        A `Placement` for every program, as JSON.
+        shards: default: all of the bundle.
 
     Raises:
-        InputError: Core ML gives no plan.
+        InputError: there is no plan; the reason may be the death of the child process.
     """
-    bundle, units = Bundle.open(job["bundle"]), job["compute_units"]
-    source, context = "measured", nullcontext()
-    if job["runtime"] == "stand-in":
-        source, context = "simulated", installed(job["fault"])
-    shards = {shard.name: shard for shard in bundle.manifest.shards}
-    placements = []
-    with context:
-        for name, function in job["programs"]:
-            title = " ".join(filter(None, (name, function)))
-            plan = compute_plan(bundle, shards[name], units, function)
-            placements.append(count_units(title, plan, source).json())
+    names = [shard.name for shard in shards or bundle.manifest.shards]
+    about = bundle.root, names, runtime, compute_units
+    outcome = process.call(plan, *about, timeout_s=timeout_s)
+    if outcome.failure is not None:
+        raise InputError.from_message(outcome.failure) or InputError(
+            f"compute plan of bundle {bundle.root.name}",
+            outcome.failure,
+            "a plan from Core ML",
+            "see the message; timings alone say where it ran",
+        )
+    return outcome.value
+
+
+def plan(
+    root: Path, names: list[str], runtime: str, compute_units: str
+) -> list[Placement]:
+    """In a child: the plans of the named shards of the bundle at `root`."""
+    bundle, placements = Bundle.open(root), []
+    model = model_class(runtime)
+    with model.native_layer():
+        for shard in bundle.manifest.shards:
+            for function in (shard.functions or [None]) * (shard.name in names):
+                title = " ".join(filter(None, (shard.name, function)))
+                found = compute_plan(bundle, shard, compute_units, function)
+                placements.append(count_units(title, found, model.plan_source))
     return placements
 
 
@@ -207,8 +205,7 @@ def _totals(placements: list[Placement]) -> tuple[int, Counter]:
 
 def columns(placements: list[Placement]) -> dict:
     """The columns of a `runs` row: counts by shard, and the Neural Engine's share of
-    all operations and of the plans' estimated costs, averaged over shards. A prediction
-    has no shares."""
+    all operations. A prediction has no share."""
     by_shard = {}
     for p in placements:
         by_shard[p.shard] = {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")}
@@ -216,10 +213,7 @@ def columns(placements: list[Placement]) -> dict:
     row = {"placement": by_shard, "placement_source": source}
     ops, units = _totals(placements)
     if source != "predicted" and units.total():
-        costs = [p.cost_ane for p in placements]
-        row |= {"ane_ops_share": units["ane"] / ops, "ane_cost_share": None}
-        if None not in costs:
-            row["ane_cost_share"] = sum(costs) / len(costs)
+        row["ane_ops_share"] = units["ane"] / ops
     return row
 
 
@@ -236,65 +230,22 @@ def off_engine(placements: list[Placement], compute_units: str) -> str | None:
     return f"not on the Neural Engine: the plan puts 0 of {ops} operations there, {ran}"
 
 
-def contradictions(placements: list[Placement]) -> list[str]:
-    """A note if a prediction contradicts experiment 30, which counted all four
-    convolutions of stateful attention shards, int8 and RangeDim, on the Neural Engine
-    of an M4 Max."""
-    off, rules = 0, set()
-    for p in placements:
-        if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]:
-            off += 1
-            for rule in p.rules:
-                if not rule["disputed"] and rule["effect"] in ("cpu", "stays", "fails"):
-                    rules.add(rule["id"])
-    if not off:
-        return []
-    return [
-        f"{off} shards are expected to keep convolutions off the Neural Engine, because of "
-        f"{', '.join(sorted(rules))}; experiment 30 counted 4 of 4 on it (M4 Max). "
-        "Only a Mac can settle it: a prediction is no measurement."
-    ]
-
-
 def lines(placements: list[Placement]) -> list[str]:
     """Placements as text: one line for all shards of the same counts, then one line per
-    rule."""
-    groups: dict[tuple, list[Placement]] = {}
-    rules = {}
+    rule: id, effect, confidence, statement, advice, sources, disputes."""
+    groups, rules = {}, {}
     for p in placements:
-        counts = (p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions)
-        groups.setdefault(counts, []).append(p)
-        for rule in p.rules:
-            rules.setdefault(rule["id"], rule)
+        counts = f"{p.ane} of {p.ops} operations on the ANE ({p.eligible} eligible), "
+        counts += f"{p.cpu} CPU, {p.gpu} GPU; convolutions {p.convolutions[0]}"
+        groups.setdefault(f"{counts} of {p.convolutions[1]}", []).append(p.shard)
+        rules |= {rule["id"]: rule for rule in p.rules}
     text = [f"{placements[0].source} placement"]
-    for p, *more in groups.values():
-        name = p.shard
-        if more:
-            name = f"{p.shard} … {more[-1].shard} ({len(more) + 1})"
-        on_ane = f"{p.ane} of {p.ops} operations on the ANE ({p.eligible} eligible)"
-        convolutions = f"convolutions {p.convolutions[0]} of {p.convolutions[1]}"
-        text.append(f"{name:32}{on_ane}, {p.cpu} CPU, {p.gpu} GPU; {convolutions}")
-    return text + list(map(_rule_line, rules.values()))
-
-
-def _rule_line(rule: dict) -> str:
-    """A rule in one line: id, effect, confidence, statement, advice, sources,
-    disputes."""
-    head = f"{rule['id']:4}{rule['effect']:6}{rule['confidence']:3}{rule['says']}"
-    text = f"{head}. {rule['advice']}. [{'; '.join(rule['sources'].values())}]"
-    if rule["disputed"]:
-        text += f" Disputed: {rule['disputed']}."
+    for counts, (name, *more) in groups.items():
+        name += f" … {more[-1]} ({len(more) + 1})" if more else ""
+        text.append(f"{name:32}{counts}")
+    for rule in rules.values():
+        head = f"{rule['id']:4}{rule['effect']:6}{rule['confidence']:3}{rule['says']}"
+        line = f"{head}. {rule['advice']}. [{'; '.join(rule['sources'].values())}]"
+        disputed = f" Disputed: {rule['disputed']}." if rule["disputed"] else ""
+        text.append(line + disputed)
     return text
-
-
-def suitable_units(checkpoint: Checkpoint) -> str:
-    """CPU_AND_NE, or CPU_ONLY for a checkpoint whose decoder layers are so small that
-    Core ML runs them on the CPU (rule G1), so that their times are not reported as the
-    Neural Engine's."""
-    elements = 0
-    for name, entry in checkpoint.header.items():
-        if ".layers." in name:
-            elements += math.prod(entry.shape)
-    if 2 * elements / checkpoint.config.num_hidden_layers < SMALL_LAYER:
-        return "CPU_ONLY"
-    return "CPU_AND_NE"

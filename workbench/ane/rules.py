@@ -1,14 +1,13 @@
 """The tests of the Neural Engine's rules, by subject, and `lint` (see
 `workbench.ane.rule`)."""
 
-from math import ceil, prod
+from math import prod
 
 import numpy as np
 
 from miltorch.program import Op
 from workbench.ane.rule import (
     FP16_TINY,
-    MIB,
     ON_ANE,
     RULES,
     Finding,
@@ -54,22 +53,6 @@ def T4_rank(g, t):
     return len(t.shape) > 5
 
 
-@rule
-def T5_high_matmul(g, op):
-    return len(g.shape(op, "x")) >= 5 and "transpose" in _makers(g, op, "x", "y")
-
-
-@rule
-def T6_high_attention(g, op):
-    return len(g.shape(op, "query")) >= 5
-
-
-@rule
-def T7_wide_gather(g, op):
-    shape = g.shape(op, "x")
-    return bool(shape) and (shape[int(_scalar(g, op, "axis", 0))] or 0) > 65535
-
-
 # --- shapes
 
 
@@ -90,39 +73,11 @@ def S4_long_axis(g, t):
 
 
 @rule
-def S6_wide_kernel(g, op):
-    return (g.shape(op, "weight") or (0,))[-1] > (13 if g.generation == 1 else 15)
-
-
-@rule
-def S7_depthwise(g, op):
-    return 1024 <= g.shape(op, "weight")[0] == int(_scalar(g, op, "groups", 1))
-
-
-@rule
-def S9_aliasing_kernel(g, op):
-    if not isinstance(g.constant(op, "weight"), np.ndarray):
-        return False
-    rows, *rest = g.shape(op, "weight")
-    tile = ceil(rows / 16) * prod(rest) * 2
-    return tile >= MIB - 16384 and abs(tile - round(tile / MIB) * MIB) <= 16384
-
-
-@rule
 def S10_moved_width(g, op):
     shape = g.shape(op, "x")
     if op.kind == "reshape":
         return shape[-1:] != op.outputs[0][1].shape[-1:]
     return int(np.ravel(g.constant(op, "perm"))[-1]) not in (-1, len(shape) - 1)
-
-
-@rule
-def S11_late_slice(g, op):
-    return (
-        g.generation <= 2
-        and not g.fixed(op, "begin")
-        and (g.shape(op, "x")[-1] or 0) > 4094
-    )
 
 
 @rule
@@ -140,21 +95,7 @@ def D1_dynamic(g, t):
 
 
 @rule
-def D2_enumerated(g):
-    names = []
-    for feature in getattr(g.program.description, "input", []):
-        if len(feature.type.multiArrayType.enumeratedShapes.shapes) > 128:
-            names.append(feature.name)
-    return names
-
-
-@rule
 def D3_ranged(g, t):
-    return None in t.shape
-
-
-@rule
-def D6_dynamic_state(g, t):
     return None in t.shape
 
 
@@ -170,11 +111,6 @@ def D8_fixed_beside_range(g, t):
 
 
 # --- state
-
-
-@rule
-def K1_state_type(g, t):
-    return t.dtype != "FLOAT16"
 
 
 @rule
@@ -254,22 +190,6 @@ def O4_product(g, op):
 
 
 @rule
-def O5_computed_weight(g, op):
-    return not g.fixed(op, "weight")
-
-
-@rule
-def O7_two_attentions(g, op):
-    return len(g.of("scaled_dot_product_attention")) > 1
-
-
-@rule
-def O11_varied_norm(g, op):
-    gain = g.constant(op, "gamma")
-    return np.size(gain) >= 1024 and np.ptp(gain) > 0
-
-
-@rule
 def O15_spatial_softmax(g, op):
     return int(_scalar(g, op, "axis", -1)) % max(len(g.shape(op, "x")), 1) != 1
 
@@ -295,12 +215,6 @@ def G4_large_package(g, op):
 
 
 # --- compression
-
-
-@rule
-def Q1_small_groups(g, op):
-    sizes = zip(op.outputs[0][1].shape, g.shape(op, "lut"), strict=False)
-    return any(groups > 1 and n / groups < 4 for n, groups in sizes)
 
 
 @rule
@@ -366,12 +280,6 @@ def N3_squares(g, op):
 def N5_epsilon(g, op):
     tiny = 0 < _scalar(g, op, "epsilon", 1) < FP16_TINY
     return tiny and "add" not in _makers(g, op, "x")
-
-
-@rule
-def N8_long_sum(g, op):
-    sums = _elements(op.outputs[0][1].shape)
-    return _elements(g.shape(op, "x")) > 2048 * sums
 
 
 # --- reading arguments

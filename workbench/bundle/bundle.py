@@ -1,10 +1,9 @@
-"""Opened bundles: every file is checked against the manifest's sizes and SHA-256 before
-anything reads it."""
+"""Opened bundles: every file is compared with the manifest's size of it before anything
+reads it, and with its SHA-256 when the bundle is validated."""
 
 import hashlib
 import json
 import os
-from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -19,7 +18,7 @@ from workbench.bundle.manifest import (
     first_fault,
 )
 from workbench.errors import InputError
-from workbench.files import is_lfs_pointer, sha256, write_whole
+from workbench.files import is_lfs_pointer, sha256
 
 MANIFEST_NAME = paths.BUNDLE
 MAX_MANIFEST_BYTES = 64 << 20
@@ -44,8 +43,7 @@ def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
 class Bundle:
     """An opened bundle: its manifest, its folder, its embedding table.
 
-    Opening checks the size of every file always, and its SHA-256 once per (size,
-    mtime)."""
+    Opening checks that every file is there with its size, `verify` also its SHA-256."""
 
     def __init__(self, root: Path, manifest: Manifest):
         self.root = root
@@ -54,17 +52,20 @@ class Bundle:
 
     @classmethod
     def open(cls, path: str | Path) -> "Bundle":
-        """Opens and verifies the bundle at `path`.
+        """Opens the bundle at `path`.
 
         Raises:
-            InputError: no bundle there, an unknown version, a file missing, truncated,
-                changed, outside it, or in a shard's package without being listed.
+            InputError: no bundle there, another version, a file missing, of another
+                size, outside it, or in a shard's package without being listed.
         """
         # `.` has no name to call the files beside it after
         root = paths.bundle(path).resolve()
         try:
             bundle = cls(root, read_manifest(root / MANIFEST_NAME))
-            bundle.verify()
+            for entry in bundle.files:
+                bundle._check_plain(root / entry.path, entry)
+            bundle._check_unlisted()
+            bundle._check_embedding()
         except OSError as problem:
             reason = f"{problem.strerror or problem} ({problem.filename})"
             step = "correct this, or copy the bundle again"
@@ -72,6 +73,11 @@ class Bundle:
                 f"bundle {path}", reason, "files that can be read", step
             ) from problem
         return bundle
+
+    @classmethod
+    def unchecked(cls, path: str | Path) -> "Bundle":
+        """The bundle at `path`, of which only the manifest is read."""
+        return cls(Path(path), read_manifest(paths.bundle(path) / MANIFEST_NAME))
 
     @property
     def files(self) -> list[FileEntry]:
@@ -89,14 +95,9 @@ class Bundle:
     def identity(self) -> str:
         """SHA-256 over the manifest and, through it, every file's hash.
 
-        Equal for bundles that compute the same: versions of packages, the name of the
-        checkpoint's folder and whether each shard was converted or stamped are left
-        out."""
-        aside = {
-            "packages": True,
-            "checkpoint": {"name"},
-            "shards": {"__all__": {"how"}},
-        }
+        Equal for bundles that compute the same: versions of packages and the name of
+        the checkpoint's folder are left out."""
+        aside = {"packages": True, "checkpoint": {"name"}}
         fields = self.manifest.model_dump(mode="json", exclude=aside)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -111,24 +112,20 @@ class Bundle:
     def package(self, shard: Shard) -> Path:
         return self.root / shard.path
 
+    def packages(self, shard: Shard) -> dict[str, Path]:
+        """The packages that a shard consists of, by name: one, or those of another
+        exporter."""
+        if not shard.foreign:
+            return {shard.name: self.package(shard)}
+        names = [part.package for part in shard.foreign.parts]
+        return {Path(name).stem: self.package(shard) / name for name in names}
+
     def verify(self) -> None:
-        """Checks every file against the manifest; hashes those whose size or mtime
-        changed since the last check."""
-        before = {}
-        marks = {}
-        with suppress(OSError, ValueError):
-            before = json.loads(self._marks_file.read_text())
+        """Raises an InputError for a file whose SHA-256 is not the manifest's."""
         for entry in self.files:
             path = self.root / entry.path
-            self._check_plain(path, entry)
-            marks[entry.path] = self._mark(entry)
-            known = isinstance(before, dict) and before.get(entry.path)
-            if known != marks[entry.path] and sha256(path) != entry.sha256:
+            if sha256(path) != entry.sha256:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
-        self._check_unlisted()
-        self._check_embedding()
-        if marks != before:
-            self._write_marks(marks)
 
     def _check_unlisted(self) -> None:
         """Raises an InputError for a file in a package, or beside the tokenizer's, that
@@ -188,26 +185,6 @@ class Bundle:
         if size != entry.bytes:
             sizes = f"{size} of {entry.bytes} bytes"
             raise _damaged(path, "a Git LFS pointer" if is_lfs_pointer(path) else sizes)
-
-    def remember_hashes(self) -> None:
-        """Records that every file has its hash, so that the next opening does not hash
-        it again."""
-        self._write_marks({entry.path: self._mark(entry) for entry in self.files})
-
-    def _mark(self, entry: FileEntry) -> str:
-        """A file's size and mtime when it was hashed; with others it must be hashed
-        again."""
-        return f"{entry.bytes}:{(self.root / entry.path).stat().st_mtime_ns}:{entry.sha256}"
-
-    @property
-    def _marks_file(self) -> Path:
-        """The file of marks is stored beside the bundle, so that the bundle itself may
-        be read-only."""
-        return self.root.parent / f".{self.root.name}.checked"
-
-    def _write_marks(self, marks: dict[str, str]) -> None:
-        with suppress(OSError):  # a read-only folder only costs hashing again next time
-            write_whole(self._marks_file, json.dumps(marks).encode())
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """Token ids [B, T] → hidden [B, T, C] float32, the input of the first shard."""

@@ -3,7 +3,6 @@
 
 import operator
 import re
-from math import prod
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -16,12 +15,15 @@ from pydantic import (
     model_validator,
 )
 
+from workbench import plugins
+from workbench.bundle.foreign import Foreign
 from workbench.bundle.names import (
     ACC,
     ATTN_MASK,
     BASE,
     EXPERT_IN,
     EXPERT_WEIGHT,
+    HANDED_ON,
     HIDDEN,
     KV_WRITE_MASK,
     LOGITS,
@@ -33,8 +35,13 @@ from workbench.bundle.names import (
 )
 from workbench.bundle.presets import PRESETS, Preset
 from workbench.bundle.states import KINDS, StateKind, state_kind
+from workbench.plugins import Target
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+COREML = "coreml"  # the target of Core ML programs
+# The constants of sound packages of five exporters, in fp16, cost at most 0.01 (1 − cosine
+# of 5e-5); the smallest fault measured in published ones costs 0.23.
+FOREIGN_ERROR = 0.02
 # more tokens than any model is made for; masks are as long as the cache
 MAX_SEQ_LEN = 1 << 24
 # characters: leaves room for the folder that a bundle lies in
@@ -88,17 +95,15 @@ class Options(ManifestModel):
 
     `sliding` = ring gives layers with an attention window a cache of `window + t_max -
     1` rows, just enough for a call of t_max tokens not to overwrite a row that its own
-    first token still attends to.
+    first token still attends to; window one of exactly `window` rows, as packages of
+    other exporters have that move their rows.
 
     `functions` are the T of which each shard has a function of its own, in ascending
     order; with them `t` is fixed and `t_max` the largest of them. They are written only
     where there are some.
 
-    `undo` lets tokens be taken back from states that are not rows of a cache (see
-    `states`); `state_pair` keeps the remainder of each matrix state in a second state
-    of its size. `target` = coreai makes programs for Apple's Core AI; `program_dtype`
-    is the dtype of their inputs, states and results. Both are written only where they
-    are not Core ML's."""
+    `target` names the kind of programs that an installed plug-in makes; it is written
+    only where they are not Core ML's."""
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
     t_max: Count = 4
@@ -107,15 +112,11 @@ class Options(ManifestModel):
     compress: Literal[*PRESETS] = "fp16"
     kv_write: Literal["mask", "slice"] = "mask"
     layout: Literal["bct1", "bc1t"] = "bct1"
-    states: Literal["separate", "packed"] = "separate"
     moe: Literal["dense", "routed"] = "dense"
     t: Literal["range", "fixed"] = "range"
-    sliding: Literal["mask", "ring"] = "mask"
+    sliding: Literal["mask", "ring", "window"] = "mask"
     functions: tuple[Count, ...] = Field((), exclude_if=operator.not_)
-    undo: bool = Field(False, exclude_if=operator.not_)
-    state_pair: bool = Field(False, exclude_if=operator.not_)
-    target: Literal["coreml", "coreai"] = Field("coreml", exclude_if="coreml".__eq__)
-    program_dtype: Literal["fp16", "fp32"] = Field("fp16", exclude_if="fp16".__eq__)
+    target: str = Field(COREML, exclude_if=COREML.__eq__)
 
     @model_validator(mode="before")
     @classmethod
@@ -147,22 +148,33 @@ class Options(ManifestModel):
             raise ValueError(
                 "sliding = ring needs kv_write = mask: a slice cannot wrap around"
             )
-        if self.target == "coreai" and self.kv_write == "slice":
-            raise ValueError(
-                "target = coreai needs kv_write = mask: "
-                "its exporter supports no index that is an input"
-            )
-        if self.target == "coreai" and self.functions:
-            raise ValueError(
-                "target = coreai takes no functions: its programs run every T"
-            )
-        if self.target == "coreml" and self.program_dtype == "fp32":
-            raise ValueError("program_dtype = fp32 needs target = coreai")
         if self.moe == "routed" and self.layers_per_shard > 1:
             raise ValueError(
                 "moe = routed needs layers_per_shard = 1: the host picks experts between layers"
             )
         return self
+
+    @property
+    def plugin(self) -> Target | None:
+        """What the plug-in says of its programs; None: they are Core ML's.
+
+        Raises:
+            InputError: no installed package offers the target.
+        """
+        if self.target == COREML:
+            return None
+        return plugins.load("targets", self.target)
+
+    @property
+    def interpreter(self) -> str:
+        """The runtime that runs the programs as they are written, on no device."""
+        return self.plugin.runtime if self.plugin else "portable"
+
+    @property
+    def program_dtype(self) -> str:
+        """`fp16` or `fp32`, of a program's inputs, states and results."""
+        exact = self.plugin and self.plugin.precision == "exact"
+        return "fp32" if exact else "fp16"
 
     @property
     def preset(self) -> Preset:
@@ -197,8 +209,10 @@ class Options(ManifestModel):
 
     def ring(self, window: int | None) -> int | None:
         """Rows of that cache if it is a ring buffer, else None."""
-        if window and self.sliding == "ring":
-            return min(self.max_seq_len, window + self.t_max - 1)
+        if not window or self.sliding == "mask":
+            return None
+        more = self.t_max - 1 if self.sliding == "ring" else 0
+        return min(self.max_seq_len, window + more)
 
     def plane(self, width: int) -> list[int | str]:
         """The shape of an activation of `width` channels: [B, width, T, 1] or [B,
@@ -260,27 +274,16 @@ class FileEntry(ManifestModel):
 
 
 class StateEntry(ManifestModel):
-    """A logical state and where it lives: the Core ML state `tensor`, or `part` of it,
-    one [start, stop) per axis.
-
-    `shape` is the logical state's own (a part has as many elements). `ring` is the
-    number of rows of a ring buffer: position p lives in row p mod ring."""
+    """A logical state: the Core ML state `tensor` that holds it, and its shape. `ring`
+    is the number of rows of a ring buffer: position p lives in row p mod ring."""
 
     tensor: str
     shape: list[Count]
-    part: list[tuple[int, int]] | None = None
     ring: Count | None = None
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The part of `tensor` as an index."""
-        if self.part is None:
-            return (slice(None),)
-        return tuple(slice(*span) for span in self.part)
 
 
 class Shard(ManifestModel):
-    """One `.mlpackage` or `.aimodel`: its interface, its files, and where its contents
+    """One `.mlpackage`, or a plug-in's package: its interface, its files, and where its contents
     came from.
 
     `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it
@@ -292,6 +295,8 @@ class Shard(ManifestModel):
     path: RelativePath
     layers: tuple[int, int] = (0, 0)  # decoder layers [start, stop)
     rows: tuple[int, int] = (0, 0)
+    # how to run packages of another exporter, all of them below `path`
+    foreign: Foreign | None = Field(None, exclude_if=operator.not_)
     inputs: dict[str, list[int | Literal["T"]]]
     outputs: dict[str, list[int | Literal["T"]]]
     states: dict[str, StateEntry] = {}
@@ -301,7 +306,7 @@ class Shard(ManifestModel):
     # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
     offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module
-    how: Literal["converted", "stamped"] = "converted"
+    template: str  # the shard whose shape was converted
     # program's function → the T that it takes; none: the program has `main` alone
     functions: dict[str, Count] = Field({}, exclude_if=operator.not_)
     bytes: Annotated[int, Field(ge=0)]
@@ -332,7 +337,7 @@ class Manifest(ManifestModel):
     """`bundle.json`."""
 
     format: Literal["workbench-bundle"] = "workbench-bundle"
-    version: Literal[1] = MANIFEST_VERSION
+    version: Literal[2] = MANIFEST_VERSION
     family: str
     dims: Dims
     options: Options
@@ -345,6 +350,32 @@ class Manifest(ManifestModel):
     # `x` and `hidden` of every shard are 2^-exponent of the model's
     residual_exponent: int = 0
     shards: list[Shard]
+
+    @property
+    def own_programs(self) -> bool:
+        """Whether the workbench wrote the programs as Core ML's: what lies in them then
+        follows from the options."""
+        foreign = any(shard.foreign for shard in self.shards)
+        return not foreign and self.options.plugin is None
+
+    @property
+    def shows_hidden(self) -> bool:
+        """Whether every shard of layers gives the output of its last layer, and reads
+        that of the layer before: otherwise only caches and logits can be compared."""
+        kinds = "layers", "router"
+        layers = [shard for shard in self.shards if shard.kind in kinds]
+        return not any(LOGITS in s.outputs or HANDED_ON in s.outputs for s in layers)
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether logits of every token come out, or the top tokens alone."""
+        return all(s.foreign is None or s.foreign.gives_logits for s in self.shards)
+
+    @property
+    def constants_error(self) -> float:
+        """Relative RMS of keys and values that constants of the programs, which the
+        manifest does not show (rope tables, scales), may cost beside the weights."""
+        return FOREIGN_ERROR if any(shard.foreign for shard in self.shards) else 0.0
 
     @property
     def stream_scale(self) -> float:
@@ -364,7 +395,7 @@ class Manifest(ManifestModel):
         for shard in self.shards:
             if shard.kind in ("layers", "router"):
                 covered += range(*shard.layers)
-            elif shard.kind == "head":
+            if LOGITS in shard.outputs:
                 edges += shard.rows
         edges.append(V)
         for fault, text in (
@@ -407,7 +438,8 @@ class Manifest(ManifestModel):
     def _check_shapes(self, shard: Shard) -> None:
         """Checks what follows from dimensions and options; a family may have more
         inputs."""
-        widths = dict.fromkeys((X, HIDDEN, BASE, EXPERT_IN, ACC), self.dims.C)
+        planes = X, HIDDEN, HANDED_ON, BASE, EXPERT_IN, ACC
+        widths = dict.fromkeys(planes, self.dims.C)
         widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
         expected = {name: self.options.plane(width) for name, width in widths.items()}
         halves = {rope.name: len(rope.inv_freq) for rope in self.rope}
@@ -442,14 +474,6 @@ class Manifest(ManifestModel):
             if state.ring != ring:
                 raise ValueError(
                     f"{where} has ring = {state.ring}, but options say {ring}"
-                )
-            spans = state.part
-            if spans is None:
-                spans = [(0, n) for n in state.shape]
-            sizes = [stop - start for start, stop in spans]
-            if min(sizes) < 1 or min(spans)[0] < 0 or prod(sizes) != prod(state.shape):
-                raise ValueError(
-                    f"{where} {state.shape} does not fill the part {state.part}"
                 )
 
 

@@ -10,6 +10,10 @@ import re
 
 X, HIDDEN = "x", "hidden"  # [B, C, T, 1]: input of a shard, output of decoder layers
 LOGITS = "logits_k"  # [B, rows, T, 1]: one slice of the vocabulary
+# of packages of another exporter: token ids [B, T] in place of x; what layers hand to
+# the head [B, C, T, 1], which may be normed already
+IDS, HANDED_ON = "ids", "handed_on"
+EMBEDDING = "embedding"  # the table that such packages look ids up in, as a weight
 # [B, 1, T, D_rotary / 2]; plus the suffix of the layer's rope table
 ROPE_COS = "rope_cos"
 ROPE_SIN = "rope_sin"
@@ -21,13 +25,7 @@ POS = "pos"  # [1] int32: the cache row of the first token, with kv_write = slic
 # valid columns and, where these are fewer, among the n that a state holds
 TAIL_SELECT = "tail_select"
 TAIL_KEEP = "tail_keep"
-# [B, n, n + t_max], one-hot rows: where in a tail that can be undone its last n columns
-# are
-TAIL_FIRST = "tail_first"
 ORDER = "order"  # [B, 1, T, 1]: 1, 2, … for valid columns, 0 for others
-ACCEPT = (
-    "accept"  # [B, 1, t_max, 1]: 1 for the tokens of the last call that count, then 0
-)
 ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"  # [B, R, T, 1]
 # [B, C, T, 1]: the layer's output without its expert, the expert's input
 BASE = "base"
@@ -38,11 +36,7 @@ EXPERT_WEIGHT, ACC = ("expert_weight", "acc")
 K_STATE, V_STATE = "k_state", "v_state"  # [B, H_kv, S, D]
 # [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
 CONV_STATE, V_DELAYED_STATE = ("conv_state", "v_delayed_state")
-# [B, H, K, V], and what the last call will add to it: [B, H, t_max, K + V + 32]
-MATRIX_STATE = "matrix_state"
-PENDING_STATE = "pending_state"
-REMAINDER_STATE = "remainder_state"  # [B, H, K, V]: what rounding cut off the matrix
-KV_STATE, SIDE_STATE = "kv_state", "side_state"  # the tensors of packed states
+MATRIX_STATE = "matrix_state"  # [B, H, K, V]
 
 # additive mask value of a blocked position: finite in fp16, far below any real score
 MASKED = -1e4

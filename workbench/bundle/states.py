@@ -5,17 +5,10 @@
     ring     [H_kv, ring, D], position p in row p mod ring writes its own rows
     tail     [n, W], a convolution's last n inputs         appends its inputs, drops the oldest
     matrix   [H, K, V], the sum over all tokens            decays it and adds its tokens
-    pending  [H, t_max, width], what the last call's       replaces all, after adding to the matrix
-             tokens will add to the matrix                 those that `accept` marks
 
-Tokens are undone by moving the offset back (rows; a ring at most by t_max tokens). With
-the option `undo` a tail holds n + t_max inputs, of which `tail_first` selects the last
-n, and a matrix lacks the last call's tokens, of which `accept` then marks fewer.
-
-Bundles without the option `undo` have no pending state: each call adds its tokens to
-the matrix at once, and neither a tail nor a matrix can go back. With `state_pair` a
-matrix is the sum of two states of its kind, a value and the remainder that rounding cut
-off it."""
+Rows and rings go back by moving the offset (a ring at most by t_max tokens). Tails and
+matrices are recurrent: a call replaces them, so that only a copy taken before the call
+leads back."""
 
 from dataclasses import dataclass
 
@@ -26,8 +19,6 @@ from workbench.bundle.names import (
     KV_WRITE_MASK,
     MATRIX_STATE,
     ORDER,
-    PENDING_STATE,
-    REMAINDER_STATE,
     TAIL_KEEP,
     TAIL_SELECT,
     V_DELAYED_STATE,
@@ -52,15 +43,13 @@ ROWS = StateKind("rows", (ATTN_MASK, KV_WRITE_MASK))
 RING = StateKind("ring", (ATTN_MASK, KV_WRITE_MASK))
 TAIL = StateKind("tail", (TAIL_SELECT, TAIL_KEEP))
 MATRIX = StateKind("matrix", (ORDER,))
-PENDING = StateKind("pending", (ORDER,))
+RECURRENT = TAIL, MATRIX
 KINDS = {
     K_STATE: ROWS,
     V_STATE: ROWS,
     CONV_STATE: TAIL,
     V_DELAYED_STATE: TAIL,
     MATRIX_STATE: MATRIX,
-    REMAINDER_STATE: MATRIX,
-    PENDING_STATE: PENDING,
 }
 
 

@@ -1,2 +1,2 @@
-"""Checks whether a bundle computes what Hugging Face's model computes: goldens,
-fidelity, gates, the checklist."""
+"""Checks whether a bundle computes what Hugging Face's model computes: references,
+gates, what compression costs."""

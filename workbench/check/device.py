@@ -8,23 +8,24 @@ that distance is measured for each bundle, not chosen."""
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from workbench.bundle import Bundle
-from workbench.check import fidelity, gates, metrics, rangedim
+from workbench.check import fidelity, gates, metrics
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, by_position, save_arrays
+from workbench.check.golden import Golden
 from workbench.check.price import HALF_ULP
 from workbench.decode import Decoder
 from workbench.errors import InputError
+from workbench.files import save_arrays
 
 METADATA = "workbench-reference"
-PARTS = ("declared", "distance", "drift")
-REFERENCE_FORMAT = 2  # raised when a part is added: older files are made again
+PARTS = ("declared", "distance")
+REFERENCE_FORMAT = 3  # raised when a part is added: older files are made again
 # Times the distance declared–narrow. `declared` lies one rounding away from exact
 # arithmetic, and a device may lie another one away on the other side. Portable `exact`,
 # seen as a device, is 1.44 distances away on the worst sound bundle (fp16, trained
@@ -37,13 +38,11 @@ DEVICE_FACTOR = 3.0
 class Reference:
     """Portable results by name (`hidden.3`, `k.3`, `v.3`, `logits`): `declared` [n, W],
     and `distance` [n], the RMS of `declared` − `narrow` at each position. `key`: the
-    bundle and the tokens that they belong to. `drift` [1] by T ("4"): how far
-    `declared` is from T = 1 there."""
+    bundle and the tokens that they belong to."""
 
     declared: dict[str, np.ndarray]
     distance: dict[str, np.ndarray]
     key: str
-    drift: dict[str, np.ndarray] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes one safetensors file, whole or not at all."""
@@ -67,25 +66,17 @@ def make_reference(bundle: Bundle, golden: Golden) -> Reference:
     """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's
     tokens and records the values that a device shows. One decoder at a time is in
     memory."""
-    drifts = {}
 
     def run(precision: str) -> dict[str, np.ndarray]:
         decoder = Decoder(bundle, "portable", precision)
-        # no hook: inner layers go on with what the shard computed
-        decoder.runtime = "coreml"
-        if precision == "declared":
-            Ts = fidelity.default_ts(decoder.options)
-            traces = {T: fidelity.run_golden(decoder, golden, T) for T in Ts}
-            for T in Ts:
-                pair = {t: traces[t] for t in (1, T) if t in traces}
-                if worst := rangedim.drift(decoder, pair, golden):
-                    drifts[str(T)] = np.array([worst.value])
+        # as on a device: inner layers go on with what the shard computed
+        decoder.shows_inner_layers = False
         return _results(decoder, golden)
 
     declared = run("declared")
     narrow = run("narrow")
     distance = {name: metrics.rms(declared[name], narrow[name]) for name in declared}
-    return Reference(declared, distance, _key(bundle, golden), drifts)
+    return Reference(declared, distance, _key(bundle, golden))
 
 
 def reference_path(bundle: Bundle, golden: Path) -> Path:
@@ -152,18 +143,17 @@ def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
         results[f"hidden.{layer}"] = hidden
     for name, caches in (("k", trace.k), ("v", trace.v)):
         for layer, cache in caches.items():
-            results[f"{name}.{layer}"] = by_position(cache)
-    last = golden.hidden[-1] / decoder.manifest.stream_scale
-    with decoder.set_aside():
-        hidden = np.tile(last.T, (options.batch, 1, 1))
-        results["logits"] = decoder.logits(hidden)[0]
+            results[f"{name}.{layer}"] = cache
+    last = golden[f"hidden.{golden.layers - 1}"] / decoder.manifest.stream_scale
+    hidden = np.tile(last.T, (options.batch, 1, 1))
+    results["logits"] = decoder.logits(hidden)[0]
     return results
 
 
 def _clear(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
     """Positions [n] of each result that no near-tied choice of an expert, in its own
     shard, can have turned."""
-    if golden.margin is None:
+    if "margin.0" not in golden:
         return {}
     tied = fidelity.near_ties(decoder, golden)
     clear = {}
@@ -180,6 +170,6 @@ def _key(bundle: Bundle, golden: Golden) -> str:
     """The bundle and the golden that a reference belongs to."""
     names = [REFERENCE_FORMAT, bundle.identity, golden.meta["checkpoint"]]
     digest = hashlib.sha256(json.dumps(names).encode())
-    for array in (golden.ids, golden.x):
+    for array in (golden.ids, golden["x.0"], golden["logits"]):
         digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()

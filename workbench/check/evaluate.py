@@ -18,14 +18,15 @@ from pathlib import Path
 import numpy as np
 
 from workbench.check import metrics
-from workbench.check.golden import Golden, ReferenceModel, check_ids
+from workbench.check.golden import check_exported_from
+from workbench.check.hf import Reference, check_ids
 from workbench.check.price import summarize_kl
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import locked
 from workbench.models.checkpoint import Checkpoint
 
-EVALUATION_FORMAT = 1  # of the stored rows: raised when what they hold changes
+EVALUATION_FORMAT = 2  # of the stored rows: raised when what they hold changes
 ROW = ("nll", "golden_nll", "kl", "same_top")
 # run through Hugging Face's model for each reading of its weights
 REFERENCE_TOKENS = 2048
@@ -46,7 +47,7 @@ def windows(n: int, window: int, stride: int) -> list[Span]:
 def evaluate(
     decoder: Decoder,
     ids: Sequence[int],
-    reference: Checkpoint | Golden | None = None,
+    reference: Checkpoint | None = None,
     *,
     window: int | None = None,
     stride: int | None = None,
@@ -57,8 +58,8 @@ def evaluate(
     model.
 
     Args:
-        reference: the checkpoint, whose model is run on its own weights; a golden,
-            whose tokens are the only window; None: the bundle alone.
+        reference: the checkpoint, whose model is run on its own weights; None: the
+            bundle alone.
         window: tokens of a window (default: max_seq_len), at least 2.
         stride: tokens from one window's begin to the next (default: half a window).
         folder: where rows of finished windows are stored.
@@ -71,17 +72,12 @@ def evaluate(
         (then `not_run` says so).
 
     Raises:
-        InputError: a window longer than max_seq_len, fewer than two tokens, a golden of
-            another checkpoint or text.
+        InputError: a window longer than max_seq_len, fewer than two tokens, another
+            checkpoint than the bundle's.
     """
     ids = check_ids(ids, decoder.manifest.dims.V)
-    if isinstance(reference, Golden):
-        _check_exported_from(decoder, "--golden", reference.meta["checkpoint"])
-        _check_golden(ids, reference, window or stride)
-        window = len(reference.ids)
-        ids = ids[:window]
-    elif reference:
-        _check_exported_from(decoder, "--checkpoint", reference.sha256)
+    if reference:
+        check_exported_from(reference, decoder.bundle)
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
     key = _key(decoder, ids, spans, reference)
     path = folder / f"{decoder.bundle.root.name}-{key}.rows"
@@ -105,7 +101,7 @@ def _finish(
     decoder: Decoder,
     ids: np.ndarray,
     spans: list[Span],
-    reference: Checkpoint | Golden | None,
+    reference: Checkpoint | None,
     path: Path,
     progress: bool,
 ) -> tuple[np.ndarray, int]:
@@ -118,13 +114,12 @@ def _finish(
     size = 8 * len(ROW)
     resumed = int(np.searchsorted(ends, path.stat().st_size // size, "right"))
     os.truncate(path, size * ([0, *ends][resumed]))
-    if isinstance(reference, Checkpoint):
-        reference = ReferenceModel(reference, record=False)
+    model = reference and Reference(reference, keep=False)
     B = decoder.options.batch
     bar = tqdm(total=len(spans), initial=resumed, unit="window", disable=not progress)
     with bar, path.open("ab") as file:
         for group in _groups(spans[resumed:]):
-            golden = _reference_logits(reference, ids, group)
+            golden = _reference_logits(model, ids, group)
             for i in range(0, len(group), B):
                 part = group[i : i + B]
                 logits = _bundle_logits(decoder, ids, part)
@@ -159,18 +154,17 @@ def _groups(spans: list[Span]) -> Iterator[list[Span]]:
 
 
 def _reference_logits(
-    reference: ReferenceModel | Golden | None, ids: np.ndarray, group: list[Span]
+    model: Reference | None, ids: np.ndarray, group: list[Span]
 ) -> Iterator[np.ndarray | None]:
-    """The reference's logits [count, V] for each window of a group; None where there is
-    none."""
-    if isinstance(reference, ReferenceModel):
-        sequences = np.stack([ids[begin : end - 1] for begin, _, end in group])
-        _, first, end = group[0]
-        for hidden in reference.last_hidden(sequences, use_cache=False):
-            yield reference.logits(hidden[first - end :])
+    """The model's logits [count, V] for each window of a group; None where there is no
+    model."""
+    if model is None:
+        yield from [None] * len(group)
         return
-    for _, first, end in group:
-        yield reference and reference.logits[first - 1 : end - 1]
+    sequences = np.stack([ids[begin : end - 1] for begin, _, end in group])
+    _, first, end = group[0]
+    for hidden in model.last_hidden(sequences, use_cache=False):
+        yield model.logits(hidden[first - end :]).numpy()
 
 
 def _score(
@@ -258,52 +252,17 @@ def _check_sizes(
     return window, stride
 
 
-def _check_exported_from(decoder: Decoder, option: str, sha256: str) -> None:
-    """Raises an InputError if the bundle was exported from another checkpoint than
-    `option` gives."""
-    exported = decoder.manifest.checkpoint["sha256"]
-    if exported and sha256 != exported:
-        raise InputError(
-            option,
-            f"one of another checkpoint, {sha256[:12]}",
-            f"the one that the bundle was exported from, {exported[:12]}",
-            "give that one",
-        )
-
-
-def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
-    """Raises an InputError unless the golden is of the checkpoint's own weights and of
-    the beginning of the text."""
-    needed = "a golden of this text"
-    if golden.meta["weights"] != "source":
-        actual = f"weights {golden.meta['weights'][:12]}"
-        needed = "the checkpoint's own weights"
-    elif sizes:
-        actual = "--window or --stride"
-        needed = "none of them: a golden is one window"
-    elif golden.ids.tolist() != ids[: len(golden.ids)].tolist():
-        actual = f"{len(golden.ids)} tokens that are not the text's first tokens"
-    else:
-        return
-    step = "give --checkpoint, or make that golden: --text FILE"
-    raise InputError("--golden", actual, needed, step)
-
-
 def _key(
-    decoder: Decoder,
-    ids: np.ndarray,
-    spans: list[Span],
-    reference: Checkpoint | Golden | None,
+    decoder: Decoder, ids: np.ndarray, spans: list[Span], reference: Checkpoint | None
 ) -> str:
     """Identity of the rows: all that decides their values."""
-    golden = isinstance(reference, Golden)
     key = [
         EVALUATION_FORMAT,
         decoder.bundle.identity,
-        reference and [golden, reference.meta if golden else reference.sha256],
+        reference and reference.sha256,
         hashlib.sha256(ids.tobytes()).hexdigest(),
         spans[:2],
-        [decoder.runtime, decoder.fault, decoder.precision, decoder.compute_units],
+        [decoder.runtime, decoder.precision, decoder.compute_units],
         version("transformers"),
     ]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]

@@ -21,12 +21,12 @@ import torch
 
 from workbench.bundle import Options, Shard
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
-from workbench.check import gates, metrics
-from workbench.check.golden import Golden, by_position
+from workbench.check import metrics
+from workbench.check.golden import Golden
+from workbench.check.states import callable_ts
 from workbench.decode import Decoder
-from workbench.decode.calls import run_layers
 from workbench.errors import InputError
-from workbench.runtime import State
+from workbench.runtime import Model, State
 
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 
@@ -34,17 +34,19 @@ NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 @dataclass
 class ForwardPass:
     """The values of one pass over the golden's tokens: `hidden` [n, C] per layer (where
-    it can be seen), cache rows `k`, `v` [H_kv, n, D] per layer, `logits` [n, V]
+    it can be seen), cache rows `k`, `v` [n, W] per layer, `logits` [n, V]
     (chained); `experts` [n, 1] per layer, the program's own choice (where that can be
-    seen). `T` [n]: tokens of the call that each position was in. `x` [L, n, C]: what an
+    seen). `T` [n]: tokens of the call that each position was in. `x` [n, C] per layer: what an
     update is counted from, the golden's input; isolated as the program read it, rounded
     to fp16. `cached` per layer: positions whose cache rows were there at the end, all
     but those that a ring buffer has overwritten. `router` [n, R]: the router state that
-    the last layer of each shard hands on."""
+    the last layer of each shard hands on. `handed` [n, W]: what a shard hands on that
+    shows no hidden state."""
 
     T: np.ndarray
-    x: np.ndarray
+    x: list[np.ndarray]
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
+    handed: dict[int, np.ndarray] = field(default_factory=dict)
     k: dict[int, np.ndarray] = field(default_factory=dict)
     v: dict[int, np.ndarray] = field(default_factory=dict)
     cached: dict[int, np.ndarray] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class ForwardPass:
         for tensor, caches in (("k", self.k), ("v", self.v)):
             for layer, cache in caches.items():
                 at = self.cached[layer]
-                yield tensor, layer, at, by_position(cache)[at]
+                yield tensor, layer, at, cache[at]
 
 
 def default_ts(options: Options) -> list[int]:
@@ -71,16 +73,6 @@ def default_ts(options: Options) -> list[int]:
     if len(options.shapes) == 1:
         return [options.t_max]
     return callable_ts(options)
-
-
-def callable_ts(options: Options) -> list[int]:
-    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and that of every function;
-    of fixed shapes whose slice write takes no dummy columns, those alone."""
-    shapes = options.shapes
-    t_max = options.t_max
-    if shapes and options.kv_write == "slice":
-        return list(shapes)
-    return sorted({1, 2, 3, 4, t_max - 1, t_max, *shapes} & {*range(1, t_max + 1)})
 
 
 def run_golden(
@@ -100,9 +92,10 @@ def run_golden(
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
     """
-    L, n, C = golden.x.shape
-    _, V = golden.logits.shape
-    dims = decoder.manifest.dims
+    n, C = golden["x.0"].shape
+    dims, L, V = decoder.manifest.dims, golden.layers, decoder.manifest.dims.V
+    if "logits" in golden:
+        V = golden["logits"].shape[1]
     if n > decoder.options.max_seq_len:
         raise InputError(
             "golden",
@@ -118,15 +111,13 @@ def run_golden(
             f"make the golden of {decoder.manifest.checkpoint['name']}",
         )
     goldens = [golden] * decoder.options.batch
-    with decoder.set_aside():
-        decoder.begin()
-        return Pass(decoder, goldens, mode == "isolated", forced).run(T)[0]
+    return Pass(decoder.plain, goldens, mode == "isolated", forced).run(T)[0]
 
 
 class Pass:
     """One pass over the goldens' tokens, one golden of n positions per sequence: which
-    of their values replace the program's own, and the record of what was computed. The
-    decoder's states are those of `starts` [B] earlier tokens."""
+    of their values replace the program's own, and the record of what was computed.
+    Before it run `starts` [B] tokens."""
 
     def __init__(
         self,
@@ -142,22 +133,25 @@ class Pass:
         self.forced = forced
         self.starts = np.array(starts or [0] * len(goldens))
         self.scale = decoder.manifest.stream_scale  # the bundle holds hidden / scale
-        self.inputs = [golden.x / self.scale for golden in goldens]  # [L, n, C]
-        if isolated and decoder.precision != "exact":
-            with np.errstate(over="ignore"):
-                self.inputs = [
-                    x.astype(np.float16).astype(np.float32) for x in self.inputs
-                ]
+        rounded = isolated and decoder.precision != "exact"
+        self.inputs = []  # [n, C] of every layer, for each golden
+        for golden in goldens:
+            layers = [golden[f"x.{i}"] / self.scale for i in range(golden.layers)]
+            if rounded:
+                with np.errstate(over="ignore"):
+                    layers = [x.astype(np.float16).astype(np.float32) for x in layers]
+            self.inputs.append(layers)
         self.traces = [
-            ForwardPass(np.zeros(x.shape[1], int), x * self.scale) for x in self.inputs
+            ForwardPass(np.zeros(len(layers[0]), int), [x * self.scale for x in layers])
+            for layers in self.inputs
         ]
 
     def run(self, T: int | Sequence[int], ragged: bool = False) -> list[ForwardPass]:
         """All positions in calls of T tokens, several T in turn; `ragged`: every
         sequence begins with another one."""
         self.begin(T, ragged)
-        for index, state in enumerate(self.decoder.states):
-            run_shard(self.decoder, index, [self], [state])
+        for model in self.decoder.layers:
+            run_shard(self.decoder, model, [self], [model.make_state()])
         return self.finish()
 
     def begin(self, T: int | Sequence[int], ragged: bool = False) -> None:
@@ -171,16 +165,16 @@ class Pass:
         """The traces after the last shard, with logits where layers were chained."""
         if not self.isolated:
             L = len(self.inputs[0])
-            last = [trace.hidden[L - 1].T / self.scale for trace in self.traces]
-            for trace, logits in zip(
-                self.traces, self.decoder.logits(np.stack(last)), strict=True
-            ):
-                trace.logits = logits
+            last = [(t.handed or t.hidden)[L - 1].T / self.scale for t in self.traces]
+            every = self.decoder.logits(np.stack(last))
+            if self.decoder.gives_logits:
+                for trace, logits in zip(self.traces, every, strict=True):
+                    trace.logits = logits
         return self.traces
 
     def _calls(self, T: int | Sequence[int], ragged: bool) -> Iterator[list[slice]]:
         """The positions of each call, a span for every sequence."""
-        n = self.inputs[0].shape[1]
+        n = len(self.inputs[0][0])
         sizes = [T] if isinstance(T, int) else list(T)
         stops = [0] * len(self.goldens)
         turn = 0
@@ -206,8 +200,9 @@ class Pass:
         """Records what a shard's calls computed, `ios`, and left in `state`."""
         self.ios = ios
         last = shard.layers[1] - 1
+        name = "hidden" if self.decoder.manifest.shows_hidden else "handed"
         for spans, io in zip(self.calls, ios, strict=True):
-            self.record("hidden", last, spans, io[X] * self.scale)
+            self.record(name, last, spans, io[X] * self.scale)
             if ROUTER_STATE in io:
                 self.record("router", last, spans, io[ROUTER_STATE])
         layers = self.decoder.manifest.layers
@@ -216,28 +211,24 @@ class Pass:
             _read_cache(attending, state, trace, seq, int(self.starts[seq]))
 
     def _inputs(self, spans: list[slice], counts: np.ndarray) -> dict[str, np.ndarray]:
-        """The host's inputs of a call, with embeddings unless isolated."""
+        """The host's inputs of a call and the tokens' embeddings."""
         decoder, T = self.decoder, int(counts.max())
         width = decoder.options.width(T)
         for trace, span in zip(self.traces, spans, strict=True):
             trace.T[span] = T
         offsets = self.starts + [span.start for span in spans]
-        io = decoder.host.inputs(offsets, counts, width)
-        if not self.isolated:
-            ids = np.zeros((len(spans), width), int)
-            for row, golden, span in zip(ids, self.goldens, spans, strict=True):
-                row[: span.stop - span.start] = golden.ids[span]
-            io[X] = decoder.plane(decoder.bundle.embed(ids).transpose(0, 2, 1))
-        return io
+        pairs = zip(self.goldens, spans, strict=True)
+        chunk = [golden.ids[span].tolist() for golden, span in pairs]
+        return decoder.inputs(offsets, chunk, width)
 
     def _feed(self, layer: int, spans: list[slice], io: dict[str, np.ndarray]) -> None:
         """Puts the goldens' input of a layer into the inputs of a call."""
         longest = max(span.stop - span.start for span in spans)
         width = self.decoder.options.width(longest)
-        io[X] = self.columns(self.inputs, layer, spans, width)
-        if self.goldens[0].router is not None and layer:
-            routers = [golden.router for golden in self.goldens]
-            io[ROUTER_STATE] = self.columns(routers, layer - 1, spans, width)
+        io[X] = self.columns([x[layer] for x in self.inputs], spans, width)
+        if (name := f"router.{layer - 1}") in self.goldens[0]:
+            routers = [golden[name] for golden in self.goldens]
+            io[ROUTER_STATE] = self.columns(routers, spans, width)
 
     def hook(self, shard, spans: list[slice], io: dict[str, np.ndarray]):
         """Records the hidden output of a shard's inner layers and its choices of
@@ -246,11 +237,13 @@ class Pass:
         last = shard.layers[1] - 1
         inner = {name: layer for layer, name in shard.taps.items() if layer < last}
         if shard.kind not in ("layers", "router") or (
-            not inner and self.goldens[0].expert is None
+            not inner and "expert.0" not in self.goldens[0]
         ):
             return None
 
-        def record_and_replace(op, outputs):
+        def record_and_replace(own, op, outputs):
+            if own is not shard:  # an expert of this layer
+                return None
             name = op.outputs[0][0] if op.outputs else ""
             if name in inner:
                 return self.inner_hidden(inner[name], spans, outputs[0])
@@ -270,7 +263,8 @@ class Pass:
         if not self.isolated:
             return None
         width = hidden.shape[2:].numel()
-        return [torch.from_numpy(self.columns(self.inputs, layer + 1, spans, width))]
+        inputs = [layers[layer + 1] for layers in self.inputs]
+        return [torch.from_numpy(self.columns(inputs, spans, width))]
 
     def expert_choice(
         self, layer: int, spans: list[slice], scores: torch.Tensor
@@ -286,7 +280,7 @@ class Pass:
             return None
         replaced = scores.clone().flatten(2)
         for columns, golden, span in zip(replaced, self.goldens, spans, strict=True):
-            experts = torch.from_numpy(golden.expert[layer, span])
+            experts = torch.from_numpy(golden[f"expert.{layer}"][span, 0]).long()
             forced = experts[None]
             if count > 1:
                 forced = torch.nn.functional.one_hot(experts, count).T
@@ -307,33 +301,32 @@ class Pass:
             targets[layer][span] = rows
 
     def columns(
-        self, arrays: Sequence[np.ndarray], layer: int, spans: list[slice], width: int
+        self, arrays: Sequence[np.ndarray], spans: list[slice], width: int
     ) -> np.ndarray:
-        """Positions `spans` of one layer of each sequence's [L, n, C] → the bundle's
-        plane [B, C, width, 1], zero beyond each span."""
-        planes = np.zeros((len(spans), arrays[0].shape[2], width), np.float32)
+        """Positions `spans` of each sequence's [n, C] → the bundle's plane [B, C,
+        width, 1], zero beyond each span."""
+        planes = np.zeros((len(spans), arrays[0].shape[1], width), np.float32)
         for plane, array, span in zip(planes, arrays, spans, strict=True):
-            plane[:, : span.stop - span.start] = array[layer, span].T
+            plane[:, : span.stop - span.start] = array[span].T
         return self.decoder.plane(planes)
 
 
 def run_shard(
-    decoder: Decoder, index: int, passes: Sequence[Pass], states: Sequence[State]
+    decoder: Decoder, model: Model, passes: Sequence[Pass], states: Sequence[State]
 ) -> None:
-    """Layer shard `index` for the calls of all passes, each on a state of its own; calls
+    """A layer shard for the calls of all passes, each on a state of its own; calls
     are padded with dummy columns where a sequence has fewer tokens."""
-    shard = decoder.layers[index].shard
     ios, counts, hooks, own_states = [], [], [], []
     for one, state in zip(passes, states, strict=True):
-        hooks += one.hooks(shard)
+        hooks += one.hooks(model.shard)
         ios += one.ios
         counts += one.counts
         own_states += [state] * len(one.ios)
-    if decoder.runtime != "portable":
-        hooks = None
-    results = iter(run_layers(decoder, index, ios, counts, hooks, own_states))
+    if not decoder.shows_inner_layers:
+        hooks = [None] * len(hooks)
+    results = iter(decoder.run_calls(model, ios, counts, own_states, hooks))
     for one, state in zip(passes, states, strict=True):
-        one.after(shard, list(islice(results, len(one.ios))), state)
+        one.after(model.shard, list(islice(results, len(one.ios))), state)
 
 
 def _read_cache(
@@ -349,8 +342,9 @@ def _read_cache(
             H_kv, S, D = cache.shape
             S = state.shard.states[name].ring or S
             trace.cached[layer] = cached = np.arange(max(0, n - S), n)
-            rows[layer] = np.zeros((H_kv, n, D), np.float32)
-            rows[layer][:, cached] = cache[:, (start + cached) % S]
+            rows[layer] = np.zeros((n, H_kv * D), np.float32)
+            own = cache[:, (start + cached) % S].transpose(1, 0, 2)
+            rows[layer][cached] = own.reshape(len(cached), -1)
 
 
 def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
@@ -362,7 +356,7 @@ def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
         parts.append(_rows(layer, tensor, at, golden.rows(tensor, layer)[at], values))
     if trace.logits is not None:
         everywhere = np.arange(len(trace.T))
-        parts.append(_rows(-1, "logits", everywhere, golden.logits, trace.logits))
+        parts.append(_rows(-1, "logits", everywhere, golden["logits"], trace.logits))
     rows = table(parts)
     return rows.assign(T=trace.T[rows["position"]]).assign(**columns)
 
@@ -381,43 +375,14 @@ def table(parts: Sequence[dict[str, object]]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
-    """One row per recorded choice of an expert: layer, position, T, `run` (the trace's
-    name), whether it `differs` from the golden's, and the `margin` of the golden's."""
-    parts = []
-    for name, trace in traces.items():
-        for layer, experts in trace.experts.items():
-            parts.append(
-                {
-                    "layer": layer,
-                    "position": np.arange(len(experts)),
-                    "T": trace.T,
-                    "run": name,
-                    "differs": experts[:, 0] != golden.expert[layer],
-                    "margin": golden.margin[layer],
-                }
-            )
-    return table(parts) if parts else pd.DataFrame()
-
-
-def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
-    """Gate `golden_is_of_this_checkpoint`; a golden of another checkpoint may have the
-    same dimensions."""
-    theirs = golden.meta["checkpoint"]
-    ours = decoder.manifest.checkpoint["sha256"]
-    return gates.holds(
-        "golden_is_of_this_checkpoint",
-        theirs == ours,
-        f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}",
-    )
-
-
 def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
     """Choices of experts [L, n] whose best two scores lie close: where a runtime does
     not show the choice, a layer's update may be another expert's there."""
-    if golden.margin is None:
-        return np.zeros(golden.x.shape[:2], bool)
-    return golden.margin < NEAR_TIE
+    ties = np.zeros((golden.layers, len(golden.ids)), bool)
+    for layer, tied in enumerate(ties):
+        if f"margin.{layer}" in golden:
+            tied[:] = golden[f"margin.{layer}"][:, 0] < NEAR_TIE
+    return ties
 
 
 def _rows(
@@ -452,7 +417,7 @@ def measure_fidelity(
     Ts = list(Ts or default_ts(decoder.options))
     if over := [t for t in Ts if not 1 <= t <= t_max]:
         raise InputError(
-            "T", f"{over}", f"1 to t_max = {t_max}", "export with a larger --t-max"
+            "T", f"{over}", f"1 to t_max = {t_max}", "export with more --tokens"
         )
     calls = [(T, "isolated") for T in Ts] + [(Ts, "chained")]
     bar = tqdm(calls, desc="validate", unit="pass", disable=not progress)
@@ -464,9 +429,9 @@ def measure_fidelity(
     frames.append(compare_pass(chained, golden, mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
     rows = rows.assign(runtime=decoder.runtime, precision=None)
-    if decoder.runtime == "portable":  # as in `runs`
+    if decoder.shows_inner_layers:  # as in `runs`
         rows["precision"] = decoder.precision
-    if golden.margin is not None and not chained.experts:
+    if "margin.0" in golden and not chained.experts:
         ties = near_ties(decoder, golden)[rows["layer"], rows["position"]]
         rows["routing_tie"] = ties & (rows["layer"] >= 0)
     names = {}

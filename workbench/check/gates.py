@@ -91,17 +91,6 @@ def verdict(gates: Iterable[Gate]) -> str:
     return next((v for v in (RED, GREEN) if v in verdicts), NOT_RUN)
 
 
-# One program on the same inputs, T > 1 against T = 1: relative RMS of the layer
-# updates. fp32 kernels sum in another order for another T (measured 7e-7); fp16
-# roundings then fall differently.
-T_TOLERANCE = {
-    "exact": 1e-5,
-    "declared": 1e-2,
-    "narrow": 3e-2,
-    "coreml": 3e-2,
-    "coreai": 3e-2,
-}
 # relative RMS of an isolated update in exact arithmetic, on the same weights
 REAUTHORING = 1e-5
-TELESCOPE = 1e-6
 MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the user's

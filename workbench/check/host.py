@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from workbench.bundle.names import (
-    ACCEPT,
     ATTN_MASK,
+    IDS,
     KV_WRITE_MASK,
     MASKED,
     ORDER,
@@ -21,16 +21,14 @@ from workbench.bundle.names import (
     ROPE_COS,
     ROPE_SIN,
     ROUTER_STATE,
-    TAIL_FIRST,
     TAIL_KEEP,
     TAIL_SELECT,
     X,
 )
 from workbench.check import gates, metrics
 from workbench.check.fidelity import default_ts
-from workbench.check.golden import (
-    LOGIT_ROWS,
-    assign_parameter,
+from workbench.check.hf import (
+    HEAD_ROWS,
     empty_model,
     final_norm,
     has_attention,
@@ -61,9 +59,9 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
     base = empty_model(checkpoint.config).model
     for name, _ in list(base.named_parameters()):
         if not name.startswith(("layers.", "embed_tokens.")):
-            assign_parameter(
-                base, name, checkpoint.tensor(checkpoint.prefix + name).half().float()
-            )
+            path, _, leaf = name.rpartition(".")
+            value = checkpoint.tensor(checkpoint.prefix + name).half().float()
+            setattr(base.get_submodule(path), leaf, torch.nn.Parameter(value, False))
     if base.rotary_emb is None:
         base.rotary_emb = NoRotation(decoder.manifest.dims.D)
     with torch.inference_mode():
@@ -74,7 +72,7 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
             *_embedding_errors(decoder, checkpoint, base),
             *_head_errors(decoder, checkpoint, base),
         ]
-    reason = "rope, masks, addresses of every position and T, embedding, head; worst: "
+    reason = "rope, masks, write addresses, embedding and head against Hugging Face's; worst: "
     return gates.all_at_most("host", errors, LIMIT, reason)
 
 
@@ -167,11 +165,11 @@ def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     for model in decoder.layers:
         shapes |= model.shard.inputs
     shapes.pop(X, None)
+    shapes.pop(IDS, None)
     for offsets, counts, T in _calls(decoder):
-        undone = (offsets + counts) % (decoder.options.t_max + 1) * decoder.options.undo
-        inputs = decoder.host.inputs(offsets, counts, T, undone, undone)
+        inputs = decoder.host.inputs(offsets, counts, T)
         for name, shape in shapes.items():
-            error = _input_error(name, shape, inputs, kinds, offsets, counts, T, undone)
+            error = _input_error(name, shape, inputs, kinds, offsets, counts, T)
             if name not in worst or not error <= worst[name][0]:
                 at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
                 worst[name] = (error, f"{name} at {at}")
@@ -209,7 +207,7 @@ def _calls(decoder: Decoder) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
                 yield offsets, np.minimum((count + seqs) % (T + 1), S - offsets), T
 
 
-def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> float:
+def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
     """How far input `name` of one call is from its reference; what dummy columns may
     hold is free, except that they write nothing and have finite values."""
     array = np.asarray(inputs.get(name))
@@ -219,15 +217,13 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> floa
         return float(np.abs(array - offsets[0]).max())
     if name == ROUTER_STATE:
         return float(np.abs(array).max())
-    if name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST):
-        sequences = zip(array, counts, undone, strict=True)
+    if name in (TAIL_SELECT, TAIL_KEEP):
+        sequences = zip(array, counts, strict=True)
         return max(_tail_error(name, *sequence) for sequence in sequences)
     if name == ORDER:
         order = np.arange(1, T + 1)
         order = np.where(order <= counts[:, None], order, 0)
         return _largest(array[:, 0, :, 0], order)
-    if name == ACCEPT:
-        return _largest(array[:, 0, :, 0], np.arange(array.shape[2]) < undone[:, None])
     sequences = list(zip(array[:, 0], offsets, counts, strict=True))
     if name.startswith(KV_WRITE_MASK):
         return max(_write_error(*sequence) for sequence in sequences)
@@ -241,20 +237,13 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> floa
     return max(errors, default=np.inf)
 
 
-def _tail_error(name: str, one_hot: np.ndarray, count: int, undone: int) -> float:
+def _tail_error(name: str, one_hot: np.ndarray, count: int) -> float:
     """Rows of a tail input of one sequence against the places, in the old rows and the
-    valid columns behind them, of the last ones that count; −1 where there are fewer."""
-    lines, width = one_hot.shape
-    rows = width
-    first = 0
-    if name == TAIL_SELECT:
-        rows = first = lines
-    every = np.arange(rows - undone)
-    if name != TAIL_FIRST:
-        new = np.arange(rows, rows + count)
-        every = np.concatenate([np.full(rows, -1), every, new])
-    places = np.arange(first, first + width)
-    return _largest(one_hot, every[len(every) - lines :, None] == places)
+    valid columns behind them, of the last ones."""
+    rows, width = one_hot.shape
+    first = rows if name == TAIL_SELECT else 0
+    last = np.arange(count, count + rows)
+    return _largest(one_hot, last[:, None] == np.arange(first, first + width))
 
 
 def _kind_error(
@@ -310,7 +299,7 @@ def _embedding_errors(
     scale = decoder.manifest.stream_scale
     name = f"{checkpoint.prefix}embed_tokens.weight"
     for ids, rows in _checkpoint_rows(decoder, checkpoint, name):
-        assign_parameter(base, "embed_tokens.weight", rows)
+        base.embed_tokens.weight = torch.nn.Parameter(rows, False)
         base(input_ids=torch.arange(len(ids))[:, None], use_cache=False)
         reference = entering.pop()[:, 0].numpy()
         errors = metrics.max_abs(reference, decoder.bundle.embed(ids[None])[0] * scale)
@@ -327,6 +316,8 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     A row is another one when its logits are wrong by half of themselves and by more
     than three times what compression makes of most rows; the precision of stored
     weights is not checked here."""
+    if not decoder.manifest.shows_hidden:
+        return  # what the head reads is not what Hugging Face's reads
     probes = np.random.default_rng(0).standard_normal((PROBES, decoder.manifest.dims.C))
     probes = probes.astype(np.float32)
     divisor = logit_divisor(checkpoint.config)
@@ -351,8 +342,8 @@ def _checkpoint_rows(
     """(token ids, the rows of a tensor of the vocabulary as fp16 holds them), slice by
     slice."""
     V = decoder.manifest.dims.V
-    for start in range(0, V, LOGIT_ROWS):
-        stop = min(start + LOGIT_ROWS, V)
+    for start in range(0, V, HEAD_ROWS):
+        stop = min(start + HEAD_ROWS, V)
         rows = checkpoint.tensor(name, slice(start, stop))
         yield np.arange(start, stop), rows.half().float()
 

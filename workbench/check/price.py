@@ -12,19 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, metrics
 from workbench.check.fidelity import ForwardPass
 from workbench.check.gates import Gate
-from workbench.check.golden import (
-    Golden,
-    empty_model,
-    force_experts,
-    make_golden,
-    stored_weights,
-)
+from workbench.check.golden import Golden, stored_weights
+from workbench.check.hf import Reference, Values, half
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -38,12 +32,17 @@ BUDGET_FACTOR = 6.0
 
 @dataclass(frozen=True)
 class Budget:
-    """Goldens of the stored weights and a rounded stream: every layer fed the source
-    golden's input, and all in a row, with the source golden's choice of experts as in a
-    chained pass."""
+    """Hugging Face's values with the stored weights and a rounded stream: every layer
+    fed the source golden's input, and all in a row."""
 
-    isolated: Golden
-    chained: Golden
+    isolated: Values
+    chained: Values
+
+    def rows(self, tensor: str, layer: int) -> np.ndarray:
+        """Isolated `update`, `k` or `v` of one layer [n, W], as a bundle holds it."""
+        if tensor == "update":
+            return self.isolated[f"hidden.{layer}"] - self.isolated[f"x.{layer}"]
+        return np.float16(self.isolated[f"{tensor}.{layer}"])
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,14 @@ class Price:
 
     `rows`: one per layer, position, T and tensor (update, k, v) of isolated passes:
     `error` and `budget`, relative RMS, and their `ratio`. `budget` and `ratio` are null
-    and `budget_kl` is None where no budget was measured."""
+    and `budget_kl` is None where no budget was measured; `kl` and `same_top` are nan
+    where the bundle gives no logits."""
 
     kl: np.ndarray
     same_top: float
     rows: pd.DataFrame
     budget_kl: np.ndarray | None = None
+    gives_logits: bool = True
 
     @property
     def worst(self) -> pd.Series:
@@ -93,42 +94,14 @@ class Price:
 def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
     """Runs Hugging Face's model twice over the golden's tokens with the weights that
     `bundle` stores."""
-    scale = bundle.manifest.stream_scale
-    weights = stored_weights(checkpoint, bundle)
-
-    def run(*fed: np.ndarray | None) -> Golden:
-        model = _rounding_model(checkpoint, scale)
-        if golden.expert is not None:
-            force_experts(model, golden.expert)
-        return make_golden(checkpoint, golden.ids, weights, "budget", *fed, model=model)
-
-    x = _rounded(torch.from_numpy(golden.x), scale).numpy()
-    return Budget(run(x, golden.router), run())
-
-
-def _rounding_model(checkpoint: Checkpoint, scale: float) -> nn.Module:
-    """Hugging Face's model whose stream is rounded to fp16 where it enters the first
-    layer and leaves each."""
-
-    def enter(layer, args, kwargs):
-        x, *rest = args or (kwargs.pop("hidden_states"),)
-        return (_rounded(x, scale), *rest), kwargs
-
-    def leave(layer, args, output):
-        if isinstance(output, tuple):
-            return (_rounded(output[0], scale), *output[1:])
-        return _rounded(output, scale)
-
-    model = empty_model(checkpoint.config)
-    model.model.layers[0].register_forward_pre_hook(enter, with_kwargs=True)
-    for layer in model.model.layers:
-        layer.register_forward_hook(leave)
-    return model
-
-
-def _rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """As the bundle's stream holds it: fp16, divided by `scale`."""
-    return (x / scale).half().float() * scale
+    reference = Reference(checkpoint, stored_weights(checkpoint, bundle, half=True))
+    rounded = half(bundle.manifest.stream_scale)
+    isolated = reference.run(golden.ids, feed=golden.values, perturb=rounded)
+    chained = reference.run(golden.ids, perturb=rounded)
+    for values in (isolated, chained):  # the last layer's output is rounded as well
+        for name in [name for name in values if name.startswith("hidden.")]:
+            values[name] = rounded(torch.from_numpy(values[name])).numpy()
+    return Budget(isolated, chained)
 
 
 def measure_price(
@@ -147,11 +120,14 @@ def measure_price(
         budget: the result of `measure_budget`.
     """
     isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]
-    same = np.argmax(golden.logits, -1) == np.argmax(chained.logits, -1)
-    kl = metrics.kl_of_rows(golden.logits, chained.logits)
+    same, kl = np.nan, np.full(len(golden.ids), np.nan)
+    logits = golden["logits"]
+    if chained.logits is not None:
+        same = np.mean(np.argmax(logits, -1) == np.argmax(chained.logits, -1))
+        kl = metrics.kl_of_rows(logits, chained.logits)
     rows = price_rows(decoder, golden, isolated, budget)
-    budget_kl = budget and metrics.kl_of_rows(golden.logits, budget.chained.logits)
-    return Price(kl, float(np.mean(same)), rows, budget_kl)
+    budget_kl = budget and metrics.kl_of_rows(logits, budget.chained["logits"])
+    return Price(kl, float(same), rows, budget_kl, decoder.gives_logits)
 
 
 def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
@@ -159,6 +135,8 @@ def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
     alone explains, within a factor."""
     reason = f"mean KL from the golden in nats; --max-kl sets the limit of {max_kl:g}"
     limit = gates.at_most("max_kl", float(np.mean(price.kl)), max_kl, reason)
+    if not price.gives_logits:
+        limit = gates.not_run("max_kl", "the argmax is inside: no logits come out")
     if price.budget_kl is None:
         return [limit, gates.not_run("budget", "needs --checkpoint")]
     worst = price.worst
@@ -186,10 +164,12 @@ def price_rows(
                 clear = ~near_ties[layer]
                 at = at[clear]
                 values = values[clear]
+            elif tensor == "update" and budget and f"expert.{layer}" in golden:
+                name = f"expert.{layer}"
+                same = (budget.isolated[name] == golden[name])[at, 0]
+                at, values = at[same], values[same]
             if tensor != "hidden":
-                rounded = budget and budget.isolated.rows(tensor, layer)[at]
-                if budget and tensor != "update":
-                    rounded = np.float16(rounded)
+                rounded = budget and budget.rows(tensor, layer)[at]
                 errors = _errors(golden.rows(tensor, layer)[at], values, rounded)
                 parts.append(
                     errors | {"position": at, "layer": layer, "T": T, "tensor": tensor}

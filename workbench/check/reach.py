@@ -12,6 +12,7 @@ norms read lies between, and passes the root of any usual epsilon (1e-12 to 1e-5
 way. The smallest come first, so that no larger value of an earlier position hides a
 smaller one."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,27 +25,20 @@ from workbench.bundle.names import (
     CONV_STATE,
     K_STATE,
     MATRIX_STATE,
-    PENDING_STATE,
-    REMAINDER_STATE,
     V_DELAYED_STATE,
     V_STATE,
+    is_cache,
     split_layer,
 )
-from workbench.bundle.states import state_kind
-from workbench.check.golden import (
-    NUDGED,
-    Golden,
-    ReferenceModel,
-    logit_divisor,
-    stored_weights,
-)
-from workbench.decode.snapshot import put
+from workbench.check.golden import Golden, stored_weights
+from workbench.check.hf import Reference, Values, logit_divisor, nudge, recording_cache
+from workbench.decode.snapshot import fill
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import Model, State
 
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
 SCALES, SMALLEST = 12, -44  # positions with scaled inputs, exponent of the smallest RMS
-LayerStates = list[dict[str, np.ndarray]]  # by leaf name, K and V in token order
+LayerStates = list[dict[str, np.ndarray]]  # by leaf name, K and V [tokens, W]
 
 
 @dataclass(frozen=True)
@@ -82,24 +76,20 @@ class Reach:
 
 @dataclass
 class Stretch:
-    """Consecutive positions of one sequence from `start` on: the golden, and the states
-    `before` and `after` it.
+    """Consecutive positions of one sequence from `start` on: Hugging Face's values in
+    `golden`, and the states `before` and `after` them.
 
-    `last` [n, C]: what the final norm reads, `normed` [n, C]: what the head reads,
-    `logits` [n, V]: what it gives, where they are compared. `logit_rms` [n]: of logits
-    that a normed hidden state as long as each position's gives in a random direction.
-    Where some rows of the head are huge (a massive activation's token) and cancel, the
-    logits are smaller, but their rounding is not. `nudged`: by mode (`isolated`,
-    `chained`), the same stretch where every layer's input was changed by its last
-    bit."""
+    `last` [n, C]: what the final norm reads. `logit_rms` [n]: RMS of logits that a
+    normed hidden state as long as each position's gives in a random direction. Where
+    some rows of the head are huge (a massive activation's token) and cancel, the logits
+    are smaller, but their rounding is not. `nudged`: by mode (`isolated`, `chained`),
+    the same stretch where every layer's input was changed by its last bit."""
 
     golden: Golden
     start: int
     before: LayerStates
     after: LayerStates
     last: np.ndarray
-    normed: np.ndarray
-    logits: np.ndarray | None = None
     logit_rms: np.ndarray | None = None
     nudged: dict[str, "Stretch"] = field(default_factory=dict)
 
@@ -145,93 +135,98 @@ def reach_stretches(
     inputs, as Hugging Face's model with the weights that `bundle` stores computes
     them."""
     weights = stored_weights(checkpoint, bundle, half=True)
-    reference = ReferenceModel(checkpoint, weights, "stored")
+    reference = Reference(checkpoint, weights)
     prompts = reach_prompts(bundle.manifest, plan)
     rows = []
     unit = _unit(bundle.manifest.options)
     for seq, (ids, start) in enumerate(zip(prompts, plan.starts, strict=True)):
-        cache = reference.cache()
+        cache = recording_cache(reference.model.config)
         first = _stretch(reference, ids[: plan.head], cache)
         row = [first]
-        behind = ids[plan.head :]
         if plan.tail:
-            before = _filled(cache, first.after, start, np.random.default_rng([0, seq]))
-            row.append(_stretch(reference, behind, cache, start, before))
+            rng = np.random.default_rng([0, seq])
+            H_kv = bundle.manifest.dims.H_kv
+            before = _filled(cache, first.after, start, H_kv, rng)
+            row.append(_stretch(reference, ids[plan.head :], cache, start, before))
         count = max(min(SCALES, plan.head) // unit * unit, unit)
-        rows.append([*row, _scaled(reference, first.golden, count)])
+        scaled = _scaled(first.golden, count)
+        cache = recording_cache(reference.model.config)
+        rows.append([*row, _stretch(reference, ids[:count], cache, feed=scaled)])
     _add_logits(reference, [stretch for row in rows for stretch in row])
     return list(zip(*rows, strict=True))
 
 
 @torch.inference_mode()
-def _add_logits(reference: ReferenceModel, stretches: Sequence[Stretch]) -> None:
-    """Computes `logits` and `logit_rms` of stretches, and of the nudged ones whose
-    layers are chained: once for all of them, since the head's rows become float32."""
+def _add_logits(reference: Reference, stretches: Sequence[Stretch]) -> None:
+    """Computes logits and `logit_rms` of stretches, and of the nudged ones whose layers
+    are chained: once for all of them, since the head's rows become float32."""
     chained = [s.nudged["chained"] for s in stretches if "chained" in s.nudged]
     stretches = [*stretches, *chained]
-    hidden = torch.from_numpy(np.concatenate([s.normed for s in stretches]))
-    parts, squares, count = [], 0.0, 0
+    hidden = np.concatenate([stretch.golden["normed"] for stretch in stretches])
+    logits = reference.logits(torch.from_numpy(hidden)).numpy()
+    squares, count = 0.0, 0
     for rows in reference.head_rows():
-        parts.append(hidden @ rows.T)
         squares += float(torch.dot(rows.flatten(), rows.flatten()))
         count += rows.numel()
-    divisor = logit_divisor(reference.config)
-    logits = torch.cat(parts, dim=-1).div_(divisor).numpy()
     # RMS of what a unit of the head's input adds to a logit
-    head_rms = math.sqrt(squares / count) / divisor
-    ends = np.cumsum([len(stretch.normed) for stretch in stretches])
+    head_rms = math.sqrt(squares / count) / logit_divisor(reference.model.config)
+    ends = np.cumsum([len(stretch.last) for stretch in stretches])
     for stretch, own in zip(stretches, np.split(logits, ends[:-1]), strict=True):
-        stretch.logits = own
-        stretch.logit_rms = head_rms * np.linalg.norm(stretch.normed, axis=-1)
+        stretch.golden.values["logits"] = own
+        normed = stretch.golden["normed"]
+        stretch.logit_rms = head_rms * np.linalg.norm(normed, axis=-1)
 
 
 def _stretch(
-    reference: ReferenceModel,
+    reference: Reference,
     ids: np.ndarray,
     cache,
     start: int = 0,
     before: LayerStates | None = None,
-    last: np.ndarray | None = None,
+    feed: Values | None = None,
 ) -> Stretch:
-    """The stretch that continues `cache`, and the same with nudged inputs, both
-    without logits."""
-    # scaled inputs are fed to every layer: there is no chained run
-    goldens = reference.run_nudged(ids, cache, start, chained=last is None)
-    before = before or [{} for _ in goldens[0].x]
-    stretches = []
-    for seq, golden in enumerate(goldens):
+    """The stretch that continues `cache`, which it does too, and the same with nudged
+    inputs, each without logits. With `feed` there is no chained run."""
+    before = before or [{} for _ in reference.base.layers]
+    L = len(before)
+
+    def run(cache, feed, perturb=None) -> Stretch:
+        values = reference.run(ids, cache, feed=feed, perturb=perturb, head=False)
         after = []
         for i, states in enumerate(before):
-            own = _sides(cache, i, seq)
-            if "k" in reference.records[i]:
-                rows = {K_STATE: golden.k[i], V_STATE: golden.v[i]}
+            own = _sides(cache, i)
+            if f"k.{i}" in values:
+                rows = {K_STATE: values[f"k.{i}"], V_STATE: values[f"v.{i}"]}
                 own |= _joined(states, rows)
             after.append(own)
-        normed_from = golden.hidden[-1] if last is None else last
-        normed = reference.normed[seq]
-        stretches.append(Stretch(golden, start, before, after, normed_from, normed))
-    stretch, *nudged = stretches
-    modes = ("chained", "isolated")[-len(nudged) :]
-    stretch.nudged.update(zip(modes, nudged, strict=True))
+        last = values[f"hidden.{L - 1}"] if feed is None else feed.get(f"x.{L}")
+        return Stretch(Golden(ids, values, {}), start, before, after, last)
+
+    caches = [copy.deepcopy(cache) for _ in range(2)]
+    stretch = run(cache, feed)
+    fed = {f"x.{L}": stretch.last} | stretch.golden.values
+    stretch.nudged["isolated"] = run(caches[0], fed, nudge(start))
+    if feed is None:
+        stretch.nudged["chained"] = run(caches[1], None, nudge(start + 1))
     return stretch
 
 
-def _scaled(reference: ReferenceModel, golden: Golden, count: int) -> Stretch:
-    """The golden's first `count` positions where every layer and the final norm read
-    scaled inputs."""
-    inputs = np.concatenate([golden.x, golden.hidden[-1:]])[:, :count]
-    rms = np.sqrt(np.mean(np.square(inputs), -1, keepdims=True))
+def _scaled(golden: Golden, count: int) -> Values:
+    """The inputs of the first `count` positions of every layer and of the final norm,
+    scaled."""
+    L = golden.layers
+    inputs = {f"x.{i}": golden[f"x.{i}"] for i in range(L)}
+    inputs[f"x.{L}"] = golden[f"hidden.{L - 1}"]
     scales = np.exp2(np.linspace(SMALLEST, 0, count))[:, None]
-    fed = (inputs / np.maximum(rms, 1e-30) * scales).astype(np.float32)
-    reference.replace_inputs(fed)
-    ids = golden.ids[:count]
-    stretch = _stretch(reference, ids, reference.cache(), last=fed[-1])
-    reference.replace_inputs(None)
-    return stretch
+    feed = {}
+    for name, x in inputs.items():
+        rms = np.sqrt(np.mean(np.square(x[:count]), -1, keepdims=True))
+        feed[name] = np.float32(x[:count] / np.maximum(rms, 1e-30) * scales)
+    return feed
 
 
 def _filled(
-    cache, after: LayerStates, start: int, rng: np.random.Generator
+    cache, after: LayerStates, start: int, H_kv: int, rng: np.random.Generator
 ) -> LayerStates:
     """The states `after` a head, extended to `start` tokens by rows of the head in
     random order; `cache` likewise."""
@@ -240,15 +235,14 @@ def _filled(
         if K_STATE not in states:
             before.append(states)
             continue
-        head = states[K_STATE].shape[1]
+        head = len(states[K_STATE])
         # row 0 is left out: many copies of an attention sink would hide every other row
         chosen = rng.integers(min(1, head - 1), head, start - head)
-        fill = {name: states[name][:, chosen] for name in (K_STATE, V_STATE)}
+        fill = {name: states[name][chosen] for name in (K_STATE, V_STATE)}
         if start > head:
-            k = torch.from_numpy(fill[K_STATE])
-            v = torch.from_numpy(fill[V_STATE])
-            sizes = NUDGED, -1, -1, -1
-            cache.layers[layer].update(k.expand(sizes), v.expand(sizes))
+            rows = (torch.from_numpy(rows) for rows in fill.values())
+            k, v = (x.unflatten(1, (H_kv, -1)).transpose(0, 1)[None] for x in rows)
+            cache.layers[layer].update(k, v)
         before.append(states | _joined(states, fill))
     return before
 
@@ -256,20 +250,17 @@ def _filled(
 def _joined(
     states: dict[str, np.ndarray], rows: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    return {
-        n: np.concatenate([states.get(n, new[:, :0]), new], 1)
-        for n, new in rows.items()
-    }
+    return {n: np.concatenate([states.get(n, new[:0]), new]) for n, new in rows.items()}
 
 
-def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
-    """Side states of one sequence in a layer of Hugging Face's cache, as the bundle's
+def _sides(cache, layer: int) -> dict[str, np.ndarray]:
+    """Side states of a layer of Hugging Face's cache, as the bundle's
     states are."""
     if not getattr(cache.layers[layer], "conv_states", None):
         return {}
-    sides = {CONV_STATE: cache.get_conv_state(layer, state_idx=0)[seq].T.numpy().copy()}
+    sides = {CONV_STATE: cache.get_conv_state(layer, state_idx=0)[0].T.numpy().copy()}
     if cache.layers[layer].is_recurrent_states_initialized[0]:
-        recurrent = cache.get_recurrent_state(layer, state_idx=0)[seq].numpy().copy()
+        recurrent = cache.get_recurrent_state(layer, state_idx=0)[0].numpy().copy()
         if recurrent.ndim == 1:
             sides[V_DELAYED_STATE] = recurrent[None]
         else:
@@ -293,24 +284,13 @@ def expected_value(
 ) -> np.ndarray:
     """The value of one sequence's logical state that holds `states` of `count` tokens;
     a ring holds the last ones, and so does the tail of a convolution, of which
-    transformers keeps one more. Nothing is pending, and there is no remainder: every
-    token is in the matrix."""
+    transformers keeps one more."""
     layer, leaf = split_layer(name)
     value = np.zeros(shape, np.float32)
-    if leaf in (PENDING_STATE, REMAINDER_STATE):
-        return value
     stored = states[layer][leaf]
-    put(value, state_kind(name), stored, count)
+    if is_cache(name):
+        heads = stored.reshape(len(stored), shape[0], -1).transpose(1, 0, 2)
+        fill(value, heads, count)
+    else:
+        value[:] = stored[-len(value) :]
     return value
-
-
-def with_pending(matrix: np.ndarray, pending: np.ndarray) -> np.ndarray:
-    """A matrix state [H, K, V] and what the last call's tokens add to it, from their
-    rows [H, t_max, K + V + ..]: k, v and the logarithm of the decay."""
-    _, K, V = matrix.shape
-    k = pending[..., :K]
-    v = pending[..., K : K + V]
-    g = pending[..., K + V : K + V + 1]
-    later = np.flip(np.cumsum(np.flip(g, 1), 1), 1) - g
-    added = (k * np.exp(later)).swapaxes(1, 2) @ v
-    return matrix * np.exp(g.sum(1, keepdims=True)) + added

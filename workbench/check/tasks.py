@@ -3,17 +3,29 @@ Hugging Face's model gives right ones."""
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from workbench import paths
 from workbench.check import gates
 from workbench.check.golden import whole_prompt
 from workbench.decode import Decoder
-from workbench.decode.transcript import load_tokenizer
+from workbench.decode.transcript import encode_text, load_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
+SENTENCE = (
+    "The old lighthouse keeper climbed the stairs every evening to light the lamp, "
+    "because ships that passed the rocks at night could not see the shore. One winter "
+    "the storm broke the glass, and the whole village came to help him mend it."
+)
+"""The prompt of a checkpoint that was trained on no tasks of ours."""
+
+EVALUATION = "evaluation.json"  # beside a checkpoint: its accuracy on `TASKS`
+TASKS = "data/tasks/heldout.jsonl"
 # prompt ids, number of tokens → tokens
 Generate = Callable[[list[int], int], list[int]]
 
@@ -40,6 +52,33 @@ def load_tasks(path: str | Path) -> list[dict]:
     return tasks
 
 
+def prompt_ids(
+    checkpoint: str | Path, count: int, text: str = "", tasks: Path | None = None
+) -> list[int]:
+    """At most `count` token ids of a prompt.
+
+    Args:
+        checkpoint: a Hugging Face folder (see `paths.find`).
+        text: the prompt, or the path of a file that holds it. By default the first of
+            `tasks`, if the checkpoint records its accuracy on them, else `SENTENCE`.
+            Without a tokenizer: seeded ids.
+
+    Raises:
+        InputError: a `text` without a tokenizer, or a file that is not UTF-8.
+    """
+    source = Checkpoint(paths.find(checkpoint))
+    if text:
+        with suppress(OSError, ValueError):  # too long or strange a text for a path
+            if paths.find(text).is_file():
+                text = paths.text(paths.find(text))
+    elif not (source.path / "tokenizer.json").is_file():
+        V = source.config.vocab_size
+        return np.random.default_rng(0).integers(0, V, count).tolist()
+    elif (source.path / EVALUATION).is_file():
+        text = load_tasks(tasks or paths.find(TASKS))[0]["prompt"]
+    return encode_text(source.path, text or SENTENCE)[:count]
+
+
 def answer(
     tasks: Sequence[dict],
     encode: Callable[[str], list[int]],
@@ -60,13 +99,13 @@ def answer(
 def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
     """Answers of a bundle, with the tokenizer it carries."""
     coder = load_tokenizer(decoder.bundle.root / "tokenizer")
-    with decoder.set_aside():
-        return answer(
-            tasks,
-            coder.encode,
-            coder.decode,
-            lambda ids, n: decoder.generate(ids, n, stop=()),
-        )
+    decoder = decoder.plain
+    return answer(
+        tasks,
+        coder.encode,
+        coder.decode,
+        lambda ids, n: decoder.generate(ids, n, after=decoder.fresh(), stop=()),
+    )
 
 
 def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
@@ -84,44 +123,21 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
     return answer(tasks, coder.encode, coder.decode, generate)
 
 
-def answer_gates(
+def answers_gate(
     decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
-) -> list[gates.Gate]:
-    """Gates on whether the bundle answers as many prompts as the golden, and the golden
-    as many as the checkpoint's recorded accuracy predicts.
-
-    Only the second gate shows a fault that golden and bundle share (a wrong rope in
-    config.json), because the two agree with each other. Prompts that do not fit
-    max_seq_len are left out."""
+) -> gates.Gate:
+    """Gate `answers`: the bundle answers at least as many prompts as Hugging Face's
+    model. Prompts that do not fit max_seq_len are left out."""
     encode = load_tokenizer(checkpoint.path).encode
     S = decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
     if not tasks:
-        return [gates.not_run("answers", f"no prompt fits max_seq_len = {S}")]
-    golden = sum(golden_answers(checkpoint, tasks))
-    right = sum(bundle_answers(decoder, tasks))
+        return gates.not_run("answers", f"no prompt fits max_seq_len = {S}")
     count = len(tasks)
+    golden = sum(golden_answers(checkpoint, tasks))
+    if not golden:
+        reason = f"Hugging Face's model answers none of the {count} questions"
+        return gates.not_run("answers", reason)
+    right = sum(bundle_answers(decoder, tasks))
     reason = f"{right} of {count} known answers, the golden {golden}"
-    return [
-        gates.at_least("answers", right / count, golden / count, reason),
-        _as_evaluated(checkpoint, golden, count),
-    ]
-
-
-def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:
-    """Gate `golden_answers`: the accuracy is at least the recorded one minus three
-    standard errors of a sample of `count`."""
-    try:
-        recorded = json.loads((checkpoint.path / "evaluation.json").read_text())
-        expected = recorded["heldout_right"] / recorded["heldout_questions"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return gates.not_run(
-            "golden_answers", "the checkpoint records no accuracy (evaluation.json)"
-        )
-    slack = 3 * (max(expected * (1 - expected), 0.01) / count) ** 0.5
-    return gates.at_least(
-        "golden_answers",
-        right / count,
-        expected - slack,
-        f"the golden answers {right} of {count}, its evaluation has {expected:.3f}",
-    )
+    return gates.at_least("answers", right / count, golden / count, reason)

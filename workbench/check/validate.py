@@ -4,7 +4,7 @@ against a golden and has the user's limit. Results that need the checkpoint are 
 in the bundle's verdict.json."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.check import (
-    causality,
     device,
     fidelity,
     gates,
@@ -20,47 +19,44 @@ from workbench.check import (
     interface,
     metrics,
     program,
-    rangedim,
-    undo,
+    states,
     verdict,
     weights,
 )
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden
+from workbench.check.golden import Golden, check_exported_from
 from workbench.check.price import (
-    HALF_ULP,
     Budget,
     Price,
     measure_budget,
     measure_price,
     price_gates,
 )
+from workbench.check.states import STATE_GATES
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-NEED_DECODER = ("host", "program", "scores", "causality", "undo")
-BUG_GATES = ("interface", "weights", *NEED_DECODER)
-# Times what rounding moves the scores by. They are rounded inside the router too, which
-# the budget leaves out; docs/verdict.md has the worst sound bundle.
-ROUTING_FACTOR = 2.0
+BUG_GATES = ("interface", "weights", "host", "program", *STATE_GATES)
 
 
 @dataclass
 class Validation:
     """Rows of the `fidelity` table, all gates, the `bug_gates` among them, the
-    comparison of `chained_logits` [n, V] with the golden's, and the price. Where
-    experts are routed and choices are recorded, layers continue with the golden's
-    expert, and `free_logits` compares the logits of a chained run that continues with
-    the program's own choice (else None)."""
+    comparison of `chained_logits` [n, V] with the golden's (None where the argmax is
+    inside), and the price."""
 
     rows: pd.DataFrame
     gates: list[Gate]
-    logits: dict[str, float]
-    chained_logits: np.ndarray
+    logits: dict[str, float] | None
+    chained_logits: np.ndarray | None
     bug_gates: list[Gate]
     price: Price
-    free_logits: dict[str, float] | None = None
+
+    @property
+    def cost(self) -> Price:
+        """What compression and fp16 cost: KL from the golden beside rounding's."""
+        return self.price
 
     @property
     def verdict(self) -> str:
@@ -76,6 +72,8 @@ class Validation:
 
     def json(self) -> dict:
         updates = _isolated(self.rows, "update")["cosine"].fillna(-1.0)
+        if updates.empty:  # the bundle shows caches alone
+            updates = _isolated(self.rows, "k", "v")["cosine"].fillna(-1.0)
         return {
             "verdict": self.verdict,
             "gates": [g.json() for g in self.gates],
@@ -84,7 +82,6 @@ class Validation:
             "mean_cosine": float(updates.mean()),
             "rows": len(self.rows),
             "logits": self.logits,
-            "free_logits": self.free_logits,
             "price": self.price.json(),
         }
 
@@ -98,42 +95,43 @@ def bug_gates(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> list[Gate]:
-    """Runs the bug gates, which are the same for every compression: interface, weights,
-    host, program, scores, causality and undo.
+    """Runs the bug gates, which are the same for every compression: `BUG_GATES`.
 
     Args:
-        exact: a portable decoder in `exact` arithmetic that runs the bundle, or one of
-            Core AI programs (default: a new one).
-        decoder: the decoder whose host and calls are checked (default: `exact`).
+        exact: a decoder of the bundle's interpreter, in `exact` arithmetic where it has
+            that (default: a new one).
+        decoder: the decoder whose host and states are checked (default: `exact`).
 
     Where the bundle's interface is RED and no decoder opens or runs it, the gates that
-    need one are not_run. A program that stops with an error is RED."""
+    need one are not_run. A program that stops with an error is RED.
+
+    Raises:
+        InputError: a file whose SHA-256 is not the manifest's.
+    """
+    bundle.verify()
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
-        if exact is None and decoder is not None:
-            own = (decoder.runtime, decoder.precision) == ("portable", "exact")
-            if own or decoder.runtime == "coreai":
-                exact = decoder
-        if exact is None:
-            coreai = bundle.manifest.options.target == "coreai"
-            exact = Decoder(bundle, "coreai" if coreai else "portable", "exact")
-        tried = exact
-        if decoder is not None and decoder.runtime == "portable":
-            tried = decoder
+        options = bundle.manifest.options
+        tried = decoder
+        if decoder is None or decoder.is_device:
+            tried = None
+        if tried and (options.plugin or tried.precision == "exact"):
+            exact = exact or tried
+        exact = exact or Decoder(bundle, options.interpreter, "exact")
+        tried = tried or exact
         results.append(host.host_gate(tried, checkpoint))
         if exact.precision == "exact":
             how = {"Ts": Ts, "progress": progress}
-            results += program.program_gates(exact, checkpoint, **how)
+            results.append(program.program_gate(exact, checkpoint, **how))
         else:
-            reason = "asks for fp32 arithmetic: export with --program-dtype fp32"
-            results += [gates.not_run(name, reason) for name in ("program", "scores")]
-        results.append(causality.causality_gate(tried))
-        results.append(undo.undo_gate(tried))
+            reason = f"asks for fp32 arithmetic, which target {options.target} lacks"
+            results.append(gates.not_run("program", reason))
+        results += states.state_gates(tried)
     except InputError as problem:
         names = BUG_GATES[len(results) :]
         if results[0].verdict != gates.RED:
-            if names[0] not in ("program", "causality", "undo"):
+            if names[0] not in ("program", *STATE_GATES):
                 raise  # the checkpoint or the bundle cannot be read
             reason = f"the program does not run: {problem.subject}: {problem.actual}"
             results.append(gates.holds(names[0], False, reason))
@@ -167,23 +165,32 @@ def validate_stored(
         if verdict.load(bundle) is None:
             verdict.save(bundle, bug_gates(bundle, checkpoint))
         budget = measure_budget(bundle, checkpoint, golden)
-    if path and decoder.runtime not in ("portable", "coreai"):
+    if path and decoder.is_device:
         portable = device.stored_reference(bundle, golden, path)
     return validate(
         decoder, golden, Ts, budget=budget, reference=portable, max_kl=max_kl
     )
 
 
-def stored_gates(bundle: Bundle) -> list[Gate]:
-    """The bug gates without the checkpoint: those of verdict.json, else the interface
-    alone."""
-    if stored := verdict.load(bundle):
+def stored_gates(decoder: Decoder) -> list[Gate]:
+    """The bug gates without the checkpoint: those of verdict.json; without one, and on
+    a device, gates on states are asked of the decoder. Raises an InputError as
+    `bug_gates` does."""
+    bundle = decoder.bundle
+    bundle.verify()
+    stored = verdict.load(bundle)
+    if stored and decoder.is_device:
+        live = {gate.name: gate for gate in states.state_gates(decoder)}
+        return [g if g.verdict == gates.RED else live.get(g.name, g) for g in stored]
+    if stored:
         return stored
     old = (bundle.root / verdict.NAME).is_file()
     of = "is of another bundle or by other gates" if old else "is missing"
     reason = f"needs --checkpoint: the bundle's {verdict.NAME} {of}"
-    unasked = [gates.not_run(name, reason) for name in BUG_GATES[1:]]
-    return [interface.interface_gate(bundle), *unasked]
+    needs = [name for name in BUG_GATES[1:] if name not in STATE_GATES]
+    unasked = [gates.not_run(name, reason) for name in needs]
+    own = states.state_gates(decoder)
+    return [interface.interface_gate(bundle), *unasked, *own]
 
 
 def validate(
@@ -203,8 +210,8 @@ def validate(
     the price.
 
     Args:
-        checkpoint: what the bundle was exported from; without it the bug gates are
-            those of the bundle's verdict.json.
+        checkpoint: what the bundle was exported from; without it and without the
+            golden's `source` the bug gates are those of the bundle's verdict.json.
         exact: as in `bug_gates`.
         budget: as in `measure_price`; measured where there is a checkpoint.
         reference: what the device gate compares another runtime with (default: made
@@ -213,14 +220,16 @@ def validate(
             not_run without a `reference`.
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
     """
+    if golden.source and checkpoint is None:
+        own = replace(golden, source=None)
+        how = {"path": golden.file, "max_kl": max_kl}
+        return validate_stored(decoder, own, golden.source, Ts, **how)
     bundle = decoder.bundle
-    foreign = "the bundle was exported from another checkpoint"
+    check_golden(bundle, golden)
     if checkpoint is None:
-        bugs = stored_gates(bundle)
-    elif checkpoint.sha256 != decoder.manifest.checkpoint["sha256"]:
-        bugs = [gates.not_run(name, foreign) for name in BUG_GATES]
-        checkpoint = None
+        bugs = stored_gates(decoder)
     else:
+        check_exported_from(checkpoint, bundle)
         bugs = bug_gates(
             bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
         )
@@ -228,24 +237,26 @@ def validate(
     if checkpoint and budget is None:
         budget = measure_budget(bundle, checkpoint, golden)
     price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
-    checks = [*bugs, fidelity.of_this_checkpoint(decoder, golden), _finite(rows)]
-    runs = {f"isolated at T = {T}": trace for T, trace in traces.items()}
-    free_logits = None
-    choices = fidelity.choices(runs | {"chained": chained}, golden)
-    if len(choices):
-        free = fidelity.run_golden(
-            decoder, golden, list(traces), "chained", forced=False
-        )
-        free_logits = metrics.compare_logits(golden.logits, free.logits)
-        checks.append(routing(choices, golden, budget, free_logits))
-    drifts = {} if only else None
-    if reference:
-        drifts = reference.drift
-    checks.append(rangedim.drift_gate(decoder, traces, golden, drifts))
-    checks += [_device(decoder, golden, reference, only), *price_gates(price, max_kl)]
-    logits = metrics.compare_logits(golden.logits, chained.logits, price.kl)
+    gate = _device(decoder, golden, reference, only)
+    checks = [*bugs, gate, *price_gates(price, max_kl)]
+    logits = None
+    if decoder.gives_logits:
+        logits = metrics.compare_logits(golden["logits"], chained.logits, price.kl)
     rows = _with_errors(rows, price.rows)
-    return Validation(rows, checks, logits, chained.logits, bugs, price, free_logits)
+    return Validation(rows, checks, logits, chained.logits, bugs, price)
+
+
+def check_golden(bundle: Bundle, golden: Golden) -> None:
+    """Raises an InputError unless the golden is of the checkpoint that `bundle` was
+    exported from; another one may have the same dimensions."""
+    ours, theirs = bundle.manifest.checkpoint["sha256"], golden.meta["checkpoint"]
+    if theirs != ours:
+        raise InputError(
+            "golden",
+            f"one of checkpoint {theirs[:12]}",
+            f"one of {ours[:12]}, which bundle {bundle.root.name} was exported from",
+            "run: workbench golden CHECKPOINT --out G with that checkpoint",
+        )
 
 
 def _with_errors(rows: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
@@ -259,50 +270,16 @@ def _with_errors(rows: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
 def _device(
     decoder: Decoder, golden: Golden, reference: device.Reference | None, only: bool
 ) -> Gate:
-    if decoder.runtime == "portable":
-        reason = "the portable runtime is what devices are compared with"
-        return gates.not_run("device", reason)
-    if decoder.runtime == "coreai":
-        reason = "the portable runtime cannot run Core AI programs: run crosscheck"
+    if not decoder.is_device:
+        reason = "needs a Mac: run there with the same bundle and golden"
+        if decoder.options.plugin:
+            reason = "the portable runtime cannot run the programs of this target"
         return gates.not_run("device", reason)
     if reference is None and only:
         reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")
     reference = reference or device.make_reference(decoder.bundle, golden)
     return device.device_gate(decoder, golden, reference)
-
-
-def routing(
-    choices: pd.DataFrame, golden: Golden, budget: Budget | None, free: dict[str, float]
-) -> Gate:
-    """Gate `routing`: other experts are picked only where rounding can change the
-    choice. No other gate covers another expert's update: they all read layers that
-    continued with the golden's choice.
-
-    Rounding of weights and stream moves the difference of the best two scores in
-    Hugging Face's own model by so much; where the golden's lie further apart than
-    `ROUTING_FACTOR` times the layer's largest move, no other choice is a rounding's. In
-    a chained run errors of the layers before add up, in the budget's as well."""
-    differ = choices[choices["differs"]]
-    reason = (
-        f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
-    )
-    if budget is None:
-        return gates.not_run("routing", f"needs --checkpoint; {reason}")
-    moves = []  # of the differing choices, by rounding: chained, isolated
-    for again in (budget.chained, budget.isolated):
-        after = np.where(again.expert == golden.expert, again.margin, -again.margin)
-        of_layer = np.abs(golden.margin - after).max(axis=1) + HALF_ULP
-        moves.append(of_layer[differ["layer"]])
-    ratios = differ["margin"] / np.where(differ["run"] == "chained", *moves)
-    value = 0.0
-    if len(differ):
-        value = float(ratios.max())
-        worst = differ.loc[ratios.idxmax()]
-        place = "layer {layer}, position {position}, {run}".format(**worst)
-        reason += f"; largest margin relative to its move by rounding: {place}"
-    reason += f"; with these choices the worst cosine of the logits is {free['cosine_min']:.4f}"
-    return gates.at_most("routing", value, ROUTING_FACTOR, reason)
 
 
 def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
@@ -313,14 +290,3 @@ def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
     return isolated[
         ~(isolated.get("routing_tie", False) & (isolated["tensor"] == "update"))
     ]
-
-
-def _finite(rows: pd.DataFrame) -> Gate:
-    bad = rows[~rows["finite"]]
-    reason = "every value is finite"
-    if len(bad):
-        place = "layer {layer}, position {position}, T = {T}, {tensor}".format(
-            **bad.iloc[0]
-        )
-        reason = f"{len(bad)} rows hold inf or nan, first: {place}"
-    return gates.holds("finite", not len(bad), reason)

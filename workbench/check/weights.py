@@ -16,11 +16,12 @@ table must also come within 0.1% of the squared error of the best table there is
 k-means in one dimension); rounding its entries to fp16 adds at most the square of half
 a unit for each weight, which is taken off first."""
 
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan, prod
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,8 +29,7 @@ import torch
 import miltorch
 from miltorch.program import Op, Ref, Type
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.aimodel import read_weight
-from workbench.bundle.names import ACCEPT, MIN_NORMAL, ROUTER_STATE, split_layer
+from workbench.bundle.names import MIN_NORMAL, ROUTER_STATE, split_layer
 from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.gates import Gate
@@ -85,6 +85,9 @@ def weights_gate(
     constants that nothing covers."""
     from tqdm.auto import tqdm
 
+    manifest = bundle.manifest
+    if not manifest.own_programs and not manifest.options.plugin:
+        return _recognised(bundle, checkpoint)
     deviations = []
     problems = []
     covered = {}
@@ -117,12 +120,49 @@ def weights_gate(
         f"{d.place}: {d.value:.4g} {d.unit}" for d in deviations if not d.excess <= 1
     ]
     fine = (
-        f"{len(deviations)} stored tensors of {len(tensors)} in the checkpoint; "
-        f"worst: {worst.place}, {worst.value:.4g} {worst.unit}; embeddings: gate host"
+        f"{len(deviations)} stored tensors equal the checkpoint's within the rounding of "
+        f"their preset; worst: {worst.place}, {worst.value:.4g} {worst.unit}"
     )
+    if others := tensors - covered.keys():
+        fine += f"; {len(others)} are not stored as tensors: {_named(others)}"
     shown = "; ".join(problems[:8]) + " …" * bool(problems[8:])
     gate = gates.none("weights", [shown] if problems else [], fine)
     return replace(gate, value=worst.value, threshold=worst.limit)
+
+
+def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
+    """The gate where the loss of a compression is not known: how many of the
+    checkpoint's matrices were found in the packages."""
+    found = set().union(*(shard.weights for shard in bundle.manifest.shards))
+    matrices = []
+    for tensor in checkpoint.header:
+        text = tensor.startswith((checkpoint.prefix, "lm_head."))
+        if text and len(checkpoint.shape(tensor)) == 2:
+            matrices.append(tensor)
+    count = len(found.intersection(matrices))
+    return gates.not_run(
+        "weights",
+        "how another exporter compresses is not known; "
+        f"{count} of {len(matrices)} matrices were recognised by their values, which the "
+        "other gates use (in place of the rest the checkpoint's)",
+    )
+
+
+def _named(tensors: Iterable[str]) -> str:
+    """The reasons why tensors of the checkpoint are in no shard, with their names, those
+    of several layers as one name."""
+    reasons: dict[str, Counter] = {}
+    for tensor in sorted(tensors):
+        reason = "coremltools drops ones and zeros and merges equal tensors"
+        if tensor.endswith(HOST_TENSORS):
+            reason = "checked by gate host"
+        name = re.sub(r"\.\d+\.", ".*.", tensor)
+        reasons.setdefault(reason, Counter())[name] += 1
+    texts = []
+    for reason, names in reasons.items():
+        listed = ", ".join(f"{name} ({count})" for name, count in names.items())
+        texts.append(f"{listed}: {reason}")
+    return "; ".join(texts)
 
 
 class Constants:
@@ -134,8 +174,9 @@ class Constants:
         self.manifest = bundle.manifest
         self.preset = bundle.manifest.options.preset
         package = bundle.package(shard)
-        if bundle.manifest.options.target == "coreai":
-            self.ops = [stored_op(package, text) for text in shard.weights.values()]
+        if target := bundle.manifest.options.plugin:
+            places = shard.weights.values()
+            self.ops = [stored_op(p, target.parts(package, p)) for p in places]
         else:
             self.ops = list(miltorch.read(package, function).block.walk())
         self.constants = [op for op in self.ops if op.constant]
@@ -193,8 +234,7 @@ class Constants:
     def _formula(self, op: Op) -> bool:
         """Whether `op` is a constant of the model that no checkpoint holds: the first
         layer's scale of the router state before it, zeros; the numbers of the expert
-        classes; where tokens are pending, ones in a row, and which of t_max places is
-        later than which."""
+        classes."""
         value = op.inputs.get("val")
         inputs = self.shard.inputs
         known = []
@@ -204,12 +244,6 @@ class Constants:
             known.append(np.arange(np.size(value)))
             if self.shard.layers[0] == 0:
                 known.append(np.zeros(inputs[ROUTER_STATE][1]))
-        if ACCEPT in inputs:
-            places = inputs[ACCEPT][2]
-            known += [
-                np.ones(np.shape(value)[-1]),
-                np.triu(np.ones((places, places)), 1),
-            ]
         return any(
             np.array_equal(np.ravel(value), constant.ravel()) for constant in known
         )
@@ -238,12 +272,11 @@ class Constants:
         return np.array(value, dtype)
 
 
-def stored_op(package: Path, text: str) -> Op:
-    """The weight of a Core AI program that `text` names, as the operation that a Core
-    ML program has for it."""
-    parts = read_weight(package, text)
+def stored_op(place: str, parts: dict[str, np.ndarray]) -> Op:
+    """The stored parts of a weight, by role, as the operation that a Core ML program
+    has for it."""
     role, array = next(iter(parts.items()))
-    return Op(KINDS[role], text, parts, [(text, Type("FLOAT16", array.shape))])
+    return Op(KINDS[role], place, parts, [(place, Type("FLOAT16", array.shape))])
 
 
 def checkpoint_values(

@@ -1,11 +1,13 @@
-"""What several commands share: option types, prompts, goldens, and the printing of a
-result."""
+"""What commands share: groups of options, goldens, and the printing of a result."""
 
 import re
-from inspect import cleandoc, signature
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, getdoc, signature
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_origin
 
 from typer import Exit, Option, Typer, echo
 
@@ -15,70 +17,157 @@ from workbench.check.gates import jsonable
 from workbench.errors import InputError
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
-Ids = Annotated[str | None, Option(help="Token ids, comma-separated: 2,42,100.")]
-RuntimeName = Annotated[
-    str, Option(help="auto, portable, coreml, stand-in, stand-in:FAULT or coreai.")
-]
-Units = Annotated[
-    str,
-    Option(
-        "--compute-units", help="Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL."
-    ),
-]
-Only = Annotated[
-    str | None,
-    Option(
-        metavar="RUNTIME",
-        help="This runtime alone: no second copy of the bundle in memory.",
-    ),
-]
-PromptOf = Annotated[
-    Path | None, Option(help="Golden store whose token ids are the prompt.")
-]
-Precision = Annotated[
-    str, Option(help="Portable arithmetic: declared, exact or narrow.")
-]
-GoldenPath = Annotated[Path | None, Option(help="Golden store.")]
-GoldenOf = Annotated[
-    Path | None, Option(help="Make the golden now from this checkpoint.")
-]
-Prompt = Annotated[
-    str | None, Option(help="Text of the prompt, read by the tokenizer.")
-]
-TextFile = Annotated[Path | None, Option("--text", help="File of text, UTF-8.")]
-Tokens = Annotated[
-    int | None, Option(help="Only the first so many tokens of the prompt.", min=1)
-]
-Log = Annotated[bool, Option("--record", help="Write the run into the experiment log.")]
 LogFolder = Annotated[
     Path | None, Option("--log", help="Folder of the experiment log.")
 ]
-Publish = Annotated[bool, Option("--publish", help="Make this the shipped write-up.")]
-Memory = Annotated[
-    str | None, Option(help="Memory of the target machine, such as 16G.")
+Record = Annotated[
+    bool, Option("--record", help="Write the run into the experiment log.")
+]
+GoldenPath = Annotated[
+    Path | None, Option(help="Stored values of Hugging Face's model, in its place.")
+]
+Checkpoint = Annotated[
+    Path | None, Option(help="The checkpoint that the bundle was exported from.")
 ]
 
 
-def register(app: Typer, functions: dict, suffix: str) -> None:
-    """Registers every function whose name ends in `suffix` as the command of the rest
-    of its name.
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads.
 
-    The docstring is the help of the command; each line of its section `Args:` is the
-    help of one option. An option whose default is False has no `--no` form.
-    `functions["PANEL"]` is the heading of the commands in the help."""
+    Args:
+        prompt: Text for the tokenizer.
+        prompt_ids: Token ids, comma-separated: 2,42,100.
+        text: File of text, UTF-8.
+        tokens: Only the first so many tokens of it.
+    """
+
+    prompt: str | None = None
+    prompt_ids: str | None = None
+    text: Path | None = None
+    tokens: int | None = None
+
+    def given(self) -> bool:
+        """Whether there is one; refuses several and a missing file, before anything
+        heavy is imported."""
+        sources = (self.prompt, self.prompt_ids, self.text)
+        count = sum(source is not None for source in sources)
+        if count > 1:
+            options = "--prompt, --prompt-ids, --text"
+            raise InputError(
+                "prompt", f"several of {options}", "at most one", "give one of them"
+            )
+        if self.text:
+            paths.text(self.text)
+        return bool(count)
+
+    def ids(self, V: int, tokenizer: Path, bos: int | None = None) -> list[int]:
+        """Token ids, all of them in a vocabulary of V; without a prompt 24 seeded
+        random ones, the first of them `bos` if it is not None."""
+        import numpy as np
+
+        from workbench.check.hf import check_ids
+        from workbench.decode.transcript import encode_text
+
+        if self.prompt_ids is not None:
+            ids = parse_ids(self.prompt_ids)
+        elif self.given():
+            text = paths.text(self.text) if self.text else self.prompt
+            ids = encode_text(tokenizer, text)
+        else:
+            ids = np.random.default_rng(0).integers(0, V, 24)
+            if bos is not None:
+                ids[0] = bos
+        return check_ids(ids, V)[: self.tokens].tolist()
+
+
+@dataclass(frozen=True)
+class Where:
+    """What runs the shards.
+
+    Args:
+        runtime: auto, portable, coreml or stand-in.
+        compute_units: Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.
+        precision: Portable arithmetic: declared, exact or narrow.
+    """
+
+    runtime: str = "auto"
+    compute_units: str | None = None
+    precision: str = "declared"
+
+    @property
+    def units(self) -> str:
+        return self.compute_units or "CPU_AND_NE"
+
+    def decoder(self, bundle, **options):
+        """A decoder of a bundle."""
+        options |= {"compute_units": self.units}
+        return workbench.Decoder(bundle, self.runtime, self.precision, **options)
+
+
+# an entry of a docstring's `Args:`, whose further lines are indented more
+ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)$", re.MULTILINE)
+
+
+def register(app: Typer, functions: dict, suffix: str = "_command") -> None:
+    """Registers every function whose name ends in `suffix` as the command of the rest
+    of its name, under the heading `functions["PANEL"]`.
+
+    The docstring is the help; each entry of its section `Args:` is the help of one
+    option. A parameter whose type is a dataclass stands for the options that are its
+    fields. A trailing underscore is no part of an option's name."""
     for name, function in functions.items():
-        if not name.endswith(suffix):
-            continue
-        text, _, options = cleandoc(function.__doc__).partition("\n\nArgs:\n")
-        defaults = signature(function).parameters
-        for option, line in re.findall(r"^    (\w+): (.+)$", options, re.MULTILINE):
-            switch = [f"--{option}"] if defaults[option].default is False else []
-            kind = function.__annotations__[option]
-            help_ = Option(*switch, help=line)
-            function.__annotations__[option] = Annotated[kind, help_]
-        command = name.removesuffix(suffix).replace("_", "-")
-        about = {"help": text, "rich_help_panel": functions.get("PANEL")}
-        app.command(command, **about)(function)
+        if name.endswith(suffix):
+            about, _ = _told(function)
+            command = name.removesuffix(suffix).replace("_", "-")
+            panel = functions.get("PANEL")
+            app.command(command, help=about, rich_help_panel=panel)(_flat(function))
+
+
+def _told(documented) -> tuple[str, dict[str, str]]:
+    """The text of a docstring, and its entries under `Args:`."""
+    text, _, entries = getdoc(documented).partition("\n\nArgs:\n")
+    told = {name: " ".join(line.split()) for name, line in ARGUMENT.findall(entries)}
+    return text, told
+
+
+def _flat(function: Callable) -> Callable:
+    """The function with the fields of its groups of options as parameters."""
+    own, options = signature(function).parameters, []
+    groups = {
+        name: p.annotation for name, p in own.items() if is_dataclass(p.annotation)
+    }
+    for name, parameter in own.items():
+        if name not in groups:
+            options.append(_option(parameter, _told(function)[1].get(name)))
+    for group in groups.values():
+        for field in fields(group):
+            parameter = Parameter(
+                field.name, Parameter.KEYWORD_ONLY, default=field.default
+            )
+            parameter = parameter.replace(annotation=field.type)
+            options.append(_option(parameter, _told(group)[1][field.name]))
+
+    @wraps(function)
+    def run(**given):
+        for name, group in groups.items():
+            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+        return function(**given)
+
+    options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
+    run.__signature__ = Signature(options)
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    return run
+
+
+def _option(parameter: Parameter, told: str | None) -> Parameter:
+    """A parameter whose annotation has its help, an option even where it is required; a
+    switch has no `--no` form."""
+    if told is None or get_origin(parameter.annotation) is Annotated:
+        return parameter
+    name = "--" + parameter.name.strip("_").replace("_", "-")
+    option = Option(name, help=told)
+    return parameter.replace(annotation=Annotated[parameter.annotation, option])
 
 
 def show(result: dict, json: bool, lines: list[str]) -> None:
@@ -92,126 +181,22 @@ def show(result: dict, json: bool, lines: list[str]) -> None:
         raise Exit(1)
 
 
-def red_first(rows: list) -> list:
-    """Gates or cells in the order RED, GREEN, not_run."""
-    return sorted(rows, key=lambda row: ("RED", "GREEN", "not_run").index(row.verdict))
-
-
 def gate_lines(gates: list) -> list[str]:
-    """One line per gate with its value and reason, RED first.
-
-    If the golden is of another checkpoint, that gate is the only line, since all others
-    compare two models then."""
-    for gate in gates:
-        if (gate.name, gate.verdict) == ("golden_is_of_this_checkpoint", "RED"):
-            note = ": the other gates compare two models (--json has them)"
-            return [gate_line(gate) + note]
-    return list(map(gate_line, red_first(gates)))
-
-
-def gate_line(gate) -> str:
-    value = ""
-    if gate.value is not None:
-        value = f"{gate.value:<12.6g}"
-    return f"{gate.verdict:8}{gate.name:29}{value}{gate.reason}"
-
-
-def price_lines(price: dict) -> list[str]:
-    """The KL that a bundle costs, and below it the KL that rounding alone must cost."""
-
-    def figures(kl: dict) -> str:
-        return ", ".join(f"{name} {value:.3g}" for name, value in kl.items())
-
-    lines = [
-        f"price: KL {figures(price['kl'])}; same top token {price['same_top']:.1%}"
-    ]
-    if budget := price["budget"]:
-        lines.append(f"budget, what rounding alone costs: KL {figures(budget['kl'])}")
+    """One line per gate with its value and reason, RED first."""
+    lines, order = [], ("RED", "GREEN", "not_run")
+    for gate in sorted(gates, key=lambda gate: order.index(gate.verdict)):
+        value = "" if gate.value is None else f"{gate.value:<12.6g}"
+        lines.append(f"{gate.verdict:8}{gate.name:29}{value}{gate.reason}")
     return lines
 
 
-def parse_ids(
-    text: str, option: str = "--prompt-ids", example: str = "2,42,100"
-) -> list[int]:
+def parse_ids(text: str) -> list[int]:
     """Integers as `--prompt-ids` writes them."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise InputError(
-            option, repr(text), "integers separated by commas", f"write {example}"
-        ) from None
-
-
-def ids_for(
-    prompt_ids: str | None,
-    V: int,
-    bos: int | None = None,
-    *,
-    prompt: str | None = None,
-    text: Path | None = None,
-    tokens: int | None = None,
-    tokenizer: Path | None = None,
-) -> list[int]:
-    """The ids of a prompt, all of them in the vocabulary, at most `tokens` of them.
-
-    Args:
-        prompt_ids: ids as `--prompt-ids` writes them.
-        bos: without any prompt the ids are 24 seeded random ones, the first of them
-            `bos` if it is not None.
-        prompt: text that the tokenizer in the folder `tokenizer` encodes; `text` is a
-            file of it.
-    """
-    import numpy as np
-
-    from workbench.check.golden import check_ids
-
-    if prompt is not None or text:
-        from workbench.decode.transcript import encode_text
-
-        ids = encode_text(tokenizer, paths.text(text) if text else prompt)
-    elif prompt_ids is not None:
-        ids = parse_ids(prompt_ids)
-    else:
-        ids = np.random.default_rng(0).integers(0, V, 24)
-        if bos is not None:
-            ids[0] = bos
-    return check_ids(ids, V)[:tokens].tolist()
-
-
-def open_folder(path: Path):
-    """The bundle or the adopted packages at `path`; refuses a wrong path before torch
-    is loaded."""
-    if not paths.adopted(path):
-        return workbench.Bundle.open(path)
-    from workbench.adopt.folder import Adopted
-
-    return Adopted.open(path)
-
-
-def prompt_of(
-    golden: Path | None, prompt_ids: str | None, V: int, **prompt
-) -> list[int]:
-    """The token ids of the stored `golden` if there is one, else those of `ids_for`."""
-    from workbench.check.golden import Golden, check_ids
-
-    if golden and (
-        prompt_ids is not None or prompt.get("prompt") or prompt.get("text")
-    ):
-        raise InputError(
-            "prompt", "--golden beside a prompt", "one of them", "leave the prompt out"
-        )
-    if golden:
-        return check_ids(Golden.load(golden).ids, V).tolist()
-    return ids_for(prompt_ids, V, **prompt)
-
-
-def bundles_only(**options) -> None:
-    """Refuses every one of these options that is set, since packages without a bundle
-    lack it."""
-    for name, value in options.items():
-        if value:
-            subject, actual = f"--{name.replace('_', '-')}", "packages without a bundle"
-            raise InputError(subject, actual, "a bundle", "leave the option out")
+        needed, step = "integers separated by commas", "write 2,42,100"
+        raise InputError("--prompt-ids", repr(text), needed, step) from None
 
 
 def look_at(golden: Path | None, checkpoint: Path | None) -> None:
@@ -223,83 +208,13 @@ def look_at(golden: Path | None, checkpoint: Path | None) -> None:
         paths.checkpoint(checkpoint)
 
 
-def look_at_prompt(
-    prompt_ids: str | None, prompt: str | None, text: Path | None
-) -> None:
-    """Refuses several prompts and a path without a text file before torch is
-    imported."""
-    if sum(value is not None for value in (prompt_ids, prompt, text)) > 1:
-        options = "--prompt-ids, --prompt, --text"
-        raise InputError(
-            "prompt", f"several of {options}", "at most one", "give one of them"
-        )
-    if text:
-        paths.text(text)
-
-
-def load_golden(
-    golden: Path | None,
-    checkpoint: Path | None,
-    prompt_ids: str | None,
-    V: int,
-    bos: int | None = None,
-    **prompt,
-):
-    """The stored `golden`, or one made now from a checkpoint and a prompt (see
-    `ids_for`)."""
-    from workbench.check.golden import Golden, make_golden
-
-    if golden:
-        return Golden.load(golden)
-    if checkpoint:
-        folder = paths.checkpoint(checkpoint)
-        return make_golden(
-            folder, ids_for(prompt_ids, V, bos, tokenizer=folder, **prompt)
-        )
-    raise InputError(
-        "golden",
-        "neither --golden nor --checkpoint",
-        "one of them",
-        "run: workbench golden CHECKPOINT --out G, then give --golden G",
-    )
-
-
-def another(only: str) -> str:
-    """The runtime that `--only` names; refuses portable, beside which nothing could be
-    left out."""
-    from workbench.runtime import resolve
-
-    if (runtime := resolve(only)) == "portable":
-        raise InputError(
-            "--only", "portable", "coreml or stand-in", "use --runtime portable"
-        )
-    return runtime
-
-
-def of_core_ai(bundle) -> bool:
-    """Whether a bundle, which may be an adopted one, holds Core AI programs."""
-    return bundle.manifest.options.target == "coreai"
-
-
-def core_ml_only(bundle, subject: str) -> None:
-    """Refuses a bundle of Core AI programs."""
-    if of_core_ai(bundle):
-        raise InputError(
-            subject,
-            "a bundle exported with --target coreai",
-            "the operations of Core ML programs",
-            "export the checkpoint once more, without --target coreai",
-        )
-
-
 def record(
     command: str, result: dict, bundle, row: dict, decoder=None, **tables
 ) -> None:
     """Logs `row` with the columns of bundle and decoder; adds the run's id to
     `result`."""
-    from workbench.sweep import runs
+    from workbench import log
+    from workbench.sweep import identity
 
-    row = runs.describe(bundle, decoder) | {"command": command} | row
-    if decoder and decoder.fault:
-        row["config"] = row.get("config", {}) | {"fault": decoder.fault}
-    result["run_id"] = runs.record_run(command, row, **tables)
+    row = identity.describe(decoder or bundle) | {"command": command} | row
+    result["run_id"] = log.record({"experiment": command} | row, **tables)

@@ -1,297 +1,168 @@
-"""`workbench error` splits a bundle's error into parts, `explain` names the model that
-a faulty bundle computes, `trace` the range of every operation, `matrix` validates each
-compute unit."""
+"""`workbench explain`: why a bundle's values differ from the model's, on one page."""
 
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import (
-    GoldenOf,
-    GoldenPath,
-    Ids,
-    Json,
-    Log,
-    Only,
-    Prompt,
-    PromptOf,
-    RuntimeName,
-    TextFile,
-    Tokens,
-    Units,
-    another,
-    bundles_only,
-    core_ml_only,
-    gate_lines,
-    load_golden,
-    look_at,
-    look_at_prompt,
-    prompt_of,
-    record,
-    show,
-)
-from workbench.errors import InputError
+from workbench.cli.common import Checkpoint, Json, Prompt, gate_lines, show
+from workbench.errors import InputError, check_choice
 
-PANEL = "Where an error comes from"
-
-ExportedFrom = Annotated[
-    Path, Option(help="The checkpoint that the bundle was exported from.")
-]
-
-
-def error_command(
-    bundle: Path,
-    checkpoint: ExportedFrom,
-    golden: GoldenPath = None,
-    prompt_ids: Ids = None,
-    prompt: Prompt = None,
-    text: TextFile = None,
-    tokens: Tokens = None,
-    runtime: RuntimeName = "auto",
-    compute_units: Units = "CPU_AND_NE",
-    weights: Annotated[
-        bool, Option(help="Also find which weights' compression costs most.")
-    ] = False,
-    log: Log = False,
-    json: Json = False,
-) -> None:
-    """Splits the error of every layer's update into storage, quantization,
-    re-authoring, precision and runtime.
-
-    Example: workbench error build/llama --checkpoint data/tiny-llama --weights
-    """
-    opened = workbench.Bundle.open(bundle)
-    look_at(golden, checkpoint)
-    look_at_prompt(prompt_ids, prompt, text)
-    from workbench.check.golden import Golden, make_golden
-    from workbench.check.program import exact_runtime
-    from workbench.explain import error
-    from workbench.explain import weights as weighing
-    from workbench.models.checkpoint import Checkpoint
-    from workbench.runtime import resolve
-
-    if weights:
-        core_ml_only(opened, "--weights")
-    source = Checkpoint(checkpoint)
-    runtime = resolve(runtime, opened.manifest.options.target)
-    exact_runtime(opened)
-    texts = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
-    ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **texts)
-    reference = Golden.load(golden) if golden else make_golden(source, ids)
-    how = {"runtime": runtime, "compute_units": compute_units}
-    splits = error.split_error(
-        source, opened, ids, reference=reference, **how, progress=not json
-    )
-    frames = {"layers": splits["isolated"].layers()}
-    frames["chained"] = splits["chained"].layers()
-    if weights:
-        trial = weighing.WeightTrial(opened, source, reference)
-        frames["weights"] = weighing.costs(trial)
-        frames["remedies"] = weighing.remedies(trial, frames["weights"])
-    checks = error.error_gates(splits)
-    result = {"verdict": gates.verdict(checks), "gates": [g.json() for g in checks]}
-    lines = [result["verdict"], *gate_lines(checks)]
-    for name, frame in frames.items():
-        result[name] = gates.records(frame)
-        lines += ["", name, frame.to_string(index=False, float_format="%.3g")]
-    result["shares"] = splits["isolated"].shares().to_dict()
-    result["residual"] = max(split.residual for split in splits.values())
-    if log:
-        _record(opened, "error", result, **how)
-    show(result, json, lines)
-
-
-def _record(
-    bundle,
-    command: str,
-    result: dict,
-    runtime: str = "portable",
-    compute_units: str | None = None,
-) -> None:
-    """Logs a result; `runtime` may name a stand-in's fault behind a colon."""
-    name, _, fault = runtime.partition(":")
-    config = gates.jsonable(result)
-    if fault:
-        config["fault"] = fault
-    row = {"verdict": result["verdict"], "runtime": name, "config": config}
-    if name not in ("portable", "coreai"):
-        row["compute_units"] = compute_units
-    record(command, result, bundle, row)
+PANEL = "Check"
+PAGE = ("parts", "variant", "ranges")
+KINDS = (*PAGE, "weights")
 
 
 def explain_command(
-    bundle: Path, checkpoint: ExportedFrom, log: Log = False, json: Json = False
+    prompt: Prompt,
+    bundle: Annotated[Path, Argument(metavar="BUNDLE_OR_PACKAGE")],
+    checkpoint: Checkpoint = None,
+    only: str | None = None,
+    runtime: str = "auto",
+    json: Json = False,
 ) -> None:
-    """Finds the variant of the checkpoint's model that a faulty bundle computes:
-    another rope, norm, window, scale, order of layers …
+    """Splits the error into its parts, names the variant of the model that the bundle
+    computes, and the operations nearest to overflow.
 
     Example: workbench explain build/llama --checkpoint data/tiny-llama
+
+    Args:
+        only: One of these: parts (storage, re-authoring, quantization, precision,
+            runtime), variant, ranges (the first inf or NaN, headroom in bits; needs no
+            checkpoint), weights (whose compression costs most).
+        runtime: Whose part of the error is measured: auto, portable, coreml, stand-in.
     """
-    if paths.adopted(bundle):
-        from workbench.cli.adopt import explain_adopted
+    if only:
+        check_choice("--only", only, KINDS)
+    kinds = [only] if only else PAGE
+    if package := paths.is_package(paths.bundle_or_package(bundle)):
+        kinds = [kind for kind in kinds if kind == "ranges"]
+    if not kinds:
+        needed, step = "a bundle", "give a folder with bundle.json"
+        raise InputError(f"--only {only}", "packages without a bundle", needed, step)
+    prompt.given()
+    if kinds != ["ranges"]:
+        if not checkpoint:
+            needed, step = "what was exported", "give --checkpoint, or --only ranges"
+            raise InputError("explain", "no --checkpoint", needed, step)
+        paths.checkpoint(checkpoint)
+    if package:
+        from workbench.explain import trace
 
-        bundles_only(record=log)
-        return explain_adopted(bundle, checkpoint, json)
-    opened = workbench.Bundle.open(bundle)
-    paths.checkpoint(checkpoint)
+        found = {"ranges": _ranges(trace.trace_package(bundle))}
+    else:
+        opened = workbench.Bundle.open(bundle)
+        if not (only or opened.manifest.shows_hidden):
+            kinds = [kind for kind in kinds if kind != "parts"]
+        found = _of_bundle(opened, checkpoint, prompt, runtime, kinds, not json)
+    result, lines, checks = {}, [], []
+    for kind, (part, text, own) in found.items():
+        result |= part
+        lines += ["", kind, *text]
+        checks += own
+    if checks:
+        verdict = gates.verdict(checks)
+        result |= {"verdict": verdict, "gates": [g.json() for g in checks]}
+        lines = [verdict, *gate_lines(checks), *lines]
+    show(result, json, lines)
+
+
+def _of_bundle(
+    bundle, checkpoint: Path | None, prompt: Prompt, runtime: str, kinds, progress: bool
+) -> dict[str, tuple]:
+    """Of each kind its result, its lines and its gates."""
+    from workbench.models import checkpoint as checkpoints
+
+    source = checkpoint and checkpoints.Checkpoint(checkpoint)
+    tokenizer = source.path if source else bundle.tokenizer
+    ids = prompt.ids(bundle.manifest.dims.V, tokenizer)
+    found = {}
+    for kind in kinds:
+        if kind == "ranges":
+            from workbench.explain import trace
+
+            found[kind] = _ranges(trace.trace_bundle(bundle, ids))
+        elif kind == "variant":
+            found[kind] = _variant(bundle, source, progress)
+        elif kind == "parts":
+            found[kind] = _parts(bundle, source, ids, runtime, progress)
+        else:
+            found[kind] = _weights(bundle, source, ids)
+    return found
+
+
+def _parts(bundle, source, ids: list[int], runtime: str, progress: bool) -> tuple:
+    from workbench.check.golden import make_golden
+    from workbench.check.program import exact_runtime
+    from workbench.explain import error
+    from workbench.runtime import resolve
+
+    runtime = resolve(runtime, bundle.manifest.options.plugin)
+    exact_runtime(bundle)
+    how = {"reference": make_golden(source, ids), "runtime": runtime}
+    splits = error.split_error(source, bundle, ids, **how, progress=progress)
+    frames = {
+        "parts": splits["isolated"].layers(),
+        "chained": splits["chained"].layers(),
+    }
+    result, lines = _tables(frames)
+    result["shares"] = splits["isolated"].shares().to_dict()
+    result["residual"] = max(split.residual for split in splits.values())
+    return result, lines, error.error_gates(splits)
+
+
+def _weights(bundle, source, ids: list[int]) -> tuple:
+    from workbench.check.golden import make_golden
+    from workbench.cli.plan import core_ml_only
+    from workbench.explain import weights
+
+    core_ml_only(bundle, "--only weights")
+    trial = weights.WeightTrial(bundle, source, make_golden(source, ids))
+    costs = weights.costs(trial)
+    frames = {"weights": costs, "remedies": weights.remedies(trial, costs)}
+    return *_tables(frames), []
+
+
+def _tables(frames: dict) -> tuple[dict, list[str]]:
+    """Tables by name as JSON and as lines; the first stands below its kind's name."""
+    result, lines = {}, []
+    for name, frame in frames.items():
+        result[name] = gates.records(frame)
+        shown = frame.astype(object).where(frame.notna(), "-")
+        table = shown.to_string(index=False, float_format="{:.3g}".format)
+        lines += ["", name, *table.splitlines()]
+    return result, lines[2:]
+
+
+def _variant(bundle, source, progress: bool) -> tuple:
     from workbench.explain import variants
-    from workbench.models.checkpoint import Checkpoint
+    from workbench.explain.calls import call_faults
 
-    frame = variants.explain_bundle(opened, Checkpoint(checkpoint), progress=not json)
-    fits = variants.fitting(frame)
-    result = {"fits": fits, "variants": gates.records(frame)}
-    if log:
-        row = {"runtime": "portable", "precision": "exact"}
-        row["config"] = gates.jsonable(result)
-        record("explain", result, opened, row)
-    lines = [variants.conclusion(fits)]
+    frame = variants.explain_bundle(bundle, source, progress=progress)
+    fits = variants.fitting(frame, variants.tolerance(bundle))
+    lines, faults = [variants.conclusion(fits)], []
+    if not bundle.manifest.shows_hidden:
+        # the variant is of calls of one token
+        decoder = workbench.Decoder(bundle, "portable", "exact")
+        ids = Prompt().ids(bundle.manifest.dims.V, source.path)
+        faults = call_faults(decoder, ids[: bundle.manifest.options.max_seq_len])
+    lines += [f"But {fault}." for fault in faults]
     for row in frame.itertuples():
         lines.append(f"{row.relative_rms:<12.3g}{row.name}")
-    show(result, json, lines)
+    result = {"fits": fits, "variants": gates.records(frame), "faults": faults}
+    return result, lines, []
 
 
-def trace_command(
-    source: Annotated[Path, Argument(metavar="BUNDLE_OR_PACKAGE")],
-    golden: PromptOf = None,
-    prompt_ids: Ids = None,
-    inputs: Annotated[
-        Path | None,
-        Option(help="Inputs of a package by name (.npz); missing ones are random."),
-    ] = None,
-    function: Annotated[str | None, Option(help="The function of a package.")] = None,
-    position: Annotated[int, Option(help="Position of a package's call.", min=0)] = 0,
-    log: Log = False,
-    json: Json = False,
-) -> None:
-    """Range and headroom in bits of every operation, and the first inf and NaN, with
-    one rounding per result and with narrow sums.
-
-    Example: workbench trace build/llama --prompt-ids 1,42,100
-    """
-    adopted = paths.adopted(source)
-    if not adopted:
-        paths.bundle_or_package(source)
-    look_at(golden, None)
-    bundle = None
-    if (source / paths.BUNDLE).exists():
-        bundle = workbench.Bundle.open(source)
+def _ranges(ranges) -> tuple:
     from workbench.explain import trace
 
-    if bundle:
-        ids = prompt_of(golden, prompt_ids, bundle.manifest.dims.V)
-        ranges = trace.trace_bundle(bundle, ids)
-    elif adopted:
-        from workbench.cli.adopt import traced
-
-        bundles_only(
-            golden=golden,
-            inputs=inputs,
-            function=function,
-            position=position,
-            record=log,
-        )
-        ranges = traced(source, prompt_ids)
-    else:
-        bundles_only(record=log)
-        from workbench.adopt import probe
-
-        values = probe.inputs(source, function, position)
-        if inputs:
-            values |= _package_inputs(inputs, source, function)
-        ranges = trace.trace_package(source, values, function=function)
     result = ranges.json()
-    if log:
-        _record(bundle, "trace", result)
-    lines = [result["verdict"], *gate_lines(ranges.gates())]
-    lines.append(f"{result['ops']} results; the largest:")
+    del result["verdict"]
+    lines = [f"{result['ops']} results; the largest:"]
     for row in result["worst"]:
-        bits = float(row["headroom_bits"])
-        largest = float(row["max_abs"])
+        bits, largest = float(row["headroom_bits"]), float(row["max_abs"])
         lines.append(f"{bits:>8.2f} bits  {largest:<12.6g}{trace.place(row)}")
-    show(result, json, lines)
-
-
-def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
-    """The arrays of an .npz as float64; refuses what is no number or no input of the
-    package."""
-    import zipfile
-
-    import numpy as np
-
-    import miltorch
-
-    subject = f"--inputs {path}"
-    names = miltorch.read(package, function).inputs
-    # AttributeError: the file holds a single array
-    unreadable = (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile)
-    try:
-        arrays = dict(np.load(path).items())
-    except unreadable as problem:
-        needed = "arrays by name (.npz)"
-        step = "write it with numpy.savez"
-        raise InputError(subject, type(problem).__name__, needed, step) from None
-    if unknown := ", ".join(sorted(arrays.keys() - names.keys())):
-        needed = f"some of {', '.join(names)}"
-        raise InputError(subject, f"inputs {unknown}", needed, "correct the names")
-    others = [name for name in sorted(arrays) if arrays[name].dtype.kind not in "biuf"]
-    if text := ", ".join(others):
-        raise InputError(
-            subject, f"no numbers in {text}", "arrays of numbers", "convert them"
-        )
-    return {name: value.astype(np.float64) for name, value in arrays.items()}
-
-
-def matrix_command(
-    bundle: Path,
-    checkpoint: GoldenOf = None,
-    golden: GoldenPath = None,
-    prompt_ids: Ids = None,
-    runtime: RuntimeName = "auto",
-    compute_units: Annotated[
-        str | None,
-        Option("--compute-units", help="Only these compute units; default: each."),
-    ] = None,
-    only: Only = None,
-    log: Log = False,
-    json: Json = False,
-) -> None:
-    """Validates once per compute unit, each in a process of its own; off a Mac the
-    portable runtime's precisions alone.
-
-    Example: workbench matrix build/llama --checkpoint data/tiny-llama
-    """
-    opened = workbench.Bundle.open(bundle)
-    look_at(golden, checkpoint)
-    from workbench.check.units import units_verdict, validate_units
-    from workbench.runtime import COMPUTE_UNITS, check_compute_units, resolve
-
-    if compute_units:
-        check_compute_units(compute_units)
-    reference = load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
-    table = validate_units(
-        opened,
-        reference,
-        runtime=another(only) if only else resolve(runtime),
-        compute_units=[compute_units] if compute_units else COMPUTE_UNITS,
-        path=golden,
-        only=bool(only),
-    )
-    device = bool((table["runtime"] == "coreml").any())
-    result = {
-        "verdict": units_verdict(table),
-        "device_measured": device,
-        "units": gates.records(table.astype(object).where(table.notna(), None)),
-    }
-    if log:
-        _record(opened, "matrix", result)
-    text = table.drop(columns="runtime").to_string(
-        index=False, na_rep="-", float_format="%.4g"
-    )
-    lines = [result["verdict"], text]
-    if not device:
-        lines.append("no compute unit was measured: there is no Core ML here")
-    show(result, json, lines)
+    return {"ranges": result}, lines, ranges.gates()

@@ -1,158 +1,134 @@
-"""`workbench run` executes experiments' notebooks, `report` writes them up from the
-log."""
+"""`workbench run` executes experiments' notebooks, `report` writes them up again."""
 
-import contextlib
-import sys
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Exit, Option, echo
 
-from workbench.cli.common import Json, LogFolder, Publish, show
+from workbench.cli.common import Json, show
 from workbench.errors import InputError
 
 PANEL = "Experiments and their log"
+Publish = Annotated[bool, Option("--publish", help="Make this the shipped write-up.")]
+# the type of a parameter's default → what its value must be
+TYPES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list, such as [1, 2]",
+    dict: "names with values, such as {t_max: 16}",
+}
 
 
 def run_command(
-    numbers: Annotated[
-        list[str], Argument(help="Numbers of experiments, such as 05 34.")
-    ],
+    numbers: Annotated[list[str], Argument(help="Experiments, such as 05 34.")],
     set_: Annotated[
-        list[str],
+        list[str] | None,
         Option(
             "--set",
             metavar="NAME=VALUE",
-            help="A parameter of those of the notebooks that have it; repeat for several.",
+            help="Sets a notebook's parameter; notebooks without it ignore it.",
         ),
-    ] = [],  # noqa: B006
+    ] = None,
     publish: Publish = False,
     json: Json = False,
 ) -> None:
     """Runs experiment notebooks headless: verdict, figures, log rows, report.
 
-    The exit code is 3 if a cell raises. The write-up goes to
-    experiments/NN_slug/CHECKPOINT, which git ignores.
+    The exit code is 3 if a cell raises. What is written is ignored by git.
 
     Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
     """
-    from workbench.report.notebook import CellError, parameter_names, run_notebook
+    from workbench.experiment import CellError, parameter_defaults, run_notebook
 
-    parameters = dict(map(_parameter, set_))
-    names = {number: parameter_names(number) for number in numbers}
-    unknown = parameters.keys() - set().union(*names.values())
-    results, extracts, verdict = [], [], "GREEN"
-    how = {"progress": not json, "publish": publish}
+    numbers = [number.zfill(2) for number in numbers]
+    defaults = {number: parameter_defaults(number) for number in numbers}
+    values = _values(set_ or [], defaults)
+    results = []
     try:
         for number in numbers:
-            chosen = names[number] | unknown
-            values = {
-                name: value for name, value in parameters.items() if name in chosen
-            }
-            results.append(run_notebook(number, values, **how))
-            if results[-1]["verdict"] == "RED":
-                verdict = "RED"
-            if values.get("EXTRACT"):
-                extracts.append(number)
+            how = {"progress": not json, "publish": publish}
+            results.append(run_notebook(number, values[number], **how))
+            if not json:
+                echo("\n".join(run_lines(results[-1])))
     except CellError as problem:
         echo(f"workbench: {problem}", err=True)
         raise Exit(3) from None
-    lines = _run_lines(results, verdict, extracts)
+    red = any(result["verdict"] == "RED" for result in results)
+    verdict = "RED" if red else "GREEN"
+    step = "make lab"
+    if parts := [n for n in numbers if values[n].get("EXTRACT")]:
+        step = f"workbench run {' '.join(parts)}  (all cells and rounds)"
+    lines = [f"verdict  {verdict}", f"go on    {step}"]
     show({"verdict": verdict, "experiments": results}, json, lines)
 
 
-def _run_lines(results: list[dict], verdict: str, extracts: list[str]) -> list[str]:
-    """The results as text; `extracts` are the experiments of which a part of the cells
-    ran."""
-    lines, figures = [], []
-    for r in results:
-        lines += [
-            f"{r['verdict']}  experiment {r['experiment']}",
-            f"  report    {r['report']}",
-            f"  notebook  {r['executed']}",
-            f"  {len(r['figures'])} figures and {len(r['runs'])} log rows, which the report names",
-        ]
-        if r["figures"]:
-            figures.append(f"open     {_headline(r['figures'])}")
-    step = "make lab"
-    if extracts:
-        command = sys.argv[0] if sys.argv[0].endswith("workbench") else "workbench"
-        step = f"{command} run {' '.join(extracts)}  (all cells, three rounds)"
-    return [*lines, "", f"verdict  {verdict}", *figures, f"go on    {step}"]
+def run_lines(result: dict) -> list[str]:
+    """What a notebook's run found: its verdict and conclusion, each figure with its
+    description, the paths of report and notebook."""
+    lines = [f"{result['verdict']}  experiment {result['experiment']}"]
+    lines += [f"  {line}" for line in result["conclusion"].splitlines()]
+    lines += [f"  {figure['path']}: {figure['alt']}" for figure in result["figures"]]
+    paths = f"  report    {result['report']}", f"  notebook  {result['executed']}"
+    return [*lines, *paths, ""]
 
 
-def _headline(figures: list[str]) -> str:
-    """The figure to open first: `planted` or `speed` where there is one, else the
-    first."""
-    for figure in figures:
-        if Path(figure).stem in ("planted", "speed"):
-            return figure
-    return figures[0]
+def _values(given: list[str], defaults: dict[str, dict]) -> dict[str, dict]:
+    """The parameters of each notebook from `NAME=VALUE`; a name that none of them has
+    is left to the first one to refuse."""
+    values = {number: {} for number in defaults}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not (name and value):
+            step = "write for example --set MAX_SEQ_LEN=128"
+            raise InputError("--set", repr(text), "NAME=VALUE", step)
+        owners = [number for number, own in defaults.items() if name in own]
+        for number in owners or defaults:
+            values[number][name] = typed(name, value, defaults[number].get(name))
+    return values
 
 
-def _parameter(text: str) -> tuple[str, object]:
-    """The name and the value of `NAME=VALUE`.
-
-    YAML reads the value: 64, int8-tensor, [1, 2]. A text with a colon in it stays a
-    text."""
+def typed(name: str, text: str, default: object) -> object:
+    """The value that YAML reads in `text`, of the type of the parameter's default; a
+    text stays as it is."""
     import yaml
 
-    name, _, value = text.partition("=")
-    with contextlib.suppress(yaml.YAMLError, ValueError):
-        if name and value:
-            parsed = yaml.safe_load(value)
-            if isinstance(parsed, dict) and value[0] != "{":
-                parsed = value
-            return name, parsed
-    step = "write for example --set MAX_SEQ_LEN=128"
-    raise InputError("--set", repr(text), "NAME=VALUE", step)
+    if isinstance(default, str):
+        return text.strip("\"'")
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        raise InputError(f"--set {name}", text, "a value", "quote it") from None
+    if isinstance(value, dict) and text[0] != "{":
+        value = text
+    expected = type(default)
+    if expected not in TYPES or type(value) is expected:
+        return value
+    if expected is float and type(value) is int:
+        return float(value)
+    step = f"write for example --set '{name}={default}'"
+    raise InputError(f"--set {name}", text, TYPES[expected], step)
 
 
 def report_command(
-    experiment: Annotated[
-        str | None, Argument(help="Number of the experiment, such as 05.")
-    ] = None,
-    run: str | None = None,
+    experiment: Annotated[str, Argument(help="Its number, such as 05.")],
     publish: Publish = False,
     html: bool = False,
-    all_: Annotated[
-        bool,
-        Option(
-            "--all",
-            help="HTML of all experiments and all machines of the log: build/report.",
-        ),
-    ] = False,
-    log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Writes the report of a logged experiment: Markdown, LaTeX tables, figures (SVG,
-    PDF, PNG).
-
-    It goes to experiments/NN_slug/CHECKPOINT, which git ignores.
+    """Draws the figures of an experiment's newest run again from their data, and writes
+    its report; without a run of your own, of the shipped one.
 
     Example: workbench report 05
 
     Args:
-        run: The notebook's run; default: the newest.
-        html: Also one HTML page that needs no other file.
+        html: Also the executed notebook as one HTML page without code.
     """
-    if (experiment is None) != all_ or (all_ and (run or publish)):
-        actual = "no experiment"
-        if run or publish:
-            actual = "--run or --publish, which are of one experiment"
-        elif experiment:
-            actual = "the number of an experiment and --all"
-        needed, step = "either an experiment or --all", "give one of them"
-        raise InputError("workbench report", actual, needed, step)
-    from workbench import log
-    from workbench.report import page, writeup
+    from workbench import experiment as experiments
 
-    if all_:
-        path = str(page.write_site(log.project(log_dir) / "build" / "report", log_dir))
-        return show({"html": path}, json, [path])
-    write = writeup.publish if publish else writeup.write_report
-    report = write(experiment, log_dir, run)
-    result = {"report": str(report)}
+    folder = experiments.last_run(experiment)
+    if publish:
+        folder = experiments.publish_run(folder)
+    result = {"report": str(experiments.write_again(folder))}
     if html:
-        result["html"] = str(page.write_page(report, experiment, log_dir, run))
+        result["html"] = str(experiments.write_html(experiment))
     show(result, json, list(result.values()))

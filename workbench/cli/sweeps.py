@@ -1,179 +1,147 @@
-"""`workbench sweep` logs many runs, `log` prints their rows, `compare` and `diff` set
-two of them side by side."""
+"""`workbench sweep` measures cells of a grid, `log` shows what was measured."""
 
-from enum import StrEnum
-from json import loads
+import re
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Exit, echo
+from typer import Argument, Exit, Option, echo
 
 import workbench
 from workbench.cli.common import Json, LogFolder, show
 from workbench.errors import InputError
 
-Import = StrEnum("Import", {"import": "import"})
-
 PANEL = "Experiments and their log"
+ROUNDS = "Of a bundle: processes that measure each cell."
 
 
 def sweep_command(
-    grid: Annotated[Path, Argument(metavar="GRID.yaml")],
-    log_dir: LogFolder = None,
+    what: Annotated[str, Argument(metavar="GRID.yaml|BUNDLE|first-light")],
+    T: Annotated[str, Option("--T", help="Of a bundle: tokens a call, 1,4.")] = "1",
+    depth: str = "0",
+    rounds: Annotated[int, Option("--rounds", "-r", min=1, help=ROUNDS)] = 1,
+    runtime: str | None = None,
+    part: str = "1/1",
     scheduler: str | None = None,
+    log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Runs the cross product of a grid's options, each cell in a fresh process;
-    resumes.
+    """Measures a grid's cells, each in a fresh process, and prints the table of them;
+    cells that the log holds are not measured again.
 
-    Every cell and round is one logged run. Bundles are cached in data/bundles of the
-    log's project, or beside a log outside a project.
+    A grid is a YAML file; a finished bundle with the options below; or first-light,
+    what only a Mac can show, in about ten minutes (then: workbench log --pack).
 
-    Example: workbench sweep grid.yaml
+    Example: workbench sweep BUNDLE --T 1,4 --depth 0,64 -r 5
 
     Args:
+        depth: Of a bundle: tokens in the cache before, 0,64.
+        runtime: Of a bundle or first-light: auto, portable, coreml, stand-in.
+        part: 1/3: every third cell, for the first of three machines.
         scheduler: Measure on a Dask cluster's ANE workers: tcp://host:8786.
     """
-    options = workbench.sweep.load_grid(grid)
-    where = {"root": log_dir, "scheduler": scheduler}
-    result = workbench.sweep.sweep(options, **where, progress=not json)
-    counts = ", ".join(f"{k} {v}" for k, v in result.items() if k != "reasons")
-    show(result, json, [counts, *result["reasons"]])
-    if result["failed"]:
+    from workbench.sweep.summary import summary, table_lines
+
+    parts = re.fullmatch(r"(\d+)/(\d+)", part)
+    if not parts or not 1 <= int(parts[1]) <= int(parts[2]):
+        raise InputError("--part", part, "i/n with i from 1 to n", "write 1/2")
+    grids = _grids(what, T, depth, rounds, runtime, log_dir)
+    counts, settings = {}, set()
+    for grid in grids:
+        how = {"root": log_dir, "scheduler": scheduler, "progress": not json}
+        chosen = tuple(map(int, parts.groups()))
+        result = workbench.sweep.sweep(grid, part=chosen, **how)
+        settings |= result.pop("settings")
+        for name, value in result.items():
+            added = value if name == "log" else counts.get(name, type(value)()) + value
+            counts[name] = added
+    said = ", ".join(f"{k} {v}" for k, v in counts.items() if k != "reasons")
+    lines = []
+    if not json:
+        lines = table_lines(summary(log_dir, {"setting": settings}))
+    show(counts, json, [*lines, said, *dict.fromkeys(counts["reasons"])])
+    if counts["failed"]:
         raise Exit(1)
 
 
+def _grids(what, T, depth, rounds, runtime, log_dir) -> list:
+    """The grids that the command's argument names."""
+    if what == "first-light":
+        from workbench.log import project
+        from workbench.sweep.seeded import first_light
+
+        return first_light(project(log_dir), runtime or "auto")
+    if not Path(what).is_dir():
+        return [workbench.sweep.load_grid(what)]
+    run = {"T": _counts("--T", T), "depth": _counts("--depth", depth)}
+    run |= {"rounds": rounds, "runtime": [runtime or "auto"]}
+    return [workbench.sweep.make_grid({"bundle": [what], "run": run}, "sweep")]
+
+
+def _counts(option: str, text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise InputError(option, repr(text), "counts with commas", "write 1,4")
+    return [int(count) for count in text.split(",")]
+
+
 def log_command(
-    action: Annotated[
-        Import | None,
-        Argument(help="import takes in what workbench first-light wrote."),
-    ] = None,
-    file: Annotated[
-        Path | None, Argument(metavar="ZIP", help="What to import.")
-    ] = None,
+    run_a: Annotated[str | None, Argument(metavar="[A]")] = None,
+    run_b: Annotated[str | None, Argument(metavar="[B]")] = None,
     where: str | None = None,
-    table: str = "runs",
-    summary: bool = False,
     sort: str | None = None,
-    format: str = "md",
+    rows: bool = False,
+    pack: Path | None = None,
+    unpack: Path | None = None,
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Prints rows of the experiment log; --summary: speed beside fidelity for each
-    configuration.
+    """Prints the log as a table, the newest last: speed beside fidelity for each
+    setting; A B: two runs side by side.
 
-    `log import ZIP` adds the first-light results of another machine.
+    A run is named by the id in the first column. Of A and B each is compared with all
+    its repetitions: settings that differ, ratios of medians with intervals, errors,
+    gates that changed.
 
     Example: workbench log --where "compress == 'fp16' and T == 1"
 
     Args:
-        where: A pandas query over runs: "compress == 'fp16'".
-        summary: The table as llama-bench prints it: tok/s ± sd, worst update, KL,
-            verdict.
+        where: A pandas query over the rows of runs: "compress == 'fp16'".
         sort: Column to sort by, such as tokens_per_s; -tokens_per_s for the largest
             first.
-        format: Of the summary: md, csv, tex or json.
+        rows: Every run with all its columns.
+        pack: Write the whole log as one zip without names and paths.
+        unpack: Add the runs of such a zip to the log.
     """
-    from workbench.log.text import sorted_rows
+    from workbench import log
+    from workbench.sweep import summary
 
-    if action:
-        _import(file, log_dir, json)
+    if pack:
+        count = log.pack(pack, log_dir)
+        found = {"zip": str(pack), "runs": count, "bytes": pack.stat().st_size}
+        show(found, json, [f"{pack}: {count} runs, {found['bytes']:,} bytes"])
         return
-    if summary:
-        from workbench.report.summary import summary_rows, text_table
-
-        rows = sorted_rows(summary_rows(log_dir, where), sort)
-        echo(text_table(rows, "json" if json else format))
+    if unpack:
+        found = log.unpack(unpack, log_dir)
+        line = f"{len(found)} new runs from {unpack}"
+        show({"imported": len(found), "runs": found}, json, [line])
         return
-    rows = sorted_rows(workbench.log.load(table, root=log_dir, where=where), sort)
+    if run_a:
+        if not run_b:
+            needed, step = "two runs", "name two of `workbench log`"
+            raise InputError("log", "one run", needed, step)
+        found = summary.difference(run_a, run_b, log_dir)
+        show(found, json, summary.difference_lines(found))
+        return
+    load = log.load if rows else summary.summary
+    found = load("runs", log_dir, where) if rows else load(log_dir, where)
+    found = summary.sorted_rows(found, sort)
     if json:
-        echo(rows.to_json(orient="records", date_format="iso"))
-    elif rows.empty:
-        folder = log_dir or workbench.log.default_root()
+        echo(found.to_json(orient="records", date_format="iso"))
+    elif found.empty:
+        folder = log_dir or log.default_root()
         end = " fits" if where else "; --log names another"
-        echo(f"no row of {table} in the log at {folder}{end}")
+        echo(f"no run in the log at {folder}{end}")
+    elif rows:
+        found = found.dropna(axis="columns", how="all")
+        echo(found.to_string(index=False, max_colwidth=32))
     else:
-        rows = rows.dropna(axis="columns", how="all")
-        echo(rows.to_string(index=False, max_colwidth=32))
-
-
-def _import(file: Path | None, log_dir: Path | None, json: bool) -> None:
-    from workbench.firstlight.archive import import_zip
-
-    if file is None:
-        needed = "what workbench first-light wrote"
-        step = "write: workbench log import ZIP"
-        raise InputError("log import", "no file", needed, step)
-    result = import_zip(file, log_dir)
-    count = f"{result['imported']} new of {len(result['runs'])} runs"
-    line = f"{count} of {result['machine']}, {result['runtime']}"
-    if result["simulated"]:
-        line += " (simulated)"
-    show(result, json, [line])
-
-
-def compare_command(
-    run_a: str, run_b: str, log_dir: LogFolder = None, json: Json = False
-) -> None:
-    """Compares two runs with their repetitions: settings that differ, ratios of
-    medians, intervals.
-
-    Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
-    """
-    from workbench.log.text import comparison_lines
-
-    comparison = workbench.log.compare(run_a, run_b, log_dir)
-    result = {
-        "settings": comparison.settings.to_dict("records"),
-        "measures": loads(comparison.measures.to_json(orient="records")),
-        "hidden": comparison.indistinguishable,
-    }
-    show(result, json, comparison_lines(comparison))
-
-
-def diff_command(
-    run_a: str,
-    run_b: str,
-    tensor: str = "update",
-    out: Path | None = None,
-    log_dir: LogFolder = None,
-    json: Json = False,
-) -> None:
-    """Compares two validations of one checkpoint: a heatmap of A's error less B's, and
-    the gates that changed.
-
-    Example: workbench diff 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
-
-    Args:
-        tensor: update, k, v, hidden or logits.
-        out: Path of the figure without its ending; default:
-            experiments/diffs/A-B/update.
-    """
-    from workbench.log.text import setting_lines
-    from workbench.report.difference import run_difference
-
-    difference = run_difference(run_a, run_b, log_dir, tensor)
-    paths = difference.save(log_dir, out)
-    worst = difference.cells.loc[difference.cells["difference"].abs().idxmax()]
-    result = {
-        "tensor": tensor,
-        "metric": difference.metric,
-        "T": list(difference.Ts),
-        "cells": len(difference.cells),
-        "largest": worst[["layer", "position", "a", "b"]].to_dict(),
-        "gates": difference.gates.to_dict("records"),
-        "settings": difference.settings.to_dict("records"),
-        "figures": [str(path) for path in paths],
-    }
-    place = f"layer {worst['layer']:.0f}, position {worst['position']:.0f}"
-    lines = [
-        *setting_lines(difference.settings),
-        "",
-        f"{tensor}, {difference.metric}: {len(difference.cells)} cells; "
-        f"largest difference at {place}: A {worst['a']:.3g}, B {worst['b']:.3g}",
-    ]
-    for gate in result["gates"]:
-        lines.append(f"{gate['gate']:29}A {gate['a']}, B {gate['b']}")
-    if not result["gates"]:
-        lines.append("no gate changed its verdict")
-    show(result, json, lines + result["figures"])
+        echo("\n".join(summary.table_lines(found)))

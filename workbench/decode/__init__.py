@@ -1,18 +1,9 @@
 """Decoding a bundle token by token or chunk by chunk, from the start or from a
 snapshot. Nothing here uses a golden."""
 
-from workbench.decode.decoder import Decoder, Record
+from workbench.decode.decoder import Decoder, Record, Times
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
-from workbench.decode.snapshot import Snapshot
-from workbench.decode.transfer import copy_state, prefill_by
+from workbench.decode.snapshot import Sequences, Snapshot
 
-__all__ = [
-    "Decoder",
-    "Host",
-    "Record",
-    "Sampling",
-    "Snapshot",
-    "copy_state",
-    "prefill_by",
-]
+__all__ = ["Decoder", "Host", "Record", "Sampling", "Sequences", "Snapshot", "Times"]

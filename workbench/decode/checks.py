@@ -1,5 +1,5 @@
-"""Validation of arguments before anything changes: token ids, sequence indices,
-counts."""
+"""Checks of what a user gives, before anything changes: token ids, sequences, counts,
+room."""
 
 from collections.abc import Iterable
 from operator import index
@@ -21,6 +21,19 @@ def whole_number(
     if not 0 <= number < stop:
         raise InputError(subject, repr(value), needed, next_step)
     return number
+
+
+def count(value, subject: str) -> int:
+    return whole_number(
+        value, subject, "a whole number, 0 or more", "give such a number"
+    )
+
+
+def sequence(value, batch: int) -> int:
+    """The index of a sequence in the batch as a plain int."""
+    needed = f"a sequence from 0 to {batch - 1}"
+    next_step = "choose one, or export with a larger --batch"
+    return whole_number(value, "sequence", needed, next_step, batch)
 
 
 def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
@@ -46,45 +59,17 @@ def prompts(ids, batch: int, V: int) -> list[list[int]]:
     return [token_ids(prompt, V) for prompt in lists]
 
 
-def sequence(value, batch: int) -> int:
-    """The index of a sequence in the batch as a plain int."""
-    next_step = "choose one, or export with a larger --batch"
-    return whole_number(
-        value, "sequence", f"a sequence from 0 to {batch - 1}", next_step, batch
-    )
-
-
-def count(value, subject: str) -> int:
-    return whole_number(
-        value, subject, "a whole number, 0 or more", "give such a number"
-    )
-
-
-def nothing_before(after) -> None:
-    """Refuses to continue sequences whose prompts another bundle runs."""
-    if after is not None:
-        raise InputError(
-            "prefill by another bundle",
-            "sequences to continue",
-            "prompts that begin with an empty cache",
-            "give the whole prompt",
-        )
-
-
-def same_run(current: object, own: object) -> None:
-    """Refuses to go on with a stream on whose decoder another one began."""
-    if current is not own:
-        raise InputError(
-            "stream",
-            "another sequence begun on its decoder",
-            "a decoder of its own until it ends",
-            "drain one stream before the next, or open a second Decoder",
-        )
+def tokens(ids, batch: int, V: int) -> list[list[int]]:
+    """The next token of each sequence (None: it waits) as the chunk of a call."""
+    if len(ids) != batch:
+        needed = f"{batch}, one for each sequence"
+        raise InputError("tokens", f"{len(ids)} of them", needed, "give that many")
+    return [[] if each is None else token_ids([each], V) for each in ids]
 
 
 def tokens_after(snapshots: list, prompts: list[list[int]]) -> None:
     """Refuses a snapshot (None: there is none) with an empty prompt."""
-    if any(snapshot and not prompt for snapshot, prompt in zip(snapshots, prompts)):
+    if any(each and not prompt for each, prompt in zip(snapshots, prompts)):
         raise InputError(
             "prompt after a snapshot",
             "no token",
@@ -96,7 +81,7 @@ def tokens_after(snapshots: list, prompts: list[list[int]]) -> None:
 def room(prompts: list[list[int]], limits: list[int], offsets, S: int) -> None:
     """Refuses prompts that with all new tokens but the last need more than S
     positions."""
-    for prompt, limit, offset in zip(prompts, limits, offsets):
+    for prompt, limit, offset in zip(prompts, limits, offsets, strict=True):
         end = len(prompt) + offset
         if prompt and end + max(limit - 1, 0) > S:
             raise InputError(

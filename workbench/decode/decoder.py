@@ -1,45 +1,74 @@
-"""The decoder: takes token ids, returns logits and tokens, and advances one state per
-shard and batch of sequences, chunk by chunk.
+"""The decoder: token ids in, logits and tokens out, one state per shard and batch of
+sequences.
 
-Each sequence of the batch has an index `seq`, a position of its own, and can be
+Each sequence of the batch has an index `seq` and a position of its own, and can be
 replaced by a snapshot; no sequence affects another."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import cycle
-from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
 
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.names import HIDDEN, LOGITS, X
-from workbench.decode import calls, checks
+from workbench.bundle.names import (
+    HANDED_ON,
+    HIDDEN,
+    IDS,
+    LOGITS,
+    ROUTER_STATE,
+    ROUTER_STATE_OUT,
+    X,
+)
+from workbench.bundle.states import MATRIX
+from workbench.decode import checks
+from workbench.decode import snapshot as snapshots
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
-from workbench.decode.snapshot import (
-    Snapshot,
-    UndoDepth,
-    fits,
-    foreign,
-    identity,
-    layout,
-    per_sequence,
-    put,
-    take,
-    undoable,
-)
-from workbench.decode.times import Times
+from workbench.decode.snapshot import Sequences, Snapshot
 from workbench.errors import InputError
 from workbench.runtime import Model, State
-from workbench.runtime.chain import ShardChain
 
 GREEDY = Sampling()
+# by the name of an output of a layer shard, the input that it is of the next one
+LINKS = {HIDDEN: X, HANDED_ON: X, LOGITS: X, ROUTER_STATE_OUT: ROUTER_STATE}
+Hook = Callable[[Shard, object, list], list | None]
+
+
+@dataclass
+class Times:
+    """Milliseconds of one call: of every layer shard and then of the head the time on
+    the host's clock, CPU time of the calling thread, and Core ML's own share (None if
+    unknown); `total` is the whole call's."""
+
+    ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    native_ms: list[float | None] = field(default_factory=list)
+    total: float = 0.0
+
+    @property
+    def layers(self) -> list[float]:
+        return self.ms[:-1]
+
+    @property
+    def head(self) -> float:
+        return self.ms[-1]
+
+    def add(self, start: tuple[float, float], native_ms: list[float | None]) -> None:
+        """Adds what began at `clock()` and made predictions of these native times."""
+        ms, cpu_ms = (1e3 * (now - then) for now, then in zip(clock(), start))
+        self.ms.append(ms)
+        self.cpu_ms.append(cpu_ms)
+        self.native_ms.append(None if None in native_ms else sum(native_ms))
+
+
+def clock() -> tuple[float, float]:
+    """Seconds of the host's clock, and of this thread's CPU."""
+    return time.perf_counter(), time.thread_time()
 
 
 @dataclass
@@ -54,24 +83,24 @@ class Record:
 
 
 class Decoder:
-    """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all
-    three; `trim` undoes tokens, as speculative decoding does with wrong guesses.
+    """Runs a bundle.
+
+    `fresh` gives sequences, `advance` and `step` run one call of them. `begin`,
+    `prefill`, `decode_one_token`, `snapshot`, `add`, `remove` and `trim` do the same to
+    the decoder's current sequences, `seqs`; `stream` and `generate` begin new ones.
 
     Args:
         bundle: an opened bundle or its path.
-        runtime: `auto`, `portable`, `coreml`, `coreai`, `stand-in` or `stand-in:FAULT`;
-            the attribute has no fault, which is one of its own ("": none).
+        runtime: `auto`, `portable`, `coreml`, `stand-in` or a plug-in's.
         precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`);
-            that of `coreai` follows from the bundle, fp16 as `declared` and fp32 as
-            `exact`.
-        fast: whether `declared` takes the portable decode path, for timing; by default
-            the literal graph runs.
+            a plug-in's target has its own.
+        fast: whether the portable runtime runs groups of operations as one step each in
+            `declared`; by default every operation runs as the program states it.
+        reads: with `fast`, the rows of a cache that attention reads: `used`, those that
+            hold tokens, or `all`, as the program does.
         compute_units: Core ML's compute units.
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
     """
-
-    # of every token; packages of other exporters may keep them to themselves
-    gives_logits = True
 
     def __init__(
         self,
@@ -79,6 +108,7 @@ class Decoder:
         runtime: str = "auto",
         precision: str = "declared",
         fast: bool = False,
+        reads: str = "used",
         compute_units: str = "CPU_AND_NE",
         hints: dict | None = None,
     ):
@@ -86,467 +116,356 @@ class Decoder:
             bundle = Bundle.open(bundle)
         self.bundle, self.manifest = bundle, bundle.manifest
         self.options = options = bundle.manifest.options
-        runtime = runtimes.resolve(runtime, options.target)
-        self.runtime, self.fault = runtimes.named(runtime)
-        if self.runtime == "coreai":
-            precision = {"fp16": "declared", "fp32": "exact"}[options.program_dtype]
-        self.precision, self.fast = precision, fast
+        runtime = runtimes.resolve(runtime, options.plugin)
+        self.runtime = runtime
+        if options.plugin:
+            precision = options.plugin.precision
+        self.precision, self.fast, self.reads = precision, fast, reads
+        model = runtimes.model_class(self.runtime)
+        self.is_device = model.is_device
         self.compute_units, self.hints = compute_units, hints or {}
         self.host = Host(self.manifest)
         self.plane = self.host.plane
-        self.undo = UndoDepth(self.manifest)
         # nothing here may hold the decoder itself: one that is dropped shall give its
         # memory back at once
-        self._load = partial(
+        load = partial(
             runtimes.load_shard,
             bundle,
             runtime=runtime,
             precision=precision,
             fast=fast,
+            reads=reads,
             compute_units=compute_units,
             hints=self.hints,
         )
-        self.layers = [
-            self._load(s)
-            for s in self.manifest.shards
-            if s.kind in ("layers", "router")
-        ]
-        self.heads = [self._load(s) for s in bundle.shards("head")]
-        self.experts = RoutedExperts(bundle, self._load, self.plane)
-        self.chain = ShardChain(self.layers, calls.LINKS)
-        self.head_chain = ShardChain(self.heads, {})
+        kinds = "layers", "router"
+        self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
+        self.heads = [load(s) for s in bundle.shards("head")]
+        self.experts = RoutedExperts(bundle, load, self.plane)
+        self.gives_logits = self.manifest.gives_logits
+        models = [*self.layers, *self.heads]
+        self.shows_inner_layers = all(m.shows_inner_layers for m in models)
         self.begin()
 
     @property
     def arithmetic(self) -> str:
-        """Which of `gates.T_TOLERANCE` holds: that of the portable runtime's precision
-        or of exact programs, else the runtime's."""
-        if self.runtime == "coreai" and self.precision != "exact":
-            return "coreai"
-        if self.runtime in ("portable", "coreai"):
-            return self.precision
-        return "coreml"
+        """Whose rounding the results have: a device's, a plug-in's or that of the
+        precision."""
+        if self.is_device:
+            return "coreml"
+        plugin = self.options.plugin
+        return plugin.arithmetic if plugin else self.precision
 
-    @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Context manager inside which `begin` may start other sequences, which run the
-        literal graph (as with `fast=False`). On exit the earlier sequences continue
-        unchanged."""
-        names = ("run", "states", "ids", "offsets", "floors", "undone", "times", "fast")
-        before = {name: getattr(self, name) for name in names}
-        literal = nullcontext
-        if self.runtime == "portable":
-            literal = methodcaller("literal")
-        try:
-            self.fast = False
-            with self._of_models(literal):
-                yield
-        finally:
-            vars(self).update(before)
+    @cached_property
+    def identity(self) -> str:
+        """What snapshots of this decoder are bound to; see `snapshot.identity`."""
+        how = self.runtime if self.is_device else self.precision
+        return snapshots.identity(self.manifest, how)
 
-    @contextmanager
-    def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator[None]:
-        """Context manager that sets the hook `hook_of(shard)` on every model of the
-        portable runtime or of Core AI (None: no hook).
+    @cached_property
+    def plain(self) -> "Decoder":
+        """A decoder of the same bundle that fuses nothing: itself, unless it is
+        `fast`."""
+        if not self.fast:
+            return self
+        how = dict(compute_units=self.compute_units, hints=self.hints)
+        return type(self)(self.bundle, self.runtime, self.precision, **how)
+
+    def fresh(self, after=None) -> Sequences:
+        """New sequences, one make_state per shard: without a token, or `after` a
+        snapshot (batch > 1: a list with one or None each).
 
         Raises:
-            InputError: Core ML shows no operation of a program.
+            InputError: a snapshot that does not fit.
         """
-        if self.runtime not in ("portable", "coreai"):
+        states = [model.make_state() for model in self.layers]
+        seqs = Sequences(self.manifest, self.identity, states)
+        for seq, snapshot in enumerate(per_sequence(after, self.options.batch)):
+            if snapshot is not None:
+                snapshots.put(seqs, seq, snapshot)
+        return seqs
+
+    def advance(
+        self,
+        seqs: Sequences,
+        chunk: Sequence[Sequence[int]],
+        hook: Hook | None = None,
+        T: int = 0,
+        keep: bool = False,
+    ) -> tuple[np.ndarray, Times]:
+        """Runs every layer shard once over the next tokens of each sequence.
+
+        Args:
+            chunk: token ids of each sequence, from none to t_max.
+            hook: called as hook(shard, op, outputs) after every operation of a program,
+                whose outputs it may replace by those that it returns.
+            T: columns of the call at least.
+            keep: whether `trim` can go back into the call where states are recurrent.
+
+        Returns:
+            Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
+            nothing, and the times without the head's.
+
+        Raises:
+            InputError: a position past max_seq_len, a hook on a runtime that shows no
+                operation; nothing is changed then.
+        """
+        if hook and self.is_device:
             raise InputError(
                 "hook",
                 f"runtime {self.runtime}",
                 "the portable runtime, which shows each operation",
                 "open the bundle with runtime='portable'",
             )
-        with self._of_models(lambda model: model.hooked(hook_of(model.shard))):
-            yield
+        counts = np.array([len(tokens) for tokens in chunk])
+        T = self.options.width(max(T, *counts))
+        io, times = self.inputs(seqs.offsets, chunk, T), Times()
+        seqs.kept = self._kept(seqs, chunk) if keep else []
+        seqs.T = T if self.options.kv_write == "mask" else 0
+        for model, state in zip(self.layers, seqs.states, strict=True):
+            start = clock()
+            io = self.run_layer(model, state, io, counts, hook)
+            native = [model.last_native_ms]
+            if model.shard.kind == "router":
+                native += self.experts.native_ms
+            times.add(start, native)
+        seqs.append(chunk)
+        for seq, before in enumerate(seqs.kept):
+            seqs.floors[seq] = before.offset
+        return io[X].reshape(len(chunk), -1, T), times
 
-    @contextmanager
-    def _of_models(
-        self, context_of: Callable[[Model], AbstractContextManager]
-    ) -> Iterator[None]:
-        """Enters `context_of(model)` for every model, including those of experts that
-        are loaded inside."""
-        load = self.experts.load
-        with ExitStack() as contexts:
+    def inputs(
+        self, offsets: np.ndarray, chunk: Sequence[Sequence[int]], T: int
+    ) -> dict[str, np.ndarray]:
+        """What the first shard reads in a call of T columns: the host's inputs, and the
+        embeddings of the tokens as `x`."""
+        counts = np.array([len(tokens) for tokens in chunk])
+        ids = np.zeros((len(chunk), T), int)
+        for row, tokens in zip(ids, chunk, strict=True):
+            row[: len(tokens)] = tokens
+        io = self.host.inputs(offsets, counts, T)
+        x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
+        return io | {X: x, IDS: ids}
 
-            def load_within(shard: Shard) -> Model:
-                model = load(shard)
-                contexts.enter_context(context_of(model))
-                return model
+    def run_layer(
+        self,
+        model: Model,
+        state: State,
+        io: dict[str, np.ndarray],
+        counts: np.ndarray,
+        hook: Hook | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Runs a layer shard on its state, routed experts included.
 
-            for model in (*self.layers, *self.heads, *self.experts.models.values()):
-                contexts.enter_context(context_of(model))
-            contexts.callback(setattr, self.experts, "load", load)
-            self.experts.load = load_within
-            yield
+        Args:
+            io: what the shard reads, and perhaps more.
+            counts: [B] valid columns.
 
-    @cached_property
-    def identity(self) -> str:
-        """The identity to which snapshots of this decoder are bound; see
-        `snapshot.identity`."""
-        if self.runtime == "portable":
-            return identity(self.manifest, self.precision)
-        return identity(self.manifest, self.runtime)
-
-    @property
-    def named_states(self) -> list[tuple[State, str]]:
-        """Pairs (state of a shard, logical name) for every state of every shard."""
-        return [(state, name) for state in self.states for name in state.shard.states]
-
-    def begin(
-        self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None
-    ) -> None:
-        """Starts fresh sequences, one make_state per shard, or continues snapshots
-        (batch > 1: a list with one or None each).
-
-        Raises:
-            InputError: a snapshot that does not fit; what ran before is untouched then.
+        Returns:
+            `io` for the next shard: `x` is this one's hidden output, `router_state` the
+            state that it hands on where the family has one.
         """
-        B = self.options.batch
-        snapshots = {}
-        for seq, each in enumerate(per_sequence(snapshot, B)):
-            if each is not None:
-                snapshots[seq] = self._fitting(each)
-        self.run = object()  # a stream whose `run` this no longer is must not continue
-        self.states = [model.make_state() for model in self.layers]
-        self.ids: list[list[int]] = [[] for _ in range(B)]
-        self.offsets = np.zeros(B, int)
-        self.floors = np.zeros(B, int)  # the fewest tokens that each can go back to
-        self.undone = np.zeros(B, int)  # tokens undone since the last call
-        self.times = Times()
-        self._write(snapshots, fresh=True)
+        inputs = {name: io[name] for name in model.shard.inputs}
+        out = model.predict(inputs, state, hook and partial(hook, model.shard))
+        if model.shard.kind == "router":
+            out[HIDDEN] = self.experts.run(model.shard.layers[0], out, counts, hook)
+        return io | following(out)
 
-    def snapshot(self, seq: int = 0) -> Snapshot:
-        """A detached copy of one sequence."""
-        ids = tuple(self.ids[checks.sequence(seq, self.options.batch)])
-        assert self.offsets[seq] == len(ids), "positions that no token was run for"
-        floor, undone, states = int(self.floors[seq]), int(self.undone[seq]), {}
-        shapes = layout(self.manifest, len(ids), floor)
-        for state, name in self.named_states:
-            kind = state.shard.kind_of(name)
-            rows = shapes[name][-2]
-            states[name] = take(state.read(name)[seq], kind, rows, len(ids), undone)
-        return Snapshot(ids, self.identity, states, floor)
+    def run_calls(
+        self,
+        model: Model,
+        ios: Sequence[dict[str, np.ndarray]],
+        counts: Sequence[np.ndarray],
+        states: Sequence[State],
+        hooks: Sequence[Hook | None],
+    ) -> list[dict[str, np.ndarray]]:
+        """`run_layer` for one call after another, each on its state and with its hook.
 
-    def add(self, seq: int, snapshot: Snapshot) -> None:
-        """Puts a snapshot in place of sequence `seq`; the others are unchanged.
+        The portable runtime reads each weight once for all of them, but where a state
+        is a matrix: it carries the rounding of every earlier token on, so that its sums
+        must be those of decoding."""
+        kinds = map(model.shard.kind_of, model.shard.states)
+        together = getattr(model, "predict_calls", None)
+        if not together or model.shard.kind == "router" or MATRIX in kinds:
+            calls = zip(states, ios, counts, hooks, strict=True)
+            return [self.run_layer(model, *call) for call in calls]
+        hooks = [hook and partial(hook, model.shard) for hook in hooks]
+        inputs = [{name: io[name] for name in model.shard.inputs} for io in ios]
+        outputs = together(inputs, states, hooks)
+        return [io | following(out) for io, out in zip(ios, outputs, strict=True)]
 
-        Raises:
-            InputError: a snapshot of another bundle, or one with no room; nothing is
-                changed then.
-        """
-        self._write({checks.sequence(seq, self.options.batch): self._fitting(snapshot)})
+    def logits(
+        self, hidden: np.ndarray, times: Times | None = None, hook: Hook | None = None
+    ) -> np.ndarray:
+        """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call; adds the
+        head's times to `times`. Where the layers' packages contain the head, `hidden`
+        has the logits [B, V, T] already."""
+        start, parts, native = clock(), [], []
+        if not self.heads:
+            if times:
+                times.add(start, [None])
+            return np.ascontiguousarray(hidden.transpose(0, 2, 1))
+        t_max = self.options.t_max
+        for first in range(0, hidden.shape[2], t_max):
+            columns = hidden[:, :, first : first + t_max]
+            T = columns.shape[2]
+            dummies = self.options.width(T) - T
+            io = {X: self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))}
+            slices = []
+            for model in self.heads:
+                own = hook and partial(hook, model.shard)
+                slices.append(model.predict(io, None, own)[LOGITS])
+                native.append(model.last_native_ms)
+            rows = [each.reshape(*each.shape[:2], -1)[:, :, :T] for each in slices]
+            parts.append(np.concatenate(rows, axis=1).transpose(0, 2, 1))
+        if times:
+            times.add(start, native)
+        return np.concatenate(parts, axis=1)
 
-    def remove(self, seq: int) -> None:
-        """Ends sequence `seq` and clears its states."""
-        shapes = layout(self.manifest, 0)
-        empty = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        self.add(seq, Snapshot((), self.identity, empty, 0))
+    def step(
+        self, seqs: Sequences, chunk: Sequence[Sequence[int]], hook: Hook | None = None
+    ) -> tuple[np.ndarray, Times]:
+        """One call of the layers and, for the last token of each sequence, of the head:
+        logits [B, V] and the call's times."""
+        start = time.perf_counter()
+        hidden, times = self.advance(seqs, chunk, hook)
+        logits = self.logits(_last(hidden, chunk), times, hook)[:, -1]
+        times.total = (time.perf_counter() - start) * 1e3
+        return logits, times
 
-    def trim(self, count: int, seq: int = 0) -> int:
-        """Undoes the last `count` tokens of a sequence, as if they had never run;
-        returns how many it had to undo.
+    def begin(self, snapshot=None) -> None:
+        """Makes `fresh` sequences the current ones; if a snapshot is refused, what ran
+        before is untouched."""
+        self.seqs, self.times = self.fresh(snapshot), Times()
 
-        No state is copied: the next call writes over what these tokens left. Caches go
-        back to any token; rings, and with the export option `undo` tails, t_max tokens
-        from the most that the sequence has had; pending states to the last call's first
-        token. What is left can be snapshotted, trimmed again and continued.
-
-        Raises:
-            InputError: a state does not go back that far, which is then unchanged; a
-                negative count.
-        """
-        offset = int(self.offsets[checks.sequence(seq, self.options.batch)])
-        count = undoable(count, offset, int(self.floors[seq]))
-        self.offsets[seq] -= count
-        self.undone[seq] += count
-        del self.ids[seq][offset - count :]
-        return count
-
-    def _fitting(self, snapshot: Snapshot) -> Snapshot:
-        S = self.options.max_seq_len
-        subject = f"snapshot of {snapshot.offset} tokens"
-        if snapshot.identity != self.identity:
-            raise foreign(subject, snapshot.identity, self.identity)
-        if snapshot.offset > S:
-            raise InputError(
-                subject,
-                f"{snapshot.offset} rows",
-                f"at most max_seq_len = {S}",
-                "export a larger cache",
-            )
-        shapes = layout(self.manifest, snapshot.offset, self._floor(snapshot))
-        if not fits(snapshot, shapes):
-            raise InputError(
-                subject,
-                "a state that is missing, unknown or of another shape",
-                "this bundle's states",
-                "restore a snapshot as it was taken",
-            )
-        return snapshot
-
-    def _floor(self, snapshot: Snapshot) -> int:
-        """The fewest tokens that a sequence can go back to which continues a snapshot
-        here."""
-        floor = self.undo.floor(snapshot.floor, snapshot.offset)
-        return max(snapshot.floor, int(floor))
-
-    def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
-        """Writes snapshots in place of their sequences. The other sequences' values are
-        read and written back, unless the states are `fresh`."""
-        # one for all states that fill the same rows of the same shape: a runtime copies
-        # what is written
-        batches: dict[tuple, np.ndarray] = {}
-        if not snapshots:
-            return
-        for state, name in self.named_states:
-            kind = state.shard.kind_of(name)
-            shape = state.shard.states[name].shape
-            values = [snapshot.states[name] for snapshot in snapshots.values()]
-            if fresh or len(snapshots) == self.options.batch:
-                key = kind, *shape, *(value.shape for value in values)
-                batch = batches.setdefault(key, np.zeros(shape, values[0].dtype))
-            else:
-                batch = state.read(name)
-                batch[list(snapshots)] = 0
-            for seq, snapshot in snapshots.items():
-                put(batch[seq], kind, snapshot.states[name], snapshot.offset)
-            state.write(name, batch)
-        for seq, snapshot in snapshots.items():
-            self.offsets[seq], self.ids[seq] = snapshot.offset, list(snapshot.ids)
-            self.floors[seq], self.undone[seq] = self._floor(snapshot), 0
-
-    def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
+    def prefill(
+        self,
+        ids,
+        tile: int | Sequence[int] | None = None,
+        seqs: Sequences | None = None,
+    ) -> np.ndarray:
         """Runs the prompt of each sequence, `tile` tokens a call (default t_max; a
         list: one size after another).
 
         Args:
             ids: token ids, or one list of ids per sequence when batch > 1 (an empty one
                 for a sequence that waits).
+            seqs: the sequences (default: the current ones).
 
         Returns:
             Logits after the last token: [V], or [B, V] when batch > 1.
         """
+        seqs = seqs or self.seqs
         prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
-        self.host.check(self.offsets, [len(prompt) for prompt in prompts])
-        # hidden state of each last valid token
-        last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)
-        for chunk, hidden in self._chunks(prompts, tile):
-            for seq, tokens in enumerate(chunk):
-                if tokens:
-                    last[seq, :, 0] = hidden[seq, :, len(tokens) - 1]
-        return self._shape(self.logits(last))
+        self.host.check(seqs.offsets, [len(prompt) for prompt in prompts])
+        last = None
+        *_, final = chunks = list(self._chunks(prompts, tile))
+        for chunk in chunks:
+            hidden, _ = self.advance(seqs, chunk, keep=chunk is final)
+            if last is None:
+                last = np.zeros((*hidden.shape[:2], 1), np.float32)
+            running = [seq for seq, tokens in enumerate(chunk) if tokens]
+            last[running] = _last(hidden, chunk)[running]
+        return self._shape(self.logits(last)[:, -1])
 
-    def _chunks(self, prompts: list, tile=None) -> Iterator[tuple[list, np.ndarray]]:
-        """Runs prompts chunk by chunk: of each call the ids and hidden states [B, C,
-        T]."""
-        start = 0
-        stop = max(len(prompt) for prompt in prompts)
-        for limit in cycle(np.ravel(tile or self.options.t_max).tolist()):
-            size = self.options.tokens(min(limit, stop - start))
-            chunk = [prompt[start : start + size] for prompt in prompts]
-            yield chunk, self.advance(chunk, size)
+    def _kept(self, seqs: Sequences, chunk: list[list[int]]) -> list[Snapshot]:
+        """What `trim` needs to go back into a call: each sequence before it where states
+        are recurrent and some sequence has several tokens. With slice writes, which
+        take no dummy columns, no sequence of a batch runs again alone."""
+        alone = not (self.options.shapes or self.options.batch > 1)
+        alone = alone or self.options.kv_write == "mask"
+        if (
+            not alone
+            or max(map(len, chunk)) < 2
+            or not snapshots.floor(self.manifest, 1)
+        ):
+            return []
+        return [snapshots.take(seqs, seq) for seq in range(len(chunk))]
+
+    def _chunks(self, prompts: list, tile=None) -> Iterator[list[list[int]]]:
+        """The tokens of one call after another."""
+        start, stop = 0, max(map(len, prompts))
+        while start < stop:
+            size = min(tile or self.options.t_max, stop - start)
+            size = self.options.tokens(size)
+            yield [prompt[start : start + size] for prompt in prompts]
             start += size
-            if start >= stop:
-                return
 
     def decode_one_token(self, token) -> np.ndarray:
-        """Continues each sequence by one token (batch > 1: a list, None for a sequence
-        that waits). Returns logits [V], or [B, V] when batch > 1.
+        """Continues each current sequence by one token (batch > 1: a list, None for a
+        sequence that waits). Returns logits [V], or [B, V] when batch > 1.
 
         Raises:
             InputError: no token of the vocabulary, another number of them than
                 sequences; nothing is changed then.
         """
-        start = time.perf_counter()
         if np.ndim(token) == 0:
             token = [token]
-        if len(token) != self.options.batch:
-            raise InputError(
-                "tokens",
-                f"{len(token)} of them",
-                f"{self.options.batch}, one for each sequence",
-                "give that many",
-            )
-        prompts = [[] if each is None else [each] for each in token]
-        chunk = [checks.token_ids(ids, self.manifest.dims.V) for ids in prompts]
-        self.times = Times()
-        logits = self.logits(self.advance(chunk, 1)[:, :, :1])
-        self.times.total = (time.perf_counter() - start) * 1e3
+        chunk = checks.tokens(token, self.options.batch, self.manifest.dims.V)
+        logits, self.times = self.step(self.seqs, chunk)
         return self._shape(logits)
 
     def stream(
-        self, ids, max_new, *, after=None, stop=None, sampling=GREEDY, prefill=None
+        self, ids, max_new, *, after=None, stop=None, sampling=GREEDY
     ) -> Iterator[Record]:
-        """begin(after) + prefill(ids) + decode: yields one record per new token,
-        sequence by sequence.
+        """Prefill and decode: yields one record per new token, sequence by sequence.
 
         Args:
             ids: the prompt: all tokens, or those after `after`. With batch > 1 a list
                 for each sequence, an empty one for a sequence that stays as it is.
-            max_new: new tokens at most; like `stop` and `sampling`, one for all
-                sequences or a list with one for each.
-            after: what to continue: None for nothing, snapshots (see `begin`), or
-                "running" for the decoder's own sequences.
-            prefill: replaces the decoder's own prefill; it runs the prompts, leaves
-                their sequences in this decoder and returns the logits (see
-                `transfer.prefill_by`). `after` must then be None.
+            max_new: new tokens at most; like `sampling`, one for all sequences or a
+                list with one for each.
+            after: what to continue: None for nothing or snapshots (see `begin`), which
+                become the current sequences, or `Sequences`.
             stop: tokens that end a sequence once they are yielded (default: the
                 bundle's end-of-sequence tokens).
 
         Raises:
-            InputError: prompts that cannot be run, before anything runs; a stream that
-                is continued after another one began.
+            InputError: prompts that cannot be run, before anything runs.
         """
-        prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
-        B = self.options.batch
-        stops = self._stops(stop)
+        B, S = self.options.batch, self.options.max_seq_len
+        prompts = checks.prompts(ids, B, self.manifest.dims.V)
         samplings = per_sequence(sampling, B)
-        limits = [
-            checks.count(limit, "new tokens") for limit in per_sequence(max_new, B)
-        ]
-        if prefill:
-            checks.nothing_before(after)
-        self._begin_after(after, prompts, limits)
-        logits = (prefill or self.prefill)(prompts).reshape(B, -1)
-        times = self.times
-        self.run = run = object()
-        tokens: list[int | None] = [None] * B
+        stop = self.manifest.tokens.eos if stop is None else stop
+        limits = [checks.count(n, "new tokens") for n in per_sequence(max_new, B)]
+        seqs = after
+        if not isinstance(after, Sequences):
+            checks.tokens_after(per_sequence(after, B), prompts)
+            seqs = self.fresh(after)
+        checks.room(prompts, limits, seqs.offsets, S)
+        if seqs is not after:
+            self.seqs = seqs
+        logits, times = self.prefill(prompts, seqs=seqs).reshape(B, -1), Times()
+        tokens: list[list[int]] = [[] for _ in range(B)]
         live = [seq for seq in range(B) if prompts[seq] and limits[seq]]
-        for step in range(1, max(limits) + 1):
+        for done in range(1, max(limits) + 1):
             for seq in live:
-                tokens[seq] = samplings[seq].pick(logits[seq], int(self.offsets[seq]))
+                position = len(seqs.ids[seq])
+                tokens[seq] = [samplings[seq].pick(logits[seq], position)]
             for seq in live:
-                yield Record(tokens[seq], logits[seq], times, seq)
+                yield Record(tokens[seq][0], logits[seq], times, seq)
             for seq in list(live):
-                if step >= limits[seq] or tokens[seq] in stops[seq]:
+                if done >= limits[seq] or tokens[seq][0] in stop:
                     live.remove(seq)
                     if self.options.kv_write == "mask":  # a slice moves every one on
-                        tokens[seq] = None
+                        tokens[seq] = []
             if not live:
                 return
-            checks.same_run(self.run, run)
-            logits = self.decode_one_token(tokens).reshape(B, -1)
-            times = self.times
-
-    def _stops(self, stop) -> list:
-        """For each sequence the tokens that end it."""
-        if stop is None:
-            stop = self.manifest.tokens.eos
-        if self.options.batch > 1 and len(stop) and np.ndim(stop[0]):
-            return per_sequence(list(stop), self.options.batch)
-        return [stop] * self.options.batch
-
-    def _begin_after(self, after, prompts: list, limits: list[int]) -> None:
-        """Begins after what `stream` is to continue, once prompts and new tokens are
-        known to be allowed there."""
-        if after == "running":
-            checks.room(prompts, limits, self.offsets, self.options.max_seq_len)
-            return
-        snapshots = per_sequence(after, self.options.batch)
-        checks.tokens_after(snapshots, prompts)
-        offsets = [getattr(snapshot, "offset", 0) for snapshot in snapshots]
-        checks.room(prompts, limits, offsets, self.options.max_seq_len)
-        self.begin(snapshots)
+            logits, times = self.step(seqs, tokens)
 
     def generate(self, ids, max_new, **options) -> list:
         """All tokens of `stream`: a list, or one list per sequence when batch > 1."""
         tokens: list[list[int]] = [[] for _ in range(self.options.batch)]
         for record in self.stream(ids, max_new, **options):
             tokens[record.seq].append(record.token)
-        if self.options.batch == 1:
-            return tokens[0]
-        return tokens
-
-    def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
-        """Runs every layer once over `chunk` (ids per sequence, at most T each) and
-        advances the positions.
-
-        Returns:
-            Hidden states [B, C, T].
-        """
-        T = self.options.width(T)
-        counts = np.array([len(tokens) for tokens in chunk])
-        ids = np.zeros((len(chunk), T), int)
-        for seq, tokens in enumerate(chunk):
-            ids[seq, : len(tokens)] = tokens
-
-        before = self.offsets
-        floors = np.minimum(self.floors, before)
-        io = self.host.inputs(before, counts, T, before - floors, self.undone)
-        io[X] = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
-        chain = self.chain.run(io, self.states)
-        if chain:
-            hidden = chain.outputs[-1][HIDDEN].copy()
-            self.times.add_chain(*chain.ms())
-        else:
-            hidden = self._one_by_one(io, counts)
-        self.offsets = before + counts
-        self.floors = np.maximum(floors, self.undo.floor(before, self.offsets))
-        self.undone = np.zeros_like(before)
-        for history, tokens in zip(self.ids, chunk, strict=True):
-            history.extend(map(int, tokens))
-        return hidden.reshape(len(chunk), -1, T)
-
-    def _one_by_one(self, io: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
-        """Runs every layer shard and returns the hidden output of the last one."""
-        for index in range(len(self.layers)):
-            start, cpu_start = time.perf_counter(), time.thread_time()
-            io = self.run_layers(index, io, counts)
-            self.times.layers.append((time.perf_counter() - start) * 1e3)
-            self.times.add_step(cpu_start, self.native_ms)
-        return io[X]
-
-    def run_layers(
-        self, index: int, io: dict[str, np.ndarray], counts: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Runs layer shard `index` on its state, routed experts included.
-
-        Args:
-            io: `Host.inputs` of the call and `x`; for a later shard, `router_state`
-                where the family has one.
-            counts: [B] valid columns.
-
-        Returns:
-            `io` for the next shard: `x` is this one's hidden output, `router_state` the
-            state it hands on.
-        """
-        model = self.layers[index]
-        shard = model.shard
-        outputs = model.predict(
-            {name: io[name] for name in shard.inputs}, self.states[index]
-        )
-        self.native_ms = [model.last_native_ms]
-        if shard.kind == "router":
-            outputs[HIDDEN] = self.experts.run(shard.layers[0], outputs, counts)
-            self.native_ms += self.experts.native_ms
-        return io | calls.following(outputs)
-
-    def logits(self, hidden: np.ndarray) -> np.ndarray:
-        """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
-        start, cpu_start = time.perf_counter(), time.thread_time()
-        t_max, T, chain = self.options.t_max, hidden.shape[2], None
-        chunks = [hidden[:, :, i : i + t_max] for i in range(0, T, t_max)]
-        if len(chunks) == 1:
-            chain = self.head_chain.run(*calls.head_inputs(self, chunks), [])
-        if chain:
-            slices, native_ms = [each[LOGITS] for each in chain.outputs], [None]
-            logits = calls.joined(slices, T)
-        else:
-            parts, native_ms = calls.head_logits(self, chunks)
-            logits = np.concatenate(parts, axis=1)
-        self.times.head = (time.perf_counter() - start) * 1e3
-        self.times.add_step(cpu_start, native_ms)
-        return logits
+        return tokens if self.options.batch > 1 else tokens[0]
 
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
         """Logits [B, count, V] of the last `count` tokens of fresh sequences of one
         length, one for each of the batch."""
-        self.begin()
-        parts = []
-        for chunk, hidden in self._chunks(sequences):
+        seqs, parts = self.fresh(), []
+        for chunk in self._chunks(sequences):
+            hidden, _ = self.advance(seqs, chunk)
             parts.append(hidden[:, :, : len(chunk[0])])
         return self.logits(np.concatenate(parts, axis=2)[:, :, -count:])
 
@@ -554,7 +473,74 @@ class Decoder:
         """Calls that the prefill of `count` tokens takes."""
         return -(-count // self.options.t_max)
 
+    def snapshot(self, seq: int = 0) -> Snapshot:
+        """A detached copy of one of the current sequences."""
+        return snapshots.take(self.seqs, seq)
+
+    def add(self, seq: int, snapshot: Snapshot) -> None:
+        """Puts a snapshot in place of a current sequence; see `snapshot.put`."""
+        snapshots.put(self.seqs, seq, snapshot)
+
+    def remove(self, seq: int) -> None:
+        """Ends a current sequence and clears its states."""
+        snapshots.put(self.seqs, seq, None)
+
+    def trim(self, count: int, seq: int = 0, seqs: Sequences | None = None) -> int:
+        """Takes back the last `count` tokens of a sequence (of `seqs`, by default the
+        current ones), as if they had never run; returns how many there were.
+
+        Rows of a cache go back to any token, rings t_max tokens from the most that the
+        sequence has had. Recurrent states (convolutions, DeltaNet, Mamba) go back into
+        a prompt's last call of several tokens, or one to `keep`: the sequence before it
+        is restored, and the tokens that stay run again.
+
+        Raises:
+            InputError: a state does not go back that far, which is then unchanged; a
+                negative count.
+        """
+        seqs = seqs or self.seqs
+        ids = seqs.ids[checks.sequence(seq, self.options.batch)]
+        count = snapshots.trimmed(count, len(ids), seqs.floors[seq])
+        left, kept, T = ids[: len(ids) - count], seqs.kept, seqs.T
+        if count and kept:
+            snapshots.put(seqs, seq, kept[seq])
+            again = [
+                left[len(seqs.ids[seq]) :] if s == seq else [] for s in range(len(kept))
+            ]
+            if again[seq]:
+                self.advance(seqs, again, T=T)
+            seqs.kept, seqs.T = kept, T
+            seqs.floors = [before.offset for before in kept]
+        seqs.ids[seq] = left
+        return count
+
     def _shape(self, logits: np.ndarray) -> np.ndarray:
-        if self.options.batch == 1:
-            return logits[0, -1]
-        return logits[:, -1]
+        return logits if self.options.batch > 1 else logits[0]
+
+
+def following(out: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the next shard reads of a layer shard's outputs."""
+    return {name: out[key] for key, name in LINKS.items() if key in out}
+
+
+def per_sequence(value, B: int) -> list:
+    """One value for every sequence, or the list that already has one for each; one
+    snapshot goes to the first."""
+    if isinstance(value, Snapshot):
+        return [value] + [None] * (B - 1)
+    if not isinstance(value, (list, tuple)):
+        return [value] * B
+    if len(value) != B:
+        raise InputError(
+            "a list with a value for each sequence",
+            f"{len(value)} values",
+            f"{B}, or one value for all",
+            "give a list as long as the batch",
+        )
+    return list(value)
+
+
+def _last(hidden: np.ndarray, chunk: Sequence[Sequence[int]]) -> np.ndarray:
+    """[B, C, 1]: of hidden states [B, C, T] the column of each sequence's last token."""
+    ends = [max(len(tokens), 1) - 1 for tokens in chunk]
+    return hidden[np.arange(len(chunk)), :, ends][:, :, None]

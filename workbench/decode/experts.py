@@ -2,6 +2,7 @@
 per call."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -40,10 +41,14 @@ class RoutedExperts:
         self.native_ms: list[float | None] = []  # of the last run's predictions
 
     def run(
-        self, layer: int, routed: dict[str, np.ndarray], counts: np.ndarray
+        self,
+        layer: int,
+        routed: dict[str, np.ndarray],
+        counts: np.ndarray,
+        hook: Callable | None = None,
     ) -> np.ndarray:
-        """Finishes a layer from its router shard's outputs; `counts` [B] valid columns.
-        Returns hidden as a plane.
+        """Finishes a layer from its router shard's outputs; `counts` [B] valid columns,
+        `hook` as of `Decoder.advance`. Returns hidden as a plane.
 
         The expert with the best score runs, weighted by its probability; the class
         after the last expert runs none. Columns are grouped by expert; a model of fixed
@@ -71,7 +76,8 @@ class RoutedExperts:
             }
             io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
             model = self.model(layer, expert)
-            output = model.predict(io)[HIDDEN]
+            of_shard = hook and partial(hook, model.shard)
+            output = model.predict(io, None, of_shard)[HIDDEN]
             self.native_ms.append(model.last_native_ms)
             hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)

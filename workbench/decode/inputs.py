@@ -7,7 +7,6 @@ import numpy as np
 
 from workbench.bundle import Manifest
 from workbench.bundle.names import (
-    ACCEPT,
     ATTN_MASK,
     KV_WRITE_MASK,
     MASKED,
@@ -16,7 +15,6 @@ from workbench.bundle.names import (
     ROPE_COS,
     ROPE_SIN,
     ROUTER_STATE,
-    TAIL_FIRST,
     TAIL_KEEP,
     TAIL_SELECT,
 )
@@ -36,7 +34,6 @@ class Host:
             inputs.update(shard.inputs)
         self.names = set(inputs)
         self.router_state = inputs.get(ROUTER_STATE)
-        self.first = inputs.get(TAIL_FIRST)
         self.tail = inputs.get(TAIL_SELECT, [0, 2])[1]
         layers = {layer.suffix: layer for layer in manifest.layers if layer.attends}
         ropes = {rope.name: rope for rope in manifest.rope}
@@ -66,12 +63,7 @@ class Host:
         return hidden[:, :, None]
 
     def inputs(
-        self,
-        offsets: np.ndarray,
-        counts: np.ndarray,
-        T: int,
-        accepted: np.ndarray | None = None,
-        undone: np.ndarray | None = None,
+        self, offsets: np.ndarray, counts: np.ndarray, T: int
     ) -> dict[str, np.ndarray]:
         """Shared inputs of one call, those that a shard reads.
 
@@ -80,29 +72,23 @@ class Host:
             counts: [B] valid tokens of this call, from column 0 on; the rest of the T
                 columns are dummies that write nothing.
             T: columns of the call.
-            accepted: [B] tokens of each sequence's last call that count (None: all of
-                them).
-            undone: [B] tokens of each sequence that were undone since its last call
-                (None: none).
 
         Returns:
-            tail_select [B, rows, T] and tail_keep [B, rows, rows], rows being those of
-            a tail, and tail_first [B, n, rows] where tokens can be undone; order [B, 1,
-            T, 1] and accept [B, 1, t_max, 1]; router_state of zeros, which the first
-            layer takes; pos [1] or kv_write_mask [B, 1, rows, T]; and for each rope
-            table, under its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask
-            [B, 1, T, rows], kv_write_mask where its caches are rings.
+            tail_select [B, n, T] and tail_keep [B, n, n], n being the rows of a tail;
+            order [B, 1, T, 1]; router_state of zeros, which the first layer takes; pos
+            [1] or kv_write_mask [B, 1, rows, T]; and for each rope table, under its
+            suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
+            kv_write_mask where its caches are rings.
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
         mask_write = self.options.kv_write == "mask"
-        if undone is None:
-            undone = np.zeros_like(counts)
         inputs = {}
         if ORDER in self.names:
-            inputs |= self._matrix(counts, T, accepted)
+            order = np.arange(1, T + 1) * (np.arange(T) < counts[:, None])
+            inputs[ORDER] = order[:, None, :, None]
         if TAIL_SELECT in self.names:
-            inputs |= self._tail(counts, T, undone)
+            inputs |= self._tail(counts, T)
         inputs = {name: rows.astype(np.float32) for name, rows in inputs.items()}
         if not mask_write:
             inputs[POS] = self._position(offsets, counts, T)
@@ -125,36 +111,15 @@ class Host:
                 inputs[name] = _write_mask(positions, counts, rows)
         return inputs
 
-    def _tail(
-        self, counts: np.ndarray, T: int, undone: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Where the rows of a tail come from: of its old rows without the last
-        `undone`, followed by the valid columns, the last ones, each as a one-hot row;
-        zeros where there are fewer."""
+    def _tail(self, counts: np.ndarray, T: int) -> dict[str, np.ndarray]:
+        """Where the rows of a tail come from: of its old rows, followed by the valid
+        columns, the last ones, each as a one-hot row."""
         rows = np.arange(self.tail)
-        undone = undone[:, None, None]
         # of each row among all the old ones and the columns, [B, rows, 1]
         place = counts[:, None, None] + rows[:, None]
-        inputs = {
-            TAIL_SELECT: np.arange(T) == place - self.tail,
-            TAIL_KEEP: (rows == place - undone) & (place < self.tail),
-        }
-        if self.first:
-            n = self.first[1]
-            first = np.arange(self.tail - n, self.tail)[:, None]
-            inputs[TAIL_FIRST] = rows == first - undone
-        return inputs
-
-    def _matrix(self, counts: np.ndarray, T: int, accepted) -> dict[str, np.ndarray]:
-        """The places of the valid columns, from 1 on, and which of the last call's
-        columns count."""
-        column = np.arange(T)
-        last = np.arange(self.options.t_max)
-        if accepted is None:
-            accepted = np.full(len(counts), len(last))
         return {
-            ORDER: np.where(column < counts[:, None], column + 1, 0)[:, None, :, None],
-            ACCEPT: (last < accepted[:, None])[:, None, :, None],
+            TAIL_SELECT: np.arange(T) == place - self.tail,
+            TAIL_KEEP: rows == place,
         }
 
     def _position(self, offsets, counts, T) -> np.ndarray:

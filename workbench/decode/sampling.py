@@ -50,7 +50,7 @@ class Sampling:
                 f"logits for position {position}",
                 str(logits[best]),
                 "finite values",
-                "run workbench trace: it names the operation that made the first inf or NaN",
+                "run workbench explain --only ranges: it names the first operation with inf or NaN",
             )
         if self.temperature == 0:
             return best

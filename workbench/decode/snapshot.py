@@ -1,42 +1,34 @@
-"""One sequence, detached from the decoder it ran in: its tokens, its cache rows, its
-side states, and the identity of the decoder they belong to.
+"""The sequences that a batch has run, and detached copies of one: its tokens, its cache
+rows, its other states, and the identity of the decoder that they belong to.
 
-Uses only the names and shapes of logical states, so it is the same on every runtime.
-"""
+Only names and shapes of logical states are used, so that a snapshot is the same on
+every runtime."""
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from workbench.bundle import Manifest
 from workbench.bundle.names import is_cache, split_layer
-from workbench.bundle.states import (
-    MATRIX,
-    PENDING,
-    RING,
-    ROWS,
-    TAIL,
-    StateKind,
-    state_kind,
-)
+from workbench.bundle.states import RECURRENT
 from workbench.decode import checks
 from workbench.errors import InputError
+from workbench.runtime import State
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The logical prefix of every state after the tokens `ids`.
+    """One sequence after the tokens `ids`.
 
     Args:
         ids: the tokens whose rows the caches hold.
-        identity: see `identity`; only a decoder of the same one takes the snapshot
+        identity: that of the decoder; only a decoder of the same one takes the snapshot
             back.
-        states: by logical name, without the batch axis, in the shapes that `layout`
-            gives and the dtype that `state.read` gives: what the next token reads, and
-            what it would read after a trim to `floor` tokens, in the order of the
-            tokens.
+        states: by logical name, without the batch axis, in the dtype that `State.read`
+            gives: caches [H_kv, rows, D] in the order of the tokens (of a ring those
+            that a token after `floor` may attend to), recurrent states whole.
         floor: the fewest tokens that the snapshot can be trimmed to.
     """
 
@@ -61,117 +53,194 @@ class Snapshot:
         Raises:
             InputError: fewer tokens than `floor` would be left; a negative count.
         """
-        count = undoable(count, self.offset, self.floor)
+        count = trimmed(count, self.offset, self.floor)
         states = dict(self.states)
-        for name, value in self.states.items():
-            if state_kind(name) is not MATRIX:
-                states[name] = value[..., : value.shape[-2] - count, :]
+        for name in filter(is_cache, states):
+            states[name] = states[name][:, : states[name].shape[1] - count]
         return replace(self, ids=self.ids[: self.offset - count], states=states)
 
 
-def undoable(count: int, offset: int, floor: int) -> int:
-    """How many of the last `count` tokens of `offset` there are to undo; refuses to go
-    below `floor`."""
+@dataclass(eq=False)
+class Sequences:
+    """What one batch has run so far.
+
+    Args:
+        states: of each layer shard; a runtime's state works with its own model alone.
+        ids: the tokens of each sequence.
+        floors: the fewest tokens that each sequence can go back to.
+        kept: where states are recurrent, each sequence before the last call of a
+            prompt, of T columns (0: as many as tokens run again).
+    """
+
+    manifest: Manifest
+    identity: str
+    states: list[State]
+    ids: list[list[int]] = field(default_factory=list)
+    floors: list[int] = field(default_factory=list)
+    kept: list[Snapshot] = field(default_factory=list)
+    T: int = 0
+
+    def __post_init__(self):
+        for _ in range(self.manifest.options.batch):
+            self.ids.append([])
+            self.floors.append(0)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """[B] tokens in the caches of each sequence: the position of its next one."""
+        return np.array([len(ids) for ids in self.ids])
+
+    @property
+    def named_states(self) -> list[tuple[State, str]]:
+        """(state of a shard, logical name) for every state of every shard."""
+        return [(state, name) for state in self.states for name in state.shard.states]
+
+    def append(self, chunk) -> None:
+        """Adds the tokens of a call that has run."""
+        for seq, tokens in enumerate(chunk):
+            self.ids[seq] += map(int, tokens)
+            lowest = floor(self.manifest, len(self.ids[seq]))
+            self.floors[seq] = max(self.floors[seq], lowest)
+
+
+def take(seqs: Sequences, seq: int = 0) -> Snapshot:
+    """A detached copy of one sequence."""
+    seq = checks.sequence(seq, len(seqs.ids))
+    offset = len(seqs.ids[seq])
+    lowest = max(seqs.floors[seq], floor(seqs.manifest, offset))
+    states = {}
+    for state, name in seqs.named_states:
+        value, rows = state.read(name)[seq], offset
+        if not is_cache(name):
+            states[name] = value.copy()
+            continue
+        if state.shard.states[name].ring:
+            rows = min(offset, offset - lowest + window(seqs.manifest, name) - 1)
+        places = np.arange(offset - rows, offset) % value.shape[1]
+        states[name] = value[:, places]
+    return Snapshot(tuple(seqs.ids[seq]), seqs.identity, states, lowest)
+
+
+def put(seqs: Sequences, seq: int, snapshot: Snapshot | None) -> None:
+    """Replaces one sequence by a snapshot (None: by one without a token); the others
+    are unchanged.
+
+    Raises:
+        InputError: a snapshot of another bundle, or one with no room; nothing is
+            changed then.
+    """
+    seq = checks.sequence(seq, len(seqs.ids))
+    if snapshot:
+        check_fits(seqs, snapshot)
+    for state, name in seqs.named_states:
+        batch = state.read(name)
+        batch[seq] = 0
+        if snapshot and is_cache(name):
+            fill(batch[seq], snapshot.states[name], snapshot.offset)
+        elif snapshot:
+            batch[seq] = snapshot.states[name]
+        state.write(name, batch)
+    seqs.ids[seq], seqs.floors[seq] = [], 0
+    if snapshot:
+        seqs.ids[seq] = list(snapshot.ids)
+        lowest = floor(seqs.manifest, snapshot.offset)
+        seqs.floors[seq] = max(snapshot.floor, lowest)
+
+
+def copy(source: Sequences, target: Sequences) -> None:
+    """Continues `source`'s sequences in the `target` of another bundle of the same
+    checkpoint, whatever the two bundles' shards, T and cache sizes.
+
+    Raises:
+        InputError: another checkpoint, another batch, or a cache that is too small.
+    """
+    found, needed = (
+        (each.manifest.checkpoint["sha256"], len(each.ids)) for each in (target, source)
+    )
+    if found != needed:
+        raise InputError(
+            "bundle to continue in",
+            f"checkpoint {found[0][:12]}, batch {found[1]}",
+            f"checkpoint {needed[0][:12]}, batch {needed[1]}",
+            "export both bundles from one checkpoint with one --batch",
+        )
+    for seq in range(len(source.ids)):
+        put(target, seq, replace(take(source, seq), identity=target.identity))
+
+
+def fill(target: np.ndarray, rows: np.ndarray, offset: int) -> None:
+    """Writes cache rows [H_kv, n, D], those of the last of `offset` tokens, to their
+    places in a cache, position p in row p modulo its size; of rows that do not fit a
+    smaller one, the last."""
+    count, size = min(rows.shape[1], target.shape[1]), target.shape[1]
+    places = np.arange(offset - count, offset) % size
+    target[:, places] = rows[:, rows.shape[1] - count :]
+
+
+def trimmed(count: int, offset: int, lowest: int) -> int:
+    """How many of the last `count` tokens of `offset` there are to take back; refuses to
+    go below `lowest`."""
     count = min(checks.count(count, "tokens to trim"), offset)
-    if offset - count < floor:
+    if offset - count < lowest:
         raise InputError(
             f"sequence of {offset} tokens",
             f"{count} to undo",
-            f"at most {offset - floor}: no state holds what was before those",
-            "restore an earlier snapshot, or export with --undo (convolutions and matrices then "
-            "hold t_max tokens more) and with --sliding mask (not ring)",
+            f"at most {offset - lowest}: no state holds what was before those",
+            "restore an earlier snapshot, or export with --sliding mask (not ring)",
         )
     return count
 
 
-def foreign(subject: str, other: str, own: str) -> InputError:
-    return InputError(
-        subject,
-        f"identity {other[:12]}",
-        f"this bundle's, {own[:12]} (checkpoint, weights, options, tokenizer, precision)",
-        "prefill the tokens again",
-    )
-
-
-class UndoDepth:
-    """How far the sequences of a bundle can go back: the table of `bundle.states`, for
-    all states at once."""
-
-    def __init__(self, manifest: Manifest):
-        self.t_max = manifest.options.t_max
-        self.undo = manifest.options.undo
-        self.kinds, self.rings = set(), set()
-        for shard in manifest.shards:
-            for name, entry in shard.states.items():
-                self.kinds.add(shard.kind_of(name))
-                if entry.ring:
-                    window = manifest.layers[split_layer(name)[0]].window
-                    self.rings.add((entry.ring, window))
-
-    def floor(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The fewest tokens that sequences of `after` [B] tokens can go back to, whose
-        last call began at `before` [B]."""
-        floors = np.zeros_like(after)
-        for ring, window in self.rings:  # which must have the next token's window
-            wrapped = np.where(after > ring, after - ring + window - 1, 0)
-            floors = np.maximum(floors, wrapped)
-        if TAIL in self.kinds:
-            floors = np.maximum(floors, after - self.t_max * self.undo)
-        if MATRIX in self.kinds:
-            if self.undo:
-                after = before
-            floors = np.maximum(floors, after)
-        return floors
-
-
-def layout(
-    manifest: Manifest, offset: int, floor: int | None = None
-) -> dict[str, tuple[int, ...]]:
-    """Shape of every state in a snapshot of `offset` tokens that can be trimmed to
-    `floor`.
-
-    Args:
-        floor: by default the lowest after a call that ran no token.
-
-    Returns:
-        By name: caches [H_kv, rows, D] of all tokens, rings of those from
-        `floor` − window + 1 on; tails [n + offset − floor, W]; pending states
-        [H, offset − floor, width]; matrices whole.
-    """
-    if floor is None:
-        floor = int(UndoDepth(manifest).floor(offset, offset))
-    options, shapes = manifest.options, {}
+def floor(manifest: Manifest, offset: int) -> int:
+    """The fewest tokens that a sequence of `offset` tokens can go back to without a
+    snapshot: a ring must hold the next token's window, a recurrent state does not go
+    back."""
+    lowest = 0
     for shard in manifest.shards:
         for name, state in shard.states.items():
-            kind, (*heads, rows, width) = shard.kind_of(name), state.shape[1:]
-            if kind is ROWS:
-                rows = offset
-            elif kind is RING:
-                window = manifest.layers[split_layer(name)[0]].window
-                rows = min(offset, offset - floor + window - 1)
-            elif kind is PENDING:
-                rows = offset - floor
-            elif kind is TAIL:
-                rows += offset - floor - options.t_max * options.undo
-            shapes[name] = *heads, rows, width
-    return shapes
+            if shard.kind_of(name) in RECURRENT:
+                return offset
+            if state.ring and offset > state.ring:
+                last = offset - state.ring + window(manifest, name) - 1
+                lowest = max(lowest, last)
+    return lowest
 
 
-def fits(snapshot: Snapshot, needed: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a snapshot has states of the `needed` names and shapes. A cache may have
-    fewer rows than tokens, because a ring of another size holds fewer; other states may
-    have more rows than needed."""
-    if snapshot.states.keys() != needed.keys():
-        return False
-    for name, (*heads, rows, width) in needed.items():
-        shape = snapshot.states[name].shape
-        if len(shape) < 2 or (*heads, shape[-2], width) != shape:
-            return False
-        if is_cache(name) and shape[-2] > snapshot.offset:
-            return False
-        if not is_cache(name) and shape[-2] < rows:
-            return False
-    return True
+def window(manifest: Manifest, name: str) -> int:
+    return manifest.layers[split_layer(name)[0]].window
+
+
+def check_fits(seqs: Sequences, snapshot: Snapshot) -> None:
+    """Raises an InputError for a snapshot that sequences cannot continue. A cache may
+    have fewer rows than tokens: a ring of another size holds fewer."""
+    S, offset = seqs.manifest.options.max_seq_len, snapshot.offset
+    subject = f"snapshot of {offset} tokens"
+    if snapshot.identity != seqs.identity:
+        raise InputError(
+            subject,
+            f"identity {snapshot.identity[:12]}",
+            f"this bundle's, {seqs.identity[:12]} "
+            "(checkpoint, weights, options, tokenizer, precision)",
+            "prefill the tokens again",
+        )
+    if offset > S:
+        needed = f"at most max_seq_len = {S}"
+        raise InputError(subject, f"{offset} rows", needed, "export a larger cache")
+    needed, found = {}, {}
+    for state, name in seqs.named_states:
+        needed[name] = tuple(state.shard.states[name].shape[1:])
+    for name, value in snapshot.states.items():
+        found[name] = value.shape
+        if is_cache(name) and value.ndim == 3 and value.shape[1] <= offset:
+            whole = needed.get(name, value.shape)
+            found[name] = value.shape[0], whole[1], value.shape[2]
+    if found != needed:
+        raise InputError(
+            subject,
+            "a state that is missing, unknown or of another shape",
+            "this bundle's states",
+            "restore a snapshot as it was taken",
+        )
 
 
 def identity(manifest: Manifest, precision: str) -> str:
@@ -190,47 +259,3 @@ def identity(manifest: Manifest, precision: str) -> str:
         "files": [(f.path, f.sha256) for f in files],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def take(
-    value: np.ndarray, kind: StateKind, rows: int, offset: int, undone: int
-) -> np.ndarray:
-    """One sequence's state, as `state.read(name)[seq]` gives it, cut to its last `rows`
-    rows that count, in token order; a copy. `undone` of `offset` tokens and more were
-    undone since the last call."""
-    if kind is RING:
-        return value[:, np.arange(offset - rows, offset) % value.shape[1]]
-    if kind is TAIL:
-        end = len(value) - undone
-        return value[end - rows : end].copy()
-    return value[..., :rows, :].copy()
-
-
-def put(target: np.ndarray, kind: StateKind, value: np.ndarray, offset: int) -> None:
-    """The inverse of `take`, into a state full of zeros; of rows that do not fit a
-    smaller state, the last ones."""
-    count = min(value.shape[-2], target.shape[-2])
-    value = value[..., value.shape[-2] - count :, :]
-    if kind is RING or kind is ROWS:
-        target[:, np.arange(offset - count, offset) % target.shape[1]] = value
-    elif kind is TAIL:
-        target[len(target) - count :] = value
-    else:
-        target[..., :count, :] = value
-
-
-def per_sequence(value, B: int) -> list:
-    """One value for every sequence, or the list that already has one for each; one
-    snapshot goes to the first."""
-    if isinstance(value, Snapshot):
-        return [value] + [None] * (B - 1)
-    if not isinstance(value, (list, tuple)):
-        return [value] * B
-    if len(value) != B:
-        raise InputError(
-            "a list with a value for each sequence",
-            f"{len(value)} values",
-            f"{B}, or one value for all",
-            "give a list as long as the batch",
-        )
-    return list(value)

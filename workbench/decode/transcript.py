@@ -1,18 +1,15 @@
-"""Decodes one prompt and returns tokens, text and times, as `workbench decode` prints
+"""Decodes one prompt and returns tokens, text and times, as `workbench generate` prints
 them."""
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from workbench.decode import checks
-from workbench.decode.decoder import GREEDY, Decoder, Record
+from workbench.decode.decoder import GREEDY, Decoder, Record, Times
 from workbench.decode.sampling import Sampling
-from workbench.decode.times import Times
-from workbench.decode.transfer import prefill_by
 from workbench.errors import InputError
 
 
@@ -26,8 +23,7 @@ def load_tokenizer(folder: str | Path):
             f"tokenizer {folder}",
             "no tokenizer.json",
             "the checkpoint's tokenizer",
-            "give --prompt-ids (evaluate: --ids) instead of text, "
-            "or add the tokenizer and export again",
+            "give --prompt-ids instead of text, or add the tokenizer and export again",
         )
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -41,6 +37,17 @@ def encode_text(folder: str | Path, text: str) -> list[int]:
     # windows
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return [bos] * (bos is not None) + ids
+
+
+def token_labels(folder: Path | None, ids: Sequence[int]) -> list[str]:
+    """The text of each token for an axis: white space visible, at most 12 characters;
+    the id itself without a tokenizer in `folder`."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return [str(i) for i in ids]
+    decode = load_tokenizer(folder).decode
+    white = str.maketrans(" \n\t", "·↵⇥")
+    texts = [decode([int(i)]).translate(white) for i in ids]
+    return [text if len(text) <= 12 else f"{text[:11]}…" for text in texts]
 
 
 def encode_chat(folder: str | Path, message: str) -> list[int]:
@@ -77,7 +84,6 @@ def transcript(
     max_new: int,
     logits: Path | None = None,
     sampling: Sampling = GREEDY,
-    source: Decoder | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> dict:
     """Decodes one prompt and sums up.
@@ -85,22 +91,17 @@ def transcript(
     Args:
         logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row
             per generated token.
-        source: runs the prompt; its states are then copied into `decoder`, within the
-            prefill's time.
         on_text: is called with the text of each token as soon as it is decoded, where
             the bundle has a tokenizer; the pieces add up to `text`.
 
     Returns:
-        The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded
-        after the first.
+        The JSON of `workbench generate`. The first step after the prompt compiles and
+        allocates: it is in `samples_ms` alone, and the figures are None without another.
 
     Raises:
         InputError: what cannot be decoded, or kept, before any token is.
     """
-    prefill, runner = decoder.prefill, source or decoder
     tokenizer = on_token = text = None
-    if source:
-        prefill = partial(prefill_by, source, decoder)
     if logits:
         _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
     _check_argmax(decoder, logits, sampling)
@@ -108,12 +109,12 @@ def transcript(
         tokenizer = load_tokenizer(decoder.bundle.tokenizer)
     if tokenizer and on_text:
         on_token = _text_stream(tokenizer, on_text)
-    stream = decoder.stream(ids, max_new, sampling=sampling, prefill=prefill)
+    stream = decoder.stream(ids, max_new, sampling=sampling)
     records, prefill_ms = _timed(stream, on_token)
     tokens, times = [r.token for r in records], [r.times for r in records[1:]]
     if logits:
         rows = [record.logits for record in records]
-        rows.append(_last_logits(decoder, tokens, ids, prefill))
+        rows.append(_last_logits(decoder, tokens, ids))
         with logits.open("wb") as file:  # np.save appends .npy to a name
             np.save(file, np.stack(rows).astype(np.float32))
     if tokenizer:
@@ -123,19 +124,19 @@ def transcript(
         "text": text,
         "prefill": {
             "tokens": len(ids),
-            "calls": runner.prefill_calls(len(ids)),
-            "bundle": runner.bundle.root.name,
+            "calls": decoder.prefill_calls(len(ids)),
+            "bundle": decoder.bundle.root.name,
             "ms": prefill_ms,
         },
         "decode": {"tokens": len(tokens)} | _step_times(times),
         "runtime": decoder.runtime,
-        "precision": {"portable": decoder.precision}.get(decoder.runtime),
+        "precision": None if decoder.is_device else decoder.precision,
     }
 
 
 def _step_times(times: list[Times]) -> dict:
-    """Tokens per second and medians in ms of decoding steps; None for each without a
-    step."""
+    """The ms of all decoding steps; tokens per second and medians in ms without the
+    first step, None where there is no other."""
     samples = [t.total for t in times]
     figures = {
         "tokens_per_s": None,
@@ -143,10 +144,10 @@ def _step_times(times: list[Times]) -> dict:
         "head_ms": None,
         "samples_ms": samples,
     }
-    if times:
-        figures["tokens_per_s"] = 1e3 / float(np.median(samples))
-        figures["layer_ms"] = np.median([t.layers for t in times], axis=0).tolist()
-        figures["head_ms"] = float(np.median([t.head for t in times]))
+    if later := times[1:]:
+        figures["tokens_per_s"] = 1e3 / float(np.median([t.total for t in later]))
+        figures["layer_ms"] = np.median([t.layers for t in later], axis=0).tolist()
+        figures["head_ms"] = float(np.median([t.head for t in later]))
     return figures
 
 
@@ -177,12 +178,12 @@ def _text_stream(tokenizer, on_text) -> Callable[[int], None]:
     return add
 
 
-def _last_logits(decoder: Decoder, tokens: list[int], ids, prefill) -> np.ndarray:
+def _last_logits(decoder: Decoder, tokens: list[int], ids) -> np.ndarray:
     """The logits after the last of all tokens, from which none was picked."""
     if tokens:
         return decoder.decode_one_token(tokens[-1])
     decoder.begin()
-    return prefill(ids)
+    return decoder.prefill(ids)
 
 
 def _check_argmax(decoder: Decoder, logits: Path | None, sampling: Sampling) -> None:

@@ -10,8 +10,7 @@ difference to every layer's update:
     precision     every result rounded to the dtype it declares        portable, declared
     runtime       the device in place of the portable runtime          Core ML, on a Mac alone
 
-Of Core AI's fp32 programs, which Apple's interpreter runs, the first three parts are
-all.
+Of a plug-in's target in fp32, the first three parts are all.
 
 The vectors add up to the total; their norms do not, so cross terms are reported beside
 them. A fault of the bundle's program is re-authoring error in whatever format the
@@ -22,9 +21,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+import torch
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, golden, metrics
+from workbench.check.hf import Weights
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -103,6 +104,15 @@ def _rms(vectors: np.ndarray) -> np.ndarray:
     return metrics.rms(vectors.reshape(len(vectors), -1))
 
 
+def needs_hidden(bundle: Bundle) -> None:
+    """Refuses a bundle of which only caches and logits can be compared."""
+    if not bundle.manifest.shows_hidden:
+        subject = f"updates of {bundle.root.name}"
+        actual = "packages of another exporter, which show caches and logits alone"
+        step = "run: workbench explain with --only variant, or --only ranges"
+        raise InputError(subject, actual, "a bundle of workbench export", step)
+
+
 def split_error(
     checkpoint: Checkpoint,
     bundle: Bundle,
@@ -121,17 +131,18 @@ def split_error(
         T: tokens per call (default: t_max).
         reference: the checkpoint's golden of `ids` (default: made now).
         runtime: the device whose part is measured, on `compute_units`; `portable`, and
-            any runtime of a Core AI bundle: no device.
+            any runtime of a plug-in's target: no device.
     """
     from tqdm.auto import tqdm
 
+    needs_hidden(bundle)
     runs = _runs(bundle, runtime)
     source = reference or golden.make_golden(checkpoint, ids)
     stages = _stages(checkpoint, bundle, source, T, runs, compute_units)
     stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
     for mode, *updates in zip(MODES, *stages.values(), strict=True):
-        updates = np.stack([np.float64(source.update), *updates])
+        updates = np.stack([_updates(source), *updates])
         differences = np.diff(updates, axis=0)
         parts = dict(zip(stages, differences, strict=True))
         splits[mode] = Split(updates[0], updates[-1], parts)
@@ -142,10 +153,10 @@ def _runs(bundle: Bundle, runtime: str) -> list[tuple[str, str, str]]:
     """(part, runtime, precision) of each run of the bundle's own program.
 
     Raises:
-        InputError: a runtime that is not here; fp16 programs of Core AI.
+        InputError: a runtime that is not here; see also `exact_runtime`.
     """
     runs = [("reauthoring", exact_runtime(bundle), "exact")]
-    if bundle.manifest.options.target == "coreml":
+    if not bundle.manifest.options.plugin:
         runs.append(("precision", "portable", "declared"))
         runtime = resolve(runtime)
         if runtime != "portable":
@@ -158,17 +169,35 @@ def _stages(
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in
     order."""
-    readers = {"storage": golden.fp16_weights, "quantization": golden.stored_weights}
+    readers = {"storage": fp16_weights, "quantization": golden.stored_weights}
     for part, read in readers.items():
         weights = read(checkpoint, bundle)
         arguments = checkpoint, source.ids, weights, "stored"
-        isolated = golden.make_golden(*arguments, source.x, source.router)
-        chained = golden.make_golden(*arguments)
-        yield part, [np.float64(isolated.update), np.float64(chained.update)]
+        isolated = golden.make_golden(*arguments, feed=source.values)
+        yield part, [_updates(isolated), _updates(golden.make_golden(*arguments))]
     for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
         tokens = T or decoder.options.t_max
         yield part, [updates(decoder, source, tokens, mode) for mode in MODES]
+
+
+def _updates(source: golden.Golden) -> np.ndarray:
+    """What each layer adds, [L, n, C] float64."""
+    return np.stack([np.float64(source.update(i)) for i in range(source.layers)])
+
+
+def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
+    """The checkpoint's values rounded to fp16 as an uncompressed bundle would store
+    them, with the offsets that `bundle` adds."""
+    offsets = {}
+    for shard in bundle.manifest.shards:
+        offsets |= shard.offsets
+
+    def read(name: str) -> torch.Tensor:
+        offset = offsets.get(name, 0.0)
+        return (checkpoint.tensor(name) + offset).half().float() - offset
+
+    return read
 
 
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
@@ -180,63 +209,31 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
             portable one, inside a shard of several layers).
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
-    if len(trace.hidden) < len(source.x):
+    if len(trace.hidden) < source.layers:
         actual = f"layers inside a shard that {decoder.runtime} does not show"
         step = "export with --layers-per-shard 1"
         subject = f"bundle {decoder.bundle.root.name}"
         raise InputError(subject, actual, "one layer a shard", step)
-    layers = range(len(source.x))
+    layers = range(source.layers)
     after = np.stack([trace.hidden[layer] for layer in layers])
     after = after.astype(np.float64)
     if mode == "isolated":
-        return after - trace.x
+        return after - np.stack(trace.x)
     embedded = decoder.bundle.embed(source.ids[None])
     embedded = embedded * decoder.manifest.stream_scale
     return after - np.concatenate([embedded, after[:-1]])
 
 
 def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
-    """Gates: the re-authoring error is within its limit, and the parts add up to the
-    total."""
-    residual = max(split.residual for split in splits.values())
+    """Gate `reauthoring`: the re-authoring error is within its limit."""
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())
     exact = "exact arithmetic on the stored weights against Hugging Face, relative RMS"
-    added = "sum of the parts against the total, relative RMS"
     return [
         gates.at_most(
             "reauthoring",
             float(errors[worst]),
             gates.REAUTHORING,
             f"{exact}: layer {worst}",
-        ),
-        gates.at_most("parts_telescope", residual, gates.TELESCOPE, added),
-    ]
-
-
-def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
-    """The conclusion from the parts of isolated layers and from the remedies for their
-    weights."""
-    layers = split.layers()
-    shares = split.shares()
-    own = pd.Series(np.diag(shares), shares.index)
-    part = own.idxmax()
-    worst = layers.loc[layers["total"].idxmax()]
-    cross = f"cross terms make up {1 - own.sum():+.1%}"
-    largest = f"{layers['reauthoring'].max():.1e}"
-    error = f"an error of {worst['total']:.2%} of its update"
-    lines = [
-        f"Most of the squared error is {part}: {own[part]:.1%}; {cross}.",
-        f"Re-authoring is {largest} at most, of {gates.REAUTHORING:g} allowed.",
-        f"The worst layer is {worst['layer']:.0f}: {error}; "
-        f"rounding alone is {worst['precision']:.2%}.",
-    ]
-    for row in remedies.to_dict("records"):
-        better = f"{row['int8-channel']:.2%}, as fp16 to {row['fp16']:.2%}"
-        stored = f"storing {row['tensors']} as int8-channel brings {row['error']:.2%} to {better}"
-        lines.append(f"Layer {row['layer']}: {stored}.")
-    if "runtime" not in split.parts:
-        lines.append(
-            "The device's own part was not measured: there is no Core ML here."
         )
-    return "\n".join(f"- {line}" for line in lines)
+    ]

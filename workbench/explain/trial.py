@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from workbench.bundle import Bundle
-from workbench.check import fidelity, golden, metrics
+from workbench.check import fidelity, golden, hf, metrics
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
 Change = Callable[[Callable], Callable]  # a function of a module → the one in its place
 # name of a weight, and what reads it unchanged → its values
-WeightChange = Callable[[str, golden.WeightReader], torch.Tensor]
+WeightChange = Callable[[str, hf.Weights], torch.Tensor]
 # relative RMS above which weights are another layer's; compression stays below it
 UNLIKE = 0.5
 # rounding of `hidden` relative to its RMS, which enters every update
@@ -61,8 +61,11 @@ class Trial:
         self.source = golden.make_golden(
             checkpoint, self.ids, self.read, "stored", head=False
         )
-        decoder = Decoder(bundle, runtime, "exact")
-        self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
+        self.decoder = decoder = Decoder(bundle, runtime, "exact")
+        # where layers show no hidden state, caches of a chained run are all there is
+        self.isolated = bundle.manifest.shows_hidden
+        how = (decoder.options.t_max, "isolated") if self.isolated else (1, "chained")
+        self.outputs = fidelity.run_golden(decoder, self.source, *how)
         scale = bundle.manifest.stream_scale
         embedded = bundle.embed(self.source.ids[None])
         self.embedded = embedded[0] * scale
@@ -73,7 +76,7 @@ class Trial:
         for each the worst of update, K and V. A layer with the weights of another layer
         than the variant's has at least 1."""
         reference = self._run(variant, count)
-        embedded = self.source.x[0] * variant.embedding
+        embedded = self.source["x.0"] * variant.embedding
         errors = [metrics.relative_rms(embedded, self.embedded)]
         for layer in range(count):
             stored = self.order.get(layer, layer)
@@ -82,35 +85,33 @@ class Trial:
             errors.append(max(worst, float(other)))
         return np.nan_to_num(errors, nan=np.inf)
 
-    def _layer_errors(self, reference: golden.Golden, layer: int) -> list[float]:
+    def _layer_errors(self, reference: hf.Values, layer: int) -> list[float]:
         """Relative RMS of a layer's update and, if it attends, of K and V."""
-        outputs = self.outputs
-        update = reference.update[layer]
-        difference = outputs.hidden[layer] - outputs.x[layer] - update
-        rounding = STREAM_ULPS * _rms(reference.x[layer])
-        beyond = max(0.0, _rms(difference) - rounding)
-        errors = [beyond / (_rms(update) or 1.0)]
+        outputs, errors = self.outputs, []
+        if self.isolated:
+            update = reference[f"hidden.{layer}"] - reference[f"x.{layer}"]
+            difference = outputs.hidden[layer] - outputs.x[layer] - update
+            rounding = STREAM_ULPS * _rms(reference[f"x.{layer}"])
+            beyond = max(0.0, _rms(difference) - rounding)
+            errors.append(beyond / (_rms(update) or 1.0))
         if layer in outputs.cached:
             rows = outputs.cached[layer]
             for name in "kv":
-                expected = getattr(reference, name)[layer][:, rows]
-                actual = getattr(outputs, name)[layer][:, rows]
+                expected = reference[f"{name}.{layer}"][rows]
+                actual = getattr(outputs, name)[layer][rows]
                 errors.append(metrics.relative_rms(expected, actual))
         return errors
 
-    def _run(self, variant: Variant, count: int) -> golden.Golden:
-        source = self.source
+    def _run(self, variant: Variant, count: int) -> hf.Values:
+        def read(name: str) -> torch.Tensor:
+            return variant.read(name, self.read)
+
+        feed = self.source.values
+        if not self.isolated:
+            feed = {"x.0": feed["x.0"] * np.float32(variant.embedding)}
         with changed_model(self.checkpoint.config, variant, count) as model:
-            return golden.make_golden(
-                self.checkpoint,
-                self.ids,
-                lambda name: variant.read(name, self.read),
-                "variant",
-                source.x[:count],
-                source.router,
-                model=model,
-                head=False,
-            )
+            reference = hf.Reference(self.checkpoint, read, model=model)
+            return reference.run(self.ids, feed=feed, head=False)
 
     def _order(self) -> dict[int, int]:
         """Layer → the neighbour in the checkpoint whose weights it stores, where it is
@@ -141,7 +142,7 @@ def changed_model(config, variant: Variant, count: int):
     config = copy.deepcopy(config)
     for name, value in variant.config.items():
         setattr(config, name, copy.deepcopy(value))
-    model = golden.empty_model(config)
+    model = hf.empty_model(config)
     model.model.layers = model.model.layers[:count]
     variant.model(model.model)
     with _replaced(sys.modules[type(model).__module__], variant.functions):

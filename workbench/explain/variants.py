@@ -15,7 +15,7 @@ from torch import nn
 
 from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
-from workbench.check import golden
+from workbench.check import hf
 from workbench.explain.trial import Change, Trial, Variant
 from workbench.models.checkpoint import Checkpoint
 
@@ -55,16 +55,21 @@ def explain_bundle(
     Raises:
         InputError: a bundle of another checkpoint.
     """
-    trial = Trial(bundle, checkpoint)
+    trial, fits = Trial(bundle, checkpoint), tolerance(bundle)
     ropes = [rope.inv_freq for rope in bundle.manifest.rope]
     errors = try_variants(
-        trial.errors, checkpoint, ropes, trial.order, progress=progress
+        trial.errors, checkpoint, ropes, trial.order, fits, progress=progress
     )
-    if min(errors.values()) > FITS:
+    if min(errors.values()) > fits:
         tables = _own_tables(bundle.manifest, checkpoint)
         worst = trial.errors(tables, bundle.manifest.dims.L).max()
         errors[tables.name] = float(worst)
     return ranking(errors)
+
+
+def tolerance(bundle: Bundle) -> float:
+    """`FITS`, or what the constants of programs of another exporter may cost."""
+    return max(FITS, bundle.manifest.constants_error)
 
 
 def try_variants(
@@ -151,8 +156,8 @@ def variants(
         wrong: the layers that differ from the model as configured.
     """
     config = checkpoint.config
-    layers = golden.empty_model(config).model.layers
-    layer = next(filter(golden.has_attention, layers))
+    layers = hf.empty_model(config).model.layers
+    layer = next(filter(hf.has_attention, layers))
     yield from _rope_variants(checkpoint, ropes)
     yield from _norm_variants(config, layer)
     yield from _window_variants(config)
@@ -354,7 +359,7 @@ def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
 
     def leave_out(base):
         _without(f"self_attn.{q_norm}", f"self_attn.{k_norm}")(base)
-        for layer in filter(golden.has_attention, base.layers):
+        for layer in filter(hf.has_attention, base.layers):
             layer.self_attn.register_forward_pre_hook(
                 lambda module, args, kwargs: current.append(module), with_kwargs=True
             )

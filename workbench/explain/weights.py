@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from miltorch.steps import Body
 from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
 from workbench.check.golden import Golden
@@ -19,7 +20,6 @@ from workbench.check.weights import checkpoint_values
 from workbench.decode import Decoder
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
-from workbench.runtime.functions import each_function
 
 # fp16 values of a tensor → the values to run with
 Swap = Callable[[torch.Tensor], torch.Tensor]
@@ -46,6 +46,7 @@ class WeightTrial:
         golden: Golden,
         T: int | None = None,
     ):
+        error.needs_hidden(bundle)
         self.decoder = Decoder(bundle, "portable", "exact")
         self.checkpoint = checkpoint
         self.golden = golden
@@ -77,15 +78,15 @@ class WeightTrial:
         experts = self.decoder.experts.models.values()
         for model in (*self.decoder.layers, *experts):
             for tensor, constant in model.shard.weights.items():
-                stored = model.executable.constant(constant)
+                stored = torch.from_numpy(model.constant(constant))
                 values, _ = checkpoint_values(
                     self.checkpoint, model.shard, tensor, stored.numel()
                 )
                 fp16 = values.half().float().reshape(stored.shape)
                 if not torch.equal(fp16, stored):
                     layer, kind = split_layer(tensor)
-                    for program in each_function([model]):
-                        yield kind, layer, program.executable, constant, fp16
+                    for executable in model.executables.values():
+                        yield kind, layer, executable, constant, fp16
 
     @contextmanager
     def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):
@@ -94,22 +95,21 @@ class WeightTrial:
         with ExitStack() as undo:
             for kind, layer, executable, constant, fp16 in list(self._tensors()):
                 if (layer, kind) in tensors:
-                    stored = executable.body.constants[constant]
-                    undo.callback(replace, executable, constant, stored)
-                    replace(executable, constant, swap(fp16))
+                    for held, key in _places(executable.body, constant):
+                        undo.callback(held.__setitem__, key, held[key])
+                        held[key] = swap(fp16).to(held[key].dtype)
             yield
 
 
-def replace(executable, constant: str, value: torch.Tensor) -> None:
-    """Replaces a constant by `value` in the program's table and in every step that
-    reads it."""
-    old = executable.body.constants[constant]
-    value = value.to(old.dtype)  # fp16 where the steps read fp16
-    executable.body.constants[constant] = value
-    for step in executable.body.steps:
-        for name, current in step.constants.items():
-            if current is old:
-                step.constants[name] = value
+def _places(body: Body, constant: str) -> Iterator[tuple[dict, str]]:
+    """(table, key) wherever a program holds a constant: as a value that steps look up by
+    name, or as an argument of a step."""
+    if constant in body.constants:
+        yield body.constants, constant
+    for step in body.steps:
+        for parameter in step.constants:
+            if getattr(step.op.inputs.get(parameter), "name", None) == constant:
+                yield step.constants, parameter
 
 
 def costs(weights: WeightTrial) -> pd.DataFrame:

@@ -2,56 +2,38 @@
 Nothing here depends on how shards are run."""
 
 import errno
+import hashlib
 import json
-import math
-import shutil
-import struct
-import tempfile
-import warnings
-from concurrent.futures import ThreadPoolExecutor
+import sys
+import types
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 
 from miltorch.quiet import coremltools
-from workbench.bundle import (
-    Bundle,
-    Embedding,
-    FileEntry,
-    Manifest,
-    Options,
-    Shard,
-    Tokens,
-    Writer,
-    file_entries,
-)
-from workbench.bundle.aimodel import optional
-from workbench.bundle.manifest import first_fault
+from workbench import paths
+from workbench.bundle import Bundle, Options, Writer
+from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
 from workbench.bundle.names import MATRIX_STATE
 from workbench.errors import InputError
-from workbench.export import shards
-from workbench.export.coreai import CoreAIMaker
-from workbench.export.make import Maker
-from workbench.export.weights import Clock
-from workbench.files import check_room
+from workbench.export import cached
+from workbench.export.write import write_bundle
+from workbench.files import locked, project_root
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
-__all__ = ["export", "options", "read_plan", "versions"]
+__all__ = ["bundle_for", "bundle_name", "export", "options", "read_plan", "versions"]
 # no room left: on the disk, for this user, in one file
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
-MAKERS = {"coreml": Maker, "coreai": CoreAIMaker}  # by the option `target`
-THREADS = 2  # stamping is bound by memory and disk: more gain little
 
 
 def options(**chosen) -> Options:
     """Export options from keywords; a value that is out of range or unknown is refused
     by name."""
     try:
-        return Options(**chosen)
+        settings = Options(**chosen)
     except ValidationError as problem:
         name, error = first_fault(problem, "export options")
         limits = error.get("ctx", {})
@@ -65,30 +47,27 @@ def options(**chosen) -> Options:
         raise InputError(
             name, repr(error.get("input")), needed, "see: workbench export --help"
         ) from None
+    if settings.plugin:
+        settings.plugin.check(settings)
+    return settings
 
 
 def export(
     checkpoint: str | Path,
-    bundle: str | Path,
+    bundle: str | Path | None = None,
     *,
     progress: bool = True,
-    plain: bool = False,
-    verify_stamps: int = 0,
-    clock: Clock | None = None,
     **chosen,
 ) -> Bundle:
-    """Exports the Hugging Face folder `checkpoint` to the new folder `bundle`.
+    """Exports the Hugging Face folder `checkpoint` to the new folder `bundle`, or opens
+    the bundle of that checkpoint and these options in `data/bundles`, where it is
+    exported if it is missing.
 
     Args:
         checkpoint: folder with config.json and safetensors (fp32, fp16 or bf16, whole
             or sharded).
-        bundle: where the bundle shall be; an interrupted export to the same place with
-            the same options resumes.
+        bundle: where the bundle shall be; it is there as a whole or not at all.
         progress: show a progress bar.
-        plain: convert every shard, stamp none; the bytes are the same, only slower to
-            make.
-        verify_stamps: number of random stamped shards to convert again and compare.
-        clock: collects the seconds of each kind of work.
         chosen: fields of `workbench.bundle.Options`.
 
     Returns:
@@ -100,79 +79,40 @@ def export(
     """
     coremltools()  # quietly, before a part of it is imported by itself
     settings = options(**chosen)
-    source = Checkpoint(checkpoint)
+    source = Checkpoint(paths.find(checkpoint))
+    if bundle is None:
+        project = project_root(Path.cwd()) or Path.cwd()
+        return bundle_for(source, settings, project / "data" / "bundles", progress)
     plan = read_plan(source, settings)
-    packages = versions(settings.target)
-    _warn_widths(plan, settings)
-    subject = f"bundle {bundle}"
-    make = MAKERS[settings.target]
     try:
         with Writer(Path(bundle)) as writer:
-            maker = make(source, plan, settings, writer, plain, clock or Clock())
-            return _write(maker, packages, subject, verify_stamps, progress)
+            packages = versions(settings)
+            manifest = write_bundle(writer, source, plan, settings, packages, progress)
+            return writer.finish(manifest)
     except OSError as problem:
-        raise _stopped(subject, problem) from problem
+        raise _stopped(f"bundle {bundle}", problem) from problem
 
 
-def _write(
-    maker: Maker,
-    packages: dict[str, str],
-    subject: str,
-    verify_stamps: int,
-    progress: bool,
+def bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
+    """Checkpoint and a hash of everything that decides a bundle's bytes."""
+    parts = [MANIFEST_VERSION, sha256, options.model_dump(), versions(options)]
+    text = json.dumps(parts, sort_keys=True)
+    return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def bundle_for(
+    checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False
 ) -> Bundle:
-    """Writes every file of the bundle that `maker` has a writer for."""
-    source = maker.source
-    plan = maker.plan
-    writer = maker.writer
+    """The bundle of a checkpoint and options, exported into `folder` by one process at
+    a time.
 
-    def identity() -> dict:  # hashes the checkpoint, once
-        settings = maker.options.model_dump()
-        return {"checkpoint": source.sha256, "options": settings, "packages": packages}
-
-    if writer.resumes:
-        writer.resume(identity())
-    _check_room(maker, subject)
-    files = _copy_tokenizer(source, writer)
-    tokens = Tokens(bos=source.config.bos_token_id, eos=source.eos, files=files)
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        signing = pool.submit(lambda: writer.sign(identity()))
-        finished, table = _make(maker, pool, progress)
-        maker.verify(finished, verify_stamps)
-        signing.result()
-    finally:
-        pool.shutdown(cancel_futures=True)  # before the folder is unlocked
-    manifest = Manifest(
-        family=source.config.model_type,
-        dims=plan.dims,
-        options=maker.options,
-        rope=plan.rope,
-        layers=plan.layers,
-        shards=finished,
-        embedding=Embedding(file=table, scale=plan.embedding_scale),
-        tokens=tokens,
-        checkpoint={
-            "name": source.name,
-            "sha256": source.sha256,
-            "dtype": source.dtype,
-        },
-        packages=packages,
-        residual_exponent=plan.residual_exponent,
-    )
-    return writer.finish(manifest)
-
-
-def _check_room(maker: Maker, subject: str) -> None:
-    """Raises an InputError if the disk lacks room for the missing part of the bundle
-    and for the temporary copies of its largest shard, in the work folder (a trial, a
-    program for each function) and where coremltools writes."""
-    shards, largest = maker.room()
-    table = maker.source.prefix + "embed_tokens.weight"
-    embedding = 2 * math.prod(maker.source.shape(table))
-    copies = 1 + len(maker.options.functions)
-    check_room(maker.writer.root, shards + embedding + copies * largest, subject)
-    check_room(Path(tempfile.gettempdir()), largest, f"{subject}, temporary files")
+    An existing bundle is opened; a damaged one is exported again, with a warning that
+    has the reason."""
+    path = folder / bundle_name(checkpoint.name, checkpoint.sha256, options)
+    with locked(cached.lock(path)):
+        return cached.opened(path) or export(
+            checkpoint.path, path, progress=progress, **options.model_dump()
+        )
 
 
 def _stopped(subject: str, problem: OSError) -> InputError:
@@ -181,7 +121,7 @@ def _stopped(subject: str, problem: OSError) -> InputError:
     reason = f"{problem.strerror or problem}"
     if problem.errno in FULL:
         needed = "a writable disk with room for the bundle"
-        step = "free some room and run the same export again: it resumes"
+        step = "free some room and export again"
         return InputError(subject, reason, needed, step)
     if problem.filename:
         reason += f" ({problem.filename})"
@@ -189,14 +129,13 @@ def _stopped(subject: str, problem: OSError) -> InputError:
     return InputError(subject, reason, needed, "correct this, or choose another target")
 
 
-def versions(target: str = "coreml") -> dict[str, str]:
+def versions(options: Options) -> dict[str, str]:
     """Versions of the packages that a bundle's bytes and values depend on, by name."""
     from importlib.metadata import version
 
     names = ["coremltools", "numpy", "torch", "transformers", "workbench"]
-    if target == "coreai":
-        optional("coreai_torch")
-        names += ["coreai-core", "coreai-torch"]
+    if options.plugin:
+        names += options.plugin.packages
     return {name: version(name) for name in names}
 
 
@@ -212,6 +151,12 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
     # (does not apply, option, what is needed, next step)
     refusals = [
         (
+            options.sliding == "window",
+            "sliding = window",
+            "mask or ring: only other exporters' packages have such a cache",
+            "leave out --sliding",
+        ),
+        (
             options.moe == "routed" and not plan.experts,
             "moe = routed",
             "a family with experts",
@@ -224,17 +169,11 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
             "leave out --sliding",
         ),
         (
-            options.state_pair and not matrices,
-            "state_pair",
-            "a family with matrix states",
-            "leave out --state-pair",
-        ),
-        (
             options.t_max > MATRIX_T_MAX and matrices,
             f"t_max = {options.t_max}",
             f"at most {MATRIX_T_MAX}: "
             "fp16 cannot hold what more tokens at once do to a matrix state",
-            f"export with --t-max {MATRIX_T_MAX} or less",
+            f"export with --tokens 1-{MATRIX_T_MAX} or fewer",
         ),
         (
             options.max_seq_len > longest,
@@ -251,86 +190,12 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
     return plan
 
 
-def _warn_widths(plan: Plan, options: Options) -> None:
-    widths = set()
-    for spec in shards.specs(plan, options):
-        widths |= {shape[-1] for shape in spec.buffers.values()}
-    odd = sorted(width for width in widths if width % 32)
-    if odd:
-        warnings.warn(
-            f"states of width {', '.join(map(str, odd))}, no multiple of 32, "
-            "failed on the Neural Engine "
-            "(rule K2, CT#2631); the portable runtime takes them",
-            stacklevel=3,
-        )
+class _CallableModule(types.ModuleType):
+    """`from workbench import export` gives this module, and `export(CHECKPOINT)` calls
+    its function of the same name."""
+
+    def __call__(self, *args, **options) -> Bundle:
+        return export(*args, **options)
 
 
-def _make(
-    maker: Maker, pool: ThreadPoolExecutor, progress: bool
-) -> tuple[list[Shard], FileEntry]:
-    """All shards and the embedding table, with a progress bar in bytes."""
-    from tqdm.auto import tqdm
-
-    sizes = {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs}
-    bar = tqdm(
-        total=sum(sizes.values()),
-        desc="export",
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-    )
-    finished = {}
-    with bar:
-        for shard in maker.convert_first():
-            finished[shard.name] = shard
-            bar.update(sizes[shard.name])
-        table = pool.submit(_write_embedding, maker.source, maker.plan, maker.writer)
-        others = [spec for spec in maker.specs if spec.name not in finished]
-        for shard in maker.stamp_all(others, pool):
-            finished[shard.name] = shard
-            bar.update(sizes[shard.name])
-    return [finished[name] for name in sizes], table.result()
-
-
-def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntry:
-    """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors
-    file, never whole in memory."""
-    names = {"weight": "embed_tokens.weight"} | plan.embedding
-    names = {key: source.prefix + name for key, name in names.items()}
-    dtypes = dict.fromkeys(names, torch.float32) | {"weight": torch.float16}
-    header = {}
-    end = 0
-    for key, name in names.items():
-        start = end
-        shape = source.shape(name)
-        width = dtypes[key].itemsize
-        end += math.prod(shape) * width
-        header[key] = {
-            "dtype": f"F{8 * width}",
-            "shape": shape,
-            "data_offsets": [start, end],
-        }
-    path = writer.root / "embedding.safetensors"
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for key, name in names.items():
-            for chunk in source.chunks(name):
-                values = chunk.to(dtypes[key])
-                if not values.isfinite().all():
-                    raise InputError(
-                        f"tensor {name}",
-                        "values beyond fp16",
-                        "finite fp16 values",
-                        "export a checkpoint whose weights fp16 can hold",
-                    )
-                file.write(values.numpy())
-    return file_entries(writer.root, path)[0]
-
-
-def _copy_tokenizer(source: Checkpoint, writer: Writer) -> list[FileEntry]:
-    folder = writer.root / "tokenizer"
-    for file in source.tokenizer_files():
-        folder.mkdir(exist_ok=True)
-        shutil.copyfile(file, folder / file.name)
-    return file_entries(writer.root, folder)
+sys.modules[__name__].__class__ = _CallableModule

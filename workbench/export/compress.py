@@ -11,17 +11,25 @@ prevents this in conversions. tests/export/test_compress.py compares the bytes w
 coremltools' own."""
 
 from contextlib import contextmanager
+from math import prod
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from miltorch.quiet import quiet
-from workbench.bundle.presets import Preset
-from workbench.export.weights import Scratch, WeightSource
+from workbench.export.weights import Scratch, WeightSource, load_values
+from workbench.models.checkpoint import Checkpoint
 
 PIECE = 1 << 16
 MINUS_ZERO = 0x8000
+
+
+def stored(
+    weight: WeightSource, source: Checkpoint, scratch: Scratch
+) -> dict[str, np.ndarray]:
+    """`stored_arrays` of a weight, read from the checkpoint."""
+    values, peak = load_values(weight, source, scratch)
+    return stored_arrays(weight, values, peak, scratch)
 
 
 def stored_arrays(
@@ -96,74 +104,32 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     return {"indices": table[codes], "lut": lut.astype(np.float16)}
 
 
-def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
-    """What `stored_arrays` returns, by coremltools' own functions and its exact
-    k-means."""
-    from coremltools.optimize.coreml._quantization_passes import (
-        linear_quantize_weights,
-        palettize_weights,
-    )
-
-    array = values.numpy().reshape(weight.shape)
-    preset = weight.preset
-    with quiet(), exact_tables():
-        if not preset.is_integer:
-            palette = palettize_weights.blockwise_compress(
-                array, "KMEANS", preset.bits, [0] * 4
-            )
-            indices = palette.indices.reshape(-1)
-            return {"indices": indices, "lut": palette.lut.reshape(-1)}
-        blocks = [int(preset.granularity != "per_tensor"), preset.block, 0, 0]
-        linear = linear_quantize_weights.blockwise_compress(
-            array, preset.bits, "LINEAR_SYMMETRIC", True, blocks
-        )
-    return {"data": linear.data.reshape(-1), "scale": linear.scale.reshape(-1)}
-
-
-def exact_tables():
-    """Context manager inside which coremltools' palettization uses its exact k-means
-    for tensors of every size."""
-    from coremltools.optimize.coreml import _quantization_passes as passes
-
-    cluster = passes._get_kmeans_lookup_table_and_weight
-
-    def exact(nbits: int, weight: np.ndarray, **_) -> tuple[np.ndarray, np.ndarray]:
-        return cluster(nbits, weight, force_kmeans1d=True)
-
-    return patch.object(passes, "_get_kmeans_lookup_table_and_weight", exact)
-
-
 @contextmanager
-def installed(preset: Preset):
-    """Context manager inside which coremltools' compression passes use `stored_arrays`,
-    which saves a third of a conversion's time."""
+def placeholders():
+    """Context manager inside which coremltools' compression passes lay placeholder
+    weights out without computing scales and tables, which would take seconds for a
+    layer and be overwritten. The values stay distinct: coremltools merges equal ones.
+    """
     from coremltools.converters.mil.mil import types
     from coremltools.optimize import _utils
     from coremltools.optimize.coreml import _quantization_passes as passes
 
-    def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
-        values = torch.from_numpy(weight.reshape(-1))
-        peak = float(values.abs().max())
-        source = WeightSource("", None, weight.shape, preset=preset)
-        return stored_arrays(source, values, peak, Scratch())
-
     def quantized(cls, weight, dtype, mode, block_sizes):
-        arrays = compress(weight)
-        kind = types.nptype_from_builtin(dtype)
-        data = arrays["data"].reshape(weight.shape).astype(kind)
         blocks = [1] * weight.ndim
         for axis, size in enumerate(block_sizes):
             if size:
                 blocks[axis] = weight.shape[axis] // size
-        scale = arrays["scale"].reshape(blocks)
+        count = prod(blocks)
+        data = (weight * 4).astype(types.nptype_from_builtin(dtype))
+        scale = weight.reshape(count, -1)[:, 0].reshape(blocks)
         return _utils.QuantParams(data, scale, None, np.uint8(dtype.get_bitwidth()))
 
     def palettized(weight, mode, nbits, *_, **__):
-        arrays = compress(weight)
         kind = types.nptype_from_builtin(types.string_to_builtin(f"uint{nbits}"))
-        indices = arrays["indices"].reshape(weight.shape).astype(kind)
-        lut = arrays["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
-        return _utils.LutParams(indices, lut, None)
+        indices = ((weight - 0.5) * (1 << nbits)).astype(kind)
+        lut = np.linspace(0.5, 1.5, 1 << nbits, dtype=weight.dtype)
+        shape = [1] * weight.ndim + [1 << nbits, 1]
+        return _utils.LutParams(indices, lut.reshape(shape), None)
 
     linear = passes.linear_quantize_weights
     palette = passes.palettize_weights

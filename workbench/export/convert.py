@@ -1,10 +1,13 @@
-"""Converts a traced module with coremltools to a Core ML model with state, flexible T
-and compressed weights."""
+"""Converts one shard of each shape with coremltools. Its weights are placeholders, so
+that the program depends on shapes and options alone: random, because coremltools drops
+a product with ones and merges equal constants, and with as many distinct values as a
+lookup table has entries."""
 
 import errno
+import shutil
 import tempfile
 from contextlib import contextmanager
-from functools import cache, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,11 +17,15 @@ from torch import nn
 
 from miltorch.quiet import coremltools, frozen, quiet
 from workbench.bundle import Options
-from workbench.bundle.names import MAX_FP16, POS
+from workbench.bundle.names import POS
 from workbench.bundle.presets import FP16, Preset
 from workbench.errors import InputError
-from workbench.export.package import WEIGHTS, pin
+from workbench.export.compress import placeholders
+from workbench.export.package import WEIGHTS, pin, save_package
 from workbench.export.shards import Spec
+from workbench.export.template import Template
+from workbench.export.weights import WeightSource, blank
+from workbench.models.family import Plan
 
 # These passes fold neighbouring scales into convolution weights and round the product
 # again: the stored weights would no longer be the checkpoint's (1.3e-3 against 1.9e-6
@@ -30,8 +37,49 @@ FOLDING = [
     "common::fuse_elementwise_to_batchnorm",
 ]
 
+LARGE = 1 << 16  # elements of a constant that only a parameter has
 
-def convert(
+
+def to_template(
+    spec: Spec, plan: Plan, options: Options, weights: list[WeightSource]
+) -> Template:
+    """The program of a shard as a template, into which the weights of every shard of
+    its shape can be written.
+
+    Raises:
+        InputError: functions of a program without a weight file.
+        OSError: no room for coremltools' temporary files.
+    """
+    module = blank(spec, plan, options).requires_grad_(False).eval()
+    fill(module, weights)
+    compressed = {weight.path for weight in weights if weight.compressed}
+    constants: dict[str, str] = {}
+    modules: dict[str, str] = {}
+    programs: dict[str, Path] = {}
+    with tempfile.TemporaryDirectory() as folder, frozen(), lean(), placeholders():
+        for name, T in (options.function_names or {"main": None}).items():
+            model = to_program(module, spec, options, compressed, T)
+            programs[name] = Path(folder, f"{name}.mlpackage")
+            save_package(model, programs[name])
+            constants |= constants_of(model)
+            modules |= modules_of(model)
+        package = programs["main"] if "main" in programs else joined(programs)
+        named = {w.path: constants[w.path.replace(".", "_")] for w in weights}
+        return Template(spec.name, package, named, modules)
+
+
+def fill(module: nn.Module, weights: list[WeightSource]) -> None:
+    """Gives every parameter random placeholder values between 0.5 and 1.5, those of a
+    lookup table as many distinct ones as it has entries."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights:
+        values = torch.rand(weight.shape, generator=generator)
+        if weight.compressed and not weight.preset.is_integer:
+            values = (values * weight.preset.entries).floor() / weight.preset.entries
+        module.get_parameter(weight.path).data = values + 0.5
+
+
+def to_program(
     module: nn.Module,
     spec: Spec,
     options: Options,
@@ -69,7 +117,7 @@ def convert(
     with quiet(), no_progress(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
         Builder.name_count.clear()
-        traced = torch.jit.trace(module.eval(), examples, check_trace=False)
+        traced = torch.jit.trace(module, examples, check_trace=False)
         try:
             return ct.convert(
                 traced,
@@ -114,10 +162,9 @@ def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
     return examples, inputs
 
 
-def save_functions(programs: dict[str, Path], package: Path) -> None:
-    """Writes a package with one function for each of `programs` (name → package with
-    `main`), the first one the default; coremltools stores weights that functions share
-    once.
+def joined(programs: dict[str, Path]) -> Path:
+    """A package with one function for each of `programs` (name → package with `main`),
+    the first one the default; coremltools stores weights that functions share once.
 
     Raises:
         InputError: a program without a weight file, which coremltools does not take.
@@ -129,122 +176,51 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
     for name, program in programs.items():
         if not (program / WEIGHTS).is_file():
             raise InputError(
-                f"functions of {package.stem}",
+                "functions of a shard",
                 "weights so small that they stand in the program",
                 "a weight file, which functions can share",
-                "export without --functions",
+                "export with --tokens 1-4",
             )
         descriptor.add_function(str(program), "main", name)
     descriptor.default_function_name = next(iter(programs))
+    package = next(iter(programs.values())).with_name("joined.mlpackage")
     with quiet(), no_progress():
         Builder.name_count.clear()
         utils.save_multifunction(descriptor, str(package))
     pin(package)
+    for program in programs.values():
+        shutil.rmtree(program)
+    return package
 
 
 @contextmanager
 def lean():
-    """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40
-    bytes for every weight and a third of the time; this one takes neither where no
-    weight is beyond. Its garbage collection after a conversion takes half of a small
-    one's time; here it looks only at the objects of the conversion. Half of what is
-    left goes with `seldom_validated`, `quickly_solved`, `compressed_alone` and
-    `described_once`."""
-    from coremltools.converters.mil.mil.passes.defs.quantization import (
-        FP16ComputePrecision,
-    )
-
-    original = FP16ComputePrecision.fp16_overflow
-
-    def overflow(op) -> bool:
-        for operand in op.inputs.values():
-            variables = operand if isinstance(operand, list | tuple) else [operand]
-            if any(_beyond_fp16(variable.val) for variable in variables):
-                return original(op)
-        return False
-
-    check = staticmethod(overflow)
-    search = patch.object(FP16ComputePrecision, "fp16_overflow", check)
-    rarely, once = seldom_validated(), described_once()
-    with frozen(), search, rarely, once, quickly_solved(), compressed_alone():
-        yield
-
-
-def _beyond_fp16(value) -> bool:
-    """Whether a value is a number or an array of fp32 beyond what fp16 can hold."""
-    if not isinstance(value, np.ndarray | np.float32) or value.dtype != np.float32:
-        return False
-    # NaN is beyond it, too
-    return bool(value.size) and not (
-        value.max() <= MAX_FP16 and value.min() >= -MAX_FP16
-    )
-
-
-def seldom_validated():
-    """Context manager inside which coremltools validates a program once after each of
-    its three pipelines in place of once after each of their hundred passes, and formats
-    no log messages."""
-    from coremltools.converters.mil.mil import Function, Program
+    """Context manager around a conversion. coremltools 9.0 validates a program after
+    each of its hundred passes, which is half of a conversion's time; here it does so
+    after the last of each pipeline. Its search for constants beyond fp16 takes 40 bytes
+    for every element; here it leaves out large ones, which are weights."""
+    from coremltools.converters.mil.mil import Program
+    from coremltools.converters.mil.mil.passes.defs import quantization
     from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
 
     original = PassPipelineManager.apply_pipeline
 
     def apply(program, passes) -> None:
-        with (
-            patch.object(Program, "validate", lambda *_, **__: None),
-            patch.object(Program, "__str__", object.__repr__),
-            patch.object(Function, "__str__", object.__repr__),
-        ):
+        with patch.object(Program, "validate", lambda *_, **__: None):
             original(program, passes)
         program.validate()
 
-    return patch.object(PassPipelineManager, "apply_pipeline", staticmethod(apply))
+    pipeline = patch.object(PassPipelineManager, "apply_pipeline", staticmethod(apply))
+    cast = quantization.FP16ComputePrecision
+    is_beyond = cast.fp16_overflow
 
+    def is_small_beyond(op) -> bool:
+        sizes = [np.size(getattr(x, "val", None)) for x in op.inputs.values()]
+        return max(sizes, default=0) <= LARGE and is_beyond(op)
 
-def quickly_solved():
-    """Context manager that solves an equation that is linear in its one unknown size
-    directly. coremltools solves one with sympy for every reshape after every pass."""
-    import sympy
-
-    original = sympy.solve
-
-    def solve(equations, sizes, **how) -> list[dict]:
-        (equation,), (size,) = equations, sizes
-        factor = equation.coeff(size)
-        rest = equation - factor * size
-        if not factor.is_number or factor == 0 or size in rest.free_symbols:
-            return original(equations, sizes, **how)
-        return [{size: -rest / factor}]
-
-    return patch.object(sympy, "solve", solve)
-
-
-def compressed_alone():
-    """Context manager inside which coremltools follows compressed constants only
-    through programs that have some. It computes after every pass the constants that
-    each value depends on."""
-    from coremltools.converters.mil.mil import Block, Function
-
-    original = Block._propagate_nonreplaceable_vars
-
-    def follow(block) -> None:
-        if isinstance(block, Function):
-            operations = block.operations
-            kinds = {op.op_type[:10] for op in operations}
-            if "constexpr_" not in kinds and not any(op.blocks for op in operations):
-                return
-        original(block)
-
-    return patch.object(Block, "_propagate_nonreplaceable_vars", follow)
-
-
-def described_once():
-    """Context manager inside which coremltools describes each type once. It does so to
-    find out whether a value is a tensor, some ten thousand times in a conversion."""
-    from coremltools.converters.mil.mil.types import type_mapping
-
-    describe = cache(type_mapping.get_type_info)
-    return patch.object(type_mapping, "get_type_info", describe)
+    search = patch.object(cast, "fp16_overflow", staticmethod(is_small_beyond))
+    with pipeline, search:
+        yield
 
 
 def no_progress():
@@ -259,9 +235,9 @@ def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
     """Appends to `pipeline` the compression of every convolution's constants but those
     in `excluded`.
 
-    Integer presets are linear and symmetric; lookup tables are k-means palettes, one
-    per tensor. The pass comes last, because coremltools' functions for it convert a
-    second time, with the passes that fold."""
+    Integer presets are linear and symmetric; lookup tables are palettes, one per
+    tensor. The pass comes last, because coremltools' functions for it convert a second
+    time, with the passes that fold."""
     from coremltools.optimize import coreml as cto
 
     if preset.is_integer:
@@ -284,7 +260,7 @@ def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
     pipeline.set_options(pass_name, {"config": config})
 
 
-def modules(model) -> dict[str, str]:
+def modules_of(model) -> dict[str, str]:
     """Program value → path of the torch module it came from; layers counted from the
     shard's first."""
     from coremltools.converters.mil.mil.scope import ScopeSource
@@ -300,7 +276,7 @@ def modules(model) -> dict[str, str]:
     return paths
 
 
-def constants(model) -> dict[str, str]:
+def constants_of(model) -> dict[str, str]:
     """Parameter path with underscores for dots → name of the program constant that
     holds it, after compression."""
     names = {}

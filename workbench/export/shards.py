@@ -3,7 +3,6 @@ interface. Nothing here depends on Core ML."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import nn
@@ -11,12 +10,10 @@ from torch import nn
 from workbench.bundle import Options, StateEntry
 from workbench.bundle.names import (
     ACC,
-    ACCEPT,
     BASE,
     EXPERT_IN,
     EXPERT_WEIGHT,
     HIDDEN,
-    KV_STATE,
     KV_WRITE_MASK,
     LOGITS,
     MATRIX_STATE,
@@ -26,8 +23,6 @@ from workbench.bundle.names import (
     ROUTER_SCORES,
     ROUTER_STATE,
     ROUTER_STATE_OUT,
-    SIDE_STATE,
-    TAIL_FIRST,
     TAIL_KEEP,
     TAIL_SELECT,
     X,
@@ -45,7 +40,7 @@ class Spec:
     """One shard to make: its contents and the interface of its module.
 
     Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state
-    (`layers.3.k_state`) to where it lives, `buffers` each Core ML state to its shape.
+    (`layers.3.k_state`) to its entry, `buffers` each Core ML state to its shape.
     """
 
     name: str
@@ -116,63 +111,31 @@ def layer_inputs(
     if any(plan.side_states[first:last]):
         B = options.batch
         n = plan.tail
-        rows = n + options.t_max * options.undo
-        inputs |= {TAIL_SELECT: [B, rows, "T"]}
-        if rows > 2:
-            inputs |= {TAIL_KEEP: [B, rows, rows]}
-        if options.undo:
-            inputs |= {TAIL_FIRST: [B, n, rows]}
+        inputs |= {TAIL_SELECT: [B, n, "T"]}
+        if n > 2:
+            inputs |= {TAIL_KEEP: [B, n, n]}
     if any(MATRIX_STATE in states for states in plan.side_states[first:last]):
         inputs |= {ORDER: [options.batch, 1, "T", 1]}
-        if options.undo:
-            inputs |= {ACCEPT: [options.batch, 1, options.t_max, 1]}
     if plan.router_width:
         inputs |= {ROUTER_STATE: options.plane(plan.router_width)}
     return inputs
 
 
 def place_states(plan: Plan, options: Options, first: int, last: int):
-    """Places the states of layers [first, last); returns (states, buffers).
-
-    Each is a tensor of its own, named by its layer where the shard has several. Packed,
-    they share one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and
-    one `side_state` [B, l, width], l being the number of layers that have such states,
-    whose widths are equal."""
+    """The states of layers [first, last), each a tensor of its own, named by its layer
+    in the shard where that has several; returns (states, buffers)."""
     states = {}
     buffers = {}
-    B = options.batch
-    row = -1
     for i in range(first, last):
-        layer = plan.layers[i]
-        column = 0
-        ring = options.ring(layer.window)
-        own = plan.states(i, options)
-        width = sum(prod(sizes) for name, sizes in own.items() if not is_cache(name))
-        row += bool(width)
-        for name, sizes in own.items():
-            shape = [B, *sizes]
-            part = None
-            if options.states == "separate":
-                tensor = name
-                if last - first > 1:
-                    tensor = f"layers_{i}_{name}"
-                buffers[tensor] = shape
-            elif is_cache(name):
-                tensor = KV_STATE
-                if ring:
-                    tensor += layer.suffix
-                start = buffers.get(tensor, [0, 0])[1]
-                heads, S, D = sizes
-                buffers[tensor] = [B, start + heads, S, D]
-                part = [(0, B), (start, start + heads), (0, S), (0, D)]
-            else:
-                tensor = SIDE_STATE
-                start = column
-                column += prod(sizes)
-                buffers[tensor] = [B, row + 1, width]
-                part = [(0, B), (row, row + 1), (start, column)]
-            rows = ring if is_cache(name) else None
-            entry = StateEntry(tensor=tensor, shape=shape, part=part, ring=rows)
+        for name, sizes in plan.states(i, options).items():
+            tensor = name
+            if last - first > 1:
+                tensor = f"layers_{i - first}_{name}"
+            buffers[tensor] = [options.batch, *sizes]
+            ring = None
+            if is_cache(name):
+                ring = options.ring(plan.layers[i].window)
+            entry = StateEntry(tensor=tensor, shape=buffers[tensor], ring=ring)
             states[f"layers.{i}.{name}"] = entry
     return states, buffers
 

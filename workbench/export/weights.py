@@ -1,11 +1,8 @@
 """One shard as a torch module, and the source of each of its weights in the checkpoint.
-`load_values` reads a weight in small pieces, rounds it once to fp16 and checks it. A
-conversion copies the values into the module; stamping needs no module."""
+`load_values` reads a weight in small pieces, rounds it once to fp16 and checks it."""
 
 import math
 import threading
-import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -41,23 +38,6 @@ class WeightSource:
     @property
     def compressed(self) -> bool:
         return self.preset != FP16
-
-
-class Clock:
-    """Collects seconds of work by kind (`template`, `read`, `compress`, `write`): one
-    sample per piece of work of any thread."""
-
-    def __init__(self):
-        self.samples: list[tuple[str, float]] = []
-
-    @contextmanager
-    def __call__(self, kind: str):
-        start = time.perf_counter()
-        yield
-        self.samples.append((kind, time.perf_counter() - start))
-
-    def total(self, kind: str) -> float:
-        return sum(seconds for k, seconds in self.samples if k == kind)
 
 
 class Scratch(threading.local):
@@ -131,18 +111,28 @@ def _tensor_name(path: str, spec: Spec, prefix: str, plan: Plan) -> str:
     return f"{prefix}layers.{spec.layers[0] + int(index)}.{rest}"
 
 
-def build(
-    spec: Spec, source: Checkpoint, plan: Plan, options: Options
-) -> tuple[nn.Module, list[WeightSource]]:
-    """The module of one shard with its weights, each rounded to fp16, and the list of
-    their sources."""
-    module = blank(spec, plan, options)
-    scratch = Scratch()
-    weights = weight_sources(spec, source, plan, options)
+def check_shapes(weights: list[WeightSource], source: Checkpoint) -> None:
+    """Raises an InputError for a tensor that is missing, has another shape than its
+    parameter, or does not divide into the blocks of its preset."""
     for weight in weights:
-        values, _ = load_values(weight, source, scratch)
-        module.get_parameter(weight.path).data = values.float().reshape(weight.shape)
-    return module.requires_grad_(False), weights
+        if weight.tensor is None:
+            continue
+        subject = f"tensor {weight.tensor!r}"
+        stored = source.shape(weight.tensor, weight.rows)
+        if math.prod(stored) != math.prod(weight.shape):
+            raise InputError(
+                subject,
+                f"shape {source.shape(weight.tensor)}",
+                f"{list(weight.shape)}",
+                "check that config.json belongs to these weights",
+            )
+        if weight.preset.block and weight.shape[1] % weight.preset.block:
+            raise InputError(
+                subject,
+                f"{weight.shape[1]} inputs",
+                f"a multiple of {weight.preset.block} for {weight.preset.name}",
+                "choose another --compress",
+            )
 
 
 def load_values(
@@ -151,28 +141,11 @@ def load_values(
     """The values of a weight, flat, fp16, in `scratch`, and their largest magnitude.
 
     Raises:
-        InputError: another shape, or what fp16 or the compression cannot hold.
+        InputError: a value that fp16 or the compression cannot hold.
     """
     values = scratch.take(math.prod(weight.shape), torch.float16)
     if weight.tensor is None:
         return values.zero_(), 0.0
-    preset = weight.preset
-    shape = source.shape(weight.tensor)
-    subject = f"tensor {weight.tensor!r}"
-    if math.prod(source.shape(weight.tensor, weight.rows)) != math.prod(weight.shape):
-        raise InputError(
-            subject,
-            f"shape {shape}",
-            f"{list(weight.shape)}",
-            "check that config.json belongs to these weights",
-        )
-    if preset.block and weight.shape[1] % preset.block:
-        raise InputError(
-            subject,
-            f"{weight.shape[1]} inputs",
-            f"a multiple of {preset.block} for {preset.name}",
-            "choose another --compress",
-        )
     start = 0
     extremes = []
     for chunk in source.chunks(weight.tensor, weight.rows, scratch.chunk):
@@ -183,10 +156,10 @@ def load_values(
         extremes += piece.aminmax()
         start += len(chunk)
     peak = float(torch.stack(extremes).abs().max())
-    limit = MAX_SCALED if preset.is_integer else MAX_FP16
+    limit = MAX_SCALED if weight.preset.is_integer else MAX_FP16
     if not peak <= limit:  # also catches NaN
         raise InputError(
-            subject,
+            f"tensor {weight.tensor!r}",
             f"a value of {peak:g} in fp16",
             f"magnitudes up to {limit:g}",
             "export a checkpoint whose weights fp16 can hold",

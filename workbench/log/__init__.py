@@ -5,37 +5,43 @@ The log is append-only Parquet with one immutable file per run and table, so tha
 number of processes write without a lock and a killed one leaves no partial file. Null
 means "not measured". The log knows nothing of bundles and runtimes."""
 
-from workbench.log.machine import environment
+from workbench.log.machine import environment, state
+from workbench.log.runs import pack, record, unpack
 from workbench.log.schema import SCHEMAS
-from workbench.log.stats import Comparison, compare, flags, summary
+from workbench.log.stats import Comparison, compare, flags
 from workbench.log.store import (
     SHIPPED,
-    adopt,
+    Root,
     append,
     default_root,
-    files,
+    find,
     load,
     new_run_id,
     plain,
     project,
+    short,
     whole,
 )
 
 __all__ = [
     "SCHEMAS",
     "SHIPPED",
+    "Root",
     "Comparison",
-    "adopt",
     "append",
     "compare",
     "default_root",
     "environment",
-    "files",
+    "find",
     "flags",
     "load",
     "new_run_id",
+    "pack",
     "plain",
     "project",
-    "summary",
+    "record",
+    "short",
+    "state",
+    "unpack",
     "whole",
 ]

@@ -1,60 +1,130 @@
-"""The machine and software of a run as columns of the table `runs`, and names made of
-them, which keep timings of two machines apart.
+"""The machine, its software and its state now, as columns of the table `runs`.
 
-All values come from the operating system and are None if it has no answer. The name of
-a chip does not imply that a model ran on its Neural Engine."""
+All values come from the operating system; a value is None if its command is missing,
+fails, or prints nothing usable. The name of a chip does not imply that a model ran on
+its Neural Engine."""
 
-import json
 import platform
-from collections.abc import Mapping
+import re
+import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import pandas as pd
 import psutil
 
-from workbench.errors import InputError
-from workbench.log.host_state import (
-    command_output,
-    file_text,
-    first_group,
-    host_state,
-    sysctl,
-)
-from workbench.log.store import project_root
+from workbench.files import project_root
 
-MACHINE_COLUMNS = ("chip", "model", "memory_bytes", "cores")
-_PACKAGES = (
-    "workbench",
-    "coremltools",
-    "torch",
-    "transformers",
-    "numpy",
-    "pandas",
-    "pyarrow",
-    "scipy",
-)
+PACKAGES = "workbench coremltools torch transformers numpy pandas pyarrow scipy"
+# macOS' OSThermalNotification.h
+THERMAL_PRESSURES = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 
 
 def environment() -> dict:
-    """The columns of ``runs`` that describe this machine now, those of `host_state`
+    """The columns of ``runs`` that describe this machine now, those of `state`
     included.
 
-    ``commit`` ends in ``-dirty`` when the checkout has changes; ``versions`` maps
-    ``python`` and the packages that decide a result to their versions."""
-    cpu = first_group(r"^model name\s*: (.+)$", file_text("/proc/cpuinfo"))
-    packages = {name: _package(name) for name in _PACKAGES}
-    versions = {"python": platform.python_version()} | packages
+    ``machine`` are its `hardware` in words (``Apple M4 Max, Mac16,5, 64 GiB, 16
+    cores``) and ``software`` what else affects a timing: the system's build, versions
+    of coremltools and torch. Times of two machines, or of two versions of software, are
+    never mixed. ``commit`` ends in ``-dirty`` when the checkout has changes;
+    ``versions`` maps ``python`` and the packages that decide a result to their
+    versions."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES.split():
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    kernel = f"{platform.release()} {platform.version()}".strip()
+    build = command_output("sw_vers", "-buildVersion") or kernel
     return {
         "time": datetime.now(UTC),
         "platform": platform.platform(),
-        "chip": sysctl("machdep.cpu.brand_string") or cpu,
-        "cores": psutil.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
         "commit": _commit(),
         "versions": versions,
-    } | host_state()
+        "machine": machine_name(**hardware()),
+        "software": software_name(build, versions),
+    } | state()
+
+
+def hardware() -> dict:
+    """chip, model (the maker's name, ``Mac16,5``), memory_bytes, cores."""
+    cpu = _found(r"^model name\s*: (.+)$", _text("/proc/cpuinfo"))
+    return {
+        "chip": command_output("sysctl", "-n", "machdep.cpu.brand_string") or cpu,
+        "model": command_output("sysctl", "-n", "hw.model")
+        or _text("/sys/class/dmi/id/product_name"),
+        "memory_bytes": psutil.virtual_memory().total,
+        "cores": psutil.cpu_count(),
+    }
+
+
+def machine_name(chip, model, memory_bytes, cores) -> str:
+    """Nulls are left out; memory is rounded to GiB, since systems report a few pages
+    more or less."""
+    memory = memory_bytes and f"{round(memory_bytes / 2**30)} GiB"
+    words = [chip or "unknown chip", model, memory, cores and f"{cores} cores"]
+    return ", ".join(filter(None, words))
+
+
+def software_name(build: str | None, versions: dict) -> str:
+    text = build or "unknown build"
+    for name in ("coremltools", "torch"):
+        if versions.get(name):
+            text += f", {name} {versions[name]}"
+    return text
+
+
+def state() -> dict:
+    """What affects timings and changes while a machine runs, as columns of ``runs``.
+
+    Returns:
+        power_source: ``AC Power`` or ``Battery Power``.
+        low_power: whether the system saves power.
+        thermal_pressure: a word of `THERMAL_PRESSURES`, or the number of a level beyond
+            them.
+        swap_bytes: bytes of all processes that are swapped out.
+    """
+    battery = command_output("pmset", "-g", "batt")
+    mode = _found(r"\b(?:low)?powermode (\d)", command_output("pmset", "-g"))
+    profile = _text("/sys/firmware/acpi/platform_profile")
+    level = thermal_level()
+    pressures = dict(enumerate(THERMAL_PRESSURES))
+    return {
+        "power_source": _found(r"drawing from '(.+?)'", battery) or _plug(),
+        "low_power": mode == "1" if mode else profile and profile == "low-power",
+        "thermal_pressure": level
+        if level is None
+        else pressures.get(level, str(level)),
+        "swap_bytes": psutil.swap_memory().used,
+    }
+
+
+def thermal_level() -> int | None:
+    """The thermal pressure now, an index of `THERMAL_PRESSURES`."""
+    key = "com.apple.system.thermalpressurelevel"
+    level = _found(
+        r"thermalpressurelevel (\d+)$", command_output("notifyutil", "-g", key)
+    )
+    return level and int(level)
+
+
+def command_output(*command: str) -> str | None:
+    """A command's output on one line; None if it cannot be run, fails, takes over 10 s
+    or prints nothing."""
+    try:
+        output = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return " ".join(output.decode(errors="replace").split()) or None
+
+
+def _plug() -> str | None:
+    """The power source of a laptop without pmset, in its words."""
+    battery = psutil.sensors_battery()
+    names = {True: "AC Power", False: "Battery Power"}
+    return battery and names.get(battery.power_plugged)
 
 
 def _commit() -> str | None:
@@ -67,98 +137,15 @@ def _commit() -> str | None:
     return command_output("git", "-C", str(source), "describe", *options)
 
 
-def _package(name: str) -> str | None:
+def _found(pattern: str, text: str | None) -> str | None:
+    """The first group of the pattern's first match in any line of a text."""
+    match = re.search(pattern, text or "", re.MULTILINE)
+    return match and match[1]
+
+
+def _text(path: str) -> str | None:
+    """A file's text; None where it cannot be read or is empty."""
     try:
-        return version(name)
-    except PackageNotFoundError:
+        return Path(path).read_text(errors="replace").strip() or None
+    except OSError:
         return None
-
-
-def machine_name(run: Mapping) -> str:
-    """The machine of a row of `runs` in words: ``Apple M4 Max, Mac16,5, 64 GiB, 16
-    cores``.
-
-    Two rows are of one machine when their names are equal. Nulls are left out; memory
-    is rounded to GiB, since systems report a few pages more or less."""
-    chip, model, memory, cores = (_value(run, column) for column in MACHINE_COLUMNS)
-    words = [
-        chip or "unknown chip",
-        model,
-        memory and f"{round(memory / 2**30)} GiB",
-        cores and f"{int(cores)} cores",
-    ]
-    return ", ".join(str(word) for word in words if word)
-
-
-def software_name(run: Mapping) -> str:
-    """The software that affects a timing: the system's build, coremltools' and torch's
-    versions."""
-    versions = _value(run, "versions") or {}
-    if isinstance(versions, str):
-        versions = json.loads(versions)
-    text = str(_value(run, "os_build") or "unknown build")
-    for name in ("coremltools", "torch"):
-        if versions.get(name):
-            text += f", {name} {versions[name]}"
-    return text
-
-
-def _value(run: Mapping, column: str):
-    """A value of a row of `runs`; None for every kind of null."""
-    value = run.get(column)
-    if pd.isna(value):
-        return None
-    return value
-
-
-def with_machines(runs: pd.DataFrame) -> pd.DataFrame:
-    """Rows of `runs` with the columns `machine` and `software`."""
-    columns = [*MACHINE_COLUMNS, "os_build", "versions"]
-    each = runs[columns].drop_duplicates()
-    rows = each.to_dict("records")
-    each["machine"] = [machine_name(row) for row in rows]
-    each["software"] = [software_name(row) for row in rows]
-    return runs.merge(each, "left", columns)
-
-
-def machine_names(runs: pd.DataFrame) -> list[str]:
-    """The machines of some rows (see `with_machines`), the one of the newest run
-    first."""
-    newest_first = runs.sort_values("run_id", ascending=False)
-    return newest_first["machine"].unique().tolist()
-
-
-def of_machine(runs: pd.DataFrame, machine: str | None, here: str) -> pd.DataFrame:
-    """The rows of one machine (see `with_machines`): of `machine`, else of `here` if it
-    has rows, else of the newest run's machine.
-
-    Raises:
-        InputError: no row is of `machine`.
-    """
-    names = machine_names(runs)
-    if machine is not None and machine not in names:
-        raise InputError(
-            "machine",
-            repr(machine),
-            f"one of {'; '.join(names) or 'none, no run fits'}",
-            "name one of these, or none for the default",
-        )
-    if not names:
-        return runs
-    default = here if here in names else names[0]
-    return runs[runs["machine"] == (machine or default)]
-
-
-def only_machine(rows: pd.DataFrame) -> str:
-    """The single value of the column `machine` of `rows`; "" without such a column.
-
-    Raises:
-        ValueError: rows of several machines.
-    """
-    if "machine" not in rows:
-        return ""
-    names = list(rows["machine"].dropna().unique())
-    if len(names) > 1:
-        text = "times are shown of one machine at a time"
-        raise ValueError(f"rows of the machines {'; '.join(names)}; {text}")
-    return next(iter(names), "")

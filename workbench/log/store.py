@@ -2,31 +2,27 @@
 
 ``<root>/shipped`` is the log of the runs that came with the project; loading a log
 includes them, and only publishing writes there. Every value is checked against the
-table's schema before anything is written. Files of an older version are migrated while
-they are read and never rewritten."""
+table's schema before anything is written."""
 
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from workbench.errors import InputError, check_choice
-from workbench.files import write_whole
-from workbench.log import cache
-from workbench.log import schema as tables
-from workbench.log.schema import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
+from workbench.files import project_root, write_whole
+from workbench.log.schema import ALLOWED, JSON_COLUMNS, SCHEMAS, VERSION
 
 SHIPPED = "shipped"
-_VERSION_KEY = b"workbench.log.version"
+VERSION_KEY = b"workbench.log.version"
 Root = Path | str | None
 """A log's folder; None is `default_root()`."""
 Rows = pd.DataFrame | Mapping | Sequence[Mapping]
@@ -39,22 +35,16 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
 
 
-def project_root(start: Path) -> Path | None:
-    """The nearest folder at or above `start` that is a checkout of this project, or
-    None."""
-    for folder in (start, *start.parents):
-        file = folder / "pyproject.toml"
-        if file.is_file():
-            lines = file.read_text(encoding="utf-8").splitlines()
-            if 'name = "workbench"' in lines:
-                return folder
-    return None
-
-
 def default_root() -> Path:
     """``experiments/log`` of the checkout around the working directory, else of the
     directory."""
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
+
+
+def whole(root: Root = None) -> Path:
+    """The log at `root`; of the shipped part of a log, the whole log."""
+    root = default_root() if root is None else Path(root).absolute()
+    return root.parent if root.name == SHIPPED else root
 
 
 def project(root: Root = None) -> Path:
@@ -65,12 +55,6 @@ def project(root: Root = None) -> Path:
     if (folder.name, root.name) == ("experiments", "log"):
         return folder.parent
     return folder
-
-
-def whole(root: Root = None) -> Path:
-    """The log at `root`; of the shipped part of a log, the whole log."""
-    root = default_root() if root is None else Path(root).absolute()
-    return root.parent if root.name == SHIPPED else root
 
 
 def append(
@@ -93,12 +77,8 @@ def append(
     """
     run_id = new_run_id() if run_id is None else run_id
     if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
-        raise InputError(
-            "run id",
-            repr(run_id),
-            "letters, digits, '-' and '_'",
-            "take one from new_run_id()",
-        )
+        needed = "letters, digits, '-' and '_'"
+        raise InputError("run id", repr(run_id), needed, "leave it out for a new one")
     path, shipped = (folder / f"{run_id}.parquet" for folder in _folders(table, root))
     data = _to_arrow(table, rows, run_id)
     if path.exists() or shipped.exists():
@@ -109,15 +89,18 @@ def append(
             "use a new run id",
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda file: pq.write_table(data, file))
+    # a row's file is opened half as long without what serves large tables
+    small = {"use_dictionary": False, "write_statistics": False, "compression": "none"}
+    how = small if len(data) == 1 else {}
+    write_whole(path, lambda file: pq.write_table(data, file, **how))
     return path
 
 
 def load(
     table: str, root: Root = None, where: Mapping | str | None = None
 ) -> pd.DataFrame:
-    """The rows of a table as Int64, boolean, str, float64 and UTC time columns; nulls
-    were not measured.
+    """The rows of a table, sorted by run, as Int64, boolean, str, float64 and UTC time
+    columns; nulls were not measured.
 
     Rows of the runs shipped under `root` are included. An absent log has no rows.
 
@@ -126,105 +109,92 @@ def load(
             or a pandas query such as ``"T == 4 and cosine < 0.97"``.
 
     Raises:
-        InputError: an unknown table, column or value; a file that is torn, of an
-            unknown version, or with columns that the table lacks.
+        InputError: an unknown table, column or value; a file that is torn, of another
+            version, or with columns that the table lacks.
     """
-    folders = _folders(table, root)
-    if not isinstance(where, Mapping | str | None):
-        raise InputError(
-            "log filter",
-            repr(where),
-            "columns and values, or a pandas query",
-            "write for example {'T': 4}",
-        )
-    query = None
-    columns = where or {}
-    if isinstance(where, str):
-        query = where
-        columns = {}
-    keep = _expression(table, columns)
+    own, shipped = _folders(table, root)
+    columns = where if isinstance(where, Mapping) else {}
     if columns.get("run_id") is not None:  # a file is named after its run
-        rows = _read(_files_of_runs(_several(columns["run_id"]), folders), table)
+        names = {f"{run_id}.parquet" for run_id in _several(columns["run_id"])}
+        names = sorted(names)
+        paths = [f / name for name in names for f in (own, shipped)]
+        paths = [path for path in paths if path.is_file()]
     else:
-        version = f"{tables.version(table)} {SCHEMAS[table].to_string()}"
-        read = partial(_read, table=table)
-        rows = _union(*(cache.gathered(folder, version, read) for folder in folders))
-    frame = rows.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
-    if query is None:
+        paths = [*own.glob("[!.]*.parquet"), *shipped.glob("[!.]*.parquet")]
+    # a run in both is read once
+    paths = {path.name: path for path in reversed(paths)}
+    changed = tuple(f.stat().st_mtime_ns for f in (own, shipped) if f.is_dir())
+    rows = _read(table, tuple(paths[name] for name in sorted(paths)), changed)
+    rows = rows.filter(_expression(table, columns))
+    frame = rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
+    if where is None or isinstance(where, Mapping):
         return frame
     try:
-        return frame.query(query)
+        return frame.query(where)
     except Exception as error:  # pandas raises many types for an invalid query
         raise InputError(
             "log filter",
-            f"{query!r} ({error})",
+            f"{where!r} ({error})",
             f"a pandas query over {', '.join(frame)}",
             "write for example: T == 4 and depth > 0",
         ) from error
 
 
+@lru_cache(maxsize=64)
+def _read(table: str, paths: tuple[Path, ...], changed: tuple) -> pa.Table:
+    """The rows of some files, which never change; `changed`: when their folders did."""
+    schema = SCHEMAS[table]
+    dataset = ds.dataset(list(paths), schema=schema, format="parquet")
+    for fragment in dataset.get_fragments():
+        check_file(table, Path(fragment.path), fragment)
+    return dataset.to_table().combine_chunks()
+
+
+def check_file(table: str, path: Path, file: ds.Fragment) -> None:
+    """Refuses a file that is torn, of another version, or has unknown columns."""
+    subject = f"log file {path}"
+    try:
+        schema = file.physical_schema
+    except (OSError, pa.ArrowInvalid) as error:
+        needed, step = "a whole Parquet file", "move it out of the log"
+        raise InputError(subject, str(error), needed, step) from error
+    version = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
+    if version != str(VERSION):
+        step = f"run: python tools/rewrite_log.py {path.parents[1]}"
+        if version.isdigit() and int(version) > VERSION:
+            step = "update the workbench"
+        actual, needed = f"schema version {version}", f"version {VERSION}"
+        raise InputError(subject, actual, needed, step)
+    if unknown := set(schema.names) - set(SCHEMAS[table].names):
+        actual, needed = f"columns {sorted(unknown)}", f"columns of table {table}"
+        raise InputError(subject, actual, needed, "update the workbench")
+
+
+def find(run: str, runs: pd.DataFrame) -> pd.Series:
+    """The row of `runs` whose id is `run`, or the only one whose id ends in it (see
+    `short`).
+
+    Raises:
+        InputError: there is none, or several.
+    """
+    rows = runs[runs["run_id"] == run]
+    if rows.empty and run:
+        rows = runs[runs["run_id"].str.endswith(run)]
+    if len(rows) != 1:
+        actual = f"{len(rows) or 'none'} with this end" if run else "no name"
+        step = "list them with `workbench log`"
+        raise InputError(f"run {run}", actual, "a run in the log", step)
+    return rows.iloc[0]
+
+
+def short(run_id: str) -> str:
+    """The end of a run's id, by which commands and `find` name it."""
+    return run_id.rpartition("-")[2]
+
+
 def plain(frame: pd.DataFrame) -> pd.DataFrame:
     """A table with columns of Python objects, null as None."""
     return frame.astype(object).where(frame.notna(), None)
-
-
-def _files_of_runs(run_ids: list[str], folders: Sequence[Path]) -> list[Path]:
-    """Each run's file in the first of the folders that has one."""
-    paths = []
-    for run_id in run_ids:
-        places = (folder / f"{run_id}.parquet" for folder in folders)
-        paths += [place for place in places if place.is_file()][:1]
-    return paths
-
-
-def _union(own: pa.Table, shipped: pa.Table) -> pa.Table:
-    """The rows of both, sorted by run id; rows of a run in both are included once."""
-    if not len(shipped):
-        return own
-    in_both = pc.is_in(shipped["run_id"], own["run_id"].unique())
-    rows = pa.concat_tables([own, shipped.filter(pc.invert(in_both))])
-    return rows.take(pc.sort_indices(rows["run_id"]))
-
-
-def files(root: Path | str) -> dict[str, bytes]:
-    """Every file of the log at `root`: ``table/run_id.parquet`` → contents, for
-    `adopt`."""
-    paths = sorted(Path(root).glob("*/[!.]*.parquet"))
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
-
-
-def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
-    """Writes one run's `files` into the log at `root` and returns the run id.
-
-    The ``runs`` row is written last, so that a listed run is complete. Existing files
-    are not written again, since a run's files never change."""
-    for name in sorted(contents, key=lambda name: name.startswith("runs/")):
-        table, _, file = name.partition("/")
-        path = _folders(table, root)[0] / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_whole(path, contents[name])
-    return path.stem
-
-
-def _read(paths: Sequence[Path], table: str) -> pa.Table:
-    """The rows of some files in the current schema; refuses a file that does not fit
-    it."""
-    schema = SCHEMAS[table]
-    current = []
-    older = [schema.empty_table()]
-    for path in paths:
-        if lifts := MIGRATIONS[table][_file_version(path, table) - 1 :]:
-            data = pq.ParquetFile(path).read()
-            for lift in lifts:
-                data = lift(data)
-            older.append(data)
-        else:
-            current.append(path)
-    lifted = pa.concat_tables(older, promote_options="default")
-    lifted = lifted.select(schema.names).cast(schema)
-    rows = ds.dataset(current, schema=schema, format="parquet").to_table()
-    return pa.concat_tables([lifted, rows])
 
 
 def _folders(table: str, root: Root) -> tuple[Path, Path]:
@@ -236,80 +206,46 @@ def _folders(table: str, root: Root) -> tuple[Path, Path]:
 
 
 def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
-    """The rows with exactly the table's columns, every value checked."""
+    """The rows with those of the table's columns that have a value, each checked."""
     subject = f"log table {table}"
-    names = SCHEMAS[table].names
-    frame = _frame(subject, rows)
-    if frame.empty:
-        raise InputError(
-            subject, "no rows", "at least one", "append only what was measured"
-        )
-    if unknown := [name for name in frame if name not in names]:
-        raise InputError(
-            subject,
-            f"columns {unknown}",
-            f"some of {names}",
-            "put what has no column into runs.config",
-        )
-    if "run_id" in frame and set(frame["run_id"]) != {run_id}:
-        raise InputError(
-            subject,
-            "rows of another run",
-            f"run_id {run_id} in all",
-            "append each run by itself",
-        )
-    frame = frame.assign(run_id=run_id)
-    version = str(tables.version(table)).encode()
-    schema = SCHEMAS[table].with_metadata({_VERSION_KEY: version})
-    columns = [_column(subject, field, frame) for field in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _frame(subject: str, rows: Rows) -> pd.DataFrame:
-    if isinstance(rows, pd.DataFrame):
-        return rows
-    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+    schema = SCHEMAS[table].with_metadata({VERSION_KEY: str(VERSION).encode()})
+    if isinstance(rows, Mapping):
         rows = [rows]
-    rows = list(rows)
-    for row in rows:
-        if not isinstance(row, Mapping):
-            raise InputError(
-                subject,
-                f"{row!r} as a row",
-                "mappings from columns to values",
-                "write for example {'T': 4}",
-            )
     try:
-        return pd.DataFrame(rows)
+        frame = pd.DataFrame(rows)
     except UnicodeEncodeError as error:
-        raise InputError(
-            subject, str(error), "text that UTF-8 can hold", "correct the value"
-        ) from error
+        needed = "text that UTF-8 can hold"
+        raise InputError(subject, str(error), needed, "correct the value") from error
+    if frame.empty:
+        step = "append only what was measured"
+        raise InputError(subject, "no rows", "at least one", step)
+    if unknown := [name for name in frame if name not in schema.names]:
+        step = "put what has no column into runs.config"
+        raise InputError(subject, f"columns {unknown}", f"some of {schema.names}", step)
+    if set(frame.get("run_id", [run_id])) != {run_id}:
+        needed, step = f"run_id {run_id} in all", "append each run by itself"
+        raise InputError(subject, "rows of another run", needed, step)
+    frame, absent = frame.assign(run_id=run_id), pd.Series([None] * len(frame))
+    columns = [_column(subject, f, frame.get(f.name, absent)) for f in schema]
+    whole = pa.Table.from_arrays(columns, schema=schema)
+    return whole.select([n for n in schema.names if whole[n].null_count < len(whole)])
 
 
-def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
+def _column(subject: str, field: pa.Field, values: pd.Series) -> pa.Array:
     subject = f"{subject}, column {field.name}"
-    values = frame.get(field.name, pd.Series([None] * len(frame)))
+    step = "correct the value"
     try:
         if field.name in JSON_COLUMNS:
             values = values.map(_json_text, na_action="ignore")
         column = pa.array(values, field.type, from_pandas=True)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-        raise InputError(
-            subject, str(error), f"type {field.type}", "correct the value"
-        ) from error
+        raise InputError(subject, str(error), f"type {field.type}", step) from error
     if column.null_count and not field.nullable:
-        raise InputError(
-            subject, "no value", "one in every row", "say what the row is about"
-        )
+        raise InputError(subject, "no value", "one in every row", step)
     allowed = ALLOWED.get(field.name)
     if allowed and (wrong := set(column.unique().drop_null().to_pylist()) - allowed):
-        raise InputError(
-            subject,
-            ", ".join(sorted(wrong)),
-            f"one of {sorted(allowed)}",
-            "correct the value",
-        )
+        actual, needed = ", ".join(sorted(wrong)), f"one of {sorted(allowed)}"
+        raise InputError(subject, actual, needed, step)
     return column
 
 
@@ -327,58 +263,19 @@ def _no_constant(name: str):
     raise ValueError(f"{name} is not JSON")
 
 
-def _file_version(path: Path, table: str) -> int:
-    """The schema version of a file; refuses a torn file, an unknown version and unknown
-    columns."""
-    subject = f"log file {path}"
-    latest = tables.version(table)
-    try:
-        schema = pq.read_schema(path)
-    except pa.ArrowInvalid as error:
-        raise InputError(
-            subject, str(error), "a whole Parquet file", "move it out of the log"
-        ) from error
-    version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
-    if version not in map(str, range(1, latest + 1)):
-        raise InputError(
-            subject,
-            f"schema version {version}",
-            f"version 1 to {latest} of table {table}",
-            "read it with the release that wrote it",
-        )
-    unknown = set(schema.names) - set(SCHEMAS[table].names)
-    if int(version) == latest and unknown:
-        raise InputError(
-            subject,
-            f"columns {sorted(unknown)}",
-            f"columns of table {table}",
-            "update the workbench",
-        )
-    return int(version)
-
-
 def _expression(table: str, where: Mapping) -> ds.Expression:
     """The filter of rows by column → value or values."""
     schema = SCHEMAS[table]
     keep = ds.scalar(True)
     for name, value in where.items():
         subject = f"filter on {table}"
-        if name not in schema.names:
-            raise InputError(
-                subject,
-                f"column {name!r}",
-                f"one of {schema.names}",
-                "correct the name",
-            )
+        check_choice(f"{subject}, column", name, schema.names, "correct the name")
         kind = schema.field(name).type
         try:
             keep &= ds.field(name).isin(pa.array(_several(value), kind))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            needed = f"type {kind}"
-            subject += f", {name}"
-            raise InputError(
-                subject, repr(value), needed, "correct the value"
-            ) from error
+            actual, needed = f"{name}: {value!r}", f"type {kind}"
+            raise InputError(subject, actual, needed, "correct the value") from error
     return keep
 
 

@@ -13,7 +13,7 @@ class Cache:
 
     Args:
         module: owner of the buffers.
-        states: state name (`k_state`) → the buffer, or the part of one, that holds it.
+        states: state name (`k_state`) → the buffer that holds it.
     """
 
     def __init__(self, module: nn.Module, states: dict[str, StateEntry]):
@@ -21,17 +21,10 @@ class Cache:
         self.states = states
 
     def read(self, name: str):
-        state = self.states[name]
-        buffer = self.module.get_buffer(state.tensor)
-        return (
-            buffer if state.part is None else buffer[state.index].reshape(state.shape)
-        )
+        return self.module.get_buffer(self.states[name].tensor)
 
     def write(self, name: str, value) -> None:
-        state = self.states[name]
-        if state.part is not None:
-            value = value.reshape([stop - start for start, stop in state.part])
-        self.module.get_buffer(state.tensor)[state.index] = value
+        self.read(name)[:] = value
 
     def append(self, name: str, rows, io: dict, suffix: str):
         """Writes `rows` [B, H_kv, T, D] of this call and returns the whole cache [B,
@@ -41,12 +34,8 @@ class Cache:
         its cache is a ring), one-hot columns say which slot each token takes, a zero
         column none; with `pos` [1], tokens take slots pos … pos + T − 1."""
         if POS in io:
-            state = self.states[name]
             pos = io[POS]
-            heads = slice(*state.part[1]) if state.part else slice(None)
-            self.module.get_buffer(state.tensor)[
-                :, heads, pos : pos + rows.shape[2]
-            ] = rows
+            self.read(name)[:, :, pos : pos + rows.shape[2]] = rows
         else:
             mask = io.get(KV_WRITE_MASK + suffix, io.get(KV_WRITE_MASK))
             self.write(

@@ -5,18 +5,12 @@ Queries and keys are mixed over time by two short convolutions and pulled toward
 means; half of the value channels are the previous token's. Beyond K and V a layer
 therefore keeps `conv_state` [B, 2, (H + H_kv)·D], the last two inputs of the
 convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both start as
-zeros, and keep t_max earlier ones besides where tokens can be undone."""
+zeros."""
 
 import torch
 from torch import nn
 
-from workbench.bundle.names import (
-    CONV_STATE,
-    TAIL_FIRST,
-    TAIL_KEEP,
-    TAIL_SELECT,
-    V_DELAYED_STATE,
-)
+from workbench.bundle.names import CONV_STATE, TAIL_SELECT, V_DELAYED_STATE
 from workbench.models.cache import Cache
 from workbench.models.layers import NORMAL, AttentionGeometry, Conv, by_peak
 from workbench.models.tail import extended
@@ -42,12 +36,12 @@ class Projection(nn.Module):
         self.conv_qk_depthwise = Conv(width, width, True, kernel=kernel, groups=width)
         self.conv_qk_grouped = Conv(width, width, True, kernel=kernel, groups=H + H_kv)
 
-    def forward(self, x, cache: Cache, select, *undo):
+    def forward(self, x, cache: Cache, select):
         s = self.shape
         q = self.q_proj(x)
         k = self.k_proj(x)
         mixed = self.conv_qk_depthwise(
-            self.extended(CONV_STATE, torch.cat([q, k], 1), cache, select, *undo)
+            self.extended(CONV_STATE, torch.cat([q, k], 1), cache, select)
         )
         mixed = self.conv_qk_grouped(mixed)
         mean_q, mean_k = self.means(s.heads(q, s.H), s.heads(k, s.H_kv))
@@ -55,11 +49,7 @@ class Projection(nn.Module):
         k = s.heads(mixed[:, s.H * s.D :], s.H_kv) + mean_k
         # with a tail that is one shorter than that of the convolutions
         delayed = self.extended(
-            V_DELAYED_STATE,
-            self.v_proj_delayed(x),
-            cache,
-            select[:, 1:],
-            *(each[:, 1:, 1:] for each in undo),
+            V_DELAYED_STATE, self.v_proj_delayed(x), cache, select[:, 1:]
         )[..., :-1]
         v = torch.cat(
             [self.v_proj_current(x).reshape(s.B, s.H_kv * s.D // 2, 1, -1), delayed], 1
@@ -77,8 +67,8 @@ class Projection(nn.Module):
         mean_k = mean_q.mean(1, keepdim=True)
         return mean_q.reshape(s.B, s.H, -1, s.D), mean_k.reshape(s.B, s.H_kv, -1, s.D)
 
-    def extended(self, name: str, x, cache: Cache, *tail):
-        return extended(self.shape.B, name, x, cache, *tail)
+    def extended(self, name: str, x, cache: Cache, select):
+        return extended(self.shape.B, name, x, cache, select)
 
 
 class QKNorm(nn.Module):
@@ -115,8 +105,7 @@ class CompressedConvAttention(nn.Module):
 
     def forward(self, x, cache: Cache, io: dict):
         s = self.shape
-        undo = [io[name] for name in (TAIL_KEEP, TAIL_FIRST) if name in io]
-        q, k, v = self.qkv_proj(x, cache, io[TAIL_SELECT], *undo)
+        q, k, v = self.qkv_proj(x, cache, io[TAIL_SELECT])
         q, k = self.qk_norm(q, k)
         q = s.rotate(q, io, self.rotary)
         k = s.rotate(k, io, self.rotary)

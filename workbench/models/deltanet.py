@@ -14,7 +14,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from workbench.bundle.names import CONV_STATE, ORDER, TAIL_FIRST, TAIL_KEEP, TAIL_SELECT
+from workbench.bundle.names import (
+    CONV_STATE,
+    MATRIX_STATE,
+    ORDER,
+    TAIL_KEEP,
+    TAIL_SELECT,
+)
 from workbench.models.cache import Cache
 from workbench.models.layers import AttentionGeometry, Conv, scaled
 from workbench.models.recurrence import (
@@ -22,7 +28,6 @@ from workbench.models.recurrence import (
     among_tokens,
     decays,
     log_decay,
-    matrix_before,
     per_head,
     repeated,
     softplus,
@@ -75,7 +80,7 @@ class GatedDeltaNet(nn.Module):
         D]."""
         keys = self.keys
         values = self.values
-        tail = [io[name] for name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST) if name in io]
+        tail = io[TAIL_SELECT], io.get(TAIL_KEEP)
         joined = extended(values.B, CONV_STATE, self.in_proj_qkv(x), cache, *tail)
         mixed = nn.functional.silu(self.conv1d(joined))
         width = keys.H * keys.D
@@ -93,7 +98,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v = self.qkv(x, cache, io)
         step = softplus(single.heads(self.in_proj_a(x), s.H) + self.dt_bias)
         g = log_decay(self.A_log, step)
-        matrix = matrix_before(cache, io)
+        matrix = cache.read(MATRIX_STATE)
         beta = torch.sigmoid(single.heads(self.in_proj_b(x), s.H)) * order.clamp(0, 1)
         among = decays(g, order)
         system = (k @ k.transpose(2, 3)) * among.between * beta
@@ -101,6 +106,6 @@ class GatedDeltaNet(nn.Module):
         for _ in range(self.t_max - 1):
             delta = right - system @ delta
         o = (q @ matrix) * among.enter + among_tokens(q, k, delta, among)
-        add_tokens(matrix, k, delta, g, among, cache, io)
+        add_tokens(matrix, k, delta, among, cache)
         gate = nn.functional.silu(s.heads(self.in_proj_z(x), s.H))
         return self.out_proj(s.merge(self.norm(o) * gate))

@@ -7,20 +7,10 @@ from typing import Any, NoReturn
 import torch
 
 from workbench.bundle import Dims, Layer, Options, Rope
-from workbench.bundle.names import (
-    K_STATE,
-    MATRIX_STATE,
-    PENDING_STATE,
-    REMAINDER_STATE,
-    V_STATE,
-)
-from workbench.bundle.states import TAIL, state_kind
+from workbench.bundle.names import K_STATE, V_STATE
 from workbench.errors import InputError
 from workbench.models.layers import AttentionGeometry, RMSNorm
 
-DECAY_WIDTH = (
-    32  # entries of a pending row that are its decay: widths stay multiples of 32
-)
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -76,15 +66,8 @@ class Plan:
         if layer.attends:
             cache = d.H_kv, options.slots(layer.window), d.D
             states = {K_STATE: cache, V_STATE: cache}
-        for name, shape in self.side_states[index].items() if self.side_states else ():
-            n, *width = shape
-            if options.undo and state_kind(name) is TAIL:
-                shape = n + options.t_max, *width
-            states[name] = shape
-            if options.state_pair and name == MATRIX_STATE:
-                states[REMAINDER_STATE] = shape
-            if options.undo and name == MATRIX_STATE:
-                states[PENDING_STATE] = n, options.t_max, sum(width) + DECAY_WIDTH
+        if self.side_states:
+            states |= self.side_states[index]
         return states
 
     def shape(self, index: int, options: Options) -> AttentionGeometry:

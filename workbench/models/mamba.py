@@ -12,7 +12,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from workbench.bundle.names import CONV_STATE, ORDER, TAIL_FIRST, TAIL_KEEP, TAIL_SELECT
+from workbench.bundle.names import (
+    CONV_STATE,
+    MATRIX_STATE,
+    ORDER,
+    TAIL_KEEP,
+    TAIL_SELECT,
+)
 from workbench.models.cache import Cache
 from workbench.models.layers import AttentionGeometry, Conv, RMSNorm
 from workbench.models.recurrence import (
@@ -20,7 +26,6 @@ from workbench.models.recurrence import (
     among_tokens,
     decays,
     log_decay,
-    matrix_before,
     per_head,
     repeated,
     softplus,
@@ -66,7 +71,7 @@ class Mamba2(nn.Module):
         """x [B, H, T, P], B and C [B, H, T, N]."""
         s = self.shape
         groups = self.groups
-        tail = [io[name] for name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST) if name in io]
+        tail = io[TAIL_SELECT], io.get(TAIL_KEEP)
         mixed = nn.functional.silu(
             self.conv1d(extended(s.B, CONV_STATE, u, cache, *tail))
         )
@@ -87,13 +92,13 @@ class Mamba2(nn.Module):
         step = softplus(step + self.dt_bias) * order.clamp(0, 1)
         x, b, c = self.xbc(u, cache, io)
         g = log_decay(self.A_log, step)
-        matrix = matrix_before(cache, io)
+        matrix = cache.read(MATRIX_STATE)
         scaled_x = x * step
         among = decays(g, order)
         y = (c @ matrix.transpose(2, 3)) * among.enter + among_tokens(
             c, b, scaled_x, among
         )
-        add_tokens(matrix, scaled_x, b, g, among, cache, io)
+        add_tokens(matrix, scaled_x, b, among, cache)
         y = s.merge(y + x * self.D) * nn.functional.silu(gate)
         y = self.norm(y.reshape(s.B, s.H_kv, self.inner // s.H_kv, -1))
         return self.out_proj(s.plane(y, self.inner))

@@ -1,7 +1,7 @@
 """OLMo 2: Llama with norms behind attention and MLP instead of before, and over all
 heads of q and of k together.
 
-Nothing bounds what attention and MLP read: `workbench trace` shows how much of fp16 a
+Nothing bounds what attention and MLP read: `workbench explain` shows how much of fp16 a
 checkpoint's stream leaves."""
 
 from torch import nn

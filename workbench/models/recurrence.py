@@ -8,12 +8,7 @@ of its decay. For the T tokens of a call, with the `Decays` of their g,
     S ← S + S ∘ expm1(total) + (k ∘ leave)ᵀ v
 
 Columns that hold no token have order 0: they decay nothing, and their k or v must be
-    zeros.
-
-With a pending state the matrix lacks the last call's tokens: their k, v and g are kept,
-and the next call adds those that `accept` marks. With a remainder state the matrix is a
-pair, which together has twice the digits of fp16: what a call adds is not lost where it
-is small beside the matrix."""
+    zeros."""
 
 from typing import NamedTuple
 
@@ -21,13 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.bundle.names import (
-    ACCEPT,
-    MATRIX_STATE,
-    ORDER,
-    PENDING_STATE,
-    REMAINDER_STATE,
-)
+from workbench.bundle.names import MATRIX_STATE
 from workbench.models.cache import Cache
 from workbench.models.layers import NORMAL, AttentionGeometry, scaled, split
 
@@ -65,58 +54,10 @@ def constant(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values.astype(str(like.dtype).removeprefix("torch.")))
 
 
-def matrix_before(cache: Cache, io: dict):
-    """The matrix [B, H, K, V] of all tokens before this call; pending ones are added to
-    its state."""
-    matrix = cache.read(MATRIX_STATE)
-    if PENDING_STATE not in cache.states:
-        return matrix
-    pending, (*_, K, V) = cache.read(PENDING_STATE), cache.states[MATRIX_STATE].shape
-    places = cache.states[PENDING_STATE].shape[2]
-    k = pending[..., :K]
-    v = pending[..., K : K + V]
-    g = pending[..., K + V : K + V + 1]
-    later = constant(np.triu(np.ones((1, 1, places, places)), 1), g)
-    g = g * io[ACCEPT]
-    k = k * torch.exp(later @ g) * io[ACCEPT]
-    if REMAINDER_STATE in cache.states:
-        return write_pair(cache, matrix, g.sum(2, keepdim=True), k.transpose(2, 3) @ v)
-    matrix = matrix + (matrix * expm1(g.sum(2, keepdim=True)) + k.transpose(2, 3) @ v)
-    cache.write(MATRIX_STATE, matrix)
-    return matrix
-
-
-def add_tokens(matrix, k, v, g, among: Decays, cache: Cache, io: dict) -> None:
-    """Adds this call's tokens to `matrix`, the one before the call, or puts them into
-    the pending state, each in the row of its order."""
-    if PENDING_STATE not in cache.states:
-        added = (k * among.leave).transpose(2, 3) @ v
-        if REMAINDER_STATE in cache.states:
-            write_pair(cache, matrix, among.total, added)
-            return
-        cache.write(MATRIX_STATE, matrix + (matrix * expm1(among.total) + added))
-        return
-    _, _, places, width = cache.states[PENDING_STATE].shape
-    number = constant(np.arange(1, places + 1).reshape(1, 1, -1, 1), g)
-    # [B, 1, places, T]
-    place = 1 - (number - io[ORDER].transpose(2, 3)).abs().clamp(0, 1)
-    *_, K, V = cache.states[MATRIX_STATE].shape
-    rows = torch.cat([k, v, g @ constant(np.ones((1, 1, 1, width - K - V)), g)], -1)
-    cache.write(PENDING_STATE, place @ rows)
-
-
-def write_pair(cache: Cache, matrix, total, added):
-    """Writes e^total · (matrix + remainder) + `added` as a matrix, which it returns,
-    and the remainder that rounding cuts off it: Knuth's exact sum of two, whichever is
-    the larger one, so that a call without a token changes no bit."""
-    decay = expm1(total)
-    remainder = cache.read(REMAINDER_STATE)
-    change = matrix * decay + added + remainder * (decay + 1)
-    after = matrix + change
-    gained = after - matrix
-    cache.write(REMAINDER_STATE, (matrix - (after - gained)) + (change - gained))
-    cache.write(MATRIX_STATE, after)
-    return after
+def add_tokens(matrix, k, v, among: Decays, cache: Cache) -> None:
+    """Decays the state `matrix` [B, H, K, V] and adds this call's tokens to it."""
+    added = (k * among.leave).transpose(2, 3) @ v
+    cache.write(MATRIX_STATE, matrix + (matrix * expm1(among.total) + added))
 
 
 def among_tokens(q, k, v, among: Decays):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from workbench.bundle.names import CONV_STATE, TAIL_FIRST, TAIL_KEEP, TAIL_SELECT
+from workbench.bundle.names import CONV_STATE, TAIL_KEEP, TAIL_SELECT
 from workbench.models.cache import Cache
 from workbench.models.layers import AttentionGeometry, Conv
 
@@ -11,18 +11,14 @@ from workbench.models.layers import AttentionGeometry, Conv
 WIDE = 1024
 
 
-def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
+def extended(B: int, name: str, x, cache: Cache, select, keep=None):
     """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T];
     the state takes the last n.
 
     `select` [B, n, T] has a one-hot row for each of the last n columns that are valid,
     zeros where there are fewer: invalid columns are never stored in the state. `keep`
     [B, n, n] likewise says which old ones stay; up to n = 2 that follows from `select`.
-    With `first` [B, n, rows] the state, and with it `select` and `keep`, has more rows
-    than the convolution reads, so that tokens can be undone: `first` says which n of
-    them come before x."""
-    if first is not None:
-        return _extended_behind(B, name, x, cache, select, keep, first)
+    """
     width = x.shape[1]
     old = cache.read(name)
     joined = torch.cat(
@@ -37,16 +33,6 @@ def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
     rows = x.reshape(B, width, -1).transpose(1, 2)
     # ends what `old` held
     cache.write(name, select @ rows + (1 - last) * old + (last - counts) * old[:, -1:])
-    return joined
-
-
-def _extended_behind(B: int, name: str, x, cache: Cache, select, keep, first):
-    width = x.shape[1]
-    old = cache.read(name)
-    rows = x.reshape(B, width, -1).transpose(1, 2)
-    last = first @ old
-    joined = torch.cat([last, rows], 1).transpose(1, 2).reshape(B, width, 1, -1)
-    cache.write(name, select @ rows + keep @ old)
     return joined
 
 
@@ -80,7 +66,7 @@ class ShortConv(nn.Module):
     `taps` taps for each channel.
 
     It keeps `conv_state` [B, taps - 1, C], the last values of b ∘ x, oldest first,
-    zeros at the start; t_max earlier ones besides where tokens can be undone."""
+    zeros at the start."""
 
     def __init__(self, C: int, shape: AttentionGeometry, taps: int, bias: bool):
         super().__init__()
@@ -96,6 +82,6 @@ class ShortConv(nn.Module):
         b = parts[:, : self.C]
         c = parts[:, self.C : 2 * self.C]
         x = parts[:, 2 * self.C :]
-        tail = io[TAIL_SELECT], io.get(TAIL_KEEP), io.get(TAIL_FIRST)
+        tail = io[TAIL_SELECT], io.get(TAIL_KEEP)
         mixed = self.conv(extended(s.B, CONV_STATE, b * x, cache, *tail))
         return self.out_proj(c * s.plane(mixed, self.C))

@@ -1,19 +1,31 @@
 """The runtimes that execute shards: `portable` anywhere, `coreml` on macOS 15 or later,
-and elsewhere `stand-in`, the same code over a strict imitation of Core ML's binding
-that can simulate a fault (`stand-in:kill`). An argument selects one; `auto` reads the
-variable WORKBENCH_RUNTIME where it is set. Core AI programs run on `coreai` and on no
-other runtime."""
+and elsewhere `stand-in`, the same code over a strict imitation of Core ML's binding.
+An argument selects one; `auto` reads the
+variable WORKBENCH_RUNTIME where it is set. Programs of a plug-in's target run on its
+runtime and on no other."""
 
 import os
 import platform
 import sys
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 
+import numpy as np
+
+from workbench import plugins
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, check_choice
+from workbench.plugins import Target
 from workbench.runtime.base import Model, State
 
-RUNTIMES = ("auto", "portable", "coreml", "stand-in", "coreai")
+MODELS = {
+    "portable": "workbench.runtime.portable:PortableModel",
+    "coreml": "workbench.runtime.coreml:CoreMLModel",
+    "stand-in": "workbench.runtime.standin:StandInModel",
+}
+RUNTIMES = ("auto", *MODELS)
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
 
 
@@ -33,45 +45,53 @@ def _shimmed() -> bool:
     )
 
 
-def named(runtime: str) -> tuple[str, str]:
-    """The runtime and the fault that a stand-in simulates (`stand-in:kill`), "" for
-    none.
+def check_runtime(name: str) -> str:
+    """`name`, if there is such a runtime.
 
     Raises:
-        InputError: there is no such runtime or no such fault.
+        InputError: there is none.
     """
-    name, colon, fault = runtime.partition(":")
-    if name not in RUNTIMES or (colon and name != "stand-in"):
-        known = f"one of {', '.join(RUNTIMES)}; stand-in:FAULT plays a fault"
-        raise InputError("runtime", repr(runtime), known, "choose one of these")
-    if colon:
-        from workbench.runtime.standin import check_fault
-
-        check_fault(fault)
-    return name, fault
+    names = [*RUNTIMES, *plugins.offered("runtimes")]
+    check_choice("runtime", name, names, "choose one of these")
+    return name
 
 
-def resolve(runtime: str = "auto", target: str = "coreml") -> str:
+def model_class(name: str) -> type[Model]:
+    """The class of a runtime's models."""
+    if name in MODELS:
+        module, _, model = MODELS[name].partition(":")
+        return getattr(import_module(module), model)
+    return plugins.load("runtimes", name)
+
+
+def is_device(runtime: str) -> bool:
+    """Whether a runtime's values depend on the hardware that runs it."""
+    return model_class(check_runtime(runtime)).is_device
+
+
+def resolve(runtime: str = "auto", target: Target | None = None) -> str:
     """The runtime to load shards with: the one named, if this machine has it; what
-    `auto` stands for here. `target` is the bundle's option.
+    `auto` stands for here. `target` is the plug-in's whose programs the bundle holds
+    (None: Core ML's).
 
     Raises:
         InputError: no such runtime; `coreml` where there is none, `stand-in` where
             there is; a runtime for programs of another target.
     """
-    name, _ = named(runtime)
-    if target == "coreai" and name == "auto":
-        return "coreai"
-    if (name == "coreai") != (target == "coreai"):
+    name = check_runtime(runtime)
+    own = target.runtime if target else None
+    if own and name in ("auto", own):
+        return own
+    if own or (name in plugins.offered("runtimes") and not is_device(name)):
         raise InputError(
             f"runtime {runtime!r}",
-            f"a bundle exported with --target {target}",
-            "runtime coreai for --target coreai, the others for --target coreml",
-            "leave out --runtime, or export with the other --target",
+            f"a bundle whose programs run on {own or 'Core ML and portable'}",
+            "the runtime of the target that the bundle was exported for",
+            "leave out --runtime, or export with another --target",
         )
     if name == "auto":
         chosen = os.environ.get("WORKBENCH_RUNTIME", "auto")
-        if named(chosen)[0] != "auto":
+        if check_runtime(chosen) != "auto":
             return resolve(chosen)
         if coreml_available():
             return "coreml"
@@ -98,53 +118,75 @@ def check_compute_units(name: str) -> None:
     check_choice("compute units", name, COMPUTE_UNITS, "choose one")
 
 
-def load_shard(
-    bundle: Bundle,
-    shard: Shard,
+def open_model(
+    package: Path,
     runtime: str = "auto",
-    *,
+    *shard,
     precision: str = "declared",
     fast: bool = False,
+    reads: str = "used",
     compute_units: str = "CPU_AND_NE",
     hints: dict | None = None,
     function: str | None = None,
+    compiled: Path | None = None,
 ) -> Model:
-    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime,
-    what follows them Core ML.
+    """Loads a package.
 
-    A shard of several functions is one model that runs the function of each call's T,
-    unless one `function` is named."""
-    if shard.functions and function is None:
-        from workbench.runtime.functions import FunctionsModel
+    Args:
+        shard: the shard that it is and the bundle's t_max, unless it is of no bundle.
+        precision, fast, reads: see `PortableModel`.
+        compute_units, hints, compiled: see `CoreMLModel`.
+        function: the one function to run (default: that of each call's T, or the
+            package's own default).
 
-        load = partial(
-            load_shard,
-            bundle,
-            shard,
-            runtime,
-            precision=precision,
-            fast=fast,
-            compute_units=compute_units,
-            hints=hints,
-        )
-        return FunctionsModel(bundle, shard, load)
-    name, fault = named(resolve(runtime, bundle.manifest.options.target))
-    if name == "coreai":
-        from workbench.runtime.coreai import CoreAIModel
-
-        return CoreAIModel(bundle, shard)
+    Raises:
+        InputError: no such package or function, an operation or a state that the runtime
+            does not know.
+    """
+    name = resolve(runtime)
+    model = partial(model_class(name), package, *(shard or (None, 0)), function)
     if name == "portable":
-        from workbench.runtime.portable import PortableModel
-
-        return PortableModel(bundle, shard, precision, fast, function)
+        return model(precision=precision, fast=fast, reads=reads)
     check_compute_units(compute_units)
-    if name == "stand-in":
-        from workbench.runtime.standin import StandInModel
+    return model(compute_units=compute_units, hints=hints, compiled=compiled)
 
-        return StandInModel(bundle, shard, compute_units, hints, function, fault=fault)
-    from workbench.runtime.coreml import CoreMLModel
 
-    return CoreMLModel(bundle, shard, compute_units, hints, function)
+def load_shard(bundle: Bundle, shard: Shard, runtime: str = "auto", **how) -> Model:
+    """Loads one shard of a bundle; options as of `open_model`. What a device compiles is
+    kept beside the bundle."""
+    target = bundle.manifest.options.plugin
+    runtime = resolve(runtime, target)
+    if target:
+        return model_class(runtime)(bundle, shard)
+    if shard.foreign:
+        from workbench.runtime.foreign import ForeignModel
+
+        load = partial(open_model, runtime=runtime, **how)
+        return ForeignModel(bundle, shard, load, how.get("fast", False))
+    if is_device(runtime):
+        from workbench.runtime.coreml import compiled_path
+
+        how["compiled"] = compiled_path(bundle, shard)
+    own = shard, bundle.manifest.options.t_max
+    return open_model(bundle.package(shard), runtime, *own, **how)
+
+
+def constants(bundle: Bundle, shard: Shard) -> Callable:
+    """Place of a weight in a shard, as the manifest names it → its values [rows, ..] as
+    a tensor, decompressed, fp16 or float32."""
+    if shard.foreign:
+        from workbench.runtime.foreign import ForeignConstants
+
+        return ForeignConstants(bundle, shard)
+    package = bundle.package(shard)
+    if target := bundle.manifest.options.plugin:
+        import torch
+
+        return lambda place: torch.from_numpy(np.float32(target.dense(package, place)))
+    import miltorch
+    from miltorch.steps import Constants
+
+    return Constants(miltorch.read(package)).__getitem__
 
 
 __all__ = [
@@ -153,8 +195,12 @@ __all__ = [
     "RUNTIMES",
     "State",
     "check_compute_units",
+    "constants",
+    "check_runtime",
     "coreml_available",
+    "is_device",
     "load_shard",
-    "named",
+    "model_class",
+    "open_model",
     "resolve",
 ]

@@ -6,43 +6,40 @@ NumPy arrays at the boundary, float32 in and out; states under their logical nam
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 import miltorch
 from workbench.bundle import Shard
-from workbench.bundle.manifest import StateEntry
 from workbench.bundle.names import POS
 from workbench.errors import InputError
 
 UNKNOWN = miltorch.Type("")  # of an output that no operation computes
 
 
-@contextmanager
-def attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Context manager inside which the attribute `name` of `owner` is `value`."""
-    before = getattr(owner, name)
-    try:
-        setattr(owner, name, value)
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 class Model(Protocol):
-    """One loaded shard.
+    """One loaded package.
 
     Attributes:
+        shard: the shard that it is; None for a package of no bundle, whose states have
+            the names of its tensors.
         loading_ms: compile, cold_load, load, first_predict; None where it did not
             happen or is not known.
+        is_device: whether its values depend on the hardware that runs it. The models
+            of other runtimes take hooks.
+        shows_inner_layers: whether a hook sees every operation and may replace its
+            value.
         last_native_ms: Core ML's own share of the last call; None where nothing says.
     """
 
-    shard: Shard
+    shard: Shard | None
     loading_ms: dict[str, float | None]
+    is_device: bool
+    shows_inner_layers: bool
     last_native_ms: float | None
 
     def make_state(self) -> "State":
@@ -50,24 +47,76 @@ class Model(Protocol):
         ...
 
     def predict(
-        self, inputs: dict[str, np.ndarray], state: "State | None" = None
+        self,
+        inputs: dict[str, np.ndarray],
+        state: "State | None" = None,
+        hook: Callable | None = None,
     ) -> dict[str, np.ndarray]:
-        """Runs the shard once and advances `state`."""
+        """Runs the package once and advances `state`. Unless it is a device, `hook` is
+        called as hook(op, outputs) after each operation."""
         ...
 
 
+class Functions:
+    """The functions of a package, by the T of the calls that they run; 0: every T. A
+    shard of several functions has one for each T, unless one is named.
+
+    Attributes:
+        program: the interface of the function of the smallest T.
+
+    Raises:
+        InputError: a function that the package lacks, or whose interface is not as the
+            manifest says.
+    """
+
+    def __init__(self, package: Path, shard: Shard | None, function: str | None, t_max):
+        self.package, self.shard = package, shard
+        self.functions: dict[int, str | None] = {0: function}
+        if shard and shard.functions:
+            named = {T: name for name, T in shard.functions.items()}
+            t_max = shard.functions.get(function, t_max)
+            self.functions = self.functions if function else dict(sorted(named.items()))
+        self.t_max, self.program = t_max, None
+        for T, name in self.functions.items():
+            program = miltorch.read(package, name)
+            if shard:
+                check_interface(shard, program, T or t_max)
+            # without its operations, so that its weights are mapped no longer
+            self.program = self.program or replace(program, block=None)
+
+    def of_call(self, inputs: dict[str, np.ndarray]) -> int:
+        """The T of the function that runs a call."""
+        if 0 in self.functions:
+            return 0
+        T = min(self.functions)
+        for name, shape in self.shard.inputs.items():
+            if "T" in shape and np.ndim(inputs.get(name)) == len(shape):
+                T = inputs[name].shape[shape.index("T")]
+                break
+        if T not in self.functions:
+            raise InputError(
+                f"inputs of shard {self.shard.name}",
+                f"T = {T}",
+                f"T of {', '.join(map(str, self.functions))}",
+                "pad the call",
+            )
+        return T
+
+
 class State:
-    """Logical states of one shard for one batch of sequences, over a runtime's `raw`
+    """Logical states of one model for one batch of sequences, over a runtime's `raw`
     state.
 
     A raw state has `read(tensor)` and `write(tensor, value)` for whole tensors under
     Core ML's names. `read(name)` copies a state out; `write(name, value)` replaces it
     (shape and dtype as `read` gives them)."""
 
-    def __init__(self, shard: Shard, raw):
+    def __init__(self, shard: Shard | None, raw):
         self.shard, self.raw = shard, raw
 
-    def _entry(self, name: str):
+    def _tensor(self, name: str) -> str:
+        if self.shard is None:
+            return name
         if name not in self.shard.states:
             raise InputError(
                 f"state {name!r}",
@@ -75,26 +124,21 @@ class State:
                 f"one of {', '.join(self.shard.states)}",
                 "name one of these",
             )
-        return self.shard.states[name]
+        return self.shard.states[name].tensor
 
     def read(self, name: str) -> np.ndarray:
-        entry = self._entry(name)
-        return np.array(self.raw.read(entry.tensor)[entry.index]).reshape(entry.shape)
+        return np.array(self.raw.read(self._tensor(name)))
 
     def write(self, name: str, value: np.ndarray) -> None:
-        entry = self._entry(name)
-        if tuple(value.shape) != tuple(entry.shape):
+        tensor = self._tensor(name)
+        if self.shard and list(value.shape) != self.shard.states[name].shape:
             raise InputError(
                 f"state {name!r}",
                 f"shape {list(value.shape)}",
-                f"{entry.shape}",
+                f"{self.shard.states[name].shape}",
                 "reshape the array",
             )
-        if entry.part is not None:
-            whole = np.array(self.raw.read(entry.tensor))
-            whole[entry.index] = value.reshape(whole[entry.index].shape)
-            value = whole
-        self.raw.write(entry.tensor, value)
+        self.raw.write(tensor, value)
 
 
 def typed(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -218,11 +262,9 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
         shape, subject = list(types.get(name, UNKNOWN).shape), f"output {name!r}"
         check(_agree(shape, declared, t_max), subject, f"shape {shape}", declared)
     for name, entry in shard.states.items():
-        shape, declaration = program.states[entry.tensor].shape, f"{entry.shape}"
-        if entry.part:
-            declaration += f" in {entry.part}"
-        packaged = f"shape {list(shape)} of {entry.tensor}"
-        check(_holds_state(shape, entry), f"state {name!r}", packaged, declaration)
+        shape = list(program.states[entry.tensor].shape)
+        packaged = f"shape {shape} of {entry.tensor}"
+        check(shape == entry.shape, f"state {name!r}", packaged, f"{entry.shape}")
 
 
 def _sizes(shape: tuple, ranges) -> list:
@@ -239,19 +281,6 @@ def _sizes(shape: tuple, ranges) -> list:
                 high = math.inf
             sizes[axis] = low, high
     return sizes
-
-
-def _holds_state(shape: tuple, entry: StateEntry) -> bool:
-    """Whether a tensor of `shape` is the state, or has the part of it that the entry
-    names."""
-    part = entry.part
-    if part is None:
-        return tuple(entry.shape) == shape
-    return (
-        len(part) == len(shape)
-        and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape))
-        and math.prod(b - a for a, b in part) == math.prod(entry.shape)
-    )
 
 
 def _agree(shape: list, declared: list, t_max: int) -> bool:

@@ -12,26 +12,21 @@ import platform
 import secrets
 import shutil
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-import miltorch
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
 from workbench.files import check_room
-from workbench.runtime.base import (
-    State,
-    check_inputs,
-    check_interface,
-    check_outputs,
-    typed,
-)
+from workbench.runtime.base import Functions, State, check_inputs, check_outputs, typed
 
 # hint → coremltools' enumeration; None: a bool
 HINTS = {
@@ -97,128 +92,168 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 class Handle:
-    """Raw state over coremltools' MLState: float16, as Core ML holds it.
+    """Raw state over coremltools' MLState: float16, as Core ML holds it. An MLState
+    belongs to the loaded function that made it, that of calls of `T`.
 
     The binding reads states as float32, and writes neither float16 nor read-only
     arrays."""
 
-    def __init__(self, state, shard: str):
-        self.state, self.shard = state, shard
+    def __init__(self, mlstate, T: int, subject: str):
+        self.mlstate, self.T, self.subject = mlstate, T, subject
 
     def read(self, tensor: str) -> np.ndarray:
-        with one_message(f"state {tensor!r} of shard {self.shard}", *STATE):
-            return self.state.read_state(tensor).astype(np.float16)
+        with one_message(f"state {tensor!r} of {self.subject}", *STATE):
+            return self.mlstate.read_state(tensor).astype(np.float16)
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        with one_message(f"state {tensor!r} of shard {self.shard}", *STATE):
-            self.state.write_state(tensor, np.require(value, np.float32, "CW"))
+        with one_message(f"state {tensor!r} of {self.subject}", *STATE):
+            self.mlstate.write_state(tensor, np.require(value, np.float32, "CW"))
 
 
-class CoreMLModel:
-    """One shard as a `CompiledMLModel`.
+class CoreMLModel(Functions):
+    """A package as a `CompiledMLModel` for each function, loaded when a call first needs
+    it; a call of another T than the last begins by copying every state.
 
     Args:
         compute_units: a name of coremltools' ComputeUnit.
         hints: optimization hints by Core ML's names, values as their enumerations spell
             them.
-        function: the function to run (default: the model's own default).
+        compiled: where the compiled package is kept (default: as long as the model).
 
     Raises:
-        InputError: a shard that Core ML does not compile, load or run, with Core ML's
+        InputError: a package that Core ML does not compile, load or run, with Core ML's
             own message in one line; a hint that it does not know.
     """
 
+    is_device = True
+    shows_inner_layers = False
+    plan_source = "measured"
+    # what compiling, loading and asking for a plan run within
+    native_layer = nullcontext
+
     def __init__(
         self,
-        bundle: Bundle,
-        shard: Shard,
-        compute_units: str,
-        hints: dict | None,
-        function: str | None,
+        package: Path,
+        shard: Shard | None = None,
+        t_max: int = 0,
+        function: str | None = None,
+        *,
+        compute_units: str = "CPU_AND_NE",
+        hints: dict | None = None,
+        compiled: Path | None = None,
     ):
         ct = coremltools()
-        self.shard = shard
-        self.t_max = shard.functions.get(function, bundle.manifest.options.t_max)
-        self.function, self.units = function, ct.ComputeUnit[compute_units]
-        self.loading_ms: dict[str, float | None] = dict.fromkeys(
-            ("compile", "cold_load", "load", "first_predict")
-        )
+        super().__init__(package, shard, function, t_max)
+        self.subject = f"shard {shard.name}" if shard else f"package {package.name}"
+        self.units, self.hints = ct.ComputeUnit[compute_units], _hints(ct, hints or {})
+        steps = "compile", "cold_load", "load", "first_predict"
+        self.loading_ms: dict[str, float | None] = dict.fromkeys(steps)
         self.last_native_ms: float | None = None
-        # reads the program, no weights
-        check_interface(
-            shard, miltorch.read(bundle.package(shard), function), self.t_max
-        )
-        hints = _hints(ct, hints or {})
-        with self._one_message():
-            self.compiled, self.loading_ms["compile"] = compile_shard(bundle, shard)
-            mark, stage = self._loaded_mark(hints), "load"
-            if self.loading_ms["compile"] is not None or not mark.exists():
-                stage = "cold_load"
-            start = time.perf_counter()
-            self.model = ct.models.CompiledMLModel(
-                str(self.compiled), self.units, function, hints or None
-            )
-        self.loading_ms[stage] = (time.perf_counter() - start) * 1e3
-        with suppress(OSError):  # a folder that cannot be written
-            mark.touch()
+        self.models: dict[int, object] = {}  # T → the function that runs it
+        self.shapes: set[tuple] = set()  # of inputs that were checked
+        if compiled is None:
+            folder = Path(tempfile.mkdtemp(prefix="workbench-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            compiled = folder / f"{package.stem}.mlmodelc"
+        self.compiled = compiled
+        with self._one_message(), self.native_layer():
+            self.loading_ms["compile"] = compile_package(package, compiled)
+        self._model(min(self.functions))
 
     def _one_message(self):
         return one_message(
-            f"shard {self.shard.name}",
+            self.subject,
             f"a model that Core ML runs on {self.units.name}",
             "see the message; try other --compute-units",
         )
 
-    def _loaded_mark(self, hints: dict) -> Path:
-        """An empty file beside the compiled shard that records an earlier load with the
-        same settings. On the first load Core ML makes a program for the device and
+    def _model(self, T: int):
+        if T not in self.models:
+            mark, stage = self._loaded_mark(self.functions[T]), "load"
+            if self.loading_ms["compile"] is not None or not mark.exists():
+                stage = "cold_load"
+            start = time.perf_counter()
+            with self._one_message(), self.native_layer():
+                self.models[T] = coremltools().models.CompiledMLModel(
+                    str(self.compiled),
+                    self.units,
+                    self.functions[T],
+                    self.hints or None,
+                )
+            self._add_ms(stage, start)
+            with suppress(OSError):  # a folder that cannot be written
+                mark.touch()
+        return self.models[T]
+
+    def _add_ms(self, stage: str, start: float) -> None:
+        """Adds the time since `start` to a stage of loading, of all functions."""
+        ms = (time.perf_counter() - start) * 1e3
+        self.loading_ms[stage] = (self.loading_ms[stage] or 0.0) + ms
+
+    def _loaded_mark(self, function: str | None) -> Path:
+        """An empty file beside the compiled package that records an earlier load with
+        the same settings. On the first load Core ML makes a program for the device and
         stores it itself."""
-        values = sorted((name, str(value)) for name, value in hints.items())
-        settings = json.dumps([self.units.name, self.function, values])
+        values = sorted((name, str(value)) for name, value in self.hints.items())
+        settings = json.dumps([self.units.name, function, values])
         key = hashlib.sha256(settings.encode()).hexdigest()[:8]
         return self.compiled.with_suffix(f".{key}.loaded")
 
     def make_state(self) -> State:
+        T = min(self.models)
         with self._one_message():
-            return State(self.shard, Handle(self.model.make_state(), self.shard.name))
+            handle = Handle(self.models[T].make_state(), T, self.subject)
+        return State(self.shard, handle)
+
+    def _mlstate(self, handle: Handle, T: int):
+        """The MLState on which the function of T runs: that of the last call, or a copy
+        in a fresh one of that function."""
+        if handle.T != T:
+            with self._one_message():
+                fresh = Handle(self.models[T].make_state(), T, self.subject)
+            for tensor in self.program.states:
+                fresh.write(tensor, handle.read(tensor))
+            handle.mlstate, handle.T = fresh.mlstate, T
+        return handle.mlstate
 
     def predict(
-        self, inputs: dict[str, np.ndarray], state: State | None = None
+        self, inputs: dict[str, np.ndarray], state: State | None = None, hook=None
     ) -> dict[str, np.ndarray]:
-        check_inputs(self.shard, inputs, self.t_max)
-        arrays, mlstate = typed(inputs), None
-        if state:
-            mlstate = state.raw.state
+        T = self.of_call(inputs)
+        shapes = tuple((name, value.shape) for name, value in inputs.items())
+        if self.shard and shapes not in self.shapes:
+            check_inputs(self.shard, inputs, T or self.t_max)
+            self.shapes.add(shapes)
+        first, model = T not in self.models, self._model(T)
+        first |= self.loading_ms["first_predict"] is None
+        mlstate = None
+        if state and self.program.states:
+            mlstate = self._mlstate(state.raw, T)
         start = time.perf_counter()
         with self._one_message():
-            outputs = self.model.predict(arrays, mlstate)
-        if self.loading_ms["first_predict"] is None:
-            self.loading_ms["first_predict"] = (time.perf_counter() - start) * 1e3
-        self.last_native_ms = None
-        native = self.model._proxy.get_last_predict_duration_in_nano_seconds()
-        if native is not None:
-            self.last_native_ms = native / 1e6
-        check_outputs(self.shard, inputs, outputs)
+            outputs = model.predict(typed(inputs), mlstate)
+        if first:
+            self._add_ms("first_predict", start)
+        native = model._proxy.get_last_predict_duration_in_nano_seconds()
+        self.last_native_ms = None if native is None else native / 1e6
+        if self.shard:
+            check_outputs(self.shard, inputs, outputs)
         return {name: np.asarray(value, np.float32) for name, value in outputs.items()}
 
 
-def compile_shard(bundle: Bundle, shard: Shard) -> tuple[Path, float | None]:
-    """The compiled shard, from the cache or compiled into it, whole or not at all, and
-    the ms that compiling took (None: it was there). Core ML's messages go to the
-    standard error."""
-    target = compiled_path(bundle, shard)
+def compile_package(package: Path, target: Path) -> float | None:
+    """Compiles a package into `target`, whole or not at all, unless it is there; the ms
+    that it took (None: it was there). Core ML's messages go to the standard error."""
     if target.exists():
-        return target, None
-    subject = f"compiled copy of shard {shard.name}"
-    check_room(target.parent, COPIES * shard.bytes, subject)
+        return None
+    size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
+    check_room(target.parent, COPIES * size, f"compiled copy of shard {package.stem}")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
     start, ms = time.perf_counter(), None
     try:
         with stdout_to_stderr():
-            coremltools().models.utils.compile_model(
-                str(bundle.package(shard)), str(temporary)
-            )
+            coremltools().models.utils.compile_model(str(package), str(temporary))
         ms = (time.perf_counter() - start) * 1e3
         os.rename(temporary, target)
     except OSError:
@@ -226,7 +261,7 @@ def compile_shard(bundle: Bundle, shard: Shard) -> tuple[Path, float | None]:
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return target, ms
+    return ms
 
 
 def compute_plan(
@@ -242,7 +277,8 @@ def compute_plan(
     needed = "Core ML's MLComputePlan"
     step = "see the message; timings alone say where it ran"
     with one_message(subject, needed, step):
-        compiled, _ = compile_shard(bundle, shard)
+        compiled = compiled_path(bundle, shard)
+        compile_package(bundle.package(shard), compiled)
         try:
             plan = ct.models.compute_plan.MLComputePlan.load_from_path(
                 str(compiled), ct.ComputeUnit[compute_units]

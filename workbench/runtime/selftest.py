@@ -3,20 +3,19 @@ and runs a small model with a state twice. Each test is a function of JSON that 
 a process of its own, because Core ML may end the process."""
 
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from miltorch.quiet import coremltools, frozen, quiet
 from workbench.errors import InputError, one_line
-from workbench.runtime import named
+from workbench.runtime import model_class
 from workbench.runtime.coreml import KINDS
 
 SHAPE = (1, 32, 1, 4)
 
 
-def compute_devices(_: dict) -> list[dict]:
+def compute_devices() -> list[dict]:
     """The devices that Core ML has: their kind (ane, gpu, cpu) and, of a Neural Engine,
     its cores.
 
@@ -36,20 +35,15 @@ def compute_devices(_: dict) -> list[dict]:
 
 def stateful_predict(argument: dict) -> None:
     """Adds ones to a state twice, on the units ``compute_units`` of the ``runtime``
-    coreml or stand-in[:fault].
+    coreml or a stand-in.
 
     Raises:
         InputError: there is no native layer, Core ML refuses the model, or the values
             are others.
     """
-    name, fault = named(argument["runtime"])
-    units, replaced = argument["compute_units"], nullcontext()
-    if name == "stand-in":
-        from workbench.runtime.standin import installed
-
-        replaced = installed(fault)
-    ct = coremltools()
-    with replaced, tempfile.TemporaryDirectory() as folder:
+    units, ct = argument["compute_units"], coremltools()
+    native_layer = model_class(argument["runtime"]).native_layer
+    with native_layer(), tempfile.TemporaryDirectory() as folder:
         _native_layer()
         path, compiled = (
             str(Path(folder) / f"counter.ml{kind}") for kind in ("package", "modelc")

@@ -1,9 +1,10 @@
 """Cross products of options, measured cell by cell in fresh processes and logged.
 
-`grid` describes the cells, `execute` measures those that the log lacks, `results` reads
-the log's tables of a grid. `cell` and `timing` are one measurement, `process` and
-`cluster` run it, `runs` describes and records rows of the log. The names below are
-imported when they are first used, so that a child process starts without torch."""
+`grid` describes the cells, `run` measures those that the log lacks, `results` reads the
+log's tables of a grid, `summary` the whole log as one table. `timing` is one
+measurement, `cluster` runs cells elsewhere, `identity` gives a bundle and a decoder the
+columns and hashes of their rows. The names below are imported when they are first used,
+so that a child process starts without torch."""
 
 from importlib import import_module
 
@@ -13,13 +14,11 @@ _MODULES = {
     "cells": "grid",
     "load_grid": "grid",
     "make_grid": "grid",
-    "bundle_for": "cell",
-    "done_cells": "execute",
-    "sweep": "execute",
+    "missing": "run",
+    "sweep": "run",
     "configurations": "results",
-    "offered_machines": "results",
     "stored_tables": "results",
-    "varied_axes": "results",
+    "varied_axes": "grid",
 }
 __all__ = sorted(_MODULES)
 

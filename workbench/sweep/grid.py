@@ -1,10 +1,9 @@
 """The grid of a sweep: its schema, its reader, and the cells of its cross product."""
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -21,47 +20,24 @@ from pydantic import (
 )
 
 from workbench import export as exporting
-from workbench import log
-from workbench.adopt.decoder import folder_options
-from workbench.adopt.folder import AdoptedOptions
-from workbench.bundle import Options
+from workbench import log, paths
+from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import first_fault
 from workbench.check.gates import MAX_KL
 from workbench.check.golden import Golden
 from workbench.errors import InputError
-from workbench.runtime import named
-from workbench.sweep import runs, timing
-from workbench.sweep.cell import find
+from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import check_runtime, resolve
+from workbench.sweep import identity, timing
 
 Value = TypeVar("Value")
 Axis = Annotated[list[Value], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 
-RUN_AXES = ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
-"""Fields of `Run` that are axes."""
-PORTABLE_AXES = ("precision", "fast")
+PORTABLE_AXES = ("precision", "fast", "reads")
 """The axes of the portable runtime alone."""
-
-
-def may_be_portable(runtime: str) -> bool:
-    """Whether a runtime of a grid is, or on some machine may be, the portable one."""
-    return runtime in ("auto", "portable")
-
-
-_COMMON = (
-    "n_gen",
-    "repetitions",
-    "cool_down_s",
-    "threads",
-    "min_tokens",
-    "min_seconds",
-)
-
-
-def _runtime(name: str) -> str:
-    """The name of a runtime, with its fault; another one is refused."""
-    named(name)
-    return name
+RUN_AXES = ("runtime", *PORTABLE_AXES, "compute_units", "hints", "T", "depth")
+"""Fields of `Run` that are axes."""
 
 
 class Hints(BaseModel, extra="forbid"):
@@ -77,7 +53,8 @@ class Run(BaseModel, extra="forbid"):
 
     `repetitions` are sequences within one process; `min_tokens` and `min_seconds` add
     more. `rounds` are processes: each round measures every cell once, in an order of
-    its own, `cool_down_s` seconds apart."""
+    its own, `cool_down_s` seconds apart. `reads` are the rows of a cache that attention
+    reads: those that are `used`, or `all`."""
 
     T: Axis[Count] = [1]
     depth: Axis[NonNegativeInt] = [0]
@@ -89,9 +66,10 @@ class Run(BaseModel, extra="forbid"):
     cool_down_s: NonNegativeFloat = 0
     threads: Count = 1
     timeout_s: PositiveFloat = 3600
-    runtime: Axis[Annotated[str, AfterValidator(_runtime)]] = ["auto"]
+    runtime: Axis[Annotated[str, AfterValidator(check_runtime)]] = ["auto"]
     precision: Axis[Literal["declared", "exact", "narrow"]] = ["declared"]
     fast: Axis[bool] = [True]
+    reads: Axis[Literal["used", "all"]] = ["used"]
     compute_units: Axis[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]] = [
         "CPU_AND_NE"
     ]
@@ -123,46 +101,85 @@ class Grid(BaseModel, extra="forbid"):
 
 
 @dataclass(frozen=True)
+class Source:
+    """A checkpoint whose bundles are exported, or a finished bundle, at a path of this
+    machine."""
+
+    path: Path
+    finished: bool
+    root: Path
+
+    @cached_property
+    def bundle(self):
+        """The finished bundle; its files are not checked."""
+        return Bundle.unchecked(self.path)
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint."""
+        if self.finished:
+            return self.bundle.manifest.checkpoint["name"]
+        return paths.model_name(self.path)
+
+    @cached_property
+    def checkpoint_hash(self) -> str | None:
+        """Of a checkpoint that is not at hand: of the newest run of its name."""
+        if self.finished:
+            return self.bundle.manifest.checkpoint["sha256"]
+        if self.path.is_dir():
+            return _sha256(self.path, _stamps(self.path))
+        rows = log.load("runs", self.root, {"checkpoint": self.name})
+        return rows["checkpoint_hash"].dropna().iloc[-1] if len(rows) else None
+
+    @cached_property
+    def contents(self) -> str | None:
+        """What the hash `setting` begins with."""
+        return self.bundle.identity if self.finished else self.checkpoint_hash
+
+
+def _stamps(folder: Path) -> tuple:
+    """Names, sizes and times of a folder's files."""
+    files = [(path, path.stat()) for path in sorted(folder.iterdir())]
+    return tuple((path.name, stat.st_size, stat.st_mtime_ns) for path, stat in files)
+
+
+@lru_cache(maxsize=64)
+def _sha256(folder: Path, stamps: tuple) -> str:
+    """A checkpoint's hash, which is computed again when a file has changed."""
+    return Checkpoint(folder).sha256
+
+
+@dataclass(frozen=True)
 class Cell:
-    """One bundle, one way to run it, one round.
+    """One bundle, one way to run it, one round; `judge_ids` is the prompt if this cell
+    also validates its bundle, else empty."""
 
-    `judge_ids` is the prompt if this cell also validates its bundle, else empty.
-    `bundle` is the path of a finished bundle, None if it is exported."""
-
-    checkpoint: str
+    source: Source
     options: Options
     run: dict
     round: int
     judge_ids: tuple[int, ...]
-    bundle: str | None = None
 
-    def setting(self, checkpoint_hash: str) -> str:
-        """The hash that all rounds of a cell share: checkpoint (of a finished bundle:
-        its identity), export options, run options."""
-        return _hash([checkpoint_hash, self.options.model_dump(), self.run])
+    def columns(self, auto: str | None = None) -> dict:
+        """The columns of `runs` that the cell decides, both hashes among them.
 
-    def key(self, checkpoint_hash: str) -> str:
-        """Identity of the cell: its setting, its round, and a hash of its prompt if it
-        has one."""
-        key = f"{self.setting(checkpoint_hash)}-{self.round}"
-        if self.judge_ids:
-            key += f"-{_hash(list(self.judge_ids))[:6]}"
-        return key
-
-    def columns(self, auto: str) -> dict:
-        """Columns of `runs` of a run of this cell (see `runs.TIMES`); `auto` is the
-        runtime that auto means."""
+        Args:
+            auto: the runtime that auto means; default: the one that it means here.
+        """
         runtime = self.run["runtime"]
-        if runtime == "auto" and self.options.target == "coreai":
-            runtime = "coreai"
-        elif runtime == "auto":
-            runtime = auto
-        executed = runs.executed(**self.run | {"runtime": runtime})
-        return runs.exported(self.options) | executed | runs.counted(self.run)
-
-
-def _hash(value) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        if runtime == "auto":
+            target = self.options.plugin
+            runtime = target.runtime if target else auto or resolve()
+        how = identity.executed(**self.run | {"runtime": runtime})
+        counts = {name: self.run.get(name) for name in identity.COUNTS}
+        options, source = identity.chosen(self.options), self.source
+        hashes = {
+            "values": identity.values(source.checkpoint_hash, options, how),
+            "setting": identity.setting(source.contents, options, how, counts),
+        }
+        prompt = identity.digest(*self.judge_ids)[:6] if self.judge_ids else None
+        about = {"round": self.round, "prompt": prompt}
+        return identity.exported(self.options) | how | counts | hashes | about
 
 
 def load_grid(path: str | Path) -> Grid:
@@ -205,23 +222,6 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
     return grid
 
 
-def check_sizes(grid: Grid) -> None:
-    """Refuses a grid with a cell that its bundle could not run: T, depth, n_gen,
-    validate_ids."""
-    for cell in cells(grid):
-        S = cell.options.max_seq_len
-        count = len(cell.judge_ids)
-        sizes = runs.pick(cell.run, "T", "depth", "n_gen")
-        timing.check_size(cell.options, **sizes, subject="grid, ")
-        if count > S:
-            raise InputError(
-                "grid, validate_ids",
-                f"{count} tokens",
-                f"at most max_seq_len = {S}",
-                "validate on fewer, or export more",
-            )
-
-
 def _with_golden(grid: Grid, subject: str) -> Grid:
     """The grid with the prompt of its golden; refuses keys that exclude each other."""
     if bool(grid.checkpoint) == bool(grid.bundle) or (grid.bundle and grid.export):
@@ -240,7 +240,7 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
                 "run: workbench golden CHECKPOINT --out G",
             )
         return grid
-    ids = Golden.load(find(grid.golden, log.default_root())).ids.tolist()
+    ids = Golden.load(find(grid.golden)).ids.tolist()
     if grid.validate_ids not in ([], ids):
         raise InputError(
             subject,
@@ -251,43 +251,68 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
     return grid.model_copy(update={"validate_ids": ids})
 
 
-def cells(grid: Grid) -> Iterator[Cell]:
+def check_sizes(every: list[Cell]) -> None:
+    """Refuses a cell that its bundle could not run: T, depth, n_gen, validate_ids."""
+    for cell in every:
+        sizes = {name: cell.run[name] for name in ("T", "depth", "n_gen")}
+        timing.check_size(cell.options, **sizes, subject="grid, ")
+        count, S = len(cell.judge_ids), cell.options.max_seq_len
+        if count > S:
+            raise InputError(
+                "grid, validate_ids",
+                f"{count} tokens",
+                f"at most max_seq_len = {S}",
+                "validate on fewer, or export more",
+            )
+
+
+def cells(grid: Grid, root: log.Root = None) -> Iterator[Cell]:
     """The cross product, round by round.
 
     Runtimes other than the portable one have only the first values of `PORTABLE_AXES`.
     In the first round, the cells of the smallest T and depth also validate their
-    bundle."""
+    bundle.
+
+    Args:
+        root: the log beside whose project relative paths may be.
+    """
     run = grid.run.model_dump(exclude_none=True)
-    common = runs.pick(run, *(name for name in _COMMON if name in run))
-    axes = runs.pick(run, *RUN_AXES).values()
-    if grid.bundle:
-        bundles = [(path, options_of(path)) for path in grid.bundle]
-    else:
-        bundles = []
-        for values in itertools.product(*grid.export.values()):
-            options = exporting.options(**dict(zip(grid.export, values)))
-            bundles.append((None, options))
-    for round_, (bundle, options) in itertools.product(range(run["rounds"]), bundles):
-        for values in itertools.product(*axes):
-            how = dict(zip(RUN_AXES, values)) | common
-            others = any(how[name] != run[name][0] for name in PORTABLE_AXES)
-            portable = options.target == "coreml" and may_be_portable(how["runtime"])
+    axes = {name: run.pop(name) for name in RUN_AXES}
+    least = 0, min(axes["T"]), min(axes["depth"])
+    bundles = list(_bundles(grid, root))
+    for round_, (source, options) in itertools.product(range(run["rounds"]), bundles):
+        for values in itertools.product(*axes.values()):
+            how = dict(zip(axes, values)) | run
+            others = any(how[name] != axes[name][0] for name in PORTABLE_AXES)
+            portable = not options.plugin and how["runtime"] in ("auto", "portable")
             if others and not portable:
-                continue  # Core ML and Core AI lack these axes: the cell would be a duplicate
-            if isinstance(options, AdoptedOptions):  # they run their literal graph only
-                if how["fast"] != run["fast"][0]:
-                    continue
-                how["fast"] = False
-            ids = ()
-            if (round_, how["T"], how["depth"]) == (
-                0,
-                min(run["T"]),
-                min(run["depth"]),
-            ):
-                ids = tuple(grid.validate_ids)
-            yield Cell(grid.checkpoint, options, how, round_, ids, bundle)
+                continue  # other runtimes lack these axes: the cell would be a duplicate
+            first = (round_, how["T"], how["depth"]) == least
+            ids = tuple(grid.validate_ids) if first else ()
+            yield Cell(source, options, how, round_, ids)
 
 
-def options_of(bundle: str) -> Options | AdoptedOptions:
-    """The options of a finished bundle, or of adopted packages, that a grid names."""
-    return folder_options(find(bundle, log.default_root()))
+def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
+    """The grid's bundles: where each comes from, and its export options."""
+    whole = log.whole(root)
+    for path in grid.bundle:
+        source = Source(find(path, root).resolve(), True, whole)
+        yield source, source.bundle.manifest.options
+    if grid.checkpoint:
+        source = Source(find(grid.checkpoint, root).absolute(), False, whole)
+        for values in itertools.product(*grid.export.values()):
+            yield source, exporting.options(**dict(zip(grid.export, values)))
+
+
+def find(path: str | Path, root: log.Root = None) -> Path:
+    """The place of a grid's path, beside the project of the log at `root` too (see
+    `paths.find`)."""
+    return paths.find(path, log.project(root))
+
+
+def varied_axes(grid: Grid) -> list[str]:
+    """The axes of a grid that have several values, by the names of their columns in
+    `runs`."""
+    run = {name: getattr(grid.run, name) for name in RUN_AXES}
+    axes = grid.export | {"bundle": grid.bundle} | run
+    return [axis for axis, values in axes.items() if len(values) > 1]

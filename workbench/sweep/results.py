@@ -2,247 +2,148 @@
 configuration."""
 
 import json
-import math
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterable
 
-import numpy as np
 import pandas as pd
 
 from workbench import log
-from workbench.adopt.decoder import folder_identity
-from workbench.log.machine import machine_names, of_machine
-from workbench.log.store import Root
-from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import runs
-from workbench.sweep.cell import find
-from workbench.sweep.grid import RUN_AXES, Grid, cells
+from workbench.errors import InputError
+from workbench.sweep.grid import Grid, cells, varied_axes
+from workbench.sweep.identity import COUNTS, OPTIONS
+from workbench.sweep.run import HOW, MEASURED
+from workbench.sweep.summary import speeds
 
-_SPEEDS = ["tokens_per_s", "call_ms", "call_p90_ms"]
-_SHARES = ["ane_ops_share", "ane_cost_share"]
-VALIDATED = ["bundle_hash", *runs.HOW]
-"""Columns of `runs` that decide fidelity, price and verdict, on any machine."""
+ABOUT = (
+    *("values", "setting", "round", "invalid", "family", "machine", "software"),
+    *("checkpoint", "checkpoint_hash", "bundle", "ane_ops_share"),
+    *(*OPTIONS, *HOW, *COUNTS),
+)
+"""Columns of a run that its samples, layers and fidelity get."""
+RUNTIMES = ("coreml", "portable", "stand-in")
+"""What auto may mean, the preferred first."""
 
 
 def stored_tables(
-    grid: Grid, root: Root = None, machine: str | None = None
+    grid: Grid, root: log.Root = None, machine: str | None = None
 ) -> dict[str, pd.DataFrame]:
-    """The log's tables `samples`, `layers` and `fidelity` of a grid, newest runs only,
-    with their settings joined on.
+    """The log's tables `samples`, `layers` and `fidelity` of a grid's cells, each with
+    the columns of its run.
 
-    Times are of one machine and of one setting of everything that the grid does not
-    vary. Where the log holds several checkpoints of one name, or several versions of
-    system, coremltools or torch, the times are those of the newest run. Fidelity is of
-    any machine. The column `invalid` of times is the reason why a run is invalid, else
-    null.
+    Times are of the newest run of each setting and round, on one machine with the
+    software of its newest run; their column `invalid` is the reason why a run is
+    invalid, else null. Fidelity is of the newest validation of each bundle, on any
+    machine.
 
     Args:
-        machine: the machine of the times (see `workbench.log.machine.machine_name`);
-            default: this machine if the log has times of it, else the machine of the
-            newest run.
+        machine: the machine of the times (see `log.environment`); default: this machine
+            if the log has times of it, else the machine of the newest run.
 
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    measured = _of_checkpoint(grid, root)
-    timed = _timed_runs(grid, root)
-    of_checkpoint = measured[measured["status"] == "ok"]
-    timed = runs.like_newest(of_machine(timed, machine, runs.here()), "software")
-    logged = set((of_checkpoint if timed.empty else timed)["runtime"])
-    auto = next((name for name in runs.RUNTIMES if name in logged), "portable")
-    settings = [cell.columns(auto) for cell in cells(grid)]
-    timed = runs.fitting(timed, settings, runs.TIMES)
-    timed = runs.newest(timed, [*runs.TIMES, "round"])
-    timed["invalid"] = timed["reason"].where(timed["status"] == "invalid")
-    validated = runs.fitting(of_checkpoint, settings, runs.VALUES)
-    fidelity = _rows_of("fidelity", validated, root)
-    validated = validated[validated["run_id"].isin(fidelity["run_id"])]
-    validated = runs.newest(validated, runs.VALUES)
-    about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
-    times = [*about, *runs.TIMES, "machine", "software"]
-    times += ["os_build", "round", "invalid", *_SHARES]
-    return {
-        "samples": _join(_rows_of("samples", timed, root), timed, times),
-        "layers": _join(_rows_of("layers", timed, root), timed, times),
-        "fidelity": _join(fidelity, validated, [*about, *runs.VALUES]),
-    }
-
-
-def _rows_of(table: str, rows: pd.DataFrame, root: Root) -> pd.DataFrame:
-    """Rows of a log table that belong to the given rows of `runs`."""
-    return log.load(table, root=root, where={"run_id": rows["run_id"].tolist()})
-
-
-def _join(table: pd.DataFrame, rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
-    """A log table with `columns` of `rows`, rows of `runs`; runs that `rows` lacks are
-    dropped. In a column that both have, the run's value fills the table's nulls."""
-    missing = ["run_id"]
-    for name in columns:
-        if name in table:
-            of_run = table["run_id"].map(rows.set_index("run_id")[name])
-            table = table.assign(**{name: table[name].fillna(of_run)})
-        else:
-            missing.append(name)
-    return table.merge(rows[missing], on="run_id")
-
-
-def offered_machines(grid: Grid, root: Root = None) -> list[str]:
-    """The machines of a grid's times in the log, the one of the newest run first."""
-    return machine_names(_timed_runs(grid, root))
-
-
-def _timed_runs(grid: Grid, root: Root) -> pd.DataFrame:
-    """The sweeps' runs of a grid's cells, on any machine and for any runtime that auto
-    may mean."""
-    rows = _of_checkpoint(grid, root)
-    settings = []
-    for cell in cells(grid):
-        settings += map(cell.columns, runs.RUNTIMES)
-    return runs.fitting(rows[rows["round"].notna()], settings, runs.TIMES)
-
-
-def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
-    """The experiment's runs of the grid's checkpoint, by its hash; without the
-    checkpoint's folder, by its name and the hash of the newest run."""
-    rows = runs.listing(grid.experiment, root, runs.MEASURED)
-    root = Path(root or log.default_root())
-    if grid.bundle:
-        identities = [folder_identity(find(bundle, root)) for bundle in grid.bundle]
-        return rows[rows["bundle_hash"].isin(identities)]
-    path = find(grid.checkpoint, root)
-    if not path.is_dir():
-        rows = rows[rows["checkpoint"] == path.name]
-        return runs.like_newest(rows, "checkpoint_hash")
-    files = []
-    for file in filter(Path.is_file, sorted(path.iterdir())):
-        stat = file.stat()
-        files.append((file, stat.st_size, stat.st_mtime_ns))
-    return rows[rows["checkpoint_hash"] == _sha256(path, tuple(files))]
-
-
-@cache
-def _sha256(path: Path, files: tuple) -> str:
-    """The checkpoint's hash; `files` is the key of the cache: paths, sizes and
-    times."""
-    return Checkpoint(path).sha256
+    timed, validated = _rows(grid, root, machine)
+    tables = {}
+    for table, runs in (("samples", timed), ("layers", timed), ("fidelity", validated)):
+        own = log.load(table, root, {"run_id": runs["run_id"].tolist()})
+        more = [name for name in ABOUT if name not in own]
+        tables[table] = own.merge(runs[["run_id", *more]], on="run_id")
+    return tables
 
 
 def configurations(
-    grid: Grid, root: Root = None, machine: str | None = None
+    grid: Grid, root: log.Root = None, machine: str | None = None
 ) -> pd.DataFrame:
-    """One row per bundle, way to run it and T that the log holds of one machine.
+    """One row per setting of a grid, from runs of one machine.
 
     The fastest comes first; rows that only invalid runs measured come last. For
     `machine` see `stored_tables`.
 
     Returns:
-        name: the values of the varying axes, and T; then each of these values.
-        machine, runtime, bundle. tokens_per_s, call_ms, call_p90_ms: medians over runs
-        of the run's median or 90th
-            percentile.
-        slowest, fastest: the range of the runs' tok/s; n: the number of runs.
-        worst_cosine: the bundle's smallest cosine of isolated updates at any T.
-        kl_mean: nats; verdict: RED if a gate other than the user's limit is, or if the
-            mean KL is above the grid's `max_kl`.
-        ane_ops_share, ane_cost_share: the Neural Engine's shares (null: no plan).
-        invalid: the reason if no run is valid.
+        name: the values of the axes that vary, which are columns, too. machine,
+        runtime, bundle, run_id (of the newest run). tokens_per_s, call_ms, call_p90_ms:
+        medians over runs of the run's median or 90th percentile; slowest, fastest: the
+        range of the runs' tok/s; n: the number of runs. worst_cosine, kl_mean (nats):
+        of the bundle's newest validation; verdict: RED if a gate other than the user's
+        limit is, or if the mean KL is above the grid's `max_kl`. ane_ops_share: the
+        Neural Engine's share (null: no plan). invalid: the reason if no run is valid.
     """
-    tables = stored_tables(grid, root, machine)
-    varied = [name for name in varied_axes(grid) if name != "T"]
-    about = ["bundle", *runs.HOW]  # these columns decide fidelity and verdict
-    keys = [*dict.fromkeys([*about, *varied]), "machine", "T"]
-    rows = _speeds(tables["samples"], keys)
-    fidelity = tables["fidelity"]
-    updates = fidelity.query("mode == 'isolated' and tensor == 'update'")
-    worst = updates.groupby(about, dropna=False)["cosine"].min()
-    worst = worst.reset_index(name="worst_cosine")
-    every = log.load("runs", root, {"status": "ok"}).dropna(subset="verdict")
-    validated = _priced(runs.newest(every, about), grid.max_kl)
-    validated = validated[[*about, "kl_mean", "verdict"]]
-    rows = rows.reset_index().merge(worst, "left", about)
-    rows = rows.merge(validated, "left", about)
-    rows["verdict"] = rows["verdict"].astype(object).fillna("not_run")
-    rows["name"] = _names(rows[[*varied, "T"]])
-    columns = ["name", *varied, "T", "machine", "runtime", "bundle", *_SPEEDS]
-    columns += ["slowest", "fastest", "n"]
-    columns += ["worst_cosine", "kl_mean", "verdict", *_SHARES, "invalid"]
+    timed, validated = _rows(grid, root, machine)
+    valid = timed["invalid"].isna()
+    some = valid.groupby(timed["setting"]).transform("any").astype(bool)
+    rows = timed[valid | ~some]
+    varied = varied_axes(grid)
+    about = ["setting", "values", "bundle_hash", "run_id", *varied, "T", "machine"]
+    about += ["runtime", "bundle", "ane_ops_share", "invalid"]
+    last = rows.drop_duplicates("setting", keep="last")[list(dict.fromkeys(about))]
+    rows = last.merge(speeds(rows, ["setting"]), on="setting")
+    verdicts = validated[["values", "bundle_hash", "worst_cosine", "kl_mean"]]
+    found = [_verdict(run, grid.max_kl) for run in validated.to_dict("records")]
+    verdicts = verdicts.assign(verdict=pd.Series(found, verdicts.index, object))
+    rows = rows.merge(verdicts, "left", ["values", "bundle_hash"])
+    rows["verdict"] = rows["verdict"].fillna("not_run")
+    named = rows[list(dict.fromkeys([*varied, "T"]))].astype(object).fillna("none")
+    words = named.to_dict("records")
+    rows["name"] = [", ".join(f"{k} {v}" for k, v in row.items()) for row in words]
     ranked = rows.sort_values("tokens_per_s", ascending=False)
     ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
-    return ranked[list(dict.fromkeys(columns))].reset_index(drop=True)
+    return ranked.reset_index(drop=True)
 
 
-def _names(rows: pd.DataFrame) -> list[str]:
-    """Each row's columns with their values in words, null as "none"."""
-    names = []
-    for row in rows.astype(object).fillna("none").to_dict("records"):
-        names.append(", ".join(f"{column} {value}" for column, value in row.items()))
-    return names
+def _of_grid(grid: Grid, root: log.Root) -> tuple[pd.DataFrame, pd.DataFrame, dict]:
+    """Timed runs and validations of a grid's cells on any machine, and for each runtime
+    that auto may mean the hashes of the cells."""
+    every = list(cells(grid, root))
+    runs = log.load("runs", root, {"status": list(MEASURED)})
+    runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
+    if grid.bundle:
+        runs = runs[runs["bundle_hash"].isin({c.source.contents for c in every})]
+    hashes = {}
+    for auto in RUNTIMES:
+        columns = [cell.columns(auto) for cell in every]
+        hashes[auto] = {n: {row[n] for row in columns} for n in ("setting", "values")}
+    timed = _fitting(runs[runs["round"].notna()], "setting", hashes.values())
+    validated = _fitting(runs[runs["verdict"].notna()], "values", hashes.values())
+    return timed, validated[validated["invalid"].isna()], hashes
 
 
-def _speeds(samples: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The columns of `configurations` that are times, by `keys`. Invalid runs are
-    dropped where a configuration has valid ones."""
-    phases = samples["phase"].isin(["call", "tokens_per_s"])
-    timed = samples[phases & ~samples["warmup"].fillna(False)]
-    valid = timed["invalid"].isna()
-    of_key = valid.groupby([timed[key] for key in keys], dropna=False)
-    timed = timed[valid | ~of_key.transform("any")]
-    of_run = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"]
-    median = of_run.median().unstack("phase")
-    p90 = of_run.quantile(0.9).unstack("phase")
-    by_run = median.reindex(columns=["tokens_per_s", "call"])
-    by_run = by_run.assign(p90=p90.reindex(columns=["call"]))
-    by_key = by_run.set_axis(_SPEEDS, axis=1).groupby(keys, dropna=False)
-    speeds = by_key["tokens_per_s"]
-    extent = {"slowest": speeds.min(), "fastest": speeds.max(), "n": by_key.size()}
-    rows = by_key.median().assign(**extent)
-    return rows.join(timed.groupby(keys, dropna=False)[["invalid", *_SHARES]].first())
+def _fitting(runs: pd.DataFrame, column: str, hashes: Iterable[dict]) -> pd.DataFrame:
+    return runs[runs[column].isin(set().union(*(known[column] for known in hashes)))]
 
 
-def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
-    """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` under the
-    limit `max_kl`; where no KL was measured the logged verdict stays."""
-    kl = kl_means(rows)
-    faulty = []
-    for config in _configs(rows):
-        red = {g["name"] for g in config.get("gates", []) if g["verdict"] == "RED"}
-        faulty.append(bool(red - {"max_kl"}))
-    verdicts = np.where((kl > max_kl) | np.array(faulty, bool), "RED", "GREEN")
-    return rows.assign(kl_mean=kl, verdict=rows["verdict"].mask(kl.notna(), verdicts))
+def _rows(
+    grid: Grid, root: log.Root, machine: str | None
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of `runs`: the newest of each setting and round of one machine, and the
+    newest validation of each bundle and way to run it."""
+    timed, validated, hashes = _of_grid(grid, root)
+    timed = _of_machine(timed, machine)
+    found = set((timed if len(timed) else validated)["runtime"])
+    auto = next((name for name in RUNTIMES if name in found), "portable")
+    timed = _fitting(timed, "setting", [hashes[auto]])
+    validated = _fitting(validated, "values", [hashes[auto]])
+    timed = timed.drop_duplicates(["setting", "round"], keep="last")
+    return timed, validated.drop_duplicates(["values", "bundle_hash"], keep="last")
 
 
-def validated_costs(root: Root = None) -> pd.DataFrame:
-    """The newest validation of each bundle and way to run it: `VALIDATED`,
-    `worst_update` (largest 1 − cosine of an isolated update), `kl_mean` (nats) and
-    `verdict`."""
-    every = log.load("runs", root, {"status": "ok"})
-    validated = runs.newest(every.dropna(subset=["verdict", "bundle_hash"]), VALIDATED)
-    updates = log.load("fidelity", root, {"tensor": "update", "mode": "isolated"})
-    finite = updates["finite"].fillna(True).astype(bool)
-    cosine = updates["cosine"].where(finite, -math.inf)
-    worst = 1 - cosine.groupby(updates["run_id"]).min()
-    validated["worst_update"] = validated["run_id"].map(worst)
-    validated["kl_mean"] = kl_means(validated)
-    return validated[[*VALIDATED, "verdict", "worst_update", "kl_mean"]]
+def _of_machine(runs: pd.DataFrame, machine: str | None) -> pd.DataFrame:
+    """The runs of one machine with the software of its newest one."""
+    names = runs["machine"].iloc[::-1].unique().tolist()
+    if machine is not None and machine not in names:
+        known = "; ".join(names) or "none, no run fits"
+        step = "name one of these, or none for the default"
+        raise InputError("machine", repr(machine), f"one of {known}", step)
+    if not names:
+        return runs
+    here = log.environment()["machine"]
+    own = runs[runs["machine"] == (machine or (here if here in names else names[0]))]
+    return own[own["software"] == own["software"].iloc[-1]]
 
 
-def kl_means(rows: pd.DataFrame) -> pd.Series:
-    """The mean KL in nats of rows of `runs`, nan if not measured. It is the run's
-    price, or the value of the gate `max_kl` in older rows."""
-    means = []
-    for config in _configs(rows):
-        gates = {gate["name"]: gate["value"] for gate in config.get("gates", [])}
-        price = (config.get("price") or {}).get("kl") or {}
-        means.append(price.get("mean", gates.get("max_kl")))
-    return pd.Series(means, rows.index, float)
-
-
-def _configs(rows: pd.DataFrame) -> list[dict]:
-    return [json.loads(text) for text in rows["config"].fillna("{}")]
-
-
-def varied_axes(grid: Grid) -> list[str]:
-    """The axes of a grid that have several values, by the names of their columns in
-    `runs`."""
-    axes = grid.export | {"bundle": grid.bundle} | runs.pick(vars(grid.run), *RUN_AXES)
-    return [axis for axis, values in axes.items() if len(values) > 1]
+def _verdict(run: dict, max_kl: float) -> str:
+    """A run's verdict under another limit on the mean KL; the logged one where no KL
+    was measured."""
+    if pd.isna(run["kl_mean"]):
+        return run["verdict"]
+    gates = json.loads(run["config"]).get("gates", [])
+    red = {gate["name"] for gate in gates if gate["verdict"] == "RED"}
+    return "RED" if red - {"max_kl"} or run["kl_mean"] > max_kl else "GREEN"

@@ -14,16 +14,17 @@ import numpy as np
 import pandas as pd
 
 from workbench.bundle import Options
-from workbench.decode import Decoder
-from workbench.decode.times import Times
+from workbench.decode import Decoder, Sequences
 from workbench.errors import InputError
-from workbench.log.host_state import thermal_level
+from workbench.log.machine import thermal_level
 
 WARMUP_CALLS = 2
 RAMP_CALLS = 3
 PRESSURE_EVERY_S = 5
 _PHASE = ("phase", "shard", "value", "cpu_ms", "native_ms")
 _PARTS = ("layer", "head", "host")  # phases of a call
+SIZES = ("T", "depth", "n_gen", "repetitions", "min_tokens", "min_seconds")
+"""Arguments of `measure_speed`."""
 NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
 
@@ -57,13 +58,13 @@ def measure_speed(
         thread, and but for the host `native_ms`, Core ML's own time (null on other
         runtimes). ``elapsed_s`` is the time from the start to the end of what a row
         measures. With `min_seconds`, `thermal_pressure` follows a sequence every few
-        seconds on a Mac: its index in `log.host_state.THERMAL_PRESSURES`.
+        seconds on a Mac: its index in `log.machine.THERMAL_PRESSURES`.
     """
     calls = check_size(decoder.options, T, depth, n_gen)
-    if decoder.runtime != "portable":
-        decoder.begin()
+    if decoder.is_device:
+        seqs = decoder.fresh()
         for _ in range(RAMP_CALLS):
-            decoder.advance(_ids(decoder, np.random.default_rng(0), T), T)
+            decoder.advance(seqs, _ids(decoder, np.random.default_rng(0), T))
     rng = np.random.default_rng(0)
     rows = []
     seconds = 0.0
@@ -106,10 +107,10 @@ def _timed_sequence(
     rows = []
     ms = []
     first = repetition * (WARMUP_CALLS + calls)
-    decoder.begin()
+    seqs = decoder.fresh()
     if depth:
         start = time.perf_counter()
-        decoder.prefill(_ids(decoder, rng, depth))
+        decoder.prefill(_ids(decoder, rng, depth), seqs=seqs)
         end = time.perf_counter()
         prefill = {
             "phase": "prefill",
@@ -119,7 +120,7 @@ def _timed_sequence(
         }
         rows.append(common | prefill)
     for call in range(WARMUP_CALLS + calls):
-        phases = _timed_call(decoder, _ids(decoder, rng, T), T)
+        phases = _timed_call(decoder, seqs, _ids(decoder, rng, T))
         about = common | setting
         about["order"] = first + call
         about["warmup"] = call < WARMUP_CALLS
@@ -140,10 +141,7 @@ def check_size(
     calls = -(-n_gen // T)
     if not 1 <= T <= t_max:
         raise InputError(
-            f"{subject}T",
-            str(T),
-            f"1 to t_max = {t_max}",
-            "export with a larger --t-max",
+            f"{subject}T", str(T), f"1 to t_max = {t_max}", "export with more --tokens"
         )
     if depth + (calls + WARMUP_CALLS) * T > S:
         raise InputError(
@@ -172,15 +170,12 @@ def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
     return rng.integers(0, decoder.manifest.dims.V, shape).tolist()
 
 
-def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
+def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list[dict]:
     """The phases of one call, ms: the whole call, each layer shard, the head, and the
     host."""
-    decoder.times = times = Times()
-    start = time.perf_counter()
     cpu_start = time.thread_time()
-    hidden = decoder.advance(ids, T)
-    decoder.logits(hidden[:, :, T - 1 : T])
-    total = (time.perf_counter() - start) * 1e3
+    _, times = decoder.step(seqs, ids)
+    total = times.total
     cpu = (time.thread_time() - cpu_start) * 1e3
     native = None
     if None not in times.native_ms:
@@ -241,26 +236,21 @@ def profile(
     rows = []
     last = 0.0
 
-    def clock(call, shard):
-        def hook(op, outputs):
-            nonlocal last
-            ms = (time.perf_counter() - last) * 1e3
-            rows.append((call, *_module(shard, op), op.kind, ms))
-            last = time.perf_counter()
-
-        return hook
+    def clock(call, shard, op, outputs):
+        nonlocal last
+        ms = (time.perf_counter() - last) * 1e3
+        rows.append((call, *_module(shard, op), op.kind, ms))
+        last = time.perf_counter()
 
     for key in decoder.experts.shards:
         decoder.experts.model(*key)
-    with decoder.set_aside():
-        decoder.begin()
-        if depth:
-            decoder.prefill(_ids(decoder, rng, depth))
-        for call in range(calls + 1):
-            ids = _ids(decoder, rng, 1)
-            with decoder.hooked(partial(clock, call)):
-                last = time.perf_counter()
-                decoder.advance(ids, 1)
+    seqs = decoder.fresh()
+    if depth:
+        decoder.prefill(_ids(decoder, rng, depth), seqs=seqs)
+    for call in range(calls + 1):
+        ids = _ids(decoder, rng, 1)
+        last = time.perf_counter()
+        decoder.advance(seqs, ids, partial(clock, call))
     frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
     keys = ["layer", "module", "op"]
     timed = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)

@@ -1,0 +1,459 @@
+"""Runs a `Program` on PyTorch: a list of steps, each an operation bound to its rule.
+
+Precision modes
+    declared  float32 inside an operation, each result rounded once to the dtype that MIL
+              declares for it; values of fp16 are held as torch.float16
+    exact     float32 throughout; weights as stored (decompressed at their declared dtype)
+    narrow    as declared, and sums that are declared fp16 are rounded to fp16 after
+              every 32 terms: the pessimistic bound
+
+With `fuse`, groups of operations become one step each (`miltorch.fuse`).
+
+One hook, called as `hook(op, outputs)` after each step with its results (floats in
+float32), may replace them: taps, profiles, range traces and interventions are all this
+hook. None costs nothing."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from miltorch.errors import InputError, check_choice
+from miltorch.fuse import fusions
+from miltorch.ops import MAX_ELEMENTS, OPERATIONS, TUPLES
+from miltorch.ops.state import StateCell
+from miltorch.program import Block, Op, Program, Ref, Type
+from miltorch.steps import (
+    Body,
+    Constants,
+    Step,
+    failure,
+    python_value,
+    to_tensor,
+    torch_dtype,
+    widened,
+)
+
+PRECISIONS = ("declared", "exact", "narrow")
+# change no value
+MOVES = frozenset(
+    "reshape transpose slice_by_index concat split squeeze expand_dims identity".split()
+)
+# torch computes these on fp16 in float32 and rounds once, or picks values
+NATIVE = MOVES | frozenset(
+    """abs add cast clip cos equal exp gather greater greater_equal less less_equal
+    maximum minimum mul read_state real_div reduce_max reduce_min relu select sigmoid silu
+    sin slice_update softmax sqrt stack sub tanh tile write_state
+    coreml_update_state""".split()
+)
+COLUMNS = 256  # of calls that run together: bounds the memory of their values
+NO_VALUE = torch.zeros(())
+Hook = Callable[[Op, list], list | None]
+
+
+class Executable:
+    """A program bound to a precision mode. Stateless: inputs and state cells in,
+    outputs out.
+
+    Args:
+        program: what to run.
+        precision: `declared`, `exact` or `narrow`.
+        fuse: whether groups of operations run as one step each; for `declared` alone.
+        reads: with `fuse`, the rows of a cache that attention reads: `all` as the
+            program does, or those that hold tokens (`used`).
+
+    Attributes:
+        unfused: with `fuse`, operations that no group took: name → why.
+
+    Raises:
+        InputError: naming every unsupported operation at once, before anything runs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        precision: str = "declared",
+        fuse: bool = False,
+        reads: str = "used",
+    ):
+        check_precision(precision)
+        refuse_unknown(program)
+        self.program, self.precision = program, precision
+        self.constants = Constants(program)
+        self.unfused: dict[str, str] = {}
+        fused = {}
+        if fuse:
+            check_choice("reads", reads, ("all", "used"))
+            if precision != "declared":
+                raise InputError(
+                    "fused steps",
+                    f"precision {precision}",
+                    "declared",
+                    "leave out fuse",
+                )
+            fused, self.unfused = fusions(program, self.constants, reads)
+        known = {*program.inputs, *program.states}
+        self.body = self._body(program.block, known, fused)
+        if fuse:
+            _drop_unread(self.body)
+        _mark_dead(self.body)
+
+    def release(self) -> "Executable":
+        """Forgets the program's operations and all constants that no step reads: the
+        file of the weights is mapped no longer. Returns itself."""
+        self.program, self.constants = replace(self.program, block=None), None
+        return self
+
+    def make_state(self) -> dict[str, StateCell]:
+        return make_state(self.program, self.precision)
+
+    def run(
+        self,
+        inputs: dict[str, torch.Tensor],
+        state: dict[str, StateCell],
+        hook: Hook | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Runs the program once; `state` is advanced, `inputs` are rounded to their
+        declared dtype first. Outputs of fp16 come in float32.
+
+        Raises:
+            InputError: inputs or states that are missing or of another shape than
+                declared, an operation that cannot take its operands; names what and
+                where.
+        """
+        (outputs,) = self.run_calls([inputs], [state], [hook])
+        return outputs
+
+    @torch.inference_mode()
+    def run_calls(
+        self,
+        calls: Sequence[dict[str, torch.Tensor]],
+        states: Sequence[dict[str, StateCell]],
+        hooks: Sequence[Hook | None],
+    ) -> list[dict[str, torch.Tensor]]:
+        """Results of `run` for one call's inputs after another, each on its state, which
+        may be that of other calls, and with a hook of its own.
+
+        Every step of every call, and the order in which a state is read and written, are
+        those of `run`; 1×1 convolutions before and behind the steps that access states
+        multiply the columns of several calls at once, so that a weight is read once.
+        Their sums may add up in another order."""
+        results = []
+        for group in _groups(self.program, calls):
+            own = slice(len(results), len(results) + len(group))
+            values = list(map(self._values, group, states[own]))
+            outputs = self._run(self.body, values, hooks[own])
+            results += [
+                dict(zip(self.program.outputs, map(widened, each), strict=True))
+                for each in outputs
+            ]
+        return results
+
+    def _values(self, inputs: dict, state: dict) -> dict:
+        """What the steps of a call read, by name."""
+        self._check(inputs, state)
+        values = self.body.constants | state
+        for name, declared in self.program.inputs.items():
+            values[name] = inputs[name].to(self._dtype(declared))
+        return values
+
+    def _check(self, inputs: dict, state: dict) -> None:
+        declared = self.program.inputs | self.program.states
+        given = inputs | {name: cell.value for name, cell in state.items()}
+        if missing := [name for name in declared if name not in given]:
+            raise InputError(
+                str(self.program.package),
+                f"no {', '.join(missing)}",
+                "every input and state",
+                "give all of them",
+            )
+        for name, kind in declared.items():
+            if not _agrees(given[name].shape, kind.shape):
+                raise InputError(
+                    f"{'state' if name in state else 'input'} {name!r}",
+                    f"shape {list(given[name].shape)} where {list(kind.shape)} is declared",
+                    "the declared shape",
+                    "reshape it",
+                )
+
+    def _run(self, body: Body, values: list[dict], hooks: Sequence) -> list[list]:
+        """The outputs of a block for the values of each call."""
+        for together, steps in _stages(body, self.program.states, len(values)):
+            if together:
+                self._run_steps(steps, values, hooks)
+                continue
+            for own, hook in zip(values, hooks, strict=True):
+                self._run_steps(steps, [own], [hook])
+        return [[own[name] for name in body.outputs] for own in values]
+
+    def _run_steps(self, steps: list[Step], values: list[dict], hooks) -> None:
+        for step in steps:
+            try:
+                if step.columnwise and len(values) > 1:
+                    _run_joined(step, values)
+                else:
+                    for own, hook in zip(values, hooks):
+                        self._run_step(step, own, hook)
+            except InputError:
+                raise
+            # torch raises many kinds where operands do not fit
+            except Exception as problem:
+                raise failure(self.program, step.op, problem) from problem
+            for own, hook in zip(values, hooks):
+                if hook is not None:
+                    shown = [widened(own[name]) for name, _ in step.outputs]
+                    _store(step, hook(step.op, shown) or (), own)
+                for name in step.dead:
+                    del own[name]
+
+    def _run_step(self, step: Step, values: dict, hook: Hook | None) -> None:
+        arguments = step.arguments(values)
+        if step.bodies:
+            arguments["blocks"] = [
+                partial(self._call, b, values, hook) for b in step.bodies
+            ]
+        result = step.function(**arguments)
+        results = result if isinstance(result, tuple) else (result,)
+        if len(results) < len(step.outputs):
+            raise ValueError(f"{len(results)} results of {len(step.outputs)}")
+        _store(step, results, values)
+
+    def _call(self, body: Body, values: dict, hook, *arguments) -> list:
+        """Runs a nested block: it sees the enclosing values, and its own stay
+        inside."""
+        inputs = dict(zip(body.inputs, arguments, strict=True))
+        (outputs,) = self._run(body, [values | body.constants | inputs], [hook])
+        return outputs
+
+    def _dtype(self, declared: Type) -> torch.dtype | None:
+        if declared.kind != "tensor" or declared.dtype == "STRING":
+            return None
+        if self.precision == "exact" and declared.dtype == "FLOAT16":
+            return torch.float32
+        return torch_dtype(declared.dtype)
+
+    def _body(self, block: Block, known: set[str], fused: dict) -> Body:
+        """`known`: the names that the block sees from around it."""
+        body = Body([name for name, _ in block.inputs], outputs=block.outputs)
+        known = known | set(body.inputs)
+        for op in block.ops:
+            if not op.constant:
+                if op.key in fused:
+                    body.steps += fused[op.key]
+                else:
+                    body.steps.append(self._step(op, known, body))
+            known |= dict(op.outputs).keys()
+        for name in block.outputs:
+            self._name(name, known - self.program.states.keys(), body)
+        return body
+
+    def _step(self, op: Op, known: set[str], body: Body) -> Step:
+        rule, kind = OPERATIONS[op.kind], op.outputs[0][1].dtype if op.outputs else ""
+        function = rule.function
+        if self.precision == "narrow" and rule.narrow and kind == "FLOAT16":
+            function = rule.narrow
+        step = Step(op, function, [(n, self._dtype(t)) for n, t in op.outputs])
+        native, exact = op.kind in NATIVE, self.precision == "exact"
+        step.wide = not native and not exact
+        for parameter, source in op.inputs.items():
+            if parameter in TUPLES and not isinstance(source, list):
+                source = [source]
+            value, attribute = self.constants.of(source), parameter in rule.attributes
+            if value is None:
+                names = self._names(source, known, body, f"{op.name}.{parameter}")
+                step.operands.append((parameter, names, attribute))
+            elif attribute:
+                step.constants[parameter] = python_value(value)
+            elif (native and not exact) or _is_matrix(op, parameter, value):
+                step.constants[parameter] = value
+            else:
+                step.constants[parameter] = widened(value)
+        step.bodies = [self._body(b, known, {}) for b in op.blocks]
+        step.columnwise = _is_columnwise(step)
+        return step
+
+    def _names(self, source, known: set[str], body: Body, where: str):
+        """What a value is called at run time, or each of a list; a literal among names
+        becomes a constant of the block."""
+        if isinstance(source, list):
+            pairs = enumerate(source)
+            return [self._names(s, known, body, f"{where}.{i}") for i, s in pairs]
+        if isinstance(source, Ref):
+            return self._name(source.name, known, body)
+        body.constants[where] = self._runtime(to_tensor(source))
+        return where
+
+    def _name(self, name: str, known: set[str], body: Body) -> str:
+        if name not in known:
+            raise InputError(
+                str(self.program.package),
+                f"values {[name]} that nothing before them computes",
+                "a whole program",
+                "export the model again",
+            )
+        if name in self.constants.ops:
+            body.constants[name] = self._runtime(self.constants[name])
+        return name
+
+    def _runtime(self, value):
+        """A constant as values of this precision are held."""
+        return widened(value) if self.precision == "exact" else value
+
+
+def _is_matrix(op: Op, parameter: str, value) -> bool:
+    """Whether a constant is the weight of a 1×1 convolution, which stays as stored."""
+    return (
+        (op.kind, parameter) == ("conv", "weight")
+        and value.dim() > 2
+        and value.shape[2:].numel() == 1
+    )
+
+
+def _is_columnwise(step: Step) -> bool:
+    """Whether a step is a 1×1 convolution with a constant weight."""
+    constants = step.constants
+    return (
+        [parameter for parameter, *_ in step.operands] == ["x"]
+        and _is_matrix(step.op, "weight", constants.get("weight", NO_VALUE))
+        and max(constants.get("strides") or [1]) == 1
+        and constants.get("groups", 1) == 1
+        and not any(constants.get("pad") or [])
+    )
+
+
+def _run_joined(step: Step, values: list[dict]) -> None:
+    """A columnwise step for all calls at once: x [B, C, *columns] of each."""
+    each = [step.arguments(own) for own in values]
+    xs = [arguments["x"] for arguments in each]
+    columns = [x.flatten(2) for x in xs]
+    joined = torch.cat(columns, 2).unflatten(2, (-1, *[1] * (xs[0].dim() - 3)))
+    y = step.function(**each[0] | {"x": joined}).flatten(2)
+    parts = y.split([x.shape[2] for x in columns], 2)
+    for own, x, part in zip(values, xs, parts, strict=True):
+        _store(step, (part.reshape(*part.shape[:2], *x.shape[2:]),), own)
+
+
+def _stages(body: Body, states: dict, count: int) -> list[tuple[bool, list[Step]]]:
+    """The steps in their order, and whether calls run together there: between the first
+    and the last access of a state, a call must not begin before the earlier call ends."""
+    if count == 1:
+        return [(True, body.steps)]
+    accessed = [states.keys() & set(step.reads()) for step in body.steps]
+    last = {name: i for i, names in enumerate(accessed) for name in names}
+    busy_until, free = -1, []
+    for index, names in enumerate(accessed):
+        busy_until = max([busy_until, *(last[name] for name in names)])
+        free.append(index > busy_until)
+    groups = groupby(zip(free, body.steps), lambda pair: pair[0])
+    return [(together, [step for _, step in group]) for together, group in groups]
+
+
+def _groups(program: Program, calls: Sequence[dict]) -> Iterator[list[dict]]:
+    """Calls that follow each other, `COLUMNS` columns at most or a call alone."""
+    group, total = [], 0
+    for inputs in calls:
+        columns = 1
+        for name, declared in program.inputs.items():
+            if None in declared.shape and name in inputs:
+                columns = inputs[name].shape[declared.shape.index(None)]
+        if group and total + columns > COLUMNS:
+            yield group
+            group, total = [], 0
+        group.append(inputs)
+        total += columns
+    yield group
+
+
+def _store(step: Step, results, values: dict) -> None:
+    """Puts the results of a step into `values`, in their declared dtypes; raises a
+    TypeError for fractions that are declared as integers, where nothing casts them."""
+    # an operation may have no result
+    for (name, dtype), value in zip(step.outputs, results):
+        if dtype is not None and value.dtype is not dtype:
+            given, value = value, value.to(dtype)
+            floats = given.is_floating_point() and not dtype.is_floating_point
+            if floats and step.op.kind != "cast" and not torch.equal(given, value):
+                raise TypeError(f"{name} has fractions, and {dtype} is declared")
+        values[name] = value
+
+
+def _agrees(shape: torch.Size, declared: tuple[int | None, ...]) -> bool:
+    """Whether a shape has the declared rank, and the declared sizes where they are
+    known."""
+    if set(declared) == {None}:  # no size is known: any rank passes
+        return True
+    return len(shape) == len(declared) and all(
+        size in (None, n) for n, size in zip(shape, declared)
+    )
+
+
+def check_precision(precision: str) -> None:
+    """Raises an InputError unless `precision` is one of `PRECISIONS`."""
+    check_choice("precision", precision, PRECISIONS, "choose one of these")
+
+
+def make_state(program: Program, precision: str = "declared") -> dict[str, StateCell]:
+    """A fresh state: one cell of zeros per state tensor."""
+    cells = {}
+    for name, declared in program.states.items():
+        if None in declared.shape or math.prod(declared.shape) > MAX_ELEMENTS:
+            raise InputError(
+                f"state {name!r}",
+                f"shape {list(declared.shape)}",
+                f"known sizes and at most {MAX_ELEMENTS} elements",
+                "export the model again",
+            )
+        dtype = torch.float32 if precision == "exact" else torch_dtype(declared.dtype)
+        cells[name] = StateCell(torch.zeros(declared.shape, dtype=dtype))
+    return cells
+
+
+def refuse_unknown(program: Program) -> None:
+    """Raises an InputError that names every operation of `program` without a rule, or a
+    state that holds no floats (iOS 26 has some)."""
+    kinds = {op.kind for op in program.block.walk()}
+    missing = kinds - OPERATIONS.keys() - {"const"}
+    if missing:
+        raise InputError(
+            str(program.package),
+            f"operations without a rule: {', '.join(sorted(missing))}",
+            "operations the portable runtime knows",
+            "run it on a Mac, or add rules in miltorch/ops",
+        )
+    for name, kind in program.states.items():
+        if not kind.dtype.startswith("FLOAT"):
+            raise InputError(
+                f"state {name!r} of {program.package}",
+                f"dtype {kind.dtype}",
+                "a state of floats",
+                "run it on a Mac, or export it with float16 states",
+            )
+
+
+def _drop_unread(body: Body) -> None:
+    """Leaves out the steps whose results nothing reads, and constants that no step
+    reads by name."""
+    needed, kept = set(body.outputs), []
+    for step in reversed(body.steps):
+        names = dict(step.outputs).keys()
+        if not names or names & needed or step.op.kind == "coreml_update_state":
+            needed.update(step.reads())
+            kept.append(step)
+    body.steps = kept[::-1]
+    body.constants = {n: v for n, v in body.constants.items() if n in needed}
+
+
+def _mark_dead(body: Body) -> None:
+    """Notes at each step which results of this block's steps are read for the last time
+    there, or never."""
+    results = {name for step in body.steps for name, _ in step.outputs}
+    later = set(body.outputs)
+    for step in reversed(body.steps):
+        for inner in step.bodies:
+            _mark_dead(inner)
+        read = {*step.reads(), *dict(step.outputs)}
+        step.dead = sorted((read & results) - later)
+        later |= read

@@ -1,0 +1,100 @@
+"""What the steps that stand for groups of operations compute (see `miltorch.fuse`)."""
+
+import numpy as np
+import torch
+
+from miltorch.ops.indexing import assign
+
+# an additive mask at or below this gives a weight of 0 beside any attended row
+BLOCKED = -1e4
+# scores of such size come near the mask's: blocked rows may count then
+EXTREME = 1e3
+
+
+def write_slice(cell, update, **window) -> tuple:
+    assign(cell.value, update, **window)
+    return ()
+
+
+def written_runs(x: torch.Tensor) -> list[tuple[int, int, int, int]] | None:
+    """(sequence, first row, first column, length) of the runs that a one-hot mask
+    [B, 1, S, T] writes; None for any other mask."""
+    mask = x.numpy()[:, 0].swapaxes(1, 2)
+    places = np.nonzero(mask)
+    if (mask[places] != 1).any():
+        return None
+    runs, rows = [], set()
+    for b, t, s in zip(*map(np.ndarray.tolist, places)):
+        if (b, s) in rows or (runs and runs[-1][0] == b and t < sum(runs[-1][2:])):
+            return None  # two columns for a row, or two rows for a column
+        rows.add((b, s))
+        if runs and runs[-1][0] == b:
+            _, row, column, length = runs[-1]
+            if (s, t) == (row + length, column + length):
+                runs[-1] = b, row, column, length + 1
+                continue
+        runs.append((b, s, t, 1))
+    return runs
+
+
+def write_rows(transposed: bool, rows, mask, cell, runs) -> tuple:
+    """Writes rows [B, H, T, D] into a state [B, H, S, D]: in place where a mask is
+    one-hot, or by its formula, which spreads what is not finite."""
+    if transposed:
+        rows = rows.mT
+    given, kept, places = rows.numpy(), cell.value.numpy(), []
+    for b, row, column, length in runs or []:
+        old = kept[b, :, row : row + length]
+        places.append((old, given[b, :, column : column + length]))
+    if runs is not None and all(
+        np.isfinite(each).all() for place in places for each in place
+    ):
+        for old, new in places:
+            old[:] = new
+        return ()
+    wide = mask.float()
+    rest = (1 - wide.sum(-1, keepdim=True).half()).half()
+    placed = (wide @ rows.float()).half()
+    cell.value = (cell.value.half() * rest).half() + placed
+    return ()
+
+
+def visible(reads: str, x: torch.Tensor) -> slice:
+    """The columns of a mask [B, 1, T, S] from the first to the last that some query
+    sees, or all."""
+    seen = x.flatten(0, 2).numpy() > BLOCKED
+    # a query that sees nothing attends to all columns alike
+    if reads == "used" and seen.any(1).all():
+        columns = np.flatnonzero(seen.any(0))
+        return slice(int(columns[0]), int(columns[-1]) + 1)
+    return slice(0, x.shape[-1])
+
+
+def attend(q, mask, key, value, span) -> torch.Tensor:
+    """q [B, H_kv, G·T, D], states [B, H_kv, S, D], mask [B, 1, T, S] → [B, H_kv, G·T,
+    D]; scores, weights and results are rounded as declared."""
+    B, H, N, _ = q.shape
+    *_, T, S = mask.shape
+    columns = mask[:, :, None, :, span]
+    scores = (q.float() @ key.value[:, :, span].float().mT).half()
+    if columns.shape[-1] < S and float(scores.abs().amax()) > EXTREME:
+        return attend(q, mask, key, value, slice(0, S))
+    scores = scores.view(B, H, N // T, T, -1) + columns
+    weights = torch.softmax(scores, -1).view(B, H, N, -1)
+    return (weights.float() @ value.value[:, :, span].float()).half()
+
+
+def normed(axis: int, gains: np.ndarray, eps: float, x: torch.Tensor):
+    from miltorch import kernels  # numba takes a moment to import
+
+    rows = x.movedim(axis, -1).contiguous()
+    out = torch.empty_like(rows)
+    bits = (each.view(-1, len(gains)).numpy().view(np.uint16) for each in (rows, out))
+    given, found = bits
+    kernels.norm(given, gains, eps, found)
+    return out.movedim(-1, axis)
+
+
+def rotated(widths: list[int], x, cos, sin) -> torch.Tensor:
+    a, b, *rest = x.split(widths, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, *rest), -1)

@@ -1,0 +1,191 @@
+"""Loops that torch has not, compiled by numba: products with stored weights and a norm.
+fp16 values are arrays of their bits (uint16); sums are float32, results are rounded
+once.
+
+Compiled once per machine, then read from numba's cache. numba's own thread pool takes
+one caller at a time; OpenMP's would set torch's number of threads."""
+
+import threading
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import config, njit, prange, set_num_threads, types
+from numba.extending import intrinsic
+
+config.THREADING_LAYER = "workqueue"
+LOCK = threading.Lock()
+# sums may be reordered; NaN and infinity keep their meaning
+FLAGS = {"reassoc", "contract"}
+ROWS = 64  # of a weight that one thread takes at a time
+SMALL = 1 << 20  # weights that one thread multiplies while others would start
+
+
+def product(name: str, *arrays: np.ndarray) -> None:
+    """Runs a kernel of `KERNELS` on as many threads as torch uses. Its arrays are those
+    of the weight [R, K], x [N, K] float32, bias [R] float32 and out [N, R] fp16, which
+    becomes x by the weight plus the bias."""
+    threads, out = torch.get_num_threads(), arrays[-1]
+    alone, parallel = KERNELS[name]
+    if threads == 1 or out.shape[1] * arrays[-3].shape[1] <= SMALL:
+        alone(0, out.shape[1], *arrays)
+    else:
+        on_threads(threads, parallel, *arrays)
+
+
+def on_threads(threads: int, kernel, *arrays: np.ndarray) -> None:
+    """Runs a parallel kernel."""
+    with LOCK:
+        set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
+        # starting numba's pool sets the number for OpenMP, and so for torch
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        kernel(*arrays)
+
+
+@intrinsic
+def wide(context, bits):
+    """The float32 value of fp16 bits; numba has no fp16 on processors."""
+
+    def emit(context, builder, signature, arguments):
+        value = builder.bitcast(arguments[0], ir.HalfType())
+        return builder.fpext(value, ir.FloatType())
+
+    return types.float32(types.uint16), emit
+
+
+@intrinsic
+def rounded(context, value):
+    """The bits of the fp16 value that is nearest to a float32 one."""
+
+    def emit(context, builder, signature, arguments):
+        value = builder.fptrunc(arguments[0], ir.HalfType())
+        return builder.bitcast(value, ir.IntType(16))
+
+    return types.uint16(types.float32), emit
+
+
+@njit(fastmath=FLAGS, nogil=True, cache=True)
+def fp16(first, last, weight, x, bias, out):
+    """Rows `first` to `last` of a weight of fp16."""
+    for r in range(first, last):
+        for n in range(len(x)):
+            total = np.float32(0)
+            for k in range(weight.shape[1]):
+                total += wide(weight[r, k]) * x[n, k]
+            out[n, r] = rounded(total + bias[r])
+
+
+@njit(fastmath=FLAGS, nogil=True, cache=True)
+def int8(first, last, weight, scale, x, bias, out):
+    """Of a weight of int8 by scale [R] float32."""
+    for r in range(first, last):
+        for n in range(len(x)):
+            total = np.float32(0)
+            for k in range(weight.shape[1]):
+                total += np.float32(weight[r, k]) * x[n, k]
+            out[n, r] = rounded(total * scale[r] + bias[r])
+
+
+@njit(fastmath=FLAGS, nogil=True, cache=True)
+def int4(first, last, codes, scale, x, bias, out):
+    """Of codes [R, K / 2] (the value plus 8 of column k in the low half of byte k, of
+    column k + K / 2 in its high half) by scale [R, blocks] float32."""
+    half, blocks = codes.shape[1], scale.shape[1]
+    xs, row = x.reshape(len(x), blocks, -1), np.empty(2 * half, np.int8)
+    low, high, values = row[:half], row[half:], row.reshape(blocks, -1)
+    for r in range(first, last):
+        for k in range(half):
+            low[k] = np.int8(codes[r, k] & np.uint8(15)) - np.int8(8)
+        for k in range(half):
+            high[k] = np.int8(codes[r, k] >> np.uint8(4)) - np.int8(8)
+        for n in range(len(x)):
+            total = np.float32(0)
+            for b in range(blocks):
+                block = np.float32(0)
+                for k in range(xs.shape[2]):
+                    block += np.float32(values[b, k]) * xs[n, b, k]
+                total += block * scale[r, b]
+            out[n, r] = rounded(total + bias[r])
+
+
+@njit(fastmath=FLAGS)
+def _looked_up(codes, table, row):
+    """row [K]: the table's value of every code, one or two codes a byte."""
+    values = row.view(table.dtype)
+    for k in range(len(codes)):
+        values[k] = table[codes[k]]
+
+
+@njit(fastmath=FLAGS, nogil=True, cache=True)
+def lookup(first, last, codes, which, tables, x, bias, out):
+    """Of the weight of `dense`."""
+    row = np.empty(x.shape[1], np.float32)
+    for r in range(first, last):
+        _looked_up(codes[r], tables[which[r]], row)
+        for n in range(len(x)):
+            total = np.float32(0)
+            for k in range(x.shape[1]):
+                total += row[k] * x[n, k]
+            out[n, r] = rounded(total + bias[r])
+
+
+@njit(parallel=True, cache=True)
+def dense(codes, which, tables, out):
+    """out [R, K] float32: the weights of codes [R, bytes].
+
+    Args:
+        which: [R] the table of every row.
+        tables: [P, 256] the bits of one float32 (uint32) or of two (uint64) a byte.
+    """
+    for r in prange(len(codes)):
+        _looked_up(codes[r], tables[which[r]], out[r])
+
+
+@njit(parallel=True, cache=True)
+def _fp16(weight, x, bias, out):
+    for part in prange((len(weight) + ROWS - 1) // ROWS):
+        first = part * ROWS
+        fp16(first, min(first + ROWS, len(weight)), weight, x, bias, out)
+
+
+@njit(parallel=True, cache=True)
+def _int8(weight, scale, x, bias, out):
+    for part in prange((len(weight) + ROWS - 1) // ROWS):
+        first = part * ROWS
+        int8(first, min(first + ROWS, len(weight)), weight, scale, x, bias, out)
+
+
+@njit(parallel=True, cache=True)
+def _int4(codes, scale, x, bias, out):
+    for part in prange((len(codes) + ROWS - 1) // ROWS):
+        first = part * ROWS
+        int4(first, min(first + ROWS, len(codes)), codes, scale, x, bias, out)
+
+
+@njit(parallel=True, cache=True)
+def _lookup(codes, which, tables, x, bias, out):
+    for part in prange((len(codes) + ROWS - 1) // ROWS):
+        first, last = part * ROWS, min(part * ROWS + ROWS, len(codes))
+        lookup(first, last, codes, which, tables, x, bias, out)
+
+
+# by the form of a weight: for some rows of it, and for all on several threads
+KERNELS = {
+    "fp16": (fp16, _fp16),
+    "int8": (int8, _int8),
+    "int4": (int4, _int4),
+    "lookup": (lookup, _lookup),
+}
+
+
+@njit(fastmath=FLAGS, cache=True)
+def norm(x, gains, eps, out):
+    """out [N, K] = x / √(mean of x² + eps) · gains [K] float32, x and out fp16."""
+    for n in range(len(x)):
+        total = np.float32(0)
+        for k in range(x.shape[1]):
+            total += wide(x[n, k]) * wide(x[n, k])
+        root = 1 / np.sqrt(total / np.float32(x.shape[1]) + np.float32(eps))
+        for k in range(x.shape[1]):
+            out[n, k] = rounded(wide(x[n, k]) * root * gains[k])

@@ -1,0 +1,102 @@
+"""Weights in the files of `.aimodel` folders.
+
+`main.mlirb` holds a weight as the same bytes as a Core ML package. The manifest names
+its parts, `data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`: role, dtype, shape and
+first byte of each."""
+
+import importlib
+import math
+import re
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from workbench.errors import InputError
+
+PROGRAM = "main.mlirb"
+PART = re.compile(r"(\w+):(\w+)\[([\d,]*)\]@(\d+)")
+NUMPY = {"fp16": np.float16, "fp32": np.float32}
+
+
+def apple(name: str) -> ModuleType:
+    """A module of `coreai-core` or `coreai-torch`, imported.
+
+    Raises:
+        InputError: they are not installed, as on platforms that have none.
+    """
+    try:
+        # about the version of torch that it was made for
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError as problem:
+        raise InputError(
+            "Core AI",
+            f"no package {problem.name or name}",
+            "coreai-core and coreai-torch",
+            "install workbench-coreai on Linux (x86-64) or macOS (arm64)",
+        ) from problem
+
+
+def part_text(role: str, dtype: str, shape: tuple[int, ...], offset: int) -> str:
+    """One part of a weight as the manifest names it."""
+    return f"{role}:{dtype}[{','.join(map(str, shape))}]@{offset}"
+
+
+def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
+    """Role (`val`; `data`, `scale`; `indices`, `lut`) → array, one element per stored
+    value.
+
+    Raises:
+        InputError: a text that names no parts, or a part beyond the file.
+    """
+    parts = {}
+    program = np.memmap(package / PROGRAM, np.uint8, "r")
+    for role, dtype, sizes, offset in PART.findall(text):
+        shape = tuple(map(int, sizes.split(",")))
+        start = int(offset)
+        count = math.prod(shape)
+        bits = int(dtype.strip("fpuint"))
+        raw = program[start : start + (count * bits + 7) // 8]
+        if len(raw) * 8 < count * bits:
+            parts.clear()
+            break
+        if dtype in NUMPY:
+            values = np.array(raw).view(NUMPY[dtype])
+        else:
+            values = unpacked(raw, bits, dtype[0] == "i", count)
+        parts[role] = values.reshape(shape)
+    if not parts:
+        raise InputError(
+            f"weight {text!r} of {package.name}",
+            "no such part of the program",
+            "role:dtype[shape]@byte",
+            "export the bundle again",
+        )
+    return parts
+
+
+def unpacked(raw: np.ndarray, bits: int, signed: bool, count: int) -> np.ndarray:
+    """`count` integers of `bits` bits that lie bit after bit, the lowest first, as int8
+    or uint8."""
+    planes = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits)
+    values = np.packbits(planes, axis=1, bitorder="little").reshape(-1)
+    if not signed:
+        return values
+    sign = 1 << (bits - 1)
+    return ((values ^ sign).astype(np.int16) - sign).astype(np.int8)
+
+
+def dense(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """The weight that its parts represent: fp16(integer · scale), or entries of the
+    table."""
+    if "val" in parts:
+        return parts["val"]
+    if "lut" in parts:
+        return parts["lut"].reshape(-1)[parts["indices"]]
+    scale = parts["scale"]
+    for axis, size in enumerate(parts["data"].shape):
+        scale = scale.repeat(size // scale.shape[axis], axis)
+    return (parts["data"].astype(np.float32) * scale).astype(np.float16)

@@ -1,0 +1,76 @@
+"""A stored cache continues as its sequence does on every trained checkpoint, and every bug seen in
+the wild, planted, turns the gate RED."""
+
+import numpy as np
+import pytest
+import trained
+from faults_reuse import FAULTS, ZAYA
+
+from workbench import InputError
+from workbench.check.reuse import check_reuse, contexts, reuse_gate
+from workbench.decode import store
+
+
+def pair(exports, name: str, precision: str = "exact") -> list:
+    return [trained.decoder(exports, name, b, precision) for b in (1, trained.BATCH)]
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("name", trained.NAMES)
+def test_every_cell_of_a_trained_checkpoint_is_green(name, exports):
+    lengths = {"tiny-gemma3": (90,), "tiny-zaya": (33,), "tiny-qwen2": (31,)}
+    found = check_reuse(*pair(exports, name), lengths=lengths.get(name, (31, 64)))
+    gate = reuse_gate(found)
+    assert gate.verdict == "GREEN", gate.reason
+    assert {(c.batch, c.cache, c.format) for c in found} == {
+        (batch, *cache)
+        for batch in (1, trained.BATCH)
+        for cache in [("cold", "fp16")]
+        + [(c, f) for c in ("warm", "hot") for f in ("fp16", "q4")]
+    }
+    assert all(0 <= c.apart < 1e-5 for c in found if c.cache == "cold")
+
+
+def test_it_holds_in_fp16_arithmetic_up_to_the_last_row(exports):
+    both = pair(exports, "tiny-llama", "declared")
+    found = check_reuse(*both, lengths=(32, trained.S - 4))
+    assert reuse_gate(found).verdict == "GREEN"
+
+
+def test_a_cache_that_q4_leaves_in_fp16_is_so_in_the_reference_too(
+    exports, monkeypatch
+):
+    decoder = trained.decoder(exports, "tiny-llama")
+    decoder.begin()
+    decoder.prefill(list(range(20)))
+    errors = []
+    for rows in decoder.snapshot().states.values():
+        errors.append(store.error(rows, store.dequantize(*store.quantize(rows))))
+    monkeypatch.setattr(store, "OUTLIER", float(np.median(errors)))
+    gate = reuse_gate(check_reuse(decoder, lengths=(20, 33)))
+    assert gate.verdict == "GREEN", gate.reason
+
+
+def test_contexts_lie_around_the_edges_of_blocks():
+    assert contexts(4096) == [255, 256, 257, 511, 512, 513]
+
+
+def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refused(
+    exports,
+):
+    decoder = trained.decoder(exports, "tiny-llama")
+    batch = trained.decoder(exports, "tiny-qwen2", trained.BATCH)
+    with pytest.raises(InputError, match="differs in --batch alone"):
+        check_reuse(decoder, batch)
+    with pytest.raises(InputError, match="one of batch 1"):
+        check_reuse(trained.decoder(exports, "tiny-llama", trained.BATCH))
+    with pytest.raises(InputError, match=r"\[128\].*2 to 124 tokens"):
+        check_reuse(decoder, lengths=(20, trained.S))
+
+
+@pytest.mark.matrix(8)
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_turns_the_gate_red(name, exports, monkeypatch):
+    both = pair(exports, "tiny-zaya" if name in ZAYA else "tiny-llama")
+    FAULTS[name](monkeypatch, *both)
+    assert reuse_gate(check_reuse(*both, lengths=(20,))).verdict == "RED"

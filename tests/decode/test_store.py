@@ -1,0 +1,220 @@
+"""Snapshots in files: whole or refused, and found by what they begin with."""
+
+import errno
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import trained
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from workbench import InputError
+from workbench.decode import Snapshot, store
+
+SOME = settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+IDS = np.random.default_rng(5).integers(3, 256, 200).tolist()
+
+
+def rows(seed, heads=2, n=5, D=64, scale=1.0, dtype=np.float16):
+    """Random rows, each channel around a mean of its own."""
+    rng = np.random.default_rng(seed)
+    means = rng.standard_normal((heads, 1, D))
+    return (scale * (means + rng.standard_normal((heads, n, D)))).astype(dtype)
+
+
+def made(ids, identity="identity", floor=0, **chosen) -> Snapshot:
+    """A snapshot of random rows: what is stored need not have been computed."""
+    seed, n = len(ids), len(ids)
+    states = {
+        "layers.0.k_state": rows(seed, n=n, **chosen),
+        "layers.0.v_state": rows(seed + 1, n=n, **chosen),
+        "layers.0.conv_state": rows(seed + 2, n=1, **chosen)[0],
+    }
+    return Snapshot(tuple(ids), identity, states, floor)
+
+
+def same(a: Snapshot, b: Snapshot) -> bool:
+    return (a.ids, a.identity, a.floor) == (b.ids, b.identity, b.floor) and all(
+        v.dtype == b.states[n].dtype and np.array_equal(v, b.states[n])
+        for n, v in a.states.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_fp16_keeps_every_bit_and_shares_nothing(dtype, tmp_path):
+    given_ = made(IDS[:9], dtype=dtype)
+    path = store.save(tmp_path, "chat", given_)
+    assert path.stat().st_size < given_.nbytes + 4096
+    first, second = store.load(tmp_path, "chat"), store.load(tmp_path, "chat")
+    assert same(first, given_)
+    for value in first.states.values():
+        value[:] = 0
+    assert same(second, given_) and same(store.load(tmp_path, "chat"), given_)
+
+
+@SOME
+@given(
+    seed=st.integers(0, 99),
+    D=st.sampled_from([2, 32, 40, 64, 96, 128, 192, 256]),
+    scale=st.sampled_from([1e-6, 1e-3, 1.0, 300.0]),
+    dtype=st.sampled_from([np.float16, np.float32]),
+)
+def test_q4_is_within_half_a_step_of_its_own_group(seed, D, scale, dtype):
+    given_ = rows(seed, D=D, scale=scale, dtype=dtype)
+    codes, steps, low = store.quantize(given_)
+    width = store.group(D)
+    assert width <= 64 and D % width == 0 and codes.nbytes * 2 == given_.size
+    found = store.dequantize(codes, steps, low)
+    error = np.abs(found - given_.astype(np.float32)).reshape(2, 5, -1, width)
+    allowed = steps[..., None].astype(np.float32) * 0.5001
+    assert (error <= allowed + np.finfo(np.float16).tiny * 1e-3).all()
+
+
+@SOME
+@given(seed=st.integers(0, 99), n=st.integers(1, 130), data=st.data())
+def test_any_slice_of_tokens_is_the_quantized_slice(seed, n, data):
+    given_ = rows(seed, n=n, D=32)
+    start = data.draw(st.integers(0, n - 1))
+    stop = data.draw(st.integers(start + 1, n))
+    whole = [part[:, start:stop] for part in store.quantize(given_)]
+    for a, b in zip(whole, store.quantize(given_[:, start:stop]), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_a_group_of_equal_values_is_exact():
+    for value in (0.0, 1.5, -65504.0, 6e-8):
+        equal = np.full((1, 3, 64), value, np.float16)
+        assert np.array_equal(store.dequantize(*store.quantize(equal)), equal)
+
+
+def test_q4_quantizes_caches_but_for_those_with_a_few_huge_channels(tmp_path):
+    given_ = made(IDS[:40])
+    given_.states["layers.0.k_state"][..., 3] += 90
+    store.save(tmp_path, "chat", given_, "q4")
+    found = store.load(tmp_path, "chat").states
+    for name in ("layers.0.k_state", "layers.0.conv_state"):
+        assert np.array_equal(found[name], given_.states[name])
+    values = given_.states["layers.0.v_state"]
+    expected = store.dequantize(*store.quantize(values)).astype(np.float16)
+    assert np.array_equal(found["layers.0.v_state"], expected)
+    assert not np.array_equal(expected, values)
+
+
+def test_q4_refuses_what_it_cannot_hold(tmp_path):
+    for value in (np.nan, np.inf):
+        with pytest.raises(InputError, match="q4"):
+            store.quantize(np.full((1, 2, 64), value, np.float16))
+    with pytest.raises(InputError, match="q4"):
+        store.quantize(np.zeros((1, 2, 3), np.float16))
+    with pytest.raises(InputError, match="one of fp16, q4"):
+        store.save(tmp_path, "chat", made(IDS[:3]), "q8")
+
+
+CHILD = """
+import sys
+from workbench import Decoder
+from workbench.decode import store
+decoder = Decoder(sys.argv[1], "portable", "exact")
+snapshot, rest = store.find(sys.argv[2], eval(sys.argv[3]), decoder.identity)
+print(decoder.generate(rest, 6, after=snapshot, stop=()), len(rest))
+"""
+
+
+def test_another_process_goes_on_where_this_one_stopped(exports, tmp_path):
+    decoder = trained.decoder(exports, "tiny-zaya")
+    tokens = decoder.generate(IDS[:40], 6, stop=())
+    decoder.begin()
+    decoder.prefill(IDS[:39])
+    store.save(tmp_path, "chat", decoder.snapshot())
+    arguments = decoder.bundle.root, tmp_path, repr(IDS[:40])
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert child.stdout.strip() == f"{tokens} 1"
+
+
+@SOME
+@given(data=st.data())
+def test_find_is_the_longest_beginning_that_can_be_used(tmp_path_factory, data):
+    """Against a plain comparison of every stored sequence, over an alphabet of two tokens."""
+    folder, best = tmp_path_factory.mktemp("store"), 0
+    bits = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+    prompt = data.draw(bits)
+    for i in range(4):
+        ids, floor = data.draw(bits), data.draw(st.integers(0, 6))
+        identity = data.draw(st.sampled_from(["identity", "another"]))
+        store.save(folder, f"s{i}", made(ids, identity, min(floor, len(ids)), D=2))
+        pairs = list(zip(ids, prompt[:-1]))
+        length = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        if identity == "identity" and length >= min(floor, len(ids)):
+            best = max(best, length)
+    hit = store.find(folder, prompt, "identity")
+    if hit is None:
+        assert best == 0
+    else:
+        assert hit[0].offset == best and [*hit[0].ids, *hit[1]] == prompt
+
+
+def test_a_snapshot_of_another_decoder_is_no_hit_and_does_not_fit(exports, tmp_path):
+    decoder = trained.decoder(exports, "tiny-llama")
+    decoder.prefill(IDS[:20])
+    store.save(tmp_path, "chat", decoder.snapshot())
+    other = trained.decoder(exports, "tiny-llama", precision="declared")
+    assert store.find(tmp_path, IDS[:21], other.identity) is None
+    with pytest.raises(InputError, match="identity"):
+        other.begin(store.load(tmp_path, "chat"))
+    together = trained.decoder(exports, "tiny-llama", trained.BATCH)
+    assert store.find(tmp_path, IDS[:21], together.identity)[0].offset == 20
+
+
+DAMAGES = {
+    "truncated": lambda data: data[:-5],
+    "empty": lambda data: b"",
+    "garbage": lambda data: b"x" * 999,
+    "version": lambda data: data.replace(b'"version":"3"', b'"version":"1"'),
+    "floor": lambda data: data.replace(b'"floor":"0"', b'"floor":"x"'),
+    "part": lambda data: data.replace(b"v_state.low", b"v_state.lot"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_refused_with_the_next_step(name, tmp_path):
+    path = store.save(tmp_path, "chat", made(IDS[:20]), "q4")
+    path.write_bytes(DAMAGES[name](path.read_bytes()))
+    with pytest.raises(InputError, match="delete the file and prefill again"):
+        store.load(tmp_path, "chat")
+    with pytest.raises(InputError, match="no such file"):
+        store.load(tmp_path, "other")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../up", "/etc/x", ".hidden", "a/b", "a" * 101, "a\n", "ü"]
+)
+def test_names_that_could_leave_the_folder_are_refused(name, tmp_path):
+    with pytest.raises(InputError, match="snapshot name"):
+        store.save(tmp_path / "s", name, made(IDS[:3]))
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_full_disk_keeps_the_old_snapshot_and_leaves_no_litter(tmp_path, monkeypatch):
+    store.save(tmp_path, "chat", made(IDS[:9]))
+
+    def full(*arguments, **_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InputError, match="No space left.*free some room"):
+        store.save(tmp_path, "chat", replace(made(IDS[:12])))
+    assert [p.name for p in tmp_path.iterdir()] == ["chat.safetensors"]
+    assert same(store.load(tmp_path, "chat"), made(IDS[:9]))

@@ -1,0 +1,214 @@
+"""An experiment is a folder of files: figures drawn from the data beside them, tables,
+the run and its report; a published run takes its log rows with it."""
+
+import json
+import shlex
+import shutil
+
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from workbench import log, plots
+from workbench.check import gates
+from workbench.errors import InputError
+from workbench.experiment import (
+    CellError,
+    Experiment,
+    last_run,
+    publish_run,
+    redraw,
+    run_folder,
+    run_notebook,
+    write_again,
+    write_report,
+)
+
+NAME = "07_toy"
+PARAMETERS = (
+    'CHECKPOINT = "data/tiny-llama"\nMAX_SEQ_LEN = 64\nT = [1, 4]\nMAX_KL = 0.05'
+)
+BODY = """
+import pandas as pd
+from workbench import plots
+from workbench.check import gates
+from workbench.experiment import Experiment
+
+experiment = Experiment("07_toy", globals())
+assert MAX_KL > 0
+speed = pd.DataFrame({"T": T, "tok/s": [float(MAX_SEQ_LEN)] * len(T)})
+experiment.figure("speed", plots.bars, speed.set_index("T"), alt="bars of speed")
+experiment.add_gates([gates.at_most("max_kl", 0.01, MAX_KL, "mean KL")])
+experiment.conclude(f"{MAX_SEQ_LEN} rows.")
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A checkout with one notebook and an empty log."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "workbench"\n')
+    (tmp_path / "notebooks").mkdir()
+    cells = [new_markdown_cell("# 07 · How fast?\n\nAn example.")]
+    cells.append(new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}))
+    cells.append(new_code_cell(BODY))
+    kernel = {
+        "kernelspec": {
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
+    }
+    notebook = new_notebook(cells=cells, metadata=kernel)
+    nbformat.write(notebook, tmp_path / "notebooks" / f"{NAME}.ipynb")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def example(checkpoint="data/tiny-llama", **more) -> Experiment:
+    names = {"CHECKPOINT": checkpoint, "MAX_SEQ_LEN": 64, "T": [1, 4], "MAX_KL": 0.05}
+    experiment = Experiment(NAME, names | more | {"lower": 1})
+    data = pd.DataFrame(
+        {"T": [1, 4], "ms": [2.0, np.nan], "run_id": ["run-one", "run-two"]}
+    )
+    table = data.set_index("T")[["ms"]]
+    table.columns.name = "phase"
+    experiment.figure("times", plots.bars, table, alt="bars of ms", title="Times")
+    experiment.table("numbers", data, "100 % of numbers_")
+    gate = gates.at_most("max_kl", 0.1, 0.05, "mean KL from the golden in nats")
+    experiment.add_gates([gates.not_run("device", "needs a Mac"), gate])
+    return experiment
+
+
+def test_a_run_is_a_folder_of_files(project, capsys):
+    experiment = example()
+    experiment.conclude("It holds.")
+    folder = project / "build" / "experiments" / NAME / "tiny-llama"
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
+    figure = {f"figures/times.{s}" for s in ("json", "parquet", "svg", "pdf", "png")}
+    table = {f"tables/numbers.{s}" for s in ("json", "parquet", "tex")}
+    assert names == figure | table | {"run.json", "report.md"}
+    assert r"100 \% of numbers\_" in (folder / "tables" / "numbers.tex").read_text()
+    run = json.loads((folder / "run.json").read_text())
+    assert run["verdict"] == "RED" and {"run-one", "run-two", run["run_id"]} == set(
+        run["run_ids"]
+    )
+    row = log.load("runs").iloc[0]
+    assert (row["run_id"], row["experiment"], row["verdict"]) == (
+        run["run_id"],
+        "07",
+        "RED",
+    )
+    printed = capsys.readouterr().out
+    assert printed.startswith("RED") and "It holds." in printed
+
+
+def test_the_report_has_gates_figures_and_a_command_and_few_lines(project):
+    experiment = example("/models/my model", T=[1])
+    experiment.conclude("It holds.")
+    report = (experiment.folder / "report.md").read_text()
+    assert report.startswith("# Experiment 07 · How fast?\n\nIt holds.\n")
+    assert "![bars of ms](figures/times.svg)" in report
+    lines = report.splitlines()
+    verdicts = [
+        line.split("|")[2].strip()
+        for line in lines
+        if "max_kl" in line or "needs a Mac" in line
+    ]
+    assert verdicts == ["✗ RED", "– not run"]  # RED first
+    command = next(line for line in lines if line.startswith("workbench run"))
+    values = shlex.split(command)[2:]
+    assert values == ["07", "--set", "CHECKPOINT=/models/my model", "--set", "T=[1]"]
+    assert len(lines) <= 200 and "nan" not in report
+    run = json.loads((experiment.folder / "run.json").read_text())
+    assert not any(run_id in report for run_id in set(run["run_ids"]) - {run["run_id"]})
+
+
+def test_a_long_table_is_cut_in_the_report_alone(project):
+    experiment = example()
+    experiment.table("long", pd.DataFrame({"n": range(500)}), "many")
+    experiment.conclude("It holds.")
+    report = (experiment.folder / "report.md").read_text()
+    assert "480 more rows" in report and len(report.splitlines()) <= 200
+    stored = pd.read_parquet(experiment.folder / "tables" / "long.parquet")
+    assert len(stored) == 500
+
+
+def test_a_figure_is_drawn_again_from_its_file_with_equal_bytes(project):
+    stem = example().folder / "figures" / "times"
+    before = stem.with_suffix(".svg").read_bytes()
+    stem.with_suffix(".svg").unlink()
+    assert redraw(stem).read_bytes() == before
+
+
+def test_figures_of_an_earlier_run_do_not_stay(project):
+    first = example()
+    first.table("old", pd.DataFrame({"n": [1]}), "of the first run")
+    again = example()
+    assert not (again.folder / "tables" / "old.json").exists()
+
+
+def test_only_functions_of_plots_draw_figures(project):
+    with pytest.raises(ValueError, match="no function of workbench.plots"):
+        example().figure("x", print, pd.DataFrame(), alt="x")
+
+
+def test_a_folder_without_a_finished_run_is_refused(project):
+    experiment = example()
+    with pytest.raises(InputError, match="no finished run"):
+        write_report(experiment.folder)
+
+
+def test_publishing_moves_the_run_and_its_rows_and_removes_unused_ones(project):
+    old = example()
+    old.conclude("Old.")
+    publish_run(old.folder)
+    new = example("/models/tiny-llama")
+    new.conclude("New, of /home/someone/secret/tiny-llama.")
+    shipped = publish_run(new.folder)
+    assert shipped == project / "experiments" / NAME
+    report = (shipped / "report.md").read_text()
+    assert "New" in report and "/home/someone" not in report
+    assert "--set CHECKPOINT=/path/to/tiny-llama" in report
+    run = json.loads((shipped / "run.json").read_text())
+    rows = log.load("runs", project / "experiments" / "log" / log.SHIPPED)
+    assert rows["run_id"].tolist() == [run["run_id"]]
+
+
+def test_a_notebook_runs_with_other_parameters(project):
+    result = run_notebook("7", {"MAX_SEQ_LEN": 32}, progress=False)
+    assert (result["experiment"], result["verdict"]) == (NAME, "GREEN")
+    assert result["conclusion"] == "32 rows."
+    assert [figure["alt"] for figure in result["figures"]] == ["bars of speed"]
+    report = (run_folder(NAME, {"CHECKPOINT": "tiny-llama"}) / "report.md").read_text()
+    assert "workbench run 07 --set MAX_SEQ_LEN=32" in report
+    source = project / "notebooks" / f"{NAME}.ipynb"
+    assert not nbformat.read(source, 4).cells[2].outputs
+    with pytest.raises(CellError, match=r"07_toy, cell \[\d\]: AssertionError"):
+        run_notebook("07", {"MAX_KL": -1}, progress=False)
+
+
+def test_what_a_notebook_does_not_have_is_refused_before_anything_runs(project):
+    with pytest.raises(InputError, match="some of CHECKPOINT, MAX_KL, MAX_SEQ_LEN, T"):
+        run_notebook("07", {"MAX_SEQ_LENGTH": 3}, progress=False)
+    with pytest.raises(InputError, match="no such notebook"):
+        run_notebook("99", progress=False)
+    assert not (project / "build").exists()
+
+
+def test_the_newest_run_is_written_again_and_the_shipped_one_without_it(project):
+    with pytest.raises(InputError, match="no finished run"):
+        last_run("7")
+    experiment = example()
+    experiment.conclude("It holds.")
+    assert last_run("07") == experiment.folder
+    drawing = experiment.folder / "figures" / "times.png"
+    report = (experiment.folder / "report.md").read_text()
+    before = drawing.read_bytes()
+    drawing.unlink()
+    assert write_again(experiment.folder).read_text() == report
+    assert drawing.read_bytes() == before
+    shipped = publish_run(experiment.folder)
+    shutil.rmtree(project / "build")
+    assert last_run("7") == shipped

@@ -1,0 +1,203 @@
+"""Notebooks: committed without outputs, 15 to 25 cells, prose without results; their
+answers are computed from the tables of the run, and turn when the tables do."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench.check import gates
+from workbench.experiment import notebook_parameters, run_notebook
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+RESULTS = re.compile(
+    r"\d[\d.,]*\s*(times|×|%|tok/s|ms|nats|MiB|GiB)|"
+    r"\b(faster|slower|fewer|cheaper|better|worse|closer|further) than\b"
+)
+
+
+def cells_of(path: Path, kind: str, tag: str | None = None) -> list[str]:
+    cells = json.loads(path.read_text())["cells"]
+    cells = [cell for cell in cells if cell["cell_type"] == kind]
+    if tag:
+        cells = [cell for cell in cells if tag in cell["metadata"].get("tags", [])]
+    return ["".join(cell["source"]) for cell in cells]
+
+
+def named(number: str) -> Path:
+    return next(path for path in NOTEBOOKS if path.name.startswith(number))
+
+
+def answer_cell(path: Path) -> str:
+    """The cell that computes the answer, which is the one that concludes."""
+    (code,) = [
+        cell for cell in cells_of(path, "code") if "experiment.conclude(" in cell
+    ]
+    return code
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_git_has_it_without_outputs(path):
+    """The hook of `make lab` saves notebooks so (`workbench.lab`)."""
+    command = ["git", "show", f":notebooks/{path.name}"]
+    shown = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for cell in json.loads(shown.stdout)["cells"]:
+        assert not cell.get("outputs") and not cell.get("execution_count")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_few_short_cells_and_one_of_parameters(path):
+    text = path.read_text()
+    assert text == nbformat.writes(nbformat.reads(text, as_version=4)) + "\n"
+    code, prose = cells_of(path, "code"), cells_of(path, "markdown")
+    assert 15 <= len(code) + len(prose) <= 25
+    assert all(len(cell.splitlines()) <= 26 for cell in code)
+    assert len(cells_of(path, "code", "parameters")) == 1
+    assert notebook_parameters(path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_asks_a_question_and_computes_the_answer(path):
+    prose = cells_of(path, "markdown")
+    assert re.match(rf"# {path.name[:2]} · .*\?\n", prose[0] + "\n")
+    assert any(cell.startswith("## Answer") for cell in prose)
+    assert answer_cell(path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_prose_states_no_results(path):
+    code = "\n".join(cells_of(path, "code"))
+    for cell in cells_of(path, "markdown"):
+        for found in RESULTS.finditer(cell):
+            # a setting of the experiment, such as a fault that a cell plants
+            assert found[0] in code, f"{path.stem}: {found[0]!r} in {cell[:60]!r}"
+
+
+def answer(number: str, **names) -> str:
+    """What an answer cell concludes from these names."""
+    concluded = []
+    names = {"pd": pd, "verdict": gates.verdict} | names
+    experiment = SimpleNamespace(
+        gates=names.pop("all_gates", []),
+        conclude=lambda words, *args, **tables: concluded.append(words),
+    )
+    exec(answer_cell(named(number)), names | {"experiment": experiment})
+    return concluded[0]
+
+
+def updates(far: dict[int, float]) -> SimpleNamespace:
+    rows = [
+        {"mode": "isolated", "tensor": "update", "T": T, "cosine": 1 - value / share}
+        for T, value in far.items()
+        for share in (1, 10)
+    ]
+    cost = SimpleNamespace(kl=np.array([0.01, 0.03]))
+    gate = gates.at_most("budget", far[4], 1e-3, "error")
+    return SimpleNamespace(rows=pd.DataFrame(rows), gates=[gate], cost=cost)
+
+
+def answer_05(sound: float, late: float, turned: float) -> str:
+    results = {"result": {1: 1e-4, 4: sound}, "late": {1: 1e-4, 4: late}}
+    results = {name: updates(far) for name, far in results.items()}
+    results |= {"turned": updates({1: turned, 4: turned})}
+    names = {"late_gates": results["late"].gates, "Ts": [1, 4], "T_MAX": 4}
+    names |= {"all_gates": results["result"].gates, "MAX_KL": 0.05, "decoder": None}
+    return answer("05", **results, **names)
+
+
+def test_the_answer_of_05_turns_with_its_rows():
+    words = answer_05(sound=1e-4, late=0.5, turned=2e-3)
+    assert "keeps its cache: 0 of 1 gates are RED (none)" in words
+    assert (
+        "At T = 1, 1 − cosine reaches 1.0e-04 with writes one row late, as the sound"
+        in words
+    )
+    assert "At T = 4, 1 − cosine reaches 5.0e-01" in words and "5e+03 times" in words
+    assert words.count("Gates that name it: budget.") == 2
+    assert "mean KL 0.02 nats" in words
+    words = answer_05(sound=0.5, late=1e-4, turned=1e-4)
+    assert "does not keep its cache: 1 of 1 gates are RED (budget)" in words
+    assert "At T = 4, 1 − cosine reaches 1.0e-04" in words and "0.0002 times" in words
+    assert "Gates that name it: none." in words
+
+
+def answer_31(shares: dict[str, float], again: float, fp16: float) -> str:
+    table = pd.DataFrame(np.diag(list(shares.values())), [*shares], [*shares])
+    parts = {"layer": [0, 1], "reauthoring": [0.0, again], "total": [0.2, 0.1]}
+    remedies = {"layer": [0], "tensors": ["w"], "error": [0.2], "fp16": [fp16]}
+    names = {"parts": pd.DataFrame(parts), "remedies": pd.DataFrame(remedies)}
+    names |= {"REAUTHORING": 1e-5, "decoder": None, "result": updates({4: 0.1})}
+    return answer("31", shares=table, **names)
+
+
+def test_the_answer_of_31_turns_with_its_tables():
+    words = answer_31({"quantization": 0.9, "precision": 0.05}, 1e-7, 0.1)
+    assert "Most of the squared error is quantization: 90.0%" in words
+    assert "1.0e-07 at most, within its limit of 1e-05" in words
+    assert "The layer with the largest error is 0: 20.00%" in words
+    assert "storing w as fp16 lowers its error, 20.00% to 10.00%" in words
+    words = answer_31({"quantization": 0.05, "precision": 0.9}, 1e-3, 0.3)
+    assert "Most of the squared error is precision: 90.0%" in words
+    assert "beyond its limit" in words and "does not lower" in words
+
+
+def answer_34(rate: float, ms: float, kl: float) -> str:
+    """Answer of a run whose last T and max_seq_len have `rate` and `ms` times the
+    first's."""
+    grid = [(S, T) for S in (128, 512) for T in (1, 4)]
+    rates = pd.DataFrame(grid, columns=["max_seq_len", "T"])
+    last = rates["T"].eq(4) * 1 + rates["max_seq_len"].eq(512) * 1
+    layers = rates.assign(layer_ms=0.5 * ms**last)
+    rates = rates.assign(value=1000 * rate**last)
+    both = pd.concat([rates.assign(rows=rows) for rows in ("all rows", "used rows")])
+    table = {"name": ["a", "b"], "kv_write": ["mask", "slice"], "kl_mean": [kl, 0.01]}
+    table |= {"verdict": ["GREEN", "GREEN"], "tokens_per_s": [2000.0, 200.0]}
+    names = {"machine": "a machine", "EXTRACT": False, "MAX_KL": 0.05, "both": both}
+    names |= {"MAX_SEQ_LEN": [128, 512], "T": [1, 4], "layers": layers}
+    return answer("34", rates=rates, configurations=pd.DataFrame(table), **names)
+
+
+def test_the_answer_of_34_turns_with_its_tables():
+    words = answer_34(rate=2, ms=3, kl=0.02)
+    assert (
+        "T 4 has more tokens per second than T 1: 4000 against 2000 (2.00 times)"
+        in words
+    )
+    assert "max_seq_len 512 has more tokens per second than max_seq_len 128" in words
+    assert "max_seq_len 512 has more ms per layer" in words
+    assert "The fastest that passes: a, 2000 tok/s, mean KL 0.02 nats." in words
+    assert "slice: 200 tok/s" in words
+    words = answer_34(rate=0.5, ms=0.5, kl=0.2)
+    assert (
+        "T 4 has fewer tokens per second than T 1: 250 against 500 (0.50 times)"
+        in words
+    )
+    assert "max_seq_len 512 has fewer ms per layer" in words
+    assert (
+        "1 of 2 configurations pass" in words and "The fastest that passes: b" in words
+    )
+    assert "as many" in answer_34(rate=1, ms=1, kl=0.02)
+
+
+@pytest.mark.slow
+def test_an_answer_is_true_of_a_run_with_another_checkpoint():
+    parameters = {"CHECKPOINT": "data/tiny-qwen2", "POSITIONS": 17, "WORST": 1}
+    result = run_notebook("31", parameters, progress=False)
+    folder = Path(result["report"]).parent
+    assert folder.name == "tiny-qwen2"
+    parts = pd.read_parquet(folder / "tables" / "parts.parquet")
+    shares = pd.read_parquet(folder / "tables" / "shares.parquet").set_index("part")
+    own = pd.Series({part: shares.loc[part, part] for part in shares.index})
+    words = result["conclusion"]
+    assert f"is {own.idxmax()}: {own.max():.1%}" in words
+    assert f"Re-authoring is {parts['reauthoring'].max():.1e} at most" in words
+    assert f"{parts['total'].max():.2%} of its update" in words

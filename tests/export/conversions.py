@@ -1,0 +1,75 @@
+"""What coremltools' own conversion makes of every shard of a bundle."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+from tiny import build
+
+from miltorch.quiet import coremltools
+from workbench.bundle import Bundle, FileEntry, file_entries
+from workbench.export import convert, read_plan
+from workbench.export.package import WEIGHTS, read_package, save_package
+from workbench.export.shards import specs
+from workbench.export.template import _slots, operations, values_of
+from workbench.models.checkpoint import Checkpoint
+
+
+def files(bundle: Bundle) -> dict[str, list[FileEntry]]:
+    """The files of each shard of a bundle."""
+    return {shard.name: shard.files for shard in bundle.manifest.shards}
+
+
+def exact_tables():
+    """Context manager inside which coremltools' palettization uses its exact k-means
+    for tensors of every size."""
+    from coremltools.optimize.coreml import _quantization_passes as passes
+
+    cluster = passes._get_kmeans_lookup_table_and_weight
+
+    def exact(nbits, weight, **_):
+        return cluster(nbits, weight, force_kmeans1d=True)
+
+    return patch.object(passes, "_get_kmeans_lookup_table_and_weight", exact)
+
+
+def conversions(
+    bundle: Bundle, checkpoint: Path, folder: Path
+) -> dict[str, list[FileEntry]]:
+    """The files of each shard as coremltools converts it from the checkpoint with the
+    bundle's options: by its own code alone, if with its exact k-means."""
+    coremltools()
+    source, options = Checkpoint(checkpoint), bundle.manifest.options
+    plan = read_plan(source, options)
+    made = {}
+    for spec in specs(plan, options):
+        package = folder / f"{spec.name}.mlpackage"
+        module, weights = build(spec, source, plan, options)
+        compressed = {weight.path for weight in weights if weight.compressed}
+        programs = {}
+        with ExitStack() as stack:
+            stack.enter_context(exact_tables())
+            for name, T in (options.function_names or {"main": None}).items():
+                model = convert.to_program(module, spec, options, compressed, T)
+                programs[name] = folder / "parts" / f"{name}.mlpackage"
+                programs[name].parent.mkdir(parents=True, exist_ok=True)
+                save_package(model, programs[name])
+            whole = programs.get("main") or convert.joined(programs)
+            whole.rename(package)
+        made[spec.name] = file_entries(folder, package)
+    return made
+
+
+def contents(package: Path) -> tuple[list[str], dict[str, list[bytes]]]:
+    """The kinds of a program's operations but constants, and the bytes of each constant
+    by the name of its result."""
+    ops = operations(read_package(package))
+    blob = (package / WEIGHTS).read_bytes()
+    values = {}
+    for name, slots in _slots(ops, blob).items():
+        values[name] = []
+        for slot in slots:
+            inline = values_of(ops[slot.op])[slot.role].immediateValue.tensor
+            held = blob[slot.start : slot.stop] if slot.stop else inline.bytes.values
+            values[name].append((slot.role, held))
+    return [op.type for op in ops if not op.type.startswith("const")], values

@@ -1,0 +1,233 @@
+"""Shards written from the program of their shape are the bytes that converting them
+gives, in every family and preset."""
+
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from conversions import contents, conversions, files
+from safetensors.torch import load_file, save_file
+
+from workbench.bundle import PRESETS
+from workbench.export import export
+
+
+def templates(bundle) -> dict[str, str]:
+    """Shard → the shard whose shape was converted for it."""
+    return {shard.name: shard.template for shard in bundle.manifest.shards}
+
+
+@pytest.mark.matrix(6)
+@pytest.mark.filterwarnings("ignore:states of width")
+@pytest.mark.parametrize("compress", PRESETS)
+@pytest.mark.parametrize("family", tiny.DIMS)
+def test_every_shard_is_the_bytes_of_its_conversion(
+    exports, tmp_path, family, compress
+):
+    source = exports.checkpoint(family)
+    made = export(
+        source, tmp_path / "b", progress=False, max_seq_len=16, compress=compress
+    )
+    assert len(set(templates(made).values())) < len(made.manifest.shards)
+    assert files(made) == conversions(made, source, tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    "family, changed, options, repeated",
+    [
+        (
+            "llama",
+            {"tie_word_embeddings": False},
+            {"compress": "int8-tensor", "kv_write": "slice", "layout": "bc1t"},
+            1,
+        ),
+        ("qwen2", {}, {"compress": "lut4"}, 1),
+        (
+            "qwen3",
+            {"num_hidden_layers": 4},
+            {"compress": "int4-block32", "layers_per_shard": 2},
+            1,
+        ),
+        ("qwen3_5_text", {}, {"compress": "int8-channel"}, 1),
+        ("granitemoehybrid", {}, {"compress": "lut6", "layout": "bc1t"}, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (
+                    "gemma3_text",
+                    {
+                        "num_hidden_layers": 4,
+                        "layer_types": ["sliding_attention", "full_attention"] * 2,
+                    },
+                    {"compress": "int8-channel", "sliding": "ring"},
+                    2,
+                ),
+                (
+                    "zaya",
+                    {"num_hidden_layers": 4},
+                    {"compress": "lut6", "layers_per_shard": 2},
+                    1,
+                ),
+                (
+                    "zaya",
+                    {"num_experts": 2, "num_hidden_layers": 2},
+                    {"compress": "int8-tensor", "moe": "routed"},
+                    4,
+                ),
+                ("phi3", {}, {"compress": "int8-tensor"}, 1),
+            )
+        ),
+    ],
+)
+def test_every_shard_is_the_bytes_of_its_conversion_with_every_option(
+    exports, tmp_path, family, changed, options, repeated
+):
+    source = exports.checkpoint(family, **changed)
+    made = export(source, tmp_path / "b", progress=False, max_seq_len=16, **options)
+    shards = templates(made)
+    assert len(shards) - len(set(shards.values())) == repeated
+    assert files(made) == conversions(made, source, tmp_path / "again")
+
+
+def test_a_vocabulary_of_many_slices_needs_two_conversions(exports, tmp_path):
+    source = exports.checkpoint(
+        "llama", vocab_size=2 * 16_384 + 50, num_hidden_layers=1, hidden_size=32
+    )
+    made = export(source, tmp_path / "b", progress=False, max_seq_len=16)
+    assert templates(made) == {
+        "layers_00_00": "layers_00_00",
+        "head_00": "head_00",
+        "head_01": "head_00",
+        "head_02": "head_02",
+    }
+    assert files(made) == conversions(made, source, tmp_path / "again")
+
+
+def ones(t, at):
+    t[f"{at}.input_layernorm.weight"][:] = 1
+
+
+def no_bias(t, at):
+    t[f"{at}.self_attn.k_proj.bias"][:] = 0
+    t[f"{at}.self_attn.v_proj.bias"][:] = 0
+
+
+def equal(t, at):
+    t[f"{at}.mlp.up_proj.weight"] = t[f"{at}.mlp.gate_proj.weight"].clone()
+
+
+def nearly_equal(t, at):
+    equal(t, at)
+    t[f"{at}.mlp.up_proj.weight"][-1, -1] += 6e-8
+
+
+def double(t, at):
+    t[f"{at}.self_attn.v_proj.weight"] = 2 * t[f"{at}.self_attn.k_proj.weight"]
+
+
+def tiny_values(t, at):
+    t[f"{at}.self_attn.q_proj.weight"][0] = torch.tensor(3e-8)
+    t[f"{at}.self_attn.k_proj.bias"][:7] = torch.tensor(-2e-8)
+
+
+def odd(path, *tricks):
+    """A float32 checkpoint of as many layers as tricks, which give them what a converter treats
+    specially; None: an ordinary layer."""
+    tiny.random(path, "qwen2", num_hidden_layers=len(tricks), dtype="float32")
+    tensors = load_file(path / "model.safetensors")
+    for layer, trick in enumerate(tricks):
+        if trick:
+            trick(tensors, f"model.layers.{layer}")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+TRICKS = [None, ones, no_bias, equal, nearly_equal, double, tiny_values]
+
+
+def test_weights_that_a_converter_would_drop_or_merge_are_stored(tmp_path):
+    """coremltools removes a product with ones and a bias of zeros, and keeps one of two
+    equal constants. A shard has the program of its shape all the same: every constant
+    that both have holds the same bytes, and what a conversion lacks is dropped or
+    merged."""
+    checkpoint = odd(tmp_path / "c", *TRICKS)
+    made = export(
+        checkpoint,
+        tmp_path / "b",
+        max_seq_len=16,
+        compress="int8-tensor",
+        progress=False,
+    )
+    conversions(made, checkpoint, tmp_path / "again")
+    kinds = None
+    for shard in made.shards("layers"):
+        ours, stored = contents(made.package(shard))
+        theirs, converted = contents(tmp_path / "again" / shard.path)
+        assert kinds in (None, ours)  # one program for all
+        kinds = ours
+        assert {n: stored[n] for n in converted if n in stored} == {
+            n: values for n, values in converted.items() if n in stored
+        }
+        for name in shard.weights.values():  # all that the manifest names is there
+            assert stored[name]
+        # a conversion has no operation that the shard lacks
+        assert not Counter(theirs) - Counter(ours)
+    assert made.manifest.shards[0].files != made.manifest.shards[1].files
+
+
+def test_every_parameter_has_a_place_of_its_own(exports, tmp_path):
+    """Two parameters never share bytes, however alike their placeholders are."""
+    made = export(
+        exports.checkpoint("zaya"), tmp_path / "b", progress=False, max_seq_len=16
+    )
+    for shard in made.manifest.shards:
+        names = list(shard.weights.values())
+        assert len(set(names)) == len(names)
+
+
+def test_conversions_of_one_process_do_not_depend_on_what_came_before(
+    exports, tmp_path
+):
+    source = exports.checkpoint("llama", num_hidden_layers=1)
+    first, second = (
+        export(source, tmp_path / n, progress=False, max_seq_len=16) for n in "ab"
+    )
+    assert files(first) == files(second)
+
+
+def test_an_export_reads_a_checkpoint_in_small_pieces(exports, tmp_path, monkeypatch):
+    from workbench.models.checkpoint import CHUNK_BYTES, Checkpoint
+
+    # nothing asks for a tensor as a whole
+    monkeypatch.setattr(Checkpoint, "tensor", None)
+    sizes, real = [], Checkpoint.chunks
+
+    def chunks(self, *arguments):
+        for chunk in real(self, *arguments):
+            sizes.append(chunk.nbytes)
+            yield chunk
+
+    monkeypatch.setattr(Checkpoint, "chunks", chunks)
+    path = tiny.random(tmp_path / "c", "llama", dtype="bfloat16", vocab_size=5000)
+    export(path, tmp_path / "b", progress=False, max_seq_len=16)
+    assert max(sizes) == CHUNK_BYTES < 5000 * 64 * 2
+
+
+def test_a_full_tensor_of_zeros_is_stored_as_its_conversion_stores_it(
+    exports, tmp_path
+):
+    path = shutil.copytree(exports.checkpoint("llama"), tmp_path / "c")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][:] = 0
+    tensors["model.layers.1.mlp.down_proj.weight"][::2] = 0
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    made = export(
+        path, tmp_path / "b", progress=False, max_seq_len=16, compress="int8-channel"
+    )
+    assert files(made) == conversions(made, path, tmp_path / "again")
+    assert np.isfinite(
+        tiny.chained(tiny.Decoder(made, "portable", "exact"), [1, 2], [2])
+    ).all()

@@ -1,0 +1,159 @@
+"""A run with its tables, packed logs, and rows that name neither host nor folder."""
+
+import getpass
+import json
+import socket
+import zipfile
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from workbench import log
+from workbench.errors import InputError
+from workbench.log.anonymous import SOURCE, anonymous
+from workbench.log.runs import scalars
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "no such file: /Users/jane/models/llama/config.json",
+            "no such file: …/config.json",
+        ),
+        ("open('/Users/jane doe/my models/x.bin') failed", "open('…/x.bin') failed"),
+        (
+            "E5RT: file:///private/var/folders/xy/T/a.mlmodelc/model.mil:12",
+            "E5RT: …/model.mil:12",
+        ),
+        ("~/models/llama and ~jane", "…/llama and ~jane"),
+        ("path=/opt/x/y, then", "path=…/y, then"),
+        (f"{SOURCE}/data/tiny-llama", "data/tiny-llama"),
+        (
+            f"in '{SOURCE}/workbench/sweep/run.py', line 3",
+            "in 'workbench/sweep/run.py', line 3",
+        ),
+        (str(SOURCE), "."),
+        (f"{SOURCE}-old/secret/name", "…/name"),
+        (f"{Path.home()}/a/b", "…/b"),
+        (
+            "12 tok/s, ratio 1/2, T = 1 / 2, and/or, data/tiny-llama, …/x",
+            "12 tok/s, ratio 1/2, T = 1 / 2, and/or, data/tiny-llama, …/x",
+        ),
+        (
+            "see https://github.com/apple/coremltools/issues/2549",
+            "see https://github.com/apple/coremltools/issues/2549",
+        ),
+        ("tcp://scheduler:8786", "tcp://scheduler:8786"),
+    ],
+)
+def test_an_absolute_path_keeps_its_name_only(text, said):
+    assert anonymous(text) == said
+    assert anonymous(said) == said
+
+
+def test_what_is_nested_is_reached_and_what_is_no_text_is_left(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "janes-mac.local")
+    paths = ["/Users/j/x", {"b": Path("/Users/j/y")}]
+    value = {"a": paths, "n": 3, "none": None, "t": ("janes-mac.local: /Users/j/z",)}
+    said = {"a": ["…/x", {"b": "…/y"}], "n": 3, "none": None, "t": ("…: …/z",)}
+    assert anonymous(value) == said
+    assert anonymous("max_seq_len of Jane", names={"jane", "max"}) == "max_seq_len of …"
+
+
+def sample(phase: str, value: float, warmup=False) -> dict:
+    return {"phase": phase, "value": value, "unit": "ms", "warmup": warmup}
+
+
+def update(cosine: float | None, finite=True) -> dict:
+    about = {"layer": 0, "tensor": "update", "mode": "isolated"}
+    return about | {"cosine": cosine, "finite": finite}
+
+
+def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path):
+    samples = [sample("call", 9.0, True), *(sample("call", v) for v in (1, 2, 4))]
+    samples += [sample("tokens_per_s", 500.0), sample("load", 250.0)]
+    samples += [sample("compile", 2000.0), sample("cold_load", 1000.0)]
+    fidelity = [update(0.9), update(0.99), update(0.1) | {"mode": "chained"}]
+    run_id = log.record(
+        {"command": "x", "config": {"path": "/Users/jane/models/mine"}},
+        tmp_path,
+        samples=pd.DataFrame(samples),
+        fidelity=fidelity,
+        layers=None,
+    )
+    (row,) = log.load("runs", tmp_path).to_dict("records")
+    assert (row["run_id"], row["status"], row["command"]) == (run_id, "ok", "x")
+    times = {"call_ms": 2.0, "tokens_per_s": 500.0, "cold_s": 3.0, "warm_s": 0.25}
+    assert {name: row[name] for name in times} == times
+    assert (row["worst_cosine"], row["worst_update"]) == (0.9, pytest.approx(0.1))
+    assert json.loads(row["config"]) == {"path": "…/mine"}
+    assert row["machine"] == log.environment()["machine"]
+    assert len(log.load("samples", tmp_path)) == 8
+    assert log.load("layers", tmp_path).empty
+
+
+def test_what_was_not_measured_or_is_not_finite_has_no_sum():
+    assert scalars() == {}
+    assert "worst_update" not in scalars(fidelity=[update(0.9), update(None, False)])
+    found = scalars(samples=pd.DataFrame([sample("call", 1.0)]))
+    assert pd.isna(found["tokens_per_s"]) and pd.isna(found["warm_s"])
+
+
+def test_a_run_is_listed_last(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        "workbench.log.runs.append", lambda table, *_: written.append(table)
+    )
+    rows = [{"layer": 0}]
+    log.record({}, tmp_path, layers=rows, fidelity=[update(1.0)])
+    assert written == ["layers", "fidelity", "runs"]
+
+
+@pytest.fixture
+def filled(tmp_path):
+    user, host = getpass.getuser(), socket.gethostname()
+    secret = f"/home/{user}x/models of jane-doe on {host}, jane-doe"
+    for run_id in ("1-a", "2-b"):
+        log.append("layers", {"layer": 1, "shard": secret}, tmp_path / "a", run_id)
+        row = {"status": "ok", "reason": secret, "config": {"stderr": [secret]}}
+        log.append("runs", row, tmp_path / "a", run_id)
+    log.append("runs", {"status": "ok"}, tmp_path / "a" / "shipped", "0-s")
+    return tmp_path / "a"
+
+
+def test_a_packed_log_names_nobody_and_is_taken_in_once(filled, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "workbench.log.runs.identifiers", lambda: {"jane-doe", socket.gethostname()}
+    )
+    zips = tmp_path / "one.zip", tmp_path / "two.zip"
+    assert [log.pack(path, filled) for path in zips] == [2, 2]
+    assert zips[0].read_bytes() == zips[1].read_bytes()
+    assert log.unpack(zips[0], tmp_path / "b") == ["1-a", "2-b"]
+    assert log.unpack(zips[0], tmp_path / "b") == []
+    for table in ("runs", "layers"):
+        text = log.load(table, tmp_path / "b").astype(str).to_json(force_ascii=False)
+        for name in ("jane-doe", "/home", "models of"):
+            assert name not in text.replace("\\/", "/") or name == "models of"
+        assert len(log.load(table, tmp_path / "b")) == 2
+    (stderr,) = json.loads(log.load("runs", tmp_path / "b")["config"][0])["stderr"]
+    assert stderr.startswith("…/models of … on ")
+
+
+@pytest.mark.parametrize("damage", ["torn", "foreign", "outside", "old", "no zip"])
+def test_a_packed_log_that_cannot_be_read_changes_nothing(filled, tmp_path, damage):
+    path = tmp_path / "log.zip"
+    log.pack(path, filled)
+    if damage == "torn":
+        path.write_bytes(path.read_bytes()[:-40])
+    elif damage == "no zip":
+        path.write_text("text")
+    else:
+        old = Path(__file__).read_bytes() if damage == "foreign" else b"PAR1"
+        name = {"foreign": "note.txt", "outside": "runs/../x", "old": "runs/x.parquet"}
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr(name[damage], old)
+    with pytest.raises(InputError, match="nothing was taken in"):
+        log.unpack(path, tmp_path / "b")
+    assert not (tmp_path / "b").exists()

@@ -1,0 +1,394 @@
+"""Fused steps against the plain ones: the same bits where values only move, one rounding of
+fp16 per product where sums are scaled once."""
+
+import itertools
+
+import mutants
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import strategies as st
+from one_op import Op, Ref, Type, given, program, tensor
+
+import miltorch
+from miltorch import Executable, execute, fused, stored
+from miltorch.ops import linear
+from miltorch.ops.state import StateCell
+from workbench import Decoder
+from workbench.bundle.presets import PRESETS
+from workbench.errors import InputError
+
+F16 = "FLOAT16"
+SHAPE = (2, 3, 1, 5)
+ATTRIBUTES = {
+    "clip": {"alpha": -1.0, "beta": 0.5},
+    "reduce_max": {"axes": [1], "keep_dims": True},
+    "reduce_min": {"axes": [1], "keep_dims": False},
+    "reshape": {"shape": [3, -1]},
+    "transpose": {"perm": [1, 0, 3, 2]},
+    "softmax": {"axis": 3},
+    "split": {"axis": 3, "split_sizes": [2, 3]},
+    "squeeze": {"axes": [2]},
+    "expand_dims": {"axes": [0]},
+    "tile": {"reps": [1, 2, 1, 1]},
+    "cast": {"dtype": "fp16"},
+    "slice_by_index": {"begin": [0, 0, 0, 1], "end": [2, 3, 1, 4]},
+    "concat": {"axis": 1},
+    "stack": {"axis": 0},
+}
+COMPARISONS = ("greater", "less", "greater_equal", "less_equal", "equal")
+BINARY = "add sub mul real_div maximum minimum concat stack".split() + [*COMPARISONS]
+# vectorised, so not bit-equal
+ULPS = {"exp": 1, "sin": 1, "cos": 1, "sigmoid": 1, "silu": 1, "tanh": 1, "softmax": 1}
+OTHERS = {"gather", "read_state", "write_state", "coreml_update_state", "slice_update"}
+BUNDLES = [
+    ("llama", {}),
+    ("llama", {"kv_write": "slice"}),
+    ("qwen2", {"compress": "int8-tensor"}),
+    ("qwen2", {"compress": "int8-channel", "layout": "bc1t"}),
+    ("qwen3", {"compress": "int4-block32"}),
+    ("gemma3_text", {"sliding": "ring", "batch": 2}),
+    ("zaya", {}),
+    ("zaya", {"moe": "routed", "compress": "int8-channel"}),
+]
+FAMILIES = """llama qwen2 qwen3 gemma3_text zaya lfm2 qwen3_5_text granitemoehybrid phi3
+mistral smollm3""".split()
+# every logit within this share of the largest; docs/runtime.md derives it
+LIMIT = 1e-2
+
+
+def ids_of(value):
+    return value if isinstance(value, str) else "-".join(map(str, value.values()))
+
+
+def one(kind: str, count: int):
+    """A program of one operation on `count` fp16 tensors of `SHAPE`."""
+    attributes = {
+        name: np.asarray(v) if not isinstance(v, str) else v
+        for name, v in ATTRIBUTES.get(kind, {}).items()
+    }
+    names = [f"x{i}" for i in range(count)]
+    operands = (
+        {"values": [Ref(n) for n in names]}
+        if kind in ("concat", "stack")
+        else dict(zip("xy", map(Ref, names)))
+    )
+    if kind == "select":
+        operands = dict(zip(("cond", "a", "b"), map(Ref, names)))
+    outputs = [
+        (f"y{i}", Type("BOOL" if kind in COMPARISONS else F16, (None,)))
+        for i in range(2 if kind == "split" else 1)
+    ]
+    op = Op(kind, kind, operands | attributes, outputs)
+    return program([op], {n: Type(F16, SHAPE) for n in names}, [n for n, _ in outputs])
+
+
+@pytest.mark.parametrize("kind", sorted(execute.NATIVE - OTHERS))
+@given(seed=st.integers(0, 99), scale=st.sampled_from([1e-4, 1.0, 300.0]))
+def test_an_operation_on_fp16_equals_its_rule_in_float32_rounded_once(
+    kind, seed, scale
+):
+    made = one(kind, 3 if kind == "select" else 2 if kind in BINARY else 1)
+    rng = np.random.default_rng(seed)
+    values = {
+        name: tensor((rng.normal(size=SHAPE) * scale).astype(np.float16))
+        for name in made.inputs
+    }
+    if kind == "sqrt":
+        values = {name: value.abs() for name, value in values.items()}
+    found = Executable(made).run(dict(values), {})
+    wanted = Executable(made, "exact").run(dict(values), {})
+    for name, value in wanted.items():
+        rounded = value.half().float() if value.is_floating_point() else value
+        if kind in ULPS:
+            bits = (v.half().view(torch.int16).int() for v in (rounded, found[name]))
+            assert int(torch.sub(*bits).abs().max()) <= ULPS[kind]
+        else:
+            assert torch.equal(rounded, found[name])
+
+
+def compared(exports, family, sizes=(4, 1, 3, 1), **options):
+    """Asserts that fused and plain steps agree over calls of `sizes` tokens."""
+    bundle = exports.bundle(exports.checkpoint(family), **options)
+    pair = [Decoder(bundle, "portable", fast=f) for f in (True, False)]
+    seqs = [d.fresh() for d in pair]
+    rng = np.random.default_rng(0)
+    shape = bundle.manifest.options.batch, max(sizes)
+    worst = 0
+    for T in sizes:
+        ids = rng.integers(0, bundle.manifest.dims.V, shape)[:, :T].tolist()
+        hidden = [d.advance(own, ids, T=T)[0] for d, own in zip(pair, seqs)]
+        found, wanted = (d.logits(each) for d, each in zip(pair, hidden))
+        worst = max(worst, tiny.relative(found, wanted))
+    print(family, options, f"{worst:.2g}")
+    assert worst < LIMIT
+    for own, other in zip(*(each.states for each in seqs), strict=True):
+        for name in own.shard.states:
+            rows = own.read(name).astype(float), other.read(name).astype(float)
+            assert tiny.relative(*rows) < LIMIT, name
+    assert all("executable" not in vars(m) for m in pair[0].layers + pair[0].heads)
+
+
+@pytest.mark.parametrize("family, options", BUNDLES, ids=ids_of)
+def test_fused_steps_stay_close_to_the_plain_ones(exports, family, options):
+    compared(exports, family, **options)
+
+
+@pytest.mark.matrix(6)
+@pytest.mark.parametrize(
+    "family, preset", [*itertools.product(FAMILIES, PRESETS)], ids=ids_of
+)
+def test_every_family_and_preset_stays_close(exports, family, preset):
+    compared(exports, family, (1, 4, 3, 1), compress=preset)
+
+
+@pytest.mark.parametrize("reads", ["used", "all"])
+@pytest.mark.parametrize("T", [1, 4, 64])
+def test_calls_of_up_to_64_tokens_stay_close(exports, T, reads):
+    options = dict(max_seq_len=256, t_max=64, batch=2)
+    bundle = exports.bundle(exports.checkpoint("qwen2"), **options)
+    fused = Decoder(bundle, "portable", fast=True, reads=reads)
+    plain = Decoder(bundle, "portable")
+    ids = np.random.default_rng(T).integers(0, 90, (2, T)).tolist()
+    for _ in range(3):
+        found, wanted = (d.logits(d.advance(d.seqs, ids)[0]) for d in (fused, plain))
+        assert tiny.relative(found, wanted) < LIMIT
+
+
+def test_a_cache_reads_all_its_rows_or_those_that_hold_tokens(exports):
+    bundle = exports.bundle(exports.checkpoint("llama"))
+    mask = torch.full((1, 1, 1, 6), fused.BLOCKED).half()
+    mask[..., :2] = 0
+    assert fused.visible("used", mask) == slice(0, 2)
+    assert fused.visible("all", mask) == slice(0, 6)
+    with pytest.raises(InputError, match="reads.*'some'.*all, used"):
+        Decoder(bundle, "portable", fast=True, reads="some")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"])
+def test_groups_of_every_family_are_recognised(exports, family):
+    bundle = exports.bundle(exports.checkpoint(family))
+    made = Executable(
+        miltorch.read(bundle.package(bundle.shards("layers")[0])), fuse=True
+    )
+    functions = [getattr(s.function, "func", s.function) for s in made.body.steps]
+    names = [getattr(f, "__name__", type(f).__name__) for f in functions]
+    assert names.count("write_rows") == 2 and names.count("written_runs") == 1
+    assert names.count("attend") == 1 and names.count("rotated") == 2
+    assert names.count("normed") >= 2
+    assert names.count("Linear") == (4 if family != "zaya" else 6)
+
+
+def test_what_is_not_fused_keeps_its_steps_and_says_so(exports):
+    def groups(kinds):
+        for op in kinds["conv"]:
+            op.inputs["groups"] = np.array(2)
+
+    made = mutated(exports.bundle(exports.checkpoint("llama")), groups)
+    fused = Executable(made, fuse=True)
+    assert all("strides, pads or groups" in why for why in fused.unfused.values())
+    kinds = [step.op.kind for step in Executable(made).body.steps]
+    assert len(fused.unfused) == kinds.count("conv") == 7
+
+
+@given(
+    rows=st.integers(1, 9),
+    half=st.integers(1, 4),
+    count=st.sampled_from([1, 3, 20]),
+    seed=st.integers(0, 99),
+)
+def test_products_with_stored_weights_are_those_of_dense_ones(rows, half, count, seed):
+    rng, columns = np.random.default_rng(seed), 64 * half
+    x = torch.from_numpy(rng.normal(size=(count, columns)).astype(np.float16))
+    eight = rng.integers(-128, 128, (rows, columns, 1, 1)).astype(np.int8)
+    four = rng.integers(-8, 8, (rows, columns, 1, 1)).astype(np.int8)
+    scale = rng.uniform(1e-3, 1e-1, (rows, 1, 1, 1)).astype(np.float16)
+    blocks = rng.uniform(1e-3, 1, (rows, 2 * half, 1, 1)).astype(np.float16)
+    half = rng.normal(size=(rows, columns)).astype(np.float16)
+    cases = [
+        (stored.Half((half.view(np.uint16),)), np.float32(half)),
+        (stored._integers(eight, scale), eight * np.float32(scale)),
+        (stored._integers(four, blocks), four * np.repeat(np.float32(blocks), 32, 1)),
+    ]
+    for bits in (4, 6):
+        lut = rng.normal(size=(1, 1, 1, 1, 1 << bits, 1)).astype(np.float16)
+        own = rng.integers(0, 1 << bits, (rows, columns, 1, 1)).astype(np.uint8)
+        cases.append((stored._indices(own, lut), np.float32(lut.flatten()[own])))
+    for weight, dense in cases:
+        bias = rng.normal(size=rows).astype(np.float32)
+        wanted = x.double().numpy() @ dense.reshape(rows, -1).T.astype(float) + bias
+        found = stored.together([weight]).product(x, bias).float().numpy()
+        np.testing.assert_allclose(found, wanted, rtol=2**-11 + 1e-5, atol=1e-3)
+        joined = stored.together([weight, weight]).product(x, np.tile(bias, 2))
+        np.testing.assert_array_equal(joined.float(), np.tile(found, 2))
+
+
+def test_packed_weights_stay_packed(exports):
+    bundle = exports.bundle(exports.checkpoint("qwen2"), compress="lut4")
+    made = Executable(
+        miltorch.read(bundle.package(bundle.shards("layers")[0])), fuse=True
+    ).release()
+    weights = [
+        s.function.weight
+        for s in made.body.steps
+        if isinstance(s.function, stored.Linear)
+    ]
+    assert all(isinstance(w, stored.Codes) for w in weights)
+    assert all(w.arrays[0].dtype == np.uint8 for w in weights)
+    assert made.constants is None and made.program.block is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("panel", [1, 131, 1 << 19])  # a row at a time, two, all
+def test_a_product_by_panels_is_the_whole_product(dtype, panel, monkeypatch):
+    monkeypatch.setattr(linear, "PANEL", panel)
+    rng = np.random.default_rng(0)
+    weight, x = rng.normal(0, 30, (7, 130)).astype(dtype), rng.normal(size=(20, 130))
+    product = linear.panel_product(
+        torch.from_numpy(x.astype(np.float32))
+        .T.contiguous()
+        .T,  # columns first, as layers give them
+        torch.from_numpy(weight),
+    )
+    np.testing.assert_allclose(
+        product.numpy(), x @ weight.T.astype(float), rtol=1e-5, atol=1e-3
+    )
+
+
+def written(mask, rows, cell):
+    return fused.write_rows(False, rows, mask, cell, fused.written_runs(mask))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[1.0, 1.0], [0, 0], [0, 0]],
+        [[0.5, 0], [0, 0], [0, 1.0]],
+        [[1.0, 0], [1.0, 0], [0, 0]],
+    ],
+)
+def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
+    mask = torch.tensor([[mask]]).half()
+    rows = torch.arange(8.0).reshape(1, 2, 2, 2).half()
+    cell = StateCell(torch.ones(1, 2, 3, 2).half())
+    assert fused.written_runs(mask) is None
+    written(mask, rows, cell)
+    expected = 1 - mask.float().sum(-1, keepdim=True) + mask.float() @ rows.float()
+    assert torch.equal(cell.value.float(), expected)
+
+
+def test_rows_are_written_in_runs_of_each_sequence():
+    mask = torch.zeros(2, 1, 6, 4).half()
+    for b, s, t in ((0, 4, 0), (0, 5, 1), (0, 0, 2), (1, 2, 0)):  # a ring, a dummy
+        mask[b, 0, s, t] = 1
+    assert fused.written_runs(mask) == [(0, 4, 0, 2), (0, 0, 2, 1), (1, 2, 0, 1)]
+    rows, cell = (
+        torch.randn(2, 3, 4, 2).half(),
+        StateCell(torch.ones(2, 3, 6, 2).half()),
+    )
+    formula = StateCell(cell.value.clone())
+    fused.write_rows(False, rows, mask, formula, None)
+    written(mask, rows, cell)
+    assert torch.equal(cell.value, formula.value)
+
+
+def test_columns_blocked_for_some_queries_only_are_kept():
+    blocked = torch.full((1, 1, 2, 6), fused.BLOCKED).half()
+    blocked[..., 0, 1:3] = blocked[..., 1, 2:4] = 0
+    assert fused.visible("used", blocked) == slice(1, 4)
+    blocked[..., 1, :] = fused.BLOCKED
+    # a query that sees nothing attends to everything alike
+    assert fused.visible("used", blocked) == slice(0, 6)
+
+
+def test_hooks_and_gates_see_the_plain_steps(exports):
+    bundle = exports.bundle(exports.checkpoint("llama"))
+    decoder = Decoder(bundle, "portable", fast=True)
+    assert decoder.fast and not decoder.plain.fast
+    seen = []
+    hook = lambda shard, op, results: seen.append(op.kind)  # noqa: E731
+    decoder.advance(decoder.fresh(), [[1, 2]], hook)
+    assert "softmax" in seen
+
+
+def mutated(bundle, change):
+    """The program of a bundle's first layers after `change`, which gets its operations by kind."""
+    made = miltorch.read(bundle.package(bundle.shards("layers")[0]))
+    kinds: dict[str, list] = {}
+    for op in made.block.ops:
+        kinds.setdefault(op.kind, []).append(op)
+    change(kinds)
+    return made
+
+
+@pytest.mark.parametrize(
+    "kind, parameter",
+    [
+        ("add", "y"),
+        ("real_div", "x"),
+        ("mul", "y"),
+        ("reshape", "shape"),
+        ("concat", "values"),
+        ("write_state", "data"),
+        ("softmax", "x"),
+        ("conv", "weight"),
+        ("clip", "alpha"),
+    ],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_operation_without_an_operand_is_refused(exports, kind, parameter, fused):
+    made = mutated(
+        exports.bundle(exports.checkpoint("llama")),
+        lambda kinds: [op.inputs.pop(parameter, None) for op in kinds[kind]],
+    )
+    inputs = mutants.calls(made, np.random.default_rng(0))[0]
+    with pytest.raises(InputError):
+        runner = Executable(made, fuse=fused)
+        runner.run(dict(inputs), miltorch.make_state(made))
+
+
+def test_an_interleaved_concat_is_no_rotation(exports):
+    def interleave(kinds):
+        for op in kinds["concat"]:
+            op.inputs["interleave"] = np.array(True)
+
+    made = mutated(exports.bundle(exports.checkpoint("llama")), interleave)
+    reasons = Executable(made, fuse=True).unfused.values()
+    assert list(reasons) == ["concat: a rotation of another form"] * 2
+
+
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_spreads_over_the_cache_as_the_formula_spreads_it(T, value):
+    mask, rows = torch.eye(3, T)[None, None].half(), torch.ones(1, 2, T, 2).half()
+    for bad, old in itertools.product((1.0, value), (1.0, value)):
+        rows[0, 0, 0, 1] = bad
+        cells = [StateCell(torch.ones(1, 2, 3, 2).half()) for _ in range(2)]
+        for cell in cells:
+            cell.value[0, 1, 0, 0] = old
+        written(mask, rows, cells[0])
+        fused.write_rows(False, rows, mask, cells[1], None)
+        np.testing.assert_array_equal(*(cell.value.numpy() for cell in cells))
+
+
+@pytest.mark.parametrize("T", [1, 2, 12])
+def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does(T):
+    rng = np.random.default_rng(T)
+    q, key, value = (
+        torch.from_numpy(rng.normal(size=shape).astype(np.float16))
+        for shape in ((1, 1, T, 4), (1, 1, 6, 4), (1, 1, 6, 4))
+    )
+    # visible scores near -15,000, blocked ones near 0 - 10,000
+    q[..., 0], key[..., :3, 0], key[..., 3:, 0] = (150, -100, 0)
+    mask = torch.full((1, 1, T, 6), fused.BLOCKED).half()
+    mask[..., :3] = 0
+    weights = torch.softmax(
+        (q.float() @ key.float().transpose(-1, -2)).half() + mask, -1
+    )
+    cells = [StateCell(v) for v in (key, value)]
+    found = fused.attend(q, mask, *cells, fused.visible("used", mask))
+    np.testing.assert_allclose(
+        found.float(), weights.float() @ value.float(), atol=2e-3
+    )
+    assert weights[..., :3].max() < 1e-3

@@ -1,0 +1,38 @@
+"""The counter of tokens."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "tools" / "size.py"
+SPEC = importlib.util.spec_from_file_location("size", PATH)
+size = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(size)
+
+LONG = "x = 1; " * 40
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens", "lines"),
+    [
+        ("x = 1\n", 3, 1),
+        ('"""A module."""\n\n\ndef f():\n    """Doc."""\n    return 1  # why\n', 7, 2),
+        ("x = (\n    1\n)\n", 5, 3),
+        (f'x = "{LONG}"\n', 2 + 2 + 4 * 40, 1),  # counted as the code that it holds
+        (f'"""{LONG}"""\n', 0, 0),
+    ],
+)
+def test_comments_docstrings_and_layout_do_not_count(source, tokens, lines):
+    assert size.python(source) == (tokens, lines)
+
+
+def test_longer_lines_save_nothing():
+    apart = size.python("a = 1\nb = 2\n")[0]
+    assert size.python("a = 1; b = 2\n")[0] == apart + 1  # the semicolon
+
+
+def test_a_notebook_counts_its_code_cells_alone():
+    text = """{"cells": [{"cell_type": "markdown", "source": ["# words"]},
+    {"cell_type": "code", "source": ["%matplotlib inline\\n", "x = 1"]}]}"""
+    assert size.notebook(text) == (4, 2)

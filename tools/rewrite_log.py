@@ -1,0 +1,131 @@
+"""Rewrites a log of an older schema once, in place:
+
+    python tools/rewrite_log.py [LOG]
+
+The columns that `log.record` writes today are computed from what the older rows say.
+What has no column any more goes into `config` under the key `older`, so that nothing
+that was measured is lost. Files of the current version are left as they are; a rewritten
+file replaces the old one only when it is whole."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+
+from workbench.bundle import Options
+from workbench.files import write_whole
+from workbench.log import SCHEMAS, default_root, store
+from workbench.log.machine import machine_name, software_name
+from workbench.log.runs import scalars
+from workbench.log.schema import VERSION
+from workbench.sweep import identity
+
+COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
+DEFAULTS = Options().model_dump(mode="json") | {
+    "states": "separate",
+    "undo": False,
+    "state_pair": False,
+    "functions": [],
+    "target": "coreml",
+    "program_dtype": "fp16",
+}
+PLACES = {"run": "", "export": "", "before": "_before"}
+"""Parts of the config of older rows whose keys became columns, and their endings."""
+
+
+def rewrite(root: Path) -> int:
+    """Rewrites the log at `root` and its shipped part; returns the number of files."""
+    count = 0
+    for table in SCHEMAS:
+        for path in sorted([*root.glob(f"{table}/*.parquet")]):
+            file = pq.read_table(path)
+            if file.schema.metadata.get(store.VERSION_KEY) == str(VERSION).encode():
+                continue
+            rows = file.to_pandas(types_mapper=store._PANDAS_TYPES.get)
+            if table == "runs":
+                row = store.plain(rows).to_dict("records")[0]
+                rows = [lifted(row, tables_of(root, path.name))]
+            data = store._to_arrow(table, rows, path.stem)
+            write_whole(path, lambda file, data=data: pq.write_table(data, file))
+            count += 1
+    return count
+
+
+def tables_of(root: Path, name: str) -> dict[str, pd.DataFrame]:
+    """The samples and fidelity of a run."""
+    tables = {}
+    for table in ("samples", "fidelity"):
+        if (root / table / name).is_file():
+            tables[table] = pd.read_parquet(root / table / name)
+    return tables
+
+
+def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
+    """A row of `runs` of version 1, 2 or 3 in the columns of today."""
+    config = json.loads(row.get("config") or "{}")
+    names = set(SCHEMAS["runs"].names)
+    for part, ending in PLACES.items():
+        for key, value in (config.get(part) or {}).items():
+            if row.get(key + ending) is None and not isinstance(value, list | dict):
+                row[key + ending] = value
+    if row["runtime"] == "coreml" and row.get("hints") is None:
+        hints = (config.get("run") or {}).get("hints") or {}
+        row["hints"] = json.dumps(hints, sort_keys=True)
+    if row["runtime"] == "portable":
+        row |= {"hints": None, "compute_units": None}
+    elif row["runtime"]:
+        row |= {"precision": None, "fast": None}
+    versions = json.loads(row["versions"] or "{}")
+    memory, cores = row.get("memory_bytes"), row.get("cores")
+    row["machine"] = machine_name(row.get("chip"), row.get("model"), memory, cores)
+    row["software"] = software_name(row.get("os_build"), versions)
+    row |= scalars(**tables) | {"kl_mean": kl_mean(config)}
+    if row["checkpoint_hash"] and row["runtime"]:
+        row["values"] = identity.values(row["checkpoint_hash"], chosen(row), row)
+        row["setting"] = row.get("setting") and setting(row, config)
+    if prompt := (config.get("cell") or "").split("-")[2:]:
+        row["prompt"] = prompt[0]
+    older = {k: v for k, v in row.items() if v is not None and k not in names}
+    older = {k: v for k, v in older.items() if k not in (config.get("run") or {})}
+    if older:
+        row["config"] = json.dumps(config | {"older": older}, sort_keys=True)
+    return {name: value for name, value in row.items() if name in names}
+
+
+def chosen(row: dict) -> dict:
+    """`identity.chosen` of the options in a row's columns."""
+    options = {}
+    for name, default in DEFAULTS.items():
+        value = row.get(name)
+        if name == "functions" and isinstance(value, str):
+            value = json.loads(value)
+        if value is not None and value != default:
+            options[name] = value
+    return options
+
+
+def setting(row: dict, config: dict) -> str:
+    contents = row["checkpoint_hash"]
+    key = [contents, config.get("export"), config.get("run")]
+    text = json.dumps(key, sort_keys=True)
+    # the old hash began with the identity of a finished bundle in place of this
+    if hashlib.sha256(text.encode()).hexdigest()[:16] != row["setting"]:
+        contents = row["bundle_hash"]
+    counts = {name: row.get(name) for name in COUNTS}
+    return identity.setting(contents, chosen(row), row, counts)
+
+
+def kl_mean(config: dict) -> float | None:
+    """The mean KL in nats that a run's validation measured."""
+    gates = {gate["name"]: gate.get("value") for gate in config.get("gates", [])}
+    price = (config.get("price") or {}).get("kl") or {}
+    return price.get("mean", gates.get("max_kl"))
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else default_root()
+    for folder in (root, root / store.SHIPPED):
+        print(f"{folder}: {rewrite(folder)} files rewritten")

@@ -1,2 +1,0 @@
-"""The measurements behind the README's figures, each beside its peer in the same
-run."""

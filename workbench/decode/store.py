@@ -1,0 +1,222 @@
+"""Snapshots in files: `save`, `load`, and `find` by the beginning of a prompt.
+
+A file is one snapshot as safetensors. It is written under a temporary name and renamed,
+so that it is whole or absent. The format `fp16` stores every array unchanged; `q4`
+stores 4 bits per value of K and V:
+
+    rows   [H, rows, D]           value ≈ low + code · scale, error ≤ scale / 2 and one rounding
+    codes  [H, rows, D / 2]       uint8, two values per byte, the first in the low half
+    scale  [H, rows, D / group]   fp16, like `low`; group: the largest divisor of D up to 64
+
+Groups run along head_dim alone, so that any slice of tokens is exact. Other states are
+stored unchanged. So is a cache whose q4 error exceeds a quarter of its deviation from
+the mean token, since a few large channels use up the range of its groups."""
+
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from workbench.bundle.names import MAX_FP16, is_cache
+from workbench.decode.snapshot import Snapshot
+from workbench.errors import InputError, check_choice
+
+FORMATS = ("fp16", "q4")
+VERSION = "3"
+GROUP = 64  # values along head_dim that share one scale
+OUTLIER = 0.25  # the largest relative error of a quantized cache, see `error`
+IDS = "ids"
+CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
+
+
+def save(
+    folder: str | Path, name: str, snapshot: Snapshot, format: str = "fp16"
+) -> Path:
+    """Writes a snapshot under a name, in place of an earlier one; returns its file.
+
+    Raises:
+        InputError: an unusable name, format or value, or no room on the disk; the
+            earlier snapshot of the name stays.
+    """
+    path = _path(folder, name)
+    header = {"version": VERSION, "identity": snapshot.identity}
+    header |= {"floor": str(snapshot.floor)}
+    tensors = encode(snapshot.states, format)
+    tensors[IDS] = np.array(snapshot.ids, np.int32)
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, metadata=header)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as problem:
+        temporary.unlink(missing_ok=True)
+        needed = "a folder that can be written, with room for it"
+        step = "free some room, or choose another folder"
+        raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
+    return path
+
+
+def load(folder: str | Path, name: str) -> Snapshot:
+    """The snapshot of a name, in new arrays.
+
+    Raises:
+        InputError: no such name; a damaged file, or one of another version.
+    """
+    path = _path(folder, name)
+    header, tensors = _read(path)
+    ids = tuple(tensors.pop(IDS).tolist())
+    try:
+        states = decode(tensors)
+    except KeyError as problem:
+        raise _damaged(path, problem) from problem
+    return Snapshot(ids, header["identity"], states, int(header["floor"]))
+
+
+def find(
+    folder: str | Path, ids: Sequence[int], identity: str
+) -> tuple[Snapshot, list[int]] | None:
+    """The snapshot of a decoder's `identity` with the longest beginning of a prompt,
+    trimmed to it, and the rest of the prompt; None if no snapshot has one.
+
+    At least one token remains, since its logits are needed: of a prompt that is stored
+    whole the last token runs again. A snapshot that cannot be trimmed so far is left
+    out.
+
+    Raises:
+        InputError: a damaged file.
+    """
+    best, longest, prompt = None, 0, np.array(ids, np.int32)
+    for path in sorted(Path(folder).glob("[!.]*.safetensors")):
+        header, tensors = _read(path, only=IDS)
+        stored = tensors[IDS]
+        shorter = min(len(stored), len(prompt) - 1)
+        same = stored[:shorter] == prompt[:shorter]
+        length = int(np.logical_and.accumulate(same).sum())
+        usable = header["identity"] == identity and length >= int(header["floor"])
+        if usable and length > longest:
+            best, longest = path.stem, length
+    if best is None:
+        return None
+    snapshot = load(folder, best)
+    return snapshot.trim(snapshot.offset - longest), list(ids[longest:])
+
+
+def _path(folder: str | Path, name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
+        needed = "up to 100 letters, digits, dots, dashes and underscores"
+        raise InputError("snapshot name", repr(name), needed, "choose such a name")
+    return Path(folder) / f"{name}.safetensors"
+
+
+def _read(path: Path, only: str = "") -> tuple[dict, dict[str, np.ndarray]]:
+    """The header and the tensors of a file, all of them or `only` one."""
+    if not path.is_file():
+        needed = "a snapshot that was saved"
+        raise InputError(f"snapshot {path}", "no such file", needed, "save it first")
+    try:
+        with safe_open(path, framework="np") as file:
+            header = file.metadata() or {}
+            if header.get("version") != VERSION:
+                raise ValueError(f"version {header.get('version')!r}")
+            names = [only] if only else file.keys()
+            int(header["floor"]), header["identity"]
+            return header, {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError, KeyError) as problem:
+        raise _damaged(path, problem) from problem
+
+
+def _damaged(path: Path, problem: Exception) -> InputError:
+    return InputError(
+        f"snapshot {path}",
+        str(problem),
+        f"a whole snapshot of version {VERSION}, as `save` wrote it",
+        "delete the file and prefill again",
+    )
+
+
+def encode(states: dict[str, np.ndarray], format: str = "fp16") -> dict:
+    """The tensors of a file: states by name, contiguous, or the parts of quantized
+    caches."""
+    check_choice("snapshot format", format, FORMATS, "choose one of these")
+    tensors = {}
+    for name, value in states.items():
+        parts = {"": value}
+        if format == "q4" and is_cache(name):
+            quantized = quantize(value)
+            approximation = dequantize(*quantized)
+            if error(value, approximation) <= OUTLIER:
+                parts = dict(zip(PARTS, quantized, strict=True))
+        for part, tensor in parts.items():
+            tensors[name + part] = np.ascontiguousarray(tensor)
+    return tensors
+
+
+def decode(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The states of a file's tensors; quantized caches in float16."""
+    states = {}
+    for name, value in tensors.items():
+        base = name.removesuffix(CODES)
+        if base != name:
+            value = dequantize(*(tensors[base + part] for part in PARTS))
+            states[base] = value.astype(np.float16)
+        elif not name.endswith((SCALE, LOW)):
+            states[name] = value
+    return states
+
+
+def group(D: int) -> int:
+    """The number of values that share a scale: the largest divisor of head_dim up to
+    64."""
+    return next(size for size in range(min(GROUP, D), 0, -1) if D % size == 0)
+
+
+def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows [..., D] → codes [..., D / 2] uint8, scale and low [..., D / group] fp16
+    (see above). A group of equal values has scale 0."""
+    D = rows.shape[-1]
+    beyond = int((~(np.abs(rows) <= MAX_FP16)).sum())
+    if D % 2 or beyond:
+        actual = f"head_dim {D}, {beyond} values beyond fp16"
+        needed = "finite values in fp16's range and an even head_dim"
+        raise InputError("q4", actual, needed, "save as fp16")
+    grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(D))
+    low = _fp16(grouped.min(-1), -np.inf)
+    scale = _fp16((grouped.max(-1) - low) / np.float32(15), np.inf)
+    steps = np.where(scale > 0, scale, 1).astype(np.float32)
+    codes = np.rint((grouped - low[..., None]) / steps[..., None])
+    codes = codes.astype(np.uint8).reshape(rows.shape)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scale, low
+
+
+def dequantize(codes: np.ndarray, scale: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """The inverse of `quantize`: rows [..., D] float32, low + code · scale."""
+    values = np.stack([codes & 15, codes >> 4], -1).astype(np.float32)
+    values = values.reshape(*scale.shape, -1)  # [..., D / group, group]
+    rows = values * scale[..., None] + low[..., None]
+    return rows.reshape(*codes.shape[:-1], -1)
+
+
+def error(value: np.ndarray, approximation: np.ndarray) -> float:
+    """RMS of the error of rows [H, rows, D] over the RMS of their deviations from each
+    channel's mean over tokens."""
+    if not value.shape[1]:
+        return 0.0
+    value = value.astype(np.float32)
+    wrong = np.square(value - approximation).mean()
+    deviation = np.square(value - value.mean(1, keepdims=True)).mean()
+    return float(np.sqrt(wrong / deviation) if deviation else wrong > 0)
+
+
+def _fp16(value: np.ndarray, towards: float) -> np.ndarray:
+    """The nearest fp16 numbers that are not below (`towards` inf) or not above (−inf)
+    the values."""
+    near = value.astype(np.float16)
+    beyond = near > value if towards < 0 else near < value
+    # the neighbour of the largest number is inf and is not used
+    with np.errstate(over="ignore"):
+        return np.where(beyond, np.nextafter(near, np.float16(towards)), near)

@@ -1,0 +1,436 @@
+"""A numbered experiment: its notebook shows figures and tables, which are files at
+once, and its last cell logs one row and writes the report.
+
+A run is a folder, `build/experiments/NN_slug/CHECKPOINT`: ``figures/NAME.json`` and
+``.parquet`` are a figure's options and data, from which ``.svg``, ``.pdf`` and ``.png``
+are drawn; ``tables/NAME.parquet`` and ``.tex``; ``run.json`` has verdict, gates and the
+ids of all runs behind the figures; ``report.md`` is written from these files alone."""
+
+import ast
+import json
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import SVG
+from pandas.io.formats.style import Styler
+
+from workbench import log, plots
+from workbench.check import gates
+from workbench.decode import Decoder
+from workbench.errors import InputError
+from workbench.log.anonymous import anonymous
+from workbench.sweep import identity
+
+SHOWN_ROWS = 20  # of a table in the report
+
+
+class CellError(RuntimeError):
+    """A cell of a notebook raised another error than InputError."""
+
+
+class Experiment:
+    """One run of a numbered notebook.
+
+    Args:
+        name: of the notebook and of the folder, such as ``05_stateful_kv_cache``.
+        names: `globals()` of the notebook; names in capitals are its parameters.
+        out: the folder of the run (default: see `run_folder`).
+    """
+
+    def __init__(self, name: str, names: Mapping, out: Path | None = None):
+        self.name = name
+        self.parameters = {key: names[key] for key in names if key.isupper()}
+        self.folder = Path(out or run_folder(name, self.parameters))
+        for kind in ("figures", "tables"):
+            shutil.rmtree(self.folder / kind, ignore_errors=True)
+        self.gates: list[gates.Gate] = []
+
+    def figure(
+        self,
+        name: str,
+        draw,
+        data: pd.DataFrame,
+        *,
+        alt: str,
+        about: str = "",
+        **options,
+    ) -> SVG:
+        """Saves the data, draws the figure from the saved file, and shows it.
+
+        Args:
+            draw: a function of `workbench.plots`; `options` are its keywords.
+            alt: a description for readers who cannot see the figure.
+            about: checkpoint, options and machine of the data.
+        """
+        if draw.__name__ not in plots.__all__:
+            raise ValueError(f"{draw.__name__} is no function of workbench.plots")
+        how = {"plot": draw.__name__, "about": about, "options": options}
+        return SVG(filename=str(redraw(self._write("figures", name, data, alt, **how))))
+
+    def table(self, name: str, data: pd.DataFrame, caption: str) -> Styler:
+        """Saves a table as Parquet and LaTeX, and shows it."""
+        stem = self._write("tables", name, data, caption)
+        text = data.to_latex(
+            index=False,
+            escape=True,
+            na_rep="--",
+            float_format="%.4g",
+            caption=re.sub(r"([&%$#_{}])", r"\\\1", caption),
+            label=f"tab:{self.name[:2]}-{name}",
+        )
+        stem.with_suffix(".tex").write_text(text)
+        return show(data)
+
+    def add_gates(self, results: Iterable[gates.Gate]) -> Styler:
+        """Adds gates to the verdict and shows them, RED first."""
+        results = list(results)
+        self.gates += results
+        return show(
+            gate_table(results)[["gate", "verdict", "value", "limit", "reason"]]
+        )
+
+    def conclude(self, words: str, decoder: Decoder | None = None, **tables) -> None:
+        """Logs the run as one row with its `tables` (`fidelity`, `samples`, `layers`),
+        writes the report and prints verdict, `words` and the report's path."""
+        verdict = gates.verdict(self.gates) if self.gates else None
+        config = {
+            "parameters": self.parameters,
+            "conclusion": words,
+            "gates": [gate.json() for gate in self.gates],
+        }
+        config = json.loads(json.dumps(config, default=str))
+        row = {"command": f"notebook {self.name[:2]}", "verdict": verdict}
+        if decoder:
+            row |= identity.describe(decoder)
+        row |= {"experiment": self.name[:2], "config": config}
+        run_id = log.record(row, **tables)
+        behind = {run_id}
+        for part in _parts(self.folder):
+            behind |= set(part["run_ids"])
+        run = {"run_id": run_id, "verdict": verdict, "run_ids": sorted(behind)}
+        run |= config | {"environment": log.environment()}
+        path = self.folder / "run.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(run, indent=1, default=str, ensure_ascii=False))
+        print(
+            f"{verdict or 'no gates'}\n\n{words}\n\nreport: {write_report(self.folder)}"
+        )
+
+    def _write(self, kind: str, name: str, data: pd.DataFrame, alt: str, **how) -> Path:
+        """Writes the data and the description of a figure or table; returns the path
+        without an ending."""
+        place = len(_parts(self.folder))
+        stem = self.folder / kind / name
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        data.to_parquet(stem.with_suffix(".parquet"))
+        run_ids = sorted(set(data["run_id"].dropna())) if "run_id" in data else []
+        part = {"kind": kind, "name": name, "place": place, "alt": alt, **how}
+        text = json.dumps(part | {"run_ids": run_ids}, indent=1, default=_plain)
+        stem.with_suffix(".json").write_text(text)
+        return stem
+
+
+def _plain(value):
+    """Arrays and NumPy's numbers as JSON has them."""
+    return value.tolist()
+
+
+def _parts(folder: Path) -> list[dict]:
+    """Figures and tables of a run in the order in which they were made."""
+    parts = [json.loads(path.read_text()) for path in folder.glob("*/*.json")]
+    return sorted(parts, key=lambda part: part["place"])
+
+
+def run_folder(name: str, parameters: Mapping) -> Path:
+    """The folder of a notebook's run: `build/experiments/NN_slug/CHECKPOINT`."""
+    checkpoint = Path(str(parameters.get("CHECKPOINT", "run"))).name
+    return log.project() / "build" / "experiments" / name / checkpoint
+
+
+def redraw(stem: Path) -> Path:
+    """Draws a figure from its saved data as SVG, PDF and PNG; returns the SVG."""
+    part = json.loads(stem.with_suffix(".json").read_text())
+    data = pd.read_parquet(stem.with_suffix(".parquet"))
+    figure = getattr(plots, part["plot"])(data, **part["options"])
+    return plots.save(figure, stem, about=part["about"])[0]
+
+
+def show(table: pd.DataFrame) -> Styler:
+    """A table for display: text to the left and wrapped, numbers with four digits,
+    nulls as –."""
+    texts = list(table.select_dtypes(exclude="number").columns)
+    look = table.style.format(precision=4, na_rep="–").hide(axis="index")
+    wrapped = {"text-align": "left", "white-space": "normal", "max-width": "44em"}
+    return look.set_properties(subset=texts, **wrapped)
+
+
+def gate_table(results: Iterable[gates.Gate | Mapping]) -> pd.DataFrame:
+    """Gates, RED first: gate, verdict with a sign, value, limit, reason."""
+    rows = [gate if isinstance(gate, Mapping) else gate.json() for gate in results]
+    table = pd.DataFrame(
+        rows, columns=["name", "verdict", "value", "threshold", "reason"]
+    )
+    table = table.rename(columns={"name": "gate", "threshold": "limit"})
+    order = {"RED": 0, "GREEN": 1, "not_run": 2}
+    table = table.sort_values(
+        "verdict", key=lambda column: column.map(order), kind="stable"
+    )
+    signs = {"GREEN": "✓ GREEN", "RED": "✗ RED", "not_run": "– not run"}
+    return table.assign(verdict=table["verdict"].map(signs))
+
+
+def last_run(number: str) -> Path:
+    """The folder of an experiment's newest run, else of the shipped one.
+
+    Raises:
+        InputError: there is no finished run.
+    """
+    number = number.zfill(2)
+    runs = (log.project() / "build" / "experiments").glob(f"{number}_*/*/run.json")
+    shipped = (log.project() / "experiments").glob(f"{number}_*/run.json")
+    newest = sorted(runs, key=lambda path: path.stat().st_mtime) or list(shipped)
+    if not newest:
+        step = f"run the notebook: workbench run {number}"
+        raise InputError(f"experiment {number}", "no finished run", "one", step)
+    return newest[-1].parent
+
+
+def write_again(folder: Path) -> Path:
+    """Draws all figures of a run from their data and writes its report."""
+    for part in _parts(folder):
+        if part["kind"] == "figures":
+            redraw(folder / "figures" / part["name"])
+    return write_report(folder)
+
+
+def write_report(folder: Path) -> Path:
+    """Writes `report.md` of the run in `folder` from its files.
+
+    Raises:
+        InputError: there is no finished run in `folder`.
+    """
+    run = _run_of(folder)
+    name = folder.name if re.match(r"\d\d_", folder.name) else folder.parent.name
+    title = name
+    parameters = run["parameters"]
+    if (source := notebook_path(name[:2])).is_file():
+        title = _title(source)
+    conclusion = re.sub(r"\n+", "\n\n", run["conclusion"])  # a paragraph for each line
+    parts = [f"# Experiment {title}", conclusion]
+    for part in _parts(folder):
+        stem = f"{part['kind']}/{part['name']}"
+        data = pd.read_parquet(folder / f"{stem}.parquet")
+        if part["kind"] == "figures":
+            parts.append(f"![{part['alt']}]({stem}.svg)")
+            continue
+        shown = data.head(SHOWN_ROWS).drop(columns="run_id", errors="ignore")
+        text = _markdown(shown)
+        rest = len(data) - SHOWN_ROWS
+        if rest > 0:
+            text += f"\n\n{rest} more rows: [{stem}.parquet]({stem}.parquet)."
+        parts.append(f"{part['alt']}\n\n{text}")
+    if run["gates"]:
+        parts.append(f"## Gates\n\n{_markdown(gate_table(run['gates']))}")
+    machine = run["environment"]
+    versions = ", ".join(f"{key} {value}" for key, value in machine["versions"].items())
+    parts.append(
+        f"## Setup\n\n{machine['machine']}, {machine['platform']}; {versions}. Log row "
+        f"{run['run_id']}; `run.json` names the rows behind the figures."
+    )
+    command = reproduce(name[:2], parameters)
+    parts.append(f"## Reproduce\n\n```\n{command}\nworkbench report {name[:2]}\n```")
+    path = folder / "report.md"
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return path
+
+
+def _markdown(table: pd.DataFrame) -> str:
+    """A table with four digits and nulls as –."""
+    how = {"index": False, "floatfmt": ".4g", "missingval": "–"}
+    return log.plain(table).to_markdown(**how)
+
+
+def _run_of(folder: Path) -> dict:
+    path = folder / "run.json"
+    if not path.is_file():
+        step = f"run the notebook: workbench run {folder.parent.name[:2]}"
+        raise InputError(f"experiment {folder}", "no finished run", "run.json", step)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def reproduce(number: str, parameters: Mapping) -> str:
+    """The command that repeats a run: the parameters that are not the notebook's own."""
+    words = ["workbench", "run", number]
+    defaults = parameter_defaults(number)
+    for name, value in parameters.items():
+        if name not in defaults or value != defaults[name]:
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += ["--set", f"{name}={text}"]
+    return shlex.join(words)
+
+
+def notebook_path(number: str) -> Path:
+    """The notebook of an experiment, which may not exist."""
+    folder = log.project() / "notebooks"
+    number = number.zfill(2)
+    return next(folder.glob(f"{number}_*.ipynb"), folder / f"{number}.ipynb")
+
+
+def _cells(source: Path) -> list[dict]:
+    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
+    return [cell | {"source": "".join(cell["source"])} for cell in cells]
+
+
+def _title(source: Path) -> str:
+    """The heading of a notebook, such as "05 · Does …?"."""
+    return _cells(source)[0]["source"].partition("\n")[0].lstrip("# ")
+
+
+def notebook_parameters(source: Path) -> dict:
+    """Names and values that the cell tagged `parameters` sets."""
+    values = {}
+    for cell in _cells(source):
+        if "parameters" in cell["metadata"].get("tags", []):
+            for line in ast.parse(cell["source"]).body:
+                if isinstance(line, ast.Assign):
+                    values[line.targets[0].id] = ast.literal_eval(line.value)
+    return values
+
+
+def parameter_defaults(number: str) -> dict:
+    """The parameters of an experiment's notebook; none if there is no such notebook."""
+    source = notebook_path(number)
+    return notebook_parameters(source) if source.is_file() else {}
+
+
+def run_notebook(
+    number: str,
+    parameters: Mapping | None = None,
+    *,
+    publish: bool = False,
+    progress: bool = True,
+) -> dict:
+    """Executes a numbered notebook in a kernel of its own.
+
+    Args:
+        parameters: values for names that the cell tagged `parameters` sets.
+        publish: makes the run the shipped one (see `publish_run`).
+
+    Returns:
+        {experiment, verdict, conclusion, executed, figures, runs, report}; `figures`
+        are {path, alt} in the order of the notebook.
+
+    Raises:
+        InputError: unknown notebook or parameter, or a cell raised it.
+        CellError: a cell raised another error.
+    """
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
+
+    source = notebook_path(number)
+    if not source.is_file():
+        known = sorted(path.name[:2] for path in source.parent.glob("[0-9]*.ipynb"))
+        step = "name one of these, inside a checkout of this project"
+        raise InputError(
+            f"experiment {number}", "no such notebook", f"one of {known}", step
+        )
+    parameters = dict(parameters or {})
+    defaults = notebook_parameters(source)
+    if unknown := parameters.keys() - defaults.keys():
+        subject = f"notebook {source.stem}, parameters"
+        needed = f"some of {', '.join(sorted(defaults))}"
+        raise InputError(subject, ", ".join(unknown), needed, "correct the name")
+    copy = log.project() / "build" / "notebooks" / source.name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # sockets in a folder of its own: TCP ports are open to all users of the machine
+        with tempfile.TemporaryDirectory() as sockets:
+            kernel = {"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
+            papermill.execute_notebook(
+                source,
+                copy,
+                parameters,
+                cwd=source.parent,
+                progress_bar=progress,
+                config=Config(KernelManager=kernel),
+            )
+    except PapermillExecutionError as problem:
+        refusal = InputError.from_message(problem.evalue)
+        if problem.ename == "InputError" and refusal:
+            raise refusal from None
+        text = f"{source.stem}, cell [{problem.exec_count}]: {problem.ename}: "
+        raise CellError(f"{text}{problem.evalue} (executed copy: {copy})") from None
+    folder = run_folder(source.stem, defaults | parameters)
+    if publish:
+        folder = publish_run(folder)
+    run = _run_of(folder)
+    figures = []
+    for part in _parts(folder):
+        if part["kind"] == "figures":
+            path = folder / "figures" / f"{part['name']}.png"
+            figures.append({"path": str(path), "alt": part["alt"]})
+    return {
+        "experiment": source.stem,
+        "verdict": run["verdict"] or gates.NOT_RUN,
+        "conclusion": run["conclusion"],
+        "executed": str(copy),
+        "figures": figures,
+        "runs": run["run_ids"],
+        "report": str(folder / "report.md"),
+    }
+
+
+def write_html(number: str) -> Path:
+    """One HTML page of the executed copy of a notebook, without its code."""
+    from nbconvert import HTMLExporter
+
+    notebook = log.project() / "build" / "notebooks" / notebook_path(number).name
+    if not notebook.is_file():
+        step = f"run the notebook: workbench run {number}"
+        raise InputError(f"{notebook}", "no executed copy", "one", step)
+    text, _ = HTMLExporter(exclude_input=True).from_filename(str(notebook))
+    path = notebook.with_suffix(".html")
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def publish_run(folder: Path) -> Path:
+    """Makes the run in `folder` the shipped one: its files go to `experiments/NN_slug`,
+    its log rows to the shipped log, from which the rows go that no shipped run uses.
+
+    Absolute paths are shortened. Returns the shipped folder."""
+    run = anonymous(_run_of(folder), log.project())
+    target = log.project() / "experiments" / folder.parent.name
+    for kind in ("figures", "tables"):
+        shutil.rmtree(target / kind, ignore_errors=True)
+        if (folder / kind).is_dir():
+            shutil.copytree(folder / kind, target / kind)
+    target.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(run, indent=1, ensure_ascii=False).replace("…/", "/path/to/")
+    (target / "run.json").write_text(text, encoding="utf-8")
+    _ship_rows(run["run_ids"], folder.parent.name[:2])
+    return write_report(target).parent
+
+
+def _ship_rows(run_ids: Iterable[str], number: str) -> None:
+    """Copies the files of these runs to the shipped log, and removes an experiment's
+    runs from it that no shipped `run.json` names."""
+    whole = log.whole()
+    shipped = whole / log.SHIPPED
+    for run_id in run_ids:
+        for path in whole.glob(f"*/{run_id}.parquet"):
+            (shipped / path.parent.name).mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, shipped / path.parent.name)
+    needed = set()
+    for path in whole.parent.glob("*/run.json"):
+        needed |= set(json.loads(path.read_text(encoding="utf-8"))["run_ids"])
+    listed = log.load("runs", shipped, {"experiment": number})["run_id"]
+    for run_id in set(listed) - needed:
+        for path in shipped.glob(f"*/{run_id}.parquet"):
+            path.unlink()

@@ -1,1 +1,0 @@
-"""One question each: what serves a single notebook."""

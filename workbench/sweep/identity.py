@@ -1,0 +1,111 @@
+"""What a bundle and its decoder are as columns of the table `runs`, and the two hashes
+by which runs are found again."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from workbench.bundle import Bundle, Options
+from workbench.decode import Decoder
+from workbench.log import SCHEMAS
+from workbench.runtime import is_device
+
+OPTIONS = tuple(n for n in Options.model_fields if n in SCHEMAS["runs"].names)
+"""Export options with a column of `runs`."""
+
+COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
+"""Columns that say how much a run measured."""
+
+
+def digest(*parts) -> str:
+    """16 hexadecimal digits of the hash of JSON values."""
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def describe(subject: Bundle | Decoder) -> dict:
+    """The columns of `runs` for a bundle and, if it ran, its decoder; placement stays
+    null."""
+    bundle = subject if isinstance(subject, Bundle) else subject.bundle
+    manifest = bundle.manifest
+    files = sum(shard.bytes for shard in manifest.shards)
+    row = {
+        "checkpoint": manifest.checkpoint["name"],
+        "checkpoint_hash": manifest.checkpoint["sha256"],
+        "bundle": bundle.root.name,
+        "bundle_hash": bundle.identity,
+        "bundle_bytes": files + manifest.embedding.file.bytes,
+        "family": manifest.family,
+    } | exported(manifest.options)
+    if subject is not bundle:
+        how = executed(**vars(subject))
+        row |= how
+        row["values"] = values(row["checkpoint_hash"], chosen(manifest.options), how)
+    return row
+
+
+def exported(options: Options) -> dict:
+    """The columns of `runs` for export options, null for those that are not written."""
+    columns = dict.fromkeys(OPTIONS)
+    for name, value in options.model_dump().items():
+        if name in columns:
+            columns[name] = json.dumps(value) if isinstance(value, tuple) else value
+    return columns
+
+
+def executed(
+    runtime: str,
+    precision: str,
+    fast: bool,
+    reads: str,
+    compute_units: str,
+    hints: Mapping,
+    **_,
+) -> dict:
+    """The columns of `runs` for a decoder's arguments, null where the runtime has no
+    such thing. `reads` says which rows of a cache attention reads, `used` or `all`."""
+    columns = {"runtime": runtime} | dict.fromkeys(("precision", "fast", "reads"))
+    columns |= dict.fromkeys(("compute_units", "hints"))
+    if runtime == "portable":
+        fuses = bool(fast and precision == "declared")
+        columns |= {"precision": precision, "fast": fuses}
+        columns["reads"] = reads if fuses else "all"
+    elif is_device(runtime):
+        hints = json.dumps(hints, sort_keys=True)
+        columns |= {"compute_units": compute_units, "hints": hints, "reads": "all"}
+    return columns
+
+
+def chosen(options: Options) -> dict:
+    """The options that are not the default ones. Hashes are made of these, so that an
+    option that comes or goes leaves those of all other bundles as they are."""
+    if isinstance(options, Options):
+        return options.model_dump(mode="json", exclude_defaults=True)
+    return options.model_dump()
+
+
+def values(contents: str, options: Mapping, how: Mapping) -> str:
+    """The hash of everything that decides what a bundle computes, on any machine.
+
+    Args:
+        contents: the checkpoint's hash.
+        options: of the export (see `chosen`).
+        how: at least the columns runtime, precision, compute_units and hints.
+    """
+    names = ("runtime", "precision", "compute_units", "hints")
+    return digest(contents, options, [how[name] for name in names])
+
+
+def setting(contents: str, options: Mapping, how: Mapping, counts: Mapping) -> str:
+    """The hash of everything that decides the times of a run on one machine.
+
+    Args:
+        contents: hash of the checkpoint; of a finished bundle its identity.
+        how: as in `values`, and the columns fast and reads.
+        counts: `COUNTS`, null for those that are left open.
+    """
+    counts = {name: count for name, count in counts.items() if count is not None}
+    fused = how["fast"]
+    if fused and how["reads"] == "all":
+        fused = "all rows"
+    return digest(values(contents, options, how), fused, counts)
