@@ -57,8 +57,12 @@ def validate_command(
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
     _check_tasks(tasks, checkpoint)
-    if alone:
-        _check_device(where.runtime)
+    from workbench.runtime import is_device, resolve
+
+    device = is_device(resolve(where.runtime, opened.manifest.options.plugin))
+    if alone and not device:
+        step = "leave --alone out"
+        raise InputError("--alone", "runtime portable", "coreml or stand-in", step)
     asked = [golden, checkpoint, prompt.given(), log, max_kl != gates.MAX_KL]
     if not any([*asked, *special.values()]):
         return _own_gates(opened, where, json)
@@ -72,7 +76,11 @@ def validate_command(
             result, lines = _each_unit(opened, reference, golden, where, alone)
             return show(result, json, lines)
         # before the decoder: one copy of the bundle is in memory at a time
-        portable = _portable_results(opened, reference, golden, where, alone)
+        portable = None
+        if golden and device:
+            from workbench.check.device import stored_reference
+
+            portable = stored_reference(opened, reference, golden, alone)
         decoder = where.decoder(opened)
         how = {"reference": portable, "only": alone, "max_kl": max_kl}
         validation = workbench.validate(
@@ -123,15 +131,6 @@ def _check_tasks(tasks: Path | None, checkpoint: Path | None) -> None:
         raise InputError("--tasks", "no --checkpoint", needed, "give --checkpoint")
 
 
-def _check_device(runtime: str) -> None:
-    """Refuses --alone on the portable runtime, beside which nothing is loaded."""
-    from workbench.runtime import is_device, resolve
-
-    if not is_device(resolve(runtime)):
-        step = "leave --alone out"
-        raise InputError("--alone", "runtime portable", "coreml or stand-in", step)
-
-
 def _own_gates(bundle, where: Where, json: bool) -> None:
     """Prints the gates that need the bundle alone."""
     from workbench.check.interface import interface_gate
@@ -155,12 +154,12 @@ def _each_unit(bundle, golden, path: Path | None, where: Where, alone: bool):
         units = [where.compute_units]
     how = {"runtime": resolve(where.runtime), "compute_units": units}
     table = validate_units(bundle, golden, path=path, only=alone, **how)
-    device = bool((table["runtime"] == "coreml").any())
+    measured = bool((table["runtime"] == "coreml").any())
     rows = gates.records(table.astype(object).where(table.notna(), None))
     verdict = units_verdict(table)
-    result = {"verdict": verdict, "device_measured": device, "units": rows}
+    result = {"verdict": verdict, "device_measured": measured, "units": rows}
     lines = [verdict, unit_table(table.drop(columns="runtime"))]
-    if not device:
+    if not measured:
         lines.append("no compute unit was measured: there is no Core ML here")
     return result, lines
 
@@ -170,20 +169,6 @@ def unit_table(units) -> str:
     filled = units.dropna(axis="columns", how="all").astype(object)
     shown = filled.where(filled.notna(), "-")
     return shown.to_string(index=False, float_format="{:.4g}".format)
-
-
-def _portable_results(bundle, golden, path: Path | None, where: Where, alone: bool):
-    """What the device gate compares with: the portable runtime's results beside a
-    stored golden; with `alone` they are read, never computed. None where the runtime is
-    no device, or the golden was made now."""
-    from workbench.check.device import stored_reference
-    from workbench.runtime import is_device, resolve
-
-    if not path or not is_device(
-        resolve(where.runtime, bundle.manifest.options.plugin)
-    ):
-        return None
-    return stored_reference(bundle, golden, path, alone)
 
 
 def _show_unopened(bundle, checkpoint, problem: InputError, json: bool) -> None:

@@ -83,10 +83,10 @@ def test_the_checklist_is_gone_through_on_apples_interpreter(apple, monkeypatch)
     assert set(verdicts.values()) == {"GREEN"}
     decoder, predict = Decoder(apple), type(Decoder(apple).layers[0]).predict
 
-    def shifted(model, inputs, state=None):
+    def shifted(model, inputs, state=None, hook=None):
         """Every call writes one row too far."""
         mask = np.roll(inputs[KV_WRITE_MASK], 1, axis=2)
-        return predict(model, inputs | {KV_WRITE_MASK: mask}, state)
+        return predict(model, inputs | {KV_WRITE_MASK: mask}, state, hook)
 
     monkeypatch.setattr(type(decoder.layers[0]), "predict", shifted)
     gates = {gate.name: gate.verdict for gate in states.state_gates(decoder)}
