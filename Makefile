@@ -22,11 +22,12 @@ docs: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python tools/bench.py decode
-	$(BIN)/python tools/bench.py decode --moe
+	$(BIN)/python tools/bench.py prompt
 	$(BIN)/python tools/bench.py log
 	$(BIN)/python tools/bench.py export
 	$(BIN)/python tools/bench.py export --compress fp16
-	$(BIN)/python tools/bench.py export --family zaya --layers 4
+	$(BIN)/python tools/bench.py validate
+	$(BIN)/python tools/bench.py cell
 
 # coremltools' own op tests with predictions on, through the shim; reports in build/judge
 judge: .venv/ready
