@@ -469,7 +469,7 @@ def mask_of_minus_infinity_times_zero(decoder):
 # Batches: what the first sequence has stands for all
 
 
-@fault("host", bundle="batch")
+@fault("program", bundle="batch")
 def every_sequence_gets_the_first_one_s_rope(decoder):
     def first(made, offsets, counts, T):
         for name in ("rope_cos", "rope_sin"):
@@ -478,7 +478,7 @@ def every_sequence_gets_the_first_one_s_rope(decoder):
     host(decoder, first)
 
 
-@fault("host", bundle="batch")
+@fault("program", bundle="batch")
 def every_sequence_gets_the_first_one_s_mask(decoder):
     def first(made, offsets, counts, T):
         made["attn_mask"] = np.repeat(made["attn_mask"][:1], len(offsets), axis=0)
@@ -486,7 +486,7 @@ def every_sequence_gets_the_first_one_s_mask(decoder):
     host(decoder, first)
 
 
-@fault("host", bundle="batch")
+@fault("program", bundle="batch")
 def the_last_sequence_writes_where_the_first_does(decoder):
     def first(made, offsets, counts, T):
         made["kv_write_mask"][-1] = made["kv_write_mask"][0]
@@ -494,7 +494,7 @@ def the_last_sequence_writes_where_the_first_does(decoder):
     host(decoder, first)
 
 
-@fault("host", bundle="batch")
+@fault("program", bundle="batch")
 def sequences_see_what_any_of_them_sees(decoder):
     def widest(made, offsets, counts, T):
         made["attn_mask"] = np.repeat(

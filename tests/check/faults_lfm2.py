@@ -16,7 +16,7 @@ def tail_of_a_convolution_not_carried(decoder):
     forget(decoder, "conv_state", CONVOLUTIONS)
 
 
-@fault("host")
+@fault("program")
 def tail_ends_one_column_early(decoder):
     host(
         decoder,
@@ -24,7 +24,7 @@ def tail_ends_one_column_early(decoder):
     )
 
 
-@fault("host")
+@fault("program")
 def dummy_columns_enter_the_tail(decoder):
     def last(made, offsets, counts, T):
         every = np.eye(T)[-made["tail_select"].shape[1] :]

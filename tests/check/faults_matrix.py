@@ -19,12 +19,12 @@ def dummies_have_an_order(decoder):
     host(decoder, every)
 
 
-@delta("host")
+@delta("program")
 def dummy_columns_advance_a_matrix(decoder):
     dummies_have_an_order(decoder)
 
 
-@mamba("host")
+@mamba("program")
 def dummy_columns_advance_a_mamba_matrix(decoder):
     dummies_have_an_order(decoder)
 

@@ -182,7 +182,7 @@ def a_slice_of_the_head_damaged(decoder):
     replace(model, model.shard.weights["model.embed_tokens.weight"], flipped)
 
 
-@fault("host")
+@fault("program")
 def embedding_of_the_next_token(decoder):
     embed, V = decoder.bundle.embed, decoder.manifest.dims.V
     decoder.bundle.embed = lambda ids: embed((ids + 1) % V)

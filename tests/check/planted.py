@@ -934,17 +934,17 @@ def local_and_global_frequencies_exchanged(copy):
     a["inv_freq"], b["inv_freq"] = b["inv_freq"], a["inv_freq"]
 
 
-@planted("host", "gemma")
+@planted("program", "gemma")
 def embedding_scale_left_out(copy):
     copy.manifest["embedding"]["scale"] = 1.0
 
 
-@planted("host")
+@planted("program")
 def embedding_times_1_05(copy):
     copy.manifest["embedding"]["scale"] = 1.05
 
 
-@planted("host")
+@planted("weights")
 def two_embedding_rows_exchanged(copy):
     def swap(table):
         table[[240, 241]] = table[[241, 240]]
@@ -952,7 +952,7 @@ def two_embedding_rows_exchanged(copy):
     copy.embedding(swap)
 
 
-@planted("host")
+@planted("weights")
 def one_channel_of_the_embedding_times_1_02(copy):
     def scale(table):
         table[:, 17] *= np.float16(1.02)
@@ -960,7 +960,7 @@ def one_channel_of_the_embedding_times_1_02(copy):
     copy.embedding(scale)
 
 
-@planted("host")
+@planted("weights")
 def last_embedding_row_zero(copy):
     def zero(table):
         table[-1] = 0
@@ -968,7 +968,7 @@ def last_embedding_row_zero(copy):
     copy.embedding(zero)
 
 
-@planted("host")
+@planted("weights")
 def embedding_rows_moved_by_one(copy):
     def roll(table):
         table[:] = np.roll(table, 1, axis=0)
@@ -976,7 +976,7 @@ def embedding_rows_moved_by_one(copy):
     copy.embedding(roll)
 
 
-@planted("host")
+@planted("program")
 def stream_declared_half_as_large(copy):
     copy.manifest["residual_exponent"] = 1
 

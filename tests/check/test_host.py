@@ -1,15 +1,13 @@
-"""The host gate: GREEN on clean bundles of every family, RED on whatever the host may get wrong."""
+"""The host gate: GREEN on clean bundles of every family, RED on other rotary tables and masks."""
 
 import json
 
 import numpy as np
 import pytest
 from faults import host
-from safetensors.numpy import load_file, save_file
 
 from workbench import Bundle, Decoder
 from workbench.check.host import LIMIT, host_gate
-from workbench.files import sha256
 from workbench.models.checkpoint import Checkpoint
 
 S = 96  # rope frozen past 32 and off by one past 64 show
@@ -71,7 +69,6 @@ def without_the_slowest_quarter(inv_freq):
 POSITIONS = {
     "frozen past 32": lambda p: np.minimum(p, 32),
     "off by one past 64": lambda p: p + (p > 64),
-    "of sequence 0": lambda p: np.repeat(p[:1], len(p), 0),
     "of the next position": lambda p: p + 1,
 }
 FREQUENCIES = {
@@ -125,45 +122,11 @@ def weak_mask(m, o, c, T):
     m["attn_mask"] /= 1e3
 
 
-def written_in_reverse(m, o, c, T):
-    m["kv_write_mask"] = m["kv_write_mask"][..., ::-1].copy()
-
-
-def dummies_that_write(m, o, c, T):
-    rows = late(o, T) % m["kv_write_mask"].shape[2]
-    for seq, columns in enumerate(rows):
-        m["kv_write_mask"][seq, 0, columns, np.arange(T)] = 1
-
-
-def off_by_one_at_one_T(m, o, c, T):
-    if T == 3:
-        m["kv_write_mask"] = np.roll(m["kv_write_mask"], 1, axis=2)
-
-
-def lost_past_90(m, o, c, T):
-    m["kv_write_mask"][:, :, 91:] = 0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        mask_of_40_rows,
-        last_row_blocked,
-        weak_mask,
-        written_in_reverse,
-        dummies_that_write,
-        off_by_one_at_one_T,
-        lost_past_90,
-    ],
-)
+@pytest.mark.parametrize("change", [mask_of_40_rows, last_row_blocked, weak_mask])
 def test_other_masks_are_red(exports, change):
     decoder, source = opened(exports, "llama")
     host(decoder, change)
     red(decoder, source, "mask")
-
-
-def ring_off_by_one(m, o, c, T):
-    m["kv_write_mask_local"] = np.roll(m["kv_write_mask_local"], 1, axis=2)
 
 
 def ring_mask_off_by_one(m, o, c, T):
@@ -174,35 +137,11 @@ def local_rope_for_both(m, o, c, T):
     m["rope_cos_global"] = m["rope_cos_local"]
 
 
-@pytest.mark.parametrize(
-    "change", [ring_off_by_one, ring_mask_off_by_one, local_rope_for_both]
-)
+@pytest.mark.parametrize("change", [ring_mask_off_by_one, local_rope_for_both])
 def test_a_ring_or_a_table_of_the_other_kind_is_red(exports, change):
     decoder, source = opened(exports, "gemma3_text")
     host(decoder, change)
     red(decoder, source, "_local" if "ring" in change.__name__ else "_global")
-
-
-def tail_off_by_one(m, o, c, T):
-    m["tail_select"] = np.roll(m["tail_select"], 1, axis=2)
-
-
-def tail_ignores_dummies(m, o, c, T):
-    tail = np.arange(T) == (T - np.array([2, 1]))[:, None]
-    m["tail_select"] = np.float32(np.repeat(tail[None], len(o), 0))
-
-
-@pytest.mark.parametrize("change", [tail_off_by_one, tail_ignores_dummies])
-def test_another_tail_is_red(exports, change):
-    decoder, source = opened(exports, "zaya")
-    host(decoder, change)
-    red(decoder, source, "tail_select")
-
-
-def test_another_position_of_a_slice_is_red(exports):
-    decoder, source = opened(exports, "qwen2")
-    host(decoder, lambda m, o, c, T: m.update(pos=np.minimum(m["pos"], S - 2)))
-    red(decoder, source, "pos")
 
 
 # On disk
@@ -217,47 +156,8 @@ def edited(exports, folder, family, plant) -> tuple[Decoder, Checkpoint]:
     shutil.copytree(exports.bundle(source, **OPTIONS[family]).root, root)
     manifest = json.loads((root / "bundle.json").read_text())
     plant(manifest, root)
-    entry = manifest["embedding"]["file"]
-    path = root / entry["path"]
-    entry |= {"sha256": sha256(path), "bytes": path.stat().st_size}
     (root / "bundle.json").write_text(json.dumps(manifest))
     return Decoder(Bundle.open(root), "portable"), Checkpoint(source)
-
-
-def embedding_scale(manifest, root):
-    manifest["embedding"]["scale"] *= 1.05
-
-
-def change_rows(change):
-    def plant(manifest, root):
-        path = root / manifest["embedding"]["file"]["path"]
-        tensors = load_file(path)
-        tensors["weight"] = change(tensors["weight"].copy())
-        save_file(tensors, path)
-
-    return plant
-
-
-def swapped(a, b):
-    def change(weight):
-        weight[[a, b]] = weight[[b, a]]
-        return weight
-
-    return change_rows(change)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        embedding_scale,
-        change_rows(lambda w: (w.astype(np.float32) * 1.05).astype(w.dtype)),
-        swapped(3, 4),
-        swapped(0, 96),
-        swapped(50, 93),
-    ],
-)
-def test_another_embedding_is_red(exports, tmp_path, plant):
-    red(*edited(exports, tmp_path, "llama", plant), "embedding")
 
 
 def test_a_window_that_is_not_the_model_s_is_red(exports, tmp_path):
@@ -267,26 +167,6 @@ def test_a_window_that_is_not_the_model_s_is_red(exports, tmp_path):
     assert host_gate(decoder, Checkpoint(source)).verdict == "GREEN"
     decoder.host.tables = [(s, r, w and w + 1) for s, r, w in decoder.host.tables]
     red(decoder, Checkpoint(source), "attn_mask")
-
-
-@pytest.mark.parametrize("compress", ["fp16", "lut4", "int8-tensor"])
-def test_head_slices_in_the_wrong_order_are_red(exports, monkeypatch, compress):
-    source = exports.checkpoint("llama", vocab_size=16_500)  # two slices
-    decoder = Decoder(exports.bundle(source, compress=compress), "portable")
-    assert len(decoder.heads) == 2
-    assert host_gate(decoder, Checkpoint(source)).verdict == "GREEN"
-    decoder.heads.reverse()
-    red(decoder, Checkpoint(source), "head")
-
-
-@pytest.mark.parametrize("compress", ["fp16", "lut4", "int8-tensor"])
-def test_two_rows_of_the_head_swapped_are_red(exports, compress):
-    source = exports.checkpoint("llama")
-    decoder = Decoder(exports.bundle(source, compress=compress), "portable")
-    logits, order = decoder.logits, np.arange(97)
-    order[[11, 60]] = [60, 11]
-    decoder.logits = lambda hidden: logits(hidden)[:, :, order]
-    red(decoder, Checkpoint(source), "head")
 
 
 def red(decoder, source, place):

@@ -283,3 +283,39 @@ def test_a_sequence_that_reads_another_is_red(exports):
     decoder = exports.decoder(path, batch=2)
     wrap(steps(decoder, 0, "conv", "o_proj")[0], after=lambda y: y + 1e-3 * y.flip(0))
     assert verdicts(decoder, Checkpoint(path)) == {"program": "RED"}
+
+
+def last_position_clamped(made, *_):
+    made["pos"] = np.minimum(made["pos"], S - 2)
+
+
+def ring_written_one_row_late(made, *_):
+    made["kv_write_mask_local"] = np.roll(made["kv_write_mask_local"], 1, axis=2)
+
+
+def tail_of_dummy_columns(made, offsets, counts, T):
+    tail = np.arange(T) == (T - np.array([2, 1]))[:, None]
+    made["tail_select"] = np.float32(np.repeat(tail[None], len(offsets), 0))
+
+
+@pytest.mark.parametrize(
+    "family, options, change",
+    [
+        ("qwen3", {"kv_write": "slice"}, last_position_clamped),
+        ("gemma3_text", {"sliding": "ring"}, ring_written_one_row_late),
+        ("zaya", {"t": "fixed"}, tail_of_dummy_columns),
+    ],
+)
+def test_other_addresses_of_the_host_are_red(exports, family, options, change):
+    path = exports.checkpoint(family)
+    decoder = exports.decoder(path, max_seq_len=S, **options)
+    host(decoder, change)
+    assert program.program_gate(decoder, Checkpoint(path)).verdict == "RED"
+
+
+def test_head_slices_in_the_wrong_order_are_red(exports):
+    path = exports.checkpoint("llama", vocab_size=16_500)  # two slices
+    decoder = exports.decoder(path)
+    decoder.heads.reverse()
+    gate = program.program_gate(decoder, Checkpoint(path))
+    assert gate.verdict == "RED" and "logits" in gate.reason

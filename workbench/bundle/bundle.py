@@ -4,6 +4,7 @@ reads it, and with its SHA-256 when the bundle is validated."""
 import hashlib
 import json
 import os
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -48,7 +49,6 @@ class Bundle:
     def __init__(self, root: Path, manifest: Manifest):
         self.root = root
         self.manifest = manifest
-        self._embedding = None
 
     @classmethod
     def open(cls, path: str | Path) -> "Bundle":
@@ -186,18 +186,20 @@ class Bundle:
             sizes = f"{size} of {entry.bytes} bytes"
             raise _damaged(path, "a Git LFS pointer" if is_lfs_pointer(path) else sizes)
 
+    @cached_property
+    def embedding(self) -> dict[str, np.ndarray]:
+        """The tables that the host reads, in their file: `weight` [V, C] fp16 and, where
+        the family has them, `bias` and `scale` [C] fp32."""
+        from safetensors import safe_open
+
+        path = self.root / self.manifest.embedding.file.path
+        # as torch's tensors, which stay in the file; reading slices takes longer
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name).numpy() for name in file.keys()}
+
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """Token ids [B, T] → hidden [B, T, C] float32, the input of the first shard."""
-        if self._embedding is None:
-            from safetensors import safe_open
-
-            path = self.root / self.manifest.embedding.file.path
-            # as torch's tensors, which stay in the file; reading slices takes longer
-            with safe_open(path, "pt") as file:
-                self._embedding = {
-                    name: file.get_tensor(name).numpy() for name in file.keys()
-                }
-        table = self._embedding
+        table = self.embedding
         hidden = table["weight"][ids].astype(np.float32)
         if "bias" in table:
             hidden = (hidden + table["bias"]) * table["scale"]

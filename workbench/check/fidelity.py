@@ -154,8 +154,12 @@ class Pass:
             run_shard(self.decoder, model, [self], [model.make_state()])
         return self.finish()
 
-    def begin(self, T: int | Sequence[int], ragged: bool = False) -> None:
-        """Makes the host's inputs of all calls of `run`."""
+    def begin(
+        self, T: int | Sequence[int], ragged: bool = False, columns: int = 0
+    ) -> None:
+        """Makes the host's inputs of all calls of `run`, of so many `columns` at
+        least."""
+        self.least = columns
         self.calls = list(self._calls(T, ragged))
         self.counts = [np.array([s.stop - s.start for s in c]) for c in self.calls]
         pairs = zip(self.calls, self.counts, strict=True)
@@ -213,7 +217,7 @@ class Pass:
     def _inputs(self, spans: list[slice], counts: np.ndarray) -> dict[str, np.ndarray]:
         """The host's inputs of a call and the tokens' embeddings."""
         decoder, T = self.decoder, int(counts.max())
-        width = decoder.options.width(T)
+        width = decoder.options.width(max(T, self.least))
         for trace, span in zip(self.traces, spans, strict=True):
             trace.T[span] = T
         offsets = self.starts + [span.start for span in spans]

@@ -88,8 +88,9 @@ def program_errors(
     Isolated, every layer is fed Hugging Face's input: all positions in calls of the
     smallest T, in calls of the largest, and in calls of the others in turn; scaled
     inputs in calls of the largest. Chained, each layer is fed the one before, in calls
-    of every T in turn; where layers show no hidden state, all are chained. Where T
-    alternates, sequences of a batch take different ones if the bundle allows it.
+    of every T in turn, and half of t_max tokens in t_max columns; where layers show no
+    hidden state, all are chained. Where T alternates, sequences of a batch take
+    different ones if the bundle allows it.
 
     Args:
         Ts: tokens a call (default: as `validate`).
@@ -109,11 +110,15 @@ def program_errors(
         if between:
             runs.append((place, between, isolated))
         runs.append((place, Ts, False))
+    ragged = options.kv_write == "mask"  # which takes dummy columns
+    if ragged:
+        runs.append((places[-1], [max(1, options.t_max // 2)], False))
     passes = []
     head_calls = []
-    for sequences, sizes, isolated in runs:
+    for number, (sequences, sizes, isolated) in enumerate(runs, 1):
         one = ProgramPass(decoder, sequences, isolated)
-        one.begin(sizes, ragged=options.kv_write == "mask")
+        padded = ragged and number == len(runs)
+        one.begin(sizes, ragged, options.t_max if padded else 0)
         passes.append(one)
         if isolated:
             head_calls += [(sequences, size) for size in sizes]

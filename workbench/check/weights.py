@@ -16,10 +16,7 @@ table must also come within 0.1% of the squared error of the best table there is
 k-means in one dimension); rounding its entries to fp16 adds at most the square of half
 a unit for each weight, which is taken off first."""
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf, isnan, prod
 
@@ -29,10 +26,11 @@ import torch
 import miltorch
 from miltorch.program import Op, Ref, Type
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.names import MIN_NORMAL, ROUTER_STATE, split_layer
+from workbench.bundle.names import MIN_NORMAL
 from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.gates import Gate
+from workbench.check.hf import head_weight
 from workbench.check.metrics import over
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
@@ -42,7 +40,6 @@ from workbench.models.checkpoint import Checkpoint
 LIMIT = 1.05
 # Distance over the nearest entry's, and squared error over that of the best table.
 TABLE_LIMIT = 1.001
-FEW = 10  # constants of fewer elements belong to the program, which gate `program` runs
 PIECE = 1 << 20  # weights compared at a time
 # What operands that do not fit raise; InputError is a ValueError.
 DAMAGED = (KeyError, IndexError, ValueError)
@@ -53,12 +50,12 @@ KINDS = {
     "indices": "constexpr_lut_to_dense",
 }
 EXPONENT = 0x7F800000  # bits of a float32's exponent
-# what the host applies to embeddings: gate `host` compares it with the checkpoint's
-HOST_TENSORS = (
-    "embed_tokens.weight",
-    "input_hidden_states_bias",
-    "input_hidden_states_scale",
-)
+# Tables of the file of embeddings, in the checkpoint.
+HOST_TENSORS = {
+    "weight": "embed_tokens.weight",
+    "bias": "input_hidden_states_bias",
+    "scale": "input_hidden_states_scale",
+}
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,8 @@ class Deviation:
 def weights_gate(
     bundle: Bundle, checkpoint: Checkpoint, progress: bool = False
 ) -> Gate:
-    """Compares every stored weight with the checkpoint's, and looks for tensors and
-    constants that nothing covers."""
+    """Compares every stored weight and the host's table of embeddings with the
+    checkpoint's, and looks for tensors that nothing covers."""
     from tqdm.auto import tqdm
 
     manifest = bundle.manifest
@@ -91,6 +88,11 @@ def weights_gate(
     deviations = []
     problems = []
     covered = {}
+    tensors = text_tensors(checkpoint)
+    for name, table in bundle.embedding.items():
+        tensor = checkpoint.prefix + HOST_TENSORS[name]
+        tensors.discard(tensor)
+        deviations += _host_rows(checkpoint, tensor, torch.from_numpy(table))
     programs = []
     for shard in bundle.manifest.shards:
         programs += [(shard, function) for function in shard.functions or [None]]
@@ -101,7 +103,6 @@ def weights_gate(
         except InputError as problem:
             problems.append(f"{shard.name}: {problem}")
             continue
-        problems += constants.uncovered()
         for tensor in shard.weights:
             try:
                 size = constants.size(tensor)
@@ -110,10 +111,12 @@ def weights_gate(
                 covered.setdefault(tensor, set()).update(rows)
             except DAMAGED as problem:
                 problems.append(f"{shard.name}: {tensor}: {problem}")
-    tensors = text_tensors(checkpoint)
-    for tensor in sorted(tensors):
-        if len(covered.get(tensor, ())) < (checkpoint.shape(tensor) or [1])[0]:
-            problems += uncovered_tensor(bundle, checkpoint, tensor)
+    for tensor in sorted(tensors | {head_weight(checkpoint)}):
+        rows = (checkpoint.shape(tensor) or [1])[0]
+        if len(covered.get(tensor, ())) < rows and not (
+            manifest.options.plugin and _is_constant(checkpoint.tensor(tensor).half())
+        ):
+            problems.append(f"nothing covers tensor {tensor}")
     nothing = Deviation("", inf, LIMIT, "no weights")
     worst = max(deviations, key=lambda d: d.excess, default=nothing)
     problems += [
@@ -123,8 +126,6 @@ def weights_gate(
         f"{len(deviations)} stored tensors equal the checkpoint's within the rounding of "
         f"their preset; worst: {worst.place}, {worst.value:.4g} {worst.unit}"
     )
-    if others := tensors - covered.keys():
-        fine += f"; {len(others)} are not stored as tensors: {_named(others)}"
     shown = "; ".join(problems[:8]) + " …" * bool(problems[8:])
     gate = gates.none("weights", [shown] if problems else [], fine)
     return replace(gate, value=worst.value, threshold=worst.limit)
@@ -148,21 +149,20 @@ def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     )
 
 
-def _named(tensors: Iterable[str]) -> str:
-    """The reasons why tensors of the checkpoint are in no shard, with their names, those
-    of several layers as one name."""
-    reasons: dict[str, Counter] = {}
-    for tensor in sorted(tensors):
-        reason = "coremltools drops ones and zeros and merges equal tensors"
-        if tensor.endswith(HOST_TENSORS):
-            reason = "checked by gate host"
-        name = re.sub(r"\.\d+\.", ".*.", tensor)
-        reasons.setdefault(reason, Counter())[name] += 1
-    texts = []
-    for reason, names in reasons.items():
-        listed = ", ".join(f"{name} ({count})" for name, count in names.items())
-        texts.append(f"{listed}: {reason}")
-    return "; ".join(texts)
+def _host_rows(
+    checkpoint: Checkpoint, tensor: str, table: torch.Tensor
+) -> Iterator[Deviation]:
+    """What a table of the host deviates by from `tensor`, some rows at a time."""
+    for rows in _pieces(len(table), table[0].numel()):
+        stored = table[rows].reshape(-1, table.shape[-1])
+        values = checkpoint.tensor(tensor, rows).reshape(stored.shape)
+        ratio = worst_ratio(stored, values, lambda values, rows: half_ulp(values))
+        yield Deviation(f"host: {tensor}", ratio, LIMIT, "halves of an fp16 unit")
+
+
+def _is_constant(values: torch.Tensor) -> bool:
+    """Whether a plug-in's conversion drops a tensor: all zeros, or all ones."""
+    return bool((values == 0).all() or (values == 1).all())
 
 
 class Constants:
@@ -213,40 +213,6 @@ class Constants:
             Deviation(place, nearest, TABLE_LIMIT, to_nearest),
             Deviation(place, error, TABLE_LIMIT, to_best),
         ]
-
-    def uncovered(self) -> list[str]:
-        """Constants of `FEW` elements or more that are no tensor of the checkpoint and
-        follow no formula."""
-        covered = set(self.shard.weights.values())
-        problems = []
-        for op in self.constants:
-            if op.kind != "const":
-                covered.update(op.reads())
-        for op in self.ops:
-            name = op.outputs[0][0] if op.outputs else op.name
-            if name in covered or _literal_size(op) < FEW or self._formula(op):
-                continue
-            problems.append(
-                f"{self.shard.name}: {op.kind} {name} holds no checkpoint tensor"
-            )
-        return problems
-
-    def _formula(self, op: Op) -> bool:
-        """Whether `op` is a constant of the model that no checkpoint holds: the first
-        layer's scale of the router state before it, zeros; the numbers of the expert
-        classes."""
-        value = op.inputs.get("val")
-        inputs = self.shard.inputs
-        known = []
-        if op.kind != "const" or value is None:
-            return False
-        if ROUTER_STATE in inputs:
-            known.append(np.arange(np.size(value)))
-            if self.shard.layers[0] == 0:
-                known.append(np.zeros(inputs[ROUTER_STATE][1]))
-        return any(
-            np.array_equal(np.ravel(value), constant.ravel()) for constant in known
-        )
 
     def _dense(self, tensor: str, op: Op) -> np.ndarray:
         """The stored values, float32: dequantized, but not rounded to fp16 again."""
@@ -315,35 +281,6 @@ def text_tensors(checkpoint: Checkpoint) -> set[str]:
     if config.tie_word_embeddings:
         names.discard("lm_head.weight")
     return {name for name in names if name in checkpoint}
-
-
-def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> list[str]:
-    """The reason why a tensor, or some of its rows, is in no shard; [] if all rows are.
-    Gate `host` checks the host's tables. coremltools drops a constant that changes
-    nothing, all zeros or all ones, and merges equal ones: a twin in the same shard then
-    has these values. That the program computes with them is for gate `program` to show.
-    """
-    if tensor.removeprefix(checkpoint.prefix) in HOST_TENSORS:
-        return []
-    index = split_layer(tensor)[0]
-    values = checkpoint.tensor(tensor)
-    rounded = values.half()
-    if (rounded == 0).all() or (rounded == 1).all():
-        return []
-    for shard in bundle.manifest.shards:
-        if index is not None and index not in range(*shard.layers):
-            continue
-        with suppress(*DAMAGED):  # named already
-            constants = Constants(bundle, shard)
-            for twin in shard.weights:
-                expected = (values + shard.offsets.get(twin, 0.0)).reshape(
-                    -1, values.shape[-1]
-                )
-                if constants.size(twin) == values.numel() and all(
-                    d.excess <= 1 for d in constants.deviations(twin, expected)
-                ):
-                    return []
-    return [f"nothing covers tensor {tensor}"]
 
 
 def half_ulp(values: torch.Tensor) -> torch.Tensor:
@@ -436,16 +373,6 @@ def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat(size // factor.shape[axis], axis)
     return factor
-
-
-def _literal_size(op: Op) -> int:
-    """Elements of the largest array that stands in the operation itself."""
-    largest = 0
-    for value in op.inputs.values():
-        for array in value if isinstance(value, list) else [value]:
-            if isinstance(array, np.ndarray):
-                largest = max(largest, array.size)
-    return largest
 
 
 def _refusal(tensor: str, actual: str, needed: str) -> InputError:
