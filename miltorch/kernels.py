@@ -2,8 +2,9 @@
 fp16 values are arrays of their bits (uint16); sums are float32, results are rounded
 once.
 
-Compiled once per machine, then read from numba's cache. numba's own thread pool takes
-one caller at a time; OpenMP's would set torch's number of threads."""
+Compiled once per machine, then read from numba's cache. Parallel kernels run on the
+threads of OpenMP, which torch uses, too, and where there is no OpenMP on numba's own,
+which take one caller at a time and sleep between two kernels."""
 
 import threading
 
@@ -13,12 +14,13 @@ from llvmlite import ir
 from numba import config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
-config.THREADING_LAYER = "workqueue"
+config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
 LOCK = threading.Lock()
 # sums may be reordered; NaN and infinity keep their meaning
 FLAGS = {"reassoc", "contract"}
 ROWS = 64  # of a weight that one thread takes at a time
-SMALL = 1 << 20  # weights that one thread multiplies while others would start
+AHEAD = 4096  # bytes of a weight that are read before they are multiplied
+SMALL = 1 << 18  # weights that one thread multiplies while others would start
 
 
 def product(name: str, *arrays: np.ndarray) -> None:
@@ -37,7 +39,7 @@ def on_threads(threads: int, kernel, *arrays: np.ndarray) -> None:
     """Runs a parallel kernel."""
     with LOCK:
         set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
-        # starting numba's pool sets the number for OpenMP, and so for torch
+        # starting a pool sets the number for OpenMP, and so for torch
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         kernel(*arrays)
@@ -65,6 +67,32 @@ def rounded(context, value):
     return types.uint16(types.float32), emit
 
 
+@intrinsic
+def fetched(context, array, byte):
+    """Asks for the byte of a contiguous array, which may lie behind its end: processors
+    do not foresee the reads of narrow weights."""
+
+    def emit(context, builder, signature, arguments):
+        values, byte = arguments
+        data = context.make_array(array)(context, builder, values).data
+        data = builder.bitcast(data, ir.IntType(8).as_pointer())
+        place, of = builder.gep(data, [byte]), [ir.IntType(32)] * 3
+        kind = ir.FunctionType(ir.VoidType(), [place.type, *of])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+        reading, near, memory = (each(n) for each, n in zip(of, (0, 3, 1)))
+        builder.call(fetch, [place, reading, near, memory])
+        return context.get_dummy_value()
+
+    return types.none(array, types.intp), emit
+
+
+@njit(inline="always")
+def fetch_after(r, weight):
+    """Asks for as many bytes as row r has, `AHEAD` of it."""
+    for byte in range(0, weight.strides[0], 64):
+        fetched(weight, r * weight.strides[0] + byte + AHEAD)
+
+
 @njit(fastmath=FLAGS, nogil=True, cache=True)
 def fp16(first, last, weight, x, bias, out):
     """Rows `first` to `last` of a weight of fp16."""
@@ -80,6 +108,7 @@ def fp16(first, last, weight, x, bias, out):
 def int8(first, last, weight, scale, x, bias, out):
     """Of a weight of int8 by scale [R] float32."""
     for r in range(first, last):
+        fetch_after(r, weight)
         for n in range(len(x)):
             total = np.float32(0)
             for k in range(weight.shape[1]):
@@ -95,6 +124,7 @@ def int4(first, last, codes, scale, x, bias, out):
     xs, row = x.reshape(len(x), blocks, -1), np.empty(2 * half, np.int8)
     low, high, values = row[:half], row[half:], row.reshape(blocks, -1)
     for r in range(first, last):
+        fetch_after(r, codes)
         for k in range(half):
             low[k] = np.int8(codes[r, k] & np.uint8(15)) - np.int8(8)
         for k in range(half):
@@ -122,6 +152,7 @@ def lookup(first, last, codes, which, tables, x, bias, out):
     """Of the weight of `dense`."""
     row = np.empty(x.shape[1], np.float32)
     for r in range(first, last):
+        fetch_after(r, codes)
         _looked_up(codes[r], tables[which[r]], row)
         for n in range(len(x)):
             total = np.float32(0)
