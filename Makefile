@@ -4,13 +4,27 @@ BIN = .venv/bin
 # Idle OpenMP threads spin; the small tensors of the tests and of the small checkpoints gain nothing from a second one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lab docs bench judge prove fuzz clean
+.PHONY: run test test-all lab docs bench judge prove fuzz clean
 
 run: .venv/ready
 	$(BIN)/workbench run 05 34 --set EXTRACT=true
 
+# ORDER="--shuffle 7": files, and the tests within them, in the order of that seed
+PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ORDER)
+
+# every property once, on the smallest thing that shows it
 test: .venv/ready
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# the wider circle: the browser, samples of matrices, pages of the API, the extra `harness`, the plug-in where its packages exist
+test-all: test docs
+	$(PYTEST) -m wide
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[harness]'
+	$(BIN)/pytest tests/test_harness.py
+	case "$$(uname -sm)" in "Linux x86_64" | "Darwin arm64") ;; *) exit 0 ;; esac; \
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock ./plugins/coreai && \
+	$(BIN)/pytest -n 2 --dist loadfile plugins/coreai/tests && \
+	$(BIN)/python -m pip uninstall --quiet --yes workbench-coreai
 
 # notebooks are saved without outputs; a copy with them goes to build/notebooks
 lab: .venv/ready
@@ -35,7 +49,7 @@ judge: .venv/ready
 	$(BIN)/python -m tests.judge ops
 
 # every bug gate on clean and on faulty bundles, tables in docs/verdict.md; 200 random programs of each family; both go
-# on where they stopped; then the tests that take minutes and the cases of matrices that `make test` leaves out
+# on where they stopped; then the tests that take minutes and the cases of matrices that the other circles leave out
 prove: .venv/ready
 	$(BIN)/python -m tests.prove -j 2
 	$(BIN)/python -m tests.decode.programs

@@ -29,27 +29,32 @@ gc.set_threshold(10_000, 10, 10)
 
 DATA = Path(__file__).parents[1] / "data"
 IDS = 20
-# Files that take longest. They go first, so that the workers of pytest-xdist end together.
+# Files that take longest, without an extension.
 LONGEST = (
-    *("test_browser", "test_faults", "test_stamp", "test_variants", "test_widgets"),
-    *("test_options", "test_decoder", "test_reuse", "test_program", "test_mil_fast"),
-    *("test_trained_options", "test_hybrids", "test_grid_options", "test_adopt"),
-    *("test_transfer", "test_families", "test_routing", "test_doctor", "test_prove"),
-    *("test_bundles", "test_standin", "test_notebooks", "test_shard_functions"),
-    *("test_evaluate", "test_undo", "test_coreml", "test_export", "test_report"),
-    *("test_weights", "test_standin_notebooks", "test_overflow"),
-    *("test_checkpoints", "test_error", "test_invariants", "test_functions"),
-    *("test_readme", "test_judge", "test_zaya_full_size", "test_cluster", "test_sweep"),
+    *("test_faults", "test_program", "test_prove", "test_reuse", "test_notebooks"),
 )
 
 
+SLOW = 10  # seconds; a test that takes longer needs a mark that says why
 MARKS = {
-    "slow": "takes a minute; leave out with -m 'not slow'",
-    "exhaustive": "takes minutes; runs with -m exhaustive alone",
-    "matrix(n)": "n of its cases run, drawn by its name; the others are exhaustive",
+    "slow(reason)": "takes more than ten seconds, and why",
+    "wide": "runs in `make test-all`, with -m wide",
+    "exhaustive": "runs in `make prove`, with -m exhaustive",
+    "matrix(n, wide=0)": "n of its cases, drawn by its name, run in `make test`, `wide` "
+    "more in `make test-all`, the others in `make prove`",
     "mac": "needs Core ML itself",
     "shim": "puts the shim under coremltools, or runs the stand-in for Core ML",
 }
+# The circles beyond `make test`: a test of both is in the outer one.
+CIRCLES = ("exhaustive", "wide")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shuffle",
+        metavar="SEED",
+        help="files, and tests within them, in random order",
+    )
 
 
 def pytest_configure(config):
@@ -57,41 +62,82 @@ def pytest_configure(config):
         config.addinivalue_line("markers", f"{name}: {text}")
 
 
-def reason_to_skip(marks: set[str], platform: str, expression: str) -> str | None:
-    """Why a test with these marks does not run on a platform under pytest's `-m`; None: it runs."""
+def pytest_report_header(config):
+    seed = config.getoption("shuffle")
+    return seed and f"order of tests: --shuffle {seed}"
+
+
+def reason_to_skip(marks: set[str], platform: str) -> str | None:
+    """Why a test with these marks cannot run on a platform; None: it can."""
     if "mac" in marks and platform != "darwin":
         return "only a Mac can show it: there is no Core ML here"
     if "shim" in marks and platform == "darwin":
         return "macOS has Core ML itself, which nothing stands in for there"
-    if "exhaustive" in marks and "exhaustive" not in expression:
-        return "takes minutes: run it with -m exhaustive"
     return None
 
 
+def in_circle(marks: set[str], expression: str) -> bool:
+    """Whether a test with these marks runs under pytest's `-m`: one of an outer circle
+    only where the expression names that circle."""
+    circle = next((name for name in CIRCLES if name in marks), "")
+    return circle in expression
+
+
 def draw_from_matrices(items: list) -> None:
-    """Marks what is not drawn of a `matrix` as exhaustive. A case that is named alone is
-    drawn."""
+    """Marks what is not drawn of a `matrix` as wide or exhaustive. A case that is named
+    alone is drawn."""
     matrices = defaultdict(list)
     for item in items:
         if matrix := item.get_closest_marker("matrix"):
-            matrices[item.path, item.originalname, *matrix.args].append(item)
-    for (_, name, count), cases in matrices.items():
-        drawn = random.Random(name).sample(cases, min(count, len(cases)))
-        for case in cases:
-            if case not in drawn:
-                case.add_marker("exhaustive")
+            key = (
+                item.path,
+                item.originalname,
+                *matrix.args,
+                matrix.kwargs.get("wide", 0),
+            )
+            matrices[key].append(item)
+    for (_, name, count, wide), cases in matrices.items():
+        order = random.Random(name).sample(cases, len(cases))
+        for place, case in enumerate(order[count:]):
+            case.add_marker("wide" if place < wide else "exhaustive")
+
+
+def shuffled(items: list, seed: str) -> list:
+    """Files in random order, and the tests within each; a file's tests stay together."""
+    files = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    rng = random.Random(seed)
+    order = rng.sample(sorted(files), len(files))
+    return [
+        item for path in order for item in rng.sample(files[path], len(files[path]))
+    ]
 
 
 def pytest_collection_modifyitems(config, items):
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    if seed := config.getoption("shuffle"):
+        items[:] = shuffled(items, seed)
+    else:  # the longest first, so that the workers of pytest-xdist end together
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     draw_from_matrices(items)
+    kept, left = [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         marks |= {"shim"} if "shimmed" in getattr(item, "fixturenames", ()) else set()
-        reason = reason_to_skip(marks, sys.platform, config.getoption("markexpr"))
-        if reason:
+        if reason := reason_to_skip(marks, sys.platform):
             item.add_marker(pytest.mark.skip(reason=reason))
+        (kept if in_circle(marks, config.getoption("markexpr")) else left).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Names tests that took long without a mark `slow` that says why."""
+    for report in terminalreporter.stats.get("passed", ()):
+        if report.duration > SLOW and "slow" not in report.keywords:
+            line = f"{report.duration:.0f} s without a mark slow: {report.nodeid}"
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture

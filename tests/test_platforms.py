@@ -22,64 +22,80 @@ ROWS = ("test_plugins.py",)
 conftest = runpy.run_path(str(TESTS / "conftest.py"))
 
 
-@pytest.mark.parametrize(
-    ("marks", "platform", "expression", "words"),
-    [
-        ({"mac"}, "linux", "", "no Core ML here"),
-        ({"mac"}, "darwin", "", None),
-        ({"shim"}, "darwin", "", "nothing stands in"),
-        ({"shim"}, "linux", "", None),
-        ({"exhaustive"}, "linux", "", "-m exhaustive"),
-        ({"exhaustive", "shim"}, "linux", "exhaustive", None),
-        (set(), "darwin", "", None),
-    ],
-)
-def test_marks_say_where_a_test_runs(marks, platform, expression, words):
-    reason = conftest["reason_to_skip"](marks, platform, expression)
-    assert reason is None if words is None else words in reason
+def item(name: str, *marks: str, fixtures=(), **matrix):
+    """A test as pytest collects it; `matrix`: the mark's `n` and `wide`."""
+    kept = [SimpleNamespace(name=mark) for mark in marks]
+    args = (matrix.pop("n"),) if matrix else ()
+    mark = SimpleNamespace(name="matrix", args=args, kwargs=matrix) if args else None
+    return SimpleNamespace(
+        name=name,
+        path=Path(name.partition(":")[0]),
+        originalname="test_cells",
+        fixturenames=fixtures,
+        get_closest_marker=lambda _: mark,
+        iter_markers=lambda: kept,
+        add_marker=lambda added: kept.append(
+            SimpleNamespace(name=added) if isinstance(added, str) else added.mark
+        ),
+        reasons=lambda: [m.kwargs["reason"] for m in kept if m.name == "skip"],
+    )
+
+
+def collected(items: list, expression: str = "", seed: str | None = None) -> list[str]:
+    """Names of the tests that stay under `-m expression`, without pytest's own choice."""
+    options = {"markexpr": expression, "shuffle": seed}
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    config = SimpleNamespace(getoption=options.get, hook=hook)
+    conftest["pytest_collection_modifyitems"](config, items)
+    return [item.name for item in items]
+
+
+def test_each_circle_runs_what_is_marked_for_it():
+    def some() -> list:
+        both = item("both", "wide", "exhaustive")
+        return [item("plain"), item("w", "wide"), item("e", "exhaustive"), both]
+
+    assert collected(some()) == ["plain"]
+    assert collected(some(), "wide") == ["plain", "w"]
+    assert collected(some(), "exhaustive") == ["plain", "e", "both"]
 
 
 def test_the_same_cases_of_a_matrix_run_each_time_and_one_that_is_named_alone():
-    def left(names) -> list[str]:
-        added = []
-        items = [
-            SimpleNamespace(
-                path=TESTS,
-                originalname="test_cells",
-                get_closest_marker=lambda _: SimpleNamespace(args=(3,)),
-                add_marker=lambda mark, name=name: added.append((name, mark)),
-            )
-            for name in names
-        ]
-        conftest["draw_from_matrices"](items)
-        assert all(mark == "exhaustive" for _, mark in added)
-        return [name for name in names if name not in dict(added)]
+    def ran(names, expression="") -> list[str]:
+        items = [item(f"file:{name}", n=3, wide=2) for name in names]
+        return [name[-1] for name in collected(items, expression)]
 
-    drawn = left("abcdefgh")
-    assert len(drawn) == 3 and drawn == left("abcdefgh") and left("a") == ["a"]
+    drawn = ran("abcdefgh")
+    assert len(drawn) == 3 and drawn == ran("abcdefgh") and ran("a") == ["a"]
+    assert len(ran("abcdefgh", "wide")) == 5
+    assert len(ran("abcdefgh", "exhaustive")) == 6
+
+
+def test_a_seed_gives_one_order_in_which_the_tests_of_a_file_stay_together():
+    names = [f"{file}:{number}" for file in "abcdef" for number in range(5)]
+
+    def order(seed) -> list[str]:
+        return collected([item(name) for name in names], seed=seed)
+
+    assert order("1") == order("1") != order("2")
+    assert sorted(order("1")) == names and order("1") != names
+    files = [name[0] for name in order("1")]
+    assert sum(a != b for a, b in zip(files, files[1:])) == 5
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_tests_are_skipped_with_that_reason(platform, monkeypatch):
-    added = {}
-
-    def item(name: str, fixtures=()):
-        marks = [SimpleNamespace(name=name)] if name else []
-        return SimpleNamespace(
-            iter_markers=lambda: marks,
-            get_closest_marker=lambda _: None,
-            fixturenames=fixtures,
-            path=Path(__file__),
-            add_marker=lambda mark: added.setdefault(
-                name or fixtures, mark.kwargs["reason"]
-            ),
-        )
-
+def test_tests_that_a_platform_cannot_run_are_skipped_with_the_reason(
+    platform, monkeypatch
+):
     monkeypatch.setattr(sys, "platform", platform)
-    config = SimpleNamespace(getoption=lambda name: "")
-    items = [item("mac"), item("shim"), item(""), item("", ("shimmed",))]
-    conftest["pytest_collection_modifyitems"](config, items)
-    assert set(added) == ({"mac"} if platform == "linux" else {"shim", ("shimmed",)})
+    items = [item("mac", "mac"), item("shim", "shim"), item("plain")]
+    items += [item("shimmed", fixtures=("shimmed",))]
+    collected(items)
+    skipped = {each.name: each.reasons() for each in items if each.reasons()}
+    if platform == "linux":
+        assert skipped == {"mac": ["only a Mac can show it: there is no Core ML here"]}
+    else:
+        assert set(skipped) == {"shim", "shimmed"}
 
 
 def test_auto_is_portable_in_tests_on_a_mac_too(monkeypatch):
