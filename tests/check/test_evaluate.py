@@ -186,6 +186,7 @@ def test_intervals_hold_the_figure_and_are_null_for_few_windows(bundle, text):
     assert few["windows"] < evaluate.MIN_WINDOWS and few["intervals"] is None
 
 
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("name", ["tiny-zaya", "tiny-gemma3"])
 def test_other_families_agree_with_transformers(exports, text, name):
     bundle = exports.bundle(DATA / name, max_seq_len=96, t_max=8)

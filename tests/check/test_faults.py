@@ -32,7 +32,7 @@ def gates_like(name: str, opened: cases.Faulty) -> dict[str, str]:
         return {gate.name: gate.verdict for gate in cases.STEPS[step](opened)}
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(1, wide=20)
 @pytest.mark.parametrize("bundle", sorted({fault.bundle for fault in FAULTS.values()}))
 def test_gates_are_green_on_an_unharmed_bundle(bundle, prover):
     opened = faulty(prover, bundle)
@@ -45,6 +45,7 @@ def test_every_gate_has_a_fault():
     assert {*BUG_GATES, "budget"} <= {fault.gate for fault in faults}
 
 
+@pytest.mark.matrix(30, wide=300)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, prover):
     fault = FAULTS[name]
@@ -52,7 +53,7 @@ def test_every_fault_is_caught_by_the_gate_named_for_it(name, prover):
     assert gates_like(fault.gate, opened)[fault.gate] == "RED"
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(8, wide=300)
 @pytest.mark.parametrize("name", PLANTED)
 def test_every_fault_in_files_is_caught_by_the_gate_named_for_it(
     name, prover, tmp_path

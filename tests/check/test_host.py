@@ -35,7 +35,7 @@ def opened(exports, family: str) -> tuple[Decoder, Checkpoint]:
     )
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2, wide=9)
 @pytest.mark.parametrize("family", OPTIONS)
 def test_a_clean_host_is_green_by_far(exports, family):
     gate = host_gate(*opened(exports, family))
@@ -78,6 +78,7 @@ FREQUENCIES = {
 }
 
 
+@pytest.mark.matrix(2, wide=2)
 @pytest.mark.parametrize("change", POSITIONS)
 def test_rope_of_other_positions_is_red(exports, change):
     decoder, source = opened(exports, "llama")
@@ -88,6 +89,7 @@ def test_rope_of_other_positions_is_red(exports, change):
     red(decoder, source, "rope_")
 
 
+@pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("change", FREQUENCIES)
 def test_other_frequencies_in_memory_are_red(exports, change):
     decoder, source = opened(exports, "llama")

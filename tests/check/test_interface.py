@@ -251,6 +251,7 @@ def llama(exports, tmp_path):
     return copy
 
 
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize(("family", "compress"), [*zip(CLEAN, PRESETS, strict=True)])
 def test_what_the_export_writes_is_green(exports, family, compress):
     checkpoint = exports.checkpoint(family.split()[0], dtype="float32")
@@ -260,6 +261,7 @@ def test_what_the_export_writes_is_green(exports, family, compress):
     assert "the checkpoint's" in found.reason
 
 
+@pytest.mark.matrix(27, wide=54)
 @pytest.mark.parametrize("compress", ["fp16", "int8-channel", "lut4"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_interface_changed_on_disk_is_red(llama, fault, compress):
@@ -283,6 +285,7 @@ def test_a_tap_of_an_inner_layer_is_a_value_like_the_output(exports, tmp_path, t
     assert tap is None or "layer 0" in found.reason
 
 
+@pytest.mark.matrix(6, wide=30)
 @pytest.mark.parametrize("claim", PRESETS)
 @pytest.mark.parametrize("compress", PRESETS)
 def test_a_false_claim_of_compression_is_red(llama, compress, claim):

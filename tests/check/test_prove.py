@@ -23,6 +23,7 @@ def sample(kind: str, count: int, seed: int) -> list[str]:
     return np.random.default_rng(seed).choice(names, count, replace=False).tolist()
 
 
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize(
     "case", [*sample("disk", DISK, 0), *sample("memory", MEMORY, 1)]
 )
@@ -32,6 +33,7 @@ def test_a_planted_fault_is_red(prover, case):
     assert found["red"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "fault", [n for n, f in cases.PLANTED.items() if f.bundle == "functions"]
 )
@@ -42,6 +44,7 @@ def test_a_fault_in_one_of_two_functions_is_red_by_the_gate_that_is_made_for_it(
     assert found["error"] is None and cases.PLANTED[fault].gate in found["red"]
 
 
+@pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("case", [*sample("clean", DRAWS, 2), "massive/-/int8-tensor"])
 def test_no_bug_gate_is_red_on_a_clean_bundle(prover, case):
     found = prover.record(case)
@@ -49,6 +52,7 @@ def test_no_bug_gate_is_red_on_a_clean_bundle(prover, case):
     assert found["red"] == []
 
 
+@pytest.mark.matrix(2, wide=3)
 @pytest.mark.parametrize("preset", cases.PRESETS)
 def test_a_copy_reads_what_the_package_holds_and_a_sealed_one_opens(
     prover, preset, tmp_path

@@ -98,7 +98,7 @@ def gate(copy: Copy, checkpoint: Checkpoint):
     return weights_gate(Bundle.open(copy.seal()), checkpoint)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1, wide=5)
 @pytest.mark.parametrize(("family", "compress"), [*zip(CLEAN, PRESETS, strict=True)])
 def test_what_the_export_stores_is_green(exports, family, compress):
     found = weights_gate(*clean(exports, family, compress))
@@ -106,8 +106,8 @@ def test_what_the_export_stores_is_green(exports, family, compress):
     assert found.value < found.threshold
 
 
+@pytest.mark.matrix(8, wide=20)
 # a table for the whole tensor cannot store `channel x1.02`: every index stays the nearest
-@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("fault", "compress"),
     [
@@ -231,6 +231,7 @@ def brute_force(values: np.ndarray, count: int) -> float:
     return best(0, count)
 
 
+@pytest.mark.matrix(1, wide=4)
 @pytest.mark.parametrize("seed", range(5))
 def test_the_optimum_is_that_of_every_cut(seed):
     values = np.random.default_rng(seed).standard_normal(11).astype(np.float16)

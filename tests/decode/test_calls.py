@@ -46,7 +46,7 @@ def all_layers(decoder, together: bool):
     return [*values, *(state.read(name) for state, name in seqs.named_states)], seen
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(3, wide=12)
 @pytest.mark.parametrize("family", list(tiny.DIMS))
 def test_calls_together_compute_what_they_do_one_after_another(exports, family):
     bundle = exports.bundle(exports.checkpoint(family), max_seq_len=32)

@@ -36,7 +36,7 @@ LOOKS = {
 }
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4, wide=8)
 @pytest.mark.parametrize("calls", [None, 1])
 @pytest.mark.parametrize("name", LOOKS)
 def test_a_look_leaves_the_decoder_s_sequence_as_it_was(

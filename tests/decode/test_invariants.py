@@ -78,7 +78,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a, b) or tiny.relative(a, b) < CLOSE
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2, wide=3)
 @SOME
 @given(first=st.integers(1, 90), count=st.integers(2, 30), tile=st.integers(1, 16))
 @example(first=63, count=2, tile=1)
@@ -97,6 +97,7 @@ def test_any_split_and_tiling_gives_the_same_logits_and_caches(
     assert all(close(split.states[n], v) for n, v in whole.states.items())
 
 
+@pytest.mark.matrix(12, wide=28)
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 79, 80, 100])
 def test_a_snapshot_continues_as_if_it_had_never_stopped_and_prefills_nothing(
     decoder, length
@@ -168,6 +169,7 @@ def test_a_ring_that_has_wrapped_goes_back_a_call_and_no_further(
     assert close(again, decoder.prefill(IDS[:length]))
 
 
+@pytest.mark.matrix(2, wide=3)
 def test_a_sequence_fits_to_its_last_slot_and_no_further(decoder):
     snapshot = taken(decoder, IDS[: trained.S - 2])
     assert len(decoder.generate(IDS[:1], 2, after=snapshot, stop=())) == 2
@@ -183,6 +185,7 @@ def test_a_sequence_fits_to_its_last_slot_and_no_further(decoder):
         decoder.generate([[]], 1, after=snapshot)
 
 
+@pytest.mark.matrix(2, wide=3)
 def test_copies_are_detached(decoder):
     snapshot = taken(decoder, IDS[:9])
     kept = {n: v.copy() for n, v in snapshot.states.items()}
@@ -212,6 +215,7 @@ def test_two_sequences_in_turn_on_one_model_do_not_mix(decoder):
     assert found == expected
 
 
+@pytest.mark.matrix(2, wide=3)
 def test_states_read_and_written_back_change_nothing(decoder):
     taken(decoder, IDS[:21])
     held = [state.read(name) for state, name in decoder.seqs.named_states]
@@ -223,6 +227,7 @@ def test_states_read_and_written_back_change_nothing(decoder):
     assert np.array_equal(decoder.decode_one_token(4), expected)
 
 
+@pytest.mark.matrix(1, wide=4)
 def test_a_refused_snapshot_leaves_the_running_sequence_as_it_is(decoder, together):
     snapshot = taken(decoder, IDS[:12])
     name = next(iter(snapshot.states))

@@ -9,7 +9,6 @@ import tiny
 
 from workbench import InputError
 from workbench.bundle.names import is_cache
-from workbench.decode.snapshot import copy
 from workbench.export import export, options
 
 CHOICES = {
@@ -83,7 +82,7 @@ def check_against_hugging_face(exports, checkpoint, chosen: dict) -> None:
         assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2, wide=40)
 @pytest.mark.parametrize(
     "chosen", pairwise(), ids=lambda row: "-".join(str(v) for v in row.values())
 )
@@ -93,7 +92,7 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
     )
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "family, chosen",
     [
@@ -127,49 +126,13 @@ def test_options_of_the_other_families_agree_with_hugging_face(exports, family, 
     check_against_hugging_face(exports, exports.checkpoint(family), chosen)
 
 
+@pytest.mark.wide
 def test_a_prefill_bundle_takes_64_tokens_a_call(exports):
     checkpoint = exports.checkpoint("gemma3_text")
     decoder = exports.decoder(checkpoint, t_max=64, max_seq_len=160, sliding="ring")
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(107, 150))
     for sizes in ([64], [1, 63, 17]):
         assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
-
-
-def test_a_sequence_moves_from_a_prefill_bundle_to_a_decode_bundle(exports):
-    """Fixed T on both sides: what to do where the flexible dimension cannot be trusted."""
-    checkpoint = exports.checkpoint("zaya", **SLIDING_ZAYA)
-    prefill = exports.decoder(
-        checkpoint,
-        t="fixed",
-        t_max=4,
-        max_seq_len=16,
-        sliding="ring",
-        layers_per_shard=2,
-    )
-    decode = exports.decoder(
-        checkpoint, t="fixed", t_max=1, max_seq_len=24, sliding="ring"
-    )
-    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(prefill.manifest.dims.V, 22))
-    logits = [prefill.prefill(g.ids[:14])]
-    copy(prefill.seqs, decode.seqs)
-    logits += [decode.decode_one_token(token) for token in g.ids[14:]]
-    assert tiny.relative(np.stack(logits), g.logits[13:]) < 3e-6
-    assert len(prefill.seqs.ids[0]) == 14 and len(decode.seqs.ids[0]) == 22
-
-
-def test_a_sequence_does_not_move_where_it_cannot_go_on(exports):
-    checkpoint, other = (
-        exports.checkpoint("llama", num_hidden_layers=1, vocab_size=v) for v in (31, 37)
-    )
-    source = exports.decoder(checkpoint)
-    source.prefill([1] * 20)
-    for target, chosen, found in [
-        (checkpoint, {"max_seq_len": 16}, "at most max_seq_len = 16"),
-        (checkpoint, {"batch": 2}, "batch 1"),
-        (other, {}, "one checkpoint"),
-    ]:
-        with pytest.raises(InputError, match=found):
-            copy(source.seqs, exports.decoder(target, **chosen).seqs)
 
 
 def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):

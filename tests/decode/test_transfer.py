@@ -97,7 +97,7 @@ def test_a_snapshot_behind_a_move_is_one_of_the_decoding_bundle(pair):
     assert np.array_equal(expected, [target.decode_one_token(token) for token in more])
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1, wide=9)
 @pytest.mark.parametrize(
     "family, changed, first, then",
     [

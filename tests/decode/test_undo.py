@@ -36,6 +36,7 @@ def ids(decoder, count: int, seed: int = 0) -> list[list[int]]:
     ).tolist()
 
 
+@pytest.mark.matrix(3, wide=6)
 @pytest.mark.parametrize("seed", range(SAMPLE))
 def test_a_random_program_ends_as_the_tokens_that_count_alone(decoder, seed):
     assert not programs.fault_of(decoder, seed)
@@ -57,6 +58,7 @@ def test_a_program_notices_an_undo_that_forgets_the_tail(exports):
     assert any(programs.fault_of(decoder, seed) for seed in range(5 * SAMPLE))
 
 
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.filterwarnings("ignore:states of width 80")
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family):
@@ -73,6 +75,7 @@ def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family)
     assert undo_gate(decoder).verdict == "GREEN"
 
 
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_call_of_one_token_keeps_nothing(exports, family):
     """What decoding token by token would pay for at every token."""
@@ -127,24 +130,6 @@ def rings(exports):
     )
 
 
-def test_a_ring_goes_back_a_call_and_no_further(rings):
-    """What is refused changes nothing."""
-    rings.begin()
-    rings.prefill(ids(rings, 17))
-    before = rings.snapshot(1)
-    assert before.floor == 13 and before.trim(4).floor == 13
-    for trim in (before.trim, lambda count: rings.trim(count, 1)):
-        with pytest.raises(InputError, match="5 to undo; needs at most 4"):
-            trim(5)
-    assert not programs.differing(rings.snapshot(1), before)
-    assert rings.trim(3, 1) == 3 and rings.seqs.offsets.tolist() == [17, 14, 17]
-    assert not programs.differing(rings.snapshot(1), before.trim(3))
-    with pytest.raises(InputError, match="2 to undo; needs at most 1"):
-        rings.trim(2, 1)
-    rings.decode_one_token([5, 5, 5])
-    assert rings.seqs.floors == [14, 13, 14]
-
-
 def test_what_was_undone_stays_undone_in_a_snapshot_that_is_restored(rings):
     prompt = ids(rings, 14)
     rings.begin()
@@ -176,6 +161,7 @@ def test_a_stored_snapshot_is_used_up_to_its_depth(rings, tmp_path):
     assert found([*prompt[:11], 0, 0]) is None
 
 
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("name", ["lfm2", "zaya", "qwen3_5", "granite"])
 def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
     exports, name
@@ -226,6 +212,7 @@ def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
     assert not programs.differing(take(seqs), opened.snapshot())
 
 
+@pytest.mark.matrix(1, wide=2)
 def test_the_gate_sees_undo_on_sound_bundles(decoder):
     gate = undo_gate(decoder)
     assert gate.verdict == "GREEN" and "undone tokens" in gate.reason

@@ -16,7 +16,8 @@ FULL = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.wide
+@pytest.mark.slow("writes and runs a gigabyte of weights")
 def test_a_layer_of_full_size_decodes_as_hugging_face(tmp_path):
     own = tiny.Exports(tmp_path)  # a gigabyte: not kept for the session
     checkpoint = own.checkpoint("zaya", **FULL)

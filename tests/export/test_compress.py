@@ -29,6 +29,7 @@ def held(decoder) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.matrix(2, wide=3)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_compressed_bundle_computes_with_the_weights_it_names(exports, preset):
     checkpoint = exports.checkpoint("llama", tie_word_embeddings=False, **SIZE)

@@ -31,6 +31,7 @@ def copy(llama, tmp_path):
     return shutil.copytree(llama, tmp_path / "copy")
 
 
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize(
     "family, changed, options",
     [
@@ -63,6 +64,7 @@ def test_every_checkpoint_tensor_is_held_to_the_bit(exports, family, changed, op
     assert held >= set(source.header)
 
 
+@pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "zaya"])
 def test_taps_of_a_shard_of_all_layers_are_the_layers_outputs(exports, family):
     checkpoint = exports.checkpoint(family)
@@ -295,6 +297,8 @@ def test_what_a_killed_export_has_left_is_no_bundle_and_not_used(
         export(llama, tmp_path / "b", progress=False, max_seq_len=16)
 
 
+@pytest.mark.wide
+@pytest.mark.slow("exports in processes of their own, which are killed")
 def test_exports_killed_at_any_moment_leave_nothing_once_run_again():
     found = subprocess.run(
         [sys.executable, "-m", "tests.export.kills", "4"],

@@ -87,6 +87,7 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
     )
 
 
+@pytest.mark.matrix(0, wide=1)
 @pytest.mark.parametrize(
     "family, changed, chosen, repeated",
     [
@@ -96,36 +97,31 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
             {"functions": (1, 2, 4), "compress": "int8-tensor", "kv_write": "slice"},
             1,
         ),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (
-                (
-                    "gemma3_text",
-                    {
-                        "num_hidden_layers": 4,
-                        "layer_types": ["sliding_attention", "full_attention"] * 2,
-                    },
-                    {
-                        "functions": (2, 3),
-                        "compress": "lut4",
-                        "sliding": "ring",
-                        "layout": "bc1t",
-                    },
-                    2,
-                ),
-                (
-                    "zaya",
-                    {"num_experts": 2, "num_hidden_layers": 2},
-                    {"functions": (1, 4), "compress": "int4-block32", "moe": "routed"},
-                    4,
-                ),
-                (
-                    "zaya",
-                    {"num_hidden_layers": 4},
-                    {"functions": (1, 16), "layers_per_shard": 2},
-                    1,
-                ),
-            )
+        (
+            "gemma3_text",
+            {
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            {
+                "functions": (2, 3),
+                "compress": "lut4",
+                "sliding": "ring",
+                "layout": "bc1t",
+            },
+            2,
+        ),
+        (
+            "zaya",
+            {"num_experts": 2, "num_hidden_layers": 2},
+            {"functions": (1, 4), "compress": "int4-block32", "moe": "routed"},
+            4,
+        ),
+        (
+            "zaya",
+            {"num_hidden_layers": 4},
+            {"functions": (1, 16), "layers_per_shard": 2},
+            1,
         ),
     ],
 )

@@ -130,12 +130,13 @@ def compared(exports, family, sizes=(4, 1, 3, 1), **options):
     assert all("executable" not in vars(m) for m in pair[0].layers + pair[0].heads)
 
 
+@pytest.mark.matrix(3, wide=20)
 @pytest.mark.parametrize("family, options", BUNDLES, ids=ids_of)
 def test_fused_steps_stay_close_to_the_plain_ones(exports, family, options):
     compared(exports, family, **options)
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(2, wide=12)
 @pytest.mark.parametrize(
     "family, preset", [*itertools.product(FAMILIES, PRESETS)], ids=ids_of
 )
@@ -143,6 +144,7 @@ def test_every_family_and_preset_stays_close(exports, family, preset):
     compared(exports, family, (1, 4, 3, 1), compress=preset)
 
 
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize("reads", ["used", "all"])
 @pytest.mark.parametrize("T", [1, 4, 64])
 def test_calls_of_up_to_64_tokens_stay_close(exports, T, reads):
@@ -166,6 +168,7 @@ def test_a_cache_reads_all_its_rows_or_those_that_hold_tokens(exports):
         Decoder(bundle, "portable", fast=True, reads="some")
 
 
+@pytest.mark.matrix(2, wide=9)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"])
 def test_groups_of_every_family_are_recognised(exports, family):
     bundle = exports.bundle(exports.checkpoint(family))

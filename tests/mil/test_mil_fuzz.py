@@ -20,10 +20,10 @@ def edited(exports):
 
 
 def test_changed_programs_mean_the_same_on_both_paths_or_are_refused_on_both(edited):
-    rows = mutants.run(edited, 90)
+    rows = mutants.run(edited, 45)
     counts = Counter(kind for _, kind, *_ in rows)
     assert [row for row in rows if row[1] not in mutants.GOOD] == []
-    assert counts["refused"] > 15 and counts["equal"] > 15 and counts.total() == 90
+    assert counts["refused"] > 7 and counts["equal"] > 7 and counts.total() == 45
 
 
 def test_a_process_that_dies_counts_as_a_crash_and_the_others_go_on(
