@@ -35,6 +35,8 @@ LONGEST = (
 )
 
 
+# the variable that names the command of `forks` to workers
+FORKS = "WORKBENCH_TEST_FORKS"
 SLOW = 10  # seconds; a test that takes longer needs a mark that says why
 MARKS = {
     "slow(reason)": "takes more than ten seconds, and why",
@@ -60,6 +62,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     for name, text in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
+    # a Mac forbids forks of a process that has its frameworks loaded
+    if sys.platform == "linux" and FORKS not in os.environ:
+        import forks
+
+        started = forks.start()
+        os.environ[FORKS] = started.__enter__()
+        config.add_cleanup(lambda: started.__exit__(None, None, None))
 
 
 def pytest_report_header(config):
@@ -153,15 +162,10 @@ def shimmed():
 
 
 @pytest.fixture(scope="session")
-def forks():
-    """A command that stands for Python and runs modules in forks of one process."""
-    import forks
-
-    if sys.platform == "linux":
-        with forks.start() as command:
-            yield command
-    else:  # a Mac forbids forks of a process that has its frameworks loaded
-        yield sys.executable
+def forks() -> str:
+    """A command that stands for Python and runs modules in forks of one process, which
+    all workers share."""
+    return os.environ.get(FORKS, sys.executable)
 
 
 @pytest.fixture

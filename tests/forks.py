@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import shutil
 import signal
 import socket
@@ -39,7 +40,7 @@ exec "{python}" -S -E "{file}" "{socket}" "$@"
 @contextmanager
 def start() -> Iterator[str]:
     """Runs the process that forks; gives a command that stands for Python. The process
-    exists as soon as a command waits for it."""
+    imports as soon as a command waits for it."""
     folder = tempfile.mkdtemp()  # short: a socket's path has 107 characters
     path, command = f"{folder}/forks", f"{folder}/python"
     with open(command, "w") as file:
@@ -81,6 +82,7 @@ def write_kernel(folder: Path, command: str) -> None:
 def serve(listener: int, command: str) -> list[str]:
     """Imports, then forks at every request until it is killed; returns in a fork alone,
     with the arguments that Python would get."""
+    select.select([listener], [], [])
     # matplotlib reads it when it is imported; a kernel sets it before
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     sys.path.pop(0)  # this file's folder

@@ -1,10 +1,11 @@
-"""Packages of five styles, each made once per session, and the bundles that adopt makes
-of them."""
+"""Packages of five styles, each made once per run, and the bundles that adopt makes of
+them."""
 
 from pathlib import Path
 
 import exporter_styles as styles
 import pytest
+import tiny
 from exporter_model import tiny_checkpoint
 
 STYLES = {
@@ -28,35 +29,36 @@ SOUND = [name for name in STYLES if name not in styles.FAULTS]
 
 
 class Adoptions:
-    """Checkpoints, packages and adopted folders on demand, each made once."""
+    """Checkpoints, packages and adopted folders on demand, each made once for all
+    processes."""
 
     def __init__(self, root: Path):
         self.root = root
-        self.assumed: dict[str, list[dict]] = {}
 
     def checkpoint(self, style: str) -> Path:
-        return tiny_checkpoint(STYLES[style][0], self.root)
+        family = STYLES[style][0]
+        made = tiny.once(
+            self.root / f"of-{family}", lambda path: tiny_checkpoint(family, path)
+        )
+        return made / family
 
     def packages(self, style: str) -> Path:
-        folder = self.root / "packages" / style
-        if not folder.exists():
-            _, make, options = STYLES[style]
-            if style == "future":
-                options = options | {"sound": self.packages("rotating")}
-            make(folder, self.checkpoint(style), **options)
-        return folder
+        source, (_, make, options) = self.checkpoint(style), STYLES[style]
+        if style == "future":
+            options = options | {"sound": self.packages("rotating")}
+        return tiny.once(
+            self.root / "packages" / style, lambda path: make(path, source, **options)
+        )
 
     def folder(self, style: str) -> Path:
         """The bundle that `workbench adopt` makes, nothing in it changed."""
         from workbench.adopt import propose
         from workbench.models.checkpoint import Checkpoint
 
-        folder = self.root / "adopted" / style
-        if not folder.exists():
-            folder.parent.mkdir(exist_ok=True)
-            source = Checkpoint(self.checkpoint(style))
-            _, self.assumed[style] = propose([self.packages(style)], source, folder)
-        return folder
+        packages, source = [self.packages(style)], Checkpoint(self.checkpoint(style))
+        return tiny.once(
+            self.root / "adopted" / style, lambda path: propose(packages, source, path)
+        )
 
     def decoder(self, style: str, precision="exact", **how):
         from workbench import Decoder
@@ -65,5 +67,5 @@ class Adoptions:
 
 
 @pytest.fixture(scope="session")
-def adoptions(tmp_path_factory) -> Adoptions:
-    return Adoptions(tmp_path_factory.mktemp("adopt"))
+def adoptions(shared) -> Adoptions:
+    return Adoptions(shared / "adopt")

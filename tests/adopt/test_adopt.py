@@ -6,6 +6,7 @@ import json
 import exporter_styles as styles
 import numpy as np
 import pytest
+from circle import all_wide, wide
 from typer.testing import CliRunner
 
 SOUND = ["recipe", "chunks", "rotating", "monolith", "host", "shards", "newest"]
@@ -49,8 +50,9 @@ def explain(adoptions, style) -> dict:
     return command("explain", adoptions.folder(style), *how)
 
 
-@pytest.mark.matrix(3)
-@pytest.mark.parametrize("style", SOUND)
+@pytest.mark.parametrize(
+    "style", [style if style in ("chunks", "host") else wide(style) for style in SOUND]
+)
 def test_a_sound_style_is_green_as_proposed(adoptions, style):
     result = validate(adoptions, style)
     found = gates_of(result)
@@ -62,7 +64,7 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
     assert (found["max_kl"]["verdict"] == "not_run") == inside
 
 
-@pytest.mark.parametrize("style", CAUSES)
+@pytest.mark.parametrize("style", ["theta", *all_wide("norm_order", "one_mask")])
 def test_a_fault_of_the_model_is_red_and_its_cause_named(adoptions, style):
     found = gates_of(validate(adoptions, style, code=1))
     assert found["program"]["verdict"] == "RED"
@@ -72,6 +74,7 @@ def test_a_fault_of_the_model_is_red_and_its_cause_named(adoptions, style):
     assert errors[1] > 10 * errors[0]
 
 
+@pytest.mark.wide
 def test_a_prefill_that_sees_the_future_is_named(adoptions):
     found = gates_of(validate(adoptions, "future", code=1))
     assert found["program"]["verdict"] == "RED"
@@ -92,8 +95,9 @@ def test_faults_are_all_planted():
     assert set(styles.FAULTS) == set(CAUSES) | {"future"}
 
 
-@pytest.mark.matrix(2)
-@pytest.mark.parametrize("style", ["chunks", "rotating", "recipe", "shards", "newest"])
+@pytest.mark.parametrize(
+    "style", ["chunks", *all_wide("rotating", "recipe", "shards", "newest")]
+)
 def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     from workbench.check import metrics
     from workbench.decode.snapshot import take
@@ -110,7 +114,7 @@ def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     assert all(metrics.relative_rms(a[name], b[name]) < SAME_CACHES for name in a)
 
 
-@pytest.mark.parametrize("style", ["shards", "rotating", "newest"])
+@pytest.mark.parametrize("style", ["shards", *all_wide("rotating", "newest")])
 def test_a_restored_sequence_continues_with_the_same_bits(adoptions, style):
     decoder = adoptions.decoder(style)
     ids = np.random.default_rng(1).integers(0, 97, 18).tolist()
@@ -124,7 +128,7 @@ def test_a_restored_sequence_continues_with_the_same_bits(adoptions, style):
     assert np.array_equal(expected, again)
 
 
-@pytest.mark.parametrize("style", ["shards", "rotating", "newest"])
+@pytest.mark.parametrize("style", ["shards", *all_wide("rotating", "newest")])
 def test_a_token_that_is_taken_back_leaves_nothing(adoptions, style):
     decoder = adoptions.decoder(style)
     ids = np.random.default_rng(2).integers(0, 97, 14).tolist()
@@ -148,7 +152,7 @@ def test_a_fast_decoder_runs_the_prefill_alone(adoptions):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize("style", ["chunks", "recipe", "rotating", "host"])
+@pytest.mark.parametrize("style", ["chunks", *all_wide("recipe", "rotating", "host")])
 @pytest.mark.parametrize("runtime", ["portable", "stand-in"])
 def test_decoding_gives_the_tokens_of_hugging_face(adoptions, exports, style, runtime):
     from workbench import Bundle
@@ -310,6 +314,7 @@ WRONG = {
 }
 
 
+@pytest.mark.matrix(2, wide=9)
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_description_is_red(adoptions, tmp_path, mistake):
     style, change = WRONG[mistake]
@@ -344,9 +349,13 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(adoptions, tmp_path):
     assert str(out) in command("adopt", *arguments, "--out", out, code=2)
 
 
-def test_rows_that_move_are_proposed_by_their_values(adoptions):
-    adoptions.folder("newest")
-    assumed = {row["about"]: row["assumed"] for row in adoptions.assumed["newest"]}
+def test_rows_that_move_are_proposed_by_their_values(adoptions, tmp_path):
+    from workbench.adopt import propose
+    from workbench.models.checkpoint import Checkpoint
+
+    source = Checkpoint(adoptions.checkpoint("newest"))
+    _, found = propose([adoptions.packages("newest")], source, tmp_path / "b")
+    assumed = {row["about"]: row["assumed"] for row in found}
     assert assumed["rows of caches"] == "right"
 
 
@@ -372,7 +381,7 @@ def test_masks_of_sliding_layers_are_proposed_with_their_window(adoptions, tmp_p
     assert (own.window, own.rows) == (8, "ring")
 
 
-@pytest.mark.parametrize("style", ["recipe", "chunks"])
+@pytest.mark.parametrize("style", ["chunks", wide("recipe")])
 def test_a_mask_of_minus_infinity_is_no_fault(adoptions, style):
     result = command("explain", adoptions.folder(style), "--only", "ranges", "--json")
     assert result["verdict"] == "GREEN" and result["ranges"]["first_inf"] is None
@@ -386,7 +395,7 @@ def test_what_needs_hidden_states_says_so(adoptions, kind):
 
 
 def test_without_a_checkpoint_the_gates_of_states_and_rows_run(adoptions):
-    found = gates_of(command("validate", adoptions.folder("recipe"), "--json"))
+    found = gates_of(command("validate", adoptions.folder("chunks"), "--json"))
     assert (
         found["write_address"]["verdict"] == found["stale_rows"]["verdict"] == "GREEN"
     )

@@ -3,6 +3,7 @@ reason where something cannot be asked."""
 
 import numpy as np
 import pytest
+from circle import all_wide, wide
 from test_adopt import command, validate
 
 from workbench import Bundle, log, sweep
@@ -26,7 +27,7 @@ def losses(adoptions, style, ids) -> np.ndarray:
     return np.array([-metrics.log_softmax(row)[i] for row, i in zip(logits, ids[1:])])
 
 
-@pytest.mark.parametrize("style", ["recipe", "chunks", "shards"])
+@pytest.mark.parametrize("style", ["chunks", *all_wide("recipe", "shards")])
 def test_evaluate_gives_the_perplexity_of_the_weights_that_are_stored(
     adoptions, text, style, tmp_path, monkeypatch
 ):
@@ -47,8 +48,8 @@ def test_evaluate_says_what_an_argmax_inside_keeps(
     adoptions, text, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    source = "--checkpoint", adoptions.checkpoint("monolith")
-    folder = adoptions.folder("monolith")
+    source = "--checkpoint", adoptions.checkpoint("host")
+    folder = adoptions.folder("host")
     result = command("evaluate", folder, "--prompt-ids", text, *source, "--json")
     assert result["perplexity"] is None and result["kl"] is None
     assert "argmax is inside" in result["not_run"]
@@ -66,7 +67,7 @@ def test_logits_are_written_row_by_row(adoptions, tmp_path):
     assert "argmax inside" in problem
 
 
-@pytest.mark.parametrize("style", ["chunks", "host", "recipe"])
+@pytest.mark.parametrize("style", ["chunks", "host", wide("recipe")])
 def test_plan_counts_packages_and_states_and_places_every_function(adoptions, style):
     result = command("plan", adoptions.folder(style), "--memory", "16G", "--json")
     states = adoptions.decoder(style).seqs.named_states

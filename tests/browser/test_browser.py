@@ -5,7 +5,6 @@ Screenshots stay in build/screens."""
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 
 import nbformat
@@ -20,28 +19,17 @@ from browser.lab import (
     open_lab,
     serve,
 )
+from experiment import small
 
-pytestmark = pytest.mark.skipif(
-    chromium() is None or importlib.util.find_spec("ipympl") is None,
-    reason="needs Chromium (apt-get install chromium) and ipympl",
-)
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(
+        chromium() is None or importlib.util.find_spec("ipympl") is None,
+        reason="needs Chromium (apt-get install chromium) and ipympl",
+    ),
+]
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screens"
-SMALL = {
-    "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 12},
-    "30": {"MAX_SEQ_LEN": 96, "T_MAX": 2, "PROMPTS": [[2, 42]], "POSITIONS": 8},
-    "31": {"POSITIONS": 17, "WORST": 1},
-    "32": {"NORMS": [605.0], "QUERY_NORMS": [0, 64, 2048], "TOKENS": 4},
-    "33": {"CHECKPOINT": "data/tiny-llama", "CONTEXTS": [24, 33, 48], "ROUNDS": 1},
-    "34": {
-        "MAX_SEQ_LEN": [16, 32],
-        "T": [1, 2],
-        "EXTRACT": True,
-        "DEPTH": 4,
-        "POSITIONS": 8,
-        "N_GEN": 2,
-    },
-}
 EXPLORER = """from workbench import Experiment, widgets
 experiment = Experiment("34_x", {"CHECKPOINT": "tiny-llama"})
 grid = {"checkpoint": "data/tiny-llama", "experiment": "34", "validate_ids": [1, 4, 69, 173],
@@ -53,20 +41,8 @@ explorer"""
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of what notebooks read, with small parameters behind the notebooks' own."""
-    copy = tmp_path_factory.mktemp("project")
-    shutil.copy(ROOT / "pyproject.toml", copy)
-    ignored = shutil.ignore_patterns("bundles", "golden")
-    shutil.copytree(ROOT / "data", copy / "data", ignore=ignored)
-    (copy / "notebooks").mkdir()
-    for source in (ROOT / "notebooks").glob("*.ipynb"):
-        found = nbformat.read(source, as_version=4)
-        (cell,) = (c for c in found.cells if "parameters" in c.metadata.get("tags", []))
-        own = {line.partition(" =")[0] for line in cell.source.splitlines()}
-        for name, value in SMALL[source.stem[:2]].items():
-            assert name in own, f"{source.stem} has no {name}"
-            cell.source += f"\n{name} = {value!r}"
-        nbformat.write(found, copy / "notebooks" / source.name)
+    """A checkout whose notebooks have small parameters."""
+    copy = small.project(tmp_path_factory.mktemp("project"))
     commit(copy)
     return copy
 
@@ -99,7 +75,8 @@ def written(project: Path, name: str, *cells: str) -> str:
     return name
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a browser runs a whole notebook")
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 )
@@ -114,6 +91,7 @@ def test_a_notebook_runs_whole_and_leaves_git_as_it_was(name, lab, project):
     assert changes(project) == []
 
 
+@pytest.mark.slow("a browser measures a grid")
 def test_the_explorer_measures_follows_splits_and_saves(lab, project):
     notebook = lab(written(project, "explorer", EXPLORER))
     notebook.run_all()

@@ -76,10 +76,8 @@ def test_commands_take_the_name_and_honour_hf_home(hub, tmp_path):
             cwd=tmp_path,
         )
 
-    short = ("org/Tiny-Llama", "bundle", "--max-seq-len", "8", "--tokens", "1")
-    exported = run(hub, "export", *short)
-    assert exported.returncode == 0, exported.stderr
-    assert '"name": "Tiny-Llama"' in (tmp_path / "bundle" / "bundle.json").read_text()
+    planned = run(hub, "plan", "org/Tiny-Llama", "--json")
+    assert planned.returncode == 0, planned.stderr
     golden = ["golden", "org/Tiny-Llama", "--prompt", "set river", "--out", "g"]
     prompted = CliRunner().invoke(app, golden)  # this process has that cache, too
     assert prompted.exit_code == 0 and "3 tokens" in prompted.stdout

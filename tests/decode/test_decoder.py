@@ -4,6 +4,7 @@ import weakref
 import numpy as np
 import pytest
 import tiny
+from circle import all_wide, wide
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +20,6 @@ SOME = settings(
 )
 
 
-def wide(*values):
-    return pytest.param(*values, marks=pytest.mark.wide)
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, exports):
     """A family's decoder (exact), its Hugging Face model and a prompt's golden."""
@@ -31,7 +28,7 @@ def family(request, exports):
     return decoder, model, tiny.golden(model, tiny.prompt(decoder.manifest.dims.V, 21))
 
 
-@pytest.mark.parametrize("sizes", [[1, 4, 2, 3], *map(wide, ([1], [2], [3], [4]))])
+@pytest.mark.parametrize("sizes", [[1, 4, 2, 3], *all_wide([1], [2], [3], [4])])
 def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes):
     decoder, _, g = family
     logits = tiny.chained(decoder, g.ids, sizes)

@@ -128,7 +128,7 @@ print(decoder.generate(rest, 6, after=snapshot, stop=()), len(rest))
 """
 
 
-def test_another_process_goes_on_where_this_one_stopped(exports, tmp_path):
+def test_another_process_goes_on_where_this_one_stopped(exports, tmp_path, forked):
     decoder = trained.decoder(exports, "tiny-zaya")
     tokens = decoder.generate(IDS[:40], 6, stop=())
     decoder.begin()

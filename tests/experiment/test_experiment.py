@@ -176,7 +176,7 @@ def test_publishing_moves_the_run_and_its_rows_and_removes_unused_ones(project):
     assert rows["run_id"].tolist() == [run["run_id"]]
 
 
-def test_a_notebook_runs_with_other_parameters(project):
+def test_a_notebook_runs_with_other_parameters(project, forked):
     result = run_notebook("7", {"MAX_SEQ_LEN": 32}, progress=False)
     assert (result["experiment"], result["verdict"]) == (NAME, "GREEN")
     assert result["conclusion"] == "32 rows."
