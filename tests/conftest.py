@@ -209,21 +209,24 @@ def grid() -> dict:
 
 
 @pytest.fixture(scope="session")
-def swept(tmp_path_factory, grid):
-    """(folder with log/ and bundles/, counts) of that sweep, run in this process."""
+def swept(shared, grid):
+    """(folder with log/ and bundles/, counts) of that sweep, run once for all workers."""
+    import json
+
     import in_process
+    from tiny import once
 
     from workbench import process, sweep
 
-    folder = tmp_path_factory.mktemp("sweep")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "call", in_process.call)
-        return folder, sweep.sweep(
-            sweep.make_grid(grid),
-            root=folder / "log",
-            bundles=folder / "bundles",
-            progress=False,
-        )
+    def make(folder: Path) -> None:
+        where = {"root": folder / "log", "bundles": folder / "bundles"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process, "call", in_process.call)
+            counts = sweep.sweep(sweep.make_grid(grid), progress=False, **where)
+        (folder / "counts.json").write_text(json.dumps(counts))
+
+    folder = once(shared / "swept", make)
+    return folder, json.loads((folder / "counts.json").read_text())
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ def test_the_tokenizer_returns_what_it_was_given(folder):
     assert len(tokenizer(folder)) == model(folder).config.vocab_size
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1, wide=5)
 @every_folder
 def test_greedy_decoding_answers_as_many_held_out_questions_as_stated(folder):
     right, asked = 0, HELD_OUT + (LATEST if folder.name in STATES else [])
@@ -169,7 +169,7 @@ def test_zaya_routers_carry_state_and_bias():
         assert layer.mlp.gate.balancing_biases.abs().min() > 0
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.wide
 @pytest.mark.parametrize("name, state", STATES.items())
 def test_a_hybrid_knows_the_latest_value_by_its_recurrent_state(exports, name, state):
     """Its caches alone do not answer: the state is zeroed after every token."""

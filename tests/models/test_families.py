@@ -391,7 +391,7 @@ ODD = [
 HYBRIDS = "lfm2", "qwen3_5_text", "granitemoehybrid"
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.filterwarnings("ignore:states of width")
 @pytest.mark.parametrize("family, changed", ODD)
 def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, changed):

@@ -14,7 +14,7 @@ from workbench.models.checkpoint import Checkpoint
 FAMILIES = "qwen3_5_text", "granitemoehybrid"
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chosen", [{"t_max": 8}, {"layers_per_shard": 3}])
 def test_sequences_at_different_positions_are_as_alone(exports, family, chosen):
@@ -38,6 +38,7 @@ def test_sequences_at_different_positions_are_as_alone(exports, family, chosen):
     assert tiny.relative(late, goldens[1].logits[15]) < 3e-6
 
 
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slow_and_fast_decays_are_those_of_hugging_face(exports, tmp_path, family):
     """Half-lives from a hundredth of a token to ten thousand, side by side in one layer."""
@@ -68,6 +69,7 @@ WIDE = {
 }
 
 
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("family", WIDE)
 def test_a_wide_convolution_is_a_sum_of_shifted_products(exports, family):
     """Lint rule S7: the Neural Engine takes no depthwise convolution of 1024 channels."""

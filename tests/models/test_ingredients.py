@@ -133,6 +133,7 @@ def leave_out_parameter(eager: Eager, name: str, value: float) -> None:
         parameter.data.fill_(value)
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "family, name", [(f, n) for f, names in NEUTRAL.items() for n in names]
 )
@@ -290,6 +291,7 @@ METHODS = {
 }
 
 
+@pytest.mark.matrix(3, wide=40)
 @pytest.mark.parametrize(
     "family, name", [(f, n) for f, names in METHODS.items() for n in names]
 )
@@ -364,6 +366,7 @@ EDITS = {
 }
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "family, name", [(f, n) for f, names in EDITS.items() for n in names]
 )

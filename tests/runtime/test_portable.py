@@ -51,6 +51,7 @@ def more_slots(count: int):
     return change
 
 
+@pytest.mark.matrix(3, wide=5)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("count", [128, 1_200_000])
 @pytest.mark.parametrize("kv_write", ["mask", "slice"])
@@ -91,6 +92,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.matrix(6, wide=20)
 @pytest.mark.shim
 @pytest.mark.parametrize("runtime", ["portable", "coreml"])
 @pytest.mark.parametrize("what", CHANGES)
@@ -137,6 +139,7 @@ def test_an_input_of_another_dtype_is_refused_on_loading(exports, tmp_path):
         base.check_interface(shard, program, bundle.manifest.options.t_max)
 
 
+@pytest.mark.matrix(4, wide=12)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("position", [SLOTS, SLOTS + 90, 1_200_000, -SLOTS - 1])
 @pytest.mark.parametrize("T", [1, 2])
@@ -167,6 +170,7 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
         assert np.array_equal(decoder.seqs.states[0].read(name), value)
 
 
+@pytest.mark.matrix(3, wide=5)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("T", [1, 2])
 @pytest.mark.parametrize("which", ["inputs", "states"])

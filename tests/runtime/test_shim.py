@@ -196,6 +196,7 @@ REFUSED = {  # `PybindCompatibleArray`, `Utils::convertValueToObjC` and `py::arr
 }
 
 
+@pytest.mark.matrix(6, wide=20)
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
 def test_arrays_that_the_binding_refuses_are_refused(ct, counter, value, capfd):
     model = ct.models.MLModel(counter)

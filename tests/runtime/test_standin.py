@@ -157,6 +157,7 @@ def verdicts(result: dict) -> dict:
     }
 
 
+@pytest.mark.matrix(2, wide=2)
 @pytest.mark.parametrize("name", ["own", "validate", "generate", "plan"])
 def test_commands_end_as_on_portable_without_an_illegal_call(
     name, source, bundle, of_two, command, illegal, capfd
@@ -348,6 +349,7 @@ def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle, monkeypa
 # --- faults: messages and exit codes --------------------------------------------------------------
 
 
+@pytest.mark.matrix(3, wide=6)
 @pytest.mark.parametrize("fault", ["load14-state", "load14-range", "load14-ne"])
 @pytest.mark.parametrize("name", ["own", "generate", "validate"])
 def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
@@ -366,6 +368,7 @@ def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
     )
 
 
+@pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("name", ["own", "generate", "validate"])
 def test_other_compute_units_are_the_next_step_that_the_message_names(
     name, bundle, source, command
@@ -529,6 +532,7 @@ def test_messages_of_core_ml_are_logged_and_some_invalidate(line, logged, invali
     assert process.invalidating(found) == [line] * invalid
 
 
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has")
 @pytest.mark.parametrize("family", ["llama", "zaya"])
 def test_a_loaded_shard_holds_its_weights_once(family, exports, tmp_path):

@@ -27,6 +27,7 @@ def rewritten(root):  # as a tool may leave it that writes the file in another f
     manifest.write_text(manifest.read_text() + " ")
 
 
+@pytest.mark.matrix(2, wide=2)
 @pytest.mark.parametrize(
     ("damage", "why"),
     [

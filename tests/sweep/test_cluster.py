@@ -13,6 +13,8 @@ from workbench import log, sweep
 from workbench.errors import InputError
 from workbench.sweep import cluster
 
+pytestmark = pytest.mark.wide  # workers of Dask are processes
+
 
 @pytest.fixture(scope="module")
 def dask():
