@@ -42,19 +42,18 @@ def words(text: str) -> str:
     return re.sub(r"[\W_]+", "", text)
 
 
-@pytest.mark.parametrize("names", [names for names, _ in every_command()])
-def test_no_help_text_is_cut_at_80_columns(names):
-    command = dict(every_command())[names]
-    page = words(page_of(names, 80))
-    callback = getattr(command.callback, "__doc__", None) or ""
-    _, _, section = inspect.cleandoc(callback).partition("\n\nArgs:\n")
-    told = re.findall(r"^    \w+: ((?:.+\n?(?:        .+\n?)*))", section, re.MULTILINE)
-    for text in told:
-        assert words(text) in page, text
-    for parameter in command.params:
-        text = getattr(parameter, "help", None) or ""
-        # a sentence in a narrow column is broken by the names beside it: its words stay
-        assert all(words(word) in page for word in text.split()), text
+def test_no_help_text_is_cut_at_80_columns():
+    for names, command in every_command():
+        page = words(page_of(names, 80))
+        callback = getattr(command.callback, "__doc__", None) or ""
+        _, _, section = inspect.cleandoc(callback).partition("\n\nArgs:\n")
+        told = r"^    \w+: ((?:.+\n?(?:        .+\n?)*))"
+        for text in re.findall(told, section, re.MULTILINE):
+            assert words(text) in page, (names, text)
+        for parameter in command.params:
+            text = getattr(parameter, "help", None) or ""
+            # a sentence in a narrow column is broken by the names beside it: its words stay
+            assert all(words(word) in page for word in text.split()), (names, text)
 
 
 def test_option_names_have_dashes():

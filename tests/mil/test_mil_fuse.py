@@ -84,6 +84,7 @@ def one(kind: str, count: int):
     return program([op], {n: Type(F16, SHAPE) for n in names}, [n for n, _ in outputs])
 
 
+@pytest.mark.matrix(20, wide=200)
 @pytest.mark.parametrize("kind", sorted(execute.NATIVE - OTHERS))
 @given(seed=st.integers(0, 99), scale=st.sampled_from([1e-4, 1.0, 300.0]))
 def test_an_operation_on_fp16_equals_its_rule_in_float32_rounded_once(
