@@ -4,6 +4,7 @@ bundle is RED."""
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from faults import host, steps, wrap
