@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from circle import wide
 from faults import host, steps, wrap
 from safetensors.torch import load_file, save_file
 
@@ -56,8 +57,10 @@ DRAWS = [
 ]
 
 
-@pytest.mark.matrix(2, wide=5)
-@pytest.mark.parametrize("family, options", DRAWS)
+@pytest.mark.parametrize(
+    "family, options",
+    [DRAWS[0], DRAWS[3], *(wide(*draw) for draw in DRAWS[1:3] + DRAWS[4:])],
+)
 def test_sound_bundles_are_green_with_room(exports, family, options):
     path = exports.checkpoint(family)
     decoder = exports.decoder(path, **{"max_seq_len": S} | options)

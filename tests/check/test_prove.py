@@ -23,7 +23,7 @@ def sample(kind: str, count: int, seed: int) -> list[str]:
     return np.random.default_rng(seed).choice(names, count, replace=False).tolist()
 
 
-@pytest.mark.matrix(2, wide=4)
+@pytest.mark.matrix(1, wide=5)
 @pytest.mark.parametrize(
     "case", [*sample("disk", DISK, 0), *sample("memory", MEMORY, 1)]
 )

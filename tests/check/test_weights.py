@@ -161,7 +161,8 @@ def test_another_embedding_is_red(llama, change):
 
 
 def test_an_offset_of_gemma_that_is_not_declared_is_red(exports, tmp_path):
-    bundle, checkpoint = clean(exports, "gemma3_text", "fp16")
+    checkpoint = Checkpoint(exports.checkpoint("gemma3_text"))
+    bundle = exports.bundle(checkpoint.path)
     copy = Copy(bundle.root, tmp_path / "copy")
     copy.shard(0)["offsets"].clear()
     assert gate(copy, checkpoint).verdict == "RED"

@@ -32,6 +32,7 @@ import numpy as np
 import pytest
 import tiny
 import trained
+from circle import all_wide
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,11 @@ CLOSE = 1e-5  # exact arithmetic, other tiles or batches: kernels sum in another
 IDS = np.random.default_rng(7).integers(3, 256, trained.S).tolist()
 
 
-@pytest.fixture(scope="module", params=trained.NAMES)
+RINGS_AND_TAILS = "tiny-llama", "tiny-gemma3", "tiny-zaya"
+OTHERS = [name for name in trained.NAMES if name not in RINGS_AND_TAILS]
+
+
+@pytest.fixture(scope="module", params=[*RINGS_AND_TAILS, *all_wide(*OTHERS)])
 def decoder(request, exports):
     return trained.decoder(exports, request.param)
 
