@@ -1,0 +1,117 @@
+"""Small changes of the code that some test must notice: `python tools/mutate.py`.
+
+Each change is made in a copy of the checkout, one at a time, and the test file that
+mirrors the changed module runs, or the folder of its room where no file does. What is
+printed are the changes that no test noticed, and how many were."""
+
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("check", "decode", "export", "sweep")
+SECONDS = 600  # a run of tests that takes longer has noticed the change
+SWAPPED = {
+    **{ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt},
+    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In},
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult},
+    **{ast.And: ast.Or, ast.Or: ast.And, ast.Is: ast.IsNot, ast.IsNot: ast.Is},
+}
+
+
+def changed(node: ast.AST) -> ast.AST | None:
+    """Another node in the place of this one; None where there is none to try."""
+    other = copy.deepcopy(node)
+    match other:
+        case ast.Compare(ops=[op]) if type(op) in SWAPPED:
+            other.ops = [SWAPPED[type(op)]()]
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in SWAPPED:
+            other.op = SWAPPED[type(op)]()
+        case ast.UnaryOp(op=ast.Not()):
+            return other.operand
+        case ast.Constant(value=bool()):
+            other.value = not other.value
+        case ast.Constant(value=int()):
+            other.value += 1
+        case ast.Constant(value=float()):
+            other.value = 2 * other.value or 1.0
+        case _:
+            return None
+    return other
+
+
+def changes(source: str) -> Iterator[tuple[int, str, str, str]]:
+    """(line, before, after, whole source) of every change of a module."""
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line.encode()))
+    for node in ast.walk(ast.parse(source)):
+        if not hasattr(node, "end_col_offset") or (other := changed(node)) is None:
+            continue
+        first = starts[node.lineno - 1] + node.col_offset
+        last = starts[node.end_lineno - 1] + node.end_col_offset
+        text, after = source.encode(), ast.unparse(other)
+        whole = text[:first] + f"({after})".encode() + text[last:]
+        try:
+            ast.parse(whole)
+        except SyntaxError:  # within an f-string
+            continue
+        yield node.lineno, text[first:last].decode(), after, whole.decode()
+
+
+def mirrored(module: Path) -> Path:
+    """The tests of a module, both relative to the checkout."""
+    room = Path("tests") / module.parent.name
+    own = room / f"test_{module.stem}.py"
+    return own if (ROOT / own).exists() else room
+
+
+def noticed(folder: Path, tests: Path) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    how = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(folder)}}
+    try:
+        done = subprocess.run(
+            [*command, str(tests)], capture_output=True, timeout=SECONDS, **how
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
+    """Makes `count` changes, drawn by `seed`, in the rooms of `workbench`."""
+    possible = [
+        (path.relative_to(ROOT), *change)
+        for room in rooms.split(",")
+        for path in sorted((ROOT / "workbench" / room).glob("*.py"))
+        for change in changes(path.read_text())
+    ]
+    drawn = random.Random(seed).sample(possible, count)
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True)
+    caught = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in listed.stdout.decode().splitlines():
+            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, Path(folder) / name)
+        for module, line, before, after, whole in drawn:
+            (Path(folder) / module).write_text(whole)
+            found = noticed(Path(folder), mirrored(module))
+            shutil.copy(ROOT / module, Path(folder) / module)
+            caught += found
+            kind = "caught " if found else "SURVIVED"
+            print(f"{kind} {module}:{line}: {before} → {after}", flush=True)
+    print(f"{caught} of {count} caught")
+
+
+if __name__ == "__main__":
+    typer.run(main)
