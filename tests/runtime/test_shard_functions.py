@@ -42,7 +42,7 @@ def run(decoder: Decoder, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndar
     return np.stack(logits), states
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1, wide=9)
 @pytest.mark.parametrize("precision", ["exact", "declared"])
 @pytest.mark.parametrize(
     "family, changed, chosen",
@@ -121,6 +121,7 @@ def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
     assert decoder.seqs.offsets.tolist() == [11]
 
 
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("chosen", [{}, {"kv_write": "slice", "layers_per_shard": 2}])
 def test_every_gate_is_green_across_functions(
     exports, tiny_llama, llama_golden, chosen
@@ -169,6 +170,7 @@ def test_a_state_that_is_not_copied_turns_a_gate_red(shimmed, bundle, monkeypatc
     assert {g.name: g.verdict for g in gates}["write_address"] == "RED"
 
 
+@pytest.mark.wide
 def test_reuse_of_a_cache_changes_nothing_across_functions(exports, tiny_llama):
     chosen = dict(max_seq_len=64, functions=(1, 4))
     decoders = [
@@ -239,6 +241,7 @@ def test_a_grid_has_functions_as_an_axis(tmp_path):
         sweep.make_grid(grid | {"export": {"functions": [[2, 1]]}})
 
 
+@pytest.mark.wide
 def test_a_sweep_measures_and_validates_functions(tmp_path, tiny_llama, monkeypatch):
     monkeypatch.setattr(process, "call", in_process.call)
     grid = sweep.make_grid(
