@@ -383,6 +383,7 @@ def test_a_flipped_byte_is_refused_by_validate(llama, tmp_path):
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
 def test_sixty_four_greedy_tokens_are_hugging_face_s(name, exports):
     """`exact` gives the same tokens; `declared` the same up to a first near-tie."""

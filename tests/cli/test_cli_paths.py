@@ -46,6 +46,7 @@ def child(folder, *arguments):
     return ended.returncode, ended.stdout.splitlines()[-1], ended.stderr.splitlines()
 
 
+@pytest.mark.matrix(3, wide=20)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_path_costs_one_line_and_no_heavy_import(tmp_path, command):
     (tmp_path / "taken").mkdir()
@@ -60,6 +61,7 @@ def llama(exports):
     return exports.bundle(exports.checkpoint("llama"))
 
 
+@pytest.mark.matrix(2, wide=5)
 @pytest.mark.parametrize(
     "command", ["validate", "generate", "evaluate", "explain", "plan"]
 )
@@ -80,6 +82,7 @@ def test_a_damaged_bundle_costs_one_line_and_no_heavy_import(llama, tmp_path, co
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]
 
 
+@pytest.mark.matrix(1, wide=5)
 @pytest.mark.parametrize("option", ["--golden", "--checkpoint", "--tasks"])
 def test_a_wrong_second_path_is_refused_as_soon(llama, tmp_path, option):
     code, loaded, lines = child(tmp_path, "validate", llama.root, option, "nowhere")

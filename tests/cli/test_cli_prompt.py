@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from circle import wide
 from typer.testing import CliRunner
 
 from workbench import InputError
@@ -40,21 +41,17 @@ def test_golden_takes_text_a_file_and_ids(tmp_path, text):
     assert golden_ids(tmp_path, "--prompt-ids", ",".join(map(str, ids))) == ids
 
 
-def test_validate_and_explain_take_the_same(exports, text):
+@pytest.mark.parametrize(
+    "command", [["explain", "--only", "parts"], wide(["validate"])]
+)
+def test_validate_and_explain_take_the_same(exports, text, command):
+    name, *only = command
     root = exports.bundle(TINY, max_seq_len=32).root
     ids = ",".join(map(str, encode_text(TINY, WORDS)))
-    for command in ("validate", "explain"):
-        only = ["--only", "parts"] if command == "explain" else []
-        arguments = (command, root, "--checkpoint", TINY, "--json", *only)
-        by_text, by_ids = (
-            json.loads(invoke(*arguments, *prompt).stdout)
-            for prompt in (("--text", text), ("--prompt-ids", ids))
-        )
-        assert (
-            by_text
-            == by_ids
-            != json.loads(invoke(*arguments, "--prompt", "get").stdout)
-        )
+    prompts = ("--text", text), ("--prompt-ids", ids), ("--prompt", "get")
+    arguments = (name, root, "--checkpoint", TINY, "--json", *only)
+    found = [json.loads(invoke(*arguments, *prompt).stdout) for prompt in prompts]
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("command", ["golden", "validate", "explain"])

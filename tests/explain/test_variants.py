@@ -93,7 +93,7 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2, wide=12)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_another_configuration_is_named_first(exports, tmp_path, name):
     family, changes = CONFIGURATIONS[name]
@@ -230,7 +230,7 @@ MODULES = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2, wide=12)
 @pytest.mark.parametrize(
     ("name", "compress"), list(zip(MODULES, itertools.cycle(["fp16", "int8-tensor"])))
 )
