@@ -171,7 +171,7 @@ def test_public_names():
 def test_importing_the_packages_and_the_command_line_stays_light():
     code = (
         "import sys, miltorch.errors, workbench, workbench.cli.app; "
-        "print([m for m in ('torch', 'coremltools', 'transformers', 'pandas') if m in sys.modules])"
+        "print([m for m in ('numpy', 'torch', 'coremltools', 'transformers', 'pandas') if m in sys.modules])"
     )
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

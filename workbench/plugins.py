@@ -6,8 +6,6 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from workbench.errors import InputError
 
 
@@ -35,12 +33,12 @@ class Target(Protocol):
         `workbench.export.template.Template`."""
         ...
 
-    def parts(self, package: Path, place: str) -> dict[str, np.ndarray]:
-        """The weight at a place that the manifest names, as it is stored: `val`, or
-        `data` and `scale`, or `indices` and `lut`."""
+    def parts(self, package: Path, place: str) -> dict[str, Any]:
+        """The weight at a place that the manifest names, as the NumPy arrays that are
+        stored: `val`, or `data` and `scale`, or `indices` and `lut`."""
         ...
 
-    def dense(self, package: Path, place: str) -> np.ndarray:
+    def dense(self, package: Path, place: str) -> Any:
         """The weight's values, fp16 or float32."""
         ...
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import miltorch
 from miltorch.program import read_spec
 from workbench import process
-from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
-from workbench.ane.rules import lint
+from workbench.ane.rules import RULE_SOURCES, Finding, LintGraph, lint
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
 from workbench.runtime import model_class
@@ -79,15 +78,6 @@ def package_placement(
         title = f"{name or package.stem} {function}" if count > 1 else name
         placements.append(place_operations(title or package.stem, graph))
     return placements
-
-
-def predicted_units(program: miltorch.Program) -> dict[str, str]:
-    """The predicted unit (ane, cpu) of each operation of a program, by its name, for
-    `miltorch.shim.install(compute_plans=…)`. The rules on a package's size are not
-    asked."""
-    graph = LintGraph(program, 1 << 20)
-    _, ane = _units(lint(graph), {op.name for op in graph.ops})
-    return {op.name: "ane" if op.name in ane else "cpu" for op in program.block.walk()}
 
 
 def place_operations(name: str, graph: LintGraph) -> Placement:
