@@ -11,7 +11,7 @@ from workbench.errors import InputError
 from workbench.sweep.grid import Grid, cells, varied_axes
 from workbench.sweep.identity import COUNTS, OPTIONS
 from workbench.sweep.run import HOW, MEASURED
-from workbench.sweep.summary import speeds
+from workbench.sweep.summary import BUNDLE, JUDGED, SPEEDS, repeated
 
 ABOUT = (
     *("values", "setting", "round", "invalid", "family", "machine", "software"),
@@ -19,6 +19,10 @@ ABOUT = (
     *(*OPTIONS, *HOW, *COUNTS),
 )
 """Columns of a run that its samples, layers and fidelity get."""
+CONFIGURATION = (
+    *("setting", *BUNDLE, "run_id", "machine", "runtime", "bundle"),
+    *("ane_ops_share", "invalid", *SPEEDS, "slowest", "fastest", "n", *JUDGED),
+)
 RUNTIMES = ("coreml", "portable", "stand-in")
 """What auto may mean, the preferred first."""
 
@@ -70,20 +74,14 @@ def configurations(
     timed, validated = _rows(grid, root, machine)
     valid = timed["invalid"].isna()
     some = valid.groupby(timed["setting"]).transform("any").astype(bool)
-    rows = timed[valid | ~some]
-    varied = varied_axes(grid)
-    about = ["setting", "values", "bundle_hash", "run_id", *varied, "T", "machine"]
-    about += ["runtime", "bundle", "ane_ops_share", "invalid"]
-    last = rows.drop_duplicates("setting", keep="last")[list(dict.fromkeys(about))]
-    rows = last.merge(speeds(rows, ["setting"]), on="setting")
-    verdicts = validated[["values", "bundle_hash", "worst_cosine", "kl_mean"]]
     found = [_verdict(run, grid.max_kl) for run in validated.to_dict("records")]
-    verdicts = verdicts.assign(verdict=pd.Series(found, verdicts.index, object))
-    rows = rows.merge(verdicts, "left", ["values", "bundle_hash"])
+    validated = validated.assign(verdict=pd.Series(found, validated.index, object))
+    rows = repeated(timed[valid | ~some], ["setting"], validated)
     rows["verdict"] = rows["verdict"].fillna("not_run")
-    named = rows[list(dict.fromkeys([*varied, "T"]))].astype(object).fillna("none")
-    words = named.to_dict("records")
+    varied = list(dict.fromkeys([*varied_axes(grid), "T"]))
+    words = rows[varied].astype(object).fillna("none").to_dict("records")
     rows["name"] = [", ".join(f"{k} {v}" for k, v in row.items()) for row in words]
+    rows = rows[list(dict.fromkeys(["name", *varied, *CONFIGURATION]))]
     ranked = rows.sort_values("tokens_per_s", ascending=False)
     ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
     return ranked.reset_index(drop=True)
@@ -122,7 +120,7 @@ def _rows(
     timed = _fitting(timed, "setting", [hashes[auto]])
     validated = _fitting(validated, "values", [hashes[auto]])
     timed = timed.drop_duplicates(["setting", "round"], keep="last")
-    return timed, validated.drop_duplicates(["values", "bundle_hash"], keep="last")
+    return timed, validated.drop_duplicates(BUNDLE, keep="last")
 
 
 def _of_machine(runs: pd.DataFrame, machine: str | None) -> pd.DataFrame:

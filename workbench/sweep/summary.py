@@ -20,18 +20,25 @@ SETTINGS = (
     *(*_FIRST, *(name for name in OPTIONS if name not in _FIRST), *_AFTER),
     *("min_tokens", "min_seconds", "command", "experiment", "machine", "software"),
 )
-_LAST = ["values", "bundle_hash", "ane_ops_share", "placement_source", "reason"]
-_JUDGED = ["verdict", "worst_update", "worst_cosine", "kl_mean"]
+BUNDLE = ["values", "bundle_hash"]
+"""Columns that are equal for runs that compute the same."""
+SPEEDS = ["tokens_per_s", "call_ms", "call_p90_ms", "cold_s", "warm_s"]
+JUDGED = ["verdict", "worst_update", "worst_cosine", "kl_mean"]
 
 
-def speeds(runs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Medians over runs of tokens_per_s, call_ms, call_p90_ms, cold_s and warm_s, the
-    `slowest` and `fastest` tok/s and the number `n` of runs."""
+def repeated(
+    runs: pd.DataFrame, by: list[str], validated: pd.DataFrame
+) -> pd.DataFrame:
+    """One row per group of runs: the columns of the newest one; medians over them of
+    `SPEEDS`, the `slowest` and `fastest` tok/s and the number `n` of runs; `JUDGED` of
+    the newest of the `validated` runs of the same bundle."""
     groups = runs.groupby(by, sort=False, dropna=False)
-    names = ["tokens_per_s", "call_ms", "call_p90_ms", "cold_s", "warm_s"]
     rates = groups["tokens_per_s"]
     extent = {"slowest": rates.min(), "fastest": rates.max(), "n": groups.size()}
-    return groups[names].median().assign(**extent).reset_index()
+    speeds = groups[SPEEDS].median().assign(**extent).reset_index()
+    last = runs.drop_duplicates(by, keep="last").drop(columns=[*SPEEDS, *JUDGED])
+    judged = validated.drop_duplicates(BUNDLE, keep="last")[[*BUNDLE, *JUDGED]]
+    return last.merge(speeds, on=by).merge(judged, "left", BUNDLE)
 
 
 def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFrame:
@@ -40,21 +47,12 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
     last.
 
     Returns:
-        run_id, ane_ops_share, placement_source, reason: of the newest run. `SETTINGS`.
-        The columns of `speeds`. verdict, worst_update (largest 1 − cosine of an
-        isolated update), worst_cosine, kl_mean (nats): of the newest validation of the
-        same bundle, run in the same way on any machine.
+        The columns of `repeated`, validations of any machine.
     """
-    runs = log.load("runs", root, where)
+    runs = log.load("runs", root, where).drop(columns=["config", "versions"])
     runs["setting"] = runs["setting"].fillna(runs["run_id"])
-    by = ["setting", "machine", "software", "status"]
-    last = runs.drop_duplicates(by, keep="last")
-    last = last[list(dict.fromkeys(["run_id", *by, *SETTINGS, *_LAST]))]
-    rows = last.merge(speeds(runs, by), on=by)
-    every = log.load("runs", root).dropna(subset="verdict")
-    every = every.drop_duplicates(["values", "bundle_hash"], keep="last")
-    judged = every[["values", "bundle_hash", *_JUDGED]]
-    rows = rows.merge(judged, "left", ["values", "bundle_hash"])
+    validated = log.load("runs", root).dropna(subset="verdict")
+    rows = repeated(runs, ["setting", "machine", "software", "status"], validated)
     rows["verdict"] = rows["verdict"].astype(object).where(rows["status"] == "ok")
     said = rows["verdict"].notna() | rows["tokens_per_s"].notna()
     rows = rows[said | rows["status"].ne("ok")]
