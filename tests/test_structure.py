@@ -168,11 +168,22 @@ def test_public_names():
     assert all(getattr(workbench, name) for name in workbench.__all__)
 
 
-def test_importing_the_packages_and_the_command_line_stays_light():
-    code = (
-        "import sys, miltorch.errors, workbench, workbench.cli.app; "
-        "print([m for m in ('numpy', 'torch', 'coremltools', 'transformers', 'pandas') if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        (
+            "miltorch.errors, workbench, workbench.cli.app",
+            ["numpy", "torch", "coremltools", "transformers", "pandas"],
+        ),
+        # what a cell of a sweep imports before its first call
+        (
+            "workbench.sweep.run, workbench.runtime.portable",
+            ["coremltools", "transformers", "pandas", "scipy"],
+        ),
+    ],
+)
+def test_importing_what_starts_often_stays_light(modules, heavy):
+    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

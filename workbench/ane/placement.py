@@ -14,7 +14,7 @@ from pathlib import Path
 import miltorch
 from miltorch.program import read_spec
 from workbench import process
-from workbench.ane.rules import RULE_SOURCES, Finding, LintGraph, lint
+from workbench.ane.rules import RULE_SOURCES, LintGraph, lint
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
 from workbench.runtime import model_class
@@ -37,7 +37,7 @@ class Placement:
     gpu: int | None
     convolutions: tuple[int, int]
     cost_ane: float | None = None
-    rules: list[dict] = field(default_factory=list)
+    rules: list[dict] = field(default_factory=list)  # with `sources` in words
 
     json = asdict
 
@@ -71,12 +71,12 @@ def package_placement(
     """
     weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
     functions = sorted(read_spec(package).mlProgram.functions)
-    placements = []
+    name, count, placements = name or package.stem, len(functions), []
     for function in functions:
-        program, count = miltorch.read(package, function), len(functions)
+        program = miltorch.read(package, function)
         graph = LintGraph(program, weights, count, generation, programs or count)
-        title = f"{name or package.stem} {function}" if count > 1 else name
-        placements.append(place_operations(title or package.stem, graph))
+        title = f"{name} {function}" if count > 1 else name
+        placements.append(place_operations(title, graph))
     return placements
 
 
@@ -85,8 +85,20 @@ def place_operations(name: str, graph: LintGraph) -> Placement:
     only listed."""
     findings = lint(graph)
     ops = {op.name for op in graph.ops}
-    eligible, ane = _units(findings, ops)
+
+    def broken(effect: str) -> set[str]:
+        ruled = [f for f in findings if f.rule.effect == effect and not f.rule.disputed]
+        return {name for finding in ruled for name in finding.names}
+
+    eligible = ops - broken("cpu")
+    ane = set() if broken("fails") else eligible - broken("stays")
     convolutions = {op.name for op in graph.of("conv")}
+    rules = []
+    for finding in findings:
+        words = finding.rule.source.split()
+        sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
+        names = {"count": len(finding.names), "names": list(finding.names[:5])}
+        rules.append(asdict(finding.rule) | {"sources": sources} | names)
     return Placement(
         name,
         "predicted",
@@ -96,28 +108,8 @@ def place_operations(name: str, graph: LintGraph) -> Placement:
         cpu=len(ops - ane),
         gpu=0,
         convolutions=(len(convolutions & ane), len(convolutions)),
-        rules=list(map(_rule, findings)),
+        rules=rules,
     )
-
-
-def _units(findings: list[Finding], ops: set[str]) -> tuple[set[str], set[str]]:
-    """The operations that no undisputed finding excludes from the Neural Engine, and
-    those that are expected to run there."""
-    names = {"cpu": set(), "stays": set(), "fails": set()}
-    for finding in findings:
-        if finding.rule.effect in names and not finding.rule.disputed:
-            names[finding.rule.effect].update(finding.names)
-    eligible = ops - names["cpu"]
-    return eligible, set() if names["fails"] else eligible - names["stays"]
-
-
-def _rule(finding: Finding) -> dict:
-    """A finding as JSON: its rule with the sources in words, and the first names that
-    break it."""
-    words = finding.rule.source.split()
-    sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
-    names = {"count": len(finding.names), "names": list(finding.names[:5])}
-    return asdict(finding.rule) | {"sources": sources} | names
 
 
 def planned(
@@ -171,18 +163,21 @@ def plan(
 def count_units(name: str, plan: list[Placed], source: str = "measured") -> Placement:
     """The placement of a compute plan, by each operation's preferred unit; operations
     without one count in `ops` alone."""
-    units, convolutions, costs = Counter(), Counter(), Counter()
-    eligible = cost = 0
-    for placed in plan:
-        units[placed.preferred] += 1
-        convolutions[placed.preferred] += placed.op == "conv"
-        costs[placed.preferred] += placed.cost or 0
-        cost += placed.cost or 0
-        eligible += "ane" in placed.supported
-    counts = len(plan), eligible, units["ane"], units["cpu"], units["gpu"]
-    on_ane = convolutions["ane"], convolutions.total()
-    share = costs["ane"] / cost if cost else None
-    return Placement(name, source, *counts, on_ane, share)
+    units = Counter(placed.preferred for placed in plan)
+    convolutions = Counter(p.preferred for p in plan if p.op == "conv")
+    cost = sum(placed.cost or 0 for placed in plan)
+    on_ane = sum(p.cost or 0 for p in plan if p.preferred == "ane")
+    return Placement(
+        name,
+        source,
+        ops=len(plan),
+        eligible=sum("ane" in placed.supported for placed in plan),
+        ane=units["ane"],
+        cpu=units["cpu"],
+        gpu=units["gpu"],
+        convolutions=(convolutions["ane"], convolutions.total()),
+        cost_ane=on_ane / cost if cost else None,
+    )
 
 
 def _totals(placements: list[Placement]) -> tuple[int, Counter]:

@@ -3,45 +3,33 @@ DataFrames.
 
 The log is append-only Parquet with one immutable file per run and table, so that any
 number of processes write without a lock and a killed one leaves no partial file. Null
-means "not measured". The log knows nothing of bundles and runtimes."""
+means "not measured". The log knows nothing of bundles and runtimes. The names below are
+imported when they are first used, so that a process that measures starts without
+pandas."""
 
-from workbench.log.machine import environment, state
-from workbench.log.runs import pack, record, unpack
-from workbench.log.schema import SCHEMAS
-from workbench.log.stats import Comparison, compare, flags
-from workbench.log.store import (
-    SHIPPED,
-    Root,
-    append,
-    default_root,
-    find,
-    load,
-    new_run_id,
-    plain,
-    project,
-    short,
-    whole,
-)
+from importlib import import_module
 
-__all__ = [
-    "SCHEMAS",
-    "SHIPPED",
-    "Root",
-    "Comparison",
-    "append",
-    "compare",
-    "default_root",
-    "environment",
-    "find",
-    "flags",
-    "load",
-    "new_run_id",
-    "pack",
-    "plain",
-    "project",
-    "record",
-    "short",
-    "state",
-    "unpack",
-    "whole",
-]
+_MODULES = {
+    "machine": ("environment", "state"),
+    "places": (
+        "SHIPPED",
+        "Root",
+        "default_root",
+        "new_run_id",
+        "project",
+        "short",
+        "whole",
+    ),
+    "runs": ("pack", "record", "unpack"),
+    "schema": ("SCHEMAS",),
+    "stats": ("Comparison", "compare", "flags"),
+    "store": ("append", "find", "load", "plain"),
+}
+__all__ = sorted(name for names in _MODULES.values() for name in names)
+
+
+def __getattr__(name: str):
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"workbench.log.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

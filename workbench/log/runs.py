@@ -16,8 +16,9 @@ from workbench.errors import InputError
 from workbench.files import write_whole
 from workbench.log.anonymous import anonymous, identifiers
 from workbench.log.machine import environment
+from workbench.log.places import SHIPPED, Root, new_run_id, project, whole
 from workbench.log.schema import JSON_COLUMNS, SCHEMAS
-from workbench.log.store import Root, append, check_file, new_run_id, project, whole
+from workbench.log.store import append, check_file
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -151,7 +152,7 @@ def unpack(path: Path, root: Root = None) -> list[str]:
     # runs last: a listed run is whole
     for name in sorted(contents, key=lambda name: name.startswith("runs/")):
         target = whole(root) / name
-        shipped = whole(root) / "shipped" / name
+        shipped = whole(root) / SHIPPED / name
         if not (target.exists() or shipped.exists()):
             target.parent.mkdir(parents=True, exist_ok=True)
             write_whole(target, contents[name])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from workbench.log.store import Root, find, load, plain
+from workbench.log.places import Root
+from workbench.log.store import find, load, plain
 
 MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """Columns that are equal for repetitions of one measurement within a run."""

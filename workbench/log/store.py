@@ -6,9 +6,7 @@ table's schema before anything is written."""
 
 import json
 import re
-import secrets
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,43 +16,13 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from workbench.errors import InputError, check_choice
-from workbench.files import project_root, write_whole
+from workbench.files import write_whole
+from workbench.log.places import SHIPPED, Root, default_root, new_run_id
 from workbench.log.schema import ALLOWED, JSON_COLUMNS, SCHEMAS, VERSION
 
-SHIPPED = "shipped"
 VERSION_KEY = b"workbench.log.version"
-Root = Path | str | None
-"""A log's folder; None is `default_root()`."""
 Rows = pd.DataFrame | Mapping | Sequence[Mapping]
 _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
-
-
-def new_run_id() -> str:
-    """UTC time and random hex, such as ``20260131T094512123456Z-5f3a9c01``; sorts by
-    time."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
-
-
-def default_root() -> Path:
-    """``experiments/log`` of the checkout around the working directory, else of the
-    directory."""
-    return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
-
-
-def whole(root: Root = None) -> Path:
-    """The log at `root`; of the shipped part of a log, the whole log."""
-    root = default_root() if root is None else Path(root).absolute()
-    return root.parent if root.name == SHIPPED else root
-
-
-def project(root: Root = None) -> Path:
-    """The project whose ``experiments/log`` a log is, else the folder that contains the
-    log."""
-    root = whole(root)
-    folder = root.parent
-    if (folder.name, root.name) == ("experiments", "log"):
-        return folder.parent
-    return folder
 
 
 def append(
@@ -171,8 +139,7 @@ def check_file(table: str, path: Path, file: ds.Fragment) -> None:
 
 
 def find(run: str, runs: pd.DataFrame) -> pd.Series:
-    """The row of `runs` whose id is `run`, or the only one whose id ends in it (see
-    `short`).
+    """The row of `runs` whose id is `run`, or the only one whose id ends in it.
 
     Raises:
         InputError: there is none, or several.
@@ -185,11 +152,6 @@ def find(run: str, runs: pd.DataFrame) -> pd.Series:
         step = "list them with `workbench log`"
         raise InputError(f"run {run}", actual, "a run in the log", step)
     return rows.iloc[0]
-
-
-def short(run_id: str) -> str:
-    """The end of a run's id, by which commands and `find` name it."""
-    return run_id.rpartition("-")[2]
 
 
 def plain(frame: pd.DataFrame) -> pd.DataFrame:

@@ -24,7 +24,6 @@ from workbench import log, paths
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import first_fault
 from workbench.check.gates import MAX_KL
-from workbench.check.golden import Golden
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import check_runtime, resolve
@@ -240,6 +239,8 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
                 "run: workbench golden CHECKPOINT --out G",
             )
         return grid
+    from workbench.check.golden import Golden
+
     ids = Golden.load(find(grid.golden)).ids.tolist()
     if grid.validate_ids not in ([], ids):
         raise InputError(

@@ -17,11 +17,7 @@ import psutil
 
 from workbench import export as exporting
 from workbench import log, process
-from workbench.ane import placement
 from workbench.bundle import Bundle
-from workbench.check import golden
-from workbench.check.gates import jsonable
-from workbench.check.validate import Validation, validate_stored
 from workbench.decode import Decoder
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
@@ -217,6 +213,9 @@ def measure(cell: Cell, grid: Grid, path: Path, root: Path) -> tuple[str, str | 
     startup_s = time.time() - psutil.Process().create_time()
     with energy.metered() as used:
         samples = timing.measure_speed(decoder, **sizes)
+    from workbench.ane import placement
+    from workbench.check.gates import jsonable
+
     row = _identity(cell, grid) | identity.describe(decoder)
     row |= {"thermal_pressure_before": before, "ane_joules": used["ane_joules"]}
     row |= _pick(cell.columns(decoder.runtime), "values")
@@ -262,10 +261,13 @@ def measure(cell: Cell, grid: Grid, path: Path, root: Path) -> tuple[str, str | 
     return row.get("status", "ok"), row.get("reason")
 
 
-def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path) -> Validation:
+def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
     """The bundle against its golden: the grid's, or one made from the checkpoint.
 
     Bug gates and budget need the checkpoint, which a finished bundle lacks."""
+    from workbench.check import golden
+    from workbench.check.validate import validate_stored
+
     checkpoint = None if cell.source.finished else _checkpoint(cell)
     if grid.golden:
         stored = find(grid.golden)

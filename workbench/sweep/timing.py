@@ -9,14 +9,17 @@ import math
 import time
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from workbench.bundle import Options
 from workbench.decode import Decoder, Sequences
 from workbench.errors import InputError
 from workbench.log.machine import thermal_level
+
+if TYPE_CHECKING:  # half a second to import, which every first call would wait
+    import pandas as pd
 
 WARMUP_CALLS = 2
 RAMP_CALLS = 3
@@ -37,7 +40,7 @@ def measure_speed(
     repetitions: int = 3,
     min_tokens: int | None = None,
     min_seconds: float | None = None,
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """Times calls of T tokens, `n_gen` tokens in all, with `depth` tokens already in
     the cache.
 
@@ -74,6 +77,8 @@ def measure_speed(
     sequences = max(repetitions, math.ceil((min_tokens or 0) / (calls * T)))
     for repetition in count():
         if repetition >= sequences and seconds >= (min_seconds or 0):
+            import pandas as pd
+
             return pd.DataFrame(rows + _loading(decoder))
         sequence = _timed_sequence(decoder, rng, began, repetition, calls, setting)
         if depth:
@@ -191,9 +196,11 @@ def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list
     return [dict(zip(_PHASE, phase)) for phase in phases]
 
 
-def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
+def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
     """The log's `layers`: median ms per decoder layer (a shard's time over its layers),
     MAD and n, and the medians of its CPU time and of Core ML's own."""
+    import pandas as pd
+
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     spans = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}
     rows = []
@@ -219,7 +226,7 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
 
 def profile(
     decoder: Decoder, *, depth: int = 0, calls: int = 8, seed: int = 0
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """Milliseconds per MIL operation of a portable call of one token, by layer and
     source module.
 
@@ -232,6 +239,8 @@ def profile(
         medians over
         calls, summed over equal operations.
     """
+    import pandas as pd
+
     rng = np.random.default_rng(seed)
     rows = []
     last = 0.0
