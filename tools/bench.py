@@ -293,21 +293,17 @@ def bench_export(args) -> list[dict]:
 
 
 def export_rows(source: Path, folder: Path, compress: str, rounds: int) -> list[dict]:
-    """A whole export beside coremltools converting every layer, each in a process of
-    its own; its peak memory."""
-    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
-    runs = []
+    """A whole export in a process of its own beside a copy of its files; its peak
+    memory."""
+    runs, target, copied = [], folder / "bundle", folder / "copy"
 
     def export() -> float:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        runs.append(apart(export_once, source, folder / "bundle", compress))
+        runs.append(apart(export_once, source, target, compress))
         return runs[-1]["seconds"]
 
-    def plain() -> float:
-        return layers * apart(coremltools_layer, source, folder, compress)
-
-    peers = {"coremltools for each layer": plain}
+    peers = {"copy": partial(seconds, partial(shutil.copytree, target, copied))}
     rows = compare({f"export {compress}": export}, peers, rounds, "s")
     shutil.rmtree(folder)
     peaks, stored = ([run[key] for run in runs] for key in ("peak", "bytes"))
@@ -320,43 +316,6 @@ def export_once(source: Path, target: Path, compress: str) -> dict:
     bundle = workbench.export.export(source, target, **how)
     took = time.perf_counter() - start
     return {"seconds": took, "bytes": bundle.bytes, "peak": peak_rss()}
-
-
-def coremltools_layer(source: Path, folder: Path, compress: str) -> float:
-    """Seconds in which coremltools converts, compresses and saves Hugging Face's own
-    layer of a Qwen 2 for one token; the second of two, so that nothing is imported."""
-    from transformers import AutoConfig
-    from transformers.models.qwen2 import modeling_qwen2 as modeling
-
-    from miltorch.quiet import coremltools, quiet
-
-    ct, config = coremltools(), AutoConfig.from_pretrained(source)
-    config._attn_implementation = "eager"
-
-    class Alone(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = modeling.Qwen2DecoderLayer(config, 0)
-
-        def forward(self, x, cos, sin):
-            return self.layer(x, position_embeddings=(cos, sin))
-
-    alone = Alone().eval()
-    D = config.hidden_size // config.num_attention_heads
-    inputs = [torch.rand(1, 1, n) for n in (config.hidden_size, D, D)]
-
-    def convert():
-        with torch.inference_mode(), quiet():
-            traced = torch.export.export(alone, tuple(inputs)).run_decompositions({})
-            model = ct.convert(traced, minimum_deployment_target=ct.target.iOS18)
-            opt = ct.optimize.coreml
-            if compress != "fp16":
-                how = opt.OpLinearQuantizerConfig(granularity="per_tensor")
-                model = opt.linear_quantize_weights(model, opt.OptimizationConfig(how))
-            model.save(str(folder / "layer.mlpackage"))
-
-    convert()
-    return seconds(convert)
 
 
 def bench_validate(args) -> list[dict]:

@@ -190,13 +190,11 @@ class Explorer:
             plots.heatmap(self.shown, **self._options(), **size)
             self.layers = sorted(self.shown["layer"].unique())
             self.positions = sorted(self.shown["position"].unique())
+            layer, position = self.cell or (None, None)
             for ax in figure.axes[:-1]:  # the last one is the colour bar
                 ax.format_coord = lambda x, y: self._words(self._cell_at(x, y))
-                if self.cell and self.cell[0] in self.layers:
-                    at = (
-                        self.positions.index(self.cell[1]),
-                        self.layers.index(self.cell[0]),
-                    )
+                if layer in self.layers:
+                    at = self.positions.index(position), self.layers.index(layer)
                     frame = Rectangle(at, 1, 1, fill=False, edgecolor="#D55E00", lw=2)
                     ax.add_patch(frame)
         self.canvas.layout.display = "none" if self.shown.empty else None
@@ -215,13 +213,9 @@ class Explorer:
         """The rows of a table at the controls' setting, whatever the axes `free` are;
         fidelity has rows of every T."""
         name, hashes = "values" if table == "fidelity" else "setting", set()
+        chosen = {n: c.value for n, c in self.axes.items() if n not in free}
         for cell in self.cells:
-            chosen = (
-                c.value == _value(cell, n)
-                for n, c in self.axes.items()
-                if n not in free
-            )
-            if all(chosen):
+            if all(_value(cell, n) == value for n, value in chosen.items()):
                 hashes |= {cell.columns(auto)[name] for auto in RUNTIMES}
         rows = self.stored[table]
         return rows[rows[name].isin(hashes)]
@@ -265,20 +259,18 @@ class Explorer:
     def click(self, event) -> None:
         """Chooses the cell under the pointer, and measures its layer's error split if
         the log has none."""
-        if (
-            event.inaxes
-            and self.shown.size
-            and (at := self._cell_at(event.xdata, event.ydata))
-        ):
-            self.cell = at
-            self.guarded(self.draw)
-            if self.checkpoint and self._split() is None:
-                about = self._bundle(), self.grid.validate_ids, self.grid.experiment
-                split = partial(
-                    measure_split, self.checkpoint, *about, self.root, self.stopped
-                )
-                words = f"error split of layer {at[0]} and the others"
-                self.begin([Step(words, 1, self.seconds["split"], split)])
+        inside = event.inaxes and self.shown.size
+        at = self._cell_at(event.xdata, event.ydata) if inside else None
+        if at is None:
+            return
+        self.cell = at
+        self.guarded(self.draw)
+        if self.checkpoint and self._split() is None:
+            about = self._bundle(), self.grid.validate_ids, self.grid.experiment
+            where = self.root, self.stopped
+            split = partial(measure_split, self.checkpoint, *about, *where)
+            words = f"error split of layer {at[0]} and the others"
+            self.begin([Step(words, 1, self.seconds["split"], split)])
 
     def _describe(self) -> None:
         """Writes the chosen cell's values and its layer's error split."""
@@ -303,9 +295,8 @@ class Explorer:
         return {n: c.value for n, c in self.axes.items() if n in self.grid.export}
 
     def _split(self) -> pd.DataFrame | None:
-        if self.checkpoint is None:
-            return None
-        return stored_split(self.checkpoint, self._bundle(), self.root)
+        if self.checkpoint:
+            return stored_split(self.checkpoint, self._bundle(), self.root)
 
     def missing(self) -> list[Step]:
         """The measurements that the log lacks, those of the shown setting first."""
@@ -371,15 +362,9 @@ class Explorer:
         controls = [self.tensor, self.metric, *self.axes.values()]
         name = "-".join(["explorer", *(str(control.value) for control in controls)])
         about = ", ".join(f"{c.description} {c.label}" for c in controls)
-        data = self.shown, self._options()
-        self.experiment.figure(
-            name,
-            plots.heatmap,
-            data[0],
-            alt=f"By layer and token: {about}.",
-            about=about,
-            **data[1],
-        )
+        words = {"alt": f"By layer and token: {about}.", "about": about}
+        shown = plots.heatmap, self.shown
+        self.experiment.figure(name, *shown, **words, **self._options())
         folder = self.experiment.folder / "figures"
         self.status.value = f"saved {name} (svg, pdf, png, parquet) in {folder}"
 
@@ -396,9 +381,9 @@ def _on_kernel_thread(action: Callable[[], None]) -> None:
 
 def _duration(steps: list[Step]) -> str:
     seconds = sum(step.seconds for step in steps)
-    return (
-        f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} min"
-    )
+    if seconds < 100:
+        return f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min"
 
 
 def _canvas():
@@ -422,7 +407,7 @@ def _value(cell: Cell, name: str):
     return cell.run[name] if name in sweep.RUN_AXES else getattr(cell.options, name)
 
 
-def _control(name: str, values) -> ui.Widget:
+def _control(name: str, values, start=None) -> ui.Widget:
     """A slider over numbers, or a list of other values."""
     slider = name in ("max_seq_len", "T", "memory_GiB")
     if slider:
@@ -431,6 +416,8 @@ def _control(name: str, values) -> ui.Widget:
         values = [(str(value), value) for value in values]
     options = {"options": values, "description": name}
     options["style"] = {"description_width": "initial"}
+    if start is not None:
+        options["value"] = start
     if slider:
         return ui.SelectionSlider(**options, continuous_update=False)
     return ui.Dropdown(**options, layout=ui.Layout(width="auto"))
@@ -448,18 +435,18 @@ def planner(checkpoint: str | Path) -> ui.Widget:
                 max_seq_len=max_seq_len, t_max=T, compress=compress
             )
             budget = memory.budget(source, options, memory_GiB << 30)
-            sizes = {
-                "weights": budget.weights,
-                "KV cache": budget.kv,
-                "all": budget.total,
+            row = {
+                "compress": compress,
+                "weights, MiB": budget.weights / 2**20,
+                "KV cache, MiB": budget.kv / 2**20,
+                "all, MiB": budget.total / 2**20,
+                "fits": "yes" if budget.json()["fits_mac"] else "no",
             }
-            row = {f"{name}, MiB": size / 2**20 for name, size in sizes.items()}
-            row["fits"] = "yes" if budget.json()["fits_mac"] else "no"
             for tokens in sorted({1, T}):
                 work = memory.work(source, options, tokens)
                 ms = roofline.predict_ms(work, chip)
                 row[f"tok/s at T = {tokens}"] = 1e3 * tokens / ms
-            rows.append({"compress": compress} | row)
+            rows.append(row)
         misfit = roofline.misfits()["misfit"].abs().median()
         words = (
             f"{source.name} on a Mac, predicted by a roofline that misses published "
@@ -467,13 +454,10 @@ def planner(checkpoint: str | Path) -> ui.Widget:
         words += f"figures by {misfit:.0%} in the median; nothing here is measured."
         display(show(pd.DataFrame(rows)).set_caption(words))
 
-    controls = {
-        "max_seq_len": ([2**n for n in range(6, 16)], 512),
-        "T": ([1, 2, 3, 4, 8, 16, 32], 4),
-        "chip": (sorted(roofline.chips()), "M4"),
-        "memory_GiB": ([6, 8, 12, 16, 24, 32, 64, 128], 16),
-    }
-    made = {name: _control(name, values) for name, (values, _) in controls.items()}
-    for name, (_, start) in controls.items():
-        made[name].value = start
-    return ui.interactive(table, **made)
+    return ui.interactive(
+        table,
+        max_seq_len=_control("max_seq_len", [2**n for n in range(6, 16)], 512),
+        T=_control("T", [1, 2, 3, 4, 8, 16, 32], 4),
+        chip=_control("chip", sorted(roofline.chips()), "M4"),
+        memory_GiB=_control("memory_GiB", [6, 8, 12, 16, 24, 32, 64, 128], 16),
+    )

@@ -56,12 +56,12 @@ def test_rows_keep_raw_samples_and_say_how_many_times_better():
     assert row["ratio"] == 3 and row["samples"] == [30.0] and row["n"] == 1
 
 
-def test_an_export_stands_beside_coremltools(tmp_path, short):
+def test_an_export_stands_beside_a_copy_of_its_files(tmp_path, short):
     dims = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     dims |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 64}
     source = tiny.random(tmp_path / "c", "qwen2", **dims)
     found = whole(bench.export_rows(source, tmp_path / "work", "int8-tensor", 1), 1)
-    assert {peer for _, peer in found} == {"coremltools for each layer", "stored"}
+    assert {peer for _, peer in found} == {"copy", "stored"}
     assert not (tmp_path / "work").exists()
 
 

@@ -242,23 +242,21 @@ class ForeignModel:
         """A part without a state over all tokens, in as many calls as its functions
         need; a call with more columns than tokens are left repeats the last one."""
         functions = self.parts[index].functions
+        smallest = min(functions, key=lambda f: f.t_min)
         T, done, calls = len(next(iter(columns.values()))), 0, []
         while done < T:
             fitting = [f for f in functions if f.t_min <= T - done]
-            smallest = min(functions, key=lambda f: f.t_min)
             function = max(fitting, key=lambda f: f.t_max, default=smallest)
             size = max(function.t_min, min(function.t_max, T - done))
             chosen = np.minimum(done + np.arange(size), T - 1)
             of_call = {name: value[chosen] for name, value in columns.items()}
-            outputs = self._part(index, function, of_call, None, start + done, hook)
-            calls.append((outputs, min(size, T - done)))
+            calls.append(self._part(index, function, of_call, None, start + done, hook))
             done += size
         joined = {}
-        for kind, values in calls[0][0].items():
-            joined[kind] = []
-            for i in range(len(values)):
-                pieces = [outputs[kind][i][:count] for outputs, count in calls]
-                joined[kind].append(np.concatenate(pieces))
+        for kind in calls[0]:
+            outputs = zip(*(call[kind] for call in calls))
+            # what the last call gave for tokens that it repeated is cut off
+            joined[kind] = [np.concatenate(pieces)[:T] for pieces in outputs]
         return joined
 
     def _part(

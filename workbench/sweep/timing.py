@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # half a second to import, which every first call would wait
 WARMUP_CALLS = 2
 RAMP_CALLS = 3
 PRESSURE_EVERY_S = 5
-_PHASE = ("phase", "shard", "value", "cpu_ms", "native_ms")
 _PARTS = ("layer", "head", "host")  # phases of a call
 SIZES = ("T", "depth", "n_gen", "repetitions", "min_tokens", "min_seconds")
 """Arguments of `measure_speed`."""
@@ -178,22 +177,19 @@ def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
 def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list[dict]:
     """The phases of one call, ms: the whole call, each layer shard, the head, and the
     host."""
-    cpu_start = time.thread_time()
+    start = time.thread_time()
     _, times = decoder.step(seqs, ids)
-    total = times.total
-    cpu = (time.thread_time() - cpu_start) * 1e3
-    native = None
-    if None not in times.native_ms:
-        native = sum(times.native_ms)
-    shards = [model.shard.name for model in decoder.layers]
+    cpu = (time.thread_time() - start) * 1e3
+    shards = [*(model.shard.name for model in decoder.layers), None]
     ms = [*times.layers, times.head]
-    names = ["layer"] * len(shards) + ["head"], [*shards, None]
-    phases = [
-        ("call", None, total, cpu, native),
-        *zip(*names, ms, times.cpu_ms, times.native_ms, strict=True),
-        ("host", None, total - sum(ms), cpu - sum(times.cpu_ms), None),
-    ]
-    return [dict(zip(_PHASE, phase)) for phase in phases]
+    native = None if None in times.native_ms else sum(times.native_ms)
+    rows = [{"phase": "call", "value": times.total, "cpu_ms": cpu, "native_ms": native}]
+    for shard, *part in zip(shards, ms, times.cpu_ms, times.native_ms, strict=True):
+        row = dict(zip(("value", "cpu_ms", "native_ms"), part))
+        rows.append(row | {"phase": "layer" if shard else "head", "shard": shard})
+    host = times.total - sum(ms)
+    rows.append({"phase": "host", "value": host, "cpu_ms": cpu - sum(times.cpu_ms)})
+    return rows
 
 
 def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
@@ -204,24 +200,15 @@ def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     spans = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}
     rows = []
-    timed = timed[timed["shard"].map(lambda shard: len(spans[shard]) > 0)]
     for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
-        each = times[["value", "cpu_ms", "native_ms"]].astype(float) / len(spans[shard])
-        mad = (each["value"] - each["value"].median()).abs().median()
-        medians = each.median()
-        rows += [(i, shard, T, depth, mad, len(each), *medians) for i in spans[shard]]
-    columns = [
-        "layer",
-        "shard",
-        "T",
-        "depth",
-        "mad_ms",
-        "n",
-        "layer_ms",
-        "cpu_ms",
-        "native_ms",
-    ]
-    return pd.DataFrame(rows, columns=columns)
+        layers = spans[shard]  # none of a router
+        each = times[["value", "cpu_ms", "native_ms"]].astype(float) / len(layers)
+        median = each.median()
+        row = {"shard": shard, "T": T, "depth": depth, "n": len(each)}
+        row |= {"layer_ms": median.pop("value"), **median}
+        row["mad_ms"] = (each["value"] - row["layer_ms"]).abs().median()
+        rows += [{"layer": layer} | row for layer in layers]
+    return pd.DataFrame(rows)
 
 
 def profile(
