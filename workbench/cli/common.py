@@ -13,7 +13,7 @@ from typer import Exit, Option, Typer, echo
 
 import workbench
 from workbench import paths
-from workbench.check.gates import jsonable
+from workbench.check.gates import Gate, jsonable, verdict
 from workbench.errors import InputError
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
@@ -60,6 +60,12 @@ class Prompt:
         if self.text:
             paths.text(self.text)
         return bool(count)
+
+    def required(self) -> None:
+        """As `given`; refuses none."""
+        if not self.given():
+            needed = "one of --prompt, --prompt-ids, --text"
+            raise InputError("prompt", "none", needed, "give one of them")
 
     def ids(self, V: int, tokenizer: Path, bos: int | None = None) -> list[int]:
         """Token ids, all of them in a vocabulary of V; without a prompt 24 seeded
@@ -199,13 +205,9 @@ def parse_ids(text: str) -> list[int]:
         raise InputError("--prompt-ids", repr(text), needed, step) from None
 
 
-def look_at(golden: Path | None, checkpoint: Path | None) -> None:
-    """Refuses a path without a golden or without a checkpoint before torch is
-    imported."""
-    if golden:
-        paths.golden(golden)
-    if checkpoint:
-        paths.checkpoint(checkpoint)
+def judged(checks: list[Gate]) -> dict:
+    """The verdict of gates, and the gates, as JSON."""
+    return {"verdict": verdict(checks), "gates": [gate.json() for gate in checks]}
 
 
 def record(

@@ -8,7 +8,7 @@ from typer import Argument
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import Checkpoint, Json, Prompt, gate_lines, show
+from workbench.cli.common import Checkpoint, Json, Prompt, gate_lines, judged, show
 from workbench.errors import InputError, check_choice
 
 PANEL = "Check"
@@ -64,9 +64,8 @@ def explain_command(
         lines += ["", kind, *text]
         checks += own
     if checks:
-        verdict = gates.verdict(checks)
-        result |= {"verdict": verdict, "gates": [g.json() for g in checks]}
-        lines = [verdict, *gate_lines(checks), *lines]
+        result |= judged(checks)
+        lines = [result["verdict"], *gate_lines(checks), *lines]
     show(result, json, lines)
 
 

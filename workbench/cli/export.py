@@ -12,7 +12,7 @@ from typer import Argument
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, Prompt, gate_lines, show
+from workbench.cli.common import Json, Prompt, gate_lines, judged, show
 from workbench.errors import InputError
 
 PANEL = "Make"
@@ -135,17 +135,17 @@ def _validating_files(
 ) -> tuple[dict, list[str]]:
     """Writes the verdict of a bundle's own gates and the device gate's reference; what
     the command prints of them, as JSON and as lines."""
-    from workbench.check import gates, verdict
+    from workbench.check import verdict
     from workbench.check.device import reference_path, stored_reference
     from workbench.check.validate import bug_gates
 
     checks = bug_gates(target, source, progress=progress)
     verdict.save(target, checks)
     stored_reference(target, golden, out)
-    reference = str(reference_path(target, out))
-    result = {"verdict": gates.verdict(checks), "gates": [g.json() for g in checks]}
+    reference = reference_path(target, out)
+    result = judged(checks) | {"reference": str(reference)}
     lines = [f"copy with it {target.root} and {reference}", result["verdict"]]
-    return result | {"reference": reference}, lines + gate_lines(checks)
+    return result, lines + gate_lines(checks)
 
 
 def check_writable(out: Path) -> None:

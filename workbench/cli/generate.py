@@ -42,9 +42,7 @@ def generate_command(
         logits: Write logits [max_new + 1, V] fp32 here (.npy).
     """
     opened = workbench.Bundle.open(bundle)
-    if not prompt.given():
-        options = "--prompt, --prompt-ids, --text"
-        raise InputError("prompt", "none", f"one of {options}", "give one of them")
+    prompt.required()
     if chat and prompt.prompt is None:
         step = "give --prompt TEXT"
         raise InputError("--chat", "no --prompt", "a text to answer", step)
@@ -112,9 +110,7 @@ def evaluate_command(
     opened = workbench.Bundle.open(bundle)
     if checkpoint:
         paths.checkpoint(checkpoint)
-    if not prompt.given():
-        options = "--text, --prompt, --prompt-ids"
-        raise InputError("text", "none", f"one of {options}", "give one of them")
+    prompt.required()
     from workbench.check.evaluate import evaluate
     from workbench.log import project
     from workbench.models import checkpoint as checkpoints

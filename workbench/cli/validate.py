@@ -13,7 +13,7 @@ from workbench.cli.common import (
     Record,
     Where,
     gate_lines,
-    look_at,
+    judged,
     record,
     show,
 )
@@ -55,7 +55,10 @@ def validate_command(
         step = "give a limit such as 0.05"
         raise InputError("--max-kl", f"{max_kl:g}", "0 or more nats", step)
     opened = workbench.Bundle.open(bundle)
-    look_at(golden, checkpoint)
+    if golden:
+        paths.golden(golden)
+    if checkpoint:
+        paths.checkpoint(checkpoint)
     _check_tasks(tasks, checkpoint)
     from workbench.runtime import is_device, resolve
 
@@ -137,10 +140,9 @@ def _own_gates(bundle, where: Where, json: bool) -> None:
     from workbench.check.states import state_gates
 
     checks = [interface_gate(bundle), *state_gates(where.decoder(bundle))]
-    result = {"verdict": gates.verdict(checks), "gates": [g.json() for g in checks]}
-    lines = [result["verdict"], *gate_lines(checks)]
-    lines.append("not compared with a model: give --checkpoint or --golden")
-    show(result, json, lines)
+    result = judged(checks)
+    hint = "not compared with a model: give --checkpoint or --golden"
+    show(result, json, [result["verdict"], *gate_lines(checks), hint])
 
 
 def _each_unit(bundle, golden, path: Path | None, where: Where, alone: bool):
@@ -185,8 +187,8 @@ def _show_unopened(bundle, checkpoint, problem: InputError, json: bool) -> None:
     else:
         checks = [interface, *unopened_gates(problem, BUG_GATES[1:])]
     empty = "worst", "min_cosine", "mean_cosine", "logits", "price"
-    result = {"verdict": "RED", "gates": [g.json() for g in checks], "rows": 0}
-    show(result | dict.fromkeys(empty), json, ["RED", *gate_lines(checks)])
+    result = judged(checks) | dict.fromkeys(empty) | {"rows": 0}
+    show(result, json, ["RED", *gate_lines(checks)])
 
 
 def _cost_lines(price: dict) -> list[str]:
