@@ -36,6 +36,8 @@ def judged(out, *arguments, code=0):
     ]
 
 
+@pytest.mark.wide
+@pytest.mark.slow("coremltools' own tests run in a process of theirs")
 def test_the_slice_passes_whole(tmp_path):
     """State, attention and dialect ops as coremltools' authors test them, predictions compared."""
     assert [line.get("outcome", "selected") for line in judged(tmp_path, "slice")] == [
@@ -46,12 +48,15 @@ def test_the_slice_passes_whole(tmp_path):
     assert judged(tmp_path, "slice")[86:] == [{"selected": 85}]
 
 
+@pytest.mark.wide
+@pytest.mark.slow("coremltools' own tests run in a process of theirs")
 def test_a_sample_of_all_op_cases_has_no_failure_without_a_reason(tmp_path):
     selected, *lines = judged(tmp_path, "ops", "--sample", "40")
     assert selected["selected"] > 10_000 and len(lines) == 40
     assert sum(line["outcome"] == "passed" for line in lines) > 30
 
 
+@pytest.mark.slow("coremltools' own tests run in a process of theirs")
 def test_a_wrong_rule_is_found(tmp_path):
     (tmp_path / "fault.py").write_text(FAULT)
     lines = judged(tmp_path, "slice", "-p", "fault", "-k", "dynamic_stress", code=1)
