@@ -244,6 +244,7 @@ def test_another_module_is_named_first(exports, tmp_path, monkeypatch, name, com
     assert errors[1] > 10 * errors[0]
 
 
+@pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "lut4"])
 def test_exchanged_layers_are_named_first(exports, tmp_path, compress):
     source = checkpoint_of(exports, "llama")
