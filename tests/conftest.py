@@ -211,7 +211,7 @@ def grid() -> dict:
 @pytest.fixture(scope="session")
 def swept(shared, grid):
     """(folder with log/ and bundles/, counts) of that sweep, run once for all workers."""
-    import json
+    import pickle
 
     import in_process
     from tiny import once
@@ -223,10 +223,10 @@ def swept(shared, grid):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(process, "call", in_process.call)
             counts = sweep.sweep(sweep.make_grid(grid), progress=False, **where)
-        (folder / "counts.json").write_text(json.dumps(counts))
+        (folder / "counts").write_bytes(pickle.dumps(counts))
 
     folder = once(shared / "swept", make)
-    return folder, json.loads((folder / "counts.json").read_text())
+    return folder, pickle.loads((folder / "counts").read_bytes())
 
 
 @pytest.fixture(scope="session")
