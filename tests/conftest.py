@@ -203,7 +203,7 @@ def grid() -> dict:
         "checkpoint": str(DATA / "tiny-llama"),
         "experiment": "34",
         "validate_ids": [1, 4, 69, 173, 13, 4],
-        "export": {"max_seq_len": [16], "t_max": [2]},
+        "export": {"max_seq_len": [16], "tokens": ["1-2"]},
         "run": {"T": [1, 2], "depth": [4], "n_gen": 4, "repetitions": 2},
     }
 

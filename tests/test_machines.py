@@ -22,7 +22,7 @@ GRID = {
     "validate_ids": [1, 4, 69],
     "export": {
         "max_seq_len": [16, 32],
-        "t_max": [2],
+        "tokens": ["1-2"],
         "compress": ["int8-tensor", "fp16"],
     },
     "run": {"T": [1, 2], "n_gen": 4, "repetitions": 3},
@@ -183,7 +183,7 @@ def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(
 ):
     small = GRID | {
         "validate_ids": [],
-        "export": {"max_seq_len": [16], "t_max": [2]},
+        "export": {"max_seq_len": [16], "tokens": ["1-2"]},
         "run": GRID["run"] | {"T": [1]},
     }
     add(tmp_path / "log", small, SLOW, slow_ms, number=0, checkpoint_hash=HASH)
@@ -250,7 +250,7 @@ def test_runs_of_two_machines_do_not_repeat_each_other(tmp_path):
     """The same setting, code and chip: rounds of another machine are no evidence for this one."""
     small = GRID | {
         "validate_ids": [],
-        "export": {"max_seq_len": [16], "t_max": [2]},
+        "export": {"max_seq_len": [16], "tokens": ["1-2"]},
         "run": GRID["run"] | {"T": [1, 2]},
     }
     for number in range(3):

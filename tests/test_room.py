@@ -40,17 +40,12 @@ def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_next_one_above(
         check_room(tmp_path / "a" / "b", 1000, "it")
 
 
-@pytest.mark.parametrize("chosen", [{}, {"functions": (1, 2)}])
+@pytest.mark.parametrize("chosen", [{}, {"tokens": "1,2"}])
 def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
     tiny_llama, tmp_path, free, monkeypatch, chosen
 ):
     whole = export(
-        tiny_llama.path,
-        tmp_path / "whole",
-        progress=False,
-        max_seq_len=16,
-        t="fixed",
-        t_max=2,
+        tiny_llama.path, tmp_path / "whole", progress=False, max_seq_len=16, tokens="2"
     )
     weights = sum(f.bytes for f in whole.files if f.path.endswith(".bin"))
     # twice the embedding, once as the head; one more copy of a shard, and one for each function

@@ -15,5 +15,7 @@ def decoder(
 ) -> Decoder:
     """Gemma's local layers (window 64) are rings of 79 slots here, so that they wrap."""
     ring = {"sliding": "ring"} if name == "tiny-gemma3" else {}
-    options = {"max_seq_len": S, "t_max": T_MAX, "batch": batch} | ring | changed
+    options = (
+        {"max_seq_len": S, "tokens": f"1-{T_MAX}", "batch": batch} | ring | changed
+    )
     return exports.decoder(DATA / name, precision, **options)

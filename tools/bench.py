@@ -279,7 +279,7 @@ def bench_decode(args, rows=decode_rows) -> list[dict]:
     torch.set_num_threads(os.cpu_count())
     path, bundles = qwen2(args.folder, args.layers), {}
     for preset in PRESETS:
-        options = {"max_seq_len": 512, "compress": preset, "t_max": 64}
+        options = {"max_seq_len": 512, "compress": preset, "tokens": "1-64"}
         bundles[preset] = bundle_of(path, **options)
     return rows(bundles, path, args.rounds)
 

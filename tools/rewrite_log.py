@@ -28,10 +28,11 @@ DEFAULTS = Options().model_dump(mode="json") | {
     "states": "separate",
     "undo": False,
     "state_pair": False,
-    "functions": [],
     "target": "coreml",
     "program_dtype": "fp16",
 }
+CALLS = {"t_max": 4, "t": "range", "functions": []}
+"""What up to version 4 stood in place of `tokens`, and its defaults."""
 PLACES = {"run": "", "export": "", "before": "_before"}
 """Parts of the config of older rows whose keys became columns, and their endings."""
 
@@ -42,12 +43,17 @@ def rewrite(root: Path) -> int:
     for table in SCHEMAS:
         for path in sorted([*root.glob(f"{table}/*.parquet")]):
             file = pq.read_table(path)
-            if file.schema.metadata.get(store.VERSION_KEY) == str(VERSION).encode():
+            version = int(file.schema.metadata[store.VERSION_KEY])
+            if version == VERSION:
                 continue
             rows = file.to_pandas(types_mapper=store._PANDAS_TYPES.get)
             if table == "runs":
                 row = store.plain(rows).to_dict("records")[0]
-                rows = [lifted(row, tables_of(root, path.name))]
+                if version < 4:
+                    row = lifted(row, tables_of(root, path.name))
+                else:
+                    row = renamed(row)
+                rows = [row]
             data = store._to_arrow(table, rows, path.stem)
             write_whole(path, lambda file, data=data: pq.write_table(data, file))
             count += 1
@@ -63,6 +69,35 @@ def tables_of(root: Path, name: str) -> dict[str, pd.DataFrame]:
     return tables
 
 
+def tokens(row: dict) -> str | None:
+    """The option `tokens` of a row that has its parts."""
+    functions = json.loads(row.pop("functions", None) or "[]")
+    most, t = row.pop("t_max", None), row.pop("t", None)
+    if functions:
+        return ",".join(map(str, functions))
+    if most is None:
+        return None
+    return str(int(most)) if t == "fixed" or most == 1 else f"1-{int(most)}"
+
+
+def renamed(row: dict) -> dict:
+    """A row of version 4 with `tokens` in place of its parts, and its hashes."""
+    row = dict.fromkeys(SCHEMAS["runs"].names) | row
+    old = chosen(row, DEFAULTS | CALLS)
+    row["tokens"] = tokens(row)
+    new, counts = chosen(row), {name: row.get(name) for name in COUNTS}
+    if row["setting"]:
+        for contents in (row["checkpoint_hash"], row["bundle_hash"]):
+            if identity.setting(contents, old, row, counts) == row["setting"]:
+                row["setting"] = identity.setting(contents, new, row, counts)
+                break
+        else:
+            raise ValueError(f"run {row['run_id']}: a setting of no known options")
+    if row["values"]:
+        row["values"] = identity.values(row["checkpoint_hash"], new, row)
+    return row
+
+
 def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     """A row of `runs` of version 1, 2 or 3 in the columns of today."""
     config = json.loads(row.get("config") or "{}")
@@ -71,6 +106,7 @@ def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
         for key, value in (config.get(part) or {}).items():
             if row.get(key + ending) is None and not isinstance(value, list | dict):
                 row[key + ending] = value
+    row["tokens"] = tokens(row)
     if row["runtime"] == "coreml" and row.get("hints") is None:
         hints = (config.get("run") or {}).get("hints") or {}
         row["hints"] = json.dumps(hints, sort_keys=True)
@@ -95,10 +131,10 @@ def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     return {name: value for name, value in row.items() if name in names}
 
 
-def chosen(row: dict) -> dict:
+def chosen(row: dict, defaults: dict = DEFAULTS) -> dict:
     """`identity.chosen` of the options in a row's columns."""
     options = {}
-    for name, default in DEFAULTS.items():
+    for name, default in defaults.items():
         value = row.get(name)
         if name == "functions" and isinstance(value, str):
             value = json.loads(value)

@@ -432,7 +432,7 @@ def planner(checkpoint: str | Path) -> ui.Widget:
         rows = []
         for compress in memory.PRESETS:
             options = export_options(
-                max_seq_len=max_seq_len, t_max=T, compress=compress
+                max_seq_len=max_seq_len, tokens=f"1-{T}", compress=compress
             )
             budget = memory.budget(source, options, memory_GiB << 30)
             row = {

@@ -383,7 +383,7 @@ def test_a_cache_written_at_pos_beside_a_range_aborts(exports):
     path = exports.checkpoint("llama")
     ranged, fixed, masked = (
         placement.predicted_placement(exports.bundle(path, **options))
-        for options in ({"kv_write": "slice"}, {"kv_write": "slice", "t": "fixed"}, {})
+        for options in ({"kv_write": "slice"}, {"kv_write": "slice", "tokens": "4"}, {})
     )
     names = [
         {n for p in ps for r in p.rules if r["id"] == "D8" for n in r["names"]}
@@ -405,7 +405,7 @@ def test_a_bundle_of_many_programs_says_so(exports, monkeypatch):
 
 @pytest.mark.parametrize("kv_write", ["mask", "slice"])
 def test_a_cache_that_a_mask_writes_is_seen(exports, kv_write):
-    options = {"kv_write": kv_write, "t": "fixed", "layers_per_shard": 2}
+    options = {"kv_write": kv_write, "tokens": "4", "layers_per_shard": 2}
     bundle = exports.bundle(exports.checkpoint("llama"), **options)
     broken = {r["id"] for r in placement.predicted_placement(bundle)[0].rules}
     assert ("K14" in broken) == (kv_write == "mask")

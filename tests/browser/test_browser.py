@@ -33,7 +33,7 @@ SHOTS = ROOT / "build" / "screens"
 EXPLORER = """from workbench import Experiment, widgets
 experiment = Experiment("34_x", {"CHECKPOINT": "tiny-llama"})
 grid = {"checkpoint": "data/tiny-llama", "experiment": "34", "validate_ids": [1, 4, 69, 173],
-        "export": {"max_seq_len": [16, 32], "t_max": [2]},
+        "export": {"max_seq_len": [16, 32], "tokens": ["1-2"]},
         "run": {"T": [1, 2], "n_gen": 2, "repetitions": 3}}
 explorer = widgets.Explorer(grid, experiment)
 explorer"""

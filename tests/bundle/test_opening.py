@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -70,16 +69,9 @@ def doubled(shards):
 
 def test_the_manifest_of_an_export_says_each_thing_once_and_in_order(copy):
     for edit, found in [
-        (
-            lambda shards: swapped(shards, "router"),
-            "every decoder layer once, in order",
-        ),
-        (doubled, "every decoder layer once, in order"),
-        (lambda shards: shards.pop(0), "every decoder layer once, in order"),
-        (
-            lambda shards: shards[0].update(path=shards[1]["path"]),
-            "two shards have one path",
-        ),
+        (lambda shards: swapped(shards, "router"), "every layer once, in order"),
+        (doubled, "every layer once, in order"),
+        (lambda shards: shards.pop(0), "every layer once, in order"),
         (
             lambda shards: shards[0].update(files=[]),
             "shards.0.files: List should have at least 1 item",
@@ -104,11 +96,4 @@ def test_head_slices_out_of_order_are_refused(exports, tmp_path):
     swapped(manifest["shards"], "head")
     (copy / "bundle.json").write_text(json.dumps(manifest))
     with pytest.raises(InputError, match="vocabulary once, in order"):
-        Bundle.open(copy)
-
-
-def test_a_manifest_that_is_a_link_is_refused(copy):
-    elsewhere = Path(shutil.move(copy / "bundle.json", copy.parent / "elsewhere.json"))
-    (copy / "bundle.json").symlink_to(elsewhere)
-    with pytest.raises(InputError, match="a symlink"):
         Bundle.open(copy)

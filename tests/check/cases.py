@@ -50,8 +50,8 @@ TRAINED = (
 # Bundles that faults are planted in: a checkpoint and options of its export.
 BASES = {
     "llama": ("data/tiny-llama", {"max_seq_len": 64}),
-    "fixed": ("data/tiny-llama", {"max_seq_len": 32, "t": "fixed"}),
-    "functions": ("data/tiny-llama", {"max_seq_len": 32, "functions": (1, 4)}),
+    "fixed": ("data/tiny-llama", {"max_seq_len": 32, "tokens": "4"}),
+    "functions": ("data/tiny-llama", {"max_seq_len": 32, "tokens": "1,4"}),
     "batch": ("data/tiny-llama", {"max_seq_len": 32, "batch": 3}),
     "qwen2": ({"family": "qwen2"}, {"max_seq_len": 32}),
     "qwen3": ({"family": "qwen3"}, {"max_seq_len": 32}),
@@ -63,7 +63,7 @@ BASES = {
     "phi3": ({"family": "phi3"}, {"max_seq_len": 32}),
     "lfm2": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32}),
     "ring": ({"family": "gemma3_text"}, {"max_seq_len": 32, "sliding": "ring"}),
-    "qwen3_5": ({"family": "qwen3_5_text"}, {"max_seq_len": 32, "t_max": 8}),
+    "qwen3_5": ({"family": "qwen3_5_text"}, {"max_seq_len": 32, "tokens": "1-8"}),
     "granite": ({"family": "granitemoehybrid"}, {"max_seq_len": 32}),
     "wide": (
         {"family": "llama", "vocab_size": 2 * 16_384, "num_hidden_layers": 1},
@@ -339,7 +339,7 @@ def all_bug_gates(bundle: Bundle, checkpoint: Checkpoint) -> list[Gate]:
 def budget_gates(declared: Decoder, checkpoint: Checkpoint) -> list[Gate]:
     """`budget` of a decoder against a golden of `PROMPT` tokens."""
     options = declared.options
-    Ts = (1, options.t_max) if options.t == "range" else None
+    Ts = (1, options.t_max) if not options.shapes else None
     golden, budget = measured(declared.bundle.root, checkpoint.path)
     passes = fidelity.measure_fidelity(declared, golden, Ts)[1:]
     found = measure_price(declared, golden, passes=passes, budget=budget)

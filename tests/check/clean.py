@@ -81,7 +81,7 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         }
     options = {
         "compress": compress,
-        "t_max": int(rng.choice([2, 4])),
+        "tokens": f"1-{rng.choice([2, 4])}",
         "layers_per_shard": int(rng.choice([1, 2])),
         "kv_write": str(rng.choice(["mask", "slice"])),
         "layout": str(rng.choice(["bct1", "bc1t"])),

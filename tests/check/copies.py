@@ -185,8 +185,8 @@ class Copy:
         coremltools()
         self.root = Path(shutil.copytree(source, root))
         self.manifest = json.loads((self.root / "bundle.json").read_text())
-        functions = self.manifest["options"].get("functions") or ()
-        self.function = f"t{functions[0]}" if functions else "main"
+        first, *more = self.manifest["options"]["tokens"].split(",")
+        self.function = f"t{first}" if more else "main"
         self._specs = {}
 
     @property

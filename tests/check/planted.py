@@ -1167,12 +1167,12 @@ def a_state_described_as_float32(copy):
 
 @planted("interface")
 def t_max_of_60_over_a_range_of_4(copy):
-    copy.manifest["options"]["t_max"] = 60
+    copy.manifest["options"]["tokens"] = "1-60"
 
 
 @planted("interface")
 def t_max_of_2_over_a_range_of_4(copy):
-    copy.manifest["options"]["t_max"] = 2
+    copy.manifest["options"]["tokens"] = "1-2"
 
 
 @planted("interface")

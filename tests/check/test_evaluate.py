@@ -189,7 +189,7 @@ def test_intervals_hold_the_figure_and_are_null_for_few_windows(bundle, text):
 @pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("name", ["tiny-zaya", "tiny-gemma3"])
 def test_other_families_agree_with_transformers(exports, text, name):
-    bundle = exports.bundle(DATA / name, max_seq_len=96, t_max=8)
+    bundle = exports.bundle(DATA / name, max_seq_len=96, tokens="1-8")
     how = ("--window", 80, "--stride", 40, "--precision", "exact")
     result = command(bundle.root, "--text", text, "--checkpoint", DATA / name, *how)
     ids = encode_text(DATA / name, text.read_text())

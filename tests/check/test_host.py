@@ -12,9 +12,9 @@ from workbench.models.checkpoint import Checkpoint
 
 S = 96  # rope frozen past 32 and off by one past 64 show
 OPTIONS = {
-    "llama": dict(max_seq_len=S, batch=3, t_max=3),
+    "llama": dict(max_seq_len=S, batch=3, tokens="1-3"),
     "qwen2": dict(max_seq_len=S, kv_write="slice"),
-    "qwen3": dict(max_seq_len=S, t="fixed", compress="lut4", layout="bc1t"),
+    "qwen3": dict(max_seq_len=S, tokens="4", compress="lut4", layout="bc1t"),
     "gemma3_text": dict(
         max_seq_len=32, sliding="ring", batch=2, compress="int8-tensor"
     ),
@@ -24,7 +24,7 @@ OPTIONS = {
     "phi3": dict(max_seq_len=16),
     "lfm2": dict(max_seq_len=16, batch=3, layers_per_shard=3),
     "qwen3_5_text": dict(max_seq_len=16, batch=3, layers_per_shard=3),
-    "granitemoehybrid": dict(max_seq_len=16, batch=2, t_max=8),
+    "granitemoehybrid": dict(max_seq_len=16, batch=2, tokens="1-8"),
 }
 
 

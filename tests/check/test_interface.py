@@ -10,11 +10,11 @@ from workbench.check.interface import interface_gate
 from workbench.models.checkpoint import Checkpoint
 
 CLEAN = {
-    "llama": {"t": "fixed"},
+    "llama": {"tokens": "4"},
     "qwen2": {"layers_per_shard": 2},
     "qwen3": {"kv_write": "slice", "layout": "bc1t"},
     "gemma3_text": {"sliding": "ring", "layers_per_shard": 2},
-    "zaya": {"t_max": 1},
+    "zaya": {"tokens": "1"},
     "zaya routed": {"moe": "routed"},
 }
 
@@ -207,17 +207,17 @@ FAULTS = {
     ),
     "no tap": (no_tap, "layers_01_01: taps of layers [], not of [1]"),
     "t_max 20": (
-        option("t_max", 20),
+        option("tokens", "1-20"),
         "layers_00_00: input attn_mask: FLOAT16 [1, 1, 1..20, 32] in the manifest, "
         "FLOAT16 [1, 1, 1..4, 32] in the description",
     ),
     "t_max 2": (
-        option("t_max", 2),
+        option("tokens", "1-2"),
         "layers_00_00: input attn_mask: FLOAT16 [1, 1, 1..2, 32] in the manifest, "
         "FLOAT16 [1, 1, 1..4, 32] in the description",
     ),
     "t fixed": (
-        option("t", "fixed"),
+        option("tokens", "4"),
         "layers_00_00: input attn_mask: FLOAT16 [1, 1, 4, 32] in the manifest, "
         "FLOAT16 [1, 1, 1..4, 32] in the description",
     ),
@@ -358,7 +358,7 @@ def test_a_tokenizer_file_that_is_missing_is_red(llama_bundle, tiny_llama, tmp_p
 def test_the_gate_needs_no_decoder(llama):
     """Decoders refuse a manifest of more tokens than the package takes; it is RED here."""
     copy = llama("fp16")
-    option("t_max", 20)(copy)
+    option("tokens", "1-20")(copy)
     bundle = Bundle.open(copy.seal())
     with pytest.raises(InputError):
         Decoder(bundle, runtime="portable")

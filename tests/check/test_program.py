@@ -41,7 +41,7 @@ def epsilons(decoder):
 DRAWS = [
     ("llama", {"compress": "fp16", "layers_per_shard": 2}),
     ("qwen2", {"compress": "int8-tensor", "batch": 3, "layout": "bc1t"}),
-    ("qwen3", {"compress": "lut4", "t": "fixed", "kv_write": "slice", "batch": 2}),
+    ("qwen3", {"compress": "lut4", "tokens": "4", "kv_write": "slice", "batch": 2}),
     (
         "gemma3_text",
         {
@@ -53,7 +53,7 @@ DRAWS = [
     ),
     ("zaya", {"compress": "int8-channel", "batch": 2}),
     ("zaya", {"compress": "fp16", "moe": "routed", "batch": 2}),
-    ("llama", {"compress": "lut6", "max_seq_len": 5, "t_max": 2}),
+    ("llama", {"compress": "lut6", "max_seq_len": 5, "tokens": "1-2"}),
 ]
 
 
@@ -168,7 +168,7 @@ def tail_of_dummy_columns(made, offsets, counts, T):
     [
         ("qwen3", {"kv_write": "slice"}, last_position_clamped),
         ("gemma3_text", {"sliding": "ring"}, ring_written_one_row_late),
-        ("zaya", {"t": "fixed"}, tail_of_dummy_columns),
+        ("zaya", {"tokens": "4"}, tail_of_dummy_columns),
     ],
 )
 def test_other_addresses_of_the_host_are_red(exports, family, options, change):

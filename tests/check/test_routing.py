@@ -11,7 +11,9 @@ from workbench.models.checkpoint import Checkpoint
 @pytest.fixture(scope="module")
 def routed(exports):
     checkpoint = exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2)
-    return exports.bundle(checkpoint, moe="routed", t_max=2), Checkpoint(checkpoint)
+    return exports.bundle(checkpoint, moe="routed", tokens="1-2"), Checkpoint(
+        checkpoint
+    )
 
 
 def worst_scores(decoder) -> Decoder:

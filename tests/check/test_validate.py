@@ -33,7 +33,7 @@ def misdeclared(bundle):
     """A bundle whose manifest promises calls of eight tokens, which its programs do not take."""
     path = bundle.root / "bundle.json"
     contents = json.loads(path.read_text())
-    contents["options"]["t_max"] = 8
+    contents["options"]["tokens"] = "1-8"
     path.write_text(json.dumps(contents))
     return Bundle.open(bundle.root)
 

@@ -75,4 +75,4 @@ def test_several_prompts_are_refused(command, exports, tmp_path):
 def test_a_text_with_a_colon_is_a_text_parameter():
     assert typed("PROMPT", "note: this", "") == "note: this"
     assert typed("PROMPT", "note: this", None) == "note: this"
-    assert typed("PREFILL", '{"t_max": 16}', {}) == {"t_max": 16}
+    assert typed("PREFILL", '{"tokens": "1-16"}', {}) == {"tokens": "1-16"}

@@ -225,7 +225,7 @@ def differing(a: Snapshot, b: Snapshot) -> list[str]:
 def options(family: str, shape: int) -> dict:
     """Export options of a family's bundle, of which there are `len(SHAPES)`."""
     ring = {"sliding": "ring"} if family in RINGS else {}
-    sizes = {"max_seq_len": S, "t_max": T_MAX, "batch": B}
+    sizes = {"max_seq_len": S, "tokens": f"1-{T_MAX}", "batch": B}
     return sizes | ring | SHAPES[shape]
 
 

@@ -218,7 +218,7 @@ def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(
     checkpoint = exports.checkpoint(
         family_name, num_hidden_layers=1, vocab_size=53, **changed
     )
-    options = {"max_seq_len": 320, "t_max": 64}
+    options = {"max_seq_len": 320, "tokens": "1-64"}
     together, alone = (
         exports.decoder(checkpoint, batch=4, **options),
         exports.decoder(checkpoint, **options),

@@ -20,7 +20,7 @@ IDS = prompt(97, 7)
 def looked_into(exports):
     """A bundle with four layers in its shard, and a golden that validation puts in their places."""
     checkpoint = exports.checkpoint("llama", num_hidden_layers=4)
-    bundle = exports.bundle(checkpoint, layers_per_shard=4, t_max=3)
+    bundle = exports.bundle(checkpoint, layers_per_shard=4, tokens="1-3")
     return bundle, golden.make_golden(Checkpoint(checkpoint), prompt(97, 6, seed=1))
 
 
@@ -119,7 +119,7 @@ def test_experts_that_are_loaded_within_a_call_are_hooked_too(exports):
     bundle = exports.bundle(
         exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2),
         moe="routed",
-        t_max=2,
+        tokens="1-2",
     )
     decoder, seen = Decoder(bundle, "portable", fast=True), set()
     decoder.advance(decoder.fresh(), [[5, 6]], lambda shard, *_: seen.add(shard.kind))

@@ -365,7 +365,7 @@ def test_steps_of_256_are_nothing_special(exports):
     does."""
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1, vocab_size=53)
     alone, together = (
-        exports.decoder(checkpoint, max_seq_len=320, t_max=64, **b)
+        exports.decoder(checkpoint, max_seq_len=320, tokens="1-64", **b)
         for b in ({}, {"batch": 4})
     )
     ids = tiny.prompt(53, 300)

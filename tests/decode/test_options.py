@@ -16,8 +16,7 @@ CHOICES = {
     "layout": ["bct1", "bc1t"],
     "moe": ["dense", "routed"],
     "sliding": ["mask", "ring"],
-    "t": ["range", "fixed"],
-    "t_max": [4, 1],
+    "tokens": ["1-4", "1", "4"],
     "batch": [1, 2],
     "layers_per_shard": [1, 2],
 }
@@ -66,11 +65,7 @@ def check_against_hugging_face(exports, checkpoint, chosen: dict) -> None:
         for seed in range(B)
     ]
     logits = [decoder.prefill([g.ids[:LENGTH] for g in goldens])]
-    if (
-        decoder.options.t == "range"
-        or decoder.options.t_max == 1
-        or decoder.options.kv_write == "mask"
-    ):
+    if 4 not in decoder.options.shapes or decoder.options.kv_write == "mask":
         logits += [
             decoder.decode_one_token([g.ids[LENGTH + i] for g in goldens])
             for i in range(MORE)
@@ -98,8 +93,8 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
     [
         ("llama", {"kv_write": "slice", "layout": "bc1t", "layers_per_shard": 2}),
         ("gemma3_text", {"sliding": "ring", "layers_per_shard": 3, "batch": 2}),
-        ("gemma3_text", {"sliding": "ring", "t_max": 6, "layers_per_shard": 2}),
-        ("qwen2", {"t": "fixed", "layout": "bc1t", "batch": 2}),
+        ("gemma3_text", {"sliding": "ring", "tokens": "1-6", "layers_per_shard": 2}),
+        ("qwen2", {"tokens": "4", "layout": "bc1t", "batch": 2}),
         ("olmo3", {"sliding": "ring", "layers_per_shard": 3, "batch": 3}),
         ("phi3", {"kv_write": "slice"}),
         (
@@ -111,15 +106,15 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
             "qwen3_5_text",
             {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"},
         ),
-        ("qwen3_5_text", {"layers_per_shard": 3, "batch": 3, "t_max": 8}),
-        ("qwen3_5_text", {"t": "fixed", "layout": "bc1t", "batch": 2}),
-        ("qwen3_5_text", {"functions": (1, 4)}),
+        ("qwen3_5_text", {"layers_per_shard": 3, "batch": 3, "tokens": "1-8"}),
+        ("qwen3_5_text", {"tokens": "4", "layout": "bc1t", "batch": 2}),
+        ("qwen3_5_text", {"tokens": "1,4"}),
         (
             "granitemoehybrid",
             {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"},
         ),
-        ("granitemoehybrid", {"layers_per_shard": 3, "batch": 3, "t_max": 8}),
-        ("granitemoehybrid", {"t_max": 1, "layout": "bc1t", "batch": 2}),
+        ("granitemoehybrid", {"layers_per_shard": 3, "batch": 3, "tokens": "1-8"}),
+        ("granitemoehybrid", {"tokens": "1", "layout": "bc1t", "batch": 2}),
     ],
 )
 def test_options_of_the_other_families_agree_with_hugging_face(exports, family, chosen):
@@ -129,7 +124,9 @@ def test_options_of_the_other_families_agree_with_hugging_face(exports, family, 
 @pytest.mark.wide
 def test_a_prefill_bundle_takes_64_tokens_a_call(exports):
     checkpoint = exports.checkpoint("gemma3_text")
-    decoder = exports.decoder(checkpoint, t_max=64, max_seq_len=160, sliding="ring")
+    decoder = exports.decoder(
+        checkpoint, tokens="1-64", max_seq_len=160, sliding="ring"
+    )
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(107, 150))
     for sizes in ([64], [1, 63, 17]):
         assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6

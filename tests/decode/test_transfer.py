@@ -20,9 +20,9 @@ def pair(exports, tiny_llama):
     """A prefill bundle of wide calls and a decode bundle of T = 1, unlike in all that may differ
     but their weights."""
     prefill = exports.bundle(
-        tiny_llama.path, functions=(4, 16), max_seq_len=48, layers_per_shard=2
+        tiny_llama.path, tokens="4,16", max_seq_len=48, layers_per_shard=2
     )
-    decode = exports.bundle(tiny_llama.path, t_max=1, max_seq_len=64, layout="bc1t")
+    decode = exports.bundle(tiny_llama.path, tokens="1", max_seq_len=64, layout="bc1t")
     return prefill, decode
 
 
@@ -55,8 +55,8 @@ def test_tokens_behind_a_prompt_that_another_bundle_ran_are_the_same(
 
 def test_a_batch_moves_with_sequences_of_their_own_lengths(exports, tiny_llama):
     chosen = {"batch": 2, "max_seq_len": 32}
-    source = exports.decoder(tiny_llama.path, t_max=8, **chosen)
-    target = exports.decoder(tiny_llama.path, t_max=1, **chosen)
+    source = exports.decoder(tiny_llama.path, tokens="1-8", **chosen)
+    target = exports.decoder(tiny_llama.path, tokens="1", **chosen)
     prompts = [tiny.prompt(90, 9), tiny.prompt(90, 4, seed=1)]
     alone = list(target.stream(prompts, 2, stop=[]))
     first = moved(source, target, prompts).argmax(-1).tolist()
@@ -80,7 +80,7 @@ def test_nothing_changes_where_bundles_do_not_belong_together(
         with pytest.raises(InputError, match=found):
             copy(source.seqs, target.seqs)
     with pytest.raises(InputError, match="at most max_seq_len = 2"):
-        small = exports.decoder(tiny_llama.path, max_seq_len=2, t_max=1)
+        small = exports.decoder(tiny_llama.path, max_seq_len=2, tokens="1")
         copy(target.seqs, small.seqs)
     assert target.seqs.ids == [[1, 2, 3]] and small.seqs.ids == [[]]
 
@@ -101,25 +101,20 @@ def test_a_snapshot_behind_a_move_is_one_of_the_decoding_bundle(pair):
 @pytest.mark.parametrize(
     "family, changed, first, then",
     [
-        ("gemma3_text", {}, {"sliding": "ring", "t_max": 8}, {"t_max": 1}),
-        (
-            "gemma3_text",
-            {},
-            {"functions": (1, 8)},
-            {"sliding": "ring", "functions": (1, 2)},
-        ),
+        ("gemma3_text", {}, {"sliding": "ring", "tokens": "1-8"}, {"tokens": "1"}),
+        ("gemma3_text", {}, {"tokens": "1,8"}, {"sliding": "ring", "tokens": "1,2"}),
         (
             "zaya",
             {"num_hidden_layers": 2, "num_experts": 2},
-            {"functions": (2, 6)},
-            {"t_max": 1},
+            {"tokens": "2,6"},
+            {"tokens": "1"},
         ),
-        ("qwen3_5_text", {}, {"t_max": 8}, {"t_max": 1, "layers_per_shard": 3}),
+        ("qwen3_5_text", {}, {"tokens": "1-8"}, {"tokens": "1", "layers_per_shard": 3}),
         (
             "llama",
             {},
-            {"kv_write": "slice", "t": "fixed"},
-            {"kv_write": "slice", "t_max": 1},
+            {"kv_write": "slice", "tokens": "4"},
+            {"kv_write": "slice", "tokens": "1"},
         ),
     ],
 )
@@ -162,6 +157,6 @@ def test_export_takes_functions(tiny_llama, tmp_path):
     result = CliRunner().invoke(
         app, ["export", str(tiny_llama.path), str(tmp_path / "c"), "--tokens", "1;2"]
     )
-    assert isinstance(result.exception, InputError) and "write 1-4, 4 or 1,64" in str(
+    assert isinstance(result.exception, InputError) and "1-4, 4 or 1,64" in str(
         result.exception
     )

@@ -100,7 +100,7 @@ def test_slice_writes_go_back_where_a_call_takes_what_stays(exports):
     decoder.begin()
     decoder.prefill([5, 6])
     assert not programs.differing(left, decoder.snapshot())
-    fixed = {"kv_write": "slice", "t": "fixed", "t_max": 2}
+    fixed = {"kv_write": "slice", "tokens": "2"}
     fixed = exports.decoder(path, max_seq_len=32, **fixed)
     fixed.prefill([5, 6, 7, 8])
     before = fixed.snapshot()

@@ -17,7 +17,7 @@ from workbench import Bundle, InputError
 from workbench.bundle.names import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
 from workbench.explain import variants
 from workbench.export import export
-from workbench.models import gemma3, layers, llama, qwen2
+from workbench.models import gemma3, layers, llama
 from workbench.models.checkpoint import Checkpoint
 
 DIMS = {"llama": {"num_hidden_layers": 3}}
@@ -169,7 +169,7 @@ def half_of_attention(module, x, cache, io):
     return FORWARD(module, x, cache, io) * 0.5
 
 
-def without_bias(plan, index, options):
+def without_bias(plan, index, options, **_):
     return llama.DecoderLayer(plan, index, options)
 
 
@@ -214,7 +214,7 @@ MODULES = {
         "forward",
         norms_before_blocks,
     ),
-    "biases left out": ("qwen2", qwen2, "layer", without_bias),
+    "biases left out": ("qwen2", llama, "layer", without_bias),
     "activation exact GELU": (
         "gemma3_text",
         layers.GatedMLP,

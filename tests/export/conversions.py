@@ -49,7 +49,7 @@ def conversions(
         programs = {}
         with ExitStack() as stack:
             stack.enter_context(exact_tables())
-            for name, T in (options.function_names or {"main": None}).items():
+            for name, T in (options.functions or {"main": None}).items():
                 model = convert.to_program(module, spec, options, compressed, T)
                 programs[name] = folder / "parts" / f"{name}.mlpackage"
                 programs[name].parent.mkdir(parents=True, exist_ok=True)

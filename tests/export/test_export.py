@@ -266,7 +266,7 @@ def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, op
 @pytest.mark.parametrize(
     "options, found",
     [
-        ({"max_seq_len": 2, "t_max": 4}, "t_max"),
+        ({"max_seq_len": 2, "tokens": "1-4"}, "tokens"),
         ({"compress": "int3"}, "compress"),
         ({"batch": 0}, "batch"),
         ({"colour": "red"}, "colour"),
@@ -338,7 +338,7 @@ def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(
         return real(*arguments)
 
     monkeypatch.setattr(write, "to_template", shrink)
-    with pytest.raises(InputError, match=f"{WEIGHTS}.*fewer bytes"):
+    with pytest.raises(InputError, match=f"{WEIGHTS}.*no whole safetensors"):
         export(copy, tmp_path / "b", progress=False, max_seq_len=16)
 
 

@@ -22,7 +22,7 @@ def source(exports):
 
 @pytest.fixture(scope="module")
 def bundle(exports, source) -> Bundle:
-    return exports.bundle(source, functions=(1, 4), **CHOSEN)
+    return exports.bundle(source, tokens="1,4", **CHOSEN)
 
 
 def without_names(function) -> list:
@@ -49,8 +49,8 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
     exports, source, bundle
 ):
     fixed = {
-        f"t{T}": exports.bundle(source, t="fixed", t_max=T, **CHOSEN)
-        for T in bundle.manifest.options.functions
+        f"t{T}": exports.bundle(source, tokens=str(T), **CHOSEN)
+        for T in bundle.manifest.options.shapes
     }
     for i, shard in enumerate(bundle.manifest.shards):
         ours = package.read_package(bundle.package(shard))
@@ -94,7 +94,7 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
         (
             "llama",
             {},
-            {"functions": (1, 2, 4), "compress": "int8-tensor", "kv_write": "slice"},
+            {"tokens": "1,2,4", "compress": "int8-tensor", "kv_write": "slice"},
             1,
         ),
         (
@@ -104,7 +104,7 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
             {
-                "functions": (2, 3),
+                "tokens": "2,3",
                 "compress": "lut4",
                 "sliding": "ring",
                 "layout": "bc1t",
@@ -114,13 +114,13 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
         (
             "zaya",
             {"num_experts": 2, "num_hidden_layers": 2},
-            {"functions": (1, 4), "compress": "int4-block32", "moe": "routed"},
+            {"tokens": "1,4", "compress": "int4-block32", "moe": "routed"},
             4,
         ),
         (
             "zaya",
             {"num_hidden_layers": 4},
-            {"functions": (1, 16), "layers_per_shard": 2},
+            {"tokens": "1,16", "layers_per_shard": 2},
             1,
         ),
     ],
@@ -133,9 +133,8 @@ def test_shards_of_several_functions_are_the_bytes_of_their_conversions(
     shapes = {shard.template for shard in made.manifest.shards}
     assert len(made.manifest.shards) - len(shapes) == repeated
     assert files(made) == conversions(made, source, tmp_path / "again")
-    assert {tuple(s.functions.values()) for s in made.manifest.shards} == {
-        chosen["functions"]
-    }
+    for shard in made.manifest.shards:
+        assert ",".join(map(str, shard.functions.values())) == chosen["tokens"]
 
 
 def test_coremltools_loads_each_function(bundle):
@@ -148,36 +147,27 @@ def test_coremltools_loads_each_function(bundle):
         assert shapes["x"][2] == T
 
 
-def test_functions_settle_t_max_and_t_and_are_no_part_of_other_bundles():
-    assert "functions" not in Options().model_dump()
-    assert "functions" not in Options().model_dump_json()
-    chosen = options(functions=[1, 8])
-    assert (chosen.t_max, chosen.t, chosen.functions) == (8, "fixed", (1, 8))
-    assert Options(**chosen.model_dump()) == chosen
-    assert Options.model_validate_json(chosen.model_dump_json()) == chosen
-    assert [chosen.width(T) for T in (1, 2, 8)] == [1, 8, 8]
-    assert [options(t_max=4, t="fixed").width(T) for T in (1, 4)] == [4, 4]
-    assert [options(t_max=4).width(T) for T in (1, 3)] == [1, 3]
-    sliced = options(functions=[1, 4], kv_write="slice")
-    assert [sliced.tokens(n) for n in (1, 3, 4, 7)] == [1, 1, 4, 4]
-    assert [chosen.tokens(n) for n in (1, 3, 9)] == [1, 3, 9]
+def test_tokens_say_what_a_call_may_have():
+    for tokens, t_max, shapes in (("1-4", 4, ()), ("4", 4, (4,)), ("1,8", 8, (1, 8))):
+        chosen = options(tokens=tokens)
+        assert (chosen.t_max, chosen.shapes) == (t_max, shapes)
+        assert Options.model_validate_json(chosen.model_dump_json()) == chosen
+    assert options(tokens=4) == options(tokens="4")
+    assert options(tokens="1,8").functions == {"t1": 1, "t8": 8}
+    assert [options(tokens="1,8").width(T) for T in (1, 2, 8)] == [1, 8, 8]
+    assert [options(tokens="4").width(T) for T in (1, 4)] == [4, 4]
+    assert [options(tokens="1-4").width(T) for T in (1, 3)] == [1, 3]
+    sliced = options(tokens="1,4", kv_write="slice")
+    assert [sliced.taken(n) for n in (1, 3, 4, 7)] == [1, 1, 4, 4]
+    assert [options(tokens="1,8").taken(n) for n in (1, 3, 9)] == [1, 3, 9]
 
 
 @pytest.mark.parametrize(
-    "chosen, found",
-    [
-        ({"functions": [4, 1]}, "ascending"),
-        ({"functions": [4]}, "two or more"),
-        ({"functions": [1, 1]}, "ascending"),
-        ({"functions": [0, 4]}, "functions.0.*at least 1"),
-        ({"functions": "1,4"}, "functions"),
-        ({"functions": [1, 4], "t_max": 8}, "t_max is 8"),
-        ({"functions": [1, 4], "t": "range"}, "t is range"),
-    ],
+    "tokens", ["4,1", "1,1", "0,4", "0", "2-4", "1-", "", "1, 4", [1, 4], "1,1024"]
 )
-def test_functions_that_mean_nothing_are_refused(chosen, found):
-    with pytest.raises(InputError, match=found):
-        options(**chosen)
+def test_tokens_that_mean_nothing_are_refused(tokens):
+    with pytest.raises(InputError, match="tokens"):
+        options(tokens=tokens)
 
 
 def test_functions_share_a_weight_file_or_are_refused(exports, tmp_path):
@@ -186,7 +176,5 @@ def test_functions_share_a_weight_file_or_are_refused(exports, tmp_path):
         pytest.warns(UserWarning, match="width 2"),
         pytest.raises(InputError, match="so small.*with --tokens"),
     ):
-        export(
-            checkpoint, tmp_path / "b", progress=False, max_seq_len=8, functions=(1, 2)
-        )
+        export(checkpoint, tmp_path / "b", progress=False, max_seq_len=8, tokens="1,2")
     assert not list(tmp_path.iterdir())

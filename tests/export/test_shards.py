@@ -23,7 +23,7 @@ def plan(family: str, **changed):
 def test_a_ring_holds_the_window_and_what_a_call_may_add():
     specs = list(
         shards.specs(
-            plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", t_max=4)
+            plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", tokens="1-4")
         )
     )
     keys = [spec.states[f"layers.{i}.k_state"] for i, spec in enumerate(specs[:3])]

@@ -149,7 +149,7 @@ def test_every_family_and_preset_stays_close(exports, family, preset):
 @pytest.mark.parametrize("reads", ["used", "all"])
 @pytest.mark.parametrize("T", [1, 4, 64])
 def test_calls_of_up_to_64_tokens_stay_close(exports, T, reads):
-    options = dict(max_seq_len=256, t_max=64, batch=2)
+    options = dict(max_seq_len=256, tokens="1-64", batch=2)
     bundle = exports.bundle(exports.checkpoint("qwen2"), **options)
     fused = Decoder(bundle, "portable", fast=True, reads=reads)
     plain = Decoder(bundle, "portable")

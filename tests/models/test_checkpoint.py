@@ -69,9 +69,9 @@ def empty(path):
     "damage, found",
     [
         (pointer, "Git LFS pointer"),
-        (truncate, "truncated"),
-        (scramble, "no safetensors header"),
-        (empty, "no safetensors"),
+        (truncate, "no whole safetensors file"),
+        (scramble, "no whole safetensors file"),
+        (empty, "no whole safetensors file"),
         (half, "model-00002.*half a download"),
         (escape, "folder in it"),
         (foreign, "no-such-model"),

@@ -200,8 +200,8 @@ def test_more_tokens_a_call_than_a_matrix_takes_in_fp16_are_refused(
     exports, tmp_path, family
 ):
     path = exports.checkpoint(family)
-    with pytest.raises(InputError, match=f"t_max = 9.*{family}.*at most 8"):
-        export(path, tmp_path / "b", progress=False, max_seq_len=32, t_max=9)
+    with pytest.raises(InputError, match=f"tokens = 1-9.*{family}.*at most 8"):
+        export(path, tmp_path / "b", progress=False, max_seq_len=32, tokens="1-9")
     assert not (tmp_path / "b").exists()
 
 

@@ -16,7 +16,7 @@ FAMILIES = "qwen3_5_text", "granitemoehybrid"
 
 @pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chosen", [{"t_max": 8}, {"layers_per_shard": 3}])
+@pytest.mark.parametrize("chosen", [{"tokens": "1-8"}, {"layers_per_shard": 3}])
 def test_sequences_at_different_positions_are_as_alone(exports, family, chosen):
     checkpoint = exports.checkpoint(family)
     decoder = exports.decoder(checkpoint, batch=3, **chosen)

@@ -14,8 +14,8 @@ from workbench.check import tasks as answers
 
 DATA = Path(__file__).parents[2] / "data"
 NEW = 12
-SLICES = {"kv_write": "slice", "layout": "bc1t", "layers_per_shard": 4, "t_max": 2}
-FIXED = {"t": "fixed", "t_max": 4, "batch": 2}
+SLICES = {"kv_write": "slice", "layout": "bc1t", "layers_per_shard": 4, "tokens": "1-2"}
+FIXED = {"tokens": "4", "batch": 2}
 OPTIONS = {
     "llama": [SLICES, FIXED | {"layers_per_shard": 2}],
     "qwen2": [SLICES, FIXED | {"layers_per_shard": 2}],

@@ -49,7 +49,7 @@ def bundle(source):
         source.parent / "bundle",
         progress=False,
         max_seq_len=16,
-        t_max=4,
+        tokens="1-4",
         compress="int8-channel",
     )
 
@@ -135,7 +135,7 @@ def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
 def test_states_of_the_binding_are_those_of_the_portable_runtime(source, tmp_path):
     from workbench.export import export
 
-    made = export(source, tmp_path / "b", progress=False, max_seq_len=16, t_max=4)
+    made = export(source, tmp_path / "b", progress=False, max_seq_len=16, tokens="1-4")
     decoders = [Decoder(made, runtime) for runtime in ("coreml", "portable")]
     for decoder in decoders:
         decoder.prefill([5, 17, 42])
@@ -169,7 +169,7 @@ def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_p
         tmp_path / "batch",
         progress=False,
         max_seq_len=16,
-        t_max=4,
+        tokens="1-4",
         compress="int8-channel",
         batch=2,
     )
@@ -593,7 +593,7 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
     grid = sweep.make_grid(
         {
             "checkpoint": str(source),
-            "export": {"max_seq_len": [16], "t_max": [3]},
+            "export": {"max_seq_len": [16], "tokens": ["1-3"]},
             "run": {
                 "T": [1, 2, 3],
                 "n_gen": 2,

@@ -88,7 +88,7 @@ CHANGES = {
         lambda m: layers(m)["states"]["layers.0.v_state"].update(shape=[1, 2, 31, 32]),
         "layers.0.v_state",
     ),
-    "T reaches further": (lambda m: m["options"].update(t_max=9), "T from 1 to 9"),
+    "T reaches further": (lambda m: m["options"].update(tokens="1-9"), "T from 1 to 9"),
 }
 
 

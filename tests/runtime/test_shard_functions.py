@@ -25,12 +25,12 @@ def source(exports):
 
 @pytest.fixture(scope="module")
 def bundle(exports, source):
-    return exports.bundle(source, functions=(1, 4), max_seq_len=24)
+    return exports.bundle(source, tokens="1,4", max_seq_len=24)
 
 
 @pytest.fixture(scope="module")
 def flexible(exports, source):
-    return exports.bundle(source, t_max=4, max_seq_len=24)
+    return exports.bundle(source, tokens="1-4", max_seq_len=24)
 
 
 def run(decoder: Decoder, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -57,9 +57,9 @@ def test_prefill_at_t_and_decode_at_1_are_those_of_a_flexible_program(
 ):
     checkpoint = exports.checkpoint(family, **changed)
     ids = tiny.prompt(90, PROMPT + MORE)
-    one = exports.decoder(checkpoint, precision, t_max=4, max_seq_len=24, **chosen)
+    one = exports.decoder(checkpoint, precision, tokens="1-4", max_seq_len=24, **chosen)
     several = exports.decoder(
-        checkpoint, precision, functions=(1, 4), max_seq_len=24, **chosen
+        checkpoint, precision, tokens="1,4", max_seq_len=24, **chosen
     )
     (expected, rows), (logits, states) = run(one, ids), run(several, ids)
     assert np.array_equal(logits, expected)
@@ -114,7 +114,7 @@ def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, bun
 def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
     checkpoint = exports.checkpoint("llama")
     decoder = exports.decoder(
-        checkpoint, functions=(1, 4), kv_write="slice", max_seq_len=16
+        checkpoint, tokens="1,4", kv_write="slice", max_seq_len=16
     )
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 11))
     assert tiny.relative(decoder.prefill(g.ids), g.logits[-1]) < 3e-6
@@ -126,7 +126,7 @@ def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
 def test_every_gate_is_green_across_functions(
     exports, tiny_llama, llama_golden, chosen
 ):
-    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4), **chosen)
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, tokens="1,4", **chosen)
     decoder = Decoder(bundle, "portable")
     records = states.write_probe(decoder)
     assert {1, 4} <= {r["T"] for r in records} and all(r["right"] for r in records)
@@ -140,7 +140,7 @@ def test_every_gate_is_green_across_functions(
 
 def test_a_function_that_writes_wrongly_turns_its_gate_red(exports, tiny_llama):
     """The fault is in t4 alone: only calls that run it may show it."""
-    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4))
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, tokens="1,4")
     decoder = Decoder(bundle, "portable")
     program = decoder.layers[1].runs(4, False)
     execute = program.run_calls
@@ -172,7 +172,7 @@ def test_a_state_that_is_not_copied_turns_a_gate_red(shimmed, bundle, monkeypatc
 
 @pytest.mark.wide
 def test_reuse_of_a_cache_changes_nothing_across_functions(exports, tiny_llama):
-    chosen = dict(max_seq_len=64, functions=(1, 4))
+    chosen = dict(max_seq_len=64, tokens="1,4")
     decoders = [
         Decoder(
             exports.bundle(tiny_llama.path, batch=batch, **chosen), "portable", "exact"
@@ -211,7 +211,7 @@ def test_layers_with_experts_and_side_states_fit_their_golden(source, bundle):
 
 
 def test_times_of_several_functions_are_samples_of_one_shard(exports, tiny_llama):
-    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4))
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, tokens="1,4")
     decoder = Decoder(bundle, "portable")
     for T in (1, 4):
         samples = timing.measure_speed(decoder, depth=4, n_gen=8, T=T, repetitions=1)
@@ -224,21 +224,13 @@ def test_times_of_several_functions_are_samples_of_one_shard(exports, tiny_llama
 def test_a_grid_has_functions_as_an_axis(tmp_path):
     grid = {
         "checkpoint": "data/tiny-llama",
-        "export": {
-            "max_seq_len": [16],
-            "functions": [[], [1, 2]],
-            "t": ["fixed"],
-            "t_max": [2],
-        },
+        "export": {"max_seq_len": [16], "tokens": ["2", "1,2"]},
     }
     one, two = (cell.options for cell in sweep.cells(sweep.make_grid(grid)))
-    assert (one.functions, two.functions) == ((), (1, 2))
-    assert (
-        identity.exported(one)["functions"] is None
-        and identity.exported(two)["functions"] == "[1, 2]"
-    )
-    with pytest.raises(InputError, match="ascending"):
-        sweep.make_grid(grid | {"export": {"functions": [[2, 1]]}})
+    assert (one.functions, two.functions) == ({}, {"t1": 1, "t2": 2})
+    assert identity.exported(two)["tokens"] == "1,2"
+    with pytest.raises(InputError, match="ascend"):
+        sweep.make_grid(grid | {"export": {"tokens": ["2,1"]}})
 
 
 @pytest.mark.wide
@@ -248,7 +240,7 @@ def test_a_sweep_measures_and_validates_functions(tmp_path, tiny_llama, monkeypa
         {
             "checkpoint": str(tiny_llama.path),
             "validate_ids": [1, 4, 69, 173, 13, 4],
-            "export": {"max_seq_len": [16], "functions": [[1, 2]]},
+            "export": {"max_seq_len": [16], "tokens": ["1,2"]},
             "run": {"T": [2], "n_gen": 4, "repetitions": 1},
         }
     )
@@ -257,7 +249,7 @@ def test_a_sweep_measures_and_validates_functions(tmp_path, tiny_llama, monkeypa
     )
     assert (counts["done"], counts["failed"]) == (1, 0)
     (row,) = log.load("runs", root=tmp_path / "log").to_dict("records")
-    assert (row["functions"], row["t"], row["t_max"]) == ("[1, 2]", "fixed", 2)
+    assert row["tokens"] == "1,2"
     assert row["verdict"] == "GREEN"
     found = sweep.configurations(grid, tmp_path / "log")
     assert len(found) == 1 and found["verdict"].tolist() == ["GREEN"]
@@ -276,7 +268,7 @@ def test_each_function_is_placed_by_itself(shimmed, bundle):
 def test_weights_are_tried_in_every_function(exports, tiny_llama, llama_golden):
     from workbench.explain.weights import WeightTrial
 
-    chosen = dict(max_seq_len=32, functions=(1, 4), compress="int8-tensor")
+    chosen = dict(max_seq_len=32, tokens="1,4", compress="int8-tensor")
     compressed = exports.bundle(tiny_llama.path, **chosen)
     for T in (1, 4):
         trial = WeightTrial(compressed, tiny_llama, llama_golden, T)
@@ -288,7 +280,7 @@ def test_weights_are_tried_in_every_function(exports, tiny_llama, llama_golden):
 
 def test_routed_experts_run_the_function_of_the_call(exports, source):
     g = tiny.golden(exports.hf(source), tiny.prompt(109, 14))
-    decoder = exports.decoder(source, functions=(1, 4), moe="routed", max_seq_len=16)
+    decoder = exports.decoder(source, tokens="1,4", moe="routed", max_seq_len=16)
     for sizes in ([1], [4], [3, 1]):
         assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
     assert {T for m in decoder.experts.models.values() for T in m.functions} == {1, 4}

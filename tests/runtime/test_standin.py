@@ -43,7 +43,7 @@ def source(tmp_path_factory):
 def export(source, name: str, **options):
     from workbench.export import export
 
-    options = {"max_seq_len": 16, "t_max": 2} | options
+    options = {"max_seq_len": 16, "tokens": "1-2"} | options
     return export(source, source.parent / name, progress=False, **options)
 
 
@@ -269,7 +269,7 @@ def swept(source, forks, tmp_path_factory):
     folder, counts = tmp_path_factory.mktemp("faults"), []
     grids = [
         {
-            "export": {"max_seq_len": [16], "t_max": [2], "batch": [batch]},
+            "export": {"max_seq_len": [16], "tokens": ["1-2"], "batch": [batch]},
             "run": {"runtime": names},
         }
         for batch, names in (
@@ -392,7 +392,7 @@ def test_other_compute_units_are_the_next_step_that_the_message_names(
 
 
 def test_loads_are_rejected_for_their_reason_alone(source, bundle):
-    fixed = export(source, "fixed", t_max=1)
+    fixed = export(source, "fixed", tokens="1")
     load_shard(fixed, fixed.shards("layers")[0], "stand-in-load14-range")
     load_shard(bundle, bundle.shards("head")[0], "stand-in-load14-state")
     load_shard(

@@ -20,7 +20,7 @@ def bundles(exports):
     checkpoint = exports.checkpoint("llama")
     sizes = (16, 24)
     return checkpoint, [
-        exports.bundle(checkpoint, max_seq_len=S, t_max=2) for S in sizes
+        exports.bundle(checkpoint, max_seq_len=S, tokens="1-2") for S in sizes
     ]
 
 
@@ -69,7 +69,7 @@ def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
     bundles, stored, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(process, "call", in_process.call)
-    small = {"max_seq_len": [16], "t_max": [2]}
+    small = {"max_seq_len": [16], "tokens": ["1-2"]}
     grid = {"checkpoint": str(bundles[0]), "golden": str(stored), "export": small}
     grid["run"] = RUN | {"T": [1]}
     made = sweep.make_grid(grid)

@@ -17,16 +17,14 @@ from workbench.widgets import Explorer
 
 OTHER = {
     "max_seq_len": 32,
-    "t_max": 2,
+    "tokens": "1-2",
     "batch": 2,
     "layers_per_shard": 2,
     "compress": "int8-tensor",
     "kv_write": "slice",
     "layout": "bc1t",
     "moe": "routed",
-    "t": "fixed",
     "sliding": "ring",
-    "functions": (1, 4),
     "target": "other",
 }
 """Of every export option a value that is not its default."""
@@ -126,7 +124,7 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     made = sweep.make_grid(grid)
     stored = sweep.stored_tables(made, root)
     for table in ("samples", "layers"):
-        assert stored[table][axis].nunique(dropna=False) == 2  # no functions are null
+        assert stored[table][axis].nunique(dropna=False) == 2
     found = sweep.configurations(made, root)
     assert (
         len(found) == 2
@@ -180,10 +178,10 @@ def test_an_option_that_a_grid_takes_once_is_a_setting(tmp_path, option):
 def test_a_decoder_s_row_has_every_option(exports):
     from workbench import Decoder
 
-    bundle = exports.bundle(exports.checkpoint("llama"), t="fixed", t_max=2)
+    bundle = exports.bundle(exports.checkpoint("llama"), tokens="2")
     row = identity.describe(Decoder(bundle, "portable", fast=True))
     assert (
-        row["t"] == "fixed"
+        row["tokens"] == "2"
         and row["sliding"] == "mask"
         and set(identity.OPTIONS) <= set(row)
         and row["hints"] is None
@@ -191,10 +189,7 @@ def test_a_decoder_s_row_has_every_option(exports):
     cell = next(
         sweep.cells(
             sweep.make_grid(
-                {
-                    "checkpoint": "x",
-                    "export": {"t": ["fixed"], "t_max": [2], "max_seq_len": [32]},
-                }
+                {"checkpoint": "x", "export": {"tokens": ["2"], "max_seq_len": [32]}}
             )
         )
     )

@@ -245,7 +245,7 @@ def test_unknown_keys_and_values_are_refused(change, words, grid, tmp_path):
     ("change", "words"),
     [
         (
-            {"export": {"t_max": [2, 3]}, "run": {"T": [1, 3]}},
+            {"export": {"tokens": ["1-2", "1-3"]}, "run": {"T": [1, 3]}},
             "T: found 3; needs 1 to t_max = 2",
         ),
         (

@@ -36,7 +36,7 @@ def whole(rows: list[dict], rounds: int) -> dict:
 def test_presets_and_prompts_stand_beside_hugging_face(exports, short):
     checkpoint = exports.checkpoint("qwen2")
     bundles = {
-        kind: exports.bundle(checkpoint, compress=kind, t_max=4)
+        kind: exports.bundle(checkpoint, compress=kind, tokens="1-4")
         for kind in ("fp16", "int8-tensor")
     }
     found = whole(bench.decode_rows(bundles, checkpoint, 2), 2)

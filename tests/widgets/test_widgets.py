@@ -20,7 +20,7 @@ DATA = Path(__file__).parents[2] / "data"
 GRID = {
     "checkpoint": str(DATA / "tiny-llama"),
     "validate_ids": [1, 4, 69, 173],
-    "export": {"max_seq_len": [16, 32], "t_max": [2], "compress": ["int8-tensor"]},
+    "export": {"max_seq_len": [16, 32], "tokens": ["1-2"], "compress": ["int8-tensor"]},
     "run": {"T": [1, 2], "n_gen": 2, "repetitions": 3},
 }
 PART = GRID | {"export": GRID["export"] | {"max_seq_len": [16]}}

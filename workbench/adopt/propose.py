@@ -140,7 +140,7 @@ class Proposal:
         self.note("options.compress", nearest, f"{bits:.1f} bits a weight are stored")
         return Options(
             max_seq_len=self.description.context,
-            t_max=min(largest, self.description.context),
+            tokens=f"1-{min(largest, self.description.context)}",
             kv_write="slice",
             compress=nearest,
             sliding="window" if self.description.moves else "mask",

@@ -3,9 +3,8 @@ reads it, and with its SHA-256 when the bundle is validated."""
 
 import hashlib
 import json
-import os
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
@@ -22,7 +21,6 @@ from workbench.errors import InputError
 from workbench.files import is_lfs_pointer, sha256
 
 MANIFEST_NAME = paths.BUNDLE
-MAX_MANIFEST_BYTES = 64 << 20
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
@@ -56,16 +54,14 @@ class Bundle:
 
         Raises:
             InputError: no bundle there, another version, a file missing, of another
-                size, outside it, or in a shard's package without being listed.
+                size, or outside the folder.
         """
         # `.` has no name to call the files beside it after
         root = paths.bundle(path).resolve()
         try:
             bundle = cls(root, read_manifest(root / MANIFEST_NAME))
             for entry in bundle.files:
-                bundle._check_plain(root / entry.path, entry)
-            bundle._check_unlisted()
-            bundle._check_embedding()
+                _check_size(root, entry)
         except OSError as problem:
             reason = f"{problem.strerror or problem} ({problem.filename})"
             step = "correct this, or copy the bundle again"
@@ -121,70 +117,17 @@ class Bundle:
         return {Path(name).stem: self.package(shard) / name for name in names}
 
     def verify(self) -> None:
-        """Raises an InputError for a file whose SHA-256 is not the manifest's."""
-        for entry in self.files:
+        """Raises an InputError for a file whose SHA-256 is not the manifest's, and for
+        one in a package or beside the tokenizer's that the manifest does not list."""
+        listed = {entry.path: entry for entry in self.files}
+        folders = [self.package(shard) for shard in self.manifest.shards]
+        embedding = self.root / self.manifest.embedding.file.path
+        for entry in file_entries(self.root, embedding, self.tokenizer, *folders):
             path = self.root / entry.path
-            if sha256(path) != entry.sha256:
+            if entry.path in listed and entry != listed[entry.path]:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
-
-    def _check_unlisted(self) -> None:
-        """Raises an InputError for a file in a package, or beside the tokenizer's, that
-        the manifest does not list."""
-        listed = {self.root / entry.path for entry in self.files}
-        folders = {PurePosixPath(shard.path) for shard in self.manifest.shards}
-        tokenizer = {
-            PurePosixPath(entry.path).parent for entry in self.manifest.tokens.files
-        }
-        for folder in sorted(folders | tokenizer - {PurePosixPath(".")}):
-            for parent, below, names in os.walk(self.root / folder, onerror=_raise):
-                for name in sorted([*below, *names]):
-                    path = Path(parent, name)
-                    if path.is_symlink():
-                        raise _damaged(path, "a symlink")
-                    if path not in listed and path.name != FINDER and not path.is_dir():
-                        raise InputError(
-                            str(path),
-                            f"a file that {MANIFEST_NAME} does not list",
-                            "the files that the export wrote and no others",
-                            "remove it, or export again",
-                        )
-
-    def _check_embedding(self) -> None:
-        """Reads the header of the embedding file and raises an InputError if it does
-        not fit the model."""
-        from safetensors import SafetensorError, safe_open
-
-        path = self.root / self.manifest.embedding.file.path
-        dims = self.manifest.dims
-        try:
-            with safe_open(path, "numpy") as table:
-                tensors = {name: table.get_slice(name) for name in table.keys()}
-        except (SafetensorError, ValueError):
-            raise _damaged(path, "no safetensors file") from None
-        if "weight" not in tensors:
-            raise _damaged(path, "no weight")
-        for one, other in (("bias", "scale"), ("scale", "bias")):
-            if one in tensors and other not in tensors:
-                raise _damaged(path, f"{one} without {other}")
-        for name, tensor in tensors.items():
-            dtype = tensor.get_dtype()
-            shape = tensor.get_shape()
-            expected = [dims.V, dims.C] if name == "weight" else [dims.C]
-            if dtype not in ("F16", "F32") or shape != expected:
-                raise _damaged(
-                    path, f"{name} {dtype} {shape} for V = {dims.V}, C = {dims.C}"
-                )
-
-    def _check_plain(self, path: Path, entry: FileEntry) -> None:
-        below_root = [path, *path.parents][: len(Path(entry.path).parts)]
-        if any(part.is_symlink() for part in below_root):
-            raise _damaged(path, "a symlink")
-        if not path.is_file():
-            raise _damaged(path, "no file")
-        size = path.stat().st_size
-        if size != entry.bytes:
-            sizes = f"{size} of {entry.bytes} bytes"
-            raise _damaged(path, "a Git LFS pointer" if is_lfs_pointer(path) else sizes)
+            if entry.path not in listed and path.name != FINDER:
+                raise _damaged(path, f"a file that {MANIFEST_NAME} does not list")
 
     @cached_property
     def embedding(self) -> dict[str, np.ndarray]:
@@ -208,12 +151,6 @@ class Bundle:
 
 def read_manifest(path: Path) -> Manifest:
     """Parses a manifest. Raises an InputError that names an unknown version or key."""
-    if path.is_symlink():
-        raise _damaged(path, "a symlink")
-    if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
-        raise InputError(
-            str(path), f"{size} bytes", "a manifest under 64 MiB", "export again"
-        )
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as problem:
@@ -226,8 +163,17 @@ def read_manifest(path: Path) -> Manifest:
         ) from None
 
 
-def _raise(problem: OSError) -> None:
-    raise problem
+def _check_size(root: Path, entry: FileEntry) -> None:
+    """Raises an InputError for a file that is missing, outside the bundle, or not as
+    large as the manifest says."""
+    path = root / entry.path
+    if not path.resolve().is_relative_to(root):
+        raise _damaged(path, f"a link to {path.resolve()}, outside the bundle")
+    if not path.is_file():
+        raise _damaged(path, "no file")
+    if (size := path.stat().st_size) != entry.bytes:
+        sizes = f"{size} of {entry.bytes} bytes"
+        raise _damaged(path, "a Git LFS pointer" if is_lfs_pointer(path) else sizes)
 
 
 def _damaged(path: Path, actual: str) -> InputError:

@@ -1,7 +1,7 @@
-"""The contents of `bundle.json`: one pydantic model per part, cross-checked when built.
-`names` explains the axes."""
+"""The contents of `bundle.json`: one pydantic model per part. `names` explains the axes;
+gate `interface` compares what the parts say of each other."""
 
-import operator
+import itertools
 import re
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
@@ -18,20 +18,12 @@ from pydantic import (
 from workbench import plugins
 from workbench.bundle.foreign import Foreign
 from workbench.bundle.names import (
-    ACC,
     ATTN_MASK,
-    BASE,
-    EXPERT_IN,
-    EXPERT_WEIGHT,
     HANDED_ON,
-    HIDDEN,
     KV_WRITE_MASK,
     LOGITS,
     ROPE_COS,
     ROPE_SIN,
-    X,
-    is_cache,
-    split_layer,
 )
 from workbench.bundle.presets import PRESETS, Preset
 from workbench.bundle.states import KINDS, StateKind, state_kind
@@ -44,8 +36,7 @@ COREML = "coreml"  # the target of Core ML programs
 FOREIGN_ERROR = 0.02
 # more tokens than any model is made for; masks are as long as the cache
 MAX_SEQ_LEN = 1 << 24
-# characters: leaves room for the folder that a bundle lies in
-MAX_PATH, MAX_NAME = (512, 200)
+TOKENS = r"^(1-[1-9]\d*|[1-9]\d*(,[1-9]\d*)*)$"
 
 
 class ManifestModel(BaseModel):
@@ -54,19 +45,14 @@ class ManifestModel(BaseModel):
 
 def _inside(path: str) -> str:
     parts = PurePosixPath(path).parts
-    longest = max(map(len, parts), default=0)
-    if len(path) > MAX_PATH or longest > MAX_NAME or not path.isprintable():
-        raise ValueError(
-            f"a path of {len(path)} characters, not of at most {MAX_PATH} that print, "
-            f"{MAX_NAME} in a name"
-        )
-    if ".." in parts or not parts or re.search(r"^/|\\|^[A-Za-z]:", path):
+    if ".." in parts or not parts or re.search(r"^/|\\|^[A-Za-z]:|\0", path):
         raise ValueError(f"path {path!r} must stay inside the bundle")
     return path
 
 
-RelativePath = Annotated[str, AfterValidator(_inside)]
+RelativePath = Annotated[str, Field(max_length=512), AfterValidator(_inside)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no larger
+StateName = Annotated[str, Field(pattern=rf"^layers\.\d{{1,9}}\.({'|'.join(KINDS)})$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -80,69 +66,39 @@ class Dims(ManifestModel):
     L: Count
     V: Count
 
-    @model_validator(mode="after")
-    def _heads_divide(self):
-        if self.H % self.H_kv:
-            raise ValueError(
-                f"H = {self.H} query heads need a multiple of H_kv = {self.H_kv}"
-            )
-        return self
-
 
 class Options(ManifestModel):
-    """The export options. `t_max` = 1 makes fixed T = 1 shards, more makes
-    RangeDim(1..t_max).
+    """The export options.
+
+    `tokens` are those of a call: 1-4 any number up to 4 (RangeDim), 4 always four, 1,64
+    one or 64, with a function for each in every shard.
 
     `sliding` = ring gives layers with an attention window a cache of `window + t_max -
     1` rows, just enough for a call of t_max tokens not to overwrite a row that its own
     first token still attends to; window one of exactly `window` rows, as packages of
     other exporters have that move their rows.
 
-    `functions` are the T of which each shard has a function of its own, in ascending
-    order; with them `t` is fixed and `t_max` the largest of them. They are written only
-    where there are some.
-
     `target` names the kind of programs that an installed plug-in makes; it is written
     only where they are not Core ML's."""
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
-    t_max: Count = 4
+    tokens: Annotated[str, Field(pattern=TOKENS, coerce_numbers_to_str=True)] = "1-4"
     batch: Count = 1
     layers_per_shard: Count = 1
     compress: Literal[*PRESETS] = "fp16"
     kv_write: Literal["mask", "slice"] = "mask"
     layout: Literal["bct1", "bc1t"] = "bct1"
     moe: Literal["dense", "routed"] = "dense"
-    t: Literal["range", "fixed"] = "range"
     sliding: Literal["mask", "ring", "window"] = "mask"
-    functions: tuple[Count, ...] = Field((), exclude_if=operator.not_)
     target: str = Field(COREML, exclude_if=COREML.__eq__)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fixed(cls, chosen):
-        """Derives the options that `functions` determine."""
-        functions = chosen.get("functions") if isinstance(chosen, dict) else None
-        if not functions or not isinstance(functions, list | tuple):
-            return chosen
-        return {"t": "fixed", "t_max": functions[-1]} | chosen
 
     @model_validator(mode="after")
     def _fits(self):
+        if sorted(set(self.shapes)) != list(self.shapes):
+            raise ValueError(f"tokens = {self.tokens} must ascend")
         if self.t_max > self.max_seq_len:
             raise ValueError(
-                f"t_max = {self.t_max} must not exceed max_seq_len = {self.max_seq_len}"
-            )
-        shapes = self.functions
-        if shapes and (
-            list(shapes) != sorted(set(shapes))
-            or len(shapes) < 2
-            or (self.t, self.t_max) != ("fixed", shapes[-1])
-        ):
-            raise ValueError(
-                f"functions = {list(shapes)} must be two or more T in ascending order, "
-                "the last one "
-                f"t_max, with t = fixed; t_max is {self.t_max}, t is {self.t}"
+                f"tokens = {self.tokens} must not exceed max_seq_len = {self.max_seq_len}"
             )
         if self.sliding == "ring" and self.kv_write == "slice":
             raise ValueError(
@@ -153,6 +109,22 @@ class Options(ManifestModel):
                 "moe = routed needs layers_per_shard = 1: the host picks experts between layers"
             )
         return self
+
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """The only T with which shards can be called; empty if any T up to t_max is
+        possible."""
+        return () if "-" in self.tokens else tuple(map(int, self.tokens.split(",")))
+
+    @property
+    def t_max(self) -> int:
+        """The most tokens of a call."""
+        return int(re.split("[-,]", self.tokens)[-1])
+
+    @property
+    def functions(self) -> dict[str, int]:
+        """The functions of a shard, name → T; none: the program has `main` alone."""
+        return {f"t{T}": T for T in self.shapes} if len(self.shapes) > 1 else {}
 
     @property
     def plugin(self) -> Target | None:
@@ -180,23 +152,12 @@ class Options(ManifestModel):
     def preset(self) -> Preset:
         return PRESETS[self.compress]
 
-    @property
-    def function_names(self) -> dict[str, int]:
-        """The functions of a shard: name → T."""
-        return {f"t{T}": T for T in self.functions}
-
-    @property
-    def shapes(self) -> tuple[int, ...]:
-        """The only T with which shards can be called; empty if any T up to t_max is
-        possible."""
-        return self.functions or ((self.t_max,) if self.t == "fixed" else ())
-
     def width(self, T: int) -> int:
         """Columns of a call of `T` tokens: T of them, or as many as the next fixed
         shape has."""
         return next((n for n in self.shapes if n >= T), T)
 
-    def tokens(self, limit: int) -> int:
+    def taken(self, limit: int) -> int:
         """How many of `limit` tokens the next call takes: all of them, or, for a slice
         write, which takes no dummy columns, as many as the largest fixed shape that is
         not larger."""
@@ -260,7 +221,7 @@ class Layer(ManifestModel):
 
     window: Count | None = None
     rope: Literal["", "local", "global", "nope"] = ""
-    attends: bool = Field(True, exclude_if=bool)
+    attends: bool = True
 
     @property
     def suffix(self) -> str:
@@ -296,10 +257,10 @@ class Shard(ManifestModel):
     layers: tuple[int, int] = (0, 0)  # decoder layers [start, stop)
     rows: tuple[int, int] = (0, 0)
     # how to run packages of another exporter, all of them below `path`
-    foreign: Foreign | None = Field(None, exclude_if=operator.not_)
+    foreign: Foreign | None = None
     inputs: dict[str, list[int | Literal["T"]]]
     outputs: dict[str, list[int | Literal["T"]]]
-    states: dict[str, StateEntry] = {}
+    states: dict[StateName, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
     # checkpoint tensor → name of the constant that holds it
     weights: dict[str, str] = {}
@@ -308,7 +269,7 @@ class Shard(ManifestModel):
     modules: dict[str, str] = {}  # program value → source module
     template: str  # the shard whose shape was converted
     # program's function → the T that it takes; none: the program has `main` alone
-    functions: dict[str, Count] = Field({}, exclude_if=operator.not_)
+    functions: dict[str, Count] = {}
     bytes: Annotated[int, Field(ge=0)]
     files: Annotated[list[FileEntry], Field(min_length=1)]
 
@@ -384,97 +345,19 @@ class Manifest(ManifestModel):
 
     @model_validator(mode="after")
     def _whole(self):
-        L = self.dims.L
-        V = self.dims.V
-        ropes = [rope.name for rope in self.rope]
-        used = {layer.rope for layer in self.layers}
-        windows = {(layer.rope, layer.window) for layer in self.layers}
-        paths = {shard.path for shard in self.shards}
-        covered = []
-        edges = [0]
-        for shard in self.shards:
-            if shard.kind in ("layers", "router"):
-                covered += range(*shard.layers)
-            if LOGITS in shard.outputs:
-                edges += shard.rows
-        edges.append(V)
-        for fault, text in (
-            (len(self.layers) != L, f"{len(self.layers)} layer entries for L = {L}"),
-            (
-                len(windows) > len(used),
-                "layers of one rope table differ in their windows",
-            ),
-            (
-                covered != list(range(L)),
-                "the shards do not cover every decoder layer once, in order",
-            ),
-            (
-                edges[::2] != edges[1::2],
-                "the head slices do not cover the vocabulary once, in order",
-            ),
-            (len(paths) < len(self.shards), "two shards have one path"),
-            (
-                len(set(ropes)) < len(ropes) or not used <= set(ropes),
-                f"rope tables {_listed(ropes)} for layers that use {_listed(sorted(used))}",
-            ),
+        layers = [s.layers for s in self.shards if s.kind in ("layers", "router")]
+        rows = [s.rows for s in self.shards if LOGITS in s.outputs]
+        for what, parts, count in (
+            ("layer", layers, self.dims.L),
+            ("row of the vocabulary", rows, self.dims.V),
         ):
-            if fault:
-                raise ValueError(text)
-        for shard in self.shards:
-            for entry in shard.files:
-                if PurePosixPath(shard.path) not in PurePosixPath(entry.path).parents:
-                    raise ValueError(
-                        f"shard {shard.name}: file {entry.path} lies outside {shard.path}"
-                    )
-            if shard.functions != self.options.function_names:
-                raise ValueError(
-                    f"shard {shard.name}: functions {shard.functions}, but options say "
-                    f"{self.options.function_names}"
-                )
-            self._check_shapes(shard)
-            self._check_states(shard)
+            edges = [0, *itertools.chain.from_iterable(parts), count]
+            if edges[::2] != edges[1::2]:
+                raise ValueError(f"the shards do not hold every {what} once, in order")
+        used = {layer.rope for layer in self.layers}
+        if len(self.layers) != self.dims.L or used - {rope.name for rope in self.rope}:
+            raise ValueError("layers and rope tables are not those of L layers")
         return self
-
-    def _check_shapes(self, shard: Shard) -> None:
-        """Checks what follows from dimensions and options; a family may have more
-        inputs."""
-        planes = X, HIDDEN, HANDED_ON, BASE, EXPERT_IN, ACC
-        widths = dict.fromkeys(planes, self.dims.C)
-        widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
-        expected = {name: self.options.plane(width) for name, width in widths.items()}
-        halves = {rope.name: len(rope.inv_freq) for rope in self.rope}
-        for layer in self.layers[slice(*shard.layers)]:
-            expected |= self.options.layer_inputs(layer, halves[layer.rope])
-        for name, shape in [*shard.inputs.items(), *shard.outputs.items()]:
-            needed = expected.get(name, shape)
-            if shape != needed:
-                raise ValueError(
-                    f"shard {shard.name}: {name} {shape}, but dims and options say {needed}"
-                )
-
-    def _check_states(self, shard: Shard) -> None:
-        for name, state in shard.states.items():
-            where = f"shard {shard.name}: state {name}"
-            index, leaf = split_layer(name)
-            if index not in range(*shard.layers) or name != f"layers.{index}.{leaf}":
-                raise ValueError(f"{where} is of none of its layers")
-            if leaf not in KINDS:
-                raise ValueError(f"{where} is of no kind that a decoder knows")
-            window = self.layers[index].window
-            ring = None
-            if is_cache(name):
-                options = self.options
-                d = self.dims
-                ring = options.ring(window)
-                shape = [options.batch, d.H_kv, options.slots(window), d.D]
-                if state.shape != shape:
-                    raise ValueError(
-                        f"{where} {state.shape}, but dims and options say {shape}"
-                    )
-            if state.ring != ring:
-                raise ValueError(
-                    f"{where} has ring = {state.ring}, but options say {ring}"
-                )
 
 
 def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:
@@ -483,7 +366,3 @@ def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, An
     error = problem.errors(include_url=False)[0]
     error["msg"] = error["msg"].removeprefix("Value error, ")
     return ".".join(map(str, error["loc"])) or whole, error
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(name or '""' for name in names) or "none"

@@ -23,11 +23,6 @@ class Preset:
         return self.granularity is not None
 
     @property
-    def entries(self) -> int:
-        """Distinct values of a stored element: those of a lookup table."""
-        return 1 << self.bits
-
-    @property
     def stored_bits(self) -> float:
         """Bits per weight with the scales of blocks; those of tensors, channels and
         tables are few."""

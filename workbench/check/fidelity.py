@@ -186,7 +186,7 @@ class Pass:
             spans = []
             for seq, start in enumerate(stops):
                 size = min(sizes[(turn + seq * ragged) % len(sizes)], n - start)
-                stops[seq] = start + self.decoder.options.tokens(size)
+                stops[seq] = start + self.decoder.options.taken(size)
                 spans.append(slice(start, stops[seq]))
             yield spans
             turn += 1

@@ -10,7 +10,20 @@ from miltorch.program import read_spec
 from miltorch.quiet import messages
 from workbench.bundle import Bundle, Options, Shard
 from workbench.bundle.manifest import Manifest
-from workbench.bundle.names import HIDDEN, K_STATE, KV_WRITE_MASK, POS, V_STATE
+from workbench.bundle.names import (
+    ACC,
+    BASE,
+    EXPERT_IN,
+    EXPERT_WEIGHT,
+    HANDED_ON,
+    HIDDEN,
+    K_STATE,
+    KV_WRITE_MASK,
+    LOGITS,
+    POS,
+    V_STATE,
+    X,
+)
 from workbench.bundle.presets import FP16, Preset
 from workbench.check import gates
 from workbench.check.gates import Gate
@@ -100,7 +113,33 @@ def _options(m: Manifest) -> Iterator[str]:
         name = f"caches of {shard.name}"
         promised[name] = caches
         listed[name] = [cache for cache in caches if cache in shard.states]
+    for shard in m.shards:
+        found = shard.inputs | shard.outputs
+        for name, state in shard.states.items():
+            found |= {name: state.shape, f"ring of {name}": state.ring}
+        expected = _shapes(m, shard)
+        for name in found.keys() & expected.keys():
+            promised[f"{shard.name} {name}"] = expected[name]
+            listed[f"{shard.name} {name}"] = found[name]
     yield from _different(promised, listed, "options", "list of shards")
+
+
+def _shapes(m: Manifest, shard: Shard) -> dict:
+    """Shapes of a shard's inputs, outputs and caches that follow from dimensions and
+    options."""
+    o, d = m.options, m.dims
+    widths = dict.fromkeys((X, HIDDEN, HANDED_ON, BASE, EXPERT_IN, ACC), d.C)
+    widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
+    shapes = {name: o.plane(width) for name, width in widths.items()}
+    halves = {rope.name: len(rope.inv_freq) for rope in m.rope}
+    for i in range(*shard.layers):
+        layer = m.layers[i]
+        shapes |= o.layer_inputs(layer, halves[layer.rope])
+        for leaf in (K_STATE, V_STATE):
+            cache = f"layers.{i}.{leaf}"
+            shapes[cache] = [o.batch, d.H_kv, o.slots(layer.window), d.D]
+            shapes[f"ring of {cache}"] = o.ring(layer.window)
+    return shapes
 
 
 def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
@@ -128,7 +167,7 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     for name in expected:
         function = spec.mlProgram.functions[name]
         t_max = shard.functions.get(name, o.t_max)
-        low = t_max if o.t == "fixed" else 1
+        low = t_max if o.shapes else 1
         for fault in _function(shard, function, descriptions[name], low, t_max, o):
             yield f"function {name}: {fault}" if shard.functions else fault
 

@@ -115,7 +115,7 @@ def plan_reach(manifest: Manifest) -> Reach:
 def _unit(options: Options) -> int:
     """What a number of positions is a multiple of: a slice write takes no dummy
     columns."""
-    return options.t_max if options.t == "fixed" else 1
+    return options.t_max if options.shapes else 1
 
 
 def reach_prompts(manifest: Manifest, plan: Reach) -> np.ndarray:

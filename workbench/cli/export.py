@@ -3,7 +3,6 @@ compared with, `adopt` a bundle of other exporters' packages."""
 
 import contextlib
 import os
-import re
 import time
 from pathlib import Path
 from typing import Annotated
@@ -56,9 +55,8 @@ def export_command(
     from workbench.ane.memory import peak_rss
 
     del chosen["checkpoint"], chosen["bundle"], chosen["json"]
-    options = chosen | calls_of(chosen.pop("tokens"))
     start = time.perf_counter()
-    made = workbench.export.export(checkpoint, bundle, progress=not json, **options)
+    made = workbench.export.export(checkpoint, bundle, progress=not json, **chosen)
     shards = made.manifest.shards
     converted = len({shard.template for shard in shards})
     result = {
@@ -75,19 +73,6 @@ def export_command(
     line = "{bundle}: {family}, {layers} layers in {shards} shards, {size}, {seconds} s"
     size = f"{made.bytes / 2**20:.1f} MiB"
     show(result, json, [line.format(size=size, **result)])
-
-
-def calls_of(tokens: str) -> dict:
-    """The export options behind `--tokens`."""
-    if not re.fullmatch(r"1-[1-9]\d*|[1-9]\d*(,[1-9]\d*)*", tokens):
-        step = "write 1-4, 4 or 1,64"
-        raise InputError("--tokens", repr(tokens), "tokens of a call", step)
-    counts = tuple(map(int, re.findall(r"\d+", tokens)))
-    if "-" in tokens:
-        return {"t_max": counts[1]}
-    if len(counts) == 1:
-        return {"t_max": counts[0], "t": "fixed"}
-    return {"functions": counts}
 
 
 def golden_command(

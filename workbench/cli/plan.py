@@ -65,10 +65,8 @@ def plan_command(
     if folder or not paths.is_package(source):
         if not folder:
             paths.bundle_or_checkpoint(source)
-        from workbench.cli.export import calls_of
-
-        options = {"max_seq_len": max_seq_len, "batch": batch, "compress": compress}
-        options |= calls_of(tokens)
+        options = {"max_seq_len": max_seq_len, "tokens": tokens}
+        options |= {"batch": batch, "compress": compress}
         result, lines = _bytes(folder, source, options, memory)
     placements, facts = [], []
     if folder:

@@ -387,7 +387,7 @@ class Decoder:
         start, stop = 0, max(map(len, prompts))
         while start < stop:
             size = min(tile or self.options.t_max, stop - start)
-            size = self.options.tokens(size)
+            size = self.options.taken(size)
             yield [prompt[start : start + size] for prompt in prompts]
             start += size
 

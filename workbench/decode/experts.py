@@ -35,7 +35,7 @@ class RoutedExperts:
         plane: Callable[[np.ndarray], np.ndarray],
     ):
         self.load, self.plane = load, plane
-        self.fixed = bundle.manifest.options.t == "fixed"
+        self.fixed = bool(bundle.manifest.options.shapes)
         self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
         self.models: dict[tuple[int, int], Model] = {}
         self.native_ms: list[float | None] = []  # of the last run's predictions

@@ -41,6 +41,7 @@ def options(**chosen) -> Options:
         needed = {
             "extra_forbidden": f"one of the options {', '.join(Options.model_fields)}",
             "literal_error": f"one of {choices}",
+            "string_pattern_mismatch": "tokens of a call: 1-4, 4 or 1,64",
             "greater_than_equal": f"at least {limits.get('ge')}",
             "less_than_equal": f"at most {limits.get('le')}",
         }.get(error["type"], error["msg"])
@@ -170,7 +171,7 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         ),
         (
             options.t_max > MATRIX_T_MAX and matrices,
-            f"t_max = {options.t_max}",
+            f"tokens = {options.tokens}",
             f"at most {MATRIX_T_MAX}: "
             "fp16 cannot hold what more tokens at once do to a matrix state",
             f"export with --tokens 1-{MATRIX_T_MAX} or fewer",

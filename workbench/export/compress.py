@@ -6,13 +6,9 @@ channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup
 k-means over the distinct values, weighted by how often they occur, by coremltools'
 exact solver, for tensors of every size. By default coremltools passes tensors below
 10,000 values to scikit-learn, whose tables had 5% to 23% more squared error on normal
-draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits); `exact_tables`
-prevents this in conversions. tests/export/test_compress.py compares the bytes with
+draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits).
+tests/export/test_compress.py compares the bytes with
 coremltools' own."""
-
-from contextlib import contextmanager
-from math import prod
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -102,42 +98,6 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     table[present] = clusters.clusters
     table[MINUS_ZERO] = table[0]
     return {"indices": table[codes], "lut": lut.astype(np.float16)}
-
-
-@contextmanager
-def placeholders():
-    """Context manager inside which coremltools' compression passes lay placeholder
-    weights out without computing scales and tables, which would take seconds for a
-    layer and be overwritten. The values stay distinct: coremltools merges equal ones.
-    """
-    from coremltools.converters.mil.mil import types
-    from coremltools.optimize import _utils
-    from coremltools.optimize.coreml import _quantization_passes as passes
-
-    def quantized(cls, weight, dtype, mode, block_sizes):
-        blocks = [1] * weight.ndim
-        for axis, size in enumerate(block_sizes):
-            if size:
-                blocks[axis] = weight.shape[axis] // size
-        count = prod(blocks)
-        data = (weight * 4).astype(types.nptype_from_builtin(dtype))
-        scale = weight.reshape(count, -1)[:, 0].reshape(blocks)
-        return _utils.QuantParams(data, scale, None, np.uint8(dtype.get_bitwidth()))
-
-    def palettized(weight, mode, nbits, *_, **__):
-        kind = types.nptype_from_builtin(types.string_to_builtin(f"uint{nbits}"))
-        indices = ((weight - 0.5) * (1 << nbits)).astype(kind)
-        lut = np.linspace(0.5, 1.5, 1 << nbits, dtype=weight.dtype)
-        shape = [1] * weight.ndim + [1 << nbits, 1]
-        return _utils.LutParams(indices, lut.reshape(shape), None)
-
-    linear = passes.linear_quantize_weights
-    palette = passes.palettize_weights
-    with (
-        patch.object(linear, "blockwise_compress_by_dtype", classmethod(quantized)),
-        patch.object(palette, "blockwise_compress", staticmethod(palettized)),
-    ):
-        yield
 
 
 def packed(array: np.ndarray, bits: int) -> np.ndarray:

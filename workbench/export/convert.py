@@ -1,7 +1,6 @@
 """Converts one shard of each shape with coremltools. Its weights are placeholders, so
 that the program depends on shapes and options alone: random, because coremltools drops
-a product with ones and merges equal constants, and with as many distinct values as a
-lookup table has entries."""
+a product with ones and merges equal constants."""
 
 import errno
 import shutil
@@ -20,7 +19,6 @@ from workbench.bundle import Options
 from workbench.bundle.names import POS
 from workbench.bundle.presets import FP16, Preset
 from workbench.errors import InputError
-from workbench.export.compress import placeholders
 from workbench.export.package import WEIGHTS, pin, save_package
 from workbench.export.shards import Spec
 from workbench.export.template import Template
@@ -56,9 +54,9 @@ def to_template(
     constants: dict[str, str] = {}
     modules: dict[str, str] = {}
     programs: dict[str, Path] = {}
-    with tempfile.TemporaryDirectory() as folder, frozen(), lean(), placeholders():
-        for name, T in (options.function_names or {"main": None}).items():
-            model = to_program(module, spec, options, compressed, T)
+    with tempfile.TemporaryDirectory() as folder, frozen(), lean():
+        for name, T in (options.functions or {"main": None}).items():
+            model = to_program(module, spec, options, compressed, T, table="uniform")
             programs[name] = Path(folder, f"{name}.mlpackage")
             save_package(model, programs[name])
             constants |= constants_of(model)
@@ -69,13 +67,10 @@ def to_template(
 
 
 def fill(module: nn.Module, weights: list[WeightSource]) -> None:
-    """Gives every parameter random placeholder values between 0.5 and 1.5, those of a
-    lookup table as many distinct ones as it has entries."""
+    """Gives every parameter random placeholder values between 0.5 and 1.5."""
     generator = torch.Generator().manual_seed(0)
     for weight in weights:
         values = torch.rand(weight.shape, generator=generator)
-        if weight.compressed and not weight.preset.is_integer:
-            values = (values * weight.preset.entries).floor() / weight.preset.entries
         module.get_parameter(weight.path).data = values + 0.5
 
 
@@ -85,6 +80,7 @@ def to_program(
     options: Options,
     compressed: set[str],
     T: int | None = None,
+    table: str = "kmeans",
 ):
     """Traces `module` and converts it to an ML Program for macOS 15, fp16, T in 1 …
     t_max.
@@ -94,6 +90,7 @@ def to_program(
             stay fp16.
         T: the tokens of a call, for a program of this one T (default: as the options
             say).
+        table: how the values of lookup tables are chosen; `uniform` needs no search.
 
     Returns:
         coremltools' MLModel, not loaded, with its pymil program attached.
@@ -113,7 +110,9 @@ def to_program(
     pipeline.remove_passes(FOLDING)
     if options.preset != FP16:
         excluded = {path for path, _ in module.named_parameters()} - compressed
-        _compress(pipeline, options.preset, [f"{path}_to_fp16" for path in excluded])
+        _compress(
+            pipeline, options.preset, [f"{path}_to_fp16" for path in excluded], table
+        )
     with quiet(), no_progress(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
         Builder.name_count.clear()
@@ -144,7 +143,7 @@ def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
     """Example tensors of the inputs for tracing, and their types for coremltools."""
     ct = coremltools()
     size = length = T or options.t_max
-    if options.t_max > 1 and options.t != "fixed":
+    if options.t_max > 1 and not options.shapes:
         # one symbol for every T: coremltools would take unrelated ranges without
         # complaint
         size = ct.RangeDim(1, options.t_max, default=1)
@@ -231,7 +230,7 @@ def no_progress():
     return patch.object(tqdm.tqdm, "__init__", silent)
 
 
-def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
+def _compress(pipeline, preset: Preset, excluded: list[str], table: str) -> None:
     """Appends to `pipeline` the compression of every convolution's constants but those
     in `excluded`.
 
@@ -249,9 +248,7 @@ def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
         )
         pass_name = "compression::linear_quantize_weights"
     else:
-        op = cto.OpPalettizerConfig(
-            mode="kmeans", nbits=preset.bits, weight_threshold=0
-        )
+        op = cto.OpPalettizerConfig(mode=table, nbits=preset.bits, weight_threshold=0)
         pass_name = "compression::palettize_weights"
     config = cto.OptimizationConfig(
         op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(excluded)

@@ -14,7 +14,7 @@ from workbench.bundle.presets import FP16, Preset
 from workbench.errors import InputError
 from workbench.export.shards import LayerStack, Spec
 from workbench.models import family_of
-from workbench.models.checkpoint import CHUNK_BYTES, Checkpoint
+from workbench.models.checkpoint import CHUNK, Checkpoint
 from workbench.models.family import Plan
 from workbench.models.moe import Router
 
@@ -45,8 +45,7 @@ class Scratch(threading.local):
     memory is slower than reading the disk."""
 
     def __init__(self):
-        self.chunk = bytearray(CHUNK_BYTES)
-        self.wide = torch.empty(CHUNK_BYTES // 2)
+        self.wide = torch.empty(CHUNK)
         self.buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -148,7 +147,7 @@ def load_values(
         return values.zero_(), 0.0
     start = 0
     extremes = []
-    for chunk in source.chunks(weight.tensor, weight.rows, scratch.chunk):
+    for chunk in source.chunks(weight.tensor, weight.rows):
         wide = scratch.wide[: len(chunk)]
         piece = values[start : start + len(chunk)]
         wide.copy_(chunk)

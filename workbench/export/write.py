@@ -161,7 +161,7 @@ def _entry(
         **interface,
         path=f"{spec.name}{template.suffix}",
         template=template.name,
-        functions=settings.function_names,
+        functions=settings.functions,
         bytes=sum(file.bytes for file in files),
         files=files,
         weights={name: constants[w.path] for name, w in tensors.items()},

@@ -6,7 +6,7 @@ there."""
 
 import pyarrow as pa
 
-VERSION = 4
+VERSION = 5
 """Of all tables; files of another version are refused (see `tools/rewrite_log.py`)."""
 
 _TYPES = {
@@ -50,8 +50,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         bool:  fast
         int:   threads T depth n_gen min_tokens
         float: min_seconds
-        int:   max_seq_len t_max batch layers_per_shard bundle_bytes
-        text:  compress kv_write layout moe t sliding functions target
+        int:   max_seq_len batch layers_per_shard bundle_bytes
+        text:  compress kv_write layout moe tokens sliding target
         text:  placement placement_source
         float: ane_ops_share ane_joules tokens_per_s call_ms call_p90_ms cold_s warm_s
         float: worst_update worst_cosine kl_mean

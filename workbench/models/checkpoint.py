@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +15,11 @@ from workbench import paths
 from workbench.errors import InputError
 from workbench.files import is_lfs_pointer
 
-KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+KINDS = "F32", "F16", "BF16"
 # large, so that a thread that hashes rarely asks for the interpreter
 HASH_BYTES = 1 << 26
-CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
+CHUNK = 1 << 17  # elements: what stays in a core's cache while it is converted
+MAPPED_BYTES = 1 << 26  # of a file at once: mapped memory counts as resident
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
@@ -32,13 +32,11 @@ FETCH = f"{paths.fetch()}, or git lfs pull"
 
 
 class Entry(NamedTuple):
-    """Where a tensor is: its file, dtype as safetensors spells it, shape, and first
-    byte in the file."""
+    """Where a tensor is: its file, dtype as safetensors spells it, shape."""
 
     file: Path
     dtype: str
     shape: list[int]
-    start: int
 
 
 class Checkpoint:
@@ -56,7 +54,11 @@ class Checkpoint:
         self.files = self._weight_files()
         self.header: dict[str, Entry] = {}
         for file in self.files:
-            self.header |= _read_header(file)
+            with _opened(file) as tensors:
+                for name in tensors.keys():
+                    stored = tensors.get_slice(name)
+                    entry = Entry(file, stored.get_dtype(), stored.get_shape())
+                    self.header[name] = entry
 
     def _weight_files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
@@ -146,7 +148,7 @@ class Checkpoint:
             digest.update(own.read_bytes())
         for path in self.files:
             of_file = hashlib.sha256()
-            with _reading(path), path.open("rb", buffering=0) as file:
+            with path.open("rb", buffering=0) as file:
                 size = min(HASH_BYTES, path.stat().st_size)
                 buffer = memoryview(bytearray(size))
                 while count := file.readinto(buffer):
@@ -189,13 +191,10 @@ class Checkpoint:
             )
         return self.header[name]
 
-    def chunks(
-        self, name: str, rows: slice | None = None, buffer: bytearray | None = None
-    ) -> Iterator[torch.Tensor]:
+    def chunks(self, name: str, rows: slice | None = None) -> Iterator[torch.Tensor]:
         """The values of tensor `name` (or of some rows) in order: flat pieces in the
-        stored dtype, each read into `buffer` (its size is theirs), so a piece is gone
-        when the next one comes."""
-        file, dtype, shape, first = self._entry(name)
+        stored dtype, of at most `CHUNK` elements, that lie in the mapped file."""
+        file, dtype, shape = self._entry(name)
         if dtype not in KINDS:
             raise InputError(
                 f"tensor {name!r}",
@@ -203,23 +202,12 @@ class Checkpoint:
                 "F32, F16 or BF16",
                 "convert the checkpoint to one of these",
             )
-        row = math.prod(shape[1:]) * KINDS[dtype].itemsize
-        start, stop, _ = (rows or slice(None)).indices(shape[0] if shape else 1)
-        view = memoryview(buffer or bytearray(CHUNK_BYTES))
-        left = (stop - start) * row
-        with _reading(file), file.open("rb", buffering=0) as opened:
-            opened.seek(first + start * row)
-            while left > 0:
-                count = opened.readinto(view[: min(left, len(view))])
-                if count == 0 or count % KINDS[dtype].itemsize:
-                    raise InputError(
-                        str(file),
-                        "fewer bytes than when it was opened",
-                        "the whole file",
-                        FETCH,
-                    )
-                yield torch.frombuffer(view[:count], dtype=KINDS[dtype])
-                left -= count
+        start, stop, _ = (rows or slice(None)).indices(shape[0])
+        step = max(1, MAPPED_BYTES // (4 * math.prod(shape[1:])))
+        for first in range(start, stop, step):
+            with _opened(file) as tensors:
+                block = tensors.get_slice(name)[first : min(first + step, stop)]
+                yield from block.flatten().split(CHUNK)
 
     def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
         """Tensor `name` (or some rows of it) in float32; only the bytes asked for are
@@ -227,8 +215,8 @@ class Checkpoint:
         if isinstance(rows, list):
             return torch.cat([self.tensor(name, slice(r, r + 1)) for r in rows])
         shape = self.shape(name, rows)
-        start = 0
         values = torch.empty(math.prod(shape))
+        start = 0
         for chunk in self.chunks(name, rows):
             values[start : start + len(chunk)] = chunk
             start += len(chunk)
@@ -239,10 +227,8 @@ class Checkpoint:
 
 
 def _read_json(path: Path) -> dict:
-    with _reading(path):
-        text = path.read_bytes()
     try:
-        fields = json.loads(text)
+        fields = json.loads(path.read_bytes())
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
@@ -252,63 +238,20 @@ def _read_json(path: Path) -> dict:
     return fields
 
 
-@contextmanager
-def _reading(path: Path):
-    """Context manager that turns an OSError into an `InputError` that names the
-    file."""
-    try:
-        yield
-    except OSError as problem:
-        raise InputError(
-            str(path), f"{problem.strerror or problem}", "a readable file", FETCH
-        ) from problem
+def _opened(path: Path):
+    """A safetensors file, mapped, as safetensors' own reader gives it."""
+    from safetensors import SafetensorError, safe_open
 
-
-def _read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, after checking that the file is as long as its
-    header says."""
+    needed = "every weight file of the checkpoint, whole"
     if not path.is_file():
-        raise InputError(
-            str(path),
-            "no such file (half a download?)",
-            "every weight file of the checkpoint",
-            FETCH,
-        )
-    size = path.stat().st_size
-    with _reading(path), path.open("rb") as file:
+        raise InputError(str(path), "no such file (half a download?)", needed, FETCH)
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as problem:
+        reason = f"no whole safetensors file ({problem})"
         if is_lfs_pointer(path):
-            raise InputError(
-                str(path), "a Git LFS pointer", "the weights themselves", FETCH
-            )
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, 100 << 20):
-            raise InputError(
-                str(path), "no safetensors header", "a safetensors file", FETCH
-            )
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            first = 8 + length
-            stops = [0]
-            entries = {}
-            for name, entry in header.items():
-                start, stop = entry["data_offsets"]
-                stops.append(stop)
-                kind = entry["dtype"]
-                entries[name] = Entry(path, kind, entry["shape"], first + start)
-            end = first + max(stops)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(
-                str(path), "a damaged safetensors header", "a safetensors file", FETCH
-            ) from None
-    if size != end:
-        raise InputError(
-            str(path),
-            f"{size} bytes (truncated?)",
-            f"{end} bytes as its header says",
-            FETCH,
-        )
-    return entries
+            reason = "a Git LFS pointer"
+        raise InputError(str(path), reason, needed, FETCH) from problem
 
 
 def random(

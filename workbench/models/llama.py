@@ -91,7 +91,9 @@ def plan_alike(config, ropes=None, layers=None, partial_rotary: bool = False) ->
 def layer(plan: Plan, index: int, options: Options, **chosen) -> nn.Module:
     """`chosen`: further keywords of `DecoderLayer`."""
     bias = flag(plan.config, "attention_bias")
-    return DecoderLayer(plan, index, options, qkv_bias=bias, o_bias=bias, **chosen)
+    return DecoderLayer(
+        plan, index, options, **{"qkv_bias": bias, "o_bias": bias} | chosen
+    )
 
 
 def head(plan: Plan, rows: int) -> nn.Module:

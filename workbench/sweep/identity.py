@@ -45,12 +45,9 @@ def describe(subject: Bundle | Decoder) -> dict:
 
 
 def exported(options: Options) -> dict:
-    """The columns of `runs` for export options, null for those that are not written."""
-    columns = dict.fromkeys(OPTIONS)
-    for name, value in options.model_dump().items():
-        if name in columns:
-            columns[name] = json.dumps(value) if isinstance(value, tuple) else value
-    return columns
+    """The columns of `runs` for export options."""
+    values = options.model_dump()
+    return {name: values.get(name) for name in OPTIONS}
 
 
 def executed(

@@ -43,7 +43,7 @@ def small(exports) -> Checkpoint:
     "chosen, message",
     [
         ({"target": "coreai", "kv_write": "slice"}, "kv_write = mask"),
-        ({"target": "coreai-fp32", "functions": (1, 4)}, "no functions"),
+        ({"target": "coreai-fp32", "tokens": "1,4"}, "no functions"),
         ({"target": "coreai-fp64"}, "installed: coreai, coreai-fp32"),
     ],
 )
@@ -102,8 +102,8 @@ def test_a_fixed_t_of_1_is_miscompiled_and_a_free_t_is_not(free, tmp_path):
 
 
 def test_a_bundle_of_one_token_a_call_is_right(exports, small):
-    bundle = coreai_bundle(exports, small.path, t_max=1)
-    exact = exports.decoder(small.path, t_max=1)
+    bundle = coreai_bundle(exports, small.path, tokens="1")
+    exact = exports.decoder(small.path, tokens="1")
     logits = [decoder.prefill(IDS) for decoder in (Decoder(bundle), exact)]
     assert tiny.relative(*logits) < 1e-5
 

@@ -63,8 +63,8 @@ def twin(
         InputError: an option that Core AI lacks, or another bundle there.
     """
     options = bundle.manifest.options.model_dump() | {"target": target}
-    if options.pop("functions", ()):
-        options["t"] = "range"
+    if bundle.manifest.options.functions:
+        options["tokens"] = f"1-{bundle.manifest.options.t_max}"
     path = (folder or bundle.root.parent) / f"{bundle.root.name}.{target}"
     if not path.exists():
         return export(checkpoint.path, path, progress=False, **options)

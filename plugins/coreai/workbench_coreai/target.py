@@ -35,7 +35,11 @@ class Target:
                 "kv_write = slice",
                 "kv_write = mask: its exporter supports no index that is an input",
             ),
-            (options.functions, "functions", "no functions: its programs run every T"),
+            (
+                options.functions,
+                f"tokens = {options.tokens}",
+                "one range: its programs run every T",
+            ),
         ):
             if refused:
                 subject = f"target {options.target}"

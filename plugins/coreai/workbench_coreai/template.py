@@ -162,7 +162,7 @@ def trace(
     dtype = DTYPES[options.program_dtype]
     t_max = options.t_max
     free = None
-    if options.t == "range" or t_max == 1:
+    if not options.shapes or t_max == 1:
         free = torch.export.Dim("T", min=1, max=max(2, t_max))
     T = max(2, t_max)
     examples = []
