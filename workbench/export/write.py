@@ -10,7 +10,9 @@ import shutil
 import struct
 import tempfile
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +40,7 @@ from workbench.files import check_room
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
-THREADS = 2  # writing is bound by memory and disk: more gain little
+MAX_THREADS = 2  # writing is bound by memory and disk: more gain little
 
 
 def write_bundle(
@@ -81,25 +83,20 @@ def write_bundle(
         unit_scale=True,
         disable=not progress,
     )
-    # threads of torch's own would only wait for these, and spin meanwhile
-    one_thread = partial(torch.set_num_threads, 1)
-    with bar, ThreadPoolExecutor(THREADS, initializer=one_thread) as pool:
-        try:
-            digest = pool.submit(lambda: source.sha256)
-            for spec in shards:
-                if shape[spec.name] not in templates:
-                    sources = weights[spec.name]
-                    template = convert(spec, plan, settings, sources)
-                    templates[shape[spec.name]] = template
-            table = pool.submit(_write_embedding, source, plan, folder)
-            written = {pool.submit(write, spec): spec.name for spec in shards}
-            finished = {}
-            for shard in as_completed(written):
-                finished[written[shard]] = shard.result()
-                bar.update(size[written[shard]])
-            embedding = Embedding(file=table.result(), scale=plan.embedding_scale)
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with bar, own_threads() as pool:
+        digest = pool.submit(lambda: source.sha256)
+        for spec in shards:
+            if shape[spec.name] not in templates:
+                sources = weights[spec.name]
+                template = convert(spec, plan, settings, sources)
+                templates[shape[spec.name]] = template
+        table = pool.submit(_write_embedding, source, plan, folder)
+        written = {pool.submit(write, spec): spec.name for spec in shards}
+        finished = {}
+        for shard in as_completed(written):
+            finished[written[shard]] = shard.result()
+            bar.update(size[written[shard]])
+        embedding = Embedding(file=table.result(), scale=plan.embedding_scale)
     tokenizer = _copy_tokenizer(source, folder)
     return Manifest(
         family=source.config.model_type,
@@ -118,6 +115,24 @@ def write_bundle(
         packages=packages,
         residual_exponent=plan.residual_exponent,
     )
+
+
+@contextmanager
+def own_threads() -> Iterator[ThreadPoolExecutor]:
+    """Context manager of a pool of as many threads as torch may use (`OMP_NUM_THREADS`,
+    by default the cores), at most `MAX_THREADS`. Torch runs in one thread in each of
+    them and in the caller: more would only wait for these, and spin meanwhile."""
+    count = torch.get_num_threads()
+    alone = partial(torch.set_num_threads, 1)
+    alone()
+    try:
+        with ThreadPoolExecutor(min(count, MAX_THREADS), initializer=alone) as pool:
+            try:
+                yield pool
+            finally:
+                pool.shutdown(cancel_futures=True)
+    finally:
+        torch.set_num_threads(count)
 
 
 def _shape(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:

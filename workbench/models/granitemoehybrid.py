@@ -36,7 +36,6 @@ def plan(config) -> Plan:
     if config.position_embedding_type == "rope":
         table = rope(config)
     layers = [layer.model_copy(update={"rope": table.name}) for layer in layers]
-    whole = llama.plan_alike(dense, [table], layers)
     heads = config.mamba_n_heads
     P = config.mamba_d_head
     N = config.mamba_d_state
@@ -44,9 +43,14 @@ def plan(config) -> Plan:
     tail = config.mamba_d_conv - 1
     state = {CONV_STATE: (tail, width), MATRIX_STATE: (heads, P, N)}
     sides = [{} if layer.attends else state for layer in layers]
-    scale = float(config.embedding_multiplier)
-    return replace(
-        whole, side_states=sides, tail=tail, names=NAMES, embedding_scale=scale
+    return llama.plan_alike(
+        dense,
+        rope=[table],
+        layers=layers,
+        side_states=sides,
+        tail=tail,
+        names=NAMES,
+        embedding_scale=float(config.embedding_multiplier),
     )
 
 

@@ -2,7 +2,6 @@
 every head of q and k."""
 
 import copy
-from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -41,8 +40,8 @@ def plan(config) -> Plan:
     as_llama.intermediate_size = _mlp_width(config)
     state = {CONV_STATE: (tail, config.hidden_size)}
     sides = [{} if layer.attends else state for layer in layers]
-    whole = llama.plan_alike(as_llama, layers=layers)
-    return replace(whole, side_states=sides, tail=tail, names=NAMES)
+    own = {"layers": layers, "side_states": sides, "tail": tail, "names": NAMES}
+    return llama.plan_alike(as_llama, **own)
 
 
 def _mlp_width(config) -> int:

@@ -1,8 +1,6 @@
 """Llama (2, 3, 3.1, 3.2): pre-norm, grouped queries, default, linear or llama3 rope,
 SwiGLU."""
 
-from dataclasses import replace
-
 from torch import nn
 
 from workbench.bundle import Layer, Options
@@ -71,21 +69,22 @@ class DecoderLayer(nn.Module):
 
 def plan(config) -> Plan:
     # bundles of it are older than that option
-    return replace(plan_alike(config), close_eps=False)
+    return plan_alike(config, close_eps=False)
 
 
-def plan_alike(config, ropes=None, layers=None, partial_rotary: bool = False) -> Plan:
-    """The plan of a family like Llama; `ropes` and `layers` are its own: by default one
-    rope table and no window."""
+def plan_alike(config, *, partial_rotary: bool = False, **own) -> Plan:
+    """The plan of a family like Llama; `own` are its fields of `Plan` where they differ
+    from one rope table and no window."""
     d = dims(config)
-    ropes = ropes or [rope(config)]
-    if not partial_rotary and any(2 * len(table.inv_freq) != d.D for table in ropes):
+    fields = {"layers": [Layer()] * d.L, "close_eps": True} | own
+    if "rope" not in own:
+        fields["rope"] = [rope(config)]
+    full = all(2 * len(table.inv_freq) == d.D for table in fields["rope"])
+    if not (partial_rotary or full):
         refuse(config, "a partial rotary factor", "full rotary dimensions")
     if config.hidden_act != "silu":
         refuse(config, f"activation {config.hidden_act!r}", "silu")
-    layers = layers or [Layer()] * d.L
-    tied = config.tie_word_embeddings
-    return Plan(config, d, ropes, layers, tied, close_eps=True)
+    return Plan(config, d, tied=config.tie_word_embeddings, **fields)
 
 
 def layer(plan: Plan, index: int, options: Options, **chosen) -> nn.Module:
