@@ -297,17 +297,23 @@ def test_what_a_killed_export_has_left_is_no_bundle_and_not_used(
         export(llama, tmp_path / "b", progress=False, max_seq_len=16)
 
 
-@pytest.mark.wide
 @pytest.mark.slow("exports in processes of their own, which are killed")
-def test_exports_killed_at_any_moment_leave_nothing_once_run_again():
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(4, marks=pytest.mark.wide),
+        pytest.param(30, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_exports_killed_at_any_moment_leave_nothing_once_run_again(moments):
     found = subprocess.run(
-        [sys.executable, "-m", "tests.export.kills", "4"],
+        [sys.executable, "-m", "tests.export.kills", str(moments)],
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.count("same bytes") == 4
+    assert found.stdout.count("same bytes") == moments
 
 
 # coremltools drops what it half wrote
