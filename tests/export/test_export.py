@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -16,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from workbench import Bundle, InputError
 from workbench.export import export, write
-from workbench.models.checkpoint import Checkpoint
 
 WEIGHTS, ROOT = "model.safetensors", Path(__file__).parents[2]
 
@@ -29,39 +27,6 @@ def llama(exports):
 @pytest.fixture
 def copy(llama, tmp_path):
     return shutil.copytree(llama, tmp_path / "copy")
-
-
-@pytest.mark.matrix(1, wide=3)
-@pytest.mark.parametrize(
-    "family, changed, options",
-    [
-        ("llama", {}, {}),
-        ("gemma3_text", {}, {"layers_per_shard": 3}),
-        ("zaya", {}, {"layers_per_shard": 3}),
-        ("zaya", {"num_hidden_layers": 2, "num_experts": 2}, {"moe": "routed"}),
-    ],
-)
-def test_every_checkpoint_tensor_is_held_to_the_bit(exports, family, changed, options):
-    checkpoint = exports.checkpoint(family, **changed)
-    decoder, source = exports.decoder(checkpoint, **options), Checkpoint(checkpoint)
-    # beside the embedding table
-    held = {"model.input_hidden_states_bias", "model.input_hidden_states_scale"}
-    experts = [decoder.experts.load(shard) for shard in decoder.bundle.shards("expert")]
-    for model in decoder.layers + decoder.heads + experts:
-        shard = model.shard
-        for tensor, constant in shard.weights.items():
-            in_part = (
-                ".experts." in tensor and shard.kind == "expert" or "embed" in tensor
-            )
-            expected = source.tensor(
-                tensor, slice(*shard.rows) if in_part else None
-            ) + shard.offsets.get(tensor, 0.0)
-            assert np.array_equal(
-                model.constant(constant).ravel(),
-                expected.half().float().numpy().ravel(),
-            ), tensor
-            held.add(tensor)
-    assert held >= set(source.header)
 
 
 @pytest.mark.matrix(1, wide=2)

@@ -1,8 +1,6 @@
 """Packages of several functions: each computes what a package of that one T does, over weights that
 are stored once."""
 
-import itertools
-
 import pytest
 import tiny
 from conversions import conversions, files
@@ -10,7 +8,7 @@ from conversions import conversions, files
 from miltorch.quiet import coremltools
 from workbench import Bundle, InputError
 from workbench.bundle import Options
-from workbench.export import export, options, package
+from workbench.export import export, options
 
 CHOSEN = {"max_seq_len": 16, "compress": "int8-tensor"}
 
@@ -23,68 +21,6 @@ def source(exports):
 @pytest.fixture(scope="module")
 def bundle(exports, source) -> Bundle:
     return exports.bundle(source, tokens="1,4", **CHOSEN)
-
-
-def without_names(function) -> list:
-    """A function's operations without the names that coremltools numbers through all functions."""
-    (block,) = function.block_specializations.values()
-    operations = [
-        type(op).FromString(op.SerializeToString()) for op in block.operations
-    ]
-    numbered = "coreml_update_state_"
-    for op in operations:
-        if op.type == "write_state" or op.outputs[0].name.startswith(numbered):
-            del op.attributes["name"]
-        for result in op.outputs:
-            result.name = numbered if result.name.startswith(numbered) else result.name
-        for argument in itertools.chain.from_iterable(
-            a.arguments for a in op.inputs.values()
-        ):
-            if argument.name.startswith(numbered):
-                argument.name = numbered
-    return operations
-
-
-def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
-    exports, source, bundle
-):
-    fixed = {
-        f"t{T}": exports.bundle(source, tokens=str(T), **CHOSEN)
-        for T in bundle.manifest.options.shapes
-    }
-    for i, shard in enumerate(bundle.manifest.shards):
-        ours = package.read_package(bundle.package(shard))
-        assert dict(shard.functions) == {"t1": 1, "t4": 4}
-        assert ours.description.defaultFunctionName == "t1"
-        assert set(ours.mlProgram.functions) == set(fixed)
-        for name, other in fixed.items():
-            theirs = package.read_package(other.package(other.manifest.shards[i]))
-            (main,) = theirs.mlProgram.functions.values()
-            function = ours.mlProgram.functions[name]
-            assert [p.name for p in function.inputs] == [p.name for p in main.inputs]
-            assert list(function.inputs) == list(main.inputs)
-            assert without_names(function) == without_names(main)
-            described = next(f for f in ours.description.functions if f.name == name)
-            for part in ("input", "output", "state"):
-                assert list(getattr(described, part)) == list(
-                    getattr(theirs.description, part)
-                )
-    weights = [
-        {
-            f.path: (f.bytes, f.sha256)
-            for s in b.manifest.shards
-            for f in s.files
-            if f.path.endswith(".bin")
-        }
-        for b in (bundle, *fixed.values())
-    ]
-    assert weights[0] and weights[0] == weights[1] == weights[2]
-    one = {f.path: f.bytes for s in fixed["t4"].manifest.shards for f in s.files}
-    two = {f.path: f.bytes for s in bundle.manifest.shards for f in s.files}
-    print(
-        f"\nbytes: one function {sum(one.values()):,}, two {sum(two.values()):,}; weight files "
-        f"{sum(size for size, _ in weights[0].values()):,} in both"
-    )
 
 
 @pytest.mark.matrix(0, wide=1)
@@ -103,12 +39,7 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(
                 "num_hidden_layers": 4,
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
             },
-            {
-                "tokens": "2,3",
-                "compress": "lut4",
-                "sliding": "ring",
-                "layout": "bc1t",
-            },
+            {"tokens": "2,3", "compress": "lut4", "sliding": "ring", "layout": "bc1t"},
             2,
         ),
         (

@@ -1,10 +1,8 @@
 """Shards written from the program of their shape are the bytes that converting them
 gives, in every family and preset."""
 
-import shutil
 from collections import Counter
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -174,16 +172,6 @@ def test_weights_that_a_converter_would_drop_or_merge_are_stored(tmp_path):
     assert made.manifest.shards[0].files != made.manifest.shards[1].files
 
 
-def test_every_parameter_has_a_place_of_its_own(exports, tmp_path):
-    """Two parameters never share bytes, however alike their placeholders are."""
-    made = export(
-        exports.checkpoint("zaya"), tmp_path / "b", progress=False, max_seq_len=16
-    )
-    for shard in made.manifest.shards:
-        names = list(shard.weights.values())
-        assert len(set(names)) == len(names)
-
-
 def test_conversions_of_one_process_do_not_depend_on_what_came_before(
     exports, tmp_path
 ):
@@ -210,20 +198,3 @@ def test_an_export_reads_a_checkpoint_in_small_pieces(exports, tmp_path, monkeyp
     path = tiny.random(tmp_path / "c", "llama", dtype="bfloat16", vocab_size=5000)
     export(path, tmp_path / "b", progress=False, max_seq_len=16)
     assert max(sizes) == CHUNK < 5000 * 64
-
-
-def test_a_full_tensor_of_zeros_is_stored_as_its_conversion_stores_it(
-    exports, tmp_path
-):
-    path = shutil.copytree(exports.checkpoint("llama"), tmp_path / "c")
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][:] = 0
-    tensors["model.layers.1.mlp.down_proj.weight"][::2] = 0
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    made = export(
-        path, tmp_path / "b", progress=False, max_seq_len=16, compress="int8-channel"
-    )
-    assert files(made) == conversions(made, path, tmp_path / "again")
-    assert np.isfinite(
-        tiny.chained(tiny.Decoder(made, "portable", "exact"), [1, 2], [2])
-    ).all()
