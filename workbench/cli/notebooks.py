@@ -15,7 +15,7 @@ TYPES = {
     int: "a whole number",
     float: "a number",
     list: "a list, such as [1, 2]",
-    dict: "names with values, such as {t_max: 16}",
+    dict: "names with values, such as {tokens: 1-16}",
 }
 
 
