@@ -43,7 +43,7 @@ def small(exports) -> Checkpoint:
     "chosen, message",
     [
         ({"target": "coreai", "kv_write": "slice"}, "kv_write = mask"),
-        ({"target": "coreai-fp32", "tokens": "1,4"}, "no functions"),
+        ({"target": "coreai-fp32", "tokens": "1,4"}, "one range"),
         ({"target": "coreai-fp64"}, "installed: coreai, coreai-fp32"),
     ],
 )
