@@ -26,6 +26,7 @@ def calls(program, T: int, count: int, seed: int = 0):
 
 def check(package, function, T, path, width=WIDTH):
     flow = Flow(miltorch.read(package, function))
+    declared = miltorch.Executable(flow.program)
     uncut = open_model(package, "portable", function=function)
     names = [n for i in flow.computed for n in flow.results(i) if flow.showable(n)]
     names = [n for n in names if n not in flow.program.states]
@@ -38,7 +39,7 @@ def check(package, function, T, path, width=WIDTH):
         states = uncut.make_state(), model.make_state()
         for inputs in runs:
             before = {n: states[0].raw.read(n) for n in flow.program.states}
-            expected = values(flow.program, inputs, before, "declared")
+            expected = values(declared, inputs, before)
             whole = uncut.predict(inputs, states[0])
             found = model.predict(inputs, states[1])
             for name, value in whole.items():
@@ -72,9 +73,7 @@ def test_weights_are_shared(exports, tmp_path):
 
 
 def test_one_function_of_several_is_cut(exports, tmp_path):
-    bundle = exports.bundle(
-        exports.checkpoint("qwen2"), functions=(1, 4)
-    )
+    bundle = exports.bundle(exports.checkpoint("qwen2"), functions=(1, 4))
     package = bundle.package(bundle.manifest.shards[0])
     for name, T in bundle.manifest.shards[0].functions.items():
         check(package, name, T, tmp_path / name, width=30)

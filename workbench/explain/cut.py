@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import miltorch
-from miltorch.program import Op, inside, read_spec, spec_path
+from miltorch.program import Op, read_spec, spec_path
 from miltorch.quiet import messages
 
 OUTPUTS = {"FLOAT16", "FLOAT32", "INT32"}  # that a package may have
@@ -116,22 +116,20 @@ def _reads(op: Op) -> list[str]:
 
 
 def values(
-    program: miltorch.Program,
+    executable: miltorch.Executable,
     inputs: Mapping[str, np.ndarray],
     states: Mapping[str, np.ndarray],
-    precision: str,
 ) -> dict[str, np.ndarray]:
-    """Every value of a program by name in portable arithmetic, floats in float32, and
-    its states after the call."""
-    executable, found = miltorch.Executable(program, precision), {}
-    cells = executable.make_state()
+    """Every value of a program by name, floats in float32, and its states after the
+    call."""
+    found, cells = {}, executable.make_state()
     for name, cell in cells.items():
         cell.value = torch.tensor(states[name]).to(cell.value.dtype)
 
     def keep(op, outputs):
         found.update(zip(dict(op.outputs), outputs, strict=True))
 
-    tensors = {name: torch.tensor(inputs[name]) for name in program.inputs}
+    tensors = {n: torch.tensor(inputs[n]) for n in executable.program.inputs}
     executable.run(tensors, cells, keep)
     found |= {name: cell.value.float() for name, cell in cells.items()}
     return {n: v.numpy() for n, v in found.items() if isinstance(v, torch.Tensor)}

@@ -1,0 +1,126 @@
+"""A stand-in for Core ML that computes one operation wrongly: whatever package it loads."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from miltorch.shim import Proxy, _error
+
+WRITES = ("write_state", "coreml_update_state")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong.
+
+    Attributes:
+        op: name of the operation; of a write, of its state.
+        change: what becomes of its result.
+        units: the compute units that are wrong; "": all.
+        T: tokens of the calls that are wrong; 0: all.
+        above: elements of the smallest result that is wrong.
+        fused: results that no package may show, or nothing is wrong.
+        how: `result`, `compile`, `kill`, or of a state `lost`, `late`.
+    """
+
+    op: str
+    change: Callable = lambda x: x * 1.5
+    units: str = ""
+    T: int = 0
+    above: int = 0
+    fused: tuple[str, ...] = ()
+    how: str = "result"
+
+
+def layer_of(fault: Fault) -> type[Proxy]:
+    """The native layer that has the fault."""
+
+    class Wrong(Proxy):
+        def __init__(self, path, compute_units, *rest):
+            super().__init__(path, compute_units, *rest)
+            self.units, self.late = compute_units, []
+            program = self.executable.program
+            shown = set(program.outputs)
+            self.on = not shown & set(fault.fused)
+            self.on &= fault.units in ("", compute_units)
+            for step in self.executable.body.steps:
+                if named(step, fault) and self.on:
+                    if fault.how == "compile":
+                        raise _error("Failed to build the model execution plan: -14")
+                    self.plant(step)
+
+        def plant(self, step):
+            original = step.function
+            names = [name for name, _ in step.outputs]
+
+            def result(**arguments):
+                y = original(**arguments)
+                if fault.T not in (0, self.T):
+                    return y
+                if isinstance(y, tuple):
+                    return tuple(map(changed, y))
+                return changed(y)
+
+            def changed(y):
+                if y.numel() < fault.above:
+                    return y
+                return fault.change(y).to(y.dtype)
+
+            def kill(**arguments):
+                raise_killed()
+
+            def lost(**arguments):
+                if fault.T not in (0, self.T):
+                    return original(**arguments)
+
+            def late(**arguments):
+                self.late.append(lambda: original(**arguments))
+
+            step.function = {
+                "result": result,
+                "kill": kill,
+                "lost": lost,
+                "late": late,
+            }[fault.how]
+            assert names or fault.how in ("lost", "late", "kill")
+
+        def predict(self, data, state=None):
+            self.T = tokens(self.description, data)
+            for write in self.late:
+                write()
+            self.late.clear()
+            return super().predict(data, state)
+
+    return Wrong
+
+
+def raise_killed():
+    if os.environ.get("KILL"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise _error("the process died")
+
+
+def tokens(description, data) -> int:
+    """The flexible size of a call."""
+    for feature in description.input:
+        ranges = feature.type.multiArrayType.shapeRange.sizeRanges
+        for axis, size in enumerate(ranges):
+            if size.lowerBound != size.upperBound:
+                return np.shape(data[feature.name])[axis]
+    return np.shape(data["x"])[2] if "x" in data else 0
+
+
+def named(step, fault: Fault) -> bool:
+    if step.op.kind in WRITES and fault.how in ("lost", "late"):
+        return fault.op in step.op.reads()
+    return step.op.name == fault.op or any(n == fault.op for n, _ in step.outputs)
+
+
+def first_row_zero(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y.view(-1)[: max(1, y.numel() // 8)] = 0
+    return y
