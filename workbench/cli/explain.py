@@ -21,7 +21,12 @@ def explain_command(
     bundle: Annotated[Path, Argument(metavar="BUNDLE_OR_PACKAGE")],
     checkpoint: Checkpoint = None,
     only: str | None = None,
+    op: bool = False,
+    layer: int | None = None,
+    position: int | None = None,
+    reduce: Path | None = None,
     runtime: str = "auto",
+    compute_units: str = "CPU_AND_NE",
     json: Json = False,
 ) -> None:
     """Splits the error into its parts, names the variant of the model that the bundle
@@ -33,8 +38,18 @@ def explain_command(
         only: One of these: parts (storage, re-authoring, quantization, precision,
             runtime), variant, ranges (the first inf or NaN, headroom in bits; needs no
             checkpoint), weights (whose compression costs most).
+        op: Names the operation that the runtime computes wrongly; needs no checkpoint.
+        layer: With --op, searches this layer alone.
+        position: With --op, searches the calls of this position alone.
+        reduce: With --op, writes the smallest package that shows it into this folder.
         runtime: Whose part of the error is measured: auto, portable, coreml, stand-in.
+        compute_units: With --op: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.
     """
+    if op:
+        cell = {"layer": layer, "position": position, "compute_units": compute_units}
+        cell["runtime"] = runtime
+        result, lines = _operation(bundle, prompt, reduce, not json, **cell)
+        return show(result, json, lines)
     if only:
         check_choice("--only", only, KINDS)
     kinds = [only] if only else PAGE
@@ -67,6 +82,36 @@ def explain_command(
         result |= judged(checks)
         lines = [result["verdict"], *gate_lines(checks), *lines]
     show(result, json, lines)
+
+
+def _operation(
+    path: Path, prompt: Prompt, reduce: Path | None, progress: bool, **cell
+) -> tuple[dict, list[str]]:
+    """The result of `--op` and its lines."""
+    from tqdm.auto import tqdm
+
+    from workbench.cli.plan import core_ml_only
+    from workbench.explain import operation, reduced, trace
+
+    prompt.given()
+    bundle = workbench.Bundle.open(path)
+    core_ml_only(bundle, "--op")
+    ids = prompt.ids(bundle.manifest.dims.V, bundle.tokenizer)
+    shards = 1 if cell["layer"] is not None else len(bundle.manifest.shards)
+    cost = f"one package a shard ({shards}), about ten more for a wrong one"
+    with tqdm(desc=cost, unit="package", disable=not progress) as bar:
+        found, search = operation.find_operation(
+            bundle, ids, **cell, report=lambda count: bar.update()
+        )
+        result = {"operation": found.json()}
+        if reduce and found.region:
+            units = cell["compute_units"]
+            result["reduced"] = reduced.reduce(search, found, reduce, units)
+    lines = [f"{found.verdict}: {found.reason}", *map(trace.place, found.ops)]
+    lines += [f"{name} {value}" for name, value in found.where.items()]
+    lines.append(f"{found.packages} packages, {found.seconds:.0f} s")
+    verdict = "GREEN" if found.verdict == "none" else "RED"
+    return {"verdict": verdict} | result, [verdict, *lines]
 
 
 def _of_bundle(

@@ -175,12 +175,13 @@ def cut(
         _keep(about.input, used)
         _keep(about.state, used)
         _keep(program.inputs, used)
+    given = {name: value for name, value in given.items() if name in used}
+    _keep(about.input, {feature.name for feature in about.input} - given.keys())
     for name, value in given.items():
-        if name in used and name not in flow.program.inputs:
-            made = block.operations[flow.makers[name]].outputs
-            kind = next(o.type for o in made if o.name == name)
+        if name not in flow.program.inputs:
+            kind = _type_of(block, flow.makers[name], name)
             program.inputs.add(name=name, type=kind)
-            _describe(about.input.add(name=name), flow.types[name].dtype, value.shape)
+        _describe(about.input.add(name=name), flow.types[name].dtype, value.shape)
     described = {feature.name for feature in about.output}
     _keep(about.output, set(outputs))
     for name in outputs:
@@ -227,11 +228,14 @@ def _cast(name: str, output: str, block, maker: int):
     op.inputs["x"].arguments.add(name=name)
     _text(op.inputs["dtype"].arguments.add().value, "int32")
     _text(op.attributes["name"], output)
-    made = block.operations[maker].outputs
-    result = op.outputs.add(name=output)
-    result.type.CopyFrom(next(o.type for o in made if o.name == name))
+    result = op.outputs.add(name=output, type=_type_of(block, maker, name))
     result.type.tensorType.dataType = messages("MIL_pb2").DataType.Value("INT32")
     return op
+
+
+def _type_of(block, maker: int, name: str):
+    """The declared type of an operation's result."""
+    return next(o.type for o in block.operations[maker].outputs if o.name == name)
 
 
 def _text(value, text: str) -> None:

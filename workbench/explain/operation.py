@@ -24,7 +24,7 @@ from workbench.check.price import HALF_ULP
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.explain.cut import SHOWN, Flow, cut, values
-from workbench.runtime import open_model, resolve
+from workbench.runtime import check_compute_units, open_model, resolve
 
 WIDTH = 8  # values that a package shows beside its own outputs
 NEAR = 5  # steps back from a wrong value within which its cause is looked for
@@ -47,10 +47,10 @@ class Finding:
     """What a search found.
 
     Attributes:
-        verdict: `none` (nothing is outside), `operation`, `together` (each of the
-            operations alone is right), `breaks` (no package with the operation compiles
-            or runs), `uncertain`.
-        ops: the operations, earliest first: name, kind, module, shape of the result.
+        verdict: `none` (nothing is outside), `operation`, `together` (operations that
+            are wrong as long as no value between them is shown), `breaks` (no package
+            with the operation compiles or runs), `uncertain`.
+        ops: the operations, earliest first: op (its name), kind, module, value, shard.
         times: the error over what rounding explains, inf where one side is finite.
         packages, seconds: what was compiled and run.
     """
@@ -80,11 +80,13 @@ def predict(runtime: str, units: str, package: Path, function, calls: list) -> l
     model = open_model(package, runtime, compute_units=units, function=function)
     results = []
     for call in calls:
-        state = model.make_state() if call.states else None
-        for name, value in call.states.items():
-            state.write(name, value)
-        outputs = model.predict(call.inputs, state)
-        results.append(outputs | {name: state.read(name) for name in call.states})
+        state = model.make_state()
+        for name in model.program.states:
+            state.write(name, call.states[name])
+        inputs = {name: call.inputs[name] for name in model.program.inputs}
+        outputs = model.predict(inputs, state)
+        states = {name: state.read(name) for name in model.program.states}
+        results.append(outputs | states)
     if refused := process.invalidating(process.core_ml_messages()):
         raise InputError(
             f"package {package.name}", refused[0], units, "try other --compute-units"
@@ -165,7 +167,9 @@ class Search:
         with tempfile.TemporaryDirectory() as folder:
             self.folder = Path(folder)
             found = self._find(calls)
-        found.packages, found.where = self.packages, self.call.where
+        found.packages = self.packages
+        if found.verdict != "none":
+            found.where = self.call.where
         found.seconds = time.monotonic() - start
         return found
 
@@ -192,17 +196,17 @@ class Search:
 
     def _shown(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """What the runtime computes for `names`, its outputs and states; without those
-        values with which no package runs."""
+        values with which no package runs, or none has the fault."""
         target = self.folder / f"{self.packages}.mlpackage"
         outcome = self._run(cut(self.flow, target, names))
-        if outcome.failure and len(names) > 1:
+        if not outcome.failure and self._outside(outcome.value[0], self.flow.outputs):
+            found = outcome.value[0]
+            return {name.removesuffix(SHOWN): value for name, value in found.items()}
+        if len(names) > 1:
             half = len(names) // 2
             return self._shown(names[:half]) | self._shown(names[half:])
-        if outcome.failure:
-            self.dark.update(names)
-            return {}
-        found = outcome.value[0]
-        return {name.removesuffix(SHOWN): value for name, value in found.items()}
+        self.dark.update(names)
+        return {}
 
     def _outside(self, shown: dict, names: Sequence[str]) -> list[str]:
         """Those of the values that rounding does not explain, earliest first."""
@@ -247,21 +251,19 @@ class Search:
         """The operation that is wrong by itself, or the nearest ones that are together,
         among those that `wrong` is computed from."""
         for steps in range(NEAR):
-            region = self._region(wrong, steps)
-            inner = {n for i in region for n in self.flow.results(i)}
-            names = [n for n in {*inner, *self._boundary(region)} if self._can_show(n)]
-            shown = self._shown(names)
+            known = -1
+            while known < len(self.dark):
+                known = len(self.dark)
+                region = self._region(wrong, steps)
+                inner = {n for index in region for n in self.flow.results(index)}
+                names = {*inner, *self._boundary(region)}
+                shown = self._shown([*filter(self._can_show, names)])
             for index in region:
+                alone = self._closed({index})
                 for name in self.flow.results(index):
-                    if self._can_show(name) or name in shown:
-                        alone = self._closed({index})
-                        times = self._error(alone, name, shown)
-                        if times > DEVICE_FACTOR:
-                            return self._named(alone, name, times, shown)
-            shown = self._shown(self._boundary(region))
-            times = self._error(region, wrong, shown) if steps else 0.0
-            if times > DEVICE_FACTOR:
-                return self._together(region, wrong)
+                    times = self._error(alone, name, shown)
+                    if times > DEVICE_FACTOR:
+                        return self._named(alone, name, times, shown)
         reason = f"{wrong} is outside, and each operation near it is within rounding"
         return Finding("uncertain", reason, self._described(region[-1:]))
 
@@ -306,23 +308,6 @@ class Search:
         ]
         return sharply(*pair, shown[wrong].reshape(pair[0].shape))
 
-    def _together(self, region: Sequence[int], wrong: str) -> Finding:
-        """Takes operations off a region as long as the rest is still wrong."""
-        region = list(region)
-        for index in list(region[:-1]):
-            rest = [i for i in region if i != index]
-            if index in region and (rest := self._reaching(rest, wrong)) != region:
-                shown = self._shown(self._boundary(rest))
-                if self._error(rest, wrong, shown) > DEVICE_FACTOR:
-                    region = rest
-        shown = self._shown(self._boundary(region))
-        return self._named(region, wrong, self._error(region, wrong, shown), shown)
-
-    def _reaching(self, region: Sequence[int], wrong: str) -> list[int]:
-        """Those operations of a region that `wrong` is computed from."""
-        given = self._boundary(region)
-        return [i for i in sorted(self.flow.before([wrong], given)) if i in region]
-
     def _named(self, region, wrong: str, times: float, shown: dict) -> Finding:
         ops = self._described(region)
         verdict = "operation"
@@ -331,15 +316,15 @@ class Search:
         )
         if len(region) > 1:
             verdict = "together"
-            reason += "; each of these operations alone is right"
+            reason += "; no package that shows a value between these has the fault"
         return Finding(verdict, reason, ops, times, region=(region, wrong, shown))
 
     def _described(self, region: Sequence[int]) -> list[dict]:
         found = []
         for index in region:
             op, (name, *_) = self.flow.ops[index], self.flow.results(index) or [""]
-            about = {"name": op.name, "kind": op.kind, "value": name}
-            found.append(about | {"module": self.modules.get(name, "")})
+            at = {"op": op.name, "kind": op.kind, "module": self.modules.get(name, "")}
+            found.append(at | {"value": name, "shard": self.package.stem})
         return found
 
     def _breaking(self, failure: str) -> Finding:
@@ -415,6 +400,7 @@ def find_operation(
         position: searches the calls of this position alone.
     """
     runtime = resolve(runtime)
+    check_compute_units(compute_units)
     base = "exact" if runtime == "portable" else "declared"
     decoder, calls = Decoder(bundle, "portable", base), {}
     for T in default_ts(decoder.options):
@@ -428,7 +414,10 @@ def find_operation(
                 calls.setdefault(key, (model.shard, []))[1].append(call)
     if not calls:
         raise InputError(
-            "cell", f"layer {layer}, position {position}", "one of the prompt", "see --help"
+            "cell",
+            f"layer {layer}, position {position}",
+            "one of the prompt",
+            "see --help",
         )
     run = runner(runtime, compute_units)
     for (_, function), (shard, own) in calls.items():

@@ -1,0 +1,30 @@
+"""Runs a reduced package beside this file with coremltools alone, and prints what it
+computes and what it should."""
+
+import sys
+from pathlib import Path
+
+import coremltools as ct
+import numpy as np
+
+
+def main(units: str) -> None:
+    folder = Path(__file__).parent
+    inputs, states, expected = (
+        dict(np.load(folder / f"{name}.npz"))
+        for name in ("inputs", "states", "expected")
+    )
+    path = str(folder / "reduced.mlpackage")
+    model = ct.models.MLModel(path, compute_units=ct.ComputeUnit[units])
+    state = model.make_state() if states else None
+    for name, value in states.items():
+        state.write_state(name, value)
+    found = model.predict(inputs, state)
+    for name, value in expected.items():
+        actual = found[name] if name in found else state.read_state(name)
+        print(name, "expected", value.ravel()[:8], "found", actual.ravel()[:8])
+        print("largest difference", np.abs(actual.reshape(value.shape) - value).max())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or ["CPU_AND_NE"])
