@@ -201,14 +201,14 @@ def test_the_grid_of_the_readme_is_shipped():
 COMMANDS = "export golden validate explain evaluate generate plan sweep log run report"
 
 
-def test_there_are_thirteen_commands_with_at_most_ninety_parameters():
+def test_there_are_thirteen_commands_with_at_most_92_parameters():
     offered = {*plugins.offered("commands")}
     found = dict(list(every_command())[1:])
     found = {n: c for (n,), c in found.items() if n not in offered}
     assert found.keys() == {*COMMANDS.split(), "doctor", "adopt"}
     shared = [field.name for group in (Prompt, Where) for field in fields(group)]
     own = [p.name for c in found.values() for p in c.params if p.name not in shared]
-    assert len(own) + len(shared) <= 90
+    assert len(own) + len(shared) <= 92
 
 
 def test_an_unknown_command_names_the_nearest_one():
