@@ -145,6 +145,7 @@ def check(search, case, folder):
         module["main"]("CPU_AND_NE")
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("name", FIRST)
 def test_a_fault_is_found_and_reduced(search, name, tmp_path, capsys):
     check(search, FIRST[name], tmp_path / "out")
