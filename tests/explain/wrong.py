@@ -121,6 +121,6 @@ def named(step, fault: Fault) -> bool:
 
 
 def first_row_zero(x: torch.Tensor) -> torch.Tensor:
-    y = x.clone()
+    y = x.clone(memory_format=torch.contiguous_format)
     y.view(-1)[: max(1, y.numel() // 8)] = 0
     return y

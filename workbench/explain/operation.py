@@ -177,7 +177,7 @@ class Search:
         self.call = calls[0]
         outcome = self._run(self.package, calls)
         if outcome.failure:
-            return self._breaking(outcome.failure)
+            return self._breaking(outcome.failure, calls)
         for self.call, shown in zip(calls, outcome.value, strict=True):
             whole = self.call.inputs, self.call.states
             self.expected = [values(each, *whole) for each in self.whole]
@@ -327,18 +327,18 @@ class Search:
             found.append(at | {"value": name, "shard": self.package.stem})
         return found
 
-    def _breaking(self, failure: str) -> Finding:
+    def _breaking(self, failure: str, calls: Sequence[Call]) -> Finding:
         """The first operation with which a package that ends there fails."""
         flow = self.flow
         low, high = 0, len(flow.computed) - 1
         while low < high:
             middle = (low + high) // 2
-            outcome = self._run(self._ending(middle))
+            outcome = self._run(self._ending(middle), calls)
             if outcome.failure:
                 high, failure = middle, outcome.failure
             else:
                 low = middle + 1
-        if self._run(self._ending(low)).failure is None:
+        if self._run(self._ending(low), calls).failure is None:
             reason = f"the package fails as a whole, and no part of it does: {failure}"
             return Finding("uncertain", reason)
         reason = f"packages fail from this operation on: {failure}"
