@@ -102,10 +102,15 @@ ROLL = {"change": lambda x: x.roll(1, -1)}
 CLIP = {"change": lambda x: x.nan_to_num(0.0, 1.0, -1.0)}
 # written after the search was frozen
 SECOND = {
-    "zaya cast": ("zaya", 0, op_of("cast", 0, change=lambda x: 1 - x), "operation"),
-    "zaya relu": ("zaya", 1, op_of("relu", 0, **PLUS), "operation"),
+    "zaya cast": (
+        "zaya",
+        0,
+        op_of("cast", 0, change=lambda x: 1 - x.float()),
+        "operation",
+    ),
+    "mamba relu": ("granitemoehybrid", 0, op_of("relu", 0, **PLUS), "operation"),
     "zaya sqrt": ("zaya", 0, op_of("sqrt", 0, **HALF), "operation"),
-    "zaya sigmoid": ("zaya", 1, op_of("sigmoid", 0, **ZERO), "operation"),
+    "zaya equal": ("zaya", 1, op_of("equal", 0, change=torch.logical_not), "operation"),
     "zaya gelu": ("zaya", 1, op_of("gelu", 0, **PLUS), "operation"),
     "zaya argmax": (
         "zaya",
@@ -118,6 +123,7 @@ SECOND = {
     "deltanet sigmoid": ("qwen3_5_text", 1, op_of("sigmoid", 0, **HALF), "operation"),
     "deltanet lost matrix": ("qwen3_5_text", 2, state(1, how="lost"), "write"),
     "deltanet late conv": ("qwen3_5_text", 0, state(0, how="late"), "write"),
+    "deltanet tanh": ("qwen3_5_text", 2, op_of("tanh", **HALF), "operation"),
     "mamba conv": ("granitemoehybrid", 0, op_of("conv", 0, **LAST), "operation"),
     "mamba exp": ("granitemoehybrid", 0, op_of("exp", -1, **PLUS), "operation"),
     "mamba matmul nan": (
