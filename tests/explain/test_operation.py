@@ -135,7 +135,7 @@ SECOND = {
     "hybrid attention": ("granitemoehybrid", 1, op_of("softmax", **ROLL), "operation"),
     "short convolution": ("lfm2", 0, op_of("mul", 5, **HALF), "operation"),
     "lfm2 silu inf": ("lfm2", 1, op_of("silu", **INF), "operation"),
-    "gemma tanh": ("gemma3_text", 0, op_of("gelu", 0, **HALF), "operation"),
+    "gemma tanh": ("gemma3_text", 0, op_of("gelu", 0, **ROLL), "operation"),
     "gemma last add": ("gemma3_text", 2, op_of("add", -1, **SWAP), "operation"),
     "gemma head": ("gemma3_text", 3, op_of("conv", **SWAP), "operation"),
     "phi slice": ("phi3", 0, op_of("slice_by_index", 2, **SWAP), "operation"),
@@ -183,7 +183,9 @@ def search(exports, monkeypatch):
         flow = Flow(miltorch.read(package))
         fault = make(flow)
         monkeypatch.setattr(StandInModel, "layer", wrong.layer_of(fault))
-        how = {"runtime": "stand-in", "compute_units": units, "layer": shard}
+        how = {"runtime": "stand-in", "compute_units": units}
+        if bundle.manifest.shards[shard].kind != "head":
+            how["layer"] = shard
         return *find_operation(bundle, IDS, **how), fault
 
     return find

@@ -59,7 +59,7 @@ def layer_of(fault: Fault) -> type[Proxy]:
 
             def result(**arguments):
                 y = original(**arguments)
-                if fault.T not in (0, self.T):
+                if fault.T not in {0, *self.T}:
                     return y
                 if isinstance(y, tuple):
                     return tuple(map(changed, y))
@@ -74,7 +74,7 @@ def layer_of(fault: Fault) -> type[Proxy]:
                 raise_killed()
 
             def lost(**arguments):
-                if fault.T not in (0, self.T):
+                if fault.T not in {0, *self.T}:
                     return original(**arguments)
 
             def late(**arguments):
@@ -104,14 +104,15 @@ def raise_killed():
     raise _error("the process died")
 
 
-def tokens(description, data) -> int:
-    """The flexible size of a call."""
+def tokens(description, data) -> list[int]:
+    """The flexible size of a call; of a package without one, all sizes."""
+    sizes = [n for value in data.values() for n in np.shape(value)]
     for feature in description.input:
         ranges = feature.type.multiArrayType.shapeRange.sizeRanges
         for axis, size in enumerate(ranges):
             if size.lowerBound != size.upperBound:
-                return np.shape(data[feature.name])[axis]
-    return np.shape(data["x"])[2] if "x" in data else 0
+                return [np.shape(data[feature.name])[axis]]
+    return sizes
 
 
 def named(step, fault: Fault) -> bool:

@@ -13,7 +13,7 @@ from miltorch.program import Op, Program, Ref
 from miltorch.quiet import coremltools, frozen, quiet
 from miltorch.steps import Constants
 from workbench.check.device import DEVICE_FACTOR
-from workbench.explain.cut import values
+from workbench.explain.cut import SHOWN, values
 from workbench.explain.operation import Call, Finding, Search, sharply
 
 MAX_OPS = 10
@@ -114,7 +114,9 @@ class _Reduction:
         outcome = self.search.run(path, None, [call])
         if outcome.failure:
             return False
-        value = outcome.value[0][self.wrong].reshape(pair[0].shape)
+        found = outcome.value[0]
+        value = found.get(self.wrong, found.get(self.wrong + SHOWN))
+        value = value.reshape(pair[0].shape)
         self.search.report(1)
         if not sharply(*pair, value) > DEVICE_FACTOR:
             return False
@@ -129,7 +131,10 @@ class _Reduction:
         np.savez(
             out / "states.npz", **{n: np.float32(v) for n, v in self.states.items()}
         )
-        np.savez(out / "expected.npz", **{self.wrong: self.pair[0]})
+        name = next(iter(miltorch.read(self.package).outputs))
+        if self.wrong in self.states:
+            name = self.wrong
+        np.savez(out / "expected.npz", **{name: np.float32(self.pair[0])})
         ops = [op.kind for op in self.program.block.ops if not op.constant]
         times = sharply(*self.pair, self.value)
         shapes = {n: list(v.shape) for n, v in (self.inputs | self.states).items()}
@@ -212,7 +217,10 @@ def build(
             for (output, _), result in zip(op.outputs, made):
                 known[output] = result
                 result.name = output
-        function.set_outputs([known[wrong] if wrong not in states else result])
+        shown = result if wrong in states else known[wrong]
+        if shown.dtype is types.bool:
+            shown = mb.cast(x=shown, dtype="int32", name=wrong + SHOWN)
+        function.set_outputs([shown])
     whole = Made()
     whole.add_function("main", function)
     with frozen():
