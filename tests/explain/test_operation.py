@@ -135,7 +135,7 @@ SECOND = {
     "hybrid attention": ("granitemoehybrid", 1, op_of("softmax", **ROLL), "operation"),
     "short convolution": ("lfm2", 0, op_of("mul", 5, **HALF), "operation"),
     "lfm2 silu inf": ("lfm2", 1, op_of("silu", **INF), "operation"),
-    "gemma tanh": ("gemma3_text", 0, op_of("gelu", 0, **ROLL), "operation"),
+    "gemma tanh": ("gemma3_text", 0, op_of("gelu", 0, **SWAP), "operation"),
     "gemma last add": ("gemma3_text", 2, op_of("add", -1, **SWAP), "operation"),
     "gemma head": ("gemma3_text", 3, op_of("conv", **SWAP), "operation"),
     "phi slice": ("phi3", 0, op_of("slice_by_index", 2, **SWAP), "operation"),
@@ -166,7 +166,7 @@ SECOND = {
     "compile last": ("lfm2", 0, op_of("add", -1, how="compile"), "breaks"),
     "kill T": ("qwen3", 0, op_of("conv", -1, how="kill"), "breaks"),
     "fused add": ("mistral", 0, pair("add", -1), "together"),
-    "fused conv norm": ("qwen3", 0, pair("conv", 1), "together"),
+    "fused conv norm": ("qwen3", 0, pair("conv", 1, **SWAP), "together"),
     "fused write": ("phi3", 0, pair("slice_update", 0, back=1), "together"),
     "fused rotation": ("olmo2", 1, pair("concat", 0, back=1, **HALF), "together"),
 }
