@@ -31,7 +31,9 @@ DATA = Path(__file__).parents[1] / "data"
 IDS = 20
 # Files that take longest, without an extension.
 LONGEST = (
-    *("test_faults", "test_program", "test_prove", "test_reuse", "test_notebooks"),
+    *("test_browser", "test_notebooks", "test_readme", "test_adopt", "test_decoder"),
+    *("test_shard_functions", "test_faults", "test_export", "test_invariants"),
+    *("test_sweep", "test_judge", "test_variants", "test_prove", "test_undo"),
 )
 
 
