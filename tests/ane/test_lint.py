@@ -192,6 +192,7 @@ def found(g: rules.LintGraph) -> dict[str, tuple[str, ...]]:
     return {f.rule.id: f.names for f in rules.lint(g)}
 
 
+@pytest.mark.matrix(24, wide=99)
 @pytest.mark.parametrize("id", LOOKED_FOR)
 def test_every_rule_fires_on_a_program_that_breaks_it(id):
     broken, name = BROKEN[id]

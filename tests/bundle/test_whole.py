@@ -87,6 +87,7 @@ def first_state(manifest):
     return next(iter(manifest["shards"][0]["states"].values()))
 
 
+@pytest.mark.matrix(12, wide=30)
 @pytest.mark.parametrize(
     ("edit", "found"),
     [

@@ -2,6 +2,7 @@
 and every preset, but not each with each, which `make prove` asks."""
 
 import pytest
+from circle import all_wide
 from copies import Copy
 
 from workbench import Bundle, Decoder, InputError
@@ -261,8 +262,7 @@ def test_what_the_export_writes_is_green(exports, family, compress):
     assert "the checkpoint's" in found.reason
 
 
-@pytest.mark.matrix(27, wide=54)
-@pytest.mark.parametrize("compress", ["fp16", "int8-channel", "lut4"])
+@pytest.mark.parametrize("compress", ["fp16", *all_wide("int8-channel", "lut4")])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_interface_changed_on_disk_is_red(llama, fault, compress):
     copy, (plant, cause) = llama(compress), FAULTS[fault]

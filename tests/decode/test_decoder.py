@@ -153,6 +153,7 @@ def state_of(decoder):
     )
 
 
+@pytest.mark.matrix(8, wide=20)
 @pytest.mark.parametrize(
     "call, found",
     [

@@ -59,6 +59,7 @@ def near(found, expected, ulps=2):
 ONE_ROUNDING = ("add", "sub", "mul", "real_div", "maximum", "minimum")
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize("kind", ONE_ROUNDING)
 @given(data=st.data())
 def test_arithmetic_rounds_once(oracle, kind, data):
@@ -68,6 +69,7 @@ def test_arithmetic_rounds_once(oracle, kind, data):
     same(run(kind, out="FLOAT16", x=x, y=y), oracle(kind, x=x, y=y))
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "kind", ["equal", "not_equal", "less", "less_equal", "greater", "greater_equal"]
 )
@@ -80,6 +82,7 @@ def test_comparison(oracle, kind, data):
     same(run(kind, out="BOOL", x=x, y=y), oracle(kind, x=x, y=y))
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "kind", ["add", "sub", "mul", "maximum", "minimum", "floor_div", "mod"]
 )
@@ -91,6 +94,7 @@ def test_integer_arithmetic(oracle, kind, data):
     same(run(kind, out="INT32", x=x, y=y), oracle(kind, x=x, y=y))
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize("kind", ["logical_and", "logical_or", "logical_xor"])
 @given(data=st.data())
 def test_logic(oracle, kind, data):
@@ -111,6 +115,7 @@ def test_power(oracle, x, y):
     )
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -136,6 +141,7 @@ def test_unary_rounds_once(oracle, kind, x):
     same(run(kind, out="FLOAT16", x=x), expected)
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "kind, low, high",
     [
@@ -168,6 +174,7 @@ def test_transcendental(oracle, kind, low, high, data):
     assert np.all(np.abs(found - expected) <= 2 * ulp)
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "kind, arguments",
     [
@@ -204,6 +211,7 @@ def test_activations_with_attributes(oracle, kind, arguments, x):
     )
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -239,6 +247,7 @@ def test_reductions(oracle, kind, data):
     )
 
 
+@pytest.mark.matrix(4, wide=40)
 @pytest.mark.parametrize("kind", ["reduce_argmax", "reduce_argmin"])
 @given(data=st.data())
 def test_argument_of_extreme(oracle, kind, data):

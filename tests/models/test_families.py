@@ -46,6 +46,7 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
     )
 
 
+@pytest.mark.matrix(15, wide=99)
 @pytest.mark.parametrize(
     "model_type, changed, found",
     [
