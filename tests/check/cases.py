@@ -33,10 +33,12 @@ from faults import FAULTS  # noqa: E402
 from planted import PLANTED  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
-from workbench.check import device, fidelity, host, interface, program, states, weights  # noqa: E402
+from workbench.check import device, host, interface, program, states, weights  # noqa: E402
 from workbench.check.gates import RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
-from workbench.check.price import Budget, measure_budget, measure_price, price_gates  # noqa: E402
+from workbench.check.hf import Values  # noqa: E402
+from workbench.check.price import measure_budget, measure_price, price_gates  # noqa: E402
+from workbench.check.run import measure_fidelity  # noqa: E402
 from workbench.check.validate import bug_gates, unopened_gates  # noqa: E402
 from workbench.models.checkpoint import Checkpoint  # noqa: E402
 
@@ -341,8 +343,8 @@ def budget_gates(declared: Decoder, checkpoint: Checkpoint) -> list[Gate]:
     options = declared.options
     Ts = (1, options.t_max) if not options.shapes else None
     golden, budget = measured(declared.bundle.root, checkpoint.path)
-    passes = fidelity.measure_fidelity(declared, golden, Ts)[1:]
-    found = measure_price(declared, golden, passes=passes, budget=budget)
+    rows, _, chained = measure_fidelity(declared, golden, Ts, budget)
+    found = measure_price(golden, rows, chained, budget)
     return [gate for gate in price_gates(found) if gate.name == "budget"]
 
 
@@ -355,7 +357,7 @@ def device_gates(decoder: Decoder, checkpoint: Checkpoint) -> list[Gate]:
 
 
 @lru_cache(maxsize=4)
-def measured(bundle: Path, checkpoint: Path) -> tuple[Golden, Budget]:
+def measured(bundle: Path, checkpoint: Path) -> tuple[Golden, Values]:
     """A golden of a prompt behind BOS, and the budget of a bundle in its own files."""
     opened, source = Bundle.open(bundle), Checkpoint(checkpoint)
     bos, S = opened.manifest.tokens.bos, opened.manifest.options.max_seq_len

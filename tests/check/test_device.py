@@ -106,6 +106,6 @@ def test_a_broken_reference_is_made_again_and_a_foreign_one_refused(
     (file,) = tmp_path.glob("*.reference.safetensors")
     file.write_bytes(b"nonsense")
     assert stored_reference(llama_bundle, llama_golden, path).key == reference.key
-    foreign = Reference(reference.declared, reference.distance, "0" * 64)
+    foreign = Reference(reference.declared, reference.narrow, "0" * 64)
     with pytest.raises(InputError, match="another"):
         device_gate(device(llama_bundle), llama_golden, foreign)

@@ -1,5 +1,5 @@
-"""Gate `interface`: GREEN on what the export writes, RED on what was changed on disk. Every family
-and every preset, but not each with each, which `make prove` asks."""
+"""Gate `interface`: GREEN on what the export writes, RED on what was changed on disk, with words
+that name it; test_faults has more faults."""
 
 import pytest
 from circle import all_wide
@@ -30,15 +30,6 @@ def array(copy: Copy, name: str):
     return described(copy, "input", name).type.multiArrayType
 
 
-def range_of_t(copy: Copy, upper: int, lower: int = 1) -> None:
-    ranges = array(copy, "attn_mask").shapeRange.sizeRanges[2]
-    ranges.upperBound, ranges.lowerBound = upper, lower
-
-
-def no_range(copy: Copy) -> None:
-    array(copy, "x").ClearField("shapeRange")
-
-
 def enumerated(copy: Copy) -> None:
     x = array(copy, "x")
     x.ClearField("shapeRange")
@@ -50,28 +41,10 @@ def default_shape(copy: Copy) -> None:
     array(copy, "x").shape[2] = 9
 
 
-def fewer_states(copy: Copy) -> None:
-    del copy.spec(copy.shard(1)).description.state[1:]
-
-
-def dtype_of_state(copy: Copy) -> None:
-    described(copy, "state", "k_state").type.stateType.arrayType.dataType = FLOAT32
-
-
-def shape_of_state(copy: Copy) -> None:
-    described(copy, "state", "k_state").type.stateType.arrayType.shape[2] = 16
-
-
 def program_state(copy: Copy) -> None:
     function = copy.spec(copy.shard(1)).mlProgram.functions["main"]
     state = next(p for p in function.inputs if p.name == "v_state")
     state.type.stateType.wrappedType.tensorType.dimensions[2].constant.size = 16
-
-
-def program_input(copy: Copy) -> None:
-    function = copy.spec(copy.shard(1)).mlProgram.functions["main"]
-    x = next(p for p in function.inputs if p.name == "x")
-    x.type.tensorType.dimensions[2].constant.size = 4
 
 
 def another_function(copy: Copy) -> None:
@@ -79,24 +52,8 @@ def another_function(copy: Copy) -> None:
     functions["prefill"].CopyFrom(functions["main"])
 
 
-def another_default(copy: Copy) -> None:
-    copy.spec(copy.shard(1)).description.defaultFunctionName = "prefill"
-
-
-def input_dtype(copy: Copy) -> None:
-    array(copy, "kv_write_mask").dataType = INT32
-
-
 def input_renamed(copy: Copy) -> None:
     described(copy, "input", "rope_sin").name = "rope_sine"
-
-
-def output_renamed(copy: Copy) -> None:
-    described(copy, "output", "hidden").name = "out_hidden"
-
-
-def output_dtype(copy: Copy) -> None:
-    described(copy, "output", "hidden").type.multiArrayType.dataType = FLOAT32
 
 
 def old_version(copy: Copy) -> None:
@@ -115,36 +72,14 @@ def states_in_one_place(copy: Copy) -> None:
     states["layers.1.k_state"]["tensor"] = "v_state"
 
 
-def tap_of_another_value(copy: Copy) -> None:
-    values = copy.shard(1)["modules"].items()
-    copy.shard(1)["taps"]["1"] = next(
-        n for n, module in values if module.endswith("self_attn")
-    )
-
-
 def no_tap(copy: Copy) -> None:
     copy.shard(1)["taps"].clear()
 
 
 STATE = "layers_01_01: state {}_state: FLOAT16 [1, 2, 32, 32] in the manifest, {}"
-FLOAT32, INT32 = 65568, 131104  # Core ML's ArrayFeatureType.ArrayDataType
-RANGE = (
-    "layers_01_01: input attn_mask: FLOAT16 [1, 1, 1..4, 32] in the manifest, "
-    "FLOAT16 [1, 1, {}, 32] in the description"
-)
 X = "layers_01_01: input x: FLOAT16 [1, 64, 1..4, 1] in the manifest, "
 # What changed → the first words of the reason: where, what it is, what it should be.
 FAULTS = {
-    "upper bound 2": (lambda c: range_of_t(c, 2), RANGE.format("1..2")),
-    "upper bound none": (
-        lambda c: range_of_t(c, -1),
-        RANGE.format("1..-1, 32] by default [1, 1, 1"),
-    ),
-    "lower bound 2": (
-        lambda c: range_of_t(c, 4, 2),
-        RANGE.format("2..4, 32] by default [1, 1, 1"),
-    ),
-    "no range": (no_range, X + "FLOAT16 [1, 64, 1, 1] in the description"),
     "enumerated": (
         enumerated,
         X + "FLOAT16 [1, 64, 1, 1] of enumeratedShapes in the description",
@@ -153,46 +88,17 @@ FAULTS = {
         default_shape,
         X + "FLOAT16 [1, 64, 1..4, 1] by default [1, 64, 9, 1] in the description",
     ),
-    "fewer states": (
-        fewer_states,
-        "layers_01_01: state v_state: FLOAT16 [1, 2, 32, 32] in the manifest, missing in the ",
-    ),
-    "dtype of a state": (
-        dtype_of_state,
-        STATE.format("k", "FLOAT32 [1, 2, 32, 32] in the description"),
-    ),
-    "shape of a state": (
-        shape_of_state,
-        STATE.format("k", "FLOAT16 [1, 2, 16, 32] in the description"),
-    ),
     "program state": (
         program_state,
         STATE.format("v", "FLOAT16 [1, 2, 16, 32] in the program"),
     ),
-    "program input": (program_input, X + "FLOAT16 [1, 64, 4, 1] in the program"),
     "another function": (
         another_function,
         "layers_01_01: functions: ['main'] in the manifest, ['main', 'prefill'] in the program",
     ),
-    "another default": (
-        another_default,
-        "layers_01_01: functions: ['main'] in the manifest, ['prefill'] in the description",
-    ),
-    "input dtype": (
-        input_dtype,
-        "layers_01_01: input kv_write_mask: FLOAT16 [1, 1, 32, 1..4] in the manifest, INT32 ",
-    ),
     "input renamed": (
         input_renamed,
         "layers_01_01: input rope_sin: FLOAT16 [1, 1, 1..4, 16] in the manifest, missing in the ",
-    ),
-    "output renamed": (
-        output_renamed,
-        "layers_01_01: output hidden: FLOAT16 [1, 64, 1..4, 1] in the manifest, missing in the ",
-    ),
-    "output dtype": (
-        output_dtype,
-        "layers_01_01: output hidden: FLOAT16 [1, 64, 1..4, 1] in the manifest, FLOAT32 ",
     ),
     "old version": (
         old_version,
@@ -202,19 +108,10 @@ FAULTS = {
         states_in_one_place,
         "layers_01_01: state k_state: missing in the manifest, FLOAT16 [1, 2, 32, 32] in the ",
     ),
-    "tap of another value": (
-        tap_of_another_value,
-        "layers_01_01: the tap of layer 1 is ",
-    ),
     "no tap": (no_tap, "layers_01_01: taps of layers [], not of [1]"),
     "t_max 20": (
         option("tokens", "1-20"),
         "layers_00_00: input attn_mask: FLOAT16 [1, 1, 1..20, 32] in the manifest, "
-        "FLOAT16 [1, 1, 1..4, 32] in the description",
-    ),
-    "t_max 2": (
-        option("tokens", "1-2"),
-        "layers_00_00: input attn_mask: FLOAT16 [1, 1, 1..2, 32] in the manifest, "
         "FLOAT16 [1, 1, 1..4, 32] in the description",
     ),
     "t fixed": (
@@ -309,20 +206,8 @@ TOKENS = {
     "bos: 2 in the manifest, 1 in the checkpoint": lambda c: c.manifest[
         "tokens"
     ].update(bos=2),
-    "bos: None in the manifest, 1 in the checkpoint": lambda c: c.manifest[
-        "tokens"
-    ].update(bos=None),
-    "eos: [7] in the manifest, [2] in the checkpoint": lambda c: c.manifest[
-        "tokens"
-    ].update(eos=[7]),
-    "eos: [] in the manifest, [2] in the checkpoint": lambda c: c.manifest[
-        "tokens"
-    ].update(eos=[]),
     "tokenizer file tokenizer.json: ": lambda c: c.file(
         "tokenizer/tokenizer.json", lambda data: data + b" "
-    ),
-    "tokenizer file tokenizer_config.json: ": lambda c: c.file(
-        "tokenizer/tokenizer_config.json", lambda data: b"{}"
     ),
     "family: qwen2 in the manifest, llama in the checkpoint": lambda c: (
         c.manifest.update(family="qwen2")

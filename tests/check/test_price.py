@@ -1,22 +1,14 @@
 """The price of compression is measured beside what rounding alone costs, and only the user's limit
 makes it RED."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from tiny import prompt
 
 from workbench import Decoder
-from workbench.check import fidelity, gates, golden
-from workbench.check.price import (
-    BUDGET_FACTOR,
-    Price,
-    measure_budget,
-    measure_price,
-    price_gates,
-    price_rows,
-)
+from workbench.check import gates, golden, price, run
+from workbench.check.compare import compare
+from workbench.check.price import BUDGET_FACTOR, Price, measure_budget, price_gates
 from workbench.models.checkpoint import Checkpoint
 
 
@@ -25,6 +17,11 @@ def compressed(exports, tiny_llama, llama_golden):
     """A bundle of 4-bit weights and its budget."""
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int4-block32")
     return bundle, measure_budget(bundle, tiny_llama, llama_golden)
+
+
+def measure_price(decoder, reference, budget=None) -> Price:
+    rows, _, chained = run.measure_fidelity(decoder, reference, budget=budget)
+    return price.measure_price(reference, rows, chained, budget)
 
 
 def verdicts(price, max_kl=gates.MAX_KL):
@@ -88,24 +85,11 @@ def test_values_that_are_no_numbers_are_red(llama_bundle, tiny_llama, llama_gold
     assert verdicts(broken) == {"max_kl": "RED", "budget": "RED"}
 
 
-def still(values: dict) -> dict:
-    """The outputs of layers that add nothing."""
-    layers = [name[2:] for name in values if name.startswith("x.")]
-    return {f"hidden.{layer}": values[f"x.{layer}"] for layer in layers}
-
-
-def test_a_layer_that_adds_nothing_costs_nothing_and_may_add_nothing(
-    llama_bundle, tiny_llama, llama_golden
-):
-    decoder = Decoder(llama_bundle, "portable")
-    budget = measure_budget(llama_bundle, tiny_llama, llama_golden)
-    trace = fidelity.run_golden(decoder, llama_golden, 4)
-    values = llama_golden.values
-    silent = replace(llama_golden, values=values | still(values))
-    mute = replace(budget, isolated=budget.isolated | still(budget.isolated))
-    trace.hidden = {0: trace.x[0], 1: trace.x[1] + 1}
-    rows = price_rows(decoder, silent, {4: trace}, mute).query("tensor == 'update'")
-    ratios = rows.groupby("layer")["ratio"].max()
+def test_a_layer_that_adds_nothing_costs_nothing_and_may_add_nothing():
+    still, moving = np.zeros((4, 8)), np.ones((4, 8))
+    actual = {"update.0": still, "update.1": moving, "T": np.ones(4)}
+    reference = {name: still for name in actual}
+    ratios = compare(reference, actual, reference).groupby("layer")["ratio"].max()
     assert ratios[0] == 0 and ratios[1] > BUDGET_FACTOR
 
 
@@ -117,13 +101,12 @@ def test_the_budget_rounds_the_stream_as_the_bundle_holds_it(exports):
     reference = golden.make_golden(checkpoint, prompt(97, 12))
     massive = reference["x.1"].copy()
     massive[:, :2] = 1500.0
-    shifted = replace(reference, values=reference.values | {"x.1": massive})
+    shifted = golden.Golden(reference.ids, reference.values | {"x.1": massive}, {})
     errors = []
     for source in (reference, shifted):
-        budget = measure_budget(bundle, checkpoint, source).isolated
+        budget = measure_budget(bundle, checkpoint, source)
         exact = golden.make_golden(checkpoint, source.ids, feed=source.values)
-        update = budget["hidden.1"] - budget["x.1"]
-        errors.append(np.abs(update - exact.update(1)).max())
+        errors.append(np.abs(budget["update.1"] - exact["update.1"]).max())
         held = budget["hidden.1"]
         assert (held == held.astype(np.float16)).all()
     assert errors[1] > 50 * errors[0]

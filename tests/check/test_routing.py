@@ -37,4 +37,4 @@ def test_a_wrong_choice_of_the_host_is_red_by_the_expert_that_it_picks(routed):
     worst = worst_scores(decoder)
     assert program_gate(worst, checkpoint).verdict == "RED"
     errors = program_errors(worst, checkpoint)
-    assert set(errors.loc[errors["error"] > LIMIT, "tensor"]) == {"expert"}
+    assert set(errors.loc[errors["ratio"] > LIMIT, "tensor"]) == {"expert"}

@@ -45,7 +45,6 @@ def test_explain_splits_every_layer_names_the_variant_and_the_ranges_on_one_page
         "total",
     }
     assert found["parts"][0]["runtime"] is None
-    assert found["residual"] < 1e-6
     assert found["fits"] == "as configured" and found["variants"][0].keys() >= {
         "name",
         "relative_rms",

@@ -8,7 +8,7 @@ from tiny import prompt
 from miltorch import Executable
 from workbench import Decoder, InputError
 from workbench.bundle.names import HIDDEN
-from workbench.check import fidelity, golden, states, validate
+from workbench.check import golden, run, states, validate
 from workbench.explain import trace
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import timing
@@ -26,12 +26,12 @@ def looked_into(exports):
 
 LOOKS = {
     "validation": lambda decoder, reference: validate.validate(decoder, reference),
-    "pass": lambda decoder, reference: fidelity.run_golden(decoder, reference, 2),
+    "pass": lambda decoder, reference: run.run_golden(decoder, reference, 2),
     "states": lambda decoder, _: states.state_gates(decoder),
     "probe": lambda decoder, _: states.write_probe(
         decoder, points=[(1, 0), (2, 1), (3, 2)]
     ),
-    "trace": lambda decoder, _: trace.trace_decoder(decoder, IDS),
+    "trace": lambda decoder, _: trace.trace_ranges({"": decoder}, IDS),
     "profile": lambda decoder, _: timing.profile(decoder, depth=2, calls=2),
 }
 
@@ -110,7 +110,7 @@ def test_core_ml_has_no_hooks_and_says_so(looked_into):
         for look in (LOOKS["trace"], LOOKS["profile"]):
             with pytest.raises(InputError, match="runtime coreml.*portable"):
                 look(decoder, None)
-        fidelity.run_golden(decoder, looked_into[1], 2)  # sees what Core ML shows
+        run.run_golden(decoder, looked_into[1], 2)  # sees what Core ML shows
     finally:
         shim.uninstall()
 

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.collections import PolyCollection, QuadMesh
 
 from workbench import plots
-from workbench.check import price
+from workbench.check import compare, price
 
 TOKENS = ["set", "·garden", "↵", "a\\$b", "carrot", "Ωmega", "7", "to", "the", "end"]
 
@@ -53,7 +53,7 @@ def test_a_planted_fault_differs_from_sound_cells_by_two_decades_and_is_hatched(
 
 def test_a_cell_is_hatched_where_its_gate_would_be_red():
     assert plots.LIMIT_FACTOR == price.BUDGET_FACTOR
-    assert plots.HALF_ULP == price.HALF_ULP
+    assert plots.HALF_ULP == compare.HALF_ULP
     limit = plots.LIMIT_FACTOR * np.hypot(0.003, plots.HALF_ULP)
     rows = fidelity(names=["sound"]).query("T == 1").head(10)
     rows = rows.assign(error=np.r_[[limit * 1.001] * 3, [limit * 0.999] * 7])

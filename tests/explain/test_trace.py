@@ -49,7 +49,9 @@ def test_tiling_changes_no_range_of_the_residual_stream(llama_bundle, traced):
 
 
 def ranges(decoder, ids=IDS):
-    return trace.trace_decoder(decoder, ids)
+    return trace.trace_ranges({decoder.precision: decoder}, ids).ranges[
+        decoder.precision
+    ]
 
 
 def plant(decoder, layer, kind, change):

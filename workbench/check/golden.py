@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from workbench import paths
 from workbench.bundle import Bundle
 from workbench.bundle.names import EMBEDDING
-from workbench.check.hf import Reference, Values, Weights
+from workbench.check.hf import Reference, Values, Weights, updates
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
 from workbench.files import project_root, save_arrays
@@ -66,21 +66,12 @@ class Golden:
     def __contains__(self, name: str) -> bool:
         return name in self.values
 
-    def update(self, layer: int) -> np.ndarray:
-        """What a layer adds, [n, C]."""
-        return self[f"hidden.{layer}"] - self[f"x.{layer}"]
-
-    def rows(self, tensor: str, layer: int) -> np.ndarray:
-        """`hidden`, `update`, `k` or `v` of one layer, [n, W]."""
-        if tensor == "update":
-            return self.update(layer)
-        return self[f"{tensor}.{layer}"]
-
     def save(self, path: str | Path) -> Path:
         """Writes one safetensors file, whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = self.values | {"ids": self.ids}
+        kept = {n: x for n, x in self.values.items() if not n.startswith("update.")}
+        arrays = kept | {"ids": self.ids}
         save_arrays(path, arrays, {"workbench-golden": json.dumps(self.meta)})
         return path
 
@@ -93,7 +84,7 @@ class Golden:
             with safe_open(path, framework="np") as file:
                 meta = json.loads(file.metadata()["workbench-golden"])
                 arrays = {name: file.get_tensor(name) for name in file.keys()}
-            golden = cls(arrays.pop("ids"), arrays, meta)
+            golden = cls(arrays.pop("ids"), arrays | updates(arrays), meta)
             golden["x.0"], golden["logits"]  # older files lack them
             return golden
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:

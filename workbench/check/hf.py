@@ -113,8 +113,9 @@ class Reference:
         head: bool = True,
     ) -> Values:
         """The values of `ids` [n] behind what `cache` holds: by layer `x`, `hidden`,
-        `k` and `v` where it attends, `router`, `expert` and `margin` where it routes;
-        `normed`, what the head reads, and the `logits` it gives.
+        the `update` between them, `k` and `v` where it attends, `router`, `expert` and
+        `margin` where it routes; `normed`, what the head reads, and the `logits` it
+        gives.
 
         Args:
             feed: values whose `x` and `router` every layer reads in place of what the
@@ -140,7 +141,8 @@ class Reference:
                     values[f"{name}.{i}"] = value.reshape(len(ids), -1)
         if head:
             values["logits"] = self.logits(last[0])
-        return {name: value.float().numpy().copy() for name, value in values.items()}
+        arrays = {name: value.float().numpy().copy() for name, value in values.items()}
+        return arrays | updates(arrays)
 
     @torch.inference_mode()
     def last_hidden(self, ids: np.ndarray, **arguments) -> torch.Tensor:
@@ -181,6 +183,12 @@ class Reference:
                 yield self.checkpoint.tensor(name, rows)
             else:
                 yield stored[rows].float()
+
+
+def updates(values: Values) -> Values:
+    """What each layer adds, `update` [n, C], of values with its `hidden` output."""
+    layers = [name[7:] for name in values if name.startswith("hidden.")]
+    return {f"update.{i}": values[f"hidden.{i}"] - values[f"x.{i}"] for i in layers}
 
 
 def unchanged(x: torch.Tensor) -> torch.Tensor:

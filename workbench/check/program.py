@@ -2,17 +2,19 @@
 model on the weights that the bundle stores. Both run in float32 and differ only in the
 order of sums, so that one limit holds for every compression and family."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
-from workbench.check import fidelity, gates
+from workbench.check import gates, run
 from workbench.check import reach as positions
+from workbench.check.compare import compare
 from workbench.check.gates import Gate
-from workbench.check.metrics import over, rms
+from workbench.check.hf import Values
+from workbench.check.metrics import rms
 from workbench.check.reach import Stretch
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -29,6 +31,12 @@ LIMIT = 1e-5
 # What a step becomes is measured: what Hugging Face's own model makes of inputs that
 # are one step off (`Stretch.nudged`), or the step itself where that is larger.
 STEP, STEPS = 2.0**-23, 2
+
+
+def room(moved: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """What an error is divided by: what it is relative to and, so that rounding of the
+    stream is no error, the floor."""
+    return size + STEPS / LIMIT * np.maximum(moved, STEP * size)
 
 
 def exact_runtime(bundle: Bundle) -> str:
@@ -58,7 +66,7 @@ def program_gate(
     """The gate on a portable decoder in `exact` arithmetic;
     arguments as those of `program_errors`."""
     errors = program_errors(decoder, checkpoint, Ts=Ts, progress=progress)
-    worst = errors.loc[errors["error"].idxmax()]
+    worst = errors.loc[errors["ratio"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
     if worst["layer"] >= 0:
         place = f"layer {worst['layer']}, {place}"
@@ -67,7 +75,7 @@ def program_gate(
         f"worst of {len(errors)}: "
         f"{worst['tensor']}, {place}, T = {worst['T']}"
     )
-    return gates.at_most("program", float(worst["error"]), limit(decoder), reason)
+    return gates.at_most("program", float(worst["ratio"]), limit(decoder), reason)
 
 
 def limit(decoder: Decoder) -> float:
@@ -82,8 +90,9 @@ def program_errors(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
-    """The error of every layer, position, T, tensor, mode and sequence, as a multiple
-    of what it is compared with.
+    """Rows of `compare` with mode and sequence `seq`, for every layer, position, T and
+    tensor: updates (chained: hidden states), states, router states, logits, and choices
+    of experts, whose `ratio` is the margin of a wrong one.
 
     Isolated, every layer is fed Hugging Face's input: all positions in calls of the
     smallest T, in calls of the largest, and in calls of the others in turn; scaled
@@ -99,7 +108,7 @@ def program_errors(
 
     options = decoder.options
     plan = positions.plan_reach(decoder.manifest)
-    Ts = list(Ts or fidelity.default_ts(options))
+    Ts = list(Ts or run.default_ts(options))
     *places, scaled = positions.reach_stretches(decoder.bundle, checkpoint, plan)
     ends = sorted({min(Ts), max(Ts)})
     between = sorted(Ts)[1:-1]
@@ -122,21 +131,17 @@ def program_errors(
         passes.append(one)
         if isolated:
             head_calls += [(sequences, size) for size in sizes]
-    shards = tqdm(
-        decoder.layers, desc=f"program, {plan}", unit="shard", disable=not progress
-    )
-    for model in shards:
+    for model in tqdm(decoder.layers, "program", unit="shard", disable=not progress):
         states = [positions.state_before(model, one.stretches) for one in passes]
-        fidelity.run_shard(decoder, model, passes, states)
-    parts = head_errors(decoder, head_calls)
+        run.run_shard(decoder, model, passes, states)
+    tables = head_errors(decoder, head_calls)
     for one in passes:
         one.finish()
-        for seq in range(options.batch):
-            parts += one.errors(seq)
-    return fidelity.table(parts)
+        tables += [one.errors(seq) for seq in range(options.batch)]
+    return pd.concat(tables, ignore_index=True)
 
 
-class ProgramPass(fidelity.Pass):
+class ProgramPass(run.Pass):
     """A pass over one stretch per sequence."""
 
     def __init__(self, decoder: Decoder, stretches: Sequence[Stretch], isolated: bool):
@@ -144,137 +149,98 @@ class ProgramPass(fidelity.Pass):
         super().__init__(decoder, [s.golden for s in stretches], isolated, True, starts)
         self.stretches = stretches
         self.mode = "isolated" if isolated else "chained"
-        self.state_parts = [[] for _ in stretches]
+        self.states = [[] for _ in stretches]
 
     def after(self, shard, ios, state) -> None:
         super().after(shard, ios, state)
-        for seq, (parts, trace) in enumerate(
-            zip(self.state_parts, self.traces, strict=True)
-        ):
-            for name, *values in self.state_values(state, seq):
-                layer, leaf = split_layer(name)
-                errors = _state_errors(*values, self.end(seq))
-                parts.append(_rows(leaf, layer, *errors, trace.T.max()))
+        for seq, tables in enumerate(self.states):
+            tables += [self.state_errors(state, seq, name) for name in shard.states]
 
-    def errors(self, seq: int) -> list[dict[str, object]]:
-        """Errors of everything that one sequence computed, parts of a `fidelity.table`;
-        chained ones per layer that they come from."""
-        golden = self.goldens[seq]
-        trace = self.traces[seq]
-        stretch = self.stretches[seq]
-        again = stretch.nudged[self.mode].golden
-        positions = stretch.start + np.arange(len(trace.T))
-        parts = list(self.state_parts[seq])
-
-        def add(name: str, layer: int, error: np.ndarray) -> None:
-            parts.append(_rows(name, layer, error, positions, trace.T))
-
-        for layer, hidden in trace.hidden.items():
-            name = "hidden"
-            expected = golden[f"hidden.{layer}"]
-            floor = _floor(expected, again[f"hidden.{layer}"])
-            if self.isolated:
-                name = "update"
-                expected = golden.update(layer)
-                hidden = hidden - trace.x[layer]
-            add(name, layer, _errors(expected, hidden, floor))
-        for layer, router in trace.router.items():
-            expected = golden[f"router.{layer}"]
-            floor = _floor(expected, again[f"router.{layer}"])
-            add("router", layer, _errors(expected, router, floor))
-        for layer, experts in trace.experts.items():
-            differs = experts != golden[f"expert.{layer}"]
-            add("expert", layer, (differs * golden[f"margin.{layer}"])[:, 0])
-        if trace.logits is not None:
-            expected = golden["logits"]
-            floor = _logit_floor(stretch) + _floor(expected, again["logits"])
-            add("logits", -1, _errors(expected, trace.logits, floor))
+    def errors(self, seq: int) -> pd.DataFrame:
+        """Errors of everything that one sequence computed; chained ones per layer that
+        they come from."""
+        stretch, values = self.stretches[seq], self.values[seq]
+        golden = stretch.golden
+        update = "update" if self.isolated else "hidden"
+        rows = compare(
+            golden.values,
+            values,
+            stretch.nudged[self.mode],
+            room=room,
+            sizes={"logits": stretch.logit_rms},
+            tensors=(update, "router", "logits"),
+            similar=False,
+        )
+        tables = list(self.states[seq])
+        if len(rows):  # foreign programs may show states alone
+            tables.append(rows.assign(position=rows["position"] + stretch.start))
+        for layer in range(golden.layers):
+            if f"expert.{layer}" in values:
+                tables.append(self.choices(seq, layer))
+        rows = pd.concat(tables, ignore_index=True)
         if not self.isolated:
             # errors of the layers before, and of the layer itself, add up
-            for part in parts:
-                layers = golden.layers if part["layer"] == -1 else part["layer"]
-                part["error"] = part["error"] / (layers + 1)
-        return [part | {"seq": seq, "mode": self.mode} for part in parts]
+            rows["ratio"] /= rows["layer"].where(rows["layer"] >= 0, golden.layers) + 1
+        return rows.assign(seq=seq, mode=self.mode)
 
-    def end(self, seq: int) -> int:
-        """Tokens in the cache after the pass."""
-        return int(self.starts[seq]) + len(self.traces[seq].T)
+    def choices(self, seq: int, layer: int) -> pd.DataFrame:
+        """The margins of a layer's wrong choices of experts."""
+        golden, values = self.stretches[seq].golden, self.values[seq]
+        wrong = values[f"expert.{layer}"] != golden[f"expert.{layer}"]
+        rows = {"tensor": "expert", "layer": layer, "T": values["T"]}
+        rows["position"] = self.stretches[seq].start + np.arange(len(wrong))
+        return pd.DataFrame(rows | {"ratio": (wrong * golden[f"margin.{layer}"])[:, 0]})
 
-    def state_values(self, state: State, seq: int) -> Iterator[tuple]:
-        """(name, expected, actual, nudged value) of every logical state of a shard, of
-        one sequence."""
+    def state_errors(self, state: State, seq: int, name: str) -> pd.DataFrame:
+        """Errors of the rows of one logical state of a sequence; rows without a token
+        must be zeros."""
         stretch = self.stretches[seq]
-        for name in state.shard.states:
-            actual = np.asarray(state.read(name)[seq], np.float32)
-            expected, again = [
-                positions.expected_value(actual.shape, name, s.after, self.end(seq))
-                for s in (stretch, stretch.nudged[self.mode])
-            ]
-            yield name, expected, actual, again
+        layer, leaf = split_layer(name)
+        values = np.asarray(state.read(name)[seq], np.float32)
+        rows, end = values.shape[-2], stretch.start + len(stretch.golden.ids)
+
+        def by_row(values: np.ndarray) -> Values:
+            return {f"{leaf}.{layer}": np.moveaxis(values, -2, 0).reshape(rows, -1)}
+
+        expected, moved = [
+            by_row(positions.expected_value(values.shape, name, own, end))
+            for own in (stretch.golden.values, stretch.nudged[self.mode])
+        ]
+        (own,) = expected.values()
+        size = np.where(own.any(1), 0, rms(own.ravel()))
+        table = compare(
+            expected,
+            by_row(values) | {"T": np.full(rows, self.values[seq]["T"].max())},
+            moved,
+            room=room,
+            sizes={f"{leaf}.{layer}": size},
+            tensors=(leaf,),
+            similar=False,
+        )
+        return table.assign(position=end - 1 - (end - 1 - table["position"]) % rows)
 
 
 def head_errors(
     decoder: Decoder, calls: Sequence[tuple[Sequence[Stretch], int]]
-) -> list[dict[str, object]]:
+) -> list[pd.DataFrame]:
     """Errors of the logits of calls of the head, each over the last T positions of a
-    stretch of every sequence, from Hugging Face's hidden state; parts as of
-    `ProgramPass.errors`."""
+    stretch of every sequence, from Hugging Face's hidden state."""
     scale = decoder.manifest.stream_scale
-    parts = []
+    tables = []
     for stretches, T in calls:
         hidden = np.stack([s.last[-T:].T / scale for s in stretches])
         all_logits = decoder.logits(hidden)
         for seq, (stretch, logits) in enumerate(
             zip(stretches, all_logits, strict=True)
         ):
-            floor = _logit_floor(stretch)[-T:]
-            error = _errors(stretch.golden["logits"][-T:], logits, floor)
-            position = stretch.start + np.arange(len(stretch.last))[-T:]
-            rows = _rows("logits", -1, error, position, len(position))
-            parts.append(rows | {"seq": seq, "mode": "isolated"})
-    return parts
-
-
-def _rows(tensor: str, layer: int, error: np.ndarray, position, T) -> dict[str, object]:
-    """One row per position."""
-    return {
-        "tensor": tensor,
-        "layer": layer,
-        "position": position,
-        "T": T,
-        "error": error,
-    }
-
-
-def _state_errors(
-    expected: np.ndarray, actual: np.ndarray, again: np.ndarray, end: int
-):
-    """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows
-    without a token must be zeros."""
-    rows = expected.shape[-2]
-    expected, actual, again = (
-        np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual, again)
-    )
-    floor = np.where(expected.any(1), _floor(expected, again), rms(expected.ravel()))
-    return _errors(expected, actual, floor), end - 1 - (
-        end - 1 - np.arange(rows)
-    ) % rows
-
-
-def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray):
-    """RMS of the difference over that of the reference plus `floor`, along the last
-    axis; inf where it is no number."""
-    ratio = over(rms(actual - reference), rms(reference) + floor)
-    return np.nan_to_num(ratio, nan=np.inf)
-
-
-def _floor(reference: np.ndarray, nudged: np.ndarray) -> np.ndarray:
-    """What `_errors` adds to the scale so that rounding of the stream is no error."""
-    step = np.maximum(rms(nudged - reference), STEP * rms(reference))
-    return STEPS / LIMIT * step
-
-
-def _logit_floor(stretch: Stretch) -> np.ndarray:
-    """The same of logits that are smaller than their rows of the head can make them;
-    see `Stretch`."""
-    return np.maximum(stretch.logit_rms - rms(stretch.golden["logits"]), 0.0)
+            rows = compare(
+                stretch.golden.values,
+                {"logits": logits, "T": np.full(len(logits), len(logits))},
+                {"logits": stretch.golden["logits"]},
+                room=room,
+                sizes={"logits": stretch.logit_rms},
+                similar=False,
+            )
+            rows["position"] += stretch.start
+            tables.append(rows.assign(seq=seq, mode="isolated"))
+    return tables

@@ -15,7 +15,7 @@ smaller one."""
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ from workbench.runtime import Model, State
 
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
 SCALES, SMALLEST = 12, -44  # positions with scaled inputs, exponent of the smallest RMS
-LayerStates = list[dict[str, np.ndarray]]  # by leaf name, K and V [tokens, W]
 
 
 @dataclass(frozen=True)
@@ -50,48 +49,25 @@ class Reach:
     tail: int
     starts: tuple[int, ...]
 
-    @property
-    def count(self) -> int:
-        """Positions that are computed, of all sequences."""
-        return len(self.starts) * (self.head + self.tail)
-
-    def calls(self, Ts: Sequence[int]) -> int:
-        """Calls of all layers that `program_errors` makes with these T: sequences of a
-        batch share a call."""
-        sizes = [*{min(Ts), max(Ts)}, np.mean(Ts)]
-        if between := sorted(Ts)[1:-1]:
-            sizes.append(np.mean(between))
-        calls = math.ceil(SCALES / max(Ts))
-        for size in sizes:
-            calls += math.ceil(self.head / size) + math.ceil(self.tail / size)
-        return calls
-
-    def __str__(self) -> str:
-        text = f"{self.count} positions: 0 to {self.head - 1}"
-        if self.tail:
-            tails = (f"{start} to {start + self.tail - 1}" for start in self.starts)
-            text += f" and {', '.join(tails)} on a filled cache"
-        return text
-
 
 @dataclass
 class Stretch:
     """Consecutive positions of one sequence from `start` on: Hugging Face's values in
-    `golden`, and the states `before` and `after` them.
+    `golden`, with the states behind them such as `k_state.3` [tokens, W], and the
+    states `before`.
 
     `last` [n, C]: what the final norm reads. `logit_rms` [n]: RMS of logits that a
     normed hidden state as long as each position's gives in a random direction. Where
     some rows of the head are huge (a massive activation's token) and cancel, the logits
     are smaller, but their rounding is not. `nudged`: by mode (`isolated`, `chained`),
-    the same stretch where every layer's input was changed by its last bit."""
+    the values where every layer's input was changed by its last bit."""
 
     golden: Golden
     start: int
-    before: LayerStates
-    after: LayerStates
+    before: Values
     last: np.ndarray
+    nudged: dict[str, Values]
     logit_rms: np.ndarray | None = None
-    nudged: dict[str, "Stretch"] = field(default_factory=dict)
 
 
 def plan_reach(manifest: Manifest) -> Reach:
@@ -146,7 +122,7 @@ def reach_stretches(
         if plan.tail:
             rng = np.random.default_rng([0, seq])
             H_kv = bundle.manifest.dims.H_kv
-            before = _filled(cache, first.after, start, H_kv, rng)
+            before = _filled(cache, first.golden.values, start, H_kv, rng)
             row.append(_stretch(reference, ids[plan.head :], cache, start, before))
         count = max(min(SCALES, plan.head) // unit * unit, unit)
         scaled = _scaled(first.golden, count)
@@ -160,9 +136,9 @@ def reach_stretches(
 def _add_logits(reference: Reference, stretches: Sequence[Stretch]) -> None:
     """Computes logits and `logit_rms` of stretches, and of the nudged ones whose layers
     are chained: once for all of them, since the head's rows become float32."""
-    chained = [s.nudged["chained"] for s in stretches if "chained" in s.nudged]
-    stretches = [*stretches, *chained]
-    hidden = np.concatenate([stretch.golden["normed"] for stretch in stretches])
+    every = [stretch.golden.values for stretch in stretches]
+    every += [s.nudged["chained"] for s in stretches if "chained" in s.nudged]
+    hidden = np.concatenate([values["normed"] for values in every])
     logits = reference.logits(torch.from_numpy(hidden)).numpy()
     squares, count = 0.0, 0
     for rows in reference.head_rows():
@@ -170,11 +146,12 @@ def _add_logits(reference: Reference, stretches: Sequence[Stretch]) -> None:
         count += rows.numel()
     # RMS of what a unit of the head's input adds to a logit
     head_rms = math.sqrt(squares / count) / logit_divisor(reference.model.config)
-    ends = np.cumsum([len(stretch.last) for stretch in stretches])
-    for stretch, own in zip(stretches, np.split(logits, ends[:-1]), strict=True):
-        stretch.golden.values["logits"] = own
-        normed = stretch.golden["normed"]
-        stretch.logit_rms = head_rms * np.linalg.norm(normed, axis=-1)
+    ends = np.cumsum([len(values["normed"]) for values in every])
+    for values, own in zip(every, np.split(logits, ends[:-1]), strict=True):
+        values["logits"] = own
+    for stretch in stretches:
+        lengths = np.linalg.norm(stretch.golden["normed"], axis=-1)
+        stretch.logit_rms = head_rms * lengths
 
 
 def _stretch(
@@ -182,33 +159,30 @@ def _stretch(
     ids: np.ndarray,
     cache,
     start: int = 0,
-    before: LayerStates | None = None,
+    before: Values | None = None,
     feed: Values | None = None,
 ) -> Stretch:
     """The stretch that continues `cache`, which it does too, and the same with nudged
     inputs, each without logits. With `feed` there is no chained run."""
-    before = before or [{} for _ in reference.base.layers]
-    L = len(before)
+    before, L = before or {}, len(reference.base.layers)
 
-    def run(cache, feed, perturb=None) -> Stretch:
+    def run(cache, feed, perturb=None) -> Values:
         values = reference.run(ids, cache, feed=feed, perturb=perturb, head=False)
-        after = []
-        for i, states in enumerate(before):
-            own = _sides(cache, i)
-            if f"k.{i}" in values:
-                rows = {K_STATE: values[f"k.{i}"], V_STATE: values[f"v.{i}"]}
-                own |= _joined(states, rows)
-            after.append(own)
-        last = values[f"hidden.{L - 1}"] if feed is None else feed.get(f"x.{L}")
-        return Stretch(Golden(ids, values, {}), start, before, after, last)
+        for i in range(L):
+            values |= _sides(cache, i)
+            for own, leaf in (("k", K_STATE), ("v", V_STATE)):
+                if (rows := values.get(f"{own}.{i}")) is not None:
+                    name = f"{leaf}.{i}"
+                    values[name] = np.concatenate([before.get(name, rows[:0]), rows])
+        return values
 
     caches = [copy.deepcopy(cache) for _ in range(2)]
-    stretch = run(cache, feed)
-    fed = {f"x.{L}": stretch.last} | stretch.golden.values
-    stretch.nudged["isolated"] = run(caches[0], fed, nudge(start))
+    values = run(cache, feed)
+    last = values[f"hidden.{L - 1}"] if feed is None else feed[f"x.{L}"]
+    nudged = {"isolated": run(caches[0], {f"x.{L}": last} | values, nudge(start))}
     if feed is None:
-        stretch.nudged["chained"] = run(caches[1], None, nudge(start + 1))
-    return stretch
+        nudged["chained"] = run(caches[1], None, nudge(start + 1))
+    return Stretch(Golden(ids, values, {}), start, before, last, nudged)
 
 
 def _scaled(golden: Golden, count: int) -> Values:
@@ -226,45 +200,42 @@ def _scaled(golden: Golden, count: int) -> Values:
 
 
 def _filled(
-    cache, after: LayerStates, start: int, H_kv: int, rng: np.random.Generator
-) -> LayerStates:
-    """The states `after` a head, extended to `start` tokens by rows of the head in
+    cache, values: Values, start: int, H_kv: int, rng: np.random.Generator
+) -> Values:
+    """The states behind a head, extended to `start` tokens by rows of the head in
     random order; `cache` likewise."""
-    before = []
-    for layer, states in enumerate(after):
-        if K_STATE not in states:
-            before.append(states)
+    before = {name: state for name, state in values.items() if "_state." in name}
+    for layer, own in enumerate(cache.layers):
+        names = [f"{leaf}.{layer}" for leaf in (K_STATE, V_STATE)]
+        if names[0] not in before:
             continue
-        head = len(states[K_STATE])
+        head = len(before[names[0]])
         # row 0 is left out: many copies of an attention sink would hide every other row
         chosen = rng.integers(min(1, head - 1), head, start - head)
-        fill = {name: states[name][chosen] for name in (K_STATE, V_STATE)}
+        fill = [before[name][chosen] for name in names]
         if start > head:
-            rows = (torch.from_numpy(rows) for rows in fill.values())
-            k, v = (x.unflatten(1, (H_kv, -1)).transpose(0, 1)[None] for x in rows)
-            cache.layers[layer].update(k, v)
-        before.append(states | _joined(states, fill))
+            rows = map(torch.from_numpy, fill)
+            own.update(
+                *(x.unflatten(1, (H_kv, -1)).transpose(0, 1)[None] for x in rows)
+            )
+        for name, rows in zip(names, fill):
+            before[name] = np.concatenate([before[name], rows])
     return before
 
 
-def _joined(
-    states: dict[str, np.ndarray], rows: dict[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    return {n: np.concatenate([states.get(n, new[:0]), new]) for n, new in rows.items()}
-
-
-def _sides(cache, layer: int) -> dict[str, np.ndarray]:
+def _sides(cache, layer: int) -> Values:
     """Side states of a layer of Hugging Face's cache, as the bundle's
     states are."""
     if not getattr(cache.layers[layer], "conv_states", None):
         return {}
-    sides = {CONV_STATE: cache.get_conv_state(layer, state_idx=0)[0].T.numpy().copy()}
+    conv = cache.get_conv_state(layer, state_idx=0)[0].T.numpy().copy()
+    sides = {f"{CONV_STATE}.{layer}": conv}
     if cache.layers[layer].is_recurrent_states_initialized[0]:
         recurrent = cache.get_recurrent_state(layer, state_idx=0)[0].numpy().copy()
         if recurrent.ndim == 1:
-            sides[V_DELAYED_STATE] = recurrent[None]
+            sides[f"{V_DELAYED_STATE}.{layer}"] = recurrent[None]
         else:
-            sides[MATRIX_STATE] = recurrent
+            sides[f"{MATRIX_STATE}.{layer}"] = recurrent
     return sides
 
 
@@ -280,14 +251,14 @@ def state_before(model: Model, stretches: Sequence[Stretch]) -> State:
 
 
 def expected_value(
-    shape: Sequence[int], name: str, states: LayerStates, count: int
+    shape: Sequence[int], name: str, states: Values, count: int
 ) -> np.ndarray:
     """The value of one sequence's logical state that holds `states` of `count` tokens;
     a ring holds the last ones, and so does the tail of a convolution, of which
     transformers keeps one more."""
     layer, leaf = split_layer(name)
     value = np.zeros(shape, np.float32)
-    stored = states[layer][leaf]
+    stored = states[f"{leaf}.{layer}"]
     if is_cache(name):
         heads = stored.reshape(len(stored), shape[0], -1).transpose(1, 0, 2)
         fill(value, heads, count)

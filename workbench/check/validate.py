@@ -13,7 +13,6 @@ import pandas as pd
 from workbench.bundle import Bundle
 from workbench.check import (
     device,
-    fidelity,
     gates,
     host,
     interface,
@@ -23,15 +22,12 @@ from workbench.check import (
     verdict,
     weights,
 )
+from workbench.check.compare import compared
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, check_exported_from
-from workbench.check.price import (
-    Budget,
-    Price,
-    measure_budget,
-    measure_price,
-    price_gates,
-)
+from workbench.check.hf import Values
+from workbench.check.price import Price, measure_budget, measure_price, price_gates
+from workbench.check.run import measure_fidelity
 from workbench.check.states import STATE_GATES
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -65,15 +61,17 @@ class Validation:
     @property
     def worst(self) -> dict:
         """The isolated update or cache row that is furthest from the golden."""
-        rows = _isolated(self.rows, "update", "k", "v")
+        rows = compared(self.rows)
         row = rows.loc[rows["cosine"].fillna(-2).idxmin()]  # nan is below any cosine
         about = ["layer", "position", "T", "tensor", "mode"]
         return row[[*about, "cosine", "psnr_db", "max_abs"]].to_dict()
 
     def json(self) -> dict:
-        updates = _isolated(self.rows, "update")["cosine"].fillna(-1.0)
+        rows = compared(self.rows)
+        cosines = rows["cosine"].fillna(-1.0)
+        updates = cosines[rows["tensor"] == "update"]
         if updates.empty:  # the bundle shows caches alone
-            updates = _isolated(self.rows, "k", "v")["cosine"].fillna(-1.0)
+            updates = cosines
         return {
             "verdict": self.verdict,
             "gates": [g.json() for g in self.gates],
@@ -200,7 +198,7 @@ def validate(
     *,
     checkpoint: Checkpoint | None = None,
     exact: Decoder | None = None,
-    budget: Budget | None = None,
+    budget: Values | None = None,
     reference: device.Reference | None = None,
     only: bool = False,
     max_kl: float = gates.MAX_KL,
@@ -213,7 +211,7 @@ def validate(
         checkpoint: what the bundle was exported from; without it and without the
             golden's `source` the bug gates are those of the bundle's verdict.json.
         exact: as in `bug_gates`.
-        budget: as in `measure_price`; measured where there is a checkpoint.
+        budget: the result of `measure_budget`; measured where there is a checkpoint.
         reference: what the device gate compares another runtime with (default: made
             now).
         only: no second copy of the bundle is loaded as portable: what needs one is
@@ -233,17 +231,16 @@ def validate(
         bugs = bug_gates(
             bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
         )
-    rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress)
     if checkpoint and budget is None:
         budget = measure_budget(bundle, checkpoint, golden)
-    price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
+    rows, _, chained = measure_fidelity(decoder, golden, Ts, budget, progress)
+    price = measure_price(golden, rows, chained, budget)
     gate = _device(decoder, golden, reference, only)
     checks = [*bugs, gate, *price_gates(price, max_kl)]
-    logits = None
-    if decoder.gives_logits:
-        logits = metrics.compare_logits(golden["logits"], chained.logits, price.kl)
-    rows = _with_errors(rows, price.rows)
-    return Validation(rows, checks, logits, chained.logits, bugs, price)
+    logits, actual = None, chained.get("logits")
+    if actual is not None:
+        logits = metrics.compare_logits(golden["logits"], actual, price.kl)
+    return Validation(rows, checks, logits, actual, bugs, price)
 
 
 def check_golden(bundle: Bundle, golden: Golden) -> None:
@@ -259,14 +256,6 @@ def check_golden(bundle: Bundle, golden: Golden) -> None:
         )
 
 
-def _with_errors(rows: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
-    """Fidelity rows with the `error` and `budget` of `Price.rows`, null on rows that
-    have none."""
-    keys = ["layer", "position", "T", "tensor", "mode"]
-    errors = errors.drop(columns="ratio").assign(mode="isolated")
-    return rows.merge(errors, how="left", on=keys)
-
-
 def _device(
     decoder: Decoder, golden: Golden, reference: device.Reference | None, only: bool
 ) -> Gate:
@@ -280,13 +269,3 @@ def _device(
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")
     reference = reference or device.make_reference(decoder.bundle, golden)
     return device.device_gate(decoder, golden, reference)
-
-
-def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
-    """Isolated rows that gates read: updates where the router had a clear choice, and
-    all cache rows."""
-    isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
-    # updates that may be another expert's, where the runtime does not show the choice
-    return isolated[
-        ~(isolated.get("routing_tie", False) & (isolated["tensor"] == "update"))
-    ]

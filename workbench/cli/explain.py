@@ -154,7 +154,6 @@ def _parts(bundle, source, ids: list[int], runtime: str, progress: bool) -> tupl
     }
     result, lines = _tables(frames)
     result["shares"] = splits["isolated"].shares().to_dict()
-    result["residual"] = max(split.residual for split in splits.values())
     return result, lines, error.error_gates(splits)
 
 

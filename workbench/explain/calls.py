@@ -6,7 +6,7 @@ import numpy as np
 
 from workbench.bundle.names import is_cache
 from workbench.check import metrics
-from workbench.check.fidelity import default_ts
+from workbench.check.run import default_ts
 from workbench.decode import Decoder, Snapshot
 from workbench.decode.snapshot import take
 

@@ -12,9 +12,8 @@ difference to every layer's update:
 
 Of a plug-in's target in fp32, the first three parts are all.
 
-The vectors add up to the total; their norms do not, so cross terms are reported beside
-them. A fault of the bundle's program is re-authoring error in whatever format the
-weights are stored."""
+The vectors add up to the total; their norms do not. A fault of the bundle's program is
+re-authoring error in whatever format the weights are stored."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import pandas as pd
 import torch
 
 from workbench.bundle import Bundle
-from workbench.check import fidelity, gates, golden, metrics
+from workbench.check import gates, golden, metrics, run
 from workbench.check.hf import Weights
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
@@ -38,46 +37,37 @@ MODES = ("isolated", "chained")
 
 @dataclass
 class Split:
-    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own,
-    and the difference that each part makes. A part that was not measured is absent from
-    `parts`."""
+    """Hugging Face's updates [L, n, C] of one mode, `reference`, and the difference that
+    each part makes; a part that was not measured is absent."""
 
     reference: np.ndarray
-    bundle: np.ndarray
     parts: dict[str, np.ndarray]
 
     @property
     def total(self) -> np.ndarray:
-        return self.bundle - self.reference
+        return sum(self.parts.values())
 
     def layers(self) -> pd.DataFrame:
-        """Relative RMS per layer: every part (null: not measured), `total`, the root
-        sum of squares `rss` of the parts, and `cross`, the share of the parts' inner
-        products in total² (0 if they are orthogonal)."""
-        scale = _rms(self.reference)
-        frame = pd.DataFrame({"layer": np.arange(len(scale))})
+        """Relative RMS per layer of every part (null: not measured) and of the
+        `total`."""
+        frame = self._relative((len(self.reference), 1, -1))
         for part in PARTS:
-            frame[part] = None
-            if part in self.parts:
-                error = _rms(self.parts[part])
-                frame[part] = metrics.over(error, scale)
-        frame["total"] = metrics.over(_rms(self.total), scale)
-        frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
-        squared = frame["total"] ** 2
-        cross = (squared - frame["rss"] ** 2) / squared
-        frame["cross"] = cross.where(frame["total"] > 0, 0.0)
-        return frame
+            if part not in self.parts:
+                frame[part] = None
+        return frame[["layer", *PARTS, "total"]]
 
     def positions(self) -> pd.DataFrame:
         """Relative RMS of each measured part and of the total per layer and
         position."""
-        scale = metrics.rms(self.reference)  # [L, n]
+        return self._relative(self.reference.shape)
+
+    def _relative(self, shape: tuple) -> pd.DataFrame:
+        """Relative RMS over the last axis of vectors in this shape."""
+        scale = metrics.rms(self.reference.reshape(shape))
         layer, position = np.indices(scale.shape)
-        frame = pd.DataFrame({"layer": layer.ravel()})
-        frame["position"] = position.ravel()
-        parts = self.parts | {"total": self.total}
-        for name, part in parts.items():
-            errors = metrics.over(metrics.rms(part), scale)
+        frame = pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()})
+        for name, part in (self.parts | {"total": self.total}).items():
+            errors = metrics.over(metrics.rms(part.reshape(shape)), scale)
             frame[name] = errors.ravel()
         return frame
 
@@ -89,19 +79,6 @@ class Split:
         flat = vectors.reshape(len(names), -1)
         squared = (self.total**2).sum() or 1.0
         return pd.DataFrame(flat @ flat.T / squared, names, names)
-
-    @property
-    def residual(self) -> float:
-        """The relative RMS of the difference between the parts' sum and the total, in
-        the worst layer."""
-        rest = sum(self.parts.values()) - self.total
-        errors = metrics.over(_rms(rest), _rms(self.reference))
-        return float(errors.max())
-
-
-def _rms(vectors: np.ndarray) -> np.ndarray:
-    """Root mean square of each layer: [L, n, C] → [L]."""
-    return metrics.rms(vectors.reshape(len(vectors), -1))
 
 
 def needs_hidden(bundle: Bundle) -> None:
@@ -145,7 +122,7 @@ def split_error(
         updates = np.stack([_updates(source), *updates])
         differences = np.diff(updates, axis=0)
         parts = dict(zip(stages, differences, strict=True))
-        splits[mode] = Split(updates[0], updates[-1], parts)
+        splits[mode] = Split(updates[0], parts)
     return splits
 
 
@@ -183,7 +160,7 @@ def _stages(
 
 def _updates(source: golden.Golden) -> np.ndarray:
     """What each layer adds, [L, n, C] float64."""
-    return np.stack([np.float64(source.update(i)) for i in range(source.layers)])
+    return np.stack([np.float64(source[f"update.{i}"]) for i in range(source.layers)])
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
@@ -208,17 +185,16 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
         InputError: a runtime that does not show every layer's output (all but the
             portable one, inside a shard of several layers).
     """
-    trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
-    if len(trace.hidden) < source.layers:
+    trace = run.run_golden(decoder, source, T, mode, forced=False)
+    names = [f"hidden.{layer}" for layer in range(source.layers)]
+    if not trace.keys() >= {*names}:
         actual = f"layers inside a shard that {decoder.runtime} does not show"
         step = "export with --layers-per-shard 1"
         subject = f"bundle {decoder.bundle.root.name}"
         raise InputError(subject, actual, "one layer a shard", step)
-    layers = range(source.layers)
-    after = np.stack([trace.hidden[layer] for layer in layers])
-    after = after.astype(np.float64)
+    after = np.float64([trace[name] for name in names])
     if mode == "isolated":
-        return after - np.stack(trace.x)
+        return after - np.stack([trace[f"x.{layer}"] for layer in range(len(names))])
     embedded = decoder.bundle.embed(source.ids[None])
     embedded = embedded * decoder.manifest.stream_scale
     return after - np.concatenate([embedded, after[:-1]])

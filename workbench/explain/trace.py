@@ -188,12 +188,6 @@ def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) ->
     return trace_ranges({d.precision: d for d in decoders}, ids, tile)
 
 
-def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
-    """Ranges of every shard of a portable decoder, routed experts included, over one
-    prompt from a fresh state; the decoder's own sequences stay as they were."""
-    return trace_ranges({decoder.precision: decoder}, ids).ranges[decoder.precision]
-
-
 def trace_ranges(
     decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None
 ) -> Trace:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from workbench.bundle import Bundle
-from workbench.check import fidelity, golden, hf, metrics
+from workbench.check import golden, hf, metrics, run
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ class Trial:
         # where layers show no hidden state, caches of a chained run are all there is
         self.isolated = bundle.manifest.shows_hidden
         how = (decoder.options.t_max, "isolated") if self.isolated else (1, "chained")
-        self.outputs = fidelity.run_golden(decoder, self.source, *how)
+        self.outputs = run.run_golden(decoder, self.source, *how)
         scale = bundle.manifest.stream_scale
         embedded = bundle.embed(self.source.ids[None])
         self.embedded = embedded[0] * scale
@@ -89,17 +89,15 @@ class Trial:
         """Relative RMS of a layer's update and, if it attends, of K and V."""
         outputs, errors = self.outputs, []
         if self.isolated:
-            update = reference[f"hidden.{layer}"] - reference[f"x.{layer}"]
-            difference = outputs.hidden[layer] - outputs.x[layer] - update
+            name = f"update.{layer}"
             rounding = STREAM_ULPS * _rms(reference[f"x.{layer}"])
-            beyond = max(0.0, _rms(difference) - rounding)
-            errors.append(beyond / (_rms(update) or 1.0))
-        if layer in outputs.cached:
-            rows = outputs.cached[layer]
-            for name in "kv":
-                expected = reference[f"{name}.{layer}"][rows]
-                actual = getattr(outputs, name)[layer][rows]
-                errors.append(metrics.relative_rms(expected, actual))
+            beyond = max(0.0, _rms(outputs[name] - reference[name]) - rounding)
+            errors.append(beyond / (_rms(reference[name]) or 1.0))
+        for name in (f"k.{layer}", f"v.{layer}"):
+            if name in outputs:
+                rows = outputs[name]
+                expected = reference[name][-len(rows) :]
+                errors.append(metrics.relative_rms(expected, rows))
         return errors
 
     def _run(self, variant: Variant, count: int) -> hf.Values:

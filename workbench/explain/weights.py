@@ -25,16 +25,6 @@ from workbench.models.checkpoint import Checkpoint
 Swap = Callable[[torch.Tensor], torch.Tensor]
 
 
-def int8_channel(weight: torch.Tensor) -> torch.Tensor:
-    """Symmetric int8 with one fp16 scale per output row, as `--compress int8-channel`
-    stores it."""
-    rows = weight.flatten(1)
-    largest = rows.abs().amax(1, keepdim=True)
-    scale = (largest / 127).half().float().clamp(min=2.0**-24)
-    codes = (rows / scale).round().clamp(-127, 127)
-    return (codes * scale).reshape(weight.shape)
-
-
 class WeightTrial:
     """A compressed bundle in exact arithmetic, its checkpoint, and the golden of its
     layers' inputs."""
@@ -137,14 +127,12 @@ def remedies(
     weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2
 ) -> pd.DataFrame:
     """One row per layer: the `tensors` with the largest shares, its `error`, and its
-    error with these tensors stored as `int8-channel` or as `fp16`."""
+    error with these tensors stored as `fp16`."""
     few = ranked.groupby("layer").head(worst)
     by_layer = few.groupby("layer", as_index=False)
     frame = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
     names = zip(few["layer"], few["tensor"], strict=True)
     tensors = set(names)
-    with weights.swapped(tensors, int8_channel):
-        frame["int8-channel"] = weights.errors()[frame["layer"]]
     with weights.swapped(tensors):
         frame["fp16"] = weights.errors()[frame["layer"]]
     return frame

@@ -83,7 +83,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         text:  run_id! shard
         int:   layer position T
         text:  tensor! mode! runtime precision
-        float: cosine psnr_db max_abs error budget
+        float: cosine psnr_db max_abs error budget ratio
         bool:  finite routing_tie
     """),
 }

@@ -6,22 +6,19 @@ fp32 programs show re-authoring errors alone, fp16 programs add those of the ari
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from workbench.bundle import Bundle
-from workbench.check import fidelity, gates, metrics, price
-from workbench.check.fidelity import ForwardPass
+from workbench.check import gates, metrics, price
+from workbench.check.compare import compare, compared
 from workbench.check.gates import Gate
-from workbench.check.golden import (
-    Golden,
-    check_exported_from,
-    make_golden,
-    stored_weights,
-)
+from workbench.check.golden import check_exported_from, make_golden, stored_weights
+from workbench.check.hf import Values
+from workbench.check.run import measure_fidelity
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.export import export
@@ -105,18 +102,17 @@ def crosscheck(
         }
         passes = {}
         for name, decoder in decoders.items():
-            rows, traces, chained = fidelity.measure_fidelity(
-                decoder, golden, None, progress
+            rows, passes[name], chained = measure_fidelity(
+                decoder, golden, None, budget, progress
             )
-            passes[name] = traces
-            table = price.price_rows(decoder, golden, traces, budget)
+            table = compared(rows)
             errors.append(
                 table.assign(pair=f"HF ↔ {WITNESSES[name]}", precision=precision)
             )
-            logits = metrics.compare_logits(golden["logits"], chained.logits)
-            runtimes.append(figures(name, precision, rows, table, logits))
+            logits = metrics.compare_logits(golden["logits"], chained["logits"])
+            runtimes.append(figures(name, precision, table, logits))
             results += runtime_gates(runtimes[-1])
-        table = between(decoders["coreai"], golden, *passes.values())
+        table = between(golden.values, *passes.values())
         errors.append(table.assign(pair="portable ↔ Apple", precision=precision))
         runtimes[-1]["kv_bits_equal"] = bits_equal(*passes.values())
         if precision == "exact":
@@ -132,18 +128,15 @@ def runtime_table(result: Crosscheck) -> pd.DataFrame:
     return pd.DataFrame(rows).drop(columns="logits")
 
 
-def figures(
-    name: str, precision: str, rows: pd.DataFrame, table: pd.DataFrame, logits: dict
-) -> dict:
-    """A runtime's errors against the golden: the worst isolated update as 1 − cosine,
-    without near ties, and the worst relative error of a row of K or V."""
-    updates = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")]
-    clear = updates[~updates.get("routing_tie", pd.Series(False, updates.index))]
+def figures(name: str, precision: str, table: pd.DataFrame, logits: dict) -> dict:
+    """A runtime's errors against the golden, without near ties: the worst isolated
+    update as 1 − cosine, and the worst relative error of a row of K or V."""
+    updates = table[table["tensor"] == "update"]
     return {
         "name": name,
         "precision": precision,
-        "worst_update": float(1 - clear["cosine"].fillna(-1.0).min()),
-        "median_update": float(1 - clear["cosine"].median()),
+        "worst_update": float(1 - updates["cosine"].fillna(-1.0).min()),
+        "median_update": float(1 - updates["cosine"].median()),
         "worst_kv": float(table.loc[table["tensor"] != "update", "error"].max()),
         "logits": logits,
     }
@@ -172,32 +165,21 @@ def runtime_gates(row: dict) -> list[Gate]:
 
 
 def between(
-    decoder: Decoder,
-    golden: Golden,
-    portable: dict[int, ForwardPass],
-    apple: dict[int, ForwardPass],
+    golden: Values, portable: dict[int, Values], apple: dict[int, Values]
 ) -> pd.DataFrame:
-    """`price_rows` of the Core AI passes by T, with the portable passes as their
-    golden."""
-    parts = []
-    for T, trace in portable.items():
-        values = {f"x.{layer}": x for layer, x in enumerate(trace.x)}
-        for name in ("hidden", "k", "v"):
-            for layer, rows in getattr(trace, name).items():
-                values[f"{name}.{layer}"] = rows
-        own = replace(golden, values=golden.values | values)
-        parts.append(price.price_rows(decoder, own, {T: apple[T]}))
-    return pd.concat(parts, ignore_index=True)
+    """The comparison of the Core AI values by T with the portable ones."""
+    tables = []
+    for T, values in portable.items():
+        rows = compare(golden | values, apple[T]).assign(T=T, mode="isolated")
+        tables.append(compared(rows))
+    return pd.concat(tables, ignore_index=True)
 
 
-def bits_equal(
-    portable: dict[int, ForwardPass], apple: dict[int, ForwardPass]
-) -> float:
+def bits_equal(portable: dict[int, Values], apple: dict[int, Values]) -> float:
     """Share of K and V values that are the same fp16 number on both."""
     equal = []
-    for T, trace in portable.items():
-        for name in ("k", "v"):
-            for layer, rows in getattr(trace, name).items():
-                others = getattr(apple[T], name)[layer]
-                equal.append(np.ravel(np.float16(rows) == np.float16(others)))
+    for T, values in portable.items():
+        for name, rows in values.items():
+            if name.startswith(("k.", "v.")):
+                equal.append(np.ravel(np.float16(rows) == np.float16(apple[T][name])))
     return float(np.mean(np.concatenate(equal)))

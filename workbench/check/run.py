@@ -1,18 +1,16 @@
-"""Every layer × position × T of a bundle against a golden, as rows of the log's
-`fidelity` table.
+"""What a bundle computes for a golden's tokens, by the names of the golden's values.
 
 Isolated: each layer is fed the golden's input, so its error is its own; one pass per T.
 Chained: each layer is fed the one before, so errors add up as they do in use; one pass
 whose calls take every T in turn. Inner layers of a multi-layer shard are fed and read
 through the portable runtime's hook; Core ML exposes only their K/V rows, so their other
-rows are absent.
+values are absent.
 
 The choice of an expert is discontinuous: rounding that changes the order of two scores
 changes the layer's whole update. The portable runtime therefore records each choice and
-goes on with the golden's; choices have a gate of their own."""
+goes on with the golden's."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -21,50 +19,13 @@ import torch
 
 from workbench.bundle import Options, Shard
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
-from workbench.check import metrics
+from workbench.check.compare import compare
 from workbench.check.golden import Golden
+from workbench.check.hf import Values, updates
 from workbench.check.states import callable_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.runtime import Model, State
-
-NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
-
-
-@dataclass
-class ForwardPass:
-    """The values of one pass over the golden's tokens: `hidden` [n, C] per layer (where
-    it can be seen), cache rows `k`, `v` [n, W] per layer, `logits` [n, V]
-    (chained); `experts` [n, 1] per layer, the program's own choice (where that can be
-    seen). `T` [n]: tokens of the call that each position was in. `x` [n, C] per layer: what an
-    update is counted from, the golden's input; isolated as the program read it, rounded
-    to fp16. `cached` per layer: positions whose cache rows were there at the end, all
-    but those that a ring buffer has overwritten. `router` [n, R]: the router state that
-    the last layer of each shard hands on. `handed` [n, W]: what a shard hands on that
-    shows no hidden state."""
-
-    T: np.ndarray
-    x: list[np.ndarray]
-    hidden: dict[int, np.ndarray] = field(default_factory=dict)
-    handed: dict[int, np.ndarray] = field(default_factory=dict)
-    k: dict[int, np.ndarray] = field(default_factory=dict)
-    v: dict[int, np.ndarray] = field(default_factory=dict)
-    cached: dict[int, np.ndarray] = field(default_factory=dict)
-    logits: np.ndarray | None = None
-    experts: dict[int, np.ndarray] = field(default_factory=dict)
-    router: dict[int, np.ndarray] = field(default_factory=dict)
-
-    def rows(self) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-        """(tensor, layer, positions [m], values [m, W]) of every layer's `hidden` and
-        `update`, and of the `k` and `v` that were there at the end."""
-        for layer, hidden in self.hidden.items():
-            at = np.arange(len(hidden))
-            yield "hidden", layer, at, hidden
-            yield "update", layer, at, hidden - self.x[layer]
-        for tensor, caches in (("k", self.k), ("v", self.v)):
-            for layer, cache in caches.items():
-                at = self.cached[layer]
-                yield tensor, layer, at, cache[at]
 
 
 def default_ts(options: Options) -> list[int]:
@@ -82,9 +43,9 @@ def run_golden(
     mode: str = "isolated",
     *,
     forced: bool = True,
-) -> ForwardPass:
+) -> Values:
     """Runs the golden's tokens through every layer in chunks of T (last chunk partial),
-    from an empty cache.
+    from an empty cache; see `Pass` for the values.
 
     Args:
         T: tokens a call; several are taken in turn.
@@ -117,7 +78,14 @@ def run_golden(
 class Pass:
     """One pass over the goldens' tokens, one golden of n positions per sequence: which
     of their values replace the program's own, and the record of what was computed.
-    Before it run `starts` [B] tokens."""
+    Before it run `starts` [B] tokens.
+
+    `values` of each sequence: `T` [n], the tokens of the call that each position was
+    in; by layer `x`, the golden's input, isolated as the program read it; where they can
+    be seen `hidden`, the `update` that it adds to `x`, and the program's own choice of
+    an `expert`; `k` and `v`, the last rows where a ring has lost the first; the `router`
+    state that the last layer of a shard hands on. `handed`: what a shard hands on that
+    shows no hidden state; chained, the `logits`."""
 
     def __init__(
         self,
@@ -133,6 +101,7 @@ class Pass:
         self.forced = forced
         self.starts = np.array(starts or [0] * len(goldens))
         self.scale = decoder.manifest.stream_scale  # the bundle holds hidden / scale
+        self.handed = "hidden" if decoder.manifest.shows_hidden else "handed"
         rounded = isolated and decoder.precision != "exact"
         self.inputs = []  # [n, C] of every layer, for each golden
         for golden in goldens:
@@ -141,15 +110,14 @@ class Pass:
                 with np.errstate(over="ignore"):
                     layers = [x.astype(np.float16).astype(np.float32) for x in layers]
             self.inputs.append(layers)
-        self.traces = [
-            ForwardPass(np.zeros(len(layers[0]), int), [x * self.scale for x in layers])
-            for layers in self.inputs
-        ]
+        self.values: list[Values] = []
+        for layers in self.inputs:
+            own = {f"x.{i}": x * self.scale for i, x in enumerate(layers)}
+            self.values.append(own | {"T": np.zeros(len(layers[0]), int)})
 
-    def run(self, T: int | Sequence[int], ragged: bool = False) -> list[ForwardPass]:
-        """All positions in calls of T tokens, several T in turn; `ragged`: every
-        sequence begins with another one."""
-        self.begin(T, ragged)
+    def run(self, T: int | Sequence[int]) -> list[Values]:
+        """All positions in calls of T tokens, several T in turn."""
+        self.begin(T)
         for model in self.decoder.layers:
             run_shard(self.decoder, model, [self], [model.make_state()])
         return self.finish()
@@ -157,24 +125,25 @@ class Pass:
     def begin(
         self, T: int | Sequence[int], ragged: bool = False, columns: int = 0
     ) -> None:
-        """Makes the host's inputs of all calls of `run`, of so many `columns` at
-        least."""
+        """Makes the host's inputs of all calls: of T tokens, several T in turn, in so
+        many `columns` at least; `ragged`: every sequence begins with another T."""
         self.least = columns
         self.calls = list(self._calls(T, ragged))
         self.counts = [np.array([s.stop - s.start for s in c]) for c in self.calls]
         pairs = zip(self.calls, self.counts, strict=True)
         self.ios = [self._inputs(*call) for call in pairs]
 
-    def finish(self) -> list[ForwardPass]:
-        """The traces after the last shard, with logits where layers were chained."""
+    def finish(self) -> list[Values]:
+        """The values after the last shard."""
         if not self.isolated:
-            L = len(self.inputs[0])
-            last = [(t.handed or t.hidden)[L - 1].T / self.scale for t in self.traces]
+            name = f"{self.handed}.{len(self.inputs[0]) - 1}"
+            last = [values[name].T / self.scale for values in self.values]
             every = self.decoder.logits(np.stack(last))
             if self.decoder.gives_logits:
-                for trace, logits in zip(self.traces, every, strict=True):
-                    trace.logits = logits
-        return self.traces
+                for values, logits in zip(self.values, every, strict=True):
+                    values["logits"] = logits
+        self.values = [values | updates(values) for values in self.values]
+        return self.values
 
     def _calls(self, T: int | Sequence[int], ragged: bool) -> Iterator[list[slice]]:
         """The positions of each call, a span for every sequence."""
@@ -204,22 +173,21 @@ class Pass:
         """Records what a shard's calls computed, `ios`, and left in `state`."""
         self.ios = ios
         last = shard.layers[1] - 1
-        name = "hidden" if self.decoder.manifest.shows_hidden else "handed"
         for spans, io in zip(self.calls, ios, strict=True):
-            self.record(name, last, spans, io[X] * self.scale)
+            self.record(self.handed, last, spans, io[X] * self.scale)
             if ROUTER_STATE in io:
                 self.record("router", last, spans, io[ROUTER_STATE])
         layers = self.decoder.manifest.layers
         attending = [i for i in range(*shard.layers) if layers[i].attends]
-        for seq, trace in enumerate(self.traces):
-            _read_cache(attending, state, trace, seq, int(self.starts[seq]))
+        for seq, (values, start) in enumerate(zip(self.values, self.starts)):
+            values |= _cached_rows(attending, state, len(values["T"]), seq, int(start))
 
     def _inputs(self, spans: list[slice], counts: np.ndarray) -> dict[str, np.ndarray]:
         """The host's inputs of a call and the tokens' embeddings."""
         decoder, T = self.decoder, int(counts.max())
         width = decoder.options.width(max(T, self.least))
-        for trace, span in zip(self.traces, spans, strict=True):
-            trace.T[span] = T
+        for values, span in zip(self.values, spans, strict=True):
+            values["T"][span] = T
         offsets = self.starts + [span.start for span in spans]
         pairs = zip(self.goldens, spans, strict=True)
         chunk = [golden.ids[span].tolist() for golden, span in pairs]
@@ -279,7 +247,7 @@ class Pass:
         count = scores.shape[1]
         if count > 1:
             own = scores.argmax(1, keepdim=True)
-        self.record("experts", layer, spans, own.numpy())
+        self.record("expert", layer, spans, own.numpy())
         if not self.forced:
             return None
         replaced = scores.clone().flatten(2)
@@ -295,14 +263,12 @@ class Pass:
         self, name: str, layer: int, spans: list[slice], plane: np.ndarray
     ) -> None:
         """Copies the valid columns of a plane [B, W, T, 1] to rows `spans` of the
-        layer's [n, W] in `name` of each trace."""
+        layer's [n, W] of each sequence."""
         flat = plane.reshape(*plane.shape[:2], -1)
-        for trace, columns, span in zip(self.traces, flat, spans, strict=True):
+        for values, columns, span in zip(self.values, flat, spans, strict=True):
             rows = columns[:, : span.stop - span.start].T
-            targets = getattr(trace, name)
-            if layer not in targets:
-                targets[layer] = np.zeros((len(trace.T), rows.shape[1]), rows.dtype)
-            targets[layer][span] = rows
+            empty = np.zeros((len(values["T"]), rows.shape[1]), rows.dtype)
+            values.setdefault(f"{name}.{layer}", empty)[span] = rows
 
     def columns(
         self, arrays: Sequence[np.ndarray], spans: list[slice], width: int
@@ -333,87 +299,36 @@ def run_shard(
         one.after(model.shard, list(islice(results, len(one.ios))), state)
 
 
-def _read_cache(
-    layers: Sequence[int], state: State, trace: ForwardPass, seq: int, start: int
-) -> None:
-    """Copies a sequence's cache rows from position `start` on of `layers`; those that a
-    ring buffer has overwritten are zeros."""
-    n = len(trace.T)
+def _cached_rows(
+    layers: Sequence[int], state: State, n: int, seq: int, start: int
+) -> Values:
+    """A sequence's cache rows [n, W] of `layers`, from position `start` on; of a ring
+    buffer the last ones."""
+    values = {}
     for layer in layers:
-        for leaf, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
-            name = f"layers.{layer}.{leaf}"
-            cache = np.asarray(state.read(name), np.float32)[seq]
-            H_kv, S, D = cache.shape
-            S = state.shard.states[name].ring or S
-            trace.cached[layer] = cached = np.arange(max(0, n - S), n)
-            rows[layer] = np.zeros((n, H_kv * D), np.float32)
-            own = cache[:, (start + cached) % S].transpose(1, 0, 2)
-            rows[layer][cached] = own.reshape(len(cached), -1)
-
-
-def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
-    """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are
-    constant ones (mode, runtime …); `T` is that of each position's call unless it is
-    among them."""
-    parts = []
-    for tensor, layer, at, values in trace.rows():
-        parts.append(_rows(layer, tensor, at, golden.rows(tensor, layer)[at], values))
-    if trace.logits is not None:
-        everywhere = np.arange(len(trace.T))
-        parts.append(_rows(-1, "logits", everywhere, golden["logits"], trace.logits))
-    rows = table(parts)
-    return rows.assign(T=trace.T[rows["position"]]).assign(**columns)
-
-
-def table(parts: Sequence[dict[str, object]]) -> pd.DataFrame:
-    """One table of many parts, each a dict of the same columns: an array, or one value
-    for all rows of the part, which has as many as its `position`."""
-    columns = {}
-    for name in parts[0]:
-        pieces = []
-        for part in parts:
-            dtype = object if isinstance(part[name], str) else None
-            value = np.asarray(part[name], dtype)
-            pieces.append(np.broadcast_to(value, len(part["position"])))
-        columns[name] = np.concatenate(pieces)
-    return pd.DataFrame(columns)
-
-
-def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
-    """Choices of experts [L, n] whose best two scores lie close: where a runtime does
-    not show the choice, a layer's update may be another expert's there."""
-    ties = np.zeros((golden.layers, len(golden.ids)), bool)
-    for layer, tied in enumerate(ties):
-        if f"margin.{layer}" in golden:
-            tied[:] = golden[f"margin.{layer}"][:, 0] < NEAR_TIE
-    return ties
-
-
-def _rows(
-    layer: int, tensor: str, position, reference, actual: np.ndarray
-) -> dict[str, object]:
-    """A part of `table`, one row per position."""
-    return {
-        "layer": layer,
-        "position": position,
-        "tensor": tensor,
-        "cosine": metrics.cosine(reference, actual),
-        "psnr_db": metrics.psnr_db(reference, actual),
-        "max_abs": metrics.max_abs(reference, actual),
-        "finite": np.isfinite(actual).all(-1),
-    }
+        for leaf, name in ((K_STATE, "k"), (V_STATE, "v")):
+            place = f"layers.{layer}.{leaf}"
+            cache = np.asarray(state.read(place), np.float32)[seq]
+            S = state.shard.states[place].ring or cache.shape[1]
+            rows = (start + np.arange(max(0, n - S), n)) % S
+            own = cache[:, rows].transpose(1, 0, 2)
+            values[f"{name}.{layer}"] = own.reshape(len(rows), -1)
+    return values
 
 
 def measure_fidelity(
     decoder: Decoder,
     golden: Golden,
     Ts: Iterable[int] | None = None,
+    budget: Values | None = None,
     progress: bool = False,
-):
-    """Runs every T isolated and all of them chained, and compares.
+) -> tuple[pd.DataFrame, dict[int, Values], Values]:
+    """Runs every T isolated and all of them chained, and compares with the golden and,
+    isolated, with the `budget` of `price.measure_budget`.
 
     Returns:
-        (fidelity rows, isolated traces by T, the chained trace).
+        (rows of `compare` with mode, runtime, precision and shard; isolated values by
+        T; the chained values).
     """
     from tqdm.auto import tqdm
 
@@ -426,19 +341,17 @@ def measure_fidelity(
     calls = [(T, "isolated") for T in Ts] + [(Ts, "chained")]
     bar = tqdm(calls, desc="validate", unit="pass", disable=not progress)
     *isolated, chained = [run_golden(decoder, golden, *call) for call in bar]
-    traces = dict(zip(Ts, isolated, strict=True))
-    frames = [
-        compare_pass(trace, golden, T=T, mode="isolated") for T, trace in traces.items()
-    ]
-    frames.append(compare_pass(chained, golden, mode="chained"))
+    frames = []
+    for T, values in zip(Ts, isolated, strict=True):
+        rows = compare(golden.values, values, budget)
+        frames.append(rows.assign(T=T, mode="isolated"))
+    frames.append(compare(golden.values, chained).assign(mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
     rows = rows.assign(runtime=decoder.runtime, precision=None)
     if decoder.shows_inner_layers:  # as in `runs`
         rows["precision"] = decoder.precision
-    if "margin.0" in golden and not chained.experts:
-        ties = near_ties(decoder, golden)[rows["layer"], rows["position"]]
-        rows["routing_tie"] = ties & (rows["layer"] >= 0)
     names = {}
     for model in decoder.layers:
         names |= dict.fromkeys(range(*model.shard.layers), model.shard.name)
-    return rows.assign(shard=rows["layer"].map(names).fillna("head")), traces, chained
+    rows["shard"] = rows["layer"].map(names).fillna("head")
+    return rows, dict(zip(Ts, isolated, strict=True)), chained
