@@ -73,7 +73,7 @@ def test_weights_are_shared(exports, tmp_path):
 
 
 def test_one_function_of_several_is_cut(exports, tmp_path):
-    bundle = exports.bundle(exports.checkpoint("qwen2"), functions=(1, 4))
+    bundle = exports.bundle(exports.checkpoint("qwen2"), tokens="1,4")
     package = bundle.package(bundle.manifest.shards[0])
     for name, T in bundle.manifest.shards[0].functions.items():
         check(package, name, T, tmp_path / name, width=30)
