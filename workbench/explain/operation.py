@@ -19,8 +19,8 @@ from workbench import process
 from workbench.bundle import Bundle
 from workbench.check import metrics
 from workbench.check.device import DEVICE_FACTOR
-from workbench.check.fidelity import default_ts
 from workbench.check.price import HALF_ULP
+from workbench.check.run import default_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.explain.cut import SHOWN, Flow, cut, values
