@@ -18,8 +18,8 @@ import miltorch
 from workbench import process
 from workbench.bundle import Bundle
 from workbench.check import metrics
+from workbench.check.compare import HALF_ULP
 from workbench.check.device import DEVICE_FACTOR
-from workbench.check.price import HALF_ULP
 from workbench.check.run import default_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
