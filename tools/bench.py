@@ -90,11 +90,13 @@ def apart(function: Callable, *arguments):
         return pool.submit(function, *arguments).result()
 
 
-def qwen2(folder: Path, layers: int, **config) -> Path:
-    """A checkpoint of Qwen2.5-0.5B's dimensions, written when it is missing."""
-    path = folder / f"qwen2-{layers}"
+def checkpoint(args, **config) -> Path:
+    """A checkpoint of the dimensions of Qwen2.5-0.5B or ZAYA1-8B, which are
+    transformers' defaults for zaya; written when it is missing."""
+    path = args.folder / f"{args.family}-{args.layers}"
+    dims = (QWEN2 if args.family == "qwen2" else {}) | config
     if not path.exists():
-        checkpoints.random(path, "qwen2", num_hidden_layers=layers, **QWEN2 | config)
+        checkpoints.random(path, args.family, num_hidden_layers=args.layers, **dims)
     return path
 
 
@@ -277,7 +279,7 @@ def prefill(decoder: workbench.Decoder, ids: list[int], T: int | None = None) ->
 
 def bench_decode(args, rows=decode_rows) -> list[dict]:
     torch.set_num_threads(os.cpu_count())
-    path, bundles = qwen2(args.folder, args.layers), {}
+    path, bundles = checkpoint(args), {}
     for preset in PRESETS:
         options = {"max_seq_len": 512, "compress": preset, "tokens": "1-64"}
         bundles[preset] = bundle_of(path, **options)
@@ -288,7 +290,7 @@ bench_prompt = partial(bench_decode, rows=prompt_rows)
 
 
 def bench_export(args) -> list[dict]:
-    source = qwen2(args.folder, args.layers, dtype="bfloat16")
+    source = checkpoint(args, dtype="bfloat16")
     return export_rows(source, args.folder / "export", args.compress, args.rounds)
 
 
@@ -319,7 +321,7 @@ def export_once(source: Path, target: Path, compress: str) -> dict:
 
 
 def bench_validate(args) -> list[dict]:
-    path = qwen2(args.folder, args.layers)
+    path = checkpoint(args)
     bundle = bundle_of(path, max_seq_len=128, compress=args.compress)
     return validate_rows(bundle, path, 64, args.rounds)
 
@@ -382,6 +384,7 @@ def main() -> None:
     )
     kinds = [name.removeprefix("bench_") for name in globals() if "bench_" in name]
     parser.add_argument("what", choices=kinds)
+    parser.add_argument("--family", choices=("qwen2", "zaya"), default="qwen2")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compress", choices=PRESETS, default="int8-tensor")
