@@ -48,7 +48,7 @@ judge: .venv/ready
 	rm -f build/judge/ops.jsonl
 	$(BIN)/python -m tests.judge ops
 
-# every bug gate on clean and on faulty bundles, tables in docs/verdict.md; 200 random programs of each family; both go
+# every bug gate on clean and on faulty bundles, tables in tests/check/faults.md; 200 random programs of each family; both go
 # on where they stopped; then the tests that take minutes and the cases of matrices that the other circles leave out
 prove: .venv/ready
 	$(BIN)/python -m tests.prove -j 2

@@ -1,6 +1,7 @@
 import gc
 import os
 import random
+import subprocess
 
 # before torch: idle threads spin, and tiny tensors gain nothing from a second
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -166,8 +167,10 @@ def shimmed():
 @pytest.fixture(scope="session")
 def forks() -> str:
     """A command that stands for Python and runs modules in forks of one process, which
-    all workers share."""
-    return os.environ.get(FORKS, sys.executable)
+    all workers share; a kernel has a minute to start, so its imports come before."""
+    command = os.environ.get(FORKS, sys.executable)
+    subprocess.run([command, "-c", ""], check=True)
+    return command
 
 
 @pytest.fixture

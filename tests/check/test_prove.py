@@ -102,24 +102,26 @@ LINES = [
 
 
 def test_tables_show_every_limit_of_a_gate_and_how_many_cases_ran():
-    tables = prove.tables({record["case"]: record for record in LINES})
+    records = {record["case"]: record for record in LINES}
+    sound_table = prove.clean_table(records)
     sound, faulty = (clean.COUNT + len(cases.TRAINED) + 2) * 6, len(cases.PLANTED) * 5
-    assert (
-        f"2 of {sound} cases on sound bundles, 3 of {faulty} cases" in tables["clean"]
-    )
-    assert "1 of them are not as they should be" in tables["clean"]
-    rows = tables["gates"].splitlines()
+    assert f"2 of {sound} cases on sound bundles, 3 of {faulty} cases" in sound_table
+    assert "1 of them are not as they should be" in sound_table
+    rows = prove.gate_table(records).splitlines()
     assert rows[2:5] == [
         "| `weights` | 1.001, 1.05 | 0.899 (clean/3/lut4) | 5 (disk/keys times 1 2/lut4) | 1 | 1 |",
         "| `host` | 2e-05 | – | 1e+05 (disk/keys times 1 2/lut4) | 0 | 0 |",
         "| `program` | 1e-05 | 0.2 (clean/3/fp16) | – | 0 | 0 |",
     ]
     assert rows[-1] == "Of these gates `weights` alone show every fault that ran."
-    keys, epsilon = prove.fault_table({r["case"]: r for r in LINES}).splitlines()[2:]
+    keys, epsilon = prove.fault_table(records).splitlines()[2:]
     assert (
         keys == "| keys times 1 2 | files | 2 of 2 | 20 | `weights`, `host` (1 of 2) |"
     )
     assert epsilon == "| rms epsilon left out | files | 0 of 1 | 0 | – |"
+    assert all(
+        table in prove.tables(records) for table in (sound_table, rows[-1], keys)
+    )
 
 
 def test_few_gates_are_named_that_show_every_fault():

@@ -32,7 +32,7 @@ REFERENCE_FORMAT = 4  # raised when a part is added: older files are made again
 # Times the distance declared–narrow. `declared` lies one rounding away from exact
 # arithmetic, and a device may lie another one away on the other side. Portable `exact`,
 # seen as a device, is 1.44 distances away on the worst sound bundle (fp16, trained
-# ZAYA; 1.44 too among random draws). The limit is at least twice that; docs/verdict.md
+# ZAYA; 1.44 too among random draws). The limit is at least twice that; tests/check/faults.md
 # has the margin.
 DEVICE_FACTOR = 3.0
 

@@ -23,7 +23,7 @@ from workbench.models.checkpoint import Checkpoint
 
 # Times the budget that an error may be. Inner results of a layer are rounded as well, which the
 # budget leaves out: the worst sound bundle (fp16, trained ZAYA) reaches 2.6, random draws in fp16
-# 2.1 and compressed ones 1.05. The limit is at least twice the worst; docs/verdict.md has the
+# 2.1 and compressed ones 1.05. The limit is at least twice the worst; tests/check/faults.md has the
 # margin.
 BUDGET_FACTOR = 6.0
 
