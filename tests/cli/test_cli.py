@@ -207,6 +207,7 @@ def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
             "from 0 to 255",
         ),
         (("run", "34", "--set", "DAY=2026-13-45"), "DAY"),
+        (("plan", DATA / "tiny-llama", "--tokens", "4-1"), "tokens"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
@@ -243,7 +244,6 @@ def test_prompts_are_checked(llama):
             "--prompt-ids",
         ),
         (("plan", "--memory", "0"), "above zero"),
-        (("plan", "--tokens", "4-1"), "--tokens"),
         (("validate", "--alone"), "--alone"),
         (("validate", "--prompt-ids", "1"), "--golden"),
         (("explain",), "--checkpoint"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.bundle import Options
 from workbench.bundle.names import (
     ACC,
     BASE,
@@ -34,14 +35,14 @@ class Expert:
         return {HIDDEN: io[ACC] + self.factor * io[EXPERT_IN] * io[EXPERT_WEIGHT]}
 
 
-def experts(t: str, calls: list) -> RoutedExperts:
+def experts(tokens: str, calls: list) -> RoutedExperts:
     shards = [
         SimpleNamespace(layers=(layer, layer + 1), rows=(e, e + 1))
         for layer in (0, 1)
         for e in range(E)
     ]
     bundle = SimpleNamespace(
-        manifest=SimpleNamespace(options=SimpleNamespace(t=t)),
+        manifest=SimpleNamespace(options=Options(tokens=tokens)),
         shards=lambda kind: shards,
     )
     return RoutedExperts(
@@ -61,16 +62,16 @@ def routed(rng, B: int, T: int) -> dict:
     return {name: value[..., None] for name, value in planes.items()}
 
 
-@pytest.mark.parametrize("t", ["range", "fixed"])
+@pytest.mark.parametrize("tokens", ["1-6", "6"])
 @given(
     seed=st.integers(0, 999), B=st.integers(1, 3), T=st.integers(1, 6), data=st.data()
 )
 def test_each_valid_token_gets_its_one_expert_and_each_expert_runs_once(
-    t, seed, B, T, data
+    tokens, seed, B, T, data
 ):
     out, calls = routed(np.random.default_rng(seed), B, T), []
     counts = np.array([data.draw(st.integers(0, T)) for _ in range(B)])
-    hidden = experts(t, calls).run(1, out, counts)
+    hidden = experts(tokens, calls).run(1, out, counts)
     expected, wanted = out[BASE].copy(), {}
     for b in range(B):
         for column in range(counts[b]):
@@ -84,13 +85,13 @@ def test_each_valid_token_gets_its_one_expert_and_each_expert_runs_once(
                 wanted.setdefault(e, set()).add(column)
     np.testing.assert_allclose(hidden, expected, atol=1e-12)
     assert sorted(calls) == sorted(
-        (e, T if t == "fixed" else len(columns)) for e, columns in wanted.items()
+        (e, T if tokens == "6" else len(columns)) for e, columns in wanted.items()
     )
 
 
 def test_an_expert_is_loaded_when_it_is_first_picked_and_once():
     loaded = []
-    run = experts("range", [])
+    run = experts("1-6", [])
     run.load = lambda shard: (
         loaded.append((shard.layers[0], shard.rows[0])),
         Expert(shard, []),
