@@ -188,10 +188,10 @@ def store(root: Path, table: pa.Table) -> None:
 @pytest.mark.parametrize(
     ("version", "columns", "named"),
     [
-        (b"3", ["run_id", "layer"], "version 3.*python tools/rewrite_log.py"),
-        (b"5", ["run_id", "layer"], "version 5.*update the workbench"),
+        (b"4", ["run_id", "layer"], "version 4.*python tools/rewrite_log.py"),
+        (b"6", ["run_id", "layer"], "version 6.*update the workbench"),
         (None, ["run_id", "layer"], "version none"),
-        (b"4", ["run_id", "layer", "colour"], "colour"),
+        (b"5", ["run_id", "layer", "colour"], "colour"),
     ],
 )
 def test_a_file_this_code_cannot_read_faithfully_is_refused(
