@@ -19,6 +19,7 @@ from workbench.explain.cut import Flow
 from workbench.explain.operation import find_operation
 from workbench.runtime.standin import StandInModel
 
+pytestmark = pytest.mark.shim  # a stand-in for Core ML runs the cuts
 IDS = np.random.default_rng(0).integers(0, 90, 9).tolist()
 
 
