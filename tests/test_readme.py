@@ -58,7 +58,10 @@ QUICK = "doctor|export|validate|generate|plan|golden"
 
 @pytest.mark.parametrize(
     "verbs",
-    [QUICK, pytest.param(f"{QUICK}|explain|evaluate|sweep|log", marks=EXHAUSTIVE)],
+    [
+        pytest.param(QUICK, marks=pytest.mark.wide),
+        pytest.param(f"{QUICK}|explain|evaluate|sweep|log", marks=EXHAUSTIVE),
+    ],
 )
 def test_the_tour_runs_as_written(verbs, tmp_path, monkeypatch):
     for name in ("data", "README.md"):
