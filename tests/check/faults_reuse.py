@@ -101,15 +101,6 @@ def rope_uses_the_offset_after_the_update(patch, decoder, together):
 
 
 @fault
-def trim_goes_by_the_buffer_s_size(patch, decoder, together):
-    patch.setattr(
-        Snapshot,
-        "trim",
-        lambda self, count: replace(self, ids=self.ids[: self.offset - count]),
-    )
-
-
-@fault
 def trim_takes_the_first_tokens(patch, decoder, together):
     def trim(self, count):
         return replace(
