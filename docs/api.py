@@ -7,7 +7,7 @@ import pdoc
 
 import miltorch
 import workbench
-from workbench import sweep
+from workbench import log, sweep
 
 PAGES = """workbench workbench.bundle workbench.decode workbench.check.validate
 workbench.ane.roofline workbench.experiment miltorch""".split()
@@ -20,7 +20,7 @@ def write_pages(folder: Path) -> None:
     A name of `__all__` that cannot be imported is an error.
     """
     # pdoc sees attributes, which these import late
-    for package in (workbench, sweep, miltorch):
+    for package in (workbench, log, sweep, miltorch):
         for name in package.__all__:
             setattr(package, name, getattr(package, name))
     warnings.simplefilter("error")
