@@ -89,7 +89,7 @@ def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame
         with (
             planted(),
             patch.object(CoreAITemplate, "module", record),
-            patch.object(write, "THREADS", 1),  # the first shard comes first
+            patch.object(write, "MAX_THREADS", 1),  # the first shard comes first
         ):
             path = folder / f"fault_{number}"
             bundle = exporting.export(checkpoint.path, path, progress=False, **options)
