@@ -14,7 +14,7 @@ float32), may replace them: taps, profiles, range traces and interventions are a
 hook. None costs nothing."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -23,7 +23,7 @@ import torch
 
 from miltorch.errors import InputError, check_choice
 from miltorch.fuse import fusions
-from miltorch.ops import MAX_ELEMENTS, OPERATIONS, TUPLES
+from miltorch.ops import MAX_ELEMENTS, OPERATIONS, TUPLES, narrowed
 from miltorch.ops.state import StateCell
 from miltorch.program import Block, Op, Program, Ref, Type
 from miltorch.steps import (
@@ -38,18 +38,14 @@ from miltorch.steps import (
 )
 
 PRECISIONS = ("declared", "exact", "narrow")
-# change no value
-MOVES = frozenset(
-    "reshape transpose slice_by_index concat split squeeze expand_dims identity".split()
-)
 # torch computes these on fp16 in float32 and rounds once, or picks values
-NATIVE = MOVES | frozenset(
-    """abs add cast clip cos equal exp gather greater greater_equal less less_equal
-    maximum minimum mul read_state real_div reduce_max reduce_min relu select sigmoid silu
-    sin slice_update softmax sqrt stack sub tanh tile write_state
-    coreml_update_state""".split()
+NATIVE = frozenset(
+    """abs add cast clip concat cos equal exp expand_dims gather greater greater_equal
+    identity less less_equal maximum minimum mul read_state real_div reduce_max reduce_min
+    relu reshape select sigmoid silu sin slice_by_index slice_update softmax split sqrt
+    squeeze stack sub tanh tile transpose write_state coreml_update_state""".split()
 )
-COLUMNS = 256  # of calls that run together: bounds the memory of their values
+CALLS = 64  # that run together: bounds the memory of their values
 NO_VALUE = torch.zeros(())
 Hook = Callable[[Op, list], list | None]
 
@@ -81,22 +77,15 @@ class Executable:
     ):
         check_precision(precision)
         refuse_unknown(program)
+        check_names(program, program.block, {*program.inputs, *program.states})
         self.program, self.precision = program, precision
         self.constants = Constants(program)
         self.unfused: dict[str, str] = {}
         fused = {}
         if fuse:
             check_choice("reads", reads, ("all", "used"))
-            if precision != "declared":
-                raise InputError(
-                    "fused steps",
-                    f"precision {precision}",
-                    "declared",
-                    "leave out fuse",
-                )
             fused, self.unfused = fusions(program, self.constants, reads)
-        known = {*program.inputs, *program.states}
-        self.body = self._body(program.block, known, fused)
+        self.body = self._body(program.block, fused)
         if fuse:
             _drop_unread(self.body)
         _mark_dead(self.body)
@@ -141,15 +130,12 @@ class Executable:
         those of `run`; 1×1 convolutions before and behind the steps that access states
         multiply the columns of several calls at once, so that a weight is read once.
         Their sums may add up in another order."""
-        results = []
-        for group in _groups(self.program, calls):
-            own = slice(len(results), len(results) + len(group))
-            values = list(map(self._values, group, states[own]))
-            outputs = self._run(self.body, values, hooks[own])
-            results += [
-                dict(zip(self.program.outputs, map(widened, each), strict=True))
-                for each in outputs
-            ]
+        results, names = [], self.program.outputs
+        for first in range(0, len(calls), CALLS):
+            own = slice(first, first + CALLS)
+            values = list(map(self._values, calls[own], states[own]))
+            for outputs in self._run(self.body, values, hooks[own]):
+                results.append(dict(zip(names, map(widened, outputs), strict=True)))
         return results
 
     def _values(self, inputs: dict, state: dict) -> dict:
@@ -235,26 +221,22 @@ class Executable:
             return torch.float32
         return torch_dtype(declared.dtype)
 
-    def _body(self, block: Block, known: set[str], fused: dict) -> Body:
-        """`known`: the names that the block sees from around it."""
+    def _body(self, block: Block, fused: dict) -> Body:
         body = Body([name for name, _ in block.inputs], outputs=block.outputs)
-        known = known | set(body.inputs)
         for op in block.ops:
-            if not op.constant:
-                if op.key in fused:
-                    body.steps += fused[op.key]
-                else:
-                    body.steps.append(self._step(op, known, body))
-            known |= dict(op.outputs).keys()
+            if op.key in fused:
+                body.steps += fused[op.key]
+            elif not op.constant:
+                body.steps.append(self._step(op, body))
         for name in block.outputs:
-            self._name(name, known - self.program.states.keys(), body)
+            self._name(name, body)
         return body
 
-    def _step(self, op: Op, known: set[str], body: Body) -> Step:
+    def _step(self, op: Op, body: Body) -> Step:
         rule, kind = OPERATIONS[op.kind], op.outputs[0][1].dtype if op.outputs else ""
         function = rule.function
-        if self.precision == "narrow" and rule.narrow and kind == "FLOAT16":
-            function = rule.narrow
+        if self.precision == "narrow" and kind == "FLOAT16":
+            function = narrowed(function)
         step = Step(op, function, [(n, self._dtype(t)) for n, t in op.outputs])
         native, exact = op.kind in NATIVE, self.precision == "exact"
         step.wide = not native and not exact
@@ -263,7 +245,7 @@ class Executable:
                 source = [source]
             value, attribute = self.constants.of(source), parameter in rule.attributes
             if value is None:
-                names = self._names(source, known, body, f"{op.name}.{parameter}")
+                names = self._names(source, body, f"{op.name}.{parameter}")
                 step.operands.append((parameter, names, attribute))
             elif attribute:
                 step.constants[parameter] = python_value(value)
@@ -271,29 +253,21 @@ class Executable:
                 step.constants[parameter] = value
             else:
                 step.constants[parameter] = widened(value)
-        step.bodies = [self._body(b, known, {}) for b in op.blocks]
+        step.bodies = [self._body(b, {}) for b in op.blocks]
         step.columnwise = _is_columnwise(step)
         return step
 
-    def _names(self, source, known: set[str], body: Body, where: str):
+    def _names(self, source, body: Body, where: str):
         """What a value is called at run time, or each of a list; a literal among names
         becomes a constant of the block."""
         if isinstance(source, list):
-            pairs = enumerate(source)
-            return [self._names(s, known, body, f"{where}.{i}") for i, s in pairs]
+            return [self._names(s, body, f"{where}.{i}") for i, s in enumerate(source)]
         if isinstance(source, Ref):
-            return self._name(source.name, known, body)
+            return self._name(source.name, body)
         body.constants[where] = self._runtime(to_tensor(source))
         return where
 
-    def _name(self, name: str, known: set[str], body: Body) -> str:
-        if name not in known:
-            raise InputError(
-                str(self.program.package),
-                f"values {[name]} that nothing before them computes",
-                "a whole program",
-                "export the model again",
-            )
+    def _name(self, name: str, body: Body) -> str:
         if name in self.constants.ops:
             body.constants[name] = self._runtime(self.constants[name])
         return name
@@ -349,22 +323,6 @@ def _stages(body: Body, states: dict, count: int) -> list[tuple[bool, list[Step]
         free.append(index > busy_until)
     groups = groupby(zip(free, body.steps), lambda pair: pair[0])
     return [(together, [step for _, step in group]) for together, group in groups]
-
-
-def _groups(program: Program, calls: Sequence[dict]) -> Iterator[list[dict]]:
-    """Calls that follow each other, `COLUMNS` columns at most or a call alone."""
-    group, total = [], 0
-    for inputs in calls:
-        columns = 1
-        for name, declared in program.inputs.items():
-            if None in declared.shape and name in inputs:
-                columns = inputs[name].shape[declared.shape.index(None)]
-        if group and total + columns > COLUMNS:
-            yield group
-            group, total = [], 0
-        group.append(inputs)
-        total += columns
-    yield group
 
 
 def _store(step: Step, results, values: dict) -> None:
@@ -431,6 +389,28 @@ def refuse_unknown(program: Program) -> None:
                 "a state of floats",
                 "run it on a Mac, or export it with float16 states",
             )
+
+
+def check_names(program: Program, block: Block, known: set[str]) -> None:
+    """Raises an InputError for a value that is read and that nothing before computes.
+    `known`: the names that the block sees from around it."""
+    known = known | dict(block.inputs).keys()
+    for op in block.ops:
+        _refuse_names(program, set(op.reads()) - known)
+        for inner in op.blocks:
+            check_names(program, inner, known)
+        known |= dict(op.outputs).keys()
+    _refuse_names(program, set(block.outputs) - (known - program.states.keys()))
+
+
+def _refuse_names(program: Program, unknown: set[str]) -> None:
+    if unknown:
+        raise InputError(
+            str(program.package),
+            f"values {sorted(unknown)} that nothing before them computes",
+            "a whole program",
+            "export the model again",
+        )
 
 
 def _drop_unread(body: Body) -> None:

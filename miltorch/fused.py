@@ -3,55 +3,43 @@
 import numpy as np
 import torch
 
-from miltorch.ops.indexing import assign
+from miltorch.ops.registry import assign, window
 
 # an additive mask at or below this gives a weight of 0 beside any attended row
 BLOCKED = -1e4
 # scores of such size come near the mask's: blocked rows may count then
 EXTREME = 1e3
+ONE = np.float16(1).view(np.uint16)
 
 
-def write_slice(cell, update, **window) -> tuple:
-    assign(cell.value, update, **window)
+def write_slice(cell, update, **slices) -> tuple:
+    assign(cell.value.numpy(), window(**slices), update)
     return ()
 
 
-def written_runs(x: torch.Tensor) -> list[tuple[int, int, int, int]] | None:
-    """(sequence, first row, first column, length) of the runs that a one-hot mask
-    [B, 1, S, T] writes; None for any other mask."""
-    mask = x.numpy()[:, 0].swapaxes(1, 2)
-    places = np.nonzero(mask)
-    if (mask[places] != 1).any():
+def written(x: torch.Tensor) -> list[np.ndarray] | None:
+    """Sequences, rows and columns [n] that a one-hot mask [B, 1, S, T] writes; None for
+    any other mask."""
+    # bits, because NumPy compares fp16 slowly
+    mask = x.numpy().view(np.uint16)[:, 0]
+    b, s, t = places = np.nonzero(mask)
+    pairs = (set(zip(b.tolist(), each.tolist())) for each in (s, t))
+    if (mask[places] != ONE).any() or any(len(each) < len(b) for each in pairs):
         return None
-    runs, rows = [], set()
-    for b, t, s in zip(*map(np.ndarray.tolist, places)):
-        if (b, s) in rows or (runs and runs[-1][0] == b and t < sum(runs[-1][2:])):
-            return None  # two columns for a row, or two rows for a column
-        rows.add((b, s))
-        if runs and runs[-1][0] == b:
-            _, row, column, length = runs[-1]
-            if (s, t) == (row + length, column + length):
-                runs[-1] = b, row, column, length + 1
-                continue
-        runs.append((b, s, t, 1))
-    return runs
+    return list(places)
 
 
-def write_rows(transposed: bool, rows, mask, cell, runs) -> tuple:
+def write_rows(transposed: bool, rows, mask, cell, places) -> tuple:
     """Writes rows [B, H, T, D] into a state [B, H, S, D]: in place where a mask is
     one-hot, or by its formula, which spreads what is not finite."""
     if transposed:
         rows = rows.mT
-    given, kept, places = rows.numpy(), cell.value.numpy(), []
-    for b, row, column, length in runs or []:
-        old = kept[b, :, row : row + length]
-        places.append((old, given[b, :, column : column + length]))
-    if runs is not None and all(
-        np.isfinite(each).all() for place in places for each in place
-    ):
-        for old, new in places:
-            old[:] = new
-        return ()
+    if places is not None:
+        (b, s, t), kept = places, cell.value.numpy()
+        old, new = kept[b, :, s], rows.numpy()[b, :, t]
+        if np.isfinite(old).all() and np.isfinite(new).all():
+            kept[b, :, s] = new
+            return ()
     wide = mask.float()
     rest = (1 - wide.sum(-1, keepdim=True).half()).half()
     placed = (wide @ rows.float()).half()

@@ -2,9 +2,11 @@
 fp16 values are arrays of their bits (uint16); sums are float32, results are rounded
 once.
 
-Compiled once per machine, then read from numba's cache. Parallel kernels run on the
-threads of OpenMP, which torch uses, too, and where there is no OpenMP on numba's own,
-which take one caller at a time and sleep between two kernels."""
+A product's arguments are the arrays of a weight [R, K], x [N, K] float32, bias [R]
+float32 and out [N, R] fp16, which becomes x by the weight plus the bias. Kernels are
+compiled once per machine, then read from numba's cache. They run on the threads of
+OpenMP, which torch uses, too, and where there is no OpenMP on numba's own, which take
+one caller at a time and sleep between two kernels."""
 
 import threading
 
@@ -18,30 +20,20 @@ config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
 LOCK = threading.Lock()
 # sums may be reordered; NaN and infinity keep their meaning
 FLAGS = {"reassoc", "contract"}
-ROWS = 64  # of a weight that one thread takes at a time
+ROWS = 64  # that share a buffer
 AHEAD = 4096  # bytes of a weight that are read before they are multiplied
-SMALL = 1 << 18  # weights that one thread multiplies while others would start
+SMALL = 1 << 18  # bytes that one thread reads while others would start
 
 
-def product(name: str, *arrays: np.ndarray) -> None:
-    """Runs a kernel of `KERNELS` on as many threads as torch uses. Its arrays are those
-    of the weight [R, K], x [N, K] float32, bias [R] float32 and out [N, R] fp16, which
-    becomes x by the weight plus the bias."""
-    threads, out = torch.get_num_threads(), arrays[-1]
-    alone, parallel = KERNELS[name]
-    if threads == 1 or out.shape[1] * arrays[-3].shape[1] <= SMALL:
-        alone(0, out.shape[1], *arrays)
-    else:
-        on_threads(threads, parallel, *arrays)
-
-
-def on_threads(threads: int, kernel, *arrays: np.ndarray) -> None:
-    """Runs a parallel kernel."""
+def run(kernel, *arrays: np.ndarray) -> None:
+    """Runs a parallel kernel on a weight, on as many threads as torch uses."""
+    before = torch.get_num_threads()
+    threads = 1 if arrays[0].nbytes < SMALL else before
     with LOCK:
         set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
         # starting a pool sets the number for OpenMP, and so for torch
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
         kernel(*arrays)
 
 
@@ -93,10 +85,11 @@ def fetch_after(r, weight):
         fetched(weight, r * weight.strides[0] + byte + AHEAD)
 
 
-@njit(fastmath=FLAGS, nogil=True, cache=True)
-def fp16(first, last, weight, x, bias, out):
-    """Rows `first` to `last` of a weight of fp16."""
-    for r in range(first, last):
+@njit(fastmath=FLAGS, parallel=True, cache=True)
+def fp16(weight, x, bias, out):
+    """A weight of fp16."""
+    for r in prange(len(weight)):
+        fetch_after(r, weight)
         for n in range(len(x)):
             total = np.float32(0)
             for k in range(weight.shape[1]):
@@ -104,42 +97,44 @@ def fp16(first, last, weight, x, bias, out):
             out[n, r] = rounded(total + bias[r])
 
 
-@njit(fastmath=FLAGS, nogil=True, cache=True)
-def int8(first, last, weight, scale, x, bias, out):
-    """Of a weight of int8 by scale [R] float32."""
-    for r in range(first, last):
+@njit(fastmath=FLAGS, parallel=True, cache=True)
+def int8(weight, scale, x, bias, out):
+    """A weight of int8 by scale [R, 1] float32."""
+    for r in prange(len(weight)):
         fetch_after(r, weight)
         for n in range(len(x)):
             total = np.float32(0)
             for k in range(weight.shape[1]):
                 total += np.float32(weight[r, k]) * x[n, k]
-            out[n, r] = rounded(total * scale[r] + bias[r])
+            out[n, r] = rounded(total * scale[r, 0] + bias[r])
 
 
-@njit(fastmath=FLAGS, nogil=True, cache=True)
-def int4(first, last, codes, scale, x, bias, out):
-    """Of codes [R, K / 2] (the value plus 8 of column k in the low half of byte k, of
+@njit(fastmath=FLAGS, parallel=True, cache=True)
+def int4(codes, scale, x, bias, out):
+    """Codes [R, K / 2] (the value plus 8 of column k in the low half of byte k, of
     column k + K / 2 in its high half) by scale [R, blocks] float32."""
     half, blocks = codes.shape[1], scale.shape[1]
-    xs, row = x.reshape(len(x), blocks, -1), np.empty(2 * half, np.int8)
-    low, high, values = row[:half], row[half:], row.reshape(blocks, -1)
-    for r in range(first, last):
-        fetch_after(r, codes)
-        for k in range(half):
-            low[k] = np.int8(codes[r, k] & np.uint8(15)) - np.int8(8)
-        for k in range(half):
-            high[k] = np.int8(codes[r, k] >> np.uint8(4)) - np.int8(8)
-        for n in range(len(x)):
-            total = np.float32(0)
-            for b in range(blocks):
-                block = np.float32(0)
-                for k in range(xs.shape[2]):
-                    block += np.float32(values[b, k]) * xs[n, b, k]
-                total += block * scale[r, b]
-            out[n, r] = rounded(total + bias[r])
+    xs = x.reshape(len(x), blocks, -1)
+    for part in prange((len(codes) + ROWS - 1) // ROWS):
+        row = np.empty(2 * half, np.int8)
+        low, high, values = row[:half], row[half:], row.reshape(blocks, -1)
+        for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
+            fetch_after(r, codes)
+            for k in range(half):
+                low[k] = np.int8(codes[r, k] & np.uint8(15)) - np.int8(8)
+            for k in range(half):
+                high[k] = np.int8(codes[r, k] >> np.uint8(4)) - np.int8(8)
+            for n in range(len(x)):
+                total = np.float32(0)
+                for b in range(blocks):
+                    block = np.float32(0)
+                    for k in range(xs.shape[2]):
+                        block += np.float32(values[b, k]) * xs[n, b, k]
+                    total += block * scale[r, b]
+                out[n, r] = rounded(total + bias[r])
 
 
-@njit(fastmath=FLAGS)
+@njit
 def _looked_up(codes, table, row):
     """row [K]: the table's value of every code, one or two codes a byte."""
     values = row.view(table.dtype)
@@ -147,18 +142,19 @@ def _looked_up(codes, table, row):
         values[k] = table[codes[k]]
 
 
-@njit(fastmath=FLAGS, nogil=True, cache=True)
-def lookup(first, last, codes, which, tables, x, bias, out):
-    """Of the weight of `dense`."""
-    row = np.empty(x.shape[1], np.float32)
-    for r in range(first, last):
-        fetch_after(r, codes)
-        _looked_up(codes[r], tables[which[r]], row)
-        for n in range(len(x)):
-            total = np.float32(0)
-            for k in range(x.shape[1]):
-                total += row[k] * x[n, k]
-            out[n, r] = rounded(total + bias[r])
+@njit(fastmath=FLAGS, parallel=True, cache=True)
+def lookup(codes, which, tables, x, bias, out):
+    """The weight of `dense`."""
+    for part in prange((len(codes) + ROWS - 1) // ROWS):
+        row = np.empty(x.shape[1], np.float32)
+        for r in range(part * ROWS, min(part * ROWS + ROWS, len(codes))):
+            fetch_after(r, codes)
+            _looked_up(codes[r], tables[which[r]], row)
+            for n in range(len(x)):
+                total = np.float32(0)
+                for k in range(x.shape[1]):
+                    total += row[k] * x[n, k]
+                out[n, r] = rounded(total + bias[r])
 
 
 @njit(parallel=True, cache=True)
@@ -171,43 +167,6 @@ def dense(codes, which, tables, out):
     """
     for r in prange(len(codes)):
         _looked_up(codes[r], tables[which[r]], out[r])
-
-
-@njit(parallel=True, cache=True)
-def _fp16(weight, x, bias, out):
-    for part in prange((len(weight) + ROWS - 1) // ROWS):
-        first = part * ROWS
-        fp16(first, min(first + ROWS, len(weight)), weight, x, bias, out)
-
-
-@njit(parallel=True, cache=True)
-def _int8(weight, scale, x, bias, out):
-    for part in prange((len(weight) + ROWS - 1) // ROWS):
-        first = part * ROWS
-        int8(first, min(first + ROWS, len(weight)), weight, scale, x, bias, out)
-
-
-@njit(parallel=True, cache=True)
-def _int4(codes, scale, x, bias, out):
-    for part in prange((len(codes) + ROWS - 1) // ROWS):
-        first = part * ROWS
-        int4(first, min(first + ROWS, len(codes)), codes, scale, x, bias, out)
-
-
-@njit(parallel=True, cache=True)
-def _lookup(codes, which, tables, x, bias, out):
-    for part in prange((len(codes) + ROWS - 1) // ROWS):
-        first, last = part * ROWS, min(part * ROWS + ROWS, len(codes))
-        lookup(first, last, codes, which, tables, x, bias, out)
-
-
-# by the form of a weight: for some rows of it, and for all on several threads
-KERNELS = {
-    "fp16": (fp16, _fp16),
-    "int8": (int8, _int8),
-    "int4": (int4, _int4),
-    "lookup": (lookup, _lookup),
-}
 
 
 @njit(fastmath=FLAGS, cache=True)

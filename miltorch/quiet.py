@@ -13,7 +13,9 @@ import threading
 import types
 import warnings
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
+from unittest.mock import patch
 
 # a package of this process alone: coremltools' folder `proto`
 _MESSAGES = "miltorch._messages"
@@ -34,6 +36,14 @@ def quiet():
 
 def _only_errors(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
+
+
+def no_progress():
+    """coremltools draws its bars with tqdm and has no switch for them."""
+    import tqdm
+
+    silent = partialmethod(tqdm.tqdm.__init__, disable=True)
+    return patch.object(tqdm.tqdm, "__init__", silent)
 
 
 @contextmanager

@@ -12,20 +12,19 @@ In go packages, PIL images and the NumPy arrays that Core ML's Python binding ta
 of float32, float64 or int32. All others are refused as they are there (coremltools' Python code
 upcasts float16 inputs before). Out comes what the binding gives: float32 for fp16, int32, images,
 class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted and mean
-nothing here. Compiling copies the package. Knows nothing of bundles. Compute plans are there on
-request, predicted. Not there: devices, model assets, anything but ML Programs.
+nothing here. Compiling copies the package. Knows nothing of bundles. Not there: compute plans,
+devices, model assets, anything but ML Programs.
 """
 
 import shutil
 import sys
 import tempfile
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -34,7 +33,6 @@ import torch
 import miltorch
 from miltorch.errors import InputError
 from miltorch.execute import check_precision
-from miltorch.program import read_spec
 from miltorch.quiet import coremltools
 
 # the version that coremltools reads: the system whose features (iOS 18) miltorch has
@@ -43,11 +41,7 @@ TAKEN = (np.float32, np.float64, np.int32)  # int8 too, once built for macOS 26
 _patches = ExitStack()  # what `install` replaced; closing it restores coremltools
 
 
-def install(
-    precision: str = "declared",
-    mend_converter: bool = False,
-    compute_plans: Callable[[miltorch.Program], dict[str, str]] | None = None,
-) -> None:
+def install(precision: str = "declared", mend_converter: bool = False) -> None:
     """Replaces coremltools' native layer; a second call only changes the precision of
     models loaded later.
 
@@ -67,11 +61,9 @@ def install(
             "leave shim.install() out here",
         )
     check_precision(precision)
-    Proxy.precision, layer = precision, Proxy
-    if compute_plans is not None:
-        layer = _planning(compute_plans)
-    if native_layer() is not layer:
-        _replace(layer, _patches)
+    Proxy.precision = precision
+    if native_layer() is not Proxy:
+        _patches.enter_context(replaced(Proxy))
     if mend_converter:
         _patches.enter_context(mended_converter())
 
@@ -107,35 +99,31 @@ def native_layer() -> type | None:
 def replaced(proxy: "type[Proxy]") -> Iterator[None]:
     """Within, `proxy` is coremltools' native layer; compute plans are there if it has
     them."""
-    with ExitStack() as patches:
-        _replace(proxy, patches)
-        yield
-
-
-def _replace(proxy: "type[Proxy]", patches: ExitStack) -> None:
-    """Makes `proxy` coremltools' native layer until `patches` are closed."""
     ct = coremltools()
     from coremltools.models import _compiled_model, compute_plan, model, utils
 
     native = ModuleType("coremltools.libcoremlpython")
     native._MLModelProxy = proxy
-
-    def replace_in(modules: list, name: str, value: object) -> None:
-        for module in modules:
-            patches.enter_context(mock.patch.object(module, name, value, create=True))
-
-    replace_in([model, _compiled_model], "_MLModelProxy", proxy)
-    replace_in([model, _compiled_model, utils], "_macos_version", lambda: MACOS)
-    replace_in([model], "_is_macos", lambda: True)
-    replace_in([ct], "libcoremlpython", native)
+    values = [
+        ([model, _compiled_model], "_MLModelProxy", proxy),
+        ([model, _compiled_model, utils], "_macos_version", lambda: MACOS),
+        ([model], "_is_macos", lambda: True),
+        ([ct], "libcoremlpython", native),
+    ]
     if hasattr(proxy, "get_compute_plan"):
-        replace_in([compute_plan], "_MLModelProxy", proxy)
-    before = sys.modules.get(native.__name__)
-    if before is None:
-        patches.callback(sys.modules.pop, native.__name__)
-    else:
-        patches.callback(sys.modules.__setitem__, native.__name__, before)
-    sys.modules[native.__name__] = native
+        values.append(([compute_plan], "_MLModelProxy", proxy))
+    with ExitStack() as patches:
+        if native.__name__ in sys.modules:
+            before = native.__name__, sys.modules[native.__name__]
+            patches.callback(sys.modules.__setitem__, *before)
+        else:
+            patches.callback(sys.modules.pop, native.__name__, None)
+        sys.modules[native.__name__] = native
+        for modules, name, value in values:
+            for module in modules:
+                patch = mock.patch.object(module, name, value, create=True)
+                patches.enter_context(patch)
+        yield
 
 
 def uninstall() -> None:
@@ -252,85 +240,6 @@ class Proxy:
             raise _error(text) from problem
         self.last_predict_ns = time.perf_counter_ns() - start
         return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
-
-
-def _planning(
-    devices_of: Callable[[miltorch.Program], dict[str, str]],
-) -> "type[Proxy]":
-    """A layer whose compute plans are predicted by `devices_of`."""
-
-    class Planning(Proxy):
-        @staticmethod
-        def get_compute_plan(path: str, compute_units: str) -> SimpleNamespace:
-            warnings.warn(
-                "this compute plan is predicted: nothing was measured", stacklevel=2
-            )
-            functions = read_spec(Path(path)).mlProgram.functions
-            programs = {name: miltorch.read(path, name) for name in functions}
-            devices = {name: devices_of(program) for name, program in programs.items()}
-            return compute_plan(programs, devices, "predicted")
-
-    return Planning
-
-
-def compute_plan(
-    programs: dict[str, miltorch.Program],
-    devices: dict[str, dict[str, str]],
-    source: str,
-) -> SimpleNamespace:
-    """A compute plan with coremltools' names for the functions of a package. Every
-    operation prefers its device, could run on the CPU, and costs the same; `source`
-    says what the plan is.
-
-    Args:
-        devices: by function and name of operation, `ane` or `cpu`; the CPU where one is
-            missing.
-    """
-    kinds = coremltools().models.compute_device
-    classes = {
-        "ane": kinds.MLNeuralEngineComputeDevice,
-        "cpu": kinds.MLCPUComputeDevice,
-    }
-    units = {name: object.__new__(kind) for name, kind in classes.items()}
-    count = sum(op.kind != "const" for p in programs.values() for op in p.block.walk())
-
-    def of_block(function: str, block) -> SimpleNamespace:
-        operations = []
-        for op in block.ops:
-            name = op.kind
-            if name != "const":
-                name = f"ios18.{name}"
-            operation = SimpleNamespace(
-                operator_name=name,
-                outputs=[SimpleNamespace(name=name) for name, _ in op.outputs],
-                blocks=[of_block(function, inner) for inner in op.blocks],
-                device=devices[function].get(op.name, "cpu"),
-            )
-            operations.append(operation)
-        return SimpleNamespace(operations=operations)
-
-    def usage(op) -> SimpleNamespace | None:
-        if op.operator_name == "const":
-            return None
-        supported = [units[name] for name in dict.fromkeys([op.device, "cpu"])]
-        return SimpleNamespace(
-            preferred_compute_device=units[op.device],
-            supported_compute_devices=supported,
-        )
-
-    functions = {
-        name: SimpleNamespace(block=of_block(name, program.block))
-        for name, program in programs.items()
-    }
-    structure = SimpleNamespace(program=SimpleNamespace(functions=functions))
-    return SimpleNamespace(
-        source=source,
-        model_structure=structure,
-        get_compute_device_usage_for_mlprogram_operation=usage,
-        get_estimated_cost_for_mlprogram_operation=lambda op: SimpleNamespace(
-            weight=1 / count
-        ),
-    )
 
 
 def _error(message: object) -> RuntimeError:

@@ -8,7 +8,6 @@ import torch
 
 from miltorch.errors import InputError
 from miltorch.ops import OPERATIONS
-from miltorch.ops.compression import half_by_rows
 from miltorch.program import NUMPY, Op, Program, Ref, refs
 
 # for unsigned types, which torch hardly supports
@@ -18,6 +17,13 @@ _INTEGER = {
     name: getattr(torch, _WIDER.get(np.dtype(dtype).name, np.dtype(dtype).name))
     for name, dtype in NUMPY.items()
     if np.dtype(dtype).kind in "biu"
+}
+
+DENSE = 1 << 19  # weights in float32 at a time: 2 MiB stay in a core's cache
+# kind → the operand that holds something for every weight
+STORED = {
+    "constexpr_blockwise_shift_scale": "data",
+    "constexpr_lut_to_dense": "indices",
 }
 
 
@@ -37,20 +43,17 @@ def to_tensor(literal) -> object:
 
 def python_value(value):
     """A value as an attribute: Python numbers, bools, strings, or lists of them."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
     if isinstance(value, list):
-        return [python_value(v) for v in value]
-    return value
+        return list(map(python_value, value))
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def widened(value):
     """fp16 tensors as float32, in lists too; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype is torch.float16 else value
     if isinstance(value, list):
-        return [widened(v) for v in value]
-    return value
+        return list(map(widened, value))
+    half = isinstance(value, torch.Tensor) and value.dtype is torch.float16
+    return value.float() if half else value
 
 
 class Constants:
@@ -86,22 +89,14 @@ class Constants:
             if name in names:
                 yield name, self[name]
 
-    def once(self, source: Ref):
-        """The value of a constant that is not kept here."""
-        value = self[source.name]
-        del self.values[source.name]
-        return value
-
     def of(self, source):
         """The value of a constant argument; None for one that has to be computed."""
         if isinstance(source, Ref):
             return self[source.name] if source.name in self.ops else None
         if not refs(source):
             return to_tensor(source)
-        values = [self.of(each) for each in source]
-        if any(value is None for value in values):
-            return None
-        return values
+        values = list(map(self.of, source))
+        return None if any(value is None for value in values) else values
 
     def _made(self, op: Op) -> dict:
         try:
@@ -126,13 +121,35 @@ class Constants:
             if parameter in rule.attributes:
                 value = python_value(value)
             operands[parameter] = widened(value)
-        results = half_by_rows(op, rule.function, operands)
+        results = _half_by_rows(op, rule.function, operands)
         if results is None:
             results = rule.function(**operands)
         if not isinstance(results, tuple):
             results = (results,)
         pairs = zip(op.outputs, results, strict=True)
         return {n: value.to(torch_dtype(t.dtype)) for (n, t), value in pairs}
+
+
+def _half_by_rows(op: Op, function: Callable, operands: dict) -> torch.Tensor | None:
+    """The fp16 result of a decompression, made `DENSE` weights at a time: fresh memory
+    for all of them in float32 takes longer than the arithmetic. None where the result
+    is not fp16, is small, or where a factor or table belongs to several rows."""
+    declared = op.outputs[0][1]
+    stored = operands.get(STORED.get(op.kind))
+    if stored is None or declared.dtype != "FLOAT16" or stored.shape != declared.shape:
+        return None
+    count = len(stored) if stored.dim() else 0
+    rows = max(1, DENSE * count // max(1, stored.numel()))
+    arrays = {n: v for n, v in operands.items() if isinstance(v, torch.Tensor)}
+    lengths = [len(value) for value in arrays.values() if value.dim()]
+    if rows >= count or set(lengths) - {1, count}:
+        return None
+    half = torch.empty(stored.shape, dtype=torch.float16)
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        own = {n: v[part] for n, v in arrays.items() if v.dim() and len(v) == count}
+        half[part] = function(**operands | own)
+    return half
 
 
 def torch_dtype(declared: str) -> torch.dtype:

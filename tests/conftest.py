@@ -32,9 +32,10 @@ DATA = Path(__file__).parents[1] / "data"
 IDS = 20
 # Files that take longest, without an extension.
 LONGEST = (
-    *("test_browser", "test_notebooks", "test_readme", "test_adopt", "test_decoder"),
-    *("test_shard_functions", "test_faults", "test_export", "test_invariants"),
-    *("test_sweep", "test_judge", "test_variants", "test_prove", "test_undo"),
+    *("test_browser", "test_notebooks", "test_adopt", "test_faults", "test_judge"),
+    *("test_shard_functions", "test_export", "test_variants", "test_error"),
+    *("test_decoder", "test_cli_json", "test_validate", "test_operation"),
+    *("test_template", "test_sweep", "test_reuse", "test_prove", "test_undo"),
 )
 
 

@@ -1,12 +1,17 @@
-"""Calls that the workbench makes in processes of their own, made here: for tests whose subject is
-the result. A process takes seconds until torch and coremltools are imported;
+"""Commands, and calls that the workbench makes in processes of their own, made here: for tests
+whose subject is the result. A process takes seconds until torch and coremltools are imported;
 tests/sweep/test_process.py is about processes themselves."""
 
+import contextlib
+import io
 import json
+import os
 import pickle
 import traceback
+from dataclasses import dataclass
+from unittest import mock
 
-from typer.testing import CliRunner
+from cyclopts import CycloptsError
 
 from workbench import process
 from workbench.cli.app import app
@@ -26,10 +31,40 @@ def call(function, *args, **options) -> process.Outcome:
     return process.Outcome(pickle.loads(pickle.dumps(value)))
 
 
+@dataclass
+class Ended:
+    """A command that ended: `exception` is the InputError or other error that it raised."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    exception: Exception | None
+
+    @property
+    def output(self) -> str:
+        """What a user sees on both streams."""
+        told = f"workbench: {self.exception}\n" if self.exception else ""
+        return self.stdout + self.stderr + told
+
+
+def cli(*arguments, columns: int = 80, raises: bool = False) -> Ended:
+    """A command of `workbench` in this process; `raises` its InputError instead of keeping it."""
+    printed, told, code, problem = io.StringIO(), io.StringIO(), 0, None
+    size = mock.patch.dict(os.environ, COLUMNS=str(columns))
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told), size:
+        try:
+            app(list(map(str, arguments)))
+        except SystemExit as end:
+            code = end.code or 0
+        except (InputError, CycloptsError) as refused:
+            code, problem = 2, refused
+    if raises and problem:
+        raise problem
+    return Ended(code, printed.getvalue(), told.getvalue(), problem)
+
+
 def invoke(*arguments) -> dict:
     """The JSON of a command that ends GREEN or RED; raises what the command raises."""
-    result = CliRunner().invoke(app, [str(a) for a in (*arguments, "--json")])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code in (0, 1), result.output
-    return json.loads(result.stdout)
+    ended = cli(*arguments, "--json", raises=True)
+    assert ended.exit_code in (0, 1), ended.output
+    return json.loads(ended.stdout)

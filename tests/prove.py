@@ -60,8 +60,10 @@ def stored(path: Path) -> dict[str, dict]:
 
 def current(records: dict[str, dict]) -> dict[str, dict]:
     """Records of cases that exist, made by the code as it is."""
-    versions = {case: cases.version(case) for case in cases.all_cases()}
-    return {c: r for c, r in records.items() if versions.get(c) == r["version"]}
+    known, version = cases.all_cases(), cases.version()
+    return {
+        c: records[c] for c in known if records.get(c, {}).get("version") == version
+    }
 
 
 def fails(record: dict) -> bool:

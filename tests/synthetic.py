@@ -1,8 +1,11 @@
 """Rows of sweeps that never ran: the same cells on machines, checkpoints and settings that a test
 chooses."""
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+import pandas as pd
 
 from workbench import export as exporting
 from workbench import log, sweep
@@ -46,8 +49,9 @@ def add(
     for i, c in enumerate(sweep.cells(made, root)):
         run_id = f"{START + timedelta(hours=number, seconds=i):%Y%m%dT%H%M%S%fZ}-{number:08x}"
         how, ms = c.run, call_ms(c.options, c.run)
-        vars(c.source)["checkpoint_hash"] = checkpoint_hash
         name = c.source.name
+        source = {"checkpoint_hash": checkpoint_hash, "contents": checkpoint_hash}
+        c = replace(c, source=replace(c.source, **source))
         row = (
             c.columns(runtime)
             | machine
@@ -88,7 +92,7 @@ def add(
             )
         ]
         log.append("samples", samples, root, run_id)
-        row |= scalars(samples)
+        row |= scalars(pd.DataFrame(samples))
         log.append(
             "layers",
             [
@@ -125,7 +129,7 @@ def add(
                 for T in made.run.T
             ]
             log.append("fidelity", fidelity, root, run_id)
-            row |= scalars(fidelity=fidelity)
+            row |= scalars(fidelity=pd.DataFrame(fidelity))
         log.append("runs", row, root, run_id)
         ids.append(run_id)
     return ids

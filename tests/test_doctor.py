@@ -9,7 +9,6 @@ from miltorch.quiet import coremltools
 from workbench import doctor, process
 from workbench.ane import memory
 from workbench.errors import InputError
-from workbench.runtime import selftest
 
 
 def test_off_a_mac_nothing_is_tried(monkeypatch):
@@ -47,9 +46,7 @@ def test_a_mac_has_the_devices_that_core_ml_lists(monkeypatch):
     devices = [{"kind": "cpu", "cores": None}, {"kind": "ane", "cores": 16}]
 
     def call(function, *_, **__):
-        return process.Outcome(
-            devices if function is selftest.compute_devices else None
-        )
+        return process.Outcome(devices if function is doctor.compute_devices else None)
 
     monkeypatch.setattr(doctor.runtime, "coreml_available", lambda: True)
     monkeypatch.setattr(process, "call", call)
@@ -58,8 +55,6 @@ def test_a_mac_has_the_devices_that_core_ml_lists(monkeypatch):
     assert result["stateful_predict"] == {"CPU_ONLY": "ok", "CPU_AND_NE": "ok"}
     devices.pop()
     assert not doctor.examine()["ane_available"]
-    monkeypatch.setattr(process, "call", None)
-    assert doctor.examine(None)["stateful_predict"] is None
 
 
 def test_devices_are_listed_by_kind_with_the_cores_of_the_engine(monkeypatch):
@@ -69,18 +64,18 @@ def test_devices_are_listed_by_kind_with_the_cores_of_the_engine(monkeypatch):
     monkeypatch.setattr(
         kinds.MLComputeDevice, "get_all_compute_devices", lambda: [graphics(), engine()]
     )
-    monkeypatch.setattr(selftest, "_native_layer", lambda: None)
-    assert selftest.compute_devices() == [
+    monkeypatch.setattr(doctor, "check_native_layer", lambda: None)
+    assert doctor.compute_devices() == [
         {"kind": "gpu", "cores": None},
         {"kind": "ane", "cores": 16},
     ]
     assert hasattr(kinds.MLNeuralEngineComputeDevice, "total_core_count")
-    assert set(selftest.KINDS) <= set(vars(kinds))
+    assert set(doctor.KINDS) <= set(vars(kinds))
 
 
 def test_a_coremltools_without_its_native_layer_says_so():
     with pytest.raises(InputError, match="no native layer.*Python 3.11 to 3.13"):
-        selftest.stateful_predict({"runtime": "coreml", "compute_units": "CPU_ONLY"})
+        doctor.stateful_predict("coreml", "CPU_ONLY")
 
 
 @pytest.mark.shim
@@ -92,24 +87,12 @@ def test_a_state_that_does_not_count_is_refused(monkeypatch):
         shim.Proxy, "predict", lambda self, data, state=None: predict(self, data)
     )
     with pytest.raises(InputError, match="state"):
-        selftest.stateful_predict({"runtime": "stand-in", "compute_units": "CPU_ONLY"})
-
-
-# --- memory ---------------------------------------------------------------------------------------
+        doctor.stateful_predict("stand-in", "CPU_ONLY")
 
 
 @pytest.mark.parametrize(("platform", "usable"), [("linux", 1000), ("darwin", 700)])
-def test_a_mac_leaves_seven_tenths_of_its_memory(
-    monkeypatch, platform, usable, llama_bundle
-):
+def test_a_mac_leaves_seven_tenths_of_its_memory(monkeypatch, platform, usable):
     monkeypatch.setattr(memory, "sys", SimpleNamespace(platform=platform))
-    assert memory.usable_bytes(1000) == usable
-    assert memory.usable_bytes(1000, mac=True) == 700
-    total = memory.budget(llama_bundle).total
-    for machine, fits in (
-        (total, platform == "linux"),
-        (2 * total, True),
-        (total - 1, False),
-    ):
-        result = memory.budget(llama_bundle, machine=machine).json()
-        assert (result["fits"], result["fits_mac"]) == (fits, machine == 2 * total)
+    for total in (700, 701, 1000, 1001):
+        fits = {"fits": total <= usable, "fits_mac": total <= 700}
+        assert memory.fits(total, 1000) == fits

@@ -25,11 +25,12 @@ LOCK = dict(
 )
 NOT_IMPORTED = {
     "accelerate": "lm-eval's class for Hugging Face's models imports it",
+    "ipykernel": "notebooks run in it; version 7 misses requests",
     "jupyterlab": "`make lab`",
     "peft": "lm-eval's class for Hugging Face's models imports it",
     "pytest-xdist": "`make test`",
     "ruff": "the formatter",
-    "tabulate": "DataFrame.to_markdown imports it",
+    "tabulate": "pandas writes tables of reports with it",
 }
 
 

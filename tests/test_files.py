@@ -8,14 +8,7 @@ import pytest
 
 from workbench import InputError
 from workbench.bundle.names import split_layer
-from workbench.files import is_lfs_pointer, locked, sha256, write_whole
-
-
-def test_a_file_is_written_from_bytes_or_by_a_function(tmp_path):
-    write_whole(tmp_path / "a", b"12")
-    write_whole(tmp_path / "b", lambda file: file.write(b"12"))
-    assert sha256(tmp_path / "a") == sha256(tmp_path / "b")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+from workbench.files import is_lfs_pointer, locked, write_whole
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])

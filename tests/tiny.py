@@ -239,12 +239,12 @@ def random(path: Path, family: str, **changed) -> Path:
 def build(spec, source, plan, options):
     """The module of a shard with its own weights, each rounded to fp16, and the list of
     their sources."""
-    from workbench.export.weights import Scratch, blank, load_values, weight_sources
+    from workbench.export.weights import blank, load_values, weight_sources
 
     module = blank(spec, plan, options)
     weights = weight_sources(spec, source, plan, options)
     for weight in weights:
-        values, _ = load_values(weight, source, Scratch())
+        values = load_values(weight, source)
         module.get_parameter(weight.path).data = values.float().reshape(weight.shape)
     return module.requires_grad_(False).eval(), weights
 
@@ -378,12 +378,7 @@ def chained(decoder: Decoder, ids: list[int], sizes: list[int]) -> np.ndarray:
 
 
 def isolated(
-    decoder: Decoder,
-    layer: int,
-    g: Golden,
-    sizes: list[int],
-    width: int | None = None,
-    tolerance: float = 1e-5,
+    decoder: Decoder, layer: int, g: Golden, sizes: list[int], width: int | None = None
 ) -> np.ndarray:
     """Updates [T, C] of one single-layer shard fed with the golden's inputs in chunks of `sizes`.
 
@@ -402,7 +397,8 @@ def isolated(
         out = decoder.run_layer(model, state, io, count)
         hidden = out[X].reshape(-1, T)[:, : b - a].T
         made.append(hidden - g.inputs[layer, a:b])
-    check_states(state, layer, g, tolerance)
+    for name, error in state_errors(state, layer, g).items():
+        assert error < 1e-5, name
     return np.concatenate(made)
 
 
@@ -414,27 +410,20 @@ def columns(decoder: Decoder, rows: np.ndarray, T: int) -> np.ndarray:
     return decoder.plane(np.concatenate([rows, garbage]).astype(np.float32).T[None])
 
 
-def check_states(state, layer: int, g: Golden, tolerance: float) -> None:
-    for name, error in state_errors(state, layer, g).items():
-        assert error < tolerance, name
-
-
-def state_errors(
-    state, layer: int, g: Golden, seq: int = 0, sides: bool = True
-) -> dict[str, float]:
+def state_errors(state, layer: int, g: Golden) -> dict[str, float]:
     """By name of a state of `layer`, its deviation from the golden's as `relative` has it; rows
-    without a token must be zeros. Without `sides` K and V alone."""
+    without a token must be zeros."""
     n, errors = len(g.ids), {}
     for name, rows in ((K_STATE, g.keys[layer]), (V_STATE, g.values[layer])):
         if rows is None:
             continue
-        held = state.read(f"layers.{layer}.{name}")[seq]
+        held = state.read(f"layers.{layer}.{name}")[0]
         expected = np.zeros_like(held)
         kept = np.arange(max(0, n - held.shape[1]), n)
         expected[:, kept % held.shape[1]] = rows[:, kept]
         errors[name] = relative(held, expected)
-    for name, expected in g.sides[layer].items() if sides else ():
-        errors[name] = relative(state.read(f"layers.{layer}.{name}")[seq], expected)
+    for name, expected in g.sides[layer].items():
+        errors[name] = relative(state.read(f"layers.{layer}.{name}")[0], expected)
     return errors
 
 

@@ -6,7 +6,6 @@ the same run:
 Contestants take turns, round by round, and every sample is kept (--json). The models
 have real dimensions and random weights; checkpoints and bundles stay in --folder."""
 
-import argparse
 import json
 import os
 import shutil
@@ -14,23 +13,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
+import psutil
 import torch
+from cyclopts import run
 
 import workbench
 from workbench.ane.memory import peak_rss
-from workbench.bundle.presets import PRESETS
-from workbench.check.golden import make_golden
+from workbench.bundle import PRESETS
+from workbench.cli.common import table
+from workbench.export import convert, options, shards, weights
 from workbench.models import checkpoint as checkpoints
 
 QWEN2 = {
@@ -42,13 +46,16 @@ QWEN2 = {
     "tie_word_embeddings": True,
     "rope_theta": 1e6,
 }  # Qwen2.5-0.5B
+DIMS = {"qwen2": QWEN2, "zaya": {}}
 DEPTHS = (64, 448)  # tokens in the cache
 PROMPT_CALLS = (1, 4, 64)  # tokens of a call of a prompt
 STEPS = 8  # timed steps of one sample, whose median counts
 # preset → llama.cpp's type of weights of about as many bytes
 ALIKE = {"fp16": "F16", "int8-tensor": "Q8_0", "int4-block32": "Q4_0"}
+TOKEN = 7
 Step = Callable[[], object]
-Contestant = Callable[[int], Step]  # depth → a step of one token
+# starts a sequence with a prompt of ids; decodes one token more
+Contestant = tuple[Callable[[list[int]], object], Step]
 
 
 def seconds(step: Step) -> float:
@@ -63,8 +70,11 @@ def compare(ours: dict, peers: dict, rounds: int, unit: str) -> list[dict]:
     samples = {name: [] for name in samplers}
     for name in list(samplers) * rounds:
         samples[name].append(samplers[name]())
-    pairs = product(ours, peers)
-    return [row(name, samples[name], unit, p, samples[p]) for name, p in pairs]
+    return [
+        row(name, samples[name], unit, peer, samples[peer])
+        for name in ours
+        for peer in peers
+    ]
 
 
 def row(name: str, values: list, unit: str, peer: str, peer_values: list) -> dict:
@@ -75,12 +85,11 @@ def row(name: str, values: list, unit: str, peer: str, peer_values: list) -> dic
         "name": name,
         "value": value,
         "unit": unit,
-        "n": len(values),
         "samples": values,
         "peer": peer,
         "peer_value": theirs,
         "peer_samples": peer_values,
-        "ratio": value / theirs if unit.endswith("/s") else theirs / value,
+        "ratio": value / theirs if unit == "tok/s" else theirs / value,
     }
 
 
@@ -90,99 +99,71 @@ def apart(function: Callable, *arguments):
         return pool.submit(function, *arguments).result()
 
 
-def checkpoint(args, **config) -> Path:
-    """A checkpoint of the dimensions of Qwen2.5-0.5B or ZAYA1-8B, which are
+def checkpoint(folder: Path, family: str, layers: int) -> Path:
+    """A checkpoint in bf16 of the dimensions of Qwen2.5-0.5B or ZAYA1-8B, which are
     transformers' defaults for zaya; written when it is missing."""
-    path = args.folder / f"{args.family}-{args.layers}"
-    dims = (QWEN2 if args.family == "qwen2" else {}) | config
+    path = folder / f"{family}-{layers}"
+    config = {"num_hidden_layers": layers, "dtype": "bfloat16"} | DIMS[family]
     if not path.exists():
-        checkpoints.random(path, args.family, num_hidden_layers=args.layers, **dims)
+        checkpoints.random(path, family, **config)
     return path
 
 
-def bundle_of(checkpoint: Path, **options) -> workbench.Bundle:
-    """The bundle of a checkpoint, exported when it is missing."""
-    path = checkpoint.with_name(
-        "-".join(map(str, (checkpoint.name, *options.values())))
-    )
-    if (path / "bundle.json").exists():
-        return workbench.Bundle.open(path)
-    return workbench.export.export(checkpoint, path, **options)
+def ours(bundle: workbench.Bundle) -> Contestant:
+    decoder = workbench.Decoder(bundle, "portable", fast=True)
+
+    def read(ids: list[int], T: int | None = None) -> None:
+        decoder.begin()
+        decoder.prefill(ids, T)
+
+    return read, partial(decoder.decode_one_token, TOKEN)
 
 
-def opened(bundle: workbench.Bundle) -> workbench.Decoder:
-    return workbench.Decoder(bundle, "portable", fast=True)
+def hugging_face(source: Path, dtype: str, S: int) -> Contestant:
+    """Hugging Face's model with a static cache of S positions."""
+    from transformers import AutoModelForCausalLM, StaticCache
+
+    load = AutoModelForCausalLM.from_pretrained
+    model = load(source, dtype=getattr(torch, dtype)).eval()
+    cache = StaticCache(model.config, max_cache_len=S)
+
+    @torch.inference_mode()
+    def call(ids: list[int], fresh: bool = True) -> None:
+        if fresh:
+            cache.reset()
+        model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+
+    return call, partial(call, [TOKEN], fresh=False)
 
 
-def ours(decoder: workbench.Decoder) -> Contestant:
-    def at(depth: int) -> Step:
-        prefill(decoder, [7] * depth)
-        return partial(decoder.decode_one_token, 7)
-
-    return at
-
-
-def hugging_face(checkpoint: Path, dtype: str, **options) -> Callable:
-    from transformers import AutoModelForCausalLM
-
-    read = AutoModelForCausalLM.from_pretrained
-    model = read(checkpoint, dtype=getattr(torch, dtype)).eval()
-    return torch.inference_mode()(partial(model, logits_to_keep=1, **options))
-
-
-def static_cache(checkpoint: Path, dtype: str, S: int) -> Contestant:
-    """Hugging Face's model with a static cache of S positions, which holds random keys
-    and values, since a step's time does not depend on them."""
-    from transformers import AutoConfig, StaticCache
-
-    config = AutoConfig.from_pretrained(checkpoint)
-    cache, token = StaticCache(config=config, max_cache_len=S), torch.tensor([[7]])
-    D, H = config.hidden_size // config.num_attention_heads, config.num_key_value_heads
-    cache.early_initialization(1, H, D, getattr(torch, dtype), "cpu")
-    call = hugging_face(checkpoint, dtype, past_key_values=cache)
-
-    def at(depth: int) -> Step:
-        for layer in cache.layers:
-            layer.keys.normal_()
-            layer.values.normal_()
-            layer.cumulative_length.fill_(depth)
-        return partial(call, token)
-
-    return at
-
-
-def llama_cpp(checkpoint: Path, kind: str, S: int) -> Contestant:
+def llama_cpp(source: Path, kind: str, S: int) -> Contestant:
     """llama.cpp on a GGUF of a Qwen2 checkpoint, whose matrices are of type `kind`.
 
     A build for AMX crashes on some virtual machines: build llama.cpp with
     GGML_AMX_TILE=OFF and GGML_AMX_INT8=OFF."""
-    path = checkpoint.with_name(f"{checkpoint.name}.{kind}.gguf")
+    path = source.with_name(f"{source.name}.{kind}.gguf")
     if not path.exists():
-        write_gguf(checkpoint, kind, path.with_suffix(".unfinished"))
+        write_gguf(source, kind, path.with_suffix(".unfinished"))
         path.with_suffix(".unfinished").rename(path)
     count = torch.get_num_threads()
     threads = {"n_threads": count, "n_threads_batch": count}
     llama = import_module("llama_cpp").Llama
     model = llama(str(path), n_ctx=S, verbose=False, **threads)
 
-    def at(depth: int) -> Step:
-        model.reset()
-        model.eval([7] * depth)
+    def call(ids: list[int], fresh: bool = True) -> None:
+        if fresh:
+            model.reset()
+        model.eval(ids)
+        model._ctx.get_logits()
 
-        def step():
-            model.eval([7])
-            return model._ctx.get_logits()
-
-        return step
-
-    return at
+    return call, partial(call, [TOKEN], fresh=False)
 
 
-def write_gguf(checkpoint: Path, kind: str, path: Path) -> None:
+def write_gguf(source: Path, kind: str, path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    gguf, config = import_module("gguf"), AutoConfig.from_pretrained(checkpoint)
+    gguf, config = import_module("gguf"), AutoConfig.from_pretrained(source)
     writer, stored = gguf.GGUFWriter(path, "qwen2"), gguf.GGMLQuantizationType[kind]
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -195,7 +176,7 @@ def write_gguf(checkpoint: Path, kind: str, path: Path) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")  # token ids alone are timed
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
-    for file in sorted(checkpoint.glob("*.safetensors")):
+    for file in source.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             values = tensor.float().numpy()
             place = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -210,144 +191,140 @@ def write_gguf(checkpoint: Path, kind: str, path: Path) -> None:
     writer.close()
 
 
-def rate(contestant: Contestant, depth: int) -> float:
-    """tok/s at a depth."""
-    step = contestant(depth)
+def contestants(bundles: dict, source: Path) -> tuple[dict, dict]:
+    """Each bundle; Hugging Face's model with a static cache and, where it can be
+    imported, llama.cpp."""
+    S = next(iter(bundles.values())).manifest.options.max_seq_len
+    mine = {name: ours(bundle) for name, bundle in bundles.items()}
+    dtypes = "float32", "float16", "bfloat16"
+    peers = {f"HF {dtype}": hugging_face(source, dtype, S) for dtype in dtypes}
+    if find_spec("llama_cpp") and find_spec("gguf"):
+        for kind in {ALIKE[name] for name in bundles if name in ALIKE}:
+            peers[f"llama.cpp {kind}"] = llama_cpp(source, kind, S)
+    return mine, peers
+
+
+def decode_rate(depth: int, contestant: Contestant) -> float:
+    """tok/s of calls of one token behind `depth` tokens, from token id to logits."""
+    read, step = contestant
+    read([TOKEN] * depth)
     step()
     return 1 / statistics.median(seconds(step) for _ in range(STEPS))
 
 
-def decode_rows(bundles: dict, checkpoint: Path, rounds: int) -> list[dict]:
-    """One decode step of each bundle, of Hugging Face's model with a static cache and,
-    where it can be imported, of llama.cpp, from token id to logits; the peak memory of
-    each bundle."""
-    S = next(iter(bundles.values())).manifest.options.max_seq_len
-    mine = {name: ours(opened(bundle)) for name, bundle in bundles.items()}
-    peers = {}
-    for dtype in ("float16", "float32"):
-        peers[f"HF {dtype}"] = static_cache(checkpoint, dtype, S)
-    if all(map(find_spec, ("llama_cpp", "gguf"))):
-        for kind in {ALIKE[name] for name in bundles if name in ALIKE}:
-            peers[f"llama.cpp {kind}"] = llama_cpp(checkpoint, kind, S)
+def prompt_rate(read: Callable, *T: int) -> float:
+    """tok/s of a prompt, from token ids to the logits of the last one."""
+    ids = [TOKEN] * DEPTHS[-1]
+    return len(ids) / seconds(partial(read, ids, *T))
+
+
+def decode_rows(mine: dict, peers: dict, rounds: int) -> list[dict]:
+    def at(depth: int, side: dict) -> dict:
+        rate = partial(partial, decode_rate, depth)
+        return {f"{name} at {depth}": rate(each) for name, each in side.items()}
+
     rows = []
     for depth in DEPTHS:
-        sides = [
-            {
-                f"{name} at {depth}": partial(rate, at, depth)
-                for name, at in side.items()
-            }
-            for side in (mine, peers)
-        ]
-        rows += compare(*sides, rounds, "tok/s")
-    for name, bundle in bundles.items():
-        peak = apart(peak_of, bundle.root)
-        rows.append(row(f"{name} peak", [peak], "bytes", "stored", [bundle.bytes]))
+        rows += compare(at(depth, mine), at(depth, peers), rounds, "tok/s")
     return rows
 
 
-def peak_of(path: Path) -> int:
-    """Peak resident bytes of this process once it has opened a bundle and decoded."""
-    decoder = opened(workbench.Bundle.open(path))
-    decoder.generate([7] * 8, 8, stop=())
-    return peak_rss()
-
-
-def prompt_rows(bundles: dict, checkpoint: Path, rounds: int) -> list[dict]:
-    """A prompt in calls of 1, 4 and 64 tokens, and Hugging Face's model in one call,
-    from token ids to the logits of the last one."""
-    ids, mine, peers = [7] * DEPTHS[-1], {}, {}
-    for name, bundle in bundles.items():
-        decoder = opened(bundle)
-        for T in PROMPT_CALLS:
-            mine[f"prompt, {name}, T = {T}"] = partial(prefill, decoder, ids, T)
-    for dtype in ("float32", "float16", "bfloat16"):
-        model = hugging_face(checkpoint, dtype)
-        peers[f"HF {dtype}"] = partial(model, torch.tensor([ids]))
-
-    def sampler(call: Step) -> Callable[[], float]:
+def prompt_rows(mine: dict, peers: dict, rounds: int) -> list[dict]:
+    """Prompts in calls of 1, 4 and 64 tokens; those of the peers in one call."""
+    ours = {
+        f"prompt, {name}, T = {T}": partial(prompt_rate, read, T)
+        for name, (read, _) in mine.items()
+        for T in PROMPT_CALLS
+    }
+    theirs = {name: partial(prompt_rate, read) for name, (read, _) in peers.items()}
+    for call in [*ours.values(), *theirs.values()]:
         call()  # compiles kernels and fills caches
-        return lambda: len(ids) / seconds(call)
-
-    sides = ({n: sampler(c) for n, c in side.items()} for side in (mine, peers))
-    return compare(*sides, rounds, "tok/s")
+    return compare(ours, theirs, rounds, "tok/s")
 
 
-def prefill(decoder: workbench.Decoder, ids: list[int], T: int | None = None) -> None:
-    decoder.begin()
-    decoder.prefill(ids, T)
-
-
-def bench_decode(args, rows=decode_rows) -> list[dict]:
-    torch.set_num_threads(os.cpu_count())
-    path, bundles = checkpoint(args), {}
-    for preset in PRESETS:
-        options = {"max_seq_len": 512, "compress": preset, "tokens": "1-64"}
-        bundles[preset] = bundle_of(path, **options)
-    return rows(bundles, path, args.rounds)
-
-
-bench_prompt = partial(bench_decode, rows=prompt_rows)
-
-
-def bench_export(args) -> list[dict]:
-    source = checkpoint(args, dtype="bfloat16")
-    return export_rows(source, args.folder / "export", args.compress, args.rounds)
-
-
-def export_rows(source: Path, folder: Path, compress: str, rounds: int) -> list[dict]:
-    """A whole export in a process of its own beside a copy of its files; its peak
-    memory."""
-    runs, target, copied = [], folder / "bundle", folder / "copy"
-
-    def export() -> float:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        runs.append(apart(export_once, source, target, compress))
-        return runs[-1]["seconds"]
-
-    peers = {"copy": partial(seconds, partial(shutil.copytree, target, copied))}
-    rows = compare({f"export {compress}": export}, peers, rounds, "s")
+def export_rows(
+    fewer: Path, source: Path, folder: Path, compress: str, rounds: int
+) -> list[dict]:
+    """A whole export, and a further layer of it, beside coremltools' own conversion of
+    the same shards; the peak of anonymous and of resident memory. Each export is in a
+    process of its own; `fewer` is the checkpoint with half of the layers."""
+    further, found = [], []
+    layer, every = apart(plain_seconds, source, compress)
+    for _ in range(rounds):
+        pair = []
+        for path in (fewer, source):
+            shutil.rmtree(folder, ignore_errors=True)
+            pair.append(apart(export_once, path, folder, compress))
+        (less, *_, fewer_layers), (more, *_, layers) = pair
+        further.append((more - less) / (layers - fewer_layers))
+        found.append(pair[1])
     shutil.rmtree(folder)
-    peaks, stored = ([run[key] for run in runs] for key in ("peak", "bytes"))
-    return [*rows, row("peak memory", peaks, "bytes", "stored", stored)]
+    whole, stored, anonymous, resident, _ = map(list, zip(*found))
+    plain = "coremltools, one shard of each kind × their number"
+    return [
+        row(f"export {compress}", whole, "s", plain, [every]),
+        row("a further layer", further, "s", "coremltools", [layer]),
+        row("peak of anonymous memory", anonymous, "bytes", "stored", stored),
+        row("peak of resident memory", resident, "bytes", "stored", stored),
+    ]
 
 
-def export_once(source: Path, target: Path, compress: str) -> dict:
-    start = time.perf_counter()
+def plain_seconds(source: Path, compress: str) -> tuple[float, float]:
+    """Seconds that coremltools takes to convert, compress and save: a shard of one
+    layer, and all shards, of which one of each kind is converted."""
+    how = options(compress=compress)
+    whole = checkpoints.Checkpoint(source)
+    plan = workbench.export.read_plan(whole, how)
+    specs, one = list(shards.specs(plan, how)), {}
+    for spec in {spec.kind: spec for spec in specs}.values():
+        sources = weights.weight_sources(spec, whole, plan, how)
+        conversion = partial(convert.to_template, spec, plan, how, sources)
+        one[spec.kind] = seconds(conversion)
+    kinds = Counter(spec.kind for spec in specs)
+    return one["layers"], sum(one[kind] * count for kind, count in kinds.items())
+
+
+def export_once(source: Path, target: Path, compress: str) -> tuple:
+    """Seconds, stored bytes, peak of anonymous and of resident bytes, layers."""
+    peak, over, memory = [0], threading.Event(), psutil.Process().memory_info
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            now = memory()
+            peak.append(now.rss - now.shared)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     how = {"progress": False, "compress": compress}
-    bundle = workbench.export.export(source, target, **how)
-    took = time.perf_counter() - start
-    return {"seconds": took, "bytes": bundle.bytes, "peak": peak_rss()}
-
-
-def bench_validate(args) -> list[dict]:
-    path = checkpoint(args)
-    bundle = bundle_of(path, max_seq_len=128, compress=args.compress)
-    return validate_rows(bundle, path, 64, args.rounds)
+    took = seconds(partial(workbench.export.export, source, target, **how))
+    over.set()
+    watcher.join()
+    bundle = workbench.Bundle.open(target)
+    return took, bundle.bytes, max(peak), peak_rss(), bundle.manifest.dims.L
 
 
 def validate_rows(bundle, path: Path, positions: int, rounds: int) -> list[dict]:
     """A validation against a golden, and one with the checkpoint too, each beside a
     forward pass of Hugging Face's model over as many tokens."""
     source = checkpoints.Checkpoint(path)
-    draw = np.random.default_rng(0).integers
-    ids = draw(0, bundle.manifest.dims.V, positions).tolist()
-    reference, decoder = make_golden(source, ids), workbench.Decoder(bundle)
-    forward = partial(hugging_face(path, "float32"), torch.tensor([ids]))
-    against = partial(workbench.validate, decoder, reference)
+    ids = list(range(positions))
+    golden, decoder = (
+        workbench.golden.make_golden(source, ids),
+        workbench.Decoder(bundle),
+    )
+    against = partial(workbench.validate, decoder, golden)
+    known = replace(golden, source=source)
+    every = partial(workbench.validate, decoder, known, again=True)
     mine = {
         "validate with golden": partial(seconds, against),
-        "and checkpoint": partial(seconds, partial(against, checkpoint=source)),
+        "and checkpoint": partial(seconds, every),
     }
+    call, _ = hugging_face(path, "float32", positions)
+    forward = partial(call, ids)
     return compare(mine, {"HF fp32": partial(seconds, forward)}, rounds, "s")
 
 
-def bench_log(args) -> list[dict]:
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        return log_rows(Path(folder), 10_000, args.rounds)
-
-
-def log_rows(root: Path, runs: int, rounds: int) -> list[dict]:
+def log_rows(root: Path, rounds: int, runs: int = 10_000) -> list[dict]:
     """Loading all runs of a log, the first time and again, beside pandas reading the
     same files."""
     import pandas as pd
@@ -362,45 +339,60 @@ def log_rows(root: Path, runs: int, rounds: int) -> list[dict]:
     return [first, *compare(again, {"pandas": peer}, rounds, "s")]
 
 
-def bench_cell(args) -> list[dict]:
+def cell_rows(root: Path, rounds: int) -> list[dict]:
     """Seconds from the start of a cell's process to its first call, of a bundle that is
     there, beside those of an interpreter that imports torch."""
     path = Path(__file__).parents[1] / "data" / "tiny-llama"
-    run = {"rounds": args.rounds, "n_gen": 1, "repetitions": 1}
-    grid = {"checkpoint": str(path), "export": {"max_seq_len": [64]}, "run": run}
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        where = {"root": Path(folder) / "log", "bundles": args.folder}
-        workbench.sweep.sweep(workbench.sweep.make_grid(grid), **where, progress=False)
-        configs = workbench.log.load("runs", where["root"])["config"].map(json.loads)
-    command = [sys.executable, "-c", "import torch"]
-    torch_s = [seconds(partial(subprocess.run, command)) for _ in range(args.rounds)]
+    cell = {"rounds": rounds, "n_gen": 1, "repetitions": 1}
+    grid = {"checkpoint": str(path), "export": {"max_seq_len": [64]}, "run": cell}
+    how = {"root": root, "bundles": root.parent, "progress": False}
+    workbench.sweep.sweep(workbench.sweep.make_grid(grid), **how)
+    configs = workbench.log.load("runs", root)["config"].map(json.loads)
     starts = [config["startup_s"] for config in configs]
+    peer = partial(subprocess.run, [sys.executable, "-c", "import torch"])
+    torch_s = [seconds(peer) for _ in range(rounds)]
     return [row("overhead of a cell", starts, "s", "import torch", torch_s)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = [name.removeprefix("bench_") for name in globals() if "bench_" in name]
-    parser.add_argument("what", choices=kinds)
-    parser.add_argument("--family", choices=("qwen2", "zaya"), default="qwen2")
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--compress", choices=PRESETS, default="int8-tensor")
-    parser.add_argument("--folder", type=Path, default=Path("build/bench"))
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    rows = globals()[f"bench_{args.what}"](args)
-    if args.json:
+def main(
+    what: Literal["decode", "prompt", "export", "validate", "log", "cell"],
+    *,
+    family: Literal["qwen2", "zaya"] = "qwen2",
+    layers: int = 24,
+    rounds: int = 5,
+    compress: str = "int8-tensor",
+    folder: Path = Path("build/bench"),
+    json_: bool = False,
+) -> None:
+    """Prints the rows of a measurement."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = partial(checkpoint, folder, family)
+
+    def bundle(**chosen) -> workbench.Bundle:
+        source = checkpoints.Checkpoint(made(layers))
+        return workbench.export.bundle_for(source, options(**chosen), folder)
+
+    if what == "export":
+        sources = made(layers // 2), made(layers)
+        rows = export_rows(*sources, folder / "export", compress, rounds)
+    elif what == "validate":
+        found = bundle(max_seq_len=128, compress=compress)
+        rows = validate_rows(found, made(layers), 64, rounds)
+    elif what in ("log", "cell"):
+        with tempfile.TemporaryDirectory(dir=folder) as root:
+            rows = {"log": log_rows, "cell": cell_rows}[what](Path(root), rounds)
+    else:
+        torch.set_num_threads(os.cpu_count())
+        how = {"max_seq_len": 512, "tokens": "1-64"}
+        bundles = {preset: bundle(compress=preset, **how) for preset in PRESETS}
+        timed = decode_rows if what == "decode" else prompt_rows
+        rows = timed(*contestants(bundles, made(layers)), rounds)
+    if json_:
         print(json.dumps(rows))
         return
-    for found in rows:
-        mine = f"{found['name']:40}{found['value']:12.4g} {found['unit']:8}"
-        peer = f"{found['peer']} {found['peer_value']:.4g} ({found['ratio']:.2f} ×)"
-        print(f"{mine}{peer}, n = {found['n']}")
+    medians = [{n: row[n] for n in row if "samples" not in n} for row in rows]
+    print("\n".join(table(medians)))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import typer
+import cyclopts
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("check", "decode", "export", "sweep")
@@ -114,4 +114,4 @@ def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    cyclopts.run(main)

@@ -53,8 +53,8 @@ def rewrite(root: Path) -> int:
                     row = lifted(row, tables_of(root, path.name))
                 else:
                     row = renamed(row)
-                rows = [row]
-            data = store._to_arrow(table, rows, path.stem)
+                rows = pd.DataFrame([row])
+            data = store.to_arrow(table, rows)
             write_whole(path, lambda file, data=data: pq.write_table(data, file))
             count += 1
     return count

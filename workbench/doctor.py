@@ -1,17 +1,23 @@
 """The abilities of this machine: versions, Core ML, memory, and notes on what a Mac
-would add."""
+would add. Core ML is tried in processes of their own, because it may end them."""
 
 import platform
+import tempfile
 
+import numpy as np
+
+from miltorch.quiet import coremltools, frozen, quiet
 from workbench import log, plugins, process, runtime
+from workbench.errors import InputError, one_line
 from workbench.log.machine import hardware
-from workbench.runtime import selftest
+from workbench.runtime.coreml import KINDS
 
 UNITS = ("CPU_ONLY", "CPU_AND_NE")
 TIMEOUT_S = 120
+SHAPE = (1, 32, 1, 4)  # of the state of the model that is tried
 
 
-def examine(name: str | None = "auto") -> dict:
+def examine(name: str = "coreml") -> dict:
     """The JSON of `workbench doctor`; an unknown value is None.
 
     Core ML is tried in child processes: ``compute_devices`` lists its devices,
@@ -19,25 +25,24 @@ def examine(name: str | None = "auto") -> dict:
     else the reason; `coreml_available` is whether it ran on the CPU.
 
     Args:
-        name: the runtime to try: auto, or a stand-in for Core ML, which has no devices.
-            None: no child process is started, and `coreml_available` depends on macOS'
-            version alone.
+        name: the runtime to try: coreml, or a stand-in for it, which has no devices.
     """
     machine = log.environment() | hardware()
     versions = machine["versions"]
-    available = runtime.coreml_available()
-    devices = None
-    results = None
-    if available and name:
-        name = "coreml"
-        test = selftest.compute_devices
-        devices = process.call(test, timeout_s=TIMEOUT_S).value
-    if name not in ("auto", None):
-        results = {units: _try_units(name, units) for units in UNITS}
+    available = name != "coreml" or runtime.coreml_available()
+    devices = results = None
+    if available:
+        if name == "coreml":
+            devices = process.call(compute_devices, timeout_s=TIMEOUT_S).value
+        results = {}
+        for units in UNITS:
+            outcome = process.call(stateful_predict, name, units, timeout_s=TIMEOUT_S)
+            results[units] = outcome.failure or "ok"
         available = results["CPU_ONLY"] == "ok"
     has_engine = platform.machine() == "arm64"
     if devices is not None:
         has_engine = "ane" in {device["kind"] for device in devices}
+    packages = [entry.dist for entry in plugins.offered("targets").values()]
     return {
         "platform": machine["platform"],
         "python": versions["python"],
@@ -46,38 +51,22 @@ def examine(name: str | None = "auto") -> dict:
         "memory_bytes": machine["memory_bytes"],
         "coremltools": versions["coremltools"],
         "torch": versions["torch"],
-        "plugins": _plugins(),
+        "plugins": {package.name: package.version for package in packages},
         "coreml_available": available,
         "ane_available": available and has_engine,
         "compute_devices": devices,
         "stateful_predict": results,
         "default_runtime": runtime.resolve(),
-        "notes": _notes(available, results),
+        "notes": _notes(available, results or {}),
     }
 
 
-def _try_units(name: str, units: str) -> str:
-    """``ok``, or why a model with a state did not run on these units."""
-    argument = {"runtime": name, "compute_units": units}
-    test = selftest.stateful_predict
-    outcome = process.call(test, argument, timeout_s=TIMEOUT_S)
-    return outcome.failure or "ok"
-
-
-def _plugins() -> dict[str, str]:
-    """Name → version of every installed package that offers a target."""
-    found = [entry.dist for entry in plugins.offered("targets").values()]
-    return {package.name: package.version for package in found}
-
-
-def _notes(available: bool, results: dict[str, str] | None) -> list[str]:
-    if results and set(results.values()) != {"ok"}:
-        notes = []
-        for units, reason in results.items():
-            if reason != "ok":
-                notes.append(f"A model with a state did not run on {units}: {reason}")
+def _notes(available: bool, results: dict[str, str]) -> list[str]:
+    failed = {units: reason for units, reason in results.items() if reason != "ok"}
+    if failed:
+        words = "A model with a state did not run on"
         return [
-            *notes,
+            *(f"{words} {units}: {reason}" for units, reason in failed.items()),
             "Name compute units on which it ran with --compute-units, or take --runtime portable.",
         ]
     if available:
@@ -101,3 +90,81 @@ def _notes(available: bool, results: dict[str, str] | None) -> list[str]:
         "A Mac adds, from the same bundles and goldens: device values, placement on the Neural "
         "Engine, its tok/s.",
     ]
+
+
+def compute_devices() -> list[dict]:
+    """The devices that Core ML has: their kind (ane, gpu, cpu) and, of a Neural Engine,
+    its cores.
+
+    Raises:
+        InputError: coremltools has no native layer for this Python or system.
+    """
+    ct = coremltools()
+    check_native_layer()
+    return [
+        {
+            "kind": KINDS.get(type(device).__name__, type(device).__name__),
+            "cores": getattr(device, "total_core_count", None),
+        }
+        for device in ct.models.compute_device.MLComputeDevice.get_all_compute_devices()
+    ]
+
+
+def stateful_predict(name: str, units: str) -> None:
+    """Adds ones to a state twice, on compute units of the runtime coreml or a stand-in.
+
+    Raises:
+        InputError: there is no native layer, Core ML refuses the model, or the values
+            are others.
+    """
+    ct, native_layer = coremltools(), runtime.model_class(name).native_layer
+    needed, step = f"a stateful model that runs on {units}", "see the message"
+    with native_layer(), tempfile.TemporaryDirectory() as folder:
+        check_native_layer()
+        package, compiled = f"{folder}/counter.mlpackage", f"{folder}/counter.mlmodelc"
+        try:
+            with quiet():
+                _counter(ct).save(package)
+            ct.models.utils.compile_model(package, compiled)
+            model = ct.models.CompiledMLModel(compiled, ct.ComputeUnit[units])
+            state, ones = model.make_state(), np.ones(SHAPE, np.float32)
+            sums = [
+                float(model.predict({"x": ones}, state)["y"].mean()) for _ in range(2)
+            ]
+        except RuntimeError as problem:
+            raise InputError("Core ML", one_line(problem), needed, step) from problem
+    if sums != [1.0, 2.0]:
+        found = f"{sums} from a state that counts"
+        raise InputError("Core ML", found, "[1.0, 2.0]", step)
+
+
+def _counter(ct):
+    """A model whose state is the sum of its inputs so far, which it returns."""
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+
+    specs = [mb.TensorSpec(SHAPE, types.fp16), mb.StateTensorSpec(SHAPE, types.fp16)]
+
+    @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
+    def program(x, count):
+        total = mb.add(x=mb.read_state(input=count), y=x)
+        return mb.identity(x=mb.coreml_update_state(state=count, value=total), name="y")
+
+    target = ct.target.iOS18
+    with frozen():
+        return ct.convert(
+            program, minimum_deployment_target=target, skip_model_load=True
+        )
+
+
+def check_native_layer() -> None:
+    """Raises an InputError if coremltools has no native layer here."""
+    try:
+        from coremltools.libcoremlpython import _MLModelProxy  # noqa: F401
+    except ImportError as problem:
+        raise InputError(
+            "coremltools",
+            f"no native layer ({problem})",
+            "a wheel of coremltools for macOS and this Python",
+            "install Python 3.11 to 3.13 and make the environment again",
+        ) from None

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import nbformat
 import pandas as pd
 from IPython.display import SVG
 from pandas.io.formats.style import Styler
@@ -27,6 +28,7 @@ from workbench.log.anonymous import anonymous
 from workbench.sweep import identity
 
 SHOWN_ROWS = 20  # of a table in the report
+SIGNS = {"RED": "✗ RED", "GREEN": "✓ GREEN", "not_run": "– not run"}
 
 
 class CellError(RuntimeError):
@@ -38,13 +40,14 @@ class Experiment:
 
     Args:
         name: of the notebook and of the folder, such as ``05_stateful_kv_cache``.
-        names: `globals()` of the notebook; names in capitals are its parameters.
+        names: `globals()` of the notebook, which has its parameters.
         out: the folder of the run (default: see `run_folder`).
     """
 
     def __init__(self, name: str, names: Mapping, out: Path | None = None):
         self.name = name
-        self.parameters = {key: names[key] for key in names if key.isupper()}
+        known = notebook_parameters(name[:2])
+        self.parameters = {key: names[key] for key in known if key in names}
         self.folder = Path(out or run_folder(name, self.parameters))
         for kind in ("figures", "tables"):
             shutil.rmtree(self.folder / kind, ignore_errors=True)
@@ -86,13 +89,25 @@ class Experiment:
         stem.with_suffix(".tex").write_text(text)
         return show(data)
 
+    def _write(self, kind: str, name: str, data: pd.DataFrame, alt: str, **how) -> Path:
+        """Writes the data and the description of a figure or table; returns the path
+        without an ending."""
+        place = len(_parts(self.folder))
+        stem = self.folder / kind / name
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        data.to_parquet(stem.with_suffix(".parquet"))
+        run_ids = sorted(set(data["run_id"].dropna())) if "run_id" in data else []
+        part = {"kind": kind, "name": name, "place": place, "alt": alt, **how}
+        part["run_ids"] = run_ids
+        text = json.dumps(part, indent=1, default=lambda array: array.tolist())
+        stem.with_suffix(".json").write_text(text)
+        return stem
+
     def add_gates(self, results: Iterable[gates.Gate]) -> Styler:
         """Adds gates to the verdict and shows them, RED first."""
         results = list(results)
         self.gates += results
-        return show(
-            gate_table(results)[["gate", "verdict", "value", "limit", "reason"]]
-        )
+        return show(gate_table(results))
 
     def conclude(self, words: str, decoder: Decoder | None = None, **tables) -> None:
         """Logs the run as one row with its `tables` (`fidelity`, `samples`, `layers`),
@@ -104,46 +119,30 @@ class Experiment:
             "gates": [gate.json() for gate in self.gates],
         }
         config = json.loads(json.dumps(config, default=str))
-        row = {"command": f"notebook {self.name[:2]}", "verdict": verdict}
+        number = self.name[:2]
+        row = {"command": f"notebook {number}", "experiment": number}
+        row |= {"verdict": verdict, "config": config}
         if decoder:
             row |= identity.describe(decoder)
-        row |= {"experiment": self.name[:2], "config": config}
         run_id = log.record(row, **tables)
-        behind = {run_id}
-        for part in _parts(self.folder):
-            behind |= set(part["run_ids"])
-        run = {"run_id": run_id, "verdict": verdict, "run_ids": sorted(behind)}
+        run_ids = {run_id}.union(*(part["run_ids"] for part in _parts(self.folder)))
+        run = {"run_id": run_id, "verdict": verdict, "run_ids": sorted(run_ids)}
         run |= config | {"environment": log.environment()}
-        path = self.folder / "run.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(run, indent=1, default=str, ensure_ascii=False))
-        print(
-            f"{verdict or 'no gates'}\n\n{words}\n\nreport: {write_report(self.folder)}"
-        )
-
-    def _write(self, kind: str, name: str, data: pd.DataFrame, alt: str, **how) -> Path:
-        """Writes the data and the description of a figure or table; returns the path
-        without an ending."""
-        place = len(_parts(self.folder))
-        stem = self.folder / kind / name
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        data.to_parquet(stem.with_suffix(".parquet"))
-        run_ids = sorted(set(data["run_id"].dropna())) if "run_id" in data else []
-        part = {"kind": kind, "name": name, "place": place, "alt": alt, **how}
-        text = json.dumps(part | {"run_ids": run_ids}, indent=1, default=_plain)
-        stem.with_suffix(".json").write_text(text)
-        return stem
-
-
-def _plain(value):
-    """Arrays and NumPy's numbers as JSON has them."""
-    return value.tolist()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(run, indent=1, default=str, ensure_ascii=False)
+        (self.folder / "run.json").write_text(text)
+        report = write_report(self.folder)
+        print(verdict or "no gates", words, f"report: {report}", sep="\n\n")
 
 
 def _parts(folder: Path) -> list[dict]:
     """Figures and tables of a run in the order in which they were made."""
     parts = [json.loads(path.read_text()) for path in folder.glob("*/*.json")]
     return sorted(parts, key=lambda part: part["place"])
+
+
+def _run_of(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text(encoding="utf-8"))
 
 
 def run_folder(name: str, parameters: Mapping) -> Path:
@@ -163,25 +162,24 @@ def redraw(stem: Path) -> Path:
 def show(table: pd.DataFrame) -> Styler:
     """A table for display: text to the left and wrapped, numbers with four digits,
     nulls as –."""
+
+    def digits(value):
+        return f"{value:.4g}" if isinstance(value, float) else value
+
     texts = list(table.select_dtypes(exclude="number").columns)
-    look = table.style.format(precision=4, na_rep="–").hide(axis="index")
+    look = table.style.format(digits, na_rep="–").hide(axis="index")
     wrapped = {"text-align": "left", "white-space": "normal", "max-width": "44em"}
     return look.set_properties(subset=texts, **wrapped)
 
 
-def gate_table(results: Iterable[gates.Gate | Mapping]) -> pd.DataFrame:
+def gate_table(results: Iterable[gates.Gate]) -> pd.DataFrame:
     """Gates, RED first: gate, verdict with a sign, value, limit, reason."""
-    rows = [gate if isinstance(gate, Mapping) else gate.json() for gate in results]
-    table = pd.DataFrame(
-        rows, columns=["name", "verdict", "value", "threshold", "reason"]
-    )
-    table = table.rename(columns={"name": "gate", "threshold": "limit"})
-    order = {"RED": 0, "GREEN": 1, "not_run": 2}
-    table = table.sort_values(
-        "verdict", key=lambda column: column.map(order), kind="stable"
-    )
-    signs = {"GREEN": "✓ GREEN", "RED": "✗ RED", "not_run": "– not run"}
-    return table.assign(verdict=table["verdict"].map(signs))
+    rows = [gate.json() for gate in results]
+    rows.sort(key=lambda row: [*SIGNS].index(row["verdict"]))
+    columns = ["name", "verdict", "value", "threshold", "reason"]
+    table = pd.DataFrame(rows, columns=columns)
+    table["verdict"] = table["verdict"].map(SIGNS)
+    return table.rename(columns={"name": "gate", "threshold": "limit"})
 
 
 def last_run(number: str) -> Path:
@@ -209,40 +207,34 @@ def write_again(folder: Path) -> Path:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes `report.md` of the run in `folder` from its files.
-
-    Raises:
-        InputError: there is no finished run in `folder`.
-    """
+    """Writes `report.md` of the run in `folder` from its files."""
     run = _run_of(folder)
     name = folder.name if re.match(r"\d\d_", folder.name) else folder.parent.name
     title = name
-    parameters = run["parameters"]
     if (source := notebook_path(name[:2])).is_file():
-        title = _title(source)
+        title = _cells(source)[0].source.partition("\n")[0].lstrip("# ")
     conclusion = re.sub(r"\n+", "\n\n", run["conclusion"])  # a paragraph for each line
     parts = [f"# Experiment {title}", conclusion]
     for part in _parts(folder):
         stem = f"{part['kind']}/{part['name']}"
-        data = pd.read_parquet(folder / f"{stem}.parquet")
         if part["kind"] == "figures":
             parts.append(f"![{part['alt']}]({stem}.svg)")
             continue
+        data = pd.read_parquet(folder / f"{stem}.parquet")
         shown = data.head(SHOWN_ROWS).drop(columns="run_id", errors="ignore")
-        text = _markdown(shown)
-        rest = len(data) - SHOWN_ROWS
-        if rest > 0:
-            text += f"\n\n{rest} more rows: [{stem}.parquet]({stem}.parquet)."
-        parts.append(f"{part['alt']}\n\n{text}")
+        parts += [part["alt"], _markdown(shown)]
+        if (rest := len(data) - SHOWN_ROWS) > 0:
+            parts.append(f"{rest} more rows: [{stem}.parquet]({stem}.parquet).")
     if run["gates"]:
-        parts.append(f"## Gates\n\n{_markdown(gate_table(run['gates']))}")
+        table = gate_table(gates.Gate(**gate) for gate in run["gates"])
+        parts.append(f"## Gates\n\n{_markdown(table)}")
     machine = run["environment"]
     versions = ", ".join(f"{key} {value}" for key, value in machine["versions"].items())
     parts.append(
         f"## Setup\n\n{machine['machine']}, {machine['platform']}; {versions}. Log row "
         f"{run['run_id']}; `run.json` names the rows behind the figures."
     )
-    command = reproduce(name[:2], parameters)
+    command = _command(name[:2], run["parameters"])
     parts.append(f"## Reproduce\n\n```\n{command}\nworkbench report {name[:2]}\n```")
     path = folder / "report.md"
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -255,18 +247,10 @@ def _markdown(table: pd.DataFrame) -> str:
     return log.plain(table).to_markdown(**how)
 
 
-def _run_of(folder: Path) -> dict:
-    path = folder / "run.json"
-    if not path.is_file():
-        step = f"run the notebook: workbench run {folder.parent.name[:2]}"
-        raise InputError(f"experiment {folder}", "no finished run", "run.json", step)
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def reproduce(number: str, parameters: Mapping) -> str:
+def _command(number: str, parameters: Mapping) -> str:
     """The command that repeats a run: the parameters that are not the notebook's own."""
     words = ["workbench", "run", number]
-    defaults = parameter_defaults(number)
+    defaults = notebook_parameters(number)
     for name, value in parameters.items():
         if name not in defaults or value != defaults[name]:
             text = value if isinstance(value, str) else json.dumps(value)
@@ -281,31 +265,18 @@ def notebook_path(number: str) -> Path:
     return next(folder.glob(f"{number}_*.ipynb"), folder / f"{number}.ipynb")
 
 
-def _cells(source: Path) -> list[dict]:
-    cells = json.loads(source.read_text(encoding="utf-8"))["cells"]
-    return [cell | {"source": "".join(cell["source"])} for cell in cells]
+def _cells(source: Path) -> list:
+    return nbformat.read(source, as_version=4).cells
 
 
-def _title(source: Path) -> str:
-    """The heading of a notebook, such as "05 · Does …?"."""
-    return _cells(source)[0]["source"].partition("\n")[0].lstrip("# ")
-
-
-def notebook_parameters(source: Path) -> dict:
-    """Names and values that the cell tagged `parameters` sets."""
-    values = {}
-    for cell in _cells(source):
-        if "parameters" in cell["metadata"].get("tags", []):
-            for line in ast.parse(cell["source"]).body:
-                if isinstance(line, ast.Assign):
-                    values[line.targets[0].id] = ast.literal_eval(line.value)
-    return values
-
-
-def parameter_defaults(number: str) -> dict:
-    """The parameters of an experiment's notebook; none if there is no such notebook."""
+def notebook_parameters(number: str) -> dict:
+    """Names and values that the cell tagged `parameters` of an experiment's notebook
+    sets; none if there is no such notebook."""
     source = notebook_path(number)
-    return notebook_parameters(source) if source.is_file() else {}
+    cells = _cells(source) if source.is_file() else []
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    lines = ast.parse("\n".join(cell.source for cell in tagged)).body
+    return {line.targets[0].id: ast.literal_eval(line.value) for line in lines}
 
 
 def run_notebook(
@@ -341,7 +312,7 @@ def run_notebook(
             f"experiment {number}", "no such notebook", f"one of {known}", step
         )
     parameters = dict(parameters or {})
-    defaults = notebook_parameters(source)
+    defaults = notebook_parameters(number)
     if unknown := parameters.keys() - defaults.keys():
         subject = f"notebook {source.stem}, parameters"
         needed = f"some of {', '.join(sorted(defaults))}"
@@ -370,11 +341,11 @@ def run_notebook(
     if publish:
         folder = publish_run(folder)
     run = _run_of(folder)
-    figures = []
-    for part in _parts(folder):
-        if part["kind"] == "figures":
-            path = folder / "figures" / f"{part['name']}.png"
-            figures.append({"path": str(path), "alt": part["alt"]})
+    figures = [
+        {"path": str(folder / "figures" / f"{part['name']}.png"), "alt": part["alt"]}
+        for part in _parts(folder)
+        if part["kind"] == "figures"
+    ]
     return {
         "experiment": source.stem,
         "verdict": run["verdict"] or gates.NOT_RUN,
@@ -405,7 +376,7 @@ def publish_run(folder: Path) -> Path:
     its log rows to the shipped log, from which the rows go that no shipped run uses.
 
     Absolute paths are shortened. Returns the shipped folder."""
-    run = anonymous(_run_of(folder), log.project())
+    run = anonymous(_run_of(folder))
     target = log.project() / "experiments" / folder.parent.name
     for kind in ("figures", "tables"):
         shutil.rmtree(target / kind, ignore_errors=True)
@@ -421,16 +392,16 @@ def publish_run(folder: Path) -> Path:
 def _ship_rows(run_ids: Iterable[str], number: str) -> None:
     """Copies the files of these runs to the shipped log, and removes an experiment's
     runs from it that no shipped `run.json` names."""
-    whole = log.whole()
+    whole = log.default_root()
     shipped = whole / log.SHIPPED
     for run_id in run_ids:
         for path in whole.glob(f"*/{run_id}.parquet"):
-            (shipped / path.parent.name).mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, shipped / path.parent.name)
-    needed = set()
+            table = shipped / path.parent.name
+            table.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, table)
+    unused = set(log.load("runs", shipped, {"experiment": number})["run_id"])
     for path in whole.parent.glob("*/run.json"):
-        needed |= set(json.loads(path.read_text(encoding="utf-8"))["run_ids"])
-    listed = log.load("runs", shipped, {"experiment": number})["run_id"]
-    for run_id in set(listed) - needed:
+        unused -= set(_run_of(path.parent)["run_ids"])
+    for run_id in unused:
         for path in shipped.glob(f"*/{run_id}.parquet"):
             path.unlink()

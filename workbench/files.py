@@ -64,6 +64,15 @@ def save_arrays(path: Path, arrays: dict, metadata: dict[str, str]) -> None:
     write_whole(path, lambda file: save_file(arrays, file.name, metadata))
 
 
+def load_arrays(path: Path) -> tuple[dict, dict[str, str]]:
+    """(arrays by name, metadata) of a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}
+        return arrays, file.metadata()
+
+
 @contextmanager
 def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
     """Holds an exclusive lock on the file or folder `path` (an empty file is made where
@@ -117,3 +126,11 @@ def is_lfs_pointer(path: Path) -> bool:
     """Whether Git LFS has left a pointer in place of the file."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def link(source: str, target: str) -> None:
+    """A hard link, or a copy: on another disk, or one without hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -14,7 +14,6 @@ from workbench.files import project_root
 BUNDLE, CONFIG = "bundle.json", "config.json"
 NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
-EXPORT = "run: workbench export CHECKPOINT BUNDLE"
 
 
 def bundle(path: str | Path) -> Path:
@@ -23,29 +22,8 @@ def bundle(path: str | Path) -> Path:
     path = _possible("bundle", path)
     if (path / BUNDLE).is_file() or (path / BUNDLE).is_symlink():
         return path
-    if partial(path.resolve()).exists():
-        actual, step = "an unfinished export", "run the same export again"
-    elif path.name == BUNDLE and path.is_file():
-        actual, step = "its manifest alone", f"give the folder {path.parent}"
-    elif is_package(path) or path.suffix == ".mlmodelc":
-        actual, step = "one .mlpackage", f"{EXPORT}; explain and plan take a package"
-        if path.suffix == ".mlmodelc":
-            actual = "one .mlmodelc"
-        around = [folder for folder in path.parents if (folder / BUNDLE).is_file()]
-        if around:
-            step = f"give the folder {around[0]}"
-    elif (path / CONFIG).is_file():
-        actual = "a Hugging Face checkpoint"
-        step = f"run: workbench export {path} BUNDLE, and give BUNDLE"
-    elif _is_gguf(path):
-        actual, step = "GGUF weights", EXPORT
-    else:
-        actual, step = f"no {BUNDLE}", EXPORT
-        if not path.exists():
-            actual = f"nothing there, hence {actual}"
-    raise InputError(
-        f"bundle {path}", actual, f"a finished bundle, a folder with {BUNDLE}", step
-    )
+    step = "run: workbench export CHECKPOINT BUNDLE"
+    raise _refusal("bundle", path, BUNDLE, "the folder of a finished bundle", step)
 
 
 def checkpoint(path: str | Path) -> Path:
@@ -57,28 +35,30 @@ def checkpoint(path: str | Path) -> Path:
         return path
     if not path.exists() and (snapshot := hub_snapshot(path)):
         return snapshot
-    hub = hub_id(path)
-    if (path / BUNDLE).is_file():
-        actual, step = "a bundle", "give the checkpoint that it was exported from"
-    elif is_package(path) or path.suffix == ".mlmodelc":
-        actual, step = "a Core ML model", "give the checkpoint that it was made from"
-    elif _is_gguf(path):
-        actual, source = "GGUF weights", "hf download ORG/NAME --local-dir FOLDER"
-        step = f"download the model's safetensors: {source}"
-    elif path.is_file():
-        actual, step = "a file", f"give the folder {path.parent}"
-    elif path.is_dir():
-        actual, step = f"no {CONFIG} in it", fetch(path)
-    elif hub:
-        actual = (
-            "no folder, but what reads like the name of a model on the Hugging Face Hub; "
-            "its weights are not in the local cache"
-        )
+    step = fetch()
+    if hub := hub_id(path):
         step = f"run: hf download {hub}"
-    else:
-        actual, step = "no folder", f"correct the path, or {fetch(path)}"
-    needed = f"a Hugging Face folder with {CONFIG} and *.safetensors"
-    raise InputError(f"checkpoint {path}", actual, needed, step)
+    needed = "a Hugging Face folder of *.safetensors"
+    raise _refusal("checkpoint", path, CONFIG, needed, step)
+
+
+def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> InputError:
+    """Names what lies at a path where a folder with `file` should be. Of what is
+    inside such a folder, that is the next step."""
+    kinds = {
+        "an unfinished export": partial(path.resolve()).exists(),
+        "a bundle": (path / BUNDLE).is_file(),
+        "a Hugging Face checkpoint": (path / CONFIG).is_file(),
+        "one Core ML model": is_package(path) or path.suffix == ".mlmodelc",
+        "GGUF weights": path.suffix == ".gguf" or any(path.glob("*.gguf")),
+        "a file": path.is_file(),
+        f"no {file}": path.is_dir(),
+        "nothing there": True,
+    }
+    found = next(kind for kind, is_one in kinds.items() if is_one)
+    if around := next((f for f in path.parents if (f / file).is_file()), None):
+        step = f"give the folder {around}"
+    return InputError(f"{subject} {path}", found, f"{needed} with {file}", step)
 
 
 def find(path: str | Path, project: Path | None = None) -> Path:
@@ -134,22 +114,6 @@ def golden(path: str | Path) -> Path:
     return file("golden", path, "a golden store", step)
 
 
-def bundle_or_checkpoint(path: str | Path) -> Path:
-    """The path of either as it is."""
-    path = _possible("bundle", path)
-    if (path / BUNDLE).exists():
-        return path
-    return checkpoint(path)
-
-
-def bundle_or_package(path: str | Path) -> Path:
-    """The path of a bundle or of one `.mlpackage` as it is."""
-    path = _possible("bundle", path)
-    if is_package(path):
-        return path
-    return bundle(path)
-
-
 def new(path: str | Path) -> Path:
     """The path of a bundle to be made; refuses one where something is, even a broken
     link."""
@@ -198,10 +162,6 @@ def is_package(path: Path) -> bool:
 def partial(bundle: Path) -> Path:
     """The folder in which a bundle is made before it is renamed into place."""
     return bundle.parent / f".{bundle.name}.partial"
-
-
-def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")))
 
 
 def _possible(subject: str, path: str | Path) -> Path:

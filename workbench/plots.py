@@ -20,7 +20,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogFormatterSciNotation
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 __all__ = ["bars", "cache_rows", "grid", "heatmap", "lines", "save", "tradeoff"]
 
@@ -59,20 +59,17 @@ DASHED = {"color": "black", "linestyle": "--", "linewidth": 0.8}
 UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.7", "hatch": "...."}
 
 
-class LogTicks(LogFormatterSciNotation):
-    """Labels of a log scale: plain numbers where all lie from 0.01 to 9999, else all of
-    them powers of ten."""
-
-    def __call__(self, x: float, pos: int | None = None) -> str:
-        low, high = self.axis.get_view_interval()
-        plain = 5 if 0.01 <= low and high < 1e4 else 0
-        with matplotlib.rc_context({"axes.formatter.min_exponent": plain}):
-            return super().__call__(x, pos)
-
-
 def _label_log(axis) -> None:
-    axis.set_major_formatter(LogTicks())
-    axis.set_minor_formatter(LogTicks())
+    """Labels powers of ten, within few decades their double and fivefold too, and every
+    tick of a scale that is shorter: plain numbers where all lie from 0.01 to 9999."""
+    low, high = axis.get_view_interval()
+    plain = 0.01 <= low and high < 1e4
+    labels = "{x:g}" if plain else LogFormatterSciNotation()
+    axis.set_major_formatter(labels)
+    if high > 4 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 40 * low else (1,)))
+        labels = NullFormatter()
+    axis.set_minor_formatter(labels)
 
 
 def _figure(draw: Callable) -> Callable:
@@ -94,17 +91,33 @@ def _figure(draw: Callable) -> Callable:
                 plt.close(figure)
             figure.clear()
             draw(data, figure, **options)
+            for ax in figure.axes:
+                ax.xaxis.label.set_text(_wrapped(figure, ax.get_xlabel()))
             _set_title(figure, title)
         return figure
 
     return drawn
 
 
+def _wrapped(figure: Figure, text: str, share: float = 0.5) -> str:
+    """A text in lines of a share of the figure's width."""
+    return textwrap.fill(text, max(8, int(14 * share * figure.get_figwidth())))
+
+
 def _set_title(figure: Figure, *paragraphs: str) -> None:
     """Writes each paragraph above all axes, wrapped at the width of the figure."""
-    letters = int(14 * figure.get_figwidth())
-    lines = [line for text in paragraphs for line in textwrap.wrap(text, letters)]
+    lines = [_wrapped(figure, text, 1) for text in paragraphs if text]
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=9)
+
+
+def _panels_in(
+    figure: Figure, count: int, height: float, sharey: bool = True
+) -> Sequence[Axes]:
+    """Axes of panels of a height in inches: side by side on a page, one above the other
+    in a column."""
+    shape = (1, count) if figure.get_figwidth() > COLUMN else (count, 1)
+    figure.set_figheight(1.2 + height * shape[0])
+    return figure.subplots(*shape, squeeze=False, sharex=True, sharey=sharey).flat
 
 
 def save(figure: Figure, stem: Path, *, about: str = "") -> list[Path]:
@@ -156,9 +169,9 @@ def heatmap(
     of_panel = 0.3 + min(max(0.16 * len(layers), 0.3), 2.5)
     figure.set_figheight(1.2 + len(panels) * of_panel)
     axes = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
-    finite = cells["value"].replace(np.inf, np.nan).dropna()
-    low, high = (finite.min(), finite.max()) if len(finite) else (1, 1)
-    norm = LogNorm(low * 0.999, max(high, low * 1.01))
+    finite = cells["value"].replace(np.inf, np.nan)
+    low, high = finite.agg(["min", "max"]).fillna(1)
+    norm = LogNorm(low, max(high, 10 * low))  # cells alike look alike
     for ax, (name, panel) in zip(axes, panels.items()):
         mesh = _draw_cells(ax, panel["value"].unstack(), norm)
         _hatch(mesh, panel["beyond"].unstack().eq(True).to_numpy())
@@ -169,10 +182,10 @@ def heatmap(
         positions = [tokens[i] for i in positions]
         ax.tick_params(axis="x", rotation=90, labelsize=7)
     _label_cells(ax.xaxis, positions, int(7.5 * figure.get_figwidth()))
-    bar = figure.colorbar(mesh, ax=axes, label=LABELS[metric], pad=0.02)
+    bar = figure.colorbar(mesh, ax=axes, label=LABELS[metric])
     _label_log(bar.ax.yaxis)
     if metric == "error":
-        bar.ax.axhline(1, color="black", linewidth=1.5)
+        bar.ax.axhline(1, color="black")
     keys = []
     if cells["beyond"].any():
         beyond = f"error > {LIMIT_FACTOR:g} × what rounding alone causes"
@@ -231,7 +244,7 @@ def _draw_cells(ax: Axes, table: pd.DataFrame, norm: Normalize) -> QuadMesh:
     colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
     values = table.to_numpy(dtype=float)
     values = np.where(np.isinf(values), 2 * norm.vmax, values)
-    mesh = ax.pcolormesh(values, norm=norm, cmap=colours, rasterized=values.size > 4096)
+    mesh = ax.pcolormesh(values, norm=norm, cmap=colours)
     ax.set_ylim(len(table), 0)
     ax.tick_params(length=0)
     return mesh
@@ -248,15 +261,14 @@ def _hatch(mesh: QuadMesh, marked: np.ndarray) -> None:
     ink = _ink(mesh)
     for colour in ("white", "black"):
         cells = np.ma.masked_where(~marked | (ink != colour), marked)
-        look = {"facecolor": "none", "edgecolor": colour, "hatch": BEYOND}
-        mesh.axes.pcolor(cells, linewidth=0, **look)
+        look = {"facecolor": "none", "edgecolor": colour, "linewidth": 0}
+        mesh.axes.pcolor(cells, hatch=BEYOND, **look)
 
 
 def _label_cells(axis, labels: Sequence, most: int) -> None:
-    """Labels the cells along an axis: all, or every 2nd, 5th, 10th … if there are more
-    than `most`."""
-    steps = np.outer(10 ** np.arange(6), (1, 2, 5)).ravel()
-    step = steps[len(labels) <= steps * most][0]
+    """Labels the cells along an axis: all, or every 2nd, 3rd … if there are more than
+    `most`."""
+    step = -(-len(labels) // most)
     places = np.arange(0, len(labels), step) + 0.5
     axis.set_ticks(places, labels=[str(label) for label in labels[::step]])
     for text in axis.get_ticklabels():
@@ -266,7 +278,7 @@ def _label_cells(axis, labels: Sequence, most: int) -> None:
 def _legend(figure: Figure, keys: Sequence) -> None:
     """A legend below all axes, in as many columns as the width has room for."""
     if keys:
-        longest = max(len(key.get_label()) for key in keys)
+        longest = max(len(line) for key in keys for line in key.get_label().split("\n"))
         columns = max(1, int(16 * figure.get_figwidth() / (longest + 7)))
         lines = -(-len(keys) // columns)
         figure.set_figheight(figure.get_figheight() + lines * LINE)
@@ -284,20 +296,22 @@ def grid(
     """A table as coloured cells with their numbers, or `texts`; nulls are dotted. The
     names of index and columns label the axes; `label` names the colours."""
     values = table.to_numpy(dtype=float)
-    norm = Normalize(np.nanmin(values), np.nanmax(values))
+    norm = Normalize(*np.nanquantile(values, (0, 1)))
     figure.set_figheight(1.1 + 0.25 * len(table))
     ax = figure.subplots()
     mesh = _draw_cells(ax, table, norm)
+    mesh.set(edgecolor="white", linewidth=1)
     if texts is None:
         texts = table.map("{:.3g}".format).replace("nan", "").to_numpy()
     for (y, x), colour in np.ndenumerate(_ink(mesh)):
         place = {"ha": "center", "va": "center"}
         ax.text(x + 0.5, y + 0.5, texts[y][x], color=colour, **place)
-    _label_cells(ax.xaxis, table.columns, 40)
+    share = 0.6 / len(table.columns)
+    _label_cells(ax.xaxis, [_wrapped(figure, str(c), share) for c in table.columns], 40)
     _label_cells(ax.yaxis, table.index, 40)
     ax.set(xlabel=table.columns.name, ylabel=table.index.name)
     if label:
-        figure.colorbar(mesh, ax=ax, label=label, pad=0.02)
+        figure.colorbar(mesh, ax=ax, label=label)
     if np.isnan(values).any():
         _legend(figure, [Patch(**UNMEASURED, label="not measured")])
 
@@ -323,11 +337,12 @@ def lines(
 
     Args:
         marks: names and values of dashed horizontal lines.
-        xlog: base of a logarithmic x axis; 0: linear.
+        xlog: base of a logarithmic x axis; 0: linear, with whole numbers.
+        ylabel: "" where panels have quantities of their own, and no common scale.
     """
     panels = _groups(data, col)
-    figure.set_figheight(2.9)
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    shared = ylabel != ""
+    axes = _panels_in(figure, len(panels), 1.7, shared)
     looks = {}
     for name, colour, marker in zip(data[hue].unique(), PALETTE, MARKERS):
         looks[name] = {"color": colour, "marker": marker, "label": _named(hue, name)}
@@ -344,48 +359,37 @@ def lines(
         if xlog:
             ax.set_xscale("log", base=xlog)
             ticks = sorted(data[x].unique())
-            ax.set_xticks(ticks, labels=map(str, ticks), minor=False)
+            ax.set_xticks(ticks, labels=map(str, ticks))
             ax.minorticks_off()
-        elif pd.api.types.is_integer_dtype(data[x]):
+        else:
             ax.xaxis.get_major_locator().set_params(integer=True)
         if ylog:
             ax.set_yscale("log")
             _label_log(ax.yaxis)
         ax.grid(axis="y")
-        ax.set(title=name, xlabel=xlabel or x)
-    axes[0].set_ylabel(ylabel or y)
+        ax.set(title=name, xlabel=xlabel or x, ylabel=y if ylabel is None else ylabel)
+        if shared:
+            ax.label_outer()
     keys = [Line2D([], [], **look) for look in looks.values()]
     _legend(figure, keys + [Line2D([], [], **DASHED, label=m) for m in marks or {}])
 
 
 @_figure
-def bars(
-    table: pd.DataFrame,
-    figure: Figure,
-    *,
-    xlabel: str = "",
-    marks: Mapping[str, float] | None = None,
-) -> None:
-    """Horizontal bars: a group for each row, a bar with its value for each column.
-
-    Args:
-        marks: names and values of dashed vertical lines.
-    """
+def bars(table: pd.DataFrame, figure: Figure, *, xlabel: str = "") -> None:
+    """Horizontal bars: a group for each row, a bar with its value for each column."""
     count = len(table.columns)
     figure.set_figheight(1 + (0.1 + 0.2 * count) * len(table))
     ax = figure.subplots()
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     places = np.arange(len(table))
     for number, (name, values) in enumerate(table.astype(float).items()):
         at = places + (number - (count - 1) / 2) * 0.8 / count
         drawn = ax.barh(at, values.fillna(0), 0.75 / count, label=name)
         texts = values.map("{:.3g}".format).replace("nan", "not measured")
-        ax.bar_label(drawn, texts, padding=3, fontsize=7, bbox=box)
-    for name, value in (marks or {}).items():
-        ax.axvline(value, **DASHED, label=name)
-    ax.set_yticks(places, labels=table.index)
+        ax.bar_label(drawn, texts, padding=3, fontsize=7)
+    ax.axvline(0, color="black")
+    ax.set_yticks(places, labels=[_wrapped(figure, str(i)) for i in table.index])
     ax.invert_yaxis()
-    ax.margins(x=0.12)
+    ax.margins(x=0.9 / figure.get_figwidth())
     ax.set_xlabel(xlabel)
     keys = ax.get_legend_handles_labels()[0]
     _legend(figure, keys[count == 1 :])
@@ -400,7 +404,7 @@ def tradeoff(
     max_kl: float | None = None,
 ) -> None:
     """Tokens per second over mean KL; the best that pass are numbered and named in the
-    legend, and a step joins several.
+    legend.
 
     Args:
         configurations: name, kl_mean (nats), tokens_per_s, verdict, and the column
@@ -421,19 +425,18 @@ def tradeoff(
     )
     fastest = best["tokens_per_s"].cummax().shift(fill_value=0)
     front = best[best["tokens_per_s"] > 1.02 * fastest]
-    if len(front) > 1:
-        line = {"where": "post", "color": "0.3", "linewidth": 0.8}
-        ax.step(front["kl_mean"], front["tokens_per_s"], **line, label="best that pass")
     for number, row in enumerate(front.itertuples(), 1):
         at = (row.kl_mean, row.tokens_per_s)
         ax.annotate(str(number), at, (-3, 4), textcoords="offset points", ha="right")
-        ax.plot([], [], linestyle="", label=f"{number}: {row.name}")
+        name = _wrapped(figure, f"{number}: {row.name}", 0.8)
+        ax.plot([], [], linestyle="", label=name)
     if max_kl:
         ax.axvline(max_kl, **DASHED, label=f"your limit, {max_kl:g} nats")
     ax.grid()
-    ax.set(xscale="log", xlabel="mean KL from Hugging Face's model (nats)")
+    ax.margins(0.1)
+    ax.set(xscale="log", ylabel="tokens per second", ylim=0)
+    ax.set_xlabel("mean KL from Hugging Face's model (nats)")
     _label_log(ax.xaxis)
-    ax.set(ylabel="tokens per second", ylim=(0, 1.1 * shown["tokens_per_s"].max()))
     _legend(figure, ax.get_legend_handles_labels()[0])
 
 
@@ -449,8 +452,7 @@ def cache_rows(calls: pd.DataFrame, figure: Figure, *, by: str | None = None) ->
     """
     panels = _groups(calls, by)
     names = list(calls[["T", "pos"]].drop_duplicates().itertuples(index=False))
-    figure.set_figheight(1.3 + 0.15 * len(names))
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    axes = _panels_in(figure, len(panels), 0.1 + 0.15 * len(names))
     looks = (
         {"color": PALETTE[0], "marker": "s", "label": "written as addressed"},
         {"color": PALETTE[5], "marker": "s", "label": "missed", "fillstyle": "none"},
@@ -467,8 +469,8 @@ def cache_rows(calls: pd.DataFrame, figure: Figure, *, by: str | None = None) ->
             for look, marked in zip(looks, (addressed - missed, missed, stray)):
                 ax.plot(sorted(marked), [y] * len(marked), linestyle="", **look)
         ax.set(title=title, xlabel="cache row", xlim=(-0.7, CACHE_ROWS - 0.3))
-        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid()
-    axes[0].set_yticks(range(len(names)), [f"T = {T}, pos {pos}" for T, pos in names])
-    axes[0].set_ylim(len(names) - 0.5, -0.5)
+        ax.set_yticks(range(len(names)), [f"T = {T}, pos {pos}" for T, pos in names])
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.label_outer()
     _legend(figure, [Line2D([], [], linestyle="", **look) for look in looks])

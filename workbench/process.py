@@ -92,7 +92,10 @@ def call(
             target=_kill_at, args=(stop, deadline, child), daemon=True
         ).start()
         try:
-            reply = _ask(child, pickle.dumps((function, args)))
+            with suppress(BrokenPipeError):  # it died before it could read
+                child.stdin.write(pickle.dumps((function, args)))
+                child.stdin.flush()  # it stays open, since closing it ends the child
+            reply = child.stdout.read()
             code = child.wait()
         finally:  # on any way out: no child is left behind
             child.kill()
@@ -102,28 +105,17 @@ def call(
         late = time.monotonic() >= deadline
         errors.seek(0)
         lines = _lines(errors.read())
-    if not reply:
-        if late:
-            failure = f"no answer in {timeout_s} s"
-        else:
-            failure = _death(code, lines)
-        notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
-        return Outcome(failure=failure, lines=tuple(notes))
-    outcome = pickle.loads(reply)
-    return Outcome(
-        **outcome, lines=tuple(_messages(lines) if "failure" in outcome else ())
-    )
-
-
-def _ask(child: subprocess.Popen, job: bytes) -> bytes:
-    """Sends the job and waits for the reply; stdin stays open, since closing it
-    ends the child."""
-    try:
-        child.stdin.write(job)
-        child.stdin.flush()
-    except BrokenPipeError:  # it died before it could read
-        pass
-    return child.stdout.read()
+    if reply:
+        outcome = pickle.loads(reply)
+        notes = _messages(lines) if "failure" in outcome else []
+        return Outcome(**outcome, lines=tuple(notes))
+    failure = f"exit code {code}: {last_message(lines)}"
+    if late:
+        failure = f"no answer in {timeout_s} s"
+    elif code < 0:
+        failure = f"killed by {signal.Signals(-code).name}"
+    notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
+    return Outcome(failure=failure, lines=tuple(notes))
 
 
 @contextmanager
@@ -149,16 +141,9 @@ def core_ml_messages() -> list[str]:
 
     Core ML reports a failed compilation there and goes on; see `invalidating`.
     """
-    return messages_behind(0)
-
-
-def messages_behind(start: int) -> list[str]:
-    """`core_ml_messages` after the first `start` bytes."""
-    about = os.fstat(2)
+    about, written = os.fstat(2), b""
     if stat.S_ISREG(about.st_mode):
-        written = os.pread(2, about.st_size - start, start)
-    else:
-        written = b""
+        written = os.pread(2, about.st_size, 0)
     return _messages(_lines(written))
 
 
@@ -177,12 +162,6 @@ def _messages(lines: list[str]) -> list[str]:
 
 def _lines(stderr: bytes) -> list[str]:
     return stderr.decode(errors="replace").splitlines()
-
-
-def _death(code: int, lines: list[str]) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}: {last_message(lines)}"
 
 
 def _serve() -> None:

@@ -1,23 +1,15 @@
 """MIL operations as plain functions on torch tensors, one file per op family. See
 `registry`."""
 
-from miltorch.ops import (  # noqa: F401  (each family fills OPERATIONS)
-    activation,
-    compression,
-    control,
-    convolution,
-    elementwise,
-    image,
-    indexing,
-    linear,
-    normalization,
-    pooling,
-    random,
-    recurrent,
-    reduction,
-    shape,
-    state,
-)
-from miltorch.ops.registry import MAX_ELEMENTS, OPERATIONS, TUPLES, Operation, operation
+from importlib import import_module
 
-__all__ = ["MAX_ELEMENTS", "OPERATIONS", "TUPLES", "Operation", "operation"]
+from miltorch.ops.registry import MAX_ELEMENTS, TUPLES, Operation, rules
+from miltorch.ops.sums import narrowed
+
+FAMILIES = """compression control convolution elementwise image indexing linear
+normalization pooling random recurrent reduction shape state"""
+OPERATIONS: dict[str, Operation] = {}
+for _family in FAMILIES.split():
+    OPERATIONS |= rules(import_module(f"{__name__}.{_family}"))
+
+__all__ = ["MAX_ELEMENTS", "OPERATIONS", "TUPLES", "Operation", "narrowed"]

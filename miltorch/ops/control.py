@@ -3,12 +3,11 @@ changed in place."""
 
 import torch
 
-from miltorch.ops.registry import bounded, operation, operations
+from miltorch.ops.registry import bounded
 
 MAX_ITERATIONS = 100_000  # of one loop: more is taken for a damaged program
 
 
-@operation
 def cond(*, pred, blocks):
     """`blocks` are functions of the enclosing values: what to do if true, and if
     not."""
@@ -18,7 +17,6 @@ def cond(*, pred, blocks):
     return tuple(otherwise())
 
 
-@operation
 def while_loop(loop_vars, *, blocks):
     condition, body = blocks
     for _ in range(MAX_ITERATIONS):
@@ -28,7 +26,6 @@ def while_loop(loop_vars, *, blocks):
     raise ValueError(f"a loop of more than {MAX_ITERATIONS} iterations")
 
 
-@operation
 def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
     """Zeros, or None where the shape of an element has a symbol in it and is known only
     once one is written."""
@@ -39,16 +36,13 @@ def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
     return [torch.zeros(elem_shape)] * init_length
 
 
-operations(
-    {
-        "list_length": lambda ls: torch.tensor(len(ls)),
-        "list_read": lambda ls, *, index: ls[index],
-        "list_gather": lambda ls, *, indices: torch.stack([ls[i] for i in indices]),
-    }
-)
+TABLE = {
+    "list_length": lambda ls: torch.tensor(len(ls)),
+    "list_read": lambda ls, *, index: ls[index],
+    "list_gather": lambda ls, *, indices: torch.stack([ls[i] for i in indices]),
+}
 
 
-@operation
 def list_write(ls, value, *, index):
     bounded([index])
     ls = ls + [torch.zeros_like(value)] * (index + 1 - len(ls))
@@ -56,14 +50,12 @@ def list_write(ls, value, *, index):
     return ls
 
 
-@operation
 def list_scatter(ls, value, *, indices):
     for index, element in zip(indices, value, strict=True):
         ls = list_write(ls, element, index=index)
     return ls
 
 
-@operation
 def classify(probabilities, *, classes):
     """The most probable label, and every label's probability."""
     probabilities = probabilities.reshape(-1)

@@ -4,30 +4,8 @@ C_out/groups, *kernel])."""
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops.linear import narrow_matmul, panel_product
-from miltorch.ops.registry import bounded, operation, padded
-
-
-def padding(
-    sizes, kernel, strides, dilations, pad_type: str, pad
-) -> list[tuple[int, int]]:
-    """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the
-    end), same_lower, custom."""
-    if pad_type == "custom":
-        return list(zip(pad[::2], pad[1::2], strict=True))
-    if pad_type == "valid":
-        return [(0, 0)] * len(sizes)
-    pairs = []
-    for size, taps, stride, dilation in zip(
-        sizes, kernel, strides, dilations, strict=True
-    ):
-        reach = (taps - 1) * dilation + 1
-        total = max((-(-size // stride) - 1) * stride + reach - size, 0)
-        before = total // 2
-        if pad_type == "same_lower":
-            before = total - before
-        pairs.append((before, total - before))
-    return pairs
+from miltorch.ops.registry import bounded, padded, padding
+from miltorch.ops.sums import TERMS, panel_product, summed
 
 
 def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -37,74 +15,40 @@ def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return y + bias.reshape(-1, *[1] * (y.dim() - 2))
 
 
-def _im2col_product(x, weight, bias, strides, dilations, groups):
-    """Convolution as grouped narrow products over unfolded columns; x already padded,
-    [N, C, *spatial]."""
-    spatial = x.dim() - 2
-    columns = x
-    for i in range(spatial):  # unfold each axis, picking dilated taps
-        reach = (weight.shape[2 + i] - 1) * dilations[i] + 1
-        columns = columns.unfold(2 + i, reach, strides[i])[..., :: dilations[i]]
-    out_spatial = columns.shape[2 : 2 + spatial]
-    n, c = x.shape[:2]
-    columns = columns.flatten(2 + spatial).reshape(
-        n, groups, c // groups, out_spatial.numel(), -1
-    )
-    columns = columns.permute(0, 1, 2, 4, 3).reshape(n, groups, -1, out_spatial.numel())
-    kernels = weight.reshape(groups, weight.shape[0] // groups, -1)
-    y = narrow_matmul(kernels, columns).reshape(n, weight.shape[0], *out_spatial)
+def conv(
+    x,
+    weight,
+    bias=None,
+    *,
+    strides=None,
+    pad_type="valid",
+    pad=None,
+    dilations=None,
+    groups=1,
+):
+    spatial, taps = x.dim() - 2, weight.shape[2:]
+    strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
+    pairs = padding(x.shape[2:], taps, strides, dilations, pad_type, pad)
+    grows = any(map(any, pairs))
+    if groups == taps.numel() == max(strides) == 1 and not grows:
+        # a 1×1 convolution is a matrix product: a row per position
+        rows = x.flatten(2).mT
+        y = panel_product(rows.flatten(0, 1), weight.flatten(1))
+        y = y.unflatten(0, rows.shape[:2]).mT.reshape(len(x), -1, *x.shape[2:])
+        return _biased(y, bias)
+    function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+
+    def of_channels(x, weight):
+        x = x.flatten(1, 2)
+        return function(x, weight, None, strides, 0, dilations, groups)
+
+    if grows:
+        x = padded(x, pairs)
+    channels = (x.unflatten(1, (groups, -1)), 2), (weight.float(), 1)
+    y = summed(of_channels, *channels, terms=max(1, TERMS // taps.numel()))
     return _biased(y, bias)
 
 
-def _conv(narrow: bool):
-    def conv(
-        x,
-        weight,
-        bias=None,
-        *,
-        strides=None,
-        pad_type="valid",
-        pad=None,
-        dilations=None,
-        groups=1,
-    ):
-        spatial = x.dim() - 2
-        strides = strides or [1] * spatial
-        dilations = dilations or [1] * spatial
-        pairs = padding(
-            x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad
-        )
-        if (
-            groups == 1
-            and weight.shape[2:].numel() == 1
-            and max(strides) == 1
-            and not any(map(any, pairs))
-        ):
-            # a 1×1 convolution is a matrix product: a row per position
-            rows, matrix = x.flatten(2).transpose(1, 2), weight.flatten(1)
-            if narrow:
-                y = narrow_matmul(rows.contiguous(), matrix.float().T)
-            else:
-                y = panel_product(rows.flatten(0, 1), matrix)
-                y = y.reshape(*rows.shape[:2], len(weight))
-            if bias is not None:
-                y = y + bias
-            return y.mT.reshape(len(x), len(weight), *x.shape[2:])
-        weight = weight.float()
-        if any(map(any, pairs)):
-            x = padded(x, pairs)
-        if narrow:
-            return _im2col_product(x, weight, bias, strides, dilations, groups)
-        function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
-        return function(x, weight, bias, strides, 0, dilations, groups)
-
-    return conv
-
-
-operation(_conv(narrow=False), narrow=_conv(narrow=True))
-
-
-@operation
 def conv_transpose(
     x,
     weight,

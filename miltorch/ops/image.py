@@ -5,10 +5,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops.registry import bounded, operation
+from miltorch.ops.registry import bounded
 
 
-def grid(span, count: int, mode: str) -> torch.Tensor:
+def _grid(span, count: int, mode: str) -> torch.Tensor:
     """Where `count` samples lie on a segment of `span` = size − 1 (a number or tensor
     [...]), float64 [..., count].
 
@@ -27,7 +27,7 @@ def grid(span, count: int, mode: str) -> torch.Tensor:
     return i * (span + 1) / count
 
 
-def linear(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
+def _linear(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
     """x interpolated at `positions` [n] along `axis`, clamped to its ends."""
     positions = positions.clamp(0, x.shape[axis] - 1)
     low = positions.floor().long()
@@ -36,23 +36,23 @@ def linear(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
     return x.index_select(axis, low) * (1 - share) + x.index_select(axis, high) * share
 
 
-def element(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
+def _element(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
     """x [.., n, ..] at the element below each of `positions` [n] along `axis`."""
     return x.index_select(axis, positions.floor().long().clamp(0, x.shape[axis] - 1))
 
 
-def closest(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
+def _closest(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
     """x [.., n, ..] at the element closest to each of `positions` [n] along `axis`."""
-    return element(x, axis, positions + 0.5)
+    return _element(x, axis, positions + 0.5)
 
 
-def _resized(x, sizes, mode: str, sample=linear):
+def _resized(x, sizes, mode: str, sample=_linear):
     """x with its last axes brought to `sizes`; `sample(x, axis, positions)` says what
     lies between elements."""
     bounded([*x.shape[: x.dim() - len(sizes)], *sizes])
     kind, x = x.dtype, x.float()
     for axis, size in enumerate(sizes, x.dim() - len(sizes)):
-        x = sample(x, axis, grid(x.shape[axis] - 1, size, mode))
+        x = sample(x, axis, _grid(x.shape[axis] - 1, size, mode))
     return x.to(kind)
 
 
@@ -61,19 +61,16 @@ def _scaled(x, *factors) -> list[int]:
     return sizes.astype(int).tolist()
 
 
-@operation
 def resize_bilinear(
     x, *, target_size_height=1, target_size_width=1, sampling_mode="DEFAULT"
 ):
     return _resized(x, (target_size_height, target_size_width), sampling_mode)
 
 
-@operation
 def resize_nearest_neighbor(x, *, target_size_height, target_size_width):
-    return _resized(x, (target_size_height, target_size_width), "DEFAULT", element)
+    return _resized(x, (target_size_height, target_size_width), "DEFAULT", _element)
 
 
-@operation
 def upsample_bilinear(
     x,
     *,
@@ -90,13 +87,11 @@ def upsample_bilinear(
     return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), mode)
 
 
-@operation
 def upsample_nearest_neighbor(x, *, scale_factor_height=1, scale_factor_width=1):
     sizes = _scaled(x, scale_factor_height, scale_factor_width)
-    return _resized(x, sizes, "DEFAULT", element)
+    return _resized(x, sizes, "DEFAULT", _element)
 
 
-@operation
 def resize(
     x, *, shape, resized_dims, interpolation_mode="LINEAR", sampling_mode="DEFAULT"
 ):
@@ -107,7 +102,7 @@ def resize(
     sizes = [size or n for size, n in zip(shape, old, strict=True)]
     if interpolation_mode == "LINEAR":
         return _resized(x, sizes, sampling_mode)
-    return _resized(x, sizes, sampling_mode, closest)
+    return _resized(x, sizes, sampling_mode, _closest)
 
 
 def _corners(boxes, mode: str, scale: float, extent):
@@ -122,7 +117,6 @@ def _corners(boxes, mode: str, scale: float, extent):
     return first * extent, second * extent
 
 
-@operation
 def crop_resize(
     x,
     boxes=None,
@@ -147,41 +141,34 @@ def crop_resize(
         box_indices = roi[:, 0, 0, 0, 0]
     elif box_indices is None:
         box_indices = torch.arange(len(boxes))
-    bounded([x.shape[1], len(boxes), target_height, target_width])
-    every_image = roi is not None and roi.shape[2] == 4
-    extent = 1.0
-    if normalized_coordinates:
-        extent = torch.tensor(x.shape[2:]) - 1
+    images = box_indices[:, None].long()  # [N, images of a box]
+    if roi is not None and roi.shape[2] == 4:
+        images = torch.arange(len(x)).expand(len(boxes), -1)
+    outer = torch.tensor(x.shape[2:]) - 1
+    extent = outer if normalized_coordinates else 1.0
     start, end = _corners(boxes, box_coordinate_mode, spatial_scale, extent)
-    crops = []
-    for n, image in enumerate(box_indices.long()):
-        crop, inside = x, torch.ones(())
-        if not every_image:
-            crop = x[image][None]
-        for axis, size in ((2, target_height), (3, target_width)):
-            at = start[n, axis - 2] + grid(
-                end[n, axis - 2] - start[n, axis - 2], size, sampling_mode
-            )
-            crop = linear(crop, axis, at)
-            within = ((at >= 0) & (at <= x.shape[axis] - 1)).float()
-            inside = inside * within.reshape([-1] + [1] * (3 - axis))
-        crops.append(torch.where(inside.bool(), crop, torch.tensor(pad_value)))
-    if roi is None:
-        return torch.cat(crops)
-    return torch.stack(crops)
+    most = max(x.shape[2:].numel(), target_height * target_width)
+    bounded([images.numel(), x.shape[1], most])
+    rows, columns = (
+        start[:, axis, None] + _grid((end - start)[:, axis], size, sampling_mode)
+        for axis, size in enumerate((target_height, target_width))
+    )
+    pixels = torch.broadcast_tensors(columns[:, None], rows[:, :, None])
+    pixels = torch.stack(pixels, -1).repeat_interleave(images.shape[1], 0)
+    inside = ((pixels >= 0) & (pixels <= outer.flip(0))).all(-1)
+    crops = _sampled(x[images.flatten()], pixels.float(), "bilinear", "border")
+    crops = torch.where(inside[:, None], crops, pad_value)
+    return crops if roi is None else crops.unflatten(0, images.shape)
 
 
-def _pixels(coordinates, sizes, mode: str, align_corners: bool):
-    """Coordinates [..., 2] (x, y) in one of MIL's conventions → pixels; `sizes` is (W,
-    H)."""
-    coordinates = coordinates.float()
-    if mode == "unnormalized":
-        return coordinates
-    if mode != "normalized_zero_to_one":
-        coordinates = (coordinates + 1) / 2
-    if align_corners:
-        return coordinates * (sizes - 1)
-    return coordinates * sizes - 0.5
+def _sampled(x, pixels, sampling_mode: str, padding_mode: str, centres: bool = True):
+    """x [N, C, H, W] at pixels [N, h, w, 2] (x, y). torch reflects about the outer
+    pixels' centres or about their edges."""
+    sizes = torch.tensor([x.shape[3], x.shape[2]])
+    places = (pixels + 0.5) / sizes * 2 - 1
+    if centres:
+        places = pixels / (sizes - 1).clamp(min=1) * 2 - 1
+    return F.grid_sample(x, places, sampling_mode, padding_mode, centres)
 
 
 _PADDING = {
@@ -192,7 +179,6 @@ _PADDING = {
 }
 
 
-@operation
 def resample(
     x,
     coordinates,
@@ -203,25 +189,18 @@ def resample(
     coordinates_mode,
     align_corners,
 ):
-    """x [B, C, H, W] sampled at coordinates [B, H2, W2, 2].
-
-    torch reflects about the outer pixels' centres or about their edges, as its own
-    `align_corners` says; MIL's reflection and symmetric padding are these two."""
-    sizes = torch.tensor([x.shape[3], x.shape[2]], dtype=torch.float32)
-    pixels = _pixels(coordinates, sizes, coordinates_mode, align_corners)
-    centres = padding_mode != "symmetric"
-    if centres:
-        places = pixels / (sizes - 1).clamp(min=1) * 2 - 1
-    else:
-        places = (pixels + 0.5) / sizes * 2 - 1
-    if padding_mode != "constant":
-        padding_value = 0.0
-    shifted = x - padding_value
-    y = F.grid_sample(shifted, places, sampling_mode, _PADDING[padding_mode], centres)
-    return y + padding_value
+    """x [B, C, H, W] sampled at coordinates [B, H2, W2, 2] (x, y) in one of MIL's
+    conventions."""
+    sizes, pixels = torch.tensor([x.shape[3], x.shape[2]]), coordinates.float()
+    if coordinates_mode == "normalized_minus_one_to_one":
+        pixels = (pixels + 1) / 2
+    if coordinates_mode != "unnormalized":
+        pixels = pixels * (sizes - 1) if align_corners else pixels * sizes - 0.5
+    value = padding_value if padding_mode == "constant" else 0.0
+    how = sampling_mode, _PADDING[padding_mode], padding_mode != "symmetric"
+    return _sampled(x - value, pixels, *how) + value
 
 
-@operation
 def affine(
     x,
     transform_matrix,
@@ -234,15 +213,11 @@ def affine(
     coordinates_mode,
     align_corners,
 ):
-    bounded([*x.shape[:2], output_height, output_width])
-    xs = torch.linspace(-1, 1, output_width)
-    ys = torch.linspace(-1, 1, output_height)
-    points = torch.stack(torch.meshgrid(xs, ys, indexing="xy"), -1)
-    matrix = transform_matrix.reshape(-1, 1, 2, 3)
-    coordinates = points @ matrix[..., :2].mT + matrix[..., None, :, 2]
+    shape = bounded([*x.shape[:2], output_height, output_width])
+    matrix = transform_matrix.reshape(-1, 2, 3).expand(len(x), -1, -1)
     return resample(
         x,
-        coordinates.expand(len(x), -1, -1, -1),
+        F.affine_grid(matrix, shape, align_corners=True),
         sampling_mode=sampling_mode,
         padding_mode=padding_mode,
         padding_value=padding_value,
@@ -278,7 +253,6 @@ def _peaks(
     return peaks[:max_boxes] or [int(best.argmax())]
 
 
-@operation
 def non_maximum_suppression(
     boxes,
     scores,

@@ -3,23 +3,19 @@
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops.registry import operation, operations
-
-operations(
-    {
-        "softmax": lambda x, *, axis=-1: torch.softmax(x, axis),
-        # over the Euclidean norm of the last three axes
-        "l2_norm": lambda x, *, epsilon=1e-6: (
-            x * torch.rsqrt(x.square().sum((-3, -2, -1), keepdim=True) + epsilon)
-        ),
-        "local_response_norm": lambda x, *, size, alpha=1e-4, beta=0.75, k=1.0: (
-            F.local_response_norm(x, size, alpha, beta, k)
-        ),
-        "batch_norm": lambda x, mean, variance, gamma=None, beta=None, *, epsilon=1e-5: (
-            F.batch_norm(x, mean, variance, gamma, beta, eps=epsilon)
-        ),
-    }
-)
+TABLE = {
+    "softmax": lambda x, *, axis=-1: torch.softmax(x, axis),
+    # over the Euclidean norm of the last three axes
+    "l2_norm": lambda x, *, epsilon=1e-6: (
+        x * torch.rsqrt(x.square().sum((-3, -2, -1), keepdim=True) + epsilon)
+    ),
+    "local_response_norm": lambda x, *, size, alpha=1e-4, beta=0.75, k=1.0: (
+        F.local_response_norm(x, size, alpha, beta, k)
+    ),
+    "batch_norm": lambda x, mean, variance, gamma=None, beta=None, *, epsilon=1e-5: (
+        F.batch_norm(x, mean, variance, gamma, beta, eps=epsilon)
+    ),
+}
 
 
 def _normalized(x, axes, gamma, beta, shape, epsilon):
@@ -34,7 +30,6 @@ def _normalized(x, axes, gamma, beta, shape, epsilon):
     return y
 
 
-@operation
 def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
     axes = axes or list(range(x.dim()))
     shape = [1] * x.dim()
@@ -43,7 +38,6 @@ def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
     return _normalized(x, axes, gamma, beta, shape, epsilon)
 
 
-@operation
 def instance_norm(x, gamma=None, beta=None, *, epsilon=1e-5):
     axes = list(range(2, x.dim()))
     return _normalized(x, axes, gamma, beta, [1, -1] + [1] * len(axes), epsilon)

@@ -5,8 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops.convolution import padding
-from miltorch.ops.registry import operation, padded
+from miltorch.ops.registry import padded, padding
 
 _AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 _MAXIMUM = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
@@ -36,7 +35,6 @@ def _mean(x, kernel_sizes, strides, pairs):
     return _AVERAGE[x.dim() - 3](padded(x, pairs), kernel_sizes, strides)
 
 
-@operation
 def max_pool(
     x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
 ):
@@ -47,7 +45,6 @@ def max_pool(
     )
 
 
-@operation
 def avg_pool(
     x,
     *,
@@ -72,7 +69,6 @@ def avg_pool(
     return _mean(x, kernel_sizes, strides, pairs) / share
 
 
-@operation
 def l2_pool(
     x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
 ):

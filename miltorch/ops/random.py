@@ -3,7 +3,7 @@ makes every call the same."""
 
 import torch
 
-from miltorch.ops.registry import bounded, operation
+from miltorch.ops.registry import bounded
 
 
 def _generator(seed: int) -> torch.Generator | None:
@@ -12,22 +12,18 @@ def _generator(seed: int) -> torch.Generator | None:
     return None
 
 
-@operation
 def random_uniform(*, shape, low=0.0, high=1.0, seed=-1):
     return low + (high - low) * torch.rand(bounded(shape), generator=_generator(seed))
 
 
-@operation
 def random_normal(*, shape, mean=0.0, stddev=1.0, seed=-1):
     return mean + stddev * torch.randn(bounded(shape), generator=_generator(seed))
 
 
-@operation
 def random_bernoulli(*, shape, prob=0.5, seed=-1):
     return (torch.rand(bounded(shape), generator=_generator(seed)) < prob).float()
 
 
-@operation
 def random_categorical(x, *, mode="logits", size=1, seed=-1):
     """`size` draws with replacement from each row of x [..., K]."""
     if mode == "logits":

@@ -4,11 +4,8 @@ Direction `reverse` reads x from its end and gives the sequence in the order it 
 computed; only the backward half of `bidirectional` is put back in the order of x."""
 
 import math
-from functools import partial
 
 import torch
-
-from miltorch.ops.registry import operation
 
 NO_BIAS = torch.zeros(())  # for all gates
 NO_BIASES = torch.zeros(3)  # for each of three gates
@@ -38,7 +35,6 @@ def _scan(step, inputs, states, direction: str, whole: bool):
     return torch.stack(sequence), *states
 
 
-@operation
 def rnn(
     x,
     initial_h,
@@ -59,7 +55,6 @@ def rnn(
     return _scan(step, inputs, (initial_h,), direction, output_sequence)
 
 
-@operation
 def gru(
     x,
     initial_h,
@@ -93,24 +88,6 @@ def gru(
     return _scan(step, inputs, (initial_h,), direction, output_sequence)
 
 
-def _lstm(
-    x, h, c, weight_ih, weight_hh, bias, peephole, *, functions, limit, direction, whole
-):
-    """One direction; gates in MIL's order: input, forget, output, cell."""
-    gate, cell, act = functions
-    inputs = x @ weight_ih.T + bias
-    p_i, p_f, p_o = peephole.chunk(3)
-
-    def step(row, h, c):
-        i, f, o, z = (row + h @ weight_hh.T).chunk(4, -1)
-        c = gate(f + p_f * c) * c + gate(i + p_i * c) * cell(z)
-        c = c.clamp(-limit, limit)
-        return gate(o + p_o * c) * act(c), c
-
-    return _scan(step, inputs, (h, c), direction, whole)
-
-
-@operation
 def lstm(
     x,
     initial_h,
@@ -132,14 +109,27 @@ def lstm(
     clip=math.inf,
 ):
     names = recurrent_activation, cell_activation, activation
-    functions = [_ACTIVATION[name] for name in names]
-    layer = partial(_lstm, x, functions=functions, limit=clip, whole=output_sequence)
+    gate, cell, act = (_ACTIVATION[name] for name in names)
+
+    def layer(direction, states, weight_ih, weight_hh, bias, peephole):
+        """One direction; gates in MIL's order: input, forget, output, cell."""
+        p_i, p_f, p_o = peephole.chunk(3)
+
+        def step(row, h, c):
+            i, f, o, z = (row + h @ weight_hh.T).chunk(4, -1)
+            c = gate(f + p_f * c) * c + gate(i + p_i * c) * cell(z)
+            c = c.clamp(-clip, clip)
+            return gate(o + p_o * c) * act(c), c
+
+        inputs = x @ weight_ih.T + bias
+        return _scan(step, inputs, states, direction, output_sequence)
+
     weights = weight_ih, weight_hh, bias, peephole
     if direction != "bidirectional":
-        return layer(initial_h, initial_c, *weights, direction=direction)
-    (h, h_back), (c, c_back) = initial_h.chunk(2, -1), initial_c.chunk(2, -1)
-    ahead = layer(h, c, *weights, direction="forward")
+        return layer(direction, (initial_h, initial_c), *weights)
+    first, second = zip(initial_h.chunk(2, -1), initial_c.chunk(2, -1))
+    ahead = layer("forward", first, *weights)
     weights = weight_ih_back, weight_hh_back, bias_back, peephole_back
-    sequence, *states = layer(h_back, c_back, *weights, direction="reverse")
+    sequence, *states = layer("reverse", second, *weights)
     pairs = zip(ahead, (sequence.flip(0), *states), strict=True)
     return tuple(torch.cat(pair, -1) for pair in pairs)

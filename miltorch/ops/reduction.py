@@ -4,36 +4,15 @@ import math
 
 import torch
 
-from miltorch.ops.registry import operation, operations
+from miltorch.ops.sums import NARROW, summed
 
 
-def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tensor:
-    """Sum over `axes`, the running sum rounded to fp16 after every 32 terms."""
-    axes = [a % x.dim() for a in axes]
-    rest = [a for a in range(x.dim()) if a not in axes]
-    flat = x.permute(*rest, *axes).reshape(*(x.shape[a] for a in rest), -1)
-    total = torch.zeros(flat.shape[:-1])
-    for part in flat.split(32, dim=-1):
-        total = (total + part.sum(-1)).half().float()
-    if keep_dims:
-        for axis in sorted(axes):
-            total = total.unsqueeze(axis)
-    return total
-
-
-def _reduce(name: str, function, narrow=None):
-    """Registers a reduction `function(x, axes, keep_dims)`; absent axes mean all of
-    them, as in MIL."""
-
-    def over(apply):
-        def op(x, *, axes=None, keep_dims=False):
-            if axes is None:
-                axes = list(range(x.dim()))
-            return apply(x, axes, keep_dims)
-
-        return op
-
-    operation(over(function), name, narrow and over(narrow))
+def _sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tensor:
+    whole = x.sum(axes, keep_dims)
+    if not NARROW.get():
+        return whole
+    flat = x.movedim(axes, [*range(-len(axes), 0)]).flatten(-len(axes))
+    return summed(lambda part: part.sum(-1), (flat, -1)).reshape(whole.shape)
 
 
 def _prod(x, axes, keep_dims):
@@ -42,57 +21,55 @@ def _prod(x, axes, keep_dims):
     return x
 
 
-def _sums(total) -> dict:
-    """The reductions that are made of sums, each sum by `total(x, axes, keep_dims)`."""
-    return {
-        "reduce_sum": total,
-        "reduce_sum_square": lambda x, *over: total(x.square(), *over),
-        "reduce_l1_norm": lambda x, *over: total(x.abs(), *over),
-        "reduce_l2_norm": lambda x, *over: total(x.square(), *over).sqrt(),
-        "reduce_log_sum": lambda x, *over: total(x, *over).log(),
-        "reduce_mean": lambda x, axes, keep_dims: (
-            total(x.float(), axes, keep_dims) / math.prod(x.shape[a] for a in axes)
-        ),
-    }
+def _mean(x, axes, keep_dims):
+    return _sum(x.float(), axes, keep_dims) / math.prod(x.shape[a] for a in axes)
 
 
-for _name, _function in _sums(torch.sum).items():
-    _reduce(_name, _function, _sums(narrow_sum)[_name])
-_reduce("reduce_max", torch.amax)
-_reduce("reduce_min", torch.amin)
-_reduce("reduce_prod", _prod)
-_reduce(
-    "reduce_log_sum_exp",
-    lambda x, axes, keep_dims: torch.logsumexp(x.float(), axes, keep_dims),
-)
+def _reduction(function):
+    """The rule of function(x, axes, keep_dims); absent axes mean all of them."""
+
+    def over_axes(x, *, axes=None, keep_dims=False):
+        return function(x, [*range(x.dim())] if axes is None else axes, keep_dims)
+
+    return over_axes
 
 
-operations(
-    {
-        "reduce_argmax": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: (
-            torch.argmax(x, axis, keep_dims)
-        ),
-        "reduce_argmin": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: (
-            torch.argmin(x, axis, keep_dims)
-        ),
-        "argsort": lambda x, *, axis=-1, ascending=False: torch.argsort(
-            x, dim=axis, descending=not ascending, stable=True
-        ),
-    }
-)
+TABLE = {
+    f"reduce_{name}": _reduction(function)
+    for name, function in {
+        "sum": _sum,
+        "sum_square": lambda x, *over: _sum(x.square(), *over),
+        "l1_norm": lambda x, *over: _sum(x.abs(), *over),
+        "l2_norm": lambda x, *over: _sum(x.square(), *over).sqrt(),
+        "log_sum": lambda x, *over: _sum(x, *over).log(),
+        "log_sum_exp": lambda x, *over: torch.logsumexp(x.float(), *over),
+        "mean": _mean,
+        "max": torch.amax,
+        "min": torch.amin,
+        "prod": _prod,
+    }.items()
+}
 
 
-@operation
+def reduce_argmax(x, *, axis=-1, keep_dims=False, output_dtype=None):
+    return torch.argmax(x, axis, keep_dims)
+
+
+def reduce_argmin(x, *, axis=-1, keep_dims=False, output_dtype=None):
+    return torch.argmin(x, axis, keep_dims)
+
+
+def argsort(x, *, axis=-1, ascending=False):
+    return torch.argsort(x, dim=axis, descending=not ascending, stable=True)
+
+
 def cumsum(x, *, axis=0, exclusive=False, reverse=False):
     if reverse:
         return cumsum(x.flip(axis), axis=axis, exclusive=exclusive).flip(axis)
     total = x.cumsum(axis)
-    if exclusive:
-        total = total - x
-    return total
+    return total - x if exclusive else total
 
 
-@operation
 def topk(
     x,
     *,
@@ -104,11 +81,7 @@ def topk(
     output_indices_dtype=None,
 ):
     """The first k of a stable order: among equals the lower index wins."""
-    values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
-    if k == -1:
-        k = x.shape[axis]
-    values = values.narrow(axis, 0, k)
-    indices = indices.narrow(axis, 0, k)
-    if not return_indices:
-        return values
-    return values, indices
+    ordered = torch.sort(x, dim=axis, descending=not ascending, stable=True)
+    count = x.shape[axis] if k == -1 else k
+    values, indices = (each.narrow(axis, 0, count) for each in ordered)
+    return (values, indices) if return_indices else values

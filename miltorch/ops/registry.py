@@ -1,18 +1,20 @@
-"""The table of MIL operations, and what several families need to fill it.
+"""How an operation's rule is found, and what several families need.
 
-A rule's positional parameters are arrays, its keyword-only parameters are attributes
-(Python ints, floats, bools, strings or lists of them); both are spelled as MIL spells
-them, and one rule serves every version of its op. Floats arrive in float32 whatever the
-program declares; the interpreter brings results to their declared dtype. A rule returns
-a tensor, a list (a MIL list), or a tuple: one element per output. To add an op: write
-the function in its family's file under `@operation`, or its one line into a table of
-`operations`."""
+Every public function of a family's module, and every entry of its TABLE, is the rule of
+the MIL operation of its name. A rule's positional parameters are arrays, its keyword-only
+parameters are attributes (Python ints, floats, bools, strings or lists of them); both are
+spelled as MIL spells them, and one rule serves every version of its operation. Floats
+arrive in float32 whatever the program declares; the interpreter brings results to their
+declared dtype. A rule returns a tensor, a list (a MIL list), or a tuple: one element per
+output."""
 
 import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -23,36 +25,26 @@ MAX_ELEMENTS = 1 << 28  # of a tensor whose size an attribute decides: 1 GiB in 
 
 @dataclass(frozen=True)
 class Operation:
+    """A rule: the names of its arrays, its attributes and their defaults."""
+
     function: Callable
-    attributes: frozenset[str]
-    narrow: Callable | None = None
+    operands: tuple[str, ...]
+    attributes: dict[str, object]
 
 
-OPERATIONS: dict[str, Operation] = {}
-
-
-def operation(
-    function: Callable, name: str | None = None, narrow: Callable | None = None
-) -> Callable:
-    """Registers `function` as the rule of the MIL op `name` (default: the function's
-    own name) and returns it.
-
-    `narrow` is the variant whose sums are rounded to fp16 after every 32 terms.
-    """
-    name = name or function.__name__
-    if name in OPERATIONS:
-        raise ValueError(f"MIL op {name!r} has two rules")
-    parameters = inspect.signature(function).parameters.values()
-    attributes = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    OPERATIONS[name] = Operation(function, attributes, narrow)
-    return function
-
-
-def operations(functions: dict[str, Callable]) -> None:
-    """Registers functions by the names of their MIL ops."""
+def rules(family: ModuleType) -> dict[str, Operation]:
+    """The rules of a family's module, by the names of their operations."""
+    functions, found = dict(getattr(family, "TABLE", {})), {}
+    for name, function in vars(family).items():
+        own = inspect.isfunction(function) and function.__module__ == family.__name__
+        if own and not name.startswith("_"):
+            functions[name] = function
     for name, function in functions.items():
-        function.__qualname__ = name  # the name in Python's error messages
-        operation(function, name)
+        parameters = inspect.signature(function).parameters.values()
+        attributes = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        operands = tuple(p.name for p in parameters if p.name not in attributes)
+        found[name] = Operation(function, operands, attributes)
+    return found
 
 
 def bounded(sizes) -> list[int]:
@@ -73,3 +65,47 @@ def padded(
     bounded(n + sum(pair) for n, pair in zip(x.shape[lead:], pairs, strict=True))
     edges = [edge for pair in reversed(pairs) for edge in pair]
     return F.pad(x, edges, mode, value)
+
+
+def padding(
+    sizes, kernel, strides, dilations, pad_type: str, pad
+) -> list[tuple[int, int]]:
+    """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the
+    end), same_lower, custom."""
+    if pad_type == "custom":
+        return list(zip(pad[::2], pad[1::2], strict=True))
+    if pad_type == "valid":
+        return [(0, 0)] * len(sizes)
+    pairs = []
+    for size, taps, stride, dilation in zip(
+        sizes, kernel, strides, dilations, strict=True
+    ):
+        reach = (taps - 1) * dilation + 1
+        total = max((-(-size // stride) - 1) * stride + reach - size, 0)
+        before = total // 2
+        if pad_type == "same_lower":
+            before = total - before
+        pairs.append((before, total - before))
+    return pairs
+
+
+def window(
+    begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None
+) -> tuple:
+    """MIL's parameters of a slice as an index. A squeezed axis takes one element; a
+    masked begin or end is open."""
+    none, index = [None] * len(begin), []
+    given = stride, begin_mask, end_mask, squeeze_mask
+    axes = zip(begin, end, *(each or none for each in given), strict=True)
+    for first, last, step, opened, ends_open, squeezed in axes:
+        start, stop = None if opened else first, None if ends_open else last
+        index.append(first if squeezed else slice(start, stop, step))
+    return tuple(index)
+
+
+def assign(x: np.ndarray, index: tuple, update: torch.Tensor) -> None:
+    """Writes an update of just its shape into a window of `x`."""
+    shapes = list(update.shape), list(x[index].shape)  # the end of `x` may cut it short
+    if shapes[0] != shapes[1]:
+        raise IndexError("an update of shape {} for a window of {}".format(*shapes))
+    x[index] = update.numpy()

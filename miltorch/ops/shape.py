@@ -3,58 +3,48 @@
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops.registry import bounded, operation, operations, padded
+from miltorch.ops.registry import bounded, padded
 
-operations(
-    {
-        "transpose": lambda x, *, perm: x.permute(perm),
-        "stack": lambda values, *, axis: torch.stack(values, axis),
-        "split": lambda x, *, axis, num_splits=None, split_sizes=None: x.split(
-            split_sizes or x.shape[axis] // num_splits, axis
-        ),
-        "shape": lambda x: torch.tensor(x.shape, dtype=torch.int32),
-        "fill": lambda *, shape, value=0.0: torch.full(bounded(shape), value),
-        "fill_like": lambda ref_tensor, *, value=0.0: torch.full(
-            ref_tensor.shape, value
-        ),
-        "sliding_windows": lambda x, *, axis, size, stride=1: x.unfold(
-            axis, size, stride
-        ).movedim(-1, axis % x.dim() + 1),
-        "pixel_shuffle": lambda x, *, upscale_factor: F.pixel_shuffle(
-            x, upscale_factor
-        ),
-        "pixel_unshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(
-            x, downscale_factor
-        ),
-    }
-)
+TABLE = {
+    "transpose": lambda x, *, perm: x.permute(perm),
+    "stack": lambda values, *, axis: torch.stack(values, axis),
+    "split": lambda x, *, axis, num_splits=None, split_sizes=None: x.split(
+        split_sizes or x.shape[axis] // num_splits, axis
+    ),
+    "shape": lambda x: torch.tensor(x.shape, dtype=torch.int32),
+    "fill": lambda *, shape, value=0.0: torch.full(bounded(shape), value),
+    "fill_like": lambda ref_tensor, *, value=0.0: torch.full(ref_tensor.shape, value),
+    "sliding_windows": lambda x, *, axis, size, stride=1: x.unfold(
+        axis, size, stride
+    ).movedim(-1, axis % x.dim() + 1),
+    "pixel_shuffle": lambda x, *, upscale_factor: F.pixel_shuffle(x, upscale_factor),
+    "pixel_unshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(
+        x, downscale_factor
+    ),
+}
 
 
-@operation
 def squeeze(x, *, axes=None):
     if axes is None:
         return x.squeeze()
     return x.squeeze(tuple(axes))
 
 
-@operation
 def reverse(x, *, axes=None):
     if axes is None:
         axes = list(range(x.dim()))
     return x.flip(axes)
 
 
-@operation
 def reshape(x, *, shape):
     """A 0 keeps the size of the axis that stands as far from the right, and is 1 where
     x has none."""
-    if x.numel() == 0:
+    if 0 not in shape or x.numel() == 0:
         return x.reshape(shape)
     sizes = [1] * (len(shape) - x.dim()) + list(x.shape)[max(x.dim() - len(shape), 0) :]
     return x.reshape([size or old for size, old in zip(shape, sizes, strict=True)])
 
 
-@operation
 def reshape_like(x, ref_tensors, *, begins, ends, end_masks):
     """The new shape is made of pieces of other shapes:
     `ref_tensors[i].shape[begins[i]:ends[i]]`, one after another."""
@@ -68,12 +58,10 @@ def reshape_like(x, ref_tensors, *, begins, ends, end_masks):
     return x.reshape(shape)
 
 
-@operation
 def flatten2d(x, *, axis=1):
     return x.reshape(x.shape[:axis].numel(), -1)
 
 
-@operation
 def concat(values, *, axis, interleave=False):
     if interleave:  # elements of the operands alternate along `axis`
         axis %= values[0].dim()
@@ -81,7 +69,6 @@ def concat(values, *, axis, interleave=False):
     return torch.cat(torch.atleast_1d(values), axis)
 
 
-@operation
 def expand_dims(x, *, axes):
     rank = x.dim() + len(axes)
     for axis in sorted(a % rank for a in axes):
@@ -89,13 +76,11 @@ def expand_dims(x, *, axes):
     return x
 
 
-@operation
 def tile(x, *, reps):
     bounded(n * r for n, r in zip(x.shape, reps, strict=True))
     return x.repeat(reps)
 
 
-@operation
 def reverse_sequence(x, *, lengths, seq_axis=0, batch_axis=0):
     """Reverses the first `lengths[i]` elements along `seq_axis` of the i-th entry of
     `batch_axis`."""
@@ -105,7 +90,6 @@ def reverse_sequence(x, *, lengths, seq_axis=0, batch_axis=0):
     return rows.movedim((0, 1), (batch_axis, seq_axis))
 
 
-@operation
 def pad(x, *, pad, mode="constant", constant_val=0.0):
     pairs = list(zip(pad[::2], pad[1::2], strict=True))
     if mode == "constant":
@@ -115,27 +99,21 @@ def pad(x, *, pad, mode="constant", constant_val=0.0):
     return y.reshape(*x.shape[:lead], *y.shape[2:])
 
 
-@operation
 def range_1d(*, start, end, step):
     bounded([(end - start) / step])
     return torch.arange(start, end, step)
 
 
-@operation
 def one_hot(indices, *, one_hot_vector_size, axis=-1, on_value=1, off_value=0):
     bounded([*indices.shape, one_hot_vector_size])
     hot = (indices[..., None] == torch.arange(one_hot_vector_size)).movedim(-1, axis)
     return torch.where(hot, torch.tensor(on_value), torch.tensor(off_value))
 
 
-@operation
 def band_part(x, *, lower=-1, upper=-1):
-    rows = torch.arange(x.shape[-2])[:, None]
-    columns = torch.arange(x.shape[-1])
-    keep = ((lower < 0) | (rows - columns <= lower)) & (
-        (upper < 0) | (columns - rows <= upper)
-    )
-    return torch.where(keep, x, torch.zeros((), dtype=x.dtype))
+    if lower >= 0:
+        x = x.triu(-lower)
+    return x.tril(upper) if upper >= 0 else x
 
 
 def _blocks(x, a: int, b: int):
@@ -150,29 +128,24 @@ def _unblocked(blocks):
     return blocks.permute(2, 3, 4, 0, 5, 1).flatten(4).flatten(2, 3)
 
 
-@operation
 def depth_to_space(x, *, block_size):
     return _unblocked(x.unflatten(1, (block_size, block_size, -1)).movedim(0, 2))
 
 
-@operation
 def space_to_depth(x, *, block_size):
     return _blocks(x, block_size, block_size).movedim(2, 0).flatten(1, 3)
 
 
-@operation
 def space_to_batch(x, *, block_shape, paddings):
     """Each of the block's positions becomes a batch of its own: [N, C, H, W] → [a·b·N,
     C, H/a, W/b]."""
     return _blocks(padded(x, paddings), *block_shape).flatten(0, 2)
 
 
-@operation
 def batch_to_space(x, *, block_shape, crops):
     y = _unblocked(x.unflatten(0, (*block_shape, -1)))
     return padded(y, [(-before, -after) for before, after in crops])
 
 
-@operation
 def crop(x, *, crop_height, crop_width):
     return padded(x, [tuple(-n for n in crop_height), tuple(-n for n in crop_width)])

@@ -1,8 +1,6 @@
 """State: a mutable cell that outlives a call. Values in it are never written in place,
 only replaced."""
 
-from miltorch.ops.registry import operation
-
 
 class StateCell:
     """One state tensor. Replacing `value` is the only write, so a value handed out can
@@ -12,17 +10,14 @@ class StateCell:
         self.value = value
 
 
-@operation
 def read_state(input):
     return input.value
 
 
-@operation
 def write_state(input, data):
     coreml_update_state(input, data)
 
 
-@operation
 def coreml_update_state(state, value):
     if value.shape != state.value.shape:
         raise ValueError(

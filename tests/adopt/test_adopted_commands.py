@@ -3,19 +3,20 @@ reason where something cannot be asked."""
 
 import numpy as np
 import pytest
-from circle import all_wide, wide
+from circle import wide
 from test_adopt import command, validate
 
 from workbench import Bundle, log, sweep
-from workbench.check import golden, metrics
+from workbench.check import compare, golden
 from workbench.models.checkpoint import Checkpoint
 
 IDS = [(7 * i + 5) % 97 for i in range(60)]
 
 
-@pytest.fixture(scope="module")
-def text() -> str:
-    return ",".join(map(str, IDS))
+def about(adoptions, style) -> tuple:
+    text = ",".join(map(str, IDS))
+    source = "--checkpoint", adoptions.checkpoint(style)
+    return adoptions.folder(style), "--prompt-ids", text, *source
 
 
 def losses(adoptions, style, ids) -> np.ndarray:
@@ -24,18 +25,16 @@ def losses(adoptions, style, ids) -> np.ndarray:
     source = Checkpoint(adoptions.checkpoint(style))
     weights = golden.stored_weights(source, Bundle.open(adoptions.folder(style)))
     logits = golden.make_golden(source, ids, weights, "stored")["logits"]
-    return np.array([-metrics.log_softmax(row)[i] for row, i in zip(logits, ids[1:])])
+    return np.array([-compare.log_softmax(row)[i] for row, i in zip(logits, ids[1:])])
 
 
-@pytest.mark.parametrize("style", ["chunks", *all_wide("recipe", "shards")])
+@pytest.mark.parametrize("style", ["chunks", wide("recipe")])
 def test_evaluate_gives_the_perplexity_of_the_weights_that_are_stored(
-    adoptions, text, style, tmp_path, monkeypatch
+    adoptions, style, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     how = "--window", 30, "--stride", 29, "--precision", "exact", "--json"
-    source = "--checkpoint", adoptions.checkpoint(style)
-    folder = adoptions.folder(style)
-    result = command("evaluate", folder, "--prompt-ids", text, *source, *how)
+    result = command("evaluate", *about(adoptions, style), *how)
     windows = [losses(adoptions, style, IDS[i : i + 30]) for i in (0, 29)]
     windows.append(losses(adoptions, style, IDS[58:]))
     expected = np.exp(np.concatenate(windows).mean())
@@ -44,13 +43,9 @@ def test_evaluate_gives_the_perplexity_of_the_weights_that_are_stored(
     assert result["kl"]["mean"] < 0.5 and result["same_top"] > 0.5
 
 
-def test_evaluate_says_what_an_argmax_inside_keeps(
-    adoptions, text, tmp_path, monkeypatch
-):
+def test_evaluate_says_what_an_argmax_inside_keeps(adoptions, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source = "--checkpoint", adoptions.checkpoint("host")
-    folder = adoptions.folder("host")
-    result = command("evaluate", folder, "--prompt-ids", text, *source, "--json")
+    result = command("evaluate", *about(adoptions, "host"), "--json")
     assert result["perplexity"] is None and result["kl"] is None
     assert "argmax is inside" in result["not_run"]
     assert result["golden_perplexity"] > 1 and result["same_top"] > 0.5
@@ -67,7 +62,7 @@ def test_logits_are_written_row_by_row(adoptions, tmp_path):
     assert "argmax inside" in problem
 
 
-@pytest.mark.parametrize("style", ["chunks", "host", wide("recipe")])
+@pytest.mark.parametrize("style", ["chunks", wide("host")])
 def test_plan_counts_packages_and_states_and_places_every_function(adoptions, style):
     result = command("plan", adoptions.folder(style), "--memory", "16G", "--json")
     states = adoptions.decoder(style).seqs.named_states
@@ -78,8 +73,7 @@ def test_plan_counts_packages_and_states_and_places_every_function(adoptions, st
     assert result["fits"] and len(result["chips"]) > 3
     if style == "chunks":
         placed = [shard["shard"] for shard in result["shards"]]
-        assert len(placed) == 6
-        assert "tiny_FFN_PF_chunk_02of02 prefill" in placed
+        assert len(placed) == 6 and "tiny_FFN_PF_chunk_02of02 prefill" in placed
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +100,7 @@ def swept(adoptions, tmp_path_factory):
     return grid, root, counts
 
 
+@pytest.mark.wide
 def test_sweep_measures_and_validates_foreign_bundles(swept):
     grid, root, counts = swept
     assert (counts["cells"], counts["done"]) == (4, 4)
@@ -117,6 +112,7 @@ def test_sweep_measures_and_validates_foreign_bundles(swept):
     assert sweep.sweep(sweep.make_grid(grid), root=root, progress=False)["resumed"] == 4
 
 
+@pytest.mark.wide
 def test_the_explorer_shows_what_a_sweep_of_foreign_bundles_logged(swept):
     from workbench.widgets import Explorer
 

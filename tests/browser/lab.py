@@ -180,7 +180,6 @@ class Notebook:
 
     def __init__(self, page, path: Path, shots: Path):
         self.page, self.path, self.shots = page, path, shots
-        self.seconds = {}  # from each action on a widget to what it shows then
         shots.mkdir(parents=True, exist_ok=True)
         page.evaluate(OPEN, f"notebooks/{path.name}")
         page.wait_for_selector(".jp-Notebook .jp-Cell")
@@ -234,24 +233,19 @@ class Notebook:
         ]
         return raised + self.page.locator(".workbench-error").all_inner_texts()
 
-    def widget(self, name: str) -> "Widget | None":
-        """The first widget of a kind (`explorer`, `planner`), if there is one."""
-        found = self.page.locator(f".workbench-{name}")
-        return Widget(self, found.first) if found.count() else None
+    def widget(self, name: str) -> "Widget":
+        """The first widget of a kind (`explorer`, `planner`)."""
+        return Widget(self, self.page.locator(f".workbench-{name}").first)
 
-    def shoot(self, suffix: str = "") -> None:
+    def shoot(self) -> None:
         """Keeps the whole notebook as one picture, taken in a window as high as it is."""
         scroller = "document.querySelector('.jp-WindowedPanel-outer')"
         height = self.page.evaluate(f"{scroller}.scrollHeight")
         self.page.set_viewport_size(SIZE | {"height": min(height + 200, 16_000)})
+        self.page.evaluate(f"{scroller}.scrollTop = 0")  # below the last cell is room
         self.page.wait_for_timeout(300)
-        self.page.screenshot(path=self.shots / f"{self.path.stem}{suffix}.png")
+        self.page.screenshot(path=self.shots / f"{self.path.stem}.png")
         self.page.set_viewport_size(SIZE)
-
-    def execute(self, code: str) -> None:
-        """Runs code in the notebook's kernel, outside of its cells."""
-        request = f"requestExecute({{code: {json.dumps(code)}}}).done.then(() => true)"
-        self._in_lab(f"sessionContext.session.kernel.{request}")
 
 
 class Widget:
@@ -266,10 +260,9 @@ class Widget:
         return self.box.evaluate(f"b => {canvases} + b.innerText")
 
     def changes(self, action, name: str) -> None:
-        """Does `action`, named `name` among the notebook's times, and waits until something else is
-        shown."""
+        """Does `action` and waits until something else is shown."""
         self.notebook.rest()
-        before, start = self.shown(), time.monotonic()
+        before = self.shown()
         action()
         _wait(
             lambda: self.shown() != before,
@@ -277,8 +270,6 @@ class Widget:
             f"{name}: nothing changed",
             every=0.02,
         )
-        seconds = time.monotonic() - start
-        self.notebook.seconds.setdefault(name, []).append(seconds)
         self.notebook.rest()
 
     def move(self, name: str) -> None:
@@ -298,12 +289,12 @@ class Widget:
         self.changes(lambda: press("ArrowRight"), name)
 
     def click_picture(self, x: float, y: float) -> None:
-        """Clicks at fractions of the picture's size."""
-        canvas = self.box.locator("canvas").last
+        """Clicks at fractions of the size of the first picture, once it rests."""
+        self.notebook.rest()
+        canvas = self.box.locator("canvas").nth(1)  # the overlay of the first picture
         canvas.scroll_into_view_if_needed()
         size = canvas.bounding_box()
         at = size["x"] + size["width"] * x, size["y"] + size["height"] * y
-        self.notebook.page.mouse.move(*at)
         self.changes(lambda: self.notebook.page.mouse.click(*at), "click")
 
     def press(self, label: str) -> None:

@@ -104,7 +104,7 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, project):
     for name in ("T", "max_seq_len", "tensor", "metric"):
         explorer.move(name)
     explorer.click_picture(0.4, 0.4)
-    explorer.says("error split of layer")
+    explorer.says("relative RMS that each step adds")
     explorer.says("quantization")
     explorer.says("× the rounding floor")
     explorer.press("Save figure")
@@ -119,7 +119,6 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, project):
         "[...b.querySelectorAll('button')].filter(x => x.scrollWidth > x.clientWidth)"
     )
     assert explorer.box.evaluate(f"b => {wide}.map(x => x.innerText)") == []
-    print("seconds to an answer:", notebook.seconds)
 
 
 def test_a_cell_that_fails_is_seen(lab, project):

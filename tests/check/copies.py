@@ -12,39 +12,26 @@ from pathlib import Path
 
 import numpy as np
 
-from miltorch.blob import DTYPES, unpack_bits
-from miltorch.program import DTYPE_BITS, NUMPY, spec_path
+from miltorch.program import DTYPE_BITS, NUMPY, _Reader, spec_path
 from miltorch.quiet import coremltools
 from workbench.files import sha256
 
 
 class StoredArray:
     """One array of a package: the protobuf value that holds it, or says where in the weight file it
-    lies."""
+    lies. `miltorch` reads it, nothing of which writes it."""
 
-    def __init__(self, value, folder: Path):
+    def __init__(self, value, package: Path):
         from coremltools.proto import MIL_pb2
 
         tensor = value.type.tensorType
-        self.value, self.folder = value, folder
+        self.value, self.package = value, package
         self.dtype = MIL_pb2.DataType.Name(tensor.dataType)
         self.shape = tuple(d.constant.size for d in tensor.dimensions)
 
     def read(self) -> np.ndarray:
         """Its elements, those of sub-byte integers one per byte."""
-        dtype, bits = np.dtype(NUMPY[self.dtype]), DTYPE_BITS.get(self.dtype)
-        if self.value.WhichOneof("value") == "blobFileValue":
-            raw = np.array(self._payload("r"))
-        else:
-            field = self._field()
-            if field != "bytes":
-                values = getattr(self.value.immediateValue.tensor, field).values
-                return np.array(values, dtype).reshape(self.shape)
-            raw = np.frombuffer(self.value.immediateValue.tensor.bytes.values, np.uint8)
-        if bits:
-            signed = dtype.kind == "i"
-            return unpack_bits(raw, bits, self._count, signed).reshape(self.shape)
-        return raw.view(dtype)[: self._count].reshape(self.shape).copy()
+        return np.array(_Reader(self.package).value(self.value))
 
     def write(self, array: np.ndarray) -> None:
         """Puts `array`, of the same shape, in its place."""
@@ -57,30 +44,24 @@ class StoredArray:
         )
         raw = raw.view(np.uint8)
         if self.value.WhichOneof("value") == "blobFileValue":
-            payload = self._payload("r+")
+            payload = self._payload()
             payload[: len(raw)] = raw
             payload.flush()
             return
-        field, tensor = self._field(), self.value.immediateValue.tensor
+        tensor = self.value.immediateValue.tensor
+        field = tensor.WhichOneof("value")
         if field == "bytes":
             tensor.bytes.values = raw.tobytes()
         else:
             getattr(tensor, field).values[:] = values.tolist()
 
-    @property
-    def _count(self) -> int:
-        return int(np.prod(self.shape, dtype=object))
-
-    def _field(self) -> str:
-        return self.value.immediateValue.tensor.WhichOneof("value")
-
-    def _payload(self, mode: str) -> np.memmap:
+    def _payload(self) -> np.memmap:
         blob = self.value.blobFileValue
-        path = self.folder / blob.fileName.removeprefix("@model_path/")
+        folder = spec_path(self.package).parent
+        path = folder / blob.fileName.removeprefix("@model_path/")
         record = np.memmap(path, np.uint8, mode="r")[blob.offset : blob.offset + 64]
         size, start = record[8:24].view(np.uint64).tolist()
-        assert DTYPES[int(record[4:8].view(np.uint32)[0])][0] is not None
-        return np.memmap(path, np.uint8, mode=mode, offset=start, shape=(size,))
+        return np.memmap(path, np.uint8, mode="r+", offset=start, shape=(size,))
 
 
 def _packed(values: np.ndarray, bits: int) -> np.ndarray:
@@ -227,21 +208,17 @@ class Copy:
 
     def constant(self, shard: dict, name: str) -> StoredWeight:
         """The stored form of a program's constant."""
-        folder = spec_path(self.root / shard["path"]).parent
-        op = next(
-            o
-            for o in self.block(shard).operations
-            if o.outputs and o.outputs[0].name == name
-        )
+        package = self.root / shard["path"]
+        op = self.making(shard, name)
         if op.type == "const":
-            return StoredWeight({"val": StoredArray(op.attributes["val"], folder)})
+            return StoredWeight({"val": StoredArray(op.attributes["val"], package)})
         arrays = {}
         for role in op.inputs:
             bound = op.inputs[role].arguments[0]
             if bound.WhichOneof("binding") == "name":
                 arrays[role] = self.constant(shard, bound.name).arrays["val"]
             else:
-                arrays[role] = StoredArray(bound.value, folder)
+                arrays[role] = StoredArray(bound.value, package)
         return StoredWeight(arrays)
 
     def operations(self, shard: dict, kind: str, module: str = "") -> list:
@@ -257,6 +234,11 @@ class Copy:
         ]
         assert found, (kind, module)
         return found
+
+    def making(self, shard: dict, name: str):
+        """The operation whose first result has this name."""
+        operations = self.block(shard).operations
+        return next(o for o in operations if o.outputs and o.outputs[0].name == name)
 
     def feed(self, operation, parameter: str, name: str) -> None:
         """Makes an operation read another value."""

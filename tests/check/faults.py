@@ -31,26 +31,34 @@ import torch
 from miltorch.program import Ref
 from workbench import Decoder
 
-FAULTS: dict[str, "Fault"] = {}
-
 
 @dataclass(frozen=True)
 class Fault:
-    """`gate` must be RED once `plant(decoder)` is done; `bundle` names the fixture of the bundle it
-    is planted in."""
+    """`gate` is made for this kind of fault and must be RED once it is planted; others may be as
+    well. `bundle`: where it is planted (see `cases.BASES`)."""
 
     gate: str
-    plant: Callable[[Decoder], None]
+    plant: Callable
     bundle: str
 
 
-def fault(gate: str, bundle: str = "llama"):
-    def register(plant):
-        assert plant.__name__ not in FAULTS
-        FAULTS[plant.__name__] = Fault(gate, plant, bundle)
-        return plant
+def registry() -> tuple[dict[str, Fault], Callable]:
+    """Faults by name, and the decorator that adds one."""
+    faults = {}
 
-    return register
+    def fault(gate: str, bundle: str = "llama", name: str = ""):
+        def register(plant):
+            key = name or plant.__name__
+            assert key not in faults
+            faults[key] = Fault(gate, plant, bundle)
+            return plant
+
+        return register
+
+    return faults, fault
+
+
+FAULTS, fault = registry()
 
 
 def steps(decoder: Decoder, layer: int, kind: str, module: str = ""):
@@ -137,16 +145,181 @@ def replace(model, name: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
                 step.constants[parameter] = new.to(value.dtype)
 
 
+def changed(name: str, layer: int, tensor: str, change: Callable, bundle="llama"):
+    """A fault of one weight of a layer, which gate `program` shows."""
+
+    @fault("program", bundle, name)
+    def plant(decoder):
+        constant(decoder, layer, tensor, change)
+
+
+def altered(
+    name: str,
+    layer: int,
+    kind: str,
+    module: str = "",
+    *,
+    gate: str = "program",
+    bundle: str = "llama",
+    which: int = 0,
+    function: Callable | None = None,
+    **change: Callable,
+) -> None:
+    """A fault of one step of a layer, of its kind and module the `which`: it is another
+    `function`, or `wrap` changes it."""
+
+    @fault(gate, bundle, name)
+    def plant(decoder):
+        step = steps(decoder, layer, kind, module)[which]
+        if function:
+            step.function = function
+        wrap(step, **change)
+
+
+# The host's inputs
+
+
+def made(name: str, gate: str, inputs: str, change: Callable, bundle: str = "llama"):
+    """A fault of inputs, their names side by side: change(input) gives others."""
+
+    @fault(gate, bundle, name)
+    def plant(decoder):
+        def replace(made, *_):
+            made.update({n: np.float32(change(made[n])) for n in inputs.split()})
+
+        host(decoder, replace)
+
+
+def blocked(mask, *rows):
+    mask[..., list(rows)] = -1e4
+    return mask
+
+
+def clamped(mask):
+    mask[:, :, -2] = np.maximum(mask[:, :, -2], mask[:, :, -1])
+    mask[:, :, -1] = 0
+    return mask
+
+
+def first_written(mask):
+    mask[-1] = mask[0]
+    return mask
+
+
+def infinite(mask):
+    with np.errstate(invalid="ignore"):
+        return (mask != 0) * np.float32(-np.inf)
+
+
+ROPE = "rope_cos rope_sin"
+WRITE, MASK = "kv_write_mask", "attn_mask"
+made(
+    "write_address_off_by_one_at_t_above_1",
+    "write_address",
+    WRITE,
+    lambda m: np.roll(m, int(m.shape[-1] > 1), 2),
+)
+made("address_clamped_at_the_last_but_one_slot", "write_address", WRITE, clamped)
+made(
+    "tokens_dropped_when_the_chunk_is_long",
+    "write_address",
+    WRITE,
+    lambda m: m * (np.arange(m.shape[-1]) < 2),
+)
+# the same rows change, each with another token's content: only T > 1 shows it
+made(
+    "tokens_of_a_chunk_written_in_reverse",
+    "program",
+    WRITE,
+    lambda m: m[..., ::-1].copy(),
+)
+made(
+    "every_token_of_a_chunk_gets_the_first_position",
+    "program",
+    ROPE,
+    lambda x: x[:, :, :1].repeat(x.shape[2], 2),
+)
+made("rope_turns_the_other_way", "host", "rope_sin", np.negative)
+made("rope_frequencies_in_reverse", "host", ROPE, lambda x: x[..., ::-1].copy())
+made("mask_of_ones_and_zeros", "host", MASK, lambda m: m == 0)
+made("future_left_visible", "host", MASK, np.zeros_like)
+made(
+    "future_visible_within_a_chunk",
+    "program",
+    MASK,
+    lambda m: m[:, :, -1:].repeat(m.shape[2], 2),
+)
+made("mask_too_weak_to_hide_stale_rows", "stale_rows", MASK, lambda m: m / 1e3)
+made("mask_of_minus_infinity_times_zero", "program", MASK, infinite)
+made("mask_blocks_the_last_row", "host", MASK, lambda m: blocked(m, -1))
+# batches: what the first sequence has stands for all
+made(
+    "every_sequence_gets_the_first_one_s_rope",
+    "program",
+    ROPE,
+    lambda x: x[:1].repeat(len(x), 0),
+    "batch",
+)
+made(
+    "every_sequence_gets_the_first_one_s_mask",
+    "program",
+    MASK,
+    lambda m: m[:1].repeat(len(m), 0),
+    "batch",
+)
+made(
+    "the_last_sequence_writes_where_the_first_does",
+    "program",
+    WRITE,
+    first_written,
+    "batch",
+)
+made(
+    "sequences_see_what_any_of_them_sees",
+    "program",
+    MASK,
+    lambda m: m.max(0, keepdims=True).repeat(len(m), 0),
+    "batch",
+)
+made(
+    "ring_written_one_row_late",
+    "write_address",
+    "kv_write_mask_local",
+    lambda m: np.roll(m, 1, 2),
+    "ring",
+)
+made(
+    "ring_mask_off_by_one",
+    "host",
+    "attn_mask_local",
+    lambda m: np.roll(m, 1, 3),
+    "ring",
+)
+
+
+def turned(name: str, angles: Callable) -> None:
+    """A fault of rope: angles(positions, inverse frequencies)."""
+
+    @fault("host", name=name)
+    def plant(decoder):
+        inv = np.array(decoder.manifest.rope[0].inv_freq, np.float32)
+
+        def turn(made, offsets, counts, T):
+            positions = (offsets[:, None] + np.arange(T))[:, None, :, None]
+            cos, sin = (f(angles(positions, inv)) for f in (np.cos, np.sin))
+            made.update(rope_cos=np.float32(cos), rope_sin=np.float32(sin))
+
+        host(decoder, turn)
+
+
+# keys drift further from the golden's with every position
+turned("rope_base_slightly_off", lambda p, inv: p * inv**1.02)
+turned("rope_of_the_wrong_base", lambda p, inv: p * inv**1.2)
+turned("rope_off_by_one_past_48", lambda p, inv: (p + (p >= 48)) * inv)
+turned("rope_left_out", lambda p, inv: p * inv * 0)
+
+
 # Write addresses
-
-
-@fault("write_address")
-def write_address_off_by_one_at_t_above_1(decoder):
-    def roll(made, offsets, counts, T):
-        if T > 1:
-            made["kv_write_mask"] = np.roll(made["kv_write_mask"], 1, axis=2)
-
-    host(decoder, roll)
 
 
 @fault("write_address")
@@ -156,32 +329,6 @@ def write_address_off_by_one_in_the_last_layer_only(decoder):
         return predict(inputs | {"kv_write_mask": mask}, state)
 
     around(decoder.layers[-1], late)
-
-
-@fault("write_address")
-def address_clamped_at_the_last_but_one_slot(decoder):
-    def clamp(made, offsets, counts, T):
-        mask = made["kv_write_mask"]
-        mask[:, :, -2] = np.maximum(mask[:, :, -2], mask[:, :, -1])
-        mask[:, :, -1] = 0
-
-    host(decoder, clamp)
-
-
-@fault("write_address")
-def tokens_dropped_when_the_chunk_is_long(decoder):
-    host(decoder, lambda made, o, c, T: made["kv_write_mask"][..., 2:].fill(0))
-
-
-@fault("program")
-def tokens_of_a_chunk_written_in_reverse(decoder):
-    # the same rows change, each with another token's content: only T > 1 shows it
-    host(
-        decoder,
-        lambda made, o, c, T: made.update(
-            kv_write_mask=made["kv_write_mask"][..., ::-1].copy()
-        ),
-    )
 
 
 @fault("write_address", bundle="fixed")
@@ -298,38 +445,7 @@ def cache_rows_rounded_again_at_every_call(decoder):
         around(model, worn)
 
 
-@fault("host")
-def rope_base_slightly_off(decoder):
-    # keys drift further from the golden's with every position
-    def drift(made, offsets, counts, T):
-        angles = (offsets[:, None] + np.arange(T))[:, None, :, None] * np.array(
-            decoder.manifest.rope[0].inv_freq
-        ) ** 1.02
-        made.update(
-            rope_cos=np.cos(angles).astype(np.float32),
-            rope_sin=np.sin(angles).astype(np.float32),
-        )
-
-    host(decoder, drift)
-
-
 # Rope
-
-
-@fault("host")
-def rope_of_the_wrong_base(decoder):
-    table = decoder.host.inputs
-    inv = np.array(decoder.manifest.rope[0].inv_freq, np.float32)
-
-    def inputs(offsets, counts, T, *rest):
-        made = table(offsets, counts, T, *rest)
-        angles = (offsets[:, None] + np.arange(T))[:, None, :, None] * inv**1.2
-        return made | {
-            "rope_cos": np.cos(angles).astype(np.float32),
-            "rope_sin": np.sin(angles).astype(np.float32),
-        }
-
-    decoder.host.inputs = inputs
 
 
 @fault("host")
@@ -350,38 +466,6 @@ def rope_uses_the_offset_after_the_update(decoder):
 
 
 @fault("program")
-def every_token_of_a_chunk_gets_the_first_position(decoder):
-    def first(made, offsets, counts, T):
-        for name in ("rope_cos", "rope_sin"):
-            made[name] = np.repeat(made[name][:, :, :1], T, axis=2)
-
-    host(decoder, first)
-
-
-@fault("host")
-def rope_turns_the_other_way(decoder):
-    host(decoder, lambda made, o, c, T: made.update(rope_sin=-made["rope_sin"]))
-
-
-@fault("host")
-def rope_frequencies_in_reverse(decoder):
-    def flip(made, offsets, counts, T):
-        made.update({n: made[n][..., ::-1].copy() for n in ("rope_cos", "rope_sin")})
-
-    host(decoder, flip)
-
-
-@fault("host")
-def rope_left_out(decoder):
-    host(
-        decoder,
-        lambda made, o, c, T: made.update(
-            rope_cos=np.ones_like(made["rope_cos"]), rope_sin=made["rope_sin"] * 0
-        ),
-    )
-
-
-@fault("program")
 def rope_on_keys_but_not_on_queries(decoder):
     # queries are rotated first
     for step in steps(decoder, 1, "concat", "self_attn")[:1]:
@@ -399,29 +483,6 @@ def rope_on_keys_but_not_on_queries(decoder):
 
 
 # Masks
-
-
-@fault("host")
-def mask_of_ones_and_zeros(decoder):
-    host(
-        decoder,
-        lambda made, o, c, T: made.update(
-            attn_mask=(made["attn_mask"] == 0).astype(np.float32)
-        ),
-    )
-
-
-@fault("host")
-def future_left_visible(decoder):
-    host(decoder, lambda made, o, c, T: made["attn_mask"].fill(0))
-
-
-@fault("program")
-def future_visible_within_a_chunk(decoder):
-    def last(made, offsets, counts, T):
-        made["attn_mask"] = np.repeat(made["attn_mask"][:, :, -1:], T, axis=2)
-
-    host(decoder, last)
 
 
 @fault("host")
@@ -450,64 +511,15 @@ def limit_attention(decoder: Decoder, rows: int) -> None:
     host(decoder, window)
 
 
-@fault("stale_rows")
-def mask_too_weak_to_hide_stale_rows(decoder):
-    host(decoder, lambda made, o, c, T: made.update(attn_mask=made["attn_mask"] / 1e3))
-
-
-@fault("program")
-def mask_of_minus_infinity_times_zero(decoder):
-    def poison(made, offsets, counts, T):
-        with np.errstate(invalid="ignore"):
-            made["attn_mask"] = (made["attn_mask"] != 0).astype(
-                np.float32
-            ) * np.float32(-np.inf)
-
-    host(decoder, poison)
-
-
 # Batches: what the first sequence has stands for all
 
 
-@fault("program", bundle="batch")
-def every_sequence_gets_the_first_one_s_rope(decoder):
-    def first(made, offsets, counts, T):
-        for name in ("rope_cos", "rope_sin"):
-            made[name] = np.repeat(made[name][:1], len(offsets), axis=0)
-
-    host(decoder, first)
-
-
-@fault("program", bundle="batch")
-def every_sequence_gets_the_first_one_s_mask(decoder):
-    def first(made, offsets, counts, T):
-        made["attn_mask"] = np.repeat(made["attn_mask"][:1], len(offsets), axis=0)
-
-    host(decoder, first)
-
-
-@fault("program", bundle="batch")
-def the_last_sequence_writes_where_the_first_does(decoder):
-    def first(made, offsets, counts, T):
-        made["kv_write_mask"][-1] = made["kv_write_mask"][0]
-
-    host(decoder, first)
-
-
-@fault("program", bundle="batch")
-def sequences_see_what_any_of_them_sees(decoder):
-    def widest(made, offsets, counts, T):
-        made["attn_mask"] = np.repeat(
-            made["attn_mask"].max(0, keepdims=True), len(offsets), axis=0
-        )
-
-    host(decoder, widest)
-
-
-@fault("program", bundle="batch")
-def sequences_exchanged_in_one_layer(decoder):
-    step = steps(decoder, 1, "conv", "down_proj")[0]
-    wrap(step, after=lambda y: y.flip(0))
+altered(
+    "sequences_exchanged_in_one_layer",
+    *(1, "conv", "down_proj"),
+    bundle="batch",
+    after=lambda y: y.flip(0),
+)
 
 
 # Positions far from the first ones
@@ -528,26 +540,6 @@ def rope_frozen_past_32(decoder):
 
 
 @fault("host")
-def rope_off_by_one_past_48(decoder):
-    inv = np.array(decoder.manifest.rope[0].inv_freq, np.float32)
-
-    def late(made, offsets, counts, T):
-        positions = offsets[:, None] + np.arange(T)
-        angles = (positions + (positions >= 48))[:, None, :, None] * inv
-        made.update(
-            rope_cos=np.cos(angles, dtype=np.float32),
-            rope_sin=np.sin(angles, dtype=np.float32),
-        )
-
-    host(decoder, late)
-
-
-@fault("host")
-def mask_blocks_the_last_row(decoder):
-    host(decoder, lambda made, o, c, T: made["attn_mask"][..., -1].fill(-1e4))
-
-
-@fault("host")
 def attention_limited_to_40_rows(decoder):
     limit_attention(decoder, 40)
 
@@ -564,11 +556,39 @@ def a_value_head_damaged_past_row_48(decoder):
             wrap(step, after=damaged)
 
 
-@fault("program")
-def the_newest_row_read_twice_near_the_end(decoder):
-    def shifted(value):
-        value = value.clone()
-        value[:, :, 62] = value[:, :, 63]
-        return value
+def last_row_twice(value):
+    value = value.clone()
+    value[:, :, 62] = value[:, :, 63]
+    return value
 
-    wrap(steps(decoder, 2, "read_state")[-1], after=shifted)
+
+altered(
+    "the_newest_row_read_twice_near_the_end",
+    *(2, "read_state"),
+    which=-1,
+    after=last_row_twice,
+)
+
+
+# What the host makes for other ways to write, and for experts that it picks
+
+
+@fault("program", bundle="slice")
+def slice_written_one_row_before_the_last(decoder):
+    def clamped(made, offsets, counts, T):
+        made["pos"] = np.minimum(made["pos"], decoder.options.max_seq_len - T - 1)
+
+    host(decoder, clamped)
+
+
+@fault("host", bundle="ring")
+def local_rope_for_global_layers(decoder):
+    host(decoder, lambda made, *_: made.update(rope_cos_global=made["rope_cos_local"]))
+
+
+@fault("program", bundle="routed")
+def expert_of_the_lowest_score_picked(decoder):
+    for model in decoder.layers:
+        for step in model.executable.body.steps:
+            if step.outputs and step.outputs[0][0] == "router_scores":
+                wrap(step, after=torch.neg)

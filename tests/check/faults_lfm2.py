@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from faults import around, constant, fault, host
+from faults import around, changed, constant, fault, host
 from faults_zaya import forget
 
 fault = partial(fault, bundle="lfm2")
@@ -53,6 +53,10 @@ def what_enters_the_convolution_and_what_gates_it_exchanged(decoder):
     constant(decoder, 2, "conv.in_proj.weight", exchange)
 
 
-@fault("program")
-def taps_of_a_short_convolution_in_reverse(decoder):
-    constant(decoder, 0, "conv.conv.weight", lambda w: w.flip(-1))
+changed(
+    "taps_of_a_short_convolution_in_reverse",
+    0,
+    "conv.conv.weight",
+    lambda w: w.flip(-1),
+    "lfm2",
+)

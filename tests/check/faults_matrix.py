@@ -4,7 +4,7 @@
 from functools import partial
 
 import torch
-from faults import constant, fault, host, steps, wrap
+from faults import altered, changed, fault, host, steps, wrap
 from faults_zaya import forget
 
 delta = partial(fault, bundle="qwen3_5")
@@ -56,19 +56,13 @@ def sign_of_mamba_s_decay_lost(decoder):
     grow(decoder, "mamba")
 
 
-@delta("program")
-def decays_of_other_heads(decoder):
-    constant(decoder, 2, "linear_attn.A_log", lambda a: a.flip(1))
+changed("decays_of_other_heads", 2, "linear_attn.A_log", lambda a: a.flip(1), "qwen3_5")
 
 
-@delta("program")
-def bias_of_the_step_lost(decoder):
-    constant(decoder, 0, "linear_attn.dt_bias", torch.zeros_like)
+changed("bias_of_the_step_lost", 0, "linear_attn.dt_bias", torch.zeros_like, "qwen3_5")
 
 
-@mamba("program")
-def skip_past_the_matrix_lost(decoder):
-    constant(decoder, 2, "mamba.D", torch.zeros_like)
+changed("skip_past_the_matrix_lost", 2, "mamba.D", torch.zeros_like, "granite")
 
 
 @delta("program")
@@ -118,14 +112,21 @@ def one_step_too_few_for_eight_tokens(decoder):
     wrap(change, after=lambda _: last.pop())
 
 
-@delta("program")
-def gate_of_attention_dropped(decoder):
-    wrap(steps(decoder, 1, "sigmoid", "self_attn")[0], after=torch.ones_like)
+altered(
+    "gate_of_attention_dropped",
+    *(1, "sigmoid", "self_attn"),
+    bundle="qwen3_5",
+    after=torch.ones_like,
+)
 
 
-@delta("program")
-def taps_of_delta_net_in_reverse(decoder):
-    constant(decoder, 2, "linear_attn.conv1d.weight", lambda w: w.flip(-1))
+changed(
+    "taps_of_delta_net_in_reverse",
+    2,
+    "linear_attn.conv1d.weight",
+    lambda w: w.flip(-1),
+    "qwen3_5",
+)
 
 
 @mamba("program")

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import torch
-from faults import constant, fault, replace, steps, wrap
+from faults import altered, changed, constant, fault, replace, steps, wrap
 
 # Attention
 
@@ -19,9 +19,7 @@ def heads_and_tokens_permuted_in_the_output(decoder):
     step.function = lambda x, shape: x.reshape(shape)
 
 
-@fault("program")
-def attention_of_one_layer_removed(decoder):
-    wrap(steps(decoder, 2, "conv", "o_proj")[0], after=torch.zeros_like)
+altered("attention_of_one_layer_removed", 2, "conv", "o_proj", after=torch.zeros_like)
 
 
 @fault("program")
@@ -91,9 +89,7 @@ def gate_and_up_exchanged(decoder):
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: up)
 
 
-@fault("program")
-def norm_weight_lost(decoder):
-    constant(decoder, 2, "post_attention_layernorm.weight", torch.ones_like)
+changed("norm_weight_lost", 2, "post_attention_layernorm.weight", torch.ones_like)
 
 
 @fault("program")
@@ -139,22 +135,14 @@ def one_weight_is_nan(decoder):
     constant(decoder, 0, "mlp.up_proj.weight", poison)
 
 
-@fault("program")
-def key_weights_transposed(decoder):
-    constant(decoder, 2, "self_attn.k_proj.weight", lambda w: w.flip(1))
+changed("key_weights_transposed", 2, "self_attn.k_proj.weight", lambda w: w.flip(1))
 
 
 # MLP and residual
 
 
-@fault("program")
-def another_activation(decoder):
-    steps(decoder, 0, "silu")[0].function = lambda x: torch.nn.functional.gelu(x)
-
-
-@fault("program")
-def attention_counted_half(decoder):
-    wrap(steps(decoder, 1, "conv", "o_proj")[0], after=lambda y: y * 0.5)
+altered("another_activation", 0, "silu", function=torch.nn.functional.gelu)
+altered("attention_counted_half", 1, "conv", "o_proj", after=lambda y: y * 0.5)
 
 
 @fault("program")
@@ -164,9 +152,7 @@ def rms_epsilon_of_one(decoder):
             step.constants["x"] = torch.ones_like(step.constants["x"])
 
 
-@fault("budget")
-def squares_that_overflow_fp16(decoder):
-    wrap(steps(decoder, 3, "silu")[0], after=lambda y: y * 1e5)
+altered("squares_that_overflow_fp16", 3, "silu", gate="budget", after=lambda y: y * 1e5)
 
 
 # Head, embedding, decode loop
@@ -198,3 +184,16 @@ def logits_of_the_position_before(decoder):
 def final_norm_left_out(decoder):
     step = [s for s in decoder.heads[0].executable.body.steps if s.op.kind == "mul"][-1]
     wrap(step, before=lambda g: g | {"x": torch.ones_like(g["x"])})
+
+
+@fault("program", bundle="wide")
+def head_slices_in_the_wrong_order(decoder):
+    decoder.heads.reverse()
+
+
+altered(
+    "a_sequence_reads_a_thousandth_of_another",
+    *(0, "conv", "o_proj"),
+    bundle="batch",
+    after=lambda y: y + 1e-3 * y.flip(0),
+)

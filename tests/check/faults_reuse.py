@@ -8,6 +8,7 @@ on.
 from dataclasses import replace
 
 import numpy as np
+from faults import host
 
 from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, is_cache
 from workbench.decode import snapshot as snapshots
@@ -25,21 +26,6 @@ def fault(plant):
 def zaya(plant):
     ZAYA.add(plant.__name__)
     return fault(plant)
-
-
-def host(patch, decoder, change) -> None:
-    """change(inputs, offsets, counts) edits what the host made for a call."""
-    original = decoder.host.inputs
-
-    def inputs(offsets, counts, T, *rest):
-        made = {
-            name: value.copy()
-            for name, value in original(offsets, counts, T, *rest).items()
-        }
-        change(made, offsets, counts, T, original)
-        return made
-
-    patch.setattr(decoder.host, "inputs", inputs)
 
 
 def after_put(patch, change) -> None:
@@ -71,33 +57,27 @@ def merge_breaks_at_unaligned_lengths(patch, decoder, together):
 
 @fault
 def appends_at_the_longest_row_after_one_left(patch, decoder, together):
-    def longest(made, offsets, counts, T, original):
+    original = together.host.inputs
+
+    def longest(made, offsets, counts, T):
         if (counts == 0).any() and offsets.max() + T <= together.options.max_seq_len:
             shifted = original(np.full_like(offsets, offsets.max()), counts, T)
-            made.update(
-                {n: v for n, v in shifted.items() if n.startswith(KV_WRITE_MASK)}
-            )
+            made |= {n: v for n, v in shifted.items() if n.startswith(KV_WRITE_MASK)}
 
-    host(patch, together, longest)
+    host(together, longest)
 
 
 @fault
 def rope_uses_the_offset_after_the_update(patch, decoder, together):
-    def later(made, offsets, counts, T, original):
-        if (
-            offsets.min()
-            and (offsets + counts + T).max() <= together.options.max_seq_len
-        ):
-            made.update(
-                {
-                    n: v
-                    for n, v in original(offsets + counts, counts, T).items()
-                    if n.startswith("rope")
-                }
-            )
+    S = together.options.max_seq_len
+    for each in (decoder, together):
 
-    host(patch, together, later)
-    host(patch, decoder, later)
+        def later(made, offsets, counts, T, original=each.host.inputs):
+            if offsets.min() and (offsets + counts + T).max() <= S:
+                late = original(offsets + counts, counts, T)
+                made |= {n: v for n, v in late.items() if n.startswith("rope")}
+
+        host(each, later)
 
 
 @fault
@@ -162,11 +142,11 @@ def keys_of_one_save_and_values_of_another(patch, decoder, together):
 
 @fault
 def slots_see_each_other(patch, decoder, together):
-    def swapped(made, offsets, counts, T, original):
+    def swapped(made, offsets, counts, T):
         for name in (n for n in made if n.startswith(ATTN_MASK)):
             made[name] = np.repeat(made[name].max(0, keepdims=True), len(offsets), 0)
 
-    host(patch, together, swapped)
+    host(together, swapped)
 
 
 @fault
@@ -240,7 +220,7 @@ def strided_view(patch, alone, decoder):
 def dropped_tokens(patch, alone, decoder):
     """A merged buffer has no room, and tokens that do not fit are dropped: min(new, room)."""
 
-    inputs, fresh = decoder.host.inputs, decoder.fresh
+    fresh = decoder.fresh
     room = [decoder.options.max_seq_len]
 
     def merged(after=None):
@@ -248,15 +228,13 @@ def dropped_tokens(patch, alone, decoder):
         room[0] = int(seqs.offsets.max()) or decoder.options.max_seq_len
         return seqs
 
-    def short(*arguments):
-        io = inputs(*arguments)
-        for name in [n for n in io if n.startswith(KV_WRITE_MASK)]:
-            io[name] = io[name].copy()
-            io[name][:, :, room[0] :] = 0
-        return io
+    def short(made, *_):
+        for name in made:
+            if name.startswith(KV_WRITE_MASK):
+                made[name][:, :, room[0] :] = 0
 
     patch.setattr(decoder, "fresh", merged)
-    patch.setattr(decoder.host, "inputs", short)
+    host(decoder, short)
 
 
 @fault

@@ -5,12 +5,14 @@ from functools import partial
 
 import numpy as np
 import torch
-from faults import around, constant, fault, host, steps, wrap
+from faults import altered, around, changed, constant, fault, host, steps, wrap
 
 from workbench import Decoder
 from workbench.bundle.names import ROUTER_STATE_OUT
 
 fault = partial(fault, bundle="zaya")
+altered = partial(altered, bundle="zaya")
+changed = partial(changed, bundle="zaya")
 
 
 def forget(decoder: Decoder, name: str, layers=None) -> None:
@@ -56,33 +58,25 @@ def router_state_not_carried_across_layers(decoder):
         around(model, zeroed)
 
 
-@fault("program")
-def taps_of_the_convolution_in_reverse(decoder):
-    constant(
-        decoder, 1, "self_attn.qkv_proj.conv_qk_depthwise.weight", lambda w: w.flip(-1)
-    )
-
-
-@fault("program")
-def temperature_negated(decoder):
-    constant(
-        decoder, 0, "self_attn.qk_norm.temp", lambda t: -t.flatten()[0].expand_as(t)
-    )
-
-
-@fault("program")
-def residual_scale_lost(decoder):
-    constant(
-        decoder,
-        2,
-        "post_attention_residual_scale.hidden_states_scale",
-        torch.zeros_like,
-    )
-
-
-@fault("program")
-def experts_exchanged(decoder):
-    constant(decoder, 1, "mlp.experts.down_proj", lambda w: w.flip(1))
+changed(
+    "taps_of_the_convolution_in_reverse",
+    1,
+    "self_attn.qkv_proj.conv_qk_depthwise.weight",
+    lambda w: w.flip(-1),
+)
+changed(
+    "temperature_negated",
+    0,
+    "self_attn.qk_norm.temp",
+    lambda t: -t.flatten()[0].expand_as(t),
+)
+changed(
+    "residual_scale_lost",
+    2,
+    "post_attention_residual_scale.hidden_states_scale",
+    torch.zeros_like,
+)
+changed("experts_exchanged", 1, "mlp.experts.down_proj", lambda w: w.flip(1))
 
 
 @fault("program")
@@ -99,9 +93,11 @@ def means_of_queries_and_keys_left_out(decoder):
     wrap(halved(decoder, 1), after=torch.zeros_like)
 
 
-@fault("program")
-def key_pulled_to_one_query_instead_of_their_mean(decoder):
-    steps(decoder, 1, "reduce_mean", "qkv_proj")[0].function = lambda x, **_: x[:, :1]
+altered(
+    "key_pulled_to_one_query_instead_of_their_mean",
+    *(1, "reduce_mean", "qkv_proj"),
+    function=lambda x, **_: x[:, :1],
+)
 
 
 def halved(decoder: Decoder, layer: int):
@@ -113,29 +109,26 @@ def halved(decoder: Decoder, layer: int):
 
 @fault("program")
 def length_of_queries_left_as_it_is(decoder):
-    # x / peak, then / sqrt(Σ), for queries first
-    peak, norm, *_ = steps(decoder, 1, "real_div", "qk_norm")
+    # queries / peak, keys / peak, queries / √Σ, keys / √Σ
+    peak, _, norm, _ = steps(decoder, 1, "real_div", "qk_norm")
     for step in (peak, norm):
         step.function = lambda x, y: x
 
 
 @fault("program")
 def length_of_keys_left_as_it_is(decoder):
-    *_, peak, norm = steps(decoder, 1, "real_div", "qk_norm")
+    _, peak, _, norm = steps(decoder, 1, "real_div", "qk_norm")
     for step in (peak, norm):
         step.function = lambda x, y: x
 
 
-@fault("program")
-def temperature_of_the_first_head_for_all(decoder):
-    constant(
-        decoder, 2, "self_attn.qk_norm.temp", lambda t: t[:, :1].expand_as(t).clone()
-    )
-
-
-@fault("program")
-def temperature_left_out(decoder):
-    constant(decoder, 0, "self_attn.qk_norm.temp", lambda t: t / 2)
+changed(
+    "temperature_of_the_first_head_for_all",
+    2,
+    "self_attn.qk_norm.temp",
+    lambda t: t[:, :1].expand_as(t).clone(),
+)
+changed("temperature_left_out", 0, "self_attn.qk_norm.temp", lambda t: t / 2)
 
 
 @fault("program")
@@ -149,9 +142,11 @@ def value_not_delayed(decoder):
     delayed.function = lambda x, **rest: original(x=x.roll(-1, 3), **rest)
 
 
-@fault("program")
-def second_convolution_left_out(decoder):
-    wrap(steps(decoder, 0, "conv", "conv_qk_grouped")[0], after=torch.zeros_like)
+altered(
+    "second_convolution_left_out",
+    *(0, "conv", "conv_qk_grouped"),
+    after=torch.zeros_like,
+)
 
 
 @fault("program")
@@ -178,11 +173,11 @@ def balancing_biases_left_out(decoder):
         constant(decoder, layer, "mlp.gate.balancing_biases", torch.zeros_like)
 
 
-@fault("program")
-def second_best_expert_picked(decoder):
-    steps(decoder, 2, "reduce_argmax")[0].function = lambda x, **_: (
-        x.topk(2, 1).indices[:, 1:].int()
-    )
+altered(
+    "second_best_expert_picked",
+    *(2, "reduce_argmax"),
+    function=lambda x, **_: x.topk(2, 1).indices[:, 1:].int(),
+)
 
 
 @fault("program")
@@ -195,19 +190,18 @@ def router_state_lost_between_two_shards(decoder):
         around(model, forgetful)
 
 
-def weighing(decoder: Decoder, layer: int):
-    """The step that multiplies probabilities with the one-hot choice."""
-    return steps(decoder, layer, "mul", f"layers.{layer}")[0]
-
-
-@fault("program")
-def soft_mix_of_all_experts(decoder):
-    wrap(weighing(decoder, 1), before=lambda g: g | {"y": torch.ones_like(g["y"])})
-
-
-@fault("program")
-def probability_of_the_expert_left_out(decoder):
-    wrap(weighing(decoder, 1), before=lambda g: g | {"x": torch.ones_like(g["x"])})
+# the step that multiplies probabilities with the one-hot choice
+WEIGHING = 1, "mul", "layers.1"
+altered(
+    "soft_mix_of_all_experts",
+    *WEIGHING,
+    before=lambda g: g | {"y": torch.ones_like(g["y"])},
+)
+altered(
+    "probability_of_the_expert_left_out",
+    *WEIGHING,
+    before=lambda g: g | {"x": torch.ones_like(g["x"])},
+)
 
 
 @fault("program")

@@ -8,60 +8,76 @@ memory are in `faults`.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from copies import Copy
+from faults import registry
 
-PLANTED: dict[str, "Planted"] = {}
-
-
-@dataclass(frozen=True)
-class Planted:
-    """`gate` is the one that is made for this kind of fault; others may be RED as well."""
-
-    gate: str
-    plant: Callable[[Copy], None]
-    bundle: str
+PLANTED, planted = registry()
 
 
-def planted(gate: str, bundle: str = "llama"):
-    def register(plant):
-        assert plant.__name__ not in PLANTED
-        PLANTED[plant.__name__] = Planted(gate, plant, bundle)
-        return plant
+def weight(name: str, tensor: str, change: Callable, bundle: str = "llama") -> None:
+    """A fault of one stored weight, of every layer where `tensor` has a `{}`:
+    change(weight)."""
 
-    return register
+    @planted("weights", bundle, name)
+    def plant(copy):
+        for i in range(copy.manifest["dims"]["L"] if "{}" in tensor else 1):
+            change(copy.weight(tensor.format(i)))
 
 
-def each_layer(copy: Copy, tensor: str):
-    return [
-        copy.weight(f"layers.{i}.{tensor}") for i in range(copy.manifest["dims"]["L"])
-    ]
+def values(name: str, tensor: str, change: Callable, bundle: str = "llama") -> None:
+    """A fault of the values of such a weight: change(values) gives others."""
+    weight(name, tensor, lambda w: w.write(change(w.read())), bundle)
+
+
+def exchanged(name: str, one: str, other: str) -> None:
+    @planted("weights", name=name)
+    def plant(copy):
+        copy.weight(one).swap(copy.weight(other))
 
 
 # Values of weights, by what scales, tables and codes can do
 
 
-@planted("weights")
-def values_of_one_layer_times_0_9(copy):
-    copy.weight("layers.1.self_attn.v_proj.weight").scale(0.9)
+def step(weight) -> int:
+    return 2 if weight.codes == "val" else 1
 
 
-@planted("weights")
-def values_of_the_last_layer_times_1_01(copy):
-    copy.weight("layers.3.self_attn.v_proj.weight").scale(1.01)
-
-
-@planted("weights")
-def keys_times_1_2(copy):
-    for weight in each_layer(copy, "self_attn.k_proj.weight"):
-        weight.scale(1.2)
-
-
-@planted("weights")
-def queries_halved_in_the_first_layer(copy):
-    copy.weight("layers.0.self_attn.q_proj.weight").scale(0.5)
+weight(
+    "values_of_one_layer_times_0_9",
+    "layers.1.self_attn.v_proj.weight",
+    lambda w: w.scale(0.9),
+)
+weight(
+    "values_of_the_last_layer_times_1_01",
+    "layers.3.self_attn.v_proj.weight",
+    lambda w: w.scale(1.01),
+)
+weight("keys_times_1_2", "layers.{}.self_attn.k_proj.weight", lambda w: w.scale(1.2))
+weight(
+    "queries_halved_in_the_first_layer",
+    "layers.0.self_attn.q_proj.weight",
+    lambda w: w.scale(0.5),
+)
+weight(
+    "one_output_channel_times_1_2",
+    "layers.1.self_attn.o_proj.weight",
+    lambda w: w.scale_row(7, 1.2),
+)
+weight(
+    "one_output_channel_of_down_proj_times_0_8",
+    "layers.3.mlp.down_proj.weight",
+    lambda w: w.scale_row(100, 0.8),
+)
+weight(
+    "zero_point_plus_one", "layers.{}.mlp.up_proj.weight", lambda w: w.shift(step(w))
+)
+weight(
+    "zero_point_minus_one_in_one_tensor",
+    "layers.2.self_attn.q_proj.weight",
+    lambda w: w.shift(-step(w)),
+)
 
 
 @planted("weights")
@@ -70,46 +86,105 @@ def updates_of_one_layer_times_1_1(copy):
         copy.weight(f"layers.2.{tensor}").scale(1.1)
 
 
-@planted("weights")
-def one_output_channel_times_1_2(copy):
-    copy.weight("layers.1.self_attn.o_proj.weight").scale_row(7, 1.2)
+def of_another_sign(values):
+    values[np.unravel_index(np.abs(values).argmax(), values.shape)] *= -1
+    return values
 
 
-@planted("weights")
-def one_output_channel_of_down_proj_times_0_8(copy):
-    copy.weight("layers.3.mlp.down_proj.weight").scale_row(100, 0.8)
-
-
-@planted("weights")
-def zero_point_plus_one(copy):
-    for i in range(copy.manifest["dims"]["L"]):
-        copy.weight(f"layers.{i}.mlp.up_proj.weight").shift(
-            2 if copy.compress == "fp16" else 1
-        )
-
-
-@planted("weights")
-def zero_point_minus_one_in_one_tensor(copy):
-    copy.weight("layers.2.self_attn.q_proj.weight").shift(
-        -2 if copy.compress == "fp16" else -1
-    )
-
-
-@planted("weights")
-def one_weight_of_another_sign(copy):
-    weight = copy.weight("layers.2.mlp.gate_proj.weight")
-    values = weight.read()
-    at = np.unravel_index(np.abs(values).argmax(), values.shape)
-    values[at] *= -1
-    weight.write(values)
-
-
-@planted("weights")
-def a_block_of_weights_zero(copy):
-    weight = copy.weight("layers.0.mlp.down_proj.weight")
-    values = weight.read()
+def first_rows_zero(values):
     values[:16] = 0
-    weight.write(values)
+    return values
+
+
+def heads(values, D: int = 32):
+    return values.reshape(-1, D, *values.shape[1:])
+
+
+def halves_interleaved(values):
+    """The other convention of rotary weights: pairs side by side instead of halves."""
+    return heads(values)[:, np.arange(32).reshape(2, -1).T.ravel()]
+
+
+def shuffled(values):
+    rng = np.random.default_rng(0)
+    return rng.permutation(values.ravel()).reshape(values.shape)
+
+
+def one_channel_larger(values):
+    values.ravel()[5] *= 1.02
+    return values
+
+
+def two_rows_exchanged(values):
+    values[[250, 251]] = values[[251, 250]]
+    return values
+
+
+def coarser(values):
+    step = np.abs(values).max() / 3
+    return np.rint(values / step) * step
+
+
+def dropped(values):
+    assert values.any()
+    return np.zeros_like(values)
+
+
+values("one_weight_of_another_sign", "layers.2.mlp.gate_proj.weight", of_another_sign)
+values("a_block_of_weights_zero", "layers.0.mlp.down_proj.weight", first_rows_zero)
+values(
+    "a_square_matrix_transposed",
+    "layers.2.self_attn.o_proj.weight",
+    lambda v: np.swapaxes(v, 0, 1),
+)
+values(
+    "query_heads_in_another_order",
+    "layers.1.self_attn.q_proj.weight",
+    lambda v: np.roll(heads(v), 1, 0).reshape(v.shape),
+)
+values(
+    "heads_and_their_width_transposed",
+    "layers.0.self_attn.k_proj.weight",
+    lambda v: heads(v).swapaxes(0, 1).reshape(v.shape),
+)
+values(
+    "rope_halves_interleaved_in_the_key_weights",
+    "layers.2.self_attn.k_proj.weight",
+    lambda v: halves_interleaved(v).reshape(v.shape),
+)
+values("norm_weight_of_ones", "layers.2.post_attention_layernorm.weight", np.ones_like)
+values(
+    "one_channel_of_a_norm_times_1_02",
+    "layers.0.input_layernorm.weight",
+    one_channel_larger,
+)
+weight("final_norm_times_1_05", "model.norm.weight", lambda w: w.scale(1.05))
+values("head_rows_moved_by_one", "embed_tokens.weight", lambda v: np.roll(v, 1, 0))
+values("two_head_rows_exchanged", "embed_tokens.weight", two_rows_exchanged)
+values("coarser_than_declared", "layers.1.mlp.up_proj.weight", coarser)
+exchanged(
+    "gate_and_up_exchanged",
+    "layers.3.mlp.gate_proj.weight",
+    "layers.3.mlp.up_proj.weight",
+)
+exchanged(
+    "keys_and_values_exchanged",
+    "layers.1.self_attn.k_proj.weight",
+    "layers.1.self_attn.v_proj.weight",
+)
+exchanged(
+    "norms_of_a_layer_exchanged",
+    "layers.1.input_layernorm.weight",
+    "layers.1.post_attention_layernorm.weight",
+)
+
+
+@planted("weights")
+def mlp_weights_shuffled(copy):
+    for i in range(copy.manifest["dims"]["L"]):
+        for name in ("gate", "up"):
+            weight = copy.weight(f"layers.{i}.mlp.{name}_proj.weight")
+            weight.write(shuffled(weight.read()))
 
 
 @planted("weights")
@@ -124,154 +199,29 @@ def two_layers_exchanged(copy):
     one, other = copy.shard(1), copy.shard(2)
     for name in ("path", "files", "bytes", "modules"):
         one[name], other[name] = other[name], one[name]
-    for name in ("weights", "states", "taps"):
-        swapped = [
+    for name in ("weights", "states"):
+        one[name], other[name] = (
             {k.replace("layers.2.", "layers.1."): v for k, v in other[name].items()},
             {k.replace("layers.1.", "layers.2."): v for k, v in one[name].items()},
-        ]
-        if name == "taps":
-            swapped = [one[name], other[name]]
-        one[name], other[name] = swapped
+        )
 
 
-@planted("weights")
-def gate_and_up_exchanged(copy):
-    copy.weight("layers.3.mlp.gate_proj.weight").swap(
-        copy.weight("layers.3.mlp.up_proj.weight")
-    )
-
-
-@planted("weights")
-def keys_and_values_exchanged(copy):
-    copy.weight("layers.1.self_attn.k_proj.weight").swap(
-        copy.weight("layers.1.self_attn.v_proj.weight")
-    )
-
-
-@planted("weights")
-def a_square_matrix_transposed(copy):
-    weight = copy.weight("layers.2.self_attn.o_proj.weight")
-    weight.write(np.swapaxes(weight.read(), 0, 1))
-
-
-@planted("weights")
-def query_heads_in_another_order(copy):
-    weight = copy.weight("layers.1.self_attn.q_proj.weight")
-    values, D = weight.read(), copy.manifest["dims"]["D"]
-    weight.write(
-        np.roll(values.reshape(-1, D, *values.shape[1:]), 1, 0).reshape(values.shape)
-    )
-
-
-@planted("weights")
-def heads_and_their_width_transposed(copy):
-    weight = copy.weight("layers.0.self_attn.k_proj.weight")
-    values, D = weight.read(), copy.manifest["dims"]["D"]
-    weight.write(
-        values.reshape(-1, D, *values.shape[1:])
-        .swapaxes(0, 1)
-        .reshape(values.shape)
-        .copy()
-    )
-
-
-@planted("weights")
-def rope_halves_interleaved_in_the_key_weights(copy):
-    # the other convention of rotary weights: pairs side by side instead of halves
-    weight = copy.weight("layers.2.self_attn.k_proj.weight")
-    values, D = weight.read(), copy.manifest["dims"]["D"]
-    order = np.arange(D).reshape(2, -1).T.ravel()
-    weight.write(
-        values.reshape(-1, D, *values.shape[1:])[:, order].reshape(values.shape)
-    )
-
-
-@planted("weights")
-def norm_weight_of_ones(copy):
-    weight = copy.weight("layers.2.post_attention_layernorm.weight")
-    weight.write(np.ones_like(weight.read()))
-
-
-@planted("weights")
-def one_channel_of_a_norm_times_1_02(copy):
-    weight = copy.weight("layers.0.input_layernorm.weight")
-    values = weight.read()
-    values.ravel()[5] *= 1.02
-    weight.write(values)
-
-
-@planted("weights")
-def norms_of_a_layer_exchanged(copy):
-    copy.weight("layers.1.input_layernorm.weight").swap(
-        copy.weight("layers.1.post_attention_layernorm.weight")
-    )
-
-
-@planted("weights")
-def final_norm_times_1_05(copy):
-    copy.weight("model.norm.weight").scale(1.05)
-
-
-@planted("weights")
-def head_rows_moved_by_one(copy):
-    weight = copy.weight("embed_tokens.weight")
-    weight.write(np.roll(weight.read(), 1, axis=0))
-
-
-@planted("weights")
-def two_head_rows_exchanged(copy):
-    weight = copy.weight("embed_tokens.weight")
-    values = weight.read()
-    values[[250, 251]] = values[[251, 250]]
-    weight.write(values)
-
-
-@planted("weights")
-def mlp_weights_shuffled(copy):
-    for i in range(copy.manifest["dims"]["L"]):
-        for tensor in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
-            weight = copy.weight(f"layers.{i}.{tensor}")
-            values = weight.read()
-            weight.write(
-                np.random.default_rng(i)
-                .permutation(values.ravel())
-                .reshape(values.shape)
-            )
-
-
-@planted("weights")
-def coarser_than_declared(copy):
-    weight = copy.weight("layers.1.mlp.up_proj.weight")
-    values = weight.read()
-    step = np.abs(values).max() / 3
-    weight.write(np.rint(values / step) * step)
-
-
-@planted("weights", "qwen2")
-def bias_of_the_keys_dropped(copy):
-    drop(copy, "layers.1.self_attn.k_proj.bias")
-
-
-@planted("weights", "qwen2")
-def bias_of_the_queries_dropped(copy):
-    drop(copy, "layers.0.self_attn.q_proj.bias")
-
-
-@planted("weights", "qwen2")
-def bias_of_the_values_doubled(copy):
-    copy.weight("layers.1.self_attn.v_proj.bias").scale(2)
-
-
-def drop(copy: Copy, tensor: str) -> None:
-    weight = copy.weight(tensor)
-    assert weight.read().any()
-    weight.write(np.zeros_like(weight.read()))
-
-
-@planted("weights", "qwen3")
-def query_norm_of_ones(copy):
-    weight = copy.weight("layers.1.self_attn.q_norm.weight")
-    weight.write(np.ones_like(weight.read()) * 1.125)
+values("bias_of_the_keys_dropped", "layers.1.self_attn.k_proj.bias", dropped, "qwen2")
+values(
+    "bias_of_the_queries_dropped", "layers.0.self_attn.q_proj.bias", dropped, "qwen2"
+)
+weight(
+    "bias_of_the_values_doubled",
+    "layers.1.self_attn.v_proj.bias",
+    lambda w: w.scale(2),
+    "qwen2",
+)
+values(
+    "query_norm_of_ones",
+    "layers.1.self_attn.q_norm.weight",
+    lambda v: np.ones_like(v) * 1.125,
+    "qwen3",
+)
 
 
 @planted("weights", "qwen3")
@@ -281,16 +231,18 @@ def query_and_key_norm_exchanged(copy):
     a.swap(b)
 
 
-@planted("weights", "gemma")
-def one_added_to_the_norms_twice(copy):
-    weight = copy.weight("layers.1.pre_feedforward_layernorm.weight")
-    weight.write(weight.read() + 1)
-
-
-@planted("weights", "gemma")
-def the_one_of_a_norm_forgotten(copy):
-    weight = copy.weight("layers.2.post_feedforward_layernorm.weight")
-    weight.write(weight.read() - 1)
+values(
+    "one_added_to_the_norms_twice",
+    "layers.1.pre_feedforward_layernorm.weight",
+    lambda v: v + 1,
+    "gemma",
+)
+values(
+    "the_one_of_a_norm_forgotten",
+    "layers.2.post_feedforward_layernorm.weight",
+    lambda v: v - 1,
+    "gemma",
+)
 
 
 @planted("weights", "gemma")
@@ -298,46 +250,51 @@ def offsets_of_norms_undeclared(copy):
     copy.shard(1)["offsets"] = {}
 
 
-@planted("weights", "zaya")
-def taps_of_a_convolution_reversed(copy):
-    weight = copy.weight("layers.1.self_attn.qkv_proj.conv_qk_depthwise.weight")
-    weight.write(weight.read()[..., ::-1])
+values(
+    "taps_of_a_convolution_reversed",
+    "layers.1.self_attn.qkv_proj.conv_qk_depthwise.weight",
+    lambda v: v[..., ::-1],
+    "zaya",
+)
+values(
+    "balancing_biases_dropped",
+    "layers.1.mlp.gate.balancing_biases",
+    lambda v: v * 0 + np.float32(0.01),
+    "zaya",
+)
 
 
-@planted("weights", "zaya")
-def balancing_biases_dropped(copy):
-    weight = copy.weight("layers.1.mlp.gate.balancing_biases")
-    weight.write(weight.read() * 0 + np.float32(0.01))
-
-
-@planted("weights", "zaya")
-def experts_in_another_order(copy):
-    weight = copy.weight("layers.2.mlp.experts.down_proj")
-    values = weight.read()
+def experts_rolled(values):
     axis = next(i for i, n in enumerate(values.shape) if n > 1)
-    weight.write(np.roll(values, values.shape[axis] // 4, axis))
+    return np.roll(values, values.shape[axis] // 4, axis)
 
 
-@planted("weights", "zaya")
-def temperature_times_1_1(copy):
-    copy.weight("layers.0.self_attn.qk_norm.temp").scale(1.1)
-
-
-@planted("weights", "zaya")
-def scale_of_router_states_dropped(copy):
-    weight = copy.weight("layers.1.mlp.gate.router_states_scale")
-    weight.write(np.ones_like(weight.read()) * 0.75)
-
-
-@planted("weights", "zaya")
-def residual_scale_of_ones(copy):
-    weight = copy.weight("layers.2.post_attention_residual_scale.residual_scale")
-    weight.write(np.ones_like(weight.read()) * 1.125)
+values(
+    "experts_in_another_order", "layers.2.mlp.experts.down_proj", experts_rolled, "zaya"
+)
+weight(
+    "temperature_times_1_1",
+    "layers.0.self_attn.qk_norm.temp",
+    lambda w: w.scale(1.1),
+    "zaya",
+)
+values(
+    "scale_of_router_states_dropped",
+    "layers.1.mlp.gate.router_states_scale",
+    lambda v: np.ones_like(v) * 0.75,
+    "zaya",
+)
+values(
+    "residual_scale_of_ones",
+    "layers.2.post_attention_residual_scale.residual_scale",
+    lambda v: np.ones_like(v) * 1.125,
+    "zaya",
+)
 
 
 @planted("weights", "wide")
 def rows_of_the_second_head_slice_moved_by_one(copy):
-    shard = next(
+    (shard,) = (
         s for s in copy.manifest["shards"] if s["kind"] == "head" and s["rows"][0]
     )
     name = next(v for k, v in shard["weights"].items() if "norm" not in k)
@@ -353,6 +310,11 @@ def head_slices_in_the_wrong_order(copy):
 
 
 # Programs
+
+
+def source(op, parameter: str) -> str:
+    """The value that an operation reads."""
+    return op.inputs[parameter].arguments[0].name
 
 
 def scalar(copy: Copy, layer: int, name: str, change: Callable) -> None:
@@ -385,16 +347,21 @@ def rms_epsilon_left_out(copy):
     scalar(copy, 0, "input_layernorm_eps1", lambda value: value * np.float16(0))
 
 
-@planted("program")
-def score_scale_times_1_05(copy):
-    shard = copy.shard(2)
-    op = next(
-        op
-        for op in copy.operations(shard, "mul", "self_attn")
-        if op.inputs["y"].arguments[0].name.endswith("_to_fp16")
-    )
-    array = copy.constant(shard, op.inputs["y"].arguments[0].name).arrays["val"]
-    array.write(array.read() * np.float16(1.05))
+def score_scale(name: str, layer: int, factor: float, bundle: str = "llama") -> None:
+    @planted("program", bundle, name)
+    def plant(copy):
+        shard = copy.shard(layer)
+        scales = [source(op, "y") for op in copy.operations(shard, "mul", "self_attn")]
+        stored = [name for name in scales if name.endswith("_to_fp16")]
+        prefix = "var_" if bundle == "gemma" else ""
+        scale = next(name for name in stored if name.startswith(prefix))
+        array = copy.constant(shard, scale).arrays["val"]
+        array.write(array.read() * np.float16(factor))
+
+
+score_scale("score_scale_times_1_05", 2, 1.05)
+# Gemma divides by the root of query_pre_attn_scalar, not by that of the width of a head
+score_scale("query_scale_of_the_head_width", 1, (24 / 32) ** 0.5, "gemma")
 
 
 @planted("program")
@@ -404,69 +371,47 @@ def score_scale_of_the_hidden_size(copy):
     copy.insert(shard, op, "mul", y=np.float16(0.5).reshape(()))
 
 
-@planted("program")
-def softmax_over_heads(copy):
-    axis(copy, 1, 1)
+def softmax_axis(name: str, layer: int, value: int) -> None:
+    @planted("program", name=name)
+    def plant(copy):
+        shard = copy.shard(layer)
+        (op,) = copy.operations(shard, "softmax")
+        (other,) = copy.operations(shard, "concat", "self_attn")[:1]
+        bound = op.inputs["axis"].arguments[0]
+        held = copy.making(shard, bound.name)
+        assert other.inputs["axis"].arguments[0].name == bound.name
+        bound.value.CopyFrom(held.attributes["val"])
+        bound.value.immediateValue.tensor.ints.values[:] = [value]
 
 
-@planted("program")
-def softmax_over_the_queries(copy):
-    axis(copy, 3, 2)
+softmax_axis("softmax_over_heads", 1, 1)
+softmax_axis("softmax_over_the_queries", 3, 2)
 
 
-def axis(copy: Copy, layer: int, value: int) -> None:
-    shard = copy.shard(layer)
-    (op,) = copy.operations(shard, "softmax")
-    (other,) = copy.operations(shard, "concat", "self_attn")[:1]
-    bound = op.inputs["axis"].arguments[0]
-    held = next(
-        o
-        for o in copy.block(shard).operations
-        if o.type == "const" and o.outputs[0].name == bound.name
-    )
-    assert other.inputs["axis"].arguments[0].name == bound.name
-    bound.value.CopyFrom(held.attributes["val"])
-    bound.value.immediateValue.tensor.ints.values[:] = [value]
+def reversed_axis(name: str, layer: int, kind: str, which: int, axis: int) -> None:
+    """A fault of the results of one operation of attention, of its kind the `which`."""
+
+    @planted("program", name=name)
+    def plant(copy):
+        shard = copy.shard(layer)
+        op = copy.operations(shard, kind, "self_attn")[which]
+        copy.insert(shard, op, "reverse", axes=np.array([axis], np.int32))
 
 
-@planted("program")
-def heads_in_reverse_after_attention(copy):
-    shard = copy.shard(2)
-    op = copy.operations(shard, "matmul", "self_attn")[-1]
-    copy.insert(shard, op, "reverse", axes=np.array([1], np.int32))
+reversed_axis("heads_in_reverse_after_attention", 2, "matmul", -1, 1)
+reversed_axis("query_heads_in_reverse", 1, "concat", 0, 1)
+reversed_axis("tokens_in_reverse_after_attention", 1, "matmul", -1, 2)
 
 
-@planted("program")
-def query_heads_in_reverse(copy):
-    shard = copy.shard(1)
-    copy.insert(
-        shard,
-        copy.operations(shard, "concat", "self_attn")[0],
-        "reverse",
-        axes=np.array([1], np.int32),
-    )
+def activation(name: str, layer: int, kind: str) -> None:
+    @planted("program", name=name)
+    def plant(copy):
+        copy.operations(copy.shard(layer), "silu")[0].type = kind
 
 
-@planted("program")
-def tokens_in_reverse_after_attention(copy):
-    shard = copy.shard(1)
-    op = copy.operations(shard, "matmul", "self_attn")[-1]
-    copy.insert(shard, op, "reverse", axes=np.array([2], np.int32))
-
-
-@planted("program")
-def silu_become_sigmoid(copy):
-    copy.operations(copy.shard(1), "silu")[0].type = "sigmoid"
-
-
-@planted("program")
-def silu_become_relu(copy):
-    copy.operations(copy.shard(3), "silu")[0].type = "relu"
-
-
-@planted("program")
-def silu_become_softplus(copy):
-    copy.operations(copy.shard(0), "silu")[0].type = "softplus"
+activation("silu_become_sigmoid", 1, "sigmoid")
+activation("silu_become_relu", 3, "relu")
+activation("silu_become_softplus", 0, "softplus")
 
 
 @planted("program")
@@ -479,7 +424,7 @@ def rope_turns_the_other_way_for_queries(copy):
 @planted("program")
 def sine_and_cosine_exchanged_in_one_layer(copy):
     for op in copy.operations(copy.shard(2), "mul", "self_attn"):
-        name = op.inputs["y"].arguments[0].name
+        name = source(op, "y")
         if name in ("rope_cos", "rope_sin"):
             copy.feed(op, "y", "rope_sin" if name == "rope_cos" else "rope_cos")
 
@@ -490,36 +435,20 @@ def keys_written_before_their_rotation(copy):
     write = next(
         op
         for op in copy.operations(shard, "matmul", "self_attn")
-        if op.inputs["x"].arguments[0].name == "kv_write_mask"
+        if source(op, "x") == "kv_write_mask"
     )
-    rotated = write.inputs["y"].arguments[0].name
-    halves = next(
-        o for o in copy.block(shard).operations if o.outputs[0].name == rotated
-    )
-    first = halves.inputs["values"].arguments[0].name
-    turn = next(
-        o
-        for o in copy.block(shard).operations
-        if o.outputs and o.outputs[0].name == first
-    )
-    product = next(
-        o
-        for o in copy.block(shard).operations
-        if o.outputs and o.outputs[0].name == turn.inputs["x"].arguments[0].name
-    )
-    half = next(
-        o
-        for o in copy.block(shard).operations
-        if o.outputs and o.outputs[0].name == product.inputs["x"].arguments[0].name
-    )
-    copy.feed(write, "y", half.inputs["x"].arguments[0].name)
+    halves = copy.making(shard, source(write, "y"))
+    turn = copy.making(shard, source(halves, "values"))
+    product = copy.making(shard, source(turn, "x"))
+    half = copy.making(shard, source(product, "x"))
+    copy.feed(write, "y", source(half, "x"))
 
 
 @planted("program")
 def states_exchanged(copy):
     for op in copy.block(copy.shard(2)).operations:
         if op.type in ("read_state", "write_state"):
-            name = op.inputs["input"].arguments[0].name
+            name = source(op, "input")
             copy.feed(op, "input", {"k_state": "v_state", "v_state": "k_state"}[name])
 
 
@@ -530,32 +459,23 @@ def states_exchanged_in_the_manifest(copy):
     k["tensor"], v["tensor"] = v["tensor"], k["tensor"]
 
 
+def adding_the_mask(copy: Copy, shard: dict):
+    adds = copy.operations(shard, "add", "self_attn")
+    return next(op for op in adds if source(op, "y") == "attn_mask")
+
+
 @planted("program")
 def mask_not_added_to_scores(copy):
     shard = copy.shard(1)
-    masked = next(
-        op
-        for op in copy.operations(shard, "add", "self_attn")
-        if op.inputs["y"].arguments[0].name == "attn_mask"
-    )
-    copy.feed(
-        copy.operations(shard, "softmax")[0], "x", masked.inputs["x"].arguments[0].name
-    )
+    masked = adding_the_mask(copy, shard)
+    copy.feed(copy.operations(shard, "softmax")[0], "x", source(masked, "x"))
 
 
 @planted("program")
 def mask_a_thousand_times_too_weak(copy):
     shard = copy.shard(0)
-    masked = next(
-        op
-        for op in copy.operations(shard, "add", "self_attn")
-        if op.inputs["y"].arguments[0].name == "attn_mask"
-    )
-    scores = next(
-        o
-        for o in copy.block(shard).operations
-        if o.outputs and o.outputs[0].name == masked.inputs["x"].arguments[0].name
-    )
+    masked = adding_the_mask(copy, shard)
+    scores = copy.making(shard, source(masked, "x"))
     copy.insert(shard, scores, "mul", y=np.float16(3e3).reshape(()))
 
 
@@ -579,7 +499,7 @@ def gate_and_up_read_in_exchange(copy):
     gate, up = copy.operations(shard, "conv", "gate_proj") + copy.operations(
         shard, "conv", "up_proj"
     )
-    a, b = (op.inputs["weight"].arguments[0].name for op in (gate, up))
+    a, b = (source(op, "weight") for op in (gate, up))
     copy.feed(gate, "weight", b)
     copy.feed(up, "weight", a)
 
@@ -587,40 +507,23 @@ def gate_and_up_read_in_exchange(copy):
 # One function of a package of two: the other one, and the weights that both read, are sound
 
 
-@planted("program", "functions")
-def silu_become_sigmoid_in_the_function_of_t_4(copy):
-    copy.function = "t4"
-    silu_become_sigmoid(copy)
+def in_function(T: int, *names: str) -> None:
+    for name in names:
+
+        @planted("program", "functions", f"{name}_in_the_function_of_t_{T}")
+        def plant(copy, plant=PLANTED[name].plant):
+            copy.function = f"t{T}"
+            plant(copy)
 
 
-@planted("program", "functions")
-def rope_turns_the_other_way_in_the_function_of_t_1(copy):
-    copy.function = "t1"
-    rope_turns_the_other_way_for_queries(copy)
-
-
-@planted("program", "functions")
-def rms_epsilon_times_100_in_the_function_of_t_1(copy):
-    copy.function = "t1"
-    rms_epsilon_times_100(copy)
-
-
-@planted("program", "functions")
-def mask_not_added_to_scores_in_the_function_of_t_4(copy):
-    copy.function = "t4"
-    mask_not_added_to_scores(copy)
-
-
-@planted("program", "functions")
-def states_exchanged_in_the_function_of_t_4(copy):
-    copy.function = "t4"
-    states_exchanged(copy)
-
-
-@planted("program", "functions")
-def gate_and_up_read_in_exchange_in_the_function_of_t_4(copy):
-    copy.function = "t4"
-    gate_and_up_read_in_exchange(copy)
+in_function(1, "rope_turns_the_other_way_for_queries", "rms_epsilon_times_100")
+in_function(
+    4,
+    "silu_become_sigmoid",
+    "mask_not_added_to_scores",
+    "states_exchanged",
+    "gate_and_up_read_in_exchange",
+)
 
 
 @planted("interface", "functions")
@@ -630,34 +533,23 @@ def the_function_of_t_4_described_for_t_3(copy):
     next(v for v in inputs if v.name == "x").type.multiArrayType.shape[2] = 3
 
 
-@planted("program")
-def a_head_of_the_cache_halved_past_row_48(copy):
-    damage_rows(copy, 1, slice(48, None), 0.5)
-
-
-@planted("program")
-def one_row_in_the_middle_of_the_cache_damaged(copy):
-    damage_rows(copy, 3, slice(37, 38), 0.9)
-
-
-@planted("program")
-def the_last_row_of_the_cache_is_lost(copy):
-    damage_rows(copy, 0, slice(63, 64), 0.0)
-
-
-def damage_rows(copy: Copy, layer: int, rows: slice, factor: float) -> None:
+def damaged_rows(name: str, layer: int, rows: slice, factor: float) -> None:
     """Multiplies some rows of one head of what is read of V."""
-    shard, d = copy.shard(layer), copy.manifest["dims"]
-    read = [
-        op
-        for op in copy.operations(shard, "read_state")
-        if op.inputs["input"].arguments[0].name == "v_state"
-    ][-1]
-    scale = np.ones(
-        (1, d["H_kv"], copy.manifest["options"]["max_seq_len"], 1), np.float16
-    )
-    scale[:, 0, rows] = factor
-    copy.insert(shard, read, "mul", y=scale)
+
+    @planted("program", name=name)
+    def plant(copy):
+        shard, d = copy.shard(layer), copy.manifest["dims"]
+        reads = copy.operations(shard, "read_state")
+        read = [op for op in reads if source(op, "input") == "v_state"][-1]
+        S = copy.manifest["options"]["max_seq_len"]
+        scale = np.ones((1, d["H_kv"], S, 1), np.float16)
+        scale[:, 0, rows] = factor
+        copy.insert(shard, read, "mul", y=scale)
+
+
+damaged_rows("a_head_of_the_cache_halved_past_row_48", 1, slice(48, None), 0.5)
+damaged_rows("one_row_in_the_middle_of_the_cache_damaged", 3, slice(37, 38), 0.9)
+damaged_rows("the_last_row_of_the_cache_is_lost", 0, slice(63, 64), 0.0)
 
 
 @planted("program")
@@ -675,12 +567,8 @@ def final_norm_s_epsilon_times_100(copy):
 def logits_times_1_01(copy):
     shard = copy.shard(kind="head")
     op = copy.operations(shard, "conv")[-1]
-    source = next(
-        o
-        for o in copy.block(shard).operations
-        if o.outputs and o.outputs[0].name == op.inputs["x"].arguments[0].name
-    )
-    copy.insert(shard, source, "mul", y=np.float16(1.01).reshape(()))
+    normed = copy.making(shard, source(op, "x"))
+    copy.insert(shard, normed, "mul", y=np.float16(1.01).reshape(()))
 
 
 @planted("program")
@@ -691,28 +579,10 @@ def a_constant_added_to_the_stream(copy):
 
 
 @planted("program", "gemma")
-def query_scale_of_the_head_width(copy):
-    # Gemma divides by the root of query_pre_attn_scalar, not by that of the width of a head
-    shard = copy.shard(1)
-    op = next(
-        op
-        for op in copy.operations(shard, "mul", "self_attn")
-        if op.inputs["y"].arguments[0].name.endswith("_to_fp16")
-        and op.inputs["y"].arguments[0].name.startswith("var_")
-    )
-    array = copy.constant(shard, op.inputs["y"].arguments[0].name).arrays["val"]
-    array.write(array.read() * np.float16((24 / 32) ** 0.5))
-
-
-@planted("program", "gemma")
 def gelu_without_its_approximation(copy):
     (op,) = copy.operations(copy.shard(0), "gelu")
     name = op.inputs["mode"].arguments[0]
-    held = next(
-        o
-        for o in copy.block(copy.shard(0)).operations
-        if o.type == "const" and o.outputs[0].name == name.name
-    )
+    held = copy.making(copy.shard(0), name.name)
     values = held.attributes["val"].immediateValue.tensor.strings.values
     values[:] = ["EXACT" if values[0] != "EXACT" else "SIGMOID_APPROXIMATION"]
 
@@ -737,31 +607,21 @@ def rename(copy: Copy, shard: dict, names: dict[str, str]) -> None:
     for value in [*function.inputs, *copy.spec(shard).description.input]:
         value.name = names.get(value.name, value.name)
     for op in copy.block(shard).operations:
-        for argument in op.inputs.values():
-            for bound in argument.arguments:
-                if bound.name in names:
-                    bound.name = names[bound.name]
+        for bound in arguments(op):
+            bound.name = names.get(bound.name, bound.name)
     shard["inputs"] = {names.get(n, n): v for n, v in shard["inputs"].items()}
 
 
 @planted("program", "qwen3")
 def norm_of_the_keys_left_out(copy):
     shard = copy.shard(0)
-    last = copy.operations(shard, "mul", "k_norm")[-1]
-    first = next(
-        op
-        for op in copy.operations(shard, "real_div", "k_norm")
-        if op.inputs["x"].arguments
-    )
-    source = first.inputs["x"].arguments[0].name
+    last = copy.operations(shard, "mul", "k_norm")[-1].outputs[0].name
+    divisions = copy.operations(shard, "real_div", "k_norm")
+    first = next(op for op in divisions if op.inputs["x"].arguments)
     for op in copy.block(shard).operations:
-        for argument in op.inputs.values():
-            for bound in argument.arguments:
-                if (
-                    bound.WhichOneof("binding") == "name"
-                    and bound.name == last.outputs[0].name
-                ):
-                    bound.name = source
+        for bound in arguments(op):
+            if bound.name == last:
+                bound.name = source(first, "x")
 
 
 @planted("program", "smollm3")
@@ -834,7 +694,7 @@ def router_state_of_the_layer_before_halved(copy):
     reader = next(
         op
         for op in copy.block(shard).operations
-        if "router_state" in [b.name for a in op.inputs.values() for b in a.arguments]
+        if "router_state" in [bound.name for bound in arguments(op)]
     )
     copy.insert(shard, reader, "mul", y=np.float16(0.5).reshape(()))
 
@@ -848,39 +708,31 @@ def frequencies(copy: Copy, change: Callable[[np.ndarray], np.ndarray]) -> None:
         rope["inv_freq"] = [float(v) for v in change(inv)]
 
 
-@planted("host")
-def inv_freq_rounded_to_fp16(copy):
-    frequencies(copy, lambda inv: inv.astype(np.float16).astype(float))
+def frequency(name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    @planted("host", name=name)
+    def plant(copy):
+        frequencies(copy, change)
 
 
-@planted("host")
-def inv_freq_rounded_to_bf16(copy):
-    frequencies(
-        copy,
-        lambda inv: (inv.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(
-            np.float32
-        ),
-    )
+def bf16(inv):
+    return (inv.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
-@planted("host")
-def slowest_quarter_of_rope_is_zero(copy):
-    frequencies(copy, lambda inv: inv * (np.arange(len(inv)) < 3 * len(inv) / 4))
-
-
-@planted("host")
-def one_frequency_off_by_a_hundredth(copy):
-    frequencies(copy, lambda inv: inv * np.where(np.arange(len(inv)) == 3, 1.01, 1))
-
-
-@planted("host")
-def rope_scaling_of_the_configuration_ignored(copy):
-    frequencies(copy, lambda inv: 500000.0 ** (-np.arange(len(inv)) / len(inv)))
-
-
-@planted("host")
-def rope_of_another_base(copy):
-    frequencies(copy, lambda inv: inv**1.02)
+frequency("inv_freq_rounded_to_fp16", lambda inv: inv.astype(np.float16))
+frequency("inv_freq_rounded_to_bf16", bf16)
+frequency(
+    "slowest_quarter_of_rope_is_zero",
+    lambda inv: inv * (np.arange(len(inv)) < 3 * len(inv) / 4),
+)
+frequency(
+    "one_frequency_off_by_a_hundredth",
+    lambda inv: inv * np.where(np.arange(len(inv)) == 3, 1.01, 1),
+)
+frequency(
+    "rope_scaling_of_the_configuration_ignored",
+    lambda inv: 500000.0 ** (-np.arange(len(inv)) / len(inv)),
+)
+frequency("rope_of_another_base", lambda inv: inv**1.02)
 
 
 @planted("host")
@@ -894,8 +746,11 @@ def factor_of_yarn_halved(copy):
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = transformers.AutoConfig.for_model("ministral3", **tiny.DIMS["ministral3"])
-    config.rope_parameters["factor"] /= 2
+    dims = tiny.DIMS["ministral3"]
+    rope = dims["rope_parameters"] | {"factor": 2.0}
+    config = transformers.AutoConfig.for_model(
+        "ministral3", **(dims | {"rope_parameters": rope})
+    )
     inv_freq, _ = ROPE_INIT_FUNCTIONS["yarn"](config, None)
     frequencies(copy, lambda _: inv_freq.numpy())
 
@@ -944,61 +799,32 @@ def embedding_times_1_05(copy):
     copy.manifest["embedding"]["scale"] = 1.05
 
 
-@planted("weights")
-def two_embedding_rows_exchanged(copy):
-    def swap(table):
-        table[[240, 241]] = table[[241, 240]]
-
-    copy.embedding(swap)
+def embedding(name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    @planted("weights", name=name)
+    def plant(copy):
+        copy.embedding(lambda table: table.__setitem__(..., change(table.copy())))
 
 
-@planted("weights")
-def one_channel_of_the_embedding_times_1_02(copy):
-    def scale(table):
-        table[:, 17] *= np.float16(1.02)
-
-    copy.embedding(scale)
+def rows_240_and_241_exchanged(table):
+    table[[240, 241]] = table[[241, 240]]
+    return table
 
 
-@planted("weights")
-def last_embedding_row_zero(copy):
-    def zero(table):
-        table[-1] = 0
-
-    copy.embedding(zero)
-
-
-@planted("weights")
-def embedding_rows_moved_by_one(copy):
-    def roll(table):
-        table[:] = np.roll(table, 1, axis=0)
-
-    copy.embedding(roll)
+embedding("two_embedding_rows_exchanged", rows_240_and_241_exchanged)
+embedding(
+    "one_channel_of_the_embedding_times_1_02",
+    lambda table: table * np.where(np.arange(table.shape[1]) == 17, 1.02, 1),
+)
+embedding(
+    "last_embedding_row_zero",
+    lambda table: table * (np.arange(len(table)) < len(table) - 1)[:, None],
+)
+embedding("embedding_rows_moved_by_one", lambda table: np.roll(table, 1, axis=0))
 
 
 @planted("program")
 def stream_declared_half_as_large(copy):
     copy.manifest["residual_exponent"] = 1
-
-
-@planted("interface")
-def end_of_sequence_of_another_model(copy):
-    copy.manifest["tokens"]["eos"] = [0]
-
-
-@planted("interface")
-def one_end_of_sequence_too_many(copy):
-    copy.manifest["tokens"]["eos"].append(5)
-
-
-@planted("interface")
-def begin_of_sequence_of_another_model(copy):
-    copy.manifest["tokens"]["bos"] = 3
-
-
-@planted("interface")
-def begin_of_sequence_dropped(copy):
-    copy.manifest["tokens"]["bos"] = None
 
 
 @planted("interface")
@@ -1027,11 +853,6 @@ def chat_template_of_another_model(copy):
         copy.file(name, lambda text: json.dumps(json.loads(text) | template).encode())
     else:
         copy.file(name, lambda text: text + b" ")
-
-
-@planted("interface")
-def tokenizer_left_out(copy):
-    copy.manifest["tokens"]["files"] = []
 
 
 @planted("interface")
@@ -1064,36 +885,23 @@ def described(copy: Copy, name: str, layer: int = 1):
     )
 
 
-@planted("interface")
-def range_of_t_ends_at_2(copy):
-    for layer in range(4):
-        for value in copy.spec(copy.shard(layer)).description.input:
-            for bounds in value.type.multiArrayType.shapeRange.sizeRanges:
-                if bounds.lowerBound != bounds.upperBound:
-                    bounds.upperBound = 2
+def range_of_t(name: str, values: list[str], **bounds: int) -> None:
+    """Other ends of the range of T of inputs of a layer."""
+
+    @planted("interface", name=name)
+    def plant(copy):
+        for value in values:
+            array = described(copy, value).type.multiArrayType
+            for each in array.shapeRange.sizeRanges:
+                if each.lowerBound != each.upperBound:
+                    for end, size in bounds.items():
+                        setattr(each, end, size)
 
 
-@planted("interface")
-def range_of_t_ends_at_3_in_one_input(copy):
-    for bounds in described(
-        copy, "attn_mask"
-    ).type.multiArrayType.shapeRange.sizeRanges:
-        if bounds.lowerBound != bounds.upperBound:
-            bounds.upperBound = 3
-
-
-@planted("interface")
-def range_of_t_begins_at_2(copy):
-    for bounds in described(copy, "x").type.multiArrayType.shapeRange.sizeRanges:
-        if bounds.lowerBound != bounds.upperBound:
-            bounds.lowerBound = 2
-
-
-@planted("interface")
-def range_of_t_without_an_end(copy):
-    for bounds in described(copy, "x").type.multiArrayType.shapeRange.sizeRanges:
-        if bounds.lowerBound != bounds.upperBound:
-            bounds.upperBound = -1
+range_of_t("range_of_t_ends_at_2", ["x", "attn_mask", "rope_cos"], upperBound=2)
+range_of_t("range_of_t_ends_at_3_in_one_input", ["attn_mask"], upperBound=3)
+range_of_t("range_of_t_begins_at_2", ["x"], lowerBound=2)
+range_of_t("range_of_t_without_an_end", ["x"], upperBound=-1)
 
 
 @planted("interface")
@@ -1107,19 +915,19 @@ def the_range_of_the_head_removed(copy):
         value.type.multiArrayType.ClearField("shapeRange")
 
 
-@planted("interface")
-def an_input_described_as_int32(copy):
-    described(copy, "rope_cos").type.multiArrayType.dataType = 0x20000 | 32
+def dtype(name: str, value: str, layer: int, code: int) -> None:
+    @planted("interface", name=name)
+    def plant(copy):
+        type = described(copy, value, layer).type
+        array = type.stateType.arrayType if "state" in value else type.multiArrayType
+        array.dataType = code
 
 
-@planted("interface")
-def an_input_described_as_float32(copy):
-    described(copy, "kv_write_mask", 2).type.multiArrayType.dataType = 0x10000 | 32
-
-
-@planted("interface")
-def an_output_described_as_double(copy):
-    described(copy, "hidden", 3).type.multiArrayType.dataType = 0x10000 | 64
+INT32, FLOAT32, DOUBLE = 0x20000 | 32, 0x10000 | 32, 0x10000 | 64
+dtype("an_input_described_as_int32", "rope_cos", 1, INT32)
+dtype("an_input_described_as_float32", "kv_write_mask", 2, FLOAT32)
+dtype("an_output_described_as_double", "hidden", 3, DOUBLE)
+dtype("a_state_described_as_float32", "k_state", 3, FLOAT32)
 
 
 @planted("interface")
@@ -1160,19 +968,26 @@ def a_state_described_with_half_its_rows(copy):
     described(copy, "v_state").type.stateType.arrayType.shape[2] = 32
 
 
-@planted("interface")
-def a_state_described_as_float32(copy):
-    described(copy, "k_state", 3).type.stateType.arrayType.dataType = 0x10000 | 32
+def declared(name: str, part: str, field: str, value) -> None:
+    """Another field of a part of the manifest."""
+
+    @planted("interface", name=name)
+    def plant(copy):
+        copy.manifest[part][field] = value
 
 
-@planted("interface")
-def t_max_of_60_over_a_range_of_4(copy):
-    copy.manifest["options"]["tokens"] = "1-60"
-
-
-@planted("interface")
-def t_max_of_2_over_a_range_of_4(copy):
-    copy.manifest["options"]["tokens"] = "1-2"
+declared("t_max_of_60_over_a_range_of_4", "options", "tokens", "1-60")
+declared("t_max_of_2_over_a_range_of_4", "options", "tokens", "1-2")
+declared("one_t_declared_over_a_range", "options", "tokens", "4")
+declared("experts_declared_routed", "options", "moe", "routed")
+declared("slice_writes_declared", "options", "kv_write", "slice")
+declared("two_layers_a_shard_declared", "options", "layers_per_shard", 2)
+declared("other_heads_declared", "dims", "H", 8)
+declared("end_of_sequence_of_another_model", "tokens", "eos", [0])
+declared("one_end_of_sequence_too_many", "tokens", "eos", [2, 5])
+declared("begin_of_sequence_of_another_model", "tokens", "bos", 3)
+declared("begin_of_sequence_dropped", "tokens", "bos", None)
+declared("tokenizer_left_out", "tokens", "files", [])
 
 
 @planted("interface")
@@ -1214,6 +1029,47 @@ def an_input_of_the_program_is_float32(copy):
     function = copy.spec(copy.shard(1)).mlProgram.functions["main"]
     value = next(v for v in function.inputs if v.name == "attn_mask")
     value.type.tensorType.dataType = 11
+
+
+@planted("interface")
+def taps_left_out(copy):
+    copy.shard(1)["taps"].clear()
+
+
+@planted("interface")
+def shapes_enumerated(copy):
+    x = described(copy, "x").type.multiArrayType
+    x.ClearField("shapeRange")
+    for T in (1, 4):
+        x.enumeratedShapes.shapes.add().shape.extend([1, 128, T, 1])
+
+
+@planted("interface")
+def a_default_shape_out_of_range(copy):
+    described(copy, "x").type.multiArrayType.shape[2] = 9
+
+
+@planted("interface")
+def a_state_of_the_program_with_half_its_rows(copy):
+    inputs = copy.spec(copy.shard(1)).mlProgram.functions["main"].inputs
+    state = next(value for value in inputs if value.name == "v_state")
+    rows = state.type.stateType.wrappedType.tensorType.dimensions[2]
+    rows.constant.size //= 2
+
+
+@planted("interface")
+def an_old_specification(copy):
+    copy.spec(copy.shard(1)).specificationVersion = 7
+
+
+@planted("interface")
+def two_states_in_one_tensor(copy):
+    copy.shard(1)["states"]["layers.1.k_state"]["tensor"] = "v_state"
+
+
+@planted("interface")
+def another_family_declared(copy):
+    copy.manifest["family"] = "qwen2"
 
 
 @planted("interface")

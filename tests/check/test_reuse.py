@@ -7,7 +7,7 @@ import trained
 from faults_reuse import FAULTS, ZAYA
 
 from workbench import InputError
-from workbench.check.reuse import check_reuse, contexts, reuse_gate
+from workbench.check.reuse import check_reuse, reuse_gate
 from workbench.decode import store
 
 
@@ -49,10 +49,6 @@ def test_a_cache_that_q4_leaves_in_fp16_is_so_in_the_reference_too(
     monkeypatch.setattr(store, "OUTLIER", float(np.median(errors)))
     gate = reuse_gate(check_reuse(decoder, lengths=(20, 33)))
     assert gate.verdict == "GREEN", gate.reason
-
-
-def test_contexts_lie_around_the_edges_of_blocks():
-    assert contexts(4096) == [255, 256, 257, 511, 512, 513]
 
 
 def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refused(

@@ -14,7 +14,7 @@ def table(llama_bundle, llama_golden, monkeypatch):
     a reason; with these logits."""
 
     def rows(outcomes, runtime="coreml", logits=()):
-        def call(function, root, golden, runtime, unit, only, Ts, timeout_s):
+        def call(function, root, golden, runtime, unit, alone, Ts, timeout_s):
             outcome = outcomes.get(unit, "GREEN")
             if outcome not in ("GREEN", "RED"):
                 return process.Outcome(failure=outcome)
@@ -56,14 +56,11 @@ def test_blame_follows_the_portable_modes(table, outcomes, unit, blame):
 
 
 def test_a_child_that_dies_is_a_row_and_the_others_go_on(table):
-    found = table({"CPU_AND_NE": "killed by SIGSEGV"})
+    found = table({"CPU_AND_NE": "killed by SIGSEGV", "ALL": "RED"})
     assert found.loc["CPU_AND_NE", "verdict"] == "DIED"
     assert found.loc["CPU_AND_NE", "reason"] == "killed by SIGSEGV"
+    assert found.loc["ALL", "reason"] == "update: layer 3"
     assert len(found) == 7
-
-
-def test_the_reason_of_a_red_unit_is_its_gate(table):
-    assert table({"ALL": "RED"}).loc["ALL", "reason"] == "update: layer 3"
 
 
 def test_off_a_mac_only_portable_modes_run_and_say_so(table):
@@ -95,6 +92,7 @@ def test_the_verdict_is_of_units_and_not_of_the_bound(table, outcomes, verdict):
     assert units.units_verdict(table(outcomes).reset_index()) == verdict
 
 
+@pytest.mark.wide
 def test_a_real_child_validates(llama_bundle, llama_golden, tmp_path):
     path = llama_golden.save(tmp_path / "golden.safetensors")
     how = llama_bundle.root, path, "portable", "exact", False, [1]

@@ -1,26 +1,44 @@
-"""The verdict: bug gates with a checkpoint, the stored ones without, and a bundle that no decoder
-runs is still RED."""
+"""Validation: bug gates with a checkpoint, the stored ones without, and a bundle that no decoder
+runs is still RED; the cost of compression beside what rounding alone costs, of which only the user's
+limit is RED; another runtime within the distance that narrow sums make."""
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from tiny import as_device
-from typer.testing import CliRunner
+import safetensors.torch
+from faults import FAULTS, around
+from in_process import cli
+from tiny import as_device, prompt
 
 from workbench import Bundle, Decoder
-from workbench.check import gates, golden, verdict
-from workbench.check.validate import BUG_GATES, bug_gates, validate
-from workbench.cli.app import app
+from workbench.check import gates, golden, states
+from workbench.check import validate as validation
+from workbench.check.compare import compared, furthest
+from workbench.check.run import run_golden
+from workbench.check.validate import (
+    BUG_GATES,
+    bug_gates,
+    device_gate,
+    device_reference,
+    measure,
+    measure_budget,
+    validate,
+)
 from workbench.errors import InputError
+from workbench.explain import error
+from workbench.export import export
+from workbench.models.checkpoint import Checkpoint
 
 IDS = "1,69,142,4,100,7"
 
 
 def run(*arguments):
-    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    return result.exit_code, json.loads(result.stdout), result.stderr
+    result = cli(*arguments, "--json")
+    return result.exit_code, json.loads(result.stdout)
 
 
 @pytest.fixture
@@ -38,19 +56,7 @@ def misdeclared(bundle):
     return Bundle.open(bundle.root)
 
 
-def test_the_bug_gates_have_an_order_and_do_not_ask_about_compression(
-    llama_bundle, tiny_llama
-):
-    found = bug_gates(llama_bundle, tiny_llama)
-    assert [g.name for g in found] == list(BUG_GATES)
-    assert {g.verdict for g in found} == {"GREEN"}
-
-
-def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(misdeclared, tiny_llama):
-    found = {g.name: g for g in bug_gates(misdeclared, tiny_llama)}
-    assert found["interface"].verdict == "RED"
-    assert found["program"].verdict == found["undo"].verdict == "not_run"
-    assert "cannot be run" in found["program"].reason
+# --- bug gates ------------------------------------------------------------------------------------
 
 
 def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
@@ -59,110 +65,274 @@ def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
 
     exact = Decoder(llama_bundle, "portable", "exact")
     exact.layers[1].executable.body.steps[3].function = stop
-    results = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, exact=exact)}
-    assert (
-        results["program"].verdict == gates.RED
-        and "planted" in results["program"].reason
-    )
-    assert results["undo"].verdict == gates.NOT_RUN
+    found = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, decoder=exact)}
+    assert found["program"].verdict == "RED" and "planted" in found["program"].reason
+    assert found["undo"].verdict == "not_run"
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "golden"])
-def test_the_command_says_so_too_and_exits_1(
+def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(
     misdeclared, tiny_llama, llama_golden, source
 ):
     path = tiny_llama.path
     if source == "golden":
         path = llama_golden.save(misdeclared.root.parent / "g.safetensors")
-    code, found, _ = run("validate", misdeclared.root, f"--{source}", path)
-    assert (code, found["verdict"], found["worst"], found["rows"]) == (
-        1,
-        "RED",
-        None,
-        0,
-    )
-    assert {g["name"] for g in found["gates"]} == set(BUG_GATES)
-
-
-def test_bad_input_about_a_bundle_that_runs_stays_an_error(bundle, tiny_llama):
-    ids = ",".join(["1"] * 40)
-    result = CliRunner().invoke(
-        app,
-        [
-            "validate",
-            str(bundle.root),
-            "--checkpoint",
-            str(tiny_llama.path),
-            "--prompt-ids",
-            ids,
-        ],
-    )
-    assert "max_seq_len" in str(result.exception)
+    code, found = run("validate", misdeclared.root, f"--{source}", path)
+    assert (code, found["verdict"], found["worst"]) == (1, "RED", None)
+    named = {g["name"]: g for g in found["gates"]}
+    assert named.keys() == set(BUG_GATES)
+    assert named["interface"]["verdict"] == "RED"
+    assert named["program"]["verdict"] == named["undo"]["verdict"] == "not_run"
+    assert "cannot be run" in named["program"]["reason"]
 
 
 def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     bundle, tiny_llama, llama_golden
 ):
-    golden_path = llama_golden.save(bundle.root.parent / "g.safetensors")
-    _, alone, _ = run("validate", bundle.root, "--golden", golden_path)
+    path = llama_golden.save(bundle.root.parent / "g.safetensors")
+    _, alone = run("validate", bundle.root, "--golden", path)
     missing = {g["name"] for g in alone["gates"] if g["verdict"] == "not_run"}
     assert missing == {"weights", "host", "program", "device", "budget"}
-    code, found, _ = run(
-        "validate", bundle.root, "--checkpoint", tiny_llama.path, "--prompt-ids", IDS
-    )
+    checkpoint = "--checkpoint", tiny_llama.path
+    code, found = run("validate", bundle.root, *checkpoint, "--prompt-ids", IDS)
     assert (code, found["verdict"]) == (0, "GREEN")
-    stored = {g.name: g.json() for g in verdict.load(bundle)}
+    stored = {g.name: g.json() for g in gates.stored_verdict(bundle)}
     assert list(stored) == list(BUG_GATES)
-    code, again, _ = run("validate", bundle.root, "--golden", golden_path)
-    assert (code, [g for g in again["gates"] if g["name"] in stored]) == (
-        0,
-        list(stored.values()),
-    )
-
-
-def test_the_price_and_the_user_s_limit_are_in_the_json(
-    bundle, tiny_llama, llama_golden
-):
-    path = llama_golden.save(bundle.root.parent / "g.safetensors")
-    code, found, _ = run("validate", bundle.root, "--golden", path, "--max-kl", "1e-9")
-    (limit,) = (g for g in found["gates"] if g["name"] == "max_kl")
+    code, again = run("validate", bundle.root, "--golden", path, "--max-kl", "1e-9")
+    assert [g for g in again["gates"] if g["name"] in stored] == [*stored.values()]
+    (limit,) = (g for g in again["gates"] if g["name"] == "max_kl")
     assert (code, limit["verdict"], limit["threshold"]) == (1, "RED", 1e-9)
     assert "--max-kl sets" in limit["reason"]
-    assert found["price"].keys() == {"kl", "same_top", "budget"}
-    assert found["price"]["kl"]["mean"] == limit["value"]
+    assert again["price"].keys() == {"kl", "same_top", "budget"}
+    assert again["price"]["kl"]["mean"] == limit["value"]
 
 
-def test_a_verdict_is_not_written_from_another_checkpoint(bundle, exports):
-    foreign = exports.checkpoint(
-        "llama", num_hidden_layers=4, hidden_size=128, vocab_size=256
+def test_a_golden_s_checkpoint_gives_every_verdict_that_is_not_stored(
+    bundle, tiny_llama, llama_golden, monkeypatch
+):
+    decoder, source = (
+        Decoder(bundle, "portable"),
+        replace(llama_golden, source=tiny_llama),
     )
-    arguments = ["validate", bundle.root, "--checkpoint", foreign, "--prompt-ids", IDS]
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert "was exported from" in str(result.exception)
-    assert isinstance(result.exception, InputError)
-    assert verdict.load(bundle) is None
+    first = validate(decoder, source, (1,))
+    assert {g.name for g in first.gates if g.verdict == "not_run"} == {"device"}
+    monkeypatch.setattr(validation, "bug_gates", None)
+    again = validate(decoder, source, (1,))
+    assert [g.json() for g in again.gates] == [g.json() for g in first.gates]
 
 
-def test_a_golden_of_another_checkpoint_is_refused(llama_bundle, llama_golden):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt-ids", ",".join(["1"] * 40)], "max_seq_len"),
+        (["--checkpoint", "foreign"], "was exported from"),
+    ],
+)
+def test_bad_input_about_a_bundle_that_runs_stays_an_error(
+    bundle, tiny_llama, exports, arguments, words
+):
+    other = exports.checkpoint("llama", vocab_size=256)
+    arguments = [other if text == "foreign" else text for text in arguments]
+    if "--checkpoint" not in arguments:
+        arguments += ["--checkpoint", tiny_llama.path]
+    result = cli("validate", bundle.root, *arguments)
+    assert isinstance(result.exception, InputError) and words in str(result.exception)
+
+
+def test_a_golden_of_another_checkpoint_is_refused(
+    tiny_llama, llama_bundle, llama_golden
+):
     other = replace(llama_golden, meta=llama_golden.meta | {"checkpoint": "0" * 64})
-    with pytest.raises(InputError, match="one of checkpoint 000000000000"):
-        validate(Decoder(llama_bundle, "portable"), other, (1,))
+    decoder = Decoder(llama_bundle, "portable")
+    for ask in (
+        lambda: validate(decoder, other, (1,)),
+        lambda: run_golden(decoder, other, 1),
+        lambda: error.split_error(tiny_llama, llama_bundle, [], reference=other),
+    ):
+        with pytest.raises(InputError, match="golden's checkpoint: found 000000000000"):
+            ask()
 
 
-def test_a_limit_below_zero_is_refused(bundle, tiny_llama):
-    arguments = ["validate", str(bundle.root), "--checkpoint", str(tiny_llama.path)]
-    result = CliRunner().invoke(app, [*arguments, "--max-kl", "-1"])
-    assert "0 or more nats" in str(result.exception)
+# --- cost -----------------------------------------------------------------------------------------
 
 
-def test_the_command_s_runtime_is_compared_with_the_portable_one(
-    llama_bundle, llama_golden
+@pytest.fixture(scope="module")
+def compressed(exports, tiny_llama, llama_golden):
+    """The cost of 4-bit weights."""
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int4-block32")
+    budget = measure_budget(bundle, tiny_llama, llama_golden)
+    return measure(Decoder(bundle, "portable"), llama_golden, budget=budget)
+
+
+@pytest.fixture(scope="module")
+def budget(llama_bundle, tiny_llama, llama_golden):
+    return measure_budget(llama_bundle, tiny_llama, llama_golden)
+
+
+def verdicts(cost, max_kl=gates.MAX_KL):
+    return {g.name: g.verdict for g in cost.gates(max_kl)}
+
+
+def times(decoder, factor):
+    """What the second layer's shard gives is `factor` times too large."""
+    predict_calls = decoder.layers[1].predict_calls
+    decoder.layers[1].predict_calls = lambda *operands: [
+        {name: value * np.float32(factor) for name, value in outputs.items()}
+        for outputs in predict_calls(*operands)
+    ]
+
+
+def test_the_budget_of_compression_is_what_compression_costs(compressed):
+    assert furthest(compared(compressed.rows))["ratio"] < 1.5  # quantization dominates
+    assert compressed.kl.mean() == pytest.approx(compressed.budget_kl.mean(), rel=0.2)
+    found = compressed.json()
+    kl = found["kl"]
+    assert {"mean", "median", "p99", "max"} == kl.keys() == found["budget"]["kl"].keys()
+    mean = kl["mean"]
+    assert verdicts(compressed, 1.01 * mean) == {"max_kl": "GREEN", "budget": "GREEN"}
+    assert verdicts(compressed, 0.99 * mean) == {"max_kl": "RED", "budget": "GREEN"}
+
+
+def test_an_error_that_rounding_does_not_explain_is_red(
+    llama_bundle, llama_golden, budget
 ):
     decoder = Decoder(llama_bundle, "portable")
-    assert {g.name: g.verdict for g in validate(decoder, llama_golden, (1,)).gates}[
-        "device"
-    ] == gates.NOT_RUN
-    as_device(decoder)  # what a device shows, in portable arithmetic
-    found = {g.name: g for g in validate(decoder, llama_golden, (1,)).gates}
-    assert (found["device"].verdict, found["device"].value) == ("GREEN", 0)
-    assert golden.Golden is type(llama_golden)
+    clean = measure(decoder, llama_golden, budget=budget)
+    assert verdicts(clean) == {"max_kl": "GREEN", "budget": "GREEN"}
+    rows = clean.rows.copy()
+    rows.loc[rows["tensor"] == "k", "ratio"] = np.nan
+    broken = replace(clean, rows=rows, kl=clean.kl * np.nan)
+    assert verdicts(broken) == {"max_kl": "RED", "budget": "RED"}
+    times(decoder, 1.03)
+    wrong = measure(decoder, llama_golden, budget=budget)
+    assert verdicts(wrong, max_kl=9)["budget"] == "RED"
+    worst = furthest(compared(wrong.rows))
+    assert (worst["layer"], worst["tensor"]) == (1, "update")
+
+
+def changed(exports, folder, edit):
+    """A small random llama whose tensors `edit` has changed, and its fp16 bundle."""
+    shutil.copytree(exports.checkpoint("llama"), folder)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        edit(name, tensor)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    bundle = export(folder, folder.parent / "bundle", max_seq_len=32, progress=False)
+    return Checkpoint(folder), bundle
+
+
+def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(exports, tmp_path):
+    """The second layer hands its input on, as layers do that were added to a trained model or
+    pruned from it."""
+
+    def silence(name, tensor):
+        if "layers.1." in name and ("o_proj" in name or "down_proj" in name):
+            tensor.zero_()
+
+    checkpoint, bundle = changed(exports, tmp_path / "checkpoint", silence)
+    reference = golden.make_golden(checkpoint, prompt(97, 20))
+    assert not reference["update.1"].any()
+    decoder = Decoder(bundle, "portable")
+    judged = validate(decoder, reference, (1, 4))
+    assert judged.verdict == "GREEN"
+    assert {g.verdict for g in states.state_gates(decoder)} == {"GREEN"}
+    layers = error.split_error(checkpoint, bundle, prompt(97, 8))["isolated"].layers()
+    parts = ["storage", "reauthoring", "precision", "total"]
+    assert layers.set_index("layer").loc[1, parts].eq(0).all()
+    times(decoder, 1.01)
+    budget = measure_budget(bundle, checkpoint, reference)
+    _, gate = measure(decoder, reference, (1, 4), budget).gates()
+    assert gate.verdict == "RED" and "layer 1, update" in gate.reason
+
+
+def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path):
+    def enlarge(name, tensor):
+        if "norm" in name:
+            tensor.fill_(30000)
+
+    checkpoint, bundle = changed(exports, tmp_path / "checkpoint", enlarge)
+    decoder = Decoder(bundle, "portable")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what overflows says so
+        reference = golden.make_golden(checkpoint, prompt(97, 8))
+        budget = measure_budget(bundle, checkpoint, reference)
+        cost = measure(decoder, reference, (1, 2), budget)
+        live = {gate.name: gate.verdict for gate in states.state_gates(decoder)}
+    assert verdicts(cost) == {"max_kl": "RED", "budget": "RED"}
+    counts = cost.rows.groupby(["layer", "tensor", "mode"])["T"].count()
+    assert counts.loc[:, ["k", "v"]].nunique() == 2  # of isolated and of chained passes
+    assert live["state_life"] == live["stale_rows"] == "RED"
+
+
+# --- device ---------------------------------------------------------------------------------------
+
+
+def device(bundle, precision="declared", fault=None):
+    """A stand-in for a device: it shows what Core ML shows."""
+    decoder = Decoder(bundle, "portable", precision)
+    if fault:
+        fault(decoder)
+    return as_device(decoder)
+
+
+@pytest.fixture(scope="module")
+def reference(llama_bundle, llama_golden):
+    return device_reference(llama_bundle, llama_golden)
+
+
+@pytest.mark.parametrize(
+    ("precision", "most"), [("declared", 0), ("exact", 1.5), ("narrow", 1)]
+)
+def test_every_arithmetic_up_to_narrow_sums_is_green(
+    llama_bundle, llama_golden, reference, precision, most
+):
+    gate = device_gate(device(llama_bundle, precision), llama_golden, reference)
+    assert gate.verdict == "GREEN" and gate.value <= most
+
+
+def hundredth(decoder):
+    """One layer's values a hundredth off."""
+
+    def scaled(predict, inputs, state):
+        return {name: value * 1.01 for name, value in predict(inputs, state).items()}
+
+    around(decoder.layers[1], scaled)
+
+
+@pytest.mark.parametrize(
+    "fault", [FAULTS["tokens_of_a_chunk_written_in_reverse"].plant, hundredth]
+)
+def test_a_device_that_computes_something_else_is_red(
+    llama_bundle, llama_golden, reference, fault
+):
+    decoder = device(llama_bundle, fault=fault)
+    gate = device_gate(decoder, llama_golden, reference)
+    assert gate.verdict == "RED" and gate.value > 3
+    assert fault is not hundredth or "hidden of layer 1" in gate.reason
+
+
+def test_a_near_tied_choice_of_an_expert_is_left_out(exports):
+    path = exports.checkpoint("zaya")
+    source = golden.make_golden(Checkpoint(path), prompt(109, 12))
+    bundle = exports.bundle(path)
+    reference = device_reference(bundle, source)
+    assert device_gate(device(bundle, "narrow"), source, reference).verdict == "GREEN"
+
+
+def test_a_reference_is_made_once_for_a_bundle_and_a_golden_s_values(
+    llama_bundle, llama_golden, tmp_path, monkeypatch
+):
+    saved = golden.Golden.load(llama_golden.save(tmp_path / "g.safetensors"))
+    assert device_reference(llama_bundle, saved, alone=True) is None
+    first = device_reference(llama_bundle, saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "device_values", None)
+        again = device_reference(llama_bundle, saved, alone=True)
+    assert again.keys() == first.keys()
+    scaled = saved.values | {"x.0": 2 * saved["x.0"]}
+    for other in (replace(saved, ids=saved.ids[::-1]), replace(saved, values=scaled)):
+        other.save(saved.file)
+        assert device_reference(llama_bundle, other, alone=True) is None
+    (file,) = tmp_path.glob("*.reference.safetensors")
+    file.write_bytes(b"nonsense")
+    assert device_reference(llama_bundle, saved).keys() == first.keys()

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from in_process import cli
 
 from workbench import InputError, paths
-from workbench.cli.app import app
 from workbench.log import project
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep.grid import find
@@ -66,6 +65,7 @@ def test_what_the_cache_lacks_is_one_message_with_the_download(hub, missing):
     assert str(refused.value).endswith("Next: run: hf download org/Tiny-Llama.")
 
 
+@pytest.mark.wide
 def test_commands_take_the_name_and_honour_hf_home(hub, tmp_path):
     def run(home: Path, *arguments):
         return subprocess.run(
@@ -79,8 +79,8 @@ def test_commands_take_the_name_and_honour_hf_home(hub, tmp_path):
     planned = run(hub, "plan", "org/Tiny-Llama", "--json")
     assert planned.returncode == 0, planned.stderr
     golden = ["golden", "org/Tiny-Llama", "--prompt", "set river", "--out", "g"]
-    prompted = CliRunner().invoke(app, golden)  # this process has that cache, too
-    assert prompted.exit_code == 0 and "3 tokens" in prompted.stdout
+    prompted = cli(*golden)  # this process has that cache, too
+    assert prompted.exit_code == 0 and f"{'tokens':20}3\n" in prompted.stdout
     other = run(tmp_path / "empty", "plan", "org/Tiny-Llama")
     assert other.returncode == 2 and len(other.stderr.splitlines()) == 1
     assert "hf download org/Tiny-Llama" in other.stderr

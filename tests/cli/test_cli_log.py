@@ -1,115 +1,142 @@
-"""`workbench log`: what it prints of a log and of two of its runs, and how it ends."""
+"""`workbench log` and `sweep`: the table, two runs side by side, packing, a bundle without a
+grid."""
 
 import json
+import re
 
+import in_process
+import numpy as np
 import pytest
-from typer.testing import CliRunner
+from in_process import cli, invoke
 
-from workbench import log
-from workbench.cli.app import app
+from workbench import log, process
 from workbench.errors import InputError
+from workbench.sweep import cluster
 
 ROW = {
     "status": "ok",
     "checkpoint": "tiny",
     "checkpoint_hash": "c",
     "runtime": "portable",
+    "machine": "x",
 }
 
 
 @pytest.fixture
 def root(tmp_path):
-    for run_id, compress, rate in (("1-a", "fp16", 10.0), ("2-b", "lut4", 20.0)):
-        sample = {
-            "phase": "tokens_per_s",
-            "unit": "tok/s",
-            "n_gen": 8,
-            "T": 1,
-            "value": rate,
-        }
-        cell = {
-            "tensor": "update",
-            "mode": "isolated",
-            "layer": 1,
-            "position": 2,
-            "T": 1,
-        }
-        gate = {
-            "name": "program",
-            "verdict": "GREEN" if rate < 15 else "RED",
-            "value": rate,
-        }
-        log.append("samples", sample, tmp_path, run_id)
-        more = {"tokens_per_s": rate, "values": compress, "machine": "x"}
-        log.append(
-            "fidelity", cell | {"error": rate / 100, "cosine": 0.9}, tmp_path, run_id
-        )
-        row = {
-            "compress": compress,
-            "bundle_hash": compress,
-            "verdict": gate["verdict"],
-            "config": {"gates": [gate]},
-        }
-        log.append("runs", ROW | row | more, tmp_path, run_id)
+    """A log of two runs: fp16 is slow and GREEN, lut4 fast and RED."""
+    for run_id, compress, rate, verdict in (
+        ("1-a", "fp16", 10.0, "GREEN"),
+        ("2-b", "lut4", 20.0, "RED"),
+    ):
+        sample = {"phase": "tokens_per_s", "unit": "tok/s", "n_gen": 8, "T": 1}
+        log.append("samples", sample | {"value": rate}, tmp_path, run_id)
+        cell = {"tensor": "update", "mode": "isolated", "layer": 1, "position": 2}
+        cell |= {"T": 1, "error": rate / 100, "cosine": 0.9}
+        log.append("fidelity", cell, tmp_path, run_id)
+        gate = {"name": "program", "verdict": verdict, "value": rate}
+        row = {"compress": compress, "bundle_hash": compress, "verdict": verdict}
+        row |= {"config": {"gates": [gate]}, "tokens_per_s": rate, "values": compress}
+        log.append("runs", ROW | row, tmp_path, run_id)
     return tmp_path
 
 
 def run(*arguments) -> str:
-    result = CliRunner().invoke(
-        app, [str(a) for a in arguments], catch_exceptions=False
-    )
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return cli(*arguments, raises=True).stdout
 
 
 def test_the_table_is_sorted_filtered_and_at_most_a_hundred_columns_wide(root):
     log_dir = ("--log", root)
-    rows = json.loads(run("log", "--sort", "-tokens_per_s", "--json", *log_dir))
-    assert [(r["compress"], r["tokens_per_s"], r["verdict"]) for r in rows] == [
-        ("lut4", 20.0, "RED"),
-        ("fp16", 10.0, "GREEN"),
+    rows = invoke("log", "--sort", "-tokens_per_s", *log_dir)
+    assert [(r["compress"], r["verdict"]) for r in rows] == [
+        ("lut4", "RED"),
+        ("fp16", "GREEN"),
     ]
     text = run("log", *log_dir)
     assert "checkpoint tiny" in text and max(map(len, text.splitlines())) <= 100
     *_, before, last = text.splitlines()
     assert before.split()[:2] == ["a", "fp16"] and last.split()[:2] == ["b", "lut4"]
-    where = ("--where", "compress == 'fp16'")
-    assert "lut4" not in run("log", *where, *log_dir)
-    rows = json.loads(run("log", "--rows", "--sort", "-run_id", "--json", *log_dir))
+    assert "lut4" not in run("log", "--where", "compress == 'fp16'", *log_dir)
+    rows = invoke("log", "--rows", "--sort", "-run_id", *log_dir)
     assert rows[0]["run_id"] == "2-b" and rows[0]["checkpoint_hash"] == "c"
+    nothing = ("log", "--where", "compress == 'lut6'", *log_dir)
+    assert f"no run of the log at {root} fits" in run(*nothing)
+    assert run(*nothing, "--json") == "[]\n"
 
 
 def test_two_runs_side_by_side_name_errors_and_gates_that_changed(root):
-    found = json.loads(run("log", "a", "b", "--log", root, "--json"))
+    found = invoke("log", "a", "b", "--log", root)
     (error,) = found["errors"]
     assert (error["layer"], error["position"]) == (1, 2)
     assert (error["a"], error["b"]) == (0.1, 0.2)
-    assert found["gates"] == [{"gate": "program", "a": "GREEN", "b": "RED"}]
+    assert found["changed_gates"] == [{"gate": "program", "a": "GREEN", "b": "RED"}]
     text = run("log", "a", "b", "--log", root)
-    assert "compress fp16 lut4" in text and "gate program" in text
-    assert "no setting differs" in run("log", "a", "1-a", "--log", root)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["compress", "fp16", "lut4"] in lines
+    assert ["program", "GREEN", "RED"] in lines
+    assert "settings" not in run("log", "a", "1-a", "--log", root)
 
 
-def test_a_log_without_a_fitting_row_says_so(root):
-    where = ("--where", "compress == 'lut6'")
-    found = run("log", *where, "--log", root)
-    assert found == f"no run in the log at {root} fits\n"
-    assert run("log", *where, "--log", root, "--json") == "[]\n"
+def test_two_settings_side_by_side_name_what_differs_and_by_how_much(tmp_path):
+    for round_ in range(4):
+        for side, ms, T in (("a", 10.0, 1), ("b", 15.0, 2)):
+            run_id = f"{round_}-{side}"
+            row = {"status": "ok", "setting": side, "round": round_, "T": T}
+            log.append("runs", row, tmp_path, run_id)
+            values = ms * np.random.default_rng(round_).normal(1, 0.01, 5)
+            sample = {"phase": "call", "unit": "ms"}
+            samples = [
+                sample | {"repetition": i, "value": v} for i, v in enumerate(values)
+            ]
+            log.append("samples", samples, tmp_path, run_id)
+    found = invoke("log", "0-a", "0-b", "--log", tmp_path)
+    settings = {s["setting"]: (s["a"], s["b"]) for s in found["settings"]}
+    assert settings == {"T": (1, 2)}
+    (row,) = found["measures"]
+    assert row["low"] < 1.5 < row["high"]
+    assert (row["n_a"], row["n_b"], found["alike"]) == (4, 4, 0)
 
 
 def test_a_log_is_packed_and_taken_in_once(root, tmp_path):
     out = tmp_path / "x" / "log.zip"
-    assert json.loads(run("log", "--pack", out, "--log", root, "--json"))["runs"] == 2
+    assert invoke("log", "--pack", out, "--log", root)["runs"] == 2
     for count in (2, 0):
-        text = run("log", "--unpack", out, "--log", tmp_path / "other")
-        assert text.startswith(f"{count} new runs")
+        taken = invoke("log", "--unpack", out, "--log", tmp_path / "other")
+        assert taken["imported"] == len(taken["runs"]) == count
 
 
-def test_bad_names_are_one_message(root):
-    for arguments, message in (
-        (("log", "--sort", "speed"), "--sort"),
-        (("log", "a"), "two runs"),
-        (("log", "a", "none"), "a run in the log"),
-    ):
-        with pytest.raises(InputError, match=message):
-            run(*arguments, "--log", root)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--sort", "speed"), "--sort"), (("a", "none"), "a run in the log")],
+)
+def test_bad_names_are_one_message(root, arguments, message):
+    with pytest.raises(InputError, match=message):
+        run("log", *arguments, "--log", root)
+
+
+def test_a_sweep_without_its_scheduler_is_refused_before_anything_runs(
+    grid, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cluster, "CONNECT_S", 1)
+    (tmp_path / "grid.json").write_text(json.dumps(grid))  # JSON is YAML
+    command = ["sweep", tmp_path / "grid.json", "--log", tmp_path / "log"]
+    with pytest.raises(InputError, match="scheduler"):
+        run(*command, "--scheduler", "tcp://127.0.0.1:1")
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(
+    exports, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process, "call", in_process.call)
+    bundle = exports.bundle(exports.checkpoint("llama"))
+    options = "--T", "1,2", "--depth", "0,4", "-r", "2", "--log", tmp_path
+    found = run("sweep", bundle.root, *options)
+    counts = dict(re.findall(r"^(\w+) +(\d+)$", found, re.MULTILINE))
+    assert (counts["cells"], counts["done"], counts["failed"]) == ("8", "8", "0")
+    assert "tok/s" in found
+    assert len([line for line in found.splitlines() if " 2 " in line]) >= 4
+    runs = log.load("runs", tmp_path)
+    assert sorted(zip(runs["T"], runs["depth"], runs["round"])) == [
+        (T, depth, round_) for T in (1, 2) for depth in (0, 4) for round_ in (0, 1)
+    ]

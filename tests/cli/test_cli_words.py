@@ -1,40 +1,25 @@
-"""What a command prints: whole help texts, figures in plain numbers, each figure once."""
+"""What a command prints: whole help pages, figures in plain numbers, each figure once."""
 
 import inspect
 import re
-import shlex
 from dataclasses import fields
+from importlib.metadata import version
 
 import numpy as np
-import pandas as pd
 import pytest
-import typer
-from typer.testing import CliRunner
+from in_process import cli
 
 from workbench import plugins
-from workbench.cli import generate, notebooks, plan, validate
 from workbench.cli.app import app
-from workbench.cli.common import Prompt, Where
-from workbench.cli.generate import unknown_words
+from workbench.cli.common import Options, Prompt, Where, text
+from workbench.cli.experiments import typed
 from workbench.decode import Decoder, transcript
-from workbench.errors import InputError
 from workbench.log import project
 
-TINY = project() / "data" / "tiny-llama"
-
-
-def every_command():
-    """Names of each command → click's command."""
-    groups = [((), typer.main.get_command(app))]
-    for names, command in groups:
-        yield names, command
-        below = getattr(command, "commands", {})
-        groups += [((*names, name), one) for name, one in below.items()]
-
-
-def page_of(names, columns: int) -> str:
-    sizes = {"COLUMNS": str(columns), "TERMINAL_WIDTH": str(columns)}
-    return CliRunner().invoke(app, [*names, "--help"], env=sizes).stdout
+COMMANDS = "export golden validate explain evaluate generate plan sweep log run report"
+NAMES = [name for name in app if not name.startswith("-")]
+FUNCTIONS = {name: app[name].default_command for name in NAMES}
+ARGUMENT = re.compile(r"^ +(\w+): (.+(?:\n {8,}.+)*)$", re.MULTILINE)
 
 
 def words(text: str) -> str:
@@ -42,44 +27,55 @@ def words(text: str) -> str:
     return re.sub(r"[\W_]+", "", text)
 
 
-def test_no_help_text_is_cut_at_80_columns():
-    for names, command in every_command():
-        page = words(page_of(names, 80))
-        callback = getattr(command.callback, "__doc__", None) or ""
-        _, _, section = inspect.cleandoc(callback).partition("\n\nArgs:\n")
-        told = r"^    \w+: ((?:.+\n?(?:        .+\n?)*))"
-        for text in re.findall(told, section, re.MULTILINE):
-            assert words(text) in page, (names, text)
-        for parameter in command.params:
-            text = getattr(parameter, "help", None) or ""
-            # a sentence in a narrow column is broken by the names beside it: its words stay
-            assert all(words(word) in page for word in text.split()), (names, text)
+@pytest.mark.parametrize("name", NAMES)
+def test_help_is_whole_at_80_columns_and_explains_every_option(name):
+    narrow, wide = (cli(name, "--help", columns=n).stdout for n in (80, 200))
+    document = inspect.getdoc(FUNCTIONS[name])
+    about, _, section = document.partition("\n\nArgs:\n")
+    for told in about.split("\n\n"):
+        assert words(told) in words(narrow)
+    for parameter, told in ARGUMENT.findall(section):
+        # a sentence in a narrow column is broken by the names beside it: its words stay
+        missing = [w for w in told.split() if words(w) not in words(narrow)]
+        assert not missing, parameter
+    # brackets are no markup
+    assert all(part in wide for part in re.findall(r"\[[^\]]*\]", document))
+    assert not re.search(r"--\w+_|--no-", wide)
+    options = re.findall(r"(?m)^│ [* ]*--\S+ *[A-Z. ]* +(?=\S)(.*) │$", wide)
+    assert options
+    for told in options:
+        assert len(re.sub(r"\[(default|required).*", "", told).split()) > 1
 
 
-def test_option_names_have_dashes():
-    names = [o for _, c in every_command() for p in c.params for o in p.opts]
-    assert "--max-seq-len" in names
-    assert not [name for name in names if name.startswith("--") and "_" in name]
+def test_help_is_in_groups():
+    lines = cli("--help", columns=120).stdout.splitlines()
+    headings = [line.split("─ ")[1].split(" ─")[0] for line in lines if "╭─ " in line]
+    assert len(headings) == len(set(headings)) > 4 and "Commands" not in headings
 
 
-@pytest.mark.parametrize("given", ["5", "05"])
-def test_a_number_of_one_digit_names_its_experiment(given, monkeypatch):
-    ran = []
-    result = {"experiment": "05", "verdict": "GREEN", "conclusion": "", "figures": []}
-    result |= {"report": "", "executed": "", "runs": []}
-    monkeypatch.setattr(
-        "workbench.experiment.run_notebook",
-        lambda number, *_, **__: ran.append(number) or result,
-    )
-    assert CliRunner().invoke(app, ["run", given]).exit_code == 0
-    assert ran == ["05"]
+def test_there_are_thirteen_commands_with_at_most_90_parameters():
+    found = FUNCTIONS.keys() - plugins.offered("commands").keys()
+    assert found == {*COMMANDS.split(), "doctor", "adopt"}
+    groups = {"prompt": Prompt, "where": Where, "device": Where, "options": Options}
+    names = [n for name in found for n in inspect.signature(FUNCTIONS[name]).parameters]
+    own = [name for name in names if name not in groups]
+    shared = [field for group in (Prompt, Where, Options) for field in fields(group)]
+    assert len(own) + len(shared) <= 90
+
+
+def test_an_unknown_command_names_the_nearest_one():
+    result = cli("valdate")
+    assert result.exit_code == 2 and "validate" in result.output
+
+
+def test_the_version_is_printed():
+    found = cli("--version")
+    assert (found.exit_code, found.stdout) == (0, f"{version('workbench')}\n")
 
 
 def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch):
-    seen = []
-
     def run_notebook(number, parameters, **_):
-        seen.append(number)
+        print(number, "starts")
         return {
             "experiment": number,
             "verdict": "GREEN",
@@ -91,38 +87,21 @@ def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch
         }
 
     monkeypatch.setattr("workbench.experiment.run_notebook", run_notebook)
-    monkeypatch.setattr(notebooks, "echo", lambda text: seen.extend(text.split("\n")))
-    result = CliRunner().invoke(app, ["run", "05", "34"])
+    result = cli("run", "5", "34")
     assert result.output.endswith("verdict  GREEN\ngo on    make lab\n")
-    second = seen.index("34")
+    first, _, second = result.output.partition("34 starts")
+    assert first.startswith("05 starts\nGREEN  experiment 05\n")
     for line in ("05 holds.", "It is small.", "05/a.png: picture of 05"):
-        assert f"  {line}" in seen[:second]
-    assert "  34/a.png: picture of 34" in seen[second:]
+        assert f"  {line}" in first
+    assert "  34/a.png: picture of 34" in second
 
 
-@pytest.mark.parametrize(
-    ("text", "needed"),
-    [
-        ("MAX_SEQ_LEN=abc", "a whole number"),
-        ("MAX_SEQ_LEN=1.5", "a whole number"),
-        ("MAX_SEQ_LEN=true", "a whole number"),
-    ],
-)
-def test_a_parameter_of_another_type_is_refused_before_anything_runs(
-    text, needed, monkeypatch
-):
-    monkeypatch.setattr(
-        "workbench.experiment.run_notebook", lambda *_, **__: pytest.fail("ran")
-    )
-    result = CliRunner().invoke(app, ["run", "5", "--set", text])
-    assert isinstance(result.exception, InputError)
-    assert "MAX_SEQ_LEN" in str(result.exception) and needed in str(result.exception)
-
-
-def test_a_text_parameter_takes_digits():
-    assert notebooks.typed("PROMPT", "12", "one two") == "12"
-    assert notebooks.typed("RATE", "1", 0.5) == 1
-    assert notebooks.typed("FREE", "[1, 2]", None) == [1, 2]
+def test_a_parameter_has_the_type_of_its_default():
+    assert typed("PROMPT", "12", "one two") == "12"
+    assert typed("PROMPT", "note: this", "") == "note: this"
+    assert typed("RATE", "1", 0.5) == 1
+    assert typed("FREE", "[1, 2]", None) == [1, 2]
+    assert typed("TOKENS", '{"tokens": "1-16"}', {}) == {"tokens": "1-16"}
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 9])
@@ -136,81 +115,55 @@ def test_the_first_step_is_no_part_of_the_speed(new, llama_bundle):
         assert found["tokens_per_s"] == 1e3 / np.median(samples[1:])
 
 
-def test_the_mean_kl_is_printed_once():
-    kl = {"mean": 0.001234567, "median": 0.001, "p99": 0.01, "max": 0.1}
-    result = {
-        "tokens": 9,
-        "windows": 9,
-        "perplexity": 2.0,
-        "golden_perplexity": 2.0,
-        "perplexity_ratio": 1.0,
-        "kl": kl,
-        "same_top": 1.0,
-        "intervals": {"kl_mean": (0.0011, 0.0013)},
-    }
-    text = "\n".join(generate.evaluation_lines(result))
-    (line,) = [line for line in text.splitlines() if line.startswith("KL")]
-    assert line.count("mean") == 1 and text.count("0.00123") == 1
-    assert "(95%: 0.0011 – 0.0013)" in line and "max 0.1" in line
-
-
-def test_predicted_speeds_are_plain_numbers():
-    speeds = pd.DataFrame({"chip": ["M1"], "tokens_per_s": [1343.2], "ms": [0.7445]})
-    text = plan.plain(speeds)
-    assert "1,343" in text and "0.745" in text and "e+" not in text
-
-
-def test_a_unit_without_fault_has_nothing_to_blame():
-    units = pd.DataFrame(
-        {"unit": ["a", "b"], "blame": [None, None], "kl_portable": [0.0, float("nan")]}
-    )
-    text = validate.unit_table(units)
-    assert "None" not in text and "nan" not in text.lower() and "blame" not in text
-    text = validate.unit_table(units.assign(blame=[None, "precision"]))
-    assert "precision" in text and "None" not in text
+def test_a_result_is_its_names_and_values_and_its_rows_a_table():
+    kl = {"mean": 0.001234567, "median": 0.001, "p99": None}
+    units = [
+        {"unit": "a", "tokens_per_s": 1343.25, "blame": None, "kl": None},
+        {"unit": "b", "tokens_per_s": 0.7445, "blame": None, "kl": 0.5},
+    ]
+    gates = [
+        {"name": "host", "verdict": "GREEN", "value": 1.0, "reason": "it agrees"},
+        {"name": "weights", "verdict": "RED", "value": "nan", "reason": "one is lost"},
+    ]
+    result = {"verdict": "RED", "tokens": 9, "bytes": 3 << 20, "kl": kl, "gates": gates}
+    result |= {"windows": None, "notes": ["It holds.", "It is small."], "units": units}
+    lines = text(result | {"price": {"kl": kl, "budget": {"error": 0.5}}})
+    assert lines[:3] == ["RED", f"{'tokens':20}9", f"{'bytes':20}3.0 MiB"]
+    assert lines[3] == f"{'kl':20}mean 0.001234567, median 0.001, p99 -"
+    assert [line.split()[:3] for line in lines[4:6]] == [
+        ["RED", "weights", "nan"],
+        ["GREEN", "host", "1"],
+    ]
+    assert lines[6:8] == ["- It holds.", "- It is small."]
+    table = lines[lines.index("units") + 1 :]
+    assert [row.split() for row in table[:3]] == [
+        ["unit", "tokens_per_s", "kl"],
+        ["a", "1343", "-"],
+        ["b", "0.7445", "0.5"],
+    ]
+    assert lines[-1] == f"{'budget':20}error 0.5"
+    assert "None" not in " ".join(lines) and "windows" not in " ".join(lines)
 
 
 def test_words_that_the_tokenizer_does_not_know_are_named(llama_bundle):
-    assert unknown_words(TINY, "set river amber") == []
-    assert unknown_words(TINY, "hello river World") == ["hello", "World"]
-    arguments = ["generate", str(llama_bundle.root), "--max-new", "1", "--prompt"]
-    with pytest.warns(UserWarning, match="unknown to the tokenizer: hello, World"):
-        result = CliRunner().invoke(app, [*arguments, "hello river World"])
+    command = "generate", llama_bundle.root, "--max-new", "1", "--prompt"
+    with pytest.warns(UserWarning, match="unknown to the tokenizer: hello, World$"):
+        result = cli(*command, "hello river World")
     assert result.exit_code == 0
+    assert cli(*command, "set river amber").exit_code == 0  # warnings are errors
 
 
 def test_loading_weights_draws_no_bar_of_its_own(capfd):
-    from workbench.check import golden
+    from workbench.check import hf
 
-    golden.whole_prompt(golden.Checkpoint(TINY))
+    hf.whole_model(hf.Checkpoint(project() / "data" / "tiny-llama"))
     assert "Loading" not in capfd.readouterr().err
 
 
-def test_the_grid_of_the_readme_is_shipped():
+def test_the_grid_of_the_guide_is_shipped():
     from workbench import sweep
 
-    text = (project() / "README.md").read_text()
-    (shown,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    assert shown in (project() / "data" / "grid.yaml").read_text()
+    text = (project() / "docs" / "guide.md").read_text()
+    shown, *_ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert shown == (project() / "data" / "grid.yaml").read_text()
     assert sweep.load_grid(project() / "data" / "grid.yaml")
-    lines = [line for line in text.splitlines() if "workbench sweep" in line]
-    paths = [shlex.split(line.replace("`", " "))[2] for line in lines]
-    assert paths and set(paths) == {"data/grid.yaml"}
-
-
-COMMANDS = "export golden validate explain evaluate generate plan sweep log run report"
-
-
-def test_there_are_thirteen_commands_with_at_most_92_parameters():
-    offered = {*plugins.offered("commands")}
-    found = dict(list(every_command())[1:])
-    found = {n: c for (n,), c in found.items() if n not in offered}
-    assert found.keys() == {*COMMANDS.split(), "doctor", "adopt"}
-    shared = [field.name for group in (Prompt, Where) for field in fields(group)]
-    own = [p.name for c in found.values() for p in c.params if p.name not in shared]
-    assert len(own) + len(shared) <= 92
-
-
-def test_an_unknown_command_names_the_nearest_one():
-    result = CliRunner().invoke(app, ["valdate"])
-    assert result.exit_code == 2 and "validate" in result.output

@@ -38,42 +38,12 @@ def tokenizer(folder: Path):
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def test_the_expected_folders_are_there():
-    assert [folder.name for folder in FOLDERS] == [
-        "tiny-gemma3",
-        "tiny-lfm2",
-        "tiny-llama",
-        "tiny-qwen2",
-        "tiny-qwen3_5",
-        "tiny-zaya",
-    ]
-
-
 @every_folder
 def test_every_weight_is_a_finite_value_of_fp16_and_carries_information(folder):
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert tensor.dtype == torch.float16, name
         assert tensor.abs().max() < 1000, name  # also refuses NaN and infinity
         assert len(tensor.unique()) > 1, name
-
-
-@every_folder
-def test_a_folder_is_at_most_four_megabytes(folder):
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4e6
-
-
-@every_folder
-def test_the_head_is_tied_and_heads_are_grouped(folder):
-    config = model(folder).config
-    assert (
-        config.tie_word_embeddings
-        and config.num_key_value_heads < config.num_attention_heads
-    )
-    assert config.head_dim % 32 == 0 and config.max_position_embeddings >= 1024
-    assert (
-        config.dtype == torch.float32
-        and json.loads((folder / "config.json").read_text())["dtype"] == "float16"
-    )
 
 
 @every_folder
@@ -112,35 +82,6 @@ def test_the_stated_recall_at_128_tokens_is_above_nine_in_ten(folder):
     assert stated["accuracy_by_distance"]["recall"]["128"] > 0.9
 
 
-def test_llama_uses_the_scaled_rope():
-    rope = model(DATA / "tiny-llama").config.rope_parameters
-    assert (
-        rope["rope_type"] == "llama3"
-        and rope["original_max_position_embeddings"] < 1024
-    )
-
-
-def test_qwen2_has_biases_that_matter():
-    weights = load_file(DATA / "tiny-qwen2" / "model.safetensors")
-    biases = {
-        name: t.float().abs().mean()
-        for name, t in weights.items()
-        if name.endswith("_proj.bias")
-    }
-    assert len(biases) == 3 * 4 and min(biases.values()) > 0.05, biases
-
-
-def test_gemma3_has_local_and_global_layers_and_live_norms():
-    assert set(model(DATA / "tiny-gemma3").config.layer_types) == {
-        "sliding_attention",
-        "full_attention",
-    }
-    weights = load_file(DATA / "tiny-gemma3" / "model.safetensors")
-    assert all(
-        t.float().abs().max() > 0.01 for name, t in weights.items() if "norm" in name
-    )
-
-
 def test_zaya_uses_every_expert_and_the_skip_class():
     zaya, folder = model(DATA / "tiny-zaya"), DATA / "tiny-zaya"
     used = set()
@@ -161,12 +102,6 @@ def test_zaya_uses_every_expert_and_the_skip_class():
         for layer in range(len(zaya.model.layers))
         for choice in range(zaya.config.num_experts + 1)
     }
-
-
-def test_zaya_routers_carry_state_and_bias():
-    for layer in model(DATA / "tiny-zaya").model.layers[1:]:
-        assert layer.mlp.gate.router_states_scale.abs().mean() > 0.1
-        assert layer.mlp.gate.balancing_biases.abs().min() > 0
 
 
 @pytest.mark.wide

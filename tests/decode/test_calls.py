@@ -21,9 +21,9 @@ def inputs(decoder) -> tuple[list, list]:
     return ios, counts
 
 
-def all_layers(decoder, together: bool):
+def all_layers(decoder, size: int):
     """(hidden states of every call after all layers, states, what each call's hook
-    saw)."""
+    saw); so many calls of a shard run together."""
     ios, counts = inputs(decoder)
     seqs, seen = decoder.fresh(), [[] for _ in ios]
 
@@ -34,14 +34,11 @@ def all_layers(decoder, together: bool):
 
     hooks = [hook(call) for call in range(len(ios))]
     for model, state in zip(decoder.layers, seqs.states, strict=True):
-        calls = ios, counts, [state] * len(ios), hooks
-        if together:
-            ios = decoder.run_calls(model, *calls)
-            continue
-        ios = [
-            decoder.run_layer(model, state, io, count, own)
-            for io, count, state, own in zip(*calls, strict=True)
-        ]
+        calls, done = (ios, counts, [state] * len(ios), hooks), []
+        for first in range(0, len(ios), size):
+            own = (each[first : first + size] for each in calls)
+            done += decoder.run_calls(model, *own)
+        ios = done
     values = [io[X] for io in ios]
     return [*values, *(state.read(name) for state, name in seqs.named_states)], seen
 
@@ -51,8 +48,9 @@ def all_layers(decoder, together: bool):
 def test_calls_together_compute_what_they_do_one_after_another(exports, family):
     bundle = exports.bundle(exports.checkpoint(family), max_seq_len=32)
     decoder = Decoder(bundle, "portable", "exact")
-    apart, saw = all_layers(decoder, False)
-    together, saw_together = all_layers(decoder, True)
+    (apart, saw), (together, saw_together) = (
+        all_layers(decoder, size) for size in (1, len(SIZES))
+    )
     for one, other in zip(apart, together, strict=True):
         assert np.abs(one - other).max() <= 1e-5 * np.abs(one).max()
     assert saw == saw_together

@@ -12,7 +12,7 @@ from workbench import Decoder, InputError
 from workbench.bundle.names import is_cache
 
 FAMILIES = list(tiny.DIMS)
-S = 96
+S = 32  # rows of the caches of all bundles here
 SOME = settings(
     max_examples=15,
     deadline=None,
@@ -24,7 +24,7 @@ SOME = settings(
 def family(request, exports):
     """A family's decoder (exact), its Hugging Face model and a prompt's golden."""
     checkpoint = exports.checkpoint(request.param)
-    decoder, model = exports.decoder(checkpoint, max_seq_len=S), exports.hf(checkpoint)
+    decoder, model = exports.decoder(checkpoint), exports.hf(checkpoint)
     return decoder, model, tiny.golden(model, tiny.prompt(decoder.manifest.dims.V, 21))
 
 
@@ -58,24 +58,17 @@ def test_each_layer_alone_updates_and_remembers_as_hugging_face_does(
 def test_fp16_arithmetic_stays_close(family):
     decoder, _, g = family
     declared = Decoder(decoder.bundle, "portable", "declared", fast=True)
-    for layer in range(decoder.manifest.dims.L):
-        for sizes in ([1], [4, 3]):
-            assert (
-                tiny.cosine(
-                    tiny.isolated(declared, layer, g, sizes, tolerance=5e-3),
-                    g.updates[layer],
-                )
-                > 0.999
-            )
-    assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > 0.999
+    for sizes in ([1], [4, 3]):
+        assert tiny.cosine(tiny.chained(declared, g.ids, sizes), g.logits) > 0.999
 
 
-@pytest.mark.matrix(3, wide=12)
-def test_64_greedy_tokens_equal_hugging_face(family):
+@pytest.mark.matrix(1, wide=4)
+def test_64_greedy_tokens_equal_hugging_face(family, exports):
     import torch
 
-    decoder, model, g = family
-    ids = g.ids[:7]
+    short, model, g = family
+    checkpoint = exports.checkpoint(short.manifest.family)
+    decoder, ids = exports.decoder(checkpoint, max_seq_len=96), g.ids[:7]
     expected = model.generate(
         torch.tensor([ids]),
         max_new_tokens=64,
@@ -84,15 +77,6 @@ def test_64_greedy_tokens_equal_hugging_face(family):
         pad_token_id=0,
     )[0, 7:]
     assert decoder.generate(ids, 64, stop=[]) == expected.tolist()
-
-
-@pytest.mark.matrix(3, wide=12)
-def test_stream_twice_gives_the_same_and_stops_at_a_stop_token(family):
-    decoder, _, g = family
-    tokens = decoder.generate(g.ids[:5], 8, stop=[])
-    assert decoder.generate(g.ids[:5], 8, stop=[]) == tokens
-    first = tokens.index(tokens[3])
-    assert decoder.generate(g.ids[:5], 8, stop=[tokens[3]]) == tokens[: first + 1]
 
 
 @pytest.mark.matrix(6, wide=9)
@@ -119,33 +103,6 @@ def test_a_call_writes_exactly_its_own_rows(family, before, count):
             )
 
 
-@pytest.mark.matrix(3, wide=12)
-def test_a_position_past_the_cache_is_refused_before_anything_is_written(family):
-    decoder, _, g = family
-    decoder.begin()
-    decoder.prefill(g.ids)
-    before = [s.read(n) for s, n in decoder.seqs.named_states]
-    with pytest.raises(InputError, match=f"max_seq_len = {S}"):
-        decoder.prefill([1] * (S - 20))
-    assert decoder.seqs.offsets.tolist() == [21]
-    after = [s.read(n) for s, n in decoder.seqs.named_states]
-    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    decoder.prefill([1] * (S - 21))
-    with pytest.raises(InputError, match=f"position {S}"):
-        decoder.decode_one_token(1)
-    with pytest.raises(InputError, match=f"at most max_seq_len = {S}"):
-        decoder.generate(g.ids, S - 19)
-
-
-@pytest.mark.parametrize(
-    "ids, found",
-    [([], "0 tokens|\\[\\]"), ([[1], [2]], "2 sequences"), ([97], "97"), ([-1], "ids")],
-)
-def test_unusable_prompts_are_refused(exports, ids, found):
-    with pytest.raises(InputError, match=found):
-        exports.decoder(exports.checkpoint("llama"), max_seq_len=S).prefill(ids)
-
-
 def state_of(decoder):
     return (
         [list(ids) for ids in decoder.seqs.ids],
@@ -159,27 +116,24 @@ def state_of(decoder):
     [
         (
             lambda d: d.decode_one_token(97),
-            "token id: found 97; needs ids from 0 to 96",
+            "token id: found 97; needs a whole number from 0 to 96",
         ),
+        (lambda d: d.prefill([]), "0 tokens|\\[\\]"),
+        (lambda d: d.prefill([[1], [2]]), "2 sequences"),
+        (lambda d: d.prefill([97]), "97"),
         (lambda d: d.decode_one_token(-1), "-1"),
         (lambda d: d.decode_one_token(1.7), "1.7"),
-        (lambda d: d.decode_one_token("5"), "'5'"),
         (lambda d: d.decode_one_token([1, 2]), "2 of them"),
-        (lambda d: d.decode_one_token([]), "0 of them"),
-        (lambda d: d.prefill([1.5, 2.7]), "1.5"),
         (lambda d: d.generate([1, 2], -1), "new tokens: found -1"),
-        (lambda d: d.generate([1, 2], 1.5), "new tokens: found 1.5"),
         (lambda d: d.trim(-1), "tokens to trim: found -1"),
         (lambda d: d.snapshot().trim(-1), "tokens to trim: found -1"),
         (lambda d: d.trim(1, seq=1), "sequence: found 1"),
-        (lambda d: d.snapshot(1), "sequence: found 1"),
         (lambda d: d.snapshot(-1), "sequence: found -1"),
-        (lambda d: d.remove(-1), "sequence: found -1"),
         (lambda d: d.add(1, d.snapshot()), "sequence: found 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_and_changes_nothing(exports, call, found):
-    decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
+    decoder = exports.decoder(exports.checkpoint("llama"))
     decoder.begin()
     decoder.prefill([3, 14, 15, 9, 2, 6])
     before = state_of(decoder)
@@ -190,17 +144,8 @@ def test_what_cannot_be_meant_is_refused_and_changes_nothing(exports, call, foun
     assert all(np.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))
 
 
-def test_whole_numbers_of_numpy_are_token_ids_and_no_new_token_is_none(exports):
-    decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
-    assert decoder.generate(
-        np.array([3, 14, 15]), np.int64(2), stop=()
-    ) == decoder.generate([3, 14, 15], 2, stop=())
-    assert np.isfinite(decoder.decode_one_token(np.int32(5))).all()
-    assert decoder.generate([3, 14, 15], 0) == []
-
-
 def test_two_streams_of_a_decoder_do_not_mix(exports):
-    decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
+    decoder = exports.decoder(exports.checkpoint("llama"))
     prompts = [3, 14, 15], [50, 60, 70]
     streams = [decoder.stream(ids, 4, stop=()) for ids in prompts]
     pairs = list(zip(*streams, strict=True))
@@ -209,58 +154,9 @@ def test_two_streams_of_a_decoder_do_not_mix(exports):
         assert tokens == decoder.generate(ids, 4, stop=())
 
 
-@pytest.mark.matrix(1, wide=1)
-@pytest.mark.parametrize(
-    "family_name, changed", [("llama", {}), ("zaya", {"num_experts": 2})]
-)
-def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(
-    exports, family_name, changed
-):
-    checkpoint = exports.checkpoint(
-        family_name, num_hidden_layers=1, vocab_size=53, **changed
-    )
-    options = {"max_seq_len": 320, "tokens": "1-64"}
-    together, alone = (
-        exports.decoder(checkpoint, batch=4, **options),
-        exports.decoder(checkpoint, **options),
-    )
-    prompts = [tiny.prompt(53, n, seed=n) for n in (0, 1, 255, 256)]
-    together.begin()
-    together.prefill(prompts)
-    assert together.seqs.offsets.tolist() == [0, 1, 255, 256]
-    tokens, produced = [5, 6, 7, 8], []
-    for _ in range(3):
-        produced.append(together.decode_one_token(tokens))
-        tokens = produced[-1].argmax(-1).tolist()
-    for slot, ids in enumerate(prompts):
-        alone.begin()
-        if ids:
-            alone.prefill(ids)
-        token = [5, 6, 7, 8][slot]
-        for logits in produced:
-            expected = alone.decode_one_token(token)
-            assert tiny.relative(logits[slot], expected) < 1e-5
-            token = int(expected.argmax())
-            assert int(logits[slot].argmax()) == token
-        states = together.seqs.states, alone.seqs.states
-        for state, single in zip(*states, strict=True):
-            for name in state.shard.states:
-                np.testing.assert_allclose(
-                    state.read(name)[slot], single.read(name)[0], atol=1e-5
-                )
-
-
-def test_the_literal_graph_runs_unless_fast_is_asked_for(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
-    assert not decoder.fast and not any(
-        model.fast for model in decoder.layers + decoder.heads
-    )
-
-
 def test_a_stream_continues_the_running_sequences(exports):
     decoder, one_by_one = (
-        exports.decoder(exports.checkpoint("llama"), batch=2, max_seq_len=S)
-        for _ in range(2)
+        exports.decoder(exports.checkpoint("llama"), batch=2) for _ in range(2)
     )
     prompts = [[3, 14, 15], [9, 2]]
     for each in (decoder, one_by_one):
@@ -286,7 +182,7 @@ def test_a_stream_continues_the_running_sequences(exports):
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("qwen2", {}), ("zaya", {"moe": "routed"})]
+    ("family", "options"), [("qwen2", {}), wide("zaya", {"moe": "routed"})]
 )
 def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
     exports, family, options

@@ -10,18 +10,15 @@ from workbench import Decoder, InputError
 from workbench.bundle.names import HIDDEN
 from workbench.check import golden, run, states, validate
 from workbench.explain import trace
-from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import timing
 
 IDS = prompt(97, 7)
 
 
 @pytest.fixture(scope="module")
-def looked_into(exports):
-    """A bundle with four layers in its shard, and a golden that validation puts in their places."""
-    checkpoint = exports.checkpoint("llama", num_hidden_layers=4)
-    bundle = exports.bundle(checkpoint, layers_per_shard=4, tokens="1-3")
-    return bundle, golden.make_golden(Checkpoint(checkpoint), prompt(97, 6, seed=1))
+def looked_into(llama_bundle, tiny_llama):
+    """A bundle, and a golden that validation puts in its layers' places."""
+    return llama_bundle, golden.make_golden(tiny_llama, prompt(97, 6, seed=1))
 
 
 LOOKS = {
@@ -31,12 +28,12 @@ LOOKS = {
     "probe": lambda decoder, _: states.write_probe(
         decoder, points=[(1, 0), (2, 1), (3, 2)]
     ),
-    "trace": lambda decoder, _: trace.trace_ranges({"": decoder}, IDS),
+    "trace": lambda decoder, _: trace.trace_decoder(decoder, IDS),
     "profile": lambda decoder, _: timing.profile(decoder, depth=2, calls=2),
 }
 
 
-@pytest.mark.matrix(4, wide=8)
+@pytest.mark.matrix(4, wide=4)
 @pytest.mark.parametrize("calls", [None, 1])
 @pytest.mark.parametrize("name", LOOKS)
 def test_a_look_leaves_the_decoder_s_sequence_as_it_was(
@@ -115,6 +112,7 @@ def test_core_ml_has_no_hooks_and_says_so(looked_into):
         shim.uninstall()
 
 
+@pytest.mark.wide
 def test_experts_that_are_loaded_within_a_call_are_hooked_too(exports):
     bundle = exports.bundle(
         exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2),

@@ -77,7 +77,7 @@ def check_against_hugging_face(exports, checkpoint, chosen: dict) -> None:
         assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
-@pytest.mark.matrix(2, wide=40)
+@pytest.mark.matrix(1, wide=12)
 @pytest.mark.parametrize(
     "chosen", pairwise(), ids=lambda row: "-".join(str(v) for v in row.values())
 )
@@ -87,7 +87,7 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
     )
 
 
-@pytest.mark.matrix(4, wide=40)
+@pytest.mark.matrix(2, wide=8)
 @pytest.mark.parametrize(
     "family, chosen",
     [

@@ -49,7 +49,7 @@ def test_draws_from_the_distribution_transformers_draws_from(
 
 def test_a_sampled_sequence_depends_on_seed_and_position_alone(exports):
     """Alone, after a snapshot, and in a batch with other samplings: the same tokens."""
-    decoder = trained.decoder(exports, "tiny-llama")
+    decoder = trained.decoder(exports, "tiny-gemma3")
     ids, chosen = (
         list(range(10, 30)),
         Sampling(temperature=2.0, top_k=50, top_p=0.95, seed=3),
@@ -71,7 +71,7 @@ def test_a_sampled_sequence_depends_on_seed_and_position_alone(exports):
         )
         == tokens[4:]
     )
-    together = trained.decoder(exports, "tiny-llama", trained.BATCH)
+    together = trained.decoder(exports, "tiny-gemma3", trained.BATCH)
     found = together.generate(
         [ids, ids, ids[:9]],
         8,

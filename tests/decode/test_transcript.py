@@ -1,10 +1,11 @@
-"""What cannot be decoded to its end, or kept, is refused before anything is decoded."""
+"""What cannot be decoded to its end, or kept, is refused before anything is decoded;
+tokens are labelled by their text."""
 
 import numpy as np
 import pytest
 
 from workbench import InputError
-from workbench.decode.transcript import transcript
+from workbench.decode.transcript import token_labels, transcript
 
 S, IDS = 16, [3, 14, 15, 9, 2, 6]
 
@@ -41,3 +42,17 @@ def test_logits_are_written_under_exactly_the_name_given(decoder, tmp_path, max_
     transcript(decoder, IDS, max_new, tmp_path / "logits")
     assert [path.name for path in tmp_path.iterdir()] == ["logits"]
     assert np.load(tmp_path / "logits").shape == (max_new + 1, 97)
+
+
+def test_labels_of_byte_level_tokens_are_text(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["ĠgardenĠcarrot", "Ġset", "Ċ", "é".encode().decode("latin-1")]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    assert token_labels(tmp_path, [0, 1, 2, 3]) == ["·garden·car…", "·set", "↵", "é"]
+    assert token_labels(None, [7, 8]) == ["7", "8"]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import cli
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from workbench import Bundle, InputError
 from workbench.bundle.names import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
@@ -59,10 +59,10 @@ def nested(source: Path, kind: str, **changes) -> dict:
 
 
 def named(bundle: Bundle, source: Path) -> tuple[str | None, list]:
-    frame = variants.explain_bundle(bundle, Checkpoint(source))
-    print(frame.head(4).to_string(), variants.conclusion(variants.fitting(frame)))
+    frame, fits = variants.explain_bundle(bundle, Checkpoint(source))
+    print(frame.head(4).to_string(), variants.conclusion(fits))
     assert frame["relative_rms"].is_monotonic_increasing
-    return variants.fitting(frame), frame["relative_rms"].tolist()
+    return fits, frame["relative_rms"].tolist()
 
 
 CONFIGURATIONS = {
@@ -113,8 +113,9 @@ def test_the_theta_of_one_table_of_two_is_named(exports, tmp_path):
     assert fits == "rope theta 500000 in full_attention"
 
 
-def interleaved(shape, x, io, width):
+def interleaved(shape, x, io):
     cos, sin = io[ROPE_COS + shape.suffix], io[ROPE_SIN + shape.suffix]
+    width = shape.rotary
     order = torch.arange(width).reshape(-1, 2).T.reshape(-1)
     a, b = x[..., order[: width // 2]], x[..., order[width // 2 :]]
     turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -122,10 +123,7 @@ def interleaved(shape, x, io, width):
 
 
 def tiled(shape, q, k, v, cache, io):
-    k, v = (
-        cache.append(K_STATE, k, io, shape.suffix),
-        cache.append(V_STATE, v, io, shape.suffix),
-    )
+    k, v = (shape.append(cache[K_STATE], k, io), shape.append(cache[V_STATE], v, io))
     order = torch.arange(shape.H).reshape(-1, shape.H_kv).T.reshape(-1)
     scores = q[:, order].reshape(shape.B, shape.H_kv, -1, shape.D) @ k.transpose(2, 3)
     scores = (
@@ -140,8 +138,7 @@ def norm_after_rope(module, x, cache, io):
     q, k = s.heads(module.q_proj(x), s.H), s.heads(module.k_proj(x), s.H_kv)
     v = s.heads(module.v_proj(x), s.H_kv)
     q, k = (
-        norm(s.rotate(y, io, module.rotary))
-        for norm, y in ((module.q_norm, q), (module.k_norm, k))
+        norm(s.rotate(y, io)) for norm, y in ((module.q_norm, q), (module.k_norm, k))
     )
     return module.o_proj(
         s.merge(s.attend(layers.scaled(q, module.scale), k, v, cache, io))
@@ -305,12 +302,9 @@ def test_a_fault_of_another_kind_has_no_variant(exports, tmp_path, monkeypatch):
     monkeypatch.setattr(layers.Attention, "forward", half_of_attention)
     bundle = relabelled(source, source, tmp_path / "bundle")
     assert named(bundle, source)[0] is None
-    result = CliRunner().invoke(
-        cli(),
-        [
-            *("explain", str(bundle.root), "--checkpoint", str(source)),
-            *("--only", "variant"),
-        ],
+    result = cli(
+        *("explain", str(bundle.root), "--checkpoint", str(source)),
+        *("--only", "variant"),
     )
     assert result.exit_code == 0
     assert "No variant explains" in result.stdout
@@ -339,7 +333,7 @@ def test_the_command_gives_names_best_first(exports, tmp_path):
     bundle = relabelled(source, changed, tmp_path / "bundle")
     arguments = ["explain", str(bundle.root), "--checkpoint", str(source)]
     arguments += ["--only", "variant", "--json"]
-    result = CliRunner().invoke(cli(), arguments, catch_exceptions=False)
+    result = cli(*arguments, raises=True)
     found = json.loads(result.stdout.splitlines()[-1])
     assert result.exit_code == 0
     assert found["fits"] == found["variants"][0]["name"] == "rope theta 1000000"
@@ -354,9 +348,3 @@ def test_a_bundle_of_another_checkpoint_is_refused(exports, tmp_path):
     other = configured(source, tmp_path, rms_norm_eps=1e-3)
     with pytest.raises(InputError, match="exported from"):
         variants.explain_bundle(exports.bundle(source), Checkpoint(other))
-
-
-def cli():
-    from workbench.cli.app import app
-
-    return app

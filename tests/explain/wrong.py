@@ -1,9 +1,8 @@
 """A stand-in for Core ML that computes one operation wrongly: whatever package it loads."""
 
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,8 +22,8 @@ class Fault:
         units: the compute units that are wrong; "": all.
         T: tokens of the calls that are wrong; 0: all.
         above: elements of the smallest result that is wrong.
-        fused: results that no package may show, or nothing is wrong.
-        how: `result`, `compile`, `kill`, or of a state `lost`, `late`.
+        fused: results that a package must compute and not show, or nothing is wrong.
+    how: `result`, `compile`, `kill`, or of a state `lost`, `late`.
     """
 
     op: str
@@ -45,7 +44,8 @@ def layer_of(fault: Fault) -> type[Proxy]:
             self.units, self.late = compute_units, []
             program = self.executable.program
             shown = set(program.outputs)
-            self.on = not shown & set(fault.fused)
+            made = {name for s in self.executable.body.steps for name, _ in s.outputs}
+            self.on = set(fault.fused) <= made - shown
             self.on &= fault.units in ("", compute_units)
             for step in self.executable.body.steps:
                 if named(step, fault) and self.on:
@@ -55,38 +55,23 @@ def layer_of(fault: Fault) -> type[Proxy]:
 
         def plant(self, step):
             original = step.function
-            names = [name for name, _ in step.outputs]
-
-            def result(**arguments):
-                y = original(**arguments)
-                if fault.T not in {0, *self.T}:
-                    return y
-                if isinstance(y, tuple):
-                    return tuple(map(changed, y))
-                return changed(y)
 
             def changed(y):
-                if y.numel() < fault.above:
-                    return y
-                return fault.change(y).to(y.dtype)
+                return y if y.numel() < fault.above else fault.change(y).to(y.dtype)
 
-            def kill(**arguments):
-                raise_killed()
-
-            def lost(**arguments):
+            def planted(**arguments):
+                if fault.how == "kill":
+                    raise _error("the process died")
                 if fault.T not in {0, *self.T}:
                     return original(**arguments)
+                if fault.how == "late":
+                    self.late.append(partial(original, **arguments))
+                if fault.how in ("late", "lost"):
+                    return None
+                y = original(**arguments)
+                return tuple(map(changed, y)) if isinstance(y, tuple) else changed(y)
 
-            def late(**arguments):
-                self.late.append(lambda: original(**arguments))
-
-            step.function = {
-                "result": result,
-                "kill": kill,
-                "lost": lost,
-                "late": late,
-            }[fault.how]
-            assert names or fault.how in ("lost", "late", "kill")
+            step.function = planted
 
         def predict(self, data, state=None):
             self.T = tokens(self.description, data)
@@ -96,12 +81,6 @@ def layer_of(fault: Fault) -> type[Proxy]:
             return super().predict(data, state)
 
     return Wrong
-
-
-def raise_killed():
-    if os.environ.get("KILL"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise _error("the process died")
 
 
 def tokens(description, data) -> list[int]:

@@ -8,11 +8,21 @@ from tiny import build
 
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, FileEntry, file_entries
-from workbench.export import convert, read_plan
-from workbench.export.package import WEIGHTS, read_package, save_package
+from workbench.export import convert, export, read_plan
 from workbench.export.shards import specs
-from workbench.export.template import _slots, operations, values_of
+from workbench.export.template import (
+    WEIGHTS,
+    find_slots,
+    operations,
+    read_package,
+    save_package,
+    values_of,
+)
 from workbench.models.checkpoint import Checkpoint
+
+
+def small(checkpoint: Path, target: Path, **options) -> Bundle:
+    return export(checkpoint, target, progress=False, **{"max_seq_len": 16} | options)
 
 
 def files(bundle: Bundle) -> dict[str, list[FileEntry]]:
@@ -45,17 +55,15 @@ def conversions(
     for spec in specs(plan, options):
         package = folder / f"{spec.name}.mlpackage"
         module, weights = build(spec, source, plan, options)
-        compressed = {weight.path for weight in weights if weight.compressed}
         programs = {}
         with ExitStack() as stack:
             stack.enter_context(exact_tables())
             for name, T in (options.functions or {"main": None}).items():
-                model = convert.to_program(module, spec, options, compressed, T)
+                model = convert.to_program(module, spec, options, weights, T)
                 programs[name] = folder / "parts" / f"{name}.mlpackage"
                 programs[name].parent.mkdir(parents=True, exist_ok=True)
                 save_package(model, programs[name])
-            whole = programs.get("main") or convert.joined(programs)
-            whole.rename(package)
+            convert.joined(programs).rename(package)
         made[spec.name] = file_entries(folder, package)
     return made
 
@@ -66,7 +74,7 @@ def contents(package: Path) -> tuple[list[str], dict[str, list[bytes]]]:
     ops = operations(read_package(package))
     blob = (package / WEIGHTS).read_bytes()
     values = {}
-    for name, slots in _slots(ops, blob).items():
+    for name, slots in find_slots(ops, blob).items():
         values[name] = []
         for slot in slots:
             inline = values_of(ops[slot.op])[slot.role].immediateValue.tensor

@@ -19,6 +19,11 @@ from workbench.bundle import Bundle
 from workbench.export import export
 from workbench.models import checkpoint
 
+OPTIONS = {"progress": False, "max_seq_len": 16, "compress": "int8-tensor"}
+DIMS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+DIMS |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+DIMS |= {"num_hidden_layers": 12, "vocab_size": 40_000}
+
 
 def child(source: Path, target: Path) -> int:
     """A process that exports and ends; 0 in its exit status when the export did."""
@@ -26,7 +31,7 @@ def child(source: Path, target: Path) -> int:
     if pid:
         return pid
     try:
-        export(source, target, progress=False, max_seq_len=16, compress="int8-tensor")
+        export(source, target, **OPTIONS)
         os._exit(0)
     finally:
         os._exit(1)
@@ -39,45 +44,30 @@ def wait(pid: int) -> bool:
 def main(moments: int) -> int:
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp())
-    source = checkpoint.random(
-        folder / "c",
-        "llama",
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_hidden_layers=12,
-        vocab_size=40_000,
-    )
-    # warms this process up
-    export(
-        source, folder / "first", progress=False, max_seq_len=16, compress="int8-tensor"
-    )
+    source = checkpoint.random(folder / "c", "llama", **DIMS)
+    export(source, folder / "first", **OPTIONS)  # warms this process up
     start = time.perf_counter()
     assert wait(child(source, folder / "whole"))
-    seconds, expected, wrong = (
-        time.perf_counter() - start,
-        Bundle.open(folder / "whole").identity,
-        0,
-    )
+    seconds = time.perf_counter() - start
+    expected, wrong = Bundle.open(folder / "whole").identity, 0
     print(f"an export in peace takes {seconds:.2f} s")
     for i in range(moments):
         target, after = folder / f"b{i}", random.uniform(0, seconds)
+        left = target.with_name(f".b{i}.partial")
         pid = child(source, target)
         time.sleep(after)
         os.kill(pid, signal.SIGKILL)
         # its bundle was in place, only its end was not
         finished = wait(pid) or target.exists()
-        left = folder / f".b{i}.partial"
         files = len(list(left.rglob("*")))
-        same = (finished or wait(child(source, target))) and Bundle.open(
-            target
-        ).identity == expected
-        same &= not left.exists()
+        if finished or wait(child(source, target)):
+            same = Bundle.open(target).identity == expected and not left.exists()
+        else:
+            same = False
         wrong += not same
+        state = "done" if finished else f"{files} files left"
         print(
-            f"killed after {after:.2f} s: {'done' if finished else f'{files} files left'}, {'same bytes' if same else 'WRONG'}"
+            f"killed after {after:.2f} s: {state}, {'same bytes' if same else 'WRONG'}"
         )
         shutil.rmtree(target, ignore_errors=True)
     shutil.rmtree(folder)

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from conversions import small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workbench import InputError, bundle
-from workbench.export import compress, export
-from workbench.export.weights import Scratch, WeightSource
+from workbench.export import weights
+from workbench.export.weights import WeightSource
 
 # bits per weight
 PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}
@@ -19,13 +20,7 @@ SIZE = {"num_hidden_layers": 1, "vocab_size": 320}
 def test_a_width_that_blocks_do_not_divide_is_refused_by_name(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", intermediate_size=80, **SIZE)
     with pytest.raises(InputError, match="down_proj.weight.*80 inputs.*multiple of 32"):
-        export(
-            checkpoint,
-            tmp_path / "b",
-            progress=False,
-            max_seq_len=16,
-            compress="int4-block32",
-        )
+        small(checkpoint, tmp_path / "b", compress="int4-block32")
 
 
 def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
@@ -79,7 +74,14 @@ KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 def ours(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
     part = WeightSource("w", "w", weight.shape, preset=bundle.PRESETS[preset])
     values = torch.from_numpy(weight.reshape(-1).copy())
-    return compress.stored_arrays(part, values, float(values.abs().max()), Scratch())
+    return weights.stored(part, values)
+
+
+def check(weight: np.ndarray, preset: str) -> None:
+    arrays = ours(weight, preset)
+    for role, expected in theirs(weight, preset).items():
+        expected = expected.astype(arrays[role].dtype)
+        assert arrays[role].tobytes() == expected.tobytes(), role
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -95,37 +97,14 @@ def ours(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
 @example(kind="any bits", rows=130, blocks=9, seed=2)
 @example(kind="few values", rows=200, blocks=4, seed=3)
 def test_our_integers_are_coremltools_bit_for_bit(preset, kind, rows, blocks, seed):
-    weight = draw(kind, (rows, 32 * blocks), seed)[:, :, None, None]
-    arrays = ours(weight, preset)
-    for role, expected in theirs(weight, preset).items():
-        assert (
-            arrays[role].tobytes() == expected.astype(arrays[role].dtype).tobytes()
-        ), role
+    check(draw(kind, (rows, 32 * blocks), seed)[:, :, None, None], preset)
 
 
 @pytest.mark.parametrize("preset", ["lut4", "lut6"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
     """From 10,000 values on coremltools takes its exact solver by itself."""
-    weight = draw(kind, (130, 96), 2)[:, :, None, None]
-    arrays = ours(weight, preset)
-    for role, expected in theirs(weight, preset).items():
-        assert (
-            arrays[role].tobytes() == expected.astype(arrays[role].dtype).tobytes()
-        ), role
-
-
-@given(
-    bits=st.sampled_from([4, 6]),
-    values=st.lists(st.integers(0, 63), min_size=1, max_size=40),
-)
-def test_packed_bits_unpack_to_what_they_were(bits, values):
-    from miltorch.blob import unpack_bits
-
-    array = np.array(values, np.uint8) & ((1 << bits) - 1)
-    assert np.array_equal(
-        unpack_bits(compress.packed(array, bits), bits, len(array), signed=False), array
-    )
+    check(draw(kind, (130, 96), 2)[:, :, None, None], preset)
 
 
 def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):
@@ -136,6 +115,4 @@ def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"][0] = 40_000
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    assert export(
-        path, tmp_path / "b", progress=False, max_seq_len=16, compress="int8-tensor"
-    ).manifest.shards
+    assert small(path, tmp_path / "b", compress="int8-tensor").manifest.shards

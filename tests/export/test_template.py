@@ -6,11 +6,41 @@ from collections import Counter
 import pytest
 import tiny
 import torch
-from conversions import contents, conversions, files
+from conversions import contents, conversions, files, small
 from safetensors.torch import load_file, save_file
 
 from workbench.bundle import PRESETS
-from workbench.export import export
+
+FOUR = {"num_hidden_layers": 4}
+ALTERNATING = FOUR | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+FEW_EXPERTS = {"num_experts": 2, "num_hidden_layers": 2}
+MATRIX = [
+    (family, {}, {"compress": preset, "kv_write": write, "layout": layout})
+    for family in tiny.DIMS
+    for preset in PRESETS
+    for write in ("mask", "slice")
+    for layout in ("bct1", "bc1t")
+]
+OTHERS = [
+    ("llama", {"tie_word_embeddings": False}, {"compress": "int8-tensor"}),
+    ("llama", {}, {"compress": "int8-tensor", "tokens": "1,2,4", "kv_write": "slice"}),
+    ("llama", {"intermediate_size": 256}, {"compress": "lut4", "tokens": "1,4"}),
+    ("qwen3", FOUR, {"compress": "int4-block32", "layers_per_shard": 2}),
+    ("gemma3_text", ALTERNATING, {"compress": "int8-channel", "sliding": "ring"}),
+    (
+        "gemma3_text",
+        ALTERNATING,
+        {"compress": "lut4", "sliding": "ring", "tokens": "2,3"},
+    ),
+    ("zaya", FOUR, {"compress": "lut6", "layers_per_shard": 2}),
+    ("zaya", FOUR, {"tokens": "1,16", "layers_per_shard": 2}),
+    ("zaya", FEW_EXPERTS, {"compress": "int8-tensor", "moe": "routed"}),
+    (
+        "zaya",
+        FEW_EXPERTS,
+        {"compress": "int4-block32", "moe": "routed", "tokens": "1,4"},
+    ),
+]
 
 
 def templates(bundle) -> dict[str, str]:
@@ -18,79 +48,29 @@ def templates(bundle) -> dict[str, str]:
     return {shard.name: shard.template for shard in bundle.manifest.shards}
 
 
-@pytest.mark.matrix(1, wide=5)
-@pytest.mark.filterwarnings("ignore:states of width")
-@pytest.mark.parametrize("compress", PRESETS)
-@pytest.mark.parametrize("family", tiny.DIMS)
+def label(value) -> str:
+    return value if isinstance(value, str) else "-".join(map(str, value.values()))
+
+
+@pytest.mark.matrix(3, wide=8)
+@pytest.mark.parametrize("family, changed, options", [*OTHERS, *MATRIX], ids=label)
 def test_every_shard_is_the_bytes_of_its_conversion(
-    exports, tmp_path, family, compress
-):
-    source = exports.checkpoint(family)
-    made = export(
-        source, tmp_path / "b", progress=False, max_seq_len=16, compress=compress
-    )
-    assert len(set(templates(made).values())) < len(made.manifest.shards)
-    assert files(made) == conversions(made, source, tmp_path / "again")
-
-
-@pytest.mark.matrix(1, wide=4)
-@pytest.mark.parametrize(
-    "family, changed, options, repeated",
-    [
-        (
-            "llama",
-            {"tie_word_embeddings": False},
-            {"compress": "int8-tensor", "kv_write": "slice", "layout": "bc1t"},
-            1,
-        ),
-        ("qwen2", {}, {"compress": "lut4"}, 1),
-        (
-            "qwen3",
-            {"num_hidden_layers": 4},
-            {"compress": "int4-block32", "layers_per_shard": 2},
-            1,
-        ),
-        ("qwen3_5_text", {}, {"compress": "int8-channel"}, 1),
-        ("granitemoehybrid", {}, {"compress": "lut6", "layout": "bc1t"}, 1),
-        (
-            "gemma3_text",
-            {
-                "num_hidden_layers": 4,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-            },
-            {"compress": "int8-channel", "sliding": "ring"},
-            2,
-        ),
-        (
-            "zaya",
-            {"num_hidden_layers": 4},
-            {"compress": "lut6", "layers_per_shard": 2},
-            1,
-        ),
-        (
-            "zaya",
-            {"num_experts": 2, "num_hidden_layers": 2},
-            {"compress": "int8-tensor", "moe": "routed"},
-            4,
-        ),
-        ("phi3", {}, {"compress": "int8-tensor"}, 1),
-    ],
-)
-def test_every_shard_is_the_bytes_of_its_conversion_with_every_option(
-    exports, tmp_path, family, changed, options, repeated
+    exports, tmp_path, family, changed, options
 ):
     source = exports.checkpoint(family, **changed)
-    made = export(source, tmp_path / "b", progress=False, max_seq_len=16, **options)
-    shards = templates(made)
-    assert len(shards) - len(set(shards.values())) == repeated
+    made = small(source, tmp_path / "b", **options)
+    assert len(set(templates(made).values())) < len(made.manifest.shards)
     assert files(made) == conversions(made, source, tmp_path / "again")
+    if "," in options.get("tokens", ""):
+        for shard in made.manifest.shards:
+            assert ",".join(map(str, shard.functions.values())) == options["tokens"]
 
 
 def test_a_vocabulary_of_many_slices_needs_two_conversions(exports, tmp_path):
     source = exports.checkpoint(
         "llama", vocab_size=2 * 16_384 + 50, num_hidden_layers=1, hidden_size=32
     )
-    made = export(source, tmp_path / "b", progress=False, max_seq_len=16)
+    made = small(source, tmp_path / "b")
     assert templates(made) == {
         "layers_00_00": "layers_00_00",
         "head_00": "head_00",
@@ -142,19 +122,14 @@ def odd(path, *tricks):
 TRICKS = [None, ones, no_bias, equal, nearly_equal, double, tiny_values]
 
 
+@pytest.mark.wide
 def test_weights_that_a_converter_would_drop_or_merge_are_stored(tmp_path):
     """coremltools removes a product with ones and a bias of zeros, and keeps one of two
     equal constants. A shard has the program of its shape all the same: every constant
     that both have holds the same bytes, and what a conversion lacks is dropped or
     merged."""
     checkpoint = odd(tmp_path / "c", *TRICKS)
-    made = export(
-        checkpoint,
-        tmp_path / "b",
-        max_seq_len=16,
-        compress="int8-tensor",
-        progress=False,
-    )
+    made = small(checkpoint, tmp_path / "b", compress="int8-tensor")
     conversions(made, checkpoint, tmp_path / "again")
     kinds = None
     for shard in made.shards("layers"):
@@ -176,9 +151,7 @@ def test_conversions_of_one_process_do_not_depend_on_what_came_before(
     exports, tmp_path
 ):
     source = exports.checkpoint("llama", num_hidden_layers=1)
-    first, second = (
-        export(source, tmp_path / n, progress=False, max_seq_len=16) for n in "ab"
-    )
+    first, second = (small(source, tmp_path / n) for n in "ab")
     assert files(first) == files(second)
 
 
@@ -196,5 +169,5 @@ def test_an_export_reads_a_checkpoint_in_small_pieces(exports, tmp_path, monkeyp
 
     monkeypatch.setattr(Checkpoint, "chunks", chunks)
     path = tiny.random(tmp_path / "c", "llama", dtype="bfloat16", vocab_size=5000)
-    export(path, tmp_path / "b", progress=False, max_seq_len=16)
+    small(path, tmp_path / "b")
     assert max(sizes) == CHUNK < 5000 * 64

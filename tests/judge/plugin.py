@@ -12,11 +12,13 @@ import gc
 import json
 import random
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from miltorch import shim
+from tests.judge.outcomes import op
 
 # reasons to skip a case that do not hold here
 NOT_OURS = re.compile("rdar|outdated PyTorch")
@@ -57,10 +59,12 @@ class Recorder:
         known = [json.loads(line) for line in self.file]
         self.file.write(json.dumps({"selected": len(items)}) + "\n")
         passed = {entry["case"] for entry in known if entry.get("outcome") == "passed"}
-        chosen = random.Random(0).sample(range(len(items)), len(items))[
-            : self.sample or None
-        ]
-        items[:] = [items[i] for i in sorted(chosen) if items[i].nodeid not in passed]
+        cases, chosen = defaultdict(list), set()
+        for item in random.Random(0).sample(items, len(items)):
+            cases[op(item.nodeid)].append(item)
+        for found in cases.values():
+            chosen.update(found[: self.sample or None])
+        items[:] = [i for i in items if i in chosen and i.nodeid not in passed]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item):
@@ -102,7 +106,7 @@ def pytest_addoption(parser):
         "--sample",
         type=int,
         default=0,
-        help="run so many cases, drawn with a fixed seed; 0: all",
+        help="run so many cases of each op, drawn with a fixed seed; 0: all",
     )
 
 

@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from miltorch.ops import OPERATIONS, operation
+from miltorch.ops import OPERATIONS
 
 # read by the reader; for coremltools' own tests
 NOT_IN_PACKAGES = {"const", "_const_symbolic"}
@@ -40,8 +40,3 @@ def test_rules_take_every_parameter_of_every_version(versions):
         accepted = set(inspect.signature(OPERATIONS[kind].function).parameters)
         for parameters in versions[kind]:
             assert parameters - NESTED <= accepted, kind
-
-
-def test_a_second_rule_for_an_op_is_refused():
-    with pytest.raises(ValueError, match="'add' has two rules"):
-        operation(lambda x, y: x, "add")

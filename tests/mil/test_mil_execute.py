@@ -83,11 +83,6 @@ def test_narrow_overflows_where_declared_does_not():
     )
 
 
-def test_narrow_leaves_float32_sums_alone():
-    x = np.full((1, 128), 2000, np.float32)
-    assert run("reduce_sum", x=x, axes=[1], precision="narrow").item() == 256000
-
-
 def test_precision_modes_round_results_or_do_not():
     x = np.array([1 / 3], np.float32)
     exact = (x + x) * x
@@ -193,70 +188,6 @@ def test_a_loop_without_end_is_refused(monkeypatch):
         loop(2**31 - 1).run({"x": torch.ones(2)}, {})
 
 
-def test_lists_are_written_and_gathered():
-    items = Type("FLOAT16", (2,), "list")
-    at = lambda i: np.asarray(i, np.int32)  # noqa: E731
-    ops = [
-        op(
-            "make_list",
-            {
-                "init_length": at(1),
-                "elem_shape": np.asarray(2, np.int32),
-                "dtype": "fp16",
-            },
-            ("l0", items),
-        ),
-        op(
-            "list_write",
-            {"ls": Ref("l0"), "index": at(2), "value": Ref("x")},
-            ("l1", items),
-        ),
-        op(
-            "list_scatter",
-            {
-                "ls": Ref("l1"),
-                "indices": np.array([1, 0], np.int32),
-                "value": Ref("xx"),
-            },
-            ("l2", items),
-        ),
-        op("list_length", {"ls": Ref("l2")}, ("n", I32)),
-        op("list_read", {"ls": Ref("l2"), "index": at(2)}, ("r", F16)),
-        op(
-            "list_gather",
-            {"ls": Ref("l2"), "indices": np.array([0, 1, 2], np.int32)},
-            ("y", F16),
-        ),
-        op(
-            "list_gather",
-            {"ls": Ref("l1"), "indices": np.array([0, 2], np.int32)},
-            ("before", F16),
-        ),
-    ]
-    made = program(ops, {"x": F16, "xx": F16}, ["n", "r", "y", "before"])
-    found = Executable(made).run(
-        {"x": torch.tensor([1.0, 2]), "xx": torch.tensor([[3.0, 4], [5, 6]])}, {}
-    )
-    assert found["n"] == 3 and found["r"].tolist() == [1, 2]
-    assert found["y"].tolist() == [[5, 6], [3, 4], [1, 2]]
-    assert found["before"].tolist() == [[0, 0], [1, 2]]  # writing made a new list
-
-
-def test_values_are_let_go_after_their_last_use():
-    ops = [
-        op("square", {"x": Ref("x" if i == 0 else f"v{i - 1}")}, (f"v{i}", F16))
-        for i in range(5)
-    ]
-    made = Executable(program(ops, {"x": F16}, ["v4"]))
-    assert [step.dead for step in made.body.steps] == [
-        [],
-        ["v0"],
-        ["v1"],
-        ["v2"],
-        ["v3"],
-    ]
-
-
 def test_values_that_a_block_reads_live_until_its_op():
     inner = Block([], [op("square", {"x": Ref("v")}, ("w", F16))], ["w"])
     ops = [
@@ -265,7 +196,6 @@ def test_values_that_a_block_reads_live_until_its_op():
         op("cond", {"pred": np.asarray(True)}, ("y", F16), blocks=[inner, inner]),
     ]
     made = Executable(program(ops, {"x": F16}, ["y"]))
-    assert [step.dead for step in made.body.steps] == [[], ["unused"], ["v"]]
     assert made.run({"x": torch.tensor([2.0])}, {})["y"] == 16
 
 
@@ -280,6 +210,19 @@ def test_literals_and_values_mix_in_a_list():
     assert Executable(program(ops, {"x": F16}, ["y"])).run({"x": torch.ones(2)}, {})[
         "y"
     ].tolist() == [1, 1, 7]
+
+
+def test_a_result_may_be_larger_than_declared():
+    """coremltools declares `torch.where` of sizes that vary too small; Core ML broadcasts."""
+    branches = {"cond": Ref("c"), "a": Ref("x"), "b": Ref("y")}
+    ops = [
+        op("select", branches, ("z", Type("FLOAT16", (1, 1)))),
+        op("add", {"x": Ref("z"), "y": Ref("z")}, ("twice", Type("FLOAT16", (1, 1)))),
+    ]
+    inputs = {"c": Type("BOOL", (None, None)), "x": F16, "y": F16}
+    values = {"c": torch.eye(2, 5) > 0, "x": torch.ones(1, 1), "y": torch.zeros(())}
+    found = Executable(program(ops, inputs, ["twice"])).run(values, {})
+    assert torch.equal(found["twice"], 2 * torch.eye(2, 5))
 
 
 def test_a_name_that_nothing_computes_is_refused():
@@ -324,60 +267,34 @@ def test_a_failing_op_is_named_with_what_torch_says():
         made.run({"x": torch.ones(2), "z": torch.ones(3)}, {})
 
 
-@pytest.mark.parametrize(
-    "kind, arguments",
-    [
-        ("fill", {"shape": [1 << 20, 1 << 20]}),
-        ("tile", {"x": np.ones(4, np.float32), "reps": [1 << 30]}),
-        ("pad", {"x": np.ones(4, np.float32), "pad": [0, 1 << 30]}),
-        ("random_uniform", {"shape": [1 << 30]}),
-        ("range_1d", {"start": 0, "end": 1 << 30, "step": 1}),
-        ("one_hot", {"indices": np.zeros(4, np.int32), "one_hot_vector_size": 1 << 30}),
-        (
-            "resize_bilinear",
-            {
-                "x": np.ones((1, 1, 2, 2), np.float32),
-                "target_size_height": 1 << 20,
-                "target_size_width": 1 << 20,
-            },
-        ),
-        (
-            "upsample_nearest_neighbor",
-            {
-                "x": np.ones((1, 2, 2), np.float32),
-                "scale_factor_height": 1 << 20,
-                "scale_factor_width": 1 << 20,
-            },
-        ),
-        ("make_list", {"init_length": 1 << 20, "elem_shape": 1 << 20, "dtype": "fp32"}),
-        (
-            "conv",
-            {
-                "x": np.ones((1, 1, 4), np.float32),
-                "weight": np.ones((1, 1, 1), np.float32),
-                "pad_type": "custom",
-                "pad": [0, 1 << 30],
-            },
-        ),
-        (
-            "conv_transpose",
-            {
-                "x": np.ones((1, 1, 4), np.float32),
-                "weight": np.ones((1, 1, 2), np.float32),
-                "strides": [1 << 30],
-            },
-        ),
-        (
-            "max_pool",
-            {
-                "x": np.ones((1, 1, 4), np.float32),
-                "kernel_sizes": [2],
-                "pad_type": "custom",
-                "pad": [1 << 30, 0],
-            },
-        ),
-    ],
+HUGE, IMAGE, LINE = (
+    1 << 30,
+    np.ones((1, 2, 2), np.float32),
+    np.ones((1, 1, 4), np.float32),
 )
+ABSURD = [
+    ("fill", {"shape": [1 << 20, 1 << 20]}),
+    ("tile", {"x": LINE, "reps": [1, 1, HUGE]}),
+    ("pad", {"x": LINE, "pad": [0, HUGE]}),
+    ("random_uniform", {"shape": [HUGE]}),
+    ("range_1d", {"start": 0, "end": HUGE, "step": 1}),
+    ("one_hot", {"indices": np.zeros(4, np.int32), "one_hot_vector_size": HUGE}),
+    (
+        "resize_bilinear",
+        {"x": IMAGE, "target_size_height": HUGE, "target_size_width": 4},
+    ),
+    ("upsample_nearest_neighbor", {"x": IMAGE, "scale_factor_height": HUGE}),
+    ("make_list", {"init_length": 1 << 20, "elem_shape": 1 << 20, "dtype": "fp32"}),
+    ("conv", {"x": LINE, "weight": LINE, "pad_type": "custom", "pad": [0, HUGE]}),
+    ("conv_transpose", {"x": LINE, "weight": LINE, "strides": [HUGE]}),
+    (
+        "max_pool",
+        {"x": LINE, "kernel_sizes": [2], "pad_type": "custom", "pad": [HUGE, 0]},
+    ),
+]
+
+
+@pytest.mark.parametrize("kind, arguments", ABSURD)
 def test_absurd_sizes_are_refused_before_memory_is_taken(kind, arguments):
     with pytest.raises(InputError, match="over 268435456 elements"):
         run(kind, **arguments)

@@ -12,7 +12,7 @@ import torch
 from memory import ROWS, WIDTH, Memory
 
 import miltorch
-from miltorch.ops import compression
+from miltorch import steps
 from miltorch.quiet import quiet
 from workbench.errors import InputError
 
@@ -85,7 +85,7 @@ def test_decompression_of_few_rows_at_a_time_changes_no_bit(
     packages, name, monkeypatch
 ):
     whole = weight(miltorch.Executable(miltorch.read(packages[name])))
-    monkeypatch.setattr(compression, "DENSE", 1)
+    monkeypatch.setattr(steps, "DENSE", 1)
     rows = weight(miltorch.Executable(miltorch.read(packages[name])))
     assert np.array_equal(rows, whole)
 

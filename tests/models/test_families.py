@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from circle import wide
 from safetensors.torch import load_file, save_file
 
 from workbench import InputError
@@ -22,6 +23,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONG = tiny.DIMS["phi3"]["rope_parameters"]
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
@@ -33,56 +35,13 @@ def config(model_type: str, **changed):
     )
 
 
-@pytest.mark.parametrize(
-    "rope", [LLAMA3, LINEAR, {"rope_type": "default", "rope_theta": 5e5}]
-)
-def test_rope_frequencies_are_those_of_hugging_face(rope):
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    made = config("llama", rope_parameters=rope)
-    (table,) = family_of(made).plan(made).rope
-    assert torch.equal(
-        torch.tensor(table.inv_freq), LlamaRotaryEmbedding(made).inv_freq
-    )
-
-
 @pytest.mark.matrix(15, wide=99)
 @pytest.mark.parametrize(
     "model_type, changed, found",
     [
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "yarn",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                }
-            },
-            "yarn",
-        ),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "dynamic",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                }
-            },
-            "dynamic",
-        ),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e4,
-                    "partial_rotary_factor": 0.5,
-                }
-            },
-            "partial",
-        ),
+        ("llama", {"rope_parameters": YARN}, "yarn"),
+        ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "dynamic"),
+        ("llama", {"rope_parameters": PARTIAL}, "partial"),
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
@@ -111,11 +70,7 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
             "gemma3_text",
             {
                 "rope_parameters": {
-                    "full_attention": {
-                        "rope_type": "default",
-                        "rope_theta": 1e6,
-                        "partial_rotary_factor": 0.5,
-                    },
+                    "full_attention": PARTIAL,
                     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                 }
             },
@@ -207,15 +162,22 @@ def test_more_tokens_a_call_than_a_matrix_takes_in_fp16_are_refused(
 
 
 @pytest.mark.parametrize(
-    "family", ["ministral3", "olmo3", "hunyuan_v1_dense", "phi3", "smollm3"]
+    "family, changed",
+    [
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("llama", {"rope_parameters": LINEAR}),
+        ("ministral3", {}),
+        ("olmo3", {}),
+        ("hunyuan_v1_dense", {}),
+        ("phi3", {}),
+        ("smollm3", {}),
+    ],
 )
-def test_tables_of_rope_are_those_of_hugging_face(exports, family):
+def test_tables_of_rope_are_those_of_hugging_face(family, changed):
     """cos and sin of positions up to the longest that a plan allows."""
-    made = config(family)
-    plan, model = (
-        family_of(made).plan(made),
-        exports.hf(exports.checkpoint(family)).model,
-    )
+    made = config(family, **changed)
+    plan = family_of(made).plan(made)
+    model = transformers.AutoModel.from_config(made)
     positions = torch.arange(512)[None]
     for index, layer in enumerate(plan.layers):
         (table,) = (table for table in plan.rope if table.name == layer.rope)
@@ -247,7 +209,9 @@ def test_the_legacy_layout_of_zaya_is_refused_by_name(tmp_path):
         export(path, tmp_path / "b", progress=False, max_seq_len=16)
 
 
-@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize(
+    "prefix", ["model.language_model.", wide("language_model.model.")]
+)
 def test_the_text_part_of_a_multimodal_gemma_is_found(exports, tmp_path, prefix):
     path = tiny.random(tmp_path / "c", "gemma3_text", **ONE_LAYER)
     text = json.loads((path / "config.json").read_text())
@@ -265,135 +229,32 @@ def test_the_text_part_of_a_multimodal_gemma_is_found(exports, tmp_path, prefix)
     )
 
 
-ODD = [
-    (
-        "llama",
-        {
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "head_dim": 96,
-            "hidden_size": 96,
-            "vocab_size": 1013,
-        },
-    ),
-    (
-        "qwen2",
-        {
-            "hidden_size": 96,
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "vocab_size": 211,
-        },
-    ),
-    (
-        "qwen3",
-        {
-            "num_attention_heads": 5,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "hidden_size": 80,
-            "tie_word_embeddings": True,
-        },
-    ),
-    (
-        "gemma3_text",
-        {
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "head_dim": 96,
-            "hidden_size": 96,
-        },
-    ),
-    (
-        "zaya",
-        {
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "num_experts": 3,
-        },
-    ),
-    (
-        "zaya",
-        {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 96,
-            "num_experts": 2,
-        },
-    ),
-    (
-        "zaya",
-        {
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "head_dim": 128,
-            "num_experts": 1,
-        },
-    ),
-    ("mistral", {"num_attention_heads": 5, "head_dim": 22, "num_key_value_heads": 1}),
-    ("smollm3", {"hidden_size": 66, "attention_bias": True, "mlp_bias": True}),
-    ("olmo2", {"hidden_size": 84, "num_attention_heads": 6, "attention_bias": True}),
-    (
-        "hunyuan_v1_dense",
-        {"head_dim": 26, "attention_bias": True, "tie_word_embeddings": True},
-    ),
+BIASES = {"attention_bias": True, "mlp_bias": True}
+ODD = [  # beside the random dimensions that `make prove` draws for every family
+    ("llama", BIASES | {"tie_word_embeddings": False}),
+    # a width of heads that the Neural Engine dislikes
+    ("llama", {"head_dim": 20}),
+    ("qwen2", {"num_attention_heads": 1}),
+    ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("zaya", {"num_experts": 1, "head_dim": 128}),
+    ("smollm3", BIASES | {"hidden_size": 66}),
+    ("olmo2", {"hidden_size": 84, "attention_bias": True}),
     # flags that other families have, which transformers ignores here
-    ("hunyuan_v1_dense", {"mlp_bias": True}),
-    ("mistral", {"mlp_bias": True, "attention_bias": True}),
-    ("phi3", {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    ("hunyuan_v1_dense", BIASES),
+    ("mistral", BIASES),
+    ("phi3", {"num_key_value_heads": 1}),
     ("lfm2", {"conv_L_cache": 2, "hidden_size": 60}),
     ("lfm2", {"conv_L_cache": 6, "conv_bias": True, "block_ffn_dim_multiplier": 1.3}),
     ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
-    (
-        "qwen3_5_text",
-        {"hidden_size": 60, "linear_key_head_dim": 24, "linear_value_head_dim": 20},
-    ),
-    (
-        "qwen3_5_text",
-        {
-            "linear_num_key_heads": 3,
-            "linear_num_value_heads": 3,
-            "linear_conv_kernel_dim": 2,
-        },
-    ),
-    (
-        "qwen3_5_text",
-        {
-            "linear_num_key_heads": 1,
-            "linear_conv_kernel_dim": 3,
-            "tie_word_embeddings": True,
-        },
-    ),
-    (
-        "granitemoehybrid",
-        {
-            "hidden_size": 60,
-            "mamba_n_heads": 6,
-            "mamba_n_groups": 3,
-            "mamba_d_state": 20,
-        },
-    ),
-    (
-        "granitemoehybrid",
-        {
-            "mamba_n_heads": 1,
-            "mamba_expand": 1,
-            "mamba_d_conv": 3,
-            "mamba_conv_bias": False,
-        },
-    ),
-    (
-        "granitemoehybrid",
-        {"mamba_proj_bias": True, "attention_bias": True, "tie_word_embeddings": True}
-        | {"position_embedding_type": "rope", "mamba_n_groups": 2},
-    ),
+    ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
+    ("granitemoehybrid", {"mamba_n_groups": 2, "mamba_d_conv": 3}),
+    ("granitemoehybrid", {"mamba_conv_bias": False, "mamba_proj_bias": True}),
+    ("granitemoehybrid", {"position_embedding_type": "rope", "attention_bias": True}),
 ]
 HYBRIDS = "lfm2", "qwen3_5_text", "granitemoehybrid"
 
 
-@pytest.mark.matrix(4, wide=40)
-@pytest.mark.filterwarnings("ignore:states of width")
+@pytest.mark.matrix(2, wide=8)
 @pytest.mark.parametrize("family, changed", ODD)
 def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, changed):
     few = {"gemma3_text": ONE_LAYER} | dict.fromkeys(HYBRIDS, {})
@@ -408,31 +269,6 @@ def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, ch
             tiny.cosine(tiny.isolated(decoder, 0, g, sizes, 4), g.updates[0]) > 0.999999
         )
         assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < limit
-
-
-@pytest.mark.parametrize("rope", [LLAMA3, LINEAR])
-def test_scaled_rope_decodes_as_hugging_face(exports, rope):
-    checkpoint = exports.checkpoint("llama", rope_parameters=rope, num_hidden_layers=1)
-    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 30))
-    assert (
-        tiny.relative(
-            tiny.chained(exports.decoder(checkpoint), g.ids, [4, 1]), g.logits
-        )
-        < 2e-6
-    )
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}],
-)
-def test_biases_and_untied_heads_decode_as_hugging_face(exports, changed):
-    checkpoint = exports.checkpoint("llama", num_hidden_layers=1, **changed)
-    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 9))
-    assert (
-        tiny.relative(tiny.chained(exports.decoder(checkpoint), g.ids, [3]), g.logits)
-        < 2e-6
-    )
 
 
 def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):

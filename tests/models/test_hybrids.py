@@ -14,7 +14,7 @@ from workbench.models.checkpoint import Checkpoint
 FAMILIES = "qwen3_5_text", "granitemoehybrid"
 
 
-@pytest.mark.matrix(1, wide=3)
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chosen", [{"tokens": "1-8"}, {"layers_per_shard": 3}])
 def test_sequences_at_different_positions_are_as_alone(exports, family, chosen):
@@ -33,9 +33,9 @@ def test_sequences_at_different_positions_are_as_alone(exports, family, chosen):
         logits.append(decoder.decode_one_token(tokens))
     for seq in (0, 2):
         rows = np.stack([each[seq] for each in logits])
-        assert tiny.relative(rows, goldens[seq].logits[lengths[seq] - 1 :]) < 3e-6
+        assert tiny.relative(rows, goldens[seq].logits[lengths[seq] - 1 :]) < 1e-5
     late = decoder.decode_one_token([None, goldens[1].ids[15], None])[1]
-    assert tiny.relative(late, goldens[1].logits[15]) < 3e-6
+    assert tiny.relative(late, goldens[1].logits[15]) < 1e-5
 
 
 @pytest.mark.matrix(1, wide=1)
@@ -69,7 +69,7 @@ WIDE = {
 }
 
 
-@pytest.mark.matrix(1, wide=3)
+@pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("family", WIDE)
 def test_a_wide_convolution_is_a_sum_of_shifted_products(exports, family):
     """Lint rule S7: the Neural Engine takes no depthwise convolution of 1024 channels."""

@@ -39,7 +39,7 @@ def greedy(decoder, prompts: list[list[int]]) -> list[list[int]]:
     return np.stack(made, axis=1).tolist()
 
 
-@pytest.mark.matrix(2, wide=12)
+@pytest.mark.matrix(1, wide=5)
 @pytest.mark.parametrize(
     "name, options",
     [(name, chosen) for name, both in OPTIONS.items() for chosen in both],

@@ -2,28 +2,21 @@
 Mac, and the same results as portable. Whatever is faked has the signature that the installed
 coremltools expects."""
 
-import importlib
 import inspect
-import json
-import os
 from types import SimpleNamespace
 
-import in_process
 import numpy as np
 import pytest
 import tiny
 
 from miltorch import shim
 from miltorch.quiet import coremltools
-from workbench import Decoder, log, process, sweep
+from workbench import Decoder
 from workbench.ane import placement
-from workbench.check import golden, states
-from workbench.check import units as matrix
 from workbench.check.reuse import check_reuse, reuse_gate
-from workbench.decode import store
 from workbench.errors import InputError
 from workbench.runtime import coreml, load_shard, resolve
-from workbench.sweep import run
+from workbench.runtime.base import typed
 
 pytestmark = [pytest.mark.shim, pytest.mark.usefixtures("shimmed")]
 
@@ -59,19 +52,17 @@ def shard(bundle):
     return bundle.shards("layers")[0]
 
 
-def test_both_runtimes_generate_the_same_tokens_and_logits(bundle):
-    prompt = [5, 17, 42, 3, 88]
-    records = {
-        runtime: list(
-            Decoder(bundle, runtime=runtime, fast=False).stream(prompt, 6, stop=[])
-        )
-        for runtime in ("coreml", "portable")
-    }
-    assert [r.token for r in records["coreml"]] == [
-        r.token for r in records["portable"]
-    ]
-    for ours, theirs in zip(records["coreml"], records["portable"], strict=True):
-        assert np.array_equal(ours.logits, theirs.logits)
+def test_both_runtimes_generate_the_same_tokens_logits_and_states(bundle):
+    decoders = [Decoder(bundle, runtime) for runtime in ("coreml", "portable")]
+    streams = [decoder.stream([5, 17, 42, 3, 88], 6, stop=[]) for decoder in decoders]
+    for ours, theirs in zip(*streams, strict=True):
+        assert ours.token == theirs.token and np.array_equal(ours.logits, theirs.logits)
+    ours, theirs = (decoder.snapshot() for decoder in decoders)
+    decoders[0].begin(ours)
+    for kept in (ours, decoders[0].snapshot()):
+        for name, value in theirs.states.items():
+            assert kept.states[name].dtype == np.float16
+            assert np.array_equal(kept.states[name], value)
 
 
 def test_core_ml_is_refused_where_neither_it_nor_the_shim_is(bundle, shard):
@@ -86,33 +77,8 @@ def test_core_ml_is_refused_where_neither_it_nor_the_shim_is(bundle, shard):
             use()
 
 
-def test_states_read_and_write_alike(bundle, shard):
-    model = load_shard(bundle, shard, "coreml")
-    one, other = model.make_state(), model.make_state()
-    for name in shard.states:
-        value = (
-            np.random.default_rng(0)
-            .normal(size=one.read(name).shape)
-            .astype(np.float16)
-        )
-        one.write(name, value)
-        assert np.array_equal(one.read(name), value) and not other.read(name).any()
-
-
-def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
-    bundle, shard, monkeypatch
-):
-    """float16 and read-only arrays are refused there; a cast to float16 before would be one that
-    coremltools undoes."""
-    seen, write, predict = [], shim.StateProxy.write_state, shim.Proxy.predict
-    monkeypatch.setattr(
-        shim.StateProxy, "write_state", lambda s, n, v: seen.append(v) or write(s, n, v)
-    )
-    monkeypatch.setattr(
-        shim.Proxy,
-        "predict",
-        lambda s, d, state=None: seen.extend(d.values()) or predict(s, d, state),
-    )
+def test_the_binding_takes_what_it_is_given_and_rounds_it_once(bundle, shard):
+    """The shim refuses float16 and read-only arrays as the binding does."""
     model = load_shard(bundle, shard, "coreml")
     state = model.make_state()
     for name, entry in shard.states.items():
@@ -123,42 +89,11 @@ def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
         for name, shape in shard.inputs.items()
     }
     model.predict(inputs, state)
-    assert len(seen) == len(shard.states) + len(shard.inputs)
-    assert all(
-        v.dtype == np.float32 and v.flags.c_contiguous and v.flags.writeable
-        for v in seen
-    )
-    # rounded once, by Core ML itself
-    assert {float(v.flat[0]) for v in seen} == {3.0, float(np.float32(0.1))}
-
-
-def test_states_of_the_binding_are_those_of_the_portable_runtime(source, tmp_path):
-    from workbench.export import export
-
-    made = export(source, tmp_path / "b", progress=False, max_seq_len=16, tokens="1-4")
-    decoders = [Decoder(made, runtime) for runtime in ("coreml", "portable")]
-    for decoder in decoders:
-        decoder.prefill([5, 17, 42])
-    kept = [decoder.snapshot().states for decoder in decoders]
-    assert kept[0].keys() == kept[1].keys()
-    for name, value in kept[0].items():
-        assert value.dtype == np.float16 and np.array_equal(value, kept[1][name])
-    decoders[0].begin(decoders[0].snapshot())
-    assert all(
-        np.array_equal(value, kept[0][name])
-        for name, value in decoders[0].snapshot().states.items()
-    )
+    assert all((x == np.float32(0.1)).all() for x in typed(inputs).values())
 
 
 # --- gates through the binding
 # ---------------------------------------------------------------------------------------
-
-
-def test_the_checklist_is_green_through_the_binding(bundle):
-    found = states.state_gates(Decoder(bundle, "coreml"))
-    assert {g.name: g.verdict for g in found} == dict.fromkeys(
-        states.STATE_GATES, "GREEN"
-    )
 
 
 def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_path):
@@ -177,53 +112,27 @@ def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_p
         Decoder(bundle, "coreml"), Decoder(batch, "coreml"), lengths=(4, 9), max_new=3
     )
     assert reuse_gate(found).verdict == "GREEN", reuse_gate(found).reason
-    decoder = Decoder(bundle, "coreml")
-    decoder.prefill([5, 17, 42])
-    left = decoder.snapshot()
-    store.save(tmp_path / "store", "warm", left)
-    again = store.load(tmp_path / "store", "warm")
-    assert all(
-        np.array_equal(value, left.states[name]) and value.dtype == np.float16
-        for name, value in again.states.items()
-    )
-
-
-@pytest.mark.parametrize("fault", [False, True])
-def test_the_matrix_keeps_what_core_ml_says(
-    source, bundle, tmp_path, fault, monkeypatch
-):
-    from workbench.models.checkpoint import Checkpoint
-
-    def fails(self):
-        raise shim._error("failed: -14")
-
-    if fault:
-        monkeypatch.setattr(shim.Proxy, "newState", fails)
-    monkeypatch.setattr(process, "call", in_process.call)
-    reference = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88])
-    how = {"runtime": "coreml", "compute_units": ["CPU_ONLY"], "only": True}
-    table = matrix.validate_units(bundle, reference, Ts=[1], **how)
-    (found,) = table.to_dict("records")
-    if not fault:
-        assert found["min_cosine"] > 0.99
-    else:
-        assert (
-            found["verdict"] == "DIED"
-            and 'NSLocalizedDescription = "failed: -14"' in found["reason"]
-        )
 
 
 # --- errors of Core ML
 # -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", ["load", "make_state", "predict", "read", "write"])
+@pytest.mark.parametrize(
+    "step", ["compile", "load", "make_state", "predict", "read", "write"]
+)
 def test_an_error_of_core_ml_is_one_message_of_one_line(
     bundle, shard, monkeypatch, step
 ):
     model = load_shard(bundle, shard, "coreml")
     state, (name, entry) = model.make_state(), next(iter(shard.states.items()))
+    forget(bundle, shard)
     steps = {
+        "compile": (
+            shim.Proxy,
+            "compileModel",
+            lambda: load_shard(bundle, shard, "coreml"),
+        ),
         "load": (shim.Proxy, "__init__", lambda: load_shard(bundle, shard, "coreml")),
         "make_state": (shim.Proxy, "newState", model.make_state),
         "predict": (
@@ -358,19 +267,6 @@ def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(
         if p.name.startswith(shard.name)
     ]
     load_shard(bundle, shard, "coreml")
-
-
-def test_what_core_ml_refuses_is_one_message(bundle, shard, monkeypatch):
-    forget(bundle, shard)
-
-    def refuse(path):
-        raise RuntimeError(
-            'Error compiling model: "Failed to parse the model specification."'
-        )
-
-    monkeypatch.setattr(shim.Proxy, "compileModel", staticmethod(refuse))
-    with pytest.raises(InputError, match=f"shard {shard.name}.*Failed to parse"):
-        load_shard(bundle, shard, "coreml")
 
 
 # --- options
@@ -570,71 +466,3 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
 
 # --- the whole path, in children
 # -------------------------------------------------------------------------------------
-
-
-def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
-    bundle, source, plan, tmp_path, monkeypatch, forked
-):
-    """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its
-    message on stderr, and at T = 3 Core ML complains and runs all the same, elsewhere than it was
-    told to."""
-    (tmp_path / "on_shim.py").write_text(
-        "import os, signal, sys\nfrom workbench.sweep import run\nfrom miltorch import shim\n\nmeasured = run.measure\n\n"
-        "def measure(cell, *how):\n    shim.install()\n    if cell.run['T'] == 2:\n"
-        "        print('MILCompilerForANE error: failed to compile ANE model', file=sys.stderr, flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGABRT)\n    if cell.run['T'] == 3:\n"
-        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    return measured(cell, *how)\n"
-    )
-    monkeypatch.setenv(
-        "PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(run, "measure", importlib.import_module("on_shim").measure)
-    grid = sweep.make_grid(
-        {
-            "checkpoint": str(source),
-            "export": {"max_seq_len": [16], "tokens": ["1-3"]},
-            "run": {
-                "T": [1, 2, 3],
-                "n_gen": 2,
-                "repetitions": 1,
-                "runtime": ["coreml"],
-                "compute_units": ["CPU_ONLY"],
-                "hints": [{"reshapeFrequency": "Infrequent"}],
-            },
-        }
-    )
-    counts = sweep.sweep(grid, root=tmp_path / "log", bundles=tmp_path, progress=False)
-    assert (counts["done"], counts["failed"], counts["invalid"]) == (2, 1, 1)
-    reasons = {"failed: killed by SIGABRT", "invalid: E5RT: ANECCompile() FAILED (11)"}
-    assert set(counts["reasons"]) == reasons
-    runs = log.load("runs", root=tmp_path / "log").set_index("T")
-    assert (runs.loc[3, "status"], runs.loc[3, "reason"]) == (
-        "invalid",
-        "E5RT: ANECCompile() FAILED (11)",
-    )
-    assert (
-        runs.loc[2, "reason"] == "killed by SIGABRT"
-        and "MILCompilerForANE error" in runs.loc[2, "config"]
-    )
-    assert (runs.loc[1, "runtime"], runs.loc[1, "compute_units"]) == (
-        "coreml",
-        "CPU_ONLY",
-    )
-    assert json.loads(runs.loc[1, "config"])["run"]["hints"] == {
-        "reshapeFrequency": "Infrequent"
-    }
-    assert (
-        runs["placement"].isna().all()
-        and "MLComputePlan" in json.loads(runs.loc[1, "config"])["placement"]
-    )
-    phases = set(log.load("samples", root=tmp_path / "log")["phase"])
-    assert {
-        "compile",
-        "load",
-        "first_predict",
-        "call",
-        "layer",
-        "head",
-        "host",
-    } <= phases

@@ -34,35 +34,6 @@ def changed(exports, tmp_path):
     return copy
 
 
-def more_slots(count: int):
-    """Says `count` slots wherever bundle.json says SLOTS."""
-
-    def change(manifest):
-        manifest["options"]["max_seq_len"] = count
-        for shard in manifest["shards"]:
-            for shape in shard["inputs"].values():
-                shape[:] = [
-                    count if n == SLOTS and i >= 2 and len(shape) == 4 else n
-                    for i, n in enumerate(shape)
-                ]
-            for state in shard["states"].values():
-                state["shape"][2] = count
-
-    return change
-
-
-@pytest.mark.matrix(3, wide=5)
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("count", [128, 1_200_000])
-@pytest.mark.parametrize("kv_write", ["mask", "slice"])
-def test_more_slots_in_the_manifest_than_in_the_package_are_refused(
-    changed, fast, count, kv_write
-):
-    bundle = changed(more_slots(count), kv_write=kv_write)
-    with pytest.raises(InputError, match=r"attn_mask.*32.*in the package"):
-        Decoder(bundle, "portable", fast=fast)
-
-
 def layers(manifest) -> dict:
     return manifest["shards"][0]
 
@@ -87,6 +58,10 @@ CHANGES = {
     "a state is smaller": (
         lambda m: layers(m)["states"]["layers.0.v_state"].update(shape=[1, 2, 31, 32]),
         "layers.0.v_state",
+    ),
+    "an input is longer": (
+        lambda m: layers(m)["inputs"]["attn_mask"].__setitem__(3, 128),
+        "attn_mask",
     ),
     "T reaches further": (lambda m: m["options"].update(tokens="1-9"), "T from 1 to 9"),
 }
@@ -170,33 +145,23 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
         assert np.array_equal(decoder.seqs.states[0].read(name), value)
 
 
-@pytest.mark.matrix(3, wide=5)
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("T", [1, 2])
 @pytest.mark.parametrize("which", ["inputs", "states"])
 def test_inputs_or_states_of_other_sizes_than_the_program_has_are_refused(
-    exports, fast, T, which
+    exports, fast, which
 ):
-    """Below the manifest's checks: 128 slots for a program of 32, or a state of 8 rows."""
+    """128 slots for a program of 32, or a state of 8 rows."""
     bundle = exports.bundle(exports.checkpoint("llama"))
     decoder = Decoder(bundle, "portable", fast=fast)
-    decoder.prefill([1, 2, 3], tile=T)
-    model, io = decoder.layers[0], decoder.host.inputs(np.array([3]), np.array([T]), T)
-    io["x"] = np.ones((1, 64, T, 1), np.float32)
+    decoder.prefill([1, 2, 3], tile=1)
+    model, io = decoder.layers[0], decoder.host.inputs(np.array([3]), np.array([1]), 1)
+    io["x"] = np.ones((1, 64, 1, 1), np.float32)
     if which == "inputs":
-        wide = {
-            "attn_mask": np.zeros((1, 1, T, 128)),
-            "kv_write_mask": np.eye(128, T, -100)[None, None],
-        }
-        io |= {name: value.astype(np.float32) for name, value in wide.items()}
-        longer = {"attn_mask": [1, 1, "T", 128], "kv_write_mask": [1, 1, 128, "T"]}
-        model.shard = model.shard.model_copy(
-            update={"inputs": model.shard.inputs | longer}
-        )
+        io["attn_mask"] = np.zeros((1, 1, 1, 128), np.float32)
+        io["kv_write_mask"] = np.eye(128, 1, -100, np.float32)[None, None]
     else:
         for cell in decoder.seqs.states[0].raw.cells.values():
             cell.value = cell.value[:, :, :8].clone()
+    inputs = {name: io[name] for name in model.shard.inputs}
     with pytest.raises(InputError, match="shape"):
-        model.predict(
-            {name: io[name] for name in model.shard.inputs}, decoder.seqs.states[0]
-        )
+        model.predict(inputs, decoder.seqs.states[0])

@@ -369,17 +369,6 @@ def test_functions_of_one_package_are_chosen_by_name(ct, tmp_path):
         )
 
 
-def test_compiled_models_load(ct, counter, tmp_path):
-    path = ct.models.utils.compile_model(counter, str(tmp_path / "counter.mlmodelc"))
-    model = ct.models.CompiledMLModel(path)
-    assert (
-        model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())["y"][
-            0, 0
-        ]
-        == 1
-    )
-
-
 def test_a_loaded_model_tells_where_its_compiled_form_is(ct, doubling):
     model = ct.models.MLModel(doubling)
     compiled = ct.models.CompiledMLModel(model.get_compiled_model_path())
@@ -563,42 +552,3 @@ def test_packages_of_ios_26_run(ct, newest):
     assert model.get_spec().specificationVersion == 10
     (result,) = model.predict({"x": np.ones((2, 3), np.float32)}).values()
     assert (result == 2).all()
-
-
-def test_an_operation_of_ios_26_that_is_not_there_is_refused_by_its_name(
-    ct, newest, tmp_path
-):
-    from miltorch.program import spec_path
-
-    broken = shutil.copytree(newest, tmp_path / "broken.mlpackage")
-    spec = ct.models.MLModel(str(newest), skip_model_load=True).get_spec()
-    (block,) = spec.mlProgram.functions["main"].block_specializations.values()
-    next(op for op in block.operations if op.type == "add").type = "brand_new_operation"
-    spec_path(broken).write_bytes(spec.SerializeToString())
-    with pytest.warns(RuntimeWarning, match="brand_new_operation"):
-        ct.models.MLModel(str(broken))
-
-
-def test_a_predicted_compute_plan_says_so(ct, doubling):
-    shim.uninstall()
-    shim.install(
-        compute_plans=lambda p: {
-            op.name: "ane" for op in p.block.walk() if op.kind == "add"
-        }
-    )
-    model = ct.models.MLModel(doubling)
-    compiled = model.get_compiled_model_path()
-    load = ct.models.compute_plan.MLComputePlan.load_from_path
-    with pytest.warns(UserWarning, match="predicted"):
-        plan = load(path=compiled, compute_units=ct.ComputeUnit.CPU_AND_NE)
-    assert plan.source == "predicted"
-    operations = plan.model_structure.program.functions["main"].block.operations
-    asked = plan.get_compute_device_usage_for_mlprogram_operation
-    devices = {
-        op.operator_name: type(asked(op).preferred_compute_device)
-        for op in operations
-        if op.operator_name != "const"
-    }
-    kinds = ct.models.compute_device
-    assert devices["ios18.add"] is kinds.MLNeuralEngineComputeDevice
-    assert devices["ios18.cast"] is kinds.MLCPUComputeDevice

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import faulty_stand_ins
 import in_process
-import numpy as np
 import pytest
 import tiny
 
@@ -20,7 +19,7 @@ from workbench.check import golden, units
 from workbench.cli.app import main
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.runtime import coreml, load_shard, model_class
+from workbench.runtime import coreml
 from workbench.sweep.grid import Cell
 
 pytestmark = pytest.mark.shim
@@ -63,9 +62,12 @@ def command(monkeypatch, capfd):
 
     def run(*arguments) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["workbench", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
+        code = 0
+        try:
             main()
-        return (end.value.code or 0, *capfd.readouterr())
+        except SystemExit as end:
+            code = end.code
+        return (code, *capfd.readouterr())
 
     return run
 
@@ -136,14 +138,6 @@ def test_the_stand_in_leaves_coremltools_as_it_was(bundle):
 
 
 # --- no fault: portable's verdicts, and no illegal call -------------------------------------------
-
-
-def test_the_count_of_illegal_calls_counts(bundle, illegal):
-    state = load_shard(bundle, bundle.shards("layers")[0], "stand-in").make_state()
-    name, entry = next(iter(bundle.shards("layers")[0].states.items()))
-    with pytest.raises(RuntimeError):
-        state.raw.mlstate.write_state(entry.tensor, np.zeros(entry.shape, np.float16))
-    assert len(illegal) == 1
 
 
 def verdicts(result: dict) -> dict:
@@ -391,15 +385,6 @@ def test_other_compute_units_are_the_next_step_that_the_message_names(
     assert code == 2 and "compute units: found 'ANE'" in err
 
 
-def test_loads_are_rejected_for_their_reason_alone(source, bundle):
-    fixed = export(source, "fixed", tokens="1")
-    load_shard(fixed, fixed.shards("layers")[0], "stand-in-load14-range")
-    load_shard(bundle, bundle.shards("head")[0], "stand-in-load14-state")
-    load_shard(
-        bundle, bundle.shards("head")[0], "stand-in-load14-ne", compute_units="CPU_ONLY"
-    )
-
-
 def test_a_process_that_is_killed_says_so_by_its_exit_code(bundle, source, forks):
     commands = [
         ["generate", bundle.root, "--prompt-ids", "5", "--max-new", 2],
@@ -480,33 +465,10 @@ def test_compute_units_that_are_none_are_refused(bundle, command):
 # --- placement and messages -----------------------------------------------------------------------
 
 
-def test_a_plan_asks_for_the_compute_units_and_counts_shares(bundle):
-    with model_class("stand-in-plan-ane").native_layer():
-        plans = {
-            unit: [
-                placement.count_units(
-                    s.name, coreml.compute_plan(bundle, s, unit), "simulated"
-                )
-                for s in bundle.manifest.shards
-            ]
-            for unit in ("CPU_AND_NE", "CPU_ONLY")
-        }
-    shares = {unit: placement.columns(plan) for unit, plan in plans.items()}
-    assert (
-        shares["CPU_AND_NE"]["ane_ops_share"],
-        shares["CPU_ONLY"]["ane_ops_share"],
-    ) == (1, 0)
-    assert placement.off_engine(plans["CPU_AND_NE"], "CPU_AND_NE") is None
-    assert placement.off_engine(plans["CPU_ONLY"], "CPU_ONLY") is None
-    reason = placement.off_engine(plans["CPU_ONLY"], "CPU_AND_NE")
-    ops = sum(p.ops for p in plans["CPU_ONLY"])
-    assert reason.endswith(f"puts 0 of {ops} operations there, {ops} on the CPU")
-
-
 def test_a_plan_that_names_no_unit_makes_no_run_invalid():
     silent = placement.count_units("s", [coreml.Placed("conv", "y", None, (), None)])
-    assert placement.off_engine([silent], "CPU_AND_NE") is None
-    assert "ane_ops_share" not in placement.columns([silent])
+    row = placement.columns([silent], "CPU_AND_NE")
+    assert "status" not in row and "ane_ops_share" not in row
 
 
 @pytest.mark.parametrize(

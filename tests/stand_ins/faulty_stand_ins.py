@@ -13,7 +13,8 @@ import torch
 
 import miltorch
 from miltorch.program import read_spec
-from miltorch.shim import Proxy, StateProxy, _error, compute_plan
+from miltorch.quiet import coremltools
+from miltorch.shim import Proxy, StateProxy, _error
 from workbench.runtime.standin import StandInModel
 
 SMALLEST_NORMAL = 2.0**-14  # of float16; anything smaller but 0 is subnormal
@@ -203,14 +204,43 @@ class SimulatedMac(OnEngine):
 
 
 def plan(path: str, device: str) -> SimpleNamespace:
-    """A simulated compute plan that puts every operation on one device."""
+    """A simulated compute plan with coremltools' names, which puts every operation on
+    one device; it could run on the CPU, too, and costs as much as any other."""
+    kinds = coremltools().models.compute_device
+    cpu = object.__new__(kinds.MLCPUComputeDevice)
+    unit = cpu if device == "cpu" else object.__new__(kinds.MLNeuralEngineComputeDevice)
     names = read_spec(Path(path)).mlProgram.functions
     programs = {name: miltorch.read(path, name) for name in names}
-    devices = {
-        n: dict.fromkeys((op.name for op in p.block.walk()), device)
-        for n, p in programs.items()
+    count = sum(op.kind != "const" for p in programs.values() for op in p.block.walk())
+    usage = SimpleNamespace(
+        preferred_compute_device=unit,
+        supported_compute_devices=list(dict.fromkeys([unit, cpu])),
+    )
+
+    def of_block(block) -> SimpleNamespace:
+        operations = [
+            SimpleNamespace(
+                operator_name=op.kind if op.kind == "const" else f"ios18.{op.kind}",
+                outputs=[SimpleNamespace(name=name) for name, _ in op.outputs],
+                blocks=[of_block(inner) for inner in op.blocks],
+            )
+            for op in block.ops
+        ]
+        return SimpleNamespace(operations=operations)
+
+    functions = {
+        name: SimpleNamespace(block=of_block(program.block))
+        for name, program in programs.items()
     }
-    return compute_plan(programs, devices, "simulated")
+    structure = SimpleNamespace(program=SimpleNamespace(functions=functions))
+    return SimpleNamespace(
+        source="simulated",
+        model_structure=structure,
+        get_compute_device_usage_for_mlprogram_operation=lambda op: usage,
+        get_estimated_cost_for_mlprogram_operation=lambda op: SimpleNamespace(
+            weight=1 / count
+        ),
+    )
 
 
 FAULTS: dict[str, type[Proxy]] = {

@@ -1,5 +1,4 @@
-"""Grids of finished bundles: measured without their checkpoint, validated on a stored golden, sent
-by hash to the workers of a cluster."""
+"""Grids of finished bundles: measured without their checkpoint, validated on a stored golden."""
 
 import json
 
@@ -16,81 +15,62 @@ RUN = {"T": [1, 2], "depth": [2], "n_gen": 2, "repetitions": 1}
 
 
 @pytest.fixture(scope="module")
-def bundles(exports):
-    checkpoint = exports.checkpoint("llama")
-    sizes = (16, 24)
-    return checkpoint, [
-        exports.bundle(checkpoint, max_seq_len=S, tokens="1-2") for S in sizes
-    ]
-
-
-@pytest.fixture(scope="module")
-def stored(bundles, tmp_path_factory):
+def stored(exports, tmp_path_factory):
     path = tmp_path_factory.mktemp("golden") / "g.safetensors"
-    return golden.make_golden(Checkpoint(bundles[0]), IDS).save(path)
+    return golden.make_golden(Checkpoint(exports.checkpoint("llama")), IDS).save(path)
 
 
 @pytest.fixture
-def grid(bundles, stored):
-    return {
-        "bundle": [str(bundle.root) for bundle in bundles[1]],
-        "golden": str(stored),
-        "run": RUN,
-    }
+def grid(exports, stored):
+    source = exports.checkpoint("llama")
+    roots = [exports.bundle(source, max_seq_len=S, tokens="1-2").root for S in (16, 24)]
+    return {"bundle": [*map(str, roots)], "golden": str(stored), "run": RUN}
 
 
-def measured(root) -> dict[str, dict]:
-    rows = log.load("runs", root=root)
-    return {f"{row['bundle']}, T {row['T']}": row for row in rows.to_dict("records")}
-
-
-def test_bundles_are_measured_and_validated_without_their_checkpoint(
-    grid, bundles, tmp_path, monkeypatch
-):
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
     monkeypatch.setattr(process, "call", in_process.call)
+
+
+def test_bundles_are_measured_and_validated_without_their_checkpoint(grid, tmp_path):
     made, root = sweep.make_grid(grid), tmp_path / "log"
     assert made.validate_ids == IDS
     counts = sweep.sweep(made, root=root, progress=False)
     assert (counts["cells"], counts["done"], counts["failed"]) == (4, 4, 0)
-    rows = measured(root)
-    assert {row["bundle_hash"] for row in rows.values()} == {
-        b.identity for b in bundles[1]
-    }
-    assert [row["verdict"] for row in rows.values()].count("GREEN") == 2
+    rows = log.load("runs", root)
+    assert rows["bundle_hash"].nunique() == 2
+    assert rows["verdict"].dropna().tolist() == ["GREEN"] * 2
     assert sweep.sweep(made, root=root, progress=False)["resumed"] == 4
     table = sweep.configurations(made, root=root)
-    assert len(table) == 4 and set(table["bundle"]) == {b.root.name for b in bundles[1]}
+    assert len(table) == 4 and set(table["bundle"]) == set(rows["bundle"])
     assert all(name.startswith("bundle ") for name in table["name"])
     one = sweep.make_grid(grid | {"bundle": grid["bundle"][:1]})
     assert len(sweep.configurations(one, root=root)) == 2
 
 
 def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
-    bundles, stored, tmp_path, monkeypatch
+    exports, stored, tmp_path
 ):
-    monkeypatch.setattr(process, "call", in_process.call)
-    small = {"max_seq_len": [16], "tokens": ["1-2"]}
-    grid = {"checkpoint": str(bundles[0]), "golden": str(stored), "export": small}
-    grid["run"] = RUN | {"T": [1]}
-    made = sweep.make_grid(grid)
-    counts = sweep.sweep(
-        made, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False
-    )
-    (row,) = measured(tmp_path / "log").values()
+    grid = {"checkpoint": str(exports.checkpoint("llama")), "golden": str(stored)}
+    grid |= {
+        "export": {"max_seq_len": [16], "tokens": ["1-2"]},
+        "run": RUN | {"T": [1]},
+    }
+    where = {"root": tmp_path / "log", "bundles": tmp_path / "bundles"}
+    counts = sweep.sweep(sweep.make_grid(grid), progress=False, **where)
+    (row,) = log.load("runs", where["root"]).to_dict("records")
     assert counts["failed"] == 0 and row["verdict"] == "GREEN"
     assert not (tmp_path / "golden").exists()
-    assert {g["name"] for g in json.loads(row["config"])["gates"]} >= {
-        "program",
-        "budget",
-    }
+    gates = {gate["name"] for gate in json.loads(row["config"])["gates"]}
+    assert gates >= {"program", "budget"}
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"checkpoint": "data/tiny-llama"}, "leave one of them out"),
-        ({"bundle": []}, "leave one of them out"),
-        ({"export": {"max_seq_len": [16]}}, "leave one of them out"),
+        ({"checkpoint": "data/tiny-llama"}, "either checkpoint"),
+        ({"bundle": []}, "either checkpoint"),
+        ({"export": {"max_seq_len": [16]}}, "either checkpoint"),
         ({"golden": None, "validate_ids": [1, 2]}, "workbench golden CHECKPOINT"),
         ({"validate_ids": [1, 2]}, "leave validate_ids out"),
         ({"golden": "no/such/golden"}, "no such file"),

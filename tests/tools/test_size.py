@@ -27,11 +27,6 @@ def test_comments_docstrings_and_layout_do_not_count(source, tokens, lines):
     assert size.python(source) == (tokens, lines)
 
 
-def test_longer_lines_save_nothing():
-    apart = size.python("a = 1\nb = 2\n")[0]
-    assert size.python("a = 1; b = 2\n")[0] == apart + 1  # the semicolon
-
-
 def test_a_notebook_counts_its_code_cells_alone():
     text = """{"cells": [{"cell_type": "markdown", "source": ["# words"]},
     {"cell_type": "code", "source": ["%matplotlib inline\\n", "x = 1"]}]}"""

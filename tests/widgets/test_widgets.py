@@ -3,6 +3,7 @@ layer's split, missing results are measured beside the notebook, and no error is
 
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 from workbench import process, widgets
 from workbench.errors import InputError
 from workbench.experiment import Experiment
+from workbench.explain import operation
 from workbench.widgets import Explorer, planner
 
 DATA = Path(__file__).parents[2] / "data"
@@ -28,10 +30,11 @@ PART = GRID | {"export": GRID["export"] | {"max_seq_len": [16]}}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
+    """The log of what the Explorer measured of a part of the grid."""
     folder = tmp_path_factory.mktemp("explorer") / "experiments" / "log"
     made = Explorer(PART, root=folder)
     assert "Not measured at this setting" in made.message.value
-    assert made.run.description == "Run what is missing (2, about 16 s)"
+    assert made.run.description == "Run what is missing (about 16 s)"
     said = []
     made.status.observe(lambda change: said.append(change["new"]), names="value")
     with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +42,8 @@ def root(tmp_path_factory):
         made.run.click()
         made.thread.join()
     made.check()
-    assert said[0] == "measuring int8-tensor, max_seq_len 16: about 16 s"
+    first = "measuring int8-tensor, max_seq_len 16: about 8 s"
+    assert said[:2] == [first, f"{first}, then about 8 s for the rest"]
     assert made.run.description == "Nothing is missing" and made.run.disabled
     assert "tok/s" in made.message.value and "ms per layer" in made.message.value
     return folder
@@ -47,9 +51,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def explorer(root, tmp_path):
-    experiment = Experiment("05_x", {}, out=tmp_path)
-    made = Explorer(GRID, experiment, root=root)
-    made.axes["max_seq_len"].value = 16
+    made = Explorer(GRID, Experiment("05_x", {}, out=tmp_path), root=root)
     made.check()
     return made
 
@@ -58,36 +60,32 @@ def mesh(explorer) -> np.ndarray:
     return explorer.canvas.figure.axes[0].collections[0].get_array()
 
 
-def at(explorer, layer: int, position: int) -> SimpleNamespace:
+def click(explorer, layer: int, position: int) -> None:
     axes = explorer.canvas.figure.axes[0]
-    return SimpleNamespace(inaxes=axes, xdata=position + 0.5, ydata=layer + 0.5)
+    at = {"xdata": position + 0.5, "ydata": layer + 0.5}
+    explorer.click(SimpleNamespace(inaxes=axes, **at))
 
 
-def test_it_starts_with_the_cosine_of_the_updates(explorer):
+def test_it_starts_with_the_cosine_of_the_updates_and_describes_what_is_pointed_at(
+    explorer,
+):
     rows = explorer.shown[explorer.shown["T"] == 1].sort_values(["layer", "position"])
     drawn = (1 - rows["cosine"]).clip(lower=1e-8)
     np.testing.assert_allclose(mesh(explorer).ravel(), drawn)
+    (row,) = rows.query("layer == 1 and position == 2").to_dict("records")
+    said = explorer.canvas.figure.axes[0].format_coord(2.5, 1.5)
+    assert f"1 − cosine {max(0, 1 - row['cosine']):.2g}" in said
+    assert explorer.tokens[2] in said and "× the rounding floor" in said
 
 
-@pytest.mark.parametrize("tensor", widgets.TENSORS)
-@pytest.mark.parametrize("metric", ["cosine", "error"])
-def test_every_tensor_and_metric_is_drawn(explorer, tensor, metric):
-    explorer.tensor.value, explorer.metric.value = tensor, metric
-    explorer.check()
-    assert set(explorer.shown["tensor"]) == {tensor}
-    assert np.isfinite(mesh(explorer)).all() or metric == "error"
-
-
-def test_equal_tokens_per_call_are_said_or_both_are_drawn(explorer):
-    explorer.axes["T"].value = 2
-    explorer.check()
-    titles = [ax.get_title("left") for ax in explorer.canvas.figure.axes[:-1]]
-    parts = [part for _, part in explorer.shown.groupby("T")]
-    one, two = (part.sort_values(["layer", "position"])["cosine"] for part in parts)
-    if np.array_equal(one, two):
-        assert titles == ["T = 1 and T = 2: equal bit for bit"]
-    else:
-        assert titles == ["T = 1", "T = 2"]
+def test_both_sliders_move_tokens_per_second_and_ms_per_layer(explorer):
+    for T in (1, 2):
+        explorer.axes["T"].value = T
+        explorer.check()
+        rates, layers = explorer.speed.figure.axes
+        assert rates.get_title("left") == widgets.SPEED
+        assert layers.get_title("left") == widgets.LAYER
+        assert f"T {T}" in explorer.message.value
 
 
 def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explorer):
@@ -95,62 +93,70 @@ def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explor
     explorer.axes["max_seq_len"].value = 32
     explorer.check()
     said = "Not measured at max_seq_len 32; showing 16. "
-    said += "<i>Run what is missing</i> measures it (about 16 s)."
+    said += "<i>Run what is missing</i> measures it (about 8 s)."
     assert explorer.message.value == said
     pd.testing.assert_frame_equal(explorer.shown, before)
+    assert explorer.speed.layout.display == "none"
+
+
+def test_every_tensor_and_metric_is_drawn_within_half_a_second(explorer):
+    explorer.canvas.draw()
+    seconds = []
+    for tensor, metric in product(widgets.TENSORS, ("cosine", "error")):
+        start = time.process_time()
+        explorer.tensor.value, explorer.metric.value = tensor, metric
+        explorer.canvas.draw()
+        seconds.append(time.process_time() - start)
+        explorer.check()
+        assert set(explorer.shown["tensor"]) == {tensor}
+        assert np.isfinite(mesh(explorer)).all() or metric == "error"
+    assert np.median(seconds) < 0.5
 
 
 def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     explorer, monkeypatch
 ):
     monkeypatch.setattr(process, "call", in_process.call)
-    explorer.click(at(explorer, 1, 2))
-    assert "layer 1, position 2" in explorer.chosen.value
-    assert "error split" in explorer.status.value and "about 15 s" in (
-        explorer.status.value
-    )
+    click(explorer, 1, 2)
+    assert "layer 1, position 2" in explorer.words.value
+    assert "error split" in explorer.status.value
+    assert "about 15 s" in explorer.status.value
     explorer.thread.join()
     explorer.check()
     assert "quantization" in explorer.tables.value
-    explorer.click(at(explorer, 0, 0))
+    click(explorer, 0, 0)
     assert not explorer.thread.is_alive() and "layer 0" in explorer.tables.value
-
-
-def test_controls_answer_within_half_a_second(explorer):
-    explorer.canvas.draw()
-    seconds = []
-    for control in (*explorer.axes.values(), explorer.tensor, explorer.metric):
-        for index in range(len(control.options)):
-            start = time.process_time()
-            control.index = index
-            explorer.canvas.draw()
-            seconds.append(time.process_time() - start)
+    explorer.tensor.value = "logits"  # of no layer
+    click(explorer, 0, 1)
     explorer.check()
-    assert np.median(seconds) < 0.5
+    assert "layer -1" in explorer.words.value
 
 
-def test_a_click_beside_the_cells_chooses_nothing(explorer):
-    explorer.click(SimpleNamespace(inaxes=None, xdata=None, ydata=None))
-    explorer.click(at(explorer, 99, 0))
+def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeypatch):
+    assert explorer.which.disabled
+    click(explorer, 1, 2)
+    explorer.thread and explorer.thread.join()
+    explorer.which.click()
+    assert "layer 1, position 2: about 90 s" in explorer.status.value
+    explorer.thread.join()
     explorer.check()
-    assert explorer.cell is None and explorer.thread is None
+    assert explorer.answer.value.startswith("none: no operation")
+    monkeypatch.setattr(operation, "find", lambda *_, stop, **__: cancelled(stop))
+    explorer.which.click()
+    explorer.cancel.click()
+    explorer.thread.join()
+    assert explorer.status.value.startswith("cancelled")
 
 
-def test_the_cell_under_the_pointer_is_described(explorer):
-    (row,) = explorer.shown.query("layer == 1 and position == 2 and T == 1").to_dict(
-        "records"
-    )
-    said = explorer.canvas.figure.axes[0].format_coord(2.5, 1.5)
-    assert f"1 − cosine {max(0, 1 - row['cosine']):.2g}" in said
-    assert explorer.tokens[2] in said and "× the rounding floor" in said
+def cancelled(stop):
+    assert stop.wait(30)
+    raise process.Cancelled
 
 
-def test_cancel_kills_the_process_and_keeps_what_was_finished(
-    root, tmp_path, monkeypatch
-):
+def test_cancel_kills_the_process_and_keeps_what_was_finished(root, monkeypatch):
     waiting = threading.Event()
 
-    def measure(self, part):
+    def measure(self, cell):
         waiting.set()
         process.call(time.sleep, 60, stop=self.stopped)
 
@@ -207,7 +213,7 @@ def test_the_planner_has_a_row_for_each_compression(monkeypatch):
     made.update()
     table = shown[-1].data
     assert set(table["compress"]) == {*widgets.memory.PRESETS}
-    assert (table["tok/s at T = 4"] > table["tok/s at T = 1"]).all()
-    made.children[0].value = 1 << 15
+    made.children[0].value, made.children[1].value = 1 << 15, 1
     made.update()
+    assert (shown[-1].data["tok/s"] < table["tok/s"]).all()
     assert (shown[-1].data["KV cache, MiB"] > table["KV cache, MiB"]).all()

@@ -1,28 +1,31 @@
-"""The rules of the Neural Engine, and the test of each on a program's graph.
+"""The rules of the Neural Engine (`data/sources/ane_rules.csv`), and the test of each on
+a program's graph.
 
 Most rules are measurements that others published of an undocumented unit, so each has a
-source, a confidence and advice. `disputed` names a contradicting source; a disputed
-rule is reported and changes no placement. Effects:
+source, a confidence (H documented or measured several times, M one good measurement, L
+an anecdote) and advice. `disputed` names a contradicting source; a disputed rule is
+reported and changes no placement. Effects:
 
     cpu    the operation cannot run on the Neural Engine
     stays  it could run there and is expected not to
     fails  the program is reported not to compile or not to run there
     wrong  it runs and may give wrong or non-finite values
     slow   it runs slower than an equivalent program
-"""
 
-import csv
+`of` names what a rule is about: `inputs`, `states`, `interface` (inputs and outputs),
+`results` (of every operation), the `weights` in 8 or 4 bits, or operations whose kind
+fits a pattern such as `scatter*`. A rule of "-" is known and not looked for."""
+
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from pathlib import Path
 
 import numpy as np
 
 from miltorch import Program, Type
 from miltorch.graph import Graph
 from miltorch.program import Op
+from workbench.ane.roofline import published
 
 RULE_SOURCES = {
     "NER": "Apple's published models, Neural Engine rules",
@@ -81,14 +84,6 @@ class LintGraph(Graph):
         self.weight_bytes, self.functions = weight_bytes, functions
         self.generation, self.programs = generation, programs
 
-    def of(self, *kinds: str) -> list[Op]:
-        return [op for op in self.ops if op.kind in kinds]
-
-    def source(self, op: Op, parameter: str) -> Op | None:
-        """The operation whose result an argument is; None for inputs, literals and
-        missing ones."""
-        return self.producer(op.inputs.get(parameter))
-
     def constant(self, op: Op, parameter: str):
         """The value of an argument that is a literal or an uncompressed constant, else
         None."""
@@ -100,74 +95,49 @@ class LintGraph(Graph):
         return self.shape_of(op.inputs.get(parameter))
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A row of `rules.csv`. `of` names the subjects of the rule (see `_subjects`); a
-    rule of "-" is known and not looked for."""
-
-    id: str
-    of: str
-    effect: str
-    confidence: str  # H documented or measured several times, M one good measurement, L anecdote
-    source: str
-    says: str
-    advice: str
-    disputed: str
+def rules() -> list[dict[str, str]]:
+    """The rows of the table: id, of, effect, confidence, source, says, advice,
+    disputed."""
+    return published("ane_rules.csv").to_dict("records")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A broken rule and the names of the subjects that break it."""
-
-    rule: Rule
-    names: tuple[str, ...]
-
-
-with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as file:
-    RULES = {row["id"]: Rule(**row) for row in csv.DictReader(file)}
-
-
-def lint(graph: LintGraph) -> list[Finding]:
-    """Every rule that a graph breaks, with the names of the subjects that break it."""
-    findings = []
-    for rule in RULES.values():
-        test, names = TESTS.get(rule.id, lambda graph, subject: True), {}
-        for name, subject in _subjects(graph, rule.of):
-            if name not in names and test(graph, subject):
-                names[name] = None
+def lint(graph: LintGraph) -> list[dict]:
+    """The rules that a graph breaks, each with the `names` of what breaks it and its
+    `sources` in words."""
+    subjects, findings = _subjects(graph), []
+    for rule in rules():
+        patterns = rule["of"].split()
+        operations = [
+            (op.name, op)
+            for op in graph.program.block.walk()
+            if any(fnmatchcase(op.kind, pattern) for pattern in patterns)
+        ]
+        test = TESTS.get(rule["id"], lambda graph, subject: True)
+        found = subjects.get(rule["of"], operations)
+        names = [name for name, subject in found if test(graph, subject)]
         if names:
-            findings.append(Finding(rule, tuple(names)))
+            words = rule["source"].split()
+            sources = {word: RULE_SOURCES[word.partition("#")[0]] for word in words}
+            names = list(dict.fromkeys(names))
+            findings.append(rule | {"names": names, "sources": sources})
     return findings
 
 
-def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
-    """The subjects that a rule's column `of` names.
-
-    These are pairs (name, type) of `inputs`, `states`, `interface` (inputs and outputs)
-    or `results` (of every operation), pairs (reader, weight) of the `weights` in 8 or 4
-    bits, or pairs (name, operation) of the operations whose kind fits one of the
-    patterns in `of`, such as `scatter*`."""
-    if of == "results":
-        return [(op.name, t) for op in g.ops for t in results(op)]
-    if of == "interface":
-        outputs = {name: g.types[name] for name in g.program.outputs if name in g.types}
-        return (g.program.inputs | outputs).items()
-    if of in ("inputs", "states"):
-        return getattr(g.program, of).items()
-    if of == "weights":
-        reads = [
-            (op.name, w) for op in g.ops for w in map(g.producer, op.inputs.values())
-        ]
-        return [(name, w) for name, w in reads if w is not None and w.kind in SCALED]
-    ops = g.producers.values() if of.startswith("constexpr_") else g.ops
-    patterns = of.split()
-    return [
-        (op.name, op) for op in ops if any(fnmatchcase(op.kind, p) for p in patterns)
-    ]
-
-
-def results(op: Op) -> list[Type]:
-    return [t for _, t in op.outputs if t.kind == "tensor"]
+def _subjects(g: LintGraph) -> dict[str, Iterable[tuple[str, Op | Type]]]:
+    """What each word of the column `of` names, with its own name; of a weight the name
+    of its reader."""
+    inputs, states = g.program.inputs.items(), g.program.states.items()
+    outputs = [(n, g.types[n]) for n in g.program.outputs if n in g.types]
+    results = [(op.name, type) for op in g.ops for _, type in op.outputs]
+    reads = [(op.name, g.producer(v)) for op in g.ops for v in op.inputs.values()]
+    return {
+        "inputs": inputs,
+        "states": states,
+        "interface": [*inputs, *outputs],
+        "results": [(name, type) for name, type in results if type.kind == "tensor"],
+        "weights": [(name, op) for name, op in reads if op and op.kind in SCALED],
+        "*": [(op.name, op) for op in g.ops],
+    }
 
 
 def _moves_width(g, op) -> bool:
@@ -177,7 +147,7 @@ def _moves_width(g, op) -> bool:
     return int(np.ravel(g.constant(op, "perm"))[-1]) not in (-1, len(shape) - 1)
 
 
-def _long_axis(g, t) -> bool:
+def _has_long_axis(g, t) -> bool:
     cap = 16384 if g.generation <= 3 else 65536
     return any(n and n > (65536 if i == 1 else cap) for i, n in enumerate(t.shape))
 
@@ -187,47 +157,25 @@ def _spills(g, t) -> bool:
     return t.dtype == "FLOAT16" and 2 * prod(n or 1 for n in t.shape) > limit
 
 
-def _has_range(g) -> bool:
-    return any(None in t.shape for t in g.program.inputs.values())
+def _is_state(g, source) -> bool:
+    """Whether a value is that of a state, or a slice of it."""
+    made = g.producer(source)
+    if made and made.kind == "slice_by_index":
+        return _is_state(g, made.inputs["x"])
+    return bool(made) and made.kind == "read_state"
 
 
 def _is_blended(g, op) -> bool:
-    """Whether what a state is set to is a sum, of which one part is a product of the
-    state."""
-    for total in _makers(g, op, ("slice_update", "concat")):
-        if total.kind != "add":
-            continue
-        for product in (g.source(total, "x"), g.source(total, "y")):
-            if product is not None and product.kind == "mul":
-                makers = _makers(g, product, ("slice_by_index",))
-                if "read_state" in [maker.kind for maker in makers]:
-                    return True
-    return False
-
-
-def _makers(g, op, kinds) -> list[Op]:
-    """The operations whose results `op` takes, directly or through operations of
-    `kinds`."""
-    makers, waiting = {}, [op]
-    while waiting:
-        for value in waiting.pop().reads():
-            maker = g.producers.get(value)
-            if maker is not None and value not in makers:
-                makers[value] = maker
-                if maker.kind in kinds:
-                    waiting.append(maker)
-    return list(makers.values())
+    """Whether a product of a state's value is computed."""
+    products = [op.inputs for op in g.ops if op.kind == "mul"]
+    return any(_is_state(g, value) for each in products for value in each.values())
 
 
 def _columns(g, op) -> int:
-    """The number of columns, such as tokens, of a product by a weight; 1 for a
-    convolution that is not pointwise. A size that varies counts as 2."""
-    sizes = g.shape(op, "x")[2:]
-    if op.kind == "linear":
-        sizes = g.shape(op, "x")[-2:-1]
-    elif prod(g.shape(op, "weight")[2:]) != 1:
-        return 1
-    return prod(n or 2 for n in sizes)
+    """The number of columns, such as tokens, of a product by a weight; a size that
+    varies counts as 2."""
+    shape = g.shape(op, "x")
+    return prod(n or 2 for n in (shape[-2:-1] if op.kind == "linear" else shape[2:]))
 
 
 def _is_spatial(g, op) -> bool:
@@ -267,17 +215,22 @@ TESTS = {
     "T3": lambda g, t: t.dtype not in (*FLOATS, *NARROW),
     "T4": lambda g, t: len(t.shape) > 5,
     "S1": lambda g, t: t.dtype == "FLOAT16" and t.shape and (t.shape[-1] or 1) < 32,
-    "S4": _long_axis,
+    "S4": _has_long_axis,
     "S10": _moves_width,
     "S12": _spills,
     "D1": lambda g, t: None in t.shape,
     "D3": lambda g, t: None in t.shape,
     "D7": lambda g, t: g.program.states and None in t.shape,
-    "D8": lambda g, t: g.program.states and _has_range(g) and None not in t.shape,
+    "D8": lambda g, t: (
+        g.program.states
+        and None not in t.shape
+        and any(None in each.shape for each in g.program.inputs.values())
+    ),
     "K2": lambda g, t: t.shape and (t.shape[-1] or 0) % 32,
     "K3": lambda g, t: len(g.program.states) >= 3,
     "K4": lambda g, t: (
-        g.functions > 1 and {_columns(g, op) for op in g.of("conv", "linear")} - {1}
+        g.functions > 1
+        and min(_columns(g, op) for op in g.ops if op.kind in ("conv", "linear")) > 1
     ),
     "K10": lambda g, op: g.program.states and _entries(g, op) == 16,
     "K12": lambda g, t: len(t.shape) == 4 and (t.shape[2] or 0) > 1024,

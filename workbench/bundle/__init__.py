@@ -1,7 +1,7 @@
 """The bundle, which passes from an export to everything after it: files, shapes and the
 manifest. Nothing here computes."""
 
-from workbench.bundle.bundle import Bundle, file_entries
+from workbench.bundle.bundle import Bundle, file_entries, new_bundle
 from workbench.bundle.manifest import (
     Dims,
     Embedding,
@@ -15,8 +15,6 @@ from workbench.bundle.manifest import (
     Tokens,
 )
 from workbench.bundle.presets import PRESETS
-from workbench.bundle.writer import Writer
-from workbench.files import sha256
 
 __all__ = [
     "PRESETS",
@@ -31,7 +29,6 @@ __all__ = [
     "Shard",
     "StateEntry",
     "Tokens",
-    "Writer",
     "file_entries",
-    "sha256",
+    "new_bundle",
 ]

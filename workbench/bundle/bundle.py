@@ -1,8 +1,12 @@
-"""Opened bundles: every file is compared with the manifest's size of it before anything
-reads it, and with its SHA-256 when the bundle is validated."""
+"""Bundles, made as a whole or not at all, and opened: every file is compared with the
+manifest's size of it before anything reads it, and with its SHA-256 when the bundle is
+validated."""
 
 import hashlib
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -18,9 +22,8 @@ from workbench.bundle.manifest import (
     first_fault,
 )
 from workbench.errors import InputError
-from workbench.files import is_lfs_pointer, sha256
+from workbench.files import is_lfs_pointer, locked, sha256
 
-MANIFEST_NAME = paths.BUNDLE
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
@@ -28,13 +31,9 @@ def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
     """Entries of the files at `paths` (folders: everything below), relative to `root`,
     in a stable order."""
     entries = []
-    files = list(paths)
-    for path in paths:
-        files += path.rglob("*")
-    for file in sorted(files):
+    for file in sorted(file for path in paths for file in (path, *path.rglob("*"))):
         if file.is_file():
-            name = file.relative_to(root).as_posix()
-            size = file.stat().st_size
+            name, size = file.relative_to(root).as_posix(), file.stat().st_size
             entries.append(FileEntry(path=name, bytes=size, sha256=sha256(file)))
     return entries
 
@@ -59,7 +58,7 @@ class Bundle:
         # `.` has no name to call the files beside it after
         root = paths.bundle(path).resolve()
         try:
-            bundle = cls(root, read_manifest(root / MANIFEST_NAME))
+            bundle = cls.unchecked(root)
             for entry in bundle.files:
                 _check_size(root, entry)
         except OSError as problem:
@@ -73,14 +72,13 @@ class Bundle:
     @classmethod
     def unchecked(cls, path: str | Path) -> "Bundle":
         """The bundle at `path`, of which only the manifest is read."""
-        return cls(Path(path), read_manifest(paths.bundle(path) / MANIFEST_NAME))
+        return cls(Path(path), read_manifest(paths.bundle(path) / paths.BUNDLE))
 
     @property
     def files(self) -> list[FileEntry]:
-        files = []
-        for shard in self.manifest.shards:
-            files += shard.files
-        return [*files, self.manifest.embedding.file, *self.manifest.tokens.files]
+        m = self.manifest
+        files = [file for shard in m.shards for file in shard.files]
+        return [*files, m.embedding.file, *m.tokens.files]
 
     @property
     def bytes(self) -> int:
@@ -127,7 +125,7 @@ class Bundle:
             if entry.path in listed and entry != listed[entry.path]:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
             if entry.path not in listed and path.name != FINDER:
-                raise _damaged(path, f"a file that {MANIFEST_NAME} does not list")
+                raise _damaged(path, f"a file that {paths.BUNDLE} does not list")
 
     @cached_property
     def embedding(self) -> dict[str, np.ndarray]:
@@ -147,6 +145,38 @@ class Bundle:
         if "bias" in table:
             hidden = (hidden + table["bias"]) * table["scale"]
         return hidden * np.float32(self.manifest.embedding.scale)
+
+
+@contextmanager
+def new_bundle(target: Path) -> Iterator[Path]:
+    """Context manager around the making of one bundle: gives an empty folder beside
+    `target`, which is renamed to it at the end.
+
+    The folder is locked while a process writes to it: the lock ends with the process.
+    What a killed export has left there is removed first, and an exception removes the
+    folder.
+
+    Raises:
+        InputError: something is at `target`, or another process is exporting to it.
+    """
+    another = InputError(
+        f"bundle {target}",
+        "another export writing to it",
+        "one export to one target",
+        "wait for that one, or choose another target",
+    )
+    folder = paths.partial(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, another):
+        try:
+            paths.new(target)
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            yield folder
+            folder.rename(target)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def read_manifest(path: Path) -> Manifest:

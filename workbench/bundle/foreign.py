@@ -1,37 +1,81 @@
 """The description of another exporter's packages in a manifest, and the arrays that
-follow from it: axes by their letters, which row of a cache holds which position. A
-leaf.
+follow from it. A leaf.
 
-Letters of axes: T tokens of the call; S cache rows, or the columns of a mask, as many
-as the package declares; E columns of a mask where there is one for every token in the
-cache once the call is done; C channels of the residual stream; D width of a head or of
-a rope table; H key/value heads; L planes of a packed state; V vocabulary. T may be
-written 1 where calls have one token."""
+`INPUTS`, `OUTPUTS` and `STATES` have one row for each convention: what is recognised in the
+names of packages, what a manifest may say, and what the host computes.
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+Axes are one string with a letter for each: T tokens of the call; S cache rows, or the
+columns of a mask (where their number varies, one for every token in the cache once the
+call is done); C channels of the residual stream; D width of a head or of a rope
+table; H key/value heads; L planes of a packed state; V vocabulary. An axis of size 1 is
+written 1: `11TS` is a mask [1, 1, T, S]."""
+
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-Axis = Annotated[int, Field(ge=1)] | Literal["T", "S", "E", "C", "D", "H", "L", "V"]
-Axes = tuple[Axis, ...]
+from workbench.errors import InputError
+
+Axes = Annotated[str, Field(pattern="^[1TSCDHLV]*$")]
 Position = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-Rows = Literal["absolute", "ring", "shift", "right"]
-DIMS = {
-    "ids": "T",
-    "hidden": "TC",
-    "positions": "T",
-    "start": "",
-    "end": "",
-    "mask": "TS",
-    "write": "ST",
-    "cos": "TD",
-    "sin": "TD",
-    "logits": "TV",
+
+
+class Role(NamedTuple):
+    """What an input, an output or a state of a package holds.
+
+    Args:
+        axes: the letters of its array, in the host's order.
+        names: a pattern of the names that exporters give it, in lower case.
+        value: the array of an input, called as value(entry, at, away): the positions
+            `at` [T] of the call's tokens, and how far before each of them the position
+            in each row is, `away` [T, S], below 0 where the row is empty. None: it is
+            the bundle's input `entry.source`.
+    """
+
+    axes: str
+    names: str
+    value: Callable | None = None
+
+
+def seen(entry: "Tensor", at: np.ndarray, away: np.ndarray) -> np.ndarray:
+    """An additive mask [T, S]."""
+    inside = (away >= 0) & (away < (entry.window or np.inf))
+    return np.where(inside, 0.0, entry.blocked)
+
+
+INPUTS = {
+    # one-hot, the row that each token is written to
+    "write": Role("ST", "write|update", lambda entry, at, away: away.T == 0),
+    # added to attention scores
+    "mask": Role("TS", "mask", seen),
+    # the bundle's rope table
+    "rope_cos": Role("11TD", "cos"),
+    "rope_sin": Role("11TD", "sin"),
+    # the position of the first token; of every token
+    "start": Role(
+        "1", "current_?pos|start|^pos$|offset", lambda entry, at, away: at[:1]
+    ),
+    "positions": Role("T", "position", lambda entry, at, away: at),
+    # token ids
+    "ids": Role("1T", "ids?$|tokens?$"),
+    # what the part before hands on; in the first part the bundle's embeddings
+    "x": Role("1CT1", "hidden|embed|^x$"),
+    "zeros": Role("", ""),
 }
-"""The letters that an array of each kind has, in the host's order."""
+OUTPUTS = {
+    # the largest logit; the token that has it
+    "top_value": Role("1VT1", "val|token_logit|max_logit"),
+    "top": Role("1VT1", "idx|token|argmax"),
+    # of the whole vocabulary or of a slice; slices are joined in the order of outputs
+    "logits": Role("1VT1", "logit"),
+    # what the next part reads
+    "x": Role("1CT1", ""),
+}
+STATES = {"cache": Role("LHSD", "")}
+"""The first row whose pattern is in a name decides."""
 
 
 class Described(BaseModel):
@@ -39,80 +83,33 @@ class Described(BaseModel):
 
 
 class Tensor(Described):
-    """An input or an output: its kind decides the letters of its axes."""
-
-    kind: str
-    axes: Axes = ()
-
-    @model_validator(mode="after")
-    def _has_its_letters(self):
-        needed = set(DIMS.get(self.kind, ""))
-        letters = [axis for axis in self.axes if isinstance(axis, str)]
-        letters = ["S" if self.kind == "mask" and a == "E" else a for a in letters]
-        whole = needed - {"T"} <= set(letters) <= needed
-        if self.kind in DIMS and not (whole and len(letters) == len(set(letters))):
-            raise ValueError(
-                f"axes {list(self.axes)} of {self.kind} need each letter of "
-                f"{', '.join(DIMS[self.kind]) or 'none'} once (T only where calls have "
-                "several tokens)"
-            )
-        return self
-
-
-class Input(Tensor):
-    """One input of a package and the values that the host writes into it.
+    """One input, output or state of a package.
 
     Args:
-        kind: `ids`: token ids. `hidden`: what the part before hands on; in the first
-            part the bundle's embeddings. `positions`: the position of every token.
-            `start`: that of the first one. `end`: tokens in the cache once the call is
-            done. `mask`: added to attention scores. `write`: one-hot columns, the row
-            that each token is written to. `cos`, `sin`: the bundle's rope table.
-            `constant`: `value` everywhere.
         blocked: of a mask, what keeps a token from looking.
         window: of a mask, positions this many or more before the token are blocked too.
-        rows: of a mask or a write, which row holds which position; see `row_positions`.
         rope: the suffix of the rope table, as in `Layer.rope`.
-    """
-
-    kind: Literal[
-        "ids",
-        "hidden",
-        "positions",
-        "start",
-        "end",
-        "mask",
-        "write",
-        "cos",
-        "sin",
-        "constant",
-    ]
-    blocked: float = -1e4
-    window: Count | None = None
-    rows: Rows = "absolute"
-    rope: Literal["", "local", "global", "nope"] = ""
-    value: float = 0.0
-
-
-class Output(Tensor):
-    """One output of a package.
-
-    Args:
-        kind: `hidden` goes into the next part. `logits` are of the whole vocabulary or
-            of a slice of it; slices are joined in the order of parts and outputs.
-            `top` is the token with the largest logit, `top_value` that logit.
         offsets: of `top`, the first token of each vocabulary slice, where ids count
             from there.
     """
 
-    kind: Literal["hidden", "logits", "top", "top_value", "ignored"]
-    offsets: tuple[Position, ...] = ()
+    role: Literal[*INPUTS, *OUTPUTS, *STATES]
+    axes: Axes = ""
+    blocked: float = -1e4
+    window: Count | None = None
+    rope: Literal["", "local", "global", "nope"] = ""
+    offsets: tuple[Position, ...] = (0,)
+
+    @property
+    def source(self) -> str:
+        """The bundle's input with its values, if there is one."""
+        return f"{self.role}_{self.rope}" if self.rope else self.role
 
 
 class Function(Described):
-    """One way to call a package: a function by its name (None: the default one), the
-    numbers of tokens and the positions that it takes (a call ends at or before
-    `until`). Where `logits` is false it only fills the cache."""
+    """One way to call the packages: their function of this name, in those without it
+    their first; the numbers of tokens and the positions that it takes (a call ends at
+    or before `until`). Where `logits` is false it only fills the cache."""
 
     name: str | None = None
     t_min: Count = 1
@@ -121,153 +118,95 @@ class Function(Described):
     until: Position | None = None
     logits: bool = True
 
-    @model_validator(mode="after")
-    def _ordered(self):
-        if self.t_min > self.t_max:
-            raise ValueError(f"t_min = {self.t_min} is above t_max = {self.t_max}")
-        return self
-
-    def takes(self, T: int, start: int) -> bool:
-        """Whether a call may have T tokens from position `start` on."""
-        end = start + T if self.until is None else self.until
-        return self.t_min <= T <= self.t_max and self.first <= start <= end - T
+    def size(self, left: int, start: int) -> int:
+        """The most of `left` tokens that one call from position `start` on takes; 0: it
+        takes none. The last token needs logits."""
+        room = left if self.until is None else self.until - start
+        most = min(self.t_max, left - (not self.logits), room)
+        return most if start >= self.first and most >= self.t_min else 0
 
 
 class Part(Described):
-    """One package in the folder of its shard; every input and output by its name in the
-    package. Inputs that a function lacks are left out when it is called."""
+    """One package in the folder of its shard, the names of its functions (None: the
+    only one) and the number of its state, which parts may share (None: it has none)."""
 
     package: str
-    functions: tuple[Function, ...] = (Function(),)
-    inputs: dict[str, Input]
-    outputs: dict[str, Output]
-
-
-class PackedState(Described):
-    """One state tensor of the packages.
-
-    Args:
-        part: the part that has it; None: all parts that declare the name share it.
-        layers: the decoder layers whose rows it holds, in its order.
-        holds: keys, values or both.
-        order: of `kv`: `halves` has all keys before all values, `pairs` each layer's
-            keys before its values.
-        rows: which row holds which position; see `row_positions`.
-    """
-
-    name: str
-    part: Position | None = None
-    layers: Annotated[tuple[Position, ...], Field(min_length=1)]
-    holds: Literal["kv", "k", "v"] = "kv"
-    order: Literal["halves", "pairs"] = "halves"
-    axes: Axes = ("L", "H", "S", "D")
-    rows: Rows = "absolute"
-
-    @property
-    def planes(self) -> dict[str, int]:
-        """Logical state → the plane that it is."""
-        planes = {}
-        for i, layer in enumerate(self.layers):
-            for j, leaf in enumerate(self.holds):
-                plane = i + j * len(self.layers)
-                if self.order == "pairs":
-                    plane = i * len(self.holds) + j
-                planes[f"layers.{layer}.{leaf}_state"] = plane
-        return planes
+    functions: tuple[str | None, ...] = (None,)
+    state: Position | None = None
 
 
 class Piece(Described):
-    """Rows of a checkpoint's matrix that a constant holds: the rows from `source` on of
-    the constant of a part's function, as [rows, columns], `transposed` first where it
-    is stored so, are `count` rows of the matrix from `target` on."""
+    """Rows of a checkpoint's matrix that a constant holds: `count` rows from `source`
+    on of the constant of a part's function, as [rows, columns], `transposed` first
+    where it is stored so. A matrix is the rows of its pieces, one after another."""
 
     part: Position
     function: str | None
     constant: str
     transposed: bool = False
     source: Position
-    target: Position
     count: Count
 
 
 class Foreign(Described):
     """Packages of another exporter that together are one shard, in the order they run
-    in; what each state holds; the checkpoint's matrices that were found in them."""
+    in, and the ways to call them. `StateEntry.tensor` of its caches is a plane of a
+    packed state: `0/kv_cache/3` is plane 3 of `kv_cache` in state number 0.
+
+    Args:
+        tensors: every input, output and state of the packages by its name, slices of
+            logits in their order.
+        moves: how rows move in caches, masks and write addresses of so many rows.
+            `shift`: rows fill from 0 on; once all are full, every call moves them up
+            and writes at the end. `right`: it does from the first token on. Otherwise
+            position p is in row p modulo their number.
+    """
 
     parts: Annotated[tuple[Part, ...], Field(min_length=1)]
-    states: tuple[PackedState, ...] = ()
-    weights: dict[str, tuple[Piece, ...]] = {}
+    tensors: dict[str, Tensor]
+    functions: Annotated[tuple[Function, ...], Field(min_length=1)]
+    moves: dict[Count, Literal["shift", "right"]] = {}
 
     @property
     def gives_logits(self) -> bool:
         """Whether logits come out; otherwise the argmax is inside."""
-        outputs = [entry.kind for part in self.parts for entry in part.outputs.values()]
-        return "top" not in outputs
+        return all(tensor.role != "top" for tensor in self.tensors.values())
+
+    def moved(self, rows: int, end: int) -> int:
+        """What the row of a bundle's cache of `rows` rows is above the package's,
+        modulo `rows`, after `end` tokens."""
+        up = {"shift": max(0, end - rows), "right": end - rows}
+        return up.get(self.moves.get(rows), 0)
+
+    def positions(self, rows: int, end: int) -> np.ndarray:
+        """The position in each row [rows] after `end` tokens, `end` in an empty one."""
+        places = np.arange(rows) + self.moved(rows, end)
+        held = places + (end - 1 - places) // rows * rows
+        return np.where(held < 0, end, held)
 
 
-def arrange(value: np.ndarray, dims: str, axes: Sequence[Axis]) -> np.ndarray:
-    """`value` with the axes `dims` in the axes that a package declares. `E` is equal to
-    `S`, a dim of size 1 may have no letter, and sizes above 1 repeat the value."""
-    letters = "".join(axis for axis in axes if isinstance(axis, str)).replace("E", "S")
-    value = value.reshape([n for n, dim in zip(value.shape, dims) if dim in letters])
-    dims = [dim for dim in dims if dim in letters]
-    value = value.transpose([dims.index(letter) for letter in letters])
-    shape = list(axes)
-    for i, axis in enumerate(axes):
-        if isinstance(axis, str):
-            shape[i] = value.shape[i]
-        else:
-            value = np.expand_dims(value, i)
-    return np.broadcast_to(value, shape)
+def arrange(name: str, value: np.ndarray, axes: str, target: str) -> np.ndarray:
+    """A view of the array `name` with the axes `axes` as one with the axes `target`; a
+    letter that one of them lacks is an axis of size 1.
 
-
-def named(value: np.ndarray, axes: Sequence[Axis], dims: str) -> np.ndarray:
-    """A view of a package's array with the axes `dims`; a missing one has size 1."""
-    kept = [n for n, axis in zip(value.shape, axes) if isinstance(axis, str)]
-    letters = [axis for axis in axes if isinstance(axis, str)]
-    value = value.reshape(kept)
-    for letter in dims:
-        if letter not in letters:
-            letters, value = [letter, *letters], value[None]
-    return value.transpose([letters.index(letter) for letter in dims])
-
-
-def row_positions(rule: Rows, count: int, end: int) -> np.ndarray:
-    """The position in each of `count` rows [count] after `end` tokens, −1 in an empty
-    one.
-
-    Args:
-        rule: `absolute`: row r holds position r. `ring`: position p is in row p modulo
-            `count`. `shift`: rows fill from 0 on; once all are full, every call moves
-            them up and writes at the end. `right`: every call moves them up and writes
-            at the end, from the first token on.
+    Raises:
+        InputError: axes that are not the array's.
     """
-    rows = np.arange(count)
-    if rule == "ring":
-        return np.maximum(end - 1 - (end - 1 - rows) % count, -1)
-    shifted = {"absolute": 0, "shift": max(0, end - count), "right": end - count}[rule]
-    positions = rows + shifted
-    return np.where((positions >= 0) & (positions < end), positions, -1)
+    kept = [letter for letter in axes if letter in target and letter != "1"]
+    try:
+        sizes = dict(zip(axes, value.shape, strict=True))
+        view = value.reshape([sizes[letter] for letter in kept])
+        view = view.transpose([kept.index(a) for a in target if a in kept])
+    except ValueError:
+        found = f"axes {axes!r} as {target!r}, of sizes {list(value.shape)}"
+        refuse(name, found, "a letter or 1 for each axis, once")
+    return np.expand_dims(view, [i for i, a in enumerate(target) if a not in kept])
 
 
-def logical_rows(rule: Rows, count: int, end: int) -> np.ndarray:
-    """The row of the bundle's state that each row of a package is, [count]: position p
-    in row p modulo `count`, empty rows in the rows that are left, in order."""
-    positions = row_positions(rule, count, end)
-    rows = positions % count
-    empty = positions < 0
-    rows[empty] = np.setdiff1d(np.arange(count), rows[~empty])
-    return rows
-
-
-def visible(entry: Input, start: int, T: int, columns: int) -> np.ndarray:
-    """The additive mask [T, columns] of a call of T tokens from position `start` on."""
-    positions = row_positions(entry.rows, columns, start + T)
-    distance = start + np.arange(T)[:, None] - positions
-    seen = (positions >= 0) & (distance >= 0) & (distance < (entry.window or np.inf))
-    return np.where(seen, 0.0, entry.blocked)
-
-
-def written(entry: Input, start: int, T: int, rows: int) -> np.ndarray:
-    """One-hot columns [rows, T]: the row that each token is written to."""
-    return row_positions(entry.rows, rows, start + T)[:, None] == start + np.arange(T)
+def refuse(where: str, found: object, needed: object) -> None:
+    raise InputError(
+        f"foreign: {where}",
+        str(found),
+        str(needed),
+        "correct it in bundle.json, or adopt all packages with their own checkpoint",
+    )

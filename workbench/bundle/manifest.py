@@ -3,7 +3,7 @@ gate `interface` compares what the parts say of each other."""
 
 import itertools
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from workbench import plugins
-from workbench.bundle.foreign import Foreign
+from workbench import paths, plugins
+from workbench.bundle.foreign import Foreign, Piece
 from workbench.bundle.names import (
     ATTN_MASK,
     HANDED_ON,
@@ -24,9 +24,9 @@ from workbench.bundle.names import (
     LOGITS,
     ROPE_COS,
     ROPE_SIN,
+    STATES,
 )
 from workbench.bundle.presets import PRESETS, Preset
-from workbench.bundle.states import KINDS, StateKind, state_kind
 from workbench.plugins import Target
 
 MANIFEST_VERSION = 2
@@ -36,7 +36,6 @@ COREML = "coreml"  # the target of Core ML programs
 FOREIGN_ERROR = 0.02
 # more tokens than any model is made for; masks are as long as the cache
 MAX_SEQ_LEN = 1 << 24
-TOKENS = r"^(1-[1-9]\d*|[1-9]\d*(,[1-9]\d*)*)$"
 
 
 class ManifestModel(BaseModel):
@@ -50,9 +49,18 @@ def _inside(path: str) -> str:
     return path
 
 
+def _tokens(text: str) -> str:
+    if not re.fullmatch(r"1-[1-9]\d*|[1-9]\d*(,[1-9]\d*)*", text):
+        raise ValueError("tokens of a call are 1-4, 4 or 1,64")
+    return text
+
+
+TokensOfCall = Annotated[
+    str, Field(coerce_numbers_to_str=True), AfterValidator(_tokens)
+]
 RelativePath = Annotated[str, Field(max_length=512), AfterValidator(_inside)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no larger
-StateName = Annotated[str, Field(pattern=rf"^layers\.\d{{1,9}}\.({'|'.join(KINDS)})$")]
+StateName = Annotated[str, Field(pattern=rf"^layers\.\d{{1,9}}\.({'|'.join(STATES)})$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -82,7 +90,7 @@ class Options(ManifestModel):
     only where they are not Core ML's."""
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
-    tokens: Annotated[str, Field(pattern=TOKENS, coerce_numbers_to_str=True)] = "1-4"
+    tokens: TokensOfCall = "1-4"
     batch: Count = 1
     layers_per_shard: Count = 1
     compress: Literal[*PRESETS] = "fp16"
@@ -262,8 +270,8 @@ class Shard(ManifestModel):
     outputs: dict[str, list[int | Literal["T"]]]
     states: dict[StateName, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
-    # checkpoint tensor → name of the constant that holds it
-    weights: dict[str, str] = {}
+    # checkpoint tensor → name of the constant that holds it, or its pieces in packages
+    weights: dict[str, str | tuple[Piece, ...]] = {}
     # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
     offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module
@@ -272,10 +280,6 @@ class Shard(ManifestModel):
     functions: dict[str, Count] = {}
     bytes: Annotated[int, Field(ge=0)]
     files: Annotated[list[FileEntry], Field(min_length=1)]
-
-    def kind_of(self, state: str) -> StateKind:
-        """The kind of one of `states`, by its name there."""
-        return state_kind(state, self.states[state].ring)
 
 
 class Embedding(ManifestModel):
@@ -359,10 +363,14 @@ class Manifest(ManifestModel):
             raise ValueError("layers and rope tables are not those of L layers")
         return self
 
+    def save(self, folder: Path) -> None:
+        """Writes `bundle.json`."""
+        (folder / paths.BUNDLE).write_text(self.model_dump_json(indent=1))
+
 
 def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:
     """Name of the field that pydantic refuses first (`whole` for the model itself), and
     its error: `msg`, `input`, `type`."""
     error = problem.errors(include_url=False)[0]
-    error["msg"] = error["msg"].removeprefix("Value error, ")
+    error["msg"] = re.sub("^(Value error, |Input should be )", "", error["msg"])
     return ".".join(map(str, error["loc"])) or whole, error

@@ -33,10 +33,15 @@ EXPERT_IN = "expert_in"
 ROUTER_PROBS, ROUTER_SCORES = "router_probs", "router_scores"  # [B, E + 1, T, 1]
 # [B, 1, T, 1], [B, C, T, 1]: inputs of an expert shard
 EXPERT_WEIGHT, ACC = ("expert_weight", "acc")
-K_STATE, V_STATE = "k_state", "v_state"  # [B, H_kv, S, D]
-# [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
+# Rows [B, H_kv, S, D], one per position; in a ring position p is in row p mod ring. A
+# call writes its own rows, so that a sequence goes back by moving its offset (in a ring
+# at most by t_max tokens).
+K_STATE, V_STATE = "k_state", "v_state"
+# A call replaces the others, and only a copy from before it leads back.
+# a convolution's last n inputs: [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
 CONV_STATE, V_DELAYED_STATE = ("conv_state", "v_delayed_state")
-MATRIX_STATE = "matrix_state"  # [B, H, K, V]
+MATRIX_STATE = "matrix_state"  # [B, H, K, V], a sum over all tokens, which decays
+STATES = K_STATE, V_STATE, CONV_STATE, V_DELAYED_STATE, MATRIX_STATE
 
 # additive mask value of a blocked position: finite in fp16, far below any real score
 MASKED = -1e4

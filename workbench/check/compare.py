@@ -1,12 +1,12 @@
-"""One table for every comparison of values with a reference, and what rounding alone
-would make of the reference."""
+"""Distances between arrays, whose last axis is the vector that is compared, and one
+table for every comparison of values with a reference and with what rounding alone would
+make of it."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
 
-from workbench.check import metrics
 from workbench.check.hf import Values
 
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
@@ -16,9 +16,69 @@ SHOWN = ("hidden", "update", "k", "v", "logits")
 Room = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def half_precision(moved: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """What moves the reference, and the rounding of a result to fp16."""
-    return np.hypot(moved, HALF_ULP * size)
+def rms(reference: np.ndarray, actual: np.ndarray | float = 0.0) -> np.ndarray:
+    """Root mean square of reference − actual along the last axis, float64."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = np.float64(reference) - actual
+        squares = np.einsum("...i,...i->...", difference, difference)
+        return np.sqrt(squares / difference.shape[-1])
+
+
+def over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """error / scale; 0 where both are zero, inf where `scale` alone is."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where((scale == 0) & (error == 0), 0.0, np.divide(error, scale))
+
+
+def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
+    """RMS of the difference over the RMS of the reference, both over all elements; see
+    `over`."""
+    reference = np.ravel(reference)
+    return float(over(rms(reference, np.ravel(actual)), rms(reference)))
+
+
+def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one
+    does not (nan)."""
+    a = np.float64(reference)
+    b = np.float64(actual)
+    norms = rms(a) * rms(b) * a.shape[-1]
+    with np.errstate(invalid="ignore", over="ignore"):
+        products = over(np.einsum("...i,...i->...", a, b), norms)
+    value = np.where(norms > 0, products, ~a.any(-1) & ~b.any(-1))
+    return np.where(np.isfinite(b).all(-1), value, np.nan)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """log softmax along the last axis, float64."""
+    shifted = np.float64(logits) - np.max(logits, -1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """KL(reference ‖ actual) [n] in nats between the distributions that two arrays of
+    logits [n, V] stand for."""
+    nats = np.empty(len(reference))
+    # one row of the vocabulary fits the cache, all do not
+    for i, (p, q) in enumerate(zip(reference, actual, strict=True)):
+        p = log_softmax(p)
+        q = log_softmax(q)
+        nats[i] = (np.exp(p) * (p - q)).sum()
+    return nats
+
+
+def similarity(reference: np.ndarray, actual: np.ndarray) -> dict[str, np.ndarray]:
+    """`cosine`; `psnr_db`, 10·log10(max(reference²) / mean((reference − actual)²)), inf
+    when they are equal; `max_abs`, the largest |reference − actual|; whether `actual` is
+    `finite`; each along the last axis."""
+    with np.errstate(all="ignore"):
+        largest = np.abs(np.float64(reference)).max(-1)
+        return {
+            "cosine": cosine(reference, actual),
+            "psnr_db": 20 * np.log10(largest / rms(reference, actual)),
+            "max_abs": np.abs(np.float64(reference) - actual).max(-1),
+            "finite": np.isfinite(actual).all(-1),
+        }
 
 
 def compare(
@@ -26,7 +86,7 @@ def compare(
     actual: Values,
     moved: Values | None = None,
     *,
-    room: Room = half_precision,
+    room: Room = lambda moved, size: np.hypot(moved, HALF_ULP * size),
     sizes: Values | None = None,
     tensors: Sequence[str] = SHOWN,
     similar: bool = True,
@@ -40,79 +100,68 @@ def compare(
         moved: the reference after the rounding that is allowed. `budget` is its relative
             RMS distance from the reference, and `ratio` the error over the `room`; both
             are null where it lacks a value.
+        room: by default what moves the reference, and the rounding of a result to fp16.
         sizes: magnitudes [n] that a value's relative figures refer to where they are
             larger than its RMS.
-        similar: also `cosine`, `psnr_db`, `max_abs` and whether values are `finite`.
+        similar: also the figures of `similarity`.
 
     `routing_tie` is true where an update may be another expert's: where `moved` picked
     another one than the reference, or the reference's choice was close and `actual` does
     not show its own. No gate compares these.
     """
-    moved, sizes, parts = moved or {}, sizes or {}, []
+    moved = moved or {}
+    sizes = sizes or {}
+    parts = []
     for name, values in actual.items():
         tensor, _, layer = name.partition(".")
         if tensor not in tensors or name not in reference:
             continue
         n = len(values)
         expected = reference[name][-n:]
-        size = metrics.rms(expected)
+        error = rms(expected, values)
+        size = rms(expected)
         if name in sizes:
             size = np.maximum(size, sizes[name][-n:])
-        error = metrics.rms(expected, values)
         part = {
             "tensor": tensor,
             "layer": int(layer or -1),
             "position": np.arange(len(reference[name]))[-n:],
             "T": actual["T"][-n:],
-            "error": metrics.over(error, size),
+            "error": over(error, size),
             "budget": np.nan,
             "ratio": np.nan,
             "routing_tie": False,
         }
         if name in moved:
-            apart = metrics.rms(expected, moved[name][-n:])
-            part["budget"] = metrics.over(apart, size)
-            ratio = metrics.over(error, room(apart, size))
-            part["ratio"] = np.nan_to_num(ratio, nan=np.inf)
-        if tensor == "update":
-            part["routing_tie"] = _ties(reference, actual, moved, layer)[-n:]
+            apart = rms(expected, moved[name][-n:])
+            part["budget"] = over(apart, size)
+            part["ratio"] = np.nan_to_num(over(error, room(apart, size)), nan=np.inf)
+        if tensor == "update" and f"expert.{layer}" in reference:
+            part["routing_tie"] = _ties(reference, actual, moved, layer)
         if similar:
-            part |= {
-                "cosine": metrics.cosine(expected, values),
-                "psnr_db": metrics.psnr_db(expected, values),
-                "max_abs": metrics.max_abs(expected, values),
-                "finite": np.isfinite(values).all(-1),
-            }
-        parts.append(part)
-    return table(parts)
+            part |= similarity(expected, values)
+        parts.append(pd.DataFrame(part))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
 def _ties(reference: Values, actual: Values, moved: Values, layer: str) -> np.ndarray:
-    """`routing_tie` [n] of a layer's updates."""
+    """`routing_tie` [n] of a layer with experts."""
     name = f"expert.{layer}"
-    ties = np.zeros(len(reference[f"update.{layer}"]), bool)
-    if name not in reference:
-        return ties
     if name not in actual:
         return reference[f"margin.{layer}"][:, 0] < NEAR_TIE
-    return ties if name not in moved else (moved[name] != reference[name])[:, 0]
-
-
-def table(parts: Sequence[dict[str, object]]) -> pd.DataFrame:
-    """One table of many parts, each a dict of the same columns: an array, or one value
-    for all rows of the part, which has as many as its `position`."""
-    columns = {}
-    for name in parts[0] if parts else ():
-        pieces = []
-        for part in parts:
-            dtype = object if isinstance(part[name], str) else None
-            value = np.asarray(part[name], dtype)
-            pieces.append(np.broadcast_to(value, len(part["position"])))
-        columns[name] = np.concatenate(pieces)
-    return pd.DataFrame(columns)
+    return (moved.get(name, reference[name]) != reference[name])[:, 0]
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
     """The isolated updates and cache rows that gates read."""
     own = rows["tensor"].isin(["update", "k", "v"]) & (rows["mode"] == "isolated")
     return rows[own & ~rows["routing_tie"]].reset_index(drop=True)
+
+
+def furthest(rows: pd.DataFrame) -> dict:
+    """layer, T and tensor of a table of `compare` where the RMS over positions of
+    `ratio` is largest, and that `ratio`; a null is infinite."""
+    squares = rows["ratio"].fillna(np.inf).astype(float) ** 2
+    means = squares.groupby([rows[name] for name in ("layer", "T", "tensor")]).mean()
+    ratios = (means**0.5).sort_values(ascending=False).reset_index()
+    return ratios.iloc[0].to_dict()

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.check import metrics
+from workbench.check.compare import log_softmax
 from workbench.check.golden import check_exported_from
 from workbench.check.hf import Reference, check_ids
-from workbench.check.price import summarize_kl
+from workbench.check.validate import summarize_kl
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import locked
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import bar
 
 EVALUATION_FORMAT = 2  # of the stored rows: raised when what they hold changes
 ROW = ("nll", "golden_nll", "kl", "same_top")
@@ -52,7 +53,6 @@ def evaluate(
     window: int | None = None,
     stride: int | None = None,
     folder: Path,
-    progress: bool = False,
 ) -> dict:
     """Perplexity of the bundle that `decoder` runs over `ids`, and of Hugging Face's
     model.
@@ -79,8 +79,17 @@ def evaluate(
     if reference:
         check_exported_from(reference, decoder.bundle)
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
-    key = _key(decoder, ids, spans, reference)
-    path = folder / f"{decoder.bundle.root.name}-{key}.rows"
+    key = [
+        EVALUATION_FORMAT,
+        decoder.bundle.identity,
+        reference and reference.sha256,
+        hashlib.sha256(ids.tobytes()).hexdigest(),
+        spans[:2],
+        [decoder.runtime, decoder.precision, decoder.compute_units],
+        version("transformers"),
+    ]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
+    path = folder / f"{decoder.bundle.root.name}-{digest}.rows"
     busy = InputError(
         str(path),
         "another process writes to it",
@@ -88,12 +97,12 @@ def evaluate(
         "wait for the other one to end",
     )
     with locked(path, busy):
-        rows, resumed = _finish(decoder, ids, spans, reference, path, progress)
+        resumed = _finish(decoder, ids, spans, reference, path)
+        rows = np.fromfile(path).reshape(-1, len(ROW))
     result = summarize(rows, spans) | {"resumed": resumed}
     if not decoder.gives_logits:
-        result["not_run"] = (
-            "perplexity and KL: the argmax is inside, so that no logits come out"
-        )
+        reason = "the argmax is inside, so that no logits come out"
+        result["not_run"] = f"perplexity and KL: {reason}"
     return result
 
 
@@ -103,68 +112,44 @@ def _finish(
     spans: list[Span],
     reference: Checkpoint | None,
     path: Path,
-    progress: bool,
-) -> tuple[np.ndarray, int]:
-    """Rows [n − 1, 4] of all windows, and how many windows of them were in the file at
-    `path`; the others are run and appended to it."""
-    from tqdm.auto import tqdm
-
+) -> int:
+    """Appends to the file at `path` the rows of windows that it lacks; how many it
+    had."""
     # rows in the file when a window is finished
     ends = [end - 1 for _, _, end in spans]
     size = 8 * len(ROW)
     resumed = int(np.searchsorted(ends, path.stat().st_size // size, "right"))
     os.truncate(path, size * ([0, *ends][resumed]))
-    model = reference and Reference(reference, keep=False)
+    model = reference and Reference(reference)
     B = decoder.options.batch
-    bar = tqdm(total=len(spans), initial=resumed, unit="window", disable=not progress)
-    with bar, path.open("ab") as file:
+    golden = None
+    shown = bar(total=len(spans), initial=resumed, unit="window")
+    with shown, path.open("ab") as file:
         for group in _groups(spans[resumed:]):
-            golden = _reference_logits(model, ids, group)
-            for i in range(0, len(group), B):
-                part = group[i : i + B]
-                logits = _bundle_logits(decoder, ids, part)
-                for (_, first, end), actual in zip(part, logits):
-                    file.write(_score(ids[first:end], actual, next(golden)).tobytes())
-                    file.flush()
-                    bar.update()
-    return np.fromfile(path).reshape(-1, len(ROW)), resumed
-
-
-def _bundle_logits(
-    decoder: Decoder, ids: np.ndarray, spans: Sequence[Span]
-) -> np.ndarray:
-    """Logits [B, count, V] that score each window; spans of one length, at most B of
-    them."""
-    sequences = [ids[begin : end - 1].tolist() for begin, _, end in spans]
-    sequences += [sequences[-1]] * (decoder.options.batch - len(sequences))
-    _, first, end = spans[0]
-    return decoder.sequence_logits(sequences, end - first)
+            sequences = [ids[begin : end - 1].tolist() for begin, _, end in group]
+            if model:
+                hidden = model.last_hidden(np.array(sequences), use_cache=False)
+            for i, (_, first, end) in enumerate(group):
+                if i % B == 0:
+                    part = sequences[i : i + B]
+                    part += [part[-1]] * (B - len(part))
+                    logits = decoder.sequence_logits(part, end - first)
+                if model:
+                    golden = model.logits(hidden[i, first - end :]).numpy()
+                rows = _score(ids[first:end], logits[i % B], golden)
+                file.write(rows.tobytes())
+                file.flush()
+                shown.update()
+    return resumed
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
     """Windows of one shape, as many as Hugging Face's model reads at a time."""
-    for (n, _), alike in groupby(
-        spans, key=lambda span: (span[2] - span[0], span[2] - span[1])
-    ):
+    shapes = groupby(spans, lambda span: (span[2] - span[0], span[2] - span[1]))
+    for (n, _), alike in shapes:
         group = list(alike)
         count = max(1, REFERENCE_TOKENS // n)
-        while group:
-            yield group[:count]
-            del group[:count]
-
-
-def _reference_logits(
-    model: Reference | None, ids: np.ndarray, group: list[Span]
-) -> Iterator[np.ndarray | None]:
-    """The model's logits [count, V] for each window of a group; None where there is no
-    model."""
-    if model is None:
-        yield from [None] * len(group)
-        return
-    sequences = np.stack([ids[begin : end - 1] for begin, _, end in group])
-    _, first, end = group[0]
-    for hidden in model.last_hidden(sequences, use_cache=False):
-        yield model.logits(hidden[first - end :]).numpy()
+        yield from (group[i : i + count] for i in range(0, len(group), count))
 
 
 def _score(
@@ -175,15 +160,15 @@ def _score(
     rows = np.full((len(targets), len(ROW)), np.nan)
     # one row of the vocabulary at a time fits the cache
     for i, target in enumerate(targets):
-        q = None
-        if not np.isneginf(actual[i]).any():
-            q = metrics.log_softmax(actual[i])
+        known = not np.isneginf(actual[i]).any()
+        if known:
+            q = log_softmax(actual[i])
             rows[i, 0] = -q[target]
         if golden is not None:
-            p = metrics.log_softmax(golden[i])
+            p = log_softmax(golden[i])
             rows[i, 1] = -p[target]
             rows[i, 3] = np.argmax(golden[i]) == np.argmax(actual[i])
-            if q is not None:
+            if known:
                 rows[i, 2] = (np.exp(p) * (p - q)).sum()
     return rows
 
@@ -191,25 +176,23 @@ def _score(
 def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
     """The figures of `evaluate` from the rows [n, 4] of its windows."""
     starts = [first - 1 for _, first, _ in spans]
-    sums = np.add.reduceat(rows, starts)
-    counts = np.diff([*starts, len(rows)])
-    intervals = None
-    if len(spans) >= MIN_WINDOWS:
-        rng = np.random.default_rng(0)
-        draws = rng.integers(0, len(spans), (RESAMPLES, len(spans)))
-        means = sums[draws].sum(1) / counts[draws].sum(1)[:, None]
-        intervals = {
-            name: np.percentile(values, [2.5, 97.5]).tolist()
-            for name, values in _figures(means.T).items()
-            if not np.isnan(values).any()
-        }
     result = {"tokens": len(rows), "windows": len(spans)}
     for name, value in _figures(rows.mean(0)).items():
         result[name] = None if np.isnan(value) else float(value)
-    kl = None
-    if result.pop("kl_mean") is not None:
-        kl = summarize_kl(rows[:, 2])
-    return result | {"kl": kl, "intervals": intervals}
+    known = result.pop("kl_mean") is not None
+    result |= {"kl": summarize_kl(rows[:, 2]) if known else None, "intervals": None}
+    if len(spans) >= MIN_WINDOWS:
+        draws = np.random.default_rng(0).integers(
+            0, len(spans), (RESAMPLES, len(spans))
+        )
+        counts = np.diff([*starts, len(rows)])[draws].sum(1)
+        means = np.add.reduceat(rows, starts)[draws].sum(1).T / counts
+        result["intervals"] = {
+            name: np.percentile(values, [2.5, 97.5]).tolist()
+            for name, values in _figures(means).items()
+            if not np.isnan(values).any()
+        }
+    return result
 
 
 def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
@@ -231,38 +214,16 @@ def _check_sizes(
     S = decoder.options.max_seq_len
     if n < 2:
         raise InputError("text", f"{n} tokens", "at least two", "give a longer text")
-    if window is None:
-        window = S
-    if window > S or window < 2:
-        raise InputError(
-            "--window",
-            f"{window} tokens",
-            f"at least 2 and at most max_seq_len = {S}",
-            "choose a shorter one, or export with a larger --max-seq-len",
-        )
-    if stride is None:
-        stride = window // 2
+    window = S if window is None else window
+    if not 2 <= window <= S:
+        needed = f"at least 2 and at most max_seq_len = {S}"
+        step = "choose a shorter one, or export with a larger --max-seq-len"
+        raise InputError("--window", f"{window} tokens", needed, step)
+    stride = window // 2 if stride is None else stride
     if not 1 <= stride < window:
-        raise InputError(
-            "--stride",
-            str(stride),
-            f"1 … {window - 1}, so that every token follows another one in its window",
-            "choose a stride below the window",
+        needed = (
+            f"1 … {window - 1}, so that every token follows another one in its window"
         )
+        step = "choose a stride below the window"
+        raise InputError("--stride", str(stride), needed, step)
     return window, stride
-
-
-def _key(
-    decoder: Decoder, ids: np.ndarray, spans: list[Span], reference: Checkpoint | None
-) -> str:
-    """Identity of the rows: all that decides their values."""
-    key = [
-        EVALUATION_FORMAT,
-        decoder.bundle.identity,
-        reference and reference.sha256,
-        hashlib.sha256(ids.tobytes()).hexdigest(),
-        spans[:2],
-        [decoder.runtime, decoder.precision, decoder.compute_units],
-        version("transformers"),
-    ]
-    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]

@@ -1,11 +1,23 @@
 """Gates: a figure, a threshold, a verdict and the reason in words; thresholds that
-several gates use."""
+several gates use; and BUNDLE/verdict.json, the results of the gates that need the
+checkpoint, for machines that lack it."""
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 
-GREEN, RED, NOT_RUN = "GREEN", "RED", "not_run"
+from workbench.errors import InputError
+from workbench.files import write_whole
+
+GREEN = "GREEN"
+RED = "RED"
+NOT_RUN = "not_run"
+VERDICT = "verdict.json"
+SOURCE = Path(__file__).parent  # of every gate
 
 
 @dataclass(frozen=True)
@@ -40,35 +52,20 @@ def records(frame) -> list[dict]:
     return jsonable(frame.to_dict("records"))
 
 
-def _gate(true: bool, name: str, *figures) -> Gate:
-    return Gate(name, GREEN if true else RED, *figures)
-
-
 def at_least(name: str, value: float, threshold: float, reason: str) -> Gate:
     """GREEN where value >= threshold; nan is RED."""
-    return _gate(value >= threshold, name, value, threshold, reason)
+    verdict = GREEN if value >= threshold else RED
+    return Gate(name, verdict, value, threshold, reason)
 
 
 def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
     """GREEN where value <= threshold; nan is RED."""
-    return _gate(value <= threshold, name, value, threshold, reason)
-
-
-def worst(figures: Iterable[tuple[float, str]]) -> tuple[float, str]:
-    """The largest of (figure, place); nan is larger than any number."""
-    return max(figures, key=lambda figure: (math.isnan(figure[0]), figure[0]))
-
-
-def all_at_most(
-    name: str, figures: Iterable[tuple[float, str]], threshold: float, reason: str
-) -> Gate:
-    """`at_most` of the worst figure, with its place at the end of the reason."""
-    value, place = worst(figures)
-    return at_most(name, float(value), threshold, reason + place)
+    verdict = GREEN if value <= threshold else RED
+    return Gate(name, verdict, value, threshold, reason)
 
 
 def holds(name: str, true: bool, reason: str) -> Gate:
-    return _gate(true, name, float(true), 1.0, reason)
+    return at_least(name, float(true), 1.0, reason)
 
 
 def none(
@@ -76,9 +73,7 @@ def none(
 ) -> Gate:
     """GREEN, for the reason `fine`, when there are no faults; else RED, with `heading`
     and all of them."""
-    if faults:
-        return holds(name, False, heading + sep.join(faults))
-    return holds(name, True, fine)
+    return holds(name, not faults, heading + sep.join(faults) if faults else fine)
 
 
 def not_run(name: str, reason: str) -> Gate:
@@ -94,3 +89,52 @@ def verdict(gates: Iterable[Gate]) -> str:
 # relative RMS of an isolated update in exact arithmetic, on the same weights
 REAUTHORING = 1e-5
 MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the user's
+
+
+@cache
+def gates_version() -> str:
+    """SHA-256 of the source of all gates; a verdict that other gates gave is not
+    read."""
+    sources = [path.read_bytes() for path in sorted(SOURCE.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(sources)).hexdigest()
+
+
+def save_verdict(bundle, results: Iterable[Gate]) -> Path:
+    """Writes gates of a bundle into its folder, bound to the bundle's identity and to
+    the gates' source.
+
+    Raises:
+        InputError: a folder that cannot be written.
+    """
+    path = bundle.root / VERDICT
+    contents = {
+        "version": gates_version(),
+        "bundle": bundle.identity,
+        "gates": [gate.json() for gate in results],
+    }
+    try:
+        write_whole(path, (json.dumps(contents, indent=1) + "\n").encode())
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        step = "copy the bundle to one, and validate it there"
+        raise InputError(
+            str(path), reason, "a folder that can be written", step
+        ) from None
+    return path
+
+
+def stored_verdict(bundle) -> list[Gate] | None:
+    """The gates of the bundle's verdict.json; None where there is none, or one of
+    another bundle or by gates of other source."""
+    from pydantic import TypeAdapter
+
+    try:
+        contents = json.loads((bundle.root / VERDICT).read_text())
+        if contents["version"] != gates_version():
+            return None
+        if contents["bundle"] != bundle.identity:
+            return None
+        # "nan" is nan again
+        return TypeAdapter(list[Gate]).validate_python(contents["gates"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

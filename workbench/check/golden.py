@@ -4,14 +4,13 @@ and the weights that it computes with."""
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from workbench import paths
 from workbench.bundle import Bundle
@@ -19,7 +18,7 @@ from workbench.bundle.names import EMBEDDING
 from workbench.check.hf import Reference, Values, Weights, updates
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
-from workbench.files import project_root, save_arrays
+from workbench.files import load_arrays, project_root, save_arrays
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import constants
 
@@ -31,8 +30,9 @@ class Golden:
     """`values` of Hugging Face's model for token ids `ids` [n]: see `Reference.run`;
     `golden["k.3"]` is one of them.
 
-    `source` and `file` are those of `Golden.of`. `meta`: checkpoint (SHA-256), weights
-    (source, fp16, or a bundle's identity), transformers (version)."""
+    `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity),
+    transformers (version). `source`: the checkpoint, with which `validate` runs the gates
+    that need it; `file`: where the golden is stored."""
 
     ids: np.ndarray
     values: Values
@@ -41,14 +41,29 @@ class Golden:
     file: Path | None = None
 
     @classmethod
-    def of(cls, checkpoint: str | Path, ids: Sequence[int]) -> "Golden":
-        """Hugging Face's values for token ids, computed once and stored in
-        `data/golden`. Its `source` lets `validate` run the gates that need the
-        checkpoint; `file` is where it is stored."""
-        source = Checkpoint(paths.find(checkpoint))
-        folder = (project_root(Path.cwd()) or Path.cwd()) / "data" / "golden"
-        golden = stored_golden(source, ids, folder)
-        file = golden_path(source, golden.ids, folder)
+    def of(
+        cls,
+        checkpoint: Checkpoint | str | Path,
+        ids: Sequence[int],
+        folder: Path | None = None,
+    ) -> "Golden":
+        """Hugging Face's values for token ids, computed once for a checkpoint's hash,
+        the ids and the version of transformers, and stored in `folder` (default:
+        `data/golden`). A file that cannot be read is replaced."""
+        source = checkpoint
+        if not isinstance(checkpoint, Checkpoint):
+            source = Checkpoint(paths.find(checkpoint))
+        if folder is None:
+            folder = (project_root(Path.cwd()) or Path.cwd()) / "data" / "golden"
+        ids = np.asarray(ids).tolist()
+        key = json.dumps([FORMAT, source.sha256, ids, version("transformers")])
+        digest = hashlib.sha256(key.encode()).hexdigest()[:10]
+        file = folder / f"{source.name}-{digest}.safetensors"
+        try:
+            golden = cls.load(file)
+        except InputError:
+            golden = make_golden(source, ids)
+            golden.save(file)
         return replace(golden, source=source, file=file)
 
     @property
@@ -57,14 +72,16 @@ class Golden:
         return token_labels(self.source and self.source.path, self.ids)
 
     @property
+    def sha256(self) -> str:
+        """The checkpoint's."""
+        return self.meta["checkpoint"]
+
+    @property
     def layers(self) -> int:
         return sum(name.startswith("x.") for name in self.values)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.values[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.values
 
     def save(self, path: str | Path) -> Path:
         """Writes one safetensors file, whole or not at all."""
@@ -77,35 +94,35 @@ class Golden:
 
     @classmethod
     def load(cls, path: str | Path) -> "Golden":
+        subject = f"golden {path}"
         step = "run: workbench golden CHECKPOINT"
         if not Path(path).is_file():
-            raise InputError(f"golden {path}", "no such file", "a golden store", step)
+            raise InputError(subject, "no such file", "a golden store", step)
         try:
-            with safe_open(path, framework="np") as file:
-                meta = json.loads(file.metadata()["workbench-golden"])
-                arrays = {name: file.get_tensor(name) for name in file.keys()}
-            golden = cls(arrays.pop("ids"), arrays | updates(arrays), meta)
-            golden["x.0"], golden["logits"]  # older files lack them
-            return golden
+            values, metadata = load_arrays(path)
+            meta = json.loads(metadata["workbench-golden"])
+            ids = values.pop("ids")
+            values["x.0"], values["logits"]  # older files lack them
+            return cls(ids, values | updates(values), meta, file=Path(path))
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:
-            raise InputError(
-                f"golden {path}",
-                f"no golden ({type(problem).__name__})",
-                "a file that workbench golden wrote",
-                step,
-            ) from None
+            actual = f"no golden ({type(problem).__name__})"
+            needed = "a file that workbench golden wrote"
+            raise InputError(subject, actual, needed, step) from None
 
 
-def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
-    """Raises an InputError unless `bundle` was exported from this checkpoint."""
-    if checkpoint.sha256 != bundle.manifest.checkpoint["sha256"]:
-        raise InputError(
-            f"checkpoint {checkpoint.name}",
-            checkpoint.sha256[:12],
-            f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} "
-            "was exported from",
-            "give that checkpoint, or export this one",
+def check_exported_from(source: Checkpoint | Golden, bundle: Bundle) -> None:
+    """Raises an InputError unless `bundle` was exported from this checkpoint, or from
+    that of this golden; another one may have the same dimensions."""
+    ours = bundle.manifest.checkpoint["sha256"]
+    if source.sha256 != ours:
+        subject = "the golden's checkpoint"
+        if isinstance(source, Checkpoint):
+            subject = f"checkpoint {source.name}"
+        needed = (
+            f"{ours[:12]}, the one that bundle {bundle.root.name} was exported from"
         )
+        step = "give that checkpoint, or a golden of it, or export this one"
+        raise InputError(subject, source.sha256[:12], needed, step)
 
 
 def stored_weights(
@@ -119,52 +136,30 @@ def stored_weights(
     the table [V, C] that packages look tokens up in, None where the host does.
     """
     check_exported_from(checkpoint, bundle)
-    slices: dict[str, list[tuple[torch.Tensor, float]]] = {}
+    slices: dict[str, list[torch.Tensor]] = {}
+    offsets: dict[str, float] = {}
     for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
-        if shard.weights:
-            constant_of = constants(bundle, shard)
-            for tensor, constant in shard.weights.items():
-                part = constant_of(constant), shard.offsets.get(tensor, 0.0)
-                slices.setdefault(tensor, []).append(part)
+        constant_of = constants(bundle, shard) if shard.weights else None
+        offsets |= shard.offsets
+        for tensor, constant in shard.weights.items():
+            slices.setdefault(tensor, []).append(constant_of(constant))
 
     def read(name: str) -> torch.Tensor:
         shape = checkpoint.shape(name)
         if name not in slices:
             return checkpoint.tensor(name).half().float()
-        rows = [part.reshape(-1, *shape[1:]) for part, _ in slices[name]]
-        offset = slices[name][0][1]
+        rows = [part.reshape(-1, *shape[1:]) for part in slices[name]]
         if rows[0].numel() == np.prod(shape):
             # every head slice has the whole final norm
             value = rows[0].reshape(shape)
         else:
             value = torch.cat(rows)
-        if offset:
+        if offset := offsets.get(name):
             return value.float() - offset
         return value if half else value.float()
 
-    read.embedding = slices[EMBEDDING][0][0] if EMBEDDING in slices else None
+    read.embedding = slices[EMBEDDING][0] if EMBEDDING in slices else None
     return read
-
-
-def golden_path(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Path:
-    """Where `stored_golden` has its file: named after the checkpoint's hash, the token
-    ids and the version of transformers."""
-    key = json.dumps(
-        [FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")]
-    )
-    digest = hashlib.sha256(key.encode()).hexdigest()[:10]
-    return folder / f"{checkpoint.name}-{digest}.safetensors"
-
-
-def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
-    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`
-    (see `golden_path`). A file that cannot be read is replaced."""
-    path = golden_path(checkpoint, ids, folder)
-    with suppress(InputError):
-        return Golden.load(path)
-    golden = make_golden(checkpoint, ids)
-    golden.save(path)
-    return golden
 
 
 def make_golden(
@@ -178,41 +173,9 @@ def make_golden(
     checkpoint's own); `how`: keywords of `Reference.run`.
 
     Peak memory is one layer and one slice of the head, in float32."""
-    import transformers
-
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
     values = Reference(checkpoint, weights).run(ids, **how)
-    meta = {
-        "checkpoint": checkpoint.sha256,
-        "weights": label,
-        "transformers": transformers.__version__,
-    }
+    meta = {"checkpoint": checkpoint.sha256, "weights": label}
+    meta |= {"transformers": version("transformers")}
     return Golden(np.array(ids, np.int64), values, meta)
-
-
-def whole_prompt(checkpoint: Checkpoint):
-    """Hugging Face's model in fp32 with all its weights loaded."""
-    import transformers
-
-    with without_bar():
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            local_files_only=True,
-        ).eval()
-
-
-@contextmanager
-def without_bar():
-    """Loads models without transformers' own progress bar."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -5,14 +5,15 @@ transformers runs its own forward pass. A layer's weights are read when the laye
 and dropped when it returns, so that a model of any depth fits. No layer is
 reimplemented here."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from miltorch.quiet import no_progress
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
@@ -24,17 +25,13 @@ HEAD_ROWS = 4096  # of the head that are float32 at a time
 
 
 class Layer(nn.Module):
-    """A decoder layer that reads its weights when it is called, may be fed other
-    inputs, and keeps what entered and left it in `seen`."""
+    """A decoder layer of a `Reference`, which reads its weights when it is called."""
 
-    def __init__(self, layer: nn.Module, read: Weights, keep: bool):
+    def __init__(self, layer: nn.Module, index: int, reference: "Reference"):
         super().__init__()
         self.layer = layer
-        self.read = read
-        self.keep = keep
-        self.feed: list[torch.Tensor] = []
-        self.perturb: Perturb = unchanged
-        self.seen: dict[str, torch.Tensor] = {}
+        self.index = index
+        self.reference = reference
         for module in layer.modules():
             if hasattr(module, "balancing_biases"):
                 module.register_forward_hook(self.note_choice)
@@ -47,21 +44,24 @@ class Layer(nn.Module):
 
     def forward(self, *args, **kwargs):
         args = args or (kwargs.pop("hidden_states"),)
-        x, *rest = *self.feed, *args[len(self.feed) :]
-        x = self.perturb(x)
-        weights = {name: self.read(name).float() for name in self.layer.state_dict()}
-        output = functional_call(self.layer, weights, (x, *rest), kwargs)
+        args = self.reference.entering(self.index, args)
+        read = self.reference.reader(f"layers.{self.index}.")
+        weights = {name: read(name).float() for name in self.layer.state_dict()}
+        output = functional_call(self.layer, weights, args, kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
-        if self.keep:
-            self.seen |= {"x": x} | dict(zip(("hidden", "router"), outputs))
+        self.note(x=args[0], **dict(zip(("hidden", "router"), outputs)))
         return output
 
     def note_choice(self, module, args, output) -> None:
         """Keeps the class of each token and its score less the second best."""
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
         best, second = scores.topk(2, -1).values.unbind(-1)
-        expert = scores.argmax(-1)
-        self.seen |= {"expert": expert[..., None], "margin": (best - second)[..., None]}
+        self.note(expert=scores.argmax(-1), margin=best - second)
+
+    def note(self, **values: torch.Tensor | None) -> None:
+        for name, value in values.items():
+            if value is not None and self.reference.seen is not None:
+                self.reference.seen[f"{name}.{self.index}"] = value
 
 
 class Reference:
@@ -71,7 +71,6 @@ class Reference:
         weights: the checkpoint's own by default; others are the matrices of a bundle,
             whose embeddings are rounded to fp16.
         model: what runs (default: `empty_model` of the checkpoint's configuration).
-        keep: without it nothing is kept of the layers.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Reference:
         weights: Weights | None = None,
         *,
         model: nn.Module | None = None,
-        keep: bool = True,
     ):
         self.checkpoint = checkpoint
         self.weights = weights
@@ -88,15 +86,24 @@ class Reference:
         self.base = self.model.model
         self.base.embed_tokens.padding_idx = None
         for i, layer in enumerate(self.base.layers):
-            self.base.layers[i] = Layer(layer, self.reader(f"layers.{i}."), keep)
-        self.last: list[torch.Tensor] = []  # what the final norm is fed, if anything
-        self.perturb: Perturb = unchanged
-        norm = final_norm(self.base)
-        norm.register_forward_pre_hook(self.enter_norm)
+            self.base.layers[i] = Layer(layer, i, self)
+        self.fed: dict[str, torch.Tensor] = {}  # in place of what layers hand on
+        self.perturb: Perturb | None = None
+        # what entered and left layers; None where nothing is kept
+        self.seen: dict[str, torch.Tensor] | None = None
+        norm = getattr(self.base, "norm", None) or self.base.embedding_norm
+        L = len(self.base.layers)
+        norm.register_forward_pre_hook(lambda norm, args: self.entering(L, args))
 
-    def enter_norm(self, norm: nn.Module, args: tuple) -> tuple:
-        (x,) = self.last or args
-        return (self.perturb(x),)
+    def entering(self, index: int, args: tuple) -> tuple:
+        """What a layer, or the final norm behind the last one, reads in place of
+        `args`."""
+        names = [f"x.{index}"]
+        if index < len(self.base.layers):
+            names.append(f"router.{index - 1}")
+        fed = [self.fed[name] for name in names if name in self.fed]
+        x, *rest = *fed, *args[len(fed) :]
+        return self.perturb(x) if self.perturb else x, *rest
 
     def reader(self, prefix: str) -> Weights:
         read = self.weights or self.checkpoint.tensor
@@ -125,23 +132,17 @@ class Reference:
             head: whether logits are computed.
         """
         cache = recording_cache(self.model.config) if cache is None else cache
-        fed = {name: torch.from_numpy(x)[None] for name, x in (feed or {}).items()}
-        for i, layer in enumerate(self.base.layers):
-            names = f"x.{i}", f"router.{i - 1}"
-            layer.feed = [fed[name] for name in names if name in fed]
-            layer.perturb = self.perturb = perturb or unchanged
-        name = f"x.{len(self.base.layers)}"
-        self.last = [fed[name]] if name in fed else []
         ids = check_ids(ids, self.model.config.vocab_size)
+        self.fed = {n: torch.from_numpy(x)[None] for n, x in (feed or {}).items()}
+        self.perturb, self.seen = perturb, {}
         last = self.last_hidden(ids[None], past_key_values=cache, use_cache=True)
-        values = {"normed": last[0]}
-        for i, layer in enumerate(self.base.layers):
-            for name, value in (layer.seen | cache.rows.get(i, {})).items():
-                if value is not None:
-                    values[f"{name}.{i}"] = value.reshape(len(ids), -1)
+        values = {"normed": last} | self.seen | cache.rows
+        self.seen = None
         if head:
-            values["logits"] = self.logits(last[0])
-        arrays = {name: value.float().numpy().copy() for name, value in values.items()}
+            values["logits"] = self.logits(last)
+        arrays = {}
+        for name, value in values.items():
+            arrays[name] = value.reshape(len(ids), -1).float().numpy().copy()
         return arrays | updates(arrays)
 
     @torch.inference_mode()
@@ -154,45 +155,39 @@ class Reference:
         table = getattr(self.weights, "embedding", None)
         if table is not None:  # packages look tokens up
             embedded = table[rows].float()
-        elif self.weights is not None:
-            embedded = self.checkpoint.tensor(name, rows.tolist()).half().float()
         else:
             embedded = self.checkpoint.tensor(name, rows.tolist())
+            embedded = embedded.half().float() if self.weights else embedded
         outer = {"embed_tokens.weight": embedded}
         for name, _ in self.base.named_parameters():
             if not name.startswith(("layers.", "embed_tokens.")):
                 outer[name] = read(name).float()
-        places = torch.from_numpy(places.reshape(ids.shape))
-        arguments["input_ids"] = places
+        arguments["input_ids"] = torch.from_numpy(places.reshape(ids.shape))
         return functional_call(self.base, outer, (), arguments)[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """lm_head over [.., n, C]."""
-        parts = [hidden @ rows.T for rows in self.head_rows()]
-        return torch.cat(parts, dim=-1).div_(logit_divisor(self.model.config))
-
-    def head_rows(self) -> Iterator[torch.Tensor]:
-        """lm_head in float32, `HEAD_ROWS` of its rows at a time; the checkpoint's own
-        tensor is read so."""
-        name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
+        """lm_head over [.., n, C], `HEAD_ROWS` of its rows in float32 at a time; the
+        checkpoint's own tensor is read so."""
+        name = head_weight(self.checkpoint)
+        V = self.checkpoint.config.vocab_size
         stored = self.weights and self.weights(name)
+        parts = []
         for start in range(0, V, HEAD_ROWS):
             rows = slice(start, min(start + HEAD_ROWS, V))
             if stored is None:
-                yield self.checkpoint.tensor(name, rows)
+                matrix = self.checkpoint.tensor(name, rows)
             else:
-                yield stored[rows].float()
+                matrix = stored[rows].float()
+            parts.append(hidden @ matrix.T)
+        divisor = getattr(self.model.config, "logits_scaling", None) or 1.0
+        return torch.cat(parts, dim=-1).div_(float(divisor))
 
 
 def updates(values: Values) -> Values:
     """What each layer adds, `update` [n, C], of values with its `hidden` output."""
     layers = [name[7:] for name in values if name.startswith("hidden.")]
     return {f"update.{i}": values[f"hidden.{i}"] - values[f"x.{i}"] for i in layers}
-
-
-def unchanged(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def half(scale: float) -> Perturb:
@@ -212,18 +207,18 @@ def nudge(seed: int) -> Perturb:
 
 
 def recording_cache(config):
-    """transformers' cache, which also keeps the K and V rows [n, W] of the last call by
-    layer in `rows` (sliding layers forget theirs)."""
+    """transformers' cache, which also keeps the K and V rows [1, n, W] of the last call
+    in `rows`, as `k.3` (sliding layers forget theirs)."""
     from transformers import DynamicCache
 
     class Recording(DynamicCache):
         def __init__(self, **arguments):
             super().__init__(**arguments)
-            self.rows: dict[int, dict[str, torch.Tensor]] = {}
+            self.rows: dict[str, torch.Tensor] = {}
 
         def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            k, v = (x.transpose(1, 2).flatten(2) for x in (key_states, value_states))
-            self.rows[layer_idx] = {"k": k, "v": v}
+            for name, heads in (("k", key_states), ("v", value_states)):
+                self.rows[f"{name}.{layer_idx}"] = heads.transpose(1, 2).flatten(2)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     return Recording(config=config)
@@ -238,8 +233,16 @@ def empty_model(config) -> nn.Module:
 
     if config.model_type == "qwen3_vl_text":
         config = _without_pictures(config)
+    register = nn.Module.register_parameter
+
+    def on_meta(module, name, parameter):
+        register(module, name, parameter)
+        if parameter is not None:
+            empty = nn.Parameter(parameter.to("meta"), requires_grad=False)
+            module._parameters[name] = empty
+
     # most of the time would go into random values that nothing stores
-    with _parameters_on_meta(), no_init_weights():
+    with no_init_weights(), patch.object(nn.Module, "register_parameter", on_meta):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
@@ -257,40 +260,10 @@ def _without_pictures(config):
     return transformers.Qwen3Config(**fields)
 
 
-@contextmanager
-def _parameters_on_meta():
-    """Modules built inside have no storage for parameters, but real buffers (rotary
-    tables, scales)."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module, name, parameter):
-        register(module, name, parameter)
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(
-                parameter.to("meta"), requires_grad=False
-            )
-
-    nn.Module.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
-
-
-def final_norm(base: nn.Module) -> nn.Module:
-    """The norm in front of the head of Hugging Face's model."""
-    return getattr(base, "norm", None) or base.embedding_norm
-
-
 def has_attention(layer: nn.Module) -> bool:
     """Whether a decoder layer of Hugging Face's model attends: others keep a recurrent
     state."""
     return getattr(layer, "self_attn", None) is not None
-
-
-def logit_divisor(config) -> float:
-    """What Hugging Face's model divides its logits by."""
-    return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def head_weight(checkpoint: Checkpoint) -> str:
@@ -306,3 +279,15 @@ def check_ids(ids: Sequence[int], V: int) -> np.ndarray:
         needed = f"at least one id from 0 to {V - 1}"
         raise InputError("prompt ids", "[]", needed, "check --prompt-ids")
     return np.array(token_ids(ids, V, "prompt ids"), np.int64)
+
+
+def whole_model(checkpoint: Checkpoint) -> nn.Module:
+    """Hugging Face's model in fp32 with all its weights loaded, without transformers'
+    own progress bar."""
+    import transformers
+
+    how = dict(dtype=torch.float32, attn_implementation="eager")
+    with no_progress():
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.path, local_files_only=True, **how
+        ).eval()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from miltorch.program import read_spec
 from miltorch.quiet import messages
-from workbench.bundle import Bundle, Options, Shard
+from workbench.bundle import Bundle, Shard
 from workbench.bundle.manifest import Manifest
 from workbench.bundle.names import (
     ACC,
@@ -23,6 +23,7 @@ from workbench.bundle.names import (
     POS,
     V_STATE,
     X,
+    is_cache,
 )
 from workbench.bundle.presets import FP16, Preset
 from workbench.check import gates
@@ -43,15 +44,13 @@ SIZES = {
     "vocab_size": "V",
 }
 Facts = dict[str, object]  # "input x" → "FLOAT16 [1, 64, 1..4, 1]"
-Sizes = list[tuple]  # (smallest, largest) of each axis
-UNKNOWN = ("?", "?")
 
 
 def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate:
     """Compares the manifest with every package and, where there is one, the
     checkpoint's tokens and sizes with it."""
     manifest = bundle.manifest
-    faults = list(_options(manifest))
+    faults = list(differences(*_lists(manifest), "options", "list of shards"))
     for shard in manifest.shards:
         try:
             faults += [f"{shard.name}: {fault}" for fault in _package(bundle, shard)]
@@ -61,7 +60,7 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     asked = "no checkpoint given: tokens and tokenizer not compared"
     if checkpoint is not None:
         asked = "tokens, tokenizer and sizes are the checkpoint's"
-        faults += _checkpoint(manifest, checkpoint)
+        faults += differences(*_origins(manifest, checkpoint), "manifest", "checkpoint")
     reason = "manifest, description and program agree in "
     reason += f"{len(manifest.shards)} packages; {asked}"
     if faults:
@@ -71,60 +70,52 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     return gates.at_most("interface", float(len(faults)), 0.0, reason)
 
 
-def _different(a: Facts, b: Facts, in_a: str, in_b: str) -> Iterator[str]:
+def differences(a: Facts, b: Facts, in_a: str, in_b: str) -> Iterator[str]:
     for name in sorted(a.keys() | b.keys()):
-        one, other = a.get(name, "missing"), b.get(name, "missing")
+        one, other = (facts.get(name, "missing") for facts in (a, b))
         if one != other:
             yield f"{name}: {one} in the {in_a}, {other} in the {in_b}"
 
 
-def _options(m: Manifest) -> Iterator[str]:
-    """What the options promise against the shards that the manifest lists."""
-    o, L = m.options, m.dims.L
+def _lists(m: Manifest) -> tuple[Facts, Facts]:
+    """What options and dimensions promise of the shards, and what is listed."""
+    L, step = m.dims.L, m.options.layers_per_shard
+    kind = "router" if m.options.moe == "routed" else "layers"
     blocks = [s for s in m.shards if s.kind in ("layers", "router")]
-    steps = range(0, L, o.layers_per_shard)
     experts = {block.layers: [] for block in blocks}
     for shard in m.shards:
         if shard.kind == "expert":
             experts.setdefault(shard.layers, []).append(shard.rows)
-    count = max(map(len, experts.values()), default=0)
-    routed = o.moe == "routed"
-    numbers = [(e, e + 1) for e in range(max(1, count) if routed else 0)]
+    count = max(1, *map(len, experts.values())) if kind == "router" else 0
     promised = {
-        "kinds of shards": ["router" if routed else "layers"],
-        "layers of shards": [(i, min(i + o.layers_per_shard, L)) for i in steps],
-        "experts": dict.fromkeys(experts, numbers),
+        "kinds of shards": {kind},
+        "layers of shards": [(i, min(i + step, L)) for i in range(0, L, step)],
+        "experts": dict.fromkeys(experts, [(e, e + 1) for e in range(count)]),
     }
     listed = {
-        "kinds of shards": sorted({block.kind for block in blocks}),
+        "kinds of shards": {block.kind for block in blocks},
         "layers of shards": [block.layers for block in blocks],
         "experts": {layers: sorted(rows) for layers, rows in experts.items()},
     }
-    for shard in blocks:
-        attending = [i for i in range(*shard.layers) if m.layers[i].attends]
-        masks = any(name.startswith(KV_WRITE_MASK) for name in shard.inputs)
-        name = f"cache writes of {shard.name}"
-        promised[name] = [o.kv_write] if attending else []
-        listed[name] = ["mask"] * (masks and bool(attending))
-        listed[name] += ["slice"] * (POS in shard.inputs)
-        caches = [
-            f"layers.{i}.{leaf}" for i in attending for leaf in (K_STATE, V_STATE)
-        ]
-        name = f"caches of {shard.name}"
-        promised[name] = caches
-        listed[name] = [cache for cache in caches if cache in shard.states]
     for shard in m.shards:
+        known = _shapes(m, shard)
         found = shard.inputs | shard.outputs
         for name, state in shard.states.items():
             found |= {name: state.shape, f"ring of {name}": state.ring}
-        expected = _shapes(m, shard)
-        for name in found.keys() & expected.keys():
-            promised[f"{shard.name} {name}"] = expected[name]
-            listed[f"{shard.name} {name}"] = found[name]
-    yield from _different(promised, listed, "options", "list of shards")
+        names = known.keys() & found.keys()
+        if shard in blocks:  # no other cache must be there, and none be missing
+            names |= set(filter(_is_cached, known | found))
+        for facts, shapes in ((promised, known), (listed, found)):
+            facts |= {f"{shard.name} {n}": shapes[n] for n in names & shapes.keys()}
+    return promised, listed
 
 
-def _shapes(m: Manifest, shard: Shard) -> dict:
+def _is_cached(name: str) -> bool:
+    """Whether a shape is that of a cache, or of what says where a call writes it."""
+    return is_cache(name) or name == POS or name.startswith(KV_WRITE_MASK)
+
+
+def _shapes(m: Manifest, shard: Shard) -> Facts:
     """Shapes of a shard's inputs, outputs and caches that follow from dimensions and
     options."""
     o, d = m.options, m.dims
@@ -134,22 +125,27 @@ def _shapes(m: Manifest, shard: Shard) -> dict:
     halves = {rope.name: len(rope.inv_freq) for rope in m.rope}
     for i in range(*shard.layers):
         layer = m.layers[i]
-        shapes |= o.layer_inputs(layer, halves[layer.rope])
-        for leaf in (K_STATE, V_STATE):
-            cache = f"layers.{i}.{leaf}"
-            shapes[cache] = [o.batch, d.H_kv, o.slots(layer.window), d.D]
-            shapes[f"ring of {cache}"] = o.ring(layer.window)
+        masked = layer.attends and o.kv_write == "mask"
+        for name, shape in o.layer_inputs(layer, halves[layer.rope]).items():
+            if masked or not _is_cached(name):
+                shapes[name] = shape
+        if layer.attends:
+            shapes |= {} if masked else {POS: [1]}
+            for leaf in (K_STATE, V_STATE):
+                cache = f"layers.{i}.{leaf}"
+                shapes[cache] = [o.batch, d.H_kv, o.slots(layer.window), d.D]
+                shapes[f"ring of {cache}"] = o.ring(layer.window)
     return shapes
 
 
 def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     """Differences between a shard of the manifest, the description of its package and
     the program in it."""
-    o = bundle.manifest.options
     if not bundle.manifest.own_programs:
         # compares the interface, and refuses what differs first
         load_shard(bundle, shard)
         return
+    options = bundle.manifest.options
     spec = read_spec(bundle.package(shard))
     if spec.specificationVersion < SPECIFICATION:
         yield f"specification version {spec.specificationVersion} for a program of {SPECIFICATION}"
@@ -158,158 +154,137 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
         default = spec.description.defaultFunctionName or MAIN
         descriptions = {default: spec.description}
     expected = sorted(shard.functions) or [MAIN]
-    places = {"description": descriptions, "program": spec.mlProgram.functions}
-    found = {place: sorted(names) for place, names in places.items()}
-    if faults := [place for place in found if found[place] != expected]:
-        for place in faults:
-            yield f"functions: {expected} in the manifest, {found[place]} in the {place}"
-        return
-    for name in expected:
-        function = spec.mlProgram.functions[name]
-        t_max = shard.functions.get(name, o.t_max)
-        low = t_max if o.shapes else 1
-        for fault in _function(shard, function, descriptions[name], low, t_max, o):
+    found = {"description": descriptions, "program": spec.mlProgram.functions}
+    wrong = [place for place in found if sorted(found[place]) != expected]
+    for place in wrong:
+        yield f"functions: {expected} in the manifest, {sorted(found[place])} in the {place}"
+    for name in () if wrong else expected:
+        T = shard.functions.get(name, options.t_max)
+        described = _described(shard, descriptions[name], T if options.shapes else 1, T)
+        faults = list(differences(*described, "manifest", "description"))
+        free = T if options.shapes else "T"
+        program = _programmed(shard, found["program"][name], free, options.preset)
+        faults += differences(*program, "manifest", "program")
+        for fault in faults:
             yield f"function {name}: {fault}" if shard.functions else fault
 
 
-def _function(
-    shard: Shard, function, description, low: int, high: int, options: Options
-) -> Iterator[str]:
-    """Differences between a shard of the manifest and one function of its program with
-    its description, for T from `low` to `high`."""
-    if function.opset not in function.block_specializations:
-        yield f"no block for opset {function.opset!r}"
-        return
-    block = function.block_specializations[function.opset]
-    declared = {}
-    for kind, values in (("input", shard.inputs), ("output", shard.outputs)):
-        for name, shape in values.items():
-            declared[f"{kind} {name}"] = list(
-                zip(sizes(shape, low), sizes(shape, high))
-            )
-    for state in shard.states.values():
-        declared[f"state {state.tensor}"] = [(n, n) for n in state.shape]
-    ours = {}
-    for name, shape in declared.items():
-        dtype = "INT32" if name == f"input {POS}" else "FLOAT16"
-        ours[name] = _fact(dtype, shape)
-    described = _described(description, declared)
-    yield from _different(ours, described, "manifest", "description")
-    programmed, types = _programmed(function, block, declared)
-    yield from _different(ours, programmed, "manifest", "program")
-    yield from _taps(shard, types)
-    yield from _compression(shard, block, options.preset)
-
-
-def _fact(dtype: str, shape: Sizes) -> str:
-    axes = [str(a) if a == b else f"{a}..{b}" for a, b in shape]
-    return f"{dtype} [{', '.join(axes)}]"
-
-
-def _described(description, declared: dict[str, Sizes]) -> Facts:
-    """Facts of a description. An output may leave its shape out, or give that of the
-    largest T."""
+def _declared(shard: Shard, low: int | str, high: int | str) -> Facts:
+    """What a shard of the manifest reads, of `low` to `high` tokens, what it hands on,
+    of `high`, and what it keeps."""
     facts = {}
-    kinds = {"input": description.input, "output": description.output}
-    for kind, values in (kinds | {"state": description.state}).items():
-        for value in values:
-            name = f"{kind} {value.name}"
-            array = value.type.multiArrayType
-            if kind == "state":
-                array = value.type.stateType.arrayType
-            expected, default = declared.get(name, []), list(array.shape)
-            flexible = array.WhichOneof("ShapeFlexibility")
-            ranges = [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges]
-            shape = ranges if flexible == "shapeRange" else [(n, n) for n in default]
-            if kind == "output" and default in ([], [high for _, high in expected]):
-                shape = expected
-            fact = _fact(_dtype(array), shape)
-            if flexible not in (None, "shapeRange"):
-                fact += f" of {flexible}"
-            inside = [a <= n <= b for n, (a, b) in zip(default, shape)]
-            if flexible == "shapeRange" and not all(inside):
-                fact += f" by default {default}"
-            if name in facts:
-                fact = f"{facts[name]} and {fact}"
-            facts[name] = fact
+    for name, shape in shard.inputs.items():
+        dtype = "INT32" if name == POS else "FLOAT16"
+        facts[f"input {name}"] = _fact(dtype, sizes(shape, low), sizes(shape, high))
+    for name, shape in shard.outputs.items():
+        facts[f"output {name}"] = _fact("FLOAT16", sizes(shape, high))
+    for state in shard.states.values():
+        facts[f"state {state.tensor}"] = _fact("FLOAT16", state.shape)
     return facts
 
 
-def _programmed(function, block, declared: dict[str, Sizes]) -> tuple[Facts, dict]:
-    """Facts of a program and the types of its values; a size that it leaves open is the
-    declared range."""
-    types = {operand.name: operand.type for operand in function.inputs}
+def _fact(dtype: str, low: list, high: list | None = None) -> str:
+    axes = [str(a) if a == b else f"{a}..{b}" for a, b in zip(low, high or low)]
+    return f"{dtype} [{', '.join(axes)}]"
+
+
+def _described(shard: Shard, description, low: int, high: int) -> tuple[Facts, Facts]:
+    """Facts of the manifest, and those of a description, where an output may have no
+    shape."""
+    facts = {}
+    dtype_name = messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name
+    for kind in ("input", "output", "state"):
+        for value in getattr(description, kind):
+            array = value.type.multiArrayType
+            if kind == "state":
+                array = value.type.stateType.arrayType
+            default = list(array.shape)
+            if kind == "output" and not default:
+                default = sizes(shard.outputs.get(value.name, []), high)
+            lowest = highest = default
+            flexible = array.WhichOneof("ShapeFlexibility")
+            if flexible == "shapeRange":
+                ranges = array.shapeRange.sizeRanges
+                lowest = [each.lowerBound for each in ranges]
+                highest = [each.upperBound for each in ranges]
+            fact = _fact(dtype_name(array.dataType), lowest, highest)
+            if flexible not in (None, "shapeRange"):
+                fact += f" of {flexible}"
+            if not all(a <= n <= b for a, n, b in zip(lowest, default, highest)):
+                fact += f" by default {default}"
+            name = f"{kind} {value.name}"
+            facts[name] = f"{facts[name]} and {fact}" if name in facts else fact
+    return _declared(shard, low, high), facts
+
+
+def _programmed(
+    shard: Shard, function, T: int | str, preset: Preset
+) -> tuple[Facts, Facts]:
+    """Facts of the manifest, and those of a program of `T` tokens ("T": of any number):
+    its interface, the values that hold the layers' hidden outputs, and how matrices of
+    convolutions (as the preset says) and other weights (fp16) are stored."""
+    block = function.block_specializations[function.opset]
+    declared, facts, types, read = _declared(shard, T, T), {}, {}, set()
+    for operand in function.inputs:
+        kind, message = "input", operand.type
+        if message.WhichOneof("type") == "stateType":
+            kind, message = "state", message.stateType.wrappedType
+        types[operand.name] = message
+        facts[f"{kind} {operand.name}"] = _type(message)
     for op in block.operations:
         types |= {out.name: out.type for out in op.outputs}
-    values = {}
-    for operand in function.inputs:
-        state = operand.type.WhichOneof("type") == "stateType"
-        kind = operand.type.stateType.wrappedType if state else operand.type
-        values[f"{'state' if state else 'input'} {operand.name}"] = kind
-    for name in types.keys() & block.outputs:
-        values[f"output {name}"] = types[name]
-    facts = {}
-    for name, kind in values.items():
-        dtype, found = _tensor(kind)
-        shape = declared.get(name, [])
-        ranges = {axis: r for axis, r in enumerate(shape) if r[0] < r[1]}
-        own = [(n, n) if n else ranges.get(i, UNKNOWN) for i, n in enumerate(found)]
-        facts[name] = _fact(dtype, own)
-    return facts, types
-
-
-def _taps(shard: Shard, types: dict) -> Iterator[str]:
-    """What is wrong with the values that hold the layers' hidden outputs: the last
-    layer's is the shard's own, an inner one has its shape."""
-    layers = [*range(*shard.layers)] if shard.kind == "layers" else []
-    if sorted(shard.taps) != layers:
-        yield f"taps of layers {sorted(shard.taps)}, not of {layers}"
-    for layer, name in shard.taps.items():
-        if layer in layers[-1:] and name != HIDDEN:
-            yield f"the tap of layer {layer} is {name}, not the output {HIDDEN}"
-        known = {name, HIDDEN} <= types.keys()
-        if not known or _tensor(types[name])[1] != _tensor(types[HIDDEN])[1]:
-            yield f"the tap of layer {layer}, {name}, is no value like {HIDDEN}"
-
-
-def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
-    """Constants that are stored in another way than the preset says: matrices of
-    convolutions as it stores them, other weights as fp16."""
-    makers = {out.name: op for op in block.operations for out in op.outputs}
-    routers = {value for name, value in shard.weights.items() if OUTSIDE in name}
-    read = set()
-    for op in block.operations:
         if op.type == "conv":
             read.update(bound.name for bound in op.inputs["weight"].arguments)
-    promised, stored = {}, {}
-    for name, op in makers.items():
-        shape = _tensor(op.outputs[0].type)[1] if op.outputs else []
-        matrix = shape[2:] == [1, 1] and min(shape[:2]) > 1
-        if name in read - routers and matrix:
-            promised[name] = _expected(preset, shape)
-        elif op.type.startswith("constexpr_") or (
-            name in shard.weights.values() and op.type == "const"
-        ):
-            promised[name] = ("const", "FLOAT16")
-        else:
+    facts |= {f"output {name}": _type(types[name]) for name in block.outputs}
+    if shard.kind == "layers":
+        *inner, last = range(*shard.layers)
+        declared |= {f"tap of layer {i}": _type(types[HIDDEN]) for i in inner}
+        declared[f"tap of layer {last}"] = HIDDEN
+        for i, name in shard.taps.items():
+            known = name in types and i != last
+            facts[f"tap of layer {i}"] = _type(types[name]) if known else name
+    weights = {constant: tensor for tensor, constant in shard.weights.items()}
+    for op in block.operations:
+        if op.type != "const" and not op.type.startswith("constexpr_"):
             continue
-        stored[name] = _stored_as(op)
-    for name, expected in promised.items():
-        if stored[name] != expected:
-            yield f"{name} is stored as {stored[name]}, not {expected} of {preset.name}"
+        name, shape = op.outputs[0].name, _sizes(op.outputs[0].type)
+        fact = f"storage of {name}"
+        matrix = shape[2:] == [1, 1] and min(shape[:2]) > 1
+        if name in read and matrix and OUTSIDE not in weights.get(name, ""):
+            declared[fact] = _expected(preset, shape)
+        elif op.type != "const" or name in weights:
+            declared[fact] = ("const", "FLOAT16")
+        if fact in declared:
+            facts[fact] = _stored_as(op)
+    return declared, facts
+
+
+def _type(message) -> str:
+    """dtype and sizes of a tensor type."""
+    return _fact(_dtype(message), _sizes(message))
+
+
+def _sizes(message) -> list[int | str]:
+    return [
+        d.constant.size if d.WhichOneof("dimension") == "constant" else "T"
+        for d in message.tensorType.dimensions
+    ]
+
+
+def _dtype(message) -> str:
+    return messages("MIL_pb2").DataType.Name(message.tensorType.dataType)
 
 
 def _stored_as(op) -> tuple:
     """How a constant is stored: its operation, then the dtype of each operand and, for
     scales and tables, its shape."""
     if op.type == "const":
-        return "const", _tensor(op.attributes["val"].type)[0]
+        return "const", _dtype(op.attributes["val"].type)
     operands = []
     for name in sorted(op.inputs):
-        dtype, shape = _tensor(op.inputs[name].arguments[0].value.type)
-        if name not in ("scale", "lut"):
-            shape = []
-        operands.append((name, dtype, *shape))
+        kind = op.inputs[name].arguments[0].value.type
+        shape = _sizes(kind) if name in ("scale", "lut") else []
+        operands.append((name, _dtype(kind), *shape))
     return op.type, *operands
 
 
@@ -326,39 +301,21 @@ def _expected(preset: Preset, shape: list[int]) -> tuple:
     return "constexpr_blockwise_shift_scale", ("data", f"INT{preset.bits}"), scale
 
 
-def _checkpoint(m: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
-    """Differences between the manifest and the checkpoint's tokens, tokenizer, family
-    and sizes."""
-    config, tokens = checkpoint.config, m.tokens
-    ours = {"family": m.family, "bos": tokens.bos, "eos": tokens.eos}
+def _origins(m: Manifest, checkpoint: Checkpoint) -> tuple[Facts, Facts]:
+    """Tokens, tokenizer, family and sizes of the manifest and of the checkpoint."""
+    config = checkpoint.config
+    ours = {"family": m.family, "bos": m.tokens.bos, "eos": m.tokens.eos}
     theirs = {"family": config.model_type, "bos": config.bos_token_id}
     theirs["eos"] = checkpoint.eos
     for name, size in SIZES.items():
         ours[size], theirs[size] = getattr(m.dims, size), getattr(config, name)
-    for entry in tokens.files:
+    for entry in m.tokens.files:
         ours[f"tokenizer file {entry.path.rpartition('/')[2]}"] = entry.sha256[:12]
     for path in checkpoint.tokenizer_files():
         theirs[f"tokenizer file {path.name}"] = sha256(path)[:12]
-    yield from _different(ours, theirs, "manifest", "checkpoint")
+    return ours, theirs
 
 
-def _tensor(message) -> tuple[str, list[int | None]]:
-    """dtype and sizes of a tensor type; a size left open is None."""
-    tensor = message.tensorType
-    found = []
-    for dimension in tensor.dimensions:
-        constant = dimension.WhichOneof("dimension") == "constant"
-        found.append(dimension.constant.size if constant else None)
-    return messages("MIL_pb2").DataType.Name(tensor.dataType), found
-
-
-def _dtype(array) -> str:
-    """dtype of an array in a description, as the program spells it."""
-    return messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name(
-        array.dataType
-    )
-
-
-def sizes(shape: list, T: int) -> list[int]:
+def sizes(shape: list, T: int | str) -> list:
     """A shape of the manifest with its T."""
     return [{"T": T}.get(n, n) for n in shape]

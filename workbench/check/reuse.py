@@ -6,16 +6,18 @@ logits with those of the sequence decoded alone; a cold cell restores nothing.""
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from workbench.bundle.names import is_cache
-from workbench.check import gates, metrics
+from workbench.check import gates
+from workbench.check.compare import relative_rms
 from workbench.decode import Decoder, Record, Snapshot, store
 from workbench.errors import InputError
+from workbench.progress import bar
 
 CACHES = [("cold", "fp16"), *product(("warm", "hot"), store.FORMATS)]
 # Relative RMS of one position's logits. In a batch, or with other tiles of the prefill,
@@ -33,21 +35,9 @@ class ReuseCell:
     cache: str
     format: str
     context: int
-    verdict: str = gates.GREEN
-    apart: float | None = None
+    verdict: str
+    apart: float | None
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class Session:
-    """A prompt, its name in the store, the sequence before the prompt's last token, and
-    by format of the cache what is kept in memory, and what follows the prompt."""
-
-    name: str
-    ids: list[int]
-    before: Snapshot
-    kept: dict[str, Snapshot]
-    records: dict[str, list[Record]]
 
 
 def contexts(S: int) -> list[int]:
@@ -64,7 +54,6 @@ def check_reuse(
     *,
     lengths: Sequence[int] = (),
     max_new: int = 4,
-    progress: bool = False,
 ) -> list[ReuseCell]:
     """Every cache × format × batch × context.
 
@@ -76,8 +65,6 @@ def check_reuse(
     Raises:
         InputError: bundles that do not belong together; lengths without room.
     """
-    from tqdm.auto import tqdm
-
     decoders = [decoder, *filter(None, [together])]
     batches = [each.options.batch for each in decoders]
     if batches[0] != 1 or len({each.identity for each in decoders}) > 1:
@@ -89,18 +76,16 @@ def check_reuse(
         raise InputError("context", f"{outside}", needed, "choose others")
     cells = []
     with tempfile.TemporaryDirectory() as folder:
-        folders = {format: Path(folder) / format for format in store.FORMATS}
         edges = contexts(decoder.options.max_seq_len)
         usual = [n for n in edges if max(batches) < n <= most]
-        for n in tqdm(lengths or usual, desc="reuse", disable=not progress):
+        for n in bar(lengths or usual, desc="reuse"):
             sessions = [
-                _session(decoder, folders, n, seq, max_new)
+                Session(decoder, Path(folder), n, seq, max_new)
                 for seq in range(batches[-1])
             ]
-            for each, (cache, format) in product(decoders, CACHES):
-                cell = ReuseCell(each.options.batch, cache, format, n)
-                held = sessions[: cell.batch]
-                cells.append(_checked(cell, each, folders[format], held, max_new))
+            for each, cache in product(decoders, CACHES):
+                held = sessions[: each.options.batch]
+                cells.append(_checked(each, held, *cache, max_new))
     return cells
 
 
@@ -116,88 +101,95 @@ def reuse_gate(cells: list[ReuseCell]) -> gates.Gate:
     return gates.none("reuse", faults, f"{same} ({len(cells)} cells)")
 
 
-def _session(
-    decoder: Decoder, folders: dict[str, Path], n: int, seq: int, max_new: int
-) -> Session:
-    """Runs a seeded prompt of `n` tokens, or `seq` fewer where positions may differ, and
-    saves it in every format."""
-    length = n if decoder.options.kv_write == "slice" else n - seq
-    rng = np.random.default_rng([0, n, seq])
-    ids = rng.integers(0, decoder.manifest.dims.V, length).tolist()
-    records = {"fp16": list(decoder.stream(ids, max_new, stop=()))}
-    decoder.begin()
-    decoder.prefill(ids[:-1])
-    before = decoder.snapshot()
-    decoder.decode_one_token(ids[-1])
-    stored, name = decoder.snapshot(), f"{n}-{seq}"
-    if not all(map(is_cache, before.states)):
-        stored = before  # a recurrent state does not go back by a token
-    kept = {}
-    for format, folder in folders.items():
-        store.save(folder, name, stored, format)
-        kept[format] = store.load(folder, name)
-    rounded = kept["q4"].trim(stored.offset - before.offset)
-    records["q4"] = list(decoder.stream(ids[-1:], max_new, after=rounded, stop=()))
-    return Session(name, ids, before, kept, records)
+class Session:
+    """A seeded prompt of `n` tokens, or `seq` fewer where positions may differ: the
+    sequence `before` its last token, what is stored in files of a folder and `kept` in
+    memory by format, and the `records` of what follows each."""
+
+    def __init__(self, decoder: Decoder, folder: Path, n: int, seq: int, max_new: int):
+        length = n if decoder.options.kv_write == "slice" else n - seq
+        rng = np.random.default_rng([0, n, seq])
+        self.ids = rng.integers(0, decoder.manifest.dims.V, length).tolist()
+        self.folder, self.identity = folder, decoder.identity
+        alone = list(decoder.stream(self.ids, max_new, stop=()))
+        decoder.begin()
+        decoder.prefill(self.ids[:-1])
+        self.before = decoder.snapshot()
+        decoder.decode_one_token(self.ids[-1])
+        stored, self.kept = decoder.snapshot(), {}
+        if not all(map(is_cache, self.before.states)):
+            stored = self.before  # a recurrent state does not go back by a token
+        for format in store.FORMATS:
+            store.save(folder / format, f"{n}-{seq}", stored, format)
+            self.kept[format] = store.load(folder / format, f"{n}-{seq}")
+        rounded = self.kept["q4"].trim(stored.offset - self.before.offset)
+        rest = decoder.stream(self.ids[-1:], max_new, after=rounded, stop=())
+        self.records = {"fp16": alone, "q4": list(rest)}
+
+    def restored(self, cache: str, format: str) -> Snapshot:
+        """The snapshot of the prompt, from its file or from memory; refuses one that
+        differs from the sequence before the prompt's last token."""
+        if cache == "warm":
+            folder = self.folder / format
+            snapshot, rest = store.find(folder, self.ids, self.identity)
+        else:
+            snapshot = self.kept[format]
+            snapshot = snapshot.trim(snapshot.offset - len(self.before.ids))
+            rest = self.ids[snapshot.offset :]
+        if (snapshot.ids, rest) != (self.before.ids, self.ids[-1:]):
+            found = f"{snapshot.offset} tokens, {len(rest)} left"
+            raise ValueError(f"prompt of {len(self.ids)} tokens: restored {found}")
+        for name, cold in self.before.states.items():
+            warm = snapshot.states[name]
+            rows = min(cold.shape[-2], warm.shape[-2])  # a ring may hold more
+            warm, cold = (np.float32(x[..., -rows:, :]) for x in (warm, cold))
+            rounded = format == "q4" and is_cache(name)
+            wrong = ~(np.abs(warm - cold) <= (_half_step(cold) if rounded else 0))
+            if wrong.any():
+                raise ValueError(f"{name}: {wrong.sum()} of {wrong.size} values differ")
+        return snapshot
+
+    def distances(self, records: list[Record], limit: int, format: str) -> list[float]:
+        """Relative RMS between the logits of `records` and the session's, as far as
+        both have the same tokens."""
+        if len(records) != limit:
+            raise ValueError(f"{len(records)} tokens, {limit} expected")
+        distances = []
+        for own, alone in zip(records, self.records[format]):
+            distances.append(relative_rms(alone.logits, own.logits))
+            if own.token != alone.token:  # the logits of these two decide
+                break
+        return distances
 
 
 def _checked(
-    cell: ReuseCell,
-    decoder: Decoder,
-    folder: Path,
-    sessions: list[Session],
-    max_new: int,
+    decoder: Decoder, sessions: list[Session], cache: str, format: str, max_new: int
 ) -> ReuseCell:
-    """The cell with its results; whatever is raised makes it RED."""
+    """One cell; whatever is raised makes it RED."""
+    about = len(sessions), cache, format, len(sessions[0].ids)
     limits = [max_new] * len(sessions)
     if len(sessions) > 1:
         limits[0] //= 2  # one sequence ends before the others
+    apart = after = None
     try:
-        after, prompts = None, [session.ids for session in sessions]
-        if cell.cache != "cold":
-            after = [_restored(cell, decoder, folder, each) for each in sessions]
+        prompts = [session.ids for session in sessions]
+        if cache != "cold":
+            after = [session.restored(cache, format) for session in sessions]
             prompts = [ids[-1:] for ids in prompts]
         records = [[] for _ in sessions]
         for record in decoder.stream(prompts, limits, after=after, stop=()):
             records[record.seq].append(record)
-        apart = max(map(_apart, records, sessions, limits, [cell.format] * len(limits)))
-        if after:  # decoding leaves the stored entry as it was
-            for session in sessions:
-                _restored(cell, decoder, folder, session)
+        distances = []
+        for session, own, limit in zip(sessions, records, limits):
+            distances += session.distances(own, limit, format)
+            if after:  # decoding leaves the stored entry as it was
+                session.restored(cache, format)
+        apart, most = float(np.max(distances)), LOGITS[decoder.arithmetic]
+        if not apart <= most:
+            raise ValueError(f"logits are {apart:.2g} apart, at most {most:g} allowed")
     except Exception as problem:  # a fault may raise anything
-        return replace(cell, verdict=gates.RED, reason=str(problem))
-    limit = LOGITS[decoder.arithmetic]
-    if apart <= limit:
-        return replace(cell, apart=apart)
-    reason = f"logits are {apart:.2g} apart, at most {limit:g} allowed"
-    return replace(cell, verdict=gates.RED, apart=apart, reason=reason)
-
-
-def _restored(
-    cell: ReuseCell, decoder: Decoder, folder: Path, session: Session
-) -> Snapshot:
-    """The snapshot of a prompt, from its file or from memory; refuses one that differs
-    from the sequence before the prompt's last token."""
-    if cell.cache == "warm":
-        snapshot, rest = store.find(folder, session.ids, decoder.identity)
-    else:
-        snapshot = session.kept[cell.format]
-        snapshot = snapshot.trim(snapshot.offset - len(session.before.ids))
-        rest = session.ids[snapshot.offset :]
-    if (snapshot.ids, rest) != (session.before.ids, session.ids[-1:]):
-        found = f"{snapshot.offset} tokens, {len(rest)} left"
-        raise ValueError(f"prompt {session.name}: restored {found}")
-    for name, cold in session.before.states.items():
-        restored = snapshot.states[name]
-        rows = min(cold.shape[-2], restored.shape[-2])  # a ring may hold more
-        restored, cold = (np.float32(x[..., -rows:, :]) for x in (restored, cold))
-        allowed = np.zeros_like(cold)
-        if cell.format == "q4" and is_cache(name):
-            allowed = _half_step(cold)
-        wrong = ~(np.abs(restored - cold) <= allowed)
-        if wrong.any():
-            raise ValueError(f"{name}: {wrong.sum()} of {wrong.size} values differ")
-    return snapshot
+        return ReuseCell(*about, gates.RED, apart, str(problem))
+    return ReuseCell(*about, gates.GREEN, apart)
 
 
 def _half_step(rows: np.ndarray) -> np.ndarray:
@@ -206,16 +198,3 @@ def _half_step(rows: np.ndarray) -> np.ndarray:
     groups = rows.reshape(*rows.shape[:-1], -1, store.group(rows.shape[-1]))
     step = np.ptp(groups, -1, keepdims=True) / 15
     return (0.504 * step + 2e-3 * np.abs(groups)).reshape(rows.shape)
-
-
-def _apart(records: list[Record], session: Session, limit: int, format: str) -> float:
-    """The largest relative RMS between the logits of two runs, as far as both have the
-    same tokens."""
-    if len(records) != limit:
-        raise ValueError(f"{len(records)} tokens, {limit} expected")
-    distances = []
-    for own, alone in zip(records, session.records[format]):
-        distances.append(metrics.relative_rms(alone.logits, own.logits))
-        if own.token != alone.token:  # the logits of these two decide
-            break
-    return float(np.max(distances))

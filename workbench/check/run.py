@@ -10,18 +10,18 @@ The choice of an expert is discontinuous: rounding that changes the order of two
 changes the layer's whole update. The portable runtime therefore records each choice and
 goes on with the golden's."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 
 from workbench.bundle import Options, Shard
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
-from workbench.check.compare import compare
-from workbench.check.golden import Golden
-from workbench.check.hf import Values, updates
+from workbench.check.golden import Golden, check_exported_from
+from workbench.check.hf import Values, half, updates
 from workbench.check.states import callable_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -31,9 +31,7 @@ from workbench.runtime import Model, State
 def default_ts(options: Options) -> list[int]:
     """T values worth comparing with a golden: `callable_ts`, or the one T of shards
     that have a single fixed shape."""
-    if len(options.shapes) == 1:
-        return [options.t_max]
-    return callable_ts(options)
+    return [options.t_max] if len(options.shapes) == 1 else callable_ts(options)
 
 
 def run_golden(
@@ -52,233 +50,201 @@ def run_golden(
         mode: `isolated` or `chained`.
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
+
+    Raises:
+        InputError: a golden of another checkpoint, or longer than max_seq_len.
     """
-    n, C = golden["x.0"].shape
-    dims, L, V = decoder.manifest.dims, golden.layers, decoder.manifest.dims.V
-    if "logits" in golden:
-        V = golden["logits"].shape[1]
-    if n > decoder.options.max_seq_len:
-        raise InputError(
-            "golden",
-            f"{n} tokens",
-            f"at most max_seq_len = {decoder.options.max_seq_len}",
-            "validate with a shorter prompt, or export with a larger --max-seq-len",
-        )
-    if (L, C, V) != (dims.L, dims.C, dims.V):
-        raise InputError(
-            "golden",
-            f"{L} layers of width {C}, vocabulary {V}",
-            f"the bundle's {dims.L} layers of width {dims.C}, vocabulary {dims.V}",
-            f"make the golden of {decoder.manifest.checkpoint['name']}",
-        )
+    check_exported_from(golden, decoder.bundle)
+    n = len(golden.ids)
+    S = decoder.options.max_seq_len
+    if n > S:
+        step = "validate with a shorter prompt, or export with a larger --max-seq-len"
+        raise InputError("golden", f"{n} tokens", f"at most max_seq_len = {S}", step)
     goldens = [golden] * decoder.options.batch
-    return Pass(decoder.plain, goldens, mode == "isolated", forced).run(T)[0]
+    own = Pass(decoder.plain, goldens, T, mode == "isolated", forced=forced)
+    for model in own.decoder.layers:
+        run_shard(own.decoder, model, [own], [model.make_state()])
+    return own.finish()[0]
+
+
+class Call(NamedTuple):
+    """One call: `counts` [B] tokens in `width` columns; of every token its sequence,
+    column, and position in the golden."""
+
+    counts: np.ndarray
+    width: int
+    seq: np.ndarray
+    column: np.ndarray
+    position: np.ndarray
 
 
 class Pass:
-    """One pass over the goldens' tokens, one golden of n positions per sequence: which
-    of their values replace the program's own, and the record of what was computed.
-    Before it run `starts` [B] tokens.
+    """One pass over the tokens of `goldens`, one of n positions per sequence: which of
+    their values replace the program's own, and the record of what was computed.
 
-    `values` of each sequence: `T` [n], the tokens of the call that each position was
+    `values` by name [B, n, W]: `T` [B, n], the tokens of the call that each position was
     in; by layer `x`, the golden's input, isolated as the program read it; where they can
     be seen `hidden`, the `update` that it adds to `x`, and the program's own choice of
     an `expert`; `k` and `v`, the last rows where a ring has lost the first; the `router`
     state that the last layer of a shard hands on. `handed`: what a shard hands on that
-    shows no hidden state; chained, the `logits`."""
+    shows no hidden state; chained, the `logits`.
+
+    Args:
+        T: tokens a call; several are taken in turn.
+        starts: [B] tokens that run before.
+        ragged: whether every sequence begins with another T.
+        columns: those of a call at least.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         goldens: Sequence[Golden],
+        T: int | Sequence[int],
         isolated: bool,
-        forced: bool,
+        *,
+        forced: bool = True,
         starts: Sequence[int] | None = None,
+        ragged: bool = False,
+        columns: int = 0,
     ):
-        self.decoder = decoder
-        self.goldens = goldens
-        self.isolated = isolated
-        self.forced = forced
+        self.decoder, self.isolated, self.forced = decoder, isolated, forced
         self.starts = np.array(starts or [0] * len(goldens))
         self.scale = decoder.manifest.stream_scale  # the bundle holds hidden / scale
         self.handed = "hidden" if decoder.manifest.shows_hidden else "handed"
-        rounded = isolated and decoder.precision != "exact"
-        self.inputs = []  # [n, C] of every layer, for each golden
-        for golden in goldens:
-            layers = [golden[f"x.{i}"] / self.scale for i in range(golden.layers)]
-            if rounded:
-                with np.errstate(over="ignore"):
-                    layers = [x.astype(np.float16).astype(np.float32) for x in layers]
-            self.inputs.append(layers)
-        self.values: list[Values] = []
-        for layers in self.inputs:
-            own = {f"x.{i}": x * self.scale for i, x in enumerate(layers)}
-            self.values.append(own | {"T": np.zeros(len(layers[0]), int)})
-
-    def run(self, T: int | Sequence[int]) -> list[Values]:
-        """All positions in calls of T tokens, several T in turn."""
-        self.begin(T)
-        for model in self.decoder.layers:
-            run_shard(self.decoder, model, [self], [model.make_state()])
-        return self.finish()
-
-    def begin(
-        self, T: int | Sequence[int], ragged: bool = False, columns: int = 0
-    ) -> None:
-        """Makes the host's inputs of all calls: of T tokens, several T in turn, in so
-        many `columns` at least; `ragged`: every sequence begins with another T."""
-        self.least = columns
-        self.calls = list(self._calls(T, ragged))
-        self.counts = [np.array([s.stop - s.start for s in c]) for c in self.calls]
-        pairs = zip(self.calls, self.counts, strict=True)
-        self.ios = [self._inputs(*call) for call in pairs]
-
-    def finish(self) -> list[Values]:
-        """The values after the last shard."""
-        if not self.isolated:
-            name = f"{self.handed}.{len(self.inputs[0]) - 1}"
-            last = [values[name].T / self.scale for values in self.values]
-            every = self.decoder.logits(np.stack(last))
-            if self.decoder.gives_logits:
-                for values, logits in zip(self.values, every, strict=True):
-                    values["logits"] = logits
-        self.values = [values | updates(values) for values in self.values]
-        return self.values
-
-    def _calls(self, T: int | Sequence[int], ragged: bool) -> Iterator[list[slice]]:
-        """The positions of each call, a span for every sequence."""
-        n = len(self.inputs[0][0])
+        self.golden = {
+            name: np.stack([golden[name] for golden in goldens])
+            for name in goldens[0].values
+            if name.startswith(("x.", "router.", "expert."))
+        }
+        if isolated and decoder.precision != "exact":
+            for name in filter(lambda name: name[:2] == "x.", self.golden):
+                x = torch.from_numpy(self.golden[name])
+                self.golden[name] = half(self.scale)(x).numpy()
+        self.values = {n: x for n, x in self.golden.items() if n[:2] == "x."}
+        ids = np.stack([golden.ids for golden in goldens])
+        self.values["T"] = np.zeros(ids.shape, int)
+        self.calls, self.ios = [], []
         sizes = [T] if isinstance(T, int) else list(T)
-        stops = [0] * len(self.goldens)
-        turn = 0
-        while min(stops) < n:
-            spans = []
-            for seq, start in enumerate(stops):
-                size = min(sizes[(turn + seq * ragged) % len(sizes)], n - start)
-                stops[seq] = start + self.decoder.options.taken(size)
-                spans.append(slice(start, stops[seq]))
-            yield spans
-            turn += 1
+        n, options = ids.shape[1], decoder.options
+        stops = np.zeros(len(ids), int)
+        while stops.min() < n:
+            turns = len(self.calls) + ragged * np.arange(len(ids))
+            most = np.minimum([sizes[turn % len(sizes)] for turn in turns], n - stops)
+            counts = np.array([options.taken(size) for size in most.tolist()])
+            width = options.width(max(columns, int(counts.max())))
+            seq, column = np.nonzero(np.arange(width) < counts[:, None])
+            call = Call(counts, width, seq, column, stops[seq] + column)
+            self.calls.append(call)
+            self.values["T"][seq, call.position] = counts.max()
+            chunk = [row[i : i + k] for row, i, k in zip(ids, stops, counts)]
+            self.ios.append(decoder.inputs(self.starts + stops, chunk, width))
+            stops += counts
 
     def hooks(self, shard: Shard) -> list:
         """The hook of every call of a shard, which isolated reads the goldens' input
         of its first layer."""
-        calls = list(zip(self.calls, self.ios, strict=True))
-        if self.isolated:
-            for spans, io in calls:
-                self._feed(shard.layers[0], spans, io)
-        return [self.hook(shard, spans, io) for spans, io in calls]
-
-    def after(self, shard: Shard, ios: list[dict[str, np.ndarray]], state: State):
-        """Records what a shard's calls computed, `ios`, and left in `state`."""
-        self.ios = ios
-        last = shard.layers[1] - 1
-        for spans, io in zip(self.calls, ios, strict=True):
-            self.record(self.handed, last, spans, io[X] * self.scale)
-            if ROUTER_STATE in io:
-                self.record("router", last, spans, io[ROUTER_STATE])
-        layers = self.decoder.manifest.layers
-        attending = [i for i in range(*shard.layers) if layers[i].attends]
-        for seq, (values, start) in enumerate(zip(self.values, self.starts)):
-            values |= _cached_rows(attending, state, len(values["T"]), seq, int(start))
-
-    def _inputs(self, spans: list[slice], counts: np.ndarray) -> dict[str, np.ndarray]:
-        """The host's inputs of a call and the tokens' embeddings."""
-        decoder, T = self.decoder, int(counts.max())
-        width = decoder.options.width(max(T, self.least))
-        for values, span in zip(self.values, spans, strict=True):
-            values["T"][span] = T
-        offsets = self.starts + [span.start for span in spans]
-        pairs = zip(self.goldens, spans, strict=True)
-        chunk = [golden.ids[span].tolist() for golden, span in pairs]
-        return decoder.inputs(offsets, chunk, width)
-
-    def _feed(self, layer: int, spans: list[slice], io: dict[str, np.ndarray]) -> None:
-        """Puts the goldens' input of a layer into the inputs of a call."""
-        longest = max(span.stop - span.start for span in spans)
-        width = self.decoder.options.width(longest)
-        io[X] = self.columns([x[layer] for x in self.inputs], spans, width)
-        if (name := f"router.{layer - 1}") in self.goldens[0]:
-            routers = [golden[name] for golden in self.goldens]
-            io[ROUTER_STATE] = self.columns(routers, spans, width)
-
-    def hook(self, shard, spans: list[slice], io: dict[str, np.ndarray]):
-        """Records the hidden output of a shard's inner layers and its choices of
-        experts, and replaces them by the goldens'. `io`: the call's masks and
-        tables."""
+        router = f"router.{shard.layers[0] - 1}"
+        for call, io in zip(self.calls, self.ios) if self.isolated else ():
+            io[X] = self.plane(f"x.{shard.layers[0]}", call)
+            if router in self.golden:
+                io[ROUTER_STATE] = self.plane(router, call)
         last = shard.layers[1] - 1
         inner = {name: layer for layer, name in shard.taps.items() if layer < last}
-        if shard.kind not in ("layers", "router") or (
-            not inner and "expert.0" not in self.goldens[0]
-        ):
-            return None
+        looks = inner or "expert.0" in self.golden
+        if not looks or shard.kind not in ("layers", "router"):
+            return [None] * len(self.calls)
+        return [partial(self.replace, shard, inner, call) for call in self.calls]
 
-        def record_and_replace(own, op, outputs):
-            if own is not shard:  # an expert of this layer
-                return None
-            name = op.outputs[0][0] if op.outputs else ""
-            if name in inner:
-                return self.inner_hidden(inner[name], spans, outputs[0])
-            if op.kind == "reduce_argmax" or name == ROUTER_SCORES:
-                layer = int(shard.modules[name].split(".")[1])
-                return self.expert_choice(layer, spans, outputs[0])
+    def replace(
+        self, shard: Shard, inner: dict[str, int], call: Call, own, op, outputs
+    ):
+        """Hook: records the hidden output of a shard's `inner` layers and its choices of
+        experts, and replaces them by what the next layer reads isolated, and by the
+        goldens' choices."""
+        name = op.outputs[0][0] if op.outputs else ""
+        if own is not shard:  # an expert of this layer
             return None
-
-        return record_and_replace
-
-    def inner_hidden(
-        self, layer: int, spans: list[slice], hidden: torch.Tensor
-    ) -> list[torch.Tensor] | None:
-        """Records an inner layer's output; isolated, the next layer reads the golden's
-        input instead, as its shard holds it."""
-        self.record("hidden", layer, spans, hidden.numpy() * self.scale)
-        if not self.isolated:
-            return None
-        width = hidden.shape[2:].numel()
-        inputs = [layers[layer + 1] for layers in self.inputs]
-        return [torch.from_numpy(self.columns(inputs, spans, width))]
+        if name in inner:
+            hidden = outputs[0].numpy() * self.scale
+            self.record(f"hidden.{inner[name]}", call, hidden)
+            if self.isolated:
+                x = self.plane(f"x.{inner[name] + 1}", call)
+                return [torch.from_numpy(x)]
+        elif op.kind == "reduce_argmax" or name == ROUTER_SCORES:
+            expert = f"expert.{shard.modules[name].split('.')[1]}"
+            return self.expert_choice(expert, call, outputs[0])
+        return None
 
     def expert_choice(
-        self, layer: int, spans: list[slice], scores: torch.Tensor
+        self, name: str, call: Call, scores: torch.Tensor
     ) -> list[torch.Tensor] | None:
         """Records the expert that an argmax picked, or that the host will pick from
         scores; forced, both become the golden's."""
-        own = scores
-        count = scores.shape[1]
+        own, count = scores, scores.shape[1]
         if count > 1:
             own = scores.argmax(1, keepdim=True)
-        self.record("expert", layer, spans, own.numpy())
+        self.record(name, call, own.numpy())
         if not self.forced:
             return None
+        experts = torch.from_numpy(self.golden[name][call.seq, call.position]).long()
+        if count > 1:
+            experts = experts == torch.arange(count)
         replaced = scores.clone().flatten(2)
-        for columns, golden, span in zip(replaced, self.goldens, spans, strict=True):
-            experts = torch.from_numpy(golden[f"expert.{layer}"][span, 0]).long()
-            forced = experts[None]
-            if count > 1:
-                forced = torch.nn.functional.one_hot(experts, count).T
-            columns[:, : len(experts)] = forced.to(scores.dtype)
+        replaced[call.seq, :, call.column] = experts.to(replaced.dtype)
         return [replaced.reshape(scores.shape)]
 
-    def record(
-        self, name: str, layer: int, spans: list[slice], plane: np.ndarray
-    ) -> None:
-        """Copies the valid columns of a plane [B, W, T, 1] to rows `spans` of the
-        layer's [n, W] of each sequence."""
-        flat = plane.reshape(*plane.shape[:2], -1)
-        for values, columns, span in zip(self.values, flat, spans, strict=True):
-            rows = columns[:, : span.stop - span.start].T
-            empty = np.zeros((len(values["T"]), rows.shape[1]), rows.dtype)
-            values.setdefault(f"{name}.{layer}", empty)[span] = rows
+    def after(self, shard: Shard, ios: list[dict[str, np.ndarray]], state: State):
+        """Records what a shard's calls computed, `ios`, and left in `state`: of cache
+        rows those of the pass, of a ring buffer the last ones."""
+        self.ios = ios
+        last = shard.layers[1] - 1
+        for call, io in zip(self.calls, ios, strict=True):
+            self.record(f"{self.handed}.{last}", call, io[X] * self.scale)
+            if ROUTER_STATE in io:
+                self.record(f"router.{last}", call, io[ROUTER_STATE])
+        B, n = self.values["T"].shape
+        for layer in range(*shard.layers):
+            if not self.decoder.manifest.layers[layer].attends:
+                continue
+            for leaf, name in ((K_STATE, "k"), (V_STATE, "v")):
+                place = f"layers.{layer}.{leaf}"
+                cache = np.asarray(state.read(place), np.float32).swapaxes(1, 2)
+                S = state.shard.states[place].ring or cache.shape[1]
+                places = self.starts[:, None] + np.arange(max(0, n - S), n)
+                rows = cache[np.arange(B)[:, None], places % S]
+                self.values[f"{name}.{layer}"] = rows.reshape(*places.shape, -1)
 
-    def columns(
-        self, arrays: Sequence[np.ndarray], spans: list[slice], width: int
-    ) -> np.ndarray:
-        """Positions `spans` of each sequence's [n, C] → the bundle's plane [B, C,
-        width, 1], zero beyond each span."""
-        planes = np.zeros((len(spans), arrays[0].shape[1], width), np.float32)
-        for plane, array, span in zip(planes, arrays, spans, strict=True):
-            plane[:, : span.stop - span.start] = array[span].T
-        return self.decoder.plane(planes)
+    def finish(self) -> list[Values]:
+        """The values of every sequence after the last shard."""
+        if not self.isolated:
+            name = f"{self.handed}.{len(self.decoder.manifest.layers) - 1}"
+            last = self.values[name].swapaxes(1, 2)
+            logits = self.decoder.logits(last / self.scale)
+            if self.decoder.gives_logits:
+                self.values["logits"] = logits
+        made = []
+        for seq in range(len(self.starts)):
+            values = {name: value[seq] for name, value in self.values.items()}
+            made.append(values | updates(values))
+        return made
+
+    def record(self, name: str, call: Call, plane: np.ndarray) -> None:
+        """Copies the valid columns of a plane [B, W, T, 1] to rows of [B, n, W]."""
+        flat = plane.reshape(*plane.shape[:2], -1)
+        if name not in self.values:
+            shape = *self.values["T"].shape, flat.shape[1]
+            self.values[name] = np.zeros(shape, flat.dtype)
+        self.values[name][call.seq, call.position] = flat[call.seq, :, call.column]
+
+    def plane(self, name: str, call: Call) -> np.ndarray:
+        """The goldens' values of a call as the bundle's plane [B, W, width, 1], zero in
+        dummy columns; of `x` what the program reads."""
+        rows = self.golden[name][call.seq, call.position]
+        plane = np.zeros((len(call.counts), rows.shape[1], call.width), np.float32)
+        scale = self.scale if name.startswith("x.") else 1.0
+        plane[call.seq, :, call.column] = rows / scale
+        return self.decoder.plane(plane)
 
 
 def run_shard(
@@ -290,68 +256,10 @@ def run_shard(
     for one, state in zip(passes, states, strict=True):
         hooks += one.hooks(model.shard)
         ios += one.ios
-        counts += one.counts
+        counts += [call.counts for call in one.calls]
         own_states += [state] * len(one.ios)
     if not decoder.shows_inner_layers:
         hooks = [None] * len(hooks)
     results = iter(decoder.run_calls(model, ios, counts, own_states, hooks))
     for one, state in zip(passes, states, strict=True):
         one.after(model.shard, list(islice(results, len(one.ios))), state)
-
-
-def _cached_rows(
-    layers: Sequence[int], state: State, n: int, seq: int, start: int
-) -> Values:
-    """A sequence's cache rows [n, W] of `layers`, from position `start` on; of a ring
-    buffer the last ones."""
-    values = {}
-    for layer in layers:
-        for leaf, name in ((K_STATE, "k"), (V_STATE, "v")):
-            place = f"layers.{layer}.{leaf}"
-            cache = np.asarray(state.read(place), np.float32)[seq]
-            S = state.shard.states[place].ring or cache.shape[1]
-            rows = (start + np.arange(max(0, n - S), n)) % S
-            own = cache[:, rows].transpose(1, 0, 2)
-            values[f"{name}.{layer}"] = own.reshape(len(rows), -1)
-    return values
-
-
-def measure_fidelity(
-    decoder: Decoder,
-    golden: Golden,
-    Ts: Iterable[int] | None = None,
-    budget: Values | None = None,
-    progress: bool = False,
-) -> tuple[pd.DataFrame, dict[int, Values], Values]:
-    """Runs every T isolated and all of them chained, and compares with the golden and,
-    isolated, with the `budget` of `price.measure_budget`.
-
-    Returns:
-        (rows of `compare` with mode, runtime, precision and shard; isolated values by
-        T; the chained values).
-    """
-    from tqdm.auto import tqdm
-
-    t_max = decoder.options.t_max
-    Ts = list(Ts or default_ts(decoder.options))
-    if over := [t for t in Ts if not 1 <= t <= t_max]:
-        raise InputError(
-            "T", f"{over}", f"1 to t_max = {t_max}", "export with more --tokens"
-        )
-    calls = [(T, "isolated") for T in Ts] + [(Ts, "chained")]
-    bar = tqdm(calls, desc="validate", unit="pass", disable=not progress)
-    *isolated, chained = [run_golden(decoder, golden, *call) for call in bar]
-    frames = []
-    for T, values in zip(Ts, isolated, strict=True):
-        rows = compare(golden.values, values, budget)
-        frames.append(rows.assign(T=T, mode="isolated"))
-    frames.append(compare(golden.values, chained).assign(mode="chained"))
-    rows = pd.concat(frames, ignore_index=True)
-    rows = rows.assign(runtime=decoder.runtime, precision=None)
-    if decoder.shows_inner_layers:  # as in `runs`
-        rows["precision"] = decoder.precision
-    names = {}
-    for model in decoder.layers:
-        names |= dict.fromkeys(range(*model.shard.layers), model.shard.name)
-    rows["shard"] = rows["layer"].map(names).fillna("head")
-    return rows, dict(zip(Ts, isolated, strict=True)), chained

@@ -11,7 +11,7 @@ import torch
 
 from workbench import paths
 from workbench.check import gates
-from workbench.check.golden import whole_prompt
+from workbench.check.hf import whole_model
 from workbench.decode import Decoder
 from workbench.decode.transcript import encode_text, load_tokenizer
 from workbench.errors import InputError
@@ -26,22 +26,17 @@ SENTENCE = (
 
 EVALUATION = "evaluation.json"  # beside a checkpoint: its accuracy on `TASKS`
 TASKS = "data/tasks/heldout.jsonl"
-# prompt ids, number of tokens → tokens
-Generate = Callable[[list[int], int], list[int]]
 
 
 def load_tasks(path: str | Path) -> list[dict]:
     """Prompts of a JSON-lines file: `task`, `distance`, `prompt`, `answer`."""
+    needed = {"task", "distance", "prompt", "answer"}
     try:
-        tasks = [
-            json.loads(line)
-            for line in Path(path).read_text().splitlines()
-            if line.strip()
-        ]
-        if not tasks or any(
-            not {"task", "distance", "prompt", "answer"} <= t.keys() for t in tasks
-        ):
-            raise ValueError
+        lines = filter(str.strip, Path(path).read_text().splitlines())
+        tasks = list(map(json.loads, lines))
+        if tasks and all(needed <= task.keys() for task in tasks):
+            return tasks
+        raise ValueError
     except (OSError, ValueError, AttributeError):
         raise InputError(
             f"tasks {path}",
@@ -49,7 +44,6 @@ def load_tasks(path: str | Path) -> list[dict]:
             "JSON lines with task, distance, prompt, answer",
             "see data/README.md",
         ) from None
-    return tasks
 
 
 def prompt_ids(
@@ -79,65 +73,58 @@ def prompt_ids(
     return encode_text(source.path, text or SENTENCE)[:count]
 
 
-def answer(
-    tasks: Sequence[dict],
-    encode: Callable[[str], list[int]],
-    decode: Callable[[list[int]], str],
-    generate: Generate,
+def right_answers(
+    folder: Path, tasks: Sequence[dict], generate: Callable[[list[int], int], list[int]]
 ) -> list[bool]:
-    """Whether greedy decoding continues each task's prompt with its answer."""
+    """Whether each task's prompt is continued with its answer.
 
-    def right(task: dict) -> bool:
-        prompt = encode(task["prompt"])
-        whole = encode(task["prompt"] + " " + task["answer"])
-        text = decode(generate(prompt, len(whole) - len(prompt)))
-        return text.split() == task["answer"].split()
-
-    return [right(task) for task in tasks]
-
-
-def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
-    """Answers of a bundle, with the tokenizer it carries."""
-    coder = load_tokenizer(decoder.bundle.root / "tokenizer")
-    decoder = decoder.plain
-    return answer(
-        tasks,
-        coder.encode,
-        coder.decode,
-        lambda ids, n: decoder.generate(ids, n, after=decoder.fresh(), stop=()),
-    )
+    Args:
+        folder: of the tokenizer.
+        generate: (prompt ids, number of tokens) → tokens.
+    """
+    coder = load_tokenizer(folder)
+    right = []
+    for task in tasks:
+        prompt = coder.encode(task["prompt"])
+        whole = coder.encode(task["prompt"] + " " + task["answer"])
+        text = coder.decode(generate(prompt, len(whole) - len(prompt)))
+        right.append(text.split() == task["answer"].split())
+    return right
 
 
 def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
     """Answers of Hugging Face's model in fp32; the whole model is loaded."""
-    coder = load_tokenizer(checkpoint.path)
-    model = whole_prompt(checkpoint)
+    model = whole_model(checkpoint)
 
     def generate(ids: list[int], n: int) -> list[int]:
+        how = {"min_new_tokens": n, "max_new_tokens": n, "do_sample": False}
         with torch.inference_mode():
-            tokens = model.generate(
-                torch.tensor([ids]), min_new_tokens=n, max_new_tokens=n, do_sample=False
-            )
+            tokens = model.generate(torch.tensor([ids]), **how)
         return tokens[0, len(ids) :].tolist()
 
-    return answer(tasks, coder.encode, coder.decode, generate)
+    return right_answers(checkpoint.path, tasks, generate)
 
 
 def answers_gate(
     decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
 ) -> gates.Gate:
-    """Gate `answers`: the bundle answers at least as many prompts as Hugging Face's
-    model. Prompts that do not fit max_seq_len are left out."""
+    """Gate `answers`: the bundle, with the tokenizer it carries, answers at least as many
+    prompts as Hugging Face's model. Prompts that do not fit max_seq_len are left out."""
     encode = load_tokenizer(checkpoint.path).encode
     S = decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
     if not tasks:
         return gates.not_run("answers", f"no prompt fits max_seq_len = {S}")
-    count = len(tasks)
     golden = sum(golden_answers(checkpoint, tasks))
+    count = len(tasks)
     if not golden:
         reason = f"Hugging Face's model answers none of the {count} questions"
         return gates.not_run("answers", reason)
-    right = sum(bundle_answers(decoder, tasks))
+    plain = decoder.plain
+
+    def generate(ids: list[int], n: int) -> list[int]:
+        return plain.generate(ids, n, after=plain.fresh(), stop=())
+
+    right = sum(right_answers(decoder.bundle.root / "tokenizer", tasks, generate))
     reason = f"{right} of {count} known answers, the golden {golden}"
     return gates.at_least("answers", right / count, golden / count, reason)

@@ -13,10 +13,10 @@ import pandas as pd
 from miltorch import PRECISIONS
 from workbench import process
 from workbench.bundle import Bundle
-from workbench.check import gates, metrics
-from workbench.check.device import stored_reference
+from workbench.check import gates
+from workbench.check.compare import kl
 from workbench.check.golden import Golden
-from workbench.check.validate import validate
+from workbench.check.validate import device_reference, validate
 from workbench.decode import Decoder
 from workbench.runtime import COMPUTE_UNITS, resolve
 
@@ -39,9 +39,8 @@ def validate_units(
     *,
     runtime: str = "auto",
     compute_units: Sequence[str] = COMPUTE_UNITS,
-    path: Path | None = None,
-    only: bool = False,
-    Ts: Sequence[int] = (),
+    alone: bool = False,
+    Ts: Sequence[int] | None = None,
 ) -> pd.DataFrame:
     """Validates `bundle` once per unit: portable arithmetics, and Core ML's compute
     units on a Mac.
@@ -50,9 +49,7 @@ def validate_units(
         runtime: where compute units are tried: `coreml` or a stand-in; `portable`:
             nowhere; `auto`: on Core ML where there is one.
         compute_units: those that are tried.
-        path: where the golden is stored, with the reference of the device gate beside
-            it.
-        only: the portable arithmetics are left out, and no process loads a second copy
+        alone: the portable arithmetics are left out, and no process loads a second copy
             of the bundle.
         Ts: tokens a call (default: as `validate`).
 
@@ -60,58 +57,49 @@ def validate_units(
         One row per unit: `verdict` GREEN, RED or DIED, the worst update cosine and KL of
         chained logits in nats against Hugging Face's golden, `kl_portable` against the
         portable runtime's `declared` arithmetic, `blame` (null where GREEN), and the
-        first `reason`. `kl_portable` and `blame` are null with `only`.
+        first `reason`. `kl_portable` and `blame` are null with `alone`.
     """
-    if runtime == "auto":
-        runtime = resolve()
-    units = [] if only else [("portable", precision) for precision in PRECISIONS]
+    runtime = resolve() if runtime == "auto" else runtime
+    units = [] if alone else [("portable", precision) for precision in PRECISIONS]
     if runtime != "portable":
         units += [(runtime, unit) for unit in compute_units]
-    rows = []
+    rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = path or golden.save(Path(folder) / "golden.safetensors")
-        for how in units:
-            rows.append(_row(bundle.root, path, *how, only, Ts))
-    verdicts = {row["unit"]: row["verdict"] for row in rows}
-    logits = {row["unit"]: row["logits"] for row in rows}
-    declared = logits.get("portable declared")
-    for row in rows:
-        row["kl_portable"] = row["blame"] = None
-        if declared is not None and row["logits"] is not None:
-            row["kl_portable"] = float(metrics.kl(declared, row["logits"]).max())
-        if row["verdict"] != gates.GREEN and not only:
+        path = golden.file or golden.save(Path(folder) / "golden.safetensors")
+        for own, unit in units:
+            arguments = bundle.root, path, own, unit, alone, Ts
+            outcome = process.call(validate_unit, *arguments, timeout_s=SECONDS)
+            row = outcome.value or {"verdict": "DIED", "reason": outcome.failure}
+            name = f"portable {unit}" if own == "portable" else unit
+            rows[name] = {"unit": name, "runtime": own} | row
+    verdicts = {name: row["verdict"] for name, row in rows.items()}
+    declared = rows.get("portable declared", {}).get("logits")
+    for row in rows.values():
+        logits = row.get("logits")
+        if declared is not None and logits is not None:
+            row["kl_portable"] = float(kl(declared, logits).max())
+        if row["verdict"] != gates.GREEN and not alone:
             row["blame"] = blame(row["runtime"], verdicts)
-    return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def _row(
-    root: Path, golden: Path, runtime: str, unit: str, only: bool, Ts: Sequence[int]
-) -> dict:
-    """One unit's row without the comparisons with others, and its logits."""
-    row = {
-        "unit": f"portable {unit}" if runtime == "portable" else unit,
-        "runtime": runtime,
-    }
-    arguments = root, golden, runtime, unit, only, Ts
-    outcome = process.call(validate_unit, *arguments, timeout_s=SECONDS)
-    if outcome.failure is None:
-        return row | outcome.value
-    row |= dict.fromkeys(("min_cosine", "kl_max", "logits"))
-    return row | {"verdict": "DIED", "reason": outcome.failure}
+    return pd.DataFrame(list(rows.values()), columns=COLUMNS)
 
 
 def validate_unit(
-    root: Path, golden: Path, runtime: str, unit: str, only: bool, Ts: Sequence[int]
+    root: Path,
+    path: Path,
+    runtime: str,
+    unit: str,
+    alone: bool,
+    Ts: Sequence[int] | None,
 ) -> dict:
     """In a child: the columns of one unit that need no other, and `logits` [n, V]."""
-    bundle, values = Bundle.open(root), Golden.load(golden)
-    reference, option = None, {"precision": unit}
+    bundle = Bundle.open(root)
+    golden = Golden.load(path)
+    option = {"precision": unit}
     if runtime != "portable":
         option = {"compute_units": unit}
         # before the decoder, so that one copy of the bundle is in memory
-        reference = stored_reference(bundle, values, golden, only)
-    decoder = Decoder(bundle, runtime, **option)
-    result = validate(decoder, values, list(Ts) or None, reference=reference, only=only)
+        device_reference(bundle, golden, alone)
+    result = validate(Decoder(bundle, runtime, **option), golden, Ts, alone=alone)
     figures = result.json()
     red = [gate for gate in result.gates if gate.verdict == gates.RED]
     reasons = [f"{gate.name}: {gate.reason}" for gate in red]
@@ -120,7 +108,7 @@ def validate_unit(
         "min_cosine": figures["min_cosine"],
         "kl_max": figures["logits"]["kl_max"],
         "reason": reasons[0] if reasons else "every gate passes",
-        "logits": result.chained_logits,
+        "logits": result.cost.logits,
     }
 
 

@@ -16,24 +16,24 @@ table must also come within 0.1% of the squared error of the best table there is
 k-means in one dimension); rounding its entries to fp16 adds at most the square of half
 a unit for each weight, which is taken off first."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import inf, isnan, prod
 
 import numpy as np
 import torch
 
 import miltorch
-from miltorch.program import Op, Ref, Type
+from miltorch.program import Ref
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL
 from workbench.bundle.presets import Preset
 from workbench.check import gates
+from workbench.check.compare import over
 from workbench.check.gates import Gate
-from workbench.check.hf import head_weight
-from workbench.check.metrics import over
-from workbench.errors import InputError
+from workbench.check.hf import empty_model, head_weight
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import bar
 
 # Parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least
 # 2.
@@ -41,14 +41,12 @@ LIMIT = 1.05
 # Distance over the nearest entry's, and squared error over that of the best table.
 TABLE_LIMIT = 1.001
 PIECE = 1 << 20  # weights compared at a time
+Parts = dict[
+    str, np.ndarray
+]  # of a stored weight, by role: val; data, scale; indices, lut
 # What operands that do not fit raise; InputError is a ValueError.
 DAMAGED = (KeyError, IndexError, ValueError)
-# Role of a weight's first part → the operation that makes the weight of its parts.
-KINDS = {
-    "val": "const",
-    "data": "constexpr_blockwise_shift_scale",
-    "indices": "constexpr_lut_to_dense",
-}
+CODES = ("val", "data", "indices")  # roles of parts that have one entry per weight
 EXPONENT = 0x7F800000  # bits of a float32's exponent
 # Tables of the file of embeddings, in the checkpoint.
 HOST_TENSORS = {
@@ -58,88 +56,65 @@ HOST_TENSORS = {
 }
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """The worst weight of one stored tensor, in parts of what its preset must lose
-    there; at most `limit`."""
-
-    place: str
-    value: float
-    limit: float
-    unit: str
-
-    @property
-    def excess(self) -> float:
-        if isnan(self.value):
-            return inf
-        return self.value / self.limit
-
-
-def weights_gate(
-    bundle: Bundle, checkpoint: Checkpoint, progress: bool = False
-) -> Gate:
+def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """Compares every stored weight and the host's table of embeddings with the
     checkpoint's, and looks for tensors that nothing covers."""
-    from tqdm.auto import tqdm
-
     manifest = bundle.manifest
     if not manifest.own_programs and not manifest.options.plugin:
         return _recognised(bundle, checkpoint)
-    deviations = []
+    found = []
     problems = []
     covered = {}
-    tensors = text_tensors(checkpoint)
+    tensors = text_tensors(checkpoint) | {head_weight(checkpoint)}
     for name, table in bundle.embedding.items():
         tensor = checkpoint.prefix + HOST_TENSORS[name]
-        tensors.discard(tensor)
-        deviations += _host_rows(checkpoint, tensor, torch.from_numpy(table))
+        if tensor != head_weight(checkpoint):
+            tensors.discard(tensor)
+        found += _host_rows(checkpoint, tensor, torch.from_numpy(table))
     programs = []
-    for shard in bundle.manifest.shards:
+    for shard in manifest.shards:
         programs += [(shard, function) for function in shard.functions or [None]]
-    bar = tqdm(programs, desc="weights", unit="program", disable=not progress)
-    for shard, function in bar:
+    for shard, function in bar(programs, "weights", unit="program"):
+        place = shard.name
         try:
-            constants = Constants(bundle, shard, function)
-        except InputError as problem:
-            problems.append(f"{shard.name}: {problem}")
-            continue
-        for tensor in shard.weights:
-            try:
-                size = constants.size(tensor)
+            parts_of = stored_parts(bundle, shard, function)
+            for tensor in shard.weights:
+                place = f"{shard.name}: {tensor}"
+                parts = parts_of(tensor)
+                size = next(parts[role].size for role in CODES if role in parts)
                 values, rows = checkpoint_values(checkpoint, shard, tensor, size)
-                deviations += constants.deviations(tensor, values)
+                found += deviations(place, parts, values, manifest.options.preset)
                 covered.setdefault(tensor, set()).update(rows)
-            except DAMAGED as problem:
-                problems.append(f"{shard.name}: {tensor}: {problem}")
-    for tensor in sorted(tensors | {head_weight(checkpoint)}):
+        except DAMAGED as problem:  # nor is what follows in this package compared
+            problems.append(f"{place}: {problem}")
+    for tensor in () if problems else sorted(tensors):
         rows = (checkpoint.shape(tensor) or [1])[0]
         if len(covered.get(tensor, ())) < rows and not (
             manifest.options.plugin and _is_constant(checkpoint.tensor(tensor).half())
         ):
             problems.append(f"nothing covers tensor {tensor}")
-    nothing = Deviation("", inf, LIMIT, "no weights")
-    worst = max(deviations, key=lambda d: d.excess, default=nothing)
-    problems += [
-        f"{d.place}: {d.value:.4g} {d.unit}" for d in deviations if not d.excess <= 1
-    ]
+    nothing = deviation("no weights", inf, LIMIT, "")
+    worst = max(found, key=_excess, default=nothing)
+    problems += [each.reason for each in found if each.verdict == gates.RED]
     fine = (
-        f"{len(deviations)} stored tensors equal the checkpoint's within the rounding of "
-        f"their preset; worst: {worst.place}, {worst.value:.4g} {worst.unit}"
+        f"{len(found)} stored tensors equal the checkpoint's within the rounding of "
+        f"their preset; worst: {worst.reason}"
     )
-    shown = "; ".join(problems[:8]) + " …" * bool(problems[8:])
-    gate = gates.none("weights", [shown] if problems else [], fine)
-    return replace(gate, value=worst.value, threshold=worst.limit)
+    if problems[8:]:
+        problems[8:] = ["…"]
+    gate = gates.none("weights", problems, fine, sep="; ")
+    return replace(gate, value=worst.value, threshold=worst.threshold)
+
+
+def _excess(found: Gate) -> float:
+    return inf if isnan(found.value) else found.value / found.threshold
 
 
 def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """The gate where the loss of a compression is not known: how many of the
     checkpoint's matrices were found in the packages."""
     found = set().union(*(shard.weights for shard in bundle.manifest.shards))
-    matrices = []
-    for tensor in checkpoint.header:
-        text = tensor.startswith((checkpoint.prefix, "lm_head."))
-        if text and len(checkpoint.shape(tensor)) == 2:
-            matrices.append(tensor)
+    matrices = checkpoint.matrices
     count = len(found.intersection(matrices))
     return gates.not_run(
         "weights",
@@ -151,13 +126,14 @@ def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
 
 def _host_rows(
     checkpoint: Checkpoint, tensor: str, table: torch.Tensor
-) -> Iterator[Deviation]:
+) -> Iterator[Gate]:
     """What a table of the host deviates by from `tensor`, some rows at a time."""
-    for rows in _pieces(len(table), table[0].numel()):
+    step = _height(table)
+    for start in range(0, len(table), step):
+        rows = slice(start, min(start + step, len(table)))
         stored = table[rows].reshape(-1, table.shape[-1])
         values = checkpoint.tensor(tensor, rows).reshape(stored.shape)
-        ratio = worst_ratio(stored, values, lambda values, rows: half_ulp(values))
-        yield Deviation(f"host: {tensor}", ratio, LIMIT, "halves of an fp16 unit")
+        yield fp16_deviation(f"host: {tensor}", stored, values)
 
 
 def _is_constant(values: torch.Tensor) -> bool:
@@ -165,84 +141,79 @@ def _is_constant(values: torch.Tensor) -> bool:
     return bool((values == 0).all() or (values == 1).all())
 
 
-class Constants:
-    """The constants of one shard's program, or of one function of it, read from its
-    package, none of them computed by `miltorch`."""
+def stored_parts(
+    bundle: Bundle, shard: Shard, function: str | None = None
+) -> Callable[[str], Parts]:
+    """The parts of each checkpoint tensor that one shard's program, or one function of
+    it, stores, read from its package, none of them computed by `miltorch`."""
+    package = bundle.package(shard)
+    if target := bundle.manifest.options.plugin:
+        return lambda tensor: target.parts(package, shard.weights[tensor])
+    constants = {}
+    for op in miltorch.read(package, function).block.walk():
+        if op.constant:
+            constants |= {name: op for name, _ in op.outputs}
 
-    def __init__(self, bundle: Bundle, shard: Shard, function: str | None = None):
-        self.shard = shard
-        self.manifest = bundle.manifest
-        self.preset = bundle.manifest.options.preset
-        package = bundle.package(shard)
-        if target := bundle.manifest.options.plugin:
-            places = shard.weights.values()
-            self.ops = [stored_op(p, target.parts(package, p)) for p in places]
-        else:
-            self.ops = list(miltorch.read(package, function).block.walk())
-        self.constants = [op for op in self.ops if op.constant]
-        self.by_name = {name: op for op in self.constants for name, _ in op.outputs}
+    def parts(tensor: str) -> Parts:
+        name = shard.weights[tensor]
+        if name not in constants:
+            raise ValueError(f"no constant {name!r} in the program")
+        roles = {}
+        for role, value in constants[name].inputs.items():
+            if isinstance(value, Ref):
+                value = constants[value.name].inputs["val"]
+            roles[role] = np.asarray(value)
+        return roles
 
-    def op(self, tensor: str) -> Op:
-        name = self.shard.weights[tensor]
-        if name not in self.by_name:
-            raise _refusal(
-                tensor, f"no constant {name!r} in the program", "the one that holds it"
-            )
-        return self.by_name[name]
-
-    def size(self, tensor: str) -> int:
-        return prod(n or 0 for n in self.op(tensor).outputs[0][1].shape)
-
-    def deviations(self, tensor: str, values: torch.Tensor) -> list[Deviation]:
-        """What `tensor` deviates by from `values` [rows, columns], the checkpoint's
-        with their offset."""
-        op = self.op(tensor)
-        place = f"{self.shard.name}: {tensor}"
-        stored = torch.from_numpy(self._dense(tensor, op)).reshape(values.shape)
-        if op.kind == "const":
-            ratio = worst_ratio(stored, values, lambda values, rows: half_ulp(values))
-            return [Deviation(place, ratio, LIMIT, "halves of an fp16 unit")]
-        if self.preset.is_integer:
-            ratio = integer_ratio(stored, values.half(), self.preset)
-            return [Deviation(place, ratio, LIMIT, f"half steps of {self.preset.name}")]
-        table = torch.from_numpy(self._value(op, "lut").reshape(-1))
-        nearest, error = table_ratios(stored, values.half(), table)
-        to_nearest = "distances to the nearest entry"
-        to_best = "times the squared error of the best table"
-        return [
-            Deviation(place, nearest, TABLE_LIMIT, to_nearest),
-            Deviation(place, error, TABLE_LIMIT, to_best),
-        ]
-
-    def _dense(self, tensor: str, op: Op) -> np.ndarray:
-        """The stored values, float32: dequantized, but not rounded to fp16 again."""
-        if op.kind == "const":
-            return self._value(op, "val")
-        if op.kind == "constexpr_blockwise_shift_scale" and self.preset.is_integer:
-            data = self._value(op, "data")
-            if "offset" in op.inputs:
-                data -= _spread(self._value(op, "offset"), data.shape)
-            data *= _spread(self._value(op, "scale"), data.shape)
-            return data
-        if op.kind == "constexpr_lut_to_dense":
-            table = self._value(op, "lut").ravel()
-            if len(table) == 1 << self.preset.bits:
-                return table[self._value(op, "indices", np.uint8)]
-        raise _refusal(tensor, f"stored as {op.kind}", f"what {self.preset.name} makes")
-
-    def _value(self, op: Op, role: str, dtype: type = np.float32) -> np.ndarray:
-        """A copy of an operand of a constant."""
-        value = op.inputs[role]
-        if isinstance(value, Ref):
-            value = self.by_name[value.name].inputs["val"]
-        return np.array(value, dtype)
+    return parts
 
 
-def stored_op(place: str, parts: dict[str, np.ndarray]) -> Op:
-    """The stored parts of a weight, by role, as the operation that a Core ML program
-    has for it."""
-    role, array = next(iter(parts.items()))
-    return Op(KINDS[role], place, parts, [(place, Type("FLOAT16", array.shape))])
+def deviations(
+    place: str, parts: Parts, values: torch.Tensor, preset: Preset
+) -> list[Gate]:
+    """How far stored parts are from `values` [rows, columns], the checkpoint's with
+    their offset."""
+    stored = torch.from_numpy(dense(parts, preset)).reshape(values.shape)
+    if "val" in parts:
+        return [fp16_deviation(place, stored, values)]
+    if preset.is_integer:
+        ratio = integer_ratio(stored, values.half(), preset)
+        return [deviation(place, ratio, LIMIT, f"of the half step of {preset.name}")]
+    table = torch.from_numpy(np.float32(parts["lut"]).reshape(-1))
+    nearest, error = table_ratios(stored, values.half(), table)
+    best = "times the squared error of the best table"
+    return [
+        deviation(
+            place, nearest, TABLE_LIMIT, "times the distance to the nearest entry"
+        ),
+        deviation(place, error, TABLE_LIMIT, best),
+    ]
+
+
+def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Gate:
+    ratio = worst_ratio(half_ulp, stored, values)
+    return deviation(place, ratio, LIMIT, "halves of an fp16 unit")
+
+
+def deviation(place: str, value: float, limit: float, unit: str) -> Gate:
+    """The worst weight of one stored tensor, in parts of what its preset must lose
+    there."""
+    return gates.at_most("weights", value, limit, f"{place}: {value:.4g} {unit}")
+
+
+def dense(parts: Parts, preset: Preset) -> np.ndarray:
+    """The stored values, float32: dequantized, but not rounded to fp16 again."""
+    if "val" in parts:
+        return np.array(parts["val"], np.float32)
+    if "data" in parts and preset.is_integer:
+        data = np.array(parts["data"], np.float32)
+        if "offset" in parts:
+            data -= _spread(parts["offset"], data.shape)
+        data *= _spread(parts["scale"], data.shape)
+        return data
+    if "lut" in parts and parts["lut"].size == 1 << preset.bits:
+        return np.float32(parts["lut"]).ravel()[parts["indices"]]
+    raise ValueError(f"stored as {', '.join(parts)}, not as {preset.name} makes it")
 
 
 def checkpoint_values(
@@ -252,15 +223,13 @@ def checkpoint_values(
     float32 [rows, columns] with their offset, and which rows of the tensor they are.
     """
     if tensor not in checkpoint:
-        raise _refusal(
-            tensor, "no such tensor in the checkpoint", "a tensor of the checkpoint"
-        )
+        raise ValueError("no such tensor in the checkpoint")
     shape = checkpoint.shape(tensor)
     rows = None
     if size != prod(shape):
         rows = slice(*shard.rows)
     if size != prod(checkpoint.shape(tensor, rows)):
-        raise _refusal(tensor, f"{size} stored values", f"those of shape {shape}")
+        raise ValueError(f"{size} stored values for those of shape {shape}")
     values = checkpoint.tensor(tensor, rows) + shard.offsets.get(tensor, 0.0)
     covered = range(*(rows or slice(None)).indices((shape or [1])[0]))
     return values.reshape(-1, shape[-1] if shape else 1), covered
@@ -268,17 +237,12 @@ def checkpoint_values(
 
 def text_tensors(checkpoint: Checkpoint) -> set[str]:
     """Tensors of the checkpoint that Hugging Face's text model loads."""
-    import transformers
-
-    config = checkpoint.config
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
     names = set()
-    for name in model.state_dict():
+    for name in empty_model(checkpoint.config).state_dict():
         if name.startswith("model."):
             name = checkpoint.prefix + name.removeprefix("model.")
         names.add(name)
-    if config.tie_word_embeddings:
+    if checkpoint.config.tie_word_embeddings:
         names.discard("lm_head.weight")
     return {name for name in names if name in checkpoint}
 
@@ -290,14 +254,17 @@ def half_ulp(values: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32) * 2.0**-11
 
 
-def worst_ratio(stored: torch.Tensor, values: torch.Tensor, room) -> float:
-    """Largest |stored − values| over room(values of some rows, these rows), of [rows, columns]; nan
-    if a value is nan."""
+def worst_ratio(
+    room: Callable, stored: torch.Tensor, values: torch.Tensor, *more: torch.Tensor
+) -> float:
+    """Largest |stored − values| over room(values, more) of matrices with the same rows;
+    nan if a value is nan."""
     worst = [0.0]
-    for rows in _pieces(*stored.shape):
-        some = values[rows].float()
-        off = (stored[rows] - some).abs()
-        worst.append(float(torch.where(off == 0, 0.0, off / room(some, rows)).max()))
+    for part, some, *rest in _pieces(stored, values, *more):
+        some = some.float()
+        off = (part - some).abs()
+        ratios = torch.where(off == 0, 0.0, off / room(some, *rest))
+        worst.append(float(ratios.max()))
     return float(np.max(worst))
 
 
@@ -313,12 +280,11 @@ def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -
         peak = peak.amax().expand(len(rounded), 1)
     steps = (peak / largest).half().float()
 
-    def room(values: torch.Tensor, rows: slice) -> torch.Tensor:
-        step = steps[rows]
+    def room(values: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         size = values.abs()
         return step / 2 + size * 2.0**-11 + (size - largest * step).clamp(min=0)
 
-    return worst_ratio(stored, rounded, room)
+    return worst_ratio(room, stored, rounded, steps)
 
 
 def table_ratios(
@@ -332,9 +298,8 @@ def table_ratios(
     worst = [0.0]
     error = 0.0
     rounding = 0.0
-    for rows in _pieces(*stored.shape):
-        used = stored[rows]
-        values = rounded[rows].float()
+    for used, values in _pieces(stored, rounded):
+        values = values.float()
         nearest = entries[torch.bucketize(values, middles)]
         off = (used - values).abs()
         least = (nearest - values).abs()
@@ -361,19 +326,21 @@ def least_squared_error(values: torch.Tensor, count: int) -> float:
     return float((counts * (points - means[clusters]) ** 2).sum())
 
 
-def _pieces(rows: int, columns: int) -> Iterator[slice]:
-    height = max(1, PIECE // max(1, columns))
-    return (slice(start, start + height) for start in range(0, rows, height))
+def _pieces(*matrices: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Matrices with the same rows, some rows at a time."""
+    height = _height(matrices[0])
+    return zip(*(matrix.split(height) for matrix in matrices))
+
+
+def _height(matrix: torch.Tensor) -> int:
+    return max(1, PIECE // max(1, matrix[0].numel()))
 
 
 def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """`factor` repeated to line up with `shape`: each of its axes divides that of
-    `shape`."""
+    """`factor`, float32, repeated to line up with `shape`: each of its axes divides
+    that of `shape`."""
+    factor = np.float32(factor)
     for axis, size in enumerate(shape):
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat(size // factor.shape[axis], axis)
     return factor
-
-
-def _refusal(tensor: str, actual: str, needed: str) -> InputError:
-    return InputError(f"tensor {tensor!r}", actual, needed, "export the bundle again")

@@ -5,51 +5,46 @@ which prints one message, and 3 for a notebook's cell that raises."""
 
 import sys
 import warnings
-from typing import Annotated
 
-from typer import Exit, Option, Typer, echo
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from workbench import plugins
-from workbench.cli import explain, export, generate, notebooks, plan, sweeps, validate
-from workbench.cli.common import register
+from workbench.cli import bundles, checks, experiments
 from workbench.errors import InputError
 
-# Markdown, because Rich's own markup takes "[max_new + 1, V]" in a help text for a tag
-# and drops it
-app = Typer(
-    rich_markup_mode="markdown",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+COMMANDS = {
+    "Make": [bundles.export, bundles.golden, bundles.adopt],
+    "Check": [checks.validate, checks.explain],
+    "Run": [checks.generate, checks.evaluate],
+    "Experiments and their log": [
+        *(experiments.run, experiments.report, experiments.sweep, experiments.log)
+    ],
+    "Machine": [bundles.plan, bundles.doctor],
+    "Plug-ins": [entry.load() for entry in plugins.offered("commands").values()],
+}
+# a switch has no `--no` form, and a list is given by naming its option again
+app = App(
+    "workbench",
     help="Export transformer layers as stateful Core ML shards, compare them with "
     "Hugging Face's model, measure how fast they decode.",
+    default_parameter=Parameter(negative=()),
+    group_commands="Options",
+    result_action="return_value",
+    exit_on_error=False,
+    print_error=False,
 )
-ours = (export, validate, explain, generate, plan, sweeps, notebooks)
-for module in (*ours, *(e.load() for e in plugins.offered("commands").values())):
-    register(app, vars(module))
-
-
-@app.callback(invoke_without_command=True)
-def _options(
-    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
-        from importlib.metadata import version as installed
-
-        echo(f"workbench {installed('workbench')}")
-        raise Exit()
+for name, functions in COMMANDS.items():
+    panel = Group.create_ordered(name)
+    for function in functions:
+        app.command(function, group=panel)
 
 
 def main() -> None:
-    """Entry point: prints an InputError as one message with exit code 2, a warning as
-    one line."""
+    """Entry point: prints bad input as one message with exit code 2, a warning as one
+    line."""
     warnings.formatwarning = lambda message, *rest: f"workbench: {message}\n"
     try:
-        app()
-    except InputError as problem:
-        echo(f"workbench: {problem}", err=True)
+        app(sys.argv[1:])
+    except (InputError, CycloptsError) as problem:
+        print(f"workbench: {problem}", file=sys.stderr)
         sys.exit(2)
-    except SystemExit as end:
-        if end.code == 130:  # what typer makes of Ctrl-C
-            echo("workbench: interrupted", err=True)
-        raise

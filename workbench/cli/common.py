@@ -1,36 +1,22 @@
-"""What commands share: groups of options, goldens, and the printing of a result."""
+"""What commands share: groups of options, and the printing of a result."""
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
-from inspect import Parameter, Signature, getdoc, signature
+import sys
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Annotated, get_origin
+from typing import Annotated
 
-from typer import Exit, Option, Typer, echo
+from cyclopts import Parameter
 
 import workbench
 from workbench import paths
-from workbench.check.gates import Gate, jsonable, verdict
+from workbench.check.gates import jsonable, verdict
 from workbench.errors import InputError
 
-Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
-LogFolder = Annotated[
-    Path | None, Option("--log", help="Folder of the experiment log.")
-]
-Record = Annotated[
-    bool, Option("--record", help="Write the run into the experiment log.")
-]
-GoldenPath = Annotated[
-    Path | None, Option(help="Stored values of Hugging Face's model, in its place.")
-]
-Checkpoint = Annotated[
-    Path | None, Option(help="The checkpoint that the bundle was exported from.")
-]
+Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
 
 
+@Parameter("*")
 @dataclass(frozen=True)
 class Prompt:
     """What the model reads.
@@ -47,25 +33,23 @@ class Prompt:
     text: Path | None = None
     tokens: int | None = None
 
-    def given(self) -> bool:
-        """Whether there is one; refuses several and a missing file, before anything
-        heavy is imported."""
-        sources = (self.prompt, self.prompt_ids, self.text)
-        count = sum(source is not None for source in sources)
-        if count > 1:
-            options = "--prompt, --prompt-ids, --text"
-            raise InputError(
-                "prompt", f"several of {options}", "at most one", "give one of them"
-            )
+    def given(self, needed: bool = False) -> bool:
+        """Whether there is one; refuses several, none where one is `needed`, and a
+        missing file, before anything heavy is imported."""
+        sources = "prompt", "prompt_ids", "text"
+        given = [name for name in sources if getattr(self, name) is not None]
+        if not needed <= len(given) <= 1:
+            one_of = "one of --prompt, --prompt-ids, --text"
+            found = ", ".join(given) or "none"
+            raise InputError("prompt", found, one_of, "give one of them")
         if self.text:
             paths.text(self.text)
-        return bool(count)
+        return bool(given)
 
-    def required(self) -> None:
-        """As `given`; refuses none."""
-        if not self.given():
-            needed = "one of --prompt, --prompt-ids, --text"
-            raise InputError("prompt", "none", needed, "give one of them")
+    def of(self, bundle) -> list[int]:
+        """`ids` for a bundle."""
+        m = bundle.manifest
+        return self.ids(m.dims.V, bundle.tokenizer, m.tokens.bos)
 
     def ids(self, V: int, tokenizer: Path, bos: int | None = None) -> list[int]:
         """Token ids, all of them in a vocabulary of V; without a prompt 24 seeded
@@ -76,7 +60,9 @@ class Prompt:
         from workbench.decode.transcript import encode_text
 
         if self.prompt_ids is not None:
-            ids = parse_ids(self.prompt_ids)
+            parts = self.prompt_ids.split(",")
+            # `check_ids` refuses what is no number by name
+            ids = [int(part) if part.strip().isdigit() else part for part in parts]
         elif self.given():
             text = paths.text(self.text) if self.text else self.prompt
             ids = encode_text(tokenizer, text)
@@ -87,9 +73,24 @@ class Prompt:
         return check_ids(ids, V)[: self.tokens].tolist()
 
 
+@Parameter("*")
 @dataclass(frozen=True)
-class Where:
+class Device:
     """What runs the shards.
+
+    Args:
+        runtime: auto, portable, coreml or stand-in.
+        compute_units: Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.
+    """
+
+    runtime: str = "auto"
+    compute_units: str = "CPU_AND_NE"
+
+
+@Parameter("*")
+@dataclass(frozen=True)
+class Where(Device):
+    """What runs the shards, and in which arithmetic.
 
     Args:
         runtime: auto, portable, coreml or stand-in.
@@ -97,126 +98,118 @@ class Where:
         precision: Portable arithmetic: declared, exact or narrow.
     """
 
-    runtime: str = "auto"
-    compute_units: str | None = None
     precision: str = "declared"
-
-    @property
-    def units(self) -> str:
-        return self.compute_units or "CPU_AND_NE"
 
     def decoder(self, bundle, **options):
         """A decoder of a bundle."""
-        options |= {"compute_units": self.units}
+        options["compute_units"] = self.compute_units
         return workbench.Decoder(bundle, self.runtime, self.precision, **options)
 
 
-# an entry of a docstring's `Args:`, whose further lines are indented more
-ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)$", re.MULTILINE)
+@Parameter("*")
+@dataclass(frozen=True)
+class Options:
+    """Of an export; `workbench.bundle.Options` checks them.
+
+    Args:
+        max_seq_len: Rows S of the cache.
+        tokens: Tokens of a call: 1-4 any number up to 4, 4 always four, 1,64 one or 64
+            (a function for each over the same weights).
+        batch: Sequences that are decoded together.
+        layers_per_shard: Decoder layers in one .mlpackage.
+        compress: fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.
+        kv_write: mask (one-hot columns) or slice (at a dynamic index).
+        layout: bct1 (channels, then tokens) or bc1t.
+        moe: dense (all experts in one graph) or routed (the host picks).
+        sliding: mask (whole caches) or ring (caches of the window).
+        target: coreml, or a target that an installed plug-in offers.
+    """
+
+    max_seq_len: int = 512
+    tokens: str = "1-4"
+    batch: int = 1
+    layers_per_shard: int = 1
+    compress: str = "fp16"
+    kv_write: str = "mask"
+    layout: str = "bct1"
+    moe: str = "dense"
+    sliding: str = "mask"
+    target: str = "coreml"
 
 
-def register(app: Typer, functions: dict, suffix: str = "_command") -> None:
-    """Registers every function whose name ends in `suffix` as the command of the rest
-    of its name, under the heading `functions["PANEL"]`.
-
-    The docstring is the help; each entry of its section `Args:` is the help of one
-    option. A parameter whose type is a dataclass stands for the options that are its
-    fields. A trailing underscore is no part of an option's name."""
-    for name, function in functions.items():
-        if name.endswith(suffix):
-            about, _ = _told(function)
-            command = name.removesuffix(suffix).replace("_", "-")
-            panel = functions.get("PANEL")
-            app.command(command, help=about, rich_help_panel=panel)(_flat(function))
+def opened(checkpoint: Path | None):
+    """The `Checkpoint` at a path, None without one. Imports torch, but for a path that
+    is refused."""
+    if checkpoint:
+        paths.checkpoint(checkpoint)
+        return workbench.Checkpoint(checkpoint)
 
 
-def _told(documented) -> tuple[str, dict[str, str]]:
-    """The text of a docstring, and its entries under `Args:`."""
-    text, _, entries = getdoc(documented).partition("\n\nArgs:\n")
-    told = {name: " ".join(line.split()) for name, line in ARGUMENT.findall(entries)}
-    return text, told
-
-
-def _flat(function: Callable) -> Callable:
-    """The function with the fields of its groups of options as parameters."""
-    own, options = signature(function).parameters, []
-    groups = {
-        name: p.annotation for name, p in own.items() if is_dataclass(p.annotation)
-    }
-    for name, parameter in own.items():
-        if name not in groups:
-            options.append(_option(parameter, _told(function)[1].get(name)))
-    for group in groups.values():
-        for field in fields(group):
-            parameter = Parameter(
-                field.name, Parameter.KEYWORD_ONLY, default=field.default
-            )
-            parameter = parameter.replace(annotation=field.type)
-            options.append(_option(parameter, _told(group)[1][field.name]))
-
-    @wraps(function)
-    def run(**given):
-        for name, group in groups.items():
-            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
-        return function(**given)
-
-    options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
-    run.__signature__ = Signature(options)
-    run.__annotations__ = {option.name: option.annotation for option in options}
-    return run
-
-
-def _option(parameter: Parameter, told: str | None) -> Parameter:
-    """A parameter whose annotation has its help, an option even where it is required; a
-    switch has no `--no` form."""
-    if told is None or get_origin(parameter.annotation) is Annotated:
-        return parameter
-    name = "--" + parameter.name.strip("_").replace("_", "-")
-    option = Option(name, help=told)
-    return parameter.replace(annotation=Annotated[parameter.annotation, option])
-
-
-def show(result: dict, json: bool, lines: list[str]) -> None:
-    """Prints the result as one JSON object, or its text lines; exits 1 when its verdict
-    is RED."""
-    text = "\n".join(lines)
-    if json:
-        text = dumps(jsonable(result), default=str, allow_nan=False)
-    echo(text)
-    if result.get("verdict") == "RED":
-        raise Exit(1)
-
-
-def gate_lines(gates: list) -> list[str]:
-    """One line per gate with its value and reason, RED first."""
-    lines, order = [], ("RED", "GREEN", "not_run")
-    for gate in sorted(gates, key=lambda gate: order.index(gate.verdict)):
-        value = "" if gate.value is None else f"{gate.value:<12.6g}"
-        lines.append(f"{gate.verdict:8}{gate.name:29}{value}{gate.reason}")
-    return lines
-
-
-def parse_ids(text: str) -> list[int]:
-    """Integers as `--prompt-ids` writes them."""
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        needed, step = "integers separated by commas", "write 2,42,100"
-        raise InputError("--prompt-ids", repr(text), needed, step) from None
-
-
-def judged(checks: list[Gate]) -> dict:
-    """The verdict of gates, and the gates, as JSON."""
+def judged(checks: list) -> dict:
+    """Gates as JSON, their verdict first."""
     return {"verdict": verdict(checks), "gates": [gate.json() for gate in checks]}
 
 
-def record(
-    command: str, result: dict, bundle, row: dict, decoder=None, **tables
-) -> None:
-    """Logs `row` with the columns of bundle and decoder; adds the run's id to
-    `result`."""
-    from workbench import log
-    from workbench.sweep import identity
+def show(result: dict, json: bool, lines: list[str] | None = None) -> None:
+    """Prints the result as one JSON object, or `lines` (default: its text); exits 1
+    when its verdict is RED."""
+    if json:
+        lines = [dumps(jsonable(result), default=str, allow_nan=False)]
+    print("\n".join(lines or text(result)))
+    if result.get("verdict") == "RED":
+        sys.exit(1)
 
-    row = identity.describe(decoder or bundle) | {"command": command} | row
-    result["run_id"] = log.record({"experiment": command} | row, **tables)
+
+def text(result: dict) -> list[str]:
+    """A result as lines: gates with their reasons, RED first, rows as a table, sentences
+    one below the other, and everything else as its name and value. What was not
+    measured is left out."""
+    lines = []
+    for name, value in result.items():
+        title = name.replace("_", " ")
+        match value:
+            case None | "" | []:
+                pass
+            case str() if name == "verdict":
+                lines.append(value)
+            case list() if name == "gates":
+                lines += map(
+                    gate_line, sorted(value, key=lambda g: g["verdict"] != "RED")
+                )
+            case [dict(), *_]:
+                lines += ["", title, *table(value)]
+            case [str(), *_]:
+                lines += [f"- {sentence}" for sentence in value]
+            case dict() if any(isinstance(v, dict | list) for v in value.values()):
+                lines += ["", title, *text(value)]
+            case _:
+                lines.append(f"{title:20}{plain(value, name)}")
+    return lines
+
+
+def gate_line(gate: dict) -> str:
+    value = plain(gate["value"])
+    return f"{gate['verdict']:8}{gate['name']:20}{value:14}{gate['reason']}"
+
+
+def plain(value, name: str = "") -> str:
+    """A value in words: what has parts as `name value, …`, floats with seven digits,
+    bytes, as its name calls them, in MiB, null as -."""
+    if value is None:
+        return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{part} {plain(own, name)}" for part, own in value.items())
+    if isinstance(value, list):
+        return " … ".join(map(plain, value))
+    if "bytes" in name:
+        return f"{value / 2**20:,.1f} MiB"
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Rows as text, without the columns in which none has a value."""
+    import pandas as pd
+
+    frame = pd.DataFrame(rows).dropna(axis="columns", how="all")
+    how = {"na_rep": "-", "float_format": "{:.4g}".format}
+    return frame.to_string(index=False, **how).splitlines()

@@ -19,13 +19,14 @@ from workbench.bundle.names import (
     HIDDEN,
     IDS,
     LOGITS,
+    MATRIX_STATE,
     ROUTER_STATE,
     ROUTER_STATE_OUT,
     X,
 )
-from workbench.bundle.states import MATRIX
 from workbench.decode import checks
 from workbench.decode import snapshot as snapshots
+from workbench.decode.checks import whole_number
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
@@ -112,27 +113,23 @@ class Decoder:
         compute_units: str = "CPU_AND_NE",
         hints: dict | None = None,
     ):
-        if not isinstance(bundle, Bundle):
-            bundle = Bundle.open(bundle)
+        bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         self.bundle, self.manifest = bundle, bundle.manifest
-        self.options = options = bundle.manifest.options
-        runtime = runtimes.resolve(runtime, options.plugin)
-        self.runtime = runtime
-        if options.plugin:
-            precision = options.plugin.precision
-        self.precision, self.fast, self.reads = precision, fast, reads
-        model = runtimes.model_class(self.runtime)
-        self.is_device = model.is_device
+        self.options, self.host = bundle.manifest.options, Host(bundle.manifest)
+        self.gives_logits, self.plane = self.manifest.gives_logits, self.host.plane
+        plugin = self.options.plugin
+        self.runtime = runtimes.resolve(runtime, plugin)
+        self.is_device = runtimes.is_device(self.runtime)
+        self.precision = plugin.precision if plugin else precision
+        self.fast, self.reads = fast, reads
         self.compute_units, self.hints = compute_units, hints or {}
-        self.host = Host(self.manifest)
-        self.plane = self.host.plane
         # nothing here may hold the decoder itself: one that is dropped shall give its
         # memory back at once
         load = partial(
             runtimes.load_shard,
             bundle,
-            runtime=runtime,
-            precision=precision,
+            runtime=self.runtime,
+            precision=self.precision,
             fast=fast,
             reads=reads,
             compute_units=compute_units,
@@ -142,7 +139,6 @@ class Decoder:
         self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
         self.heads = [load(s) for s in bundle.shards("head")]
         self.experts = RoutedExperts(bundle, load, self.plane)
-        self.gives_logits = self.manifest.gives_logits
         models = [*self.layers, *self.heads]
         self.shows_inner_layers = all(m.shows_inner_layers for m in models)
         self.begin()
@@ -178,9 +174,10 @@ class Decoder:
         Raises:
             InputError: a snapshot that does not fit.
         """
-        states = [model.make_state() for model in self.layers]
-        seqs = Sequences(self.manifest, self.identity, states)
-        for seq, snapshot in enumerate(per_sequence(after, self.options.batch)):
+        states, B = [model.make_state() for model in self.layers], self.options.batch
+        ids = [[] for _ in range(B)]
+        seqs = Sequences(self.manifest, self.identity, states, ids, [0] * B)
+        for seq, snapshot in enumerate(per_sequence(after, B)):
             if snapshot is not None:
                 snapshots.put(seqs, seq, snapshot)
         return seqs
@@ -217,11 +214,15 @@ class Decoder:
                 "the portable runtime, which shows each operation",
                 "open the bundle with runtime='portable'",
             )
-        counts = np.array([len(tokens) for tokens in chunk])
+        counts = np.array([*map(len, chunk)])
         T = self.options.width(max(T, *counts))
         io, times = self.inputs(seqs.offsets, chunk, T), Times()
-        seqs.kept = self._kept(seqs, chunk) if keep else []
-        seqs.T = T if self.options.kv_write == "mask" else 0
+        mask_write = self.options.kv_write == "mask"
+        # slice writes take no dummies: no sequence of a batch runs again alone
+        alone = mask_write or not (self.options.shapes or len(chunk) > 1)
+        seqs.kept, seqs.T = [], T if mask_write else 0
+        if keep and alone and max(counts) > 1 and snapshots.floor(self.manifest, 1):
+            seqs.kept = [snapshots.take(seqs, seq) for seq in range(len(chunk))]
         for model, state in zip(self.layers, seqs.states, strict=True):
             start = clock()
             io = self.run_layer(model, state, io, counts, hook)
@@ -239,8 +240,7 @@ class Decoder:
     ) -> dict[str, np.ndarray]:
         """What the first shard reads in a call of T columns: the host's inputs, and the
         embeddings of the tokens as `x`."""
-        counts = np.array([len(tokens) for tokens in chunk])
-        ids = np.zeros((len(chunk), T), int)
+        counts, ids = np.array([*map(len, chunk)]), np.zeros((len(chunk), T), int)
         for row, tokens in zip(ids, chunk, strict=True):
             row[: len(tokens)] = tokens
         io = self.host.inputs(offsets, counts, T)
@@ -265,11 +265,7 @@ class Decoder:
             `io` for the next shard: `x` is this one's hidden output, `router_state` the
             state that it hands on where the family has one.
         """
-        inputs = {name: io[name] for name in model.shard.inputs}
-        out = model.predict(inputs, state, hook and partial(hook, model.shard))
-        if model.shard.kind == "router":
-            out[HIDDEN] = self.experts.run(model.shard.layers[0], out, counts, hook)
-        return io | following(out)
+        return self.run_calls(model, [io], [counts], [state], [hook])[0]
 
     def run_calls(
         self,
@@ -284,15 +280,19 @@ class Decoder:
         The portable runtime reads each weight once for all of them, but where a state
         is a matrix: it carries the rounding of every earlier token on, so that its sums
         must be those of decoding."""
-        kinds = map(model.shard.kind_of, model.shard.states)
-        together = getattr(model, "predict_calls", None)
-        if not together or model.shard.kind == "router" or MATRIX in kinds:
-            calls = zip(states, ios, counts, hooks, strict=True)
-            return [self.run_layer(model, *call) for call in calls]
-        hooks = [hook and partial(hook, model.shard) for hook in hooks]
-        inputs = [{name: io[name] for name in model.shard.inputs} for io in ios]
-        outputs = together(inputs, states, hooks)
-        return [io | following(out) for io, out in zip(ios, outputs, strict=True)]
+        shard, results = model.shard, []
+        inputs = [{name: io[name] for name in shard.inputs} for io in ios]
+        calls = inputs, states, [hook and partial(hook, shard) for hook in hooks]
+        if any(name.endswith(MATRIX_STATE) for name in shard.states):
+            outputs = list(map(model.predict, *calls))
+        else:
+            outputs = model.predict_calls(*calls)
+        for io, out, count, hook in zip(ios, outputs, counts, hooks, strict=True):
+            if shard.kind == "router":
+                out[HIDDEN] = self.experts.run(shard.layers[0], out, count, hook)
+            handed_on = {name: out[key] for key, name in LINKS.items() if key in out}
+            results.append(io | handed_on)
+        return results
 
     def logits(
         self, hidden: np.ndarray, times: Times | None = None, hook: Hook | None = None
@@ -300,27 +300,22 @@ class Decoder:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call; adds the
         head's times to `times`. Where the layers' packages contain the head, `hidden`
         has the logits [B, V, T] already."""
-        start, parts, native = clock(), [], []
-        if not self.heads:
-            if times:
-                times.add(start, [None])
-            return np.ascontiguousarray(hidden.transpose(0, 2, 1))
-        t_max = self.options.t_max
-        for first in range(0, hidden.shape[2], t_max):
+        start, parts, native, t_max = clock(), [], [], self.options.t_max
+        for first in range(0, hidden.shape[2], t_max) if self.heads else ():
             columns = hidden[:, :, first : first + t_max]
-            T = columns.shape[2]
+            T, slices = columns.shape[2], []
             dummies = self.options.width(T) - T
             io = {X: self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))}
-            slices = []
             for model in self.heads:
                 own = hook and partial(hook, model.shard)
-                slices.append(model.predict(io, None, own)[LOGITS])
+                rows = model.predict(io, None, own)[LOGITS]
+                slices.append(rows.reshape(*rows.shape[:2], -1)[:, :, :T])
                 native.append(model.last_native_ms)
-            rows = [each.reshape(*each.shape[:2], -1)[:, :, :T] for each in slices]
-            parts.append(np.concatenate(rows, axis=1).transpose(0, 2, 1))
+            parts.append(np.concatenate(slices, axis=1))
         if times:
-            times.add(start, native)
-        return np.concatenate(parts, axis=1)
+            times.add(start, native or [None])
+        logits = np.concatenate(parts, axis=2) if parts else hidden
+        return np.ascontiguousarray(logits.transpose(0, 2, 1))
 
     def step(
         self, seqs: Sequences, chunk: Sequence[Sequence[int]], hook: Hook | None = None
@@ -339,13 +334,9 @@ class Decoder:
         self.seqs, self.times = self.fresh(snapshot), Times()
 
     def prefill(
-        self,
-        ids,
-        tile: int | Sequence[int] | None = None,
-        seqs: Sequences | None = None,
+        self, ids, tile: int | None = None, seqs: Sequences | None = None
     ) -> np.ndarray:
-        """Runs the prompt of each sequence, `tile` tokens a call (default t_max; a
-        list: one size after another).
+        """Runs the prompt of each sequence, `tile` tokens a call (default t_max).
 
         Args:
             ids: token ids, or one list of ids per sequence when batch > 1 (an empty one
@@ -359,37 +350,26 @@ class Decoder:
         prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
         self.host.check(seqs.offsets, [len(prompt) for prompt in prompts])
         last = None
-        *_, final = chunks = list(self._chunks(prompts, tile))
-        for chunk in chunks:
-            hidden, _ = self.advance(seqs, chunk, keep=chunk is final)
+        for chunk, hidden in self._advanced(seqs, prompts, tile):
             if last is None:
                 last = np.zeros((*hidden.shape[:2], 1), np.float32)
             running = [seq for seq, tokens in enumerate(chunk) if tokens]
             last[running] = _last(hidden, chunk)[running]
         return self._shape(self.logits(last)[:, -1])
 
-    def _kept(self, seqs: Sequences, chunk: list[list[int]]) -> list[Snapshot]:
-        """What `trim` needs to go back into a call: each sequence before it where states
-        are recurrent and some sequence has several tokens. With slice writes, which
-        take no dummy columns, no sequence of a batch runs again alone."""
-        alone = not (self.options.shapes or self.options.batch > 1)
-        alone = alone or self.options.kv_write == "mask"
-        if (
-            not alone
-            or max(map(len, chunk)) < 2
-            or not snapshots.floor(self.manifest, 1)
-        ):
-            return []
-        return [snapshots.take(seqs, seq) for seq in range(len(chunk))]
-
-    def _chunks(self, prompts: list, tile=None) -> Iterator[list[list[int]]]:
-        """The tokens of one call after another."""
+    def _advanced(
+        self, seqs: Sequences, prompts: list, tile: int | None = None
+    ) -> Iterator[tuple[list[list[int]], np.ndarray]]:
+        """The tokens of one call of the prompts after another, and their hidden
+        states."""
         start, stop = 0, max(map(len, prompts))
         while start < stop:
             size = min(tile or self.options.t_max, stop - start)
-            size = self.options.taken(size)
-            yield [prompt[start : start + size] for prompt in prompts]
-            start += size
+            end = start + self.options.taken(size)
+            chunk = [prompt[start:end] for prompt in prompts]
+            hidden, _ = self.advance(seqs, chunk, keep=end == stop)
+            yield chunk, hidden
+            start = end
 
     def decode_one_token(self, token) -> np.ndarray:
         """Continues each current sequence by one token (batch > 1: a list, None for a
@@ -427,25 +407,32 @@ class Decoder:
         prompts = checks.prompts(ids, B, self.manifest.dims.V)
         samplings = per_sequence(sampling, B)
         stop = self.manifest.tokens.eos if stop is None else stop
-        limits = [checks.count(n, "new tokens") for n in per_sequence(max_new, B)]
-        seqs = after
-        if not isinstance(after, Sequences):
-            checks.tokens_after(per_sequence(after, B), prompts)
-            seqs = self.fresh(after)
-        checks.room(prompts, limits, seqs.offsets, S)
+        limits = [whole_number(n, "new tokens") for n in per_sequence(max_new, B)]
+        seqs = after if isinstance(after, Sequences) else self.fresh(after)
+        for prompt, limit, offset in zip(prompts, limits, seqs.offsets):
+            if seqs is not after and offset and not prompt:
+                needed = "at least one token, whose logits give the next one"
+                step = "trim the snapshot by a token and give that one"
+                raise InputError("prompt after a snapshot", "no token", needed, step)
+            end = len(prompt) + offset
+            if prompt and end + max(limit - 1, 0) > S:
+                raise InputError(
+                    "prompt and new tokens",
+                    f"{end} + {limit}",
+                    f"at most max_seq_len = {S} positions",
+                    "shorten them, or export with a larger --max-seq-len",
+                )
         if seqs is not after:
             self.seqs = seqs
         logits, times = self.prefill(prompts, seqs=seqs).reshape(B, -1), Times()
         tokens: list[list[int]] = [[] for _ in range(B)]
         live = [seq for seq in range(B) if prompts[seq] and limits[seq]]
         for done in range(1, max(limits) + 1):
-            for seq in live:
-                position = len(seqs.ids[seq])
-                tokens[seq] = [samplings[seq].pick(logits[seq], position)]
-            for seq in live:
-                yield Record(tokens[seq][0], logits[seq], times, seq)
             for seq in list(live):
-                if done >= limits[seq] or tokens[seq][0] in stop:
+                token = samplings[seq].pick(logits[seq], len(seqs.ids[seq]))
+                yield Record(token, logits[seq], times, seq)
+                tokens[seq] = [token]
+                if done >= limits[seq] or token in stop:
                     live.remove(seq)
                     if self.options.kv_write == "mask":  # a slice moves every one on
                         tokens[seq] = []
@@ -463,15 +450,9 @@ class Decoder:
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
         """Logits [B, count, V] of the last `count` tokens of fresh sequences of one
         length, one for each of the batch."""
-        seqs, parts = self.fresh(), []
-        for chunk in self._chunks(sequences):
-            hidden, _ = self.advance(seqs, chunk)
-            parts.append(hidden[:, :, : len(chunk[0])])
+        advanced = self._advanced(self.fresh(), sequences)
+        parts = [hidden[:, :, : len(chunk[0])] for chunk, hidden in advanced]
         return self.logits(np.concatenate(parts, axis=2)[:, :, -count:])
-
-    def prefill_calls(self, count: int) -> int:
-        """Calls that the prefill of `count` tokens takes."""
-        return -(-count // self.options.t_max)
 
     def snapshot(self, seq: int = 0) -> Snapshot:
         """A detached copy of one of the current sequences."""
@@ -499,14 +480,13 @@ class Decoder:
                 negative count.
         """
         seqs = seqs or self.seqs
-        ids = seqs.ids[checks.sequence(seq, self.options.batch)]
+        ids = seqs.ids[whole_number(seq, "sequence", self.options.batch)]
         count = snapshots.trimmed(count, len(ids), seqs.floors[seq])
         left, kept, T = ids[: len(ids) - count], seqs.kept, seqs.T
         if count and kept:
             snapshots.put(seqs, seq, kept[seq])
-            again = [
-                left[len(seqs.ids[seq]) :] if s == seq else [] for s in range(len(kept))
-            ]
+            again = [[] for _ in kept]
+            again[seq] = left[kept[seq].offset :]
             if again[seq]:
                 self.advance(seqs, again, T=T)
             seqs.kept, seqs.T = kept, T
@@ -516,11 +496,6 @@ class Decoder:
 
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         return logits if self.options.batch > 1 else logits[0]
-
-
-def following(out: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the next shard reads of a layer shard's outputs."""
-    return {name: out[key] for key, name in LINKS.items() if key in out}
 
 
 def per_sequence(value, B: int) -> list:

@@ -57,8 +57,7 @@ class RoutedExperts:
             name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()
         }
         hidden = flat[BASE].copy()
-        all_columns = np.arange(flat[BASE].shape[2])
-        self.native_ms = []
+        all_columns, self.native_ms = np.arange(hidden.shape[2]), []
         choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
         # [B, 1, T]
         weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)
@@ -66,14 +65,10 @@ class RoutedExperts:
         for expert in np.unique(choice):
             if (layer, expert) not in self.shards:
                 continue
-            own, columns = choice == expert, all_columns
-            if not self.fixed:
-                columns = np.flatnonzero(own.any(0))
-            io = {
-                EXPERT_IN: flat[EXPERT_IN],
-                EXPERT_WEIGHT: weights * own[:, None],
-                ACC: hidden,
-            }
+            own = choice == expert
+            columns = all_columns if self.fixed else np.flatnonzero(own.any(0))
+            io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None]}
+            io = io | {ACC: hidden}
             io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
             model = self.model(layer, expert)
             of_shard = hook and partial(hook, model.shard)

@@ -82,62 +82,51 @@ class Host:
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
-        mask_write = self.options.kv_write == "mask"
+        valid = np.arange(T) < counts[:, None]
         inputs = {}
         if ORDER in self.names:
-            order = np.arange(1, T + 1) * (np.arange(T) < counts[:, None])
-            inputs[ORDER] = order[:, None, :, None]
+            inputs[ORDER] = (np.arange(1, T + 1) * valid)[:, None, :, None]
         if TAIL_SELECT in self.names:
-            inputs |= self._tail(counts, T)
-        inputs = {name: rows.astype(np.float32) for name, rows in inputs.items()}
-        if not mask_write:
-            inputs[POS] = self._position(offsets, counts, T)
+            # of each row of a tail the place among the old ones and the columns
+            place = counts[:, None, None] + np.arange(self.tail)[:, None]
+            inputs[TAIL_SELECT] = np.arange(T) == place - self.tail
+            inputs[TAIL_KEEP] = np.arange(self.tail) == place
         if self.router_state:
-            shape = [{"T": T}.get(n, n) for n in self.router_state]
-            inputs[ROUTER_STATE] = np.zeros(shape, np.float32)
+            inputs[ROUTER_STATE] = np.zeros(
+                [{"T": T}.get(n, n) for n in self.router_state]
+            )
         for suffix, rope, window in self.tables:
-            frequencies = np.float32(rope.inv_freq)
-            angles = positions[:, None, :, None].astype(np.float32) * frequencies
+            angles = np.float32(positions)[:, None, :, None] * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
             inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
-            rows = self.options.slots(window)
-            inputs[ATTN_MASK + suffix] = _attention_mask(
-                positions, offsets + counts, rows, window
-            )
-            if mask_write:
-                name = KV_WRITE_MASK
-                if self.options.ring(window):
-                    name += suffix
-                inputs[name] = _write_mask(positions, counts, rows)
-        return inputs
-
-    def _tail(self, counts: np.ndarray, T: int) -> dict[str, np.ndarray]:
-        """Where the rows of a tail come from: of its old rows, followed by the valid
-        columns, the last ones, each as a one-hot row."""
-        rows = np.arange(self.tail)
-        # of each row among all the old ones and the columns, [B, rows, 1]
-        place = counts[:, None, None] + rows[:, None]
+            rows, ring = self.options.slots(window), self.options.ring(window)
+            seen = _visible(positions, offsets + counts, rows, window)
+            inputs[ATTN_MASK + suffix] = np.where(seen, 0, MASKED)[:, None]
+            # one-hot columns: the row of each valid token; dummies have none
+            own = np.arange(rows)[:, None] == (positions % rows)[:, None]
+            write = KV_WRITE_MASK + suffix if ring else KV_WRITE_MASK
+            inputs[write] = (own & valid[:, None])[:, None]
+        if self.options.kv_write == "slice":
+            if len(set(offsets.tolist())) > 1 or not valid.all():
+                raise InputError(
+                    "kv_write=slice",
+                    f"positions {offsets.tolist()}, valid tokens {counts.tolist()} of {T}",
+                    "equal positions and no dummy tokens",
+                    "export with --kv-write mask",
+                )
+            inputs[POS] = offsets[:1]
         return {
-            TAIL_SELECT: np.arange(T) == place - self.tail,
-            TAIL_KEEP: rows == place,
+            name: value.astype(np.int32 if name == POS else np.float32)
+            for name, value in inputs.items()
+            if name in self.names
         }
 
-    def _position(self, offsets, counts, T) -> np.ndarray:
-        if len(set(offsets.tolist())) > 1 or (counts != T).any():
-            raise InputError(
-                "kv_write=slice",
-                f"positions {offsets.tolist()}, valid tokens {counts.tolist()} of {T}",
-                "equal positions and no dummy tokens",
-                "export with --kv-write mask",
-            )
-        return offsets[:1].astype(np.int32)
 
-
-def _attention_mask(
+def _visible(
     positions: np.ndarray, ends: np.ndarray, rows: int, window: int | None
 ) -> np.ndarray:
-    """Additive mask [B, 1, T, rows] once this call's tokens are written, `ends` [B]
-    tokens in all.
+    """Whether each token attends to each row [B, T, rows] once this call's tokens are
+    written, `ends` [B] tokens in all.
 
     Row r then holds the last position up to `ends` − 1 that is r modulo `rows`, or,
     where that is negative, nothing."""
@@ -145,17 +134,4 @@ def _attention_mask(
     stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row
     # [B, T, rows]: from each query back to each row
     distance = positions[:, :, None] - stored[:, None]
-    visible = (stored[:, None] >= 0) & (distance >= 0)
-    if window:
-        visible &= distance < window
-    return np.where(visible, np.float32(0), np.float32(MASKED))[:, None]
-
-
-def _write_mask(positions: np.ndarray, counts: np.ndarray, rows: int) -> np.ndarray:
-    """One-hot columns [B, 1, rows, T]: the row of each valid token; dummies have
-    none."""
-    B, T = positions.shape
-    mask = np.zeros((B, 1, rows, T), np.float32)
-    seqs, columns = np.nonzero(np.arange(T) < counts[:, None])
-    mask[seqs, 0, positions[seqs, columns] % rows, columns] = 1
-    return mask
+    return (stored[:, None] >= 0) & (distance >= 0) & (distance < (window or np.inf))

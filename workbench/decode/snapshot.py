@@ -12,8 +12,7 @@ import numpy as np
 
 from workbench.bundle import Manifest
 from workbench.bundle.names import is_cache, split_layer
-from workbench.bundle.states import RECURRENT
-from workbench.decode import checks
+from workbench.decode.checks import whole_number
 from workbench.errors import InputError
 from workbench.runtime import State
 
@@ -41,10 +40,6 @@ class Snapshot:
     def offset(self) -> int:
         """Tokens in the caches: the position of the next one."""
         return len(self.ids)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(value.nbytes for value in self.states.values())
 
     def trim(self, count: int) -> "Snapshot":
         """The snapshot without its last `count` tokens (without all of them, if it has
@@ -75,15 +70,10 @@ class Sequences:
     manifest: Manifest
     identity: str
     states: list[State]
-    ids: list[list[int]] = field(default_factory=list)
-    floors: list[int] = field(default_factory=list)
+    ids: list[list[int]]
+    floors: list[int]
     kept: list[Snapshot] = field(default_factory=list)
     T: int = 0
-
-    def __post_init__(self):
-        for _ in range(self.manifest.options.batch):
-            self.ids.append([])
-            self.floors.append(0)
 
     @property
     def offsets(self) -> np.ndarray:
@@ -105,7 +95,7 @@ class Sequences:
 
 def take(seqs: Sequences, seq: int = 0) -> Snapshot:
     """A detached copy of one sequence."""
-    seq = checks.sequence(seq, len(seqs.ids))
+    seq = whole_number(seq, "sequence", len(seqs.ids))
     offset = len(seqs.ids[seq])
     lowest = max(seqs.floors[seq], floor(seqs.manifest, offset))
     states = {}
@@ -129,7 +119,7 @@ def put(seqs: Sequences, seq: int, snapshot: Snapshot | None) -> None:
         InputError: a snapshot of another bundle, or one with no room; nothing is
             changed then.
     """
-    seq = checks.sequence(seq, len(seqs.ids))
+    seq = whole_number(seq, "sequence", len(seqs.ids))
     if snapshot:
         check_fits(seqs, snapshot)
     for state, name in seqs.named_states:
@@ -140,11 +130,9 @@ def put(seqs: Sequences, seq: int, snapshot: Snapshot | None) -> None:
         elif snapshot:
             batch[seq] = snapshot.states[name]
         state.write(name, batch)
-    seqs.ids[seq], seqs.floors[seq] = [], 0
-    if snapshot:
-        seqs.ids[seq] = list(snapshot.ids)
-        lowest = floor(seqs.manifest, snapshot.offset)
-        seqs.floors[seq] = max(snapshot.floor, lowest)
+    ids, lowest = (snapshot.ids, snapshot.floor) if snapshot else ((), 0)
+    seqs.ids[seq] = list(ids)
+    seqs.floors[seq] = max(lowest, floor(seqs.manifest, len(ids)))
 
 
 def copy(source: Sequences, target: Sequences) -> None:
@@ -155,15 +143,12 @@ def copy(source: Sequences, target: Sequences) -> None:
         InputError: another checkpoint, another batch, or a cache that is too small.
     """
     found, needed = (
-        (each.manifest.checkpoint["sha256"], len(each.ids)) for each in (target, source)
+        f"checkpoint {each.manifest.checkpoint['sha256'][:12]}, batch {len(each.ids)}"
+        for each in (target, source)
     )
     if found != needed:
-        raise InputError(
-            "bundle to continue in",
-            f"checkpoint {found[0][:12]}, batch {found[1]}",
-            f"checkpoint {needed[0][:12]}, batch {needed[1]}",
-            "export both bundles from one checkpoint with one --batch",
-        )
+        step = "export both bundles from one checkpoint with one --batch"
+        raise InputError("bundle to continue in", found, needed, step)
     for seq in range(len(source.ids)):
         put(target, seq, replace(take(source, seq), identity=target.identity))
 
@@ -172,15 +157,15 @@ def fill(target: np.ndarray, rows: np.ndarray, offset: int) -> None:
     """Writes cache rows [H_kv, n, D], those of the last of `offset` tokens, to their
     places in a cache, position p in row p modulo its size; of rows that do not fit a
     smaller one, the last."""
-    count, size = min(rows.shape[1], target.shape[1]), target.shape[1]
-    places = np.arange(offset - count, offset) % size
-    target[:, places] = rows[:, rows.shape[1] - count :]
+    rows = rows[:, -target.shape[1] :]
+    places = np.arange(offset - rows.shape[1], offset) % target.shape[1]
+    target[:, places] = rows
 
 
 def trimmed(count: int, offset: int, lowest: int) -> int:
     """How many of the last `count` tokens of `offset` there are to take back; refuses to
     go below `lowest`."""
-    count = min(checks.count(count, "tokens to trim"), offset)
+    count = min(whole_number(count, "tokens to trim"), offset)
     if offset - count < lowest:
         raise InputError(
             f"sequence of {offset} tokens",
@@ -198,7 +183,7 @@ def floor(manifest: Manifest, offset: int) -> int:
     lowest = 0
     for shard in manifest.shards:
         for name, state in shard.states.items():
-            if shard.kind_of(name) in RECURRENT:
+            if not is_cache(name):
                 return offset
             if state.ring and offset > state.ring:
                 last = offset - state.ring + window(manifest, name) - 1
@@ -211,51 +196,30 @@ def window(manifest: Manifest, name: str) -> int:
 
 
 def check_fits(seqs: Sequences, snapshot: Snapshot) -> None:
-    """Raises an InputError for a snapshot that sequences cannot continue. A cache may
-    have fewer rows than tokens: a ring of another size holds fewer."""
+    """Raises an InputError for a snapshot that sequences cannot continue."""
     S, offset = seqs.manifest.options.max_seq_len, snapshot.offset
     subject = f"snapshot of {offset} tokens"
     if snapshot.identity != seqs.identity:
-        raise InputError(
-            subject,
-            f"identity {snapshot.identity[:12]}",
-            f"this bundle's, {seqs.identity[:12]} "
-            "(checkpoint, weights, options, tokenizer, precision)",
-            "prefill the tokens again",
-        )
+        found = f"identity {snapshot.identity[:12]}"
+        needed = f"{seqs.identity[:12]} (checkpoint, weights, options, precision)"
+        raise InputError(subject, found, needed, "prefill the tokens again")
     if offset > S:
         needed = f"at most max_seq_len = {S}"
         raise InputError(subject, f"{offset} rows", needed, "export a larger cache")
-    needed, found = {}, {}
-    for state, name in seqs.named_states:
-        needed[name] = tuple(state.shard.states[name].shape[1:])
-    for name, value in snapshot.states.items():
-        found[name] = value.shape
-        if is_cache(name) and value.ndim == 3 and value.shape[1] <= offset:
-            whole = needed.get(name, value.shape)
-            found[name] = value.shape[0], whole[1], value.shape[2]
-    if found != needed:
-        raise InputError(
-            subject,
-            "a state that is missing, unknown or of another shape",
-            "this bundle's states",
-            "restore a snapshot as it was taken",
-        )
 
 
 def identity(manifest: Manifest, precision: str) -> str:
     """SHA-256 over all that decides what a cache row holds and where it goes: family,
     every export option but the batch, weights, embedding, tokenizer, and the
     arithmetic. Bundles that differ in their batch alone share snapshots."""
-    files = [manifest.embedding.file, *manifest.tokens.files]
-    for shard in manifest.shards:
-        files += [f for f in shard.files if f.path.endswith("weight.bin")]
-    parts = manifest.model_dump(
-        include={"family", "dims", "rope", "layers", "checkpoint", "residual_exponent"}
-    )
-    parts |= {
-        "options": manifest.options.model_dump(exclude={"batch"}),
-        "precision": precision,
-        "files": [(f.path, f.sha256) for f in files],
-    }
+    named = "family dims rope layers checkpoint residual_exponent embedding tokens"
+    parts = manifest.model_dump(include={*named.split()})
+    parts["options"] = manifest.options.model_dump(exclude={"batch"})
+    parts["precision"] = precision
+    parts["weights"] = [
+        (file.path, file.sha256)
+        for shard in manifest.shards
+        for file in shard.files
+        if file.path.endswith("weight.bin")
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -12,19 +12,18 @@ Groups run along head_dim alone, so that any slice of tokens is exact. Other sta
 stored unchanged. So is a cache whose q4 error exceeds a quarter of its deviation from
 the mean token, since a few large channels use up the range of its groups."""
 
-import os
 import re
-import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from workbench.bundle.names import MAX_FP16, is_cache
 from workbench.decode.snapshot import Snapshot
 from workbench.errors import InputError, check_choice
+from workbench.files import save_arrays
 
 FORMATS = ("fp16", "q4")
 VERSION = "3"
@@ -43,18 +42,14 @@ def save(
         InputError: an unusable name, format or value, or no room on the disk; the
             earlier snapshot of the name stays.
     """
-    path = _path(folder, name)
-    header = {"version": VERSION, "identity": snapshot.identity}
-    header |= {"floor": str(snapshot.floor)}
-    tensors = encode(snapshot.states, format)
+    path, tensors = _path(folder, name), encode(snapshot.states, format)
     tensors[IDS] = np.array(snapshot.ids, np.int32)
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    header = {"version": VERSION, "identity": snapshot.identity}
+    header["floor"] = str(snapshot.floor)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, temporary, metadata=header)
-        os.replace(temporary, path)
+        save_arrays(path, tensors, header)
     except (OSError, SafetensorError) as problem:
-        temporary.unlink(missing_ok=True)
         needed = "a folder that can be written, with room for it"
         step = "free some room, or choose another folder"
         raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
@@ -67,14 +62,10 @@ def load(folder: str | Path, name: str) -> Snapshot:
     Raises:
         InputError: no such name; a damaged file, or one of another version.
     """
-    path = _path(folder, name)
-    header, tensors = _read(path)
-    ids = tuple(tensors.pop(IDS).tolist())
-    try:
-        states = decode(tensors)
-    except KeyError as problem:
-        raise _damaged(path, problem) from problem
-    return Snapshot(ids, header["identity"], states, int(header["floor"]))
+    with _opened(_path(folder, name)) as (header, file):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        ids = tuple(tensors.pop(IDS).tolist())
+        return Snapshot(ids, header["identity"], decode(tensors), int(header["floor"]))
 
 
 def find(
@@ -90,16 +81,15 @@ def find(
     Raises:
         InputError: a damaged file.
     """
-    best, longest, prompt = None, 0, np.array(ids, np.int32)
+    best, longest, prompt = None, 0, np.array(ids[:-1], np.int32)
     for path in sorted(Path(folder).glob("[!.]*.safetensors")):
-        header, tensors = _read(path, only=IDS)
-        stored = tensors[IDS]
-        shorter = min(len(stored), len(prompt) - 1)
-        same = stored[:shorter] == prompt[:shorter]
-        length = int(np.logical_and.accumulate(same).sum())
-        usable = header["identity"] == identity and length >= int(header["floor"])
-        if usable and length > longest:
-            best, longest = path.stem, length
+        with _opened(path) as (header, file):
+            stored = file.get_tensor(IDS)
+            usable, lowest = header["identity"] == identity, int(header["floor"])
+        shorter = min(len(stored), len(prompt))
+        same = np.logical_and.accumulate(stored[:shorter] == prompt[:shorter])
+        if usable and same.sum() >= max(lowest, longest + 1):
+            best, longest = path.stem, int(same.sum())
     if best is None:
         return None
     snapshot = load(folder, best)
@@ -113,46 +103,35 @@ def _path(folder: str | Path, name: str) -> Path:
     return Path(folder) / f"{name}.safetensors"
 
 
-def _read(path: Path, only: str = "") -> tuple[dict, dict[str, np.ndarray]]:
-    """The header and the tensors of a file, all of them or `only` one."""
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[dict, safe_open]]:
+    """The header of a file, and the open file."""
     if not path.is_file():
         needed = "a snapshot that was saved"
         raise InputError(f"snapshot {path}", "no such file", needed, "save it first")
     try:
         with safe_open(path, framework="np") as file:
-            header = file.metadata() or {}
-            if header.get("version") != VERSION:
-                raise ValueError(f"version {header.get('version')!r}")
-            names = [only] if only else file.keys()
-            int(header["floor"]), header["identity"]
-            return header, {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError, ValueError, KeyError) as problem:
-        raise _damaged(path, problem) from problem
-
-
-def _damaged(path: Path, problem: Exception) -> InputError:
-    return InputError(
-        f"snapshot {path}",
-        str(problem),
-        f"a whole snapshot of version {VERSION}, as `save` wrote it",
-        "delete the file and prefill again",
-    )
+            header = file.metadata()
+            if header["version"] != VERSION:
+                raise ValueError(f"version {header['version']!r}")
+            yield header, file
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as problem:
+        needed = f"a whole snapshot of version {VERSION}, as `save` wrote it"
+        step = "delete the file and prefill again"
+        raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
 
 
 def encode(states: dict[str, np.ndarray], format: str = "fp16") -> dict:
-    """The tensors of a file: states by name, contiguous, or the parts of quantized
-    caches."""
+    """The tensors of a file: states by name, or the parts of quantized caches."""
     check_choice("snapshot format", format, FORMATS, "choose one of these")
     tensors = {}
     for name, value in states.items():
         parts = {"": value}
         if format == "q4" and is_cache(name):
             quantized = quantize(value)
-            approximation = dequantize(*quantized)
-            if error(value, approximation) <= OUTLIER:
+            if error(value, dequantize(*quantized)) <= OUTLIER:
                 parts = dict(zip(PARTS, quantized, strict=True))
-        for part, tensor in parts.items():
-            tensors[name + part] = np.ascontiguousarray(tensor)
+        tensors |= {name + part: tensor for part, tensor in parts.items()}
     return tensors
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.decode import checks
-from workbench.decode.decoder import GREEDY, Decoder, Record, Times
+from workbench.decode.checks import whole_number
+from workbench.decode.decoder import GREEDY, Decoder, Times
 from workbench.decode.sampling import Sampling
 from workbench.errors import InputError
 
@@ -101,31 +101,35 @@ def transcript(
     Raises:
         InputError: what cannot be decoded, or kept, before any token is.
     """
-    tokenizer = on_token = text = None
-    if logits:
-        _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
-    _check_argmax(decoder, logits, sampling)
+    tokenizer = prefill_ms = None
+    positions = len(ids) + whole_number(max_new, "new tokens")
+    _check_options(decoder, positions, logits, sampling)
     if (decoder.bundle.tokenizer / "tokenizer.json").exists():
+        from tokenizers.decoders import DecodeStream
+
         tokenizer = load_tokenizer(decoder.bundle.tokenizer)
-    if tokenizer and on_text:
-        on_token = _text_stream(tokenizer, on_text)
-    stream = decoder.stream(ids, max_new, sampling=sampling)
-    records, prefill_ms = _timed(stream, on_token)
+        pieces = DecodeStream(skip_special_tokens=False)
+    records, start = [], time.perf_counter()
+    for record in decoder.stream(ids, max_new, sampling=sampling):
+        prefill_ms = prefill_ms or (time.perf_counter() - start) * 1e3
+        records.append(record)
+        if tokenizer and on_text:
+            text = pieces.step(tokenizer.backend_tokenizer, record.token)
+            if text:  # none while a character is incomplete
+                on_text(text)
     tokens, times = [r.token for r in records], [r.times for r in records[1:]]
     if logits:
         rows = [record.logits for record in records]
         rows.append(_last_logits(decoder, tokens, ids))
         with logits.open("wb") as file:  # np.save appends .npy to a name
             np.save(file, np.stack(rows).astype(np.float32))
-    if tokenizer:
-        text = tokenizer.decode(tokens)
+    text = tokenizer.decode(tokens) if tokenizer else None
     return {
         "tokens": tokens,
         "text": text,
         "prefill": {
             "tokens": len(ids),
-            "calls": decoder.prefill_calls(len(ids)),
-            "bundle": decoder.bundle.root.name,
+            "calls": -(-len(ids) // decoder.options.t_max),
             "ms": prefill_ms,
         },
         "decode": {"tokens": len(tokens)} | _step_times(times),
@@ -138,44 +142,12 @@ def _step_times(times: list[Times]) -> dict:
     """The ms of all decoding steps; tokens per second and medians in ms without the
     first step, None where there is no other."""
     samples = [t.total for t in times]
-    figures = {
-        "tokens_per_s": None,
-        "layer_ms": None,
-        "head_ms": None,
-        "samples_ms": samples,
-    }
+    figures = dict.fromkeys(("tokens_per_s", "layer_ms", "head_ms"))
     if later := times[1:]:
         figures["tokens_per_s"] = 1e3 / float(np.median([t.total for t in later]))
         figures["layer_ms"] = np.median([t.layers for t in later], axis=0).tolist()
         figures["head_ms"] = float(np.median([t.head for t in later]))
-    return figures
-
-
-def _timed(stream, on_token) -> tuple[list[Record], float | None]:
-    """All records of a stream, and the ms until the first one; calls `on_token` with
-    every token."""
-    start, records, first_ms = time.perf_counter(), [], None
-    for record in stream:
-        if not records:
-            first_ms = (time.perf_counter() - start) * 1e3
-        records.append(record)
-        if on_token:
-            on_token(record.token)
-    return records, first_ms
-
-
-def _text_stream(tokenizer, on_text) -> Callable[[int], None]:
-    """A function of the next token that calls `on_text` with the text that it adds,
-    unless a character is incomplete."""
-    from tokenizers.decoders import DecodeStream
-
-    stream = DecodeStream(skip_special_tokens=False)
-
-    def add(token: int) -> None:
-        if piece := stream.step(tokenizer.backend_tokenizer, token):
-            on_text(piece)
-
-    return add
+    return figures | {"samples_ms": samples}
 
 
 def _last_logits(decoder: Decoder, tokens: list[int], ids) -> np.ndarray:
@@ -186,20 +158,20 @@ def _last_logits(decoder: Decoder, tokens: list[int], ids) -> np.ndarray:
     return decoder.prefill(ids)
 
 
-def _check_argmax(decoder: Decoder, logits: Path | None, sampling: Sampling) -> None:
-    """Raises an InputError for an option that needs logits, if the packages give
-    none."""
+def _check_options(
+    decoder: Decoder, positions: int, logits: Path | None, sampling: Sampling
+) -> None:
+    """Raises an InputError for an option that needs logits, if the packages give none,
+    and if those of all tokens, the last one included, could not be computed or
+    written."""
     options = {"--logits": logits, "--temperature": sampling.temperature}
     for option, value in options.items():
         if value and not decoder.gives_logits:
             actual = "packages with the argmax inside"
             needed = "packages that put out logits"
             raise InputError(option, actual, needed, "leave it out")
-
-
-def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:
-    """Raises an InputError if the logits of all tokens, the last one included, could
-    not be computed or written."""
+    if not logits:
+        return
     S = decoder.options.max_seq_len
     if positions > S:
         raise InputError(
@@ -209,12 +181,9 @@ def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:
             "ask for fewer, or export with a larger --max-seq-len",
         )
     if logits.is_dir() or not logits.parent.is_dir():
-        actual = f"no folder {logits.parent}"
-        if logits.is_dir():
-            actual = "a folder"
         raise InputError(
             f"logits {logits}",
-            actual,
+            "a folder" if logits.is_dir() else f"no folder {logits.parent}",
             "a file in a folder that is there",
             "make the folder, or choose another file",
         )

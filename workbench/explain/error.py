@@ -15,7 +15,7 @@ Of a plug-in's target in fp32, the first three parts are all.
 The vectors add up to the total; their norms do not. A fault of the bundle's program is
 re-authoring error in whatever format the weights are stored."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +23,13 @@ import pandas as pd
 import torch
 
 from workbench.bundle import Bundle
-from workbench.check import gates, golden, metrics, run
-from workbench.check.hf import Weights
+from workbench.check import compare, gates, golden, run
+from workbench.check.hf import Reference, Values, Weights
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import bar
 from workbench.runtime import resolve
 
 PARTS = ("storage", "quantization", "reauthoring", "precision", "runtime")
@@ -51,9 +52,8 @@ class Split:
         """Relative RMS per layer of every part (null: not measured) and of the
         `total`."""
         frame = self._relative((len(self.reference), 1, -1))
-        for part in PARTS:
-            if part not in self.parts:
-                frame[part] = None
+        for part in set(PARTS) - self.parts.keys():
+            frame[part] = None
         return frame[["layer", *PARTS, "total"]]
 
     def positions(self) -> pd.DataFrame:
@@ -63,31 +63,19 @@ class Split:
 
     def _relative(self, shape: tuple) -> pd.DataFrame:
         """Relative RMS over the last axis of vectors in this shape."""
-        scale = metrics.rms(self.reference.reshape(shape))
-        layer, position = np.indices(scale.shape)
-        frame = pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()})
+        scale = compare.rms(self.reference.reshape(shape))
+        columns = dict(zip(("layer", "position"), np.indices(scale.shape)))
         for name, part in (self.parts | {"total": self.total}).items():
-            errors = metrics.over(metrics.rms(part.reshape(shape)), scale)
-            frame[name] = errors.ravel()
-        return frame
+            columns[name] = compare.over(compare.rms(part.reshape(shape)), scale)
+        return pd.DataFrame({name: column.ravel() for name, column in columns.items()})
 
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part
         table whose cells sum to 1."""
         names = list(self.parts)
-        vectors = np.stack(list(self.parts.values()))
-        flat = vectors.reshape(len(names), -1)
+        flat = np.stack([part.ravel() for part in self.parts.values()])
         squared = (self.total**2).sum() or 1.0
         return pd.DataFrame(flat @ flat.T / squared, names, names)
-
-
-def needs_hidden(bundle: Bundle) -> None:
-    """Refuses a bundle of which only caches and logits can be compared."""
-    if not bundle.manifest.shows_hidden:
-        subject = f"updates of {bundle.root.name}"
-        actual = "packages of another exporter, which show caches and logits alone"
-        step = "run: workbench explain with --only variant, or --only ranges"
-        raise InputError(subject, actual, "a bundle of workbench export", step)
 
 
 def split_error(
@@ -95,72 +83,78 @@ def split_error(
     bundle: Bundle,
     ids: Sequence[int],
     *,
-    T: int | None = None,
     reference: golden.Golden | None = None,
     runtime: str = "portable",
     compute_units: str = "CPU_AND_NE",
-    progress: bool = False,
 ) -> dict[str, Split]:
     """Splits the error of `bundle` over `ids`, isolated (every layer reads the golden's
-    input) and chained.
+    input) and chained, in calls of t_max tokens.
 
     Args:
-        T: tokens per call (default: t_max).
         reference: the checkpoint's golden of `ids` (default: made now).
         runtime: the device whose part is measured, on `compute_units`; `portable`, and
             any runtime of a plug-in's target: no device.
-    """
-    from tqdm.auto import tqdm
 
-    needs_hidden(bundle)
-    runs = _runs(bundle, runtime)
+    Raises:
+        InputError: a runtime that is not here, one that does not show what every layer
+            adds; see also `exact_runtime`.
+    """
+    options = bundle.manifest.options
+    runs = {"reauthoring": (exact_runtime(bundle), "exact")}
+    if not options.plugin:
+        runs["precision"] = "portable", "declared"
+        if (device := resolve(runtime)) != "portable":
+            runs["runtime"] = device, "declared"
+    subject = f"updates of {bundle.root.name}"
+    if not bundle.manifest.shows_hidden:
+        actual = "packages of another exporter, which show caches and logits alone"
+        step = "run: workbench explain with --only variant, or --only ranges"
+        raise InputError(subject, actual, "a bundle of workbench export", step)
+    if "runtime" in runs and options.layers_per_shard > 1:
+        actual = f"layers inside a shard that {device} does not show"
+        step = "export with --layers-per-shard 1"
+        raise InputError(subject, actual, "one layer a shard", step)
     source = reference or golden.make_golden(checkpoint, ids)
-    stages = _stages(checkpoint, bundle, source, T, runs, compute_units)
-    stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
+    golden.check_exported_from(source, bundle)
+    weights = {
+        "storage": fp16_weights(checkpoint, bundle),
+        "quantization": golden.stored_weights(checkpoint, bundle),
+    }
+    # by part, once its cause is there, and by mode
+    stages = [[updates(source.values)] * 2]
+    parts = [*weights, *runs]
+    for part in bar(parts, "error", unit="stage"):
+        if part in weights:
+            model = Reference(checkpoint, weights[part])
+            feeds = source.values, None
+            fed = [model.run(source.ids, feed=feed, head=False) for feed in feeds]
+            stages.append([updates(values) for values in fed])
+        else:
+            decoder = Decoder(bundle, *runs[part], compute_units=compute_units)
+            stages.append([run_updates(decoder, source, mode) for mode in MODES])
     splits = {}
-    for mode, *updates in zip(MODES, *stages.values(), strict=True):
-        updates = np.stack([_updates(source), *updates])
-        differences = np.diff(updates, axis=0)
-        parts = dict(zip(stages, differences, strict=True))
-        splits[mode] = Split(updates[0], parts)
+    for mode, values in zip(MODES, np.swapaxes(stages, 0, 1)):
+        splits[mode] = Split(values[0], dict(zip(parts, np.diff(values, axis=0))))
     return splits
 
 
-def _runs(bundle: Bundle, runtime: str) -> list[tuple[str, str, str]]:
-    """(part, runtime, precision) of each run of the bundle's own program.
-
-    Raises:
-        InputError: a runtime that is not here; see also `exact_runtime`.
-    """
-    runs = [("reauthoring", exact_runtime(bundle), "exact")]
-    if not bundle.manifest.options.plugin:
-        runs.append(("precision", "portable", "declared"))
-        runtime = resolve(runtime)
-        if runtime != "portable":
-            runs.append(("runtime", runtime, "declared"))
-    return runs
-
-
-def _stages(
-    checkpoint, bundle, source, T, runs, compute_units
-) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """(part, [isolated, chained] updates once the part's cause is in place), in
-    order."""
-    readers = {"storage": fp16_weights, "quantization": golden.stored_weights}
-    for part, read in readers.items():
-        weights = read(checkpoint, bundle)
-        arguments = checkpoint, source.ids, weights, "stored"
-        isolated = golden.make_golden(*arguments, feed=source.values)
-        yield part, [_updates(isolated), _updates(golden.make_golden(*arguments))]
-    for part, *how in runs:
-        decoder = Decoder(bundle, *how, compute_units=compute_units)
-        tokens = T or decoder.options.t_max
-        yield part, [updates(decoder, source, tokens, mode) for mode in MODES]
-
-
-def _updates(source: golden.Golden) -> np.ndarray:
+def updates(values: Values) -> np.ndarray:
     """What each layer adds, [L, n, C] float64."""
-    return np.stack([np.float64(source[f"update.{i}"]) for i in range(source.layers)])
+    layers = sum(name.startswith("update.") for name in values)
+    return np.float64([values[f"update.{layer}"] for layer in range(layers)])
+
+
+def run_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarray:
+    """What each layer of a bundle adds over the golden's tokens in calls of t_max."""
+    T = decoder.options.t_max
+    values = run.run_golden(decoder, source, T, mode, forced=False)
+    if mode == "chained":  # the golden's inputs are not what its layers read
+        x = decoder.bundle.embed(source.ids) * decoder.manifest.stream_scale
+        for layer in range(source.layers):
+            hidden = values[f"hidden.{layer}"]
+            values[f"update.{layer}"] = hidden - x
+            x = hidden
+    return updates(values)
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
@@ -177,39 +171,10 @@ def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
     return read
 
 
-def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
-    """The difference of each layer's output and input, [L, n, C] float64, over the
-    golden's tokens in calls of T.
-
-    Raises:
-        InputError: a runtime that does not show every layer's output (all but the
-            portable one, inside a shard of several layers).
-    """
-    trace = run.run_golden(decoder, source, T, mode, forced=False)
-    names = [f"hidden.{layer}" for layer in range(source.layers)]
-    if not trace.keys() >= {*names}:
-        actual = f"layers inside a shard that {decoder.runtime} does not show"
-        step = "export with --layers-per-shard 1"
-        subject = f"bundle {decoder.bundle.root.name}"
-        raise InputError(subject, actual, "one layer a shard", step)
-    after = np.float64([trace[name] for name in names])
-    if mode == "isolated":
-        return after - np.stack([trace[f"x.{layer}"] for layer in range(len(names))])
-    embedded = decoder.bundle.embed(source.ids[None])
-    embedded = embedded * decoder.manifest.stream_scale
-    return after - np.concatenate([embedded, after[:-1]])
-
-
 def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
     """Gate `reauthoring`: the re-authoring error is within its limit."""
-    errors = splits["isolated"].layers()["reauthoring"]
-    worst = int(errors.fillna(np.inf).idxmax())
-    exact = "exact arithmetic on the stored weights against Hugging Face, relative RMS"
-    return [
-        gates.at_most(
-            "reauthoring",
-            float(errors[worst]),
-            gates.REAUTHORING,
-            f"{exact}: layer {worst}",
-        )
-    ]
+    errors = splits["isolated"].layers()["reauthoring"].fillna(np.inf)
+    worst = int(errors.idxmax())
+    reason = "exact arithmetic on the stored weights against Hugging Face, relative RMS"
+    figures = "reauthoring", float(errors[worst]), gates.REAUTHORING
+    return [gates.at_most(*figures, f"{reason}: layer {worst}")]

@@ -2,50 +2,31 @@
 from it."""
 
 import copy
-import sys
-from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import nn
 
 from workbench.bundle import Bundle
-from workbench.check import golden, hf, metrics, run
+from workbench.check import compare, golden, hf, run
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
-Change = Callable[[Callable], Callable]  # a function of a module → the one in its place
-# name of a weight, and what reads it unchanged → its values
-WeightChange = Callable[[str, hf.Weights], torch.Tensor]
+# changes a built model in place, or also gives what has to be entered while it runs
+Change = Callable[[nn.Module], AbstractContextManager | None]
+Read = Callable[[str, hf.Weights], torch.Tensor]  # of a weight, by name
 # relative RMS above which weights are another layer's; compression stays below it
 UNLIKE = 0.5
-# rounding of `hidden` relative to its RMS, which enters every update
-STREAM_ULPS = 2.0**-22
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way in which a model may differ from its checkpoint's configuration.
-
-    Attributes:
-        config: attributes of the configuration to set.
-        model: changes the built model in place.
-        functions: changes of functions of transformers' modelling file, by name.
-        read: (name, its reader) → a weight.
-        embedding: factor of the first layer's input.
-        order: layer → the checkpoint's layer whose weights it has.
-    """
-
-    name: str
-    config: dict = field(default_factory=dict)
-    model: Callable[[nn.Module], None] = lambda model: None
-    functions: dict[str, Change] = field(default_factory=dict)
-    read: WeightChange = lambda name, read: read(name)
-    embedding: float = 1.0
-    order: dict[int, int] = field(default_factory=dict)
+# An update is measured against so much of the stream at least, whose rounding in fp32
+# enters it.
+STREAM = 2.0**-5
+# of which every layer with attention, or every other one, has the weight
+OWN = "self_attn.o_proj.weight", "feed_forward.w2.weight"
 
 
 class Trial:
@@ -53,110 +34,79 @@ class Trial:
     them."""
 
     def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
-        runtime = exact_runtime(bundle)  # refuses a bundle that has none
-        self.bundle = bundle
+        decoder = Decoder(bundle, exact_runtime(bundle), "exact")
+        self.manifest = bundle.manifest
         self.checkpoint = checkpoint
         self.read = golden.stored_weights(checkpoint, bundle)
-        self.ids = _prompt(bundle, checkpoint)
-        self.source = golden.make_golden(
-            checkpoint, self.ids, self.read, "stored", head=False
-        )
-        self.decoder = decoder = Decoder(bundle, runtime, "exact")
+        ids = _prompt(bundle, checkpoint)
+        about = ids, self.read, "stored"
+        self.source = golden.make_golden(checkpoint, *about, head=False)
         # where layers show no hidden state, caches of a chained run are all there is
         self.isolated = bundle.manifest.shows_hidden
         how = (decoder.options.t_max, "isolated") if self.isolated else (1, "chained")
         self.outputs = run.run_golden(decoder, self.source, *how)
-        scale = bundle.manifest.stream_scale
-        embedded = bundle.embed(self.source.ids[None])
-        self.embedded = embedded[0] * scale
-        self.order = self._order()
+        embedded = bundle.embed(self.source.ids)
+        self.outputs["x.0"] = embedded * bundle.manifest.stream_scale
 
-    def errors(self, variant: Variant, count: int) -> np.ndarray:
-        """Relative RMS [1 + count] of the embeddings and of the first `count` layers,
-        for each the worst of update, K and V. A layer with the weights of another layer
-        than the variant's has at least 1."""
-        reference = self._run(variant, count)
-        embedded = self.source["x.0"] * variant.embedding
-        errors = [metrics.relative_rms(embedded, self.embedded)]
-        for layer in range(count):
-            stored = self.order.get(layer, layer)
-            other = stored != variant.order.get(layer, layer)
-            worst = max(self._layer_errors(reference, layer))
-            errors.append(max(worst, float(other)))
-        return np.nan_to_num(errors, nan=np.inf)
+    def errors(
+        self,
+        count: int,
+        *,
+        config: Mapping = MappingProxyType({}),
+        change: Change = lambda base: None,
+        read: Read = lambda name, read: read(name),
+        embedding: float = 1.0,
+    ) -> np.ndarray:
+        """Relative RMS [1 + count] of the embeddings and of the first `count` layers of
+        a variant, for each layer the worst of update, K and V; inf where a value is not
+        finite.
 
-    def _layer_errors(self, reference: hf.Values, layer: int) -> list[float]:
-        """Relative RMS of a layer's update and, if it attends, of K and V."""
-        outputs, errors = self.outputs, []
-        if self.isolated:
-            name = f"update.{layer}"
-            rounding = STREAM_ULPS * _rms(reference[f"x.{layer}"])
-            beyond = max(0.0, _rms(outputs[name] - reference[name]) - rounding)
-            errors.append(beyond / (_rms(reference[name]) or 1.0))
-        for name in (f"k.{layer}", f"v.{layer}"):
-            if name in outputs:
-                rows = outputs[name]
-                expected = reference[name][-len(rows) :]
-                errors.append(metrics.relative_rms(expected, rows))
-        return errors
-
-    def _run(self, variant: Variant, count: int) -> hf.Values:
-        def read(name: str) -> torch.Tensor:
-            return variant.read(name, self.read)
-
+        Args:
+            config: attributes of the configuration to set.
+            read: called with a weight's name and what reads it unchanged.
+            embedding: factor of the first layer's input.
+        """
         feed = self.source.values
+        embedded = feed["x.0"] * np.float32(embedding)
         if not self.isolated:
-            feed = {"x.0": feed["x.0"] * np.float32(variant.embedding)}
-        with changed_model(self.checkpoint.config, variant, count) as model:
-            reference = hf.Reference(self.checkpoint, read, model=model)
-            return reference.run(self.ids, feed=feed, head=False)
+            feed = {"x.0": embedded}
+        configuration = copy.deepcopy(self.checkpoint.config)
+        for name, value in config.items():
+            setattr(configuration, name, copy.deepcopy(value))
+        model = hf.empty_model(configuration)
+        model.model.layers = model.model.layers[:count]
+        with change(model.model) or nullcontext():
+            weights = partial(read, read=self.read)
+            reference = hf.Reference(self.checkpoint, weights, model=model)
+            values = reference.run(self.source.ids, feed=feed, head=False)
+        sizes = {}
+        for layer in range(count):
+            sizes[f"update.{layer}"] = STREAM * compare.rms(values[f"x.{layer}"])
+        how = {"sizes": sizes, "tensors": ("update", "k", "v"), "similar": False}
+        rows = compare.compare(values, self.outputs, **how)
+        squares = rows["error"].fillna(np.inf) ** 2
+        means = squares.groupby([rows["layer"], rows["tensor"]]).mean()
+        layers = means.groupby("layer").max().reindex(range(count), fill_value=0.0)
+        first = compare.relative_rms(embedded, self.outputs["x.0"])
+        return np.array([first, *layers**0.5])
 
-    def _order(self) -> dict[int, int]:
+    def order(self) -> dict[int, int]:
         """Layer → the neighbour in the checkpoint whose weights it stores, where it is
         another."""
-        layers = self.checkpoint.prefix + "layers.{}."
-        name = layers + "self_attn.o_proj.weight"
-        if name.format(0) not in self.checkpoint:
-            name = layers + "feed_forward.w2.weight"
-        L = self.bundle.manifest.dims.L
+        name = f"{self.checkpoint.prefix}layers.{{}}."
+        name += next(own for own in OWN if name.format(0) + own in self.checkpoint)
+        L = self.manifest.dims.L
         order = {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
             errors = {}
-            first = max(0, layer - 1)
-            for other in range(first, min(L, layer + 2)):
+            for other in range(max(0, layer - 1), min(L, layer + 2)):
                 own = self.checkpoint.tensor(name.format(other)).numpy()
-                errors[other] = metrics.relative_rms(own, stored)
+                errors[other] = compare.relative_rms(own, stored)
             best = min(errors, key=errors.get)
-            if best != layer and errors[layer] > UNLIKE > errors[best]:
+            if errors[layer] > UNLIKE > errors[best]:
                 order[layer] = best
         return order
-
-
-@contextmanager
-def changed_model(config, variant: Variant, count: int):
-    """Yields the first `count` layers of a variant's model without weights, its
-    functions replaced."""
-    config = copy.deepcopy(config)
-    for name, value in variant.config.items():
-        setattr(config, name, copy.deepcopy(value))
-    model = hf.empty_model(config)
-    model.model.layers = model.model.layers[:count]
-    variant.model(model.model)
-    with _replaced(sys.modules[type(model).__module__], variant.functions):
-        yield model
-
-
-@contextmanager
-def _replaced(module, changes: dict[str, Change]):
-    """Replaces functions of a module within the block."""
-    before = {name: getattr(module, name) for name in changes}
-    try:
-        for name, own in before.items():
-            setattr(module, name, changes[name](own))
-        yield
-    finally:
-        vars(module).update(before)
 
 
 def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
@@ -164,11 +114,6 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
     shorter."""
     windows = [layer.window or 0 for layer in bundle.manifest.layers]
     windows.append(getattr(checkpoint.config, "sliding_window", None) or 0)
-    count = max(24, 2 * max(windows) + 8)
-    count = min(count, bundle.manifest.options.max_seq_len)
+    count = min(max(24, 2 * max(windows) + 8), bundle.manifest.options.max_seq_len)
     ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count)
     return ids.tolist()
-
-
-def _rms(values: np.ndarray) -> float:
-    return float(metrics.rms(values.ravel()))

@@ -1,105 +1,71 @@
 """Measures the error of each compressed weight, and of storing the worst few in a
 better format.
 
-One tensor at a time is replaced by its fp16 value inside the loaded program, in exact
-arithmetic, and every layer's update is measured again on the golden's input. Isolated
-layers are independent, so one pass tries the same tensor in all of them."""
+Hugging Face's model runs on the values that the bundle stores, one tensor at a time
+replaced by its fp16 value, and every layer's update is measured again on the golden's
+input. Isolated layers are independent, so one pass tries the same tensor in all of
+them. Gate `program` shows that the bundle computes the same."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
 
 import numpy as np
 import pandas as pd
 import torch
 
-from miltorch.steps import Body
 from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
-from workbench.check.golden import Golden
-from workbench.check.weights import checkpoint_values
-from workbench.decode import Decoder
+from workbench.check import compare
+from workbench.check.golden import Golden, stored_weights
+from workbench.check.hf import Reference
+from workbench.errors import InputError
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 
-# fp16 values of a tensor → the values to run with
-Swap = Callable[[torch.Tensor], torch.Tensor]
-
 
 class WeightTrial:
-    """A compressed bundle in exact arithmetic, its checkpoint, and the golden of its
-    layers' inputs."""
+    """A checkpoint's model on the weights of a compressed bundle, and the golden of its
+    layers' inputs.
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        checkpoint: Checkpoint,
-        golden: Golden,
-        T: int | None = None,
-    ):
-        error.needs_hidden(bundle)
-        self.decoder = Decoder(bundle, "portable", "exact")
-        self.checkpoint = checkpoint
+    Attributes:
+        tensors: (layer, name below it) of those that compression changed.
+        reference: updates [L, n, C] with all weights at fp16.
+    """
+
+    def __init__(self, bundle: Bundle, checkpoint: Checkpoint, golden: Golden):
+        self.model = Reference(checkpoint)
         self.golden = golden
-        self.T = T or bundle.manifest.options.t_max
-        self._updates()  # loads the experts that the golden's tokens pick
-        compressed = {(layer, kind) for kind, layer, *_ in self._tensors()}
-        with self.swapped(compressed):
-            self.reference = self._updates()
+        self.stored = stored_weights(checkpoint, bundle)
+        self.fp16 = error.fp16_weights(checkpoint, bundle)
+        self.tensors = set()
+        for name in set().union(*(shard.weights for shard in bundle.manifest.shards)):
+            layer, kind = split_layer(name)
+            if layer is not None:
+                if not torch.equal(self.stored(name), self.fp16(name)):
+                    self.tensors.add((layer, kind))
+        if not self.tensors:
+            found = "no weight was compressed"
+            step = "give one of another --compress"
+            raise InputError(bundle.root.name, found, "a compressed bundle", step)
+        self.reference = self.updates(self.tensors)
 
-    def _updates(self) -> np.ndarray:
-        return error.updates(self.decoder, self.golden, self.T, "isolated")
+    def updates(self, at_fp16: Collection[tuple[int, str]] = ()) -> np.ndarray:
+        """Updates [L, n, C] with these tensors at fp16 and the others as stored."""
 
-    def errors(self) -> np.ndarray:
-        """Relative RMS [L] of each layer's update with the current weights, against all
-        weights at fp16."""
-        difference = self._updates() - self.reference
-        squares = (difference**2).mean((1, 2))
-        scale = (self.reference**2).mean((1, 2))
-        return np.sqrt(squares / scale)
+        def read(name: str) -> torch.Tensor:
+            if split_layer(name) in at_fp16:
+                return self.fp16(name)
+            return self.stored(name)
 
-    @property
-    def kinds(self) -> list[str]:
-        """Names, below their layer, of the tensors that compression changed."""
-        return sorted({kind for kind, *_ in self._tensors()})
+        self.model.weights = read
+        feed = self.golden.values
+        return error.updates(self.model.run(self.golden.ids, feed=feed, head=False))
 
-    def _tensors(self) -> Iterator[tuple[str, int, object, str, torch.Tensor]]:
-        """(name below its layer, layer, executable, constant, fp16 values) of every
-        compressed tensor of a layer."""
-        experts = self.decoder.experts.models.values()
-        for model in (*self.decoder.layers, *experts):
-            for tensor, constant in model.shard.weights.items():
-                stored = torch.from_numpy(model.constant(constant))
-                values, _ = checkpoint_values(
-                    self.checkpoint, model.shard, tensor, stored.numel()
-                )
-                fp16 = values.half().float().reshape(stored.shape)
-                if not torch.equal(fp16, stored):
-                    layer, kind = split_layer(tensor)
-                    for executable in model.executables.values():
-                        yield kind, layer, executable, constant, fp16
-
-    @contextmanager
-    def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):
-        """Within the block, `tensors` (layer, kind) are as `swap` computes them from
-        their fp16 values."""
-        with ExitStack() as undo:
-            for kind, layer, executable, constant, fp16 in list(self._tensors()):
-                if (layer, kind) in tensors:
-                    for held, key in _places(executable.body, constant):
-                        undo.callback(held.__setitem__, key, held[key])
-                        held[key] = swap(fp16).to(held[key].dtype)
-            yield
-
-
-def _places(body: Body, constant: str) -> Iterator[tuple[dict, str]]:
-    """(table, key) wherever a program holds a constant: as a value that steps look up by
-    name, or as an argument of a step."""
-    if constant in body.constants:
-        yield body.constants, constant
-    for step in body.steps:
-        for parameter in step.constants:
-            if getattr(step.op.inputs.get(parameter), "name", None) == constant:
-                yield step.constants, parameter
+    def errors(self, at_fp16: Collection[tuple[int, str]] = ()) -> np.ndarray:
+        """Relative RMS [L] of each layer's update with these tensors at fp16, against
+        all weights at fp16."""
+        reference = self.reference.reshape(len(self.reference), -1)
+        current = self.updates(at_fp16).reshape(reference.shape)
+        return compare.over(compare.rms(reference, current), compare.rms(reference))
 
 
 def costs(weights: WeightTrial) -> pd.DataFrame:
@@ -108,15 +74,14 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     Columns: `error`, the relative RMS of the layer's update as stored; `without`, the
     same with this tensor alone at fp16; `share`, the share of error² that this tensor
     accounts for."""
-    errors = weights.errors()
-    rows = []
-    for kind in weights.kinds:
-        everywhere = {(layer, kind) for layer in range(len(errors))}
-        with weights.swapped(everywhere):
-            columns = {"error": errors, "without": weights.errors()}
-            rows.append(pd.DataFrame(columns))
-    frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"])
-    frame = frame.reset_index()
+    stored = weights.errors()
+    layers = range(len(stored))
+    parts = []
+    for kind in sorted({kind for _, kind in weights.tensors}):
+        without = weights.errors({(layer, kind) for layer in layers})
+        part = {"tensor": kind, "layer": layers, "error": stored, "without": without}
+        parts.append(pd.DataFrame(part))
+    frame = pd.concat(parts)
     share = 1 - (frame["without"] / frame["error"]) ** 2
     frame["share"] = share.where(frame["error"] > 0, 0.0)
     order = ["layer", "share"]
@@ -131,8 +96,6 @@ def remedies(
     few = ranked.groupby("layer").head(worst)
     by_layer = few.groupby("layer", as_index=False)
     frame = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
-    names = zip(few["layer"], few["tensor"], strict=True)
-    tensors = set(names)
-    with weights.swapped(tensors):
-        frame["fp16"] = weights.errors()[frame["layer"]]
+    errors = weights.errors(set(zip(few["layer"], few["tensor"], strict=True)))
+    frame["fp16"] = errors[frame["layer"]]
     return frame

@@ -1,31 +1,58 @@
 """Exports a checkpoint as a bundle: stateful Core ML shards, host tables and manifest.
-Nothing here depends on how shards are run."""
+Nothing here depends on how shards are run.
 
-import errno
+Each shape of shard is converted once, with placeholder weights. Then threads write
+every shard from the program of its shape, with the shard's own weights. coremltools
+itself never runs in two threads."""
+
 import hashlib
 import json
+import math
+import os
+import shutil
+import struct
 import sys
 import types
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
+from tqdm.auto import tqdm
 
 from miltorch.quiet import coremltools
 from workbench import paths
-from workbench.bundle import Bundle, Options, Writer
+from workbench.bundle import (
+    Bundle,
+    Embedding,
+    FileEntry,
+    Manifest,
+    Options,
+    Shard,
+    file_entries,
+    new_bundle,
+)
 from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
-from workbench.bundle.names import MATRIX_STATE
+from workbench.bundle.names import HIDDEN, MATRIX_STATE, split_layer
 from workbench.errors import InputError
-from workbench.export import cached
-from workbench.export.write import write_bundle
-from workbench.files import locked, project_root
+from workbench.export.convert import to_template
+from workbench.export.shards import Spec, specs
+from workbench.export.template import Template
+from workbench.export.weights import (
+    WeightSource,
+    load_values,
+    rounded,
+    stored,
+    weight_sources,
+)
+from workbench.files import check_room, locked, project_root
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
-__all__ = ["bundle_for", "bundle_name", "export", "options", "read_plan", "versions"]
-# no room left: on the disk, for this user, in one file
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+MAX_THREADS = 2  # writing is bound by memory and disk: more gain little
 MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
 
 
@@ -36,18 +63,8 @@ def options(**chosen) -> Options:
         settings = Options(**chosen)
     except ValidationError as problem:
         name, error = first_fault(problem, "export options")
-        limits = error.get("ctx", {})
-        choices = str(limits.get("expected")).replace(" or ", ", ").replace("'", "")
-        needed = {
-            "extra_forbidden": f"one of the options {', '.join(Options.model_fields)}",
-            "literal_error": f"one of {choices}",
-            "string_pattern_mismatch": "tokens of a call: 1-4, 4 or 1,64",
-            "greater_than_equal": f"at least {limits.get('ge')}",
-            "less_than_equal": f"at most {limits.get('le')}",
-        }.get(error["type"], error["msg"])
-        raise InputError(
-            name, repr(error.get("input")), needed, "see: workbench export --help"
-        ) from None
+        found, step = repr(error.get("input")), "see: workbench export --help"
+        raise InputError(name, found, error["msg"], step) from None
     if settings.plugin:
         settings.plugin.check(settings)
     return settings
@@ -78,20 +95,28 @@ def export(
         InputError: unusable checkpoint, unsupported family or option, target that is
             taken, no room on the disk.
     """
-    coremltools()  # quietly, before a part of it is imported by itself
     settings = options(**chosen)
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
         project = project_root(Path.cwd()) or Path.cwd()
         return bundle_for(source, settings, project / "data" / "bundles", progress)
-    plan = read_plan(source, settings)
+    return _export(source, settings, Path(bundle), progress)
+
+
+def _export(
+    source: Checkpoint, options: Options, bundle: Path, progress: bool
+) -> Bundle:
+    coremltools()  # quietly, before a part of it is imported by itself
+    plan = read_plan(source, options)
     try:
-        with Writer(Path(bundle)) as writer:
-            packages = versions(settings)
-            manifest = write_bundle(writer, source, plan, settings, packages, progress)
-            return writer.finish(manifest)
+        with new_bundle(bundle) as folder:
+            write_bundle(folder, source, plan, options, progress).save(folder)
+        return Bundle.open(bundle)
     except OSError as problem:
-        raise _stopped(f"bundle {bundle}", problem) from problem
+        reason = f"{problem.strerror or problem} ({problem.filename or bundle})"
+        needed = "files that can be read and written"
+        step = "correct this, or choose another target"
+        raise InputError(f"bundle {bundle}", reason, needed, step) from problem
 
 
 def bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
@@ -110,85 +135,178 @@ def bundle_for(
     An existing bundle is opened; a damaged one is exported again, with a warning that
     has the reason."""
     path = folder / bundle_name(checkpoint.name, checkpoint.sha256, options)
-    with locked(cached.lock(path)):
-        return cached.opened(path) or export(
-            checkpoint.path, path, progress=progress, **options.model_dump()
-        )
-
-
-def _stopped(subject: str, problem: OSError) -> InputError:
-    """The InputError for an OSError during an export; it advises to free room only if
-    the disk is full."""
-    reason = f"{problem.strerror or problem}"
-    if problem.errno in FULL:
-        needed = "a writable disk with room for the bundle"
-        step = "free some room and export again"
-        return InputError(subject, reason, needed, step)
-    if problem.filename:
-        reason += f" ({problem.filename})"
-    needed = "files that can be written and read"
-    return InputError(subject, reason, needed, "correct this, or choose another target")
-
-
-def versions(options: Options) -> dict[str, str]:
-    """Versions of the packages that a bundle's bytes and values depend on, by name."""
-    from importlib.metadata import version
-
-    names = ["coremltools", "numpy", "torch", "transformers", "workbench"]
-    if options.plugin:
-        names += options.plugin.packages
-    return {name: version(name) for name in names}
+    with locked(path.with_name(f".{path.name}.lock")):
+        try:
+            return Bundle.open(path)
+        except InputError as problem:
+            if isinstance(problem.__cause__, OSError):  # it may be whole
+                raise
+            if os.path.lexists(path):
+                text = f"the cached bundle {path.name} is exported again: {problem}"
+                warnings.warn(text, stacklevel=2)
+                is_file = path.is_symlink() or path.is_file()
+                path.unlink() if is_file else shutil.rmtree(path)
+        return _export(checkpoint, options, path, progress)
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
     """The family's plan for a checkpoint. Raises an InputError for options that do not
     apply to the family."""
     family = family_of(source.config)
-    subject = f"a {source.config.model_type} checkpoint"
     plan = family.plan(source.config)
     windows = any(layer.window for layer in plan.layers)
     matrices = any(MATRIX_STATE in states for states in plan.side_states)
     longest = plan.max_positions or options.max_seq_len
-    # (does not apply, option, what is needed, next step)
-    refusals = [
-        (
-            options.sliding == "window",
-            "sliding = window",
-            "mask or ring: only other exporters' packages have such a cache",
-            "leave out --sliding",
-        ),
-        (
-            options.moe == "routed" and not plan.experts,
-            "moe = routed",
-            "a family with experts",
-            "leave out --moe",
-        ),
-        (
-            options.sliding == "ring" and not windows,
-            "sliding = ring",
-            "a family with sliding attention",
-            "leave out --sliding",
-        ),
-        (
-            options.t_max > MATRIX_T_MAX and matrices,
-            f"tokens = {options.tokens}",
-            f"at most {MATRIX_T_MAX}: "
-            "fp16 cannot hold what more tokens at once do to a matrix state",
-            f"export with --tokens 1-{MATRIX_T_MAX} or fewer",
-        ),
-        (
-            options.max_seq_len > longest,
-            f"max_seq_len = {options.max_seq_len}",
-            f"at most {longest}, the length beyond which its positions are scaled",
-            "export with a smaller --max-seq-len",
-        ),
+    if options.sliding == "window":
+        found = "sliding = window"
+        needed = "mask or ring: only other exporters' packages have such a cache"
+        step = "leave out --sliding"
+    elif options.moe == "routed" and not plan.experts:
+        found, needed = "moe = routed", "a family with experts"
+        step = "leave out --moe"
+    elif options.sliding == "ring" and not windows:
+        found, needed = "sliding = ring", "a family with sliding attention"
+        step = "leave out --sliding"
+    elif options.t_max > MATRIX_T_MAX and matrices:
+        found = f"tokens = {options.tokens}"
+        needed = f"at most {MATRIX_T_MAX}: fp16 cannot hold "
+        needed += "what more tokens at once do to a matrix state"
+        step = f"export with --tokens 1-{MATRIX_T_MAX} or fewer"
+    elif options.max_seq_len > longest:
+        found = f"max_seq_len = {options.max_seq_len}"
+        needed = f"at most {longest}, the length beyond which its positions are scaled"
+        step = "export with a smaller --max-seq-len"
+    else:
+        return family.settle(plan, source) if hasattr(family, "settle") else plan
+    raise InputError(found, f"a {source.config.model_type} checkpoint", needed, step)
+
+
+def write_bundle(
+    folder: Path, source: Checkpoint, plan: Plan, options: Options, progress: bool
+) -> Manifest:
+    """Writes every file of a bundle to `folder` but its manifest, which it returns.
+
+    Raises:
+        InputError: a tensor that is missing or does not fit, no room on the disk.
+    """
+    shards = [
+        (s, weight_sources(s, source, plan, options)) for s in specs(plan, options)
     ]
-    for refused, option, needed, step in refusals:
-        if refused:
-            raise InputError(option, subject, needed, step)
-    if hasattr(family, "settle"):
-        return family.settle(plan, source)
-    return plan
+    needed = sum(weight.bytes for _, weights in shards for weight in weights)
+    needed += 2 * math.prod(source.shape(source.prefix + "embed_tokens.weight"))
+    check_room(folder, needed, f"bundle in {folder.parent}")
+    convert = options.plugin.template if options.plugin else to_template
+    templates: dict[str, Template] = {}
+    # torch in one thread in each: more would only wait for these, and spin meanwhile
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    pool = ThreadPoolExecutor(min(threads, MAX_THREADS), **alone)
+    try:
+        facts = pool.submit(lambda: source.facts)
+        parts = []
+        for spec, weights in shards:
+            shape = _shape(spec, plan, weights)
+            if shape not in templates:
+                templates[shape] = convert(spec, plan, options, weights)
+            parts.append((folder, spec, templates[shape], weights, source, options))
+        table = pool.submit(write_embedding, source, plan, folder)
+        written = [pool.submit(_write_shard, *part) for part in parts]
+        bar = tqdm(written, "export", unit="shard", disable=not progress)
+        return Manifest(
+            family=source.config.model_type,
+            dims=plan.dims,
+            options=options,
+            rope=plan.rope,
+            layers=plan.layers,
+            shards=[shard.result() for shard in bar],
+            embedding=Embedding(file=table.result(), scale=plan.embedding_scale),
+            tokens=source.save_tokenizer(folder),
+            checkpoint=facts.result(),
+            packages=versions(options),
+            residual_exponent=plan.residual_exponent,
+        )
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+def versions(options: Options) -> dict[str, str]:
+    """Versions of the packages that a bundle's bytes and values depend on, by name."""
+    names = ["coremltools", "numpy", "torch", "transformers", "workbench"]
+    if options.plugin:
+        names += options.plugin.packages
+    return {name: version(name) for name in names}
+
+
+def _shape(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:
+    """Equal for shards whose programs are equal."""
+    buffers = [(state.tensor, state.shape) for state in spec.states.values()]
+    layers = plan.layers[slice(*spec.layers)] if spec.kind != "expert" else []
+    facts = [spec.kind, spec.inputs, spec.outputs, buffers, layers]
+    for weight in weights:
+        facts += weight.path, weight.shape, weight.offset, weight.compressed
+    return repr(facts)
+
+
+def _write_shard(
+    folder: Path,
+    spec: Spec,
+    template: Template,
+    weights: list[WeightSource],
+    source: Checkpoint,
+    options: Options,
+) -> Shard:
+    """Writes one shard; returns its manifest entry."""
+    package = folder / f"{spec.name}{template.suffix}"
+    files, places = template.write(
+        package, weights, lambda weight: stored(weight, load_values(weight, source))
+    )
+    first, last = spec.layers
+    modules, taps = {}, {}
+    for value, path in template.modules.items():
+        index, rest = split_layer(path)
+        if index is not None:  # `layers.0.mlp` of a shard → `layers.{first}.mlp`
+            path = f"layers.{first + index}.{rest}".rstrip(".")
+            taps[first + index] = value
+        modules[value] = path
+    # programs of a plug-in show no inner values
+    shown = spec.kind == "layers" and not options.plugin
+    held = [weight for weight in weights if weight.tensor and weight.path in places]
+    return Shard(
+        **vars(spec),
+        path=package.name,
+        template=template.name,
+        functions=options.functions,
+        bytes=sum(file.bytes for file in files),
+        files=files,
+        weights={weight.tensor: places[weight.path] for weight in held},
+        offsets={weight.tensor: weight.offset for weight in held if weight.offset},
+        modules=modules,
+        taps=taps | {last - 1: HIDDEN} if shown else {},
+    )
+
+
+def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
+    """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors
+    file, never whole in memory."""
+    tables, header, end = [], {}, 0
+    for key, name in ({"weight": "embed_tokens.weight"} | plan.embedding).items():
+        dtype = torch.float16 if key == "weight" else torch.float32
+        name = source.prefix + name
+        start, shape = end, source.shape(name)
+        end += math.prod(shape) * dtype.itemsize
+        kind = f"F{8 * dtype.itemsize}"
+        header[key] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+        tables.append((WeightSource(key, name, shape), source, dtype))
+    path = folder / "embedding.safetensors"
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for table in tables:
+            for values in rounded(*table):
+                file.write(values.numpy())
+    return file_entries(folder, path)[0]
 
 
 class _CallableModule(types.ModuleType):

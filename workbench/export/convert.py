@@ -3,10 +3,8 @@ that the program depends on shapes and options alone: random, because coremltool
 a product with ones and merges equal constants."""
 
 import errno
-import shutil
 import tempfile
 from contextlib import contextmanager
-from functools import partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,14 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from miltorch.quiet import coremltools, frozen, quiet
+from miltorch.quiet import coremltools, frozen, no_progress, quiet
 from workbench.bundle import Options
 from workbench.bundle.names import POS
 from workbench.bundle.presets import FP16, Preset
-from workbench.errors import InputError
-from workbench.export.package import WEIGHTS, pin, save_package
 from workbench.export.shards import Spec
-from workbench.export.template import Template
+from workbench.export.template import Template, pin, save_package
 from workbench.export.weights import WeightSource, blank
 from workbench.models.family import Plan
 
@@ -45,40 +41,32 @@ def to_template(
     its shape can be written.
 
     Raises:
-        InputError: functions of a program without a weight file.
         OSError: no room for coremltools' temporary files.
     """
     module = blank(spec, plan, options).requires_grad_(False).eval()
-    fill(module, weights)
-    compressed = {weight.path for weight in weights if weight.compressed}
-    constants: dict[str, str] = {}
+    generator = torch.Generator().manual_seed(0)
+    for i, weight in enumerate(weights):
+        values = torch.rand(weight.shape, generator=generator)
+        # a range of its own: functions share equal lookup tables, too
+        module.get_parameter(weight.path).data = values + 0.5 + i / 64
     modules: dict[str, str] = {}
     programs: dict[str, Path] = {}
-    with tempfile.TemporaryDirectory() as folder, frozen(), lean():
+    with tempfile.TemporaryDirectory() as folder, frozen():
         for name, T in (options.functions or {"main": None}).items():
-            model = to_program(module, spec, options, compressed, T, table="uniform")
+            with lean():
+                model = to_program(module, spec, options, weights, T, table="uniform")
+            model._mil_program.validate()
             programs[name] = Path(folder, f"{name}.mlpackage")
             save_package(model, programs[name])
-            constants |= constants_of(model)
             modules |= modules_of(model)
-        package = programs["main"] if "main" in programs else joined(programs)
-        named = {w.path: constants[w.path.replace(".", "_")] for w in weights}
-        return Template(spec.name, package, named, modules)
-
-
-def fill(module: nn.Module, weights: list[WeightSource]) -> None:
-    """Gives every parameter random placeholder values between 0.5 and 1.5."""
-    generator = torch.Generator().manual_seed(0)
-    for weight in weights:
-        values = torch.rand(weight.shape, generator=generator)
-        module.get_parameter(weight.path).data = values + 0.5
+        return Template(spec.name, joined(programs), weights, modules)
 
 
 def to_program(
     module: nn.Module,
     spec: Spec,
     options: Options,
-    compressed: set[str],
+    weights: list[WeightSource],
     T: int | None = None,
     table: str = "kmeans",
 ):
@@ -86,8 +74,7 @@ def to_program(
     t_max.
 
     Args:
-        compressed: paths of the parameters that `options.compress` is for; all others
-            stay fp16.
+        weights: the parameters; those that no preset compresses stay fp16.
         T: the tokens of a call, for a program of this one T (default: as the options
             say).
         table: how the values of lookup tables are chosen; `uniform` needs no search.
@@ -103,16 +90,14 @@ def to_program(
 
     examples, inputs = _inputs(spec, options, T)
     states = []
-    for name, shape in spec.buffers.items():
-        kind = ct.TensorType(shape=shape, dtype=np.float16)
-        states.append(ct.StateType(kind, name=name))
+    for state in spec.states.values():
+        kind = ct.TensorType(shape=state.shape, dtype=np.float16)
+        states.append(ct.StateType(kind, name=state.tensor))
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
     if options.preset != FP16:
-        excluded = {path for path, _ in module.named_parameters()} - compressed
-        _compress(
-            pipeline, options.preset, [f"{path}_to_fp16" for path in excluded], table
-        )
+        excluded = [f"{w.path}_to_fp16" for w in weights if not w.compressed]
+        _compress(pipeline, options.preset, excluded, table)
     with quiet(), no_progress(), torch.no_grad():
         # coremltools numbers the names it makes up through the life of the process
         Builder.name_count.clear()
@@ -121,9 +106,7 @@ def to_program(
             return ct.convert(
                 traced,
                 inputs=inputs,
-                outputs=[
-                    ct.TensorType(name, dtype=np.float16) for name in spec.outputs
-                ],
+                outputs=[ct.TensorType(n, dtype=np.float16) for n in spec.outputs],
                 states=states,
                 minimum_deployment_target=ct.target.macOS15,
                 compute_units=ct.ComputeUnit.CPU_AND_NE,
@@ -134,8 +117,7 @@ def to_program(
             if "FileWriter" not in str(problem):
                 raise
             # its writer of weight files gives no other reason
-            place = tempfile.gettempdir()
-            reason = f"coremltools could not write to {place}"
+            reason = f"coremltools could not write to {tempfile.gettempdir()}"
             raise OSError(errno.ENOSPC, reason) from problem
 
 
@@ -146,10 +128,8 @@ def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
     if options.t_max > 1 and not options.shapes:
         # one symbol for every T: coremltools would take unrelated ranges without
         # complaint
-        size = ct.RangeDim(1, options.t_max, default=1)
-        length = 2
-    examples = []
-    inputs = []
+        size, length = ct.RangeDim(1, options.t_max, default=1), 2
+    examples, inputs = [], []
     for name, shape in spec.inputs.items():
         traced, stored = torch.float32, np.float16
         if name == POS:
@@ -163,53 +143,36 @@ def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
 
 def joined(programs: dict[str, Path]) -> Path:
     """A package with one function for each of `programs` (name → package with `main`),
-    the first one the default; coremltools stores weights that functions share once.
-
-    Raises:
-        InputError: a program without a weight file, which coremltools does not take.
-    """
+    the first one the default; coremltools stores weights that functions share once. One
+    program stays as it is."""
     from coremltools.converters.mil.mil import Builder
     from coremltools.models import utils
 
+    first, *others = programs.values()
+    if not others:
+        return first
     descriptor = utils.MultiFunctionDescriptor()
     for name, program in programs.items():
-        if not (program / WEIGHTS).is_file():
-            raise InputError(
-                "functions of a shard",
-                "weights so small that they stand in the program",
-                "a weight file, which functions can share",
-                "export with --tokens 1-4",
-            )
         descriptor.add_function(str(program), "main", name)
     descriptor.default_function_name = next(iter(programs))
-    package = next(iter(programs.values())).with_name("joined.mlpackage")
+    package = first.with_name("joined.mlpackage")
     with quiet(), no_progress():
         Builder.name_count.clear()
         utils.save_multifunction(descriptor, str(package))
     pin(package)
-    for program in programs.values():
-        shutil.rmtree(program)
     return package
 
 
 @contextmanager
 def lean():
-    """Context manager around a conversion. coremltools 9.0 validates a program after
-    each of its hundred passes, which is half of a conversion's time; here it does so
-    after the last of each pipeline. Its search for constants beyond fp16 takes 40 bytes
-    for every element; here it leaves out large ones, which are weights."""
+    """Context manager around a conversion, which then takes half of the time and a
+    fraction of the memory. coremltools 9.0 validates a program after each of its
+    hundred passes; here its caller does so at the end. Its search for constants beyond
+    fp16 takes 40 bytes for every element; here it leaves out large ones, which are
+    weights."""
     from coremltools.converters.mil.mil import Program
     from coremltools.converters.mil.mil.passes.defs import quantization
-    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
 
-    original = PassPipelineManager.apply_pipeline
-
-    def apply(program, passes) -> None:
-        with patch.object(Program, "validate", lambda *_, **__: None):
-            original(program, passes)
-        program.validate()
-
-    pipeline = patch.object(PassPipelineManager, "apply_pipeline", staticmethod(apply))
     cast = quantization.FP16ComputePrecision
     is_beyond = cast.fp16_overflow
 
@@ -218,16 +181,8 @@ def lean():
         return max(sizes, default=0) <= LARGE and is_beyond(op)
 
     search = patch.object(cast, "fp16_overflow", staticmethod(is_small_beyond))
-    with pipeline, search:
+    with search, patch.object(Program, "validate", lambda *_, **__: None):
         yield
-
-
-def no_progress():
-    """coremltools draws its bars with tqdm and has no switch for them."""
-    import tqdm
-
-    silent = partialmethod(tqdm.tqdm.__init__, disable=True)
-    return patch.object(tqdm.tqdm, "__init__", silent)
 
 
 def _compress(pipeline, preset: Preset, excluded: list[str], table: str) -> None:
@@ -239,20 +194,18 @@ def _compress(pipeline, preset: Preset, excluded: list[str], table: str) -> None
     time, with the passes that fold."""
     from coremltools.optimize import coreml as cto
 
+    how = {"weight_threshold": 0}
     if preset.is_integer:
-        how = {"dtype": f"int{preset.bits}", "granularity": preset.granularity}
         if preset.block:
             how["block_size"] = preset.block
-        op = cto.OpLinearQuantizerConfig(
-            mode="linear_symmetric", weight_threshold=0, **how
-        )
+        how |= {"dtype": f"int{preset.bits}", "granularity": preset.granularity}
+        op = cto.OpLinearQuantizerConfig(mode="linear_symmetric", **how)
         pass_name = "compression::linear_quantize_weights"
     else:
-        op = cto.OpPalettizerConfig(mode=table, nbits=preset.bits, weight_threshold=0)
+        op = cto.OpPalettizerConfig(mode=table, nbits=preset.bits, **how)
         pass_name = "compression::palettize_weights"
-    config = cto.OptimizationConfig(
-        op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(excluded)
-    )
+    kept = dict.fromkeys(excluded)
+    config = cto.OptimizationConfig(op_type_configs={"conv": op}, op_name_configs=kept)
     pipeline.append_pass(pass_name)
     pipeline.set_options(pass_name, {"config": config})
 
@@ -271,15 +224,3 @@ def modules_of(model) -> dict[str, str]:
                 path = f"layers.{path}"
             paths |= {out.name: path for out in op.outputs}
     return paths
-
-
-def constants_of(model) -> dict[str, str]:
-    """Parameter path with underscores for dots → name of the program constant that
-    holds it, after compression."""
-    names = {}
-    for op in model._mil_program.functions["main"].operations:
-        if op.op_type.startswith("const"):  # const, or constexpr_…
-            # fp16 cast and compression append to the parameter's name
-            name = op.outputs[0].name
-            names[name.split("_to_fp16")[0]] = name
-    return names

@@ -11,6 +11,7 @@ from workbench.bundle import Options, StateEntry
 from workbench.bundle.names import (
     ACC,
     BASE,
+    CONV_STATE,
     EXPERT_IN,
     EXPERT_WEIGHT,
     HIDDEN,
@@ -29,7 +30,6 @@ from workbench.bundle.names import (
     is_cache,
     split_layer,
 )
-from workbench.models.cache import Cache
 from workbench.models.family import Plan
 
 HEAD_ROWS = 16_384
@@ -40,7 +40,7 @@ class Spec:
     """One shard to make: its contents and the interface of its module.
 
     Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state
-    (`layers.3.k_state`) to its entry, `buffers` each Core ML state to its shape.
+    (`layers.3.k_state`) to its entry.
     """
 
     name: str
@@ -50,7 +50,6 @@ class Spec:
     layers: tuple[int, int] = (0, 0)
     rows: tuple[int, int] = (0, 0)
     states: dict[str, StateEntry] = field(default_factory=dict)
-    buffers: dict[str, list[int]] = field(default_factory=dict)
 
 
 def specs(plan: Plan, options: Options) -> Iterator[Spec]:
@@ -75,9 +74,31 @@ def specs(plan: Plan, options: Options) -> Iterator[Spec]:
 
 def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     """The shard of decoder layers [first, last); with routed experts, of one layer up
-    to its router."""
+    to its router.
+
+    Its inputs are x, each rope table with its masks, write addresses, side inputs. Each
+    state is a tensor of its own, named by its layer in the shard where that has
+    several."""
     C = options.plane(plan.dims.C)
     E = options.plane(plan.experts + 1)
+    R = options.plane(plan.router_width)
+    B = options.batch
+    attending = {x.rope: x for x in plan.layers[first:last] if x.attends}
+    inputs = {X: C}
+    for rope in plan.rope:
+        if rope.name in attending:
+            inputs |= options.layer_inputs(attending[rope.name], len(rope.inv_freq))
+    if options.kv_write == "slice" and attending:
+        del inputs[KV_WRITE_MASK]
+        inputs[POS] = [1]
+    sides = [states for states in plan.side_states[first:last] if states]
+    if sides:
+        n = sides[0][CONV_STATE][0]
+        inputs[TAIL_SELECT] = [B, n, "T"]
+        if n > 2:
+            inputs[TAIL_KEEP] = [B, n, n]
+    if any(MATRIX_STATE in states for states in sides):
+        inputs[ORDER] = [B, 1, "T", 1]
     kind = "layers"
     name = f"layers_{first:02d}_{last - 1:02d}"
     outputs = {HIDDEN: C}
@@ -86,58 +107,15 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
         name = f"router_{first:02d}"
         outputs = {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
     if plan.router_width:
-        outputs |= {ROUTER_STATE_OUT: options.plane(plan.router_width)}
-    inputs = layer_inputs(plan, options, first, last)
-    states, buffers = place_states(plan, options, first, last)
-    return Spec(
-        name, kind, inputs, outputs, (first, last), states=states, buffers=buffers
-    )
-
-
-def layer_inputs(
-    plan: Plan, options: Options, first: int, last: int
-) -> dict[str, list]:
-    """Inputs of a shard of layers [first, last): x, each rope table with its masks,
-    write addresses, side inputs."""
-    attending = [layer for layer in plan.layers[first:last] if layer.attends]
-    layers = {layer.rope: layer for layer in attending}
-    inputs = {X: options.plane(plan.dims.C)}
-    for rope in plan.rope:
-        if rope.name in layers:
-            inputs |= options.layer_inputs(layers[rope.name], len(rope.inv_freq))
-    if options.kv_write == "slice" and attending:
-        del inputs[KV_WRITE_MASK]
-        inputs |= {POS: [1]}
-    if any(plan.side_states[first:last]):
-        B = options.batch
-        n = plan.tail
-        inputs |= {TAIL_SELECT: [B, n, "T"]}
-        if n > 2:
-            inputs |= {TAIL_KEEP: [B, n, n]}
-    if any(MATRIX_STATE in states for states in plan.side_states[first:last]):
-        inputs |= {ORDER: [options.batch, 1, "T", 1]}
-    if plan.router_width:
-        inputs |= {ROUTER_STATE: options.plane(plan.router_width)}
-    return inputs
-
-
-def place_states(plan: Plan, options: Options, first: int, last: int):
-    """The states of layers [first, last), each a tensor of its own, named by its layer
-    in the shard where that has several; returns (states, buffers)."""
+        inputs[ROUTER_STATE] = outputs[ROUTER_STATE_OUT] = R
     states = {}
-    buffers = {}
     for i in range(first, last):
-        for name, sizes in plan.states(i, options).items():
-            tensor = name
-            if last - first > 1:
-                tensor = f"layers_{i - first}_{name}"
-            buffers[tensor] = [options.batch, *sizes]
-            ring = None
-            if is_cache(name):
-                ring = options.ring(plan.layers[i].window)
-            entry = StateEntry(tensor=tensor, shape=buffers[tensor], ring=ring)
-            states[f"layers.{i}.{name}"] = entry
-    return states, buffers
+        prefix = f"layers_{i - first}_" if last - first > 1 else ""
+        for leaf, sizes in plan.states(i, options).items():
+            ring = options.ring(plan.layers[i].window) if is_cache(leaf) else None
+            entry = StateEntry(tensor=prefix + leaf, shape=[B, *sizes], ring=ring)
+            states[f"layers.{i}.{leaf}"] = entry
+    return Spec(name, kind, inputs, outputs, (first, last), states=states)
 
 
 class LayerStack(nn.Module):
@@ -149,17 +127,17 @@ class LayerStack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.inputs = list(spec.inputs)
         self.outputs = list(spec.outputs)
-        for tensor, shape in spec.buffers.items():
-            self.register_buffer(tensor, torch.zeros(shape))
         self.states = [{} for _ in blocks]
         for name, state in spec.states.items():
+            self.register_buffer(state.tensor, torch.zeros(state.shape))
             layer, leaf = split_layer(name)
-            self.states[layer - spec.layers[0]][leaf] = state
+            self.states[layer - spec.layers[0]][leaf] = state.tensor
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         io = dict(zip(self.inputs, tensors, strict=True))
         x = io[X]
         for block, states in zip(self.blocks, self.states, strict=True):
-            x = block(x, Cache(self, states), io)
+            cache = {leaf: self.get_buffer(name) for leaf, name in states.items()}
+            x = block(x, cache, io)
         io[HIDDEN] = x
         return tuple(io[name] for name in self.outputs)

@@ -2,25 +2,32 @@
 
 A `Template` is a program that was converted with placeholder weights. It knows where in
 the weight file and in the program each parameter lies; `write` makes a shard of it by
-putting the shard's own weights in these places."""
+putting the shard's own weights in these places.
 
-import hashlib
+Equal programs and weights give equal bytes. coremltools writes a fresh date, random
+identifiers and map entries in any order; here the date is pinned, identifiers follow
+from what they name, and the model is serialized in canonical order. Two shards are
+therefore equal if their manifest entries (path, size, SHA-256) are."""
+
+import json
+import shutil
 import struct
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import uuid
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
+from miltorch.quiet import messages
 from workbench.bundle import FileEntry, file_entries
-from workbench.bundle.names import split_layer
-from workbench.export.compress import packed
-from workbench.export.package import MANIFEST, MODEL, WEIGHTS, read_package, serialize
-from workbench.export.weights import WeightSource
+from workbench.export.weights import WeightSource, packed
 
+DATE_KEY = "com.github.apple.coremltools.conversion_date"
+DATE = "1970-01-01"
+MODEL = "Data/com.apple.CoreML/model.mlmodel"
+WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
+MANIFEST = "Manifest.json"
 RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, their offset
-RECORD_SENTINEL = 0xDEADBEEF
 
 
 class Slot(NamedTuple):
@@ -39,7 +46,7 @@ class Template:
     Args:
         name: of the shard that was converted.
         package: its files, which are read and not kept.
-        constants: parameter path → name of the program's value that holds it.
+        weights: the parameters of the shard.
         modules: program value → module path, layers counted from the shard's first.
     """
 
@@ -49,40 +56,38 @@ class Template:
         self,
         name: str,
         package: Path,
-        constants: dict[str, str],
+        weights: list[WeightSource],
         modules: dict[str, str],
     ):
         self.name = name
-        self.constants = constants
         self.modules = modules
-        self.taps = {}  # layer of the shard → its last value
-        for value, path in modules.items():
-            index, _ = split_layer(path)
-            if index is not None:
-                self.taps[index] = value
         self.model = read_package(package)
         self.manifest = (package / MANIFEST).read_bytes()
         file = package / WEIGHTS
         blob = file.read_bytes() if file.is_file() else b""  # none: small constants
-        slots = _slots(operations(self.model), blob)
-        places = [(path, slots[name]) for path, name in constants.items()]
-        # in the order of the weight file
-        self.places = sorted(places, key=lambda place: place[1][-1].stop)
-        edges = [0]
-        for _, parts in self.places:
+        slots = find_slots(operations(self.model), blob)
+        # fp16 cast and compression append to the parameter's name
+        names = {name.split("_to_fp16")[0]: name for name in slots}
+        self.constants = {w.path: names[w.path.replace(".", "_")] for w in weights}
+        places = [(path, slots[name]) for path, name in self.constants.items()]
+        # in the order of the weight file, each parameter with the bytes before each of
+        # its slots: headers, records, padding, constants that are no parameters
+        self.places = []
+        end = 0
+        for path, parts in sorted(places, key=lambda place: place[1][-1].stop):
+            gaps = []
             for slot in parts:
-                edges += (slot.start, slot.stop) if slot.stop else ()
-        edges.append(len(blob))
-        assert edges == sorted(edges), "parameters that share bytes"
-        # between the slots: headers, records, padding, constants that are no parameters
-        gaps = zip(edges[::2], edges[1::2], strict=True)
-        self.gaps = [blob[start:stop] for start, stop in gaps]
+                assert not slot.stop or slot.start >= end, "parameters that share bytes"
+                gaps.append(blob[end : slot.start])
+                end = max(end, slot.stop)
+            self.places.append((path, list(zip(parts, gaps))))
+        self.rest = blob[end:]
 
     def write(
         self, package: Path, weights: list[WeightSource], load: Callable
     ) -> tuple[list[FileEntry], dict[str, str]]:
         """Writes this program with `weights` to the new folder `package`. Returns its
-        files, hashed while they were written, and the place of each parameter.
+        files and the place of each parameter.
 
         Args:
             load: weight → by role, the arrays that are stored for it.
@@ -91,56 +96,36 @@ class Template:
             InputError: a weight of another shape, or one that fp16 or the compression
                 cannot hold.
         """
+        model = deepcopy(self.model)
+        ops = operations(model)
+        by_path = {weight.path: weight for weight in weights}
         file = package / WEIGHTS
         file.parent.mkdir(parents=True)
-        model = type(self.model)()
-        model.CopyFrom(self.model)
-        digest = hashlib.sha256()
-        with file.open("wb", buffering=0) as whole, ThreadPoolExecutor(1) as beside:
-            for piece in self._pieces(operations(model), weights, load):
-                hashing = beside.submit(digest.update, piece)
-                rest = memoryview(piece)
-                while len(rest):  # a disk that is nearly full takes less than all
-                    rest = rest[whole.write(rest) :]
-                hashing.result()
-            size = whole.tell()
-        files = []
-        if size:
-            name = f"{package.name}/{WEIGHTS}"
-            files.append(FileEntry(path=name, bytes=size, sha256=digest.hexdigest()))
-        else:
+        with file.open("wb") as whole:
+            for path, slots in self.places:
+                weight = by_path[path]
+                arrays = load(weight)
+                for slot, gap in slots:
+                    bits = 16
+                    if slot.role in ("data", "indices"):
+                        bits = weight.preset.bits
+                    payload = packed(arrays[slot.role], bits)
+                    whole.write(gap)
+                    if slot.stop:
+                        assert len(payload) == slot.stop - slot.start, (path, slot)
+                        whole.write(payload)
+                        continue
+                    value = values_of(ops[slot.op])[slot.role]
+                    inline = value.immediateValue.tensor.bytes
+                    assert len(payload) == len(inline.values), (path, slot)
+                    inline.values = payload.tobytes()
+            whole.write(self.rest)
+        if not file.stat().st_size:
             file.unlink()
             file.parent.rmdir()
-        for name, content in ((MODEL, serialize(model)), (MANIFEST, self.manifest)):
-            (package / name).write_bytes(content)
-            files += file_entries(package.parent, package / name)
-        return sorted(files, key=lambda entry: Path(entry.path)), self.constants
-
-    def _pieces(
-        self, ops: list, weights: list[WeightSource], load: Callable
-    ) -> Iterator[bytes | np.ndarray]:
-        """The weight file in order, while inline values are put into the operations
-        `ops`."""
-        by_path = {weight.path: weight for weight in weights}
-        gaps = iter(self.gaps)
-        yield next(gaps)
-        for path, slots in self.places:
-            weight = by_path[path]
-            arrays = load(weight)
-            for slot in slots:
-                bits = 16
-                if slot.role in ("data", "indices"):
-                    bits = weight.preset.bits
-                payload = packed(arrays[slot.role], bits)
-                if slot.stop:
-                    assert len(payload) == slot.stop - slot.start, (path, slot)
-                    yield payload
-                    yield next(gaps)
-                else:
-                    value = values_of(ops[slot.op])[slot.role]
-                    stored = value.immediateValue.tensor.bytes
-                    assert len(payload) == len(stored.values), (path, slot)
-                    stored.values = payload.tobytes()
+        (package / MODEL).write_bytes(serialize(model))
+        (package / MANIFEST).write_bytes(self.manifest)
+        return file_entries(package.parent, package), self.constants
 
 
 def values_of(op) -> dict:
@@ -157,7 +142,7 @@ def operations(model) -> list:
     return [op for f in functions for op in f.block_specializations[f.opset].operations]
 
 
-def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
+def find_slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
     """Where the values of each constant operation lie, in the order of the weight file;
     by the name of its result.
 
@@ -169,12 +154,49 @@ def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
             start = size = 0
             if value.WhichOneof("value") == "blobFileValue":
                 at = value.blobFileValue.offset
-                sentinel, _, size, start = RECORD.unpack_from(blob, at)
-                assert sentinel == RECORD_SENTINEL
-            slot = Slot(role, index, start, start + size)
+                _, _, size, start = RECORD.unpack_from(blob, at)
             places = slots.setdefault(op.outputs[0].name, {})
+            slot = Slot(role, index, start, start + size)
             places.setdefault((role, start or index), slot)
     return {
         name: sorted(places.values(), key=lambda slot: slot.start)
         for name, places in slots.items()
     }
+
+
+def save_package(model, package: Path) -> None:
+    """Writes a converted model (coremltools' MLModel) to `package`, replacing an
+    existing one."""
+    shutil.rmtree(package, ignore_errors=True)
+    model.save(str(package))
+    pin(package)
+
+
+def pin(package: Path) -> None:
+    """Rewrites what coremltools changes each time it saves: date, identifiers, order of
+    map entries."""
+    (package / MODEL).write_bytes(serialize(read_package(package)))
+    listed = json.loads((package / MANIFEST).read_text())
+    items = listed["itemInfoEntries"]
+    names = {
+        old: str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper()
+        for old, item in items.items()
+    }
+    listed["itemInfoEntries"] = {names[old]: item for old, item in items.items()}
+    listed["rootModelIdentifier"] = names[listed["rootModelIdentifier"]]
+    # coremltools rewrites the file in this form when it opens the package, so its bytes
+    # stay
+    text = json.dumps(listed, indent=4, sort_keys=True) + "\n"
+    (package / MANIFEST).write_text(text)
+
+
+def read_package(package: Path):
+    """Reads the Model protobuf of a package that this export wrote."""
+    return messages("Model_pb2").Model.FromString((package / MODEL).read_bytes())
+
+
+def serialize(spec) -> bytes:
+    """A Model protobuf as canonical bytes, its date pinned."""
+    if DATE_KEY in spec.description.metadata.userDefined:
+        spec.description.metadata.userDefined[DATE_KEY] = DATE
+    return spec.SerializeToString(deterministic=True)

@@ -11,19 +11,11 @@ from importlib import import_module
 
 _MODULES = {
     "machine": ("environment", "state"),
-    "places": (
-        "SHIPPED",
-        "Root",
-        "default_root",
-        "new_run_id",
-        "project",
-        "short",
-        "whole",
-    ),
+    "places": ("SHIPPED", "Root", "default_root", "new_run_id", "project"),
     "runs": ("pack", "record", "unpack"),
-    "schema": ("SCHEMAS",),
-    "stats": ("Comparison", "compare", "flags"),
-    "store": ("append", "find", "load", "plain"),
+    "schema": ("SCHEMAS", "SETTINGS"),
+    "stats": ("compare", "find"),
+    "store": ("append", "load", "plain"),
 }
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 

@@ -18,6 +18,7 @@ from workbench.files import project_root
 PACKAGES = "workbench coremltools torch transformers numpy pandas pyarrow scipy"
 # macOS' OSThermalNotification.h
 THERMAL_PRESSURES = ("nominal", "moderate", "heavy", "trapping", "sleeping")
+THERMAL_KEY = "com.apple.system.thermalpressurelevel"
 
 
 def environment() -> dict:
@@ -80,34 +81,24 @@ def state() -> dict:
     """What affects timings and changes while a machine runs, as columns of ``runs``.
 
     Returns:
-        power_source: ``AC Power`` or ``Battery Power``.
-        low_power: whether the system saves power.
+        power_source: ``AC Power`` or ``Battery Power``, of a machine with a battery.
+        low_power: whether macOS saves power.
         thermal_pressure: a word of `THERMAL_PRESSURES`, or the number of a level beyond
             them.
         swap_bytes: bytes of all processes that are swapped out.
     """
-    battery = command_output("pmset", "-g", "batt")
+    battery = psutil.sensors_battery()
+    sources = {True: "AC Power", False: "Battery Power"}
     mode = _found(r"\b(?:low)?powermode (\d)", command_output("pmset", "-g"))
-    profile = _text("/sys/firmware/acpi/platform_profile")
-    level = thermal_level()
-    pressures = dict(enumerate(THERMAL_PRESSURES))
+    said = command_output("notifyutil", "-g", THERMAL_KEY)
+    level = _found(r"thermalpressurelevel (\d+)$", said)
+    pressures = dict(zip("01234", THERMAL_PRESSURES))
     return {
-        "power_source": _found(r"drawing from '(.+?)'", battery) or _plug(),
-        "low_power": mode == "1" if mode else profile and profile == "low-power",
-        "thermal_pressure": level
-        if level is None
-        else pressures.get(level, str(level)),
+        "power_source": battery and sources.get(battery.power_plugged),
+        "low_power": mode and mode == "1",
+        "thermal_pressure": pressures.get(level, level),
         "swap_bytes": psutil.swap_memory().used,
     }
-
-
-def thermal_level() -> int | None:
-    """The thermal pressure now, an index of `THERMAL_PRESSURES`."""
-    key = "com.apple.system.thermalpressurelevel"
-    level = _found(
-        r"thermalpressurelevel (\d+)$", command_output("notifyutil", "-g", key)
-    )
-    return level and int(level)
 
 
 def command_output(*command: str) -> str | None:
@@ -120,21 +111,14 @@ def command_output(*command: str) -> str | None:
     return " ".join(output.decode(errors="replace").split()) or None
 
 
-def _plug() -> str | None:
-    """The power source of a laptop without pmset, in its words."""
-    battery = psutil.sensors_battery()
-    names = {True: "AC Power", False: "Battery Power"}
-    return battery and names.get(battery.power_plugged)
-
-
 def _commit() -> str | None:
     """The commit of the checkout that this code runs from; None for an installed
     copy."""
     source = Path(__file__).resolve().parents[2]
     if project_root(source) != source:
         return None
-    options = ("--always", "--dirty", "--abbrev=40", "--exclude=*")
-    return command_output("git", "-C", str(source), "describe", *options)
+    options = "describe --always --dirty --abbrev=40 --exclude=*"
+    return command_output("git", "-C", str(source), *options.split())
 
 
 def _found(pattern: str, text: str | None) -> str | None:

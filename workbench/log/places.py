@@ -17,28 +17,15 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
 
 
-def short(run_id: str) -> str:
-    """The end of a run's id, by which commands and `log.find` name it."""
-    return run_id.rpartition("-")[2]
-
-
 def default_root() -> Path:
     """``experiments/log`` of the checkout around the working directory, else of the
     directory."""
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
 
 
-def whole(root: Root = None) -> Path:
-    """The log at `root`; of the shipped part of a log, the whole log."""
-    root = default_root() if root is None else Path(root).absolute()
-    return root.parent if root.name == SHIPPED else root
-
-
 def project(root: Root = None) -> Path:
     """The project whose ``experiments/log`` a log is, else the folder that contains the
     log."""
-    root = whole(root)
-    folder = root.parent
-    if (folder.name, root.name) == ("experiments", "log"):
-        return folder.parent
-    return folder
+    root = Path(root or default_root()).absolute()
+    is_projects = root.parts[-2:] == ("experiments", "log")
+    return root.parent.parent if is_projects else root.parent

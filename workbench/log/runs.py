@@ -1,35 +1,26 @@
 """One run with all its tables, and logs as one file."""
 
-import io
 import json
+import re
+import tempfile
 import zipfile
-import zlib
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 
 import pandas as pd
-import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from workbench.errors import InputError
 from workbench.files import write_whole
 from workbench.log.anonymous import anonymous, identifiers
 from workbench.log.machine import environment
-from workbench.log.places import SHIPPED, Root, new_run_id, project, whole
+from workbench.log.places import SHIPPED, Root, default_root, new_run_id
 from workbench.log.schema import JSON_COLUMNS, SCHEMAS
-from workbench.log.store import append, check_file
-
-_EPOCH = (1980, 1, 1, 0, 0, 0)
+from workbench.log.store import append, load, to_arrow
 
 
-def record(
-    row: Mapping,
-    root: Root = None,
-    *,
-    run_id: str | None = None,
-    **tables: pd.DataFrame | list[dict] | None,
-) -> str:
+def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> str:
     """Writes one run and its tables; the `runs` row goes last, so that a run that is
     listed is whole.
 
@@ -43,81 +34,67 @@ def record(
     Returns:
         The run id.
     """
-    run_id = run_id or new_run_id()
+    run_id = new_run_id()
+    tables = {n: rows for n, rows in tables.items() if rows is not None and len(rows)}
     for table, rows in tables.items():
-        if rows is not None and len(rows):
-            append(table, rows, root, run_id)
+        append(table, rows, root, run_id)
     known = environment() | {"status": "ok"} | scalars(**tables)
-    append("runs", anonymous(known | row, project(root)), root, run_id)
+    append("runs", anonymous(known | row), root, run_id)
     return run_id
 
 
-def scalars(samples=None, fidelity=None, **_) -> dict:
+def scalars(
+    samples: pd.DataFrame | None = None, fidelity: pd.DataFrame | None = None, **_
+) -> dict:
     """The columns of `runs` that sum up a run's tables, those that are there.
 
     Returns:
         tokens_per_s, call_ms: medians without warm-ups; call_p90_ms: the 90th
-        percentile. cold_s, warm_s: seconds of the
-        first loading of all shards, with Core ML's compilation, and of the second.
-        worst_cosine (the least of an isolated update), worst_update (1 less it; null
-        where a value is not finite).
+        percentile. cold_s, warm_s: seconds of the first loading of all shards, with
+        Core ML's compilation, and of the second. worst_cosine (the least of an isolated
+        update), worst_update (1 less it); null where a value is not finite.
     """
     row = {}
-    if samples is not None and len(samples):
-        timed = pd.DataFrame(samples)
-        timed = timed[~timed["warmup"].astype("boolean").fillna(False)]
+    if samples is not None:
+        timed = samples[~samples["warmup"].astype(bool)]
         by_phase = timed.groupby("phase")["value"]
-        medians, sums = by_phase.median(), by_phase.sum()
+        medians, seconds = by_phase.median(), by_phase.sum() / 1e3
         row = {
             "tokens_per_s": medians.get("tokens_per_s"),
             "call_ms": medians.get("call"),
             "call_p90_ms": by_phase.quantile(0.9).get("call"),
-            "warm_s": sums.get("load", pd.NA) / 1e3,
-            "cold_s": sums.reindex(["compile", "cold_load"]).sum(min_count=1) / 1e3,
+            "warm_s": seconds.get("load"),
+            "cold_s": seconds.reindex(["compile", "cold_load"]).sum(min_count=1),
         }
-    if fidelity is not None and len(fidelity):
-        rows = pd.DataFrame(fidelity)
-        updates = rows[(rows["tensor"] == "update") & (rows["mode"] == "isolated")]
-        if len(updates) and updates["finite"].astype("boolean").fillna(True).all():
-            worst = float(updates["cosine"].min())
-            row |= {"worst_cosine": worst, "worst_update": 1 - worst}
+    if fidelity is not None:
+        updates = fidelity.query("tensor == 'update' and mode == 'isolated'")
+        worst = updates["cosine"].astype(float).min(skipna=False)
+        row |= {"worst_cosine": worst, "worst_update": 1 - worst}
     return row
 
 
 def pack(out: Path, root: Root = None) -> int:
-    """Writes the log at `root` as one zip without names of user, host, home, serial
-    numbers and UUIDs; equal logs give equal bytes. Returns the number of runs."""
-    root = whole(root)
-    names = identifiers()
-    paths = sorted(root.glob("*/[!.]*.parquet"))
-
-    def write(file) -> None:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in paths:
-                member = zipfile.ZipInfo(f"{path.parent.name}/{path.name}", _EPOCH)
-                archive.writestr(member, _anonymous_file(path, names))
-
+    """Writes the log at `root`, without the runs that came with the project, as one zip
+    without names of user, host, home, serial numbers and UUIDs. Returns the number of
+    runs."""
+    names, root = identifiers(), Path(root or default_root())
+    shipped = load("runs", root / SHIPPED)["run_id"]
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, write)
-    return sum(path.parent.name == "runs" for path in paths)
-
-
-def _anonymous_file(path: Path, names: set[str]) -> bytes:
-    """A Parquet file with every text anonymous; JSON stays valid JSON."""
-    table = pq.read_table(path)
-
-    def change(text: str | None, name: str) -> str | None:
-        if text is None or name not in JSON_COLUMNS:
-            return anonymous(text, names=names)
-        return json.dumps(anonymous(json.loads(text), names=names), sort_keys=True)
-
-    for i, field in enumerate(table.schema):
-        if field.type == pa.string() and field.name != "run_id":
-            texts = [change(text, field.name) for text in table[i].to_pylist()]
-            table = table.set_column(i, field, pa.array(texts, field.type))
-    sink = io.BytesIO()
-    pq.write_table(table, sink)
-    return sink.getvalue()
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for table in reversed(SCHEMAS):
+            rows = load(table, root)
+            rows = rows[~rows["run_id"].isin(shipped)]
+            for name in rows.select_dtypes("str"):
+                read = json.loads if name in JSON_COLUMNS else str
+                texts = rows[name].dropna().unique()
+                clean = {text: anonymous(read(text), names) for text in texts}
+                rows[name] = rows[name].map(clean)
+            if len(rows):
+                with archive.open(f"{table}/log.parquet", "w") as file:
+                    pq.write_table(to_arrow(table, rows), file)
+    write_whole(out, packed.getvalue())
+    return len(rows)
 
 
 def unpack(path: Path, root: Root = None) -> list[str]:
@@ -128,33 +105,23 @@ def unpack(path: Path, root: Root = None) -> list[str]:
         InputError: a file of another kind, damaged, or of another version. The log is
             not changed.
     """
-    subject, needed = f"packed log {path.name}", "a file of `workbench log --pack`"
-    format, contents = ds.ParquetFileFormat(), {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
-                table, _, file = name.partition("/")
-                if table not in SCHEMAS or Path(file).name != file:
-                    raise ValueError(f"a foreign file {name!r}")
-                contents[name] = archive.read(name)
-                fragment = format.make_fragment(pa.BufferReader(contents[name]))
-                check_file(table, Path(name), fragment)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as problem:
-        step = "ask for the file again; nothing was taken in"
-        raise InputError(subject, str(problem), needed, step) from None
-    new = []
-    # runs last: a listed run is whole
-    for name in sorted(contents, key=lambda name: name.startswith("runs/")):
-        target = whole(root) / name
-        shipped = whole(root) / SHIPPED / name
-        if not (target.exists() or shipped.exists()):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(target, contents[name])
-            new += [target.stem] * name.startswith("runs/")
-    return new
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                for name in archive.namelist():
+                    if not re.fullmatch(r"\w+/log\.parquet", name):
+                        raise ValueError(f"a foreign file {name!r}")
+                archive.extractall(folder)
+            packed = {table: load(table, folder) for table in reversed(SCHEMAS)}
+            if packed["runs"].empty:
+                raise ValueError("no run in it")
+        except Exception as problem:  # of many types, for a damaged zip
+            found = getattr(problem, "actual", str(problem))
+            needed = "a file of `workbench log --pack`"
+            step = "ask for the file again; nothing was taken in"
+            raise InputError(f"packed log {path.name}", found, needed, step) from None
+    for table, rows in packed.items():  # runs last: a listed run is whole
+        new = rows[~rows["run_id"].isin(load(table, root)["run_id"])]
+        for run_id, own in new.groupby("run_id"):
+            append(table, own, root, run_id)
+    return sorted(new["run_id"])

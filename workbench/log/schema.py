@@ -88,6 +88,11 @@ SCHEMAS: dict[str, pa.Schema] = {
     """),
 }
 
+SETTINGS = """checkpoint compress max_seq_len T depth runtime batch layers_per_shard
+kv_write layout moe tokens sliding target precision compute_units hints fast reads n_gen
+threads min_tokens min_seconds command experiment machine software""".split()
+"""Columns of `runs` that say what was run and where, the most telling first."""
+
 JSON_COLUMNS = {"config", "versions", "hints", "placement"}
 
 ALLOWED = {

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
@@ -44,18 +46,22 @@ def append(
         OSError: the file cannot be written. No file is left behind.
     """
     run_id = new_run_id() if run_id is None else run_id
-    if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
-        needed = "letters, digits, '-' and '_'"
-        raise InputError("run id", repr(run_id), needed, "leave it out for a new one")
-    path, shipped = (folder / f"{run_id}.parquet" for folder in _folders(table, root))
-    data = _to_arrow(table, rows, run_id)
-    if path.exists() or shipped.exists():
-        raise InputError(
-            f"log table {table}",
-            f"run {run_id} written already",
-            "one file per run",
-            "use a new run id",
-        )
+    folders = _folders(table, root)
+    path = folders[-1] / f"{run_id}.parquet"
+    try:
+        if not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
+            raise ValueError(f"run id {run_id!r}")
+        if any((folder / path.name).exists() for folder in folders):
+            raise ValueError(f"run {run_id} written already")
+        frame = pd.DataFrame([rows] if isinstance(rows, Mapping) else rows)
+        if set(frame.get("run_id", [run_id])) != {run_id}:
+            raise ValueError(f"rows of another run than {run_id}")
+        data = to_arrow(table, frame.assign(run_id=run_id))
+    # UnicodeEncodeError, a kind of ValueError: text that UTF-8 cannot hold
+    except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
+        needed = f"rows of a new run that fit workbench.log.SCHEMAS[{table!r}]"
+        step = "correct the value"
+        raise InputError(f"log table {table}", str(error), needed, step) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     # a row's file is opened half as long without what serves large tables
     small = {"use_dictionary": False, "write_statistics": False, "compression": "none"}
@@ -80,78 +86,53 @@ def load(
         InputError: an unknown table, column or value; a file that is torn, of another
             version, or with columns that the table lacks.
     """
-    own, shipped = _folders(table, root)
-    columns = where if isinstance(where, Mapping) else {}
-    if columns.get("run_id") is not None:  # a file is named after its run
-        names = {f"{run_id}.parquet" for run_id in _several(columns["run_id"])}
-        names = sorted(names)
-        paths = [f / name for name in names for f in (own, shipped)]
-        paths = [path for path in paths if path.is_file()]
-    else:
-        paths = [*own.glob("[!.]*.parquet"), *shipped.glob("[!.]*.parquet")]
+    folders = [folder for folder in _folders(table, root) if folder.is_dir()]
     # a run in both is read once
-    paths = {path.name: path for path in reversed(paths)}
-    changed = tuple(f.stat().st_mtime_ns for f in (own, shipped) if f.is_dir())
-    rows = _read(table, tuple(paths[name] for name in sorted(paths)), changed)
-    rows = rows.filter(_expression(table, columns))
-    frame = rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
-    if where is None or isinstance(where, Mapping):
-        return frame
+    paths = {p.stem: p for folder in folders for p in folder.glob("[!.]*.parquet")}
+    query = where if isinstance(where, str) else None
+    columns = {} if query else {k: np.atleast_1d(v) for k, v in (where or {}).items()}
+    # a file is named after its run
+    names = sorted(paths.keys() & set(columns.pop("run_id", paths)))
+    changed = tuple(folder.stat().st_mtime_ns for folder in folders)
+    rows = _read(table, tuple(paths[name] for name in names), changed)
     try:
-        return frame.query(where)
+        for name, values in columns.items():
+            kept = pa.array(values, SCHEMAS[table].field(name).type)
+            rows = rows.filter(pc.is_in(rows[name], kept))
+        frame = rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
+        return frame.query(query) if query else frame
     except Exception as error:  # pandas raises many types for an invalid query
-        raise InputError(
-            "log filter",
-            f"{where!r} ({error})",
-            f"a pandas query over {', '.join(frame)}",
-            "write for example: T == 4 and depth > 0",
-        ) from error
+        found = f"{where!r} ({error})"
+        needed = f"values of, or a pandas query over, {', '.join(SCHEMAS[table].names)}"
+        step = "write for example: T == 4 and depth > 0"
+        raise InputError("log filter", found, needed, step) from error
 
 
 @lru_cache(maxsize=64)
 def _read(table: str, paths: tuple[Path, ...], changed: tuple) -> pa.Table:
-    """The rows of some files, which never change; `changed`: when their folders did."""
+    """The rows of some files, which never change; `changed`: when their folders did.
+    Refuses a file that is torn, of another version, or has unknown columns."""
     schema = SCHEMAS[table]
     dataset = ds.dataset(list(paths), schema=schema, format="parquet")
-    for fragment in dataset.get_fragments():
-        check_file(table, Path(fragment.path), fragment)
+    for file in dataset.get_fragments():
+        found, step = None, "update the workbench"
+        try:
+            own = file.physical_schema
+        except (OSError, pa.ArrowInvalid) as error:
+            found, step = str(error), "move it out of the log"
+        else:
+            version = int((own.metadata or {}).get(VERSION_KEY, 0))
+            if version != VERSION:
+                found = f"schema version {version}"
+            elif unknown := set(own.names) - set(schema.names):
+                found = f"columns {sorted(unknown)}"
+            if version < VERSION:
+                root = Path(file.path).parents[1]
+                step = f"run: python tools/rewrite_log.py {root}"
+        if found:
+            needed = f"a whole Parquet file of table {table}, version {VERSION}"
+            raise InputError(f"log file {file.path}", found, needed, step)
     return dataset.to_table().combine_chunks()
-
-
-def check_file(table: str, path: Path, file: ds.Fragment) -> None:
-    """Refuses a file that is torn, of another version, or has unknown columns."""
-    subject = f"log file {path}"
-    try:
-        schema = file.physical_schema
-    except (OSError, pa.ArrowInvalid) as error:
-        needed, step = "a whole Parquet file", "move it out of the log"
-        raise InputError(subject, str(error), needed, step) from error
-    version = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
-    if version != str(VERSION):
-        step = f"run: python tools/rewrite_log.py {path.parents[1]}"
-        if version.isdigit() and int(version) > VERSION:
-            step = "update the workbench"
-        actual, needed = f"schema version {version}", f"version {VERSION}"
-        raise InputError(subject, actual, needed, step)
-    if unknown := set(schema.names) - set(SCHEMAS[table].names):
-        actual, needed = f"columns {sorted(unknown)}", f"columns of table {table}"
-        raise InputError(subject, actual, needed, "update the workbench")
-
-
-def find(run: str, runs: pd.DataFrame) -> pd.Series:
-    """The row of `runs` whose id is `run`, or the only one whose id ends in it.
-
-    Raises:
-        InputError: there is none, or several.
-    """
-    rows = runs[runs["run_id"] == run]
-    if rows.empty and run:
-        rows = runs[runs["run_id"].str.endswith(run)]
-    if len(rows) != 1:
-        actual = f"{len(rows) or 'none'} with this end" if run else "no name"
-        step = "list them with `workbench log`"
-        raise InputError(f"run {run}", actual, "a run in the log", step)
-    return rows.iloc[0]
 
 
 def plain(frame: pd.DataFrame) -> pd.DataFrame:
@@ -160,88 +141,37 @@ def plain(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _folders(table: str, root: Root) -> tuple[Path, Path]:
-    """The folders of a table in the log at `root`: its own files, and those of shipped
-    runs."""
+    """The folders of a table in the log at `root`: of shipped runs, and its own."""
     check_choice("log table", table, SCHEMAS, "correct the name")
-    root = default_root() if root is None else Path(root)
-    return root / table, root / SHIPPED / table
+    root = Path(root or default_root())
+    return root / SHIPPED / table, root / table
 
 
-def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
-    """The rows with those of the table's columns that have a value, each checked."""
-    subject = f"log table {table}"
-    schema = SCHEMAS[table].with_metadata({VERSION_KEY: str(VERSION).encode()})
-    if isinstance(rows, Mapping):
-        rows = [rows]
-    try:
-        frame = pd.DataFrame(rows)
-    except UnicodeEncodeError as error:
-        needed = "text that UTF-8 can hold"
-        raise InputError(subject, str(error), needed, "correct the value") from error
+def to_arrow(table: str, frame: pd.DataFrame) -> pa.Table:
+    """The rows with those of the table's columns that have a value. Raises errors of
+    Python's and Arrow's for what does not fit."""
+    schema = SCHEMAS[table]
     if frame.empty:
-        step = "append only what was measured"
-        raise InputError(subject, "no rows", "at least one", step)
+        raise ValueError("no rows")
     if unknown := [name for name in frame if name not in schema.names]:
-        step = "put what has no column into runs.config"
-        raise InputError(subject, f"columns {unknown}", f"some of {schema.names}", step)
-    if set(frame.get("run_id", [run_id])) != {run_id}:
-        needed, step = f"run_id {run_id} in all", "append each run by itself"
-        raise InputError(subject, "rows of another run", needed, step)
-    frame, absent = frame.assign(run_id=run_id), pd.Series([None] * len(frame))
-    columns = [_column(subject, f, frame.get(f.name, absent)) for f in schema]
-    whole = pa.Table.from_arrays(columns, schema=schema)
-    return whole.select([n for n in schema.names if whole[n].null_count < len(whole)])
-
-
-def _column(subject: str, field: pa.Field, values: pd.Series) -> pa.Array:
-    subject = f"{subject}, column {field.name}"
-    step = "correct the value"
-    try:
-        if field.name in JSON_COLUMNS:
-            values = values.map(_json_text, na_action="ignore")
-        column = pa.array(values, field.type, from_pandas=True)
-    except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-        raise InputError(subject, str(error), f"type {field.type}", step) from error
-    if column.null_count and not field.nullable:
-        raise InputError(subject, "no value", "one in every row", step)
-    allowed = ALLOWED.get(field.name)
-    if allowed and (wrong := set(column.unique().drop_null().to_pylist()) - allowed):
-        actual, needed = ", ".join(sorted(wrong)), f"one of {sorted(allowed)}"
-        raise InputError(subject, actual, needed, step)
-    return column
+        raise ValueError(f"unknown columns {unknown}")
+    for name in JSON_COLUMNS & set(frame):
+        frame[name] = frame[name].map(_json_text, na_action="ignore")
+    # a column without a value has no type of its own
+    frame = frame.dropna(axis="columns", how="all")
+    if missing := {f.name for f in schema if not f.nullable} - set(frame):
+        raise ValueError(f"no value in column {min(missing)}")
+    fields = [field for field in schema if field.name in frame]
+    data = pa.Table.from_pandas(frame, pa.schema(fields), preserve_index=False)
+    for name in ALLOWED.keys() & set(frame):
+        if wrong := set(data[name].drop_null().to_pylist()) - ALLOWED[name]:
+            raise ValueError(f"{name} {sorted(wrong)}, none of {sorted(ALLOWED[name])}")
+    return data.replace_schema_metadata({VERSION_KEY: str(VERSION)})
 
 
 def _json_text(value: Mapping | str) -> str:
-    text = value
-    if not isinstance(value, str):
-        text = json.dumps(value, sort_keys=True, allow_nan=False)
-    if not isinstance(json.loads(text, parse_constant=_no_constant), dict):
-        raise TypeError(f"{text} is not a JSON object")
-    return text
-
-
-def _no_constant(name: str):
-    """Refuses NaN and Infinity, which Python parses and JSON lacks."""
-    raise ValueError(f"{name} is not JSON")
-
-
-def _expression(table: str, where: Mapping) -> ds.Expression:
-    """The filter of rows by column → value or values."""
-    schema = SCHEMAS[table]
-    keep = ds.scalar(True)
-    for name, value in where.items():
-        subject = f"filter on {table}"
-        check_choice(f"{subject}, column", name, schema.names, "correct the name")
-        kind = schema.field(name).type
-        try:
-            keep &= ds.field(name).isin(pa.array(_several(value), kind))
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            actual, needed = f"{name}: {value!r}", f"type {kind}"
-            raise InputError(subject, actual, needed, "correct the value") from error
-    return keep
-
-
-def _several(value) -> list:
-    if isinstance(value, (list, tuple, set)):
-        return list(value)
-    return [value]
+    """The text of a JSON object, which may be text already."""
+    value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value} is not a JSON object")
+    return json.dumps(value, sort_keys=True, allow_nan=False)

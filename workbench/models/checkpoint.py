@@ -4,24 +4,26 @@ here depends on the architecture."""
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mode
 
 import torch
 
 from workbench import paths
-from workbench.errors import InputError
+from workbench.bundle import Tokens, file_entries
+from workbench.errors import InputError, one_line
 from workbench.files import is_lfs_pointer
 
 KINDS = "F32", "F16", "BF16"
-# large, so that a thread that hashes rarely asks for the interpreter
-HASH_BYTES = 1 << 26
+HASH_BYTES = 1 << 24  # read at once: a hashing thread then rarely asks for the GIL
 CHUNK = 1 << 17  # elements: what stays in a core's cache while it is converted
 MAPPED_BYTES = 1 << 26  # of a file at once: mapped memory counts as resident
 
 GENERATION = "generation_config.json"
+PREFIXES = "model.", "model.language_model.", "language_model.model."
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -29,14 +31,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 FETCH = f"{paths.fetch()}, or git lfs pull"
-
-
-class Entry(NamedTuple):
-    """Where a tensor is: its file, dtype as safetensors spells it, shape."""
-
-    file: Path
-    dtype: str
-    shape: list[int]
 
 
 class Checkpoint:
@@ -52,29 +46,29 @@ class Checkpoint:
     def __init__(self, path: str | Path):
         self.path = paths.checkpoint(path)
         self.files = self._weight_files()
-        self.header: dict[str, Entry] = {}
+        # name → file, dtype as safetensors spells it, shape
+        self.header: dict[str, tuple[Path, str, list[int]]] = {}
         for file in self.files:
             with _opened(file) as tensors:
                 for name in tensors.keys():
                     stored = tensors.get_slice(name)
-                    entry = Entry(file, stored.get_dtype(), stored.get_shape())
+                    entry = file, stored.get_dtype(), stored.get_shape()
                     self.header[name] = entry
 
     def _weight_files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
         if not index.is_file():
             return [self.path / "model.safetensors"]
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+        places = _read_json(index).get("weight_map")
+        names = sorted(set(places.values())) if isinstance(places, dict) else []
+        if not names or any(Path(name).name != name for name in names):
             raise InputError(
-                str(index), "no weight_map", "the index of a sharded checkpoint", FETCH
-            ) from None
-        if any(Path(n).name != n for n in names):
-            raise InputError(
-                str(index), "a file name with a folder in it", "plain file names", FETCH
+                str(index),
+                "no weight_map, or one with a folder in it",
+                "the index of a sharded checkpoint, of plain file names",
+                FETCH,
             )
-        return [self.path / n for n in names]
+        return [self.path / name for name in names]
 
     @property
     def name(self) -> str:
@@ -86,33 +80,25 @@ class Checkpoint:
     def config(self):
         """transformers' configuration, text part, with its defaults filled in; what
         transformers refuses is refused."""
-        import transformers
         from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
 
-        raw = self.raw_config
-        if raw.get("model_type") not in transformers.CONFIG_MAPPING:
-            raise InputError(
-                f"checkpoint {self.path}",
-                f"model_type {raw.get('model_type')!r}",
-                "a model_type that transformers knows",
-                "see README: supported families",
-            )
         try:
-            whole = transformers.AutoConfig.from_pretrained(
-                self.path, local_files_only=True
-            )
-        except (ValueError, TypeError, KeyError, StrictDataclassError) as problem:
+            whole = AutoConfig.from_pretrained(self.path, local_files_only=True)
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            StrictDataclassError,
+        ) as problem:
             raise InputError(
                 str(self.path / "config.json"),
-                f"{problem}".strip(),
+                one_line(problem),
                 "a configuration that transformers accepts",
-                FETCH,
+                f"see README: supported families; or {FETCH}",
             ) from problem
         return whole.get_text_config(decoder=True)
-
-    @cached_property
-    def raw_config(self) -> dict:
-        return _read_json(self.path / "config.json")
 
     @cached_property
     def eos(self) -> list[int]:
@@ -122,11 +108,7 @@ class Checkpoint:
         eos = self.config.eos_token_id
         if own.is_file():
             eos = _read_json(own).get("eos_token_id")
-        tokens = eos
-        if eos is None:
-            tokens = []
-        elif not isinstance(eos, list):
-            tokens = [eos]
+        tokens = eos if isinstance(eos, list) else [eos] * (eos is not None)
         if not all(type(token) is int for token in tokens):
             raise InputError(
                 f"checkpoint {self.path}",
@@ -140,70 +122,71 @@ class Checkpoint:
     def sha256(self) -> str:
         """Hash of the configuration and every weight file: the checkpoint's identity
         everywhere."""
-        digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        own = self.path / GENERATION
-        key = "eos_token_id"
-        if own.is_file() and _read_json(own).get(key) != self.raw_config.get(key):
-            # it ends texts where the configuration does not
+        config, own = self.path / "config.json", self.path / GENERATION
+        digest = hashlib.sha256(config.read_bytes())
+        ends = [_read_json(f).get("eos_token_id") for f in (config, own) if f.is_file()]
+        if ends[0] != ends[-1]:  # it ends texts where the configuration does not
             digest.update(own.read_bytes())
         for path in self.files:
             of_file = hashlib.sha256()
             with path.open("rb", buffering=0) as file:
-                size = min(HASH_BYTES, path.stat().st_size)
-                buffer = memoryview(bytearray(size))
-                while count := file.readinto(buffer):
-                    of_file.update(buffer[:count])
+                while piece := file.read(HASH_BYTES):
+                    of_file.update(piece)
             digest.update(of_file.digest())
         return digest.hexdigest()
 
     @property
     def dtype(self) -> str:
         """The most common stored dtype, as safetensors spells it (F32, F16, BF16)."""
-        dtypes = [entry.dtype for entry in self.header.values()]
-        return max(set(dtypes), key=dtypes.count)
+        return mode(dtype for _, dtype, _ in self.header.values())
 
-    @cached_property
+    @property
     def prefix(self) -> str:
         """What precedes `layers.0…` in the names of the text model's tensors."""
-        for prefix in ("model.", "model.language_model.", "language_model.model."):
-            if f"{prefix}embed_tokens.weight" in self:
-                return prefix
-        self._entry("model.embed_tokens.weight")  # raises, naming what is missing
-        raise AssertionError
+        found = (p for p in PREFIXES if f"{p}embed_tokens.weight" in self)
+        return next(found, PREFIXES[0])
+
+    @property
+    def matrices(self) -> list[str]:
+        """Names of the matrices of the text model."""
+        own = self.prefix, "lm_head."
+        names = [name for name in sorted(self.header) if name.startswith(own)]
+        return [name for name in names if len(self.shape(name)) == 2]
 
     def __contains__(self, name: str) -> bool:
         return name in self.header
 
-    def shape(self, name: str, rows: slice | None = None) -> list[int]:
-        """Shape of tensor `name`, or of some rows of it."""
-        shape = self._entry(name).shape
-        if rows is None:
-            return shape
-        return [len(range(*rows.indices(shape[0]))), *shape[1:]]
-
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> tuple[Path, str, list[int]]:
+        """Where a tensor is. Raises an InputError for one that is missing or holds no
+        floating-point numbers."""
         if name not in self.header:
+            kind = self.config.model_type
             raise InputError(
                 f"checkpoint {self.path}",
                 f"no tensor {name!r}",
-                f"the layout of transformers' {self.raw_config.get('model_type')} models",
+                f"the layout of transformers' {kind} models",
                 FETCH,
             )
-        return self.header[name]
-
-    def chunks(self, name: str, rows: slice | None = None) -> Iterator[torch.Tensor]:
-        """The values of tensor `name` (or of some rows) in order: flat pieces in the
-        stored dtype, of at most `CHUNK` elements, that lie in the mapped file."""
-        file, dtype, shape = self._entry(name)
-        if dtype not in KINDS:
+        if (dtype := self.header[name][1]) not in KINDS:
             raise InputError(
                 f"tensor {name!r}",
                 f"dtype {dtype}",
                 "F32, F16 or BF16",
                 "convert the checkpoint to one of these",
             )
-        start, stop, _ = (rows or slice(None)).indices(shape[0])
-        step = max(1, MAPPED_BYTES // (4 * math.prod(shape[1:])))
+        return self.header[name]
+
+    def shape(self, name: str, rows: slice | None = None) -> list[int]:
+        """Shape of tensor `name`, or of some rows of it."""
+        _, _, (count, *others) = self._entry(name)
+        return [len(range(*(rows or slice(None)).indices(count))), *others]
+
+    def chunks(self, name: str, rows: slice | None = None) -> Iterator[torch.Tensor]:
+        """The values of tensor `name` (or of some rows) in order: flat pieces in the
+        stored dtype, of at most `CHUNK` elements, that lie in the mapped file."""
+        file, _, (count, *others) = self._entry(name)
+        start, stop, _ = (rows or slice(None)).indices(count)
+        step = max(1, MAPPED_BYTES // (4 * math.prod(others)))
         for first in range(start, stop, step):
             with _opened(file) as tensors:
                 block = tensors.get_slice(name)[first : min(first + step, stop)]
@@ -212,18 +195,27 @@ class Checkpoint:
     def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
         """Tensor `name` (or some rows of it) in float32; only the bytes asked for are
         read."""
-        if isinstance(rows, list):
-            return torch.cat([self.tensor(name, slice(r, r + 1)) for r in rows])
-        shape = self.shape(name, rows)
-        values = torch.empty(math.prod(shape))
-        start = 0
-        for chunk in self.chunks(name, rows):
-            values[start : start + len(chunk)] = chunk
-            start += len(chunk)
-        return values.reshape(shape)
+        with _opened(self._entry(name)[0]) as tensors:
+            rows = slice(None) if rows is None else rows
+            return tensors.get_slice(name)[rows].float()
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a bundle says of its checkpoint: `name`, `sha256`, `dtype`."""
+        return {"name": self.name, "sha256": self.sha256, "dtype": self.dtype}
 
     def tokenizer_files(self) -> list[Path]:
         return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]
+
+    def save_tokenizer(self, folder: Path) -> Tokens:
+        """Copies the tokenizer, if there is one, into a bundle's folder; returns what
+        its manifest says of tokens."""
+        target = folder / "tokenizer"
+        for file in self.tokenizer_files():
+            target.mkdir(exist_ok=True)
+            shutil.copyfile(file, target / file.name)
+        files = file_entries(folder, target)
+        return Tokens(bos=self.config.bos_token_id, eos=self.eos, files=files)
 
 
 def _read_json(path: Path) -> dict:
@@ -232,9 +224,7 @@ def _read_json(path: Path) -> dict:
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        raise InputError(
-            str(path), "no JSON object", "the model's configuration", FETCH
-        )
+        raise InputError(str(path), "no JSON object", "the file of a checkpoint", FETCH)
     return fields
 
 
@@ -242,15 +232,15 @@ def _opened(path: Path):
     """A safetensors file, mapped, as safetensors' own reader gives it."""
     from safetensors import SafetensorError, safe_open
 
-    needed = "every weight file of the checkpoint, whole"
-    if not path.is_file():
-        raise InputError(str(path), "no such file (half a download?)", needed, FETCH)
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as problem:
         reason = f"no whole safetensors file ({problem})"
-        if is_lfs_pointer(path):
+        if not path.is_file():
+            reason = "no such file (half a download?)"
+        elif is_lfs_pointer(path):
             reason = "a Git LFS pointer"
+        needed = "every weight file of the checkpoint, whole"
         raise InputError(str(path), reason, needed, FETCH) from problem
 
 
@@ -265,14 +255,14 @@ def random(
     **config,
 ) -> Path:
     """Writes a Hugging Face folder of random weights and any dimensions, never holding
-    more than one shard.
+    more than one of its files.
 
     Args:
         path: the new folder.
         model_type: transformers' name of the family; `config` are its configuration's
             keywords.
         dtype: `float32`, `float16` or `bfloat16`.
-        shard_bytes: size at which a new safetensors file is begun.
+        shard_bytes: size of a safetensors file.
         noise: values of variance 1 around 0 for a shape (default: normal ones from
             `seed`).
 
@@ -280,6 +270,7 @@ def random(
     0: signals keep their size, and nothing is at a value (0, 1) that would hide a
     missing ingredient."""
     import transformers
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -294,30 +285,24 @@ def random(
         for name in model._tied_weights_keys or ():
             tensors.pop(name, None)
     noise = noise or partial(torch.randn, generator=torch.Generator().manual_seed(seed))
-    index = {}
-    shard = {}
-    last = list(tensors)[-1]
-    for name, tensor in tensors.items():
-        shard[name] = _random_tensor(name, noise(tensor.shape)).to(settings.dtype)
-        if (
-            sum(values.nbytes for values in shard.values()) >= shard_bytes
-            or name == last
-        ):
-            file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-            save_file(shard, path / file, metadata={"format": "pt"})
-            index |= dict.fromkeys(shard, file)
-            shard = {}
-    if len(set(index.values())) == 1:
-        (path / file).rename(path / "model.safetensors")
-    else:
-        text = json.dumps({"metadata": {}, "weight_map": index})
+    pattern = "model{suffix}.safetensors"
+    parts = split_torch_state_dict_into_shards(
+        tensors, filename_pattern=pattern, max_shard_size=shard_bytes
+    )
+    if parts.is_sharded:
+        text = json.dumps({"metadata": {}, "weight_map": parts.tensor_to_filename})
         (path / "model.safetensors.index.json").write_text(text)
+    for file, names in parts.filename_to_tensors.items():
+        values = {}
+        for name in names:
+            drawn = _random_tensor(name, noise(tensors[name].shape))
+            values[name] = drawn.to(settings.dtype)
+        save_file(values, path / file, metadata={"format": "pt"})
     return path
 
 
 def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
-    shape = noise.shape
-    leaf = name.rsplit(".", 1)[-1]
+    leaf = name.rpartition(".")[2]
     if "norm" in name or leaf.endswith("scale") or leaf == "temp":
         return 1 + 0.1 * noise
     # transformers sets the last one, the skip class's, to -1 whenever it loads a model
@@ -327,5 +312,5 @@ def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
         return 0.1 * noise
     if "embed_tokens" in name:
         return noise
-    inputs = shape[-1] if "experts" in name else shape[1:].numel()
+    inputs = noise.shape[-1] if "experts" in name else noise.shape[1:].numel()
     return noise / max(1, inputs) ** 0.5

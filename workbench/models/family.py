@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from workbench.bundle import Dims, Layer, Options, Rope
-from workbench.bundle.names import K_STATE, V_STATE
+from workbench.bundle.names import CONV_STATE, K_STATE, MATRIX_STATE, V_STATE
 from workbench.errors import InputError
 from workbench.models.layers import AttentionGeometry, RMSNorm
 
@@ -22,12 +22,11 @@ class Plan:
     `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors
     [C] `bias` and `scale` applied as (e + bias) · scale. `side_states` maps, for each
     layer, a further state's name to its shape after the batch axis (none: no layer has
-    any); those of convolutions hold their last `tail` inputs. `router_width` R and
-    `experts` E are those of a mixture of experts. The residual stream is kept as
-    2^-residual_exponent of the model's. `names` maps a part of a parameter's path
-    (`q_norm`) to the checkpoint's name for it, where that is another one. The plan
-    holds for caches of up to `max_positions` tokens (None: any). `close_eps` and
-    `norm_offset` are those of its norms."""
+    any). `router_width` R and `experts` E are those of a mixture of experts. The
+    residual stream is kept as 2^-residual_exponent of the model's. `names` maps a part
+    of a parameter's path (`q_norm`) to the checkpoint's name for it, where that is
+    another one. The plan holds for caches of up to `max_positions` tokens (None: any).
+    `norm_offset` is that of its norms."""
 
     config: Any
     dims: Dims
@@ -37,26 +36,18 @@ class Plan:
     embedding_scale: float = 1.0
     embedding: dict[str, str] = field(default_factory=dict)
     side_states: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
-    tail: int = 2
     router_width: int = 0
     experts: int = 0
     residual_exponent: int = 0
     names: dict[str, str] = field(default_factory=dict)
     max_positions: int | None = None
-    close_eps: bool = False
     norm_offset: float = 0.0
 
-    def norm(self, width: int, dim: int = 1) -> RMSNorm:
-        """An RMSNorm over `width` entries of axis `dim`, with the configuration's
-        epsilon."""
+    def norm(self, width: int, **own) -> RMSNorm:
+        """An RMSNorm over `width` entries with the configuration's epsilon; `own` are
+        its other keywords."""
         eps = self.config.rms_norm_eps
-        close = self.close_eps
-        return RMSNorm(width, eps, dim=dim, offset=self.norm_offset, close_eps=close)
-
-    def rotary(self, index: int) -> int:
-        """How many of the D dims of a head decoder layer `index` turns."""
-        tables = {table.name: table for table in self.rope}
-        return 2 * len(tables[self.layers[index].rope].inv_freq)
+        return RMSNorm(width, eps, **{"offset": self.norm_offset} | own)
 
     def states(self, index: int, options: Options) -> dict[str, tuple[int, ...]]:
         """The states of decoder layer `index`: name → shape after the batch axis."""
@@ -74,10 +65,9 @@ class Plan:
         """Sizes of the attention of decoder layer `index`."""
         d = self.dims
         layer = self.layers[index]
-        S = options.slots(layer.window)
-        return AttentionGeometry(
-            options.batch, d.H, d.H_kv, d.D, S, options.layout, layer.suffix
-        )
+        (half,) = (len(one.inv_freq) for one in self.rope if one.name == layer.rope)
+        sizes = options.batch, d.H, d.H_kv, d.D, options.slots(layer.window)
+        return AttentionGeometry(*sizes, options.layout, 2 * half, layer.suffix)
 
 
 def refuse(config, actual: str, needed: str) -> NoReturn:
@@ -103,64 +93,72 @@ def rope(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
-    keywords = {}
     if layer_type:
         parameters = parameters[layer_type]
-        keywords = {"layer_type": layer_type}
     kind = parameters["rope_type"]
     if kind not in kinds:
         refuse(config, f"rope type {kind!r}", f"one of {', '.join(kinds)}")
     width = int(head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
     if width % 2:
-        refuse(
-            config, f"a rotary width of {width}", "an even one, two halves to rotate"
-        )
-    if kind == "default":
+        needed = "an even one, two halves to rotate"
+        refuse(config, f"a rotary width of {width}", needed)
+    if kind in ("default", "dynamic"):
+        theta = parameters["rope_theta"]
+        if kind == "dynamic":  # HunYuan's, which no length changes
+            theta *= parameters["alpha"] ** (width / (width - 2))
         exponents = torch.arange(0, width, 2, dtype=torch.float) / width
-        inv_freq = 1.0 / parameters["rope_theta"] ** exponents
-        return Rope(name=name, inv_freq=inv_freq.tolist())
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, **keywords)
+        inv_freq, scale = 1.0 / theta**exponents, 1.0
+    else:
+        make = ROPE_INIT_FUNCTIONS[kind]
+        inv_freq, scale = make(config, device=None, layer_type=layer_type)
     return Rope(name=name, inv_freq=inv_freq.tolist(), scale=float(scale))
 
 
-def alternating(
-    config, full: str, sliding: str, kinds=ROPE_TYPES
-) -> tuple[list[Rope], list[Layer]]:
-    """Rotary tables and layers of a configuration whose `layer_types` are full or
-    sliding attention; where both occur, the tables are named `global` and `local`."""
+def no_rope(config) -> Rope:
+    """The table of layers that turn nothing: cos is 1 and sin 0."""
+    return Rope(name="nope", inv_freq=[0.0] * (head_dim(config) // 2))
+
+
+def alternating(config, full: str, sliding: str, kinds=ROPE_TYPES) -> dict:
+    """`rope` and `layers` of a configuration whose `layer_types` are full or sliding
+    attention; where both occur, the tables are named `global` and `local`."""
+    window = config.sliding_window
     if unknown := set(config.layer_types) - {full, sliding}:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
-    if sliding in config.layer_types and not config.sliding_window:
-        refuse(
-            config,
-            f"{sliding} and sliding_window = {config.sliding_window}",
-            "a window",
-        )
+    if sliding in config.layer_types and not window:
+        refuse(config, f"{sliding} and sliding_window = {window}", "a window")
+    present = [kind for kind in (full, sliding) if kind in config.layer_types]
     names = {full: "global", sliding: "local"}
-    present = [kind for kind in names if kind in config.layer_types]
     if len(present) == 1:
-        names = dict.fromkeys(names, "")
-    windows = {full: None, sliding: config.sliding_window}
-    layers = []
-    for kind in config.layer_types:
-        layers.append(Layer(rope=names[kind], window=windows[kind]))
-    return [rope(config, kind, names[kind], kinds) for kind in present], layers
+        names = {present[0]: ""}
+    layers = [
+        Layer(rope=names[kind], window=window if kind == sliding else None)
+        for kind in config.layer_types
+    ]
+    tables = [rope(config, kind, names[kind], kinds) for kind in present]
+    return {"rope": tables, "layers": layers}
 
 
-def hybrid_layers(config, recurrent: str) -> list[Layer]:
-    """Layers of a configuration whose `layer_types` are full attention or another kind
-    without attention; refuses others, and models without attention."""
+def hybrid(
+    config, recurrent: str, taps: int, width: int, *matrix: int, table: str = ""
+) -> dict:
+    """`layers` and `side_states` of a configuration whose `layer_types` are full
+    attention, with a rope table, or another kind, whose convolution has `taps` taps
+    over `width` channels and which may keep a matrix of a shape; refuses others, and
+    models without attention."""
+    state = {CONV_STATE: (taps - 1, width)}
+    if matrix:
+        state[MATRIX_STATE] = matrix
+    attends = [kind == "full_attention" for kind in config.layer_types]
     if others := set(config.layer_types) - {recurrent, "full_attention"}:
-        refuse(
-            config, f"layer types {sorted(others)}", f"{recurrent} or full_attention"
-        )
-    if "full_attention" not in config.layer_types:
-        refuse(
-            config,
-            f"layers of {recurrent} alone",
-            "a layer of full_attention, at least",
-        )
-    return [Layer(attends=kind == "full_attention") for kind in config.layer_types]
+        needed = f"{recurrent} or full_attention"
+        refuse(config, f"layer types {sorted(others)}", needed)
+    if not any(attends):
+        needed = "a layer of full_attention, at least"
+        refuse(config, f"layers of {recurrent} alone", needed)
+    layers = [Layer(attends=each, rope=table) for each in attends]
+    sides = [{} if each else state for each in attends]
+    return {"layers": layers, "side_states": sides}
 
 
 def head_dim(config) -> int:

@@ -13,49 +13,16 @@ import torch
 from torch import nn
 
 from workbench.bundle import Options
-from workbench.models.cache import Cache
+from workbench.models import llama
 from workbench.models.checkpoint import Checkpoint
-from workbench.models.family import Plan, alternating, dims, refuse
-from workbench.models.layers import NORMAL, Attention, GatedMLP, Head, RMSNorm
+from workbench.models.family import Plan, alternating, refuse
+from workbench.models.layers import NORMAL
 
 # what they return joins the residual stream
 ADDING = "post_attention_layernorm", "post_feedforward_layernorm"
+NORMS = "input_layernorm", ADDING[0], "pre_feedforward_layernorm", ADDING[1]
 CHUNK = 16_384  # rows of the embedding table read at a time
-
-
-class GemmaDecoderLayer(nn.Module):
-    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T] and
-    2^-residual_exponent of the model's."""
-
-    def __init__(self, plan: Plan, index: int, options: Options):
-        super().__init__()
-        config = plan.config
-        d = plan.dims
-        e = plan.residual_exponent
-        norm = partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0)
-        self.input_layernorm = norm(d.C, exponent=e)
-        self.pre_feedforward_layernorm = norm(d.C, exponent=e)
-        self.post_attention_layernorm = norm(d.C, gain=2.0**-e)
-        self.post_feedforward_layernorm = norm(d.C, gain=2.0**-e)
-        self.self_attn = Attention(
-            d.C,
-            plan.shape(index, options),
-            scale=config.query_pre_attn_scalar**-0.5,
-            rotary=d.D,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            qk_norm=partial(norm, dim=3),
-        )
-        gelu = partial(nn.functional.gelu, approximate="tanh")
-        self.mlp = GatedMLP(d.C, config.intermediate_size, gelu)
-
-    def forward(self, x, cache: Cache, io: dict):
-        x = x + self.post_attention_layernorm(
-            self.self_attn(self.input_layernorm(x), cache, io)
-        )
-        return x + self.post_feedforward_layernorm(
-            self.mlp(self.pre_feedforward_layernorm(x))
-        )
+head = llama.head
 
 
 def plan(config) -> Plan:
@@ -64,19 +31,9 @@ def plan(config) -> Plan:
             refuse(config, f"{name} = {softcap}", "no softcap (Gemma 3 has none)")
     if config.use_bidirectional_attention:
         refuse(config, "use_bidirectional_attention = true", "causal attention")
-    if config.hidden_activation != "gelu_pytorch_tanh":
-        refuse(config, f"activation {config.hidden_activation!r}", "gelu_pytorch_tanh")
-    ropes, layers = alternating(config, "full_attention", "sliding_attention")
-    if any(2 * len(rope.inv_freq) != config.head_dim for rope in ropes):
-        refuse(config, "a partial rotary factor", "full rotary dimensions")
-    return Plan(
-        config,
-        dims(config),
-        ropes,
-        layers,
-        config.tie_word_embeddings,
-        embedding_scale=config.hidden_size**0.5,
-    )
+    own = alternating(config, "full_attention", "sliding_attention")
+    own |= {"embedding_scale": config.hidden_size**0.5, "norm_offset": 1.0}
+    return llama.plan(config, act="gelu_pytorch_tanh", **own)
 
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
@@ -86,26 +43,23 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     No channel of an RMSNorm over C exceeds √C · |weight|, so embeddings and adding norms bound
     every channel.
     """
+    table = f"{source.prefix}embed_tokens.weight"
     bound = torch.zeros(plan.dims.C)
     for start in range(0, plan.dims.V, CHUNK):
-        rows = slice(start, min(start + CHUNK, plan.dims.V))
-        table = source.tensor(f"{source.prefix}embed_tokens.weight", rows)
-        bound = torch.maximum(bound, table.abs().amax(0))
+        rows = source.tensor(table, slice(start, start + CHUNK))
+        bound = torch.maximum(bound, rows.abs().amax(0))
     for i in range(plan.dims.L):
         for name in ADDING:
-            bound += (
-                1 + source.tensor(f"{source.prefix}layers.{i}.{name}.weight")
-            ).abs()
+            weight = source.tensor(f"{source.prefix}layers.{i}.{name}.weight")
+            bound += (1 + weight).abs()
     peak = float(bound.max()) * plan.dims.C**0.5
     exponent = max(0, math.frexp(peak / NORMAL[1])[1])
     scale = plan.embedding_scale * 2.0**-exponent
     return replace(plan, residual_exponent=exponent, embedding_scale=scale)
 
 
-layer = GemmaDecoderLayer
-
-
-def head(plan: Plan, rows: int) -> nn.Module:
-    C = plan.dims.C
-    eps = plan.config.rms_norm_eps
-    return Head(RMSNorm(C, eps, offset=1.0, exponent=plan.residual_exponent), C, rows)
+def layer(plan: Plan, index: int, options: Options) -> nn.Module:
+    gelu = partial(nn.functional.gelu, approximate="tanh")
+    scale = plan.config.query_pre_attn_scalar**-0.5
+    own = {"norms": NORMS, "act": gelu, "norm_at": "heads", "scale": scale}
+    return llama.layer(plan, index, options, **own)

@@ -4,14 +4,23 @@ default without rope; embeddings, branches, scores and logits have multipliers."
 import copy
 from dataclasses import replace
 
+import torch
 from torch import nn
 
-from workbench.bundle import Options, Rope
-from workbench.bundle.names import CONV_STATE, MATRIX_STATE
+from workbench.bundle import Options
+from workbench.bundle.names import MATRIX_STATE, ORDER
 from workbench.models import llama
-from workbench.models.family import Plan, head_dim, hybrid_layers, refuse, rope
-from workbench.models.layers import GatedMLP, Head
-from workbench.models.mamba import Mamba2
+from workbench.models.family import Plan, hybrid, no_rope, refuse, rope
+from workbench.models.layers import Conv, cut, vector
+from workbench.models.recurrence import (
+    Depthwise,
+    add_tokens,
+    decays,
+    log_decay,
+    recall,
+    repeated,
+    softplus,
+)
 
 NAMES = {
     "mlp": "shared_mlp",
@@ -20,61 +29,89 @@ NAMES = {
 }
 
 
+class Mamba2(nn.Module):
+    """Mamba 2 (arXiv 2405.21060): a matrix state, which decays and to which each token
+    adds, replaces attention. x → [B, C, T, 1] or [B, C, 1, T].
+
+        S ← e^g S + (dt · x) Bᵀ;  y = S C + D · x    for every head
+
+    x, B and C come from a short convolution over time; heads of one group share B and
+    C. A layer keeps `matrix_state` [B, H, P, N], where P is the width of a head and N
+    that of B and C."""
+
+    def __init__(self, plan: Plan, index: int, options: Options):
+        super().__init__()
+        config = plan.config
+        C = plan.dims.C
+        bias = config.mamba_proj_bias
+        heads = {"H": config.mamba_n_heads, "D": config.mamba_d_head}
+        groups = {"H": config.mamba_n_groups, "D": config.mamba_d_state}
+        self.shape = s = replace(plan.shape(index, options), **heads)
+        self.groups = replace(s, **groups)
+        self.parts = s.width, self.groups.width, self.groups.width
+        width = sum(self.parts)
+        self.widths = s.width, width, s.H
+        self.in_proj = Conv(C, sum(self.widths), bias)
+        taps, has_bias = config.mamba_d_conv, config.mamba_conv_bias
+        self.conv1d = Depthwise(options.batch, width, taps, has_bias)
+        self.A_log, self.dt_bias, self.D = (vector(s.H) for _ in range(3))
+        # over the channels of each group [B, groups, channels, T]
+        channels = s.width // self.groups.H
+        self.norm = plan.norm(channels, dim=2)
+        weight = torch.zeros(1, self.groups.H, channels, 1)
+        self.norm.weight = nn.Parameter(weight)
+        self.out_proj = Conv(s.width, C, bias)
+
+    def forward(self, x, cache: dict, io: dict):
+        s = self.shape
+        groups = self.groups
+        order = io[ORDER]
+        gate, u, step = cut(self.in_proj(x), *self.widths)
+        step = softplus(s.numbers(step) + self.dt_bias)
+        step = step * order.clamp(0, 1)
+        mixed = nn.functional.silu(self.conv1d(u, cache, io))
+        x, b, c = cut(mixed, *self.parts)
+        x = s.heads(x, s.H)
+        b, c = (
+            repeated(groups.heads(each, groups.H), groups, s.H // groups.H)
+            for each in (b, c)
+        )
+        among = decays(log_decay(self.A_log, step), order)
+        matrix = cache[MATRIX_STATE]
+        added = x * step
+        y = recall(c, b, added, matrix.transpose(2, 3), among)
+        add_tokens(matrix, added, b, among)
+        y = s.merge(y + x * self.D) * nn.functional.silu(gate)
+        y = self.norm(y.reshape(s.B, groups.H, s.width // groups.H, -1))
+        return self.out_proj(s.plane(y, s.width))
+
+
 def plan(config) -> Plan:
     if config.num_local_experts:
         refuse(config, f"num_local_experts = {config.num_local_experts}", "no experts")
-    if tuple(config.time_step_limit) != (0.0, float("inf")):
-        refuse(
-            config,
-            f"time_step_limit = {config.time_step_limit}",
-            "steps without a limit",
-        )
-    layers = hybrid_layers(config, "linear_attention")
-    dense = copy.copy(config)
-    dense.intermediate_size = config.shared_intermediate_size
-    table = Rope(name="nope", inv_freq=[0.0] * (head_dim(config) // 2))
-    if config.position_embedding_type == "rope":
-        table = rope(config)
-    layers = [layer.model_copy(update={"rope": table.name}) for layer in layers]
-    heads = config.mamba_n_heads
+    if tuple(limit := config.time_step_limit) != (0.0, float("inf")):
+        refuse(config, f"time_step_limit = {limit}", "steps without a limit")
+    H = config.mamba_n_heads
     P = config.mamba_d_head
     N = config.mamba_d_state
-    width = heads * P + 2 * config.mamba_n_groups * N
-    tail = config.mamba_d_conv - 1
-    state = {CONV_STATE: (tail, width), MATRIX_STATE: (heads, P, N)}
-    sides = [{} if layer.attends else state for layer in layers]
-    return llama.plan_alike(
-        dense,
-        rope=[table],
-        layers=layers,
-        side_states=sides,
-        tail=tail,
-        names=NAMES,
-        embedding_scale=float(config.embedding_multiplier),
-    )
+    sizes = config.mamba_d_conv, H * P + 2 * config.mamba_n_groups * N, H, P, N
+    has_rope = config.position_embedding_type == "rope"
+    table = rope(config) if has_rope else no_rope(config)
+    own = hybrid(config, "linear_attention", *sizes, table=table.name)
+    dense = copy.copy(config)
+    dense.intermediate_size = config.shared_intermediate_size
+    scale = float(config.embedding_multiplier)
+    return llama.plan(dense, rope=[table], names=NAMES, embedding_scale=scale, **own)
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     config = plan.config
     mixer = None
     if not plan.layers[index].attends:
-        heads = config.mamba_n_heads
-        groups = config.mamba_n_groups
-        P = config.mamba_d_head
-        shape = replace(plan.shape(index, options), H=heads, H_kv=groups, D=P)
-        biases = config.mamba_conv_bias, config.mamba_proj_bias
-        norm = plan.norm(heads * P // groups, dim=2)
-        sizes = config.mamba_d_state, config.mamba_d_conv
-        mixer = "mamba", Mamba2(plan.dims.C, shape, *sizes, biases, norm)
-    gain = config.residual_multiplier
-    scale = config.attention_multiplier
-    made = llama.layer(plan, index, options, mixer=mixer, gain=gain, scale=scale)
-    made.mlp = GatedMLP(
-        plan.dims.C, config.intermediate_size, nn.functional.silu, fused=True
-    )
-    return made
+        mixer = "mamba", Mamba2(plan, index, options)
+    gains = {"gain": config.residual_multiplier, "scale": config.attention_multiplier}
+    return llama.layer(plan, index, options, mixer=mixer, fused_mlp=True, **gains)
 
 
 def head(plan: Plan, rows: int) -> nn.Module:
-    C = plan.dims.C
-    return Head(plan.norm(C), C, rows, plan.config.logits_scaling)
+    return llama.head(plan, rows, plan.config.logits_scaling)

@@ -1,14 +1,14 @@
 """Transformer parts in the shape that suits the Neural Engine: rank 4, channels on axis
 1, linear layers as 1×1 convolutions. Every module accepts x [B, C, T, 1] or [B, C, 1,
 T]: it relies on the channel axis alone and gets T by reshaping. Constants that fp16
-would round are kept as a product of two that it rounds far less (`split`), so that the
+would round are kept as a product of two or three that it holds (`split`), so that the
 exported arithmetic differs from the original's only by what the stored weights differ.
 """
 
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -17,13 +17,14 @@ from torch import nn
 from workbench.bundle.names import (
     ATTN_MASK,
     K_STATE,
+    KV_WRITE_MASK,
     MAX_FP16,
     MIN_NORMAL,
+    POS,
     ROPE_COS,
     ROPE_SIN,
     V_STATE,
 )
-from workbench.models.cache import Cache
 
 NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
 
@@ -31,8 +32,9 @@ NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
 @lru_cache
 def split(value: float) -> tuple[float, ...]:
     """fp16 factors of `value`: itself when fp16 holds it, else two whose product is
-    within about 1e-7 of it."""
-    if value == 0 or float(np.float16(value)) == value:
+    within 1e-6 of it; where there are none, as of 1e-5, the nearest three of which the
+    last is from 1 to 2."""
+    if float(np.float16(value)) == value:
         return (value,)
     start = np.float16(abs(value) ** 0.5).view(np.uint16)
     first = (
@@ -40,19 +42,17 @@ def split(value: float) -> tuple[float, ...]:
         .view(np.float16)
         .astype(np.float64)
     )
-    second = (value / first).astype(np.float16).astype(np.float64)
-    best = int(np.argmin(np.abs(first * second - value)))
-    return float(first[best]), float(second[best])
 
+    def nearest(third: float) -> tuple:
+        second = (value / third / first).astype(np.float16).astype(np.float64)
+        errors = np.abs(first * second * third / value - 1)
+        best = int(np.argmin(errors))
+        return errors[best], (float(first[best]), float(second[best]), third)
 
-@lru_cache
-def split_closely(value: float) -> tuple[float, ...]:
-    """Two fp16 factors as `split` gives them, and a third from 1 to 2, with which the
-    product is nearest to `value`: within 1e-8 of it, where the product of two misses
-    1e-5 by 3e-6 of it."""
-    thirds = (1 + np.arange(1024) / 1024).tolist()
-    products = [(*(*split(value / third), 1.0)[:2], third) for third in thirds]
-    return min(products, key=lambda factors: abs(math.prod(factors) - value))
+    error, factors = nearest(1.0)
+    if error < 1e-6:
+        return factors[:2]
+    return min(map(nearest, (1 + np.arange(1024) / 1024).tolist()))[1]
 
 
 def scaled(x, value: float):
@@ -67,6 +67,17 @@ def by_peak(x, dim: int):
     the quotient are in [0, 1]."""
     peak = x.abs().amax(dim, keepdim=True).clamp(*NORMAL)
     return x / peak, peak
+
+
+def cut(x, *widths: int) -> list:
+    """The channels of x [B, C, ...] in parts of these widths."""
+    edges = accumulate(widths, initial=0)
+    return [x[:, start:stop] for start, stop in pairwise(edges)]
+
+
+def vector(width: int) -> nn.Parameter:
+    """One number for each channel or head, as it multiplies [B, width, ...]."""
+    return nn.Parameter(torch.zeros(1, width, 1, 1))
 
 
 class Conv(nn.Module):
@@ -99,19 +110,10 @@ class RMSNorm(nn.Module):
         exponent: x is 2^-exponent of the model's, so eps is scaled along and the result
             is the model's.
         gain: power of two that multiplies the result before its weight does.
-        close_eps: keep eps as three factors (see `split_closely`).
     """
 
     def __init__(
-        self,
-        width: int,
-        eps: float,
-        dim: int = 1,
-        *,
-        offset=0.0,
-        exponent: int = 0,
-        gain: float = 1.0,
-        close_eps: bool = False,
+        self, width: int, eps: float, dim: int = 1, *, offset=0.0, exponent=0, gain=1.0
     ):
         super().__init__()
         shape = [1, 1, 1, 1]
@@ -121,21 +123,18 @@ class RMSNorm(nn.Module):
         self.unit = 2.0**-exponent
         self.gain = gain
         self.weight = nn.Parameter(torch.zeros(shape))
-        *factors, self.third = (
-            split_closely(eps) if close_eps else (*split(eps), 1.0, 1.0)[:3]
-        )
-        for name, factor in zip(("eps0", "eps1"), factors, strict=True):
+        first, second, *rest = (*split(eps), 1.0)
+        self.third = math.prod(rest)
+        for i, factor in enumerate((first, second)):
             # a tensor, not a float: `float / tensor` converts to MIL's `inverse`, which
             # adds 1e-4
-            self.register_buffer(
-                name, torch.full((1, 1, 1, 1), factor), persistent=False
-            )
+            factor = torch.full((1, 1, 1, 1), factor)
+            self.register_buffer(f"eps{i}", factor, persistent=False)
 
     def forward(self, x):
         y, peak = by_peak(x, self.dim)
-        eps = scaled(self.eps0 / peak, self.unit * self.third) * scaled(
-            self.eps1 / peak, self.unit
-        )
+        eps = scaled(self.eps0 / peak, self.unit * self.third)
+        eps = eps * scaled(self.eps1 / peak, self.unit)
         root = torch.rsqrt((y * y).mean(self.dim, keepdim=True) + eps)
         return y * scaled(root, self.gain) * self.weight
 
@@ -143,7 +142,7 @@ class RMSNorm(nn.Module):
 @dataclass(frozen=True)
 class AttentionGeometry:
     """Static sizes of one attention layer: S slots of cache, H query heads on H_kv
-    key/value heads of D channels.
+    key/value heads of D channels, of which rope turns the first `rotary`.
 
     Traced code takes sizes from here: reading them off a tensor would put shape
     arithmetic into the program. T is the only free size and is always the -1 of a
@@ -155,7 +154,18 @@ class AttentionGeometry:
     D: int
     S: int
     layout: str
+    rotary: int
     suffix: str = ""
+
+    @property
+    def width(self) -> int:
+        """Channels of the query heads."""
+        return self.H * self.D
+
+    @property
+    def keys(self) -> int:
+        """Channels of the key heads."""
+        return self.H_kv * self.D
 
     def plane(self, x, width: int):
         """[B, ..., T] of `width` channels in all → [B, width, T, 1] (layout bct1) or
@@ -168,32 +178,53 @@ class AttentionGeometry:
         """[B, count·D, T, 1] (or [B, count·D, 1, T]) → [B, count, T, D]."""
         return x.reshape(self.B, count, self.D, -1).transpose(2, 3)
 
+    def numbers(self, x):
+        """[B, H, T, 1] (or [B, H, 1, T]) → [B, H, T, 1], one number for each head."""
+        return x.reshape(self.B, self.H, -1, 1)
+
     def merge(self, x):
         """[B, H, T, D] → [B, H·D, T, 1] (or [B, H·D, 1, T])."""
-        return self.plane(x.transpose(2, 3), self.H * self.D)
+        return self.plane(x.transpose(2, 3), self.width)
 
-    def rotate(self, x, io: dict, width: int):
-        """Rotary embedding on the first `width` of the D dims of x [B, H, T, D];
-        rope_cos, rope_sin [B, 1, T, width/2].
+    def rotate(self, x, io: dict):
+        """Rotary embedding on the first `rotary` of the D dims of x [B, H, T, D];
+        rope_cos, rope_sin [B, 1, T, rotary / 2].
 
-        Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from
-        `width` on pass through."""
+        Dims i and i + rotary / 2 form a pair (transformers' `rotate_half`); dims from
+        `rotary` on pass through."""
+        width = self.rotary
         a = x[..., : width // 2]
         b = x[..., width // 2 : width]
-        rest = x[..., width:]
         cos = io[ROPE_COS + self.suffix]
         sin = io[ROPE_SIN + self.suffix]
         parts = [a * cos - b * sin, b * cos + a * sin]
-        return torch.cat(parts if width == self.D else [*parts, rest], dim=-1)
+        if width < self.D:
+            parts.append(x[..., width:])
+        return torch.cat(parts, dim=-1)
 
-    def attend(self, q, k, v, cache: Cache, io: dict):
+    def append(self, held, rows, io: dict):
+        """Writes `rows` [B, H_kv, T, D] of this call into the cache `held` [B, H_kv, S,
+        D], in place, so that it becomes a state update in Core ML, and returns it.
+
+        With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, when
+        its cache is a ring), one-hot columns say which slot each token takes, a zero
+        column none; with `pos` [1], tokens take slots pos … pos + T − 1."""
+        if POS in io:
+            pos = io[POS]
+            held[:, :, pos : pos + rows.shape[2]] = rows
+        else:
+            mask = io.get(KV_WRITE_MASK + self.suffix, io.get(KV_WRITE_MASK))
+            held[:] = held * (1 - mask.sum(-1, keepdim=True)) + mask @ rows
+        return held
+
+    def attend(self, q, k, v, cache: dict, io: dict):
         """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v
         over all of it.
 
         q [B, H, T, D] is already scaled. The query heads of one group are rows of one
         product, so nothing is repeated and no tensor has rank 5."""
-        k = cache.append(K_STATE, k, io, self.suffix)
-        v = cache.append(V_STATE, v, io, self.suffix)
+        k = self.append(cache[K_STATE], k, io)
+        v = self.append(cache[V_STATE], v, io)
         mask = io[ATTN_MASK + self.suffix]
         # [B, H_kv, H/H_kv·T, S]
         scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3)
@@ -215,9 +246,9 @@ class Attention(nn.Module):
         fused: one projection makes q, k and v, in this order.
         gated: `q_proj` makes q and then a gate of D channels for each head; the sigmoid
             of the gate multiplies what the head attends to.
-        qk_norm: makes the RMSNorms of q and k from a width, or None.
-        norm_at: what these norm: each head (`heads`), each head after rope (`rotated`),
-            or all heads together (`channels`).
+        norm_at: what RMSNorms of q and k norm: each head (`heads`), each head after
+            rope (`rotated`), all heads together (`channels`); "": there are none.
+        norm: makes such a norm from a width and the axis.
     """
 
     def __init__(
@@ -226,68 +257,56 @@ class Attention(nn.Module):
         shape: AttentionGeometry,
         *,
         scale,
-        rotary: int,
         qkv_bias=False,
         o_bias=False,
         fused=False,
         gated=False,
-        qk_norm=None,
-        norm_at: Literal["heads", "rotated", "channels"] = "heads",
+        norm_at: str = "",
+        norm,
     ):
         super().__init__()
         self.shape = shape
         self.scale = scale
-        self.rotary = rotary
         self.gated = gated
-        queries = shape.H * shape.D
-        keys = shape.H_kv * shape.D
+        queries, keys = shape.width, shape.keys
+        self.widths = queries, keys, keys
         if fused:
-            self.qkv_proj = Conv(C, queries + 2 * keys, qkv_bias)
+            self.qkv_proj = Conv(C, sum(self.widths), qkv_bias)
         else:
             self.q_proj = Conv(C, queries * (1 + gated), qkv_bias)
             self.k_proj = Conv(C, keys, qkv_bias)
             self.v_proj = Conv(C, keys, qkv_bias)
         self.o_proj = Conv(queries, C, o_bias)
         self.norm_at = norm_at
-        widths = (queries, keys) if norm_at == "channels" else (shape.D, shape.D)
-        self.q_norm, self.k_norm = map(qk_norm, widths) if qk_norm else (None, None)
+        if norm_at == "channels":
+            self.q_norm, self.k_norm = norm(queries), norm(keys)
+        elif norm_at:
+            self.q_norm, self.k_norm = norm(shape.D, dim=3), norm(shape.D, dim=3)
 
-    def heads(self, x):
-        """q [B, H, T, D], k and v [B, H_kv, T, D], before rope and the norms of
-        heads."""
+    def normed(self, at: str, q, k):
+        """q and k, through their norms if these are at this place."""
+        return (self.q_norm(q), self.k_norm(k)) if self.norm_at == at else (q, k)
+
+    def forward(self, x, cache: dict, io: dict):
         s = self.shape
         if hasattr(self, "qkv_proj"):
-            qkv = self.qkv_proj(x)
-            a = s.H * s.D
-            b = (s.H + s.H_kv) * s.D
-            parts = s.heads(qkv[:, :a], s.H), s.heads(qkv[:, a:b], s.H_kv)
-            return *parts, s.heads(qkv[:, b:], s.H_kv)
-        if self.q_norm is not None and self.norm_at == "channels":
-            q = self.q_norm(self.q_proj(x))
-            k = self.k_norm(self.k_proj(x))
-            return s.heads(q, s.H), s.heads(k, s.H_kv), s.heads(self.v_proj(x), s.H_kv)
-        wide = replace(s, D=2 * s.D) if self.gated else s
-        q = wide.heads(self.q_proj(x), s.H)
-        k = s.heads(self.k_proj(x), s.H_kv)
-        return q, k, s.heads(self.v_proj(x), s.H_kv)
-
-    def forward(self, x, cache: Cache, io: dict):
-        s = self.shape
-        q, k, v = self.heads(x)
+            q, k, v = cut(self.qkv_proj(x), *self.widths)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k = self.normed("channels", q, k)
+        q = replace(s, D=s.D * (1 + self.gated)).heads(q, s.H)
+        k = s.heads(k, s.H_kv)
+        v = s.heads(v, s.H_kv)
         if self.gated:
             q, gate = q[..., : s.D], q[..., s.D :]
-        if self.q_norm is not None and self.norm_at == "heads":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        q = s.rotate(q, io, self.rotary)
-        k = s.rotate(k, io, self.rotary)
-        if self.q_norm is not None and self.norm_at == "rotated":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+        q, k = self.normed("heads", q, k)
+        q = s.rotate(q, io)
+        k = s.rotate(k, io)
+        q, k = self.normed("rotated", q, k)
+        mixed = s.attend(scaled(q, self.scale), k, v, cache, io)
         if self.gated:
-            mixed = s.attend(scaled(q, self.scale), k, v, cache, io)
-            return self.o_proj(s.merge(mixed * torch.sigmoid(gate)))
-        return self.o_proj(s.merge(s.attend(scaled(q, self.scale), k, v, cache, io)))
+            mixed = mixed * torch.sigmoid(gate)
+        return self.o_proj(s.merge(mixed))
 
 
 class GatedMLP(nn.Module):
@@ -309,24 +328,21 @@ class GatedMLP(nn.Module):
 
     def forward(self, x):
         if hasattr(self, "gate_up_proj"):
-            both = self.gate_up_proj(x)
-            return self.down_proj(
-                self.act(both[:, : self.inner]) * both[:, self.inner :]
-            )
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+            gate, up = cut(self.gate_up_proj(x), self.inner, self.inner)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.act(gate) * up)
 
 
 class Head(nn.Module):
     """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T,
     1], which are divided by `divisor`."""
 
-    def __init__(self, norm: RMSNorm, C: int, rows: int, divisor: float = 1.0):
+    def __init__(self, norm: RMSNorm, C: int, rows: int, divisor: float):
         super().__init__()
         self.norm = norm
         self.lm_head = Conv(C, rows)
-        self.divisor = divisor
+        self.factor = 1 / divisor
 
     def forward(self, x):
-        if self.divisor != 1:
-            return scaled(self.lm_head(self.norm(x)), 1 / self.divisor)
-        return self.lm_head(self.norm(x))
+        return scaled(self.lm_head(self.norm(x)), self.factor)

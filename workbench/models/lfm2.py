@@ -2,15 +2,14 @@
 every head of q and k."""
 
 import copy
-from functools import partial
 
 from torch import nn
 
 from workbench.bundle import Options
-from workbench.bundle.names import CONV_STATE
 from workbench.models import llama
-from workbench.models.family import Plan, hybrid_layers, refuse
-from workbench.models.tail import ShortConv
+from workbench.models.family import Plan, hybrid, refuse
+from workbench.models.layers import Conv, cut
+from workbench.models.recurrence import Depthwise
 
 NAMES = {
     "input_layernorm": "operator_norm",
@@ -27,35 +26,43 @@ NAMES = {
 head = llama.head
 
 
+class ShortConv(nn.Module):
+    """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has a few
+    taps over time for each channel."""
+
+    def __init__(self, plan: Plan, index: int, options: Options):
+        super().__init__()
+        config = plan.config
+        self.C = C = plan.dims.C
+        self.shape = plan.shape(index, options)
+        self.in_proj = Conv(C, 3 * C, config.conv_bias)
+        self.out_proj = Conv(C, C, config.conv_bias)
+        self.conv = Depthwise(options.batch, C, config.conv_L_cache, config.conv_bias)
+
+    def forward(self, x, cache: dict, io: dict):
+        b, c, x = cut(self.in_proj(x), self.C, self.C, self.C)
+        mixed = self.conv(b * x, cache, io)
+        return self.out_proj(c * self.shape.plane(mixed, self.C))
+
+
 def plan(config) -> Plan:
     """The plan of an LFM 2 model; its configuration is given Llama's names for the
     fields that LFM 2 names differently."""
-    layers = hybrid_layers(config, "conv")
+    own = hybrid(config, "conv", config.conv_L_cache, config.hidden_size)
     if config.conv_L_cache < 2:
         refuse(config, f"conv_L_cache = {config.conv_L_cache}", "at least two taps")
     as_llama = copy.copy(config)
-    tail = config.conv_L_cache - 1
     as_llama.rms_norm_eps = config.norm_eps
-    as_llama.hidden_act = "silu"
-    as_llama.intermediate_size = _mlp_width(config)
-    state = {CONV_STATE: (tail, config.hidden_size)}
-    sides = [{} if layer.attends else state for layer in layers]
-    own = {"layers": layers, "side_states": sides, "tail": tail, "names": NAMES}
-    return llama.plan_alike(as_llama, **own)
-
-
-def _mlp_width(config) -> int:
-    width = config.intermediate_size
-    unit = config.block_multiple_of
-    if not config.block_auto_adjust_ff_dim:
-        return width
-    return -(-int(config.block_ffn_dim_multiplier * int(2 * width / 3)) // unit) * unit
+    if config.block_auto_adjust_ff_dim:
+        unit = config.block_multiple_of
+        width = int(2 * config.intermediate_size / 3)
+        width = int(config.block_ffn_dim_multiplier * width)
+        as_llama.intermediate_size = -(-width // unit) * unit
+    return llama.plan(as_llama, names=NAMES, **own)
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     if plan.layers[index].attends:
-        return llama.layer(plan, index, options, qk_norm=partial(plan.norm, dim=3))
-    config = plan.config
-    shape = plan.shape(index, options)
-    conv = ShortConv(plan.dims.C, shape, config.conv_L_cache, config.conv_bias)
-    return llama.layer(plan, index, options, mixer=("conv", conv))
+        return llama.layer(plan, index, options, norm_at="heads")
+    mixer = "conv", ShortConv(plan, index, options)
+    return llama.layer(plan, index, options, mixer=mixer)

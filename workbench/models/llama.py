@@ -1,26 +1,43 @@
-"""Llama (2, 3, 3.1, 3.2): pre-norm, grouped queries, default, linear or llama3 rope,
-SwiGLU."""
+"""Llama (2, 3, 3.1, 3.2; pre-norm, grouped queries, SwiGLU) and, as one table, the
+families that are Llama with other settings: what differs in the layers' attention, rope
+tables, windows and names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from workbench.bundle import Layer, Options
-from workbench.models.cache import Cache
-from workbench.models.family import Plan, dims, flag, refuse, rope
+from workbench.models.family import (
+    ROPE_TYPES,
+    Plan,
+    alternating,
+    dims,
+    flag,
+    no_rope,
+    refuse,
+    rope,
+)
 from workbench.models.layers import Attention, GatedMLP, Head, scaled
 
-# norms in front of attention and MLP, and behind them
-READING = "input_layernorm", "post_attention_layernorm"
-ADDING = "post_attention_layernorm", "post_feedforward_layernorm"
+YARN = *ROPE_TYPES, "yarn"
+GROWTH = "llama_4_scaling_beta"
+LENGTH = "original_max_position_embeddings"
+# norms before and behind attention, before and behind the MLP
+PRE = "input_layernorm", "", "post_attention_layernorm", ""
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T].
+    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T] and
+    2^-residual_exponent of the model's.
 
     Args:
-        behind: norms follow attention and MLP instead of preceding them.
-        fused: projections of the same input are one.
+        norms: names of the norms before and behind attention, before and behind the
+            MLP; "" where there is none.
+        act: of the MLP.
+        fused_mlp: as `fused` of `GatedMLP`.
         mixer: name and module of what stands in place of attention, if anything does.
-        gain: multiplies what attention and MLP add, unless norms follow them.
+        gain: multiplies what attention and MLP add.
         attention: further keywords of `Attention`.
     """
 
@@ -30,8 +47,9 @@ class DecoderLayer(nn.Module):
         index: int,
         options: Options,
         *,
-        behind=False,
-        fused=False,
+        norms=PRE,
+        act=nn.functional.silu,
+        fused_mlp=False,
         mixer: tuple[str, nn.Module] | None = None,
         gain: float = 1.0,
         **attention,
@@ -39,61 +57,157 @@ class DecoderLayer(nn.Module):
         super().__init__()
         config = plan.config
         C = plan.dims.C
-        self.behind = behind
-        self.gain = gain
-        for name in ADDING if behind else READING:
-            self.add_module(name, plan.norm(C))
-        if mixer is None:
-            shape = plan.shape(index, options)
-            rotary = plan.rotary(index)
-            own = {"scale": plan.dims.D**-0.5, "rotary": rotary, "fused": fused}
-            self.self_attn = Attention(C, shape, **own | attention)
-        bias = flag(config, "mlp_bias")
-        self.mlp = GatedMLP(
-            C, config.intermediate_size, nn.functional.silu, bias, fused
+        e = plan.residual_exponent
+        for name, own in zip(norms, ({"exponent": e}, {"gain": 2.0**-e}) * 2):
+            if name:
+                self.add_module(name, plan.norm(C, **own))
+        bias = flag(config, "attention_bias")
+        own = {"scale": plan.dims.D**-0.5, "qkv_bias": bias, "o_bias": bias}
+        own |= {"norm": plan.norm} | attention
+        self.norms = norms
+        self.mixer, module = mixer or (
+            "self_attn",
+            Attention(C, plan.shape(index, options), **own),
         )
-        self.mixer, module = mixer or ("self_attn", self.self_attn)
         self.add_module(self.mixer, module)
+        inner = config.intermediate_size
+        self.mlp = GatedMLP(C, inner, act, flag(config, "mlp_bias"), fused_mlp)
+        self.gain = gain
 
-    def forward(self, x, cache: Cache, io: dict):
-        mixer = self.get_submodule(self.mixer)
-        if self.behind:
-            x = x + self.post_attention_layernorm(mixer(x, cache, io))
-            return x + self.post_feedforward_layernorm(self.mlp(x))
-        if self.gain != 1:
-            x = x + scaled(mixer(self.input_layernorm(x), cache, io), self.gain)
-            return x + scaled(self.mlp(self.post_attention_layernorm(x)), self.gain)
-        x = x + mixer(self.input_layernorm(x), cache, io)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def normed(self, norm: int, x):
+        name = self.norms[norm]
+        return self.get_submodule(name)(x) if name else x
 
-
-def plan(config) -> Plan:
-    # bundles of it are older than that option
-    return plan_alike(config, close_eps=False)
+    def forward(self, x, cache: dict, io: dict):
+        added = self.get_submodule(self.mixer)(self.normed(0, x), cache, io)
+        x = x + scaled(self.normed(1, added), self.gain)
+        return x + scaled(self.normed(3, self.mlp(self.normed(2, x))), self.gain)
 
 
-def plan_alike(config, *, partial_rotary: bool = False, **own) -> Plan:
+def plan(config, *, partial_rotary: bool = False, act: str = "silu", **own) -> Plan:
     """The plan of a family like Llama; `own` are its fields of `Plan` where they differ
     from one rope table and no window."""
-    d = dims(config)
-    fields = {"layers": [Layer()] * d.L, "close_eps": True} | own
+    fields = {"layers": [Layer()] * config.num_hidden_layers} | own
     if "rope" not in own:
         fields["rope"] = [rope(config)]
+    d = dims(config)
     full = all(2 * len(table.inv_freq) == d.D for table in fields["rope"])
     if not (partial_rotary or full):
         refuse(config, "a partial rotary factor", "full rotary dimensions")
-    if config.hidden_act != "silu":
-        refuse(config, f"activation {config.hidden_act!r}", "silu")
+    found = getattr(config, "hidden_activation", getattr(config, "hidden_act", act))
+    if found != act:
+        refuse(config, f"activation {found!r}", act)
     return Plan(config, d, tied=config.tie_word_embeddings, **fields)
 
 
-def layer(plan: Plan, index: int, options: Options, **chosen) -> nn.Module:
-    """`chosen`: further keywords of `DecoderLayer`."""
-    bias = flag(plan.config, "attention_bias")
-    return DecoderLayer(
-        plan, index, options, **{"qkv_bias": bias, "o_bias": bias} | chosen
-    )
+layer = DecoderLayer
 
 
-def head(plan: Plan, rows: int) -> nn.Module:
-    return Head(plan.norm(plan.dims.C), plan.dims.C, rows)
+def head(plan: Plan, rows: int, divisor: float = 1.0) -> nn.Module:
+    C = plan.dims.C
+    return Head(plan.norm(C, exponent=plan.residual_exponent), C, rows, divisor)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family that is Llama with other settings.
+
+    Args:
+        read: configuration → keywords of `llama.plan`. Refuses what the family's layers
+            cannot do.
+        layers: keywords of `DecoderLayer` and `Attention`.
+    """
+
+    read: Callable[..., dict] = lambda config: {}
+    layers: dict = field(default_factory=dict)
+
+    def plan(self, config) -> Plan:
+        return plan(config, **self.read(config))
+
+    def layer(self, plan: Plan, index: int, options: Options) -> DecoderLayer:
+        return layer(plan, index, options, **self.layers)
+
+    head = staticmethod(head)
+
+
+def qwen(config) -> dict:
+    """`use_sliding_window` is off in every released default."""
+    if config.use_sliding_window:
+        refuse(config, "use_sliding_window = true", "full attention in every layer")
+    return {}
+
+
+def mistral(config, kinds=ROPE_TYPES) -> dict:
+    """One window for all layers, or none."""
+    if getattr(config, "layer_types", None):
+        refuse(config, "layer_types", "the same attention in all layers")
+    layers = [Layer(window=config.sliding_window)] * config.num_hidden_layers
+    return {"rope": [rope(config, kinds=kinds)], "layers": layers}
+
+
+def ministral3(config) -> dict:
+    """Mistral with yarn, and queries that grow by 1 + β·ln(1 + ⌊position / original
+    length⌋), which is 1 wherever the plan holds."""
+    growth, length = (config.rope_parameters.get(name) for name in (GROWTH, LENGTH))
+    if growth is None or length is None:
+        found = f"{GROWTH} = {growth}, {LENGTH} = {length}"
+        refuse(config, found, "numbers in rope_parameters")
+    return mistral(config, YARN) | {"max_positions": length if growth else None}
+
+
+def smollm3(config) -> dict:
+    """Every fourth layer is without rope, unless the configuration says otherwise: the
+    frequencies of its table are all zero, so that cos is 1 and sin 0."""
+    kinds = sorted(set(config.layer_types))
+    if kinds != ["full_attention"]:
+        refuse(config, f"layer types {kinds}", "full_attention alone")
+    tables = [no_rope(config), rope(config)]
+    flags = [bool(flag) for flag in config.no_rope_layers[: config.num_hidden_layers]]
+    layers = [Layer(rope=tables[flag].name) for flag in flags]
+    return {"rope": [tables[flag] for flag in sorted(set(flags))], "layers": layers}
+
+
+def olmo3(config) -> dict:
+    return alternating(config, "full_attention", "sliding_attention", YARN)
+
+
+def phi3(config) -> dict:
+    """Mistral with rope on a part of each head. Longrope has another table, for all
+    positions, of sequences beyond an original length. There transformers begins its
+    cache anew, so the plan holds up to that length."""
+    own = mistral(config, ("default", "longrope")) | {"partial_rotary": True}
+    if config.rope_parameters["rope_type"] == "longrope":
+        own["max_positions"] = config.rope_parameters.get(LENGTH)
+    return own
+
+
+def hunyuan(config) -> dict:
+    if config.head_dim is None:
+        refuse(config, "head_dim = null", "the number of channels of a head")
+    table = config.rope_parameters
+    if table["rope_type"] == "dynamic" and not table.get("alpha"):
+        needed = "a table that no length changes"
+        refuse(config, "rope type 'dynamic' without alpha", needed)
+    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+    kinds = *ROPE_TYPES, "dynamic"
+    return {"rope": [rope(config, kinds=kinds)], "names": names}
+
+
+# OLMo's norms stand behind attention and MLP. Nothing bounds what these read: `workbench
+# explain` shows how much of fp16 a checkpoint's stream leaves.
+OLMO = {
+    "norms": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "norm_at": "channels",
+}
+LLAMAS = {
+    "hunyuan_v1_dense": Family(hunyuan, {"norm_at": "rotated"}),
+    "llama": Family(),
+    "ministral3": Family(ministral3),
+    "mistral": Family(mistral),
+    "olmo2": Family(layers=OLMO),
+    "olmo3": Family(olmo3, OLMO),
+    "phi3": Family(phi3, {"fused": True, "fused_mlp": True}),
+    "qwen2": Family(qwen, {"qkv_bias": True}),
+    "qwen3": Family(qwen, {"norm_at": "heads"}),
+    "smollm3": Family(smollm3),
+}

@@ -2,52 +2,100 @@
 others; norms of 1 + γ, but for that of DeltaNet's own outputs."""
 
 from dataclasses import replace
-from functools import partial
 
+import torch
 from torch import nn
 
 from workbench.bundle import Options
-from workbench.bundle.names import CONV_STATE, MATRIX_STATE
+from workbench.bundle.names import MATRIX_STATE, ORDER
 from workbench.models import llama
-from workbench.models.deltanet import GatedDeltaNet
-from workbench.models.family import Plan, hybrid_layers
+from workbench.models.family import Plan, hybrid
+from workbench.models.layers import Conv, cut, scaled, vector
+from workbench.models.recurrence import (
+    Depthwise,
+    add_tokens,
+    decays,
+    log_decay,
+    recall,
+    repeated,
+    softplus,
+    unit,
+)
 
+EPS = 1e-6  # added to the sums of squares of q and k
 head = llama.head
 
 
+class GatedDeltaNet(nn.Module):
+    """Gated DeltaNet (arXiv 2412.06464): a matrix state, which each token corrects,
+    replaces attention. x → [B, C, T, 1] or [B, C, 1, T].
+
+        S ← e^g S;  δ = β (v - Sᵀ k);  S ← S + k δᵀ;  o = Sᵀ q    for every value head
+
+    q, k and v come from a short convolution over time; q and k have unit length, and
+    each of their heads serves several value heads in a row. A layer keeps
+    `matrix_state` [B, H_v, D_k, D_v]. For T tokens at once δ solves (I + A) δ = R with
+    A strictly lower triangular: t_max - 1 steps of δ ← R - A δ are exact. A product of
+    powers of A takes fewer, but in fp16 it errs by 1 at T = 16."""
+
+    def __init__(self, plan: Plan, index: int, options: Options):
+        super().__init__()
+        config = plan.config
+        C = plan.dims.C
+        H = config.linear_num_value_heads
+        D = config.linear_value_head_dim
+        self.t_max = options.t_max
+        self.values = replace(plan.shape(index, options), H=H, D=D)
+        heads = {"H": config.linear_num_key_heads, "D": config.linear_key_head_dim}
+        self.keys = replace(self.values, **heads)
+        self.widths = self.keys.width, self.keys.width, self.values.width
+        width = sum(self.widths)
+        self.in_proj_qkv = Conv(C, width)
+        self.in_proj_z = Conv(C, self.values.width)
+        self.in_proj_b = Conv(C, H)
+        self.in_proj_a = Conv(C, H)
+        self.conv1d = Depthwise(options.batch, width, config.linear_conv_kernel_dim)
+        self.A_log = vector(H)
+        self.dt_bias = vector(H)
+        self.norm = plan.norm(D, dim=3, offset=0.0)
+        self.out_proj = Conv(self.values.width, C)
+
+    def forward(self, x, cache: dict, io: dict):
+        s = self.values
+        keys = self.keys
+        order = io[ORDER]
+        mixed = nn.functional.silu(self.conv1d(self.in_proj_qkv(x), cache, io))
+        q, k, v = cut(mixed, *self.widths)
+        q = scaled(unit(keys.heads(q, keys.H), EPS), keys.D**-0.5)
+        k = unit(keys.heads(k, keys.H), EPS)
+        q, k = (repeated(each, keys, s.H // keys.H) for each in (q, k))
+        v = s.heads(v, s.H)
+        step = softplus(s.numbers(self.in_proj_a(x)) + self.dt_bias)
+        among = decays(log_decay(self.A_log, step), order)
+        matrix = cache[MATRIX_STATE]
+        beta = torch.sigmoid(s.numbers(self.in_proj_b(x))) * order.clamp(0, 1)
+        system = (k @ k.transpose(2, 3)) * among.between * beta
+        right = delta = (v - (k @ matrix) * among.enter) * beta
+        for _ in range(self.t_max - 1):
+            delta = right - system @ delta
+        o = recall(q, k, delta, matrix, among)
+        add_tokens(matrix, k, delta, among)
+        gate = nn.functional.silu(s.heads(self.in_proj_z(x), s.H))
+        return self.out_proj(s.merge(self.norm(o) * gate))
+
+
 def plan(config) -> Plan:
-    layers = hybrid_layers(config, "linear_attention")
-    whole = llama.plan_alike(config, layers=layers, partial_rotary=True)
-    heads = config.linear_num_value_heads
-    keys = config.linear_num_key_heads
+    H = config.linear_num_value_heads
     D_k = config.linear_key_head_dim
     D_v = config.linear_value_head_dim
-    tail = config.linear_conv_kernel_dim - 1
-    state = {
-        CONV_STATE: (tail, 2 * keys * D_k + heads * D_v),
-        MATRIX_STATE: (heads, D_k, D_v),
-    }
-    sides = [{} if layer.attends else state for layer in layers]
-    return replace(whole, side_states=sides, tail=tail, norm_offset=1.0)
+    width = 2 * config.linear_num_key_heads * D_k + H * D_v
+    sizes = config.linear_conv_kernel_dim, width, H, D_k, D_v
+    own = hybrid(config, "linear_attention", *sizes)
+    return llama.plan(config, partial_rotary=True, norm_offset=1.0, **own)
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     if plan.layers[index].attends:
-        norm = partial(plan.norm, dim=3)
-        return llama.layer(plan, index, options, gated=True, qk_norm=norm)
-    config = plan.config
-    D = plan.config.linear_value_head_dim
-    sizes = {
-        "H": config.linear_num_value_heads,
-        "H_kv": config.linear_num_key_heads,
-        "D": D,
-    }
-    mixer = GatedDeltaNet(
-        plan.dims.C,
-        replace(plan.shape(index, options), **sizes),
-        config.linear_key_head_dim,
-        config.linear_conv_kernel_dim,
-        replace(plan, norm_offset=0.0).norm(D, dim=3),
-        options.t_max,
-    )
-    return llama.layer(plan, index, options, mixer=("linear_attn", mixer))
+        return llama.layer(plan, index, options, gated=True, norm_at="heads")
+    mixer = "linear_attn", GatedDeltaNet(plan, index, options)
+    return llama.layer(plan, index, options, mixer=mixer)

@@ -1,7 +1,8 @@
-"""Parts of a layer whose state is a matrix: decays of T tokens at once, and functions
-that fp16 needs written out.
+"""Layers that keep other states than keys and values: the last inputs of a short
+convolution over time; a matrix, with the decays of T tokens at once and functions that
+fp16 needs written out.
 
-A state S [B, H, D_k, D_v] takes token t as S ← e^g S + k vᵀ, g ≤ 0 being the logarithm
+A matrix S [B, H, D_k, D_v] takes token t as S ← e^g S + k vᵀ, g ≤ 0 being the logarithm
 of its decay. For the T tokens of a call, with the `Decays` of their g,
 
     o = enter ∘ (q S) + ((q kᵀ) ∘ between + diag(q·k)) v
@@ -12,13 +13,72 @@ Columns that hold no token have order 0: they decay nothing, and their k or v mu
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from workbench.bundle.names import MATRIX_STATE
-from workbench.models.cache import Cache
-from workbench.models.layers import NORMAL, AttentionGeometry, scaled, split
+from workbench.bundle.names import CONV_STATE, TAIL_KEEP, TAIL_SELECT
+from workbench.models.layers import (
+    AttentionGeometry,
+    Conv,
+    by_peak,
+    scaled,
+    split,
+    vector,
+)
+
+# channels from which on a depthwise convolution leaves the Neural Engine (lint rule S7)
+WIDE = 1024
+
+
+def extended(B: int, x, old, select, keep=None):
+    """x of W channels behind the n columns that the state `old` [B, n, W] kept: [B, W,
+    1, n + T]; the state takes the last n.
+
+    `select` [B, n, T] has a one-hot row for each of the last n columns that are valid,
+    zeros where there are fewer: invalid columns are never stored in the state. `keep`
+    [B, n, n] likewise says which old ones stay; up to n = 2 that follows from `select`.
+    """
+    width = x.shape[1]
+    joined = torch.cat(
+        [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
+    )
+    rows = x.reshape(B, width, -1).transpose(1, 2)
+    if keep is None:
+        counts = select.sum(-1, keepdim=True)  # [B, n, 1]
+        last = counts[:, -1:]
+        kept = (1 - last) * old + (last - counts) * old[:, -1:]
+    else:
+        kept = keep @ old
+    old[:] = select @ rows + kept
+    return joined
+
+
+class Depthwise(Conv):
+    """A convolution over time with `taps` taps for each channel: x → [B, width, 1, T].
+
+    Its layer keeps `conv_state` [B, taps - 1, width], the last inputs, oldest first,
+    zeros at the start. The Neural Engine takes no depthwise convolution of many
+    channels: there it is a sum of products with shifted inputs."""
+
+    def __init__(self, B: int, width: int, taps: int, bias: bool = False):
+        super().__init__(width, width, bias, kernel=(1, taps), groups=width)
+        self.B = B
+        self.last = taps - 1
+        self.is_wide = width >= WIDE
+        if self.is_wide:
+            self.weight = nn.Parameter(torch.zeros(1, width, taps, 1))
+            if bias:
+                self.bias = vector(width)
+
+    def forward(self, x, cache: dict, io: dict):
+        tail = io[TAIL_SELECT], io.get(TAIL_KEEP)
+        x = extended(self.B, x, cache[CONV_STATE], *tail)
+        if not self.is_wide:
+            return super().forward(x)
+        last = self.last
+        shifted = [x[..., i : i - last] for i in range(last)] + [x[..., last:]]
+        mixed = (torch.cat(shifted, 2) * self.weight).sum(2, keepdim=True)
+        return mixed if self.bias is None else mixed + self.bias
 
 
 class Decays(NamedTuple):
@@ -48,23 +108,19 @@ def decays(g, order) -> Decays:
     return Decays(between, torch.exp(before @ g + g), leave, g.sum(2, keepdim=True))
 
 
-def constant(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Values of the dtype of `like`, fp16 or float32, that a trace takes as they
-    are."""
-    return torch.from_numpy(values.astype(str(like.dtype).removeprefix("torch.")))
-
-
-def add_tokens(matrix, k, v, among: Decays, cache: Cache) -> None:
-    """Decays the state `matrix` [B, H, K, V] and adds this call's tokens to it."""
+def add_tokens(matrix, k, v, among: Decays) -> None:
+    """Decays the state `matrix` [B, H, K, V] and adds this call's tokens to it, in
+    place."""
     added = (k * among.leave).transpose(2, 3) @ v
-    cache.write(MATRIX_STATE, matrix + (matrix * expm1(among.total) + added))
+    matrix[:] = matrix + (matrix * expm1(among.total) + added)
 
 
-def among_tokens(q, k, v, among: Decays):
-    """The part of the output that the tokens of a call read from one another and from
-    themselves: [B, H, T, V]."""
+def recall(q, k, v, matrix, among: Decays):
+    """What the tokens of a call read [B, H, T, V]: from the state `matrix` [B, H, K,
+    V], from one another, and from themselves."""
     earlier = ((q @ k.transpose(2, 3)) * among.between) @ v
-    return earlier + (q * k).sum(-1, keepdim=True) * v
+    own = (q * k).sum(-1, keepdim=True) * v
+    return (q @ matrix) * among.enter + (earlier + own)
 
 
 def repeated(x, shape: AttentionGeometry, times: int):
@@ -73,11 +129,6 @@ def repeated(x, shape: AttentionGeometry, times: int):
     if times == 1:
         return x
     return torch.cat([x] * times, 2).reshape(shape.B, shape.H * times, -1, shape.D)
-
-
-def per_head(count: int) -> nn.Parameter:
-    """One number for each of `count` heads, as it multiplies [B, H, T, D]."""
-    return nn.Parameter(torch.zeros(1, count, 1, 1))
 
 
 def log_decay(A_log, step):
@@ -105,10 +156,10 @@ def softplus(x):
 
 def unit(x, eps: float):
     """x over the root of Σx² + eps along its last axis, in fp16 for every finite x."""
-    peak = x.abs().amax(-1, keepdim=True).clamp(*NORMAL)
-    y = x / peak
-    first, *second = split(eps**0.5)
+    y, peak = by_peak(x, -1)
+    first, *others = split(eps**0.5)
     # a tensor, as in `RMSNorm`
-    root = constant(np.full((1,) * peak.dim(), first), peak) / peak
-    root = root * second[0] if second else root
+    root = peak.new_full((1,) * peak.dim(), first) / peak
+    for factor in others:
+        root = root * factor
     return y * torch.rsqrt((y * y).sum(-1, keepdim=True) + root * root)

@@ -1,5 +1,9 @@
 """ZAYA1: compressed convolutional attention, one expert per token, learned scales on
-both sides of every residual sum."""
+both sides of every residual sum.
+
+A router has a state from the layer before. Experts are stacked, and run all together,
+weighted by one-hot probabilities (dense), or one by one as the host picks them
+(routed). The class after the last expert is the skip class: it adds nothing."""
 
 import torch
 from torch import nn
@@ -13,22 +17,198 @@ from workbench.bundle.names import (
     ROUTER_SCORES,
     ROUTER_STATE,
     ROUTER_STATE_OUT,
+    TAIL_SELECT,
     V_DELAYED_STATE,
 )
 from workbench.models import llama
-from workbench.models.cache import Cache
-from workbench.models.cca import TAPS, CompressedConvAttention
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan, alternating, dims, refuse
-from workbench.models.layers import RMSNorm
-from workbench.models.moe import Experts, Mixture, Router
+from workbench.models.layers import (
+    NORMAL,
+    AttentionGeometry,
+    Conv,
+    by_peak,
+    cut,
+    vector,
+)
+from workbench.models.recurrence import extended
 
+TAPS = 2  # kernel size of each convolution, hence TAPS · 2 - 2 earlier inputs
 # in tensor names of the layout of 80 alternating blocks
 LEGACY = ("zaya_block.", "self_attn.qkv.")
 
 
-def vector(width: int) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(1, width, 1, 1))
+class Projection(nn.Module):
+    """x → q [B, H, T, D], k and v [B, H_kv, T, D], before norm and rope.
+
+    Queries and keys are mixed over time by two short convolutions and pulled towards
+    their means; half of the value channels are the previous token's."""
+
+    def __init__(self, C: int, shape: AttentionGeometry):
+        super().__init__()
+        self.shape = shape
+        keys = shape.keys
+        self.widths = shape.width, keys
+        width = sum(self.widths)
+        conv = {"bias": True, "kernel": (1, TAPS)}
+        self.q_proj = Conv(C, shape.width)
+        self.k_proj = Conv(C, keys)
+        self.v_proj_current = Conv(C, keys // 2)
+        self.v_proj_delayed = Conv(C, keys // 2)
+        self.conv_qk_depthwise = Conv(width, width, groups=width, **conv)
+        groups = shape.H + shape.H_kv
+        self.conv_qk_grouped = Conv(width, width, groups=groups, **conv)
+
+    def forward(self, x, cache: dict, select):
+        s = self.shape
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        mixed = extended(s.B, torch.cat([q, k], 1), cache[CONV_STATE], select)
+        mixed = self.conv_qk_grouped(self.conv_qk_depthwise(mixed))
+        mean_q, mean_k = self.means(s.heads(q, s.H), s.heads(k, s.H_kv))
+        q, k = cut(mixed, *self.widths)
+        q = s.heads(q, s.H) + mean_q
+        k = s.heads(k, s.H_kv) + mean_k
+        # with a tail that is one shorter than that of the convolutions
+        delayed = cache[V_DELAYED_STATE]
+        delayed = extended(s.B, self.v_proj_delayed(x), delayed, select[:, 1:])
+        current = self.v_proj_current(x).reshape(s.B, s.keys // 2, 1, -1)
+        v = torch.cat([current, delayed[..., :-1]], 1)
+        return q, k, s.heads(v, s.H_kv)
+
+    def means(self, q, k):
+        """Mean of each query with its group's key, and the mean of those over the
+        group; [B, H, T, D], [B, H_kv, T, D]."""
+        s = self.shape
+        groups = s.B * s.H_kv
+        queries = q.reshape(groups, s.H // s.H_kv, -1, s.D)
+        mean_q = (queries + k.reshape(groups, 1, -1, s.D)) * 0.5
+        mean_k = mean_q.mean(1, keepdim=True)
+        return mean_q.reshape(s.B, s.H, -1, s.D), mean_k.reshape(s.B, s.H_kv, -1, s.D)
+
+
+class QKNorm(nn.Module):
+    """q to unit length, k to length √D times its head's temperature, per head.
+
+    The score scale D^-½ and q's own √D cancel, so neither is applied.
+    """
+
+    def __init__(self, shape: AttentionGeometry):
+        super().__init__()
+        self.temp = vector(shape.H_kv)
+
+    def forward(self, q, k):
+        # 0 stays 0
+        (q, _), (k, _) = by_peak(q, 3), by_peak(k, 3)
+        q = q / (q * q).sum(3, keepdim=True).sqrt().clamp(*NORMAL)
+        k = k / (k * k).mean(3, keepdim=True).sqrt().clamp(*NORMAL)
+        return q, k * self.temp
+
+
+class CompressedConvAttention(nn.Module):
+    """Compressed convolutional attention (CCA, arXiv 2510.04476): x → [B, C, T, 1].
+
+    Beyond K and V it keeps `conv_state` [B, 2, (H + H_kv)·D], the last two inputs of
+    the convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both start
+    as zeros."""
+
+    def __init__(self, C: int, shape: AttentionGeometry):
+        super().__init__()
+        self.shape = shape
+        self.qkv_proj = Projection(C, shape)
+        self.qk_norm = QKNorm(shape)
+        self.o_proj = Conv(shape.width, C)
+
+    def forward(self, x, cache: dict, io: dict):
+        s = self.shape
+        q, k, v = self.qkv_proj(x, cache, io[TAIL_SELECT])
+        q, k = self.qk_norm(q, k)
+        mixed = s.attend(s.rotate(q, io), s.rotate(k, io), v, cache, io)
+        return self.o_proj(s.merge(mixed))
+
+
+class RouterMLP(nn.Module):
+    """Router state [B, R, T, 1] → logits [B, E + 1, T, 1]."""
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        R = plan.router_width
+        self.norm = plan.norm(R)
+        self.fc1 = Conv(R, R, True)
+        self.fc2 = Conv(R, R, True)
+        self.out_proj = Conv(R, plan.experts + 1)
+
+    def forward(self, x):
+        x = nn.functional.gelu(self.fc1(self.norm(x)))
+        return self.out_proj(nn.functional.gelu(self.fc2(x)))
+
+
+class Router(nn.Module):
+    """x, the previous layer's router state → its own state [B, R, T, 1], probabilities
+    and scores [B, E + 1, T, 1].
+
+    Scores are probabilities plus balancing biases: their maximum chooses, the
+    probability weighs. The first layer has no state before it; a scale of zeros gives
+    it the shape of the others."""
+
+    def __init__(self, plan: Plan, first: bool):
+        super().__init__()
+        R = plan.router_width
+        self.down_proj = Conv(plan.dims.C, R, True)
+        self.router_mlp = RouterMLP(plan)
+        # without gradient: stays zero, and no checkpoint holds it
+        self.router_states_scale = vector(R).requires_grad_(not first)
+        self.balancing_biases = vector(plan.experts + 1)
+
+    def forward(self, x, before):
+        state = self.down_proj(x) + before * self.router_states_scale
+        probabilities = torch.softmax(self.router_mlp(state), 1)
+        return state, probabilities, probabilities + self.balancing_biases
+
+
+class Experts(nn.Module):
+    """Gated experts stacked as one wide convolution up and one grouped convolution
+    down."""
+
+    def __init__(self, count: int, C: int, inner: int, shape: AttentionGeometry):
+        super().__init__()
+        self.count = count
+        self.C = C
+        self.inner = inner
+        self.shape = shape
+        self.gate_up_proj = nn.Parameter(torch.zeros(count * 2 * inner, C, 1, 1))
+        self.down_proj = nn.Parameter(torch.zeros(count * C, inner, 1, 1))
+
+    def forward(self, x, weights):
+        """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C,
+        T, 1]."""
+        s = self.shape
+        E = self.count
+        both = nn.functional.conv2d(x, self.gate_up_proj)
+        both = both.reshape(s.B, E, 2 * self.inner, -1)
+        # [B, E, inner, T]
+        inner = nn.functional.silu(both[:, :, : self.inner]) * both[:, :, self.inner :]
+        inner = s.plane(inner, E * self.inner)
+        down = nn.functional.conv2d(inner, self.down_proj, groups=E)
+        weighted = down.reshape(s.B, E, self.C, -1) * weights.reshape(s.B, E, 1, -1)
+        return s.plane(weighted.sum(1), self.C)
+
+
+class Mixture(nn.Module):
+    """The router and, unless the host runs them, the experts."""
+
+    def __init__(self, gate: Router, experts: Experts | None):
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        classes = torch.arange(gate.balancing_biases.shape[1], dtype=torch.int32)
+        self.register_buffer("classes", classes.reshape(1, -1, 1, 1), persistent=False)
+
+    def dense(self, x, probabilities, scores):
+        """Runs every expert on every token; all but the chosen one have weight zero."""
+        chosen = scores.argmax(1, keepdim=True).int() == self.classes
+        weights = probabilities * chosen.to(probabilities.dtype)
+        return self.experts(x, weights[:, : self.experts.count])
 
 
 class ResidualScaling(nn.Module):
@@ -58,42 +238,33 @@ class ZayaDecoderLayer(nn.Module):
 
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
-        config = plan.config
         C = plan.dims.C
-        eps = plan.config.rms_norm_eps
         shape = plan.shape(index, options)
-        self.routed = options.moe == "routed"
-        self.input_layernorm = RMSNorm(C, eps)
-        self.post_attention_layernorm = RMSNorm(C, eps)
-        self.self_attn = CompressedConvAttention(C, shape, rotary=plan.rotary(index))
-        gate = Router(C, plan.router_width, plan.experts, eps, first=index == 0)
-        sizes = plan.experts, C, config.moe_intermediate_size, shape
-        self.mlp = Mixture(gate, None if self.routed else Experts(*sizes))
+        self.input_layernorm = plan.norm(C)
+        self.post_attention_layernorm = plan.norm(C)
+        self.self_attn = CompressedConvAttention(C, shape)
+        experts = None
+        if options.moe == "dense":
+            inner = plan.config.moe_intermediate_size
+            experts = Experts(plan.experts, C, inner, shape)
+        self.mlp = Mixture(Router(plan, first=index == 0), experts)
         self.post_attention_residual_scale = ResidualScaling(C)
         self.post_mlp_residual_scale = ResidualScaling(C)
 
-    def forward(self, x, cache: Cache, io: dict):
-        x = self.post_attention_residual_scale(
-            self.self_attn(self.input_layernorm(x), cache, io), x
-        )
+    def forward(self, x, cache: dict, io: dict):
+        added = self.self_attn(self.input_layernorm(x), cache, io)
+        x = self.post_attention_residual_scale(added, x)
         normed = self.post_attention_layernorm(x)
-        state, probabilities, scores = self.mlp.gate(
-            normed, io.get(ROUTER_STATE_OUT, io[ROUTER_STATE])
-        )
+        before = io.get(ROUTER_STATE_OUT, io[ROUTER_STATE])
+        state, probabilities, scores = self.mlp.gate(normed, before)
         io[ROUTER_STATE_OUT] = state
-        if not self.routed:
-            return self.post_mlp_residual_scale(
-                self.mlp.dense(normed, probabilities, scores), x
-            )
+        if self.mlp.experts:
+            added = self.mlp.dense(normed, probabilities, scores)
+            return self.post_mlp_residual_scale(added, x)
+        io |= {EXPERT_IN: normed, ROUTER_PROBS: probabilities, ROUTER_SCORES: scores}
         # x - x: zeros that no converter folds into bias · scale
-        base = self.post_mlp_residual_scale(x - x, x)
-        io |= {
-            BASE: base,
-            EXPERT_IN: normed,
-            ROUTER_PROBS: probabilities,
-            ROUTER_SCORES: scores,
-        }
-        return base
+        io[BASE] = self.post_mlp_residual_scale(x - x, x)
+        return io[BASE]
 
 
 class Expert(nn.Module):
@@ -103,44 +274,32 @@ class Expert(nn.Module):
     def __init__(self, plan: Plan, options: Options):
         super().__init__()
         C = plan.dims.C
-        experts = Experts(
-            1, C, plan.config.moe_intermediate_size, plan.shape(0, options)
-        )
+        inner = plan.config.moe_intermediate_size
+        experts = Experts(1, C, inner, plan.shape(0, options))
         self.mlp = nn.ModuleDict({"experts": experts})
-        self.post_mlp_residual_scale = nn.ParameterDict(
-            {"hidden_states_scale": vector(C)}
-        )
+        scale = nn.ParameterDict({"hidden_states_scale": vector(C)})
+        self.post_mlp_residual_scale = scale
 
     def forward(self, x, weight, acc):
-        return (
-            acc
-            + self.mlp["experts"](x, weight)
-            * self.post_mlp_residual_scale["hidden_states_scale"]
-        )
+        added = self.mlp["experts"](x, weight)
+        return acc + added * self.post_mlp_residual_scale["hidden_states_scale"]
 
 
 def plan(config) -> Plan:
     if config.attention_bias or config.lm_head_bias:
         refuse(config, "attention_bias or lm_head_bias", "neither, as in ZAYA1")
-    if config.hidden_act != "silu":
-        refuse(config, f"activation {config.hidden_act!r}", "silu")
     taps = config.cca_time0, config.cca_time1
     if taps != (TAPS, TAPS):
-        refuse(
-            config, f"cca_time0, cca_time1 = {taps[0]}, {taps[1]}", f"{TAPS} and {TAPS}"
-        )
-    ropes, layers = alternating(config, "hybrid", "hybrid_sliding")
+        found = f"cca_time0, cca_time1 = {taps[0]}, {taps[1]}"
+        refuse(config, found, f"{TAPS} and {TAPS}")
     d = dims(config)
     side = {
         CONV_STATE: (2 * TAPS - 2, (d.H + d.H_kv) * d.D),
         V_DELAYED_STATE: (1, d.H_kv * d.D // 2),
     }
-    return Plan(
+    return llama.plan(
         config,
-        d,
-        ropes,
-        layers,
-        config.tie_word_embeddings,
+        partial_rotary=True,
         embedding={
             "bias": "input_hidden_states_bias",
             "scale": "input_hidden_states_scale",
@@ -148,6 +307,7 @@ def plan(config) -> Plan:
         side_states=[side] * d.L,
         router_width=config.router_hidden_size,
         experts=config.num_experts,
+        **alternating(config, "hybrid", "hybrid_sliding"),
     )
 
 
@@ -156,11 +316,8 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     returns the plan unchanged."""
     for name in source.header:
         if any(part in name for part in LEGACY):
-            refuse(
-                plan.config,
-                f"the legacy layout (tensor {name!r})",
-                "transformers' layout (self_attn.qkv_proj, mlp.experts)",
-            )
+            needed = "transformers' layout (self_attn.qkv_proj, mlp.experts)"
+            refuse(plan.config, f"the legacy layout (tensor {name!r})", needed)
     return plan
 
 

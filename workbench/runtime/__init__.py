@@ -18,31 +18,21 @@ from workbench import plugins
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, check_choice
 from workbench.plugins import Target
-from workbench.runtime.base import Model, State
+from workbench.runtime.base import Model
+from workbench.runtime.base import State as State
 
-MODELS = {
-    "portable": "workbench.runtime.portable:PortableModel",
-    "coreml": "workbench.runtime.coreml:CoreMLModel",
-    "stand-in": "workbench.runtime.standin:StandInModel",
+MODELS = {  # name → the module of its models, and their class
+    "portable": ("portable", "PortableModel"),
+    "coreml": ("coreml", "CoreMLModel"),
+    "stand-in": ("standin", "StandInModel"),
 }
-RUNTIMES = ("auto", *MODELS)
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
 
 
 def coreml_available() -> bool:
     """Whether Core ML can run stateful models here: macOS 15 or later."""
-    return (
-        platform.system() == "Darwin"
-        and int(platform.mac_ver()[0].split(".")[0] or 0) >= 15
-    )
-
-
-def _shimmed() -> bool:
-    """Whether the shim replaces coremltools' native layer; off a Mac only the shim
-    provides this module."""
-    return (
-        platform.system() != "Darwin" and "coremltools.libcoremlpython" in sys.modules
-    )
+    version = platform.mac_ver()[0].partition(".")[0]
+    return platform.system() == "Darwin" and int(version or 0) >= 15
 
 
 def check_runtime(name: str) -> str:
@@ -51,17 +41,17 @@ def check_runtime(name: str) -> str:
     Raises:
         InputError: there is none.
     """
-    names = [*RUNTIMES, *plugins.offered("runtimes")]
+    names = ["auto", *MODELS, *plugins.offered("runtimes")]
     check_choice("runtime", name, names, "choose one of these")
     return name
 
 
 def model_class(name: str) -> type[Model]:
     """The class of a runtime's models."""
-    if name in MODELS:
-        module, _, model = MODELS[name].partition(":")
-        return getattr(import_module(module), model)
-    return plugins.load("runtimes", name)
+    if name not in MODELS:
+        return plugins.load("runtimes", name)
+    module, model = MODELS[name]
+    return getattr(import_module(f"workbench.runtime.{module}"), model)
 
 
 def is_device(runtime: str) -> bool:
@@ -78,8 +68,7 @@ def resolve(runtime: str = "auto", target: Target | None = None) -> str:
         InputError: no such runtime; `coreml` where there is none, `stand-in` where
             there is; a runtime for programs of another target.
     """
-    name = check_runtime(runtime)
-    own = target.runtime if target else None
+    name, own = check_runtime(runtime), target.runtime if target else None
     if own and name in ("auto", own):
         return own
     if own or (name in plugins.offered("runtimes") and not is_device(name)):
@@ -90,26 +79,19 @@ def resolve(runtime: str = "auto", target: Target | None = None) -> str:
             "leave out --runtime, or export with another --target",
         )
     if name == "auto":
-        chosen = os.environ.get("WORKBENCH_RUNTIME", "auto")
-        if check_runtime(chosen) != "auto":
-            return resolve(chosen)
-        if coreml_available():
-            return "coreml"
-        return "portable"
-    if name == "coreml" and not (coreml_available() or _shimmed()):
-        raise InputError(
-            "runtime 'coreml'",
-            platform.platform(),
-            "macOS 15 or later",
-            "choose portable, or run this on such a Mac",
-        )
-    if name == "stand-in" and platform.system() == "Darwin":
-        raise InputError(
-            f"runtime {runtime!r}",
-            "macOS, which has Core ML itself",
-            "a machine without Core ML",
-            "choose coreml or portable",
-        )
+        chosen = check_runtime(os.environ.get("WORKBENCH_RUNTIME", "auto"))
+        here = "coreml" if coreml_available() else "portable"
+        return here if chosen == "auto" else resolve(chosen)
+    found, needed, is_mac = platform.platform(), "", platform.system() == "Darwin"
+    # off a Mac only the shim provides this module
+    is_shimmed = not is_mac and "coremltools.libcoremlpython" in sys.modules
+    if name == "coreml" and not (coreml_available() or is_shimmed):
+        needed = "macOS 15 or later"
+    if name == "stand-in" and is_mac:
+        found, needed = "macOS, which has Core ML itself", "a machine without Core ML"
+    if needed:
+        step = "choose portable, or run this on such a machine"
+        raise InputError(f"runtime {runtime!r}", found, needed, step)
     return runtime
 
 
@@ -154,9 +136,9 @@ def open_model(
 def load_shard(bundle: Bundle, shard: Shard, runtime: str = "auto", **how) -> Model:
     """Loads one shard of a bundle; options as of `open_model`. What a device compiles is
     kept beside the bundle."""
-    target = bundle.manifest.options.plugin
-    runtime = resolve(runtime, target)
-    if target:
+    options, package = bundle.manifest.options, bundle.package(shard)
+    runtime = resolve(runtime, options.plugin)
+    if options.plugin:
         return model_class(runtime)(bundle, shard)
     if shard.foreign:
         from workbench.runtime.foreign import ForeignModel
@@ -167,17 +149,16 @@ def load_shard(bundle: Bundle, shard: Shard, runtime: str = "auto", **how) -> Mo
         from workbench.runtime.coreml import compiled_path
 
         how["compiled"] = compiled_path(bundle, shard)
-    own = shard, bundle.manifest.options.t_max
-    return open_model(bundle.package(shard), runtime, *own, **how)
+    return open_model(package, runtime, shard, options.t_max, **how)
 
 
 def constants(bundle: Bundle, shard: Shard) -> Callable:
     """Place of a weight in a shard, as the manifest names it → its values [rows, ..] as
     a tensor, decompressed, fp16 or float32."""
     if shard.foreign:
-        from workbench.runtime.foreign import ForeignConstants
+        from workbench.runtime import foreign
 
-        return ForeignConstants(bundle, shard)
+        return foreign.constants(bundle, shard)
     package = bundle.package(shard)
     if target := bundle.manifest.options.plugin:
         import torch
@@ -187,20 +168,3 @@ def constants(bundle: Bundle, shard: Shard) -> Callable:
     from miltorch.steps import Constants
 
     return Constants(miltorch.read(package)).__getitem__
-
-
-__all__ = [
-    "COMPUTE_UNITS",
-    "Model",
-    "RUNTIMES",
-    "State",
-    "check_compute_units",
-    "constants",
-    "check_runtime",
-    "coreml_available",
-    "is_device",
-    "load_shard",
-    "model_class",
-    "open_model",
-    "resolve",
-]

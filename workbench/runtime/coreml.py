@@ -24,9 +24,9 @@ import numpy as np
 
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
-from workbench.errors import InputError, one_line
+from workbench.errors import InputError, check_choice, one_line
 from workbench.files import check_room
-from workbench.runtime.base import Functions, State, check_inputs, check_outputs, typed
+from workbench.runtime.base import Model, State, check_outputs, typed
 
 # hint → coremltools' enumeration; None: a bool
 HINTS = {
@@ -43,11 +43,6 @@ KINDS = {
 # of a shard, once it runs: the compiled model, and what Core ML makes of it for a
 # device
 COPIES = 2
-# what a state needs, and the next step where Core ML refuses one
-STATE = (
-    "a state that Core ML reads and writes",
-    "see the message; run the bundle with the portable runtime",
-)
 
 
 @dataclass(frozen=True)
@@ -98,19 +93,21 @@ class Handle:
     The binding reads states as float32, and writes neither float16 nor read-only
     arrays."""
 
-    def __init__(self, mlstate, T: int, subject: str):
-        self.mlstate, self.T, self.subject = mlstate, T, subject
+    def __init__(self, model: "CoreMLModel", T: int):
+        self.model, self.T = model, T
+        with model.one_message():
+            self.mlstate = model.models[T].make_state()
 
     def read(self, tensor: str) -> np.ndarray:
-        with one_message(f"state {tensor!r} of {self.subject}", *STATE):
+        with self.model.one_message():
             return self.mlstate.read_state(tensor).astype(np.float16)
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        with one_message(f"state {tensor!r} of {self.subject}", *STATE):
+        with self.model.one_message():
             self.mlstate.write_state(tensor, np.require(value, np.float32, "CW"))
 
 
-class CoreMLModel(Functions):
+class CoreMLModel(Model):
     """A package as a `CompiledMLModel` for each function, loaded when a call first needs
     it; a call of another T than the last begins by copying every state.
 
@@ -126,7 +123,6 @@ class CoreMLModel(Functions):
     """
 
     is_device = True
-    shows_inner_layers = False
     plan_source = "measured"
     # what compiling, loading and asking for a plan run within
     native_layer = nullcontext
@@ -142,47 +138,50 @@ class CoreMLModel(Functions):
         hints: dict | None = None,
         compiled: Path | None = None,
     ):
+        super().__init__(package, shard, t_max, function)
         ct = coremltools()
-        super().__init__(package, shard, function, t_max)
-        self.subject = f"shard {shard.name}" if shard else f"package {package.name}"
         self.units, self.hints = ct.ComputeUnit[compute_units], _hints(ct, hints or {})
         steps = "compile", "cold_load", "load", "first_predict"
-        self.loading_ms: dict[str, float | None] = dict.fromkeys(steps)
-        self.last_native_ms: float | None = None
+        self.loading_ms = dict.fromkeys(steps)
         self.models: dict[int, object] = {}  # T → the function that runs it
-        self.shapes: set[tuple] = set()  # of inputs that were checked
         if compiled is None:
             folder = Path(tempfile.mkdtemp(prefix="workbench-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             compiled = folder / f"{package.stem}.mlmodelc"
         self.compiled = compiled
-        with self._one_message(), self.native_layer():
+        with self.one_message(), self.native_layer():
             self.loading_ms["compile"] = compile_package(package, compiled)
         self._model(min(self.functions))
 
-    def _one_message(self):
+    def one_message(self):
+        """Context manager that turns errors of Core ML's binding into InputErrors."""
         return one_message(
-            self.subject,
+            f"shard {self.shard.name}"
+            if self.shard
+            else f"package {self.package.name}",
             f"a model that Core ML runs on {self.units.name}",
             "see the message; try other --compute-units",
         )
 
     def _model(self, T: int):
-        if T not in self.models:
-            mark, stage = self._loaded_mark(self.functions[T]), "load"
-            if self.loading_ms["compile"] is not None or not mark.exists():
-                stage = "cold_load"
-            start = time.perf_counter()
-            with self._one_message(), self.native_layer():
-                self.models[T] = coremltools().models.CompiledMLModel(
-                    str(self.compiled),
-                    self.units,
-                    self.functions[T],
-                    self.hints or None,
-                )
-            self._add_ms(stage, start)
-            with suppress(OSError):  # a folder that cannot be written
-                mark.touch()
+        """The function of T, loaded when it is first needed.
+
+        An empty file beside the compiled package records a load with the same settings,
+        since Core ML then makes a program for the device and stores it itself."""
+        if T in self.models:
+            return self.models[T]
+        settings = self.units, self.functions[T], sorted(self.hints.items())
+        key = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
+        mark = self.compiled.with_suffix(f".{key}.loaded")
+        warm = self.loading_ms["compile"] is None and mark.exists()
+        path, start = str(self.compiled), time.perf_counter()
+        with self.one_message(), self.native_layer():
+            self.models[T] = coremltools().models.CompiledMLModel(
+                path, self.units, self.functions[T], self.hints or None
+            )
+        self._add_ms("load" if warm else "cold_load", start)
+        with suppress(OSError):  # a folder that cannot be written
+            mark.touch()
         return self.models[T]
 
     def _add_ms(self, stage: str, start: float) -> None:
@@ -190,27 +189,14 @@ class CoreMLModel(Functions):
         ms = (time.perf_counter() - start) * 1e3
         self.loading_ms[stage] = (self.loading_ms[stage] or 0.0) + ms
 
-    def _loaded_mark(self, function: str | None) -> Path:
-        """An empty file beside the compiled package that records an earlier load with
-        the same settings. On the first load Core ML makes a program for the device and
-        stores it itself."""
-        values = sorted((name, str(value)) for name, value in self.hints.items())
-        settings = json.dumps([self.units.name, function, values])
-        key = hashlib.sha256(settings.encode()).hexdigest()[:8]
-        return self.compiled.with_suffix(f".{key}.loaded")
-
     def make_state(self) -> State:
-        T = min(self.models)
-        with self._one_message():
-            handle = Handle(self.models[T].make_state(), T, self.subject)
-        return State(self.shard, handle)
+        return State(self.shard, Handle(self, min(self.models)))
 
     def _mlstate(self, handle: Handle, T: int):
         """The MLState on which the function of T runs: that of the last call, or a copy
         in a fresh one of that function."""
         if handle.T != T:
-            with self._one_message():
-                fresh = Handle(self.models[T].make_state(), T, self.subject)
+            fresh = Handle(self, T)
             for tensor in self.program.states:
                 fresh.write(tensor, handle.read(tensor))
             handle.mlstate, handle.T = fresh.mlstate, T
@@ -219,18 +205,13 @@ class CoreMLModel(Functions):
     def predict(
         self, inputs: dict[str, np.ndarray], state: State | None = None, hook=None
     ) -> dict[str, np.ndarray]:
-        T = self.of_call(inputs)
-        shapes = tuple((name, value.shape) for name, value in inputs.items())
-        if self.shard and shapes not in self.shapes:
-            check_inputs(self.shard, inputs, T or self.t_max)
-            self.shapes.add(shapes)
-        first, model = T not in self.models, self._model(T)
-        first |= self.loading_ms["first_predict"] is None
-        mlstate = None
+        T, mlstate = self.of_call(inputs), None
+        first = T not in self.models or self.loading_ms["first_predict"] is None
+        model = self._model(T)
         if state and self.program.states:
             mlstate = self._mlstate(state.raw, T)
         start = time.perf_counter()
-        with self._one_message():
+        with self.one_message():
             outputs = model.predict(typed(inputs), mlstate)
         if first:
             self._add_ms("first_predict", start)
@@ -274,24 +255,19 @@ def compute_plan(
         InputError: Core ML compiles no such model, or gives no plan.
     """
     ct, subject = coremltools(), f"plan of shard {shard.name}"
-    needed = "Core ML's MLComputePlan"
-    step = "see the message; timings alone say where it ran"
-    with one_message(subject, needed, step):
+    needed = "Core ML's MLComputePlan, from macOS 14.4 on"
+    with one_message(
+        subject, needed, "see the message; timings alone say where it ran"
+    ):
         compiled = compiled_path(bundle, shard)
         compile_package(bundle.package(shard), compiled)
+        load = ct.models.compute_plan.MLComputePlan.load_from_path
         try:
-            plan = ct.models.compute_plan.MLComputePlan.load_from_path(
-                str(compiled), ct.ComputeUnit[compute_units]
-            )
+            plan = load(str(compiled), ct.ComputeUnit[compute_units])
         except ValueError as problem:  # coremltools' error where a system has none
-            raise InputError(
-                subject,
-                str(problem),
-                "MLComputePlan, from macOS 14.4 on",
-                "ask for the placement on a Mac",
-            ) from problem
+            raise RuntimeError(problem) from problem
         if plan is None:
-            raise InputError(subject, "None", needed, step)
+            raise RuntimeError(None)
         functions = plan.model_structure.program.functions
         return list(_placed(plan, functions[function or "main"].block))
 
@@ -308,35 +284,21 @@ def compiled_path(bundle: Bundle, shard: Shard) -> Path:
 
 def _hints(ct, hints: dict) -> dict:
     """Hints as coremltools takes them."""
-    unknown = sorted(hints.keys() - HINTS.keys())
-    if unknown:
-        raise InputError(
-            "optimization hints",
-            ", ".join(unknown),
-            f"some of {', '.join(HINTS)}",
-            "correct the name",
-        )
     values = {}
     for name, value in hints.items():
+        check_choice("optimization hint", name, HINTS)
         members = {"True": True, "False": False}
         if HINTS[name]:
             members = getattr(ct, HINTS[name]).__members__
-        if str(value) not in members:
-            raise InputError(
-                f"optimization hint {name}",
-                repr(value),
-                f"one of {', '.join(members)}",
-                "choose one",
-            )
+        check_choice(f"optimization hint {name}", str(value), members, "choose one")
         values[name] = members[str(value)]
     return values
 
 
-def _kind(device) -> str | None:
-    return KINDS.get(type(device).__name__)
+def _placed(plan, block) -> Iterator[Placed]:
+    def kind(device) -> str | None:
+        return KINDS.get(type(device).__name__)
 
-
-def _placed(plan, block):
     for op in block.operations:
         name = op.operator_name.rpartition(".")[2]
         if name != "const" and not name.startswith("constexpr_"):
@@ -346,8 +308,8 @@ def _placed(plan, block):
             yield Placed(
                 name,
                 next((output.name for output in op.outputs), ""),
-                _kind(getattr(usage, "preferred_compute_device", None)),
-                tuple(filter(None, map(_kind, devices))),
+                kind(getattr(usage, "preferred_compute_device", None)),
+                tuple(filter(None, map(kind, devices))),
                 getattr(cost, "weight", None),
             )
         for inner in op.blocks:

@@ -2,100 +2,91 @@
 workbench's own shards, which translates every call, and a state that shows their caches
 under the names and in the row order of a bundle."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
+import torch
 
 import miltorch
+from miltorch.steps import Constants
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.foreign import (
-    DIMS,
+    INPUTS,
+    OUTPUTS,
+    STATES,
     Function,
-    Input,
-    PackedState,
+    Piece,
     arrange,
-    logical_rows,
-    named,
-    visible,
-    written,
+    refuse,
 )
-from workbench.bundle.names import (
-    HANDED_ON,
-    IDS,
-    LOGITS,
-    MASKED,
-    POS,
-    ROPE_COS,
-    ROPE_SIN,
-    X,
-)
-from workbench.errors import InputError
-from workbench.runtime.base import Model, State, check_inputs
+from workbench.bundle.names import MASKED, POS, X
+from workbench.runtime.base import Model, State
 
-UNBOUNDED = 1 << 31
+PLANES = STATES["cache"].axes
 
 
 class ForeignState:
     """The states of all parts, read and written as `layers.i.k_state` and
-    `layers.i.v_state` [1, H_kv, rows, D]. What is written goes into the packages when
-    the next call says at which position it begins."""
+    `layers.i.v_state` [1, H_kv, rows, D].
+
+    Attributes:
+        raws: the packages' states, by their numbers.
+        end: the tokens after which the rows stand where the packages have them; after 0
+            the order is the bundle's.
+    """
 
     def __init__(self, model: "ForeignModel"):
-        self.model, self.end = model, 0
-        self.raws: dict[int | None, State] = {}
-        for index in model.stateful:
-            functions = model.models[index].values()
-            most = max(functions, key=lambda function: len(function.program.states))
-            self.raws.setdefault(model.owner(index), most.make_state())
-        self.values: dict[str, np.ndarray] | None = None
-        self.changed = False
+        self.model, self.foreign, self.end = model, model.foreign, 0
+        self.raws: dict[int, State] = {}
+        self.packed: list[str] = []
+        for part, models in zip(self.foreign.parts, model.models):
+            if part.state is not None and part.state not in self.raws:
+                most = max(models.values(), key=lambda m: len(m.program.states))
+                self.raws[part.state] = most.make_state()
+                self.packed += [f"{part.state}/{name}" for name in most.program.states]
 
     def copy(self) -> "ForeignState":
         """A state of its own with the same contents."""
         other = ForeignState(self.model)
         other.end = self.end
-        for entry in self.model.shard.foreign.states:
-            value = self.raws[entry.part].read(entry.name)
-            other.raws[entry.part].write(entry.name, value)
+        for packed in self.packed:
+            other.keep(packed, self.planes(packed))
         return other
 
     def read(self, tensor: str) -> np.ndarray:
-        return self._logical()[tensor]
+        self.settle(0)
+        packed, _, plane = tensor.rpartition("/")
+        return self.planes(packed)[[int(plane)]]
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        self._logical()[tensor] = np.array(value)
-        self.changed = True
+        self.settle(0)
+        packed, _, plane = tensor.rpartition("/")
+        planes = self.planes(packed)
+        planes[int(plane)] = value[0]
+        self.keep(packed, planes)
 
-    def settle(self, start: int) -> None:
-        """Puts every row where the packages expect it after `start` tokens."""
-        entries = self.model.shard.foreign.states
-        moves = start != self.end and any(e.rows != "absolute" for e in entries)
-        if self.changed or moves:
-            values = self._logical()
-            for entry in entries:
-                whole = self.raws[entry.part].read(entry.name)
-                planes = named(whole, entry.axes, "LHSD")
-                rows = logical_rows(entry.rows, planes.shape[2], start)
-                for tensor, plane in entry.planes.items():
-                    planes[plane] = values[tensor][0][:, rows]
-                self.raws[entry.part].write(entry.name, whole)
-        self.end, self.values, self.changed = start, None, False
+    def settle(self, end: int) -> None:
+        """Puts every row where the packages have it after `end` tokens."""
+        for packed in self.packed if self.foreign.moves and end != self.end else ():
+            planes = self.planes(packed)
+            up = [self.foreign.moved(planes.shape[2], n) for n in (self.end, end)]
+            self.keep(packed, np.roll(planes, up[0] - up[1], axis=2))
+        self.end = end
 
-    def _logical(self) -> dict[str, np.ndarray]:
-        if self.values is None:
-            self.values = {}
-            for entry in self.model.shard.foreign.states:
-                whole = self.raws[entry.part].read(entry.name)
-                planes = named(whole, entry.axes, "LHSD")
-                rows = logical_rows(entry.rows, planes.shape[2], self.end)
-                for tensor, plane in entry.planes.items():
-                    self.values[tensor] = np.empty_like(planes[plane])[None]
-                    self.values[tensor][0][:, rows] = planes[plane]
-        return self.values
+    def planes(self, packed: str) -> np.ndarray:
+        """The contents of a packed state, [L, H_kv, rows, D]."""
+        number, name = packed.split("/")
+        value = self.raws[int(number)].read(name)
+        return arrange(name, value, self.foreign.tensors[name].axes, PLANES)
+
+    def keep(self, packed: str, planes: np.ndarray) -> None:
+        number, name = packed.split("/")
+        value = arrange(name, planes, PLANES, self.foreign.tensors[name].axes)
+        self.raws[int(number)].write(name, value)
 
 
-class ForeignModel:
+class ForeignModel(Model):
     """The packages of one shard, run part after part; see `base.Model`.
 
     Args:
@@ -108,37 +99,48 @@ class ForeignModel:
         InputError: a description that the packages contradict.
     """
 
-    shows_inner_layers = False
-
     def __init__(
         self, bundle: Bundle, shard: Shard, load: Callable[..., Model], fast=False
     ):
-        self.shard, self.fast = shard, fast
-        self.t_max = bundle.manifest.options.t_max
-        self.parts = shard.foreign.parts
+        self.shard, self.foreign, self.fast = shard, shard.foreign, fast
+        self.V = bundle.manifest.dims.V
         self.models: list[dict[str | None, Model]] = []
-        for part in self.parts:
-            names = dict.fromkeys(function.name for function in part.functions)
+        for part in self.foreign.parts:
             package = bundle.package(shard) / part.package
-            self.models.append({name: load(package, function=name) for name in names})
-        check_description(shard, self.models)
-        self.stateful = []
-        for index, functions in enumerate(self.models):
-            if any(model.program.states for model in functions.values()):
-                self.stateful.append(index)
-        every = [model for functions in self.models for model in functions.values()]
+            models = {name: load(package, function=name) for name in part.functions}
+            self.models.append(models)
+        self._check()
+        every = [model for models in self.models for model in models.values()]
         self.is_device = every[0].is_device
-        self.loading_ms: dict[str, float | None] = {}
-        for model in every:
-            for stage, ms in model.loading_ms.items():
-                before = self.loading_ms.get(stage)
-                self.loading_ms[stage] = before if ms is None else ms + (before or 0.0)
+        self.loading_ms = {
+            stage: total([model.loading_ms[stage] for model in every])
+            for stage in every[0].loading_ms
+        }
         self.last_native_ms: float | None = None
 
-    def owner(self, part: int) -> int | None:
-        """The part whose state a part uses, None for the one that parts share."""
-        own = any(entry.part == part for entry in self.shard.foreign.states)
-        return part if own else None
+    def _check(self) -> None:
+        """Refuses names that are not those of the packages, and states that do not have
+        the caches of the shard."""
+        found, shapes = {None}, {}
+        for part, models in zip(self.foreign.parts, self.models):
+            found |= models.keys()
+            for program in [model.program for model in models.values()]:
+                found |= {*program.inputs, *program.outputs, *program.states}
+                for name, kind in program.states.items():
+                    shapes[f"{part.state}/{name}"] = kind.shape
+        named = {function.name for function in self.foreign.functions}
+        if wrong := (found ^ (named | self.foreign.tensors.keys())) - {None}:
+            refuse("names", f"{sorted(wrong)} on one side alone", "the packages' names")
+        caches = {}
+        for packed, shape in shapes.items():
+            name = packed.partition("/")[2]
+            value = np.empty(shape, bool)
+            planes = arrange(name, value, self.foreign.tensors[name].axes, PLANES)
+            for plane in range(len(planes)):
+                caches[f"{packed}/{plane}"] = [1, *planes.shape[1:]]
+        for name, entry in self.shard.states.items():
+            if caches.get(entry.tensor) != entry.shape:
+                refuse(name, f"{entry.shape} in {entry.tensor!r}", caches)
 
     def make_state(self) -> State:
         return State(self.shard, ForeignState(self))
@@ -148,288 +150,115 @@ class ForeignModel:
     ) -> dict[str, np.ndarray]:
         """Runs a call of T tokens, in as many calls of the packages as their functions
         need."""
-        check_inputs(self.shard, inputs, self.t_max)
-        columns = {}
-        for name, value in inputs.items():
-            if name == IDS:
-                columns["ids"] = value[0]
-            elif name == X:
-                columns["hidden"] = value[0, :, :, 0].T
-            elif name != POS:
-                columns[name] = value[0, 0]
-        start = int(inputs[POS][0]) if POS in inputs else 0
-        self.last_native_ms = 0.0
-        values = self._run(columns, state and state.raw, start, hook)
-        name = LOGITS if LOGITS in self.shard.outputs else HANDED_ON
-        return {name: np.ascontiguousarray(values.T)[None, :, :, None]}
+        start, self.last_native_ms = int(inputs.get(POS, [0])[0]), 0.0
+        (name,) = self.shard.outputs
+        return {name: self._run(inputs, state and state.raw, start, hook)}
 
-    def _run(
-        self, columns: dict, state: ForeignState | None, start: int, hook, loud=False
-    ) -> np.ndarray:
-        """What comes out for every column, [T, W]; `loud`: by functions that give it."""
-        T, done, pieces = len(next(iter(columns.values()))), 0, []
+    def _run(self, inputs, state, start: int, hook, loud=False) -> np.ndarray:
+        """What comes out for every column, [1, W, T, 1]; `loud`: by functions that give
+        it."""
+        T, done = inputs[X].shape[2], 0
+        (shape,) = self.shard.outputs.values()
+        values = np.full((1, shape[1], T, 1), np.nan, np.float32)
         while done < T:
-            functions, size = self._functions(T - done, start + done, loud)
-            of_call = {name: a[done : done + size] for name, a in columns.items()}
-            silent = not all(function.logits for function in functions.values())
-            if state:
-                state.settle(start + done)
-            scratch = state.copy() if silent and not self.fast else None
-            piece = self._call(of_call, functions, state, start + done, hook)
+            function, size = self._function(T - done, start + done, state, loud)
+            # columns past the last one, which a fixed size needs, repeat it
+            chosen = np.minimum(done + np.arange(size), T - 1)
+            call = {
+                name: np.take(inputs[name], chosen, axis=shape.index("T"))
+                for name, shape in self.shard.inputs.items()
+                if name != POS
+            }
+            scratch = None if function.logits or self.fast else state.copy()
+            piece = self._call(function, call, state, start + done, hook)
             if scratch:
-                piece = self._run(of_call, scratch, start + done, hook, loud=True)
-            elif silent:
-                piece = np.full((size, 1), np.nan, np.float32)
-            pieces.append(piece)
+                piece = self._run(call, scratch, start + done, hook, loud=True)
+            if scratch or function.logits:
+                values[:, :, done : done + size] = piece[:, :, : T - done]
             done += size
-        width = pieces[-1].shape[1]
-        shapes = [(len(piece), width) for piece in pieces]
-        return np.concatenate(list(map(np.broadcast_to, pieces, shapes)))
+        return values
 
-    def _functions(
-        self, left: int, start: int, loud: bool
-    ) -> tuple[dict[int, Function], int]:
-        """The function of every part with a state, and the tokens of the largest next
-        call of at most `left`; the last one gives logits."""
-        for size in range(left, 0, -1):
-            chosen = {}
-            for index in self.stateful:
-                for function in self.parts[index].functions:
-                    if index not in chosen and function.takes(size, start):
-                        chosen[index] = function
-            every = len(chosen) == len(self.stateful)
-            gives = all(function.logits for function in chosen.values())
-            if every and (gives or not loud and size < left):
-                return chosen, size
-        raise InputError(
-            f"call of shard {self.shard.name}",
-            f"{left} tokens at position {start}",
-            "a number that a function takes there",
-            "shorten the prompt, or correct t_min, t_max, first, until in bundle.json",
-        )
+    def _function(self, left: int, start: int, state, loud) -> tuple[Function, int]:
+        """The function of the next call and its tokens: the most up to `left` or,
+        without a state, the fewest beyond."""
+        functions = [f for f in self.foreign.functions if f.logits or not loud]
+        best = max(functions, key=lambda f: f.size(left, start))
+        size = best.size(left, start) or (0 if state else best.t_min)
+        if not size:
+            needed = "t_min, t_max, first, until of a function that takes them"
+            refuse("call", f"{left} tokens at position {start}", needed)
+        return best, size
 
-    def _call(
-        self, columns: dict, functions: dict, state, start: int, hook
-    ) -> np.ndarray:
-        """One call of every part: logits [T, V], −inf for tokens of which the packages
-        give none, or what is handed on [T, C]."""
-        found: dict[str, list[np.ndarray]] = {}
-        for index in range(len(self.parts)):
-            if index in functions:
-                raw = state.raws[self.owner(index)]
-                outputs = self._part(index, functions[index], columns, raw, start, hook)
-            else:
-                outputs = self._in_columns(index, columns, start, hook)
-            if "hidden" in outputs:
-                columns = columns | {"hidden": outputs["hidden"][0]}
-            for kind, values in outputs.items():
-                found[kind] = found.get(kind, []) + values
+    def _call(self, function, inputs, state, start: int, hook) -> np.ndarray:
+        """One call of every part: logits [1, V, T, 1], −inf for tokens of which the
+        packages give none, or what is handed on [1, C, T, 1]."""
+        end = start + inputs[X].shape[2]
         if state:
-            state.end = start + len(columns[next(iter(columns))])
-        if "logits" in found:
-            return np.concatenate(found["logits"], axis=1)
+            state.settle(start)
+            state.end = end
+        found: dict[str, list[np.ndarray]] = {}
+        for part, models in zip(self.foreign.parts, self.models):
+            model = models.get(function.name, models[part.functions[0]])
+            feeds = {}
+            for name, kind in model.program.inputs.items():
+                value = self._feed(name, kind.shape, inputs, np.arange(start, end))
+                # with a hook no inf, which would be no result of an operation
+                value = np.maximum(value, MASKED) if hook else value
+                integer = kind.dtype.startswith("INT")
+                feeds[name] = value.astype(np.int32 if integer else np.float32)
+            raw = None if part.state is None else state.raws[part.state]
+            results = model.predict(feeds, raw, hook)
+            self.last_native_ms = total([self.last_native_ms, model.last_native_ms])
+            for name, entry in self.foreign.tensors.items():
+                if name in results:
+                    axes = OUTPUTS[entry.role].axes
+                    value = arrange(name, results[name], entry.axes, axes)
+                    value = value + np.float32(entry.offsets)[:, None, None]
+                    found.setdefault(entry.role, []).append(value)
+            inputs = inputs | {X: found.get(X, [inputs[X]])[-1]}
         if "top" not in found:
-            return found["hidden"][-1]
+            return np.concatenate(found.get("logits", [inputs[X]]), axis=1)
         tops = np.concatenate(found["top"], axis=1).astype(np.int64)
-        values = np.zeros(tops.shape, np.float32)
-        if "top_value" in found:
-            values = np.concatenate(found["top_value"], axis=1)
-        scores = np.full((len(tops), self.shard.rows[1]), -np.inf, np.float32)
+        values = np.concatenate(found.get("top_value", [0.0 * tops]), axis=1)
+        scores = np.full((1, self.V, *tops.shape[2:]), -np.inf, np.float32)
         np.put_along_axis(scores, tops, values, axis=1)
         return scores
 
-    def _in_columns(self, index: int, columns: dict, start: int, hook) -> dict:
-        """A part without a state over all tokens, in as many calls as its functions
-        need; a call with more columns than tokens are left repeats the last one."""
-        functions = self.parts[index].functions
-        smallest = min(functions, key=lambda f: f.t_min)
-        T, done, calls = len(next(iter(columns.values()))), 0, []
-        while done < T:
-            fitting = [f for f in functions if f.t_min <= T - done]
-            function = max(fitting, key=lambda f: f.t_max, default=smallest)
-            size = max(function.t_min, min(function.t_max, T - done))
-            chosen = np.minimum(done + np.arange(size), T - 1)
-            of_call = {name: value[chosen] for name, value in columns.items()}
-            calls.append(self._part(index, function, of_call, None, start + done, hook))
-            done += size
-        joined = {}
-        for kind in calls[0]:
-            outputs = zip(*(call[kind] for call in calls))
-            # what the last call gave for tokens that it repeated is cut off
-            joined[kind] = [np.concatenate(pieces)[:T] for pieces in outputs]
-        return joined
-
-    def _part(
-        self, index: int, function: Function, columns: dict, raw, start: int, hook
-    ) -> dict[str, list[np.ndarray]]:
-        """The outputs of one call of a part by kind, the axis of tokens first."""
-        part, model = self.parts[index], self.models[index][function.name]
-        feeds = {}
-        for name, kind in model.program.inputs.items():
-            entry = part.inputs[name]
-            allowed = sizes(model.program, name)
-            value = self._feed(entry, allowed, columns, start, hook)
-            integers = kind.dtype.startswith("INT")
-            feeds[name] = value.astype(np.int32 if integers else np.float32)
-        outputs = model.predict(feeds, raw, hook)
-        if model.last_native_ms is None:
-            self.last_native_ms = None
-        elif self.last_native_ms is not None:
-            self.last_native_ms += model.last_native_ms
-        T, found = len(next(iter(columns.values()))), {}
-        for name, entry in part.outputs.items():
-            if name not in outputs or entry.kind == "ignored":
-                continue
-            value = outputs[name]
-            if entry.kind in DIMS:
-                value = named(value, entry.axes, DIMS[entry.kind])
-            else:
-                value = value.reshape(T, -1)
-                if entry.offsets:
-                    value = value + np.array(entry.offsets)
-            found.setdefault(entry.kind, []).append(value)
-        return found
-
-    def _feed(
-        self, entry: Input, allowed: list[Sequence[int]], columns: dict, start, hook
-    ) -> np.ndarray:
-        """The array of one input, in the package's axes, of which `allowed` has the
-        sizes."""
-        T, kind = len(next(iter(columns.values()))), entry.kind
-        if kind == "constant":
-            return np.full([size[0] for size in allowed], entry.value)
-        axes = dict(zip(entry.axes, allowed, strict=True))
-        suffix = f"_{entry.rope}" if entry.rope else ""
-        if kind in ("cos", "sin"):
-            value = columns[{"cos": ROPE_COS, "sin": ROPE_SIN}[kind] + suffix]
-            if axes["D"][0] == 2 * value.shape[1]:
-                value = np.concatenate([value, value], axis=1)
-        elif kind in ("mask", "write"):
-            count = start + T if "E" in axes else axes["S"][0]
-            make = {"mask": visible, "write": written}[kind]
-            value = make(entry, start, T, count)
-        elif kind in ("ids", "hidden"):
-            value = columns[kind]
+    def _feed(self, name: str, shape, inputs, at: np.ndarray) -> np.ndarray:
+        """The array of an input that has the sizes `shape` in the package (None: any),
+        for tokens at the positions `at`."""
+        entry, end = self.foreign.tensors[name], at[-1] + 1
+        role, sizes = INPUTS[entry.role], dict(zip(entry.axes, shape))
+        if role.value:
+            held = self.foreign.positions(sizes.get("S") or end, end)
+            value = role.value(entry, at, at[:, None] - held)
+        elif entry.source in inputs:
+            value = inputs[entry.source]
+            if "D" in sizes:  # a table may be as wide as the head, half of it twice
+                value = np.tile(value, sizes["D"] // value.shape[-1])
         else:
-            value = {
-                "positions": start + np.arange(T),
-                "start": np.array(start),
-                "end": np.array(start + T),
-            }[kind]
-        if hook and kind == "mask":  # an inf of the host's is no result of an operation
-            value = np.maximum(value, MASKED)
-        return arrange(value, DIMS[kind], entry.axes)
+            return np.zeros([n or 1 for n in shape])
+        return arrange(name, value, role.axes, entry.axes)
 
 
-class ForeignConstants:
-    """The checkpoint's matrices as the packages of a shard hold them, decompressed, by
-    their names in the checkpoint."""
+def constants(bundle: Bundle, shard: Shard) -> Callable:
+    """A checkpoint's matrix from its pieces in the packages of a shard, decompressed."""
 
-    def __init__(self, bundle: Bundle, shard: Shard):
-        self.folder, self.foreign = bundle.package(shard), shard.foreign
-        self.opened: dict[tuple, object] = {}
+    @cache
+    def opened(part: int, function: str | None) -> Constants:
+        package = bundle.package(shard) / shard.foreign.parts[part].package
+        return Constants(miltorch.read(package, function))
 
-    def __call__(self, tensor: str):
-        import torch
-
+    def matrix(pieces: Sequence[Piece]) -> torch.Tensor:
         rows = []
-        pieces = sorted(self.foreign.weights[tensor], key=lambda piece: piece.target)
         for piece in pieces:
-            constants = self._constants(piece.part, piece.function)
-            matrix = constants[piece.constant].squeeze()
-            if piece.transposed:
-                matrix = matrix.T
-            rows.append(matrix[piece.source : piece.source + piece.count])
+            value = opened(piece.part, piece.function)[piece.constant].squeeze()
+            value = value.T if piece.transposed else value
+            rows.append(value[piece.source : piece.source + piece.count])
         return torch.cat(rows)
 
-    def _constants(self, part: int, function: str | None):
-        from miltorch.steps import Constants
-
-        key = part, function
-        if key not in self.opened:
-            package = self.folder / self.foreign.parts[part].package
-            self.opened[key] = Constants(miltorch.read(package, function))
-        return self.opened[key]
+    return matrix
 
 
-def sizes(program: miltorch.Program, name: str) -> list[Sequence[int]]:
-    """The sizes that each axis of an input may have: one, a range, or those of the
-    enumerated shapes."""
-    feature = next(f for f in program.description.input if f.name == name)
-    array = feature.type.multiArrayType
-    if ranges := array.shapeRange.sizeRanges:
-        allowed = []
-        for r in ranges:
-            high = r.upperBound if r.upperBound >= 0 else UNBOUNDED
-            allowed.append(range(r.lowerBound, high + 1))
-        return allowed
-    if shapes := array.enumeratedShapes.shapes:
-        return [tuple(sorted(set(axis))) for axis in zip(*(s.shape for s in shapes))]
-    return [(n,) for n in array.shape]
-
-
-def check_description(shard: Shard, models: list[dict[str | None, Model]]) -> None:
-    """Refuses a description that the packages contradict, before anything runs: names,
-    axes and sizes of inputs and states, names of outputs, T of functions, and the
-    caches that the shard has.
-
-    Raises:
-        InputError: names the first value that does not fit.
-    """
-    foreign = shard.foreign
-    for index, (part, functions) in enumerate(zip(foreign.parts, models, strict=True)):
-        where = f"parts.{index} ({part.package})"
-        programs = [model.program for model in functions.values()]
-        states = {s.name: s for s in foreign.states if s.part in (None, index)}
-        shared = {s.name for s in foreign.states if s.part is None}
-        for what, described in (
-            ("inputs", part.inputs),
-            ("outputs", part.outputs),
-            ("states", states),
-        ):
-            packaged = set().union(*(getattr(program, what) for program in programs))
-            for name in sorted(packaged ^ described.keys()):
-                if name in packaged or name not in shared:
-                    needed = f"those of the package: {', '.join(sorted(packaged))}"
-                    _refuse(where, f"{what[:-1]} {name!r} on one side alone", needed)
-        for function in part.functions:
-            program = functions[function.name].program
-            for name in program.inputs:
-                _check_input(where, name, part.inputs[name], function, program)
-            for name, kind in program.states.items():
-                _check_state(f"{where} state {name!r}", states[name], kind.shape)
-    caches = Counter(tensor for state in foreign.states for tensor in state.planes)
-    if caches != Counter(shard.states.keys()):
-        found = ", ".join(sorted(caches.elements()))
-        _refuse(f"states of {shard.name}", found, "each cache of the shard once")
-
-
-def _check_input(
-    where: str, name: str, entry: Input, function: Function, program
-) -> None:
-    allowed, axes = sizes(program, name), list(entry.axes)
-    where, lacks = f"{where} input {name!r}", "T" in DIMS.get(entry.kind, "")
-    lacks = lacks and "T" not in axes and function.t_max > 1
-    if entry.kind == "constant":
-        return
-    if len(axes) != len(allowed) or lacks:
-        needed = (
-            f"{len(allowed)} axes of sizes {allowed}, T among them where calls vary"
-        )
-        _refuse(where, f"axes {axes}", needed)
-    for axis, size in zip(axes, allowed, strict=True):
-        for n in (function.t_min, function.t_max) if axis == "T" else [axis]:
-            if isinstance(n, int) and n not in size:
-                _refuse(where, f"{axis} = {n}", f"one of {size}, as the package says")
-
-
-def _check_state(where: str, entry: PackedState, shape: Sequence[int]) -> None:
-    axes, planes = list(entry.axes), len(entry.planes)
-    fits = len(axes) == len(shape) and {"H", "S", "D"} <= set(axes)
-    if not fits or dict(zip(axes, shape)).get("L", 1) != planes:
-        found = f"axes {axes}, {planes} planes of layers {list(entry.layers)}"
-        _refuse(where, found, f"those of sizes {shape}: L planes, H, S and D")
-
-
-def _refuse(where: str, found: str, needed: str) -> None:
-    raise InputError(where, found, needed, "correct it in bundle.json")
+def total(values: Sequence[float | None]) -> float | None:
+    return None if None in values else sum(values)

@@ -13,7 +13,7 @@ import miltorch
 from miltorch.execute import Hook
 from miltorch.quiet import messages
 from workbench.bundle import Shard
-from workbench.runtime.base import Functions, State
+from workbench.runtime.base import Model, State, typed
 
 
 class Cells:
@@ -23,15 +23,14 @@ class Cells:
         self.cells = cells
 
     def read(self, tensor: str) -> np.ndarray:
-        return self.cells[tensor].value.numpy().copy()
+        return self.cells[tensor].value.numpy()
 
     def write(self, tensor: str, value: np.ndarray) -> None:
         cell = self.cells[tensor]
-        value = torch.from_numpy(np.require(value, requirements="CW"))
-        cell.value = value.to(cell.value.dtype, copy=True)
+        cell.value = torch.tensor(value, dtype=cell.value.dtype)
 
 
-class PortableModel(Functions):
+class PortableModel(Model):
     """A package, executed operation by operation.
 
     Args:
@@ -46,9 +45,7 @@ class PortableModel(Functions):
         InputError: a program that cannot run.
     """
 
-    is_device = False
     shows_inner_layers = True
-    last_native_ms = None
 
     def __init__(
         self,
@@ -64,11 +61,11 @@ class PortableModel(Functions):
         messages("Model_pb2")  # import first, so that the load time excludes it
         start = time.perf_counter()
         _read_ahead(package)
-        super().__init__(package, shard, function, t_max)
+        super().__init__(package, shard, t_max, function)
         self.precision, self.reads = precision, reads
         self.fast = fast and precision == "declared"
         self.executables: dict[tuple[int, bool], miltorch.Executable] = {}
-        self.program = self.runs(min(self.functions), self.fast).program
+        self.runs(min(self.functions), self.fast)
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
 
@@ -77,11 +74,8 @@ class PortableModel(Functions):
         key = T, fused
         if key not in self.executables:
             program = miltorch.read(self.package, self.functions[T])
-            if fused:
-                made = miltorch.Executable(program, fuse=True, reads=self.reads)
-                self.executables[key] = made.release()
-            else:
-                self.executables[key] = miltorch.Executable(program, self.precision)
+            made = miltorch.Executable(program, self.precision, fused, self.reads)
+            self.executables[key] = made.release() if fused else made
         return self.executables[key]
 
     @property
@@ -93,46 +87,26 @@ class PortableModel(Functions):
         cells = miltorch.make_state(self.program, self.precision)
         return State(self.shard, Cells(cells))
 
-    def predict(
-        self,
-        inputs: dict[str, np.ndarray],
-        state: State | None = None,
-        hook: Hook | None = None,
-    ) -> dict[str, np.ndarray]:
-        (outputs,) = self.predict_calls([inputs], [state], [hook])
-        return outputs
-
     def predict_calls(
         self,
         calls: Sequence[dict[str, np.ndarray]],
         states: Sequence[State | None],
         hooks: Sequence[Hook | None],
     ) -> list[dict[str, np.ndarray]]:
-        """What `predict` returns for one call after another, each on its state and with
-        a hook of its own; each weight is read once for all of them."""
+        """Each weight is read once for all calls."""
         Ts = set(map(self.of_call, calls))
         if len(Ts) > 1:
             return list(map(self.predict, calls, states, hooks))
         runs = self.runs(Ts.pop(), self.fast and not any(hooks))
-        tensors = list(map(_tensors, calls))
+        tensors = [
+            {name: torch.from_numpy(value) for name, value in typed(inputs).items()}
+            for inputs in calls
+        ]
         cells = [state.raw.cells if state else {} for state in states]
         return [
             {name: value.numpy() for name, value in outputs.items()}
             for outputs in runs.run_calls(tensors, cells, hooks)
         ]
-
-    def constant(self, name: str) -> np.ndarray:
-        """A weight as the package holds it, decompressed, float32."""
-        return self.executable.constants[name].float().numpy()
-
-
-def _tensors(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for name, value in inputs.items():
-        if value.dtype != np.float32 and value.dtype != np.int32:
-            value = value.astype(np.float32)
-        tensors[name] = torch.from_numpy(value)
-    return tensors
 
 
 def _read_ahead(package: Path) -> None:

@@ -18,7 +18,6 @@ _MODULES = {
     "sweep": "run",
     "configurations": "results",
     "stored_tables": "results",
-    "varied_axes": "grid",
 }
 __all__ = sorted(_MODULES)
 

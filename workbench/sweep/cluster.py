@@ -5,7 +5,6 @@ measures two at once. Dask gives the job of a worker that died to another; a job
 row is in the log by then is not measured again."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from workbench.errors import InputError
 
@@ -13,46 +12,44 @@ RESOURCE = "ANE"
 CONNECT_S = 10
 
 
-@contextmanager
 def connect(address: str):
     """A client of the scheduler at `address` (tcp://host:port).
 
     Raises:
         InputError: no Dask, no scheduler there, or no worker with the resource.
     """
-    subject = f"scheduler {address}"
+    needed, step = "the address of a Dask scheduler", "start one: dask scheduler"
     try:
         from distributed import Client
         from distributed.comm.addressing import resolve_address
-    except ImportError:
-        step = "run: pip install 'workbench[cluster]'; or split the grid with --part"
-        raise InputError(subject, "no Dask here", "Dask", step) from None
-    try:  # a client of no address at all does not close by itself
-        resolve_address(address)
+
+        resolve_address(address)  # a client of no address does not close by itself
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        if any(RESOURCE in worker["resources"] for worker in workers.values()):
+            return client
+        client.close()
+        actual, needed = f"{len(workers)} workers, none with {RESOURCE}", "at least one"
+        step = f'start one: dask worker {address} --resources "{RESOURCE}=1"'
+    except ImportError:
+        actual, needed = "no Dask here", "Dask"
+        step = "run: pip install 'workbench[cluster]'; or split the grid with --part"
     # TypeError: tls without a certificate
     except (OSError, TypeError, ValueError) as problem:
         actual = str(problem) or type(problem).__name__
-        needed, step = "the address of a Dask scheduler", "start one: dask scheduler"
-        raise InputError(subject, actual, needed, step) from None
-    with client:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
-        if not any(RESOURCE in worker["resources"] for worker in workers.values()):
-            actual = f"{len(workers)} workers, none with {RESOURCE}"
-            step = f'start one: dask worker {address} --resources "{RESOURCE}=1"'
-            raise InputError(subject, actual, "at least one", step)
-        yield client
+    raise InputError(f"scheduler {address}", actual, needed, step)
 
 
 def run(client, measure: Callable, jobs: list) -> Iterator[tuple]:
-    """What `measure` returns of each job on a worker, as they end."""
+    """What `measure` returns of each job on a worker, as they end; closes the client."""
     from distributed import as_completed
 
-    how = {"resources": {RESOURCE: 1}, "pure": False}
-    futures = client.map(measure, jobs, **how)
-    for future in as_completed(futures, loop=client.loop):
-        problem = future.exception()
-        if problem:
-            yield "failed", f"the worker died or left: {problem}"
-        else:
-            yield future.result()
+    with client:
+        how = {"resources": {RESOURCE: 1}, "pure": False}
+        futures = client.map(measure, jobs, **how)
+        for future in as_completed(futures, loop=client.loop):
+            problem = future.exception()
+            if problem:
+                yield "failed", f"the worker died or left: {problem}"
+            else:
+                yield future.result()

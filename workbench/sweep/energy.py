@@ -21,12 +21,12 @@ def metered() -> Iterator[dict]:
     except (ImportError, RuntimeError) as problem:
         used["reason"] = str(problem)
     yield used
-    if monitor and not used["reason"]:
-        try:
-            millijoules = monitor.end_window("run").ane_mj
-        except RuntimeError as problem:
-            used["reason"] = str(problem)
-            return
-        used["reason"] = "the Neural Engine's counter stayed at zero or is missing"
-        if millijoules:
-            used |= {"ane_joules": millijoules / 1e3, "reason": None}
+    if used["reason"]:
+        return
+    try:
+        millijoules = monitor.end_window("run").ane_mj
+        used["ane_joules"] = millijoules / 1e3 if millijoules else None
+        stuck = "the Neural Engine's counter stayed at zero or is missing"
+        used["reason"] = None if millijoules else stuck
+    except RuntimeError as problem:
+        used["reason"] = str(problem)

@@ -1,5 +1,5 @@
 """The error split of a checkpoint's bundle: measured in a child process, logged, read
-back."""
+back; and the operation that is wrong in a cell of a heatmap."""
 
 import json
 import threading
@@ -8,13 +8,15 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import log, process
-from workbench.bundle import Options
-from workbench.check import gates
+from workbench.bundle import Bundle, Options
+from workbench.check.gates import records
 from workbench.errors import InputError
-from workbench.explain import error
+from workbench.explain import error, operation
 from workbench.export import bundle_for
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
+from workbench.sweep.grid import Cell
+from workbench.sweep.run import prepare
 
 
 def measure_split(
@@ -41,19 +43,12 @@ def log_split(
 ) -> None:
     """In the child: exports the bundle if it is missing, splits its error and logs one
     run."""
-    checkpoint = Checkpoint(path)
-    bundle = bundle_for(checkpoint, options, log.project(root) / "data" / "bundles")
-    splits = error.split_error(checkpoint, bundle, ids)
-    results = error.error_gates(splits)
-    parts = {mode: gates.records(split.layers()) for mode, split in splits.items()}
-    row = identity.describe(bundle) | {
-        "experiment": experiment,
-        "command": "error",
-        "runtime": "portable",
-        "verdict": gates.verdict(results),
-        "config": {"parts": parts, "gates": [g.json() for g in results]},
-    }
-    log.record(row, root)
+    checkpoint, folder = Checkpoint(path), log.project(root) / "data" / "bundles"
+    bundle = bundle_for(checkpoint, options, folder)
+    split = error.split_error(checkpoint, bundle, ids)["isolated"]
+    row = {"experiment": experiment, "command": "error", "runtime": "portable"}
+    row["config"] = {"parts": {"isolated": records(split.layers())}}
+    log.record(identity.describe(bundle) | row, root)
 
 
 def stored_split(
@@ -62,8 +57,24 @@ def stored_split(
     """Parts of every layer's isolated update (see `explain.error.Split.layers`), with
     run_id; None if the log has none."""
     where = {"checkpoint_hash": checkpoint.sha256, "command": "error"}
-    runs = log.load("runs", root, where | identity.exported(options))
-    for run in runs.iloc[::-1].itertuples():
-        if parts := json.loads(run.config).get("parts"):
-            return pd.DataFrame(parts["isolated"]).assign(run_id=run.run_id)
+    where |= identity.exported(options) | {"status": "ok"}
+    for run in log.load("runs", root, where)[::-1].itertuples():
+        parts = json.loads(run.config)["parts"]["isolated"]
+        return pd.DataFrame(parts).assign(run_id=run.run_id)
     return None
+
+
+def find_operation(
+    setting: Cell,
+    ids: list[int],
+    root: Path,
+    where: tuple[int, int],
+    stop: threading.Event | None = None,
+) -> str:
+    """What `explain.operation.find` says of a layer (below 0: all of them) and a
+    position at a setting of a grid."""
+    path = prepare(setting, log.project(root) / "data" / "bundles")
+    how = {name: setting.run[name] for name in ("runtime", "compute_units", "T")}
+    layer, how["position"] = where
+    how["layer"] = None if layer < 0 else layer
+    return operation.find(Bundle.unchecked(path), ids, **how, stop=stop).words

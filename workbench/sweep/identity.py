@@ -7,11 +7,7 @@ from collections.abc import Mapping
 
 from workbench.bundle import Bundle, Options
 from workbench.decode import Decoder
-from workbench.log import SCHEMAS
 from workbench.runtime import is_device
-
-OPTIONS = tuple(n for n in Options.model_fields if n in SCHEMAS["runs"].names)
-"""Export options with a column of `runs`."""
 
 COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 """Columns that say how much a run measured."""
@@ -29,25 +25,31 @@ def describe(subject: Bundle | Decoder) -> dict:
     bundle = subject if isinstance(subject, Bundle) else subject.bundle
     manifest = bundle.manifest
     files = sum(shard.bytes for shard in manifest.shards)
-    row = {
+    row = exported(manifest.options) | {
         "checkpoint": manifest.checkpoint["name"],
         "checkpoint_hash": manifest.checkpoint["sha256"],
         "bundle": bundle.root.name,
         "bundle_hash": bundle.identity,
         "bundle_bytes": files + manifest.embedding.file.bytes,
         "family": manifest.family,
-    } | exported(manifest.options)
+    }
     if subject is not bundle:
-        how = executed(**vars(subject))
-        row |= how
-        row["values"] = values(row["checkpoint_hash"], chosen(manifest.options), how)
+        row |= executed(**vars(subject))
+        options = chosen(manifest.options)
+        row["values"] = values(row["checkpoint_hash"], options, row)
     return row
 
 
 def exported(options: Options) -> dict:
-    """The columns of `runs` for export options."""
-    values = options.model_dump()
-    return {name: values.get(name) for name in OPTIONS}
+    """The columns of `runs` for export options; null is a default that is not
+    written."""
+    return dict.fromkeys(Options.model_fields) | options.model_dump()
+
+
+def chosen(options: Options) -> dict:
+    """The options that are not the default ones. Hashes are made of these, so that an
+    option that comes or goes leaves those of all other bundles as they are."""
+    return options.model_dump(mode="json", exclude_defaults=True)
 
 
 def executed(
@@ -61,24 +63,16 @@ def executed(
 ) -> dict:
     """The columns of `runs` for a decoder's arguments, null where the runtime has no
     such thing. `reads` says which rows of a cache attention reads, `used` or `all`."""
-    columns = {"runtime": runtime} | dict.fromkeys(("precision", "fast", "reads"))
-    columns |= dict.fromkeys(("compute_units", "hints"))
+    columns = dict.fromkeys(("precision", "fast", "reads", "compute_units", "hints"))
+    columns["runtime"] = runtime
     if runtime == "portable":
         fuses = bool(fast and precision == "declared")
-        columns |= {"precision": precision, "fast": fuses}
-        columns["reads"] = reads if fuses else "all"
+        reads = reads if fuses else "all"
+        columns |= {"precision": precision, "fast": fuses, "reads": reads}
     elif is_device(runtime):
         hints = json.dumps(hints, sort_keys=True)
         columns |= {"compute_units": compute_units, "hints": hints, "reads": "all"}
     return columns
-
-
-def chosen(options: Options) -> dict:
-    """The options that are not the default ones. Hashes are made of these, so that an
-    option that comes or goes leaves those of all other bundles as they are."""
-    if isinstance(options, Options):
-        return options.model_dump(mode="json", exclude_defaults=True)
-    return options.model_dump()
 
 
 def values(contents: str, options: Mapping, how: Mapping) -> str:
@@ -86,7 +80,7 @@ def values(contents: str, options: Mapping, how: Mapping) -> str:
 
     Args:
         contents: the checkpoint's hash.
-        options: of the export (see `chosen`).
+        options: those of the export that are not the default ones.
         how: at least the columns runtime, precision, compute_units and hints.
     """
     names = ("runtime", "precision", "compute_units", "hints")
@@ -102,7 +96,5 @@ def setting(contents: str, options: Mapping, how: Mapping, counts: Mapping) -> s
         counts: `COUNTS`, null for those that are left open.
     """
     counts = {name: count for name, count in counts.items() if count is not None}
-    fused = how["fast"]
-    if fused and how["reads"] == "all":
-        fused = "all rows"
+    fused = "all rows" if how["fast"] and how["reads"] == "all" else how["fast"]
     return digest(values(contents, options, how), fused, counts)

@@ -2,27 +2,15 @@
 configuration."""
 
 import json
-from collections.abc import Iterable
 
 import pandas as pd
 
 from workbench import log
-from workbench.errors import InputError
-from workbench.sweep.grid import Grid, cells, varied_axes
-from workbench.sweep.identity import COUNTS, OPTIONS
-from workbench.sweep.run import HOW, MEASURED
-from workbench.sweep.summary import BUNDLE, JUDGED, SPEEDS, repeated
+from workbench.errors import check_choice
+from workbench.sweep.grid import Grid, cells
+from workbench.sweep.run import MEASURED
+from workbench.sweep.summary import BUNDLE, repeated
 
-ABOUT = (
-    *("values", "setting", "round", "invalid", "family", "machine", "software"),
-    *("checkpoint", "checkpoint_hash", "bundle", "ane_ops_share"),
-    *(*OPTIONS, *HOW, *COUNTS),
-)
-"""Columns of a run that its samples, layers and fidelity get."""
-CONFIGURATION = (
-    *("setting", *BUNDLE, "run_id", "machine", "runtime", "bundle"),
-    *("ane_ops_share", "invalid", *SPEEDS, "slowest", "fastest", "n", *JUDGED),
-)
 RUNTIMES = ("coreml", "portable", "stand-in")
 """What auto may mean, the preferred first."""
 
@@ -45,11 +33,11 @@ def stored_tables(
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    timed, validated = _rows(grid, root, machine)
+    timed, validated = _runs(grid, root, machine)
     tables = {}
     for table, runs in (("samples", timed), ("layers", timed), ("fidelity", validated)):
-        own = log.load(table, root, {"run_id": runs["run_id"].tolist()})
-        more = [name for name in ABOUT if name not in own]
+        own = log.load(table, root, {"run_id": runs["run_id"]})
+        more = runs.columns.difference([*own, "config", "versions"], sort=False)
         tables[table] = own.merge(runs[["run_id", *more]], on="run_id")
     return tables
 
@@ -63,78 +51,59 @@ def configurations(
     `machine` see `stored_tables`.
 
     Returns:
-        name: the values of the axes that vary, which are columns, too. machine,
-        runtime, bundle, run_id (of the newest run). tokens_per_s, call_ms, call_p90_ms:
+        The columns of the newest run; name: the values of the axes that vary.
+        tokens_per_s, call_ms, call_p90_ms:
         medians over runs of the run's median or 90th percentile; slowest, fastest: the
         range of the runs' tok/s; n: the number of runs. worst_cosine, kl_mean (nats):
         of the bundle's newest validation; verdict: RED if a gate other than the user's
         limit is, or if the mean KL is above the grid's `max_kl`. ane_ops_share: the
         Neural Engine's share (null: no plan). invalid: the reason if no run is valid.
     """
-    timed, validated = _rows(grid, root, machine)
-    valid = timed["invalid"].isna()
-    some = valid.groupby(timed["setting"]).transform("any").astype(bool)
-    found = [_verdict(run, grid.max_kl) for run in validated.to_dict("records")]
-    validated = validated.assign(verdict=pd.Series(found, validated.index, object))
-    rows = repeated(timed[valid | ~some], ["setting"], validated)
+    timed, validated = _runs(grid, root, machine)
+    verdicts = [_verdict(run, grid.max_kl) for run in validated.to_dict("records")]
+    validated["verdict"] = pd.Series(verdicts, validated.index, object)
+    rows = repeated(timed, ["setting", "status"], validated)
     rows["verdict"] = rows["verdict"].fillna("not_run")
-    varied = list(dict.fromkeys([*varied_axes(grid), "T"]))
+    axes = grid.export | {"bundle": grid.bundle} | dict(grid.run)
+    varied = [n for n in axes if n == "T" or isinstance(axes[n], list) and axes[n][1:]]
     words = rows[varied].astype(object).fillna("none").to_dict("records")
     rows["name"] = [", ".join(f"{k} {v}" for k, v in row.items()) for row in words]
-    rows = rows[list(dict.fromkeys(["name", *varied, *CONFIGURATION]))]
     ranked = rows.sort_values("tokens_per_s", ascending=False)
     ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
-    return ranked.reset_index(drop=True)
+    return ranked.drop_duplicates("setting", ignore_index=True)
 
 
-def _of_grid(grid: Grid, root: log.Root) -> tuple[pd.DataFrame, pd.DataFrame, dict]:
-    """Timed runs and validations of a grid's cells on any machine, and for each runtime
-    that auto may mean the hashes of the cells."""
-    every = list(cells(grid, root))
-    runs = log.load("runs", root, {"status": list(MEASURED)})
-    runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
-    if grid.bundle:
-        runs = runs[runs["bundle_hash"].isin({c.source.contents for c in every})]
-    hashes = {}
-    for auto in RUNTIMES:
-        columns = [cell.columns(auto) for cell in every]
-        hashes[auto] = {n: {row[n] for row in columns} for n in ("setting", "values")}
-    timed = _fitting(runs[runs["round"].notna()], "setting", hashes.values())
-    validated = _fitting(runs[runs["verdict"].notna()], "values", hashes.values())
-    return timed, validated[validated["invalid"].isna()], hashes
-
-
-def _fitting(runs: pd.DataFrame, column: str, hashes: Iterable[dict]) -> pd.DataFrame:
-    return runs[runs[column].isin(set().union(*(known[column] for known in hashes)))]
-
-
-def _rows(
+def _runs(
     grid: Grid, root: log.Root, machine: str | None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows of `runs`: the newest of each setting and round of one machine, and the
     newest validation of each bundle and way to run it."""
-    timed, validated, hashes = _of_grid(grid, root)
-    timed = _of_machine(timed, machine)
-    found = set((timed if len(timed) else validated)["runtime"])
-    auto = next((name for name in RUNTIMES if name in found), "portable")
-    timed = _fitting(timed, "setting", [hashes[auto]])
-    validated = _fitting(validated, "values", [hashes[auto]])
+    every = list(cells(grid, root))
+    columns = [cell.columns(auto) for cell in every for auto in RUNTIMES]
+    values, settings = ({row[n] for row in columns} for n in ("values", "setting"))
+    runs = log.load("runs", root, {"status": MEASURED})
+    runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
+    if grid.bundle:
+        known = {cell.source.contents for cell in every}
+        runs = runs[runs["bundle_hash"].isin(known)]
+    validated = runs[runs["values"].isin(values) & runs["verdict"].notna()]
+    validated = validated[validated["status"] == "ok"]
+    timed = runs[runs["setting"].isin(settings) & runs["round"].notna()]
+    if len(timed) or machine is not None:
+        # the machine and its software of the newest run
+        names = timed["machine"].iloc[::-1].unique().tolist()
+        here = log.environment()["machine"]
+        machine = machine or (here if here in names else names[0])
+        check_choice("machine", machine, names)
+        timed = timed[timed["machine"] == machine]
+        timed = timed[timed["software"] == timed["software"].iloc[-1]]
+    if grid.run.runtime == ["auto"]:
+        found = set((timed if len(timed) else validated)["runtime"])
+        if meant := [name for name in RUNTIMES if name in found]:
+            timed = timed[timed["runtime"] == meant[0]]
+            validated = validated[validated["runtime"] == meant[0]]
     timed = timed.drop_duplicates(["setting", "round"], keep="last")
     return timed, validated.drop_duplicates(BUNDLE, keep="last")
-
-
-def _of_machine(runs: pd.DataFrame, machine: str | None) -> pd.DataFrame:
-    """The runs of one machine with the software of its newest one."""
-    names = runs["machine"].iloc[::-1].unique().tolist()
-    if machine is not None and machine not in names:
-        known = "; ".join(names) or "none, no run fits"
-        step = "name one of these, or none for the default"
-        raise InputError("machine", repr(machine), f"one of {known}", step)
-    if not names:
-        return runs
-    here = log.environment()["machine"]
-    own = runs[runs["machine"] == (machine or (here if here in names else names[0]))]
-    return own[own["software"] == own["software"].iloc[-1]]
 
 
 def _verdict(run: dict, max_kl: float) -> str:

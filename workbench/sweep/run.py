@@ -5,11 +5,11 @@ cell after the other on this machine or on the workers of a Dask cluster. The pr
 that measures writes the run itself, the row of `runs` last, so that a sweep that is
 killed loses at most the cell that was running."""
 
-import os
 import random
 import threading
 import time
-from contextlib import contextmanager
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,18 +18,15 @@ import psutil
 from workbench import export as exporting
 from workbench import log, process
 from workbench.bundle import Bundle
+from workbench.check.gates import jsonable
 from workbench.decode import Decoder
-from workbench.decode.checks import token_ids
 from workbench.errors import InputError
-from workbench.export.cached import is_cached
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import energy, identity, timing
-from workbench.sweep.grid import Cell, Grid, cells, check_sizes, find
+from workbench.sweep.grid import RUN_AXES, Cell, Grid, cells, check_cells, find
 
 MEASURED = ("ok", "invalid")
 """Statuses of runs with samples; an invalid run did not run as its settings say."""
-HOW = ("runtime", "precision", "fast", "reads", "compute_units", "hints")
-"""Arguments of a decoder."""
 
 
 def sweep(
@@ -66,24 +63,37 @@ def sweep(
 
     root = Path(root or log.default_root()).absolute()
     bundles = Path(bundles or log.project(root) / "data" / "bundles").absolute()
-    everything = _checked(grid, root)[part[0] - 1 :: part[1]]
+    every = list(cells(grid, root))
+    check_cells(every, grid)
+    every = every[part[0] - 1 :: part[1]]
     how = {"grid": grid, "bundles": bundles, "root": root}
-    with _runner(scheduler, how, stop) as run:
-        _make_folder(root)
-        todo = _lacking(everything, root)
-        counts = {"cells": len(everything), "done": 0}
-        counts |= {"resumed": len(everything) - len(todo), "failed": 0, "invalid": 0}
-        reasons = []
-        bar = {"total": len(todo), "unit": "cell"}
-        bar["desc"] = "sweep" if progress is True else progress
-        for status, reason in tqdm(run(todo), disable=not progress, **bar):
-            counts["done" if status in MEASURED else "failed"] += 1
-            counts["invalid"] += status == "invalid"
-            said = f"{status}: {reason}"
-            if status != "ok" and said not in reasons:
-                reasons.append(said)
-    settings = {cell.columns()["setting"] for cell in everything}
-    return counts | {"log": str(root), "reasons": reasons, "settings": settings}
+    run = partial(map, partial(run_cell, stop=stop, **how))
+    if scheduler is not None:
+        from workbench.sweep import cluster
+
+        client = cluster.connect(scheduler)
+        run = partial(cluster.run, client, partial(run_unless_done, **how))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        needed, step = "a folder that can be written", "name another with --log"
+        raise InputError(f"log {root}", problem.strerror, needed, step) from None
+    todo = _lacking(every, root)
+    bar = {"total": len(todo), "unit": "cell", "disable": not progress}
+    bar["desc"] = "sweep" if progress is True else progress
+    outcomes = list(tqdm(run(todo), **bar))
+    counts = Counter(status for status, _ in outcomes)
+    reasons = [f"{status}: {why}" for status, why in outcomes if status != "ok"]
+    return {
+        "cells": len(every),
+        "done": counts["ok"] + counts["invalid"],
+        "resumed": len(every) - len(todo),
+        "failed": counts["failed"],
+        "invalid": counts["invalid"],
+        "log": str(root),
+        "reasons": list(dict.fromkeys(reasons)),
+        "settings": {cell.columns()["setting"] for cell in every},
+    }
 
 
 def missing(grid: Grid, root: log.Root = None) -> list[Cell]:
@@ -93,13 +103,12 @@ def missing(grid: Grid, root: log.Root = None) -> list[Cell]:
 
 
 def _lacking(every: list[Cell], root: log.Root) -> list[Cell]:
-    done = _done(root)
-    todo = {}  # by key: cells of which a runtime lacks an axis may be equal
+    done, todo = _done(root), {}
     for cell in every:
         if _key(cell) not in done:
+            # cells that differ in an axis that their runtime lacks are one
             todo.setdefault(_key(cell), cell)
-    shuffled = list(todo.values())
-    random.Random(0).shuffle(shuffled)
+    shuffled = random.Random(0).sample(list(todo.values()), len(todo))
     return sorted(shuffled, key=lambda cell: cell.round)
 
 
@@ -111,48 +120,14 @@ def _key(cell: Cell) -> tuple:
 def _done(root: log.Root) -> dict[tuple, tuple[str, str | None]]:
     """Status and reason of every cell that was measured on this machine with its
     software. A run that also validated its bundle is that of the cell without, too."""
-    here = _pick(log.environment(), "machine", "software")
-    rows = log.load("runs", root, here | {"status": list(MEASURED)})
+    here = log.environment()
+    where = {name: here[name] for name in ("machine", "software")}
+    rows = log.load("runs", root, where | {"status": MEASURED})
     done = {}
     for row in log.plain(rows).itertuples():
-        for prompt in {row.prompt, None}:
+        for prompt in (row.prompt, None):
             done[row.setting, row.round, prompt] = row.status, row.reason
     return done
-
-
-def _checked(grid: Grid, root: Path) -> list[Cell]:
-    """The grid's cells; refuses those that nothing could measure."""
-    every = list(cells(grid, root))
-    check_sizes(every)
-    for source in {cell.source for cell in every}:
-        if source.finished:
-            V = Bundle.open(source.path).manifest.dims.V
-        else:
-            V = Checkpoint(source.path).config.vocab_size
-        token_ids(grid.validate_ids, V, "validate_ids of the grid")
-    return every
-
-
-def _make_folder(root: Path) -> None:
-    """Makes the log's folder before anything is measured; refuses one that cannot be
-    written."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        needed, step = "a folder that can be written", "name another with --log"
-        raise InputError(f"log {root}", problem.strerror, needed, step) from None
-
-
-@contextmanager
-def _runner(scheduler: str | None, how: dict, stop: threading.Event | None):
-    """Yields a function from cells to the status and reason of each."""
-    if scheduler is None:
-        yield partial(map, partial(run_cell, stop=stop, **how))
-        return
-    from workbench.sweep import cluster
-
-    with cluster.connect(scheduler) as client:
-        yield partial(cluster.run, client, partial(run_unless_done, **how))
 
 
 def run_unless_done(cell: Cell, *, root: Path, **how) -> tuple[str, str | None]:
@@ -173,17 +148,19 @@ def run_cell(
     stderr."""
     source, path = cell.source, cell.source.path
     how = {"timeout_s": cell.run["timeout_s"], "stop": stop}
+    outcome = process.Outcome(path)
     with process.awake():
-        outcome = process.Outcome()
         if not source.finished:
             contents = source.checkpoint_hash
             path = bundles / exporting.bundle_name(source.name, contents, cell.options)
-            if not is_cached(path):
+            try:
+                outcome = process.Outcome(Bundle.open(path).root)
+            except InputError:
                 outcome = process.call(prepare, cell, bundles, **how)
         if outcome.failure is None:
             time.sleep(cell.run["cool_down_s"])
             how["threads"] = cell.run["threads"]
-            outcome = process.call(measure, cell, grid, path, root, **how)
+            outcome = process.call(measure, cell, grid, outcome.value, root, **how)
     if outcome.failure is None:
         return outcome.value
     row = _identity(cell, grid) | {"status": "failed", "reason": outcome.failure}
@@ -192,9 +169,12 @@ def run_cell(
     return "failed", outcome.failure
 
 
-def prepare(cell: Cell, bundles: Path) -> None:
-    """In a child: exports the bundle of a cell."""
-    exporting.bundle_for(_checkpoint(cell), cell.options, bundles)
+def prepare(cell: Cell, bundles: Path) -> Path:
+    """The bundle of a cell, exported where it is missing."""
+    path = cell.source.path
+    if cell.source.finished:
+        return path
+    return exporting.bundle_for(Checkpoint(path), cell.options, bundles).root
 
 
 def measure(cell: Cell, grid: Grid, path: Path, root: Path) -> tuple[str, str | None]:
@@ -203,58 +183,51 @@ def measure(cell: Cell, grid: Grid, path: Path, root: Path) -> tuple[str, str | 
     began = time.time()
     before = log.state()["thermal_pressure"]
     bundle = Bundle.open(path)
-    if cell.source.finished and bundle.identity != cell.source.contents:
-        subject, actual = f"bundle {path}", bundle.identity[:12]
-        needed = f"the sweep's, {cell.source.contents[:12]}"
-        step = "remove it, and start the sweep again"
-        raise InputError(subject, actual, needed, step)
-    decoder = Decoder(bundle, **_pick(cell.run, *HOW))
-    sizes = _pick(cell.run, *timing.SIZES)
+    source, run = cell.source, cell.run
+    contents = bundle.manifest.checkpoint["sha256"]
+    if source.finished:
+        contents = bundle.identity
+    if contents != source.contents:
+        needed, step = (
+            f"the sweep's, {source.contents[:12]}",
+            "copy the same to every worker",
+        )
+        raise InputError(f"contents of {source.path}", contents[:12], needed, step)
+    how = {name: run[name] for name in RUN_AXES if name not in ("T", "depth")}
+    decoder = Decoder(bundle, **how)
     startup_s = time.time() - psutil.Process().create_time()
+    sizes = {name: run[name] for name in timing.SIZES if name in run}
     with energy.metered() as used:
         samples = timing.measure_speed(decoder, **sizes)
-    from workbench.ane import placement
-    from workbench.check.gates import jsonable
-
-    row = _identity(cell, grid) | identity.describe(decoder)
+    messages = process.core_ml_messages()
+    row = identity.describe(decoder) | _identity(cell, grid)
     row |= {"thermal_pressure_before": before, "ane_joules": used["ane_joules"]}
-    row |= _pick(cell.columns(decoder.runtime), "values")
     config = row["config"] | {
-        "not_timed": timing.NOT_TIMED,
-        "flags": log.flags(samples),
-        "load_average": os.getloadavg()[0],
         "startup_s": round(startup_s, 3),
+        "energy": used["reason"] and f"not measured: {used['reason']}",
+        "stderr": messages,
     }
-    if used["reason"]:
-        config["energy"] = f"not measured: {used['reason']}"
-    if messages := process.core_ml_messages():
-        config["stderr"] = messages
-    # it ran, and not where it was meant to
-    reasons = process.invalidating(messages)
     fidelity = None
     if cell.judge_ids:
         result = _validation(cell, grid, decoder, path)
         fidelity, row["verdict"] = result.rows, result.verdict
         config["gates"] = [gate.json() for gate in result.gates]
-        config["price"] = result.price and jsonable(result.price.json())
-        row["kl_mean"] = config["price"] and config["price"]["kl"]["mean"]
+        config["price"] = jsonable(result.cost.json())
+        row["kl_mean"] = config["price"]["kl"]["mean"]
     if decoder.is_device:
-        left_s = max(1, cell.run["timeout_s"] - (time.time() - began)) / 2
+        from workbench.ane import placement
+
+        shards = [model.shard for model in (*decoder.layers, *decoder.heads)]
+        limit = {"timeout_s": max(1, run["timeout_s"] - (time.time() - began)) / 2}
+        where = bundle, decoder.runtime, decoder.compute_units
         try:
-            plan = placement.planned(
-                bundle,
-                decoder.runtime,
-                decoder.compute_units,
-                shards=[model.shard for model in (*decoder.layers, *decoder.heads)],
-                timeout_s=left_s,
-            )
-            row |= placement.columns(plan)
-            if reason := placement.off_engine(plan, decoder.compute_units):
-                reasons.append(reason)
+            plan = placement.planned(*where, shards=shards, **limit)
+            row |= placement.columns(plan, decoder.compute_units)
         except InputError as problem:
             config["placement"] = str(problem)
-    if reasons:
-        row |= {"status": "invalid", "reason": reasons[0]}
+    # it ran, and not where it was meant to
+    if refused := process.invalidating(messages):
+        row |= {"status": "invalid", "reason": refused[0]}
     layers = timing.layer_table(samples, decoder)
     tables = {"fidelity": fidelity, "samples": samples, "layers": layers}
     log.record(row | {"config": config}, root, **tables)
@@ -265,45 +238,23 @@ def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
     """The bundle against its golden: the grid's, or one made from the checkpoint.
 
     Bug gates and budget need the checkpoint, which a finished bundle lacks."""
-    from workbench.check import golden
-    from workbench.check.validate import validate_stored
+    from workbench.check.golden import Golden
+    from workbench.check.validate import validate
 
-    checkpoint = None if cell.source.finished else _checkpoint(cell)
+    checkpoint = None if cell.source.finished else Checkpoint(cell.source.path)
     if grid.golden:
-        stored = find(grid.golden)
-        reference = golden.Golden.load(stored)
+        golden = replace(Golden.load(find(grid.golden)), source=checkpoint)
     else:
-        folder = path.parent.with_name("golden")
-        stored = golden.golden_path(checkpoint, cell.judge_ids, folder)
-        reference = golden.stored_golden(checkpoint, cell.judge_ids, folder)
-    return validate_stored(
-        decoder, reference, checkpoint, path=stored, max_kl=grid.max_kl
-    )
-
-
-def _checkpoint(cell: Cell) -> Checkpoint:
-    """The cell's checkpoint; refuses another one at its path on this machine."""
-    checkpoint = Checkpoint(cell.source.path)
-    if checkpoint.sha256 != cell.source.checkpoint_hash:
-        needed = f"the sweep's, {cell.source.checkpoint_hash[:12]}"
-        step = "copy the same checkpoint to every worker"
-        subject = f"checkpoint {checkpoint.path}"
-        raise InputError(subject, checkpoint.sha256[:12], needed, step)
-    return checkpoint
+        golden = Golden.of(checkpoint, cell.judge_ids, path.parent.with_name("golden"))
+    return validate(decoder, golden, max_kl=grid.max_kl)
 
 
 def _identity(cell: Cell, grid: Grid) -> dict:
     """The columns of `runs` that grid and cell decide."""
-    config = {"export": cell.options.model_dump(), "run": cell.run}
     return cell.columns() | {
         "command": "sweep",
         "experiment": grid.experiment,
         "checkpoint": cell.source.name,
         "checkpoint_hash": cell.source.checkpoint_hash,
-        "config": config,
+        "config": {"export": cell.options.model_dump(), "run": cell.run},
     }
-
-
-def _pick(mapping: dict, *names: str) -> dict:
-    """The items of a mapping that have these names and a value."""
-    return {name: mapping[name] for name in names if name in mapping}

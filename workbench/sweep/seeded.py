@@ -1,6 +1,7 @@
-"""Checkpoints of seeded weights, equal on every machine, and the grids of first
-light."""
+"""The grids of first light, on checkpoints of seeded weights that are equal on every
+machine."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,43 +13,31 @@ from workbench.models.checkpoint import random
 from workbench.sweep.grid import Grid, make_grid
 from workbench.sweep.identity import digest
 
-VALIDATED = {"validate_ids": [1, 42, 100, 200, 7, 9]}
-COMMON = {"num_hidden_layers": 1, "vocab_size": 512, "tie_word_embeddings": False}
+VALIDATE_IDS = {"validated": [1, 42, 100, 200, 7, 9], "timed": []}
 
 
-class Noise:
-    """Seeded float32 values in [-1.75, 1.75), of variance 1, from 11 bits of Philox
-    each: they are equal on every machine."""
-
-    def __init__(self, seed: int):
-        self.bits = np.random.Philox(key=seed)
-
-    def __call__(self, shape) -> torch.Tensor:
-        count = int(np.prod(shape))
-        words = self.bits.random_raw(-(-count // 4)).astype("<u8").view("<u2")[:count]
-        values = (words & 0x7FF).astype(np.float32) - 1024
-        values *= np.float32(1.75 / 1024)
-        return torch.from_numpy(values.reshape(tuple(shape)))
-
-
-def seeded(config: dict, folder: Path) -> Path:
-    """The checkpoint of a configuration in `folder`, written where it is missing."""
-    config = COMMON | config
-    path = folder / f"seeded-{digest(config)}"
-    with locked(path.with_name(f".{path.name}.lock")):
-        if not path.exists():
-            random(path, noise=Noise(0), **config)
-    return path
+def noise(seed: int) -> Callable:
+    """A function from a shape to seeded float32 values of mean 0 and variance 1, which
+    are equal on every machine."""
+    draw = np.random.Generator(np.random.Philox(key=seed)).random
+    width = np.float32(12**0.5)
+    return lambda shape: torch.from_numpy((draw(tuple(shape), "f4") - 0.5) * width)
 
 
 def first_light(project: Path, runtime: str = "auto") -> list[Grid]:
-    """The shipped grids of first light, their checkpoints in `project`."""
-    text = Path(__file__).with_name("first_light.yaml").read_text()
+    """The shipped grids of first light; their checkpoints are written to `project`
+    where they are missing."""
+    shipped = yaml.safe_load(Path(__file__).with_name("first_light.yaml").read_text())
     grids = []
-    for rung in yaml.safe_load(text)["grids"]:
-        source = seeded(rung["checkpoint"], project / "data" / "checkpoints")
-        run = {"n_gen": 8, "repetitions": 1, "runtime": [runtime], "timeout_s": 600}
-        grid = {"checkpoint": str(source), "experiment": "first-light"}
-        grid |= {"export": rung["export"], "run": run | rung.get("run", {})}
-        grids.append(make_grid(grid | (VALIDATED if rung.get("validated") else {})))
+    for kind, ids in VALIDATE_IDS.items():
+        for rung in shipped[kind]:
+            config = shipped["layer"] | rung.get("checkpoint", {})
+            path = project / "data" / "checkpoints" / f"seeded-{digest(config)}"
+            with locked(path.with_name(f".{path.name}.lock")):
+                if not path.exists():
+                    random(path, noise=noise(0), **config)
+            run = {"n_gen": 8, "repetitions": 1, "runtime": [runtime], "timeout_s": 600}
+            grid = {"checkpoint": str(path), "experiment": "first-light"}
+            grid |= {"run": run | rung.get("run", {}), "validate_ids": ids}
+            grids.append(make_grid(grid | {"export": rung["export"]}))
     return grids

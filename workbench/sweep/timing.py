@@ -6,9 +6,9 @@ A call is timed from token ids to logits and split into layer shards, head and h
 Compilation, loading and first prediction of each shard are samples of their own."""
 
 import math
+import re
 import time
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,18 +16,17 @@ import numpy as np
 from workbench.bundle import Options
 from workbench.decode import Decoder, Sequences
 from workbench.errors import InputError
-from workbench.log.machine import thermal_level
 
 if TYPE_CHECKING:  # half a second to import, which every first call would wait
     import pandas as pd
 
 WARMUP_CALLS = 2
 RAMP_CALLS = 3
-PRESSURE_EVERY_S = 5
-_PARTS = ("layer", "head", "host")  # phases of a call
 SIZES = ("T", "depth", "n_gen", "repetitions", "min_tokens", "min_seconds")
 """Arguments of `measure_speed`."""
-NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
+CLOCKS = ["value", "cpu_ms", "native_ms"]
+PARTS = {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}
+"""Modules of a decoder layer, and the part of it that they are."""
 
 
 def measure_speed(
@@ -58,81 +57,48 @@ def measure_speed(
         `tokens_per_s` per repetition; `compile`, `cold_load`, `load` and
         `first_predict` per shard. A call and its parts have `cpu_ms`, CPU time of this
         thread, and but for the host `native_ms`, Core ML's own time (null on other
-        runtimes). ``elapsed_s`` is the time from the start to the end of what a row
-        measures. With `min_seconds`, `thermal_pressure` follows a sequence every few
-        seconds on a Mac: its index in `log.machine.THERMAL_PRESSURES`.
+        runtimes). ``elapsed_s`` is the time from the start to the end of a call.
     """
     calls = check_size(decoder.options, T, depth, n_gen)
+    rng, rows = np.random.default_rng(0), []
     if decoder.is_device:
         seqs = decoder.fresh()
         for _ in range(RAMP_CALLS):
-            decoder.advance(seqs, _ids(decoder, np.random.default_rng(0), T))
-    rng = np.random.default_rng(0)
-    rows = []
-    seconds = 0.0
-    pressure_s = 0.0
-    began = time.perf_counter()
-    setting = {"T": T, "depth": depth, "n_gen": n_gen}
+            decoder.advance(seqs, _ids(decoder, rng, T))
     sequences = max(repetitions, math.ceil((min_tokens or 0) / (calls * T)))
-    for repetition in count():
-        if repetition >= sequences and seconds >= (min_seconds or 0):
-            import pandas as pd
-
-            return pd.DataFrame(rows + _loading(decoder))
-        sequence = _timed_sequence(decoder, rng, began, repetition, calls, setting)
+    began, elapsed_s = time.perf_counter(), 0.0
+    repetition = order = 0
+    while repetition < sequences or elapsed_s < (min_seconds or 0):
+        seqs, about = decoder.fresh(), {"repetition": repetition, "n_prompt": depth}
         if depth:
-            sequence[0]["warmup"] = repetition == 0 < repetitions - 1
-        if repetition >= repetitions:
-            sequence = [row for row in sequence if row["phase"] not in _PARTS]
-        rows += sequence
-        seconds = sequence[-1]["elapsed_s"]
-        if min_seconds and seconds - pressure_s >= PRESSURE_EVERY_S:
-            pressure_s = seconds
-            rows += _pressure(sequence[-1])
+            start = time.perf_counter()
+            decoder.prefill(_ids(decoder, rng, depth), seqs=seqs)
+            prefill = {"phase": "prefill", "value": (time.perf_counter() - start) * 1e3}
+            prefill["warmup"] = repetition == 0 < repetitions - 1
+            rows.append(about | prefill)
+        about |= {"T": T, "depth": depth, "n_gen": n_gen}
+        total_ms = 0.0
+        for call in range(WARMUP_CALLS + calls):
+            phases = _timed_call(decoder, seqs, _ids(decoder, rng, T))
+            elapsed_s = time.perf_counter() - began
+            if call >= WARMUP_CALLS:
+                total_ms += phases[0]["value"]
+            about |= {"order": order, "elapsed_s": elapsed_s}
+            about["warmup"] = call < WARMUP_CALLS
+            kept = phases if repetition < repetitions else phases[:1]
+            rows += [about | phase for phase in kept]
+            order += 1
+        rate = calls * T * decoder.options.batch / total_ms * 1e3
+        rows.append(about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
+        repetition += 1
+    for model in (*decoder.layers, *decoder.heads):
+        about = {"shard": model.shard.name, "repetition": 0, "warmup": False}
+        for phase, ms in model.loading_ms.items():
+            rows.append(about | {"phase": phase, "value": ms})
+    import pandas as pd
 
-
-def _pressure(last: dict) -> list[dict]:
-    """The thermal pressure now, at the time of the `last` sample; none without an
-    answer of the system."""
-    level = thermal_level()
-    if level is None:
-        return []
-    return [last | {"phase": "thermal_pressure", "value": level, "unit": "level"}]
-
-
-def _timed_sequence(
-    decoder: Decoder, rng, began: float, repetition: int, calls: int, setting: dict
-) -> list[dict]:
-    """Samples of a fresh sequence: its prefill to a depth, if any, warm-up calls, calls
-    and its rate."""
-    T = setting["T"]
-    depth = setting["depth"]
-    common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
-    rows = []
-    ms = []
-    first = repetition * (WARMUP_CALLS + calls)
-    seqs = decoder.fresh()
-    if depth:
-        start = time.perf_counter()
-        decoder.prefill(_ids(decoder, rng, depth), seqs=seqs)
-        end = time.perf_counter()
-        prefill = {
-            "phase": "prefill",
-            "value": (end - start) * 1e3,
-            "elapsed_s": end - began,
-            "order": first,
-        }
-        rows.append(common | prefill)
-    for call in range(WARMUP_CALLS + calls):
-        phases = _timed_call(decoder, seqs, _ids(decoder, rng, T))
-        about = common | setting
-        about["order"] = first + call
-        about["warmup"] = call < WARMUP_CALLS
-        about["elapsed_s"] = time.perf_counter() - began
-        rows += [about | row for row in phases]
-        ms.append(phases[0]["value"])
-    rate = calls * T * decoder.options.batch / sum(ms[WARMUP_CALLS:]) * 1e3
-    return [*rows, about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"}]
+    samples = pd.DataFrame(rows).dropna(subset="value")
+    return samples.fillna({"unit": "ms"})
 
 
 def check_size(
@@ -140,33 +106,18 @@ def check_size(
 ) -> int:
     """How many calls of T tokens a measurement times; refuses what the bundle's cache
     or T cannot hold. `subject` goes before the message's own."""
-    S = options.max_seq_len
-    t_max = options.t_max
-    calls = -(-n_gen // T)
+    S, t_max = options.max_seq_len, options.t_max
     if not 1 <= T <= t_max:
-        raise InputError(
-            f"{subject}T", str(T), f"1 to t_max = {t_max}", "export with more --tokens"
-        )
-    if depth + (calls + WARMUP_CALLS) * T > S:
-        raise InputError(
-            f"{subject}depth and n_gen",
-            f"{depth} + {(calls + WARMUP_CALLS) * T} tokens in calls of T = {T}",
-            f"at most max_seq_len = {S}",
-            "measure fewer tokens, or export with a larger --max-seq-len",
-        )
+        needed, step = f"1 to t_max = {t_max}", "export with more --tokens"
+        raise InputError(f"{subject}T", str(T), needed, step)
+    calls = -(-n_gen // T)
+    timed = (calls + WARMUP_CALLS) * T
+    if depth + timed > S:
+        found = f"{depth} + {timed} tokens in calls of T = {T}"
+        step = "measure fewer tokens, or export with a larger --max-seq-len"
+        needed = f"at most max_seq_len = {S}"
+        raise InputError(f"{subject}depth and n_gen", found, needed, step)
     return calls
-
-
-def _loading(decoder: Decoder) -> list[dict]:
-    """Samples of compiling, loading and first prediction per shard, where the runtime
-    has them."""
-    rows = []
-    for model in (*decoder.layers, *decoder.heads):
-        for phase, value in model.loading_ms.items():
-            if value is not None:
-                row = {"phase": phase, "shard": model.shard.name, "value": value}
-                rows.append(row | {"repetition": 0, "warmup": False, "unit": "ms"})
-    return rows
 
 
 def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
@@ -180,16 +131,19 @@ def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list
     start = time.thread_time()
     _, times = decoder.step(seqs, ids)
     cpu = (time.thread_time() - start) * 1e3
-    shards = [*(model.shard.name for model in decoder.layers), None]
-    ms = [*times.layers, times.head]
     native = None if None in times.native_ms else sum(times.native_ms)
-    rows = [{"phase": "call", "value": times.total, "cpu_ms": cpu, "native_ms": native}]
-    for shard, *part in zip(shards, ms, times.cpu_ms, times.native_ms, strict=True):
-        row = dict(zip(("value", "cpu_ms", "native_ms"), part))
-        rows.append(row | {"phase": "layer" if shard else "head", "shard": shard})
-    host = times.total - sum(ms)
-    rows.append({"phase": "host", "value": host, "cpu_ms": cpu - sum(times.cpu_ms)})
-    return rows
+    parts = [{"phase": "layer", "shard": m.shard.name} for m in decoder.layers]
+    parts.append({"phase": "head"})
+    clocks = zip(times.ms, times.cpu_ms, times.native_ms, strict=True)
+    return [
+        {"phase": "call", "value": times.total, "cpu_ms": cpu, "native_ms": native},
+        *(part | dict(zip(CLOCKS, ms)) for part, ms in zip(parts, clocks, strict=True)),
+        {
+            "phase": "host",
+            "value": times.total - sum(times.ms),
+            "cpu_ms": cpu - sum(times.cpu_ms),
+        },
+    ]
 
 
 def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
@@ -198,22 +152,19 @@ def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
     import pandas as pd
 
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
-    spans = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}
     rows = []
-    for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
-        layers = spans[shard]  # none of a router
-        each = times[["value", "cpu_ms", "native_ms"]].astype(float) / len(layers)
-        median = each.median()
-        row = {"shard": shard, "T": T, "depth": depth, "n": len(each)}
-        row |= {"layer_ms": median.pop("value"), **median}
+    for model in decoder.layers:
+        layers = range(*(model.shard.layers or (0, 0)))  # none of a router
+        own = timed[timed["shard"] == model.shard.name]
+        each = own[CLOCKS].astype(float) / max(1, len(layers))
+        row = each.median().rename({"value": "layer_ms"}).to_dict()
         row["mad_ms"] = (each["value"] - row["layer_ms"]).abs().median()
+        row |= own[["shard", "T", "depth"]].iloc[0].to_dict() | {"n": len(own)}
         rows += [{"layer": layer} | row for layer in layers]
     return pd.DataFrame(rows)
 
 
-def profile(
-    decoder: Decoder, *, depth: int = 0, calls: int = 8, seed: int = 0
-) -> "pd.DataFrame":
+def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFrame":
     """Milliseconds per MIL operation of a portable call of one token, by layer and
     source module.
 
@@ -222,52 +173,34 @@ def profile(
     as they were.
 
     Returns:
-        Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`):
-        medians over
-        calls, summed over equal operations.
+        Columns layer, module (`self_attn.q_proj`), op, ms, part (attention, moe, mlp or
+        rest): medians over calls, summed over equal operations.
     """
     import pandas as pd
 
-    rng = np.random.default_rng(seed)
     rows = []
-    last = 0.0
 
     def clock(call, shard, op, outputs):
         nonlocal last
         ms = (time.perf_counter() - last) * 1e3
-        rows.append((call, *_module(shard, op), op.kind, ms))
+        path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "")
+        found = re.fullmatch(r"\w+\.(\d+)\.?(.*)", path)
+        layer, module = found.groups() if found else (shard.layers[0], path)
+        row = {"call": call, "layer": int(layer), "module": module or "residual"}
+        rows.append(row | {"op": op.kind, "ms": ms})
         last = time.perf_counter()
 
     for key in decoder.experts.shards:
         decoder.experts.model(*key)
-    seqs = decoder.fresh()
+    rng, seqs = np.random.default_rng(0), decoder.fresh()
     if depth:
         decoder.prefill(_ids(decoder, rng, depth), seqs=seqs)
     for call in range(calls + 1):
-        ids = _ids(decoder, rng, 1)
-        last = time.perf_counter()
+        ids, last = _ids(decoder, rng, 1), time.perf_counter()
         decoder.advance(seqs, ids, partial(clock, call))
-    frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
     keys = ["layer", "module", "op"]
-    timed = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)
-    each = timed["ms"].sum()  # whichever expert ran
-    medians = each.groupby(keys, as_index=False)["ms"].median()
-    return medians.assign(part=medians["module"].map(part_of))
-
-
-def part_of(module: str) -> str:
-    """The part of a decoder layer (attention, moe, mlp or rest) of a module path such
-    as `self_attn.q_proj`."""
-    parts = {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}
-    return parts.get(module.split(".")[0], "rest")
-
-
-def _module(shard, op) -> tuple[int, str]:
-    """The decoder layer and the module path within it that an operation was traced
-    from."""
-    path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "").split(".")
-    layer = shard.layers[0]
-    if len(path) > 1 and path[1].isdigit():
-        layer = int(path[1])
-        path = path[2:]
-    return layer, ".".join(path) or "residual"
+    timed = pd.DataFrame(rows).query("call > 0").groupby(["call", *keys])["ms"]
+    # whichever expert ran
+    medians = timed.sum().groupby(keys).median().reset_index()
+    parts = medians["module"].str.split(".").str[0].map(PARTS)
+    return medians.assign(part=parts.fillna("rest"))

@@ -31,6 +31,12 @@ def llama_bundle(exports, tiny_llama) -> Bundle:
 
 
 @pytest.fixture(scope="session")
-def apple(exports) -> Bundle:
-    """Two layers of random weights, in fp32 programs."""
-    return exports.bundle(exports.checkpoint("llama"), target="coreai-fp32")
+def small(exports) -> Checkpoint:
+    """Two layers of random weights."""
+    return Checkpoint(exports.checkpoint("llama"))
+
+
+@pytest.fixture(scope="session")
+def apple(exports, small) -> Bundle:
+    """Them in fp32 programs."""
+    return exports.bundle(small.path, target="coreai-fp32")

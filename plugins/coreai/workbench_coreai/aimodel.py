@@ -13,11 +13,12 @@ from types import ModuleType
 
 import numpy as np
 
+from miltorch.blob import unpack_bits
 from workbench.errors import InputError
 
 PROGRAM = "main.mlirb"
 PART = re.compile(r"(\w+):(\w+)\[([\d,]*)\]@(\d+)")
-NUMPY = {"fp16": np.float16, "fp32": np.float32}
+NUMPY = {"fp16": np.float16, "fp32": np.float32, "int8": np.int8, "uint8": np.uint8}
 
 
 def apple(name: str) -> ModuleType:
@@ -28,8 +29,7 @@ def apple(name: str) -> ModuleType:
     """
     try:
         # about the version of torch that it was made for
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return importlib.import_module(name)
     except ImportError as problem:
         raise InputError(
@@ -56,17 +56,15 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
     program = np.memmap(package / PROGRAM, np.uint8, "r")
     for role, dtype, sizes, offset in PART.findall(text):
         shape = tuple(map(int, sizes.split(",")))
-        start = int(offset)
-        count = math.prod(shape)
-        bits = int(dtype.strip("fpuint"))
-        raw = program[start : start + (count * bits + 7) // 8]
+        count, bits = math.prod(shape), int(dtype.strip("fpuint"))
+        raw = np.array(program[int(offset) :][: (count * bits + 7) // 8])
         if len(raw) * 8 < count * bits:
             parts.clear()
             break
         if dtype in NUMPY:
-            values = np.array(raw).view(NUMPY[dtype])
+            values = raw.view(NUMPY[dtype])
         else:
-            values = unpacked(raw, bits, dtype[0] == "i", count)
+            values = unpack_bits(raw, bits, count, signed=dtype[0] == "i")
         parts[role] = values.reshape(shape)
     if not parts:
         raise InputError(
@@ -76,17 +74,6 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
             "export the bundle again",
         )
     return parts
-
-
-def unpacked(raw: np.ndarray, bits: int, signed: bool, count: int) -> np.ndarray:
-    """`count` integers of `bits` bits that lie bit after bit, the lowest first, as int8
-    or uint8."""
-    planes = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits)
-    values = np.packbits(planes, axis=1, bitorder="little").reshape(-1)
-    if not signed:
-        return values
-    sign = 1 << (bits - 1)
-    return ((values ^ sign).astype(np.int16) - sign).astype(np.int8)
 
 
 def dense(parts: dict[str, np.ndarray]) -> np.ndarray:

@@ -2,26 +2,19 @@
 Face."""
 
 from pathlib import Path
-from typing import Annotated
-
-from typer import Option
 
 import workbench
 from workbench import paths
-from workbench.check import gates
-from workbench.cli.common import Json, Prompt, gate_lines, show
-
-PANEL = "Check"
+from workbench.cli.common import Json, Prompt, show
 
 
-def crosscheck_command(
+def crosscheck(
     bundle: Path,
-    checkpoint: Annotated[Path, Option(help="What the bundle was exported from.")],
-    prompt: Prompt,
-    folder: Annotated[
-        Path | None,
-        Option(help="Folder of the Core AI twins; default: beside the bundle."),
-    ] = None,
+    /,
+    *,
+    checkpoint: Path,
+    prompt: Prompt = Prompt(),
+    folder: Path | None = None,
     json: Json = False,
 ) -> None:
     """Compares a bundle on the portable runtime and its Core AI twins with Hugging
@@ -31,22 +24,18 @@ def crosscheck_command(
     first.
 
     Example: workbench crosscheck build/llama --checkpoint data/tiny-llama
+
+    Args:
+        checkpoint: What the bundle was exported from.
+        folder: Folder of the Core AI twins; default: beside the bundle.
     """
     opened = workbench.Bundle.open(bundle)
     paths.checkpoint(checkpoint)
     prompt.given()
     from workbench.models.checkpoint import Checkpoint
-    from workbench_coreai.crosscheck import crosscheck
+    from workbench_coreai import crosscheck as twins
 
     source, m = Checkpoint(checkpoint), opened.manifest
     ids = prompt.ids(m.dims.V, source.path, m.tokens.bos)
-    result = crosscheck(opened, source, ids, folder=folder, progress=not json)
-    lines = [gates.verdict(result.gates), *gate_lines(result.gates)]
-    for row in result.runtimes:
-        logits = row["logits"]
-        lines.append(
-            f"{row['name']:9}{row['precision']:9} update 1-cos {row['worst_update']:.2g} (median "
-            f"{row['median_update']:.2g}), K/V {row['worst_kv']:.2g}, same top token "
-            f"{logits['top1_agreement']:.1%}, worst KL {logits['kl_max']:.2g}"
-        )
-    show(result.json(), json, lines)
+    result = twins.crosscheck(opened, source, ids, folder=folder)
+    show(result.json(), json)

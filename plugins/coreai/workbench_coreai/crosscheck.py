@@ -6,46 +6,42 @@ fp32 programs show re-authoring errors alone, fp16 programs add those of the ari
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from workbench.bundle import Bundle
-from workbench.check import gates, metrics, price
+from workbench.check import gates
 from workbench.check.compare import compare, compared
 from workbench.check.gates import Gate
 from workbench.check.golden import check_exported_from, make_golden, stored_weights
-from workbench.check.hf import Values
-from workbench.check.run import measure_fidelity
+from workbench.check.validate import measure, measure_budget
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.export import export
 from workbench.models.checkpoint import Checkpoint
 
-# portable precision → target of the twin
-ARITHMETICS = {"exact": "coreai-fp32", "declared": "coreai"}
-WITNESSES = {"portable": "portable", "coreai": "Apple"}  # in figures, beside HF
-# largest 1 − cosine of an isolated update, without near ties of a router
-UPDATE_LIMITS = {"exact": 1e-11, "declared": 1e-4}
+# portable precision → target of the twin, largest 1 − cosine of an isolated update,
+# without near ties of a router
+ARITHMETICS = {"exact": ("coreai-fp32", 1e-11), "declared": ("coreai", 1e-4)}
 
 
-@dataclass(frozen=True)
-class Crosscheck:
+class Crosscheck(NamedTuple):
     """`errors`: one row per `pair` of implementations, precision, layer, position, T
     and tensor (update, k, v) with the relative RMS `error` and the `budget`, the error
-    of rounding alone. `runtimes`: one dict per runtime and precision, compared with the
+    of rounding alone. `runtimes`: one row per runtime and precision, compared with the
     golden."""
 
     errors: pd.DataFrame
-    runtimes: list[dict]
+    runtimes: pd.DataFrame
     gates: list[Gate]
 
     def json(self) -> dict:
         return {
             "verdict": gates.verdict(self.gates),
-            "runtimes": self.runtimes,
+            "runtimes": gates.records(self.runtimes),
             "gates": [gate.json() for gate in self.gates],
         }
 
@@ -59,15 +55,16 @@ def twin(
     Raises:
         InputError: an option that Core AI lacks, or another bundle there.
     """
-    options = bundle.manifest.options.model_dump() | {"target": target}
-    if bundle.manifest.options.functions:
-        options["tokens"] = f"1-{bundle.manifest.options.t_max}"
+    own = bundle.manifest.options
+    options = own.model_dump() | {"target": target}
+    if own.functions:
+        options["tokens"] = f"1-{own.t_max}"
     path = (folder or bundle.root.parent) / f"{bundle.root.name}.{target}"
     if not path.exists():
         return export(checkpoint.path, path, progress=False, **options)
     other = Bundle.open(path)
     check_exported_from(checkpoint, other)
-    if other.manifest.options != type(bundle.manifest.options)(**options):
+    if other.manifest.options != type(own)(**options):
         raise InputError(
             f"bundle {path}",
             "other options",
@@ -83,7 +80,6 @@ def crosscheck(
     ids: Sequence[int],
     *,
     folder: Path | None = None,
-    progress: bool = False,
 ) -> Crosscheck:
     """Compares every layer × position × T of the bundle and its twins in two
     arithmetics with Hugging Face's model on the bundle's weights, and with each
@@ -91,95 +87,52 @@ def crosscheck(
     check_exported_from(checkpoint, bundle)
     weights = stored_weights(checkpoint, bundle)
     golden = make_golden(checkpoint, ids, weights, bundle.identity)
-    budget = price.measure_budget(bundle, checkpoint, golden)
-    errors = []
-    runtimes = []
-    results = []
-    for precision, target in ARITHMETICS.items():
+    budget = measure_budget(bundle, checkpoint, golden)
+    errors, runtimes, results = [], [], []
+    for precision, (target, limit) in ARITHMETICS.items():
         decoders = {
             "portable": Decoder(bundle, "portable", precision),
-            "coreai": Decoder(twin(bundle, checkpoint, target, folder)),
+            "Apple": Decoder(twin(bundle, checkpoint, target, folder)),
         }
         passes = {}
         for name, decoder in decoders.items():
-            rows, passes[name], chained = measure_fidelity(
-                decoder, golden, None, budget, progress
-            )
-            table = compared(rows)
-            errors.append(
-                table.assign(pair=f"HF ↔ {WITNESSES[name]}", precision=precision)
-            )
-            logits = metrics.compare_logits(golden["logits"], chained["logits"])
-            runtimes.append(figures(name, precision, table, logits))
-            results += runtime_gates(runtimes[-1])
-        table = between(golden.values, *passes.values())
-        errors.append(table.assign(pair="portable ↔ Apple", precision=precision))
-        runtimes[-1]["kv_bits_equal"] = bits_equal(*passes.values())
+            cost = measure(decoder, golden, None, budget)
+            passes[name], table = cost.isolated, compared(cost.rows)
+            table = table.assign(pair=f"HF ↔ {name}", precision=precision)
+            errors.append(table)
+            distance = 1 - table.loc[table["tensor"] == "update", "cosine"].fillna(-1)
+            logits = cost.summary()
+            row = {
+                "name": name,
+                "precision": precision,
+                "worst_update": float(distance.max()),
+                "median_update": float(distance.median()),
+                "worst_kv": float(
+                    table.loc[table["tensor"] != "update", "error"].max()
+                ),
+            } | logits
+            runtimes.append(row)
+            about = f"{name} {precision}: update", row["worst_update"], limit
+            results.append(gates.at_most(*about, "1 − cosine, worst isolated update"))
+            if precision == "exact":
+                about = f"{name}: kv", row["worst_kv"], gates.REAUTHORING
+                results.append(gates.at_most(*about, "relative RMS of K or V, worst"))
+                about = f"{name}: greedy", logits["top1_agreement"], 1.0
+                results.append(gates.at_least(*about, "positions of equal top token"))
+        between, equal = [], []
+        for T, values in passes["portable"].items():
+            other = passes["Apple"][T]
+            rows = compare(golden.values | values, other).assign(T=T, mode="isolated")
+            between.append(compared(rows))
+            for name in values:
+                if name.startswith(("k.", "v.")):
+                    same = np.float16(values[name]) == np.float16(other[name])
+                    equal.append(same.ravel())
+        table = pd.concat(between).assign(pair="portable ↔ Apple", precision=precision)
+        errors.append(table)
+        runtimes[-1]["kv_bits_equal"] = float(np.concatenate(equal).mean())
         if precision == "exact":
-            about = gates.REAUTHORING, "relative RMS of portable ↔ coreai, worst"
-            worst = float(table["error"].max())
-            results.append(gates.at_most("runtimes_agree", worst, *about))
-    return Crosscheck(pd.concat(errors, ignore_index=True), runtimes, results)
-
-
-def runtime_table(result: Crosscheck) -> pd.DataFrame:
-    """`Crosscheck.runtimes` as a table, one row per runtime and precision."""
-    rows = [row | row["logits"] for row in result.runtimes]
-    return pd.DataFrame(rows).drop(columns="logits")
-
-
-def figures(name: str, precision: str, table: pd.DataFrame, logits: dict) -> dict:
-    """A runtime's errors against the golden, without near ties: the worst isolated
-    update as 1 − cosine, and the worst relative error of a row of K or V."""
-    updates = table[table["tensor"] == "update"]
-    return {
-        "name": name,
-        "precision": precision,
-        "worst_update": float(1 - updates["cosine"].fillna(-1.0).min()),
-        "median_update": float(1 - updates["cosine"].median()),
-        "worst_kv": float(table.loc[table["tensor"] != "update", "error"].max()),
-        "logits": logits,
-    }
-
-
-def runtime_gates(row: dict) -> list[Gate]:
-    """Gates of a runtime's updates and, in exact arithmetic, of its caches and tokens
-    against the golden."""
-    of = f"{row['name']} {row['precision']}"
-    limit = UPDATE_LIMITS[row["precision"]]
-    update = row["worst_update"]
-    results = [
-        gates.at_most(
-            f"{of}: update", update, limit, "1 − cosine, worst isolated update"
-        )
-    ]
-    if row["precision"] == "exact":
-        kv = row["worst_kv"]
-        top = row["logits"]["top1_agreement"]
-        reason = "relative RMS of a row of K or V, worst"
-        results.append(gates.at_most(f"{of}: kv", kv, gates.REAUTHORING, reason))
-        results.append(
-            gates.at_least(f"{of}: greedy", top, 1.0, "positions of equal top token")
-        )
-    return results
-
-
-def between(
-    golden: Values, portable: dict[int, Values], apple: dict[int, Values]
-) -> pd.DataFrame:
-    """The comparison of the Core AI values by T with the portable ones."""
-    tables = []
-    for T, values in portable.items():
-        rows = compare(golden | values, apple[T]).assign(T=T, mode="isolated")
-        tables.append(compared(rows))
-    return pd.concat(tables, ignore_index=True)
-
-
-def bits_equal(portable: dict[int, Values], apple: dict[int, Values]) -> float:
-    """Share of K and V values that are the same fp16 number on both."""
-    equal = []
-    for T, values in portable.items():
-        for name, rows in values.items():
-            if name.startswith(("k.", "v.")):
-                equal.append(np.ravel(np.float16(rows) == np.float16(apple[T][name])))
-    return float(np.mean(np.concatenate(equal)))
+            about = "runtimes_agree", float(table["error"].max()), gates.REAUTHORING
+            results.append(gates.at_most(*about, "relative RMS, worst"))
+    whole = pd.concat(errors, ignore_index=True)
+    return Crosscheck(whole, pd.DataFrame(runtimes), results)

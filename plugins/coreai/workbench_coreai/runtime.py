@@ -23,7 +23,7 @@ from miltorch.program import Op, Type
 from miltorch.quiet import quiet
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
-from workbench.runtime.base import State, check_inputs, check_interface, check_outputs
+from workbench.runtime.base import Model, State, check_interface, check_outputs
 from workbench_coreai.aimodel import NUMPY, apple
 
 _loading = threading.Lock()  # the standard error of the process is replaced meanwhile
@@ -75,7 +75,7 @@ class Arrays:
         )
 
 
-class CoreAIModel:
+class CoreAIModel(Model):
     """One shard as a Core AI function. Inputs, states and results have the program's
     dtype.
 
@@ -83,10 +83,6 @@ class CoreAIModel:
         InputError: Apple's packages are missing, the asset does not load, or its
             interface is not as the manifest says.
     """
-
-    is_device = False
-    shows_inner_layers = False
-    last_native_ms = None
 
     def __init__(self, bundle: Bundle, shard: Shard):
         self.shard, self.package = shard, bundle.package(shard)
@@ -116,20 +112,19 @@ class CoreAIModel:
     ) -> dict[str, np.ndarray]:
         """Runs the shard once; `hook` is called after the call with every value that
         the runtime logged, in the order of their operations, and replaces none."""
-        check_inputs(self.shard, inputs, self.t_max)  # the runtime itself takes any T
-        function, states, outputs = self.function, {}, {}
-        if hook is not None:
-            function = self.logged.function
-        if state:
-            states = state.raw.arrays
+        for name, shape in self.shard.inputs.items():
+            found = [*inputs[name].shape]
+            # the runtime itself takes any T
+            if "T" in shape and found[shape.index("T")] > self.t_max:
+                subject, needed = f"input {name!r}", f"T from 1 to {self.t_max}"
+                step = "export with more --tokens, or give fewer tokens a call"
+                raise InputError(subject, f"shape {found}", needed, step)
+        function = self.function if hook is None else self.logged.function
         array = apple("coreai.runtime").NDArray
-        arrays = {
-            name: array(np.array(value, self.dtype)) for name, value in inputs.items()
-        }
+        given = {n: array(np.array(value, self.dtype)) for n, value in inputs.items()}
         with self._one_message():
-            results = wait(_call(function, arrays, states))
-        for name, value in results.items():
-            outputs[name] = np.array(value.numpy(), np.float32)
+            results = wait(_call(function, given, state.raw.arrays if state else {}))
+        outputs = {n: np.array(v.numpy(), np.float32) for n, v in results.items()}
         if hook is not None:
             self.logged.replay(hook)
         check_outputs(self.shard, inputs, outputs)
@@ -170,12 +165,9 @@ def interface(described, t_max: int) -> SimpleNamespace:
     def kinds(names: list[str], descriptor, free) -> dict[str, Type]:
         types = {}
         for name in names:
-            described = descriptor(name)
-            sizes = list(described.shape)
-            for axis, n in enumerate(sizes):
-                if n < 0:
-                    sizes[axis] = free
-            types[name] = Type(described.dtype.upper(), tuple(sizes))
+            kind = descriptor(name)
+            sizes = tuple(free if n < 0 else n for n in kind.shape)
+            types[name] = Type(kind.dtype.upper(), sizes)
         return types
 
     outputs = kinds(described.output_names, described.output_descriptor, None)

@@ -29,21 +29,16 @@ class Target:
 
     def check(self, options: Options) -> None:
         """Raises an InputError for options that no Core AI program has."""
-        for refused, option, needed in (
-            (
-                options.kv_write == "slice",
-                "kv_write = slice",
-                "kv_write = mask: its exporter supports no index that is an input",
-            ),
-            (
-                options.functions,
-                f"tokens = {options.tokens}",
-                "one range: its programs run every T",
-            ),
-        ):
-            if refused:
-                subject = f"target {options.target}"
-                raise InputError(subject, option, needed, "leave this option out")
+        option = needed = None
+        if options.kv_write == "slice":
+            option = "kv_write = slice"
+            needed = "kv_write = mask: its exporter supports no index that is an input"
+        elif options.functions:
+            option = f"tokens = {options.tokens}"
+            needed = "one range: its programs run every T"
+        if option:
+            subject = f"target {options.target}"
+            raise InputError(subject, option, needed, "leave this option out")
 
     def parts(self, package: Path, place: str) -> dict[str, np.ndarray]:
         return aimodel.read_weight(package, place)

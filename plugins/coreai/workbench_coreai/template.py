@@ -24,9 +24,8 @@ from torch import nn
 from miltorch.quiet import quiet
 from workbench.bundle import FileEntry, Options, file_entries
 from workbench.bundle.presets import Preset
-from workbench.export.compress import packed
 from workbench.export.shards import LayerStack, Spec
-from workbench.export.weights import WeightSource, blank
+from workbench.export.weights import WeightSource, blank, packed
 from workbench.models.family import Plan
 from workbench_coreai.aimodel import PROGRAM, apple, part_text
 
@@ -57,7 +56,6 @@ class CoreAITemplate:
         self.weights = weights
         self.program: torch.export.ExportedProgram | None = None
         self.modules: dict[str, str] = {}  # operation → the module that it came from
-        self.taps: dict[int, str] = {}  # Apple's programs show no inner values
 
     def write(
         self, package: Path, weights: list[WeightSource], load: Callable
@@ -66,18 +64,14 @@ class CoreAITemplate:
         dtype = DTYPES[self.options.program_dtype]
         stored = {w.path: shaped(w, load(w), dtype) for w in weights}
         with ONE_AT_A_TIME, quiet():
-            first = self.program is None
-            if first:
+            if self.program is None:
                 self.program = trace(self.module(stored), self.spec, self.options)
             asset = save(self.program, self.spec, stored, package)
-            if first:
-                self.modules = modules(self.program, asset)
-        places = {}
+            self.modules = self.modules or modules(self.program, asset)
         raw = (package / PROGRAM).read_bytes()
-        for weight in weights:
-            if text := locate(raw, stored[weight.path], weight.preset):
-                places[weight.path] = text
-        return file_entries(package.parent, package), places
+        places = {w.path: locate(raw, stored[w.path], w.preset) for w in weights}
+        found = {path: text for path, text in places.items() if text}
+        return file_entries(package.parent, package), found
 
     def module(self, stored: dict[str, dict]) -> nn.Module:
         """The shard's module in the program's dtype, its weights the stored ones."""
@@ -107,18 +101,16 @@ class StoredWeight(nn.Module):
             self.register_buffer(role, part)
 
     def forward(self) -> torch.Tensor:
-        names = dict(self.named_buffers())
-        if "lut" in names:
-            value = torch.ops.coreai.lut_to_dense(self.indices, self.lut, 0)
-        elif "data" in names:
-            value = torch.ops.coreai.constexpr_blockwise_shift_scale(
+        coreai = torch.ops.coreai
+        if hasattr(self, "val"):
+            value = self.val
+        elif hasattr(self, "lut"):
+            value = coreai.lut_to_dense(self.indices, self.lut, 0)
+        else:
+            value = coreai.constexpr_blockwise_shift_scale(
                 self.data, self.scale, None, None, self.kind, None
             )
-        else:
-            value = self.val
-        if value.dtype == self.dtype:
-            return value
-        return value.to(self.dtype)
+        return value if value.dtype == self.dtype else value.to(self.dtype)
 
 
 def shaped(
@@ -127,17 +119,14 @@ def shaped(
     """Stored arrays, copied, in the shapes that Core AI's operations take: a scale has
     the weight's rank, a table two axes more. A whole weight has the program's dtype,
     which its converter would give it anyway."""
-    preset = weight.preset
     parts = {}
+    ones = [1] * len(weight.shape)
+    blocks = weight.shape[1] // weight.preset.block if weight.preset.block else 1
     for role, array in arrays.items():
-        shape = weight.shape
-        if role == "scale":
-            blocks = 1
-            if preset.block:
-                blocks = weight.shape[1] // preset.block
-            shape = (array.size // blocks, blocks, *[1] * (len(weight.shape) - 2))
-        elif role == "lut":
-            shape = (*[1] * len(weight.shape), array.size, 1)
+        shape = {
+            "scale": (array.size // blocks, blocks, *ones[2:]),
+            "lut": (*ones, array.size, 1),
+        }.get(role, weight.shape)
         parts[role] = torch.from_numpy(array.reshape(shape).copy())
         if role == "val":
             parts[role] = parts[role].to(dtype)
@@ -160,16 +149,13 @@ def trace(
 ) -> torch.export.ExportedProgram:
     """The module traced by torch.export, in Apple's operations."""
     dtype = DTYPES[options.program_dtype]
-    t_max = options.t_max
+    T = max(2, options.t_max)
     free = None
-    if not options.shapes or t_max == 1:
-        free = torch.export.Dim("T", min=1, max=max(2, t_max))
-    T = max(2, t_max)
-    examples = []
-    axes = []
+    if not options.shapes or options.t_max == 1:
+        free = torch.export.Dim("T", min=1, max=T)
+    examples, axes = [], []
     for shape in spec.inputs.values():
-        sizes = [T if n == "T" else n for n in shape]
-        examples.append(torch.zeros(sizes, dtype=dtype))
+        examples.append(torch.zeros([T if n == "T" else n for n in shape], dtype=dtype))
         axes.append({i: free for i, n in enumerate(shape) if n == "T"})
     if isinstance(module, LayerStack):
         axes = [tuple(axes)]  # the stack takes *tensors
@@ -246,7 +232,7 @@ def save(
             program,
             input_names=list(spec.inputs),
             output_names=list(spec.outputs),
-            state_names=list(spec.buffers),
+            state_names=[state.tensor for state in spec.states.values()],
         )
         asset = converter.to_coreai()
         name_folded(asset)
@@ -328,11 +314,10 @@ def locate(raw: bytes, parts: dict[str, torch.Tensor], preset: Preset) -> str:
     texts = []
     for role, part in parts.items():
         array = part.numpy()
-        dtype = "fp32" if part.dtype == torch.float32 else "fp16"
+        dtype = f"fp{8 * array.itemsize}"
         if role in ("data", "indices"):
-            array = array.reshape(-1)
             dtype = f"{'u' * (role == 'indices')}int{preset.bits}"
-            array = packed(array, preset.bits)
+            array = packed(array.reshape(-1), preset.bits)
         offset = raw.find(array.tobytes())
         if offset < 0:
             return ""

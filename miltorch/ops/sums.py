@@ -1,0 +1,64 @@
+"""Sums of products: in float32, or rounded to fp16 on the way (precision `narrow`)."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+
+TERMS = 32
+# weights that are dense at a time: 2 MiB of float32 stay in a core's cache
+PANEL = 1 << 19
+NARROW = ContextVar("narrow", default=False)
+
+
+def narrowed(rule: Callable) -> Callable:
+    """A rule whose sums are rounded to fp16 after every TERMS terms."""
+
+    def narrow(**operands):
+        before = NARROW.set(True)
+        try:
+            return rule(**operands)
+        finally:
+            NARROW.reset(before)
+
+    return narrow
+
+
+def summed(term: Callable, *operands, terms: int = TERMS) -> torch.Tensor:
+    """`term` of tensors, which sums over the axis that each of `operands` (a tensor, an
+    axis) names; if sums are narrow, of `terms` elements of that axis at a time."""
+    if not NARROW.get():
+        return term(*(x for x, _ in operands))
+    total = torch.zeros(())
+    for parts in zip(*(x.split(terms, axis) for x, axis in operands), strict=True):
+        total = (total + term(*parts)).half().float()
+    return total
+
+
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x [..., M, K] @ y [..., K, N]."""
+    return summed(torch.matmul, (x, -1), (y, max(-2, -y.dim())))
+
+
+def panel_product(x: torch.Tensor, weight) -> torch.Tensor:
+    """x [N, K] float32 by weight [R, K] → float32 [N, R]; rows of the weight, a tensor or
+    `stored.Stored`, become float32 a panel at a time."""
+    x, rows = x.contiguous(), -(-PANEL // x.shape[1])
+    out = x.new_empty(len(x), len(weight))
+    for first in range(0, len(weight), rows):
+        panel = slice(first, first + rows)
+        out[:, panel] = summed(_linear, (x, 1), (weight[panel].float(), 1))
+    return out
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32 x [N, K] by weight [R, K], by oneDNN where torch has it: on processors
+    that are not Intel's it is several times as fast as MKL, which
+    `torch.nn.functional.linear` calls."""
+    x, weight = x.contiguous(), weight.contiguous()
+    if torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_linear_pointwise"
+    ):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return F.linear(x, weight)

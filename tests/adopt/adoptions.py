@@ -1,0 +1,115 @@
+"""Packages of five styles, each made once per run, and the bundles that adopt makes of
+them."""
+
+import json
+from pathlib import Path
+
+import exporter_styles as styles
+import tiny
+
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+SIZES |= {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+SCALING = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 10000.0}
+SCALING |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING |= {"original_max_position_embeddings": 16}
+CHECKPOINTS = {
+    "llama": {"rope_parameters": SCALING, "tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": False},
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+    },
+}
+LUT, ROTATING = {"stored": styles.GROUPED}, {"window": 8, "batch": 4}
+SOUND = {
+    "recipe": ("llama", styles.recipe, {"stored": styles.INT4}),
+    "chunks": ("llama", styles.chunks, LUT),
+    "rotating": ("gemma3_text", styles.chunks, ROTATING),
+    "monolith": ("gemma3_text", styles.monolith, LUT),
+    "host": ("qwen3", styles.host, {"stored": {"nbits": 8}}),
+    "shards": ("qwen3", styles.shards, {}),
+    "newest": ("qwen3", styles.host, {"moves": True}),
+}
+FAULTS = {
+    # a rotated prefill sees the future
+    "future": ("gemma3_text", styles.chunks, ROTATING | {"future": True}),
+    # rope scaling is replaced by theta times factor
+    "theta": ("llama", styles.recipe, {}),
+    # sliding layers see as far back as full ones
+    "one_mask": ("gemma3_text", styles.monolith, {}),
+    # q and k are normed after rope, not before it
+    "norm_order": ("qwen3", styles.shards, {}),
+}
+STYLES = SOUND | FAULTS
+NORMS = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+"""The names by which Hunyuan, which is Qwen 3 with norms after rope, calls them."""
+MISREAD = {
+    "theta": ({"rope_parameters": {"rope_type": "default", "rope_theta": 4e4}}, {}),
+    "one_mask": ({"sliding_window": 64}, {}),
+    "norm_order": ({"model_type": "hunyuan_v1_dense", "architectures": None}, NORMS),
+}
+"""Fault → what its exporter reads in the configuration, and the names of tensors."""
+
+
+def relabelled(source: Path, target: Path, config: dict, names: dict[str, str]) -> Path:
+    """A checkpoint with another configuration and other names of its tensors."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(source / "model.safetensors")
+    for old, new in names.items():
+        weights = {name.replace(old, new): value for name, value in weights.items()}
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def config_of(source: Path) -> dict:
+    return json.loads((source / "config.json").read_text())
+
+
+class Adoptions:
+    """Checkpoints, packages and adopted folders on demand, each made once for all
+    processes."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def checkpoint(self, style: str) -> Path:
+        family = STYLES[style][0]
+        dims = SIZES | CHECKPOINTS[family]
+        return tiny.once(
+            self.root / family, lambda path: tiny.random(path, family, **dims)
+        )
+
+    def packages(self, style: str) -> Path:
+        source, (_, make, options) = self.checkpoint(style), STYLES[style]
+        if style in MISREAD:
+            edits, names = MISREAD[style]
+            config = config_of(source) | edits
+            source = tiny.once(
+                self.root / f"read-{style}",
+                lambda path: relabelled(source, path, config, names),
+            )
+
+        def made(path):
+            path.mkdir()
+            make(path, source, **options)
+
+        return tiny.once(self.root / f"packages-{style}", made)
+
+    def folder(self, style: str) -> Path:
+        """The bundle that `workbench adopt` makes, nothing in it changed."""
+        from workbench.adopt import propose
+        from workbench.models.checkpoint import Checkpoint
+
+        packages, source = [self.packages(style)], Checkpoint(self.checkpoint(style))
+        return tiny.once(
+            self.root / "adopted" / style, lambda path: propose(packages, source, path)
+        )
+
+    def decoder(self, style: str, precision="exact", **how):
+        from workbench import Decoder
+
+        return Decoder(self.folder(style), "portable", precision, **how)

@@ -1,0 +1,164 @@
+"""`generate`: Hugging Face's tokens, text as it comes, chat templates, sampling; prompts of every
+command."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from circle import wide
+from in_process import cli, invoke
+
+from workbench import Decoder, InputError
+from workbench.check.golden import Golden
+from workbench.check.tasks import load_tasks
+from workbench.decode.transcript import (
+    encode_chat,
+    encode_text,
+    load_tokenizer,
+    transcript,
+)
+from workbench.export import export
+
+DATA = Path(__file__).parents[2] / "data"
+TINY = DATA / "tiny-llama"
+WORDS = "set river amber ; get river"
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %} ;"
+
+
+@pytest.fixture(scope="module")
+def bundle(exports):
+    return exports.bundle(TINY, max_seq_len=64)
+
+
+def test_tokens_are_hugging_face_s_and_all_logits_are_written(
+    bundle, tmp_path, exports
+):
+    ids, new = [1, 4, 69, 173, 13, 4, 72], 24
+    prompt = "--prompt-ids", ",".join(map(str, ids)), "--max-new", new
+    how = "--precision", "exact", "--logits", tmp_path / "l.npy"
+    found = invoke("generate", bundle.root, *prompt, *how)
+    with torch.inference_mode():
+        model = exports.hf(TINY)
+        ids = torch.tensor([ids])
+        wanted = model.generate(ids, max_new_tokens=new, do_sample=False)
+    assert found["tokens"] == wanted[0, ids.shape[1] :].tolist()
+    assert {"text", "prefill", "decode", "runtime", "precision"} <= found.keys()
+    logits = np.load(tmp_path / "l.npy")
+    assert logits.shape == (len(found["tokens"]) + 1, 256)
+    assert logits.dtype == np.float32
+    assert logits[:-1].argmax(1).tolist() == found["tokens"]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
+def test_sixty_four_greedy_tokens_are_hugging_face_s(name, exports):
+    """`exact` gives the same tokens; `declared` the same up to a first near-tie."""
+    prompt = load_tasks(DATA / "tasks" / "heldout.jsonl")[3]["prompt"]
+    ids = load_tokenizer(DATA / name).encode(prompt)[:40]
+    how = {"min_new_tokens": 64, "max_new_tokens": 64, "do_sample": False}
+    how |= {"return_dict_in_generate": True, "output_logits": True}
+    with torch.inference_mode():
+        made = exports.hf(DATA / name).generate(torch.tensor([ids]), **how)
+    wanted = made.sequences[0, len(ids) :].tolist()
+    bundle = exports.bundle(DATA / name, max_seq_len=128)
+    assert Decoder(bundle, "portable", "exact").generate(ids, 64, stop=()) == wanted
+    records = Decoder(bundle, "portable", fast=True).stream(ids, 64, stop=())
+    for record, token, logits in zip(records, wanted, made.logits, strict=True):
+        if record.token != token:
+            assert logits[0].max() - logits[0, record.token] <= 0.5  # nats: a near tie
+            assert record.logits.max() - record.logits[token] <= 0.5
+            break
+
+
+def test_each_token_s_text_comes_when_it_is_decoded(bundle, monkeypatch):
+    decoder, events, step = Decoder(bundle), [], Decoder.step
+
+    def recorded(*arguments, **how):
+        events.append(None)
+        return step(*arguments, **how)
+
+    monkeypatch.setattr(Decoder, "step", recorded)
+    result = transcript(decoder, encode_text(TINY, WORDS), 4, on_text=events.append)
+    pieces = [event for event in events if event]
+    assert "".join(pieces) == result["text"]
+    assert len(pieces) == len(result["tokens"]) > 1
+    # before the second token is decoded
+    assert events[0] == pieces[0] and events[1] is None
+
+
+def test_the_text_is_printed_once_and_json_stays_one_object(bundle):
+    command = "generate", bundle.root, "--prompt", WORDS, "--max-new", "3"
+    text, shown = invoke(*command)["text"], cli(*command).stdout
+    assert shown.count(text) == 1 and shown.startswith(f"{text}\n3 tokens")
+
+
+def test_sampling_follows_its_seed(bundle):
+    def tokens(*how):
+        command = "generate", bundle.root, "--prompt-ids", "1,4,69", "--max-new", 8
+        return invoke(*command, *how)["tokens"]
+
+    warm = ("--temperature", "3", "--top-k", "40", "--top-p", "0.9")
+    first = tokens(*warm, "--seed", "1")
+    assert first == tokens(*warm, "--seed", "1") != tokens(*warm, "--seed", "2")
+    assert tokens() == tokens("--temperature", "1", "--top-k", "1")
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    """A bundle of a checkpoint whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    checkpoint = shutil.copytree(TINY, folder / "checkpoint")
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
+    return export(checkpoint, folder / "bundle", max_seq_len=32, progress=False)
+
+
+def test_chat_runs_the_message_through_the_template(chatting, monkeypatch):
+    prompts = []
+
+    def short(decoder, ids, *rest, **options):
+        prompts.append(ids)
+        return transcript(decoder, ids, 1)
+
+    monkeypatch.setattr("workbench.decode.transcript.transcript", short)
+    invoke("generate", chatting.root, "--chat", "--prompt", "set river")
+    assert prompts == [encode_text(TINY, "user set river ;")]
+
+
+@pytest.mark.parametrize("template", [None, "{{ messages[0]['content'] | nothing }}"])
+def test_a_chat_template_that_is_missing_or_wrong_is_refused(
+    bundle, tmp_path, template
+):
+    folder = bundle.root / "tokenizer"
+    if template:
+        folder = shutil.copytree(TINY, tmp_path / "broken")
+        (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(InputError, match="chat template") as refused:
+        encode_chat(folder, "hello")
+    assert str(folder) in str(refused.value)
+
+
+def test_golden_takes_text_a_file_and_ids(tmp_path):
+    def ids(*prompt):
+        invoke("golden", TINY, "--out", tmp_path / "g", *prompt)
+        return Golden.load(tmp_path / "g").ids.tolist()
+
+    (tmp_path / "text").write_text(WORDS)
+    wanted = encode_text(TINY, WORDS)
+    assert ids("--prompt", WORDS) == ids("--text", tmp_path / "text") == wanted
+    assert ids("--text", tmp_path / "text", "--tokens", 4) == wanted[:4]
+    assert ids("--prompt-ids", ",".join(map(str, wanted))) == wanted
+
+
+@pytest.mark.parametrize(
+    "command", [["explain", "--only", "parts"], wide(["validate"])]
+)
+def test_validate_and_explain_take_the_same(bundle, tmp_path, command):
+    (tmp_path / "text").write_text(WORDS)
+    name, *only = command
+    ids = ",".join(map(str, encode_text(TINY, WORDS)))
+    command = name, bundle.root, "--checkpoint", TINY, *only
+    text = invoke(*command, "--text", tmp_path / "text")
+    assert text == invoke(*command, "--prompt-ids", ids)
+    assert text != invoke(*command, "--prompt", "get")

@@ -1,0 +1,16 @@
+"""Bars show in notebooks and on terminals."""
+
+import sys
+
+import pytest
+
+from workbench.progress import bar
+
+
+@pytest.mark.parametrize("in_kernel", [True, False])
+def test_a_bar_shows_in_a_kernel_and_not_in_a_file(monkeypatch, tmp_path, in_kernel):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    if in_kernel:
+        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    with (tmp_path / "said").open("w") as file:
+        assert bar([1], file=file).disable is not in_kernel

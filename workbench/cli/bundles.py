@@ -1,0 +1,201 @@
+"""`export` makes a bundle of a checkpoint, `adopt` one of other exporters' packages,
+`golden` the values that it is compared with; `plan` and `doctor` say what a machine can
+do with it."""
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import workbench
+from workbench import paths
+from workbench.cli.common import (
+    Device,
+    Json,
+    Options,
+    Prompt,
+    judged,
+    opened,
+    show,
+    text,
+)
+from workbench.errors import InputError
+
+
+def export(
+    checkpoint: Path,
+    bundle: Path,
+    /,
+    *,
+    options: Options = Options(),
+    json: Json = False,
+) -> None:
+    """Exports a Hugging Face folder as a bundle of stateful shards.
+
+    Example: workbench export data/tiny-llama build/llama --compress int8-tensor
+    """
+    paths.checkpoint(checkpoint)
+    paths.new(bundle)
+    from workbench.ane.memory import peak_rss
+
+    start = time.perf_counter()
+    made = workbench.export(checkpoint, bundle, progress=not json, **asdict(options))
+    shards = made.manifest.shards
+    converted = len({shard.template for shard in shards})
+    result = {
+        "bundle": str(bundle),
+        "family": made.manifest.family,
+        "shards": len(shards),
+        "layers": made.manifest.dims.L,
+        "bytes": made.bytes,
+        "converted": converted,
+        "stamped": len(shards) - converted,
+        "seconds": round(time.perf_counter() - start, 3),
+        "peak_rss_bytes": peak_rss(),
+    }
+    show(result, json)
+
+
+def golden(
+    checkpoint: Path,
+    /,
+    *,
+    out: Path,
+    prompt: Prompt = Prompt(),
+    for_: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Writes Hugging Face's per-layer values once; comparing commands take them with
+    --golden.
+
+    Example: workbench golden data/tiny-llama --out build/llama.golden --for build/llama
+
+    Args:
+        out: File to write.
+        for_: Also writes what `validate` needs for this bundle on a machine without the
+            checkpoint: its verdict, and the portable runtime's results.
+    """
+    prompt.given()
+    target = workbench.Bundle.open(for_) if for_ else None
+    source = opened(checkpoint)
+    from workbench.check import gates, validate
+
+    ids = prompt.ids(source.config.vocab_size, source.path)
+    with suppress(OSError):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        needed = "a file in a folder that can be written"
+        step = "name a file, such as build/llama.golden"
+        raise InputError("--out", str(out), needed, step)
+    # before the golden, since another checkpoint than the bundle's is refused here
+    checks = target and validate.bug_gates(target, source)
+    made = workbench.golden.make_golden(source, ids)
+    made.save(out)
+    result = {"golden": str(out), "tokens": len(ids), "layers": made.layers}
+    result |= {"bytes": out.stat().st_size} | made.meta
+    if target:
+        gates.save_verdict(target, checks)
+        made = replace(made, file=out)
+        validate.device_reference(target, made)
+        result["reference"] = str(validate.reference_path(target, made))
+        result |= judged(checks)
+    show(result, json)
+
+
+def adopt(*packages: Path, checkpoint: Path, out: Path, json: Json = False) -> None:
+    """Makes a bundle of another exporter's packages: its manifest describes them, so
+    that every command takes it. Prints what it assumed; edit bundle.json to correct it.
+
+    Example: workbench adopt anemll/ --checkpoint data/tiny-llama --out build/adopted
+
+    Args:
+        checkpoint: The checkpoint that was exported.
+        out: Folder of the new bundle; the packages are linked into it.
+    """
+    source = opened(checkpoint)
+    from workbench.adopt import propose
+
+    bundle, assumed = propose(packages, source, out)
+    show({"bundle": str(bundle.root), "assumed": assumed}, json)
+
+
+def doctor(*, json: Json = False) -> None:
+    """What this machine can do, and what a Mac would add.
+
+    Example: workbench doctor --json
+    """
+    from workbench.doctor import examine
+
+    show(examine(), json)
+
+
+def plan(
+    bundle_or_checkpoint: Path,
+    /,
+    *,
+    options: Options = Options(),
+    device: Device = Device(),
+    memory: str | None = None,
+    chip: str = "M4 Max",
+    json: Json = False,
+) -> None:
+    """Bytes against a machine's memory, the decode speed predicted for each chip, and
+    the compute unit of every operation of a bundle.
+
+    Placement is Core ML's own plan on a Mac, elsewhere a prediction from published
+    rules. The options are those of an export that a checkpoint would have; a bundle has
+    its own.
+
+    Example: workbench plan data/tiny-llama --max-seq-len 4096 --memory 16G
+
+    Args:
+        memory: Memory of the target machine, such as 16G; default: this one's.
+        chip: Chip to predict placement for, such as M1 or M4 Max.
+    """
+    import psutil
+
+    from workbench.ane import memory as budgets
+    from workbench.ane import placement, roofline
+    from workbench.runtime import check_compute_units, resolve
+
+    path, bundle = bundle_or_checkpoint, None
+    generation = roofline.generation(chip)
+    machine = psutil.virtual_memory().total
+    if memory is not None:
+        machine = budgets.parse_bytes(memory)
+    if (path / paths.BUNDLE).exists():
+        bundle = workbench.Bundle.open(path)
+        subject, chosen = [bundle], bundle.manifest.options
+    else:
+        source = opened(path)
+        chosen = workbench.export.options(**asdict(options))
+        subject = source, chosen
+    sizes = budgets.budget(*subject) | {"machine": machine}
+    found = budgets.fits(sizes["total"], machine)
+    found |= {"bytes": sizes, "chips": [], "predicted_misfit": None}
+    placements, known = [], []
+    if not chosen.plugin:  # the rules and speeds are those of Core ML programs
+        found["chips"] = roofline.by_chip(budgets.work(*subject)).to_dict("records")
+        found["predicted_misfit"] = float(roofline.misfits()["misfit"].abs().median())
+    if bundle and not chosen.plugin:
+        units, runtime = device.compute_units, resolve(device.runtime)
+        check_compute_units(units)
+        if runtime != "portable":
+            try:
+                placements = placement.planned(bundle, runtime, units)
+            except InputError as problem:
+                known = [f"Predicted, since Core ML gave no plan: {problem}"]
+        if not placements:
+            placements = placement.predicted_placement(bundle, generation)
+    lines, source = text(found), "predicted"
+    if placements:
+        source = placements[0].source
+        lines += ["", *placement.lines(placements), *known]
+    found |= {
+        "source": source,
+        "chip": chip if source == "predicted" else None,
+        "known": known,
+        "shards": [placed.json() for placed in placements],
+    }
+    show(found, json, lines)
