@@ -9,5 +9,6 @@ def bar(*args, **about):
     (`disable=None`) would hide a notebook's bars."""
     from tqdm.auto import tqdm
 
-    in_kernel = "ipykernel" in sys.modules
-    return tqdm(*args, disable=False if in_kernel else None, **about)
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    return tqdm(*args, disable=False if hasattr(shell, "kernel") else None, **about)
