@@ -4,13 +4,13 @@ Face's model.
 In: a decoder, token ids, and what to compare with. Out: one row per scored token. The
 text is read in windows as in transformers' documented loop for strided perplexity: a
 window begins every `stride` tokens and scores the tokens that no window before it has
-scored. Logits of one window (of a batch) are in memory at a time; rows are appended to
-a file, from which an interrupted evaluation goes on."""
+scored. Logits of one window (of a batch) are in memory at a time; the rows of finished
+windows are in a file, from which an interrupted evaluation goes on."""
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -23,11 +23,11 @@ from workbench.check.hf import Reference, check_ids
 from workbench.check.validate import summarize_kl
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.files import locked
+from workbench.files import write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
-EVALUATION_FORMAT = 2  # of the stored rows: raised when what they hold changes
+EVALUATION_FORMAT = 3  # of the stored rows: raised when what they hold changes
 ROW = ("nll", "golden_nll", "kl", "same_top")
 # run through Hugging Face's model for each reading of its weights
 REFERENCE_TOKENS = 2048
@@ -89,16 +89,17 @@ def evaluate(
         version("transformers"),
     ]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
-    path = folder / f"{decoder.bundle.root.name}-{digest}.rows"
-    busy = InputError(
-        str(path),
-        "another process writes to it",
-        "one evaluation of the same text at a time",
-        "wait for the other one to end",
-    )
-    with locked(path, busy):
-        resumed = _finish(decoder, ids, spans, reference, path)
-        rows = np.fromfile(path).reshape(-1, len(ROW))
+    path = folder / f"{decoder.bundle.root.name}-{digest}.npy"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = np.load(path) if path.is_file() else np.empty((0, len(ROW)))
+    ends = [end - 1 for _, _, end in spans]  # rows up to each window's end
+    resumed = ends.index(len(rows)) + 1 if len(rows) else 0
+    model = reference and Reference(reference)
+    with bar(total=len(spans), initial=resumed, unit="window") as shown:
+        for group in _groups(spans[resumed:]):
+            rows = np.concatenate([rows, *_score_group(decoder, model, ids, group)])
+            write_whole(path, partial(np.save, arr=rows))
+            shown.update(len(group))
     result = summarize(rows, spans) | {"resumed": resumed}
     if not decoder.gives_logits:
         reason = "the argmax is inside, so that no logits come out"
@@ -106,41 +107,23 @@ def evaluate(
     return result
 
 
-def _finish(
-    decoder: Decoder,
-    ids: np.ndarray,
-    spans: list[Span],
-    reference: Checkpoint | None,
-    path: Path,
-) -> int:
-    """Appends to the file at `path` the rows of windows that it lacks; how many it
-    had."""
-    # rows in the file when a window is finished
-    ends = [end - 1 for _, _, end in spans]
-    size = 8 * len(ROW)
-    resumed = int(np.searchsorted(ends, path.stat().st_size // size, "right"))
-    os.truncate(path, size * ([0, *ends][resumed]))
-    model = reference and Reference(reference)
+def _score_group(
+    decoder: Decoder, model: Reference | None, ids: np.ndarray, group: list[Span]
+) -> Iterator[np.ndarray]:
+    """The rows of each window of a group."""
+    sequences = [ids[begin : end - 1].tolist() for begin, _, end in group]
+    if model:
+        hidden = model.last_hidden(np.array(sequences), use_cache=False)
     B = decoder.options.batch
     golden = None
-    shown = bar(total=len(spans), initial=resumed, unit="window")
-    with shown, path.open("ab") as file:
-        for group in _groups(spans[resumed:]):
-            sequences = [ids[begin : end - 1].tolist() for begin, _, end in group]
-            if model:
-                hidden = model.last_hidden(np.array(sequences), use_cache=False)
-            for i, (_, first, end) in enumerate(group):
-                if i % B == 0:
-                    part = sequences[i : i + B]
-                    part += [part[-1]] * (B - len(part))
-                    logits = decoder.sequence_logits(part, end - first)
-                if model:
-                    golden = model.logits(hidden[i, first - end :]).numpy()
-                rows = _score(ids[first:end], logits[i % B], golden)
-                file.write(rows.tobytes())
-                file.flush()
-                shown.update()
-    return resumed
+    for i, (_, first, end) in enumerate(group):
+        if i % B == 0:
+            part = sequences[i : i + B]
+            part += [part[-1]] * (B - len(part))
+            logits = decoder.sequence_logits(part, end - first)
+        if model:
+            golden = model.logits(hidden[i, first - end :]).numpy()
+        yield _score(ids[first:end], logits[i % B], golden)
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
