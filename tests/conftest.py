@@ -35,7 +35,7 @@ LONGEST = (
     *("test_browser", "test_notebooks", "test_adopt", "test_faults", "test_judge"),
     *("test_shard_functions", "test_export", "test_variants", "test_error"),
     *("test_decoder", "test_cli_json", "test_validate", "test_operation"),
-    *("test_template", "test_sweep", "test_reuse", "test_prove", "test_undo"),
+    *("test_template", "test_sweep", "test_reuse", "test_undo"),
 )
 
 
@@ -73,11 +73,6 @@ def pytest_configure(config):
         started = forks.start()
         os.environ[FORKS] = started.__enter__()
         config.add_cleanup(lambda: started.__exit__(None, None, None))
-
-
-def pytest_report_header(config):
-    seed = config.getoption("shuffle")
-    return seed and f"order of tests: --shuffle {seed}"
 
 
 def reason_to_skip(marks: set[str], platform: str) -> str | None:

@@ -1,17 +1,18 @@
-"""What a proof is made of: checkpoints, clean bundles, faulty bundles, and the verdicts of every
-bug gate on each.
+"""What a proof is made of: sound bundles, bundles with a planted fault, and the verdicts of every
+gate on each.
 
-A case is a name: clean/SEED/PRESET, trained/CHECKPOINT/PRESET, massive/-/PRESET, deep/-/PRESET,
-disk/FAULT/PRESET, memory/FAULT/PRESET. Sound and faulty bundles meet every gate.
+A case is a name: clean/SEED/PRESET, trained/CHECKPOINT/PRESET, massive/-/PRESET, deep/-/PRESET and
+base/BUNDLE/PRESET are sound, disk/FAULT/PRESET and memory/FAULT/PRESET are not.
 """
 
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
@@ -20,15 +21,15 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import clean  # noqa: E402
-import faults_lfm2  # noqa: E402, F401  (registers its faults)
-import faults_matrix  # noqa: E402, F401
+import faults_hybrids  # noqa: E402, F401  (registers its faults)
 import faults_model  # noqa: E402, F401
 import faults_undo  # noqa: E402, F401
 import faults_zaya  # noqa: E402, F401
+import planted  # noqa: E402, F401
+import planted_programs  # noqa: E402, F401
 import tiny  # noqa: E402
 from copies import Copy  # noqa: E402
-from faults import FAULTS  # noqa: E402
-from planted import PLANTED  # noqa: E402
+from registry import FAULTS  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
 from workbench.check import host, interface, program, states, weights  # noqa: E402
@@ -36,12 +37,10 @@ from workbench.check.gates import RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
 from workbench.check.hf import Values  # noqa: E402
 from workbench.check.validate import (  # noqa: E402
-    bug_gates,
     device_gate,
     device_reference,
     measure,
     measure_budget,
-    unopened_gates,
 )
 from workbench.models.checkpoint import Checkpoint  # noqa: E402
 
@@ -52,34 +51,45 @@ TRAINED = (
     *("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya"),
     *("tiny-lfm2", "tiny-qwen3_5"),
 )
-# Bundles that faults are planted in: a checkpoint and options of its export.
+LLAMA = "data/tiny-llama"
+# Bundles that faults are planted in: a checkpoint's folder or its family, changes of
+# that family's tiny dimensions, and options of the export.
 BASES = {
-    "llama": ("data/tiny-llama", {"max_seq_len": 64}),
-    "fixed": ("data/tiny-llama", {"max_seq_len": 32, "tokens": "4"}),
-    "functions": ("data/tiny-llama", {"max_seq_len": 32, "tokens": "1,4"}),
-    "batch": ("data/tiny-llama", {"max_seq_len": 32, "batch": 3}),
-    "slice": ("data/tiny-llama", {"max_seq_len": 32, "kv_write": "slice"}),
-    "qwen2": ({"family": "qwen2"}, {"max_seq_len": 32}),
-    "pairs": ({"family": "qwen2"}, {"max_seq_len": 32, "layers_per_shard": 2}),
-    "qwen3": ({"family": "qwen3"}, {"max_seq_len": 32}),
-    "gemma": ({"family": "gemma3_text"}, {"max_seq_len": 32}),
-    "zaya": ({"family": "zaya"}, {"max_seq_len": 32}),
+    "llama": (LLAMA, {}, {"max_seq_len": 64}),
+    "fixed": (LLAMA, {}, {"tokens": "4"}),
+    "functions": (LLAMA, {}, {"tokens": "1,4"}),
+    "batch": (LLAMA, {}, {"batch": 3}),
+    "slice": (LLAMA, {}, {"kv_write": "slice"}),
+    "qwen2": ("qwen2", {}, {}),
+    "pairs": ("qwen2", {}, {"layers_per_shard": 2}),
+    "qwen3": ("qwen3", {}, {}),
+    "gemma": ("gemma3_text", {}, {}),
+    "ring": ("gemma3_text", {}, {"sliding": "ring"}),
+    "zaya": ("zaya", {}, {}),
     "routed": (
-        {"family": "zaya", "num_hidden_layers": 2, "num_experts": 2},
-        {"max_seq_len": 32, "moe": "routed", "tokens": "1-2"},
+        "zaya",
+        {"num_hidden_layers": 2, "num_experts": 2},
+        {"moe": "routed", "tokens": "1-2"},
     ),
-    "ministral3": ({"family": "ministral3"}, {"max_seq_len": 32}),
-    "smollm3": ({"family": "smollm3"}, {"max_seq_len": 32}),
-    "olmo2": ({"family": "olmo2"}, {"max_seq_len": 32}),
-    "phi3": ({"family": "phi3"}, {"max_seq_len": 32}),
-    "lfm2": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32}),
-    "ring": ({"family": "gemma3_text"}, {"max_seq_len": 32, "sliding": "ring"}),
-    "qwen3_5": ({"family": "qwen3_5_text"}, {"max_seq_len": 32, "tokens": "1-8"}),
-    "granite": ({"family": "granitemoehybrid"}, {"max_seq_len": 32}),
+    "ministral3": ("ministral3", {}, {}),
+    "smollm3": ("smollm3", {}, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "phi3": ("phi3", {}, {}),
+    "lfm2": ("lfm2", {"conv_L_cache": 4}, {}),
+    "qwen3_5": ("qwen3_5_text", {}, {"tokens": "1-8"}),
+    "granite": ("granitemoehybrid", {}, {}),
     "wide": (
-        {"family": "llama", "vocab_size": 2 * 16_384, "num_hidden_layers": 1},
+        "llama",
+        {"vocab_size": 2 * 16_384, "num_hidden_layers": 1},
         {"max_seq_len": 16},
     ),
+}
+SOUND = {
+    "clean": "random draws",
+    "trained": "trained checkpoints",
+    "massive": "one massive activation",
+    "deep": "24 random layers",
+    "base": "the bundles of faults",
 }
 # Code that exported bundles depend on, and what verdicts depend on besides.
 EXPORT = ("workbench/bundle", "workbench/models", "workbench/export", "tests/tiny.py")
@@ -87,7 +97,6 @@ GATES = (
     *("miltorch", "workbench/runtime", "workbench/decode", "workbench/check"),
     "tests/check",
 )
-ON_FILES = ("interface", "weights")
 PROMPT = 24  # tokens of the golden behind `budget` and `device`
 
 
@@ -106,150 +115,121 @@ def version() -> str:
     return code_version(*EXPORT, *GATES)
 
 
-def fault_of(case: str):
-    """The planted fault of a case, None of a clean one."""
-    kind, name, _ = case.split("/")
-    return {"disk": PLANTED, "memory": FAULTS}.get(kind, {}).get(name)
-
-
-def bundle_of(case: str) -> str:
-    """Cases of one bundle, or of one checkpoint's bundles, have the same name here."""
-    kind, name, preset = case.split("/")
-    fault = fault_of(case)
-    return f"{fault.bundle}/{preset}" if fault else f"{kind}/{name}"
-
-
-def all_cases() -> list[str]:
-    """Every case of the full matrices."""
+def sound_cases() -> list[str]:
+    names = {
+        "clean": range(clean.COUNT),
+        "trained": TRAINED,
+        "massive": "-",
+        "deep": "-",
+        "base": BASES,
+    }
     return [
-        *(
-            f"clean/{seed}/{preset}"
-            for seed in range(clean.COUNT)
-            for preset in clean.PRESETS
-        ),
-        *(
-            f"{kind}/-/{preset}"
-            for kind in ("massive", "deep")
-            for preset in clean.PRESETS
-        ),
-        *(f"trained/{name}/{preset}" for name in TRAINED for preset in clean.PRESETS),
-        *(f"disk/{fault}/{preset}" for fault in PLANTED for preset in PRESETS),
-        *(f"memory/{fault}/{preset}" for fault in FAULTS for preset in PRESETS),
+        f"{kind}/{name}/{preset}"
+        for kind in SOUND
+        for name in names[kind]
+        for preset in (PRESETS if kind == "base" else clean.PRESETS)
     ]
 
 
-class Prover:
-    """Runs cases. Exports lie in `store`, so that each is made once for one version of the code."""
-
-    def __init__(self, store: Path = STORE):
-        self.store = store
-
-    def checkpoint(self, changes: dict) -> Checkpoint:
-        """A random checkpoint; `massive`: with a first token whose embedding has two huge
-        channels."""
-
-        def make(folder: Path) -> None:
-            sizes = {n: v for n, v in changes.items() if n not in ("family", "massive")}
-            tiny.random(folder, changes["family"], **sizes)
-            if changes.get("massive"):
-                plant_massive_activation(folder)
-
-        return Checkpoint(self._stored("checkpoints", changes, make))
-
-    def bundle(self, checkpoint: Checkpoint, options: dict) -> Path:
-        from workbench.export import export
-
-        def make(folder: Path) -> None:
-            export(checkpoint.path, folder, progress=False, **options)
-
-        return self._stored(
-            "bundles", options | {"checkpoint": checkpoint.sha256}, make
-        )
-
-    def base(self, name: str, preset: str) -> tuple[Checkpoint, Path]:
-        """The unharmed bundle that faults are planted in."""
-        source, options = BASES[name]
-        checkpoint = (
-            Checkpoint(ROOT / source)
-            if isinstance(source, str)
-            else self.checkpoint(source)
-        )
-        return checkpoint, self.bundle(checkpoint, options | {"compress": preset})
-
-    def _stored(self, kind: str, fields: dict, make: Callable[[Path], None]) -> Path:
-        """The folder that `make` fills, once for all processes and for one version of the code."""
-        text = json.dumps([code_version(*EXPORT), fields], sort_keys=True, default=str)
-        folder = self.store / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
-        return tiny.once(folder, make)
-
-    def gates(self, case: str) -> list[Gate]:
-        """The gates that were asked about a case, in that order."""
-        kind, name, preset = case.split("/")
-        fault = fault_of(case)
-        with quiet(), tempfile.TemporaryDirectory(dir=self._scratch()) as folder:
-            if fault is None:
-                checkpoint, source = self.clean(kind, name, preset)
-                return all_bug_gates(Bundle.open(source), checkpoint)
-            checkpoint, source = self.base(fault.bundle, preset)
-            if kind == "memory":
-                return Faulty(source, checkpoint, fault.plant).gates()
-            copy = Copy(source, Path(folder) / "bundle")
-            fault.plant(copy)
-            return Faulty(copy.seal(), checkpoint).gates()
-
-    def clean(self, kind: str, name: str, preset: str) -> tuple[Checkpoint, Path]:
-        if kind == "clean":
-            family, changes, options = clean.draw(int(name), preset)
-            checkpoint = self.checkpoint({"family": family} | changes)
-            return checkpoint, self.bundle(checkpoint, options)
-        options = {"max_seq_len": 32, "compress": preset}
-        if kind == "trained":
-            checkpoint = Checkpoint(ROOT / "data" / name)
-            return checkpoint, self.bundle(checkpoint, options)
-        changes = {
-            "massive": {
-                "massive": True,
-                "tie_word_embeddings": False,
-                "num_hidden_layers": 3,
-            },
-            "deep": {"num_hidden_layers": 24},
-        }[kind]
-        checkpoint = self.checkpoint({"family": "llama"} | changes)
-        return checkpoint, self.bundle(checkpoint, options)
-
-    def _scratch(self) -> Path:
-        folder = self.store / "scratch"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def record(self, case: str) -> dict:
-        """A case's line in the store: its gates, those that are RED, and how long it took."""
-        start = time.perf_counter()
-        try:
-            gates, error = self.gates(case), None
-        except Exception as problem:  # a gate that breaks is a finding of its own
-            gates, error = [], f"{type(problem).__name__}: {problem}"
-        return {
-            "case": case,
-            "version": version(),
-            "red": [gate.name for gate in gates if gate.verdict == RED],
-            "error": error,
-            "seconds": round(time.perf_counter() - start, 2),
-            "gates": [g.json() for g in gates],
-        }
+def faulty_cases() -> list[str]:
+    return [f"{name}/{preset}" for name in FAULTS for preset in PRESETS]
 
 
-def plant_massive_activation(folder: Path) -> None:
-    """Gives the first token two huge channels, as trained models have on their BOS."""
+def recipe(case: str) -> tuple[str, dict, dict]:
+    """A checkpoint's folder or its family, changes of its dimensions, options."""
+    kind, name, preset = case.split("/")
+    if f"{kind}/{name}" in FAULTS:
+        kind, name = "base", FAULTS[f"{kind}/{name}"].bundle
+    if kind == "clean":
+        return clean.draw(int(name), preset)
+    family, changes, options = {
+        "trained": lambda: (f"data/{name}", {}, {}),
+        "massive": lambda: ("massive", {}, {}),
+        "deep": lambda: ("llama", {"num_hidden_layers": 24}, {}),
+        "base": lambda: BASES[name],
+    }[kind]()
+    return family, changes, options | {"compress": preset}
+
+
+def unharmed(exports: tiny.Exports, case: str) -> tuple[Path, Checkpoint]:
+    """The bundle of a case without its fault, and the bundle's checkpoint."""
+    family, changes, options = recipe(case)
+    if family == "massive":
+        path = massive(exports)
+    elif "/" in family:
+        path = ROOT / family
+    else:
+        path = exports.checkpoint(family, **changes)
+    return exports.bundle(path, **options).root, Checkpoint(path)
+
+
+def massive(exports: tiny.Exports) -> Path:
+    """A checkpoint whose first token has two huge channels, as trained models have on their
+    BOS."""
     from safetensors.numpy import load_file, save_file
 
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    row = tensors["model.embed_tokens.weight"].copy()
-    bos = json.loads((folder / "config.json").read_text()).get("bos_token_id") or 1
-    row[bos, [5, 40]] = 1500, -820
-    tensors["model.embed_tokens.weight"] = row
-    save_file(tensors, path, {"format": "pt"})
+    sizes = {"tie_word_embeddings": False, "num_hidden_layers": 3}
+    source = exports.checkpoint("llama", **sizes)
+
+    def make(folder: Path) -> None:
+        shutil.copytree(source, folder)
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        row = tensors["model.embed_tokens.weight"].copy()
+        bos = json.loads((folder / "config.json").read_text()).get("bos_token_id") or 1
+        row[bos, [5, 40]] = 1500, -820
+        tensors["model.embed_tokens.weight"] = row
+        save_file(tensors, path, {"format": "pt"})
+
+    return tiny.once(exports.root / "massive", make)
+
+
+class Subject:
+    """A bundle that gates are asked about: `fault` is planted in each decoder that is
+    opened, None where the bundle is sound or its files are faulty."""
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint, fault=None, sound=False):
+        self.folder, self.checkpoint = folder, checkpoint
+        self.fault, self.sound = fault, sound
+        self.bundle = Bundle.open(folder)
+        self.decoders: dict[str, Decoder] = {}
+
+    def decoder(self, precision: str = "declared") -> Decoder:
+        if precision not in self.decoders:
+            decoder = Decoder(Bundle.open(self.folder), "portable", precision)
+            if self.fault:
+                self.fault.plant(decoder)
+            self.decoders[precision] = decoder
+        return self.decoders[precision]
+
+    def gates(self) -> list[Gate]:
+        """Every gate, those on files only where no decoder is faulty."""
+        found = []
+        for names, ask in STEPS.items():
+            if self.fault and names[0] in ("interface", "weights"):
+                continue
+            try:
+                found += ask(self)
+            except InputError:
+                # no decoder opens or runs a bundle whose interface is RED
+                if RED not in [gate.verdict for gate in found]:
+                    raise
+                break
+        return found
+
+
+@contextmanager
+def subject(exports: tiny.Exports, case: str) -> Iterator[Subject]:
+    """The bundle of a case, its fault planted."""
+    folder, checkpoint = unharmed(exports, case)
+    fault = FAULTS.get(case.rpartition("/")[0])
+    with quiet(), tempfile.TemporaryDirectory() as copies:
+        if case.startswith("disk/"):
+            copy = Copy(folder, Path(copies) / "bundle")
+            fault.plant(copy)
+            yield Subject(copy.seal(), checkpoint)
+        else:
+            yield Subject(folder, checkpoint, fault, sound=fault is None)
 
 
 @contextmanager
@@ -260,100 +240,72 @@ def quiet():
         yield
 
 
-class Faulty:
-    """A faulty bundle: its files are, or `plant` is applied to each decoder that is opened."""
-
-    def __init__(
-        self,
-        folder: Path,
-        checkpoint: Checkpoint,
-        plant: Callable[[Decoder], None] | None = None,
-    ):
-        self.folder, self.checkpoint, self.plant = folder, checkpoint, plant
-        self.decoders: dict[str, Decoder] = {}
-
-    def decoder(self, precision: str = "declared") -> Decoder:
-        if precision not in self.decoders:
-            decoder = Decoder(Bundle.open(self.folder), "portable", precision)
-            if self.plant:
-                self.plant(decoder)
-            self.decoders[precision] = decoder
-        return self.decoders[precision]
-
-    def gates(self) -> list[Gate]:
-        """Every gate, those on files only of a fault in files."""
-        try:
-            Bundle.open(self.folder)
-        except InputError as problem:
-            return [Gate("open", RED, None, None, str(problem))]
-        gates = []
-        try:
-            for names, ask in STEPS.items():
-                if not (self.plant and names[0] in ON_FILES):
-                    gates += ask(self)
-        # no decoder opens or runs a bundle whose interface is RED
-        except InputError as problem:
-            if not any((g.name, g.verdict) == ("interface", RED) for g in gates):
-                raise
-            gates += unopened_gates(problem, ["decoder"])
-        return gates
+def budget_gates(subject: Subject) -> list[Gate]:
+    """`budget` of a decoder against a golden of `PROMPT` tokens."""
+    declared, places = subject.decoder(), (subject.folder, subject.checkpoint.path)
+    Ts = None if declared.options.shapes else (1, declared.options.t_max)
+    cost = measure(declared, golden_of(*places), Ts, budget_of(*places))
+    return cost.gates()[1:]
 
 
-# What is asked of a faulty bundle, by the names of the gates that it gives.
+def device_gates(subject: Subject) -> list[Gate]:
+    """`device` of a decoder that is seen as Core ML is seen from now on; of a sound
+    bundle one in exact arithmetic, which is further from `declared`."""
+    places = subject.folder, subject.checkpoint.path
+    decoder = subject.decoder("exact" if subject.sound else "declared")
+    tiny.as_device(decoder)
+    return [device_gate(decoder, golden_of(*places), reference_of(*places))]
+
+
+# What is asked, by the names of the gates that it gives.
 STEPS = {
-    ("interface",): lambda faulty: [
-        interface.interface_gate(Bundle.open(faulty.folder), faulty.checkpoint)
-    ],
-    ("weights",): lambda faulty: [
-        weights.weights_gate(Bundle.open(faulty.folder), faulty.checkpoint)
-    ],
-    ("host",): lambda faulty: [host.host_gate(faulty.decoder(), faulty.checkpoint)],
-    ("program",): lambda faulty: [
-        program.program_gate(faulty.decoder("exact"), faulty.checkpoint)
-    ],
-    states.STATE_GATES: lambda faulty: states.state_gates(faulty.decoder()),
-    ("budget",): lambda faulty: budget_gates(faulty.decoder(), faulty.checkpoint),
-    ("device",): lambda faulty: device_gates(faulty.decoder(), faulty.checkpoint),
+    ("interface",): lambda it: [interface.interface_gate(it.bundle, it.checkpoint)],
+    ("weights",): lambda it: [weights.weights_gate(it.bundle, it.checkpoint)],
+    ("host",): lambda it: [host.host_gate(it.decoder(), it.checkpoint)],
+    ("program",): lambda it: [program.program_gate(it.decoder("exact"), it.checkpoint)],
+    states.STATE_GATES: lambda it: states.state_gates(it.decoder()),
+    ("budget",): budget_gates,
+    ("device",): device_gates,
 }
 
 
-def all_bug_gates(bundle: Bundle, checkpoint: Checkpoint) -> list[Gate]:
-    """Every gate of a sound bundle; `budget` and `device` at last."""
-    declared = Decoder(bundle, "portable")
-    exact = Decoder(bundle, "portable", "exact")
-    return [
-        *bug_gates(bundle, checkpoint, decoder=declared),
-        *budget_gates(declared, checkpoint),
-        *device_gates(exact, checkpoint),
-    ]
+def golden_of(bundle: Path, checkpoint: Path) -> Golden:
+    """That of a prompt behind BOS."""
+    manifest = Bundle.open(bundle).manifest
+    n = min(PROMPT, manifest.options.max_seq_len) - 1
+    ids = manifest.tokens.bos or 0, *tiny.prompt(manifest.dims.V, n)
+    return golden_of_ids(checkpoint, ids)
 
 
-def budget_gates(declared: Decoder, checkpoint: Checkpoint) -> list[Gate]:
-    """`budget` of a decoder against a golden of `PROMPT` tokens."""
-    options = declared.options
-    Ts = (1, options.t_max) if not options.shapes else None
-    golden, budget = measured(declared.bundle.root, checkpoint.path)
-    return measure(declared, golden, Ts, budget).gates()[1:]
+@lru_cache(maxsize=8)
+def golden_of_ids(checkpoint: Path, ids: tuple[int, ...]) -> Golden:
+    return make_golden(Checkpoint(checkpoint), list(ids))
 
 
-def device_gates(decoder: Decoder, checkpoint: Checkpoint) -> list[Gate]:
-    """`device` of a decoder that is seen as Core ML is seen from now on."""
-    root = decoder.bundle.root
-    tiny.as_device(decoder)
-    golden = measured(root, checkpoint.path)[0]
-    return [device_gate(decoder, golden, reference(root, checkpoint.path))]
+@lru_cache(maxsize=8)
+def budget_of(bundle: Path, checkpoint: Path) -> Values:
+    golden = golden_of(bundle, checkpoint)
+    return measure_budget(Bundle.open(bundle), Checkpoint(checkpoint), golden)
 
 
-@lru_cache(maxsize=4)
-def measured(bundle: Path, checkpoint: Path) -> tuple[Golden, Values]:
-    """A golden of a prompt behind BOS, and the budget of a bundle in its own files."""
-    opened, source = Bundle.open(bundle), Checkpoint(checkpoint)
-    bos, S = opened.manifest.tokens.bos, opened.manifest.options.max_seq_len
-    ids = [bos or 0, *tiny.prompt(opened.manifest.dims.V, min(PROMPT, S) - 1)]
-    golden = make_golden(source, ids)
-    return golden, measure_budget(opened, source, golden)
+@lru_cache(maxsize=8)
+def reference_of(bundle: Path, checkpoint: Path) -> Values:
+    return device_reference(Bundle.open(bundle), golden_of(bundle, checkpoint))
 
 
-@lru_cache(maxsize=4)
-def reference(bundle: Path, checkpoint: Path) -> Values:
-    return device_reference(Bundle.open(bundle), measured(bundle, checkpoint)[0])
+def record(exports: tiny.Exports, case: str) -> dict:
+    """A case's line in the store: its gates, those that are RED, and how long it took."""
+    start = time.perf_counter()
+    try:
+        with subject(exports, case) as asked:
+            gates, error = asked.gates(), None
+    except Exception as problem:  # a gate that breaks is a finding of its own
+        gates, error = [], f"{type(problem).__name__}: {problem}"
+    return {
+        "case": case,
+        "version": version(),
+        "red": [gate.name for gate in gates if gate.verdict == RED],
+        "error": error,
+        "seconds": round(time.perf_counter() - start, 2),
+        "gates": [g.json() for g in gates],
+    }

@@ -13,7 +13,6 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parents[1])]
 from tiny import DIMS  # noqa: E402
 
-from workbench.bundle.manifest import Options  # noqa: E402
 from workbench.bundle.presets import PRESETS as ALL_PRESETS  # noqa: E402
 
 FAMILIES, PRESETS = sorted(DIMS), sorted(ALL_PRESETS)
@@ -59,20 +58,13 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         }
         changes["layer_types"][-1] = "full_attention"  # one at least is needed
     if heads := HEADS.get(family):
-        changes |= dict(
-            zip(
-                ("num_attention_heads", "num_key_value_heads"),
-                heads[rng.integers(3)],
-                strict=True,
-            )
-        )
+        queries, pairs = heads[rng.integers(3)]
+        changes |= {"num_attention_heads": queries, "num_key_value_heads": pairs}
     compress = preset or PRESETS[seed // len(FAMILIES) % len(PRESETS)]
-    if changes.get("num_attention_heads") == 3 and (
-        changes["hidden_size"] == 64 or compress == "int4-block32"
-    ):
-        changes["hidden_size"] = (
-            96  # three heads of another width have an odd one, or give no whole blocks
-        )
+    is_odd = changes["hidden_size"] == 64 or compress == "int4-block32"
+    if changes.get("num_attention_heads") == 3 and is_odd:
+        # three heads of another width have an odd one, or give no whole blocks
+        changes["hidden_size"] = 96
     if family == "phi3":  # whose factors of longrope fit heads of 32 channels
         heads = changes["hidden_size"] // 32
         changes |= {
@@ -92,10 +84,4 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         options["sliding"] = str(rng.choice(["mask", "ring"]))
     if family == "zaya" and rng.integers(2):
         options |= {"moe": "routed", "layers_per_shard": 1}
-    return (
-        family,
-        changes,
-        Options(max_seq_len=32, **options).model_dump(
-            include={"max_seq_len", *options}
-        ),
-    )
+    return family, changes, {"max_seq_len": 32} | options

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from miltorch.program import DTYPE_BITS, NUMPY, _Reader, spec_path
-from miltorch.quiet import coremltools
+from miltorch.quiet import coremltools, messages
 from workbench.files import sha256
 
 
@@ -22,11 +22,9 @@ class StoredArray:
     lies. `miltorch` reads it, nothing of which writes it."""
 
     def __init__(self, value, package: Path):
-        from coremltools.proto import MIL_pb2
-
         tensor = value.type.tensorType
         self.value, self.package = value, package
-        self.dtype = MIL_pb2.DataType.Name(tensor.dataType)
+        self.dtype = messages("MIL_pb2").DataType.Name(tensor.dataType)
         self.shape = tuple(d.constant.size for d in tensor.dimensions)
 
     def read(self) -> np.ndarray:
@@ -37,12 +35,10 @@ class StoredArray:
         """Puts `array`, of the same shape, in its place."""
         assert array.shape == self.shape, (array.shape, self.shape)
         values = np.ascontiguousarray(array).astype(NUMPY[self.dtype]).ravel()
-        raw = (
-            _packed(values, DTYPE_BITS[self.dtype])
-            if self.dtype in DTYPE_BITS
-            else values
-        )
-        raw = raw.view(np.uint8)
+        raw = values.view(np.uint8)
+        if bits := DTYPE_BITS.get(self.dtype):
+            every = np.unpackbits(raw[:, None], axis=1, bitorder="little")
+            raw = np.packbits(every[:, :bits], bitorder="little")
         if self.value.WhichOneof("value") == "blobFileValue":
             payload = self._payload()
             payload[: len(raw)] = raw
@@ -64,85 +60,67 @@ class StoredArray:
         return np.memmap(path, np.uint8, mode="r+", offset=start, shape=(size,))
 
 
-def _packed(values: np.ndarray, bits: int) -> np.ndarray:
-    """Little-endian packed bytes of integers of `bits` bits each."""
-    unsigned = values.astype(np.int64) & ((1 << bits) - 1)
-    stream = (unsigned[:, None] >> np.arange(bits)) & 1
-    return np.packbits(stream.astype(np.uint8).ravel(), bitorder="little")
-
-
 class StoredWeight:
-    """A weight as its preset stores it: `arrays` by role (val; data and scale; indices and lut)."""
+    """A weight as its preset stores it: `arrays` by role (val; data and scale; indices and lut),
+    `codes` the one that has an entry per weight."""
 
     def __init__(self, arrays: dict[str, StoredArray]):
         self.arrays = arrays
-
-    @property
-    def codes(self) -> str:
-        """The role that has one entry per weight."""
-        return next(role for role in ("val", "data", "indices") if role in self.arrays)
+        self.role = next(r for r in ("val", "data", "indices") if r in arrays)
+        self.codes = arrays[self.role]
 
     def read(self) -> np.ndarray:
         """The weight, decompressed, float32."""
-        codes = self.arrays[self.codes].read()
-        if self.codes == "val":
-            return codes.astype(np.float32)
-        if self.codes == "indices":
-            return self.arrays["lut"].read().ravel().astype(np.float32)[codes]
+        codes = self.codes.read()
+        if self.role == "indices":
+            return self._table()[codes]
         return codes.astype(np.float32) * self._scales(codes.shape)
 
     def write(self, values: np.ndarray) -> None:
         """Stores what is nearest to `values` among what scale or table can express."""
-        if self.codes == "val":
-            codes = values
-        elif self.codes == "indices":
-            table = self.arrays["lut"].read().ravel().astype(np.float32)
-            codes = np.abs(values[..., None] - table).argmin(-1)
-        else:
-            top = 127 if self.arrays["data"].dtype == "INT8" else 7
+        codes = values
+        if self.role == "indices":
+            codes = np.abs(values[..., None] - self._table()).argmin(-1)
+        elif self.role == "data":
+            top = 127 if self.codes.dtype == "INT8" else 7
             codes = np.rint(values / self._scales(values.shape)).clip(-top, top)
-        before = self.arrays[self.codes].read()
-        self.arrays[self.codes].write(codes)
-        after = self.arrays[self.codes].read()
-        assert not np.array_equal(before, after), (
-            "this change is lost when it is stored"
-        )
+        before = self.codes.read()
+        self.codes.write(codes)
+        lost = np.array_equal(before, self.codes.read())
+        assert not lost, "this change is lost when it is stored"
 
     def scale(self, factor: float) -> None:
         """Multiplies the weight by way of its scale or table where it has one."""
-        role = {"val": "val", "data": "scale", "indices": "lut"}[self.codes]
-        self.arrays[role].write(self.arrays[role].read().astype(np.float32) * factor)
+        array = self.arrays[
+            {"val": "val", "data": "scale", "indices": "lut"}[self.role]
+        ]
+        array.write(array.read().astype(np.float32) * factor)
 
     def scale_row(self, row: int, factor: float) -> None:
         """Multiplies one output channel, by its own scale where it has one."""
         scale = self.arrays.get("scale")
-        if scale is not None and scale.shape[0] > 1:
-            values = scale.read()
-            values[row] = values[row].astype(np.float32) * factor
-            scale.write(values)
-        else:
-            values = self.read()
-            values[row] *= factor
-            self.write(values)
+        by_scale = scale is not None and scale.shape[0] > 1
+        stored = scale if by_scale else self
+        values = stored.read().astype(np.float32)
+        values[row] *= factor
+        stored.write(values)
 
     def shift(self, steps: int) -> None:
-        """Moves every weight by `steps` of what its storage can tell apart, as a wrong zero point
-        does."""
-        array = self.arrays[self.codes]
-        codes = array.read()
-        if self.codes == "val":
-            array.write((codes.view(np.int16) + np.int16(steps)).view(np.float16))
+        """Moves every weight by `steps` of what its storage can tell apart, floats by twice as
+        many, as a wrong zero point does."""
+        codes = self.codes.read()
+        if self.role == "val":
+            moved = codes.view(np.int16) + np.int16(2 * steps)
+            self.codes.write(moved.view(np.float16))
         else:
-            low, high = {"INT8": (-127, 127), "INT4": (-7, 7)}.get(
-                array.dtype, (0, codes.max())
-            )
-            array.write((codes.astype(int) + steps).clip(low, high))
+            ends = {"INT8": (-127, 127), "INT4": (-7, 7)}
+            low, high = ends.get(self.codes.dtype, (0, codes.max()))
+            self.codes.write((codes.astype(int) + steps).clip(low, high))
 
     def copy(self, other: "StoredWeight") -> None:
         """Takes the bytes of another weight of the same shape."""
-        values = {role: array.read() for role, array in other.arrays.items()}
         for role, array in self.arrays.items():
-            array.write(values[role])
+            array.write(other.arrays[role].read())
 
     def swap(self, other: "StoredWeight") -> None:
         values = {role: array.read() for role, array in self.arrays.items()}
@@ -150,11 +128,34 @@ class StoredWeight:
         for role, array in other.arrays.items():
             array.write(values[role])
 
-    def _scales(self, shape: tuple[int, ...]) -> np.ndarray:
+    def _table(self) -> np.ndarray:
+        return self.arrays["lut"].read().ravel().astype(np.float32)
+
+    def _scales(self, shape: tuple[int, ...]) -> np.ndarray | float:
+        if self.role == "val":
+            return 1.0
         scale = self.arrays["scale"].read().astype(np.float32)
         for axis, (size, count) in enumerate(zip(shape, scale.shape, strict=True)):
             scale = scale.repeat(size // count, axis)
         return scale
+
+
+def source(op, parameter: str) -> str:
+    """The value that an operation reads."""
+    return op.inputs[parameter].arguments[0].name
+
+
+def arguments(op) -> list:
+    """The values, by name, that an operation reads."""
+    bound = [bound for argument in op.inputs.values() for bound in argument.arguments]
+    return [each for each in bound if each.WhichOneof("binding") == "name"]
+
+
+def renamed(operations, names: dict[str, str]) -> None:
+    """Makes operations read other values in the place of these."""
+    for op in operations:
+        for bound in arguments(op):
+            bound.name = names.get(bound.name, bound.name)
 
 
 class Copy:
@@ -184,11 +185,10 @@ class Copy:
 
     def spec(self, shard: dict):
         """The Model protobuf of a shard; what is changed in it is written by `seal`."""
-        from coremltools.proto import Model_pb2
-
         path = spec_path(self.root / shard["path"])
         if path not in self._specs:
-            self._specs[path] = Model_pb2.Model.FromString(path.read_bytes())
+            model = messages("Model_pb2").Model
+            self._specs[path] = model.FromString(path.read_bytes())
         return self._specs[path]
 
     def block(self, shard: dict):
@@ -202,7 +202,7 @@ class Copy:
             (shard, name)
             for shard in self.manifest["shards"]
             for full, name in shard["weights"].items()
-            if full == tensor or full.endswith("." + tensor)
+            if f".{full}".endswith(f".{tensor}")
         )
         return self.constant(shard, name)
 
@@ -216,7 +216,7 @@ class Copy:
         for role in op.inputs:
             bound = op.inputs[role].arguments[0]
             if bound.WhichOneof("binding") == "name":
-                arrays[role] = self.constant(shard, bound.name).arrays["val"]
+                arrays[role] = self.constant(shard, bound.name).codes
             else:
                 arrays[role] = StoredArray(bound.value, package)
         return StoredWeight(arrays)
@@ -224,14 +224,11 @@ class Copy:
     def operations(self, shard: dict, kind: str, module: str = "") -> list:
         """Operations of a shard's program by kind and source module (a suffix of its path), at
         least one."""
-        found = [
-            op
-            for op in self.block(shard).operations
-            if op.type == kind
-            and shard["modules"]
-            .get(op.outputs[0].name if op.outputs else "", "")
-            .endswith(module)
-        ]
+        found = []
+        for op in self.block(shard).operations:
+            name = op.outputs[0].name if op.outputs else ""
+            if op.type == kind and shard["modules"].get(name, "").endswith(module):
+                found.append(op)
         assert found, (kind, module)
         return found
 
@@ -245,24 +242,20 @@ class Copy:
         assert parameter in operation.inputs
         operation.inputs[parameter].arguments[0].name = name
 
-    def constants_first(self, shard: dict) -> None:
-        """Moves all constants of a shard's program before its first operation."""
+    def first(self, shard: dict, chosen: Callable) -> None:
+        """Moves the chosen operations of a shard's program before all others."""
         operations = self.block(shard).operations
-        made = sorted(
-            operations, key=lambda op: op.type != "const" and "constexpr" not in op.type
-        )
+        made = sorted(operations, key=lambda op: not chosen(op))
         del operations[:]
         operations.extend(made)
 
-    def insert(self, shard: dict, after, kind: str, **inputs: str | np.ndarray) -> None:
+    def insert(self, shard: dict, after, kind: str, **inputs: np.ndarray) -> None:
         """Puts an operation behind `after`, whose result it takes as `x`; all later readers take
         what it returns."""
-        operations, name = (
-            self.block(shard).operations,
-            f"planted_{after.outputs[0].name}",
-        )
+        operations, old = self.block(shard).operations, after.outputs[0].name
+        name = f"planted_{old}"
         index = next(i for i, op in enumerate(operations) if op == after)
-        later, old = list(operations[index + 1 :]), after.outputs[0].name
+        later = list(operations[index + 1 :])
         del operations[index + 1 :]
         made = [self._const(operations, f"{name}_{p}", v) for p, v in inputs.items()]
         op = operations.add(type=kind)
@@ -271,40 +264,25 @@ class Copy:
         op.inputs["x"].arguments.add(name=old)
         for parameter, constant in zip(inputs, made, strict=True):
             op.inputs[parameter].arguments.add(name=constant)
-        for op in later:
-            for argument in op.inputs.values():
-                for bound in argument.arguments:
-                    if bound.WhichOneof("binding") == "name" and bound.name == old:
-                        bound.name = name
-            operations.append(op)
+        renamed(later, {old: name})
+        operations.extend(later)
 
     def _const(self, operations, name: str, value: np.ndarray) -> str:
-        from coremltools.proto import MIL_pb2
+        from coremltools.converters.mil.backend.mil.helper import create_tensor_value
 
-        op = operations.add(type="const")
-        held = op.attributes["val"]
-        kinds = {"float16": "FLOAT16", "int32": "INT32", "bool": "BOOL"}
-        kind = MIL_pb2.DataType.Value(kinds[value.dtype.name])
-        for typed in (held.type, op.outputs.add(name=name).type):
-            typed.tensorType.dataType, typed.tensorType.rank = kind, value.ndim
-            for size in value.shape:
-                typed.tensorType.dimensions.add().constant.size = size
-        tensor = held.immediateValue.tensor
-        if value.dtype == np.float16:
-            tensor.bytes.values = value.tobytes()
-        elif value.dtype == np.int32:
-            tensor.ints.values.extend(value.ravel().tolist())
-        else:
-            tensor.bools.values.extend(value.ravel().tolist())
+        op, held = operations.add(type="const"), create_tensor_value(value)
+        op.attributes["val"].CopyFrom(held)
+        op.outputs.add(name=name).type.CopyFrom(held.type)
         return name
 
-    def embedding(self, change: Callable[[np.ndarray], None]) -> None:
-        """Changes the host's embedding table [V, C] in place."""
+    def embedding(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Changes the host's embedding table [V, C]."""
         from safetensors.numpy import load_file, save_file
 
         path = self.root / self.manifest["embedding"]["file"]["path"]
-        tensors = {name: value.copy() for name, value in load_file(path).items()}
-        change(tensors["weight"])
+        tensors = load_file(path)
+        table = tensors["weight"]
+        tensors["weight"] = change(table.copy()).astype(table.dtype)
         save_file(tensors, path)
 
     def file(self, path: str, change: Callable[[bytes], bytes]) -> None:

@@ -19,61 +19,35 @@ Bugs that were reported elsewhere and concern one sequence, and the fault that s
     transformers 30400, the result depends on the cache's length   future_left_visible
     experiment 30, a position past the cache is clamped            position_past_the_cache_is_clamped
     experiment 26 of the Neural Engine book, heads and tokens      heads_and_tokens_permuted_in_the_output
-    journals 72 and 100 of it, golden and shard share a wrong rope test_faults_artefacts
+    journals 72 and 100 of it, golden and shard share a wrong rope test_faults
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from registry import in_memory
 
 from miltorch.program import Ref
 from workbench import Decoder
 
 
-@dataclass(frozen=True)
-class Fault:
-    """`gate` is made for this kind of fault and must be RED once it is planted; others may be as
-    well. `bundle`: where it is planted (see `cases.BASES`)."""
-
-    gate: str
-    plant: Callable
-    bundle: str
-
-
-def registry() -> tuple[dict[str, Fault], Callable]:
-    """Faults by name, and the decorator that adds one."""
-    faults = {}
-
-    def fault(gate: str, bundle: str = "llama", name: str = ""):
-        def register(plant):
-            key = name or plant.__name__
-            assert key not in faults
-            faults[key] = Fault(gate, plant, bundle)
-            return plant
-
-        return register
-
-    return faults, fault
-
-
-FAULTS, fault = registry()
-
-
-def steps(decoder: Decoder, layer: int, kind: str, module: str = ""):
+def steps(decoder: Decoder, layer: int, kind: str, module: str = "") -> list:
     """Steps of one single-layer shard by MIL op and source module (a suffix of its path)."""
     model = decoder.layers[layer]
-    found = [
-        s
-        for s in model.executable.body.steps
-        if s.op.kind == kind
-        and model.shard.modules.get(s.outputs[0][0] if s.outputs else "", "").endswith(
-            module
-        )
-    ]
+    found = []
+    for step in model.executable.body.steps:
+        name = step.outputs[0][0] if step.outputs else ""
+        if step.op.kind == kind and model.shard.modules.get(name, "").endswith(module):
+            found.append(step)
     assert found, (kind, module)
     return found
+
+
+def making(decoder: Decoder, layer: int, name: str):
+    """The step whose first result has this name."""
+    found = decoder.layers[layer].executable.body.steps
+    return next(s for s in found if s.outputs and s.outputs[0][0] == name)
 
 
 def wrap(step, after: Callable | None = None, before: Callable | None = None) -> None:
@@ -85,6 +59,29 @@ def wrap(step, after: Callable | None = None, before: Callable | None = None) ->
         return after(result) if after else result
 
     step.function = changed
+
+
+def result(decoder, layer: int, kind: str, module: str, change: Callable, which=0):
+    """Changes what one step of a layer returns, of its kind and module the `which`."""
+    wrap(steps(decoder, layer, kind, module)[which], after=change)
+
+
+def operands(decoder, layer: int, kind: str, module: str, change: Callable) -> None:
+    """Changes the arguments of the first step of a kind and module."""
+    wrap(steps(decoder, layer, kind, module)[0], before=change)
+
+
+def function(decoder, layer: int, kind: str, module: str, other: Callable) -> None:
+    """Puts another function in the place of the first step of a kind and module."""
+    steps(decoder, layer, kind, module)[0].function = other
+
+
+def scalars(decoder, layer: int, kind: str, module: str, name: str, change: Callable):
+    """Changes the parameter `name` of steps where it is a constant of one element."""
+    for step in steps(decoder, layer, kind, module):
+        value = step.constants.get(name)
+        if value is not None and value.numel() == 1:
+            step.constants[name] = change(value)
 
 
 def around(model, change: Callable[[Callable, dict, object], dict]) -> None:
@@ -105,6 +102,28 @@ def around(model, change: Callable[[Callable, dict, object], dict]) -> None:
     model.predict_calls = predict_calls
 
 
+def fed(decoder, layers: Sequence[int], name: str, change: Callable) -> None:
+    """Changes one input of the shards of some layers."""
+
+    def other(predict, inputs, state):
+        return predict(inputs | {name: change(inputs[name])}, state)
+
+    for layer in layers:
+        around(decoder.layers[layer], other)
+
+
+def forget(decoder, layers: Sequence[int], name: str) -> None:
+    """Zeros a state of some layers after each call."""
+    for layer in layers:
+
+        def forgetful(predict, inputs, state, full=f"layers.{layer}.{name}"):
+            outputs = predict(inputs, state)
+            state.write(full, np.zeros_like(state.read(full)))
+            return outputs
+
+        around(decoder.layers[layer], forgetful)
+
+
 def host(
     decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int], None]
 ) -> None:
@@ -112,23 +131,24 @@ def host(
     place."""
     original = decoder.host.inputs
 
-    def inputs(offsets, counts, T, *rest):
-        made = {
-            name: value.copy()
-            for name, value in original(offsets, counts, T, *rest).items()
-        }
+    def inputs(offsets, counts, T):
+        made = {n: v.copy() for n, v in original(offsets, counts, T).items()}
         change(made, offsets, counts, T)
         return made
 
     decoder.host.inputs = inputs
 
 
-def constant(
-    decoder: Decoder,
-    layer: int,
-    tensor: str,
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+def inputs(decoder: Decoder, names: str, change: Callable) -> None:
+    """Changes some of these inputs, their names side by side: change(input) gives others."""
+
+    def replaced(made, *_):
+        made.update({n: np.float32(change(made[n])) for n in names.split()})
+
+    host(decoder, replaced)
+
+
+def constant(decoder: Decoder, layer: int, tensor: str, change: Callable) -> None:
     """Changes a weight of a layer in every step that uses it, and in the shard's table of
     constants."""
     model = decoder.layers[layer]
@@ -145,59 +165,20 @@ def replace(model, name: str, change: Callable[[torch.Tensor], torch.Tensor]) ->
                 step.constants[parameter] = new.to(value.dtype)
 
 
-def changed(name: str, layer: int, tensor: str, change: Callable, bundle="llama"):
-    """A fault of one weight of a layer, which gate `program` shows."""
-
-    @fault("program", bundle, name)
-    def plant(decoder):
-        constant(decoder, layer, tensor, change)
-
-
-def altered(
-    name: str,
-    layer: int,
-    kind: str,
-    module: str = "",
-    *,
-    gate: str = "program",
-    bundle: str = "llama",
-    which: int = 0,
-    function: Callable | None = None,
-    **change: Callable,
-) -> None:
-    """A fault of one step of a layer, of its kind and module the `which`: it is another
-    `function`, or `wrap` changes it."""
-
-    @fault(gate, bundle, name)
-    def plant(decoder):
-        step = steps(decoder, layer, kind, module)[which]
-        if function:
-            step.function = function
-        wrap(step, **change)
-
-
 # The host's inputs
 
-
-def made(name: str, gate: str, inputs: str, change: Callable, bundle: str = "llama"):
-    """A fault of inputs, their names side by side: change(input) gives others."""
-
-    @fault(gate, bundle, name)
-    def plant(decoder):
-        def replace(made, *_):
-            made.update({n: np.float32(change(made[n])) for n in inputs.split()})
-
-        host(decoder, replace)
-
-
-def blocked(mask, *rows):
-    mask[..., list(rows)] = -1e4
-    return mask
+ROPE = "rope_cos rope_sin"
+WRITE, MASK = "kv_write_mask", "attn_mask"
 
 
 def clamped(mask):
     mask[:, :, -2] = np.maximum(mask[:, :, -2], mask[:, :, -1])
     mask[:, :, -1] = 0
+    return mask
+
+
+def last_row_blocked(mask):
+    mask[..., -1] = -1e4
     return mask
 
 
@@ -211,141 +192,174 @@ def infinite(mask):
         return (mask != 0) * np.float32(-np.inf)
 
 
-ROPE = "rope_cos rope_sin"
-WRITE, MASK = "kv_write_mask", "attn_mask"
-made(
-    "write_address_off_by_one_at_t_above_1",
+in_memory(
     "write_address",
-    WRITE,
-    lambda m: np.roll(m, int(m.shape[-1] > 1), 2),
-)
-made("address_clamped_at_the_last_but_one_slot", "write_address", WRITE, clamped)
-made(
-    "tokens_dropped_when_the_chunk_is_long",
-    "write_address",
-    WRITE,
-    lambda m: m * (np.arange(m.shape[-1]) < 2),
-)
-# the same rows change, each with another token's content: only T > 1 shows it
-made(
-    "tokens_of_a_chunk_written_in_reverse",
+    write_address_off_by_one_at_t_above_1=(
+        WRITE,
+        lambda m: np.roll(m, int(m.shape[-1] > 1), 2),
+    ),
+    address_clamped_at_the_last_but_one_slot=(WRITE, clamped),
+    tokens_dropped_when_the_chunk_is_long=(
+        WRITE,
+        lambda m: m * (np.arange(m.shape[-1]) < 2),
+    ),
+)(inputs)
+in_memory(
     "program",
-    WRITE,
-    lambda m: m[..., ::-1].copy(),
-)
-made(
-    "every_token_of_a_chunk_gets_the_first_position",
-    "program",
-    ROPE,
-    lambda x: x[:, :, :1].repeat(x.shape[2], 2),
-)
-made("rope_turns_the_other_way", "host", "rope_sin", np.negative)
-made("rope_frequencies_in_reverse", "host", ROPE, lambda x: x[..., ::-1].copy())
-made("mask_of_ones_and_zeros", "host", MASK, lambda m: m == 0)
-made("future_left_visible", "host", MASK, np.zeros_like)
-made(
-    "future_visible_within_a_chunk",
-    "program",
-    MASK,
-    lambda m: m[:, :, -1:].repeat(m.shape[2], 2),
-)
-made("mask_too_weak_to_hide_stale_rows", "stale_rows", MASK, lambda m: m / 1e3)
-made("mask_of_minus_infinity_times_zero", "program", MASK, infinite)
-made("mask_blocks_the_last_row", "host", MASK, lambda m: blocked(m, -1))
-# batches: what the first sequence has stands for all
-made(
-    "every_sequence_gets_the_first_one_s_rope",
-    "program",
-    ROPE,
-    lambda x: x[:1].repeat(len(x), 0),
-    "batch",
-)
-made(
-    "every_sequence_gets_the_first_one_s_mask",
-    "program",
-    MASK,
-    lambda m: m[:1].repeat(len(m), 0),
-    "batch",
-)
-made(
-    "the_last_sequence_writes_where_the_first_does",
-    "program",
-    WRITE,
-    first_written,
-    "batch",
-)
-made(
-    "sequences_see_what_any_of_them_sees",
-    "program",
-    MASK,
-    lambda m: m.max(0, keepdims=True).repeat(len(m), 0),
-    "batch",
-)
-made(
-    "ring_written_one_row_late",
-    "write_address",
-    "kv_write_mask_local",
-    lambda m: np.roll(m, 1, 2),
-    "ring",
-)
-made(
-    "ring_mask_off_by_one",
+    # the same rows change, each with another token's content: only T > 1 shows it
+    tokens_of_a_chunk_written_in_reverse=(WRITE, lambda m: m[..., ::-1].copy()),
+    every_token_of_a_chunk_gets_the_first_position=(
+        ROPE,
+        lambda x: x[:, :, :1].repeat(x.shape[2], 2),
+    ),
+    future_visible_within_a_chunk=(MASK, lambda m: m[:, :, -1:].repeat(m.shape[2], 2)),
+    mask_of_minus_infinity_times_zero=(MASK, infinite),
+)(inputs)
+in_memory(
     "host",
-    "attn_mask_local",
-    lambda m: np.roll(m, 1, 3),
-    "ring",
+    rope_turns_the_other_way=("rope_sin", np.negative),
+    rope_frequencies_in_reverse=(ROPE, lambda x: x[..., ::-1].copy()),
+    mask_of_ones_and_zeros=(MASK, lambda m: m == 0),
+    future_left_visible=(MASK, np.zeros_like),
+    mask_blocks_the_last_row=(MASK, last_row_blocked),
+)(inputs)
+in_memory("stale_rows", mask_too_weak_to_hide_stale_rows=(MASK, lambda m: m / 1e3))(
+    inputs
 )
+# batches: what the first sequence has stands for all
+in_memory(
+    "program",
+    "batch",
+    every_sequence_gets_the_first_one_s_rope=(ROPE, lambda x: x[:1].repeat(len(x), 0)),
+    every_sequence_gets_the_first_one_s_mask=(MASK, lambda m: m[:1].repeat(len(m), 0)),
+    the_last_sequence_writes_where_the_first_does=(WRITE, first_written),
+    sequences_see_what_any_of_them_sees=(
+        MASK,
+        lambda m: m.max(0, keepdims=True).repeat(len(m), 0),
+    ),
+)(inputs)
+in_memory(
+    "write_address",
+    "ring",
+    ring_written_one_row_late=("kv_write_mask_local", lambda m: np.roll(m, 1, 2)),
+)(inputs)
+in_memory(
+    "host", "ring", ring_mask_off_by_one=("attn_mask_local", lambda m: np.roll(m, 1, 3))
+)(inputs)
 
 
-def turned(name: str, angles: Callable) -> None:
-    """A fault of rope: angles(positions, inverse frequencies)."""
+@in_memory(
+    "host",
+    # keys drift further from the golden's with every position
+    rope_base_slightly_off=(lambda p, inv: p * inv**1.02,),
+    rope_of_the_wrong_base=(lambda p, inv: p * inv**1.2,),
+    rope_off_by_one_past_48=(lambda p, inv: (p + (p >= 48)) * inv,),
+    rope_left_out=(lambda p, inv: p * inv * 0,),
+)
+def turned(decoder, angles):
+    """Other angles of rope, by positions and inverse frequencies."""
+    inv = np.array(decoder.manifest.rope[0].inv_freq, np.float32)
 
-    @fault("host", name=name)
-    def plant(decoder):
-        inv = np.array(decoder.manifest.rope[0].inv_freq, np.float32)
+    def turn(made, offsets, counts, T):
+        positions = (offsets[:, None] + np.arange(T))[:, None, :, None]
+        cos, sin = (f(angles(positions, inv)) for f in (np.cos, np.sin))
+        made.update(rope_cos=np.float32(cos), rope_sin=np.float32(sin))
 
-        def turn(made, offsets, counts, T):
-            positions = (offsets[:, None] + np.arange(T))[:, None, :, None]
-            cos, sin = (f(angles(positions, inv)) for f in (np.cos, np.sin))
-            made.update(rope_cos=np.float32(cos), rope_sin=np.float32(sin))
-
-        host(decoder, turn)
+    host(decoder, turn)
 
 
-# keys drift further from the golden's with every position
-turned("rope_base_slightly_off", lambda p, inv: p * inv**1.02)
-turned("rope_of_the_wrong_base", lambda p, inv: p * inv**1.2)
-turned("rope_off_by_one_past_48", lambda p, inv: (p + (p >= 48)) * inv)
-turned("rope_left_out", lambda p, inv: p * inv * 0)
+def rope_at(decoder, position: Callable) -> None:
+    """Takes rope from other positions: position(offsets, counts, T)."""
+    original = decoder.host.inputs
+
+    def elsewhere(made, offsets, counts, T):
+        last = decoder.options.max_seq_len - T
+        moved = np.minimum(position(offsets, counts, T), last)
+        other = original(moved, counts, T)
+        made |= {name: other[name] for name in ROPE.split()}
+
+    host(decoder, elsewhere)
+
+
+in_memory(
+    "host",
+    rope_uses_the_offset_after_the_update=(
+        lambda offsets, counts, T: offsets + counts,
+    ),
+    rope_frozen_past_32=(lambda offsets, counts, T: np.minimum(offsets, 32 - T),),
+)(rope_at)
+
+
+@in_memory("host")
+def a_token_does_not_see_itself(decoder):
+    def blind(made, *_):
+        own = made[WRITE].transpose(0, 1, 3, 2) > 0
+        made[MASK] = np.where(own, np.float32(-1e4), made[MASK])
+
+    host(decoder, blind)
+
+
+@in_memory("host", window_of_eight_tokens=(8,), attention_limited_to_40_rows=(40,))
+def limit_attention(decoder, rows):
+    """Blocks positions this many or more before a token."""
+
+    def window(made, offsets, counts, T):
+        positions = (offsets[:, None] + np.arange(T))[:, None, :, None]
+        behind = positions - np.arange(made[MASK].shape[-1])
+        made[MASK] = np.where(behind < rows, made[MASK], np.float32(-1e4))
+
+    host(decoder, window)
+
+
+@in_memory("program", "slice")
+def slice_written_one_row_before_the_last(decoder):
+    def early(made, offsets, counts, T):
+        made["pos"] = np.minimum(made["pos"], decoder.options.max_seq_len - T - 1)
+
+    host(decoder, early)
+
+
+@in_memory("host", "ring")
+def local_rope_for_global_layers(decoder):
+    host(decoder, lambda made, *_: made.update(rope_cos_global=made["rope_cos_local"]))
 
 
 # Write addresses
 
 
-@fault("write_address")
-def write_address_off_by_one_in_the_last_layer_only(decoder):
-    def late(predict, inputs, state):
-        mask = np.roll(inputs["kv_write_mask"], 1, 2)
-        return predict(inputs | {"kv_write_mask": mask}, state)
+in_memory(
+    "write_address",
+    write_address_off_by_one_in_the_last_layer_only=(
+        [-1],
+        WRITE,
+        lambda m: np.roll(m, 1, 2),
+    ),
+)(fed)
 
-    around(decoder.layers[-1], late)
 
-
-@fault("write_address", bundle="fixed")
+@in_memory("write_address", "fixed")
 def padding_written_as_content(decoder):
-    original = decoder.host.inputs
-    decoder.host.inputs = lambda offsets, counts, T, *rest: original(
-        offsets, np.minimum(T, decoder.options.max_seq_len - offsets), T, *rest
+    original, S = decoder.host.inputs, decoder.options.max_seq_len
+    decoder.host.inputs = lambda offsets, counts, T: original(
+        offsets, np.minimum(T, S - offsets), T
     )
 
 
-@fault("write_address")
+@in_memory("state_life")
+def position_past_the_cache_is_clamped(decoder):
+    original, S = decoder.host.inputs, decoder.options.max_seq_len
+    decoder.host.inputs = lambda offsets, counts, T: original(
+        np.minimum(offsets, S - T), counts, T
+    )
+
+
+@in_memory("write_address")
 def state_never_written(decoder):
     for step in steps(decoder, 1, "write_state"):
         step.function = lambda **_: None
 
 
-@fault("write_address")
+@in_memory("write_address")
 def only_the_first_head_is_written(decoder):
     def first_head(arguments):
         old, new = arguments["input"].value, arguments["data"]
@@ -355,7 +369,7 @@ def only_the_first_head_is_written(decoder):
         wrap(step, before=first_head)
 
 
-@fault("stale_rows")
+@in_memory("stale_rows")
 def rows_added_instead_of_replaced(decoder):
     for step in steps(decoder, 0, "sub", "self_attn"):
         # 1 − Σ write mask: what is kept of the old rows
@@ -363,31 +377,27 @@ def rows_added_instead_of_replaced(decoder):
             wrap(step, after=torch.ones_like)
 
 
-@fault("program")
+@in_memory("program")
 def keys_and_values_swapped(decoder):
     names = {"k_state": "v_state", "v_state": "k_state"}
     for step in decoder.layers[2].executable.body.steps:
         step.operands = [
-            (
-                parameter,
-                names.get(source, source) if isinstance(source, str) else source,
-                a,
-            )
-            for parameter, source, a in step.operands
+            (name, names.get(source, source) if isinstance(source, str) else source, a)
+            for name, source, a in step.operands
         ]
 
 
 # Life of states
 
 
-@fault("state_life")
+@in_memory("state_life")
 def a_new_sequence_gets_the_old_state(decoder):
     for model in decoder.layers:
         made = model.make_state()
         model.make_state = lambda made=made: made
 
 
-@fault("write_address")
+@in_memory("write_address")
 def a_new_state_for_every_token(decoder):
     for model in decoder.layers:
         around(
@@ -395,40 +405,27 @@ def a_new_state_for_every_token(decoder):
         )
 
 
-@fault("state_life")
+@in_memory("state_life")
 def all_states_of_a_model_are_one(decoder):
     for model in decoder.layers:
         shared = model.make_state()
         around(model, lambda predict, inputs, _, s=shared: predict(inputs, s))
 
 
-@fault("state_life")
-def position_past_the_cache_is_clamped(decoder):
-    inputs = decoder.host.inputs
-    S = decoder.options.max_seq_len
-    decoder.host.inputs = lambda offsets, counts, T, *rest: inputs(
-        np.minimum(offsets, S - T), counts, T, *rest
-    )
-
-
-@fault("stale_rows")
-def nan_hidden_by_a_finite_read(decoder):
+@in_memory("stale_rows", nan_hidden_by_a_finite_read=(torch.nan_to_num,))
+@in_memory(
+    "write_address",
+    subnormal_numbers_flushed_by_a_read=(
+        lambda value: torch.where(value.abs() < 2**-14, 0.0, value),
+    ),
+)
+def read(decoder, change):
     for layer in range(len(decoder.layers)):
         for step in steps(decoder, layer, "read_state"):
-            wrap(step, after=torch.nan_to_num)
+            wrap(step, after=change)
 
 
-@fault("write_address")
-def subnormal_numbers_flushed_by_a_read(decoder):
-    def flushed(value):
-        return torch.where(value.abs() < 2**-14, 0.0, value)
-
-    for layer in range(len(decoder.layers)):
-        for step in steps(decoder, layer, "read_state"):
-            wrap(step, after=flushed)
-
-
-@fault("program")
+@in_memory("program")
 def cache_rows_rounded_again_at_every_call(decoder):
     # a quantized cache that is read, dequantized and stored anew: the oldest rows suffer most
     rng = np.random.default_rng(0)
@@ -445,106 +442,7 @@ def cache_rows_rounded_again_at_every_call(decoder):
         around(model, worn)
 
 
-# Rope
-
-
-@fault("host")
-def rope_uses_the_offset_after_the_update(decoder):
-    original = decoder.host.inputs
-
-    def inputs(offsets, counts, T, *rest):
-        late = original(
-            np.minimum(offsets + counts, decoder.options.max_seq_len - T),
-            counts,
-            T,
-            *rest,
-        )
-        ropes = {n: v for n, v in late.items() if n.startswith("rope")}
-        return original(offsets, counts, T, *rest) | ropes
-
-    decoder.host.inputs = inputs
-
-
-@fault("program")
-def rope_on_keys_but_not_on_queries(decoder):
-    # queries are rotated first
-    for step in steps(decoder, 1, "concat", "self_attn")[:1]:
-        halves = step.operands[0][1]
-        a, b = (
-            next(
-                s
-                for s in decoder.layers[1].executable.body.steps
-                if s.outputs and s.outputs[0][0] == h
-            )
-            for h in halves
-        )
-        wrap(a, before=lambda g: {"x": g["x"] * 1, "y": g["y"] * 0})
-        wrap(b, before=lambda g: {"x": g["x"], "y": g["y"] * 0})
-
-
-# Masks
-
-
-@fault("host")
-def a_token_does_not_see_itself(decoder):
-    def blind(made, offsets, counts, T):
-        own = made["kv_write_mask"].transpose(0, 1, 3, 2) > 0
-        made["attn_mask"] = np.where(own, np.float32(-1e4), made["attn_mask"])
-
-    host(decoder, blind)
-
-
-@fault("host")
-def window_of_eight_tokens(decoder):
-    limit_attention(decoder, 8)
-
-
-def limit_attention(decoder: Decoder, rows: int) -> None:
-    """Blocks positions this many or more before a token."""
-
-    def window(made, offsets, counts, T):
-        behind = (offsets[:, None] + np.arange(T))[:, None, :, None] - np.arange(
-            made["attn_mask"].shape[-1]
-        )
-        made["attn_mask"] = np.where(behind < rows, made["attn_mask"], np.float32(-1e4))
-
-    host(decoder, window)
-
-
-# Batches: what the first sequence has stands for all
-
-
-altered(
-    "sequences_exchanged_in_one_layer",
-    *(1, "conv", "down_proj"),
-    bundle="batch",
-    after=lambda y: y.flip(0),
-)
-
-
-# Positions far from the first ones
-
-
-@fault("host")
-def rope_frozen_past_32(decoder):
-    original = decoder.host.inputs
-
-    def inputs(offsets, counts, T, *rest):
-        made = original(offsets, counts, T, *rest)
-        still = original(np.minimum(offsets, 32 - T), counts, T, *rest)
-        late = (offsets > 32 - T)[:, None, None, None]
-        ropes = {n: np.where(late, still[n], made[n]) for n in ("rope_cos", "rope_sin")}
-        return made | ropes
-
-    decoder.host.inputs = inputs
-
-
-@fault("host")
-def attention_limited_to_40_rows(decoder):
-    limit_attention(decoder, 40)
-
-
-@fault("program")
+@in_memory("program")
 def a_value_head_damaged_past_row_48(decoder):
     def damaged(value):
         value = value.clone()
@@ -562,33 +460,19 @@ def last_row_twice(value):
     return value
 
 
-altered(
-    "the_newest_row_read_twice_near_the_end",
-    *(2, "read_state"),
-    which=-1,
-    after=last_row_twice,
-)
+in_memory(
+    "program",
+    the_newest_row_read_twice_near_the_end=(2, "read_state", "", last_row_twice, -1),
+)(result)
 
 
-# What the host makes for other ways to write, and for experts that it picks
+# Rope in a program
 
 
-@fault("program", bundle="slice")
-def slice_written_one_row_before_the_last(decoder):
-    def clamped(made, offsets, counts, T):
-        made["pos"] = np.minimum(made["pos"], decoder.options.max_seq_len - T - 1)
-
-    host(decoder, clamped)
-
-
-@fault("host", bundle="ring")
-def local_rope_for_global_layers(decoder):
-    host(decoder, lambda made, *_: made.update(rope_cos_global=made["rope_cos_local"]))
-
-
-@fault("program", bundle="routed")
-def expert_of_the_lowest_score_picked(decoder):
-    for model in decoder.layers:
-        for step in model.executable.body.steps:
-            if step.outputs and step.outputs[0][0] == "router_scores":
-                wrap(step, after=torch.neg)
+@in_memory("program")
+def rope_on_keys_but_not_on_queries(decoder):
+    # queries are rotated first
+    halves = steps(decoder, 1, "concat", "self_attn")[0].operands[0][1]
+    for name in halves:
+        step = making(decoder, 1, name)
+        wrap(step, before=lambda given: given | {"y": given["y"] * 0})

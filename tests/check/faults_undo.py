@@ -2,14 +2,14 @@
 
 from functools import partial
 
-from faults import fault
+from registry import in_memory
 
 from workbench.bundle.names import is_cache
 
-fault = partial(fault, "undo")
+fault = partial(in_memory, "undo")
 
 
-@fault(bundle="lfm2")
+@fault("lfm2")
 def undo_that_forgets_the_tail(decoder):
     """Goes on with the tail of the whole call."""
     trim = decoder.trim
@@ -25,7 +25,7 @@ def undo_that_forgets_the_tail(decoder):
     decoder.trim = forgetful
 
 
-@fault(bundle="lfm2")
+@fault("lfm2")
 def undone_columns_stay_in_the_tail(decoder):
     """The call runs again with one more token than stays: a later token reads it."""
     trim = decoder.trim
@@ -38,16 +38,8 @@ def undone_columns_stay_in_the_tail(decoder):
     decoder.trim = undone
 
 
-@fault(bundle="lfm2")
-def tail_undone_beyond_its_rows(decoder):
-    deeper(decoder)
-
-
-@fault(bundle="ring")
-def ring_trimmed_beyond_its_depth(decoder):
-    deeper(decoder)
-
-
+@fault("lfm2", tail_undone_beyond_its_rows=())
+@fault("ring", ring_trimmed_beyond_its_depth=())
 def deeper(decoder) -> None:
     """Lets a decoder go back to any token."""
     advance = decoder.advance
@@ -60,7 +52,7 @@ def deeper(decoder) -> None:
     decoder.advance = floorless
 
 
-@fault(bundle="llama")
+@fault()
 def undo_of_one_token_too_few(decoder):
     trim = decoder.trim
     decoder.trim = lambda count, seq=0, seqs=None: trim(max(0, count - 1), seq, seqs)

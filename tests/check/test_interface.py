@@ -1,22 +1,12 @@
-"""Gates `interface` and `weights`: GREEN on what the export writes; `interface` RED with words that
-name what was changed on disk. test_faults has every fault."""
+"""Gate `interface`: RED with words that name what was changed on disk. test_faults has every fault
+and what is GREEN."""
 
 import pytest
 
 from workbench import Bundle, Decoder, InputError
 from workbench.bundle import PRESETS
 from workbench.check.interface import interface_gate
-from workbench.check.weights import weights_gate
-from workbench.models.checkpoint import Checkpoint
 
-CLEAN = {
-    "llama": {"tokens": "4"},
-    "qwen2": {"layers_per_shard": 2},
-    "qwen3": {"kv_write": "slice", "layout": "bc1t"},
-    "gemma3_text": {"sliding": "ring", "layers_per_shard": 2},
-    "zaya": {"tokens": "1", "layers_per_shard": 2},
-    "zaya routed": {"moe": "routed"},
-}
 X = "layers_01_01: input x: FLOAT16 [1, 128, 1..4, 1] in the manifest, FLOAT16 "
 # Planted fault → the first words of the reason: where, what it is, what it should be.
 REASONS = {
@@ -29,21 +19,6 @@ REASONS = {
     "two_layers_a_shard_declared": "layers of shards: [(0, 2), (2, 4)] in the options",
     "another_family_declared": "family: qwen2 in the manifest, llama in the checkpoint",
 }
-
-
-@pytest.mark.matrix(1, wide=5)
-@pytest.mark.parametrize(("family", "compress"), [*zip(CLEAN, PRESETS, strict=True)])
-def test_what_the_export_writes_is_green(exports, family, compress):
-    changed = {"num_experts": 12} if family == "zaya" else {}
-    path = exports.checkpoint(family.split()[0], dtype="float32", **changed)
-    bundle = exports.bundle(path, compress=compress, **CLEAN[family])
-    found = interface_gate(bundle, Checkpoint(path))
-    assert found.verdict == "GREEN", found.reason
-    assert "the checkpoint's" in found.reason
-    assert "not compared" in interface_gate(bundle).reason
-    stored = weights_gate(bundle, Checkpoint(path))
-    assert stored.verdict == "GREEN", stored.reason
-    assert stored.value < stored.threshold
 
 
 @pytest.mark.parametrize("fault", REASONS)
@@ -62,7 +37,7 @@ def test_a_tap_of_an_inner_layer_is_a_value_like_the_output(broken, tap):
     folder, _ = broken(plant, base="pairs")
     found = interface_gate(Bundle.open(folder))
     assert found.verdict == ("RED" if tap else "GREEN")
-    assert tap is None or "layer 0" in found.reason
+    assert ("layer 0" if tap else "not compared") in found.reason
 
 
 @pytest.mark.matrix(6, wide=30)

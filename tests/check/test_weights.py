@@ -1,5 +1,5 @@
-"""Gate `weights`: RED by name on what is damaged or missing. test_interface has what is GREEN,
-test_faults every fault."""
+"""Gate `weights`: RED by name on what is damaged or missing. test_faults has every fault and
+what is GREEN."""
 
 import shutil
 
