@@ -1,8 +1,8 @@
 """Small changes of the code that some test must notice: `python tools/mutate.py`.
 
-Each change is made in a copy of the checkout, one at a time, and the test file that
-mirrors the changed module runs, or the folder of its room where no file does. What is
-printed are the changes that no test noticed, and how many were."""
+Each change is made in a copy of the checkout, one at a time; the test file that mirrors
+the changed module runs and, where it notices nothing or there is none, the folder of
+its room. What is printed are the changes that no test noticed, and how many were."""
 
 import ast
 import copy
@@ -69,11 +69,11 @@ def changes(source: str) -> Iterator[tuple[int, str, str, str]]:
         yield node.lineno, text[first:last].decode(), after, whole.decode()
 
 
-def mirrored(module: Path) -> Path:
-    """The tests of a module, both relative to the checkout."""
+def mirrored(module: Path) -> list[Path]:
+    """The tests of a module, its own before its room's; all relative to the checkout."""
     room = Path("tests") / module.parent.name
     own = room / f"test_{module.stem}.py"
-    return own if (ROOT / own).exists() else room
+    return [path for path in (own, room) if (ROOT / path).exists()]
 
 
 def noticed(folder: Path, tests: Path) -> bool:
@@ -105,7 +105,8 @@ def main(count: int = 60, seed: int = 0, rooms: str = ",".join(ROOMS)) -> None:
             shutil.copy(ROOT / name, Path(folder) / name)
         for module, line, before, after, whole in drawn:
             (Path(folder) / module).write_text(whole)
-            found = noticed(Path(folder), mirrored(module))
+            tests = mirrored(module)
+            found = any(noticed(Path(folder), path) for path in tests)
             shutil.copy(ROOT / module, Path(folder) / module)
             caught += found
             kind = "caught " if found else "SURVIVED"

@@ -39,11 +39,13 @@ lfm2(
 lfm2(old_columns_of_a_tail_stay_where_they_are=(RECURRENT, "tail_keep", identity))(fed)
 lfm2(
     what_enters_the_convolution_and_what_gates_it_exchanged=(
-        *(2, "conv.in_proj.weight"),
+        2,
+        "conv.in_proj.weight",
         branches_exchanged,
     ),
     taps_of_a_short_convolution_in_reverse=(
-        *(0, "conv.conv.weight"),
+        0,
+        "conv.conv.weight",
         lambda w: w.flip(-1),
     ),
 )(constant)
@@ -68,10 +70,7 @@ mamba(
 delta(
     decays_of_other_heads=(2, "linear_attn.A_log", lambda a: a.flip(1)),
     bias_of_the_step_lost=(0, "linear_attn.dt_bias", torch.zeros_like),
-    taps_of_delta_net_in_reverse=(
-        *(2, "linear_attn.conv1d.weight"),
-        lambda w: w.flip(-1),
-    ),
+    taps_of_delta_net_in_reverse=(2, "linear_attn.conv1d.weight", lambda w: w.flip(-1)),
 )(constant)
 mamba(skip_past_the_matrix_lost=(2, "mamba.D", torch.zeros_like))(constant)
 delta(gate_of_attention_dropped=(1, "sigmoid", "self_attn", torch.ones_like))(result)

@@ -61,7 +61,9 @@ in_memory(
     "batch",
     sequences_exchanged_in_one_layer=(1, "conv", "down_proj", lambda y: y.flip(0)),
     a_sequence_reads_a_thousandth_of_another=(
-        *(0, "conv", "o_proj"),
+        0,
+        "conv",
+        "o_proj",
         lambda y: y + 1e-3 * y.flip(0),
     ),
 )(result)
@@ -105,7 +107,8 @@ in_memory(
     "program",
     norm_weight_lost=(2, "post_attention_layernorm.weight", torch.ones_like),
     weights_scaled_along_the_wrong_axis=(
-        *(0, "self_attn.o_proj.weight"),
+        0,
+        "self_attn.o_proj.weight",
         scaled_along_inputs,
     ),
     weights_quantized_to_three_bits=(3, "mlp.up_proj.weight", coarse),

@@ -63,17 +63,20 @@ def halves_exchanged(w, experts: int = 4):
 
 fault(
     taps_of_the_convolution_in_reverse=(
-        *(1, "self_attn.qkv_proj.conv_qk_depthwise.weight"),
+        1,
+        "self_attn.qkv_proj.conv_qk_depthwise.weight",
         lambda w: w.flip(-1),
     ),
     temperature_negated=(0, TEMPERATURE, lambda t: -t.flatten()[0].expand_as(t)),
     temperature_of_the_first_head_for_all=(
-        *(2, TEMPERATURE),
+        2,
+        TEMPERATURE,
         lambda t: t[:, :1].expand_as(t).clone(),
     ),
     temperature_left_out=(0, TEMPERATURE, lambda t: t / 2),
     residual_scale_lost=(
-        *(2, "post_attention_residual_scale.hidden_states_scale"),
+        2,
+        "post_attention_residual_scale.hidden_states_scale",
         torch.zeros_like,
     ),
     experts_exchanged=(1, "mlp.experts.down_proj", lambda w: w.flip(1)),
@@ -91,11 +94,15 @@ def balancing_biases_left_out(decoder):
 
 fault(
     key_pulled_to_one_query_instead_of_their_mean=(
-        *(1, "reduce_mean", "qkv_proj"),
+        1,
+        "reduce_mean",
+        "qkv_proj",
         lambda x, **_: x[:, :1],
     ),
     second_best_expert_picked=(
-        *(2, "reduce_argmax", ""),
+        2,
+        "reduce_argmax",
+        "",
         lambda x, **_: x.topk(2, 1).indices[:, 1:].int(),
     ),
 )(function)

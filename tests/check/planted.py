@@ -39,18 +39,23 @@ def exchanged(copy: Copy, one: str, other: str) -> None:
 weights(
     values_of_one_layer_times_0_9=("layers.1.self_attn.v_proj.weight", scale, 0.9),
     values_of_the_last_layer_times_1_01=(
-        *("layers.3.self_attn.v_proj.weight", scale),
+        "layers.3.self_attn.v_proj.weight",
+        scale,
         1.01,
     ),
     keys_times_1_2=("layers.{}.self_attn.k_proj.weight", scale, 1.2),
     queries_halved_in_the_first_layer=("layers.0.self_attn.q_proj.weight", scale, 0.5),
     one_output_channel_times_1_2=(
-        *("layers.1.self_attn.o_proj.weight", scale_row),
-        *(7, 1.2),
+        "layers.1.self_attn.o_proj.weight",
+        scale_row,
+        7,
+        1.2,
     ),
     one_output_channel_of_down_proj_times_0_8=(
-        *("layers.3.mlp.down_proj.weight", scale_row),
-        *(100, 0.8),
+        "layers.3.mlp.down_proj.weight",
+        scale_row,
+        100,
+        0.8,
     ),
     zero_point_plus_one=("layers.{}.mlp.up_proj.weight", shift, 1),
     zero_point_minus_one_in_one_tensor=("layers.2.self_attn.q_proj.weight", shift, -1),

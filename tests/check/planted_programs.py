@@ -292,14 +292,16 @@ def other_inputs(copy, layer, names):
 @program(
     "functions",
     rope_turns_the_other_way_in_the_function_of_t_1=(
-        *(1, "rope_turns_the_other_way_for_queries"),
+        1,
+        "rope_turns_the_other_way_for_queries",
     ),
     rms_epsilon_times_100_in_the_function_of_t_1=(1, "rms_epsilon_times_100"),
     silu_become_sigmoid_in_the_function_of_t_4=(4, "silu_become_sigmoid"),
     mask_not_added_to_scores_in_the_function_of_t_4=(4, "mask_not_added_to_scores"),
     states_exchanged_in_the_function_of_t_4=(4, "states_exchanged"),
     gate_and_up_read_in_exchange_in_the_function_of_t_4=(
-        *(4, "gate_and_up_read_in_exchange"),
+        4,
+        "gate_and_up_read_in_exchange",
     ),
 )
 def in_function(copy, T, fault):

@@ -31,6 +31,7 @@ def epsilons(decoder):
     return norms
 
 
+@pytest.mark.slow("asks the gate once for each norm")
 @pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("family, options", DRAWS)
 def test_every_epsilon_of_every_norm_is_seen(exports, family, options):

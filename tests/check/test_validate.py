@@ -47,16 +47,6 @@ def bundle(llama_bundle, tmp_path):
     return Bundle.open(shutil.copytree(llama_bundle.root, tmp_path / "b"))
 
 
-@pytest.fixture
-def misdeclared(bundle):
-    """A bundle whose manifest promises calls of eight tokens, which its programs do not take."""
-    path = bundle.root / "bundle.json"
-    contents = json.loads(path.read_text())
-    contents["options"]["tokens"] = "1-8"
-    path.write_text(json.dumps(contents))
-    return Bundle.open(bundle.root)
-
-
 # --- bug gates ------------------------------------------------------------------------------------
 
 
@@ -73,12 +63,13 @@ def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
 
 @pytest.mark.parametrize("source", ["checkpoint", "golden"])
 def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(
-    misdeclared, tiny_llama, llama_golden, source
+    broken, llama_golden, tmp_path, source
 ):
-    path = tiny_llama.path
+    folder, checkpoint = broken("t_max_of_60_over_a_range_of_4")
+    path = checkpoint.path
     if source == "golden":
-        path = llama_golden.save(misdeclared.root.parent / "g.safetensors")
-    code, found = run("validate", misdeclared.root, f"--{source}", path)
+        path = llama_golden.save(tmp_path / "g.safetensors")
+    code, found = run("validate", folder, f"--{source}", path)
     assert (code, found["verdict"], found["worst"]) == (1, "RED", None)
     named = {g["name"]: g for g in found["gates"]}
     assert named.keys() == set(BUG_GATES)

@@ -24,5 +24,6 @@ def test_every_kind_of_expression_is_changed_and_nothing_else():
 
 def test_the_tests_of_a_module_mirror_it():
     sweep = Path("workbench/sweep")
-    assert mutate.mirrored(sweep / "cell.py") == Path("tests/sweep/test_cell.py")
-    assert mutate.mirrored(sweep / "hardly.py") == Path("tests/sweep")
+    own, room = Path("tests/sweep/test_cell.py"), Path("tests/sweep")
+    assert mutate.mirrored(sweep / "cell.py") == [own, room]
+    assert mutate.mirrored(sweep / "hardly.py") == [room]
