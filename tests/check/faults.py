@@ -148,6 +148,13 @@ def inputs(decoder: Decoder, names: str, change: Callable) -> None:
     host(decoder, replaced)
 
 
+def held(decoder: Decoder, layer: int, tensor: str) -> torch.Tensor:
+    """A weight as the program holds it."""
+    model = decoder.layers[layer]
+    name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
+    return model.executable.constants[name].clone()
+
+
 def constant(decoder: Decoder, layer: int, tensor: str, change: Callable) -> None:
     """Changes a weight of a layer in every step that uses it, and in the shard's table of
     constants."""

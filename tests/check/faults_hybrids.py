@@ -5,7 +5,18 @@ from functools import partial
 
 import numpy as np
 import torch
-from faults import constant, fed, forget, inputs, making, result, scalars, steps, wrap
+from faults import (
+    constant,
+    fed,
+    forget,
+    held,
+    inputs,
+    making,
+    result,
+    scalars,
+    steps,
+    wrap,
+)
 from registry import in_memory
 
 lfm2 = partial(in_memory, "program", "lfm2")
@@ -79,9 +90,7 @@ delta(gate_of_attention_dropped=(1, "sigmoid", "self_attn", torch.ones_like))(re
 @delta()
 def gate_before_the_norm(decoder):
     # n · z over the RMS of n / γ · z is the norm of what was gated first
-    model = decoder.layers[0]
-    name = model.shard.weights["model.layers.0.linear_attn.norm.weight"]
-    gamma = model.executable.constants[name]
+    gamma = held(decoder, 0, "linear_attn.norm.weight")
 
     def gated_first(r):
         return r * torch.rsqrt((r / gamma).square().mean(-1, keepdim=True))

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import torch
-from faults import constant, function, replace, result, scalars, steps, wrap
+from faults import constant, function, held, replace, result, scalars, steps, wrap
 from registry import in_memory
 
 # Attention
@@ -116,13 +116,6 @@ in_memory(
     one_weight_is_nan=(0, "mlp.up_proj.weight", poisoned),
     key_weights_transposed=(2, "self_attn.k_proj.weight", lambda w: w.flip(1)),
 )(constant)
-
-
-def held(decoder, layer: int, tensor: str) -> torch.Tensor:
-    """A weight as the program holds it."""
-    model = decoder.layers[layer]
-    name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
-    return model.executable.constants[name].clone()
 
 
 @in_memory("program")

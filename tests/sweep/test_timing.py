@@ -66,7 +66,8 @@ def test_times_of_the_parts_add_up_and_only_core_ml_has_its_own(llama_bundle, ru
     parts = samples[samples["phase"].isin(PARTS)]
     sums = parts.groupby("order")[["value", "cpu_ms", "native_ms"]].sum()
     assert np.allclose(sums[["value", "cpu_ms"]], calls[["value", "cpu_ms"]])
-    assert (calls["cpu_ms"] > 0).all()
+    # a thread's clock and the wall's may differ by a step
+    assert calls["cpu_ms"].between(0, calls["value"] + 1, "neither").all()
     table = timing.layer_table(samples, decoder)
     assert (table["cpu_ms"] > 0).all()
     if runtime == "portable":
