@@ -41,16 +41,16 @@ class Experiment:
     Args:
         name: of the notebook and of the folder, such as ``05_stateful_kv_cache``.
         names: `globals()` of the notebook, which has its parameters.
-        out: the folder of the run (default: see `run_folder`).
+
+    Its folder (see `run_folder`) is emptied.
     """
 
-    def __init__(self, name: str, names: Mapping, out: Path | None = None):
+    def __init__(self, name: str, names: Mapping):
         self.name = name
         known = notebook_parameters(name[:2])
         self.parameters = {key: names[key] for key in known if key in names}
-        self.folder = Path(out or run_folder(name, self.parameters))
-        for kind in ("figures", "tables"):
-            shutil.rmtree(self.folder / kind, ignore_errors=True)
+        self.folder = run_folder(name, self.parameters)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.gates: list[gates.Gate] = []
 
     def figure(
@@ -87,7 +87,7 @@ class Experiment:
             label=f"tab:{self.name[:2]}-{name}",
         )
         stem.with_suffix(".tex").write_text(text)
-        return show(data)
+        return show(data).set_caption(caption)
 
     def _write(self, kind: str, name: str, data: pd.DataFrame, alt: str, **how) -> Path:
         """Writes the data and the description of a figure or table; returns the path
@@ -297,7 +297,8 @@ def run_notebook(
         are {path, alt} in the order of the notebook.
 
     Raises:
-        InputError: unknown notebook or parameter, or a cell raised it.
+        InputError: unknown notebook or parameter, no cell that concludes, or a cell
+            raised it.
         CellError: a cell raised another error.
     """
     import papermill
@@ -338,6 +339,10 @@ def run_notebook(
         text = f"{source.stem}, cell [{problem.exec_count}]: {problem.ename}: "
         raise CellError(f"{text}{problem.evalue} (executed copy: {copy})") from None
     folder = run_folder(source.stem, defaults | parameters)
+    if not (folder / "run.json").is_file():
+        needed = f"a cell that concludes Experiment({source.stem!r}, globals())"
+        step = "end the notebook with experiment.conclude(words)"
+        raise InputError(f"notebook {source.stem}", "no conclusion", needed, step)
     if publish:
         folder = publish_run(folder)
     run = _run_of(folder)

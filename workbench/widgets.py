@@ -24,7 +24,7 @@ from workbench.experiment import Experiment, show
 from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep.error_split import find_operation, measure_split, stored_split
-from workbench.sweep.grid import Cell, check_cells, find
+from workbench.sweep.grid import Cell, find
 from workbench.sweep.results import RUNTIMES
 from workbench.sweep.run import run_cell
 
@@ -32,43 +32,36 @@ FIRST = ("bundle", "max_seq_len", "T", "compress", "precision")
 """The first controls; other axes of the grid follow where they have several values."""
 TENSORS = ("update", "k", "v", "logits")
 METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its limit", "error")]
-PARTS = ["storage", "reauthoring", "quantization", "precision", "runtime", "total"]
 SPEED, LAYER = "tokens per second", "ms per layer"
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds that these take
 WIDTH = 9.5  # inches of a canvas
-NOWHERE = (None, None)  # a layer and a position
 
+Place = tuple[int, int]
+"""A layer, below 0 that of the logits, and a position."""
 Step = tuple[str, float, Callable[[], None]]
 """A measurement: what it is, about how many seconds it takes, what runs it."""
 
 
-class Explorer:
+class Explorer(ui.VBox):
     """Error by layer and token, tokens per second and ms per layer at every setting of a
     grid.
 
     What the log holds is drawn at once. The cell under the pointer is described below
     the picture; a click keeps it and shows how its layer's error splits, which is
     measured first where the log lacks it. *Run what is missing* measures the rest of the
-    grid in child processes, the shown setting first.
+    grid in child processes, the shown bundle first.
 
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`); each control begins at the
             first value of its axis.
         experiment: takes the figures that *Save figure* saves.
         root: the log's folder.
-        machine: the machine of the times (see `workbench.sweep.stored_tables`).
     """
 
     def __init__(
-        self,
-        grid: dict,
-        experiment: Experiment | None = None,
-        *,
-        root: str | Path | None = None,
-        machine: str | None = None,
+        self, grid: dict, experiment: Experiment, *, root: str | Path | None = None
     ):
-        self.grid = sweep.make_grid(grid)
-        self.experiment, self.machine = experiment, machine
+        self.grid, self.experiment = sweep.make_grid(grid), experiment
         self.root = Path(root or log.default_root()).absolute()
         cells = list(sweep.cells(self.grid, self.root))
         # a column for each option and way to run it
@@ -84,8 +77,7 @@ class Explorer:
         if not source.finished:
             self.checkpoint = Checkpoint(source.path)
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
-        self.error = None  # the first one
-        self.chosen = NOWHERE
+        self.chosen: Place | None = None
         self.queue, self.thread = [], None  # of Steps
         self.stopped = threading.Event()
         self.cell_s = 8.0  # seconds of a cell of the grid, until one has run
@@ -104,34 +96,26 @@ class Explorer:
         self.cancel = _button("Cancel", "stop", self.stopped.set)
         self.which = _button("Which operation?", "search", self.search)
         self.keep = _button("Save figure", "download", lambda: self.guarded(self.save))
-        self.status, self.message, self.answer = (ui.HTML() for _ in range(3))
-        self.words, self.tables = ui.HTML(), ui.HTML()
+        self.status, self.message, self.words, self.answer = (
+            ui.HTML() for _ in range(4)
+        )
         self.canvas, self.speed = _canvas(), _canvas()
         self.canvas.mpl_connect("button_press_event", self.click)
         buttons = [self.run, self.cancel, self.which, self.keep, self.status]
         wrap = ui.Layout(flex_flow="row wrap")
         rows = [ui.HBox(row, layout=wrap) for row in (self.controls, buttons)]
-        texts = [self.words, self.answer, self.tables]
-        self.box = ui.VBox([*rows, self.message, self.canvas, *texts, self.speed])
-        self.box.add_class("workbench-explorer")
+        shown = [self.message, self.canvas, self.words, self.answer, self.speed]
+        super().__init__([*rows, *shown])
+        self.add_class("workbench-explorer")
         self.guarded(self.refresh)
 
-    def _ipython_display_(self) -> None:
-        display(self.box)
-
-    def check(self) -> None:
-        """Raises the first error of any callback or measurement so far."""
-        if self.error:
-            raise self.error
-
     def guarded(self, action: Callable[[], None]) -> bool:
-        """Runs a callback; an error is shown, kept for `check`, and ends the queue.
-        Returns whether there was none."""
+        """Runs a callback, where an error would be lost: it is shown, and ends the
+        queue. Returns whether there was none."""
         try:
             action()
             return True
-        except Exception as problem:  # it would be lost in a callback
-            self.error = self.error or problem
+        except Exception as problem:
             self.queue.clear()
             text = html.escape(f"{type(problem).__name__}: {problem}")
             self.message.value = f"<pre class='workbench-error'>{text}</pre>"
@@ -139,7 +123,7 @@ class Explorer:
 
     def refresh(self) -> None:
         """Reads the log and draws."""
-        self.stored = sweep.stored_tables(self.grid, self.root, self.machine)
+        self.stored = sweep.stored_tables(self.grid, self.root)
         steps = self.missing()
         self.run.disabled = not steps
         missing = f"Run what is missing ({_duration(steps)})"
@@ -149,38 +133,34 @@ class Explorer:
     def draw(self) -> None:
         """Draws both pictures at the controls' setting, and the texts that belong to
         them."""
-        T = self.axes["T"]
+        T, tensor = self.axes["T"].value, self.tensor.value
         options = self._fitting(*sweep.RUN_AXES)[0].options
         S = options.max_seq_len
+        mode = "chained" if tensor == "logits" else "isolated"
         rows = self._rows("fidelity", "T", "depth", "fast", "max_seq_len")
-        rows = rows[rows["tensor"] == self.tensor.value].sort_values("T")
-        modes = set(rows["mode"])
-        self.options = {"tensor": self.tensor.value, "metric": self.metric.value}
-        self.options["mode"] = "isolated" if "isolated" in modes else "chained"
-        rows = rows[rows["mode"] == self.options["mode"]]
-        if (rows["T"] == T.value).any():  # validated are the smallest and the largest
-            rows = rows[rows["T"].isin([T.options[0], T.value])]
+        rows = rows[rows["tensor"].eq(tensor) & rows["mode"].eq(mode)]
+        if (rows["T"] == T).any():  # validated are the smallest and the largest
+            rows = rows[rows["T"].isin([self.axes["T"].options[0], T])]
         lengths = rows["max_seq_len"].unique()
         nearest = min(lengths, key=lambda n: abs(n - S), default=None)
-        self.shown = rows[rows["max_seq_len"] == nearest]
-        self.message.value = self._draw_speed(S, T.value)
+        self.shown = rows[rows["max_seq_len"] == nearest].sort_values("T")
+        self.message.value = self._draw_speed(S, T)
         if nearest != S:
-            words = "Not measured at this setting. "
+            words = "Not measured at this setting."
             if nearest:
-                words = f"Not measured at max_seq_len {S}; showing {nearest:.0f}. "
-            first = _duration(self.missing()[:1])
-            step = f"<i>Run what is missing</i> measures it ({first})."
-            self.message.value = words + step
-        words = self._words(*self.chosen)
-        self.which.disabled = not words
+                words = f"Not measured at max_seq_len {S}; showing {nearest:.0f}."
+            words += " <i>Run what is missing</i> measures it."
+            self.message.value = words
+        self.keep.disabled = nearest is None
         self.canvas.layout.display = None if nearest else "none"
         if nearest:
             shown = {"max_seq_len": int(nearest)}
             self.exported = options.model_copy(update=shown)  # as the shown rows
-            self._draw_cells(f"{self.tensor.label} against Hugging Face, T = {T.value}")
-        hint = "Click on a cell to see its values and its layer's error split."
-        self.words.value = f"<b>{html.escape(words)}</b>" if words else hint
-        self.tables.value = self._split() if words and self.checkpoint else ""
+            self.options = {"tensor": tensor, "mode": mode, "metric": self.metric.value}
+            if self.shown["position"].max() < len(self.tokens):
+                self.options["tokens"] = self.tokens
+            self._draw_cells(f"{tensor} against Hugging Face, T = {T}")
+        self.describe()
 
     def _fitting(self, *free: str) -> list[Cell]:
         """The grid's cells at the controls' setting, whatever the axes `free` are."""
@@ -202,7 +182,6 @@ class Explorer:
     def _draw_speed(self, S: int, T: int) -> str:
         """Draws tokens per second and ms per layer over max_seq_len and T, and gives
         those of the setting in words."""
-        where = ", ".join(f"{name} {c.value}" for name, c in self.axes.items())
         rates, layers = (
             self._rows(table, "max_seq_len", "T") for table in ("samples", "layers")
         )
@@ -210,42 +189,42 @@ class Explorer:
         layers = layers.assign(value=layers["layer_ms"], what=LAYER)
         times = pd.concat([rates, layers])
         own = times[(times["max_seq_len"] == S) & (times["T"] == T)]
-        medians = own.groupby("what")["value"].median()
-        self.speed.layout.display = "none"
-        if len(medians) < 2:
-            return f"{where}: no times yet"
+        self.speed.layout.display = "none" if own.empty else None
+        if own.empty:
+            return "No times yet."
         axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "what"}
         plots.lines(times, **axes, xlog=2, ylabel="", figure=self.speed.figure)
         for ax in self.speed.figure.axes:
             ax.axvline(S, color="0.8", linewidth=5, zorder=0)
-        self.speed.layout.display = None
         self.speed.draw_idle()
-        speed = f"{medians[SPEED]:.4g} tok/s, {medians[LAYER]:.3g} ms per layer"
-        return f"<b>{speed}</b> at {where}, on {own['machine'].iloc[0]}"
+        medians = own.groupby("what")["value"].median()
+        words = f"{medians[SPEED]:.4g} {SPEED}, {medians[LAYER]:.3g} {LAYER}"
+        return f"<b>{words}</b> on {own['machine'].iloc[0]}"
 
     def _draw_cells(self, title: str) -> None:
-        if self.shown["position"].max() < len(self.tokens):
-            self.options["tokens"] = self.tokens
         figure = self.canvas.figure
         plots.heatmap(self.shown, **self.options, title=title, figure=figure)
-        self.layers = sorted(self.shown["layer"].unique())
-        self.positions = sorted(self.shown["position"].unique())
-        layer, position = self.chosen
+        self.layers, self.positions = (
+            sorted(self.shown[name].unique()) for name in ("layer", "position")
+        )
         for ax in figure.axes[:-1]:  # the last one is the colour bar
-            ax.format_coord = lambda x, y: self._words(*self._cell_at(x, y))
-            if layer in self.layers and position in self.positions:
+            ax.format_coord = lambda x, y: self._cell(self._place(x, y))
+            if self._cell(self.chosen):
+                layer, position = self.chosen
                 at = self.positions.index(position), self.layers.index(layer)
                 ax.add_patch(Rectangle(at, 1, 1, fill=False, edgecolor="#D55E00", lw=2))
         self.canvas.draw_idle()
 
-    def _cell_at(self, x: float, y: float) -> tuple[int | None, int | None]:
-        """Layer and position of the cell at a point of a heatmap."""
+    def _place(self, x: float, y: float) -> Place | None:
+        """The cell at a point of a heatmap."""
         if 0 <= y < len(self.layers) and 0 <= x < len(self.positions):
             return self.layers[int(y)], self.positions[int(x)]
-        return NOWHERE
+        return None
 
-    def _words(self, layer: int | None, position: int | None) -> str:
-        """Place and values of a cell at the selected T, or the largest."""
+    def _cell(self, place: Place | None) -> str:
+        """Place and values of a cell at the selected T, or the largest; "" of one that
+        is not shown."""
+        layer, position = place or (None, None)
         rows = self.shown[self.shown["layer"] == layer]
         rows = rows[rows["position"] == position]
         if rows.empty:
@@ -260,28 +239,37 @@ class Explorer:
             words += f"{row['error'] / row['budget']:.2g} × the rounding floor"
         return words
 
-    def _split(self) -> str:
-        """The error split of the chosen layer as a table; "" if the log has none."""
+    def describe(self) -> bool:
+        """Writes the chosen cell's values and its layer's error split below the
+        heatmap; returns whether a split lacks that can be measured."""
+        cell = self._cell(self.chosen)
+        self.which.disabled = not cell
+        if not cell:
+            hint = "Click on a cell to see its values and its layer's error split."
+            self.words.value = hint
+            return False
+        self.words.value = f"<b>{html.escape(cell)}</b>"
+        if self.checkpoint is None:
+            return False
         parts = stored_split(self.checkpoint, self.exported, self.root)
         if parts is None:
-            return ""
-        layer = self.chosen[0]  # the logits' has no row
-        row = parts[parts["layer"] == layer][PARTS].astype(float)
-        words = f"layer {layer}: relative RMS that each step adds"
-        row = row.rename(index=lambda _: words)
-        return row.to_html(float_format="{:.2g}".format, na_rep="–")
+            return True
+        row = parts[parts["layer"] == self.chosen[0]]  # the logits' has none
+        row = row.drop(columns=["layer", "run_id"]).astype(float)
+        table = row.to_html(index=False, float_format="{:.2g}".format, na_rep="–")
+        self.words.value += f"<br>relative RMS that each step adds:{table}"
+        return False
 
     def click(self, event) -> None:
         """Chooses the cell under the pointer, and measures its layer's error split if
         the log has none."""
-        at = NOWHERE
+        place = None
         if event.inaxes in self.canvas.figure.axes[:-1]:
-            at = self._cell_at(event.xdata, event.ydata)
-        if at == NOWHERE:
+            place = self._place(event.xdata, event.ydata)
+        if place is None:
             return
-        self.chosen, self.answer.value = at, ""
-        self.guarded(self.draw)
-        if self.checkpoint and not self.tables.value:
+        self.chosen, self.answer.value = place, ""
+        if self.guarded(self.draw) and self.describe():
             split = partial(
                 measure_split,
                 self.checkpoint,
@@ -291,11 +279,11 @@ class Explorer:
                 self.root,
                 self.stopped,
             )
-            self.begin((f"error split of layer {at[0]} and the others", SPLIT_S, split))
+            self.begin((f"error split of layer {place[0]}", SPLIT_S, split))
 
     def search(self) -> None:
         """Searches for the operation that is wrong in the chosen cell."""
-        (setting, *_), chosen = self._fitting(), self.chosen
+        setting, chosen = self._fitting()[0], self.chosen
 
         def answer() -> None:
             about = setting, self.grid.validate_ids, self.root, chosen, self.stopped
@@ -317,7 +305,6 @@ class Explorer:
         return steps
 
     def _measure(self, cell: Cell) -> None:
-        check_cells([cell], self.grid)
         start = time.monotonic()
         where = {"bundles": log.project(self.root) / "data" / "bundles"}
         where |= {"root": self.root, "stop": self.stopped}
@@ -337,10 +324,9 @@ class Explorer:
 
     def _work(self) -> None:
         while self.queue:
-            label, _, run = step = self.queue.pop(0)
-            self.status.value = f"measuring {label}: {_duration([step])}"
-            if self.queue:
-                self.status.value += f", then {_duration(self.queue)} for the rest"
+            label, _, run = self.queue[0]
+            self.status.value = f"measuring {label}, {_duration(self.queue)} to go"
+            del self.queue[0]
             try:
                 if self.guarded(run):
                     _on_kernel_thread(partial(self.guarded, self.refresh))
@@ -351,18 +337,13 @@ class Explorer:
         self.status.value = ""
 
     def save(self) -> None:
-        """Saves the shown heatmap among the experiment's figures; its name holds tensor,
-        metric and setting."""
-        if self.experiment is None or self.shown.empty:
-            found = "nothing measured" if self.experiment else "no experiment"
-            needed = "a heatmap of an experiment"
-            raise InputError("Save figure", found, needed, "press Run what is missing")
-        controls = [self.tensor, self.metric, *self.axes.values()]
-        name = "-".join(["explorer", *(str(control.value) for control in controls)])
-        about = ", ".join(f"{c.description} {c.label}" for c in controls)
+        """Saves the shown heatmap among the experiment's figures; its name holds the
+        setting, tensor and metric."""
+        name = "-".join(["explorer", *(str(c.value) for c in self.controls)])
+        about = ", ".join(f"{c.description} {c.label}" for c in self.controls)
         words = {"alt": f"By layer and token: {about}.", "about": about}
-        shown = plots.heatmap, self.shown
-        self.experiment.figure(name, *shown, **words, **self.options)
+        drawn = plots.heatmap, self.shown
+        self.experiment.figure(name, *drawn, **words, **self.options)
         folder = self.experiment.folder / "figures"
         self.status.value = f"saved {name} (svg, pdf, png, parquet) in {folder}"
 
@@ -373,11 +354,9 @@ def _duration(steps: list[Step]) -> str:
 
 def _control(name: str, values) -> ui.Widget:
     """A slider over numbers, or a list of other values; it begins at the first."""
-    look = {"description": name, "style": {"description_width": "initial"}}
-    if name in ("max_seq_len", "T"):
-        look |= {"options": sorted(values), "value": values[0]}
-        return ui.SelectionSlider(**look, continuous_update=False)
-    return ui.Dropdown(options=values, **look, layout=ui.Layout(width="auto"))
+    kind = ui.SelectionSlider if name in ("max_seq_len", "T") else ui.Dropdown
+    look = {"style": {"description_width": "initial"}}
+    return kind(options=values, description=name, **look)
 
 
 def _button(label: str, icon: str, action: Callable[[], None]) -> ui.Button:
@@ -427,14 +406,11 @@ def planner(checkpoint: str | Path) -> ui.Widget:
                 max_seq_len=max_seq_len, tokens=f"1-{T}", compress=compress
             )
             sizes = memory.budget(source, options)
-            names = {"weights": "weights", "KV cache": "kv", "all": "total"}
-            row = {"compress": compress}
-            row |= {f"{name}, MiB": sizes[n] / 2**20 for name, n in names.items()}
-            fits = memory.fits(sizes["total"], memory_GiB << 30)["fits_mac"]
-            row["fits"] = "yes" if fits else "no"
+            row = {f"{name}, MiB": size / 2**20 for name, size in sizes.items()}
+            row["fits"] = memory.fits(sizes["total"], memory_GiB << 30)["fits_mac"]
             speeds = roofline.by_chip(memory.work(source, options, T))
             row["tok/s"] = 1e3 * T / speeds.set_index("chip")["ms"][chip]
-            rows.append(row)
+            rows.append({"compress": compress} | row)
         display(show(pd.DataFrame(rows)).set_caption(caption))
 
     return ui.interactive(

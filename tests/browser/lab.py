@@ -1,8 +1,8 @@
-"""JupyterLab in headless Chromium, as a researcher uses it: a server on a copy of the project, and
-an open notebook.
+"""JupyterLab in headless Chromium, as a researcher uses it: a server on a copy of the
+project, and an open notebook.
 
-Everything JupyterLab would read from or write to the user's home goes to a folder of its own.
-"""
+Everything JupyterLab would read from or write to the user's home goes to a folder of its
+own."""
 
 import json
 import os
@@ -13,22 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
 from forks import kernels
 
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run"]
 NAMES = (
     "chromium",
     "chromium-browser",
@@ -36,9 +27,8 @@ NAMES = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
 )
 SETTINGS = {
-    "notebook-extension/tracker": {
-        "windowingMode": "none"
-    },  # every cell is in the page
+    # every cell is in the page
+    "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false"},
 }
 LIMIT_S = 300
@@ -52,26 +42,21 @@ def chromium() -> str | None:
 
 
 def commit(project: Path) -> None:
-    """Makes a copy of the project a checkout of its own."""
+    """Makes a copy of the project a checkout of its own, with the write-ups."""
     shutil.copy(ROOT / ".gitignore", project)
-    for path in (ROOT / "experiments").glob("[0-9]*"):  # write-ups as they are shipped
-        own = {p.name for p in path.iterdir()} - {"figures", "tables", "report.md"}
-        ignore = shutil.ignore_patterns(*own)
-        shutil.copytree(path, project / "experiments" / path.name, ignore=ignore)
-    for command in (
-        ["init", "-q"],
-        ["add", "-A"],
-        ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "-m", "x"],
-    ):
-        subprocess.run(["git", "-C", project, *command], check=True)
+    for path in (ROOT / "experiments").glob("[0-9]*"):
+        shutil.copytree(path, project / "experiments" / path.name)
+    author = ["-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init"], ["add", "-A"], [*author, "commit", "-m", "x"]):
+        subprocess.run(
+            ["git", "-C", project, *command], check=True, capture_output=True
+        )
 
 
 def changes(project: Path) -> list[str]:
     """What git says has changed, or is new, in that checkout."""
     command = ["git", "-C", project, "status", "--porcelain"]
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
+    return subprocess.check_output(command, text=True).splitlines()
 
 
 @contextmanager
@@ -81,71 +66,50 @@ def serve(project: Path, home: Path, python: str):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     for name, value in SETTINGS.items():
-        path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path = home / "lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value))
-    names = (
-        "JUPYTER_CONFIG_DIR",
-        "JUPYTER_DATA_DIR",
-        "JUPYTER_RUNTIME_DIR",
-        "IPYTHONDIR",
-        "JUPYTERLAB_WORKSPACES_DIR",
-    )
     # short: sockets lie there, and a socket's path has 107 characters
     runtime = tempfile.mkdtemp()
-    homes = {name: str(home / name.lower()) for name in names} | {
-        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+    names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")
+    homes = dict.fromkeys(names, str(home)) | {
         "JUPYTER_RUNTIME_DIR": runtime,
+        "JUPYTER_PATH": str(kernels(python)),
     }
-    homes["JUPYTER_PATH"] = str(kernels(python))
     command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        "--allow-root",
-        "--expose-app-in-browser",
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
+        *(
+            "--expose-app-in-browser",
+            f"--port={port}",
+            f"--ServerApp.root_dir={project}",
+        ),
+        *("--IdentityProvider.token=", "--KernelManager.transport=ipc"),
+        # as `make lab`
+        *re.findall(r"--FileContentsManager\S+", (ROOT / "Makefile").read_text()),
     ]
-    command += [
-        f"--port={port}",
-        f"--ServerApp.root_dir={project}",
-        "--IdentityProvider.token=",
-    ]
-    command += ["--KernelManager.transport=ipc"]
-    makefile = (ROOT / "Makefile").read_text()
-    command += re.findall(r"--FileContentsManager\S+", makefile)  # as `make lab`
     with (home / "server.log").open("w") as said:
         process = subprocess.Popen(
-            command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT
+            command, env=os.environ | homes, stdout=said, stderr=said
         )
     try:
-        address = f"http://127.0.0.1:{port}"
-        _wait(
-            lambda: _answers(f"{address}/api"),
-            LIMIT_S,
-            f"JupyterLab did not start, see {home / 'server.log'}",
-        )
-        yield address
+        _wait(lambda: _answers(port))
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(LIMIT_S)
         shutil.rmtree(runtime, ignore_errors=True)
 
 
-def _answers(url: str) -> bool:
-    try:
-        return urllib.request.urlopen(url, timeout=5).status == 200
-    except OSError:
-        return False
+def _answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _wait(ready, seconds: float, otherwise: str, every: float = 0.2):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := ready():
-            return found
-        time.sleep(every)
-    raise AssertionError(otherwise)
+def _wait(ready) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 OPEN = """async path => {
@@ -156,7 +120,13 @@ OPEN = """async path => {
     others.forEach(other => other.dispose());
     await notebook.context.ready;
     lab.shell.activateById(notebook.id);
+    await notebook.sessionContext.ready;
 }"""
+SHOWN = "window.jupyterapp.shell.currentWidget"
+RESTS = f"{SHOWN}.sessionContext.session.kernel.status === 'idle'"
+DONE = f"""{RESTS} && (cells => cells.every(c => c.execution_count) ||
+    cells.some(c => c.outputs.some(o => o.output_type === 'error'))
+)({SHOWN}.content.model.sharedModel.cells.filter(c => c.cell_type === 'code'))"""
 
 
 def open_lab(page, address: str):
@@ -169,8 +139,8 @@ def open_lab(page, address: str):
 
 
 class Notebook:
-    """One notebook in the browser: opened in JupyterLab, whose other notebooks and their kernels
-    end.
+    """One notebook in the browser: opened in JupyterLab, whose other notebooks and their
+    kernels end.
 
     Args:
         page: a Playwright page in which JupyterLab is open.
@@ -180,62 +150,32 @@ class Notebook:
 
     def __init__(self, page, path: Path, shots: Path):
         self.page, self.path, self.shots = page, path, shots
-        shots.mkdir(parents=True, exist_ok=True)
         page.evaluate(OPEN, f"notebooks/{path.name}")
         page.wait_for_selector(".jp-Notebook .jp-Cell")
-        self._in_lab("sessionContext.ready.then(() => true)")
-
-    def _in_lab(self, expression: str):
-        return self.page.evaluate(f"window.jupyterapp.shell.currentWidget.{expression}")
 
     def rest(self) -> None:
         """Waits until the kernel has answered all that it was sent."""
-        status = "sessionContext.session.kernel.status"
-        _wait(
-            lambda: self._in_lab(status) == "idle",
-            LIMIT_S,
-            "the kernel does not rest",
-            every=0.05,
-        )
+        self.page.wait_for_function(RESTS)
 
     def run_all(self) -> None:
-        """Run > Run All Cells, until the kernel rests and every code cell has run or one has
-        failed."""
+        """Run > Run All Cells, until the kernel rests and every code cell has run or one
+        has failed."""
         self.page.click(".lm-MenuBar-itemLabel:text-is('Run')")
         self.page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
-        cells = "content.model.sharedModel.cells.filter(c => c.cell_type === 'code')"
-        failed = "some(c => c.outputs.some(o => o.output_type === 'error'))"
-        _wait(
-            lambda: (
-                self._in_lab("sessionContext.session.kernel.status") == "idle"
-                and (
-                    self._in_lab(f"{cells}.every(c => c.execution_count)")
-                    or self._in_lab(f"{cells}.{failed}")
-                )
-            ),
-            LIMIT_S,
-            f"{self.path.name} did not finish in {LIMIT_S} s",
-        )
-
-    def save(self) -> nbformat.NotebookNode:
-        """Saves; gives the copy with outputs."""
-        self._in_lab("context.save().then(() => true)")
-        copy = self.path.parents[1] / "build" / "notebooks" / self.path.name
-        return nbformat.read(copy, as_version=4)
+        self.page.wait_for_function(DONE)
 
     def errors(self) -> list[str]:
-        """What went wrong: error outputs of cells, and callback errors that widgets show."""
+        """What went wrong, in the copy with outputs that saving writes: error outputs of
+        cells; and callback errors that widgets show."""
+        self.page.evaluate(f"{SHOWN}.context.save().then(() => true)")
+        copy = self.path.parents[1] / "build" / "notebooks" / self.path.name
         raised = [
-            o["ename"] + ": " + o["evalue"]
-            for c in self.save().cells
-            for o in c.get("outputs", [])
+            f"{o['ename']}: {o['evalue']}"
+            for cell in nbformat.read(copy, as_version=4).cells
+            for o in cell.get("outputs", [])
             if o["output_type"] == "error"
         ]
         return raised + self.page.locator(".workbench-error").all_inner_texts()
-
-    def widget(self, name: str) -> "Widget":
-        """The first widget of a kind (`explorer`, `planner`)."""
-        return Widget(self, self.page.locator(f".workbench-{name}").first)
 
     def shoot(self) -> None:
         """Keeps the whole notebook as one picture, taken in a window as high as it is."""
@@ -249,53 +189,41 @@ class Notebook:
 
 
 class Widget:
-    """A widget of the workbench in an open notebook, moved as a person would."""
+    """The Explorer of an open notebook, moved as a person would."""
 
-    def __init__(self, notebook: Notebook, box):
-        self.notebook, self.box = notebook, box
+    def __init__(self, notebook: Notebook):
+        self.notebook, self.page = notebook, notebook.page
+        self.box = self.page.locator(".workbench-explorer").first
 
     def shown(self) -> str:
         """The pixels of its canvases and its text."""
         canvases = "[...b.querySelectorAll('canvas')].map(c => c.toDataURL()).join()"
         return self.box.evaluate(f"b => {canvases} + b.innerText")
 
-    def changes(self, action, name: str) -> None:
+    def changes(self, action) -> None:
         """Does `action` and waits until something else is shown."""
         self.notebook.rest()
         before = self.shown()
         action()
-        _wait(
-            lambda: self.shown() != before,
-            LIMIT_S,
-            f"{name}: nothing changed",
-            every=0.02,
-        )
+        _wait(lambda: self.shown() != before)
         self.notebook.rest()
 
     def move(self, name: str) -> None:
-        """Moves a control to another stop: a slider one to the right, a list to its next entry."""
-        select = self.box.locator(
-            f".widget-dropdown:has(label:text-is('{name}')) select"
-        )
-        if select.count():
-            chosen = select.first.evaluate("s => s.selectedIndex")
-            self.changes(lambda: select.first.select_option(index=chosen + 1), name)
-            return
-        slider = self.box.locator(f".widget-hslider:has(label:text-is('{name}'))")
-        handle = slider.locator(".noUi-handle").first
-        handle.scroll_into_view_if_needed()
+        """Moves a control to another stop: a slider one to the right, a list to its next
+        entry."""
+        control = self.box.locator(f".widget-inline-hbox:has(label:text-is('{name}'))")
+        handle = control.locator("select, .noUi-handle").first
         handle.focus()
-        press = self.notebook.page.keyboard.press
-        self.changes(lambda: press("ArrowRight"), name)
+        key = "ArrowDown" if control.locator("select").count() else "ArrowRight"
+        self.changes(lambda: self.page.keyboard.press(key))
 
     def click_picture(self, x: float, y: float) -> None:
         """Clicks at fractions of the size of the first picture, once it rests."""
-        self.notebook.rest()
         canvas = self.box.locator("canvas").nth(1)  # the overlay of the first picture
         canvas.scroll_into_view_if_needed()
         size = canvas.bounding_box()
         at = size["x"] + size["width"] * x, size["y"] + size["height"] * y
-        self.changes(lambda: self.notebook.page.mouse.click(*at), "click")
+        self.changes(lambda: self.page.mouse.click(*at))
 
     def press(self, label: str) -> None:
         self.box.locator(f"button:has-text('{label}')").first.click()

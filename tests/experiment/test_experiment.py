@@ -51,29 +51,19 @@ def project(tmp_path, monkeypatch):
     cells = [new_markdown_cell("# 07 · How fast?\n\nAn example.")]
     cells.append(new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}))
     cells.append(new_code_cell(BODY))
-    kernel = {
-        "kernelspec": {
-            "name": "python3",
-            "display_name": "Python 3",
-            "language": "python",
-        }
-    }
-    notebook = new_notebook(cells=cells, metadata=kernel)
+    words = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = new_notebook(cells=cells, metadata={"kernelspec": words})
     nbformat.write(notebook, tmp_path / "notebooks" / f"{NAME}.ipynb")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def example(checkpoint="data/tiny-llama", **more) -> Experiment:
-    names = {"CHECKPOINT": checkpoint, "MAX_SEQ_LEN": 64, "T": [1, 4], "MAX_KL": 0.05}
-    imported = {"lower": 1, "LIMIT": 2}  # no parameters
-    experiment = Experiment(NAME, names | more | imported)
-    data = pd.DataFrame(
-        {"T": [1, 4], "ms": [2.0, np.nan], "run_id": ["run-one", "run-two"]}
-    )
-    table = data.set_index("T")[["ms"]]
-    table.columns.name = "phase"
-    experiment.figure("times", plots.bars, table, alt="bars of ms", title="Times")
+    names = {"CHECKPOINT": checkpoint, "MAX_SEQ_LEN": 64, "T": [1, 4], "LIMIT": 2}
+    experiment = Experiment(NAME, names | more)
+    data = pd.DataFrame({"ms": [2.0, np.nan], "run_id": ["run-one", "run-two"]})
+    experiment.figure("times", plots.bars, data[["ms"]], alt="bars of ms", title="ms")
+    data = pd.concat([data, pd.DataFrame({"T": range(30)})])
     experiment.table("numbers", data, "100 % of numbers_")
     gate = gates.at_most("max_kl", 0.1, 0.05, "mean KL from the golden in nats")
     experiment.add_gates([gates.not_run("device", "needs a Mac"), gate])
@@ -90,17 +80,11 @@ def test_a_run_is_a_folder_of_files(project, capsys):
     assert names == figure | table | {"run.json", "report.md"}
     assert r"100 \% of numbers\_" in (folder / "tables" / "numbers.tex").read_text()
     run = json.loads((folder / "run.json").read_text())
-    assert run["verdict"] == "RED" and {"run-one", "run-two", run["run_id"]} == set(
-        run["run_ids"]
-    )
-    row = log.load("runs").iloc[0]
-    assert (row["run_id"], row["experiment"], row["verdict"]) == (
-        run["run_id"],
-        "07",
-        "RED",
-    )
-    printed = capsys.readouterr().out
-    assert printed.startswith("RED") and "It holds." in printed
+    assert {"run-one", "run-two", run["run_id"]} == set(run["run_ids"])
+    (row,) = log.load("runs").to_dict("records")
+    assert (row["run_id"], row["experiment"]) == (run["run_id"], "07")
+    assert row["verdict"] == run["verdict"] == "RED"
+    assert capsys.readouterr().out.startswith("RED\n\nIt holds.")
 
 
 def test_the_report_has_gates_figures_and_a_command_and_few_lines(project):
@@ -119,24 +103,9 @@ def test_the_report_has_gates_figures_and_a_command_and_few_lines(project):
     command = next(line for line in lines if line.startswith("workbench run"))
     values = shlex.split(command)[2:]
     assert values == ["07", "--set", "CHECKPOINT=/models/my model", "--set", "T=[1]"]
-    assert len(lines) <= 200 and "nan" not in report
+    assert "12 more rows" in report and len(lines) <= 200 and "nan" not in report
     run = json.loads((experiment.folder / "run.json").read_text())
     assert not any(run_id in report for run_id in set(run["run_ids"]) - {run["run_id"]})
-
-
-def test_a_long_table_is_cut_in_the_report_alone(project):
-    experiment = example()
-    experiment.table("long", pd.DataFrame({"n": range(500)}), "many")
-    experiment.conclude("It holds.")
-    report = (experiment.folder / "report.md").read_text()
-    assert "480 more rows" in report and len(report.splitlines()) <= 200
-    stored = pd.read_parquet(experiment.folder / "tables" / "long.parquet")
-    assert len(stored) == 500
-
-
-def test_only_functions_of_plots_draw_figures(project):
-    with pytest.raises(ValueError, match="no function of workbench.plots"):
-        example().figure("x", print, pd.DataFrame(), alt="x")
 
 
 def test_publishing_moves_the_run_and_its_rows_and_removes_unused_ones(project):
@@ -166,6 +135,14 @@ def test_a_notebook_runs_with_other_parameters(project, forked):
     assert not nbformat.read(source, 4).cells[2].outputs
     with pytest.raises(CellError, match=r"07_toy, cell \[\d\]: AssertionError"):
         run_notebook("07", {"MAX_KL": -1}, progress=False)
+
+
+def test_a_notebook_that_never_concludes_is_refused(project, forked):
+    example().conclude("An earlier run.")
+    source = project / "notebooks" / f"{NAME}.ipynb"
+    source.write_text(source.read_text().replace("experiment.conclude", "str"))
+    with pytest.raises(InputError, match="end the notebook with experiment.conclude"):
+        run_notebook("07", progress=False)
 
 
 def test_what_a_notebook_does_not_have_is_refused_before_anything_runs(project):

@@ -27,9 +27,3 @@ def test_a_notebook_that_ran_is_saved_as_git_has_it(path, tmp_path):
     assert nbformat.writes(model["content"]) + "\n" == path.read_text()
     copy = tmp_path / "build" / "notebooks" / path.name
     assert "words" in copy.read_text()
-
-
-def test_other_files_are_saved_as_they_are():
-    model = {"type": "file", "content": "words"}
-    without_outputs(model, "grid.yaml", None)
-    assert model["content"] == "words"

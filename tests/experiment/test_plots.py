@@ -1,8 +1,10 @@
 """Figures: what is broken or was not measured is marked, nothing overlaps at the widths
 of a column and of a page, equal data give equal bytes."""
 
+import json
+from pathlib import Path
+
 import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,6 +14,7 @@ from matplotlib.collections import PolyCollection, QuadMesh
 from workbench import plots
 from workbench.check import compare, validate
 
+ROOT = Path(__file__).parents[2]
 TOKENS = ["set", "·garden", "↵", "a\\$b", "carrot", "Ωmega", "7", "to", "the", "end"]
 
 
@@ -80,90 +83,27 @@ def test_what_is_not_finite_or_not_measured_is_named():
     assert "not finite" in texts(only_broken)
 
 
-def test_a_tensor_that_was_not_measured_is_refused():
-    with pytest.raises(ValueError, match="no rows of the k, isolated"):
-        plots.heatmap(fidelity(), tensor="k")
-
-
-CALLS = pd.DataFrame(
-    [
-        {"bundle": name, "layer": layer, "T": T, "pos": pos}
-        | {
-            "expected": [*range(pos, pos + T)],
-            "changed": [*range(pos + s, pos + T + s)],
-        }
-        for name, late in (("sound", 0), ("one row late", 1))
-        for layer in range(2)
-        for T in (1, 2, 4)
-        for pos in (0, 5, 17)
-        for s in [late if T > 1 and layer else 0]
-    ]
-)
-TABLE = pd.DataFrame(
-    [[0.5, 0.99], [np.nan, 0.2]],
-    index=pd.Index(["rope", "residual scale"], name="left out"),
-    columns=pd.Index(["update", "hidden"], name="tensor"),
-)
-SPEEDS = pd.DataFrame(
-    [
-        {"S": S, "T": T, "path": path, "tok/s": 1000.0 * T**0.5 + 10 * S + n}
-        for S in (128, 256, 512)
-        for T in (1, 4)
-        for path in ("all rows of the cache", "rows that hold a token")
-        for n in range(3)
-    ]
-)
-CONFIGURATIONS = pd.DataFrame(
-    [
-        {
-            "name": f"{preset}, {n} layers per shard",
-            "kv_write": write,
-            "verdict": verdict,
-        }
-        | {"kl_mean": kl * (1 + n / 100), "tokens_per_s": 1500 * n * speed}
-        for preset, kl, verdict in (("fp16", 0, "GREEN"), ("lut4", 0.06, "RED"))
-        for n in (1, 4)
-        for write, speed in (("mask", 1), ("slice", 0.1))
-    ]
-)
-FIGURES = {
-    "heatmap": (fidelity([1, 2]), {"by": "panel", "tokens": TOKENS}),
-    "heatmap_error": (fidelity([1, 2]), {"metric": "error", "tokens": TOKENS}),
-    "grid": (
-        TABLE.rename(columns={"update": "attended far lower", "hidden": "all blocked"}),
-        {"label": "cosine"},
-    ),
-    "lines": (
-        SPEEDS,
-        {"x": "S", "y": "tok/s", "hue": "T", "col": "path", "xlog": 2, "ylog": True}
-        | {"marks": {"read speed of the memory": 4000.0}}
-        | {"xlabel": "rows of the cache, of which each call reads all"},
-    ),
-    "bars": (
-        np.log10(TABLE).rename({"rope": "earlier tokens in the convolutions"}),
-        {"xlabel": "powers of ten above the bundle's worst 1 − cosine"},
-    ),
-    "tradeoff": (CONFIGURATIONS, {"hue": "kv_write", "max_kl": 0.05}),
-    "cache_rows": (CALLS, {"by": "bundle"}),
+SHIPPED = {
+    f"{path.parts[-3][:2]}_{path.stem}": path
+    for path in sorted((ROOT / "experiments").glob("[0-9]*/figures/*.json"))
 }
 
 
 def draw(name, **more):
-    data, options = FIGURES[name]
-    title = "What each of these shows, said in a title that takes two lines of a column"
-    function = getattr(plots, name.removesuffix("_error"))
-    return function(data, title=title, **options, **more)
+    """A shipped figure from its data."""
+    part = json.loads(SHIPPED[name].read_text())
+    data = pd.read_parquet(SHIPPED[name].with_suffix(".parquet"))
+    return getattr(plots, part["plot"])(data, **part["options"], **more)
 
 
 @pytest.mark.parametrize("width", [plots.COLUMN, wide(plots.PAGE)])
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_no_text_overlaps_another_or_leaves_the_figure(name, width):
     figure = draw(name, width=width)
     figure.draw_without_rendering()
     whole = figure.bbox.padded(1)
-    outside = (
-        set()
-    )  # labels of ticks beyond the ends of their axis, which are not drawn
+    # labels of ticks beyond the ends of their axis, which are not drawn
+    outside = set()
     for axis in figure.findobj(matplotlib.axis.Axis):
         low, high = sorted(axis.get_view_interval())
         for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
@@ -183,7 +123,7 @@ def test_no_text_overlaps_another_or_leaves_the_figure(name, width):
 
 
 @pytest.mark.matrix(2, wide=5)
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_equal_data_give_equal_bytes(name, tmp_path):
     written = []
     for folder in ("a", "b"):
@@ -195,50 +135,32 @@ def test_equal_data_give_equal_bytes(name, tmp_path):
     assert b"tiny-llama \xc2\xb7 fp16" in written[0][0]
 
 
-def test_bars_mark_failures_and_name_what_is_missing():
-    words = texts(draw("bars"))
-    assert "residual scale" in words and "not measured" in words
-
-
 def test_the_front_of_a_tradeoff_passes_and_is_numbered_by_its_cost():
-    words = texts(draw("tradeoff"))
-    assert "1: fp16, 1 layers per shard" not in words  # slower at an equal KL
-    assert "fp16, 4 layers per shard" in words and ": lut4" not in words
-    best = CONFIGURATIONS[CONFIGURATIONS["verdict"] == "GREEN"].head(1)
-    second = best.assign(kl_mean=0.01, tokens_per_s=1e5, name="second")
-    words = texts(plots.tradeoff(pd.concat([best, second])))
-    assert f"1: {best['name'].iloc[0]}" in words and "2: second" in words
+    rows = [
+        ("cheap", "GREEN", 0.001, 10.0),
+        ("slower", "GREEN", 0.002, 5.0),
+        ("faster", "GREEN", 0.01, 20.0),
+        ("red", "RED", 0.06, 90.0),
+    ]
+    names = ["name", "verdict", "kl_mean", "tokens_per_s"]
+    words = texts(plots.tradeoff(pd.DataFrame(rows, columns=names)))
+    assert "1: cheap" in words and "2: faster" in words
+    assert "slower" not in words and ": red" not in words
 
 
 def test_cache_rows_show_missed_and_stray_rows_of_any_layer():
-    sound, late = plots.cache_rows(CALLS, by="bundle").axes
-    marks = {line.get_label(): 0 for line in sound.lines}
-    for ax, wrong in ((sound, 0), (late, 6)):
-        marks = dict.fromkeys(("missed", "stray"), 0)
-        for line in ax.lines:
-            if line.get_label() in marks:
-                marks[line.get_label()] += len(line.get_xdata())
-        assert marks == {"missed": wrong, "stray": wrong}
-
-
-def test_a_figure_can_be_drawn_into_again():
-    canvas = plt.figure()
-    assert draw("grid", figure=canvas) is canvas
-    assert draw("bars", figure=canvas) is canvas and len(canvas.axes) == 1
-    plt.close(canvas)
-
-
-def labels(axis) -> list[str]:
-    """The labels that an axis shows, of major and minor ticks."""
-    axis.figure.canvas.draw()
-    ticks = axis.get_ticklabels(which="both")
-    return [text.get_text() for text in ticks if text.get_text()]
+    call = {"T": 2, "pos": 5, "expected": [5, 6]}
+    rows = [call | {"changed": [5, 6]}, call | {"changed": [5, 7]}]
+    (axes,) = plots.cache_rows(pd.DataFrame(rows)).axes
+    marks = {line.get_label(): line.get_xdata().tolist() for line in axes.lines}
+    assert marks == {"written as addressed": [5], "missed": [6], "stray": [7]}
 
 
 @pytest.mark.parametrize(("low", "power"), [(1e-6, True), (10.0, False)])
 def test_a_log_scale_has_labels_of_one_kind(low, power):
     data = pd.DataFrame({"x": [1, 2, 3], "y": [low, 3 * low, 300 * low], "part": "a"})
     figure = plots.lines(data, x="x", y="y", hue="part", ylog=True)
-    shown = labels(figure.axes[0].yaxis)
-    assert len(shown) >= 2
-    assert {"10^" in label for label in shown} == {power}
+    figure.draw_without_rendering()
+    ticks = figure.axes[0].yaxis.get_ticklabels(which="both")
+    shown = [text.get_text() for text in ticks if text.get_text()]
+    assert len(shown) >= 2 and {"10^" in label for label in shown} == {power}
