@@ -202,3 +202,11 @@ def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
             assert not any(alive() for alive in held)
         finally:
             gc.enable()
+
+
+@pytest.mark.shim
+def test_core_ml_s_hints_reach_every_shard(llama_bundle):
+    hints = {"reshapeFrequency": "Infrequent"}
+    decoder = Decoder(llama_bundle, "stand-in", hints=hints)
+    shards = [*decoder.layers, *decoder.heads]
+    assert [list(model.hints) for model in shards] == [list(hints)] * len(shards)
