@@ -394,7 +394,7 @@ def isolated(
         io[X] = columns(decoder, g.inputs[layer, a:b], T)
         if g.routers is not None and layer:
             io[ROUTER_STATE] = columns(decoder, g.routers[layer - 1, a:b], T)
-        out = decoder.run_layer(model, state, io, count)
+        (out,) = decoder.run_calls(model, [io], [count], [state], [None])
         hidden = out[X].reshape(-1, T)[:, : b - a].T
         made.append(hidden - g.inputs[layer, a:b])
     for name, error in state_errors(state, layer, g).items():

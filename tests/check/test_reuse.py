@@ -1,7 +1,6 @@
 """A stored cache continues as its sequence does on every trained checkpoint, and every bug seen in
 the wild, planted, turns the gate RED."""
 
-import numpy as np
 import pytest
 import trained
 from faults_reuse import FAULTS, ZAYA
@@ -41,12 +40,7 @@ def test_a_cache_that_q4_leaves_in_fp16_is_so_in_the_reference_too(
     exports, monkeypatch
 ):
     decoder = trained.decoder(exports, "tiny-llama")
-    decoder.begin()
-    decoder.prefill(list(range(20)))
-    errors = []
-    for rows in decoder.snapshot().states.values():
-        errors.append(store.error(rows, store.dequantize(*store.quantize(rows))))
-    monkeypatch.setattr(store, "OUTLIER", float(np.median(errors)))
+    monkeypatch.setattr(store, "is_near", lambda rows, _: rows.flat[0] > 0)
     gate = reuse_gate(check_reuse(decoder, lengths=(20, 33)))
     assert gate.verdict == "GREEN", gate.reason
 

@@ -123,7 +123,7 @@ def state_of(decoder):
         (lambda d: d.prefill([97]), "97"),
         (lambda d: d.decode_one_token(-1), "-1"),
         (lambda d: d.decode_one_token(1.7), "1.7"),
-        (lambda d: d.decode_one_token([1, 2]), "2 of them"),
+        (lambda d: d.decode_one_token([1, 2]), "2 sequences of"),
         (lambda d: d.generate([1, 2], -1), "new tokens: found -1"),
         (lambda d: d.trim(-1), "tokens to trim: found -1"),
         (lambda d: d.snapshot().trim(-1), "tokens to trim: found -1"),
@@ -176,7 +176,7 @@ def test_a_stream_continues_the_running_sequences(exports):
     assert decoder.seqs.ids[0][:4] == [3, 14, 15, 5]
     assert decoder.seqs.ids[1] == [9, 2, 6]
     before = state_of(decoder)
-    with pytest.raises(InputError, match=f"at most max_seq_len = {S}"):
+    with pytest.raises(InputError, match=f"below max_seq_len = {S}"):
         next(decoder.stream([[5], []], S - 5, after=decoder.seqs))
     assert state_of(decoder)[0] == before[0]
 

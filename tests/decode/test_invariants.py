@@ -89,7 +89,7 @@ def test_a_sequence_fits_to_its_last_slot_and_no_further(decoder):
     snapshot = taken(decoder, IDS[: trained.S - 2])
     assert len(decoder.generate(IDS[:1], 2, after=snapshot, stop=())) == 2
     for ids, new in ((IDS[:1], 3), (IDS[:3], 1)):
-        with pytest.raises(InputError, match=f"at most max_seq_len = {trained.S}"):
+        with pytest.raises(InputError, match=f"below max_seq_len = {trained.S}"):
             decoder.generate(ids, new, after=snapshot, stop=())
     decoder.begin(snapshot)
     before = decoder.snapshot()

@@ -90,24 +90,6 @@ def test_a_call_of_one_token_keeps_nothing(exports, family):
     assert decoder.seqs.ids == [[1, 2, 3]]
 
 
-def test_slice_writes_go_back_where_a_call_takes_what_stays(exports):
-    path = exports.checkpoint("lfm2")
-    decoder = exports.decoder(path, max_seq_len=32, kv_write="slice")
-    decoder.prefill([5, 6, 7, 8])
-    assert decoder.trim(2) == 2
-    left = decoder.snapshot()
-    decoder.begin()
-    decoder.prefill([5, 6])
-    assert not programs.differing(left, decoder.snapshot())
-    fixed = {"kv_write": "slice", "tokens": "2"}
-    fixed = exports.decoder(path, max_seq_len=32, **fixed)
-    fixed.prefill([5, 6, 7, 8])
-    before = fixed.snapshot()
-    with pytest.raises(InputError, match="1 to undo; needs at most 0"):
-        fixed.trim(1)
-    assert not programs.differing(before, fixed.snapshot())
-
-
 @pytest.fixture(scope="module")
 def rings(exports):
     """A decoder of three sequences whose caches are rings."""

@@ -32,17 +32,9 @@ def prompts(ids, batch: int, V: int) -> list[list[int]]:
     lists = [ids] if len(ids) and np.ndim(ids[0]) == 0 else ids
     if len(lists) != batch or not any(map(len, lists)):
         raise InputError(
-            "prompt",
+            "tokens",
             f"{len(lists)} sequences of {[len(p) for p in lists]} tokens",
             f"{batch}, one of them of at least one token",
-            "give one prompt per sequence",
+            "give a list for each sequence",
         )
     return [token_ids(prompt, V) for prompt in lists]
-
-
-def tokens(ids, batch: int, V: int) -> list[list[int]]:
-    """The next token of each sequence (None: it waits) as the chunk of a call."""
-    if len(ids) != batch:
-        needed = f"{batch}, one for each sequence"
-        raise InputError("tokens", f"{len(ids)} of them", needed, "give that many")
-    return [[] if each is None else token_ids([each], V) for each in ids]

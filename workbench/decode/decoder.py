@@ -42,29 +42,18 @@ Hook = Callable[[Shard, object, list], list | None]
 
 @dataclass
 class Times:
-    """Milliseconds of one call: of every layer shard and then of the head the time on
-    the host's clock, CPU time of the calling thread, and Core ML's own share (None if
-    unknown); `total` is the whole call's."""
+    """Milliseconds of one call: `parts` has for every layer shard and then for the head
+    the time on the host's clock, CPU time of the calling thread, and Core ML's own share
+    (None if unknown); `total` is the whole call's."""
 
-    ms: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)
-    native_ms: list[float | None] = field(default_factory=list)
+    parts: list[tuple[float, float, float | None]] = field(default_factory=list)
     total: float = 0.0
-
-    @property
-    def layers(self) -> list[float]:
-        return self.ms[:-1]
-
-    @property
-    def head(self) -> float:
-        return self.ms[-1]
 
     def add(self, start: tuple[float, float], native_ms: list[float | None]) -> None:
         """Adds what began at `clock()` and made predictions of these native times."""
         ms, cpu_ms = (1e3 * (now - then) for now, then in zip(clock(), start))
-        self.ms.append(ms)
-        self.cpu_ms.append(cpu_ms)
-        self.native_ms.append(None if None in native_ms else sum(native_ms))
+        native = None if None in native_ms else sum(native_ms)
+        self.parts.append((ms, cpu_ms, native))
 
 
 def clock() -> tuple[float, float]:
@@ -125,16 +114,9 @@ class Decoder:
         self.compute_units, self.hints = compute_units, hints or {}
         # nothing here may hold the decoder itself: one that is dropped shall give its
         # memory back at once
-        load = partial(
-            runtimes.load_shard,
-            bundle,
-            runtime=self.runtime,
-            precision=self.precision,
-            fast=fast,
-            reads=reads,
-            compute_units=compute_units,
-            hints=self.hints,
-        )
+        self.how = {"runtime": self.runtime, "precision": self.precision}
+        self.how |= {"compute_units": compute_units, "hints": self.hints}
+        load = partial(runtimes.load_shard, bundle, fast=fast, reads=reads, **self.how)
         kinds = "layers", "router"
         self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
         self.heads = [load(s) for s in bundle.shards("head")]
@@ -162,14 +144,11 @@ class Decoder:
     def plain(self) -> "Decoder":
         """A decoder of the same bundle that fuses nothing: itself, unless it is
         `fast`."""
-        if not self.fast:
-            return self
-        how = dict(compute_units=self.compute_units, hints=self.hints)
-        return type(self)(self.bundle, self.runtime, self.precision, **how)
+        return type(self)(self.bundle, **self.how) if self.fast else self
 
     def fresh(self, after=None) -> Sequences:
         """New sequences, one make_state per shard: without a token, or `after` a
-        snapshot (batch > 1: a list with one or None each).
+        snapshot (batch > 1: one for all, or a list with one or None each).
 
         Raises:
             InputError: a snapshot that does not fit.
@@ -197,7 +176,8 @@ class Decoder:
             hook: called as hook(shard, op, outputs) after every operation of a program,
                 whose outputs it may replace by those that it returns.
             T: columns of the call at least.
-            keep: whether `trim` can go back into the call where states are recurrent.
+            keep: whether `trim` can go back into the call where states are recurrent
+                and a mask writes the caches.
 
         Returns:
             Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
@@ -217,15 +197,13 @@ class Decoder:
         counts = np.array([*map(len, chunk)])
         T = self.options.width(max(T, *counts))
         io, times = self.inputs(seqs.offsets, chunk, T), Times()
-        mask_write = self.options.kv_write == "mask"
-        # slice writes take no dummies: no sequence of a batch runs again alone
-        alone = mask_write or not (self.options.shapes or len(chunk) > 1)
-        seqs.kept, seqs.T = [], T if mask_write else 0
-        if keep and alone and max(counts) > 1 and snapshots.floor(self.manifest, 1):
+        seqs.kept, seqs.T = [], T
+        keep = keep and self.options.kv_write == "mask" and max(counts) > 1
+        if keep and snapshots.floor(self.manifest, 1):
             seqs.kept = [snapshots.take(seqs, seq) for seq in range(len(chunk))]
         for model, state in zip(self.layers, seqs.states, strict=True):
             start = clock()
-            io = self.run_layer(model, state, io, counts, hook)
+            (io,) = self.run_calls(model, [io], [counts], [state], [hook])
             native = [model.last_native_ms]
             if model.shard.kind == "router":
                 native += self.experts.native_ms
@@ -240,32 +218,10 @@ class Decoder:
     ) -> dict[str, np.ndarray]:
         """What the first shard reads in a call of T columns: the host's inputs, and the
         embeddings of the tokens as `x`."""
-        counts, ids = np.array([*map(len, chunk)]), np.zeros((len(chunk), T), int)
-        for row, tokens in zip(ids, chunk, strict=True):
-            row[: len(tokens)] = tokens
-        io = self.host.inputs(offsets, counts, T)
+        ids = np.array([[*tokens, *[0] * (T - len(tokens))] for tokens in chunk])
+        io = self.host.inputs(offsets, np.array([*map(len, chunk)]), T)
         x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
         return io | {X: x, IDS: ids}
-
-    def run_layer(
-        self,
-        model: Model,
-        state: State,
-        io: dict[str, np.ndarray],
-        counts: np.ndarray,
-        hook: Hook | None = None,
-    ) -> dict[str, np.ndarray]:
-        """Runs a layer shard on its state, routed experts included.
-
-        Args:
-            io: what the shard reads, and perhaps more.
-            counts: [B] valid columns.
-
-        Returns:
-            `io` for the next shard: `x` is this one's hidden output, `router_state` the
-            state that it hands on where the family has one.
-        """
-        return self.run_calls(model, [io], [counts], [state], [hook])[0]
 
     def run_calls(
         self,
@@ -275,11 +231,21 @@ class Decoder:
         states: Sequence[State],
         hooks: Sequence[Hook | None],
     ) -> list[dict[str, np.ndarray]]:
-        """`run_layer` for one call after another, each on its state and with its hook.
+        """Runs a layer shard, routed experts included, for one call after another.
 
         The portable runtime reads each weight once for all of them, but where a state
         is a matrix: it carries the rounding of every earlier token on, so that its sums
-        must be those of decoding."""
+        must be those of decoding.
+
+        Args:
+            ios: what the shard reads in each call, and perhaps more.
+            counts: [B] valid columns of each call.
+            states, hooks: of each call.
+
+        Returns:
+            `ios` for the next shard: `x` is this one's hidden output, `router_state` the
+            state that it hands on where the family has one.
+        """
         shard, results = model.shard, []
         inputs = [{name: io[name] for name in shard.inputs} for io in ios]
         calls = inputs, states, [hook and partial(hook, shard) for hook in hooks]
@@ -300,7 +266,8 @@ class Decoder:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call; adds the
         head's times to `times`. Where the layers' packages contain the head, `hidden`
         has the logits [B, V, T] already."""
-        start, parts, native, t_max = clock(), [], [], self.options.t_max
+        start, t_max, native = clock(), self.options.t_max, []
+        parts = [] if self.heads else [hidden]
         for first in range(0, hidden.shape[2], t_max) if self.heads else ():
             columns = hidden[:, :, first : first + t_max]
             T, slices = columns.shape[2], []
@@ -314,7 +281,7 @@ class Decoder:
             parts.append(np.concatenate(slices, axis=1))
         if times:
             times.add(start, native or [None])
-        logits = np.concatenate(parts, axis=2) if parts else hidden
+        logits = np.concatenate(parts, axis=2)
         return np.ascontiguousarray(logits.transpose(0, 2, 1))
 
     def step(
@@ -331,7 +298,7 @@ class Decoder:
     def begin(self, snapshot=None) -> None:
         """Makes `fresh` sequences the current ones; if a snapshot is refused, what ran
         before is untouched."""
-        self.seqs, self.times = self.fresh(snapshot), Times()
+        self.seqs = self.fresh(snapshot)
 
     def prefill(
         self, ids, tile: int | None = None, seqs: Sequences | None = None
@@ -379,11 +346,10 @@ class Decoder:
             InputError: no token of the vocabulary, another number of them than
                 sequences; nothing is changed then.
         """
-        if np.ndim(token) == 0:
-            token = [token]
-        chunk = checks.tokens(token, self.options.batch, self.manifest.dims.V)
-        logits, self.times = self.step(self.seqs, chunk)
-        return self._shape(logits)
+        tokens = [token] if np.ndim(token) == 0 else token
+        chunk = [[] if each is None else [each] for each in tokens]
+        chunk = checks.prompts(chunk, self.options.batch, self.manifest.dims.V)
+        return self._shape(self.step(self.seqs, chunk)[0])
 
     def stream(
         self, ids, max_new, *, after=None, stop=None, sampling=GREEDY
@@ -403,25 +369,20 @@ class Decoder:
         Raises:
             InputError: prompts that cannot be run, before anything runs.
         """
-        B, S = self.options.batch, self.options.max_seq_len
+        B = self.options.batch
         prompts = checks.prompts(ids, B, self.manifest.dims.V)
         samplings = per_sequence(sampling, B)
         stop = self.manifest.tokens.eos if stop is None else stop
         limits = [whole_number(n, "new tokens") for n in per_sequence(max_new, B)]
         seqs = after if isinstance(after, Sequences) else self.fresh(after)
-        for prompt, limit, offset in zip(prompts, limits, seqs.offsets):
-            if seqs is not after and offset and not prompt:
+        if seqs is not after:
+            if any(ids and not prompt for ids, prompt in zip(seqs.ids, prompts)):
                 needed = "at least one token, whose logits give the next one"
                 step = "trim the snapshot by a token and give that one"
                 raise InputError("prompt after a snapshot", "no token", needed, step)
-            end = len(prompt) + offset
-            if prompt and end + max(limit - 1, 0) > S:
-                raise InputError(
-                    "prompt and new tokens",
-                    f"{end} + {limit}",
-                    f"at most max_seq_len = {S} positions",
-                    "shorten them, or export with a larger --max-seq-len",
-                )
+        # the last new token does not run
+        counts = [len(p) and len(p) + max(n - 1, 0) for p, n in zip(prompts, limits)]
+        self.host.check(seqs.offsets, counts)
         if seqs is not after:
             self.seqs = seqs
         logits, times = self.prefill(prompts, seqs=seqs).reshape(B, -1), Times()
@@ -499,10 +460,7 @@ class Decoder:
 
 
 def per_sequence(value, B: int) -> list:
-    """One value for every sequence, or the list that already has one for each; one
-    snapshot goes to the first."""
-    if isinstance(value, Snapshot):
-        return [value] + [None] * (B - 1)
+    """One value for every sequence, or the list that already has one for each."""
     if not isinstance(value, (list, tuple)):
         return [value] * B
     if len(value) != B:

@@ -52,7 +52,7 @@ class Host:
                     f"sequence {seq}",
                     f"position {offset + count - 1}",
                     f"positions below max_seq_len = {S}",
-                    "shorten the prompt, or export with a larger --max-seq-len",
+                    "ask for fewer, or export with a larger --max-seq-len",
                 )
 
     def plane(self, hidden: np.ndarray) -> np.ndarray:

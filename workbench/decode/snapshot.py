@@ -121,7 +121,7 @@ def put(seqs: Sequences, seq: int, snapshot: Snapshot | None) -> None:
     """
     seq = whole_number(seq, "sequence", len(seqs.ids))
     if snapshot:
-        check_fits(seqs, snapshot)
+        _check_fits(seqs, snapshot)
     for state, name in seqs.named_states:
         batch = state.read(name)
         batch[seq] = 0
@@ -195,7 +195,7 @@ def window(manifest: Manifest, name: str) -> int:
     return manifest.layers[split_layer(name)[0]].window
 
 
-def check_fits(seqs: Sequences, snapshot: Snapshot) -> None:
+def _check_fits(seqs: Sequences, snapshot: Snapshot) -> None:
     """Raises an InputError for a snapshot that sequences cannot continue."""
     S, offset = seqs.manifest.options.max_seq_len, snapshot.offset
     subject = f"snapshot of {offset} tokens"

@@ -28,7 +28,7 @@ from workbench.files import save_arrays
 FORMATS = ("fp16", "q4")
 VERSION = "3"
 GROUP = 64  # values along head_dim that share one scale
-OUTLIER = 0.25  # the largest relative error of a quantized cache, see `error`
+OUTLIER = 0.25
 IDS = "ids"
 CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
 
@@ -42,8 +42,15 @@ def save(
         InputError: an unusable name, format or value, or no room on the disk; the
             earlier snapshot of the name stays.
     """
-    path, tensors = _path(folder, name), encode(snapshot.states, format)
-    tensors[IDS] = np.array(snapshot.ids, np.int32)
+    check_choice("snapshot format", format, FORMATS, "choose one of these")
+    path, tensors = _path(folder, name), {IDS: np.array(snapshot.ids, np.int32)}
+    for state, value in snapshot.states.items():
+        parts = {"": value}
+        if format == "q4" and is_cache(state) and value.size:
+            quantized = quantize(value)
+            if is_near(value, dequantize(*quantized)):
+                parts = dict(zip(PARTS, quantized, strict=True))
+        tensors |= {state + part: tensor for part, tensor in parts.items()}
     header = {"version": VERSION, "identity": snapshot.identity}
     header["floor"] = str(snapshot.floor)
     try:
@@ -57,7 +64,7 @@ def save(
 
 
 def load(folder: str | Path, name: str) -> Snapshot:
-    """The snapshot of a name, in new arrays.
+    """The snapshot of a name, in new arrays; quantized caches in float16.
 
     Raises:
         InputError: no such name; a damaged file, or one of another version.
@@ -106,9 +113,6 @@ def _path(folder: str | Path, name: str) -> Path:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[dict, safe_open]]:
     """The header of a file, and the open file."""
-    if not path.is_file():
-        needed = "a snapshot that was saved"
-        raise InputError(f"snapshot {path}", "no such file", needed, "save it first")
     try:
         with safe_open(path, framework="np") as file:
             header = file.metadata()
@@ -117,34 +121,17 @@ def _opened(path: Path) -> Iterator[tuple[dict, safe_open]]:
             yield header, file
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as problem:
         needed = f"a whole snapshot of version {VERSION}, as `save` wrote it"
-        step = "delete the file and prefill again"
+        step = "prefill again and save the snapshot in its place"
         raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
-
-
-def encode(states: dict[str, np.ndarray], format: str = "fp16") -> dict:
-    """The tensors of a file: states by name, or the parts of quantized caches."""
-    check_choice("snapshot format", format, FORMATS, "choose one of these")
-    tensors = {}
-    for name, value in states.items():
-        parts = {"": value}
-        if format == "q4" and is_cache(name):
-            quantized = quantize(value)
-            if error(value, dequantize(*quantized)) <= OUTLIER:
-                parts = dict(zip(PARTS, quantized, strict=True))
-        tensors |= {name + part: tensor for part, tensor in parts.items()}
-    return tensors
 
 
 def decode(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The states of a file's tensors; quantized caches in float16."""
-    states = {}
-    for name, value in tensors.items():
-        base = name.removesuffix(CODES)
-        if base != name:
-            value = dequantize(*(tensors[base + part] for part in PARTS))
-            states[base] = value.astype(np.float16)
-        elif not name.endswith((SCALE, LOW)):
-            states[name] = value
+    states = dict(tensors)
+    for codes in [name for name in tensors if name.endswith(CODES)]:
+        state = codes.removesuffix(CODES)
+        value = dequantize(*(states.pop(state + part) for part in PARTS))
+        states[state] = value.astype(np.float16)
     return states
 
 
@@ -156,20 +143,21 @@ def group(D: int) -> int:
 
 def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows [..., D] → codes [..., D / 2] uint8, scale and low [..., D / group] fp16
-    (see above). A group of equal values has scale 0."""
+    (see above)."""
     D = rows.shape[-1]
-    beyond = int((~(np.abs(rows) <= MAX_FP16)).sum())
-    if D % 2 or beyond:
-        actual = f"head_dim {D}, {beyond} values beyond fp16"
+    if D % 2 or not (np.abs(rows) <= MAX_FP16).all():
         needed = "finite values in fp16's range and an even head_dim"
-        raise InputError("q4", actual, needed, "save as fp16")
-    grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(D))
-    low = _fp16(grouped.min(-1), -np.inf)
-    scale = _fp16((grouped.max(-1) - low) / np.float32(15), np.inf)
-    steps = np.where(scale > 0, scale, 1).astype(np.float32)
+        raise InputError("q4", f"other values, head_dim {D}", needed, "save as fp16")
+    rows = rows.astype(np.float16).astype(np.float32)
+    grouped = rows.reshape(*rows.shape[:-1], -1, group(D))
+    low = grouped.min(-1)  # an fp16 number
+    scale = ((grouped.max(-1) - low) / 15).astype(np.float16)
+    # the number above, so that 15 steps reach the largest value
+    scale = np.nextafter(scale, np.float16(np.inf))
+    steps = scale.astype(np.float32)
     codes = np.rint((grouped - low[..., None]) / steps[..., None])
     codes = codes.astype(np.uint8).reshape(rows.shape)
-    return codes[..., ::2] | codes[..., 1::2] << 4, scale, low
+    return codes[..., ::2] | codes[..., 1::2] << 4, scale, low.astype(np.float16)
 
 
 def dequantize(codes: np.ndarray, scale: np.ndarray, low: np.ndarray) -> np.ndarray:
@@ -180,22 +168,10 @@ def dequantize(codes: np.ndarray, scale: np.ndarray, low: np.ndarray) -> np.ndar
     return rows.reshape(*codes.shape[:-1], -1)
 
 
-def error(value: np.ndarray, approximation: np.ndarray) -> float:
-    """RMS of the error of rows [H, rows, D] over the RMS of their deviations from each
-    channel's mean over tokens."""
-    if not value.shape[1]:
-        return 0.0
+def is_near(value: np.ndarray, approximation: np.ndarray) -> bool:
+    """Whether the RMS of the error of rows [H, rows, D] is at most `OUTLIER` times that
+    of their deviations from each channel's mean over tokens."""
     value = value.astype(np.float32)
-    wrong = np.square(value - approximation).mean()
-    deviation = np.square(value - value.mean(1, keepdims=True)).mean()
-    return float(np.sqrt(wrong / deviation) if deviation else wrong > 0)
-
-
-def _fp16(value: np.ndarray, towards: float) -> np.ndarray:
-    """The nearest fp16 numbers that are not below (`towards` inf) or not above (−inf)
-    the values."""
-    near = value.astype(np.float16)
-    beyond = near > value if towards < 0 else near < value
-    # the neighbour of the largest number is inf and is not used
-    with np.errstate(over="ignore"):
-        return np.where(beyond, np.nextafter(near, np.float16(towards)), near)
+    wrong = np.square(value - approximation).sum()
+    deviation = np.square(value - value.mean(1, keepdims=True)).sum()
+    return bool(wrong <= OUTLIER**2 * deviation)

@@ -60,22 +60,15 @@ def encode_chat(folder: str | Path, message: str) -> list[int]:
     """
     from jinja2 import TemplateError
 
-    tokenizer = load_tokenizer(folder)
-    actual = "none in it"
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": message}]
-        try:
-            return tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_dict=False
-            )
-        except TemplateError as problem:
-            actual = str(problem)
-    raise InputError(
-        f"chat template of tokenizer {folder}",
-        actual,
-        "a checkpoint that was trained for chat, with its template",
-        "leave --chat out, or export a checkpoint that has one",
-    )
+    turns = [{"role": "user", "content": message}]
+    how = {"add_generation_prompt": True, "return_dict": False}
+    try:
+        return load_tokenizer(folder).apply_chat_template(turns, **how)
+    except (TemplateError, ValueError) as problem:  # ValueError: there is none
+        subject = f"chat template of tokenizer {folder}"
+        needed = "a checkpoint that was trained for chat, with its template"
+        step = "leave --chat out, or export a checkpoint that has one"
+        raise InputError(subject, str(problem), needed, step) from problem
 
 
 def transcript(
@@ -101,38 +94,38 @@ def transcript(
     Raises:
         InputError: what cannot be decoded, or kept, before any token is.
     """
+    max_new = whole_number(max_new, "new tokens")
+    _check_options(decoder, logits, sampling)
     tokenizer = prefill_ms = None
-    positions = len(ids) + whole_number(max_new, "new tokens")
-    _check_options(decoder, positions, logits, sampling)
     if (decoder.bundle.tokenizer / "tokenizer.json").exists():
         from tokenizers.decoders import DecodeStream
 
         tokenizer = load_tokenizer(decoder.bundle.tokenizer)
         pieces = DecodeStream(skip_special_tokens=False)
-    records, start = [], time.perf_counter()
-    for record in decoder.stream(ids, max_new, sampling=sampling):
+    eos = decoder.manifest.tokens.eos
+    # a step more for the logits after the last token
+    new, stop = (max_new + 1, ()) if logits else (max_new, eos)
+    tokens, times, rows, start = [], [], [], time.perf_counter()
+    for record in decoder.stream(ids, new, stop=stop, sampling=sampling):
         prefill_ms = prefill_ms or (time.perf_counter() - start) * 1e3
-        records.append(record)
+        rows.append(record.logits)
+        if len(tokens) == max_new or tokens and tokens[-1] in eos:
+            break
+        tokens.append(record.token)
+        times.append(record.times)
         if tokenizer and on_text:
             text = pieces.step(tokenizer.backend_tokenizer, record.token)
             if text:  # none while a character is incomplete
                 on_text(text)
-    tokens, times = [r.token for r in records], [r.times for r in records[1:]]
     if logits:
-        rows = [record.logits for record in records]
-        rows.append(_last_logits(decoder, tokens, ids))
         with logits.open("wb") as file:  # np.save appends .npy to a name
             np.save(file, np.stack(rows).astype(np.float32))
-    text = tokenizer.decode(tokens) if tokenizer else None
+    calls = -(-len(ids) // decoder.options.t_max)
     return {
         "tokens": tokens,
-        "text": text,
-        "prefill": {
-            "tokens": len(ids),
-            "calls": -(-len(ids) // decoder.options.t_max),
-            "ms": prefill_ms,
-        },
-        "decode": {"tokens": len(tokens)} | _step_times(times),
+        "text": tokenizer.decode(tokens) if tokenizer else None,
+        "prefill": {"tokens": len(ids), "calls": calls, "ms": prefill_ms},
+        "decode": {"tokens": len(tokens)} | _step_times(times[1:]),
         "runtime": decoder.runtime,
         "precision": None if decoder.is_device else decoder.precision,
     }
@@ -144,43 +137,23 @@ def _step_times(times: list[Times]) -> dict:
     samples = [t.total for t in times]
     figures = dict.fromkeys(("tokens_per_s", "layer_ms", "head_ms"))
     if later := times[1:]:
-        figures["tokens_per_s"] = 1e3 / float(np.median([t.total for t in later]))
-        figures["layer_ms"] = np.median([t.layers for t in later], axis=0).tolist()
-        figures["head_ms"] = float(np.median([t.head for t in later]))
+        figures["tokens_per_s"] = 1e3 / float(np.median(samples[1:]))
+        parts = [[ms for ms, *_ in t.parts] for t in later]
+        *layers, head = np.median(parts, axis=0).tolist()
+        figures |= {"layer_ms": layers, "head_ms": head}
     return figures | {"samples_ms": samples}
 
 
-def _last_logits(decoder: Decoder, tokens: list[int], ids) -> np.ndarray:
-    """The logits after the last of all tokens, from which none was picked."""
-    if tokens:
-        return decoder.decode_one_token(tokens[-1])
-    decoder.begin()
-    return decoder.prefill(ids)
-
-
-def _check_options(
-    decoder: Decoder, positions: int, logits: Path | None, sampling: Sampling
-) -> None:
+def _check_options(decoder: Decoder, logits: Path | None, sampling: Sampling) -> None:
     """Raises an InputError for an option that needs logits, if the packages give none,
-    and if those of all tokens, the last one included, could not be computed or
-    written."""
+    and for a file of logits that cannot be written."""
     options = {"--logits": logits, "--temperature": sampling.temperature}
     for option, value in options.items():
         if value and not decoder.gives_logits:
             actual = "packages with the argmax inside"
             needed = "packages that put out logits"
             raise InputError(option, actual, needed, "leave it out")
-    if not logits:
-        return
-    S = decoder.options.max_seq_len
-    if positions > S:
-        raise InputError(
-            "prompt and new tokens, with a row of logits for each",
-            f"{positions} tokens",
-            f"at most max_seq_len = {S}",
-            "ask for fewer, or export with a larger --max-seq-len",
-        )
-    if logits.is_dir() or not logits.parent.is_dir():
+    if logits and (logits.is_dir() or not logits.parent.is_dir()):
         raise InputError(
             f"logits {logits}",
             "a folder" if logits.is_dir() else f"no folder {logits.parent}",

@@ -74,7 +74,7 @@ def questions(
                 model.predict({X: io[X]})
             else:
                 where["layer"] = shard.layers[0]
-                io.update(decoder.run_layer(model, state, io, counts))
+                io |= decoder.run_calls(model, [io], [counts], [state], [None])[0]
         yield from ((*key, *about) for key, about in found.items())
         found.clear()
         decoder.experts.models.clear()

@@ -131,18 +131,14 @@ def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list
     start = time.thread_time()
     _, times = decoder.step(seqs, ids)
     cpu = (time.thread_time() - start) * 1e3
-    native = None if None in times.native_ms else sum(times.native_ms)
+    ms, cpu_ms, native_ms = zip(*times.parts)
+    native = None if None in native_ms else sum(native_ms)
     parts = [{"phase": "layer", "shard": m.shard.name} for m in decoder.layers]
     parts.append({"phase": "head"})
-    clocks = zip(times.ms, times.cpu_ms, times.native_ms, strict=True)
     return [
         {"phase": "call", "value": times.total, "cpu_ms": cpu, "native_ms": native},
-        *(part | dict(zip(CLOCKS, ms)) for part, ms in zip(parts, clocks, strict=True)),
-        {
-            "phase": "host",
-            "value": times.total - sum(times.ms),
-            "cpu_ms": cpu - sum(times.cpu_ms),
-        },
+        *(part | dict(zip(CLOCKS, each)) for part, each in zip(parts, times.parts)),
+        {"phase": "host", "value": times.total - sum(ms), "cpu_ms": cpu - sum(cpu_ms)},
     ]
 
 
