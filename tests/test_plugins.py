@@ -12,7 +12,7 @@ from workbench.runtime import MODELS, is_device, model_class
 
 def test_a_target_that_nothing_offers_is_refused_by_name(tmp_path, tiny_llama):
     with pytest.raises(InputError, match="target 'elsewhere'.*install the plug-in"):
-        export(tiny_llama.path, tmp_path / "b", progress=False, target="elsewhere")
+        export(tiny_llama.path, tmp_path / "b", target="elsewhere")
     assert not (tmp_path / "b").exists()
 
 

@@ -43,27 +43,25 @@ def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_next_one_above(
 def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
     tiny_llama, tmp_path, free, monkeypatch
 ):
-    whole = export(
-        tiny_llama.path, tmp_path / "whole", progress=False, max_seq_len=16, tokens="2"
-    )
+    whole = export(tiny_llama.path, tmp_path / "whole", max_seq_len=16, tokens="2")
     weights = sum(f.bytes for f in whole.files if f.path.endswith(".bin"))
     # twice the embedding, once as the head
     assert weights + whole.manifest.embedding.file.bytes > 2**18
     free(weights)
     with monkeypatch.context() as patched:
         # would raise another error
-        patched.setattr("workbench.export.to_template", None)
+        patched.setattr("workbench.export.Template", None)
         with pytest.raises(
             InputError, match=rf"bundle .*found {weights:,} bytes free.*data/bundles"
         ) as e:
-            export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16)
+            export(tiny_llama.path, tmp_path / "b", max_seq_len=16)
     needed = int(e.value.needed.split()[0].replace(",", ""))
     assert weights < needed < 3 * (weights + whole.manifest.embedding.file.bytes)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
         "whole"
     ]
     free(needed)
-    assert export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16)
+    assert export(tiny_llama.path, tmp_path / "b", max_seq_len=16)
 
 
 @pytest.mark.shim

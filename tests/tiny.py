@@ -484,9 +484,7 @@ class Exports:
         options = {"max_seq_len": 32} | options
         folder = self.root / named("bundle", str(checkpoint), sorted(options.items()))
         if folder not in self.bundles:
-            made = once(
-                folder, lambda path: export(checkpoint, path, progress=False, **options)
-            )
+            made = once(folder, lambda path: export(checkpoint, path, **options))
             self.bundles[folder] = Bundle.open(made)
         return self.bundles[folder]
 

@@ -34,7 +34,7 @@ import workbench
 from workbench.ane.memory import peak_rss
 from workbench.bundle import PRESETS
 from workbench.cli.common import table
-from workbench.export import convert, options, shards, weights
+from workbench.export import options, shards, template, weights
 from workbench.models import checkpoint as checkpoints
 
 QWEN2 = {
@@ -278,7 +278,7 @@ def plain_seconds(source: Path, compress: str) -> tuple[float, float]:
     specs, one = list(shards.specs(plan, how)), {}
     for spec in {spec.kind: spec for spec in specs}.values():
         sources = weights.weight_sources(spec, whole, plan, how)
-        conversion = partial(convert.to_template, spec, plan, how, sources)
+        conversion = partial(template.Template, spec, plan, how, sources)
         one[spec.kind] = seconds(conversion)
     kinds = Counter(spec.kind for spec in specs)
     return one["layers"], sum(one[kind] * count for kind, count in kinds.items())
@@ -295,7 +295,7 @@ def export_once(source: Path, target: Path, compress: str) -> tuple:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    how = {"progress": False, "compress": compress}
+    how = {"compress": compress}
     took = seconds(partial(workbench.export.export, source, target, **how))
     over.set()
     watcher.join()

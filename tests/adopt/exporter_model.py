@@ -12,8 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from miltorch import shim
-from miltorch.quiet import coremltools, quiet
-from workbench.export.convert import lean, no_progress
+from miltorch.quiet import coremltools, no_progress, quiet
 
 
 class Model(nn.Module):
@@ -99,7 +98,7 @@ def saved(
         tensor = ct.TensorType(shape=tuple(buffer.shape), dtype=np.float16)
         kinds.append(ct.StateType(wrapped_type=tensor, name=states + name))
     how = {"minimum_deployment_target": ct.target.iOS18, "skip_model_load": True}
-    with quiet(), no_progress(), lean(), torch.no_grad(), shim.mended_converter():
+    with quiet(), no_progress(), torch.no_grad(), shim.mended_converter():
         package = ct.convert(
             torch.jit.trace(module.eval(), examples, check_trace=False),
             inputs=[ct.TensorType(name=n, shape=s, dtype=k) for n, s, k, _ in inputs],
@@ -125,7 +124,7 @@ def joined(path: Path, functions: dict[str, Path]) -> None:
     for name, package in functions.items():
         descriptor.add_function(str(package), "main", name)
     descriptor.default_function_name = next(iter(functions))
-    with quiet(), no_progress(), lean():
+    with quiet(), no_progress():
         utils.save_multifunction(descriptor, str(path))
 
 

@@ -95,6 +95,7 @@ def test_routed_experts_read_one_of_a_layer(exports):
         ("zaya", {}),
         ("zaya", {"moe": "routed"}),
         ("zaya", {"compress": "int4-block32"}),
+        ("lfm2", {"batch": 3}),  # layers without a cache
     ],
 )
 def test_a_checkpoint_is_planned_as_it_is_exported(exports, family, options):

@@ -203,7 +203,7 @@ def changed(exports, folder, edit):
     for name, tensor in tensors.items():
         edit(name, tensor)
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    bundle = export(folder, folder.parent / "bundle", max_seq_len=32, progress=False)
+    bundle = export(folder, folder.parent / "bundle", max_seq_len=32)
     return Checkpoint(folder), bundle
 
 

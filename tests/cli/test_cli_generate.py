@@ -111,7 +111,7 @@ def chatting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     checkpoint = shutil.copytree(TINY, folder / "checkpoint")
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
-    return export(checkpoint, folder / "bundle", max_seq_len=32, progress=False)
+    return export(checkpoint, folder / "bundle", max_seq_len=32)
 
 
 def test_chat_runs_the_message_through_the_template(chatting, monkeypatch):

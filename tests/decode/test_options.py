@@ -153,10 +153,4 @@ def test_options_that_mean_nothing_together_are_refused(
     exports, tmp_path, family, chosen, found
 ):
     with pytest.raises(InputError, match=found):
-        export(
-            exports.checkpoint(family),
-            tmp_path / "b",
-            progress=False,
-            max_seq_len=16,
-            **chosen,
-        )
+        export(exports.checkpoint(family), tmp_path / "b", max_seq_len=16, **chosen)

@@ -88,7 +88,7 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
         lambda norm, width, eps, **k: init(norm, width, 100 * eps, **k),
     )
     target = exports.root / f"eps-{compress}"
-    faulty = export(tiny_llama.path, target, progress=False, **options)
+    faulty = export(tiny_llama.path, target, **options)
     splits = error.split_error(tiny_llama, faulty, IDS)
     found = splits["isolated"].layers()
     assert (found["reauthoring"] > 100 * gates.REAUTHORING).any()

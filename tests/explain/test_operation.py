@@ -277,7 +277,7 @@ def test_a_nan_that_a_unit_swallows_is_found(exports, search, tmp_path):
         if name.endswith(("q_proj.bias", "k_proj.bias")):
             tensors[name] = torch.full_like(tensors[name], 6e3)
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    bundle = export(source, tmp_path / "bundle", progress=False, max_seq_len=16)
+    bundle = export(source, tmp_path / "bundle", max_seq_len=16)
     overflow = operation.find(bundle, IDS, runtime="portable", layer=0)
     assert (overflow.ops[0]["kind"], overflow.times) == ("matmul", np.inf)
     found, fault = search(bundle, 0, op_of("softmax", 0, **CLIP))

@@ -30,9 +30,7 @@ def checkpoint_of(exports, family: str) -> Path:
 
 def relabelled(source: Path, exported_from: Path, target: Path, **options) -> Bundle:
     """A bundle of `exported_from` that says it is of `source`."""
-    bundle = export(
-        exported_from, target, progress=False, **{"max_seq_len": 32} | options
-    )
+    bundle = export(exported_from, target, **{"max_seq_len": 32} | options)
     manifest = json.loads((bundle.root / "bundle.json").read_text())
     manifest["checkpoint"]["sha256"] = Checkpoint(source).sha256
     (bundle.root / "bundle.json").write_text(json.dumps(manifest))

@@ -1,5 +1,6 @@
 """What coremltools' own conversion makes of every shard of a bundle."""
 
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
@@ -8,21 +9,14 @@ from tiny import build
 
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, FileEntry, file_entries
-from workbench.export import convert, export, read_plan
+from workbench.export import export, read_plan, template
 from workbench.export.shards import specs
-from workbench.export.template import (
-    WEIGHTS,
-    find_slots,
-    operations,
-    read_package,
-    save_package,
-    values_of,
-)
+from workbench.export.template import find_slots, operations, read_package, values_of
 from workbench.models.checkpoint import Checkpoint
 
 
 def small(checkpoint: Path, target: Path, **options) -> Bundle:
-    return export(checkpoint, target, progress=False, **{"max_seq_len": 16} | options)
+    return export(checkpoint, target, **{"max_seq_len": 16} | options)
 
 
 def files(bundle: Bundle) -> dict[str, list[FileEntry]]:
@@ -30,17 +24,22 @@ def files(bundle: Bundle) -> dict[str, list[FileEntry]]:
     return {shard.name: shard.files for shard in bundle.manifest.shards}
 
 
-def exact_tables():
-    """Context manager inside which coremltools' palettization uses its exact k-means
+def exact_tables(stack: ExitStack) -> None:
+    """Until `stack` ends, coremltools' palettization chooses tables by its exact k-means,
     for tensors of every size."""
     from coremltools.optimize.coreml import _quantization_passes as passes
 
-    cluster = passes._get_kmeans_lookup_table_and_weight
+    palettes, name = passes.palettize_weights, "_get_kmeans_lookup_table_and_weight"
+    compress, cluster = palettes.blockwise_compress, getattr(passes, name)
+
+    def by_clusters(data, mode, *how, **more):
+        return compress(data, "KMEANS", *how, **more)
 
     def exact(nbits, weight, **_):
         return cluster(nbits, weight, force_kmeans1d=True)
 
-    return patch.object(passes, "_get_kmeans_lookup_table_and_weight", exact)
+    stack.enter_context(patch.object(palettes, "blockwise_compress", by_clusters))
+    stack.enter_context(patch.object(passes, name, exact))
 
 
 def conversions(
@@ -57,13 +56,16 @@ def conversions(
         module, weights = build(spec, source, plan, options)
         programs = {}
         with ExitStack() as stack:
-            stack.enter_context(exact_tables())
+            exact_tables(stack)
             for name, T in (options.functions or {"main": None}).items():
-                model = convert.to_program(module, spec, options, weights, T)
+                model = template.to_program(module, spec, options, weights, T)
                 programs[name] = folder / "parts" / f"{name}.mlpackage"
-                programs[name].parent.mkdir(parents=True, exist_ok=True)
-                save_package(model, programs[name])
-            convert.joined(programs).rename(package)
+                shutil.rmtree(programs[name], ignore_errors=True)
+                model.save(str(programs[name]))
+            template.joined(programs).rename(package)
+        model, listed = read_package(package), template.pinned_manifest(package)
+        (package / template.MODEL).write_bytes(template.serialize(model))
+        (package / template.MANIFEST).write_text(listed)
         made[spec.name] = file_entries(folder, package)
     return made
 
@@ -71,10 +73,11 @@ def conversions(
 def contents(package: Path) -> tuple[list[str], dict[str, list[bytes]]]:
     """The kinds of a program's operations but constants, and the bytes of each constant
     by the name of its result."""
-    ops = operations(read_package(package))
-    blob = (package / WEIGHTS).read_bytes()
+    model = read_package(package)
+    ops = operations(model)
+    blob = (package / template.WEIGHTS).read_bytes()
     values = {}
-    for name, slots in find_slots(ops, blob).items():
+    for name, slots in find_slots(model, blob).items():
         values[name] = []
         for slot in slots:
             inline = values_of(ops[slot.op])[slot.role].immediateValue.tensor

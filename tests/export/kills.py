@@ -19,7 +19,7 @@ from workbench.bundle import Bundle
 from workbench.export import export
 from workbench.models import checkpoint
 
-OPTIONS = {"progress": False, "max_seq_len": 16, "compress": "int8-tensor"}
+OPTIONS = {"max_seq_len": 16, "compress": "int8-tensor"}
 DIMS = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 DIMS |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 DIMS |= {"num_hidden_layers": 12, "vocab_size": 40_000}

@@ -9,7 +9,9 @@ import torch
 from conversions import contents, conversions, files, small
 from safetensors.torch import load_file, save_file
 
+from workbench import Decoder
 from workbench.bundle import PRESETS
+from workbench.export import shards
 
 FOUR = {"num_hidden_layers": 4}
 ALTERNATING = FOUR | {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -52,6 +54,7 @@ def label(value) -> str:
     return value if isinstance(value, str) else "-".join(map(str, value.values()))
 
 
+@pytest.mark.slow("every shard is converted by itself, beside its template")
 @pytest.mark.matrix(3, wide=8)
 @pytest.mark.parametrize("family, changed, options", [*OTHERS, *MATRIX], ids=label)
 def test_every_shard_is_the_bytes_of_its_conversion(
@@ -66,10 +69,12 @@ def test_every_shard_is_the_bytes_of_its_conversion(
             assert ",".join(map(str, shard.functions.values())) == options["tokens"]
 
 
-def test_a_vocabulary_of_many_slices_needs_two_conversions(exports, tmp_path):
-    source = exports.checkpoint(
-        "llama", vocab_size=2 * 16_384 + 50, num_hidden_layers=1, hidden_size=32
-    )
+def test_a_large_vocabulary_is_cut_into_slices_of_two_shapes(
+    exports, tmp_path, monkeypatch
+):
+    assert shards.HEAD_ROWS == 16_384
+    monkeypatch.setattr(shards, "HEAD_ROWS", 64)
+    source = exports.checkpoint("llama", vocab_size=2 * 64 + 50, num_hidden_layers=1)
     made = small(source, tmp_path / "b")
     assert templates(made) == {
         "layers_00_00": "layers_00_00",
@@ -77,7 +82,15 @@ def test_a_vocabulary_of_many_slices_needs_two_conversions(exports, tmp_path):
         "head_01": "head_00",
         "head_02": "head_02",
     }
+    assert [head.rows for head in made.shards("head")] == [
+        (0, 64),
+        (64, 128),
+        (128, 178),
+    ]
     assert files(made) == conversions(made, source, tmp_path / "again")
+    g = tiny.golden(exports.hf(source), [63, 64, 177])
+    decoder = Decoder(made, "portable", precision="exact")
+    assert tiny.relative(tiny.chained(decoder, g.ids, [3]), g.logits) < 2e-6
 
 
 def ones(t, at):
@@ -145,29 +158,3 @@ def test_weights_that_a_converter_would_drop_or_merge_are_stored(tmp_path):
         # a conversion has no operation that the shard lacks
         assert not Counter(theirs) - Counter(ours)
     assert made.manifest.shards[0].files != made.manifest.shards[1].files
-
-
-def test_conversions_of_one_process_do_not_depend_on_what_came_before(
-    exports, tmp_path
-):
-    source = exports.checkpoint("llama", num_hidden_layers=1)
-    first, second = (small(source, tmp_path / n) for n in "ab")
-    assert files(first) == files(second)
-
-
-def test_an_export_reads_a_checkpoint_in_small_pieces(exports, tmp_path, monkeypatch):
-    from workbench.models.checkpoint import CHUNK, Checkpoint
-
-    # nothing asks for a tensor as a whole
-    monkeypatch.setattr(Checkpoint, "tensor", None)
-    sizes, real = [], Checkpoint.chunks
-
-    def chunks(self, *arguments):
-        for chunk in real(self, *arguments):
-            sizes.append(len(chunk))
-            yield chunk
-
-    monkeypatch.setattr(Checkpoint, "chunks", chunks)
-    path = tiny.random(tmp_path / "c", "llama", dtype="bfloat16", vocab_size=5000)
-    small(path, tmp_path / "b")
-    assert max(sizes) == CHUNK < 5000 * 64

@@ -143,7 +143,7 @@ def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transfor
     )
     assert len(list(many.glob("*.safetensors"))) > 2
     a, b = Checkpoint(one), Checkpoint(many)
-    assert a.dtype == "BF16" and a.header.keys() == b.header.keys()
+    assert a.facts["dtype"] == "BF16" and a.header.keys() == b.header.keys()
     assert all(torch.equal(a.tensor(n), b.tensor(n)) for n in a.header)
     assert a.sha256 != b.sha256
     for seed, same in ((3, True), (4, False)):

@@ -40,7 +40,6 @@ def bundle(source):
     return export(
         source,
         source.parent / "bundle",
-        progress=False,
         max_seq_len=16,
         tokens="1-4",
         compress="int8-channel",
@@ -102,7 +101,6 @@ def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_p
     batch = export(
         source,
         tmp_path / "batch",
-        progress=False,
         max_seq_len=16,
         tokens="1-4",
         compress="int8-channel",

@@ -43,7 +43,7 @@ def export(source, name: str, **options):
     from workbench.export import export
 
     options = {"max_seq_len": 16, "tokens": "1-2"} | options
-    return export(source, source.parent / name, progress=False, **options)
+    return export(source, source.parent / name, **options)
 
 
 @pytest.fixture(scope="module")

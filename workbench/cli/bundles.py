@@ -40,7 +40,7 @@ def export(
     from workbench.ane.memory import peak_rss
 
     start = time.perf_counter()
-    made = workbench.export(checkpoint, bundle, progress=not json, **asdict(options))
+    made = workbench.export(checkpoint, bundle, **asdict(options))
     shards = made.manifest.shards
     converted = len({shard.template for shard in shards})
     result = {

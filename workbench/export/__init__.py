@@ -8,19 +8,18 @@ itself never runs in two threads."""
 import hashlib
 import json
 import math
-import os
 import shutil
 import struct
 import sys
 import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from tqdm.auto import tqdm
 
 from miltorch.quiet import coremltools
 from workbench import paths
@@ -37,7 +36,6 @@ from workbench.bundle import (
 from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
 from workbench.bundle.names import HIDDEN, MATRIX_STATE, split_layer
 from workbench.errors import InputError
-from workbench.export.convert import to_template
 from workbench.export.shards import Spec, specs
 from workbench.export.template import Template
 from workbench.export.weights import (
@@ -51,6 +49,7 @@ from workbench.files import check_room, locked, project_root
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
+from workbench.progress import bar
 
 MAX_THREADS = 2  # writing is bound by memory and disk: more gain little
 MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
@@ -71,11 +70,7 @@ def options(**chosen) -> Options:
 
 
 def export(
-    checkpoint: str | Path,
-    bundle: str | Path | None = None,
-    *,
-    progress: bool = True,
-    **chosen,
+    checkpoint: str | Path, bundle: str | Path | None = None, **chosen
 ) -> Bundle:
     """Exports the Hugging Face folder `checkpoint` to the new folder `bundle`, or opens
     the bundle of that checkpoint and these options in `data/bundles`, where it is
@@ -85,7 +80,6 @@ def export(
         checkpoint: folder with config.json and safetensors (fp32, fp16 or bf16, whole
             or sharded).
         bundle: where the bundle shall be; it is there as a whole or not at all.
-        progress: show a progress bar.
         chosen: fields of `workbench.bundle.Options`.
 
     Returns:
@@ -99,18 +93,16 @@ def export(
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
         project = project_root(Path.cwd()) or Path.cwd()
-        return bundle_for(source, settings, project / "data" / "bundles", progress)
-    return _export(source, settings, Path(bundle), progress)
+        return bundle_for(source, settings, project / "data" / "bundles")
+    return _export(source, settings, Path(bundle))
 
 
-def _export(
-    source: Checkpoint, options: Options, bundle: Path, progress: bool
-) -> Bundle:
+def _export(source: Checkpoint, options: Options, bundle: Path) -> Bundle:
     coremltools()  # quietly, before a part of it is imported by itself
     plan = read_plan(source, options)
     try:
         with new_bundle(bundle) as folder:
-            write_bundle(folder, source, plan, options, progress).save(folder)
+            write_bundle(folder, source, plan, options).save(folder)
         return Bundle.open(bundle)
     except OSError as problem:
         reason = f"{problem.strerror or problem} ({problem.filename or bundle})"
@@ -126,9 +118,7 @@ def bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
     return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-def bundle_for(
-    checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False
-) -> Bundle:
+def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path) -> Bundle:
     """The bundle of a checkpoint and options, exported into `folder` by one process at
     a time.
 
@@ -141,12 +131,11 @@ def bundle_for(
         except InputError as problem:
             if isinstance(problem.__cause__, OSError):  # it may be whole
                 raise
-            if os.path.lexists(path):
+            if path.exists():
                 text = f"the cached bundle {path.name} is exported again: {problem}"
                 warnings.warn(text, stacklevel=2)
-                is_file = path.is_symlink() or path.is_file()
-                path.unlink() if is_file else shutil.rmtree(path)
-        return _export(checkpoint, options, path, progress)
+                shutil.rmtree(path)
+        return _export(checkpoint, options, path)
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
@@ -158,19 +147,17 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
     matrices = any(MATRIX_STATE in states for states in plan.side_states)
     longest = plan.max_positions or options.max_seq_len
     if options.sliding == "window":
-        found = "sliding = window"
+        found, step = "sliding = window", "leave out --sliding"
         needed = "mask or ring: only other exporters' packages have such a cache"
-        step = "leave out --sliding"
-    elif options.moe == "routed" and not plan.experts:
-        found, needed = "moe = routed", "a family with experts"
-        step = "leave out --moe"
     elif options.sliding == "ring" and not windows:
-        found, needed = "sliding = ring", "a family with sliding attention"
-        step = "leave out --sliding"
+        found, step = "sliding = ring", "leave out --sliding"
+        needed = "a family with sliding attention"
+    elif options.moe == "routed" and not plan.experts:
+        found, step = "moe = routed", "leave out --moe"
+        needed = "a family with experts"
     elif options.t_max > MATRIX_T_MAX and matrices:
         found = f"tokens = {options.tokens}"
-        needed = f"at most {MATRIX_T_MAX}: fp16 cannot hold "
-        needed += "what more tokens at once do to a matrix state"
+        needed = f"at most {MATRIX_T_MAX}: fp16 cannot hold what more do to a matrix"
         step = f"export with --tokens 1-{MATRIX_T_MAX} or fewer"
     elif options.max_seq_len > longest:
         found = f"max_seq_len = {options.max_seq_len}"
@@ -182,7 +169,7 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
 
 
 def write_bundle(
-    folder: Path, source: Checkpoint, plan: Plan, options: Options, progress: bool
+    folder: Path, source: Checkpoint, plan: Plan, options: Options
 ) -> Manifest:
     """Writes every file of a bundle to `folder` but its manifest, which it returns.
 
@@ -195,8 +182,8 @@ def write_bundle(
     needed = sum(weight.bytes for _, weights in shards for weight in weights)
     needed += 2 * math.prod(source.shape(source.prefix + "embed_tokens.weight"))
     check_room(folder, needed, f"bundle in {folder.parent}")
-    convert = options.plugin.template if options.plugin else to_template
-    templates: dict[str, Template] = {}
+    convert = options.plugin.template if options.plugin else Template
+    templates = {}
     # torch in one thread in each: more would only wait for these, and spin meanwhile
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -204,22 +191,24 @@ def write_bundle(
     pool = ThreadPoolExecutor(min(threads, MAX_THREADS), **alone)
     try:
         facts = pool.submit(lambda: source.facts)
-        parts = []
+        table = pool.submit(write_embedding, source, plan, folder)
+        written = []
         for spec, weights in shards:
             shape = _shape(spec, plan, weights)
             if shape not in templates:
                 templates[shape] = convert(spec, plan, options, weights)
-            parts.append((folder, spec, templates[shape], weights, source, options))
-        table = pool.submit(write_embedding, source, plan, folder)
-        written = [pool.submit(_write_shard, *part) for part in parts]
-        bar = tqdm(written, "export", unit="shard", disable=not progress)
+            part = folder, spec, templates[shape], weights, source, options
+            written.append(pool.submit(_write_shard, *part))
         return Manifest(
             family=source.config.model_type,
             dims=plan.dims,
             options=options,
             rope=plan.rope,
             layers=plan.layers,
-            shards=[shard.result() for shard in bar],
+            shards=[
+                one.result()
+                for one in bar(written, "export", unit="shard", leave=False)
+            ],
             embedding=Embedding(file=table.result(), scale=plan.embedding_scale),
             tokens=source.save_tokenizer(folder),
             checkpoint=facts.result(),
@@ -241,12 +230,10 @@ def versions(options: Options) -> dict[str, str]:
 
 def _shape(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:
     """Equal for shards whose programs are equal."""
-    buffers = [(state.tensor, state.shape) for state in spec.states.values()]
-    layers = plan.layers[slice(*spec.layers)] if spec.kind != "expert" else []
-    facts = [spec.kind, spec.inputs, spec.outputs, buffers, layers]
-    for weight in weights:
-        facts += weight.path, weight.shape, weight.offset, weight.compressed
-    return repr(facts)
+    layers = plan.layers[slice(*spec.layers)]
+    states = list(spec.states.values())
+    held = [replace(weight, tensor=None, rows=None) for weight in weights]
+    return repr([spec.kind, spec.inputs, spec.outputs, states, layers, held])
 
 
 def _write_shard(

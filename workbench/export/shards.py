@@ -81,7 +81,6 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     several."""
     C = options.plane(plan.dims.C)
     E = options.plane(plan.experts + 1)
-    R = options.plane(plan.router_width)
     B = options.batch
     attending = {x.rope: x for x in plan.layers[first:last] if x.attends}
     inputs = {X: C}
@@ -107,6 +106,7 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
         name = f"router_{first:02d}"
         outputs = {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
     if plan.router_width:
+        R = options.plane(plan.router_width)
         inputs[ROUTER_STATE] = outputs[ROUTER_STATE_OUT] = R
     states = {}
     for i in range(first, last):

@@ -1,8 +1,10 @@
 """The shards of one shape: their programs are equal, and only weight bytes differ.
 
-A `Template` is a program that was converted with placeholder weights. It knows where in
-the weight file and in the program each parameter lies; `write` makes a shard of it by
-putting the shard's own weights in these places.
+coremltools converts one shard of each shape. Its weights are placeholders, so that the
+program depends on shapes and options alone: random, because coremltools drops a product
+with ones and merges equal constants. A `Template` knows where in the weight file and in
+the program each parameter lies; `write` makes a shard by putting the shard's own
+weights in these places.
 
 Equal programs and weights give equal bytes. coremltools writes a fresh date, random
 identifiers and map entries in any order; here the date is pinned, identifiers follow
@@ -10,17 +12,36 @@ from what they name, and the model is serialized in canonical order. Two shards 
 therefore equal if their manifest entries (path, size, SHA-256) are."""
 
 import json
-import shutil
 import struct
+import tempfile
 import uuid
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
-from miltorch.quiet import messages
-from workbench.bundle import FileEntry, file_entries
-from workbench.export.weights import WeightSource, packed
+import numpy as np
+import torch
+from torch import nn
+
+from miltorch.quiet import coremltools, frozen, messages, no_progress, quiet
+from workbench.bundle import FileEntry, Options, file_entries
+from workbench.bundle.names import POS
+from workbench.bundle.presets import FP16, Preset
+from workbench.export.shards import Spec
+from workbench.export.weights import WeightSource, blank, packed
+from workbench.models.family import Plan
+
+# These passes fold neighbouring scales into convolution weights and round the product
+# again: the stored weights would no longer be the checkpoint's (1.3e-3 against 1.9e-6
+# on one layer).
+FOLDING = [
+    "common::fuse_conv_scale",
+    "common::fuse_conv_bias",
+    "common::fuse_conv_batchnorm",
+    "common::fuse_elementwise_to_batchnorm",
+]
 
 DATE_KEY = "com.github.apple.coremltools.conversion_date"
 DATE = "1970-01-01"
@@ -41,47 +62,54 @@ class Slot(NamedTuple):
 
 
 class Template:
-    """One converted program whose weights can be replaced.
+    """The program of a shard, into which the weights of every shard of its shape can be
+    written.
 
-    Args:
-        name: of the shard that was converted.
-        package: its files, which are read and not kept.
-        weights: the parameters of the shard.
-        modules: program value → module path, layers counted from the shard's first.
+    `name` is that of the shard; `modules` maps program values to module paths, layers
+    counted from the shard's first.
+
+    Raises:
+        OSError: no room for coremltools' temporary files.
     """
 
     suffix = ".mlpackage"
 
     def __init__(
-        self,
-        name: str,
-        package: Path,
-        weights: list[WeightSource],
-        modules: dict[str, str],
+        self, spec: Spec, plan: Plan, options: Options, weights: list[WeightSource]
     ):
-        self.name = name
-        self.modules = modules
-        self.model = read_package(package)
-        self.manifest = (package / MANIFEST).read_bytes()
-        file = package / WEIGHTS
-        blob = file.read_bytes() if file.is_file() else b""  # none: small constants
-        slots = find_slots(operations(self.model), blob)
+        self.name = spec.name
+        self.modules = {}
+        module = blank(spec, plan, options).requires_grad_(False).eval()
+        generator = torch.Generator().manual_seed(0)
+        for i, weight in enumerate(weights):
+            values = torch.rand(weight.shape, generator=generator)
+            # a range of its own: functions share equal lookup tables, too
+            module.get_parameter(weight.path).data = values + 0.5 + i / 64
+        programs = {}
+        with tempfile.TemporaryDirectory() as folder, frozen(), _no_search():
+            for name, T in (options.functions or {"main": None}).items():
+                model = to_program(module, spec, options, weights, T)
+                programs[name] = Path(folder, f"{name}.mlpackage")
+                model.save(str(programs[name]))
+                self.modules |= modules_of(model)
+            package = joined(programs)
+            self.model = read_package(package)
+            self.manifest = pinned_manifest(package)
+            file = package / WEIGHTS
+            blob = file.read_bytes() if file.is_file() else b""  # none: small constants
+        slots = find_slots(self.model, blob)
         # fp16 cast and compression append to the parameter's name
         names = {name.split("_to_fp16")[0]: name for name in slots}
         self.constants = {w.path: names[w.path.replace(".", "_")] for w in weights}
-        places = [(path, slots[name]) for path, name in self.constants.items()]
-        # in the order of the weight file, each parameter with the bytes before each of
-        # its slots: headers, records, padding, constants that are no parameters
-        self.places = []
+        self.slots = {path: slots[name] for path, name in self.constants.items()}
+        # headers, records, padding, constants that are no parameters: place, bytes
+        self.others = []
         end = 0
-        for path, parts in sorted(places, key=lambda place: place[1][-1].stop):
-            gaps = []
-            for slot in parts:
-                assert not slot.stop or slot.start >= end, "parameters that share bytes"
-                gaps.append(blob[end : slot.start])
-                end = max(end, slot.stop)
-            self.places.append((path, list(zip(parts, gaps))))
-        self.rest = blob[end:]
+        filled = sorted(slot[2:] for each in self.slots.values() for slot in each)
+        for start, stop in [*filled, (len(blob), 0)]:
+            assert start >= end, "parameters that share bytes"
+            self.others.append((end, blob[end:start]))
+            end = stop
 
     def write(
         self, package: Path, weights: list[WeightSource], load: Callable
@@ -98,34 +126,181 @@ class Template:
         """
         model = deepcopy(self.model)
         ops = operations(model)
-        by_path = {weight.path: weight for weight in weights}
         file = package / WEIGHTS
         file.parent.mkdir(parents=True)
         with file.open("wb") as whole:
-            for path, slots in self.places:
-                weight = by_path[path]
+            for start, others in self.others:
+                whole.seek(start)
+                whole.write(others)
+            for weight in weights:
                 arrays = load(weight)
-                for slot, gap in slots:
-                    bits = 16
-                    if slot.role in ("data", "indices"):
-                        bits = weight.preset.bits
-                    payload = packed(arrays[slot.role], bits)
-                    whole.write(gap)
+                for slot in self.slots[weight.path]:
+                    payload = packed(arrays[slot.role], weight.preset.bits)
+                    size = slot.stop - slot.start
                     if slot.stop:
-                        assert len(payload) == slot.stop - slot.start, (path, slot)
+                        whole.seek(slot.start)
                         whole.write(payload)
-                        continue
-                    value = values_of(ops[slot.op])[slot.role]
-                    inline = value.immediateValue.tensor.bytes
-                    assert len(payload) == len(inline.values), (path, slot)
-                    inline.values = payload.tobytes()
-            whole.write(self.rest)
+                    else:
+                        value = values_of(ops[slot.op])[slot.role]
+                        inline = value.immediateValue.tensor.bytes
+                        size = len(inline.values)
+                        inline.values = payload.tobytes()
+                    assert len(payload) == size, (weight, slot)
         if not file.stat().st_size:
             file.unlink()
             file.parent.rmdir()
         (package / MODEL).write_bytes(serialize(model))
-        (package / MANIFEST).write_bytes(self.manifest)
+        (package / MANIFEST).write_text(self.manifest)
         return file_entries(package.parent, package), self.constants
+
+
+def _no_search():
+    """Context manager around conversions of programs without constants beyond fp16:
+    coremltools 9.0 looks for them with 40 bytes of memory for every element of every
+    weight."""
+    from coremltools.converters.mil.mil.passes.defs import quantization
+
+    cast = quantization.FP16ComputePrecision
+    return patch.object(cast, "fp16_overflow", staticmethod(lambda op: False))
+
+
+def to_program(
+    module: nn.Module,
+    spec: Spec,
+    options: Options,
+    weights: list[WeightSource],
+    T: int | None = None,
+):
+    """Traces `module` and converts it to an ML Program for macOS 15, fp16, T in 1 …
+    t_max.
+
+    Args:
+        weights: the parameters; those that no preset compresses stay fp16.
+        T: the tokens of a call, for a program of this one T (default: as the options
+            say).
+
+    Returns:
+        coremltools' MLModel, not loaded, with its pymil program attached.
+
+    Raises:
+        OSError: no room for its temporary files.
+    """
+    ct = coremltools()
+    from coremltools.converters.mil.mil import Builder
+
+    examples, inputs = _inputs(spec, options, T)
+    states = []
+    for state in spec.states.values():
+        kind = ct.TensorType(shape=state.shape, dtype=np.float16)
+        states.append(ct.StateType(kind, name=state.tensor))
+    pipeline = ct.PassPipeline.DEFAULT
+    pipeline.remove_passes(FOLDING)
+    if options.preset != FP16:
+        _compress(pipeline, options.preset, weights)
+    with quiet(), no_progress(), torch.no_grad():
+        # coremltools numbers the names it makes up through the life of the process
+        Builder.name_count.clear()
+        traced = torch.jit.trace(module, examples, check_trace=False)
+        try:
+            return ct.convert(
+                traced,
+                inputs=inputs,
+                outputs=[ct.TensorType(n, dtype=np.float16) for n in spec.outputs],
+                states=states,
+                minimum_deployment_target=ct.target.macOS15,
+                compute_units=ct.ComputeUnit.CPU_AND_NE,
+                pass_pipeline=pipeline,
+                skip_model_load=True,
+            )
+        except RuntimeError as problem:
+            if "FileWriter" not in str(problem):
+                raise
+            # its writer of weight files gives no other reason
+            reason = f"coremltools could not write to {tempfile.gettempdir()}"
+            raise OSError(reason) from problem
+
+
+def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
+    """Example tensors of the inputs for tracing, and their types for coremltools."""
+    ct = coremltools()
+    size = length = T or options.t_max
+    if options.t_max > 1 and not options.shapes:
+        # one symbol for every T: coremltools would take unrelated ranges without
+        # complaint
+        size, length = ct.RangeDim(1, options.t_max, default=1), 2
+    examples, inputs = [], []
+    for name, shape in spec.inputs.items():
+        traced, stored = torch.float32, np.float16
+        if name == POS:
+            traced, stored = torch.int32, np.int32
+        example = [length if n == "T" else n for n in shape]
+        examples.append(torch.zeros(example, dtype=traced))
+        sizes = [size if n == "T" else n for n in shape]
+        inputs.append(ct.TensorType(name, sizes, dtype=stored))
+    return examples, inputs
+
+
+def _compress(pipeline, preset: Preset, weights: list[WeightSource]) -> None:
+    """Appends to `pipeline` the compression of convolutions' constants.
+
+    Integer presets are linear and symmetric; lookup tables are palettes, one per
+    tensor, of evenly spaced values, which need no search. The pass comes last, because
+    coremltools' functions for it convert a second time, with the passes that fold."""
+    from coremltools.optimize import coreml as cto
+
+    if preset.is_integer:
+        name = "compression::linear_quantize_weights"
+        how = cto.OpLinearQuantizerConfig(
+            mode="linear_symmetric",
+            dtype=f"int{preset.bits}",
+            granularity=preset.granularity,
+            block_size=preset.block,
+            weight_threshold=0,
+        )
+    else:
+        name = "compression::palettize_weights"
+        how = cto.OpPalettizerConfig("uniform", preset.bits, weight_threshold=0)
+    kept = {f"{w.path}_to_fp16": None for w in weights if w.preset == FP16}
+    config = cto.OptimizationConfig(op_type_configs={"conv": how}, op_name_configs=kept)
+    pipeline.append_pass(name)
+    pipeline.set_options(name, {"config": config})
+
+
+def joined(programs: dict[str, Path]) -> Path:
+    """A package with one function for each of `programs` (name → package with `main`),
+    the first one the default; coremltools stores weights that functions share once. One
+    program stays as it is."""
+    from coremltools.converters.mil.mil import Builder
+    from coremltools.models import utils
+
+    first, *others = programs.values()
+    if not others:
+        return first
+    descriptor = utils.MultiFunctionDescriptor()
+    for name, program in programs.items():
+        descriptor.add_function(str(program), "main", name)
+    descriptor.default_function_name = next(iter(programs))
+    package = first.with_name("joined.mlpackage")
+    with quiet(), no_progress():
+        Builder.name_count.clear()
+        utils.save_multifunction(descriptor, str(package))
+    return package
+
+
+def modules_of(model) -> dict[str, str]:
+    """Program value → path of the torch module it came from; layers counted from the
+    shard's first."""
+    from coremltools.converters.mil.mil.scope import ScopeSource
+
+    paths = {}
+    for op in model._mil_program.functions["main"].operations:
+        scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME)
+        if op.op_type != "const" and scope:
+            path = ".".join(scope[:-1])
+            if path[:1].isdigit():
+                path = f"layers.{path}"
+            paths |= {out.name: path for out in op.outputs}
+    return paths
 
 
 def values_of(op) -> dict:
@@ -142,52 +317,32 @@ def operations(model) -> list:
     return [op for f in functions for op in f.block_specializations[f.opset].operations]
 
 
-def find_slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
-    """Where the values of each constant operation lie, in the order of the weight file;
-    by the name of its result.
+def find_slots(model, blob: bytes) -> dict[str, list[Slot]]:
+    """Where the values of each constant operation lie in the weight file `blob` or in
+    the program, by the name of its result.
 
     Functions share what is in the weight file, and each has inline values of its own.
     """
-    slots: dict[str, dict[tuple, Slot]] = {}
-    for index, op in enumerate(ops):
-        for role, value in values_of(op).items():
+    slots = {}
+    for index, op in enumerate(operations(model)):
+        for role, value in sorted(values_of(op).items()):
             start = size = 0
-            if value.WhichOneof("value") == "blobFileValue":
+            if value.HasField("blobFileValue"):
                 at = value.blobFileValue.offset
                 _, _, size, start = RECORD.unpack_from(blob, at)
             places = slots.setdefault(op.outputs[0].name, {})
-            slot = Slot(role, index, start, start + size)
-            places.setdefault((role, start or index), slot)
-    return {
-        name: sorted(places.values(), key=lambda slot: slot.start)
-        for name, places in slots.items()
-    }
+            places[role, start or index] = Slot(role, index, start, start + size)
+    return {name: list(places.values()) for name, places in slots.items()}
 
 
-def save_package(model, package: Path) -> None:
-    """Writes a converted model (coremltools' MLModel) to `package`, replacing an
-    existing one."""
-    shutil.rmtree(package, ignore_errors=True)
-    model.save(str(package))
-    pin(package)
-
-
-def pin(package: Path) -> None:
-    """Rewrites what coremltools changes each time it saves: date, identifiers, order of
-    map entries."""
-    (package / MODEL).write_bytes(serialize(read_package(package)))
-    listed = json.loads((package / MANIFEST).read_text())
-    items = listed["itemInfoEntries"]
-    names = {
-        old: str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper()
-        for old, item in items.items()
-    }
-    listed["itemInfoEntries"] = {names[old]: item for old, item in items.items()}
-    listed["rootModelIdentifier"] = names[listed["rootModelIdentifier"]]
-    # coremltools rewrites the file in this form when it opens the package, so its bytes
-    # stay
-    text = json.dumps(listed, indent=4, sort_keys=True) + "\n"
-    (package / MANIFEST).write_text(text)
+def pinned_manifest(package: Path) -> str:
+    """The text of a package's own manifest, its identifiers made of the paths that they
+    name; in the form in which coremltools rewrites it when it opens a package."""
+    text = (package / MANIFEST).read_text()
+    for identifier, item in json.loads(text)["itemInfoEntries"].items():
+        pinned = str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper()
+        text = text.replace(identifier, pinned)
+    return json.dumps(json.loads(text), indent=4, sort_keys=True) + "\n"
 
 
 def read_package(package: Path):

@@ -1,6 +1,5 @@
 """The weights of a shard: the source of each in the checkpoint, its values in fp16, and
-the bytes that coremltools 9.0 stores for them, bit for bit, one cache-sized piece at a
-time.
+the arrays that coremltools 9.0 stores for them, bit for bit.
 
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output
 channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables:
@@ -11,7 +10,6 @@ draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits).
 tests/export/test_compress.py compares the bytes with coremltools' own."""
 
 import math
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,13 +25,10 @@ from workbench.export.shards import LayerStack, Spec
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
-from workbench.models.zaya import Router
 
 # coremltools doubles the largest weight in fp16 on the way to an integer scale
 MAX_SCALED = 32752.0
-PIECE = 1 << 16
-MINUS_ZERO = 0x8000
-_buffers = threading.local()
+ROUTER = ".mlp.gate."  # in paths of parameters
 
 
 @dataclass(frozen=True)
@@ -50,24 +45,10 @@ class WeightSource:
     preset: Preset = FP16
 
     @property
-    def compressed(self) -> bool:
-        return self.preset != FP16
-
-    @property
     def bytes(self) -> int:
         """Bytes in a weight file, but for the few scales that are not of blocks, and
         tables."""
         return int(math.prod(self.shape) * self.preset.stored_bits / 8)
-
-
-def scratch(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` elements of memory, valid until this thread's next call for this dtype,
-    which is given the same memory: touching new memory is slower than reading the
-    disk."""
-    buffers = vars(_buffers)
-    if len(buffers.get(str(dtype), ())) < count:
-        buffers[str(dtype)] = torch.empty(count, dtype=dtype)
-    return buffers[str(dtype)][:count]
 
 
 def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
@@ -95,53 +76,57 @@ def weight_sources(
     """
     with torch.device("meta"):
         shard = blank(spec, plan, options)
-    modules = dict(shard.named_modules())
-    routers = tuple(f"{path}." for path, m in modules.items() if isinstance(m, Router))
     weights = []
     for path, parameter in shard.named_parameters():
+        owner = shard.get_submodule(path.rpartition(".")[0])
         shape = tuple(parameter.shape)
-        tensor = rows = None
-        if parameter.requires_grad:
-            tensor = _tensor_name(path, spec, source.prefix, plan)
-        if spec.rows[1] and (path == "lm_head.weight" or ".experts." in path):
-            rows = slice(*spec.rows)
-        # what storage adds to the checkpoint's value
-        offset = getattr(modules[path.rpartition(".")[0]], "offset", 0.0)
-        matrix = len(shape) == 4 and shape[2:] == (1, 1) and min(shape[:2]) > 1
-        preset = options.preset if matrix and not path.startswith(routers) else FP16
-        weights.append(WeightSource(path, tensor, shape, rows, offset, preset))
-        if tensor:
-            _check_shape(weights[-1], source)
+        is_matrix = len(shape) == 4 and shape[2:] == (1, 1) and min(shape[:2]) > 1
+        is_part = spec.rows[1] and (path == "lm_head.weight" or ".experts." in path)
+        weight = WeightSource(
+            path,
+            _tensor_name(path, spec, source, plan) if parameter.requires_grad else None,
+            shape,
+            rows=slice(*spec.rows) if is_part else None,
+            offset=getattr(owner, "offset", 0.0),
+            preset=options.preset if is_matrix and ROUTER not in path else FP16,
+        )
+        if weight.tensor:
+            _check_shape(weight, source)
+        weights.append(weight)
     return weights
 
 
-def _tensor_name(path: str, spec: Spec, prefix: str, plan: Plan) -> str:
+def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:
     """Name of the checkpoint tensor behind a parameter."""
     if path == "lm_head.weight":
-        return f"{prefix}embed_tokens.weight" if plan.tied else path
+        return f"{source.prefix}embed_tokens.weight" if plan.tied else path
     path = ".".join(plan.names.get(part, part) for part in path.split("."))
     if spec.kind == "head":
-        return prefix + path
+        return source.prefix + path
     index = "0"
     if spec.kind != "expert":
         _, index, path = path.split(".", 2)  # blocks.0.self_attn.q_proj.weight
-    return f"{prefix}layers.{spec.layers[0] + int(index)}.{path}"
+    return f"{source.prefix}layers.{spec.layers[0] + int(index)}.{path}"
 
 
 def _check_shape(weight: WeightSource, source: Checkpoint) -> None:
-    block = weight.preset.block
-    found = needed = step = None
+    subject = f"tensor {weight.tensor!r}"
     stored = source.shape(weight.tensor, weight.rows)
     if math.prod(stored) != math.prod(weight.shape):
-        found = f"shape {source.shape(weight.tensor)}"
-        needed = f"{list(weight.shape)}"
-        step = "check that config.json belongs to these weights"
-    elif block and weight.shape[1] % block:
-        found = f"{weight.shape[1]} inputs"
-        needed = f"a multiple of {block} for {weight.preset.name}"
-        step = "choose another --compress"
-    if found:
-        raise InputError(f"tensor {weight.tensor!r}", found, needed, step)
+        raise InputError(
+            subject,
+            f"shape {source.shape(weight.tensor)}",
+            f"{list(weight.shape)}",
+            "check that config.json belongs to these weights",
+        )
+    block = weight.preset.block
+    if block and weight.shape[1] % block:
+        raise InputError(
+            subject,
+            f"{weight.shape[1]} inputs",
+            f"a multiple of {block} for {weight.preset.name}",
+            "choose another --compress",
+        )
 
 
 def rounded(
@@ -171,13 +156,10 @@ def rounded(
 
 
 def load_values(weight: WeightSource, source: Checkpoint) -> torch.Tensor:
-    """The values of a weight, flat, fp16, in `scratch` memory; raises as `rounded`
-    does."""
-    values = scratch(math.prod(weight.shape), torch.float16)
-    if weight.tensor is None:
-        return values.zero_()
+    """The values of a weight, flat, fp16; raises as `rounded` does."""
+    values = torch.zeros(math.prod(weight.shape), dtype=torch.float16)
     start = 0
-    for piece in rounded(weight, source, torch.float16):
+    for piece in rounded(weight, source, torch.float16) if weight.tensor else ():
         values[start : start + len(piece)] = piece
         start += len(piece)
     return values
@@ -185,34 +167,26 @@ def load_values(weight: WeightSource, source: Checkpoint) -> torch.Tensor:
 
 def stored(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
     """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as
-    stored, one array element per weight; they may lie in `scratch` memory. `values`:
-    fp16, flat."""
+    stored, one array element per weight. `values`, fp16, flat, are overwritten."""
     preset = weight.preset
-    if not weight.compressed:
+    if preset == FP16:
         return {"val": values.numpy()}
     if not preset.is_integer:
-        return palettize(values.numpy(), preset.bits)
+        return palettize(values.add_(0).numpy(), preset.bits)  # 0, never -0
     return quantize(values.reshape(weight.shape[0], -1), preset)
 
 
 def quantize(values: torch.Tensor, preset: Preset) -> dict[str, np.ndarray]:
-    """Symmetric linear quantization of `values` [outputs, inputs]."""
+    """Symmetric linear quantization of `values` [outputs, inputs], in their place."""
     limit = 2 ** (preset.bits - 1) - 1
-    row = preset.block or values.shape[1]
-    values = values.reshape(-1, row)
+    values = values.reshape(-1, preset.block or values.shape[1])
     amax = torch.maximum(values.amax(1), -values.amin(1))
     if preset.granularity == "per_tensor":
         amax = amax.amax(0, keepdim=True)
     amax = amax.float().abs()  # 0, never -0
     scale = (amax * 2 / (2 * limit)).half()
-    data = scratch(values.numel(), torch.int8).reshape(values.shape)
-    divisors = scale.float()[:, None].expand(len(values), 1)
-    parts = (part.split(max(1, PIECE // row)) for part in (values, data, divisors))
-    for piece, place, divisor in zip(*parts):
-        ratio = (piece.float() / divisor).half().float().round_()
-        ratio.nan_to_num_(0.0, torch.inf, -torch.inf)
-        place.copy_(ratio.clamp_(-limit, limit))
-    return {"data": data.flatten().numpy(), "scale": scale.numpy()}
+    values.div_(scale[:, None]).round_().nan_to_num_().clamp_(-limit, limit)
+    return {"data": values.char().flatten().numpy(), "scale": scale.numpy()}
 
 
 def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
@@ -222,30 +196,25 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
 
     codes = values.view(np.uint16)
     counts = np.bincount(codes, minlength=1 << 16)
-    counts[0] += counts[MINUS_ZERO]
-    counts[MINUS_ZERO] = 0
     present = np.flatnonzero(counts).astype(np.uint16)
     present = present[np.argsort(present.view(np.float16))]
     count = min(len(present), 1 << bits)
-    weights = counts[present]
-    clusters = kmeans1d.cluster(present.view(np.float16), count, weights=weights)
+    found = present.view(np.float16)
+    clusters = kmeans1d.cluster(found, count, weights=counts[present])
     lut = np.zeros(1 << bits, np.float16)
     lut[:count] = clusters.centroids
     table = np.zeros(1 << 16, np.uint8)
     table[present] = clusters.clusters
-    table[MINUS_ZERO] = table[0]
     return {"indices": table[codes], "lut": lut}
 
 
 def packed(array: np.ndarray, bits: int) -> np.ndarray:
-    """Values as bytes; those of 4 or 6 bits lie bit after bit, the lowest first."""
-    if bits >= 8:
+    """Values as bytes. Of integers only the lowest `bits` are kept, those of one value
+    after those of another, the lowest first."""
+    if array.itemsize > 1 or bits == 8:
         return array.view(np.uint8)
     values = array.view(np.uint8) & ((1 << bits) - 1)
-    group = 8 // np.gcd(8, bits)  # values that fill whole bytes: 2 of 4 bits, 4 of 6
-    values = np.pad(values, (0, -len(values) % group)).reshape(-1, group)
-    word = np.zeros(len(values), np.uint32)
-    for i in range(group):
-        word |= values[:, i].astype(np.uint32) << np.uint32(bits * i)
-    groups = np.ascontiguousarray(word[:, None].view(np.uint8)[:, : group * bits // 8])
-    return groups.reshape(-1)[: (len(array) * bits + 7) // 8]
+    eights = np.pad(values, (0, -len(values) % 8)).reshape(-1, 8)
+    words = eights @ (1 << bits * np.arange(8, dtype=np.uint64))  # disjoint bits
+    pieces = words.view(np.uint8).reshape(-1, 8)[:, :bits]
+    return pieces.reshape(-1)[: (len(values) * bits + 7) // 8]

@@ -7,8 +7,8 @@ options)`. `settle(plan, source)`, where there is one, completes a plan from the
 weights. Parameters are named as in the checkpoint, so that loading them needs no
 table."""
 
-from workbench.errors import InputError
 from workbench.models import gemma3, granitemoehybrid, lfm2, llama, qwen3_5, zaya
+from workbench.models.family import refuse
 
 # by model_type of the (text) configuration
 FAMILIES = llama.LLAMAS | {
@@ -24,10 +24,6 @@ def family_of(config):
     """The family of a configuration. Raises an InputError that names an unsupported
     one."""
     if config.model_type not in FAMILIES:
-        raise InputError(
-            "checkpoint",
-            f"model_type {config.model_type!r}",
-            f"one of {', '.join(sorted(FAMILIES))}",
-            "see docs: how to add a family",
-        )
+        needed = f"one of {', '.join(sorted(FAMILIES))}"
+        refuse(config, f"model_type {config.model_type!r}", needed)
     return FAMILIES[config.model_type]

@@ -15,10 +15,9 @@ import torch
 from workbench import paths
 from workbench.bundle import Tokens, file_entries
 from workbench.errors import InputError, one_line
-from workbench.files import is_lfs_pointer
+from workbench.files import is_lfs_pointer, sha256
 
 KINDS = "F32", "F16", "BF16"
-HASH_BYTES = 1 << 24  # read at once: a hashing thread then rarely asks for the GIL
 CHUNK = 1 << 17  # elements: what stays in a core's cache while it is converted
 MAPPED_BYTES = 1 << 26  # of a file at once: mapped memory counts as resident
 
@@ -128,17 +127,8 @@ class Checkpoint:
         if ends[0] != ends[-1]:  # it ends texts where the configuration does not
             digest.update(own.read_bytes())
         for path in self.files:
-            of_file = hashlib.sha256()
-            with path.open("rb", buffering=0) as file:
-                while piece := file.read(HASH_BYTES):
-                    of_file.update(piece)
-            digest.update(of_file.digest())
+            digest.update(bytes.fromhex(sha256(path)))
         return digest.hexdigest()
-
-    @property
-    def dtype(self) -> str:
-        """The most common stored dtype, as safetensors spells it (F32, F16, BF16)."""
-        return mode(dtype for _, dtype, _ in self.header.values())
 
     @property
     def prefix(self) -> str:
@@ -150,8 +140,11 @@ class Checkpoint:
     def matrices(self) -> list[str]:
         """Names of the matrices of the text model."""
         own = self.prefix, "lm_head."
-        names = [name for name in sorted(self.header) if name.startswith(own)]
-        return [name for name in names if len(self.shape(name)) == 2]
+        return [
+            name
+            for name in sorted(self.header)
+            if name.startswith(own) and len(self.shape(name)) == 2
+        ]
 
     def __contains__(self, name: str) -> bool:
         return name in self.header
@@ -179,17 +172,17 @@ class Checkpoint:
     def shape(self, name: str, rows: slice | None = None) -> list[int]:
         """Shape of tensor `name`, or of some rows of it."""
         _, _, (count, *others) = self._entry(name)
-        return [len(range(*(rows or slice(None)).indices(count))), *others]
+        return [len(range(count)[rows or slice(None)]), *others]
 
     def chunks(self, name: str, rows: slice | None = None) -> Iterator[torch.Tensor]:
         """The values of tensor `name` (or of some rows) in order: flat pieces in the
         stored dtype, of at most `CHUNK` elements, that lie in the mapped file."""
         file, _, (count, *others) = self._entry(name)
-        start, stop, _ = (rows or slice(None)).indices(count)
+        wanted = range(count)[rows or slice(None)]
         step = max(1, MAPPED_BYTES // (4 * math.prod(others)))
-        for first in range(start, stop, step):
+        for first in wanted[::step]:
             with _opened(file) as tensors:
-                block = tensors.get_slice(name)[first : min(first + step, stop)]
+                block = tensors.get_slice(name)[first : min(first + step, wanted.stop)]
                 yield from block.flatten().split(CHUNK)
 
     def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
@@ -201,8 +194,10 @@ class Checkpoint:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a bundle says of its checkpoint: `name`, `sha256`, `dtype`."""
-        return {"name": self.name, "sha256": self.sha256, "dtype": self.dtype}
+        """What a bundle says of its checkpoint: `name`, `sha256`, and its most common
+        `dtype`, as safetensors spells it (F32, F16, BF16)."""
+        dtype = mode(dtype for _, dtype, _ in self.header.values())
+        return {"name": self.name, "sha256": self.sha256, "dtype": dtype}
 
     def tokenizer_files(self) -> list[Path]:
         return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]

@@ -2,7 +2,7 @@
 families share."""
 
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -28,7 +28,7 @@ class Plan:
     another one. The plan holds for caches of up to `max_positions` tokens (None: any).
     `norm_offset` is that of its norms."""
 
-    config: Any
+    config: object  # transformers' own
     dims: Dims
     rope: list[Rope]
     layers: list[Layer]

@@ -31,9 +31,13 @@ def plan(config) -> Plan:
             refuse(config, f"{name} = {softcap}", "no softcap (Gemma 3 has none)")
     if config.use_bidirectional_attention:
         refuse(config, "use_bidirectional_attention = true", "causal attention")
-    own = alternating(config, "full_attention", "sliding_attention")
-    own |= {"embedding_scale": config.hidden_size**0.5, "norm_offset": 1.0}
-    return llama.plan(config, act="gelu_pytorch_tanh", **own)
+    return llama.plan(
+        config,
+        act="gelu_pytorch_tanh",
+        embedding_scale=config.hidden_size**0.5,
+        norm_offset=1.0,
+        **alternating(config, "full_attention", "sliding_attention"),
+    )
 
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:

@@ -109,8 +109,15 @@ def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     mixer = None
     if not plan.layers[index].attends:
         mixer = "mamba", Mamba2(plan, index, options)
-    gains = {"gain": config.residual_multiplier, "scale": config.attention_multiplier}
-    return llama.layer(plan, index, options, mixer=mixer, fused_mlp=True, **gains)
+    return llama.layer(
+        plan,
+        index,
+        options,
+        mixer=mixer,
+        fused_mlp=True,
+        gain=config.residual_multiplier,
+        scale=config.attention_multiplier,
+    )
 
 
 def head(plan: Plan, rows: int) -> nn.Module:

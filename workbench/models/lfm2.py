@@ -62,7 +62,7 @@ def plan(config) -> Plan:
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    if plan.layers[index].attends:
-        return llama.layer(plan, index, options, norm_at="heads")
-    mixer = "conv", ShortConv(plan, index, options)
-    return llama.layer(plan, index, options, mixer=mixer)
+    mixer = None
+    if not plan.layers[index].attends:
+        mixer = "conv", ShortConv(plan, index, options)
+    return llama.layer(plan, index, options, mixer=mixer, norm_at="heads")

@@ -3,7 +3,7 @@ families that are Llama with other settings: what differs in the layers' attenti
 tables, windows and names."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -108,8 +108,7 @@ def head(plan: Plan, rows: int, divisor: float = 1.0) -> nn.Module:
     return Head(plan.norm(C, exponent=plan.residual_exponent), C, rows, divisor)
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """A family that is Llama with other settings.
 
     Args:
@@ -119,7 +118,7 @@ class Family:
     """
 
     read: Callable[..., dict] = lambda config: {}
-    layers: dict = field(default_factory=dict)
+    layers: dict = {}
 
     def plan(self, config) -> Plan:
         return plan(config, **self.read(config))

@@ -95,7 +95,8 @@ def plan(config) -> Plan:
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    if plan.layers[index].attends:
-        return llama.layer(plan, index, options, gated=True, norm_at="heads")
-    mixer = "linear_attn", GatedDeltaNet(plan, index, options)
-    return llama.layer(plan, index, options, mixer=mixer)
+    mixer = None
+    if not plan.layers[index].attends:
+        mixer = "linear_attn", GatedDeltaNet(plan, index, options)
+    own = {"gated": True, "norm_at": "heads"}
+    return llama.layer(plan, index, options, mixer=mixer, **own)

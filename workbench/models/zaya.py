@@ -21,7 +21,6 @@ from workbench.bundle.names import (
     V_DELAYED_STATE,
 )
 from workbench.models import llama
-from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan, alternating, dims, refuse
 from workbench.models.layers import (
     NORMAL,
@@ -34,8 +33,6 @@ from workbench.models.layers import (
 from workbench.models.recurrence import extended
 
 TAPS = 2  # kernel size of each convolution, hence TAPS · 2 - 2 earlier inputs
-# in tensor names of the layout of 80 alternating blocks
-LEGACY = ("zaya_block.", "self_attn.qkv.")
 
 
 class Projection(nn.Module):
@@ -288,9 +285,8 @@ class Expert(nn.Module):
 def plan(config) -> Plan:
     if config.attention_bias or config.lm_head_bias:
         refuse(config, "attention_bias or lm_head_bias", "neither, as in ZAYA1")
-    taps = config.cca_time0, config.cca_time1
-    if taps != (TAPS, TAPS):
-        found = f"cca_time0, cca_time1 = {taps[0]}, {taps[1]}"
+    if config.cca_time0 != TAPS or config.cca_time1 != TAPS:
+        found = f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}"
         refuse(config, found, f"{TAPS} and {TAPS}")
     d = dims(config)
     side = {
@@ -309,16 +305,6 @@ def plan(config) -> Plan:
         experts=config.num_experts,
         **alternating(config, "hybrid", "hybrid_sliding"),
     )
-
-
-def settle(plan: Plan, source: Checkpoint) -> Plan:
-    """Raises an InputError for a checkpoint in the legacy layout of alternating blocks;
-    returns the plan unchanged."""
-    for name in source.header:
-        if any(part in name for part in LEGACY):
-            needed = "transformers' layout (self_attn.qkv_proj, mlp.experts)"
-            refuse(plan.config, f"the legacy layout (tensor {name!r})", needed)
-    return plan
 
 
 layer = ZayaDecoderLayer

@@ -111,7 +111,7 @@ def test_stored_bits_are_those_of_the_core_ml_bundle_and_outputs_those_of_dense(
             theirs = constants.constants[other.weights[tensor]].float().numpy()
             assert np.array_equal(stored.reshape(theirs.shape), theirs), tensor
     monkeypatch.setattr(template, "shaped", dense_parts)
-    plain = export(path, tmp_path / "plain", progress=False, target="coreai", **how)
+    plain = export(path, tmp_path / "plain", target="coreai", **how)
     assert outputs(bundle) == outputs(plain)
 
 
@@ -136,7 +136,7 @@ def test_two_processes_make_the_same_bytes(family, exports, tmp_path):
     how = {"max_seq_len": 32, "target": "coreai-fp32"}
     apple = exports.bundle(checkpoint, **how)
     code = f"""from workbench.export import export
-export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, progress=False, **{how!r})"""
+export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, **{how!r})"""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert Bundle.open(tmp_path / "b").identity == apple.identity
     shards = apple.manifest.shards
@@ -213,7 +213,7 @@ def wrong_rope_base(source, options, read_plan=exporting.read_plan):
     ],
 )
 def test_a_fault_in_a_module_is_red(owner, name, fault, small, tmp_path, monkeypatch):
-    how = {"progress": False, "max_seq_len": 32, "target": "coreai-fp32"}
+    how = {"max_seq_len": 32, "target": "coreai-fp32"}
     with monkeypatch.context() as planted:
         planted.setattr(owner, name, fault)
         bundle = export(small.path, tmp_path / "b", **how)

@@ -61,7 +61,7 @@ def twin(
         options["tokens"] = f"1-{own.t_max}"
     path = (folder or bundle.root.parent) / f"{bundle.root.name}.{target}"
     if not path.exists():
-        return export(checkpoint.path, path, progress=False, **options)
+        return export(checkpoint.path, path, **options)
     other = Bundle.open(path)
     check_exported_from(checkpoint, other)
     if other.manifest.options != type(own)(**options):
