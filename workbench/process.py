@@ -1,8 +1,12 @@
-"""Calls one function in a fresh Python process; a crash is a reason in words.
+"""Calls one function in a process of its own; a crash is a reason in words.
 
-A child starts with nothing loaded, compiled or warmed up, and ends when its caller
-does."""
+A child starts with modules imported and nothing loaded, compiled or warmed up, and ends
+when its caller does. Imports take seconds, so a server of this module makes them once
+and is forked for every call. The server runs no call itself, and no threads. macOS'
+frameworks do not survive a fork; there a server becomes the child of its only call.
+"""
 
+import importlib
 import math
 import os
 import pickle
@@ -17,10 +21,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from miltorch.quiet import uncollected
+from miltorch.quiet import coremltools, uncollected
 from workbench.errors import InputError, last_message
 
+FORKS = sys.platform != "darwin"
+# what most calls import late; a server imports them for its second call
+LATE = "pandas", "transformers.modeling_utils"
 TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
 # Core ML writes these lines on stderr while a call goes on. All of them are logged; a
 # run in which a model was not compiled, or not run, for the named unit is invalid.
@@ -35,19 +43,13 @@ INVALIDATING = re.compile(
     r"|MPSGraph.* failed"
 )
 MESSAGES = 100  # of Core ML in an `Outcome` and a row
+FILES = "job", "reply", "stderr"  # in the folder of a call
+# servers that wait for a call, each with its environment
+_idle: list[tuple[dict[str, str], subprocess.Popen]] = []
 
 
 class Cancelled(BaseException):
     """The event `stop` of a call was set, and its child was killed."""
-
-
-def _kill_at(stop: threading.Event, deadline: float, child: subprocess.Popen) -> None:
-    """Kills the child when `stop` is set or the monotonic clock has reached
-    `deadline`."""
-    while child.returncode is None:
-        if stop.wait(0.2) or time.monotonic() >= deadline:
-            child.kill()
-            return
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,7 @@ def call(
     timeout_s: float | None = None,
     stop: threading.Event | None = None,
 ) -> Outcome:
-    """Calls `function(*args)` of an importable module in a process of its own, started
-    fresh.
+    """Calls `function(*args)` of an importable module in a process of its own.
 
     Args:
         threads: OpenMP threads of the child; the caller's environment is overridden.
@@ -78,37 +79,38 @@ def call(
     Raises:
         Cancelled: `stop` was set.
     """
-    stop = stop or threading.Event()
+    stop, over = stop or threading.Event(), threading.Event()
     deadline = time.monotonic() + (timeout_s or math.inf)
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "workbench.process"],
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-            stderr=errors,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        threading.Thread(
-            target=_kill_at, args=(stop, deadline, child), daemon=True
-        ).start()
+
+    def kill_in_time() -> None:
+        while not over.wait(0.2):
+            if stop.is_set() or time.monotonic() >= deadline:
+                return kill(pid)
+
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryDirectory() as folder, _server(environment) as server:
+        pid = server.pid  # until it names its child
+        threading.Thread(target=kill_in_time, daemon=True).start()
+        job, reply, errors = (Path(folder, name) for name in FILES)
+        job.write_bytes(pickle.dumps((function, args)))
         try:
-            with suppress(BrokenPipeError):  # it died before it could read
-                child.stdin.write(pickle.dumps((function, args)))
-                child.stdin.flush()  # it stays open, since closing it ends the child
-            reply = child.stdout.read()
-            code = child.wait()
-        finally:  # on any way out: no child is left behind
-            child.kill()
-            child.communicate()
+            print(folder, file=server.stdin, flush=True)
+            pid = int(server.stdout.readline() or pid)
+            # no answer: the server, or on a Mac the child, has ended
+            code = int(server.stdout.readline() or server.wait())
+        except BaseException:
+            kill(pid)
+            raise
+        finally:
+            over.set()
         if stop.is_set():
             raise Cancelled
         late = time.monotonic() >= deadline
-        errors.seek(0)
-        lines = _lines(errors.read())
-    if reply:
-        outcome = pickle.loads(reply)
-        notes = _messages(lines) if "failure" in outcome else []
-        return Outcome(**outcome, lines=tuple(notes))
+        lines = _lines(errors.read_bytes() if errors.exists() else b"")
+        if code == 0:
+            outcome = pickle.loads(reply.read_bytes())
+            notes = _messages(lines) if "failure" in outcome else []
+            return Outcome(**outcome, lines=tuple(notes))
     failure = f"exit code {code}: {last_message(lines)}"
     if late:
         failure = f"no answer in {timeout_s} s"
@@ -116,6 +118,40 @@ def call(
         failure = f"killed by {signal.Signals(-code).name}"
     notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
     return Outcome(failure=failure, lines=tuple(notes))
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _server(environment: dict[str, str]) -> Iterator[subprocess.Popen]:
+    """A server of the environment that waits for a call, or a new one; it is killed,
+    and its child ends with it, if the block raises."""
+    server = None
+    while _idle and server is None:
+        known, server = _idle.pop()
+        if known != environment or server.poll() is not None:
+            server.communicate()  # the end of its stdin ends it
+            server = None
+    server = server or subprocess.Popen(
+        [sys.executable, "-m", "workbench.process"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    waits = False
+    try:
+        yield server
+        waits = server.poll() is None
+    finally:
+        if waits:
+            _idle.append((environment, server))
+        else:
+            kill(server.pid)
+            server.communicate()
 
 
 @contextmanager
@@ -165,21 +201,46 @@ def _lines(stderr: bytes) -> list[str]:
 
 
 def _serve() -> None:
-    """The child: reads one job from stdin and writes one reply to the original stdout;
-    other prints go to stderr. It ends with its caller, which holds stdin open."""
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    try:
+    """The server: reads folders of calls from stdin, forks a child for each, and writes
+    its id and its exit code to the original stdout. Other prints go to stderr, which is
+    the call's file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's; it ends its children
+    answers = os.fdopen(os.dup(1), "w")
+    for count, line in enumerate(sys.stdin):
+        folder = Path(line.rstrip("\n"))
+        job, reply, errors = (folder / name for name in FILES)
+        with errors.open("a+b") as file:
+            os.dup2(file.fileno(), 2)
+        os.dup2(2, 1)
         with uncollected():
-            function, args = pickle.load(sys.stdin.buffer)
-            threading.Thread(
-                target=lambda: (os.read(0, 1), os._exit(3)), daemon=True
-            ).start()
-            outcome = {"value": function(*args)}
+            function, args = pickle.loads(job.read_bytes())
+        if FORKS and count:
+            _import_late()
+        child = os.fork() if FORKS else 0
+        if not child:
+            _run(function, args, reply)
+        print(child, file=answers, flush=True)
+        status = os.waitpid(child, 0)[1]
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
+@uncollected()
+def _import_late() -> None:
+    coremltools()
+    for name in LATE:
+        importlib.import_module(name)
+
+
+@uncollected()
+def _run(function: Callable, args: tuple, reply: Path) -> None:
+    """The child: writes what a call returns, or why it was refused, and ends. It ends
+    with its caller, too, which holds stdin open."""
+    threading.Thread(target=lambda: (os.read(0, 1), os._exit(3)), daemon=True).start()
+    try:
+        outcome = {"value": function(*args)}
     except InputError as problem:
         outcome = {"failure": str(problem)}
-    replies.write(pickle.dumps(outcome))
-    replies.flush()
+    reply.write_bytes(pickle.dumps(outcome))
     os._exit(0)  # skips exit handlers of libraries, which could fail a finished call
 
 

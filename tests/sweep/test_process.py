@@ -49,14 +49,35 @@ def sleeps(argument):
 """
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    (tmp_path / "called.py").write_text(MODULE)
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("called", None)
-    return importlib.import_module("called")
+@pytest.fixture(scope="module")
+def module(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("module")
+    (folder / "called.py").write_text(MODULE)
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.syspath_prepend(folder)
+        yield importlib.import_module("called")
+
+
+@pytest.mark.skipif(not process.FORKS, reason="a Mac's frameworks survive no fork")
+def test_children_are_forks_of_one_idle_process_that_survives_them(module):
+    servers = {process.call(os.getppid).value}
+    assert process.call(module.crash, {"signal": "SIGKILL"}).failure
+    servers.add(process.call(os.getppid).value)
+    (server,) = map(psutil.Process, servers)
+    assert not server.children()
+    threads = Path(f"/proc/{server.pid}/task").glob("*/comm")
+    # pyarrow's allocator stops its own thread around a fork
+    assert len([t for t in threads if "jemalloc" not in t.read_text()]) == 1
+    server.kill()
+    assert process.call(os.getppid).value != server.pid
+
+
+def test_another_environment_is_that_of_the_next_child(monkeypatch):
+    for value in ("a", "b"):
+        monkeypatch.setenv("COLOUR", value)
+        assert process.call(os.getenv, "COLOUR").value == value
 
 
 def test_answers_come_from_another_process_whatever_it_prints(module):

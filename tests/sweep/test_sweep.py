@@ -149,14 +149,12 @@ def test_rounds_measure_every_cell_again_in_an_order_of_their_own(grid):
     assert [cell.round for cell in found if cell.judge_ids] == [0]
 
 
-def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(
-    swept, grid, tmp_path
-):
+def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(swept, grid):
     cell = next(sweep.cells(sweep.make_grid(grid)))
     other = replace(cell, source=replace(cell.source, contents="0" * 64))
     bundle = run.prepare(cell, swept[0] / "bundles")
     with pytest.raises(InputError, match="copy the same to every worker"):
-        run.measure(other, sweep.make_grid(grid), bundle, tmp_path)
+        run.measure(other, sweep.make_grid(grid), bundle)
 
 
 @pytest.mark.parametrize(

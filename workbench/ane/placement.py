@@ -88,29 +88,18 @@ def place_operations(shard: str, graph: LintGraph) -> Placement:
     return count_units(shard, plan, "predicted", rules)
 
 
-def planned(
-    bundle: Bundle,
-    runtime: str,
-    compute_units: str,
-    *,
-    shards: Iterable[Shard] | None = None,
-    timeout_s: float | None = None,
-) -> list[Placement]:
-    """The compute plan of Core ML, or of its stand-in, for every function
-    of a bundle's shards, made in a child process, which Core ML may abort (CT#2757).
+def planned(bundle: Bundle, runtime: str, compute_units: str) -> list[Placement]:
+    """The compute plan of Core ML, or of its stand-in, for every function of a bundle's
+    shards, made in a child process, which Core ML may abort (CT#2757).
 
     A plan is a preference; timing each T shows where a shard runs. Optimization hints
     do not enter a compute plan.
 
-    Args:
-        shards: default: all of the bundle.
-
     Raises:
         InputError: there is no plan; the reason may be the death of the child process.
     """
-    shards = list(shards or bundle.manifest.shards)
-    about = bundle.root, shards, runtime, compute_units
-    outcome = process.call(plan, *about, timeout_s=timeout_s)
+    about = bundle.root, bundle.manifest.shards, runtime, compute_units
+    outcome = process.call(plan, *about)
     if outcome.failure is not None:
         subject, needed = f"compute plan of {bundle.root.name}", "a plan from Core ML"
         step = "see the message; timings alone say where it ran"

@@ -1,9 +1,9 @@
 """Measures the cells of a grid that the log lacks.
 
-A cell is exported, if its bundle is missing, and measured, each in a fresh process, one
-cell after the other on this machine or on the workers of a Dask cluster. The process
-that measures writes the run itself, the row of `runs` last, so that a sweep that is
-killed loses at most the cell that was running."""
+A cell is exported, if its bundle is missing, measured and, on a device, planned, each in
+a process of its own, one cell after the other on this machine or on the workers of a
+Dask cluster. The row of `runs` is written last, so that a sweep that is killed loses at
+most the cell that was running."""
 
 import random
 import threading
@@ -17,12 +17,14 @@ import psutil
 
 from workbench import export as exporting
 from workbench import log, process
+from workbench.ane import placement
 from workbench.bundle import Bundle
 from workbench.check.gates import jsonable
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import energy, identity, timing
+from workbench.runtime import is_device
+from workbench.sweep import cluster, energy, identity, timing
 from workbench.sweep.grid import RUN_AXES, Cell, Grid, cells, check_cells, find
 
 MEASURED = ("ok", "invalid")
@@ -66,13 +68,7 @@ def sweep(
     every = list(cells(grid, root))
     check_cells(every, grid)
     every = every[part[0] - 1 :: part[1]]
-    how = {"grid": grid, "bundles": bundles, "root": root}
-    run = partial(map, partial(run_cell, stop=stop, **how))
-    if scheduler is not None:
-        from workbench.sweep import cluster
-
-        client = cluster.connect(scheduler)
-        run = partial(cluster.run, client, partial(run_unless_done, **how))
+    client = cluster.connect(scheduler) if scheduler else None
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -81,7 +77,12 @@ def sweep(
     todo = _lacking(every, root)
     bar = {"total": len(todo), "unit": "cell", "disable": not progress}
     bar["desc"] = "sweep" if progress is True else progress
-    outcomes = list(tqdm(run(todo), **bar))
+    how = {"grid": grid, "bundles": bundles, "root": root}
+    if client:
+        running = cluster.run(client, partial(run_unless_done, **how), todo)
+    else:
+        running = map(partial(run_cell, stop=stop, **how), todo)
+    outcomes = list(tqdm(running, **bar))
     counts = Counter(status for status, _ in outcomes)
     reasons = [f"{status}: {why}" for status, why in outcomes if status != "ok"]
     return {
@@ -143,30 +144,59 @@ def run_cell(
     root: Path,
     stop: threading.Event | None = None,
 ) -> tuple[str, str | None]:
-    """Exports a missing bundle and measures it, each in a fresh process; returns the
-    status and reason of the logged run. A failed one is logged with the end of its
-    stderr."""
-    source, path = cell.source, cell.source.path
+    """Exports a missing bundle, measures it and logs the run, a failed one with the end
+    of its stderr; returns its status and reason."""
     how = {"timeout_s": cell.run["timeout_s"], "stop": stop}
-    outcome = process.Outcome(path)
+    row, tables = {"config": {}}, {}
     with process.awake():
-        if not source.finished:
-            contents = source.checkpoint_hash
-            path = bundles / exporting.bundle_name(source.name, contents, cell.options)
-            try:
-                outcome = process.Outcome(Bundle.open(path).root)
-            except InputError:
-                outcome = process.call(prepare, cell, bundles, **how)
+        outcome = _prepared(cell, bundles, how)
         if outcome.failure is None:
+            path = outcome.value
             time.sleep(cell.run["cool_down_s"])
-            how["threads"] = cell.run["threads"]
-            outcome = process.call(measure, cell, grid, outcome.value, root, **how)
-    if outcome.failure is None:
-        return outcome.value
-    row = _identity(cell, grid) | {"status": "failed", "reason": outcome.failure}
-    row["config"]["stderr"] = list(outcome.lines)
-    log.record(row, root)
-    return "failed", outcome.failure
+            threads = cell.run["threads"]
+            outcome = process.call(measure, cell, grid, path, threads=threads, **how)
+        if outcome.failure is None:
+            row, tables = outcome.value
+            if is_device(row["runtime"]):
+                row = _placed(row, path, how)
+    if outcome.failure:
+        row |= {"status": "failed", "reason": outcome.failure}
+        row["config"]["stderr"] = list(outcome.lines)
+    about = {"export": cell.options.model_dump(), "run": cell.run}
+    row |= cell.columns() | {
+        "command": "sweep",
+        "experiment": grid.experiment,
+        "checkpoint": cell.source.name,
+        "checkpoint_hash": cell.source.checkpoint_hash,
+        "config": about | row["config"],
+    }
+    log.record(row, root, **tables)
+    return row.get("status", "ok"), row.get("reason")
+
+
+def _prepared(cell: Cell, bundles: Path, how: dict) -> process.Outcome:
+    """The path of the cell's bundle, exported in a child where it is missing."""
+    source = cell.source
+    if source.finished:
+        return process.Outcome(source.path)
+    about = source.name, source.checkpoint_hash, cell.options
+    try:
+        bundle = Bundle.open(bundles / exporting.bundle_name(*about))
+    except InputError:
+        return process.call(prepare, cell, bundles, **how)
+    return process.Outcome(bundle.root)
+
+
+def _placed(row: dict, path: Path, how: dict) -> dict:
+    """The row with the compute plan of its bundle, which a child makes."""
+    shards = [s for s in Bundle.open(path).manifest.shards if s.kind != "expert"]
+    units = row["compute_units"]
+    plan = process.call(placement.plan, path, shards, row["runtime"], units, **how)
+    if plan.failure:
+        row["config"]["placement"] = plan.failure
+        return row
+    # where Core ML refused a unit, its own reason stands
+    return placement.columns(plan.value, units) | row
 
 
 def prepare(cell: Cell, bundles: Path) -> Path:
@@ -177,10 +207,9 @@ def prepare(cell: Cell, bundles: Path) -> Path:
     return exporting.bundle_for(Checkpoint(path), cell.options, bundles).root
 
 
-def measure(cell: Cell, grid: Grid, path: Path, root: Path) -> tuple[str, str | None]:
-    """In a child: times the bundle at `path`, validates it if the cell has ids, logs
-    the run, and returns its status and reason."""
-    began = time.time()
+def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
+    """In a child: times the bundle at `path`, and validates it if the cell has ids;
+    returns the row and the tables of the run."""
     before = log.state()["thermal_pressure"]
     bundle = Bundle.open(path)
     source, run = cell.source, cell.run
@@ -199,39 +228,28 @@ def measure(cell: Cell, grid: Grid, path: Path, root: Path) -> tuple[str, str | 
     sizes = {name: run[name] for name in timing.SIZES if name in run}
     with energy.metered() as used:
         samples = timing.measure_speed(decoder, **sizes)
+    tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
     messages = process.core_ml_messages()
-    row = identity.describe(decoder) | _identity(cell, grid)
-    row |= {"thermal_pressure_before": before, "ane_joules": used["ane_joules"]}
-    config = row["config"] | {
+    config = {
         "startup_s": round(startup_s, 3),
         "energy": used["reason"] and f"not measured: {used['reason']}",
         "stderr": messages,
     }
-    fidelity = None
+    row = identity.describe(decoder) | {
+        "thermal_pressure_before": before,
+        "ane_joules": used["ane_joules"],
+        "config": config,
+    }
     if cell.judge_ids:
         result = _validation(cell, grid, decoder, path)
-        fidelity, row["verdict"] = result.rows, result.verdict
+        tables["fidelity"], row["verdict"] = result.rows, result.verdict
         config["gates"] = [gate.json() for gate in result.gates]
         config["price"] = jsonable(result.cost.json())
         row["kl_mean"] = config["price"]["kl"]["mean"]
-    if decoder.is_device:
-        from workbench.ane import placement
-
-        shards = [model.shard for model in (*decoder.layers, *decoder.heads)]
-        limit = {"timeout_s": max(1, run["timeout_s"] - (time.time() - began)) / 2}
-        where = bundle, decoder.runtime, decoder.compute_units
-        try:
-            plan = placement.planned(*where, shards=shards, **limit)
-            row |= placement.columns(plan, decoder.compute_units)
-        except InputError as problem:
-            config["placement"] = str(problem)
     # it ran, and not where it was meant to
     if refused := process.invalidating(messages):
         row |= {"status": "invalid", "reason": refused[0]}
-    layers = timing.layer_table(samples, decoder)
-    tables = {"fidelity": fidelity, "samples": samples, "layers": layers}
-    log.record(row | {"config": config}, root, **tables)
-    return row.get("status", "ok"), row.get("reason")
+    return row, tables
 
 
 def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
@@ -247,14 +265,3 @@ def _validation(cell: Cell, grid: Grid, decoder: Decoder, path: Path):
     else:
         golden = Golden.of(checkpoint, cell.judge_ids, path.parent.with_name("golden"))
     return validate(decoder, golden, max_kl=grid.max_kl)
-
-
-def _identity(cell: Cell, grid: Grid) -> dict:
-    """The columns of `runs` that grid and cell decide."""
-    return cell.columns() | {
-        "command": "sweep",
-        "experiment": grid.experiment,
-        "checkpoint": cell.source.name,
-        "checkpoint_hash": cell.source.checkpoint_hash,
-        "config": {"export": cell.options.model_dump(), "run": cell.run},
-    }
