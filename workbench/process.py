@@ -6,6 +6,7 @@ and is forked for every call. The server runs no call itself, and no threads. ma
 frameworks do not survive a fork; there a server becomes the child of its only call.
 """
 
+import atexit
 import importlib
 import math
 import os
@@ -46,6 +47,12 @@ MESSAGES = 100  # of Core ML in an `Outcome` and a row
 FILES = "job", "reply", "stderr"  # in the folder of a call
 # servers that wait for a call, each with its environment
 _idle: list[tuple[dict[str, str], subprocess.Popen]] = []
+
+
+@atexit.register
+def _end_idle() -> None:
+    for _, server in _idle:
+        server.communicate()  # the end of its stdin ends it
 
 
 class Cancelled(BaseException):
@@ -133,7 +140,7 @@ def _server(environment: dict[str, str]) -> Iterator[subprocess.Popen]:
     while _idle and server is None:
         known, server = _idle.pop()
         if known != environment or server.poll() is not None:
-            server.communicate()  # the end of its stdin ends it
+            server.communicate()
             server = None
     server = server or subprocess.Popen(
         [sys.executable, "-m", "workbench.process"],

@@ -31,9 +31,6 @@ def root(tmp_path):
     ):
         sample = {"phase": "tokens_per_s", "unit": "tok/s", "n_gen": 8, "T": 1}
         log.append("samples", sample | {"value": rate}, tmp_path, run_id)
-        cell = {"tensor": "update", "mode": "isolated", "layer": 1, "position": 2}
-        cell |= {"T": 1, "error": rate / 100, "cosine": 0.9}
-        log.append("fidelity", cell, tmp_path, run_id)
         gate = {"name": "program", "verdict": verdict, "value": rate}
         row = {"compress": compress, "bundle_hash": compress, "verdict": verdict}
         row |= {"config": {"gates": [gate]}, "tokens_per_s": rate, "values": compress}
@@ -64,11 +61,8 @@ def test_the_table_is_sorted_filtered_and_at_most_a_hundred_columns_wide(root):
     assert run(*nothing, "--json") == "[]\n"
 
 
-def test_two_runs_side_by_side_name_errors_and_gates_that_changed(root):
+def test_two_runs_side_by_side_name_gates_that_changed(root):
     found = invoke("log", "a", "b", "--log", root)
-    (error,) = found["errors"]
-    assert (error["layer"], error["position"]) == (1, 2)
-    assert (error["a"], error["b"]) == (0.1, 0.2)
     assert found["changed_gates"] == [{"gate": "program", "a": "GREEN", "b": "RED"}]
     text = run("log", "a", "b", "--log", root)
     lines = [line.split() for line in text.splitlines()]

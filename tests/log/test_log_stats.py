@@ -25,7 +25,7 @@ def test_only_settings_that_differ_are_shown(tmp_path):
     young = {"time": pd.Timestamp(0, tz="UTC"), "config": {"x": []}}
     a = logged(tmp_path, samples([1.0]), depth=0, **same, **young)
     b = logged(tmp_path, samples([1.0]), depth=64, runtime="portable", **same)
-    found = log.compare(a, b, tmp_path).settings
+    found, *_ = log.compare(a, b, tmp_path)
     assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {
         "depth": (0, 64),
         "runtime": (None, "portable"),
@@ -60,12 +60,13 @@ def repeated(root, seed: int, slower=1.0, rounds=6, interleaved=True) -> list[st
 @pytest.mark.parametrize("seed", range(20))
 def test_a_slow_down_of_a_tenth_is_found_and_none_is_imagined(tmp_path, seed):
     slower = tmp_path / "slower"
-    found = log.compare(*repeated(slower, seed, slower=1.1), slower).measures
+    _, found, _ = log.compare(*repeated(slower, seed, slower=1.1), slower)
     assert set(found["phase"]) == {"call", "head", "host", "layer"}
     assert (found["low"] > 1).all() and found["ratio"].between(1.04, 1.16).all()
     assert (found[["n_a", "n_b"]] == 6).all(axis=None)
-    same = log.compare(*repeated(tmp_path / "same", seed), tmp_path / "same")
-    assert same.measures.empty and same.indistinguishable == 4
+    same = tmp_path / "same"
+    _, found, alike = log.compare(*repeated(same, seed), same)
+    assert found.empty and alike == 4
 
 
 @pytest.mark.parametrize(("rounds", "interleaved"), [(2, True), (6, False)])
@@ -73,7 +74,7 @@ def test_too_few_rounds_or_one_side_after_the_other_are_not_enough(
     tmp_path, rounds, interleaved
 ):
     runs = repeated(tmp_path, 0, 1.5, rounds, interleaved)
-    found = log.compare(*runs, tmp_path).measures
+    _, found, _ = log.compare(*runs, tmp_path)
     assert set(found["note"]) == {"not enough runs"} and (found["ratio"] > 1.3).all()
     assert found[["low", "high"]].isna().all(axis=None)
 
@@ -82,25 +83,22 @@ def test_two_runs_of_one_setting_stand_for_themselves(tmp_path):
     repeated(tmp_path, 0)
     ids = log.load("runs", tmp_path)["run_id"]
     first, second, *_ = ids[ids.str.endswith("a")]
-    found = log.compare(first, second, tmp_path).measures
+    _, found, _ = log.compare(first, second, tmp_path)
     assert (found[["n_a", "n_b"]] == 1).all(axis=None)
     assert set(found["note"]) == {"not enough runs"}
 
 
 def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path):
     a, b = logged(tmp_path, samples([1.0])), logged(tmp_path, samples([np.nan]))
-    found = log.compare(a, b, tmp_path)
-    assert (
-        found.measures["note"].tolist() == ["on one side only"]
-        and found.indistinguishable == 0
-    )
-    assert found.measures[["low", "high"]].isna().all(axis=None)
+    _, found, alike = log.compare(a, b, tmp_path)
+    assert found["note"].tolist() == ["on one side only"] and alike == 0
+    assert found[["low", "high"]].isna().all(axis=None)
 
 
 def test_the_end_of_an_id_names_a_run_and_an_unknown_one_is_refused(tmp_path):
     a, b = (logged(tmp_path, samples([v]), T=v) for v in (1, 4))
-    found = log.compare(a[-8:], b[-8:], tmp_path)
-    assert found.settings[["a", "b"]].values.tolist() == [[1, 4]]
+    found, *_ = log.compare(a[-8:], b[-8:], tmp_path)
+    assert found[["a", "b"]].values.tolist() == [[1, 4]]
     for wrong in ("missing", ""):
         with pytest.raises(InputError, match=f"run {wrong}: found"):
             log.compare(a, wrong, tmp_path)

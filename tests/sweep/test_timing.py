@@ -101,6 +101,7 @@ def test_what_cannot_be_measured_is_refused(decoder, wrong, words):
 def test_the_profile_books_every_operation_once(decoder):
     profile = timing.profile(decoder, calls=2)
     assert set(profile["part"]) == {"attention", "mlp", "rest"}
-    assert set(profile["layer"]) == {0, 1, 2, 3} and (profile["ms"] > 0).all()
+    assert (profile["ms"] > 0).all()
+    assert {"self_attn.q_proj", "mlp.up_proj", "residual"} <= set(profile["module"])
     steps = [step for model in decoder.layers for step in model.executable.body.steps]
     assert set(profile["op"]) == {step.op.kind for step in steps}

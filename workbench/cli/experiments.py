@@ -186,8 +186,8 @@ def log(
     setting; of two runs, both side by side.
 
     A run is named by the id in the first column. Of two runs each is compared with all
-    its repetitions: settings that differ, ratios of medians with intervals, errors,
-    gates that changed.
+    its repetitions: settings that differ, ratios of medians with intervals, gates that
+    changed.
 
     Example: workbench log --where "compress == 'fp16' and T == 1"
 

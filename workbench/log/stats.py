@@ -2,8 +2,6 @@
 
 Medians are used, since timings have long tails."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
 
@@ -22,28 +20,18 @@ _SAME = ["setting", "machine", "software", *_AROUND]
 _RATIO = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two runs, a and b, side by side.
-
-    Attributes:
-        settings: columns of ``runs`` that differ: ``setting, a, b``.
-        measures: a row per measurement (see `MEASUREMENT`) whose difference is not
-            chance: ``n_a, n_b`` runs, the medians over them
-            ``median_a, median_b``, ``ratio`` (b over a), its interval ``low, high``,
-            and ``note`` where there is no interval.
-        indistinguishable: number of measurements left out because their interval
-            contains 1.
-    """
-
-    settings: pd.DataFrame
-    measures: pd.DataFrame
-    indistinguishable: int
-
-
-def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
-    """Compares two logged runs, each with all that repeat its setting on the same
+def compare(
+    run_a: str, run_b: str, root: Root = None
+) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+    """Two logged runs, a and b, each with all that repeat its setting on the same
     machine and code.
+
+    Returns:
+        The columns of ``runs`` that differ: ``setting, a, b``. A row per measurement
+        (see `MEASUREMENT`) whose difference is not chance: ``n_a, n_b`` runs, the
+        medians over them ``median_a, median_b``, ``ratio`` (b over a), its interval
+        ``low, high``, and ``note`` where there is no interval. The number of
+        measurements left out because their interval contains 1.
 
     Each run, which is one process, counts as one value, its median over repetitions,
     since processes differ by more than the calls within one. The note is "not enough
@@ -79,7 +67,7 @@ def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
     both = plain(pd.DataFrame({"a": first, "b": second})).loc[[*SETTINGS, *_AROUND]]
     settings = both[both["a"].ne(both["b"]) & both.notna().any(axis=1)]
     settings = settings.rename_axis("setting").reset_index()
-    return Comparison(settings, measures[~same].reset_index(drop=True), int(same.sum()))
+    return settings, measures[~same].reset_index(drop=True), int(same.sum())
 
 
 def find(run: str, runs: pd.DataFrame) -> pd.Series:

@@ -17,7 +17,6 @@ import psutil
 
 from workbench import export as exporting
 from workbench import log, process
-from workbench.ane import placement
 from workbench.bundle import Bundle
 from workbench.check.gates import jsonable
 from workbench.decode import Decoder
@@ -189,6 +188,8 @@ def _prepared(cell: Cell, bundles: Path, how: dict) -> process.Outcome:
 
 def _placed(row: dict, path: Path, how: dict) -> dict:
     """The row with the compute plan of its bundle, which a child makes."""
+    from workbench.ane import placement
+
     shards = [s for s in Bundle.open(path).manifest.shards if s.kind != "expert"]
     units = row["compute_units"]
     plan = process.call(placement.plan, path, shards, row["runtime"], units, **how)

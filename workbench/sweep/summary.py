@@ -89,39 +89,22 @@ def _figure(value: float) -> str:
 
 
 def difference(run_a: str, run_b: str, root: log.Root = None) -> dict:
-    """Where two runs differ (see `log.compare`), with what their validations found.
+    """Where two runs differ.
 
     Returns:
-        settings (setting, a, b), measures (as `log.compare`), alike (how many measures
-        show no difference and are left out), changed_gates (gate, a, b: verdicts that
-        differ), errors (of each tensor the cell at which the errors a and b differ
-        most: tensor, mode, layer, position, T, a, b).
+        settings, measures, alike (see `log.compare`), changed_gates (gate, a, b:
+        verdicts that differ).
 
     Raises:
         InputError: the log lacks a run.
     """
-    found = log.compare(run_a, run_b, root)
-    runs = log.plain(log.load("runs", root))
-    rows = [log.find(run, runs) for run in (run_a, run_b)]
-    gates, errors = [], []
-    for row in rows:
-        logged = json.loads(row["config"] or "{}").get("gates", [])
-        gates.append({gate["name"]: gate["verdict"] for gate in logged})
-        cells = log.load("fidelity", root, {"run_id": row["run_id"]})
-        errors.append(cells.assign(error=cells["error"].fillna(1 - cells["cosine"])))
-    changed = pd.DataFrame({"a": gates[0], "b": gates[1]})
-    changed = changed[(changed["a"] != changed["b"]) & all(gates)]
-    keys = ["tensor", "mode", "layer", "position", "T"]
-    both = errors[0].merge(errors[1], on=keys, suffixes=("_a", "_b"))
-    both = both.rename(columns={"error_a": "a", "error_b": "b"})[[*keys, "a", "b"]]
-    if rows[0]["checkpoint_hash"] != rows[1]["checkpoint_hash"]:
-        both = both[:0]
-    apart = (both["a"] - both["b"]).abs().dropna().sort_values()
-    tables = {
-        "settings": found.settings,
-        "measures": found.measures,
-        "changed_gates": changed.rename_axis("gate").reset_index(),
-        "errors": both.loc[apart.index].drop_duplicates("tensor", keep="last"),
-    }
+    settings, measures, alike = log.compare(run_a, run_b, root)
+    runs, gates = log.plain(log.load("runs", root)), {}
+    for side, run in {"a": run_a, "b": run_b}.items():
+        logged = json.loads(log.find(run, runs)["config"] or "{}").get("gates", [])
+        gates[side] = {gate["name"]: gate["verdict"] for gate in logged}
+    changed = pd.DataFrame(gates).rename_axis("gate").reset_index()
+    changed = changed[changed["a"].ne(changed["b"]) & all(gates.values())]
+    tables = {"settings": settings, "measures": measures, "changed_gates": changed}
     result = {n: json.loads(t.to_json(orient="records")) for n, t in tables.items()}
-    return result | {"alike": found.indistinguishable}
+    return result | {"alike": alike}

@@ -161,16 +161,15 @@ def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
 
 
 def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFrame":
-    """Milliseconds per MIL operation of a portable call of one token, by layer and
-    source module.
+    """Milliseconds per MIL operation of a portable call of one token, by source module.
 
     Each time is the gap between two operations, hook included. The first call is a
     warm-up and is left out. Experts are loaded before. The decoder's own sequences stay
     as they were.
 
     Returns:
-        Columns layer, module (`self_attn.q_proj`), op, ms, part (attention, moe, mlp or
-        rest): medians over calls, summed over equal operations.
+        Columns module (`self_attn.q_proj`), op, ms, part (attention, moe, mlp or rest):
+        medians over calls of the sums over layers and equal operations.
     """
     import pandas as pd
 
@@ -180,10 +179,8 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
         nonlocal last
         ms = (time.perf_counter() - last) * 1e3
         path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "")
-        found = re.fullmatch(r"\w+\.(\d+)\.?(.*)", path)
-        layer, module = found.groups() if found else (shard.layers[0], path)
-        row = {"call": call, "layer": int(layer), "module": module or "residual"}
-        rows.append(row | {"op": op.kind, "ms": ms})
+        module = re.sub(r"^\w+\.\d+\.?", "", path) or "residual"
+        rows.append({"call": call, "module": module, "op": op.kind, "ms": ms})
         last = time.perf_counter()
 
     for key in decoder.experts.shards:
@@ -194,9 +191,8 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
     for call in range(calls + 1):
         ids, last = _ids(decoder, rng, 1), time.perf_counter()
         decoder.advance(seqs, ids, partial(clock, call))
-    keys = ["layer", "module", "op"]
-    timed = pd.DataFrame(rows).query("call > 0").groupby(["call", *keys])["ms"]
+    timed = pd.DataFrame(rows).query("call > 0").groupby(["call", "module", "op"])["ms"]
     # whichever expert ran
-    medians = timed.sum().groupby(keys).median().reset_index()
+    medians = timed.sum().groupby(["module", "op"]).median().reset_index()
     parts = medians["module"].str.split(".").str[0].map(PARTS)
     return medians.assign(part=parts.fillna("rest"))
