@@ -60,7 +60,6 @@ RANGE = {"t": half(1, 64, 1, None)}
 POS = {"pos": Type("INT32", (1,))}
 FULL = Type("FLOAT32", (1, 64, 1, 32))
 WHOLE = Type("INT32", (1, 64, 1, 32))
-LINEAR = op("linear", half(1, 4, 64), x="rows", weight=W, bias=None)
 THREE = dict.fromkeys("abc", STATE["k_state"])
 BLEND = (
     op("read_state", KV, input="k_state"),
@@ -74,13 +73,11 @@ BROKEN = {
     "T3": (graph(op("cast", WHOLE, x="x", dtype="int32")), "cast"),
     "T4": (graph(op("reshape", half(1, 2, 2, 2, 8, 32), x="x")), "reshape"),
     "S1": (graph(inputs={"narrow": half(1, 64, 1, 4)}), "narrow"),
-    "S2": (graph(LINEAR, inputs={"rows": half(1, 4, 64)}), "linear"),
     "S4": (added(1, 70000, 1, 32), "add"),
     "S10": (graph(op("transpose", X, x="x", perm=np.array([0, 1, 3, 2]))), "transpose"),
     "S12": (added(1, 8, 1024, 128), "add"),
     "D1": (graph(inputs=RANGE), "t"),
     "D3": (graph(inputs=RANGE), "t"),
-    "D5": (graph(op("while_loop", x="x")), "while_loop"),
     "D7": (graph(inputs={"x": half(1, 64, 1, None)}, states=STATE), "x"),
     "D8": (graph(inputs=RANGE | POS, states=STATE), "pos"),
     "K2": (graph(states={"k_state": half(1, 2, 64, 48, kind="state")}), "k_state"),
@@ -89,20 +86,13 @@ BROKEN = {
         graph(inputs={"x": half(1, 64, 4, 32)}, states=STATE, functions=2),
         "k_state",
     ),
-    "K9": (graph(op("scatter_nd", data="x", indices="x", updates="x")), "scatter_nd"),
     "K10": (palette(states=STATE), "constexpr_lut_to_dense"),
     "K12": (graph(states={"k_state": half(1, 2, 2048, 32, kind="state")}), "k_state"),
     "K13": (graph(states=STATE), "k_state"),
     "K14": (graph(*BLEND, states=STATE), "write_state"),
     "K15": (graph(states=STATE), "k_state"),
     "O1": (graph(op("cumsum", x="x")), "cumsum"),
-    "O2": (graph(op("gather_nd", x="x", indices="x")), "gather_nd"),
     "O3": (graph(op("cos", x="x"), generation=2), "cos"),
-    "O4": (graph(LINEAR, inputs={"rows": half(1, 4, 64)}), "linear"),
-    "O8": (
-        graph(op("scaled_dot_product_attention", query="x")),
-        "scaled_dot_product_attention",
-    ),
     "O15": (graph(op("softmax", x="x", axis=np.array(-1))), "softmax"),
     "G1": (graph(weights=100_000), "conv"),
     "G2": (graph(weights=3_000_000_000), "conv"),
@@ -124,7 +114,8 @@ def found(g: rules.LintGraph) -> dict[str, list[str]]:
 @pytest.mark.matrix(24, wide=99)
 @pytest.mark.parametrize("id", LOOKED_FOR)
 def test_every_rule_fires_on_a_program_that_breaks_it(id):
-    broken, name = BROKEN[id]
+    kind = LOOKED_FOR[id]["of"].split()[0].rstrip("*")  # of a rule of kinds alone
+    broken, name = BROKEN.get(id) or (graph(op(kind, x="x")), kind)
     assert name in found(broken)[id]
 
 
@@ -186,26 +177,3 @@ def test_small_shards_with_a_range_are_expected_on_the_cpu(llama_bundle):
     assert all(p.convolutions[0] == 0 for p in placed)
     assert {"G1", "D3"} <= {rule["id"] for rule in placed[0].rules}
     assert any("predicted placement" in line for line in placement.lines(placed))
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"kv_write": "slice"}, {"pos"}),
-        ({"kv_write": "slice", "tokens": "4"}, set()),
-        ({}, set()),
-    ],
-)
-def test_a_cache_written_at_pos_beside_a_range_aborts(exports, options, names):
-    bundle = exports.bundle(exports.checkpoint("llama"), **options)
-    placed = placement.predicted_placement(bundle)
-    broken = [rule for p in placed for rule in p.rules if rule["id"] == "D8"]
-    assert {name for rule in broken for name in rule["names"]} == names
-
-
-@pytest.mark.parametrize("kv_write", ["mask", "slice"])
-def test_a_cache_that_a_mask_writes_is_seen(exports, kv_write):
-    options = {"kv_write": kv_write, "tokens": "4", "layers_per_shard": 2}
-    bundle = exports.bundle(exports.checkpoint("llama"), **options)
-    broken = {rule["id"] for rule in placement.predicted_placement(bundle)[0].rules}
-    assert ("K14" in broken) == (kv_write == "mask")

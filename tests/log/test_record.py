@@ -123,22 +123,6 @@ def test_a_packed_log_names_nobody_and_is_taken_in_once(filled, tmp_path, monkey
     assert stderr.startswith("…/models of … on ")
 
 
-def test_a_pack_that_is_interrupted_leaves_the_earlier_zip(
-    filled, tmp_path, monkeypatch
-):
-    path = tmp_path / "log.zip"
-    log.pack(path, filled)
-    before = path.read_bytes()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("workbench.log.runs.pq.write_table", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        log.pack(path, filled)
-    assert path.read_bytes() == before
-
-
 @pytest.mark.parametrize("damage", ["torn", "foreign", "outside", "old", "no zip"])
 def test_a_packed_log_that_cannot_be_read_changes_nothing(filled, tmp_path, damage):
     path = tmp_path / "log.zip"

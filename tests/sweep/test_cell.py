@@ -1,7 +1,6 @@
 """Bundles that are kept for later: a damaged one is made again, one that is named stays."""
 
 import sys
-import warnings
 from types import SimpleNamespace
 
 import in_process
@@ -26,22 +25,6 @@ OPTIONS = Options(max_seq_len=16)
 @pytest.fixture
 def source(exports):
     return Checkpoint(exports.checkpoint("llama", num_hidden_layers=1))
-
-
-def test_a_damaged_cached_bundle_is_exported_again_and_a_warning_says_why(
-    source, tmp_path
-):
-    first = bundle_for(source, OPTIONS, tmp_path)
-    (first.root / "bundle.json").unlink()
-    with pytest.raises(InputError, match="no bundle.json"):
-        Bundle.open(first.root)  # whoever names it is told, and nothing is thrown away
-    with pytest.warns(UserWarning, match="is exported again: .*no bundle.json"):
-        again = bundle_for(source, OPTIONS, tmp_path)
-    assert (again.root, again.identity) == (first.root, first.identity)
-    left = [path.name for path in tmp_path.iterdir()]
-    assert not [name for name in left if name.endswith((".damaged", ".partial"))]
-    with warnings.catch_warnings(action="error"):
-        assert bundle_for(source, OPTIONS, tmp_path).identity == first.identity
 
 
 def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
