@@ -2,8 +2,9 @@
 
 A child starts with modules imported and nothing loaded, compiled or warmed up, and ends
 when its caller does. Imports take seconds, so a server of this module makes them once
-and is forked for every call. The server runs no call itself, and no threads. macOS'
-frameworks do not survive a fork; there a server becomes the child of its only call.
+and is forked for every call. It runs no call itself, and no threads, and waits for the
+next call as long as its caller lives. macOS' frameworks do not survive a fork; there a
+server becomes the child of its only call.
 """
 
 import atexit
@@ -92,9 +93,9 @@ def call(
     def kill_in_time() -> None:
         while not over.wait(0.2):
             if stop.is_set() or time.monotonic() >= deadline:
-                return kill(pid)
+                return _kill(pid)
 
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PWD": os.getcwd()}
     with tempfile.TemporaryDirectory() as folder, _server(environment) as server:
         pid = server.pid  # until it names its child
         threading.Thread(target=kill_in_time, daemon=True).start()
@@ -106,7 +107,7 @@ def call(
             # no answer: the server, or on a Mac the child, has ended
             code = int(server.stdout.readline() or server.wait())
         except BaseException:
-            kill(pid)
+            _kill(pid)
             raise
         finally:
             over.set()
@@ -127,7 +128,7 @@ def call(
     return Outcome(failure=failure, lines=tuple(notes))
 
 
-def kill(pid: int) -> None:
+def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):  # it has ended
         os.kill(pid, signal.SIGKILL)
 
@@ -157,7 +158,7 @@ def _server(environment: dict[str, str]) -> Iterator[subprocess.Popen]:
         if waits:
             _idle.append((environment, server))
         else:
-            kill(server.pid)
+            _kill(server.pid)
             server.communicate()
 
 
@@ -220,12 +221,12 @@ def _serve() -> None:
             os.dup2(file.fileno(), 2)
         os.dup2(2, 1)
         with uncollected():
-            function, args = pickle.loads(job.read_bytes())
+            pickle.loads(job.read_bytes())  # imports what it names
         if FORKS and count:
             _import_late()
         child = os.fork() if FORKS else 0
         if not child:
-            _run(function, args, reply)
+            _run(job, reply)
         print(child, file=answers, flush=True)
         status = os.waitpid(child, 0)[1]
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
@@ -239,9 +240,10 @@ def _import_late() -> None:
 
 
 @uncollected()
-def _run(function: Callable, args: tuple, reply: Path) -> None:
+def _run(job: Path, reply: Path) -> None:
     """The child: writes what a call returns, or why it was refused, and ends. It ends
     with its caller, too, which holds stdin open."""
+    function, args = pickle.loads(job.read_bytes())
     threading.Thread(target=lambda: (os.read(0, 1), os._exit(3)), daemon=True).start()
     try:
         outcome = {"value": function(*args)}

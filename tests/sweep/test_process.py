@@ -74,10 +74,14 @@ def test_children_are_forks_of_one_idle_process_that_survives_them(module):
     assert process.call(os.getppid).value != server.pid
 
 
-def test_another_environment_is_that_of_the_next_child(monkeypatch):
+def test_a_child_has_the_environment_and_the_folder_of_its_caller(
+    tmp_path, monkeypatch
+):
     for value in ("a", "b"):
         monkeypatch.setenv("COLOUR", value)
         assert process.call(os.getenv, "COLOUR").value == value
+    monkeypatch.chdir(tmp_path)
+    assert process.call(os.getcwd).value == str(tmp_path)
 
 
 def test_answers_come_from_another_process_whatever_it_prints(module):
