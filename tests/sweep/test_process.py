@@ -60,6 +60,7 @@ def module(tmp_path_factory):
         yield importlib.import_module("called")
 
 
+@pytest.mark.slow("imports what cells need, once and once more")
 @pytest.mark.skipif(not process.FORKS, reason="a Mac's frameworks survive no fork")
 def test_children_are_forks_of_one_idle_process_that_survives_them(module):
     servers = {process.call(os.getppid).value}
