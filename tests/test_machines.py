@@ -179,7 +179,9 @@ def test_the_explorer_shows_the_times_of_one_machine(root, monkeypatch):
     said = made.message.value
     assert f"{slow_ms(chosen.options, chosen.run) / 4:.3g} ms per layer" in said
     rates = expected(slow_ms)
-    assert f"{rates['max_seq_len 32, compress fp16, T 1']:.4g} tok/s" in said
+    assert (
+        f"{rates['max_seq_len 32, compress fp16, T 1']:.4g} tokens per second" in said
+    )
     assert said.endswith(f"on {SLOW_NAME}")
 
 
