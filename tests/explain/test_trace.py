@@ -22,22 +22,12 @@ def traced(llama_bundle):
     return trace.trace_bundle(llama_bundle, IDS)
 
 
-def test_a_clean_bundle_stays_finite_everywhere(traced):
-    assert {g.verdict for g in trace.finite_gates(traced)} == {"GREEN"}
-    assert trace.summary(traced)["first_inf"] is None
-
-
 def test_every_shard_is_seen_and_every_layer_value_has_a_module(traced, llama_bundle):
     frame = traced["exact"].frame()
     assert set(frame["shard"]) == {s.name for s in llama_bundle.manifest.shards}
     assert (
         frame.loc[frame["kind"] == "conv", "module"].str.contains("proj|lm_head").all()
     )
-
-
-def test_headroom_is_bits_below_the_largest_fp16(traced):
-    row = traced["exact"].frame().iloc[0]
-    assert 2.0 ** row["headroom_bits"] * row["max_abs"] == pytest.approx(65504)
 
 
 def plant(decoder, layer, kind, change):
@@ -80,25 +70,12 @@ def result(*values):
     return found.frame().iloc[0]
 
 
-def test_narrow_sums_overflow_where_wide_ones_cancel():
-    # 64 products of 4e4, half of them negative: the sum is 0, sums of 32 terms are not
-    from miltorch.ops import OPERATIONS, narrowed
-
-    a, b = (
-        torch.full((1, 64), 200.0),
-        torch.tensor([200.0] * 32 + [-200.0] * 32)[:, None],
-    )
-    rule = OPERATIONS["matmul"]
-    for function, bad in ((rule.function, 0), (narrowed(rule.function), 1)):
-        row = result(function(x=a, y=b).half().float())
-        assert row["inf"] + row["nan"] == bad
-
-
 def test_counts_of_a_range_are_exact():
     inf = float("inf")
     row = result([1.0, -3.0, 0.0, 1e-6], [inf, -inf, float("nan"), 2.0])
     assert (row["max_abs"], row["inf"], row["nan"]) == (3.0, 2, 1)
     assert row["headroom_bits"] == -inf
+    assert 2.0 ** result([1.0, -3.0])["headroom_bits"] * 3 == pytest.approx(65504)
 
 
 def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):

@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 
 from workbench.bundle import Bundle
-from workbench.check import compare, gates, golden, run
+from workbench.check import compare, gates, golden, hf, run
 from workbench.check.hf import Reference, Values, Weights
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
@@ -120,21 +120,21 @@ def split_error(
         "storage": fp16_weights(checkpoint, bundle),
         "quantization": golden.stored_weights(checkpoint, bundle),
     }
-    # by part, once its cause is there, and by mode
+    # of each mode, once the cause of a part is there
     stages = [[updates(source.values)] * 2]
-    parts = [*weights, *runs]
-    for part in bar(parts, "error", unit="stage"):
+    for part in bar([*weights, *runs], "error", unit="stage"):
         if part in weights:
             model = Reference(checkpoint, weights[part])
             feeds = source.values, None
             fed = [model.run(source.ids, feed=feed, head=False) for feed in feeds]
-            stages.append([updates(values) for values in fed])
+            stages.append(list(map(updates, fed)))
         else:
             decoder = Decoder(bundle, *runs[part], compute_units=compute_units)
             stages.append([run_updates(decoder, source, mode) for mode in MODES])
     splits = {}
     for mode, values in zip(MODES, np.swapaxes(stages, 0, 1)):
-        splits[mode] = Split(values[0], dict(zip(parts, np.diff(values, axis=0))))
+        parts = dict(zip([*weights, *runs], np.diff(values, axis=0)))
+        splits[mode] = Split(values[0], parts)
     return splits
 
 
@@ -151,9 +151,9 @@ def run_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarra
     if mode == "chained":  # the golden's inputs are not what its layers read
         x = decoder.bundle.embed(source.ids) * decoder.manifest.stream_scale
         for layer in range(source.layers):
-            hidden = values[f"hidden.{layer}"]
-            values[f"update.{layer}"] = hidden - x
-            x = hidden
+            values[f"x.{layer}"] = x
+            x = values[f"hidden.{layer}"]
+        values |= hf.updates(values)
     return updates(values)
 
 

@@ -99,18 +99,14 @@ def summary(traced: Traced) -> dict:
     own = next(iter(traced.values()))
     frame = own.frame()
     columns = ["shard", "op", "kind", "module", "max_abs", "headroom_bits"]
-    narrow = traced.get("narrow")
+    first = traced.get("declared", own).first
     return {
         "ops": len(frame),
-        **_firsts(traced.get("declared", own)),
-        "narrow": narrow and _firsts(narrow),
+        "first_inf": first["inf"],
+        "first_nan": first["nan"],
         "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())),
         "worst": gates.records(frame.nlargest(10, "max_abs")[columns]),
     }
-
-
-def _firsts(ranges: Ranges) -> dict[str, dict | None]:
-    return {f"first_{kind}": at for kind, at in ranges.first.items()}
 
 
 def place(at: Mapping) -> str:

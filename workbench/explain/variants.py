@@ -6,8 +6,10 @@ rope, norms, window, scale, activation, biases, order of heads and layers. The v
 whose updates, K, V and embeddings equal the bundle's within rounding is the cause; if
 there is none, the fault is of another kind."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -18,11 +20,21 @@ from torch import nn
 
 from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
-from workbench.check import hf
-from workbench.explain.trial import Change, Trial
+from workbench.check import compare, golden, hf, run
+from workbench.check.program import exact_runtime
+from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
+# changes a built model in place, or also gives what has to be entered while it runs
+Change = Callable[[nn.Module], AbstractContextManager | None]
+# relative RMS above which weights are another layer's; compression stays below it
+UNLIKE = 0.5
+# An update is measured against so much of the stream at least, whose rounding in fp32
+# enters it.
+STREAM = 2.0**-5
+# of which every layer with attention, or every other one, has the weight
+OWN = "self_attn.o_proj.weight", "feed_forward.w2.weight"
 CONFIGURED = "as configured"
 FITS = 1e-5  # relative RMS that fp32 rounding explains
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
@@ -76,7 +88,7 @@ def explain_bundle(
         types = getattr(config, "layer_types", None) or [""] * L
         needed = [1, *map(types.index, types), *(wrong if len(wrong) < L else ())]
         few = min(L, max(needed) + 1)
-        tried = variants(bundle, checkpoint, wrong)
+        tried = variants(trial, wrong)
         for name in bar(tried, "explain", unit="variant"):
             found[name] = float(trial.errors(few, **tried[name]).max())
         best = min(tried, key=found.get)
@@ -102,35 +114,129 @@ def conclusion(fits: str | None) -> str:
     return f"The bundle computes another model: {fits}."
 
 
-def variants(
-    bundle: Bundle, checkpoint: Checkpoint, wrong: Sequence[int]
-) -> dict[str, dict]:
-    """All variants of a checkpoint's model, as keywords of `Trial.errors`.
+class Trial:
+    """A bundle's outputs on Hugging Face's inputs, and the errors of variants against
+    them."""
+
+    def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
+        decoder = Decoder(bundle, exact_runtime(bundle), "exact")
+        self.manifest = bundle.manifest
+        self.checkpoint = checkpoint
+        self.read = golden.stored_weights(checkpoint, bundle)
+        ids = _prompt(bundle, checkpoint)
+        about = ids, self.read, "stored"
+        self.source = golden.make_golden(checkpoint, *about, head=False)
+        # where layers show no hidden state, caches of a chained run are all there is
+        self.isolated = bundle.manifest.shows_hidden
+        how = (decoder.options.t_max, "isolated") if self.isolated else (1, "chained")
+        self.outputs = run.run_golden(decoder, self.source, *how)
+        embedded = bundle.embed(self.source.ids)
+        self.outputs["x.0"] = embedded * bundle.manifest.stream_scale
+
+    def errors(
+        self,
+        count: int,
+        *,
+        config: dict | None = None,
+        change: Change = lambda base: None,
+        read: hf.Weights | None = None,
+        embedding: float = 1.0,
+    ) -> np.ndarray:
+        """Relative RMS [1 + count] of the embeddings and of the first `count` layers of
+        a variant, for each layer the worst of update, K and V; inf where a value is not
+        finite.
+
+        Args:
+            config: attributes of the configuration to set.
+            read: the weights (default: those that the bundle stores).
+            embedding: factor of the first layer's input.
+        """
+        feed = self.source.values
+        embedded = feed["x.0"] * np.float32(embedding)
+        if not self.isolated:
+            feed = {"x.0": embedded}
+        configuration = copy.deepcopy(self.checkpoint.config)
+        for name, value in (config or {}).items():
+            setattr(configuration, name, copy.deepcopy(value))
+        model = hf.empty_model(configuration)
+        model.model.layers = model.model.layers[:count]
+        with change(model.model) or nullcontext():
+            weights = read or self.read
+            reference = hf.Reference(self.checkpoint, weights, model=model)
+            values = reference.run(self.source.ids, feed=feed, head=False)
+        sizes = {}
+        for layer in range(count):
+            sizes[f"update.{layer}"] = STREAM * compare.rms(values[f"x.{layer}"])
+        how = {"sizes": sizes, "tensors": ("update", "k", "v"), "similar": False}
+        rows = compare.compare(values, self.outputs, **how)
+        squares = rows["error"].fillna(np.inf) ** 2
+        means = squares.groupby([rows["layer"], rows["tensor"]]).mean()
+        layers = means.groupby("layer").max().reindex(range(count), fill_value=0.0)
+        first = compare.relative_rms(embedded, self.outputs["x.0"])
+        return np.array([first, *layers**0.5])
+
+    def order(self) -> dict[int, int]:
+        """Layer → the neighbour in the checkpoint whose weights it stores, where it is
+        another."""
+        name = f"{self.checkpoint.prefix}layers.{{}}."
+        name += next(own for own in OWN if name.format(0) + own in self.checkpoint)
+        L = self.manifest.dims.L
+        order = {}
+        for layer in range(L):
+            stored = self.read(name.format(layer)).numpy()
+            errors = {}
+            for other in range(max(0, layer - 1), min(L, layer + 2)):
+                own = self.checkpoint.tensor(name.format(other)).numpy()
+                errors[other] = compare.relative_rms(own, stored)
+            best = min(errors, key=errors.get)
+            if errors[layer] > UNLIKE > errors[best]:
+                order[layer] = best
+        return order
+
+
+def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
+    """Seeded random ids, more than twice the largest window unless the cache is
+    shorter."""
+    windows = [layer.window or 0 for layer in bundle.manifest.layers]
+    windows.append(getattr(checkpoint.config, "sliding_window", None) or 0)
+    count = min(max(24, 2 * max(windows) + 8), bundle.manifest.options.max_seq_len)
+    ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count)
+    return ids.tolist()
+
+
+def variants(trial: Trial, wrong: Sequence[int]) -> dict[str, dict]:
+    """All variants of a checkpoint's model, as keywords of `Trial.errors`; bases and
+    factors are fitted to the bundle's rope tables too.
 
     Args:
-        bundle: bases and factors are fitted to its rope tables too.
         wrong: the layers that differ from the model as configured.
     """
-    config = checkpoint.config
-    tables = [rope.inv_freq for rope in bundle.manifest.rope]
+    config = trial.checkpoint.config
+    read = trial.read
+    tables = [rope.inv_freq for rope in trial.manifest.rope]
     found = {}
     for name, settings in (*_ropes(config.rope_parameters, tables), *_settings(config)):
         found[name] = {"config": settings}
     for name, change in _changes(config):
         found[name] = {"change": change}
-    found["biases left out"] = {"read": _without_biases}
     first = wrong[::2]
     second = wrong[1::2]
+    other = dict(zip([*first, *second], [*second, *first]))
+
+    def unbiased(name: str) -> torch.Tensor:
+        return read(name) * (not name.endswith(".bias"))
+
+    def exchanged(name: str) -> torch.Tensor:
+        layer, _ = split_layer(name)
+        return read(name.replace(f".{layer}.", f".{other.get(layer, layer)}.", 1))
+
+    found["biases left out"] = {"read": unbiased}
     if wrong and [layer + 1 for layer in first] == list(second):
         pairs = [f"{i} and {i + 1} exchanged" for i in first]
-        other = dict(zip([*first, *second], [*second, *first]))
-        read = partial(_exchanged, other)
-        found[f"layer order: {', '.join(pairs)}"] = {"read": read}
+        found[f"layer order: {', '.join(pairs)}"] = {"read": exchanged}
     root = config.hidden_size**0.5
-    bf16 = float(torch.tensor(root, dtype=torch.bfloat16))
     found["embedding not scaled by √C"] = {"embedding": 1 / root}
     found["embedding scaled by √C"] = {"embedding": root}
-    found["embedding scaled by √C in bf16"] = {"embedding": bf16 / root}
     return found
 
 
@@ -320,18 +426,6 @@ def _norms_before_blocks(base: nn.Module) -> None:
     for layer in base.layers:
         move(layer.post_attention_layernorm, layer.self_attn)
         move(layer.post_feedforward_layernorm, layer.mlp)
-
-
-def _without_biases(name: str, read: hf.Weights) -> torch.Tensor:
-    return read(name) * float(not name.endswith(".bias"))
-
-
-def _exchanged(other: dict[int, int], name: str, read: hf.Weights) -> torch.Tensor:
-    """The weight of another layer, where `other` names one."""
-    layer, _ = split_layer(name)
-    if layer in other:
-        name = name.replace(f".{layer}.", f".{other[layer]}.", 1)
-    return read(name)
 
 
 def _own_tables(manifest, config, base: nn.Module) -> None:

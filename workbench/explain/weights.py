@@ -18,84 +18,69 @@ from workbench.check import compare
 from workbench.check.golden import Golden, stored_weights
 from workbench.check.hf import Reference
 from workbench.errors import InputError
-from workbench.explain import error
+from workbench.explain.error import fp16_weights, updates
 from workbench.models.checkpoint import Checkpoint
 
 
-class WeightTrial:
-    """A checkpoint's model on the weights of a compressed bundle, and the golden of its
-    layers' inputs.
+def costs(
+    bundle: Bundle, checkpoint: Checkpoint, golden: Golden, worst: int = 2
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """What the compression of each weight costs, and what storing the `worst` few of
+    every layer as fp16 would buy.
 
-    Attributes:
-        tensors: (layer, name below it) of those that compression changed.
-        reference: updates [L, n, C] with all weights at fp16.
+    Returns:
+        One row per layer and compressed tensor, costliest first in each layer: `error`,
+        the relative RMS of the layer's update as stored, against all weights at fp16;
+        `without`, the same with this tensor alone at fp16; `share`, the share of error²
+        that this tensor accounts for. One row per layer: the `tensors` with the largest
+        shares, its `error`, and its error with these tensors stored as `fp16`.
+
+    Raises:
+        InputError: a bundle without a compressed weight.
     """
+    model = Reference(checkpoint)
+    stored = stored_weights(checkpoint, bundle)
+    fp16 = fp16_weights(checkpoint, bundle)
+    names = set().union(*(shard.weights for shard in bundle.manifest.shards))
+    tensors = set()
+    for name in names:
+        layer, kind = split_layer(name)
+        if layer is not None and not torch.equal(stored(name), fp16(name)):
+            tensors.add((layer, kind))
+    if not tensors:
+        found = "no weight was compressed"
+        step = "give one of another --compress"
+        raise InputError(bundle.root.name, found, "a compressed bundle", step)
 
-    def __init__(self, bundle: Bundle, checkpoint: Checkpoint, golden: Golden):
-        self.model = Reference(checkpoint)
-        self.golden = golden
-        self.stored = stored_weights(checkpoint, bundle)
-        self.fp16 = error.fp16_weights(checkpoint, bundle)
-        self.tensors = set()
-        for name in set().union(*(shard.weights for shard in bundle.manifest.shards)):
-            layer, kind = split_layer(name)
-            if layer is not None:
-                if not torch.equal(self.stored(name), self.fp16(name)):
-                    self.tensors.add((layer, kind))
-        if not self.tensors:
-            found = "no weight was compressed"
-            step = "give one of another --compress"
-            raise InputError(bundle.root.name, found, "a compressed bundle", step)
-        self.reference = self.updates(self.tensors)
+    def rows(better: Collection[tuple[int, str]]) -> np.ndarray:
+        """Updates of each layer [L, n · C] with these tensors at fp16."""
+        model.weights = lambda name: (
+            fp16(name) if split_layer(name) in better else stored(name)
+        )
+        values = model.run(golden.ids, feed=golden.values, head=False)
+        return updates(values).reshape(golden.layers, -1)
 
-    def updates(self, at_fp16: Collection[tuple[int, str]] = ()) -> np.ndarray:
-        """Updates [L, n, C] with these tensors at fp16 and the others as stored."""
+    reference = rows(tensors)
 
-        def read(name: str) -> torch.Tensor:
-            if split_layer(name) in at_fp16:
-                return self.fp16(name)
-            return self.stored(name)
+    def errors(better: Collection[tuple[int, str]]) -> np.ndarray:
+        return compare.over(
+            compare.rms(reference, rows(better)), compare.rms(reference)
+        )
 
-        self.model.weights = read
-        feed = self.golden.values
-        return error.updates(self.model.run(self.golden.ids, feed=feed, head=False))
-
-    def errors(self, at_fp16: Collection[tuple[int, str]] = ()) -> np.ndarray:
-        """Relative RMS [L] of each layer's update with these tensors at fp16, against
-        all weights at fp16."""
-        reference = self.reference.reshape(len(self.reference), -1)
-        current = self.updates(at_fp16).reshape(reference.shape)
-        return compare.over(compare.rms(reference, current), compare.rms(reference))
-
-
-def costs(weights: WeightTrial) -> pd.DataFrame:
-    """One row per layer and compressed tensor, costliest first in each layer.
-
-    Columns: `error`, the relative RMS of the layer's update as stored; `without`, the
-    same with this tensor alone at fp16; `share`, the share of error² that this tensor
-    accounts for."""
-    stored = weights.errors()
-    layers = range(len(stored))
+    layers = range(golden.layers)
+    as_stored = errors(())
     parts = []
-    for kind in sorted({kind for _, kind in weights.tensors}):
-        without = weights.errors({(layer, kind) for layer in layers})
-        part = {"tensor": kind, "layer": layers, "error": stored, "without": without}
+    for kind in sorted({kind for _, kind in tensors}):
+        without = errors({(layer, kind) for layer in layers})
+        part = {"tensor": kind, "layer": layers, "error": as_stored, "without": without}
         parts.append(pd.DataFrame(part))
     frame = pd.concat(parts)
     share = 1 - (frame["without"] / frame["error"]) ** 2
     frame["share"] = share.where(frame["error"] > 0, 0.0)
     order = ["layer", "share"]
-    return frame.sort_values(order, ascending=[True, False], ignore_index=True)
-
-
-def remedies(
-    weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2
-) -> pd.DataFrame:
-    """One row per layer: the `tensors` with the largest shares, its `error`, and its
-    error with these tensors stored as `fp16`."""
-    few = ranked.groupby("layer").head(worst)
+    frame = frame.sort_values(order, ascending=[True, False], ignore_index=True)
+    few = frame.groupby("layer").head(worst)
     by_layer = few.groupby("layer", as_index=False)
-    frame = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
-    errors = weights.errors(set(zip(few["layer"], few["tensor"], strict=True)))
-    frame["fp16"] = errors[frame["layer"]]
-    return frame
+    remedies = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
+    better = errors(set(zip(few["layer"], few["tensor"])))
+    return frame, remedies.assign(fp16=better[remedies["layer"]])
