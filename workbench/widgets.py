@@ -187,7 +187,7 @@ class Explorer(ui.VBox):
         )
         rates = rates[rates["phase"] == "tokens_per_s"].assign(what=SPEED)
         layers = layers.assign(value=layers["layer_ms"], what=LAYER)
-        times = pd.concat([rates, layers])
+        times = pd.concat([rates, layers]).sort_values("T")
         own = times[(times["max_seq_len"] == S) & (times["T"] == T)]
         self.speed.layout.display = "none" if own.empty else None
         if own.empty:
@@ -354,9 +354,10 @@ def _duration(steps: list[Step]) -> str:
 
 def _control(name: str, values) -> ui.Widget:
     """A slider over numbers, or a list of other values; it begins at the first."""
-    kind = ui.SelectionSlider if name in ("max_seq_len", "T") else ui.Dropdown
-    look = {"style": {"description_width": "initial"}}
-    return kind(options=values, description=name, **look)
+    look = {"description": name, "style": {"description_width": "initial"}}
+    if name in ("max_seq_len", "T"):
+        return ui.SelectionSlider(options=sorted(values), value=values[0], **look)
+    return ui.Dropdown(options=values, **look)
 
 
 def _button(label: str, icon: str, action: Callable[[], None]) -> ui.Button:

