@@ -15,7 +15,6 @@ import warnings
 from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
-from unittest.mock import patch
 
 # a package of this process alone: coremltools' folder `proto`
 _MESSAGES = "miltorch._messages"
@@ -40,6 +39,8 @@ def _only_errors(record: logging.LogRecord) -> bool:
 
 def no_progress():
     """coremltools draws its bars with tqdm and has no switch for them."""
+    from unittest.mock import patch
+
     import tqdm
 
     silent = partialmethod(tqdm.tqdm.__init__, disable=True)

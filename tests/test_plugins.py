@@ -6,6 +6,7 @@ import pytest
 from in_process import invoke
 
 from workbench import Decoder, InputError, plugins
+from workbench.ane import memory
 from workbench.export import export, options
 from workbench.runtime import MODELS, is_device, model_class
 
@@ -31,6 +32,14 @@ def test_a_target_decides_runtime_dtype_and_options(other_target):
     other_target.check = lambda options: refuse()
     with pytest.raises(InputError, match="kv_write"):
         options(target="other")
+
+
+def test_states_and_buffers_of_fp32_programs_count_twice(tiny_llama, other_target):
+    half = memory.budget(tiny_llama, options())
+    whole = memory.budget(tiny_llama, options(target="other"))
+    for name in ("kv", "buffers"):
+        assert whole[name] == 2 * half[name]
+    assert whole["weights"] == half["weights"]  # as they are stored
 
 
 def refuse():

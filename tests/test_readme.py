@@ -14,6 +14,7 @@ from in_process import cli
 
 from workbench.check.validate import BUG_GATES
 from workbench.cli.app import app
+from workbench.models import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -145,6 +146,11 @@ def test_the_glossary_has_every_gate_and_every_kind_of_state():
     assert "glossary.md" in (ROOT / "docs" / "architecture.md").read_text()
 
 
+def test_the_readme_names_every_family():
+    page = PAGES[0].read_text()
+    assert not [name for name in FAMILIES if f"`{name}`" not in page]
+
+
 def python_blocks(*pages: Path) -> list[str]:
     texts = "\n".join(page.read_text() for page in pages)
     return re.findall(r"^```python\n(.*?)^```", texts, re.MULTILINE | re.DOTALL)
@@ -157,6 +163,7 @@ def test_the_readme_s_python_exports_validates_and_draws(tmp_path, monkeypatch):
     names = {}
     exec(python_blocks(PAGES[0])[0], names)
     assert names["result"].verdict == "GREEN"
+    assert Path("heatmap.png").stat().st_size > 0
     assert {"bundles", "golden"} <= {path.name for path in Path("data").iterdir()}
 
 

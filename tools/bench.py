@@ -1,10 +1,11 @@
-"""Speeds of the portable runtime, of exports and of the log, each beside its peers in
-the same run:
+"""Speeds of the portable runtime, of exports, validations and the log, each beside its
+peers in the same run:
 
     python tools/bench.py decode | prompt | export | validate | log | cell
 
-Contestants take turns, round by round, and every sample is kept (--json). The models
-have real dimensions and random weights; checkpoints and bundles stay in --folder."""
+Contestants take turns, round by round. Printed are medians, with --json every sample.
+The models have real dimensions and random weights; checkpoints and bundles stay in
+--folder."""
 
 import json
 import os
@@ -13,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,11 +22,9 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 from cyclopts import run
 
@@ -54,8 +52,8 @@ STEPS = 8  # timed steps of one sample, whose median counts
 ALIKE = {"fp16": "F16", "int8-tensor": "Q8_0", "int4-block32": "Q4_0"}
 TOKEN = 7
 Step = Callable[[], object]
-# starts a sequence with a prompt of ids; decodes one token more
-Contestant = tuple[Callable[[list[int]], object], Step]
+# starts a sequence; continues it by token ids, up to the logits of the last one
+Contestant = tuple[Step, Callable[[list[int]], object]]
 
 
 def seconds(step: Step) -> float:
@@ -64,38 +62,22 @@ def seconds(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def compare(ours: dict, peers: dict, rounds: int, unit: str) -> list[dict]:
-    """A row of each of ours beside every peer, each sampled once in every round."""
-    samplers = ours | peers
+def compare(samplers: dict[str, Callable], rounds: int, unit: str) -> list[dict]:
+    """A row of each sampler, which is called once in every round."""
     samples = {name: [] for name in samplers}
     for name in list(samplers) * rounds:
         samples[name].append(samplers[name]())
-    return [
-        row(name, samples[name], unit, peer, samples[peer])
-        for name in ours
-        for peer in peers
-    ]
+    return [row(name, values, unit) for name, values in samples.items()]
 
 
-def row(name: str, values: list, unit: str, peer: str, peer_values: list) -> dict:
-    """Medians of both sides and how many times better ours is: peer / value for times
-    and bytes, value / peer for rates."""
-    value, theirs = statistics.median(values), statistics.median(peer_values)
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "samples": values,
-        "peer": peer,
-        "peer_value": theirs,
-        "peer_samples": peer_values,
-        "ratio": value / theirs if unit == "tok/s" else theirs / value,
-    }
+def row(name: str, samples: list[float], unit: str) -> dict:
+    median = statistics.median(samples)
+    return {"name": name, "median": median, "unit": unit, "samples": samples}
 
 
 def apart(function: Callable, *arguments):
     """`function(*arguments)` in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, max_tasks_per_child=1) as pool:  # spawned, not forked
         return pool.submit(function, *arguments).result()
 
 
@@ -109,16 +91,6 @@ def checkpoint(folder: Path, family: str, layers: int) -> Path:
     return path
 
 
-def ours(bundle: workbench.Bundle) -> Contestant:
-    decoder = workbench.Decoder(bundle, "portable", fast=True)
-
-    def read(ids: list[int], T: int | None = None) -> None:
-        decoder.begin()
-        decoder.prefill(ids, T)
-
-    return read, partial(decoder.decode_one_token, TOKEN)
-
-
 def hugging_face(source: Path, dtype: str, S: int) -> Contestant:
     """Hugging Face's model with a static cache of S positions."""
     from transformers import AutoModelForCausalLM, StaticCache
@@ -128,12 +100,10 @@ def hugging_face(source: Path, dtype: str, S: int) -> Contestant:
     cache = StaticCache(model.config, max_cache_len=S)
 
     @torch.inference_mode()
-    def call(ids: list[int], fresh: bool = True) -> None:
-        if fresh:
-            cache.reset()
+    def call(ids: list[int]) -> None:
         model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
 
-    return call, partial(call, [TOKEN], fresh=False)
+    return torch.inference_mode()(cache.reset), call
 
 
 def llama_cpp(source: Path, kind: str, S: int) -> Contestant:
@@ -143,28 +113,27 @@ def llama_cpp(source: Path, kind: str, S: int) -> Contestant:
     GGML_AMX_TILE=OFF and GGML_AMX_INT8=OFF."""
     path = source.with_name(f"{source.name}.{kind}.gguf")
     if not path.exists():
-        write_gguf(source, kind, path.with_suffix(".unfinished"))
-        path.with_suffix(".unfinished").rename(path)
+        write_gguf(source, kind, path)
     count = torch.get_num_threads()
-    threads = {"n_threads": count, "n_threads_batch": count}
-    llama = import_module("llama_cpp").Llama
-    model = llama(str(path), n_ctx=S, verbose=False, **threads)
+    model = import_module("llama_cpp").Llama(
+        str(path), n_ctx=S, n_threads=count, n_threads_batch=count, verbose=False
+    )
 
-    def call(ids: list[int], fresh: bool = True) -> None:
-        if fresh:
-            model.reset()
+    def call(ids: list[int]) -> None:
         model.eval(ids)
         model._ctx.get_logits()
 
-    return call, partial(call, [TOKEN], fresh=False)
+    return model.reset, call
 
 
 def write_gguf(source: Path, kind: str, path: Path) -> None:
+    """Writes a Qwen2 checkpoint without its tokenizer."""
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
     gguf, config = import_module("gguf"), AutoConfig.from_pretrained(source)
-    writer, stored = gguf.GGUFWriter(path, "qwen2"), gguf.GGMLQuantizationType[kind]
+    types = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -174,169 +143,152 @@ def write_gguf(source: Path, kind: str, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")  # token ids alone are timed
+    writer.add_tokenizer_model("none")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
     for file in source.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             values = tensor.float().numpy()
             place = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            if values.ndim == 1:
-                writer.add_tensor(place, values)
-            else:
-                data = gguf.quants.quantize(values, stored)
-                writer.add_tensor(place, data, raw_dtype=stored)
+            stored = types[kind] if values.ndim > 1 else types.F32
+            data = gguf.quants.quantize(values, stored)
+            writer.add_tensor(place, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def contestants(bundles: dict, source: Path) -> tuple[dict, dict]:
-    """Each bundle; Hugging Face's model with a static cache and, where it can be
-    imported, llama.cpp."""
-    S = next(iter(bundles.values())).manifest.options.max_seq_len
-    mine = {name: ours(bundle) for name, bundle in bundles.items()}
-    dtypes = "float32", "float16", "bfloat16"
-    peers = {f"HF {dtype}": hugging_face(source, dtype, S) for dtype in dtypes}
+def contestants(
+    bundles: dict, source: Path, calls: tuple = (None,)
+) -> dict[str, Contestant]:
+    """Each bundle, once for each number of tokens that a call of its prompts has;
+    Hugging Face's model and, where it can be imported, llama.cpp, which read a prompt in
+    one call."""
+    found = {}
+    for name, bundle in bundles.items():
+        decoder = workbench.Decoder(bundle, "portable", fast=True)
+        for T in calls:
+            title = f"{name}, T = {T}" if T else name
+            found[title] = decoder.begin, partial(decoder.prefill, tile=T)
+    S = bundle.manifest.options.max_seq_len
+    for dtype in ("float32", "float16", "bfloat16"):
+        found[f"HF {dtype}"] = hugging_face(source, dtype, S)
     if find_spec("llama_cpp") and find_spec("gguf"):
         for kind in {ALIKE[name] for name in bundles if name in ALIKE}:
-            peers[f"llama.cpp {kind}"] = llama_cpp(source, kind, S)
-    return mine, peers
+            found[f"llama.cpp {kind}"] = llama_cpp(source, kind, S)
+    return found
 
 
 def decode_rate(depth: int, contestant: Contestant) -> float:
-    """tok/s of calls of one token behind `depth` tokens, from token id to logits."""
-    read, step = contestant
-    read([TOKEN] * depth)
+    """tok/s of calls of one token behind `depth` tokens."""
+    begin, go_on = contestant
+    begin()
+    go_on([TOKEN] * depth)
+    step = partial(go_on, [TOKEN])
     step()
     return 1 / statistics.median(seconds(step) for _ in range(STEPS))
 
 
-def prompt_rate(read: Callable, *T: int) -> float:
-    """tok/s of a prompt, from token ids to the logits of the last one."""
+def prompt_rate(contestant: Contestant) -> float:
+    """tok/s of a prompt."""
+    begin, go_on = contestant
+    begin()
     ids = [TOKEN] * DEPTHS[-1]
-    return len(ids) / seconds(partial(read, ids, *T))
+    return len(ids) / seconds(partial(go_on, ids))
 
 
-def decode_rows(mine: dict, peers: dict, rounds: int) -> list[dict]:
-    def at(depth: int, side: dict) -> dict:
-        rate = partial(partial, decode_rate, depth)
-        return {f"{name} at {depth}": rate(each) for name, each in side.items()}
-
-    rows = []
+def decode_rows(bundles: dict, source: Path, rounds: int) -> list[dict]:
+    found, rows = contestants(bundles, source), []
     for depth in DEPTHS:
-        rows += compare(at(depth, mine), at(depth, peers), rounds, "tok/s")
+        samplers = {
+            f"{name} at {depth}": partial(decode_rate, depth, each)
+            for name, each in found.items()
+        }
+        rows += compare(samplers, rounds, "tok/s")
     return rows
 
 
-def prompt_rows(mine: dict, peers: dict, rounds: int) -> list[dict]:
-    """Prompts in calls of 1, 4 and 64 tokens; those of the peers in one call."""
-    ours = {
-        f"prompt, {name}, T = {T}": partial(prompt_rate, read, T)
-        for name, (read, _) in mine.items()
-        for T in PROMPT_CALLS
-    }
-    theirs = {name: partial(prompt_rate, read) for name, (read, _) in peers.items()}
-    for call in [*ours.values(), *theirs.values()]:
-        call()  # compiles kernels and fills caches
-    return compare(ours, theirs, rounds, "tok/s")
+def prompt_rows(bundles: dict, source: Path, rounds: int) -> list[dict]:
+    found = contestants(bundles, source, PROMPT_CALLS)
+    samplers = {name: partial(prompt_rate, each) for name, each in found.items()}
+    for sample in samplers.values():
+        sample()  # compiles kernels and fills caches
+    return compare(samplers, rounds, "tok/s")
 
 
-def export_rows(
-    fewer: Path, source: Path, folder: Path, compress: str, rounds: int
-) -> list[dict]:
-    """A whole export, and a further layer of it, beside coremltools' own conversion of
-    the same shards; the peak of anonymous and of resident memory. Each export is in a
-    process of its own; `fewer` is the checkpoint with half of the layers."""
-    further, found = [], []
-    layer, every = apart(plain_seconds, source, compress)
+def export_rows(source: Path, folder: Path, compress: str, rounds: int) -> list[dict]:
+    """Whole exports, each in a process of its own, beside coremltools' own conversion
+    of the same shards, and their peak of resident memory."""
+    plain = [apart(plain_seconds, source, compress) for _ in range(rounds)]
+    found = []
     for _ in range(rounds):
-        pair = []
-        for path in (fewer, source):
-            shutil.rmtree(folder, ignore_errors=True)
-            pair.append(apart(export_once, path, folder, compress))
-        (less, *_, fewer_layers), (more, *_, layers) = pair
-        further.append((more - less) / (layers - fewer_layers))
-        found.append(pair[1])
-    shutil.rmtree(folder)
-    whole, stored, anonymous, resident, _ = map(list, zip(*found))
-    plain = "coremltools, one shard of each kind × their number"
+        found.append(apart(export_once, source, folder, compress))
+        shutil.rmtree(folder)
+    whole, resident = map(list, zip(*found))
     return [
-        row(f"export {compress}", whole, "s", plain, [every]),
-        row("a further layer", further, "s", "coremltools", [layer]),
-        row("peak of anonymous memory", anonymous, "bytes", "stored", stored),
-        row("peak of resident memory", resident, "bytes", "stored", stored),
+        row(f"export {compress}", whole, "s"),
+        row("coremltools, one shard of each kind × their number", plain, "s"),
+        row("peak of resident memory", resident, "bytes"),
     ]
 
 
-def plain_seconds(source: Path, compress: str) -> tuple[float, float]:
-    """Seconds that coremltools takes to convert, compress and save: a shard of one
-    layer, and all shards, of which one of each kind is converted."""
+def plain_seconds(source: Path, compress: str) -> float:
+    """Seconds that coremltools takes to convert, compress and save all shards, of which
+    one of each kind is converted."""
     how = options(compress=compress)
     whole = checkpoints.Checkpoint(source)
     plan = workbench.export.read_plan(whole, how)
-    specs, one = list(shards.specs(plan, how)), {}
+    specs = list(shards.specs(plan, how))
+    kinds, total = Counter(spec.kind for spec in specs), 0
     for spec in {spec.kind: spec for spec in specs}.values():
         sources = weights.weight_sources(spec, whole, plan, how)
         conversion = partial(template.Template, spec, plan, how, sources)
-        one[spec.kind] = seconds(conversion)
-    kinds = Counter(spec.kind for spec in specs)
-    return one["layers"], sum(one[kind] * count for kind, count in kinds.items())
+        total += kinds[spec.kind] * seconds(conversion)
+    return total
 
 
-def export_once(source: Path, target: Path, compress: str) -> tuple:
-    """Seconds, stored bytes, peak of anonymous and of resident bytes, layers."""
-    peak, over, memory = [0], threading.Event(), psutil.Process().memory_info
-
-    def watch() -> None:
-        while not over.wait(0.01):
-            now = memory()
-            peak.append(now.rss - now.shared)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    how = {"compress": compress}
-    took = seconds(partial(workbench.export.export, source, target, **how))
-    over.set()
-    watcher.join()
-    bundle = workbench.Bundle.open(target)
-    return took, bundle.bytes, max(peak), peak_rss(), bundle.manifest.dims.L
+def export_once(source: Path, target: Path, compress: str) -> tuple[float, int]:
+    """Seconds, and the peak of resident bytes."""
+    make = partial(workbench.export.export, source, target)
+    return seconds(partial(make, compress=compress)), peak_rss()
 
 
 def validate_rows(bundle, path: Path, positions: int, rounds: int) -> list[dict]:
-    """A validation against a golden, and one with the checkpoint too, each beside a
-    forward pass of Hugging Face's model over as many tokens."""
+    """A validation against a golden, and one with the checkpoint too, beside a forward
+    pass of Hugging Face's model over as many tokens."""
     source = checkpoints.Checkpoint(path)
     ids = list(range(positions))
-    golden, decoder = (
-        workbench.golden.make_golden(source, ids),
-        workbench.Decoder(bundle),
-    )
-    against = partial(workbench.validate, decoder, golden)
+    golden = workbench.golden.make_golden(source, ids)
+    decoder = workbench.Decoder(bundle)
     known = replace(golden, source=source)
+    begin, go_on = hugging_face(path, "float32", positions)
+
+    def forward() -> None:
+        begin()
+        go_on(ids)
+
+    against = partial(workbench.validate, decoder, golden)
     every = partial(workbench.validate, decoder, known, again=True)
-    mine = {
+    samplers = {
         "validate with golden": partial(seconds, against),
         "and checkpoint": partial(seconds, every),
+        "HF fp32": partial(seconds, forward),
     }
-    call, _ = hugging_face(path, "float32", positions)
-    forward = partial(call, ids)
-    return compare(mine, {"HF fp32": partial(seconds, forward)}, rounds, "s")
+    return compare(samplers, rounds, "s")
 
 
 def log_rows(root: Path, rounds: int, runs: int = 10_000) -> list[dict]:
-    """Loading all runs of a log, the first time and again, beside pandas reading the
-    same files."""
+    """Loading all runs of a log (the first sample is the first time) beside pandas
+    reading the same files."""
     import pandas as pd
 
     for i in range(runs):
         written = {"status": "ok", "command": "bench"}
         workbench.log.append("runs", written, root, f"run{i:06}")
-    load = partial(seconds, partial(workbench.log.load, "runs", root))
-    peer = partial(seconds, partial(pd.read_parquet, root / "runs"))
-    first = row(f"load {runs} runs first", [load()], "s", "pandas", [peer()])
-    again = {f"load {runs} runs again": load}
-    return [first, *compare(again, {"pandas": peer}, rounds, "s")]
+    load = partial(workbench.log.load, "runs", root)
+    peer = partial(pd.read_parquet, root / "runs")
+    samplers = {"load": partial(seconds, load), "pandas": partial(seconds, peer)}
+    return compare(samplers, rounds, "s")
 
 
 def cell_rows(root: Path, rounds: int) -> list[dict]:
@@ -350,8 +302,8 @@ def cell_rows(root: Path, rounds: int) -> list[dict]:
     configs = workbench.log.load("runs", root)["config"].map(json.loads)
     starts = [config["startup_s"] for config in configs]
     peer = partial(subprocess.run, [sys.executable, "-c", "import torch"])
-    torch_s = [seconds(peer) for _ in range(rounds)]
-    return [row("overhead of a cell", starts, "s", "import torch", torch_s)]
+    peers = compare({"import torch": partial(seconds, peer)}, rounds, "s")
+    return [row("overhead of a cell", starts, "s"), *peers]
 
 
 def main(
@@ -366,32 +318,26 @@ def main(
 ) -> None:
     """Prints the rows of a measurement."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = partial(checkpoint, folder, family)
-
-    def bundle(**chosen) -> workbench.Bundle:
-        source = checkpoints.Checkpoint(made(layers))
-        return workbench.export.bundle_for(source, options(**chosen), folder)
-
-    if what == "export":
-        sources = made(layers // 2), made(layers)
-        rows = export_rows(*sources, folder / "export", compress, rounds)
-    elif what == "validate":
-        found = bundle(max_seq_len=128, compress=compress)
-        rows = validate_rows(found, made(layers), 64, rounds)
-    elif what in ("log", "cell"):
+    if what in ("log", "cell"):
         with tempfile.TemporaryDirectory(dir=folder) as root:
             rows = {"log": log_rows, "cell": cell_rows}[what](Path(root), rounds)
     else:
-        torch.set_num_threads(os.cpu_count())
-        how = {"max_seq_len": 512, "tokens": "1-64"}
-        bundles = {preset: bundle(compress=preset, **how) for preset in PRESETS}
-        timed = decode_rows if what == "decode" else prompt_rows
-        rows = timed(*contestants(bundles, made(layers)), rounds)
-    if json_:
-        print(json.dumps(rows))
-        return
-    medians = [{n: row[n] for n in row if "samples" not in n} for row in rows]
-    print("\n".join(table(medians)))
+        path = checkpoint(folder, family, layers)
+        source = checkpoints.Checkpoint(path)
+        made = partial(workbench.export.bundle_for, source, folder=folder)
+        if what == "export":
+            rows = export_rows(path, folder / "export", compress, rounds)
+        elif what == "validate":
+            bundle = made(options(max_seq_len=128, compress=compress))
+            rows = validate_rows(bundle, path, 64, rounds)
+        else:
+            torch.set_num_threads(os.cpu_count())
+            how = {"max_seq_len": 512, "tokens": "1-64"}
+            bundles = {name: made(options(compress=name, **how)) for name in PRESETS}
+            timed = {"decode": decode_rows, "prompt": prompt_rows}[what]
+            rows = timed(bundles, path, rounds)
+    medians = [{n: row[n] for n in row if n != "samples"} for row in rows]
+    print(json.dumps(rows) if json_ else "\n".join(table(medians)))
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     (limit,) = (g for g in again["gates"] if g["name"] == "max_kl")
     assert (code, limit["verdict"], limit["threshold"]) == (1, "RED", 1e-9)
     assert "--max-kl sets" in limit["reason"]
-    assert again["price"].keys() == {"kl", "same_top", "budget"}
-    assert again["price"]["kl"]["mean"] == limit["value"]
+    assert again["cost"].keys() == {"kl", "same_top", "budget"}
+    assert again["cost"]["kl"]["mean"] == limit["value"]
 
 
 def test_a_golden_s_checkpoint_gives_every_verdict_that_is_not_stored(

@@ -7,18 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from circle import wide
 from in_process import cli, invoke
 
 from workbench import Decoder, InputError
 from workbench.check.golden import Golden
-from workbench.check.tasks import load_tasks
-from workbench.decode.transcript import (
-    encode_chat,
-    encode_text,
-    load_tokenizer,
-    transcript,
-)
+from workbench.decode.transcript import encode_chat, encode_text, transcript
 from workbench.export import export
 
 DATA = Path(__file__).parents[2] / "data"
@@ -51,27 +44,6 @@ def test_tokens_are_hugging_face_s_and_all_logits_are_written(
     assert logits[:-1].argmax(1).tolist() == found["tokens"]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
-def test_sixty_four_greedy_tokens_are_hugging_face_s(name, exports):
-    """`exact` gives the same tokens; `declared` the same up to a first near-tie."""
-    prompt = load_tasks(DATA / "tasks" / "heldout.jsonl")[3]["prompt"]
-    ids = load_tokenizer(DATA / name).encode(prompt)[:40]
-    how = {"min_new_tokens": 64, "max_new_tokens": 64, "do_sample": False}
-    how |= {"return_dict_in_generate": True, "output_logits": True}
-    with torch.inference_mode():
-        made = exports.hf(DATA / name).generate(torch.tensor([ids]), **how)
-    wanted = made.sequences[0, len(ids) :].tolist()
-    bundle = exports.bundle(DATA / name, max_seq_len=128)
-    assert Decoder(bundle, "portable", "exact").generate(ids, 64, stop=()) == wanted
-    records = Decoder(bundle, "portable", fast=True).stream(ids, 64, stop=())
-    for record, token, logits in zip(records, wanted, made.logits, strict=True):
-        if record.token != token:
-            assert logits[0].max() - logits[0, record.token] <= 0.5  # nats: a near tie
-            assert record.logits.max() - record.logits[token] <= 0.5
-            break
-
-
 def test_each_token_s_text_comes_when_it_is_decoded(bundle, monkeypatch):
     decoder, events, step = Decoder(bundle), [], Decoder.step
 
@@ -99,9 +71,8 @@ def test_sampling_follows_its_seed(bundle):
         command = "generate", bundle.root, "--prompt-ids", "1,4,69", "--max-new", 8
         return invoke(*command, *how)["tokens"]
 
-    warm = ("--temperature", "3", "--top-k", "40", "--top-p", "0.9")
-    first = tokens(*warm, "--seed", "1")
-    assert first == tokens(*warm, "--seed", "1") != tokens(*warm, "--seed", "2")
+    warm = "--temperature", "3", "--top-k", "40", "--top-p", "0.9", "--seed"
+    assert tokens(*warm, "1") == tokens(*warm, "1") != tokens(*warm, "2")
     assert tokens() == tokens("--temperature", "1", "--top-k", "1")
 
 
@@ -149,16 +120,3 @@ def test_golden_takes_text_a_file_and_ids(tmp_path):
     assert ids("--prompt", WORDS) == ids("--text", tmp_path / "text") == wanted
     assert ids("--text", tmp_path / "text", "--tokens", 4) == wanted[:4]
     assert ids("--prompt-ids", ",".join(map(str, wanted))) == wanted
-
-
-@pytest.mark.parametrize(
-    "command", [["explain", "--only", "parts"], wide(["validate"])]
-)
-def test_validate_and_explain_take_the_same(bundle, tmp_path, command):
-    (tmp_path / "text").write_text(WORDS)
-    name, *only = command
-    ids = ",".join(map(str, encode_text(TINY, WORDS)))
-    command = name, bundle.root, "--checkpoint", TINY, *only
-    text = invoke(*command, "--text", tmp_path / "text")
-    assert text == invoke(*command, "--prompt-ids", ids)
-    assert text != invoke(*command, "--prompt", "get")

@@ -2,11 +2,6 @@
 for RED."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import in_process
@@ -15,10 +10,8 @@ import pytest
 from in_process import cli, invoke
 
 from workbench import process
-from workbench.check import golden as goldens
 from workbench.cli.common import show
 from workbench.explain import trace
-from workbench.runtime import COMPUTE_UNITS
 from workbench.runtime.portable import PortableModel
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-llama"
@@ -90,21 +83,6 @@ def test_export_reports_what_it_made(tmp_path, exports):
     assert found["bytes"] == sum(path.stat().st_size for path in files)
 
 
-@pytest.mark.slow("an export is interrupted while it runs in a process of its own")
-def test_an_interrupted_export_leaves_nothing(tmp_path, forked):
-    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from workbench.cli import main; main()"
-    export = "export", TINY.with_name("tiny-zaya"), tmp_path / "b", "--json"
-    command = [sys.executable, "-c", code, *export]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob(".b.partial/*.mlpackage")):
-        assert running.poll() is None
-        time.sleep(0.02)
-    running.send_signal(signal.SIGINT)
-    _, told = running.communicate(timeout=60)
-    assert running.returncode == 130 and "Traceback" not in told
-    assert not list(tmp_path.iterdir())
-
-
 def test_validate_is_complete_with_and_without_a_golden(llama, golden):
     checked = invoke("validate", llama)
     assert checked["verdict"] == "GREEN" and not lacks(checked["gates"][0], "gate")
@@ -135,24 +113,12 @@ def test_a_machine_with_one_copy_of_the_bundle_reads_what_golden_wrote(
     request.getfixturevalue("no_portable")
     for where in (ALONE, ALONE[:2]):
         found = verdicts(invoke("validate", bundle.root, "--golden", out, *where))
-        gates = {found[name] for name in ("device", "program", "weights", "host")}
-        assert gates == {"GREEN"}
+        for name in ("device", "program", "weights", "host"):
+            assert found[name] == "GREEN"
     found = invoke("validate", bundle.root, "--golden", alone, *ALONE)
-    gates = {gate["name"]: gate for gate in found["gates"]}
-    assert gates["device"]["verdict"] == "not_run"
-    assert "workbench golden CHECKPOINT --out G --for" in gates["device"]["reason"]
-
-
-@pytest.mark.shim
-def test_each_unit_alone_leaves_the_portable_arithmetics_out(
-    llama, golden, monkeypatch
-):
-    monkeypatch.setattr(process, "call", in_process.call)
-    found = invoke("validate", llama, "--golden", golden, *ALONE, "--each-unit")
-    assert [unit["unit"] for unit in found["units"]] == [*COMPUTE_UNITS]
-    for unit in found["units"]:
-        assert unit["verdict"] == "GREEN"
-        assert unit["kl_portable"] is None and unit["blame"] is None
+    (device,) = [gate for gate in found["gates"] if gate["name"] == "device"]
+    assert device["verdict"] == "not_run"
+    assert "workbench golden CHECKPOINT --out G --for" in device["reason"]
 
 
 def test_each_unit_names_every_arithmetic_and_what_was_not_measured(
@@ -161,13 +127,8 @@ def test_each_unit_names_every_arithmetic_and_what_was_not_measured(
     monkeypatch.setattr(process, "call", in_process.call)
     found = invoke("validate", llama, "--golden", golden, "--each-unit")
     assert (found["verdict"], found["device_measured"]) == ("GREEN", False)
-    declared, exact, narrow = found["units"]
-    assert (declared["unit"], narrow["unit"]) == (
-        "portable declared",
-        "portable narrow",
-    )
-    assert exact["min_cosine"] > 0.99999
-    assert exact["kl_portable"] > declared["kl_portable"] == 0
+    names = "portable declared", "portable exact", "portable narrow"
+    assert tuple(unit["unit"] for unit in found["units"]) == names
 
 
 def test_explain_splits_every_layer_names_the_variant_and_the_ranges_on_one_page(
@@ -194,8 +155,6 @@ def test_explain_measures_the_runtime_s_part(small):
     own = invoke("explain", bundle.root, *only)["parts"]
     assert all(row["runtime"] is not None for row in device)
     assert all(row["quantization"] == 0 for row in own)  # it is not compressed
-    totals = [row["total"] for row in device]
-    assert [row["total"] for row in own] == pytest.approx(totals, rel=1e-3)
 
 
 def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypatch):
@@ -204,7 +163,6 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
     for source in (bundle.root, package):
         found = invoke("explain", source, "--only", "ranges")["ranges"]
         assert not lacks(found, "ranges") and found["first_inf"] is None
-        assert found["ops"] > 20 and found["min_headroom_bits"] > 0
         assert found["worst"][0].keys() >= {"op", "module", "max_abs"}
     inputs = trace.random_inputs
 
@@ -219,48 +177,32 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
 
 
 def test_plan_of_a_checkpoint_and_of_its_bundle_agree(llama):
-    predicted = invoke("plan", TINY, "--max-seq-len", 64)
-    measured = invoke("plan", llama)
-    for found in (predicted, measured):
-        assert not lacks(found, "plan") and found["predicted_misfit"] <= 0.3
-        chips = {row["chip"]: row for row in found["chips"]}
-        assert chips["M1"]["weights"].endswith("streamed as fp16")
-        assert chips["M1"]["streamed_mib"] > 0 and "M4 Max" in chips
-    predicted, measured = predicted["bytes"], measured["bytes"]
+    found = invoke("plan", TINY, "--max-seq-len", 64), invoke("plan", llama)
+    for plan in found:
+        assert not lacks(plan, "plan") and plan["predicted_misfit"] <= 0.3
+        assert {"M1", "M4 Max"} <= {row["chip"] for row in plan["chips"]}
+    predicted, measured = (plan["bytes"] for plan in found)
     assert predicted["kv"] == measured["kv"] == 2 * 4 * 2 * 64 * 32 * 2
     # program and alignment come on top
     assert abs(predicted["weights"] / measured["weights"] - 1) < 0.2
 
 
 def test_placement_is_predicted_off_a_mac_with_rules_and_advice(llama):
-    chips = {chip: invoke("plan", llama, "--chip", chip) for chip in ("M1", "M5")}
-    assert chips["M1"]["source"] == "predicted"
-    rules = {}
-    for chip, found in chips.items():
-        for shard in found["shards"]:
-            assert not lacks(shard, "shard")
-            assert shard["ane"] + shard["cpu"] == shard["ops"]
-            assert shard["eligible"] >= shard["ane"]
-            assert not any(lacks(rule, "rule") for rule in shard["rules"])
-        rules[chip] = {r["id"] for s in found["shards"] for r in s["rules"]}
-    assert rules["M5"] <= rules["M1"]
-    text = cli("plan", llama).output
-    assert "predicted placement" in text and "measured placement" not in text
+    found = invoke("plan", llama, "--chip", "M1")
+    assert found["source"] == "predicted"
+    for shard in found["shards"]:
+        assert not lacks(shard, "shard")
+        assert shard["ane"] + shard["cpu"] == shard["ops"]
+        assert not any(lacks(rule, "rule") for rule in shard["rules"])
+    assert "predicted placement" in cli("plan", llama).output
 
 
 def never(name):
     raise AssertionError(f"{name} is not JSON")
 
 
-def test_json_names_numbers_that_json_lacks(llama, tmp_path, capsys):
+def test_json_names_numbers_that_json_lacks(capsys):
     nan = {"cosine": np.float64("nan"), "at": [1.0, (float("-inf"),)]}
     show({"worst": nan, "n": 3}, True)
     found = json.loads(capsys.readouterr().out, parse_constant=never)
     assert found == {"worst": {"cosine": "nan", "at": [1.0, ["-inf"]]}, "n": 3}
-    made = goldens.make_golden(TINY, [1, 69, 142])
-    values = made.values | {"logits": made["logits"] * np.nan}
-    replace(made, values=values).save(tmp_path / "g")
-    result = cli("validate", llama, "--golden", tmp_path / "g", "--json")
-    found = json.loads(result.stdout, parse_constant=never)
-    assert (result.exit_code, found["verdict"]) == (1, "RED")
-    assert found["logits"]["kl_max"] == "nan"

@@ -1,17 +1,14 @@
 """`workbench log` and `sweep`: the table, two runs side by side, packing, a bundle without a
 grid."""
 
-import json
 import re
 
 import in_process
-import numpy as np
 import pytest
 from in_process import cli, invoke
 
 from workbench import log, process
 from workbench.errors import InputError
-from workbench.sweep import cluster
 
 ROW = {
     "status": "ok",
@@ -68,35 +65,21 @@ def test_two_runs_side_by_side_name_gates_that_changed(root):
     lines = [line.split() for line in text.splitlines()]
     assert ["compress", "fp16", "lut4"] in lines
     assert ["program", "GREEN", "RED"] in lines
-    assert "settings" not in run("log", "a", "1-a", "--log", root)
 
 
 def test_two_settings_side_by_side_name_what_differs_and_by_how_much(tmp_path):
-    for round_ in range(4):
+    for round_, noise in enumerate((0.99, 1.0, 1.0, 1.01)):
         for side, ms, T in (("a", 10.0, 1), ("b", 15.0, 2)):
-            run_id = f"{round_}-{side}"
             row = {"status": "ok", "setting": side, "round": round_, "T": T}
-            log.append("runs", row, tmp_path, run_id)
-            values = ms * np.random.default_rng(round_).normal(1, 0.01, 5)
-            sample = {"phase": "call", "unit": "ms"}
-            samples = [
-                sample | {"repetition": i, "value": v} for i, v in enumerate(values)
-            ]
-            log.append("samples", samples, tmp_path, run_id)
+            log.append("runs", row, tmp_path, f"{round_}-{side}")
+            sample = {"phase": "call", "unit": "ms", "value": ms * noise}
+            log.append("samples", sample, tmp_path, f"{round_}-{side}")
     found = invoke("log", "0-a", "0-b", "--log", tmp_path)
     settings = {s["setting"]: (s["a"], s["b"]) for s in found["settings"]}
     assert settings == {"T": (1, 2)}
     (row,) = found["measures"]
     assert row["low"] < 1.5 < row["high"]
     assert (row["n_a"], row["n_b"], found["alike"]) == (4, 4, 0)
-
-
-def test_a_log_is_packed_and_taken_in_once(root, tmp_path):
-    out = tmp_path / "x" / "log.zip"
-    assert invoke("log", "--pack", out, "--log", root)["runs"] == 2
-    for count in (2, 0):
-        taken = invoke("log", "--unpack", out, "--log", tmp_path / "other")
-        assert taken["imported"] == len(taken["runs"]) == count
 
 
 @pytest.mark.parametrize(
@@ -108,17 +91,6 @@ def test_bad_names_are_one_message(root, arguments, message):
         run("log", *arguments, "--log", root)
 
 
-def test_a_sweep_without_its_scheduler_is_refused_before_anything_runs(
-    grid, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(cluster, "CONNECT_S", 1)
-    (tmp_path / "grid.json").write_text(json.dumps(grid))  # JSON is YAML
-    command = ["sweep", tmp_path / "grid.json", "--log", tmp_path / "log"]
-    with pytest.raises(InputError, match="scheduler"):
-        run(*command, "--scheduler", "tcp://127.0.0.1:1")
-    assert not (tmp_path / "log").exists()
-
-
 def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(
     exports, tmp_path, monkeypatch
 ):
@@ -126,10 +98,7 @@ def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(
     bundle = exports.bundle(exports.checkpoint("llama"))
     options = "--T", "1,2", "--depth", "0,4", "-r", "2", "--log", tmp_path
     found = run("sweep", bundle.root, *options)
-    counts = dict(re.findall(r"^(\w+) +(\d+)$", found, re.MULTILINE))
-    assert (counts["cells"], counts["done"], counts["failed"]) == ("8", "8", "0")
-    assert "tok/s" in found
-    assert len([line for line in found.splitlines() if " 2 " in line]) >= 4
+    assert re.search(r"cells +8\ndone +8", found) and "tok/s" in found
     runs = log.load("runs", tmp_path)
     assert sorted(zip(runs["T"], runs["depth"], runs["round"])) == [
         (T, depth, round_) for T in (1, 2) for depth in (0, 4) for round_ in (0, 1)

@@ -13,18 +13,27 @@ from workbench.models.checkpoint import Checkpoint
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-llama"
 HEAVY = ("torch", "coremltools", "transformers")
-COMMANDS = {
-    "export": ("export", "wrong", "out"),
-    "export to": ("export", TINY, "taken"),
-    "validate": ("validate", "wrong"),
-    "generate": ("generate", "wrong", "--prompt-ids", "1"),
-    "golden": ("golden", "wrong", "--out", "g"),
-    "explain": ("explain", "wrong", "--checkpoint", TINY),
-    "plan": ("plan", "wrong"),
-    "adopt": ("adopt", "wrong", "--checkpoint", "wrong", "--out", "g"),
-    "evaluate": ("evaluate", "wrong", "--text", "wrong"),
-    "golden text": ("golden", TINY, "--out", "g", "--text", "wrong"),
-}
+# the command, and what its message names
+COMMANDS = [
+    (("export", "wrong", "out"), "wrong"),
+    (("export", TINY, "damaged"), "damaged"),
+    (("validate", "wrong"), "wrong"),
+    (("generate", "wrong", "--prompt-ids", "1"), "wrong"),
+    (("golden", "wrong", "--out", "g"), "wrong"),
+    (("golden", TINY, "--out", "g", "--text", "wrong"), "wrong"),
+    (("explain", "wrong", "--checkpoint", TINY), "wrong"),
+    (("plan", "wrong"), "wrong"),
+    (("adopt", "wrong", "--checkpoint", "wrong", "--out", "g"), "wrong"),
+    (("evaluate", "wrong", "--text", "wrong"), "wrong"),
+    (("validate", "damaged", "--checkpoint", TINY), "weight.bin"),
+    (("generate", "damaged", "--prompt-ids", "1"), "weight.bin"),
+    (("evaluate", "damaged", "--prompt-ids", "1"), "weight.bin"),
+    (("explain", "damaged", "--checkpoint", TINY), "weight.bin"),
+    (("plan", "damaged"), "weight.bin"),
+    (("validate", "whole", "--golden", "nowhere"), "nowhere"),
+    (("validate", "whole", "--checkpoint", "nowhere"), "nowhere"),
+    (("validate", "whole", "--tasks", "nowhere"), "nowhere"),
+]
 CHILD = """
 import atexit, sys
 atexit.register(lambda: print("loaded", [name for name in {heavy!r} if name in sys.modules]))
@@ -43,47 +52,24 @@ def child(folder, *arguments):
     return ended.returncode, ended.stdout.splitlines()[-1], ended.stderr.splitlines()
 
 
-@pytest.mark.matrix(3, wide=20)
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_path_costs_one_line_and_no_heavy_import(tmp_path, command):
-    (tmp_path / "taken").mkdir()
-    code, loaded, lines = child(tmp_path, *COMMANDS[command])
-    assert (code, loaded, len(lines)) == (2, "loaded []", 1), lines
-    assert lines[0].startswith("workbench: ") and " Next: " in lines[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
 @pytest.fixture(scope="module")
 def llama(exports):
     return exports.bundle(exports.checkpoint("llama"))
 
 
-@pytest.mark.matrix(2, wide=5)
-@pytest.mark.parametrize(
-    "command", ["validate", "generate", "evaluate", "explain", "plan"]
-)
-def test_a_damaged_bundle_costs_one_line_and_no_heavy_import(llama, tmp_path, command):
-    copy = shutil.copytree(llama.root, tmp_path / "b")
-    weights = next(copy.rglob("weight.bin"))
+@pytest.mark.matrix(5, wide=20)
+@pytest.mark.parametrize("command, named", COMMANDS)
+def test_a_wrong_path_costs_one_line_and_no_heavy_import(
+    llama, tmp_path, command, named
+):
+    for name in ("damaged", "whole"):
+        shutil.copytree(llama.root, tmp_path / name)
+    weights = next((tmp_path / "damaged").rglob("weight.bin"))
     weights.write_bytes(weights.read_bytes()[:-1])
-    rest = {
-        "generate": ["--prompt-ids", "1"],
-        "evaluate": ["--prompt-ids", "1"],
-        "explain": ["--checkpoint", TINY],
-        "validate": ["--checkpoint", TINY],
-    }
-    code, loaded, lines = child(tmp_path, command, copy, *rest.get(command, []))
-    assert (code, loaded, len(lines)) == (2, "loaded []", 1) and "weight.bin" in lines[
-        0
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]
-
-
-@pytest.mark.matrix(1, wide=5)
-@pytest.mark.parametrize("option", ["--golden", "--checkpoint", "--tasks"])
-def test_a_wrong_second_path_is_refused_as_soon(llama, tmp_path, option):
-    code, loaded, lines = child(tmp_path, "validate", llama.root, option, "nowhere")
-    assert (code, loaded, len(lines)) == (2, "loaded []", 1) and "nowhere" in lines[0]
+    code, loaded, lines = child(tmp_path, *command)
+    assert (code, loaded, len(lines)) == (2, "loaded []", 1), lines
+    assert lines[0].startswith("workbench: ") and named in lines[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "whole"]
 
 
 def refusal(open_, path) -> str:
@@ -140,13 +126,14 @@ def test_what_is_no_bundle_is_named_with_the_next_step(llama, tmp_path, monkeypa
         assert f"found {found}" in text and step in text.partition(" Next: ")[2], text
 
 
-def test_a_pointer_of_git_lfs_is_answered_with_a_command_that_exists(tmp_path):
+def test_a_pointer_of_git_lfs_is_named_with_the_next_step(llama, tmp_path):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     copy = shutil.copytree(TINY, tmp_path / "c")
-    (copy / "model.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    )
-    text = refusal(Checkpoint, copy)
-    assert "hf download ORG/NAME --local-dir" in text and "huggingface-cli" not in text
+    (copy / "model.safetensors").write_text(pointer)
+    assert "hf download ORG/NAME --local-dir" in refusal(Checkpoint, copy)
+    copy = shutil.copytree(llama.root, tmp_path / "b")
+    next(copy.rglob("weight.bin")).write_text(pointer)
+    assert "Git LFS" in refusal(Bundle.open, copy)
 
 
 def test_a_preset_that_is_none_is_answered_with_all_of_them(tmp_path):

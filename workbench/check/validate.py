@@ -148,7 +148,7 @@ class Validation:
             "mean_cosine": float(updates.mean()),
             "rows": len(self.rows),
             "logits": self.cost.summary(),
-            "price": self.cost.json(),
+            "cost": self.cost.json(),
         }
 
 

@@ -51,7 +51,7 @@ def export(
         "bytes": made.bytes,
         "converted": converted,
         "stamped": len(shards) - converted,
-        "seconds": round(time.perf_counter() - start, 3),
+        "seconds": time.perf_counter() - start,
         "peak_rss_bytes": peak_rss(),
     }
     show(result, json)

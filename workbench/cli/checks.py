@@ -100,7 +100,7 @@ def validate(
         own = [own, *checks.unopened_gates(problem, checks.BUG_GATES[1:])]
         if source:
             own = checks.bug_gates(exported, source)
-        empty = "worst", "min_cosine", "mean_cosine", "logits", "price"
+        empty = "worst", "min_cosine", "mean_cosine", "logits", "cost"
         return show(judged(own) | dict.fromkeys(empty) | {"rows": 0}, json)
     if tasks:
         found.gates.append(answers_gate(decoder, source, load_tasks(tasks)))

@@ -156,9 +156,9 @@ def sweep(
         grids = [workbench.sweep.make_grid(grid, "sweep of a bundle")]
     else:
         grids = [workbench.sweep.load_grid(grid_or_bundle)]
-    how = {"root": log, "part": tuple(map(int, parts.groups()))}
-    how |= {"scheduler": scheduler, "progress": not json}
-    found = [workbench.sweep.sweep(grid, **how) for grid in grids]
+    measure = partial(workbench.sweep.sweep, root=log, scheduler=scheduler)
+    which = tuple(map(int, parts.groups()))
+    found = [measure(grid, part=which, progress=not json) for grid in grids]
     counts = {"log": found[0]["log"]}
     for name in ("cells", "done", "resumed", "failed", "invalid"):
         counts[name] = sum(result[name] for result in found)
