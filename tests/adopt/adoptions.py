@@ -21,13 +21,13 @@ CHECKPOINTS = {
         "query_pre_attn_scalar": 24,
     },
 }
-LUT, ROTATING = {"stored": styles.GROUPED}, {"window": 8, "batch": 4}
+LUT, ROTATING = {"stored": styles.LUT4}, {"window": 8, "batch": 4}
 SOUND = {
     "recipe": ("llama", styles.recipe, {"stored": styles.INT4}),
     "chunks": ("llama", styles.chunks, LUT),
     "rotating": ("gemma3_text", styles.chunks, ROTATING),
     "monolith": ("gemma3_text", styles.monolith, LUT),
-    "host": ("qwen3", styles.host, {"stored": {"nbits": 8}}),
+    "host": ("qwen3", styles.host, {"stored": styles.LUT8}),
     "shards": ("qwen3", styles.shards, {}),
     "newest": ("qwen3", styles.host, {"moves": True}),
 }

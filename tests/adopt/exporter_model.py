@@ -61,15 +61,24 @@ class Model(nn.Module):
         return nn.functional.linear(self.body.norm(x), weight)
 
 
-class Apply(nn.Module):
-    """A function of a model and its inputs as a module."""
+class Exported(nn.Module):
+    """A function of a model, its caches (of dotted names) and inputs as a module."""
 
-    def __init__(self, model, function):
+    def __init__(self, m: Model, function: Callable, caches: dict[str, torch.Tensor]):
         super().__init__()
-        self.m, self.function = model, function
+        self.m, self.function, self.names = m, function, list(caches)
+        for name, cache in caches.items():
+            *path, leaf = name.split(".")
+            owner = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = getattr(owner, part)
+            owner.register_buffer(leaf, cache)
 
     def forward(self, *inputs):
-        return self.function(self.m, *inputs)
+        caches = [self.get_buffer(name) for name in self.names]
+        return self.function(self.m, caches, *inputs)
 
 
 def plain(name, *shape, kind=np.float16):
@@ -77,14 +86,16 @@ def plain(name, *shape, kind=np.float16):
     return name, shape, kind, shape
 
 
+integers = partial(plain, kind=np.int32)
+
+
 def saved(
-    path: Path, module, inputs, outputs, *, states="", stored=None, **options
+    path: Path, m, function, inputs, outputs, caches=None, *, stored=None, **options
 ) -> None:
-    """Converts a torch module and saves it at `path`.
+    """Converts a function (see `Exported`) and saves it at `path`.
 
     Args:
         inputs: as `plain` gives them.
-        states: the path of the module whose buffers are the states, with a dot.
         stored: how weights are stored, keywords of coremltools' configuration.
         options: of `coremltools.convert`.
     """
@@ -92,28 +103,28 @@ def saved(
     optimize = ct.optimize.coreml
     types = {np.int32: torch.int32, np.float16: torch.float32}
     examples = [torch.zeros(example, dtype=types[kind]) for *_, kind, example in inputs]
-    kinds = []
-    owner = module.get_submodule(states.rstrip("."))
-    for name, buffer in owner.named_buffers(recurse=False):
-        tensor = ct.TensorType(shape=tuple(buffer.shape), dtype=np.float16)
-        kinds.append(ct.StateType(wrapped_type=tensor, name=states + name))
+    states = []
+    for name, cache in (caches or {}).items():
+        tensor = ct.TensorType(shape=tuple(cache.shape), dtype=np.float16)
+        states.append(ct.StateType(wrapped_type=tensor, name=name))
+    module = Exported(m, function, caches or {}).eval()
     how = {"minimum_deployment_target": ct.target.iOS18, "skip_model_load": True}
     with quiet(), no_progress(), torch.no_grad(), shim.mended_converter():
         package = ct.convert(
-            torch.jit.trace(module.eval(), examples, check_trace=False),
+            torch.jit.trace(module, examples, check_trace=False),
             inputs=[ct.TensorType(name=n, shape=s, dtype=k) for n, s, k, _ in inputs],
             outputs=[ct.TensorType(name=n) for n in outputs],
-            states=kinds or None,
+            states=states or None,
             **how | options,
         )
-        if stored and "nbits" in stored:
-            op = optimize.OpPalettizerConfig(mode="uniform", **stored)
-            config = optimize.OptimizationConfig(op)
-            package = optimize.palettize_weights(package, config)
-        elif stored:
-            op = optimize.OpLinearQuantizerConfig(mode="linear_symmetric", **stored)
-            config = optimize.OptimizationConfig(op)
-            package = optimize.linear_quantize_weights(package, config)
+        if stored:
+            config, press = (
+                optimize.OpLinearQuantizerConfig,
+                optimize.linear_quantize_weights,
+            )
+            if "nbits" in stored:
+                config, press = optimize.OpPalettizerConfig, optimize.palettize_weights
+            package = press(package, optimize.OptimizationConfig(config(**stored)))
         package.save(str(path))
 
 
@@ -126,6 +137,3 @@ def joined(path: Path, functions: dict[str, Path]) -> None:
     descriptor.default_function_name = next(iter(functions))
     with quiet(), no_progress():
         utils.save_multifunction(descriptor, str(path))
-
-
-integers = partial(plain, kind=np.int32)

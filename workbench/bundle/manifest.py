@@ -6,20 +6,12 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from workbench import paths, plugins
-from workbench.bundle.foreign import Foreign, Piece
+from workbench.bundle.foreign import Count, Foreign, ManifestModel
 from workbench.bundle.names import (
     ATTN_MASK,
-    HANDED_ON,
     KV_WRITE_MASK,
     LOGITS,
     ROPE_COS,
@@ -36,10 +28,6 @@ COREML = "coreml"  # the target of Core ML programs
 FOREIGN_ERROR = 0.02
 # more tokens than any model is made for; masks are as long as the cache
 MAX_SEQ_LEN = 1 << 24
-
-
-class ManifestModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _inside(path: str) -> str:
@@ -59,7 +47,6 @@ TokensOfCall = Annotated[
     str, Field(coerce_numbers_to_str=True), AfterValidator(_tokens)
 ]
 RelativePath = Annotated[str, Field(max_length=512), AfterValidator(_inside)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no larger
 StateName = Annotated[str, Field(pattern=rf"^layers\.\d{{1,9}}\.({'|'.join(STATES)})$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -270,8 +257,8 @@ class Shard(ManifestModel):
     outputs: dict[str, list[int | Literal["T"]]]
     states: dict[StateName, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
-    # checkpoint tensor → name of the constant that holds it, or its pieces in packages
-    weights: dict[str, str | tuple[Piece, ...]] = {}
+    # checkpoint tensor → name of the constant that holds it, or those of packages
+    weights: dict[str, str | list[str]] = {}
     # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
     offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module
@@ -317,30 +304,32 @@ class Manifest(ManifestModel):
     shards: list[Shard]
 
     @property
+    def foreign(self) -> Foreign | None:
+        """How to run packages of another exporter, if they are what the bundle has."""
+        return self.shards[0].foreign
+
+    @property
     def own_programs(self) -> bool:
         """Whether the workbench wrote the programs as Core ML's: what lies in them then
         follows from the options."""
-        foreign = any(shard.foreign for shard in self.shards)
-        return not foreign and self.options.plugin is None
+        return self.foreign is None and self.options.plugin is None
 
     @property
     def shows_hidden(self) -> bool:
         """Whether every shard of layers gives the output of its last layer, and reads
         that of the layer before: otherwise only caches and logits can be compared."""
-        kinds = "layers", "router"
-        layers = [shard for shard in self.shards if shard.kind in kinds]
-        return not any(LOGITS in s.outputs or HANDED_ON in s.outputs for s in layers)
+        return self.foreign is None
 
     @property
     def gives_logits(self) -> bool:
         """Whether logits of every token come out, or the top tokens alone."""
-        return all(s.foreign is None or s.foreign.gives_logits for s in self.shards)
+        return not self.foreign or "top" not in self.foreign.roles.values()
 
     @property
     def constants_error(self) -> float:
         """Relative RMS of keys and values that constants of the programs, which the
         manifest does not show (rope tables, scales), may cost beside the weights."""
-        return FOREIGN_ERROR if any(shard.foreign for shard in self.shards) else 0.0
+        return FOREIGN_ERROR if self.foreign else 0.0
 
     @property
     def stream_scale(self) -> float:

@@ -10,9 +10,7 @@ import re
 
 X, HIDDEN = "x", "hidden"  # [B, C, T, 1]: input of a shard, output of decoder layers
 LOGITS = "logits_k"  # [B, rows, T, 1]: one slice of the vocabulary
-# of packages of another exporter: token ids [B, T] in place of x; what layers hand to
-# the head [B, C, T, 1], which may be normed already
-IDS, HANDED_ON = "ids", "handed_on"
+IDS = "ids"  # [B, T]: what packages of another exporter may read in place of x
 EMBEDDING = "embedding"  # the table that such packages look ids up in, as a weight
 # [B, 1, T, D_rotary / 2]; plus the suffix of the layer's rope table
 ROPE_COS = "rope_cos"

@@ -15,7 +15,6 @@ from workbench.bundle.names import (
     BASE,
     EXPERT_IN,
     EXPERT_WEIGHT,
-    HANDED_ON,
     HIDDEN,
     K_STATE,
     KV_WRITE_MASK,
@@ -119,7 +118,7 @@ def _shapes(m: Manifest, shard: Shard) -> Facts:
     """Shapes of a shard's inputs, outputs and caches that follow from dimensions and
     options."""
     o, d = m.options, m.dims
-    widths = dict.fromkeys((X, HIDDEN, HANDED_ON, BASE, EXPERT_IN, ACC), d.C)
+    widths = dict.fromkeys((X, HIDDEN, BASE, EXPERT_IN, ACC), d.C)
     widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
     shapes = {name: o.plane(width) for name, width in widths.items()}
     halves = {rope.name: len(rope.inv_freq) for rope in m.rope}

@@ -11,7 +11,6 @@ import numpy as np
 from workbench.bundle import Options
 from workbench.bundle.names import (
     BASE,
-    HANDED_ON,
     HIDDEN,
     IDS,
     LOGITS,
@@ -28,7 +27,7 @@ from workbench.errors import InputError
 from workbench.runtime import Model, State
 
 STATE_GATES = ("state_life", "write_address", "stale_rows", "undo")
-RESULTS = HIDDEN, BASE, HANDED_ON, LOGITS  # of which a shard of layers has one
+RESULTS = HIDDEN, BASE, LOGITS  # of which a shard of layers has one
 SMALL = 32  # rows up to which every position of a cache is tried
 # magnitudes in rows without a token: large, and subnormal in fp16, of which a device
 # may make zeros

@@ -15,7 +15,6 @@ import numpy as np
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import (
-    HANDED_ON,
     HIDDEN,
     IDS,
     LOGITS,
@@ -36,7 +35,7 @@ from workbench.runtime import Model, State
 
 GREEDY = Sampling()
 # by the name of an output of a layer shard, the input that it is of the next one
-LINKS = {HIDDEN: X, HANDED_ON: X, LOGITS: X, ROUTER_STATE_OUT: ROUTER_STATE}
+LINKS = {HIDDEN: X, LOGITS: X, ROUTER_STATE_OUT: ROUTER_STATE}
 Hook = Callable[[Shard, object, list], list | None]
 
 

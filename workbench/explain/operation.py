@@ -99,9 +99,10 @@ def cost(bundle: Bundle, layer: int | None = None) -> tuple[int, float]:
     packages = 0
     for shard in bundle.manifest.shards:
         if layer is None or layer in range(*shard.layers):
-            parts = shard.foreign.parts if shard.foreign else ()
-            functions = sum(len(part.functions) for part in parts)
-            packages += functions or len(shard.functions) or 1
+            functions = len(shard.functions) or 1
+            if foreign := shard.foreign:
+                functions = sum(len(foreign.functions_of(p)) for p in foreign.parts)
+            packages += functions
     return packages, SECONDS * packages
 
 

@@ -11,19 +11,9 @@ import torch
 import miltorch
 from miltorch.steps import Constants
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.foreign import (
-    INPUTS,
-    OUTPUTS,
-    STATES,
-    Function,
-    Piece,
-    arrange,
-    refuse,
-)
-from workbench.bundle.names import MASKED, POS, X
+from workbench.bundle.foreign import TOKENS, Function, caches, refuse
+from workbench.bundle.names import LOGITS, MASKED, POS, X
 from workbench.runtime.base import Model, State
-
-PLANES = STATES["cache"].axes
 
 
 class ForeignState:
@@ -32,58 +22,49 @@ class ForeignState:
 
     Attributes:
         raws: the packages' states, by their numbers.
+        tensors: (state, its name there) of every tensor, by `number/name`.
         end: the tokens after which the rows stand where the packages have them; after 0
             the order is the bundle's.
     """
 
     def __init__(self, model: "ForeignModel"):
-        self.model, self.foreign, self.end = model, model.foreign, 0
-        self.raws: dict[int, State] = {}
-        self.packed: list[str] = []
+        self.foreign, self.end = model.foreign, 0
+        self.raws: dict[int | None, State] = {}
+        self.tensors: dict[str, tuple[State, str]] = {}
         for part, models in zip(self.foreign.parts, model.models):
-            if part.state is not None and part.state not in self.raws:
-                most = max(models.values(), key=lambda m: len(m.program.states))
-                self.raws[part.state] = most.make_state()
-                self.packed += [f"{part.state}/{name}" for name in most.program.states]
-
-    def copy(self) -> "ForeignState":
-        """A state of its own with the same contents."""
-        other = ForeignState(self.model)
-        other.end = self.end
-        for packed in self.packed:
-            other.keep(packed, self.planes(packed))
-        return other
+            if part.state is None or part.state in self.raws:
+                continue
+            first = next(iter(models.values()))
+            raw = first.make_state()
+            self.raws[part.state] = raw
+            for name in first.program.states:
+                self.tensors[f"{part.state}/{name}"] = raw, name
 
     def read(self, tensor: str) -> np.ndarray:
         self.settle(0)
         packed, _, plane = tensor.rpartition("/")
-        return self.planes(packed)[[int(plane)]]
+        raw, name = self.tensors[packed]
+        value = raw.read(name)
+        return value.reshape(-1, *value.shape[-3:])[[int(plane)]]
 
     def write(self, tensor: str, value: np.ndarray) -> None:
         self.settle(0)
         packed, _, plane = tensor.rpartition("/")
-        planes = self.planes(packed)
-        planes[int(plane)] = value[0]
-        self.keep(packed, planes)
+        raw, name = self.tensors[packed]
+        whole = raw.read(name)
+        whole.reshape(-1, *whole.shape[-3:])[int(plane)] = value[0]
+        raw.write(name, whole)
 
     def settle(self, end: int) -> None:
         """Puts every row where the packages have it after `end` tokens."""
-        for packed in self.packed if self.foreign.moves and end != self.end else ():
-            planes = self.planes(packed)
-            up = [self.foreign.moved(planes.shape[2], n) for n in (self.end, end)]
-            self.keep(packed, np.roll(planes, up[0] - up[1], axis=2))
+        moved = self.foreign.moved
+        if self.foreign.moves and end != self.end:
+            for raw, name in self.tensors.values():
+                value = raw.read(name)
+                rows = value.shape[-2]
+                up = moved(rows, self.end) - moved(rows, end)
+                raw.write(name, np.roll(value, up, axis=-2))
         self.end = end
-
-    def planes(self, packed: str) -> np.ndarray:
-        """The contents of a packed state, [L, H_kv, rows, D]."""
-        number, name = packed.split("/")
-        value = self.raws[int(number)].read(name)
-        return arrange(name, value, self.foreign.tensors[name].axes, PLANES)
-
-    def keep(self, packed: str, planes: np.ndarray) -> None:
-        number, name = packed.split("/")
-        value = arrange(name, planes, PLANES, self.foreign.tensors[name].axes)
-        self.raws[int(number)].write(name, value)
 
 
 class ForeignModel(Model):
@@ -92,8 +73,8 @@ class ForeignModel(Model):
     Args:
         load: opens a package, called as load(path, function=name).
         fast: whether the columns that a function keeps to itself, as a prefill that
-            only fills the cache does, may be nan. Otherwise they are computed by
-            another function on a copy of the state. The last column is always there.
+            only fills the cache does, may be nan. Otherwise other functions compute
+            them first. The last column is always there.
 
     Raises:
         InputError: a description that the packages contradict.
@@ -105,157 +86,157 @@ class ForeignModel(Model):
         self.shard, self.foreign, self.fast = shard, shard.foreign, fast
         self.V = bundle.manifest.dims.V
         self.models: list[dict[str | None, Model]] = []
+        packaged = set()
         for part in self.foreign.parts:
             package = bundle.package(shard) / part.package
-            models = {name: load(package, function=name) for name in part.functions}
+            models = {
+                name: load(package, function=name)
+                for name in self.foreign.functions_of(part)
+            }
             self.models.append(models)
-        self._check()
+            for model in models.values():
+                program = model.program
+                packaged |= {*program.inputs, *program.outputs}
+                held = caches(part.state, program.states)
+                packaged |= {f"{tensor} {shape}" for tensor, shape in held.items()}
+        described = {f"{each.tensor} {each.shape}" for each in shard.states.values()}
+        if wrong := packaged ^ (described | self.foreign.roles.keys()):
+            found = f"{sorted(wrong)} on one side alone"
+            refuse("names", found, "those of the packages")
         every = [model for models in self.models for model in models.values()]
         self.is_device = every[0].is_device
         self.loading_ms = {
             stage: total([model.loading_ms[stage] for model in every])
             for stage in every[0].loading_ms
         }
-        self.last_native_ms: float | None = None
-
-    def _check(self) -> None:
-        """Refuses names that are not those of the packages, and states that do not have
-        the caches of the shard."""
-        found, shapes = {None}, {}
-        for part, models in zip(self.foreign.parts, self.models):
-            found |= models.keys()
-            for program in [model.program for model in models.values()]:
-                found |= {*program.inputs, *program.outputs, *program.states}
-                for name, kind in program.states.items():
-                    shapes[f"{part.state}/{name}"] = kind.shape
-        named = {function.name for function in self.foreign.functions}
-        if wrong := (found ^ (named | self.foreign.tensors.keys())) - {None}:
-            refuse("names", f"{sorted(wrong)} on one side alone", "the packages' names")
-        caches = {}
-        for packed, shape in shapes.items():
-            name = packed.partition("/")[2]
-            value = np.empty(shape, bool)
-            planes = arrange(name, value, self.foreign.tensors[name].axes, PLANES)
-            for plane in range(len(planes)):
-                caches[f"{packed}/{plane}"] = [1, *planes.shape[1:]]
-        for name, entry in self.shard.states.items():
-            if caches.get(entry.tensor) != entry.shape:
-                refuse(name, f"{entry.shape} in {entry.tensor!r}", caches)
 
     def make_state(self) -> State:
         return State(self.shard, ForeignState(self))
 
     def predict(
-        self, inputs: dict[str, np.ndarray], state: State | None = None, hook=None
+        self, inputs: dict[str, np.ndarray], state: State, hook=None
     ) -> dict[str, np.ndarray]:
         """Runs a call of T tokens, in as many calls of the packages as their functions
-        need."""
-        start, self.last_native_ms = int(inputs.get(POS, [0])[0]), 0.0
-        (name,) = self.shard.outputs
-        return {name: self._run(inputs, state and state.raw, start, hook)}
+        need: logits [1, V, T, 1], −inf for tokens of which the packages give none."""
+        raw, self.last_native_ms = state.raw, 0.0
+        start, T = int(inputs[POS][0]), inputs[X].shape[2]
+        logits = np.full((1, self.V, T, 1), np.nan, np.float32)
+        calls = list(self.foreign.calls(start, T))
+        if not self.fast and not all(function.logits for function, _ in calls):
+            end, tensors = raw.end, raw.tensors.values()
+            before = [tensor.read(name) for tensor, name in tensors]
+            loud = self.foreign.calls(start, T, silent=False)
+            self._run(loud, inputs, raw, hook, logits)
+            for (tensor, name), value in zip(tensors, before):
+                tensor.write(name, value)
+            raw.end = end
+        self._run(calls, inputs, raw, hook, logits)
+        return {LOGITS: logits}
 
-    def _run(self, inputs, state, start: int, hook, loud=False) -> np.ndarray:
-        """What comes out for every column, [1, W, T, 1]; `loud`: by functions that give
-        it."""
-        T, done = inputs[X].shape[2], 0
-        (shape,) = self.shard.outputs.values()
-        values = np.full((1, shape[1], T, 1), np.nan, np.float32)
-        while done < T:
-            function, size = self._function(T - done, start + done, state, loud)
-            # columns past the last one, which a fixed size needs, repeat it
-            chosen = np.minimum(done + np.arange(size), T - 1)
-            call = {
-                name: np.take(inputs[name], chosen, axis=shape.index("T"))
-                for name, shape in self.shard.inputs.items()
-                if name != POS
+    def _run(self, calls, inputs, state: ForeignState, hook, logits: np.ndarray):
+        """Runs calls, and keeps what functions give in `logits` [1, V, T, 1]."""
+        start = int(inputs[POS][0])
+        for function, tokens in calls:
+            io = {
+                name: np.take(inputs[name], tokens, axis=TOKENS[name])
+                for name in inputs.keys() & TOKENS.keys()
             }
-            scratch = None if function.logits or self.fast else state.copy()
-            piece = self._call(function, call, state, start + done, hook)
-            if scratch:
-                piece = self._run(call, scratch, start + done, hook, loud=True)
-            if scratch or function.logits:
-                values[:, :, done : done + size] = piece[:, :, : T - done]
-            done += size
-        return values
+            state.settle(start + tokens[0])
+            found = self._call(function, io, start + tokens, state, hook)
+            state.end = start + tokens[-1] + 1
+            if function.logits:
+                logits[0, :, tokens, 0] = self._scores(found).T
 
-    def _function(self, left: int, start: int, state, loud) -> tuple[Function, int]:
-        """The function of the next call and its tokens: the most up to `left` or,
-        without a state, the fewest beyond."""
-        functions = [f for f in self.foreign.functions if f.logits or not loud]
-        best = max(functions, key=lambda f: f.size(left, start))
-        size = best.size(left, start) or (0 if state else best.t_min)
-        if not size:
-            needed = "t_min, t_max, first, until of a function that takes them"
-            refuse("call", f"{left} tokens at position {start}", needed)
-        return best, size
-
-    def _call(self, function, inputs, state, start: int, hook) -> np.ndarray:
-        """One call of every part: logits [1, V, T, 1], −inf for tokens of which the
-        packages give none, or what is handed on [1, C, T, 1]."""
-        end = start + inputs[X].shape[2]
-        if state:
-            state.settle(start)
-            state.end = end
+    def _call(
+        self, function: Function, io, at: np.ndarray, state: ForeignState, hook
+    ) -> dict[str, np.ndarray]:
+        """One call of every part for tokens at the positions `at` [T]. What comes out by
+        role, [rows, T], slices of the vocabulary joined."""
+        T = len(at)
+        parts = [*zip(self.foreign.parts, self.models)]
+        while not function.logits and parts[-1][0].state is None:
+            del parts[-1]  # the head
         found: dict[str, list[np.ndarray]] = {}
-        for part, models in zip(self.foreign.parts, self.models):
-            model = models.get(function.name, models[part.functions[0]])
-            feeds = {}
-            for name, kind in model.program.inputs.items():
-                value = self._feed(name, kind.shape, inputs, np.arange(start, end))
-                # with a hook no inf, which would be no result of an operation
-                value = np.maximum(value, MASKED) if hook else value
-                integer = kind.dtype.startswith("INT")
-                feeds[name] = value.astype(np.int32 if integer else np.float32)
-            raw = None if part.state is None else state.raws[part.state]
-            results = model.predict(feeds, raw, hook)
+        for part, models in parts:
+            model = models[None if part.state is None else function.name]
+            feeds = {
+                name: self._feed(name, kind, io, at, hook)
+                for name, kind in model.program.inputs.items()
+            }
+            results = model.predict(feeds, state.raws.get(part.state), hook)
             self.last_native_ms = total([self.last_native_ms, model.last_native_ms])
-            for name, entry in self.foreign.tensors.items():
+            for name, role in self.foreign.roles.items():
                 if name in results:
-                    axes = OUTPUTS[entry.role].axes
-                    value = arrange(name, results[name], entry.axes, axes)
-                    value = value + np.float32(entry.offsets)[:, None, None]
-                    found.setdefault(entry.role, []).append(value)
-            inputs = inputs | {X: found.get(X, [inputs[X]])[-1]}
-        if "top" not in found:
-            return np.concatenate(found.get("logits", [inputs[X]]), axis=1)
-        tops = np.concatenate(found["top"], axis=1).astype(np.int64)
-        values = np.concatenate(found.get("top_value", [0.0 * tops]), axis=1)
-        scores = np.full((1, self.V, *tops.shape[2:]), -np.inf, np.float32)
-        np.put_along_axis(scores, tops, values, axis=1)
-        return scores
+                    value = results[name]
+                    # channels come before tokens in rank 4 alone
+                    if value.ndim == 4:
+                        value = value[0, :, :, 0]
+                    else:
+                        value = value.reshape(-1, value.shape[-1]).T
+                    found.setdefault(role, []).append(value[:, :T])
+            if X in found:
+                io[X] = found[X][-1][None, :, :, None]
+        return {role: np.concatenate(values) for role, values in found.items()}
 
-    def _feed(self, name: str, shape, inputs, at: np.ndarray) -> np.ndarray:
-        """The array of an input that has the sizes `shape` in the package (None: any),
-        for tokens at the positions `at`."""
-        entry, end = self.foreign.tensors[name], at[-1] + 1
-        role, sizes = INPUTS[entry.role], dict(zip(entry.axes, shape))
-        if role.value:
-            held = self.foreign.positions(sizes.get("S") or end, end)
-            value = role.value(entry, at, at[:, None] - held)
-        elif entry.source in inputs:
-            value = inputs[entry.source]
-            if "D" in sizes:  # a table may be as wide as the head, half of it twice
-                value = np.tile(value, sizes["D"] // value.shape[-1])
+    def _feed(self, name: str, kind: miltorch.Type, io, at: np.ndarray, hook):
+        """The array of an input for a call of tokens at the positions `at`."""
+        shape, role = kind.shape, self.foreign.roles[name]
+        T, end = len(at), at[-1] + 1
+        if role == "positions":
+            value = at
+        elif role == "start":
+            value = at[:1]
+        elif role in ("write", "mask", "mask_inf"):
+            rows = shape[-2] if role == "write" else shape[-1]
+            away = at[:, None] - self.foreign.positions(rows or end, end)
+            # with a hook no inf, which would be no result of an operation
+            blocked = MASKED if role == "mask" or hook else -np.inf
+            value = np.where(away < 0, blocked, 0.0)
+            if role == "write":
+                value = away.T == 0
+        elif role == "zeros":
+            value = np.zeros([size or T for size in shape])
+        elif role in io:
+            # a head may take more columns than the call has: the last one is repeated
+            size = max(T, shape[TOKENS[role]] or T)
+            columns = np.minimum(np.arange(size), T - 1)
+            value = np.take(io[role], columns, axis=TOKENS[role])
+            if role == X and len(shape) < 4:
+                value = value[..., 0].swapaxes(1, 2)
+            elif role.startswith("rope"):
+                # may be as wide as the head, with the half twice
+                value = np.tile(value, shape[-1] // value.shape[-1])
         else:
-            return np.zeros([n or 1 for n in shape])
-        return arrange(name, value, role.axes, entry.axes)
+            refuse(name, f"role {role!r}", f"one of {[*io, *TOKENS, 'start']}")
+        shape = ((1,) * len(shape) + value.shape)[-len(shape) :]
+        dtype = np.int32 if kind.dtype.startswith("INT") else np.float32
+        return value.reshape(shape).astype(dtype)
+
+    def _scores(self, found: dict[str, np.ndarray]) -> np.ndarray:
+        """Logits [V, T]; where the argmax is inside, of its tokens alone."""
+        if "top" not in found:
+            return found["logits"]
+        # ids count from the first token of their slice of the vocabulary
+        slices = np.array_split(np.arange(self.V), len(found["top"]))
+        top = found["top"].astype(int) + [rows[:1] for rows in slices]
+        scores = np.full((self.V, top.shape[1]), -np.inf, np.float32)
+        values = found.get("top_value", np.zeros(top.shape))
+        np.put_along_axis(scores, top, values, axis=0)
+        return scores
 
 
 def constants(bundle: Bundle, shard: Shard) -> Callable:
     """A checkpoint's matrix from its pieces in the packages of a shard, decompressed."""
 
     @cache
-    def opened(part: int, function: str | None) -> Constants:
-        package = bundle.package(shard) / shard.foreign.parts[part].package
-        return Constants(miltorch.read(package, function))
+    def opened(part: str) -> Constants:
+        package = shard.foreign.parts[int(part)].package
+        return Constants(miltorch.read(bundle.package(shard) / package))
 
-    def matrix(pieces: Sequence[Piece]) -> torch.Tensor:
-        rows = []
-        for piece in pieces:
-            value = opened(piece.part, piece.function)[piece.constant].squeeze()
-            value = value.T if piece.transposed else value
-            rows.append(value[piece.source : piece.source + piece.count])
-        return torch.cat(rows)
+    def matrix(pieces: Sequence[str]) -> torch.Tensor:
+        """The constants `part/name`, whose rows are those of the matrix in order."""
+        places = [piece.split("/", 1) for piece in pieces]
+        return torch.cat([opened(part)[name].squeeze() for part, name in places])
 
     return matrix
 
