@@ -16,6 +16,7 @@ nothing here. Compiling copies the package. Knows nothing of bundles. Not there:
 devices, model assets, anything but ML Programs.
 """
 
+import json
 import shutil
 import sys
 import tempfile
@@ -42,8 +43,8 @@ _patches = ExitStack()  # what `install` replaced; closing it restores coremltoo
 
 
 def install(precision: str = "declared", mend_converter: bool = False) -> None:
-    """Replaces coremltools' native layer; a second call only changes the precision of
-    models loaded later.
+    """Replaces coremltools' native layer; the options of a second call replace those of
+    the first, for models loaded later.
 
     `mend_converter` also mends coremltools 9.0's PyTorch frontend for NumPy 2.4, which
     refuses `int()` of an array of one element (coremltools' issue 2632): without it
@@ -62,8 +63,8 @@ def install(precision: str = "declared", mend_converter: bool = False) -> None:
         )
     check_precision(precision)
     Proxy.precision = precision
-    if native_layer() is not Proxy:
-        _patches.enter_context(replaced(Proxy))
+    uninstall()
+    _patches.enter_context(replaced(Proxy))
     if mend_converter:
         _patches.enter_context(mended_converter())
 
@@ -87,14 +88,6 @@ def mended_converter() -> Iterator[None]:
         yield
 
 
-def native_layer() -> type | None:
-    """What coremltools takes for its native layer now; None: nothing."""
-    coremltools()
-    from coremltools.models import model
-
-    return model._MLModelProxy
-
-
 @contextmanager
 def replaced(proxy: "type[Proxy]") -> Iterator[None]:
     """Within, `proxy` is coremltools' native layer; compute plans are there if it has
@@ -112,12 +105,11 @@ def replaced(proxy: "type[Proxy]") -> Iterator[None]:
     ]
     if hasattr(proxy, "get_compute_plan"):
         values.append(([compute_plan], "_MLModelProxy", proxy))
+    before = sys.modules.pop(native.__name__, None)
     with ExitStack() as patches:
-        if native.__name__ in sys.modules:
-            before = native.__name__, sys.modules[native.__name__]
-            patches.callback(sys.modules.__setitem__, *before)
-        else:
-            patches.callback(sys.modules.pop, native.__name__, None)
+        if before:
+            patches.callback(sys.modules.__setitem__, native.__name__, before)
+        patches.callback(sys.modules.pop, native.__name__)
         sys.modules[native.__name__] = native
         for modules, name, value in values:
             for module in modules:
@@ -145,7 +137,7 @@ class StateProxy:
         return self.cells[name]
 
     def read_state(self, name: str) -> np.ndarray:
-        return self._cell(name).value.float().numpy().copy(order="C")
+        return self._cell(name).value.float().numpy().copy()
 
     def write_state(self, name: str, value) -> None:
         if isinstance(value, (bool, int, float, str, bytes, dict, list, tuple)):
@@ -182,9 +174,10 @@ class Proxy:
             program = miltorch.read(self.path, function_name or None)
             self.executable = miltorch.Executable(program, self.precision).release()
         except InputError as problem:
+            error = RuntimeError(f'Error compiling model: "{problem}".')
             if self.path.suffix == ".mlmodelc":
-                raise _error(problem) from problem
-            raise RuntimeError(f'Error compiling model: "{problem}".') from problem
+                error = _error(problem)
+            raise error from problem
         self.description = program.description
         self.load_ns = time.perf_counter_ns() - start
 
@@ -206,7 +199,7 @@ class Proxy:
         """As natively, a path that is good for the lifetime of this object."""
         if self.path.suffix == ".mlmodelc":
             return str(self.path)
-        if self.compiled is None:
+        if not self.compiled:
             self.compiled = self.compileModel(str(self.path))
             weakref.finalize(
                 self, shutil.rmtree, Path(self.compiled).parent, ignore_errors=True
@@ -227,17 +220,16 @@ class Proxy:
 
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
         start, declared = time.perf_counter_ns(), self.executable.program.inputs
-        inputs, cells = {}, {}
-        for feature in self.description.input:
-            name = feature.name
-            inputs[name] = _input(feature, data.get(name), declared[name])
-        if state:
-            cells = state.cells
+        inputs = {
+            f.name: _input(f, data.get(f.name), declared[f.name])
+            for f in self.description.input
+        }
         try:
-            outputs = self.executable.run(inputs, cells)
+            outputs = self.executable.run(inputs, state.cells if state else {})
         except InputError as problem:
-            text = f"Unable to compute the prediction using ML Program. {problem}"
-            raise _error(text) from problem
+            raise _error(
+                f"Unable to compute the prediction using ML Program. {problem}"
+            ) from problem
         self.last_predict_ns = time.perf_counter_ns() - start
         return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
 
@@ -245,9 +237,9 @@ class Proxy:
 def _error(message: object) -> RuntimeError:
     """An error of Core ML as the binding words it: the description of a dictionary,
     three lines."""
-    plain = str(message).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    text = "".join(c if c.isascii() else f"\\U{ord(c):04x}" for c in plain)
-    return RuntimeError(f'{{\n    NSLocalizedDescription = "{text}";\n}}')
+    quoted = json.dumps(str(message), ensure_ascii=False)
+    text = "".join(c if c.isascii() else f"\\U{ord(c):04x}" for c in quoted)
+    return RuntimeError(f"{{\n    NSLocalizedDescription = {text};\n}}")
 
 
 def _taken(value) -> np.ndarray:
@@ -277,19 +269,15 @@ def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
         return _from_image(feature, value)
     else:
         array = _taken(value)
-    dtype = np.int32
-    if array.dtype.kind == "f":
-        dtype = np.float32
     if not _allowed(feature.type.multiArrayType, array.shape):
         raise _error(
             f"For input feature '{feature.name}', the provided shape "
             f"{' × '.join(map(str, array.shape))} "
             "is not compatible with the model's feature description."
         )
+    dtype = np.float32 if array.dtype.kind == "f" else np.int32
     tensor = torch.from_numpy(array.astype(dtype))
-    if declared.shape == ():
-        return tensor.reshape(())
-    return tensor
+    return tensor.reshape(()) if declared.shape == () else tensor
 
 
 def _allowed(described, shape: tuple[int, ...]) -> bool:
@@ -321,13 +309,10 @@ def _from_image(feature, image) -> torch.Tensor:
             f"image input {feature.name!r} has size {image.size}, the model takes "
             f"{(expected.width, expected.height)}"
         )
-    pixels = torch.from_numpy(np.array(image, np.float32))
-    if pixels.dim() == 2:
-        return pixels[None, None]
-    pixels = pixels.permute(2, 0, 1)[None]
+    pixels = np.atleast_3d(np.array(image, np.float32)).transpose(2, 0, 1)[None]
     if expected.colorSpace == expected.BGR:
-        return pixels.flip(1)
-    return pixels
+        pixels = pixels[:, ::-1]
+    return torch.from_numpy(pixels.copy())
 
 
 def _output(feature, value):
@@ -357,5 +342,4 @@ def _to_image(kind, value: torch.Tensor):
         return Image.fromarray(pixels[0])
     if kind.colorSpace == kind.BGR:
         pixels = pixels[::-1]
-    opaque = np.full_like(pixels[:1], 255)
-    return Image.fromarray(np.concatenate([pixels, opaque]).transpose(1, 2, 0), "RGBA")
+    return Image.fromarray(pixels.transpose(1, 2, 0).copy()).convert("RGBA")

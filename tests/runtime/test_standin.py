@@ -13,6 +13,7 @@ import pytest
 import tiny
 
 from miltorch import shim
+from miltorch.quiet import coremltools
 from workbench import Decoder, log, process, runtime, sweep
 from workbench.ane import placement
 from workbench.check import golden, units
@@ -128,12 +129,13 @@ def test_on_macos_the_stand_in_is_refused_with_one_message(monkeypatch, bundle):
 
 def test_the_stand_in_leaves_coremltools_as_it_was(bundle):
     Decoder(bundle, "stand-in-plan-none")
-    assert shim.native_layer() is None
+    model = coremltools().models.model
+    assert model._MLModelProxy is None
     with pytest.raises(InputError, match="macOS 15"):
         runtime.resolve("coreml")
     shim.install()
     Decoder(bundle, "stand-in-plan-none")
-    assert shim.native_layer() is shim.Proxy and runtime.resolve("coreml") == "coreml"
+    assert model._MLModelProxy is shim.Proxy and runtime.resolve("coreml") == "coreml"
     shim.uninstall()
 
 
