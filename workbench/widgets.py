@@ -32,6 +32,7 @@ FIRST = ("bundle", "max_seq_len", "T", "compress", "precision")
 """The first controls; other axes of the grid follow where they have several values."""
 TENSORS = ("update", "k", "v", "logits")
 METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its limit", "error")]
+PARTS = ["storage", "quantization", "reauthoring", "precision", "runtime", "total"]
 SPEED, LAYER = "tokens per second", "ms per layer"
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds that these take
 WIDTH = 9.5  # inches of a canvas
@@ -255,7 +256,7 @@ class Explorer(ui.VBox):
         if parts is None:
             return True
         row = parts[parts["layer"] == self.chosen[0]]  # the logits' has none
-        row = row.drop(columns=["layer", "run_id"]).astype(float)
+        row = row[PARTS].astype(float)
         table = row.to_html(index=False, float_format="{:.2g}".format, na_rep="–")
         self.words.value += f"<br>relative RMS that each step adds:{table}"
         return False
