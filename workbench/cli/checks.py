@@ -171,7 +171,7 @@ def explain(
             reference = workbench.golden.make_golden(source, ids[:S], head=False)
             found["faults"] = calls.call_faults(decoder, reference)
         found["variants"] = gates.records(frame)
-    if only in (None, "ranges"):
+    if only == "ranges" or not only and not bundle.manifest.options.plugin:
         from workbench.explain import trace
 
         traced = trace.trace_bundle(bundle, ids)

@@ -116,13 +116,7 @@ def place(at: Mapping) -> str:
 
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int]) -> Traced:
-    """Traces every shard of a bundle over `ids`.
-
-    Of a plug-in's target the values that its runtime shows are traced, in its own
-    arithmetic."""
-    if bundle.manifest.options.plugin:
-        decoder = Decoder(bundle)
-        return {decoder.precision: trace_decoder(decoder, ids)}
+    """Traces every shard of a bundle over `ids`."""
     load = partial(Decoder, bundle, "portable")
     return {precision: trace_decoder(load(precision), ids) for precision in ORDER}
 

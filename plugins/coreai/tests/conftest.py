@@ -11,9 +11,6 @@ sys.path[:0] = [str(ROOT / "tests")]
 import pytest  # noqa: E402
 import tiny  # noqa: E402
 
-from workbench import Bundle  # noqa: E402
-from workbench.models.checkpoint import Checkpoint  # noqa: E402
-
 
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory) -> tiny.Exports:
@@ -21,22 +18,12 @@ def exports(tmp_path_factory) -> tiny.Exports:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama() -> Checkpoint:
-    return Checkpoint(ROOT / "data" / "tiny-llama")
-
-
-@pytest.fixture(scope="session")
-def llama_bundle(exports, tiny_llama) -> Bundle:
-    return exports.bundle(tiny_llama.path)
-
-
-@pytest.fixture(scope="session")
-def small(exports) -> Checkpoint:
+def small(exports) -> Path:
     """Two layers of random weights."""
-    return Checkpoint(exports.checkpoint("llama"))
+    return exports.checkpoint("llama")
 
 
 @pytest.fixture(scope="session")
-def apple(exports, small) -> Bundle:
+def apple(exports, small):
     """Them in fp32 programs."""
-    return exports.bundle(small.path, target="coreai-fp32")
+    return exports.bundle(small, target="coreai-fp32")

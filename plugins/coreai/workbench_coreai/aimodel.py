@@ -14,6 +14,7 @@ from types import ModuleType
 import numpy as np
 
 from miltorch.blob import unpack_bits
+from workbench.bundle import Options
 from workbench.errors import InputError
 
 PROGRAM = "main.mlirb"
@@ -40,9 +41,10 @@ def apple(name: str) -> ModuleType:
         ) from problem
 
 
-def part_text(role: str, dtype: str, shape: tuple[int, ...], offset: int) -> str:
-    """One part of a weight as the manifest names it."""
-    return f"{role}:{dtype}[{','.join(map(str, shape))}]@{offset}"
+def size_of_t(options: Options) -> int:
+    """The axis T in a program: -1 for a free one, which one token a call needs too (see
+    `template`)."""
+    return options.t_max if options.shapes and options.t_max > 1 else -1
 
 
 def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
@@ -50,29 +52,21 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
     value.
 
     Raises:
-        InputError: a text that names no parts, or a part beyond the file.
+        ValueError: a text that names no parts, or a part beyond the file.
     """
-    parts = {}
     program = np.memmap(package / PROGRAM, np.uint8, "r")
+    parts = {}
     for role, dtype, sizes, offset in PART.findall(text):
         shape = tuple(map(int, sizes.split(",")))
         count, bits = math.prod(shape), int(dtype.strip("fpuint"))
-        raw = np.array(program[int(offset) :][: (count * bits + 7) // 8])
-        if len(raw) * 8 < count * bits:
-            parts.clear()
-            break
+        values = np.array(program[int(offset) :][: (count * bits + 7) // 8])
         if dtype in NUMPY:
-            values = raw.view(NUMPY[dtype])
+            values = values.view(NUMPY[dtype])
         else:
-            values = unpack_bits(raw, bits, count, signed=dtype[0] == "i")
+            values = unpack_bits(values, bits, count, signed=dtype[0] == "i")
         parts[role] = values.reshape(shape)
     if not parts:
-        raise InputError(
-            f"weight {text!r} of {package.name}",
-            "no such part of the program",
-            "role:dtype[shape]@byte",
-            "export the bundle again",
-        )
+        raise ValueError(f"no part of a program: {text!r}")
     return parts
 
 
@@ -83,7 +77,6 @@ def dense(parts: dict[str, np.ndarray]) -> np.ndarray:
         return parts["val"]
     if "lut" in parts:
         return parts["lut"].reshape(-1)[parts["indices"]]
-    scale = parts["scale"]
-    for axis, size in enumerate(parts["data"].shape):
-        scale = scale.repeat(size // scale.shape[axis], axis)
-    return (parts["data"].astype(np.float32) * scale).astype(np.float16)
+    data, scale = parts["data"], parts["scale"]
+    block = [size // count for size, count in zip(data.shape, scale.shape)]
+    return (np.kron(scale, np.ones(block, np.float32)) * data).astype(np.float16)

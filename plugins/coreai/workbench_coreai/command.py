@@ -5,7 +5,8 @@ from pathlib import Path
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, Prompt, show
+from workbench.check import gates
+from workbench.cli.common import Json, Prompt, judged, show
 
 
 def crosscheck(
@@ -35,7 +36,6 @@ def crosscheck(
     from workbench.models.checkpoint import Checkpoint
     from workbench_coreai import crosscheck as twins
 
-    source, m = Checkpoint(checkpoint), opened.manifest
-    ids = prompt.ids(m.dims.V, source.path, m.tokens.bos)
-    result = twins.crosscheck(opened, source, ids, folder=folder)
-    show(result.json(), json)
+    source = Checkpoint(checkpoint)
+    found = twins.crosscheck(opened, source, prompt.of(opened), folder=folder)
+    show(judged(found.gates) | {"runtimes": gates.records(found.runtimes)}, json)

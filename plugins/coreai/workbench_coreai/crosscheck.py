@@ -9,18 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.check import gates
-from workbench.check.compare import compare, compared
+from workbench.check.compare import compared
 from workbench.check.gates import Gate
 from workbench.check.golden import check_exported_from, make_golden, stored_weights
 from workbench.check.validate import measure, measure_budget
 from workbench.decode import Decoder
-from workbench.errors import InputError
-from workbench.export import export
+from workbench.export import bundle_for, options
 from workbench.models.checkpoint import Checkpoint
 
 # portable precision → target of the twin, largest 1 − cosine of an isolated update,
@@ -29,49 +27,13 @@ ARITHMETICS = {"exact": ("coreai-fp32", 1e-11), "declared": ("coreai", 1e-4)}
 
 
 class Crosscheck(NamedTuple):
-    """`errors`: one row per `pair` of implementations, precision, layer, position, T
-    and tensor (update, k, v) with the relative RMS `error` and the `budget`, the error
-    of rounding alone. `runtimes`: one row per runtime and precision, compared with the
-    golden."""
+    """`errors`: one row per runtime (`name`), precision, layer, position, T and tensor
+    (update, k, v) with the relative RMS `error` and the `budget`, the error of rounding
+    alone. `runtimes`: one row per runtime and precision."""
 
     errors: pd.DataFrame
     runtimes: pd.DataFrame
     gates: list[Gate]
-
-    def json(self) -> dict:
-        return {
-            "verdict": gates.verdict(self.gates),
-            "runtimes": gates.records(self.runtimes),
-            "gates": [gate.json() for gate in self.gates],
-        }
-
-
-def twin(
-    bundle: Bundle, checkpoint: Checkpoint, target: str, folder: Path | None = None
-) -> Bundle:
-    """The Core AI bundle of the same checkpoint and options, beside `bundle` or in
-    `folder`; exported if it is missing.
-
-    Raises:
-        InputError: an option that Core AI lacks, or another bundle there.
-    """
-    own = bundle.manifest.options
-    options = own.model_dump() | {"target": target}
-    if own.functions:
-        options["tokens"] = f"1-{own.t_max}"
-    path = (folder or bundle.root.parent) / f"{bundle.root.name}.{target}"
-    if not path.exists():
-        return export(checkpoint.path, path, **options)
-    other = Bundle.open(path)
-    check_exported_from(checkpoint, other)
-    if other.manifest.options != type(own)(**options):
-        raise InputError(
-            f"bundle {path}",
-            "other options",
-            "the options of the bundle",
-            "remove it, or give another --folder",
-        )
-    return other
 
 
 def crosscheck(
@@ -82,57 +44,43 @@ def crosscheck(
     folder: Path | None = None,
 ) -> Crosscheck:
     """Compares every layer × position × T of the bundle and its twins in two
-    arithmetics with Hugging Face's model on the bundle's weights, and with each
-    other."""
+    arithmetics with Hugging Face's model on the bundle's weights. A twin is exported
+    beside the bundle, or into `folder`, unless it is there.
+
+    Raises:
+        InputError: another checkpoint, or an option that Core AI lacks.
+    """
     check_exported_from(checkpoint, bundle)
     weights = stored_weights(checkpoint, bundle)
     golden = make_golden(checkpoint, ids, weights, bundle.identity)
     budget = measure_budget(bundle, checkpoint, golden)
-    errors, runtimes, results = [], [], []
+    own = bundle.manifest.options
+    chosen = own.model_dump()
+    if own.functions:
+        chosen["tokens"] = f"1-{own.t_max}"
+    errors, runtimes, checks = [], [], []
     for precision, (target, limit) in ARITHMETICS.items():
-        decoders = {
-            "portable": Decoder(bundle, "portable", precision),
-            "Apple": Decoder(twin(bundle, checkpoint, target, folder)),
-        }
-        passes = {}
-        for name, decoder in decoders.items():
+        twin = options(**chosen | {"target": target})
+        twin = bundle_for(checkpoint, twin, folder or bundle.root.parent)
+        portable = Decoder(bundle, "portable", precision)
+        for name, decoder in (("portable", portable), ("Apple", Decoder(twin))):
             cost = measure(decoder, golden, None, budget)
-            passes[name], table = cost.isolated, compared(cost.rows)
-            table = table.assign(pair=f"HF ↔ {name}", precision=precision)
-            errors.append(table)
-            distance = 1 - table.loc[table["tensor"] == "update", "cosine"].fillna(-1)
-            logits = cost.summary()
-            row = {
-                "name": name,
-                "precision": precision,
-                "worst_update": float(distance.max()),
-                "median_update": float(distance.median()),
-                "worst_kv": float(
-                    table.loc[table["tensor"] != "update", "error"].max()
-                ),
-            } | logits
-            runtimes.append(row)
-            about = f"{name} {precision}: update", row["worst_update"], limit
-            results.append(gates.at_most(*about, "1 − cosine, worst isolated update"))
+            table = compared(cost.rows)
+            errors.append(table.assign(name=name, precision=precision))
+            is_update, logits = table["tensor"] == "update", cost.summary()
+            worst = float((1 - table["cosine"].fillna(-1))[is_update].max())
+            worst_kv = float(table["error"][~is_update].max())
+            row = {"name": name, "precision": precision, "worst_update": worst}
+            runtimes.append(row | {"worst_kv": worst_kv} | logits)
+            reason = "1 − cosine, worst isolated update"
+            title = f"{name} {precision}: update"
+            checks.append(gates.at_most(title, worst, limit, reason))
             if precision == "exact":
-                about = f"{name}: kv", row["worst_kv"], gates.REAUTHORING
-                results.append(gates.at_most(*about, "relative RMS of K or V, worst"))
-                about = f"{name}: greedy", logits["top1_agreement"], 1.0
-                results.append(gates.at_least(*about, "positions of equal top token"))
-        between, equal = [], []
-        for T, values in passes["portable"].items():
-            other = passes["Apple"][T]
-            rows = compare(golden.values | values, other).assign(T=T, mode="isolated")
-            between.append(compared(rows))
-            for name in values:
-                if name.startswith(("k.", "v.")):
-                    same = np.float16(values[name]) == np.float16(other[name])
-                    equal.append(same.ravel())
-        table = pd.concat(between).assign(pair="portable ↔ Apple", precision=precision)
-        errors.append(table)
-        runtimes[-1]["kv_bits_equal"] = float(np.concatenate(equal).mean())
-        if precision == "exact":
-            about = "runtimes_agree", float(table["error"].max()), gates.REAUTHORING
-            results.append(gates.at_most(*about, "relative RMS, worst"))
+                title, limit = f"{name}: kv", gates.REAUTHORING
+                reason = "relative RMS of K or V, worst"
+                checks.append(gates.at_most(title, worst_kv, limit, reason))
+                title, share = f"{name}: greedy", logits["top1_agreement"]
+                reason = "positions of equal top token"
+                checks.append(gates.at_least(title, share, 1.0, reason))
     whole = pd.concat(errors, ignore_index=True)
-    return Crosscheck(whole, pd.DataFrame(runtimes), results)
+    return Crosscheck(whole, pd.DataFrame(runtimes), checks)

@@ -4,51 +4,36 @@ here was run on a Mac."""
 
 import asyncio
 import os
-import sys
-import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, cached_property
 from pathlib import Path
-from types import SimpleNamespace
+from threading import Lock
 
 import numpy as np
-import torch
 
 from miltorch.execute import Hook
-from miltorch.program import Op, Type
-from miltorch.quiet import quiet
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
-from workbench.runtime.base import Model, State, check_interface, check_outputs
-from workbench_coreai.aimodel import NUMPY, apple
+from workbench.runtime.base import Model, State, check_outputs
+from workbench_coreai.aimodel import NUMPY, apple, size_of_t
 
-_loading = threading.Lock()  # the standard error of the process is replaced meanwhile
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, because callers such as Jupyter may already
-    run one."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="core-ai", daemon=True).start()
-    return loop
+# of its own, because callers such as Jupyter may already run an event loop
+THREAD = ThreadPoolExecutor(1, "core-ai")
+LOADING = Lock()  # the standard error of the process is replaced meanwhile
 
 
 def wait(coroutine):
     """Runs a coroutine of Core AI to its end and returns its result."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
+    return THREAD.submit(asyncio.run, coroutine).result()
 
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
     """Context manager that drops what native code writes to the standard error of the
     process."""
-    sys.stderr.flush()
-    with _loading, open(os.devnull, "w") as null:
+    with LOADING, open(os.devnull, "w") as null:
         stderr = os.dup(2)
         os.dup2(null.fileno(), 2)
         try:
@@ -70,9 +55,11 @@ class Arrays:
         return self.arrays[tensor].numpy()
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        self.arrays[tensor] = apple("coreai.runtime").NDArray(
-            np.array(value, self.dtype)
-        )
+        self.arrays[tensor] = ndarray(value, self.dtype)
+
+
+def ndarray(value: np.ndarray, dtype: type):
+    return apple("coreai.runtime").NDArray(np.array(value, dtype))
 
 
 class CoreAIModel(Model):
@@ -88,21 +75,17 @@ class CoreAIModel(Model):
         self.shard, self.package = shard, bundle.package(shard)
         options = bundle.manifest.options
         self.t_max, self.dtype = options.t_max, NUMPY[options.program_dtype]
-        with quiet():
-            apple("coreai_torch"), apple("coreai.authoring")
+        self.states = {entry.tensor: entry.shape for entry in shard.states.values()}
+        apple("coreai_torch"), apple("coreai.authoring")
         start = time.perf_counter()
         with no_stderr(), self._one_message():
             self.function = wait(_load(self.package))
-        self.program = interface(self.function.desc, self.t_max)
-        check_interface(shard, self.program, self.t_max)
-        self.shapes = {
-            name: list(kind.shape) for name, kind in self.program.states.items()
-        }
+        self._check_interface(self.function.desc, size_of_t(options))
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
 
     def make_state(self) -> State:
-        return State(self.shard, Arrays(self.shapes, self.dtype))
+        return State(self.shard, Arrays(self.states, self.dtype))
 
     def predict(
         self,
@@ -110,30 +93,57 @@ class CoreAIModel(Model):
         state: State | None = None,
         hook: Hook | None = None,
     ) -> dict[str, np.ndarray]:
-        """Runs the shard once; `hook` is called after the call with every value that
-        the runtime logged, in the order of their operations, and replaces none."""
-        for name, shape in self.shard.inputs.items():
-            found = [*inputs[name].shape]
-            # the runtime itself takes any T
-            if "T" in shape and found[shape.index("T")] > self.t_max:
-                subject, needed = f"input {name!r}", f"T from 1 to {self.t_max}"
-                step = "export with more --tokens, or give fewer tokens a call"
-                raise InputError(subject, f"shape {found}", needed, step)
-        function = self.function if hook is None else self.logged.function
-        array = apple("coreai.runtime").NDArray
-        given = {n: array(np.array(value, self.dtype)) for n, value in inputs.items()}
+        """Runs the shard once.
+
+        Raises:
+            InputError: an input that is missing, of another shape or of more tokens than
+                the bundle takes; a hook.
+        """
+        if hook:
+            needed = "the Core ML bundle of the same checkpoint"
+            raise InputError(
+                "hook", "a Core AI program", needed, "run that on portable"
+            )
+        self._check(inputs)
+        given = {name: ndarray(inputs[name], self.dtype) for name in self.shard.inputs}
+        arrays = state.raw.arrays if state else {}
         with self._one_message():
-            results = wait(_call(function, given, state.raw.arrays if state else {}))
+            results = wait(_call(self.function, given, arrays))
         outputs = {n: np.array(v.numpy(), np.float32) for n, v in results.items()}
-        if hook is not None:
-            self.logged.replay(hook)
         check_outputs(self.shard, inputs, outputs)
         return outputs
 
-    @cached_property
-    def logged(self) -> "Logged":
-        with no_stderr(), self._one_message():
-            return Logged(self.package, self.shard)
+    def _check(self, inputs: dict[str, np.ndarray]) -> None:
+        """The runtime itself takes any T, and says little of what else is wrong."""
+        for name, shape in self.shard.inputs.items():
+            found = list(inputs[name].shape) if name in inputs else []
+            fits = [
+                1 <= size <= self.t_max if n == "T" else size == n
+                for size, n in zip(found, shape)
+            ]
+            if len(found) != len(shape) or not all(fits):
+                subject, needed = (
+                    f"input {name!r}",
+                    f"{shape}, T from 1 to {self.t_max}",
+                )
+                step = "give it so; for more tokens a call, export with more --tokens"
+                raise InputError(subject, found or "nothing", needed, step)
+
+    def _check_interface(self, described, T: int) -> None:
+        """Compares inputs and states with the manifest's; outputs by name, because
+        every call checks their shapes."""
+        found = {n: described.input_descriptor(n) for n in described.input_names}
+        found |= {n: described.state_descriptor(n) for n in described.state_names}
+        shapes = {name: [*kind.shape] for name, kind in found.items()}
+        shapes |= dict.fromkeys(described.output_names)
+        declared = {
+            name: [T if n == "T" else n for n in shape]
+            for name, shape in (self.shard.inputs | self.states).items()
+        }
+        declared |= dict.fromkeys(self.shard.outputs)
+        if shapes != declared:
+            subject = f"interface of shard {self.shard.name}"
+            raise InputError(subject, shapes, declared, "export the bundle again")
 
     @contextmanager
     def _one_message(self) -> Iterator[None]:
@@ -156,67 +166,3 @@ async def _load(package: Path):
     asset = apple("coreai.authoring").AIModelAsset.load(package)
     async with asset.executable() as model:
         return model.load_function("main")
-
-
-def interface(described, t_max: int) -> SimpleNamespace:
-    """A function's inputs, states and outputs as `check_interface` reads those of a
-    Core ML program."""
-
-    def kinds(names: list[str], descriptor, free) -> dict[str, Type]:
-        types = {}
-        for name in names:
-            kind = descriptor(name)
-            sizes = tuple(free if n < 0 else n for n in kind.shape)
-            types[name] = Type(kind.dtype.upper(), sizes)
-        return types
-
-    outputs = kinds(described.output_names, described.output_descriptor, None)
-    return SimpleNamespace(
-        inputs=kinds(described.input_names, described.input_descriptor, (1, t_max)),
-        states=kinds(described.state_names, described.state_descriptor, None),
-        outputs=list(outputs),
-        block=SimpleNamespace(ops=[SimpleNamespace(outputs=list(outputs.items()))]),
-        description=None,
-    )
-
-
-class Logged:
-    """The function again, with Apple's IntermediateLogger; `replay` hands on what it
-    has logged.
-
-    Apple's own inspector takes no states, so its parts are put together here.
-    """
-
-    def __init__(self, package: Path, shard: Shard):
-        runtime = apple("coreai.runtime")
-        module = apple("coreai_torch.debugging.inspector")
-        self.modules, self.values = shard.modules, defaultdict(dict)
-        asset = apple("coreai.authoring").AIModelAsset.load(package)
-        # as long as the function
-        self.folder = tempfile.TemporaryDirectory(suffix=".aimodelx")
-        asset._write_odix(Path(self.folder.name), enable_debug_info=True)
-        self.model = wait(_load_model(runtime, self.folder.name))
-        # reads the debug infos, before the function
-        inspector = module.CoreAIInspector(self.model)
-        numbers = sorted({number for number, _ in inspector._compile_map})
-        sources, requested = inspector._build_mapping_and_compile_ids(numbers)
-        callback = inspector._create_capture_callback(self.values, sources)
-        logger = runtime.IntermediateLogger(requested, callback, True)
-        self.function = self.model.load_function("main", intermediate_logger=logger)
-
-    def replay(self, hook: Hook) -> None:
-        """Calls the hook with each logged value, named by the id of its Core AI
-        operation."""
-        for number in sorted(self.values):
-            for index, value in self.values[number].items():
-                name = f"{number}"
-                if index:
-                    name += f".{index}"
-                kind = Type(str(value.dtype).upper(), value.shape)
-                op = Op("coreai", name, {}, [(name, kind)])
-                hook(op, [torch.from_numpy(np.array(value))])
-        self.values.clear()
-
-
-async def _load_model(runtime, folder: str):
-    return await runtime.AIModel.load(path=folder)

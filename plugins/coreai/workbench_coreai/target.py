@@ -7,7 +7,7 @@ import numpy as np
 
 from workbench.bundle import Options
 from workbench.errors import InputError
-from workbench_coreai import aimodel
+from workbench_coreai.aimodel import dense, read_weight
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,18 @@ class Target:
 
     def check(self, options: Options) -> None:
         """Raises an InputError for options that no Core AI program has."""
-        option = needed = None
+        subject, step = f"target {options.target}", "leave this option out"
         if options.kv_write == "slice":
-            option = "kv_write = slice"
             needed = "kv_write = mask: its exporter supports no index that is an input"
-        elif options.functions:
-            option = f"tokens = {options.tokens}"
+            raise InputError(subject, "kv_write = slice", needed, step)
+        if options.functions:
             needed = "one range: its programs run every T"
-        if option:
-            subject = f"target {options.target}"
-            raise InputError(subject, option, needed, "leave this option out")
+            raise InputError(subject, f"tokens = {options.tokens}", needed, step)
 
-    def parts(self, package: Path, place: str) -> dict[str, np.ndarray]:
-        return aimodel.read_weight(package, place)
+    parts = staticmethod(read_weight)
 
     def dense(self, package: Path, place: str) -> np.ndarray:
-        return aimodel.dense(self.parts(package, place))
+        return dense(read_weight(package, place))
 
 
 HALF = Target("declared", "narrow")

@@ -7,15 +7,13 @@ is always free, from 1 to two or more, unless it is fixed above 1: at a fixed T 
 Apple's conversion exchanges a product with a reshape and returns other values
 (tests/test_coreai.py has the smallest module)."""
 
-import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from threading import Lock
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,14 +25,13 @@ from workbench.bundle.presets import Preset
 from workbench.export.shards import LayerStack, Spec
 from workbench.export.weights import WeightSource, blank, packed
 from workbench.models.family import Plan
-from workbench_coreai.aimodel import PROGRAM, apple, part_text
+from workbench_coreai.aimodel import PROGRAM, apple, size_of_t
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 STORED = "_stored"  # what follows a parameter's name where its stored parts are
-INLINE_BYTES = 256  # constants up to here stand in the program's text
-FOLDED = re.compile(r"dense_resource<resource_\d+>")
+RESOURCE = re.compile(r"dense_resource<(resource_\d+)>")
 BLOB = re.compile(r'resource_\d+: "0x([0-9A-Fa-f]+)"')
-ONE_AT_A_TIME = Lock()  # Apple's tools are patched while they write
+ONE_AT_A_TIME = Lock()  # shards share one trace, into which each puts its weights
 DATE = "20270101T000000Z"  # of every asset, so that equal assets have equal bytes
 
 
@@ -55,7 +52,7 @@ class CoreAITemplate:
         self.options = options
         self.weights = weights
         self.program: torch.export.ExportedProgram | None = None
-        self.modules: dict[str, str] = {}  # operation → the module that it came from
+        self.modules: dict[str, str] = {}  # no values of operations are shown
 
     def write(
         self, package: Path, weights: list[WeightSource], load: Callable
@@ -66,8 +63,7 @@ class CoreAITemplate:
         with ONE_AT_A_TIME, quiet():
             if self.program is None:
                 self.program = trace(self.module(stored), self.spec, self.options)
-            asset = save(self.program, self.spec, stored, package)
-            self.modules = self.modules or modules(self.program, asset)
+            save(self.program, self.spec, stored, package)
         raw = (package / PROGRAM).read_bytes()
         places = {w.path: locate(raw, stored[w.path], w.preset) for w in weights}
         found = {path: text for path, text in places.items() if text}
@@ -149,9 +145,8 @@ def trace(
 ) -> torch.export.ExportedProgram:
     """The module traced by torch.export, in Apple's operations."""
     dtype = DTYPES[options.program_dtype]
-    T = max(2, options.t_max)
-    free = None
-    if not options.shapes or options.t_max == 1:
+    T, free = max(2, options.t_max), None
+    if size_of_t(options) < 0:
         free = torch.export.Dim("T", min=1, max=T)
     examples, axes = [], []
     for shape in spec.inputs.values():
@@ -167,12 +162,7 @@ def trace(
             prefer_deferred_runtime_asserts_over_guards=True,
         )
     keep_scales(program)
-    program = program.run_decompositions(apple("coreai_torch").get_decomp_table())
-    # Apple's tools need to know the lines, not this machine
-    for node in program.graph.nodes:
-        if lines := node.meta.get("stack_trace"):
-            node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/program/', lines)
-    return program
+    return program.run_decompositions(apple("coreai_torch").get_decomp_table())
 
 
 def keep_scales(program: torch.export.ExportedProgram) -> None:
@@ -219,15 +209,15 @@ def save(
     spec: Spec,
     stored: dict[str, dict],
     path: Path,
-):
-    """Writes a traced program with these weights; returns Apple's program. The same
-    trace and weights give the same bytes, in any process."""
+) -> None:
+    """Writes a traced program with these weights. The same trace and weights give the
+    same bytes, in any process."""
     for name, parts in stored.items():
         for role, part in parts.items():
             program.state_dict[f"{name}{STORED}.{role}"] = part
     torch_converter = apple("coreai_torch").TorchConverter
-    with named_resources(), open(os.devnull, "w") as null, redirect_stdout(null):
-        converter = torch_converter(mode=torch_converter.Mode.DEBUG)
+    with open(os.devnull, "w") as null, redirect_stdout(null):
+        converter = torch_converter(mode=torch_converter.Mode.RELEASE)
         converter.add_exported_program(
             program,
             input_names=list(spec.inputs),
@@ -235,77 +225,41 @@ def save(
             state_names=[state.tensor for state in spec.states.values()],
         )
         asset = converter.to_coreai()
-        name_folded(asset)
+        name_constants(asset._module._mlir_module)
         path.parent.mkdir(parents=True, exist_ok=True)
         asset.save_asset(path)
     metadata = json.loads((path / "metadata.json").read_text()) | {"creationDate": DATE}
     (path / "metadata.json").write_text(json.dumps(metadata, indent=1, sort_keys=True))
-    return asset
 
 
-@contextmanager
-def named_resources() -> Iterator[None]:
-    """Context manager that names large constants in the order in which they come;
-    Apple's names are random numbers."""
+def name_constants(module) -> None:
+    """Names the large constants of a program in the order they come: Apple's names are
+    others in every process."""
     ir = apple("coreai._compiler.ir")
-    converter = apple("coreai_torch.converter")
-    owner = converter._mlir.dialects.coreai
     names = {}
-    original = owner.create_elements_attr
-
-    def named(location, kind, array):
-        raw = np.ascontiguousarray(array)
-        if raw.nbytes <= INLINE_BYTES or not (raw != raw.flat[0]).any():
-            return original(location, kind, array)
-        key = hashlib.sha256(raw).hexdigest(), str(kind)
-        if key not in names:
-            name = f"weight_{len(names)}"
-            names[key] = ir.DenseResourceElementsAttr.get_from_buffer(raw, name, kind)
-        return names[key]
-
-    with patch.object(owner, "create_elements_attr", named):
-        yield
-
-
-def name_folded(asset) -> None:
-    """Names the large constants that Apple's passes compute, such as a weight times a
-    scale, in the order they come: their own names are others in every process."""
-    ir = apple("coreai._compiler.ir")
-    module = asset._module._mlir_module
-    found = []
 
     def visit(op):
-        if "value" in op.attributes and FOLDED.match(str(op.attributes["value"])[:200]):
-            found.append(op)
+        if "value" in op.attributes:
+            value = op.attributes["value"]
+            if found := RESOURCE.match(str(value)[:200]):
+                name = found[1]
+                if name not in names:
+                    names[name] = renamed(op, value, f"weight_{len(names)}")
+                op.attributes["value"] = names[name]
         return ir.WalkResult.ADVANCE
+
+    def renamed(op, value, name: str):
+        alone = ir.Module.create()
+        op.clone(ir.InsertionPoint(alone.body))
+        # its alignment in four bytes, then its bytes
+        (blob,) = BLOB.findall(str(alone))
+        raw = np.frombuffer(bytes.fromhex(blob), np.uint8)
+        alignment = int(raw[:4].view(np.uint32)[0])
+        create = ir.DenseResourceElementsAttr.get_from_buffer
+        return create(raw[4:].copy(), name, value.type, alignment)
 
     with module.context, ir.Location.unknown():
         module.operation.walk(visit)
-        for number, op in enumerate(found):
-            alone = ir.Module.create()
-            kind = op.attributes["value"].type
-            op.clone(ir.InsertionPoint(alone.body))
-            # its alignment in four bytes, then its bytes
-            (blob,) = BLOB.findall(str(alone))
-            raw = np.frombuffer(bytes.fromhex(blob), np.uint8)
-            alignment = int(raw[:4].view(np.uint32)[0])
-            create = ir.DenseResourceElementsAttr.get_from_buffer
-            named = create(raw[4:].copy(), f"folded_{number}", kind, alignment)
-            op.attributes["value"] = named
-
-
-def modules(program: torch.export.ExportedProgram, asset) -> dict[str, str]:
-    """Id of a Core AI operation → path of the module whose value it makes."""
-    utils = apple("coreai_torch.debugging.torch_utils")
-    mapping = utils.get_torch_to_coreai_output_mapping(asset)
-    paths = {}
-    for node in program.graph.nodes:
-        if node.name in mapping and (stack := node.meta.get("nn_module_stack")):
-            path, kind = list(stack.values())[-1]
-            if path != kind:  # torch's name for none
-                number = str(mapping[node.name].target_op_id)
-                paths[number] = path.replace("blocks.", "layers.", 1)
-    return paths
 
 
 def locate(raw: bytes, parts: dict[str, torch.Tensor], preset: Preset) -> str:
@@ -321,5 +275,6 @@ def locate(raw: bytes, parts: dict[str, torch.Tensor], preset: Preset) -> str:
         offset = raw.find(array.tobytes())
         if offset < 0:
             return ""
-        texts.append(part_text(role, dtype, tuple(part.shape), offset))
+        sizes = ",".join(map(str, part.shape))
+        texts.append(f"{role}:{dtype}[{sizes}]@{offset}")
     return " ".join(texts)
