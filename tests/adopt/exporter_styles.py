@@ -194,6 +194,7 @@ def chunks(
 
     path, outputs = folder / "tiny_lm_head.mlpackage", ["logits1", "logits2"]
     saved(path, m, head, [plain("hidden_states", 1, 1, m.C)], outputs)
+    (folder / "meta.yaml").touch()
 
 
 def monolith(folder: Path, checkpoint: Path, S: int = 32, stored: dict | None = None):

@@ -78,6 +78,9 @@ class Package:
         self.order = not looks_up, not self.program.states, natural(path.name)
         for name in sorted(self.program.outputs, key=natural):
             self.roles[name] = recognised(OUTPUTS, name)
+        if (self.path.parent / "meta.yaml").is_file():  # of ANEMLL, which masks by −inf
+            masks = {"mask": "mask_inf"}
+            self.roles = {n: masks.get(role, role) for n, role in self.roles.items()}
 
 
 def propose(
