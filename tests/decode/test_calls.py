@@ -10,35 +10,28 @@ from workbench.bundle.names import X
 SIZES = 1, 3, 2, 4, 1, 2  # tokens of each call
 
 
-def inputs(decoder) -> tuple[list, list]:
-    """Inputs and counts of every call, from the start of a sequence."""
-    rng, ios, counts, start = np.random.default_rng(3), [], [], 0
-    for size in SIZES:
-        counts.append(np.array([size]))
-        ids = rng.integers(0, decoder.manifest.dims.V, (1, size)).tolist()
-        ios.append(decoder.inputs(np.array([start]), ids, size))
-        start += size
-    return ios, counts
-
-
 def all_layers(decoder, size: int):
     """(hidden states of every call after all layers, states, what each call's hook
     saw); so many calls of a shard run together."""
-    ios, counts = inputs(decoder)
-    seqs, seen = decoder.fresh(), [[] for _ in ios]
+    ids, seen = tiny.prompt(decoder.manifest.dims.V, sum(SIZES)), [[] for _ in SIZES]
+    starts = np.cumsum([0, *SIZES])
+    ios = [
+        decoder.inputs(np.array([start]), [ids[start : start + count]], count)
+        for start, count in zip(starts, SIZES)
+    ]
 
     def hook(call: int):
         return lambda shard, op, outputs: seen[call].append(
             (op.name, [tuple(value.shape) for value in outputs])
         )
 
-    hooks = [hook(call) for call in range(len(ios))]
+    counts, seqs = [np.array([count]) for count in SIZES], decoder.fresh()
     for model, state in zip(decoder.layers, seqs.states, strict=True):
-        calls, done = (ios, counts, [state] * len(ios), hooks), []
-        for first in range(0, len(ios), size):
+        states, hooks = [state] * len(ios), list(map(hook, range(len(ios))))
+        calls, ios = (ios, counts, states, hooks), []
+        for first in range(0, len(SIZES), size):
             own = (each[first : first + size] for each in calls)
-            done += decoder.run_calls(model, *own)
-        ios = done
+            ios += decoder.run_calls(model, *own)
     values = [io[X] for io in ios]
     return [*values, *(state.read(name) for state, name in seqs.named_states)], seen
 

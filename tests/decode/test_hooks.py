@@ -69,19 +69,19 @@ def test_a_look_leaves_the_decoder_s_sequence_as_it_was(
 
 def test_a_hook_sees_every_operation_of_its_call_alone(looked_into):
     decoder, seen = Decoder(looked_into[0], "portable", fast=True), []
+    seqs = decoder.fresh()
 
     def hook(shard, op, outputs):
         seen.append(shard.name)
 
-    seqs = decoder.fresh()
     hidden, _ = decoder.advance(seqs, [IDS[:3]], hook)
     assert set(seen) == {model.shard.name for model in decoder.layers}
+    seen.clear()
     decoder.logits(hidden, hook=hook)
-    models = [*decoder.layers, *decoder.heads]
-    assert set(seen) == {model.shard.name for model in models}
-    count = len(seen)
+    assert set(seen) == {model.shard.name for model in decoder.heads}
+    seen.clear()
     decoder.step(seqs, [IDS[3:4]])
-    assert len(seen) == count
+    assert not seen
 
 
 def test_what_a_hook_returns_replaces_the_value(llama_bundle):
@@ -97,19 +97,12 @@ def test_what_a_hook_returns_replaces_the_value(llama_bundle):
     assert np.array_equal(doubled, plain * np.float32(2))
 
 
-@pytest.mark.shim
-def test_core_ml_has_no_hooks_and_says_so(looked_into):
-    from miltorch import shim
-
-    shim.install()
-    try:
-        decoder = Decoder(looked_into[0], "coreml")
-        for look in (LOOKS["trace"], LOOKS["profile"]):
-            with pytest.raises(InputError, match="runtime coreml.*portable"):
-                look(decoder, None)
-        run.run_golden(decoder, looked_into[1], 2)  # sees what Core ML shows
-    finally:
-        shim.uninstall()
+def test_core_ml_has_no_hooks_and_says_so(shimmed, looked_into):
+    decoder = Decoder(looked_into[0], "coreml")
+    for look in (LOOKS["trace"], LOOKS["profile"]):
+        with pytest.raises(InputError, match="runtime coreml.*portable"):
+            look(decoder, None)
+    run.run_golden(decoder, looked_into[1], 2)  # sees what Core ML shows
 
 
 @pytest.mark.wide

@@ -122,8 +122,7 @@ def test_a_refused_snapshot_leaves_the_running_sequence_as_it_is(decoder, togeth
 
 
 def test_slots_come_and_go_and_the_others_do_not_notice(decoder, together):
-    """A slot is added to, emptied, ended early: every other row stays bit-equal, and each goes on
-    as it would alone."""
+    """Each goes on as it would alone; `programs` adds and removes between calls."""
     prompts = [IDS[:30], IDS[40:49], IDS[60:83]]
     held = [taken(decoder, p) for p in prompts]
     alone = [decoder.generate([7], 5, after=s, stop=()) for s in held]
@@ -133,20 +132,13 @@ def test_slots_come_and_go_and_the_others_do_not_notice(decoder, together):
     mixed = [held[i] for i in order]
     found = together.generate([[7]] * 3, 5, after=mixed, stop=())
     assert found == [alone[i] for i in order]
+    found = together.generate([[7]] * 3, 5, after=held[0], stop=())
+    assert found == [alone[0]] * 3
     together.begin([held[0], None, held[2]])
     together.add(1, held[1])
     assert all(same(together.snapshot(seq), held[seq]) for seq in range(3))
-    tokens = [7, 7, 7]
-    for step in range(3):
-        logits = together.decode_one_token(tokens)
-        for seq, row in enumerate(logits):
-            if tokens[seq] is not None:
-                tokens[seq] = int(row.argmax())
-                assert tokens[seq] == alone[seq][step]
-        if step == 0:
-            together.remove(1)
-            tokens[1] = None
-    assert together.seqs.offsets.tolist() == [33, 0, 26]
+    together.remove(1)
+    assert together.seqs.offsets.tolist() == [30, 0, 23]
     assert not any(s.read(name)[1].any() for s, name in together.seqs.named_states)
 
 

@@ -1,7 +1,6 @@
 """A prompt runs in one bundle and its tokens are decoded in another, which continues from copied
 states: the same tokens, the same states."""
 
-import numpy as np
 import pytest
 import tiny
 from circle import wide
@@ -9,93 +8,61 @@ from circle import wide
 from workbench import Decoder, InputError
 from workbench.decode.snapshot import copy
 
-PROMPT, MORE = 13, 6
-
-
-@pytest.fixture(scope="module")
-def pair(exports):
-    """A prefill bundle of wide calls and a decode bundle of T = 1, unlike in all that may differ
-    but their weights."""
-    path = exports.checkpoint("llama")
-    prefill = exports.bundle(path, tokens="1,8", max_seq_len=24, layers_per_shard=2)
-    decode = exports.bundle(path, tokens="1", max_seq_len=32, layout="bc1t")
-    return prefill, decode
-
-
-def moved(source: Decoder, target: Decoder, ids) -> np.ndarray:
-    """Runs prompts in `source` and continues them in `target`; the logits after them."""
-    source.begin()
-    logits = source.prefill(ids)
-    copy(source.seqs, target.seqs)
-    return logits
+PROMPT = 13
+TWO = {"num_hidden_layers": 2, "num_experts": 2}
+PAIRS = [  # family, its dimensions, options of the bundle that runs the prompt, of the other
+    (
+        "llama",
+        {},
+        {"tokens": "1,8", "max_seq_len": 24, "layers_per_shard": 2},
+        {"layout": "bc1t"},
+    ),
+    wide("gemma3_text", {}, {"sliding": "ring", "tokens": "1-8"}, {}),
+    wide("zaya", TWO, {"tokens": "2,6"}, {}),
+    wide("qwen3_5_text", {}, {"tokens": "1-8"}, {"layers_per_shard": 3}),
+]
 
 
 @pytest.mark.parametrize("runtime", ["portable", wide("coreml")])
-def test_tokens_behind_a_prompt_that_another_bundle_ran_are_the_same(
-    shimmed, pair, runtime
+@pytest.mark.parametrize("family, changed, first, then", PAIRS)
+def test_a_prompt_continues_in_another_bundle_as_if_it_had_run_there(
+    shimmed, exports, family, changed, first, then, runtime
 ):
-    ids = tiny.prompt(90, PROMPT)
-    source, target = (Decoder(bundle, runtime, "exact") for bundle in pair)
-    alone = list(target.stream(ids, MORE, stop=[]))
-    logits = [moved(source, target, ids)]
-    for record in alone[:-1]:
-        logits.append(target.decode_one_token(record.token))
-    for ours, theirs in zip(logits, alone, strict=True):
-        assert ours.argmax() == theirs.token
-        assert tiny.relative(ours, theirs.logits) < (
-            1e-5 if runtime == "portable" else 1e-2
-        )
+    checkpoint, ids = exports.checkpoint(family, **changed), tiny.prompt(90, PROMPT)
+    limit = 1e-5 if runtime == "portable" else 1e-2
+    source, target = (
+        Decoder(exports.bundle(checkpoint, **how), runtime, "exact")
+        for how in (first, {"tokens": "1", "max_seq_len": 40} | then)
+    )
+    before = target.prefill(ids)
+    alone = target.snapshot()
+    records = list(target.stream(ids, 6, stop=[]))
+    target.begin()
+    assert tiny.relative(source.prefill(ids), before) < limit
+    copy(source.seqs, target.seqs)
+    found = target.snapshot()
+    assert (found.ids, found.states.keys()) == (alone.ids, alone.states.keys())
+    for name, value in alone.states.items():
+        rows = min(value.shape[-2], found.states[name].shape[-2])
+        pair = (x[..., -rows:, :].astype(float) for x in (found.states[name], value))
+        assert tiny.relative(*pair) < limit, name
+    for record, expected in zip(records, records[1:]):
+        logits = target.decode_one_token(record.token)
+        assert tiny.relative(logits, expected.logits) < limit
+        assert logits.argmax() == expected.token
     assert source.seqs.offsets.tolist() == [PROMPT]
-    assert target.seqs.ids == [[*ids, *(record.token for record in alone[:-1])]]
 
 
-def test_nothing_changes_where_bundles_do_not_belong_together(exports, pair):
-    short, target = (Decoder(bundle, "portable", "exact") for bundle in pair)
-    ids = tiny.prompt(90, 25)
+def test_nothing_changes_where_bundles_do_not_belong_together(exports):
+    path, ids = exports.checkpoint("llama"), tiny.prompt(90, 25)
+    target, short = (exports.decoder(path, max_seq_len=S) for S in (32, 24))
     target.prefill(ids)
     for source, found in [
         (exports.decoder(exports.checkpoint("qwen2")), "one checkpoint"),
-        (exports.decoder(exports.checkpoint("llama"), batch=2), "batch 1"),
+        (exports.decoder(path, batch=2), "batch 1"),
     ]:
         with pytest.raises(InputError, match=found):
             copy(source.seqs, target.seqs)
     with pytest.raises(InputError, match="at most max_seq_len = 24"):
         copy(target.seqs, short.seqs)
     assert target.seqs.ids == [ids] and short.seqs.ids == [[]]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    "family, changed, first, then",
-    [
-        ("gemma3_text", {}, {"sliding": "ring", "tokens": "1-8"}, {"tokens": "1"}),
-        (
-            "zaya",
-            {"num_hidden_layers": 2, "num_experts": 2},
-            {"tokens": "2,6"},
-            {"tokens": "1"},
-        ),
-        ("qwen3_5_text", {}, {"tokens": "1-8"}, {"tokens": "1", "layers_per_shard": 3}),
-    ],
-)
-def test_states_are_those_of_running_the_prompt_in_the_decoding_bundle(
-    exports, family, changed, first, then
-):
-    checkpoint = exports.checkpoint(family, **changed)
-    source = exports.decoder(checkpoint, max_seq_len=32, **first)
-    target = exports.decoder(checkpoint, max_seq_len=40, **then)
-    prompt = tiny.prompt(90, 12)
-    target.prefill(prompt)
-    alone = target.snapshot()
-    expected = target.decode_one_token(5)
-    moved(source, target, prompt)
-    found = target.snapshot()
-    assert (found.ids, found.states.keys()) == (alone.ids, alone.states.keys())
-    for name, value in alone.states.items():
-        rows = min(value.shape[-2], found.states[name].shape[-2])
-        pair = (
-            each[..., each.shape[-2] - rows :, :]
-            for each in (found.states[name], value)
-        )
-        assert tiny.relative(*pair) < 1e-5, name
-    assert tiny.relative(target.decode_one_token(5), expected) < 1e-5

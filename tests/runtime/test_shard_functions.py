@@ -1,19 +1,19 @@
 """Bundles of several functions compute what one flexible program does, on both runtimes; states
 pass from function to function."""
 
-from dataclasses import replace
+import shutil
 
 import numpy as np
 import pytest
 import tiny
 
-from workbench import Decoder, InputError, sweep
+from workbench import Bundle, Decoder, InputError
 from workbench.ane import placement
 from workbench.check import states
-from workbench.check.validate import validate
+from workbench.export import template
 from workbench.runtime import load_shard
 from workbench.runtime.coreml import CoreMLModel
-from workbench.sweep import identity, timing
+from workbench.sweep import timing
 
 PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
 
@@ -28,18 +28,30 @@ def bundle(exports, source):
     return exports.bundle(source, tokens="1,4", max_seq_len=24)
 
 
-@pytest.fixture(scope="module")
-def flexible(exports, source):
-    return exports.bundle(source, tokens="1-4", max_seq_len=24)
-
-
-def run(decoder: Decoder, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Logits of a prompt and of single tokens behind it, and every state after them."""
-    decoder.begin()
-    logits = [decoder.prefill(ids[:PROMPT])]
-    logits += [decoder.decode_one_token(token) for token in ids[PROMPT:]]
-    states = {name: state.read(name) for state, name in decoder.seqs.named_states}
-    return np.stack(logits), states
+def check_alike(one: Decoder, several: Decoder) -> None:
+    """The same logits of a prompt and of single tokens behind it, and the same states after them;
+    layers then have the functions of T = 1 and 4, the head that of 1."""
+    ids = tiny.prompt(90, PROMPT + MORE)
+    for each in (one, several):
+        each.begin()
+    found, expected = (
+        [d.prefill(ids[:PROMPT]), *map(d.decode_one_token, ids[PROMPT:])]
+        for d in (several, one)
+    )
+    assert np.array_equal(found, expected)
+    rows, states = (
+        {name: state.read(name) for state, name in d.seqs.named_states}
+        for d in (one, several)
+    )
+    assert states.keys() == rows.keys()
+    for name in rows:
+        assert rows[name].any() and np.array_equal(states[name], rows[name]), name
+    if several.is_device:
+        loaded = [sorted(m.models) for m in (*several.layers, *several.heads)]
+    else:
+        models = (*several.layers, *several.heads)
+        loaded = [[T for T, _ in m.executables] for m in models]
+    assert loaded == [[1, 4]] * len(several.layers) + [[1]]
 
 
 @pytest.mark.matrix(1, wide=9)
@@ -56,29 +68,18 @@ def test_prefill_at_t_and_decode_at_1_are_those_of_a_flexible_program(
     exports, precision, family, changed, chosen
 ):
     checkpoint = exports.checkpoint(family, **changed)
-    ids = tiny.prompt(90, PROMPT + MORE)
-    one = exports.decoder(checkpoint, precision, tokens="1-4", max_seq_len=24, **chosen)
-    several = exports.decoder(
-        checkpoint, precision, tokens="1,4", max_seq_len=24, **chosen
+    how = {"max_seq_len": 24} | chosen
+    check_alike(
+        *(
+            exports.decoder(checkpoint, precision, tokens=T, **how)
+            for T in ("1-4", "1,4")
+        )
     )
-    (expected, rows), (logits, states) = run(one, ids), run(several, ids)
-    assert np.array_equal(logits, expected)
-    assert states.keys() == rows.keys()
-    for name in rows:
-        assert rows[name].any() and np.array_equal(states[name], rows[name]), name
-    loaded = [[T for T, _ in m.executables] for m in (*several.layers, *several.heads)]
-    assert loaded == [[1, 4]] * len(several.layers) + [[1]]
 
 
-def test_core_ml_copies_states_between_functions(shimmed, bundle, flexible):
-    ids = tiny.prompt(100, PROMPT + MORE)
-    expected, rows = run(Decoder(flexible, "coreml"), ids)
-    decoder = Decoder(bundle, "coreml")
-    logits, states = run(decoder, ids)
-    assert np.array_equal(logits, expected)
-    assert all(np.array_equal(states[name], rows[name]) for name in rows)
-    loaded = [sorted(m.models) for m in (*decoder.layers, *decoder.heads)]
-    assert loaded == [[1, 4]] * 3 + [[1]]
+def test_core_ml_copies_states_between_functions(shimmed, bundle, exports, source):
+    flexible = exports.bundle(source, tokens="1-4", max_seq_len=24)
+    check_alike(*(Decoder(each, "coreml") for each in (flexible, bundle)))
 
 
 @pytest.mark.parametrize("runtime", ["portable", "coreml"])
@@ -116,23 +117,6 @@ def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
     assert decoder.seqs.offsets.tolist() == [11]
 
 
-@pytest.mark.matrix(1, wide=1)
-@pytest.mark.parametrize("chosen", [{}, {"kv_write": "slice", "layers_per_shard": 2}])
-def test_every_gate_is_green_across_functions(
-    exports, tiny_llama, llama_golden, chosen
-):
-    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, tokens="1,4", **chosen)
-    decoder = Decoder(bundle, "portable")
-    records = states.write_probe(decoder)
-    assert {1, 4} <= {r["T"] for r in records} and all(r["right"] for r in records)
-    validation = validate(decoder, replace(llama_golden, source=tiny_llama))
-    verdicts = {g.name: (g.verdict, g.reason) for g in validation.gates}
-    assert verdicts.pop("device")[0] == "not_run"
-    assert {name: v for name, v in verdicts.items() if v[0] != "GREEN"} == {}
-    assert {"write_address", "program"} <= verdicts.keys()
-    assert {1, 4} <= set(validation.rows["T"])
-
-
 def test_a_function_that_writes_wrongly_turns_its_gate_red(exports, tiny_llama):
     """The fault is in t4 alone: only calls that run it may show it."""
     bundle = exports.bundle(tiny_llama.path, max_seq_len=32, tokens="1,4")
@@ -168,11 +152,6 @@ def test_a_state_that_is_not_copied_turns_a_gate_red(shimmed, bundle, monkeypatc
 def test_every_function_is_checked_against_the_manifest(
     exports, source, bundle, tmp_path
 ):
-    import shutil
-
-    from workbench import Bundle
-    from workbench.export import template
-
     shutil.copytree(bundle.root, tmp_path / "b")
     damaged = Bundle.open(tmp_path / "b")
     shard = damaged.manifest.shards[0]
@@ -197,26 +176,15 @@ def test_times_of_several_functions_are_samples_of_one_shard(exports, tiny_llama
         assert (samples["phase"] == "load").sum() == len(bundle.manifest.shards)
 
 
-def test_a_grid_has_functions_as_an_axis(tmp_path):
-    grid = {
-        "checkpoint": "data/tiny-llama",
-        "export": {"max_seq_len": [16], "tokens": ["2", "1,2"]},
-    }
-    one, two = (cell.options for cell in sweep.cells(sweep.make_grid(grid)))
-    assert (one.functions, two.functions) == ({}, {"t1": 1, "t2": 2})
-    assert identity.exported(two)["tokens"] == "1,2"
-    with pytest.raises(InputError, match="ascend"):
-        sweep.make_grid(grid | {"export": {"tokens": ["2,1"]}})
-
-
-def test_each_function_is_placed_by_itself(shimmed, bundle):
-    names = [p.shard for p in placement.predicted_placement(bundle)]
-    assert names[:2] == ["layers_00_00 t1", "layers_00_00 t4"]
-    by_name = {p.shard: p for p in placement.predicted_placement(bundle)}
-    assert "K4" not in {r["id"] for r in by_name["layers_00_00 t1"].rules}
-    (rule,) = [r for r in by_name["layers_00_00 t4"].rules if r["id"] == "K4"]
-    assert rule["disputed"]  # so that it alone keeps nothing off the Neural Engine
-    assert not {"D1", "D3"} & {r["id"] for r in by_name["layers_00_00 t4"].rules}
+def test_each_function_is_placed_by_itself(bundle):
+    one, four, *_ = placement.predicted_placement(bundle)
+    assert [one.shard, four.shard] == ["layers_00_00 t1", "layers_00_00 t4"]
+    rules = {rule["id"]: rule for rule in four.rules}
+    assert "K4" not in {rule["id"] for rule in one.rules}
+    assert rules["K4"][
+        "disputed"
+    ]  # so that it alone keeps nothing off the Neural Engine
+    assert not {"D1", "D3"} & rules.keys()
 
 
 @pytest.mark.wide
