@@ -47,10 +47,7 @@ from workbench.models.checkpoint import Checkpoint  # noqa: E402
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "build" / "prove"
 PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4")
-TRAINED = (
-    *("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya"),
-    *("tiny-lfm2", "tiny-qwen3_5"),
-)
+TRAINED = [f"tiny-{n}" for n in "llama qwen2 gemma3 zaya lfm2 qwen3_5".split()]
 LLAMA = "data/tiny-llama"
 # Bundles that faults are planted in: a checkpoint's folder or its family, changes of
 # that family's tiny dimensions, and options of the export.
@@ -93,10 +90,8 @@ SOUND = {
 }
 # Code that exported bundles depend on, and what verdicts depend on besides.
 EXPORT = ("workbench/bundle", "workbench/models", "workbench/export", "tests/tiny.py")
-GATES = (
-    *("miltorch", "workbench/runtime", "workbench/decode", "workbench/check"),
-    "tests/check",
-)
+ROOMS = ("runtime", "decode", "check")
+GATES = ("miltorch", *(f"workbench/{room}" for room in ROOMS), "tests/check")
 PROMPT = 24  # tokens of the golden behind `budget` and `device`
 
 
