@@ -1,24 +1,18 @@
-"""Packages of a program's first operations, and of some alone, compute what the program does."""
+"""Packages of some operations of a program compute what the program does."""
 
 import numpy as np
 import pytest
 import tiny
 
 import miltorch
-from workbench.explain.cut import Flow, alone, first
-from workbench.explain.running import Call, evaluate, recompute
-from workbench.explain.search import operands
+from workbench.explain.cut import Flow, cut
+from workbench.explain.running import evaluate, every_value
 from workbench.runtime import open_model
 
 
-def equal(found, expected):
-    for name, value in found.items():
-        assert np.array_equal(value, expected[name], equal_nan=True), name
-
-
-def check(package, function, T, folder, step=8):
-    """Two calls of seeded normals: every eighth package of first operations, and one of each
-    kind of operation alone."""
+def check(package, function, T, folder, step=40):
+    """Two calls of seeded normals: some packages of first operations, and one of each kind
+    of operation alone."""
     flow = Flow(miltorch.read(package, function))
     whole = open_model(package, "portable", function=function)
     rng, calls = np.random.default_rng(0), []
@@ -28,25 +22,27 @@ def check(package, function, T, folder, step=8):
         for name, kind in flow.program.inputs.items():
             shape = [T if n is None else n for n in kind.shape]
             inputs[name] = np.float32(np.float16(rng.standard_normal(shape)))
-        call = Call(inputs, states)
-        calls.append((call, recompute(whole, call, {})))
-        states = {name: calls[-1][1][name] for name in states}
-    for last in flow.computed[step::step]:
-        model = open_model(first(flow, last, folder / f"{last}.mlpackage"), "portable")
-        late = {n for i in flow.computed for n in flow.results(i) if i > last}
-        for call, expected in calls:
-            before = {name: call.states[name] for name in late & states.keys()}
-            equal(evaluate(model, call), expected | before)
-    kinds = {flow.ops[index].kind: index for index in flow.computed}
+        after = every_value(whole, inputs | states)
+        calls.append((inputs | states, after))
+        states = {name: after[name] for name in states}
+    kinds = {flow.ops[index].kind: [index] for index in flow.computed}
     kinds.pop("read_state", None)  # alone it reads what was there before the call
-    for index in kinds.values():
-        for call, expected in calls:
-            values = expected | call.inputs | call.states
-            arrays = operands(flow, [index], values)
-            made = alone(flow, [index], arrays, folder / f"{index}-alone.mlpackage")
-            found = evaluate(open_model(made, "portable"), Call(arrays, arrays))
-            equal({n: value for n, value in found.items() if n in expected}, expected)
+    ends = [*range(step, len(flow.computed), step), None]
+    firsts = [flow.computed[:end] for end in ends]
+    for number, ops in enumerate([*firsts, *kinds.values()]):
+        written = {name for index in ops for name in flow.results(index)}
+        made = None
+        for before, after in calls:
+            values = after | before
+            own = flow.operands(ops)
+            arrays = {n: values[n] for n in own if np.ndim(values.get(n))}
+            made = made or cut(flow, ops, arrays, folder / f"{number}.mlpackage")
+            found = evaluate(open_model(made, "portable"), arrays)
             assert found
+            unwritten = {n: x for n, x in before.items() if n not in written}
+            expected = after | unwritten
+            for name in found.keys() & expected.keys():
+                assert np.array_equal(found[name], expected[name], equal_nan=True), name
 
 
 @pytest.mark.matrix(2)
@@ -58,16 +54,19 @@ def test_every_package_computes_what_the_program_does(exports, family, tmp_path)
             check(bundle.package(shard), None, 3, tmp_path / shard.name)
 
 
-def test_weights_are_shared(exports, tmp_path):
-    bundle = exports.bundle(exports.checkpoint("qwen2"))
-    flow = Flow(miltorch.read(bundle.package(bundle.manifest.shards[0])))
-    made = first(flow, flow.computed[9], tmp_path / "cut.mlpackage")
-    (weights,) = made.rglob("*.bin")
-    assert weights.stat().st_nlink > 1
+@pytest.mark.parametrize("compress", ["int8-channel", "int4-block32", "lut4"])
+def test_weights_stay_compressed(exports, tmp_path, compress):
+    bundle = exports.bundle(exports.checkpoint("qwen2"), compress=compress)
+    shard = bundle.manifest.shards[0]
+    check(bundle.package(shard), None, 3, tmp_path, step=60)
+    size = sum(file.stat().st_size for file in bundle.package(shard).rglob("*.bin"))
+    made = sorted(tmp_path.glob("*.mlpackage"))
+    sizes = [sum(f.stat().st_size for f in own.rglob("*.bin")) for own in made]
+    assert max(sizes) == pytest.approx(size, rel=0.2)
 
 
 def test_one_function_of_several_is_cut(exports, tmp_path):
     bundle = exports.bundle(exports.checkpoint("qwen2"), tokens="1,4")
     shard = bundle.manifest.shards[0]
     for name, T in shard.functions.items():
-        check(bundle.package(shard), name, T, tmp_path / name, step=30)
+        check(bundle.package(shard), name, T, tmp_path / name, step=60)

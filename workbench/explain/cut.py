@@ -1,8 +1,5 @@
-"""Packages of a few operations of a program: the first ones, as they were exported, or
-some of them alone, built again for given arrays."""
+"""Packages of some operations of a program, built again for given arrays."""
 
-import copy
-import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -10,12 +7,10 @@ import numpy as np
 import torch
 
 import miltorch
-from miltorch.program import NUMPY, Op, Ref, read_spec, spec_path
-from miltorch.quiet import coremltools, frozen, no_progress, quiet
+from miltorch.program import Op, Ref, read_spec
+from miltorch.quiet import coremltools, frozen, messages, no_progress, quiet
 from miltorch.steps import Constants
-from workbench.files import link
 
-SHOWN = {"FLOAT16", "FLOAT32", "INT32"}  # what an output may be
 # dtype of values that are inputs in int32 → what an operation `cast` calls it
 CASTS = {"BOOL": "bool", "INT8": "int8", "UINT8": "uint8", "INT16": "int16"}
 MAX_RANK = 5  # of an output
@@ -53,146 +48,117 @@ class Flow:
         """The operations whose results, or state, each of some operations reads."""
         found = set()
         for index in ops:
-            read = {*reads(self.ops[index])}
+            read = {*self.ops[index].reads()}
             earlier = [i for i in self.computed if i < index]
             found |= {i for i in earlier if not read.isdisjoint(self.results(i))}
         return found
 
-    def showable(self, index: int) -> list[str]:
-        """The results of an operation that can be outputs of a package."""
-        return [
-            name
-            for name, kind in self.ops[index].outputs
-            if kind.dtype in SHOWN and 0 < len(kind.shape) <= MAX_RANK
-        ]
+    def operands(self, ops: Collection[int]) -> list[str]:
+        """Names of what operations read and do not make, constants included."""
+        made = {name for index in ops for name, _ in self.ops[index].outputs}
+        return sorted({n for index in ops for n in self.ops[index].reads()} - made)
 
 
-def reads(op: Op) -> list[str]:
-    """Names that an operation reads, its blocks included."""
-    inner = [name for block in op.blocks for o in block.walk() for name in o.reads()]
-    return [*op.reads(), *inner]
-
-
-def first(flow: Flow, last: int, target: Path) -> Path:
-    """Writes a package of the operations up to the one of index `last`, which shows
-    every value that none of them reads. Weights are shared with the original."""
-    used: set[str] = set()
-    kept = []
-    shown = []
-    for index in reversed(range(last + 1)):
-        op = flow.ops[index]
-        if op.constant and used.isdisjoint(flow.results(index)):
-            continue
-        if not op.constant:
-            few = flow.showable(index)
-            shown += [name for name in few if name not in used or not shown]
-        kept.insert(0, index)
-        used.update(reads(op))
-    name = flow.program.function
-    spec = read_spec(flow.program.package)
-    functions = spec.mlProgram.functions
-    for other in functions.keys() - {name}:
-        del functions[other]
-    program = functions[name]
-    about = spec.description
-    if about.functions:
-        _keep(about.functions, [f for f in about.functions if f.name == name])
-        about.defaultFunctionName = name
-        (about,) = about.functions
-    for features in (about.input, about.state, program.inputs):
-        _keep(features, [feature for feature in features if feature.name in used])
-    del about.output[:]
-    for name in shown:
-        array = about.output.add(name=name).type.multiArrayType
-        array.dataType = array.ArrayDataType.Value(flow.types[name].dtype)
-    block = program.block_specializations[program.opset]
-    _keep(block.operations, [block.operations[index] for index in kept])
-    block.outputs[:] = shown
-    shutil.copytree(flow.program.package, target, copy_function=link)
-    model = spec_path(target)
-    model.unlink()
-    model.write_bytes(spec.SerializeToString(deterministic=True))
-    return target
-
-
-def _keep(field, items: list) -> None:
-    """Leaves these messages alone in a repeated field."""
-    items = copy.deepcopy(items)
-    del field[:]
-    field.extend(items)
-
-
-def alone(
+def cut(
     flow: Flow, ops: Collection[int], arrays: Mapping[str, np.ndarray], target: Path
 ) -> Path:
-    """Builds a package of some operations, in order, which shows what none of them
-    reads.
+    """Writes a package of some operations, which shows what none of them reads. Weights
+    stay compressed.
 
     Args:
+        ops: indices, in order.
         arrays: what they read and do not make: inputs and states, of these shapes, and
-            the constants that are not as in the program.
+            constants that take the place of the program's.
 
     Raises:
-        Exception: of coremltools, for arrays that do not fit.
+        Exception: of coremltools, for arrays that do not fit and operations with blocks.
     """
     ct = coremltools()
     from coremltools.converters.mil.mil import Builder, Function, Program, types
 
     Builder.name_count.clear()  # the same program has the same names
-    values = {}
+    spec = read_spec(flow.program.package)
+    version = ct.target(max(spec.specificationVersion, IOS16))
+    source = spec.mlProgram.functions[flow.program.function]
+    operations = source.block_specializations[source.opset].operations
+    stored = {output.name: op for op in operations for output in op.outputs}
     inputs = {}
-    for name, array in arrays.items():
-        declared = flow.types[name].dtype
-        array = np.asarray(array, NUMPY[declared])
-        if name in flow.constants.ops:
-            values[name] = array
-            continue
-        own = np.int32 if declared in CASTS else array.dtype.type
-        placeholder = Builder.placeholder
-        if name in flow.program.states:
-            placeholder = Builder.state_tensor_placeholder
-        dtype = types.numpy_type_to_builtin_type(own)
-        inputs[name] = placeholder(array.shape, dtype)
+    values = {}
+
+    def builtin(name: str):
+        dtype = messages("MIL_pb2").DataType.Value(flow.types[name].dtype)
+        return types.PROTO_TO_BUILTIN_TYPE[dtype]
+
+    def numpy(value, builtin=None):
+        """A constant, in a dtype of coremltools, which has some of less than a byte."""
+        if isinstance(value, (np.ndarray, torch.Tensor)):
+            value = np.asarray(value)
+            if builtin:
+                value = value.astype(types.nptype_from_builtin(builtin))
+            return value[()]
+        return value
 
     def argument(source):
         if isinstance(source, list):
             return [argument(each) for each in source]
-        if isinstance(source, Ref) and source.name in values:
-            return values[source.name]
-        value = flow.constants.of(source)
-        return value.numpy()[()] if isinstance(value, torch.Tensor) else value
+        if not isinstance(source, Ref):
+            return numpy(flow.constants.of(source))
+        name = source.name
+        if name not in values:
+            op = flow.constants.ops[name]
+            if op.kind == "const":
+                values[name] = numpy(flow.constants[name], builtin(name))
+            else:
+                values[name] = made(op)
+        return values[name]
 
-    spec = read_spec(flow.program.package)
-    version = ct.target(max(spec.specificationVersion, IOS16))
+    def made(op: Op):
+        given = {name: argument(source) for name, source in op.inputs.items()}
+        if op.kind == "write_state":
+            state, value = given["input"], given["data"]
+            return Builder.coreml_update_state(state=state, value=value)
+        for name, bound in stored[op.key].inputs.items() if op.constant else ():
+            dtype = bound.arguments[0].value.type.tensorType.dataType
+            if dtype:
+                given[name] = numpy(given[name], types.PROTO_TO_BUILTIN_TYPE[dtype])
+        return getattr(Builder, op.kind)(**given, name=op.name)
+
+    for name, array in arrays.items():
+        if name in flow.constants.ops:
+            values[name] = numpy(array, builtin(name))
+            continue
+        placeholder = Builder.placeholder
+        if name in flow.program.states:
+            placeholder = Builder.state_tensor_placeholder
+        is_cast = flow.types[name].dtype in CASTS
+        inputs[name] = placeholder(
+            array.shape, types.int32 if is_cast else builtin(name)
+        )
     with Function(inputs, opset_version=version) as function:
         for name, value in function.inputs.items():
             dtype = CASTS.get(flow.types[name].dtype)
             values[name] = Builder.cast(x=value, dtype=dtype) if dtype else value
-        shown = {}
+        results = {}
         for index in ops:
             op = flow.ops[index]
-            given = {name: argument(source) for name, source in op.inputs.items()}
-            if op.kind == "write_state":
-                state = given["input"]
-                update = Builder.coreml_update_state
-                made = [update(state=state, value=given["data"])]
-                names = [f"{state.name}_written"]
-            else:
-                made = getattr(Builder, op.kind)(**given, name=op.name)
-                made = made if isinstance(made, (list, tuple)) else [made]
-                names = flow.results(index)
-            for name in reads(op):
-                shown.pop(name, None)
-            for name, value in zip(names, made):
+            new = made(op)
+            new = new if isinstance(new, (list, tuple)) else [new]
+            written = f"{flow.results(index)[0]}_written"  # of a state
+            for name, value in zip([*dict(op.outputs)] or [written], new):
                 value.name = name
-                values[name] = shown[name] = value
-                if value.dtype not in (types.fp16, types.fp32, types.int32):
-                    shown[name] = Builder.cast(x=value, dtype="int32")
-        function.set_outputs([*shown.values()])
+                values[name] = results[name] = value
+        read = {name for index in ops for name in flow.ops[index].reads()}
+        can = [n for n, value in results.items() if 0 < value.rank <= MAX_RANK]
+        shown = []
+        for name in [name for name in can if name not in read] or can[-1:]:
+            value = results[name]
+            is_cast = value.dtype not in (types.fp16, types.fp32, types.int32)
+            shown.append(Builder.cast(x=value, dtype="int32") if is_cast else value)
+        function.set_outputs(shown)
     program = Program()
     program.add_function("main", function)
     how = {"skip_model_load": True, "minimum_deployment_target": version}
     with quiet(), no_progress(), frozen():
-        made = ct.convert(program, pass_pipeline=ct.PassPipeline.EMPTY, **how)
-    made.save(str(target))
+        model = ct.convert(program, pass_pipeline=ct.PassPipeline.EMPTY, **how)
+    model.save(str(target))
     return target

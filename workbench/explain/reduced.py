@@ -24,11 +24,17 @@ def reduce(search: Search, found: Finding, out: Path) -> dict:
     Returns:
         Its operations, shapes and bytes, and the error over what rounding explains.
     """
+    flow = search.flow
     proof = search.proof
+    arrays = proof.arrays.copy()
+    for name in flow.operands(proof.ops):
+        if name in flow.constants.ops and np.ndim(flow.constants[name]):
+            arrays[name] = np.asarray(flow.constants[name])
+    proof = search.test(proof.ops, arrays) or proof
     sizes = {n for array in proof.arrays.values() for n in array.shape if n > 1}
     for size in sorted(sizes, reverse=True):
         for target in sorted({1, 2, size // 4, size // 2} - {0, size}):
-            if smaller := search.alone(proof.ops, _short(search, proof, size, target)):
+            if smaller := search.test(proof.ops, _short(search, proof, size, target)):
                 proof = smaller
                 break
     package = out / "reduced.mlpackage"
@@ -46,7 +52,7 @@ def reduce(search: Search, found: Finding, out: Path) -> dict:
         np.savez(out / f"{file}.npz", **values)
         shapes |= {name: list(value.shape) for name, value in values.items()}
     units = search.run.units
-    kinds = [search.flow.ops[index].kind for index in proof.ops]
+    kinds = [flow.ops[index].kind for index in proof.ops]
     lines = [
         f"{', '.join(kinds)}: wrong result on {units}",
         "",

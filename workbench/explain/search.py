@@ -1,17 +1,17 @@
 """Searches a package for the operation that a runtime computes wrongly.
 
-Packages of its first operations show where the first wrong value is: one further from
-portable arithmetic than fp16 rounding explains, by the rule of gate `device`, or none
-because the package does not run. Values that earlier packages showed to be right take
-part, so that no error is inherited. The operation found is named only if a package of
-it alone is wrong as well. Where that one is right, operations before it are added
-until the fault shows, and all that can be are left out again."""
+In the first call whose outputs are wrong, packages of its first operations show where
+the first wrong value is: one further from portable arithmetic than fp16 rounding
+explains, by the rule of gate `device`, or none because the package does not run. That
+operation is named only if a package of it alone, fed with portable values, is wrong as
+well. Where it is right, operations before it are added until the fault shows, and all
+that can be are left out again."""
 
+import shutil
 import tempfile
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import dropwhile
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,13 @@ from workbench.bundle.names import MASKED
 from workbench.check import compare
 from workbench.check.hf import Values
 from workbench.check.validate import DEVICE_FACTOR, device_room
-from workbench.explain.cut import Flow, alone, first, reads
-from workbench.explain.running import Call, Runner, recompute
+from workbench.explain.cut import Flow, cut
+from workbench.explain.running import Runner, every_value
 from workbench.explain.trace import place
-from workbench.runtime import Model, open_model
+from workbench.runtime import open_model
 
 MAX_OPS = 10  # that are taken together
+Call = tuple[Values, dict]  # inputs and states; shard, layer, position and T
 
 
 @dataclass
@@ -62,8 +63,8 @@ class Finding:
 
 @dataclass
 class Proof:
-    """A package of operations alone, from `arrays`, whose values `wrong` are outside
-    (see `outside`); none are where it does not run, which `failure` says."""
+    """A package of operations, from `arrays`, whose values `wrong` are outside (see
+    `outside`); none are where it does not run, which `failure` says."""
 
     package: Path
     ops: list[int]
@@ -81,128 +82,124 @@ class Search:
     """Searches one function of a package.
 
     Args:
-        folder: for packages that only this search needs.
-        base: precision of the portable arithmetic that the runtime is compared with.
         modules: value → source module.
+        base: precision of the portable arithmetic that the runtime is compared with.
+        folder: for the packages that are made.
+
+    Attributes:
+        proof: of what `find` found.
     """
 
     def __init__(
         self,
         package: Path,
         function: str | None,
-        run: Runner,
-        folder: str,
-        base: str,
         modules: Mapping[str, str],
+        run: Runner,
+        base: str,
+        folder: str,
     ):
         self.package = package
         self.function = function
-        self.run = run
-        self.folder = folder
-        self.precisions = base, "narrow"
         self.modules = modules
+        self.run = run
+        self.precisions = base, "narrow"
         self.flow = Flow(miltorch.read(package, function))
+        self.folder = folder
+        self.has_run = False  # any package
+        self.proof: Proof | None = None
 
     def find(self, calls: Sequence[Call]) -> Finding:
         """The earliest operation that is wrong in the first call that has one."""
-        # each with the values that were right
-        self.calls: list[tuple[Call, Values]] = [(call, {}) for call in calls]
-        self.failure = ""  # of a package of first operations
-        self.proof: Proof | None = None
-        if not self.is_wrong(self.package, self.function):
+        call = self.wrong_call(calls)
+        if not call:
             return Finding("none", "every output and state is within fp16 rounding")
-        flow = self.flow
-        ends = [*dropwhile(lambda index: not flow.showable(index), flow.computed)]
-        low = bisect_left(ends, True, hi=len(ends) - 1, key=self.is_wrong_until)
-        while not (proof := self._proof_at(ends[low])):
+        arrays, where = call
+        model = self._models(self.package, self.function)[0]
+        self.values = every_value(model, arrays) | arrays
+        computed = self.flow.computed
+
+        def is_wrong(end: int) -> bool:
+            return bool(self.test(computed[: end + 1]))
+
+        end = bisect_left(range(len(computed)), True, key=is_wrong)
+        if end == len(computed):
+            reason = "packages of its operations are right"
+            return Finding("uncertain", reason, where=where)
+        while not (proof := self._smallest({computed[end]})):
             # an operand is wrong where another value that shows hides it
-            makers = sorted(flow.before({ends[low]}).intersection(ends))
-            wrong = next(filter(self.is_wrong_until, makers), None)
+            makers = sorted(map(computed.index, self.flow.before({computed[end]})))
+            wrong = next(filter(is_wrong, makers), None)
             if wrong is None:
                 break
-            high = ends.index(wrong)
-            low = bisect_left(ends, True, hi=high, key=self.is_wrong_until)
-        call = self.calls[0][0]
-        if self.failure and not low and (not proof or self.alone({ends[-1]})):
-            reason = f"no package of these inputs runs: {self.failure}"
-            return Finding("uncertain", reason, where=call.where)
-        self.proof = proof
+            end = bisect_left(range(wrong), True, key=is_wrong)
+        failure = proof.failure if proof else ""
+        if failure and not self.has_run and self.test(computed[-1:]):
+            reason = f"no package runs: {failure}"
+            return Finding("uncertain", reason, where=where)
         if not proof:
+            ops = self._ops([computed[end]])
             reason = "values are outside from here on; alone it is right"
-            return Finding(
-                "uncertain", reason, self._ops([ends[low]]), None, call.where
-            )
+            return Finding("uncertain", reason, ops, None, where)
+        self.proof = proof
         verdict = "together" if len(proof.ops) > 1 else "operation"
         reason = f"alone, it is {proof.times:.3g} times off rounding"
-        if proof.failure:
-            verdict = "breaks"
-            reason = f"alone, it fails: {proof.failure}"
-        ops = self._ops(proof.ops)
-        return Finding(verdict, reason, ops, proof.times, call.where)
-
-    def is_wrong_until(self, last: int) -> bool:
-        return self.is_wrong(first(self.flow, last, self._target()))
-
-    def is_wrong(self, package: Path, function: str | None = None) -> bool:
-        """Whether a package of the program's inputs does not run, or shows a value
-        outside in one of the calls, which is then the only one left."""
-        shown, failure = self.run(package, function, [call for call, _ in self.calls])
         if failure:
-            self.failure = failure
-            return True
-        models = self._models(package, function)
-        for given, values in zip(self.calls, shown):
-            if outside([recompute(model, *given) for model in models], values):
-                self.calls = [given]
-                return True
-        for (_, known), values in zip(self.calls, shown):
-            known |= values
-        return False
+            verdict = "breaks"
+            reason = f"alone, it fails: {failure}"
+        return Finding(verdict, reason, self._ops(proof.ops), proof.times, where)
 
-    def _proof_at(self, index: int) -> Proof | None:
-        """The proof of an operation, from the values that were right before it."""
-        call, known = self.calls[0]
-        model = self._models(self.package, self.function)[0]
-        values = recompute(model, call, known) | known
-        self.values = values | call.inputs | call.states
-        return self._proof({index})
+    def wrong_call(self, calls: Sequence[Call]) -> Call | None:
+        """The first call for which the package does not run or shows a value outside."""
+        whole = self.package, self.function
+        shown, failure = self.run(*whole, [arrays for arrays, _ in calls])
+        if failure:  # of any of them
+            fails = (call for call in calls if self.run(*whole, [call[0]])[1])
+            return next(fails, calls[0])
+        self.has_run = True
+        models = self._models(*whole)
+        for call, values in zip(calls, shown):
+            if outside([every_value(model, call[0]) for model in models], values):
+                return call
+        return None
 
-    def _proof(self, ops: set[int]) -> Proof | None:
+    def _smallest(self, ops: set[int]) -> Proof | None:
         """Of as few operations as show the fault, these or some before them."""
-        while not (proof := self.alone(ops)):
+        while not (proof := self.test(sorted(ops))):
             more = ops | self.flow.before(ops)
             if more == ops or len(more) > MAX_OPS:
                 return None
             ops = more
         for index in sorted(ops):
-            rest = {*proof.ops} - {index}
-            proof = (rest and self.alone(rest)) or proof
+            rest = sorted({*proof.ops} - {index})
+            proof = (rest and self.test(rest)) or proof
         return proof
 
-    def alone(self, ops: Collection[int], arrays: Values | None = None) -> Proof | None:
-        """The proof that operations alone are wrong, if they are. `arrays`: what they
-        read, if it is not as in the call."""
-        ops = sorted(ops)
-        arrays = arrays or operands(self.flow, ops, self.values)
-        call = Call(arrays, arrays)
-        package = self._target()
+    def test(self, ops: list[int], arrays: Values | None = None) -> Proof | None:
+        """The proof that a package of operations is wrong, if it is.
+
+        Args:
+            arrays: what they read, if it is not as in the call.
+        """
+        values = {name: self.values.get(name) for name in self.flow.operands(ops)}
+        arrays = arrays or {n: x for n, x in values.items() if np.ndim(x)}
+        target = Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
         try:
-            alone(self.flow, ops, arrays, package)
-            pair = [recompute(model, call, {}) for model in self._models(package)]
+            package = cut(self.flow, ops, arrays, target)
+            pair = [every_value(model, arrays) for model in self._models(package)]
         except Exception:  # of coremltools or PyTorch: arrays do not fit
             return None
-        (shown,), failure = self.run(package, None, [call])
-        wrong = outside(pair, shown)
+        shown, failure = self.run(package, None, [arrays])
+        wrong = {} if failure else outside(pair, shown[0])
+        self.has_run |= not failure
         if wrong or failure:
             return Proof(package, ops, arrays, pair[0], wrong, failure)
+        shutil.rmtree(target)
         return None
 
-    def _models(self, package: Path, function: str | None = None) -> list[Model]:
+    def _models(self, package: Path, function: str | None = None) -> list:
         how = {"runtime": "portable", "function": function}
         return [open_model(package, precision=p, **how) for p in self.precisions]
-
-    def _target(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
 
     def _ops(self, ops: Sequence[int]) -> list[dict]:
         found = []
@@ -237,19 +234,3 @@ def outside(pair: Sequence[Values], shown: Values) -> dict[str, float]:
         if value.size and times > DEVICE_FACTOR:
             found[name] = float(times)
     return found
-
-
-def operands(flow: Flow, ops: Sequence[int], values: Values) -> Values:
-    """What operations read and do not make, constants that are no scalars too, in
-    float32 or int32."""
-    read = {name for index in ops for name in reads(flow.ops[index])}
-    made = {name for index in ops for name, _ in flow.ops[index].outputs}
-    arrays = {}
-    for name in sorted(read - made):
-        is_constant = name in flow.constants.ops
-        value = flow.constants[name] if is_constant else values.get(name)
-        if np.ndim(value):
-            value = np.asarray(value)
-            dtype = np.float32 if value.dtype.kind == "f" else np.int32
-            arrays[name] = value.astype(dtype)
-    return arrays
