@@ -32,7 +32,7 @@ def exact_tables(stack: ExitStack) -> None:
     palettes, name = passes.palettize_weights, "_get_kmeans_lookup_table_and_weight"
     compress, cluster = palettes.blockwise_compress, getattr(passes, name)
 
-    def by_clusters(data, mode, *how, **more):
+    def by_clusters(self, data, mode, *how, **more):
         return compress(data, "KMEANS", *how, **more)
 
     def exact(nbits, weight, **_):
