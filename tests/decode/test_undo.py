@@ -101,13 +101,12 @@ def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
         checkpoint = exports.checkpoint("granitemoehybrid")
     bundle = exports.bundle(checkpoint, max_seq_len=96)
     decoder = Decoder(bundle, "portable", "exact")
-    # with 9 tokens qwen3_5 has two logits that are 2e-4 apart, which calls of other T turn
-    prompt = tiny.prompt(decoder.manifest.dims.V, 12)
+    prompt = tiny.prompt(decoder.manifest.dims.V, 9)
     alone = decoder.generate(prompt, 72, stop=())
 
     def draft(ids):  # right but for every fifth token
         rest = list(enumerate(alone))[len(ids) - len(prompt) :]
-        return [token if i % 5 else int(token == 0) for i, token in rest]
+        return [token if i % 5 else int(token == 0) for i, token in rest[:3]]
 
     calls, trims = [], []
 
