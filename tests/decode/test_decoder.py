@@ -210,3 +210,12 @@ def test_core_ml_s_hints_reach_every_shard(llama_bundle):
     decoder = Decoder(llama_bundle, "stand-in", hints=hints)
     shards = [*decoder.layers, *decoder.heads]
     assert [list(model.hints) for model in shards] == [list(hints)] * len(shards)
+
+
+def test_a_call_of_more_than_t_max_tokens_is_refused_and_changes_nothing(exports):
+    decoder = exports.decoder(exports.checkpoint("llama"))
+    seqs, most = decoder.fresh(), decoder.options.t_max
+    for chunk, T in (([[1] * (most + 1)], 0), ([[1]], most + 1)):
+        with pytest.raises(InputError, match=f"{most + 1} tokens.*t_max = {most}"):
+            decoder.advance(seqs, chunk, T=T)
+    assert seqs.ids == [[]] and not any(s.read(n).any() for s, n in seqs.named_states)

@@ -183,8 +183,8 @@ class Decoder:
             nothing, and the times without the head's.
 
         Raises:
-            InputError: a position past max_seq_len, a hook on a runtime that shows no
-                operation; nothing is changed then.
+            InputError: more than t_max tokens, a position past max_seq_len, a hook on a
+                runtime that shows no operation; nothing is changed then.
         """
         if hook and self.is_device:
             raise InputError(
@@ -194,6 +194,14 @@ class Decoder:
                 "open the bundle with runtime='portable'",
             )
         counts = np.array([*map(len, chunk)])
+        most = self.options.t_max
+        if max(T, *counts) > most:
+            raise InputError(
+                "call",
+                f"{max(T, *counts)} tokens",
+                f"at most t_max = {most}",
+                "make several calls, or export with more --tokens",
+            )
         T = self.options.width(max(T, *counts))
         io, times = self.inputs(seqs.offsets, chunk, T), Times()
         seqs.kept, seqs.T = [], T
