@@ -94,7 +94,7 @@ def test_a_sweep_measures_foreign_bundles_and_the_explorer_shows_them(
     assert verdicts.to_dict() == {32: "GREEN", 64: "RED"}
     table = sweep.configurations(sweep.make_grid(grid), root=root)
     assert len(table) == 4 and (table["tokens_per_s"] > 0).all()
-    explorer = Explorer(grid, root=root)
+    explorer = Explorer(grid, None, root=root)
     explorer.check()
     explorer.tensor.value = "k"
     for bundle, T in (("chunks", 9), ("theta", 1), ("chunks", 1)):
