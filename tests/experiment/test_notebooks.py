@@ -238,8 +238,10 @@ def test_the_answer_of_34_turns_with_its_tables():
     names["valid"]["kl_mean"] = 1.0
     words = answer("34", names)
     assert "T 4 has fewer tokens per second" in words and "\n0 of 8" in words
-    names["rates"]["value"] = 1.0
-    assert "as many" in answer("34", names)
+    for values, overlap in ((names["rates"]["T"], False), (1.0, True)):
+        names["rates"]["value"] = values
+        (line,) = [line for line in answer("34", names).splitlines() if ", T 4 " in line]
+        assert ("as many" in line, "single values overlap" in line) == (overlap, overlap)
 
 
 @pytest.fixture(scope="module")
