@@ -3,10 +3,14 @@
 The modules and names below are the front door. Each is imported when it is first used,
 so `import workbench` loads neither torch nor coremltools."""
 
+import os
 from importlib import import_module
 
 from miltorch.quiet import uncollected
 
+# Threads of OpenMP that wait spinning take the processor from each other beside another
+# process: a step took ten times as long. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _MODULES = {
     "export": "workbench.export",
     "gates": "workbench.check.gates",

@@ -20,6 +20,7 @@ from workbench.bundle.names import (
 )
 from workbench.check import gates
 from workbench.check.gates import Gate
+from workbench.check.hf import Values
 from workbench.check.interface import sizes
 from workbench.decode import Decoder, Sequences, Snapshot
 from workbench.decode.snapshot import take
@@ -33,6 +34,9 @@ SMALL = 32  # rows up to which every position of a cache is tried
 # may make zeros
 LARGE = 16.0
 SUBNORMAL = 2.0**-20
+# calls that run together, for which each weight is read once; their states are in memory
+TOGETHER = 16
+STATE_BYTES = 1 << 28
 
 
 def state_gates(decoder: Decoder) -> list[Gate]:
@@ -102,20 +106,21 @@ def _reading_faults(decoder: Decoder) -> Iterator[str]:
     faults too. Devices are known to drop NaN."""
     for model in decoder.layers:
         outputs = []
-        for garbage in (0.0, LARGE):
+        for garbage in (LARGE, 0.0):
             state = model.make_state()
-            _fill(state, 1, garbage)
-            outputs.append(call(decoder, model, state, 1))
+            random = _random_states(model, garbage)
+            _fill(state, random, 1)
+            outputs.append(_call(decoder, model, state, 1))
         if not np.array_equal(*outputs):
             yield f"{model.shard.name} reads rows without a token"
-        values = [name for name in model.shard.states if name.endswith(V_STATE)]
+        values = [name for name in random if name.endswith(V_STATE)]
         if decoder.is_device or not values:
             continue
         state = model.make_state()
-        value = _fill(state, 1, 0.0)[values[0]]
+        value = _fill(state, random, 1)[values[0]]
         value[..., 0, :] = np.nan
-        state.write(values[0], value.astype(np.float16))
-        if np.isfinite(call(decoder, model, state, 1)).all():
+        state.write(values[0], value)
+        if np.isfinite(_call(decoder, model, state, 1)).all():
             yield f"{model.shard.name} hides a NaN of its cache"
 
 
@@ -159,46 +164,64 @@ def write_probe(
     garbage = LARGE if decoder.is_device else SUBNORMAL
     points = list(points or probe_points(decoder.options))
     for model in decoder.plain.layers:
-        state = model.make_state()
-        for T, pos in points:
-            before = _fill(state, pos, garbage)
-            call(decoder, model, state, pos, T)
-            for name in filter(is_cache, before):
-                differs = before[name] != np.asarray(state.read(name), np.float32)
-                changed = np.flatnonzero(differs.any((0, 1, 3))).tolist()
-                whole = np.flatnonzero(differs.any(3).all((0, 1))).tolist()
-                ring = model.shard.states[name].ring or pos + T
-                expected = np.unique(np.arange(pos, pos + T) % ring).tolist()
-                layer, leaf = split_layer(name)
-                record = {"layer": layer, "state": leaf, "T": T, "pos": pos}
-                record |= {"changed": changed, "expected": expected}
-                records.append(record | {"right": changed == expected == whole})
+        random = _random_states(model, garbage)
+        size = sum(value.nbytes for value, _ in random.values())
+        count = max(1, min(TOGETHER, STATE_BYTES // size))
+        for first in range(0, len(points), count):
+            some = points[first : first + count]
+            states = [model.make_state() for _ in some]
+            filled = [
+                _fill(state, random, pos) for state, (_, pos) in zip(states, some)
+            ]
+            calls = [_inputs(decoder, model, pos, T) for T, pos in some]
+            model.predict_calls(calls, states, [None] * len(some))
+            for (T, pos), before, state in zip(some, filled, states):
+                about = {"T": T, "pos": pos}
+                records += [
+                    about | row for row in _changed_rows(before, state, **about)
+                ]
     return records
 
 
-def _fill(state: State, tokens: int, garbage: float) -> dict[str, np.ndarray]:
-    """Writes random values, and behind the cache rows of `tokens` tokens garbage of
-    this magnitude; returns them, float32."""
+def _changed_rows(before: Values, state: State, T: int, pos: int) -> Iterator[dict]:
+    for name in filter(is_cache, before):
+        differs = before[name] != state.read(name)
+        changed = np.flatnonzero(differs.any((0, 1, 3))).tolist()
+        whole = np.flatnonzero(differs.any(3).all((0, 1))).tolist()
+        ring = state.shard.states[name].ring or pos + T
+        expected = np.unique(np.arange(pos, pos + T) % ring).tolist()
+        layer, leaf = split_layer(name)
+        record = {"layer": layer, "state": leaf, "changed": changed}
+        record |= {"expected": expected, "right": changed == expected == whole}
+        yield record
+
+
+def _random_states(model: Model, garbage: float) -> dict[str, tuple]:
+    """Of every state a float16 value with elements of magnitude 1 to 2, and one whose
+    elements are these times `garbage`."""
     rng = np.random.default_rng(0)
     values = {}
-    for name, entry in state.shard.states.items():
-        value = 1 + rng.random(entry.shape)  # no subnormal numbers
-        value *= rng.choice([-1, 1], entry.shape)
-        if is_cache(name):
-            behind = value[:, :, tokens:]
-            behind[:] = garbage * behind
-        value = value.astype(np.float16)
-        state.write(name, value)
-        values[name] = value.astype(np.float32)
+    for name, entry in model.shard.states.items():
+        value = (1 + rng.random(entry.shape)) * rng.choice([-1, 1], entry.shape)
+        values[name] = value.astype(np.float16), (garbage * value).astype(np.float16)
     return values
 
 
-def call(
-    decoder: Decoder, model: Model, state: State, pos: int, T: int = 1
-) -> np.ndarray:
-    """What a shard of layers hands on after one call of T tokens at `pos` in every
-    sequence, on real masks and tables and random activations, the same for the same
-    pos."""
+def _fill(state: State, random: dict[str, tuple], tokens: int) -> Values:
+    """Writes `_random_states`, and in cache rows behind those of `tokens` tokens the
+    garbage; returns what is written."""
+    filled = {}
+    for name, (value, garbage) in random.items():
+        filled[name] = value.copy()
+        if is_cache(name):
+            filled[name][:, :, tokens:] = garbage[:, :, tokens:]
+        state.write(name, filled[name])
+    return filled
+
+
+def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Values:
+    """The inputs of one call of T tokens at `pos` in every sequence: real masks and
+    tables and random activations, the same for the same pos."""
     B = decoder.options.batch
     width = decoder.options.width(T)
     io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
@@ -211,7 +234,12 @@ def call(
             inputs[name] = rng.integers(0, decoder.manifest.dims.V, sizes(shape, width))
         else:
             inputs[name] = np.float32(rng.standard_normal(sizes(shape, width)))
-    outputs = model.predict(inputs, state)
+    return inputs
+
+
+def _call(decoder: Decoder, model: Model, state: State, pos: int) -> np.ndarray:
+    """What a shard of layers hands on after a call of one token at `pos`."""
+    outputs = model.predict(_inputs(decoder, model, pos, 1), state)
     return next(outputs[name] for name in RESULTS if name in outputs)
 
 
