@@ -48,11 +48,10 @@ judge: .venv/ready
 	rm -f build/judge/ops.jsonl
 	$(BIN)/python -m tests.judge ops
 
-# every bug gate on clean and on faulty bundles, tables in tests/check/faults.md; 200 random programs of each family; both go
-# on where they stopped; then the tests that take minutes and the cases of matrices that the other circles leave out
+# every bug gate on clean and on faulty bundles, tables in tests/check/faults.md, which goes on where it stopped; then the tests
+# that take minutes, 200 random programs of each family, and the cases of matrices that the other circles leave out
 prove: .venv/ready
 	$(BIN)/python -m tests.prove -j 2
-	$(BIN)/python -m tests.decode.programs
 	$(BIN)/pytest -n 2 -m exhaustive
 
 fuzz: .venv/ready

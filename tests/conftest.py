@@ -53,6 +53,10 @@ MARKS = {
 }
 # The circles beyond `make test`: a test of both is in the outer one.
 CIRCLES = ("exhaustive", "wide")
+PLATFORMS = {
+    "mac": ("darwin", "only a Mac can show it: there is no Core ML here"),
+    "shim": ("linux", "macOS has Core ML itself, which nothing stands in for there"),
+}
 
 
 def pytest_addoption(parser):
@@ -73,22 +77,6 @@ def pytest_configure(config):
         started = forks.start()
         os.environ[FORKS] = started.__enter__()
         config.add_cleanup(lambda: started.__exit__(None, None, None))
-
-
-def reason_to_skip(marks: set[str], platform: str) -> str | None:
-    """Why a test with these marks cannot run on a platform; None: it can."""
-    if "mac" in marks and platform != "darwin":
-        return "only a Mac can show it: there is no Core ML here"
-    if "shim" in marks and platform == "darwin":
-        return "macOS has Core ML itself, which nothing stands in for there"
-    return None
-
-
-def in_circle(marks: set[str], expression: str) -> bool:
-    """Whether a test with these marks runs under pytest's `-m`: one of an outer circle
-    only where the expression names that circle."""
-    circle = next((name for name in CIRCLES if name in marks), "")
-    return circle in expression
 
 
 def draw_from_matrices(items: list) -> None:
@@ -133,9 +121,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         marks |= {"shim"} if "shimmed" in getattr(item, "fixturenames", ()) else set()
-        if reason := reason_to_skip(marks, sys.platform):
-            item.add_marker(pytest.mark.skip(reason=reason))
-        (kept if in_circle(marks, config.getoption("markexpr")) else left).append(item)
+        for mark, (platform, reason) in PLATFORMS.items():
+            if mark in marks and sys.platform != platform:
+                item.add_marker(pytest.mark.skip(reason=reason))
+        # a test of an outer circle runs only where `-m` names that circle
+        circle = next((name for name in CIRCLES if name in marks), "")
+        (kept if circle in config.getoption("markexpr") else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 
@@ -146,6 +137,24 @@ def pytest_terminal_summary(terminalreporter):
         if report.duration > SLOW and "slow" not in report.keywords:
             line = f"{report.duration:.0f} s without a mark slow: {report.nodeid}"
             terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def calls_here(monkeypatch):
+    """Calls that the workbench makes in processes of their own are made in this one."""
+    import in_process
+
+    from workbench import process
+
+    monkeypatch.setattr(process, "call", in_process.call)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch) -> Path:
+    """An empty project, which is the working folder."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "workbench"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -257,13 +266,12 @@ def other_target(monkeypatch):
         check=lambda options: None,
     )
     model = SimpleNamespace(is_device=False, shows_inner_layers=False)
-    entries = {"targets": {"other": target}, "runtimes": {"other": model}}
+    entries = {"targets": target, "runtimes": model}
 
     def offered(kind):
-        return {
-            name: SimpleNamespace(load=lambda value=value: value)
-            for name, value in entries.get(kind, {}).items()
-        }
+        if kind in entries:
+            return {"other": SimpleNamespace(load=lambda: entries[kind])}
+        return {}
 
     monkeypatch.setattr(plugins, "offered", offered)
     return target

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import in_process
 import pytest
+from refusal import refused
 
 from miltorch.quiet import coremltools
 from workbench import doctor, process
 from workbench.ane import memory
-from workbench.errors import InputError
 
 
 def test_off_a_mac_nothing_is_tried(monkeypatch):
@@ -74,7 +74,7 @@ def test_devices_are_listed_by_kind_with_the_cores_of_the_engine(monkeypatch):
 
 
 def test_a_coremltools_without_its_native_layer_says_so():
-    with pytest.raises(InputError, match="no native layer.*Python 3.11 to 3.13"):
+    with refused("no native layer.*Python 3.11 to 3.13"):
         doctor.stateful_predict("coreml", "CPU_ONLY")
 
 
@@ -86,7 +86,7 @@ def test_a_state_that_does_not_count_is_refused(monkeypatch):
     monkeypatch.setattr(
         shim.Proxy, "predict", lambda self, data, state=None: predict(self, data)
     )
-    with pytest.raises(InputError, match="state"):
+    with refused("state"):
         doctor.stateful_predict("stand-in", "CPU_ONLY")
 
 

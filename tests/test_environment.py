@@ -3,26 +3,23 @@ conda install; nothing is declared that nothing imports. And git ignores what ru
 writes."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tiny import ROOT
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-LOCK = dict(
-    line.split("==")
-    for line in (ROOT / "requirements.lock").read_text().splitlines()
-    if not line.startswith("#")
-)
+TEXT = (ROOT / "requirements.lock").read_text()
+LOCK = dict(re.findall(r"^([^#\s]+)==(\S+)$", TEXT, re.MULTILINE))
 NOT_IMPORTED = {
     "accelerate": "lm-eval's class for Hugging Face's models imports it",
     "ipykernel": "notebooks run in it; version 7 misses requests",
@@ -62,9 +59,8 @@ def test_conda_installs_the_packages_of_the_notebooks_and_the_lock():
     constraint, *names, whole = pip["pip"]
     assert constraint == "--constraint requirements.lock"
     assert whole == "-e .[test]"
-    assert set(names) == {
-        *("jupyterlab", "coremltools", "torch", "matplotlib", "pandas", "ipywidgets")
-    }
+    named = "jupyterlab coremltools torch matplotlib pandas ipywidgets"
+    assert set(names) == set(named.split())
 
 
 def test_every_requirement_has_one_version_in_the_lock():
@@ -72,13 +68,9 @@ def test_every_requirement_has_one_version_in_the_lock():
         for name, requirement in requirements(lines).items():
             assert requirement.specifier, f"{name} has no range"
             assert requirement.specifier.contains(LOCK[name]), name
-    makefile = (ROOT / "Makefile").read_text()
-    assert "--constraint requirements.lock" in makefile
-
-
-def test_the_lock_names_no_index():
-    text = (ROOT / "requirements.lock").read_text()
-    assert "://" not in text and "--" not in text
+    assert "--constraint requirements.lock" in (ROOT / "Makefile").read_text()
+    # it names no index
+    assert "://" not in TEXT and "--" not in TEXT
 
 
 def test_what_is_declared_is_imported_and_what_is_imported_is_declared():
@@ -98,32 +90,18 @@ def test_what_is_declared_is_imported_and_what_is_imported_is_declared():
 @pytest.mark.skipif(not shutil.which("git"), reason="no git here")
 def test_git_sees_shipped_results_and_nothing_that_running_writes(tmp_path):
     shutil.copy(ROOT / ".gitignore", tmp_path)
-    place = "experiments/05_stateful_kv_cache"
-    shipped = [
-        "experiments/log/shipped/runs/a.parquet",
-        f"{place}/report.md",
-        f"{place}/figures/a.svg",
-        f"{place}/tables/a.tex",
-    ]
-    written = [
-        "experiments/log/runs/a.parquet",
-        "experiments/log/runs/.gathered",
-        "experiments/log/shipped/runs/.gathered",
-        "experiments/log/shipped/runs/.gathered.3f",
-        f"{place}/tiny-llama/report.md",
-        f"{place}/tiny-llama/figures/a.svg",
-        f"{place}/tiny-llama/tables/a.tex",
-        f"{place}/a+b/report.md",
-    ]
-    for name in (*shipped, *written):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+    log, place = "experiments/log", "experiments/05_stateful_kv_cache"
+    files = "report.md", "figures/a.svg", "tables/a.tex"
+    shipped = [f"{log}/shipped/runs/a.parquet", *(f"{place}/{file}" for file in files)]
+    written = [f"{place}/tiny-llama/{file}" for file in files]
+    written += [f"{place}/a+b/report.md", f"{log}/runs/a.parquet"]
+    written += [f"{log}/runs/.gathered", f"{log}/shipped/runs/.gathered"]
+    written.append(f"{log}/shipped/runs/.gathered.3f")
+    for path in (tmp_path / name for name in (*shipped, *written)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     git = ["git", "-C", tmp_path, "-c", "core.excludesFile="]
     subprocess.run([*git, "init", "-q"], check=True)
-    listed = subprocess.run(
-        [*git, "ls-files", "--others", "--exclude-standard"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert set(listed.stdout.splitlines()) == {".gitignore", *shipped}
+    command = [*git, "ls-files", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(command, text=True)
+    assert set(listed.splitlines()) == {".gitignore", *shipped}

@@ -2,12 +2,12 @@
 
 import pytest
 import trained
+from refusal import refused
 
 pytest.importorskip("lm_eval", reason="needs the extra: workbench[harness]")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from workbench.errors import InputError
 from workbench.harness import BundleModel
 
 TEXT = "set river amber ; set stone blue ; get river"
@@ -28,30 +28,22 @@ def models(exports):
 @pytest.mark.filterwarnings("ignore")
 def test_scores_and_texts_are_those_of_hugging_faces_model(models):
     ours, peer = models
-    pairs = requests(
-        "loglikelihood",
-        (TEXT, " amber"),
-        (TEXT, " blue"),
-        ("", "set river"),
-        (8 * TEXT, " amber"),
-    )
-    for (nats, greedy), (reference, top) in zip(
-        ours.loglikelihood(pairs), peer.loglikelihood(pairs)
-    ):
+    asked = (TEXT, " amber"), (TEXT, " blue"), ("", "set river"), (8 * TEXT, " amber")
+    pairs = requests("loglikelihood", *asked)
+    found, expected = (each.loglikelihood(pairs) for each in models)
+    for (nats, greedy), (reference, top) in zip(found, expected, strict=True):
         assert nats == pytest.approx(reference, abs=2e-2) and greedy == top
     rolling = requests("loglikelihood_rolling", (TEXT,), (5 * TEXT,))
     reference = peer.loglikelihood_rolling(rolling)
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(reference, rel=2e-3)
     until = {"until": [";"], "max_gen_toks": 4, "do_sample": False}
-    texts = requests(
-        "generate_until", (TEXT, until), (TEXT, until | {"until": ["mber"]})
-    )
+    asked = (TEXT, until), (TEXT, until | {"until": ["mber"]})
+    texts = requests("generate_until", *asked)
     generated = ours.generate_until(texts)
     assert generated == peer.generate_until(texts) and "am" in generated[0]
 
 
 def test_sampling_is_refused(models):
-    with pytest.raises(InputError, match="greedy"):
-        models[0].generate_until(
-            requests("generate_until", (TEXT, {"do_sample": True}))
-        )
+    texts = requests("generate_until", (TEXT, {"do_sample": True}))
+    with refused("greedy"):
+        models[0].generate_until(texts)

@@ -3,17 +3,19 @@ mixes two."""
 
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
+from refusal import refused
 from synthetic import FAST, FAST_NAME, SLOW, SLOW_NAME, add
+from tiny import DATA
 
 from workbench import log, sweep
-from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import run
 from workbench.widgets import Explorer
 
-CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-llama"
+CHECKPOINT = DATA / "tiny-llama"
 HASH = Checkpoint(CHECKPOINT).sha256
 GRID = {
     "checkpoint": str(CHECKPOINT),
@@ -26,7 +28,9 @@ GRID = {
     },
     "run": {"T": [1, 2], "n_gen": 4, "repetitions": 3},
 }
-NAMES = [SLOW_NAME, FAST_NAME]
+FEW = GRID | {"export": GRID["export"] | {"max_seq_len": [16]}, "validate_ids": []}
+MADE = sweep.make_grid(GRID)
+NAMES = SLOW_NAME, FAST_NAME
 
 
 def slow_ms(options, run):
@@ -36,9 +40,13 @@ def slow_ms(options, run):
 
 def fast_ms(options, run):
     """fp16 wins on the fast machine, which is three times as fast."""
-    return (
-        (9.0 if options.compress == "fp16" else 12.0) + options.max_seq_len / 16
-    ) / 3
+    ms = 9.0 if options.compress == "fp16" else 12.0
+    return (ms + options.max_seq_len / 16) / 3
+
+
+def least_ms(options, run):
+    """Whatever mixes these in has a winner of its own."""
+    return 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -47,61 +55,22 @@ def root(tmp_path_factory) -> Path:
     checkpoint of the same name, another precision, the literal graph, another number of threads, an
     older system."""
     folder = tmp_path_factory.mktemp("machines") / "experiments" / "log"
-    few = GRID | {"export": GRID["export"] | {"max_seq_len": [16]}, "validate_ids": []}
-    for number, (machine, ms) in enumerate(((SLOW, slow_ms), (FAST, fast_ms))):
-        mine = {"checkpoint_hash": HASH}
-        other = lambda options, run: 1e-3  # noqa: E731  (anything that mixes these in has a winner of its own)
-        add(
-            folder,
-            GRID,
-            machine | {"software": "23A344, coremltools 9.0"},
-            other,
-            number=10 * number,
-            **mine,
-        )
-        add(
-            folder,
-            few,
-            machine,
-            other,
-            number=10 * number + 1,
-            checkpoint_hash="0" * 64,
-        )
-        for i, run in enumerate(
-            (
-                {"precision": ["exact"]},
-                {"fast": [False]},
-                {"threads": 2},
-                {"n_gen": 8},
-                {"depth": [4]},
-            )
-        ):
-            changed = few | {"run": GRID["run"] | run}
-            add(folder, changed, machine, other, number=10 * number + 2 + i, **mine)
-        add(folder, GRID, machine, ms, number=10 * number + 9, **mine)
+    others = [{"precision": ["exact"]}, {"fast": [False]}, {"threads": 2}]
+    others += [{"n_gen": 8}, {"depth": [4]}]
+    for machine, ms in ((SLOW, slow_ms), (FAST, fast_ms)):
+        older = machine | {"software": "23A344, coremltools 9.0"}
+        add(folder, GRID, older, least_ms, HASH)
+        add(folder, FEW, machine, least_ms, "0" * 64)
+        for how in others:
+            add(folder, FEW | {"run": GRID["run"] | how}, machine, least_ms, HASH)
+        add(folder, GRID, machine, ms, HASH)
     return folder
 
 
-@pytest.fixture(autouse=True)
-def closed_figures():
-    yield
-    plt.close("all")
-
-
-def grid():
-    return sweep.make_grid(GRID)
-
-
-def expected(ms) -> pd.Series:
-    """tok/s of every configuration by name."""
-    return pd.Series(
-        {
-            f"max_seq_len {c.options.max_seq_len}, compress {c.options.compress}, T {c.run['T']}": 1e3
-            * c.run["T"]
-            / ms(c.options, c.run)
-            for c in sweep.cells(grid())
-        }
-    )
+@pytest.fixture
+def here(monkeypatch):
+    """Puts a machine in the place of this one."""
+    return lambda machine: monkeypatch.setattr(log, "environment", lambda: machine)
 
 
 @pytest.mark.parametrize(
@@ -109,147 +78,121 @@ def expected(ms) -> pd.Series:
     [(SLOW_NAME, SLOW_NAME, slow_ms), (None, FAST_NAME, fast_ms)],
 )
 def test_configurations_are_one_machine_s_with_its_own_winner(root, machine, name, ms):
-    found = sweep.configurations(grid(), root, machine)
+    found = sweep.configurations(MADE, root, machine)
     assert set(found["machine"]) == {name} and (found["n"] == 1).all()
-    pd.testing.assert_series_equal(
-        found.set_index("name")["tokens_per_s"].sort_index(),
-        expected(ms).sort_index(),
-        check_names=False,
-    )
-    assert found["name"][0] == expected(ms).idxmax()
+    assert len(found) == len(found["name"].unique()) == 8
+    rates = [1e3 * row["T"] / ms(row, row) for _, row in found.iterrows()]
+    assert np.allclose(found["tokens_per_s"], rates)
+    assert found["tokens_per_s"].is_monotonic_decreasing
 
 
 def test_stored_timings_are_one_machine_s_and_one_setting_s(root):
-    found = sweep.stored_tables(grid(), root, SLOW_NAME)
+    found = sweep.stored_tables(MADE, root, SLOW_NAME)
     for table in ("samples", "layers"):
         frame = found[table]
         assert set(frame["machine"]) == {SLOW_NAME}
         assert set(frame["checkpoint_hash"]) == {HASH}
         # the newest setting
-        assert table != "samples" or set(frame["software"]) == {SLOW["software"]}
-        for column in ("precision", "fast", "threads", "depth", "software", "n_gen"):
+        assert set(frame["software"]) == {SLOW["software"]}
+        for column in ("precision", "fast", "threads", "depth", "n_gen"):
             assert frame[column].nunique(dropna=False) == 1, column
         assert frame["run_id"].nunique() == 8
 
 
 def test_fidelity_is_not_split_by_machine(root):
-    here, there = (
-        sweep.stored_tables(grid(), root, machine)["fidelity"] for machine in NAMES
-    )
+    here, there = (sweep.stored_tables(MADE, root, m)["fidelity"] for m in NAMES)
     pd.testing.assert_frame_equal(here, there)
     assert here["run_id"].nunique() == 4 and set(here["checkpoint_hash"]) == {HASH}
 
 
-def test_the_default_is_this_machine_where_the_log_has_it(root, monkeypatch):
-    monkeypatch.setattr(log, "environment", lambda: dict(SLOW))
-    assert set(sweep.configurations(grid(), root)["machine"]) == {SLOW_NAME}
-    monkeypatch.setattr(log, "environment", lambda: SLOW | {"machine": "another"})
-    assert set(sweep.configurations(grid(), root)["machine"]) == {FAST_NAME}, (
-        "a machine that the log lacks: the newest run's"
-    )
-
-
-def test_a_machine_that_the_log_lacks_is_refused(root):
-    with pytest.raises(InputError, match="Apple M9.*MacBookAir10,1"):
-        sweep.configurations(grid(), root, "Apple M9")
+def test_the_default_is_this_machine_where_the_log_has_it_else_the_newest_run_s(
+    root, here
+):
+    for machine, name in ((SLOW_NAME, SLOW_NAME), ("another", FAST_NAME)):
+        here(SLOW | {"machine": machine})
+        assert set(sweep.configurations(MADE, root)["machine"]) == {name}
+    with refused("Apple M9.*MacBookAir10,1"):
+        sweep.configurations(MADE, root, "Apple M9")
 
 
 @pytest.mark.parametrize(
     "change", [{"machine": "Apple M2"}, {"software": "24C101, coremltools 9.0"}]
 )
-def test_a_cell_is_done_only_on_its_machine_with_its_software(
-    root, monkeypatch, change
-):
-    monkeypatch.setattr(log, "environment", lambda: dict(SLOW))
-    assert sweep.missing(grid(), root) == []
-    monkeypatch.setattr(log, "environment", lambda: SLOW | change)
-    assert len(sweep.missing(grid(), root)) == len(list(sweep.cells(grid())))
+def test_a_cell_is_done_only_on_its_machine_with_its_software(root, here, change):
+    here(SLOW)
+    assert sweep.missing(MADE, root) == []
+    here(SLOW | change)
+    assert len(sweep.missing(MADE, root)) == 8
 
 
-def test_the_explorer_shows_the_times_of_one_machine(root, monkeypatch):
-    monkeypatch.setattr(log, "environment", lambda: dict(SLOW))
+@pytest.mark.shim
+def test_cells_are_done_on_the_runtime_that_auto_means(root, here, monkeypatch):
+    here(SLOW)
+    for runtime, count in (("stand-in-kill", 8), ("portable", 0)):
+        monkeypatch.setenv("WORKBENCH_RUNTIME", runtime)
+        assert len(sweep.missing(MADE, root)) == count
+
+
+def test_an_invalid_run_is_told_with_its_reason_is_done_and_never_ranks(tmp_path, here):
+    reason = "not on the Neural Engine: the plan puts 0 of 40 operations there"
+    grid = GRID | {"export": {"max_seq_len": [16]}}
+    one, two = (grid | {"run": GRID["run"] | {"T": [T]}} for T in (1, 2))
+    add(tmp_path, one, SLOW, slow_ms, HASH)
+    add(tmp_path, two, SLOW, least_ms, HASH, status="invalid", reason=reason)
+    made = sweep.make_grid(grid)
+    found = log.plain(sweep.configurations(made, tmp_path))
+    assert found["T"].tolist() == [1, 2]
+    assert found["tokens_per_s"].is_monotonic_increasing
+    assert found["invalid"].tolist() == [None, reason]
+    assert sweep.stored_tables(made, tmp_path)["fidelity"]["run_id"].nunique() == 1
+    here(SLOW)
+    assert sweep.missing(made, tmp_path) == []
+    *_, cell = sweep.cells(made)
+    assert run.run_unless_done(cell, root=tmp_path) == ("invalid", reason)
+
+
+def test_the_explorer_shows_the_times_of_one_machine(root, here):
+    here(SLOW)
     made = Explorer(GRID, None, root=root)
-    made.axes["compress"].value = "fp16"
-    made.axes["max_seq_len"].value = 32
-    chosen = next(
-        c
-        for c in sweep.cells(grid())
-        if (c.options.compress, c.options.max_seq_len) == ("fp16", 32)
-    )
-    said = made.message.value
-    assert f"{slow_ms(chosen.options, chosen.run) / 4:.3g} ms per layer" in said
-    rates = expected(slow_ms)
-    assert (
-        f"{rates['max_seq_len 32, compress fp16, T 1']:.4g} tokens per second" in said
-    )
-    assert said.endswith(f"on {SLOW_NAME}")
+    made.axes["compress"].value, made.axes["max_seq_len"].value = "fp16", 32
+    assert f"{14 / 4:.3g} ms per layer" in made.message.value
+    assert f"{1e3 / 14:.4g} tokens per second" in made.message.value
+    assert made.message.value.endswith(f"on {SLOW_NAME}")
 
 
 def test_two_machines_are_not_compared(root):
     found = log.load("runs", root).query("software.str.startswith('24B83')")
-    slow, fast = (
-        found.loc[found["machine"] == name, "run_id"].iloc[-1] for name in NAMES
-    )
+    ids = [found.loc[found["machine"] == name, "run_id"] for name in NAMES]
+    slow, fast = (of_one.iloc[-1] for of_one in ids)
     settings, measures, _ = log.compare(slow, fast, root)
     assert set(measures["note"]) == {"two machines"}
     assert measures["ratio"].isna().all()
     assert "machine" in set(settings["setting"])
-    _, same, _ = log.compare(
-        slow, found.loc[found["machine"] == SLOW_NAME, "run_id"].iloc[-2], root
-    )
+    _, same, _ = log.compare(slow, ids[0].iloc[-2], root)
     assert "two machines" not in set(same["note"])
 
 
 def test_runs_of_two_machines_do_not_repeat_each_other(tmp_path):
     """The same setting, code and chip: rounds of another machine are no evidence for this one."""
-    small = GRID | {
-        "validate_ids": [],
-        "export": {"max_seq_len": [16], "tokens": ["1-2"]},
-        "run": GRID["run"] | {"T": [1, 2]},
-    }
-    for number in range(3):
-        for machine, ms in ((SLOW, slow_ms), (FAST, fast_ms)):
-            add(
-                tmp_path,
-                small,
-                machine,
-                ms,
-                number=2 * number + (machine is FAST),
-                checkpoint_hash=HASH,
-            )
-    found = log.load("runs", tmp_path)
-    a, b = (
-        found[(found["machine"] == SLOW_NAME) & (found["T"] == 1)]["run_id"].iloc[0],
-        found[(found["machine"] == SLOW_NAME) & (found["T"] == 2)]["run_id"].iloc[0],
-    )
+    for _ in range(3):
+        for machine in (SLOW, FAST):
+            add(tmp_path, FEW, machine, slow_ms, HASH)
+    found = log.load("runs", tmp_path, {"machine": SLOW_NAME})
+    a, b = (found.loc[found["T"] == T, "run_id"].iloc[0] for T in (1, 2))
     _, found, _ = log.compare(a, b, tmp_path)
-    assert (found[["n_a", "n_b"]].dropna() <= 3).all(axis=None)
+    assert (found[["n_a", "n_b"]].dropna() <= 3).all(axis=None) and len(found)
 
 
 def test_a_log_that_holds_nothing_of_a_grid_gives_empty_tables(tmp_path):
-    found = sweep.stored_tables(grid(), tmp_path)
-    assert all(
-        frame.empty and "machine" in frame
-        for name, frame in found.items()
-        if name != "fidelity"
-    )
-    assert sweep.configurations(grid(), tmp_path).empty
+    found = sweep.stored_tables(MADE, tmp_path)
+    assert all(frame.empty for frame in found.values())
+    assert "machine" in found["samples"] and "machine" in found["layers"]
+    assert sweep.configurations(MADE, tmp_path).empty
 
 
 def test_a_checkpoint_that_is_not_at_hand_is_the_newest_of_its_name(tmp_path):
-    elsewhere = GRID | {
-        "checkpoint": "models/tiny-llama",
-        "export": {"max_seq_len": [16]},
-        "run": GRID["run"] | {"T": [1]},
-    }
-    for number, contents in enumerate(("1" * 64, "2" * 64)):
-        add(
-            tmp_path / "log",
-            elsewhere,
-            SLOW,
-            slow_ms,
-            number=number,
-            checkpoint_hash=contents,
-        )
-    found = sweep.stored_tables(sweep.make_grid(elsewhere), tmp_path / "log")
+    root, elsewhere = tmp_path / "log", GRID | {"checkpoint": "models/tiny-llama"}
+    for contents in ("1" * 64, "2" * 64):
+        add(root, elsewhere, SLOW, slow_ms, contents)
+    found = sweep.stored_tables(sweep.make_grid(elsewhere), root)
     assert all(set(frame["checkpoint_hash"]) == {"2" * 64} for frame in found.values())

@@ -2,47 +2,42 @@
 named there are there."""
 
 import ast
-import importlib
-import importlib.util
 import inspect
 import re
 import shlex
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
+from circle import wide
 from in_process import cli
+from tiny import ROOT
 
 from workbench.check.validate import BUG_GATES
 from workbench.cli.app import app
 from workbench.models import FAMILIES
 
-ROOT = Path(__file__).parents[1]
-EXHAUSTIVE = pytest.mark.exhaustive
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 
-def commands(pages=PAGES) -> list[str]:
+def blocks(kind: str, *pages: Path) -> list[str]:
+    """The fenced blocks of some pages of a kind."""
+    fence = re.compile(rf"^```{kind}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [text for page in pages for text in fence.findall(page.read_text())]
+
+
+def commands(*pages: Path) -> list[str]:
     """Lines of fenced blocks that start with a program, comments cut off, `&&` split."""
-    found = []
-    for page in pages:
-        for fence in re.findall(
-            r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
-        ):
-            for line in fence.splitlines():
-                found += [
-                    part.strip()
-                    for part in line.split("  #")[0].split(" && ")
-                    if part.startswith(("workbench ", "make "))
-                ]
-    return list(dict.fromkeys(found))
+    lines = "\n".join(blocks(r"\w*", *pages)).splitlines()
+    parts = [part for line in lines for part in line.split("  #")[0].split(" && ")]
+    parts = (part.strip() for part in parts if part.startswith(("workbench ", "make ")))
+    return list(dict.fromkeys(parts))
 
 
 def test_every_command_in_the_documents_parses():
     makefile = (ROOT / "Makefile").read_text()
-    for line in commands():
+    for line in commands(*PAGES):
         print(line)
         program, name, *arguments = shlex.split(line)
         if program == "make":
@@ -57,18 +52,18 @@ ELSEWHERE = ("/models/", "FOLDER", "RUN_", "HOST", "llama-apple", "build/new")
 QUICK = "doctor|export|validate|generate|plan|golden"
 
 
-@pytest.mark.parametrize(
-    "verbs",
-    [
-        pytest.param(QUICK, marks=pytest.mark.wide),
-        pytest.param(f"{QUICK}|explain|evaluate|sweep|log", marks=EXHAUSTIVE),
-    ],
+WHOLE = pytest.param(
+    f"{QUICK}|explain|evaluate|sweep|log", marks=pytest.mark.exhaustive
 )
+
+
+@pytest.mark.slow("runs most commands of the documents")
+@pytest.mark.parametrize("verbs", [wide(QUICK), WHOLE])
 def test_the_tour_runs_as_written(verbs, tmp_path, monkeypatch):
     for name in ("data", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    lines = commands([page for page in PAGES if page != TUTORIAL])
+    lines = commands(*(page for page in PAGES if page != TUTORIAL))
     tour = [line for line in lines if re.match(f"workbench ({verbs}) ", line + " ")]
     tour = [line for line in tour if not any(word in line for word in ELSEWHERE)]
     if verbs == QUICK:
@@ -84,24 +79,27 @@ def test_the_tour_runs_as_written(verbs, tmp_path, monkeypatch):
             assert "amber" in result.output
 
 
+@pytest.mark.slow("exports and validates as the tutorial does")
 @pytest.mark.wide
 def test_the_tutorial_finds_its_fault_as_written(tmp_path, monkeypatch):
     (tmp_path / "data").symlink_to(ROOT / "data")
     monkeypatch.chdir(tmp_path)
-    export, *decodes = [
-        c for c in commands([TUTORIAL]) if re.match("workbench (export|generate)", c)
-    ]
-    (snippet,) = python_blocks(TUTORIAL)
-    assert cli(*shlex.split(export)[1:]).exit_code == 0
+
+    def written(verb) -> list[list[str]]:
+        """The arguments of its commands with a verb."""
+        found = map(shlex.split, commands(TUTORIAL))
+        return [words[1:] for words in found if words[:2] == ["workbench", verb]]
+
+    (export,), decodes = written("export"), written("generate")
+    (snippet,) = blocks("python", TUTORIAL)
+    assert cli(*export).exit_code == 0
     exec(snippet, {})
     assert len(decodes) == 2
-    for line in decodes:
-        assert "amber" in cli(*shlex.split(line)[1:]).output
-    sound, planted = [
-        c for c in commands([TUTORIAL]) if c.startswith("workbench validate")
-    ]
-    assert planted == sound.replace("build/sound", "build/sound-planted")
-    result = cli(*shlex.split(planted)[1:])
+    for arguments in decodes:
+        assert "amber" in cli(*arguments).output
+    sound, planted = written("validate")
+    assert planted == [w.replace("build/sound", "build/sound-planted") for w in sound]
+    result = cli(*planted)
     assert result.exit_code == 1
     red = re.findall(r"^RED +(\w+)", result.output, re.MULTILINE)
     assert red == ["host", "program", "max_kl", "budget"]
@@ -118,28 +116,21 @@ def test_every_command_helps_with_an_example():
         app.parse_args(arguments)
 
 
-def test_links_lead_somewhere():
+def test_links_and_files_named_in_the_documents_lead_somewhere():
+    folders = "workbench|tests|notebooks|data|experiments|docs"
+    written = re.compile("data/(bundles|golden|evaluations)|.*NN_")
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        text = page.read_text()
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
             assert target.startswith("http") or (page.parent / target).exists(), target
-
-
-def test_files_named_in_the_documents_exist():
-    for page in PAGES:
-        for name in re.findall(
-            r"`((?:workbench|tests|notebooks|data|experiments|docs)/[\w./-]+)`",
-            page.read_text(),
-        ):
-            written = "data/bundles", "data/golden", "data/evaluations"
-            if not name.startswith(written) and "NN_" not in name:
-                assert (ROOT / name).exists(), f"{page.name}: {name}"
+        for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+            assert written.match(name) or (ROOT / name).exists(), f"{page.name}: {name}"
 
 
 def test_the_glossary_has_every_gate_and_every_kind_of_state():
     page = (ROOT / "docs" / "glossary.md").read_text()
-    entries = set(
-        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|(.*?)\|", page, re.MULTILINE)))
-    )
+    rows = " ".join(re.findall(r"^\|(.*?)\|", page, re.MULTILINE))
+    entries = set(re.findall(r"`(\w+)`", rows))
     assert not {*BUG_GATES, "max_kl", "budget", "device"} - entries
     assert {"rows", "ring", "tail", "matrix"} <= entries
     assert "docs/glossary.md" in (ROOT / "README.md").read_text()
@@ -151,37 +142,25 @@ def test_the_readme_names_every_family():
     assert not [name for name in FAMILIES if f"`{name}`" not in page]
 
 
-def python_blocks(*pages: Path) -> list[str]:
-    texts = "\n".join(page.read_text() for page in pages)
-    return re.findall(r"^```python\n(.*?)^```", texts, re.MULTILINE | re.DOTALL)
-
-
 def test_the_readme_s_python_exports_validates_and_draws(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "tiny-llama").symlink_to(ROOT / "data" / "tiny-llama")
     monkeypatch.chdir(tmp_path)
     names = {}
-    exec(python_blocks(PAGES[0])[0], names)
+    exec(blocks("python", PAGES[0])[0], names)
     assert names["result"].verdict == "GREEN"
     assert Path("heatmap.png").stat().st_size > 0
     assert {"bundles", "golden"} <= {path.name for path in Path("data").iterdir()}
 
 
 def test_python_in_the_documents_imports_what_exists():
-    own = ("workbench", "miltorch")
     pages = [*PAGES, ROOT / "miltorch" / "README.md", *ROOT.glob("plugins/*/README.md")]
-    for node in [
-        node for block in python_blocks(*pages) for node in ast.parse(block).body
-    ]:
+    for node in ast.parse("\n".join(blocks("python", *pages))).body:
+        names = []
         if isinstance(node, ast.Import):
-            for name in node.names:
-                if name.name.partition(".")[0] in own:
-                    importlib.import_module(name.name)
-        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in own:
-            if node.module == "workbench.harness":  # needs an extra
-                assert importlib.util.find_spec(node.module)
-                continue
-            module = importlib.import_module(node.module)
-            for name in node.names:
-                where = f"{node.module}.{name.name}"
-                assert hasattr(module, name.name) or importlib.util.find_spec(where)
+            names = [name.name for name in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        for name in names:
+            if re.match("workbench|miltorch", name) and "harness" not in name:
+                resolve_name(name)  # harness needs an extra

@@ -7,12 +7,15 @@ attention.
 import fcntl
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from workbench import Bundle, Decoder
 from workbench.bundle.names import (
@@ -26,17 +29,15 @@ from workbench.bundle.names import (
 )
 from workbench.models import checkpoint
 
+ROOT = Path(__file__).parents[1]
+DATA, WEIGHTS = ROOT / "data", "model.safetensors"
+SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 512}
 DIMS = {
-    "llama": dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_hidden_layers=2,
-        vocab_size=97,
-        tie_word_embeddings=True,
-    ),
+    "llama": SMALL | HEADS | dict(vocab_size=97, tie_word_embeddings=True),
     "qwen2": dict(
         hidden_size=96,
         intermediate_size=64,
@@ -45,48 +46,28 @@ DIMS = {
         num_hidden_layers=2,
         vocab_size=101,
     ),
-    "qwen3": dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        head_dim=96,
-        num_hidden_layers=2,
-        vocab_size=103,
-    ),
-    "gemma3_text": dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
+    "qwen3": SMALL
+    | dict(num_attention_heads=3, num_key_value_heads=3, head_dim=96, vocab_size=103),
+    "gemma3_text": SMALL
+    | HEADS
+    | dict(
         num_key_value_heads=1,
-        head_dim=32,
         num_hidden_layers=3,
         sliding_window=5,
         query_pre_attn_scalar=24,
         vocab_size=107,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=SLIDING,
     ),
-    "zaya": dict(
+    "zaya": HEADS
+    | dict(
         hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         num_hidden_layers=3,
         num_experts=4,
         moe_intermediate_size=64,
         router_hidden_size=32,
         vocab_size=109,
     ),
-    "mistral": dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_hidden_layers=2,
-        sliding_window=7,
-        vocab_size=113,
-    ),
+    "mistral": SMALL | HEADS | dict(sliding_window=7, vocab_size=113),
     "ministral3": dict(
         hidden_size=96,
         intermediate_size=64,
@@ -95,13 +76,7 @@ DIMS = {
         head_dim=32,
         num_hidden_layers=2,
         vocab_size=127,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 512,
-            "llama_4_scaling_beta": 0.1,
-        },
+        rope_parameters=YARN | {"factor": 4.0, "llama_4_scaling_beta": 0.1},
     ),
     "smollm3": dict(
         hidden_size=96,
@@ -115,14 +90,9 @@ DIMS = {
         bos_token_id=None,
         eos_token_id=None,
     ),
-    "olmo2": dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=137,
-        eos_token_id=None,
+    "olmo2": SMALL
+    | dict(
+        num_attention_heads=2, num_key_value_heads=2, vocab_size=137, eos_token_id=None
     ),
     "olmo3": dict(
         hidden_size=128,
@@ -131,26 +101,17 @@ DIMS = {
         num_key_value_heads=2,
         num_hidden_layers=3,
         sliding_window=5,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=SLIDING,
         rope_parameters={
-            "full_attention": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "original_max_position_embeddings": 512,
-            },
+            "full_attention": YARN | {"factor": 8.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
         },
         vocab_size=139,
         eos_token_id=None,
     ),
-    "hunyuan_v1_dense": dict(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_hidden_layers=2,
+    "hunyuan_v1_dense": SMALL
+    | HEADS
+    | dict(
         rope_parameters={
             "rope_type": "dynamic",
             "rope_theta": 1e4,
@@ -178,9 +139,8 @@ DIMS = {
         pad_token_id=None,
         eos_token_id=None,
     ),
-    "lfm2": dict(
-        hidden_size=64,
-        intermediate_size=96,
+    "lfm2": SMALL
+    | dict(
         block_multiple_of=32,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -188,14 +148,13 @@ DIMS = {
         layer_types=["conv", "full_attention", "conv"],
         vocab_size=157,
     ),
-    "qwen3_5_text": dict(
-        hidden_size=64,
-        intermediate_size=96,
+    "qwen3_5_text": SMALL
+    | dict(
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=64,
         num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        layer_types=LINEAR,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=16,
@@ -208,7 +167,7 @@ DIMS = {
         num_attention_heads=2,
         num_key_value_heads=1,
         num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        layer_types=LINEAR,
         num_local_experts=0,
         mamba_n_heads=4,
         mamba_d_state=32,
@@ -221,52 +180,34 @@ DIMS = {
 }
 
 
-WIDTH_1 = dict(
-    hidden_size=1,
-    intermediate_size=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=2,
-)
-"""Dimensions of a llama whose weights are too small for a weight file."""
-
-
 def random(path: Path, family: str, **changed) -> Path:
     """A random float16 checkpoint of `family` with its tiny dimensions, some of them changed."""
     return checkpoint.random(path, family, **(DIMS[family] | changed))
 
 
-def build(spec, source, plan, options):
-    """The module of a shard with its own weights, each rounded to fp16, and the list of
-    their sources."""
-    from workbench.export.weights import blank, load_values, weight_sources
-
-    module = blank(spec, plan, options)
-    weights = weight_sources(spec, source, plan, options)
-    for weight in weights:
-        values = load_values(weight, source)
-        module.get_parameter(weight.path).data = values.float().reshape(weight.shape)
-    return module.requires_grad_(False).eval(), weights
+@contextmanager
+def edited_weights(path: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a checkpoint, which are written back as the block leaves them."""
+    weights = load_file(path / WEIGHTS)
+    yield weights
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(whole, path / WEIGHTS, metadata={"format": "pt"})
 
 
 @dataclass
 class Golden:
-    """One prompt through Hugging Face's model: inputs, outputs [L, T, C], keys, values [L][H_kv, T,
-    D], logits [T, V]; with experts also router states [L, T, R]; `sides[l]` the side states after
-    the prompt, as their Core ML states are."""
+    """One prompt through Hugging Face's model: inputs, outputs [L, T, C], logits [T, V];
+    with experts also router states [L, T, R]. `caches[l]` has keys and values [H_kv, T, D]
+    of a layer, `sides[l]` its side states after the prompt, all under the names of their
+    Core ML states."""
 
     ids: list[int]
     inputs: np.ndarray
     outputs: np.ndarray
-    keys: list[np.ndarray]
-    values: list[np.ndarray]
+    caches: list[dict[str, np.ndarray]]
     logits: np.ndarray
     routers: np.ndarray | None
     sides: list[dict[str, np.ndarray]]
-
-    @property
-    def updates(self) -> np.ndarray:
-        return self.outputs - self.inputs
 
 
 def hf(path: Path):
@@ -298,7 +239,8 @@ def recording_cache(config):
 
     class Recording(DynamicCache):
         def update(self, keys, values, layer, *args, **kwargs):
-            rows[layer] = (keys[0].numpy().copy(), values[0].numpy().copy())
+            given = {K_STATE: keys, V_STATE: values}
+            rows[layer] = {name: x[0].numpy().copy() for name, x in given.items()}
             return super().update(keys, values, layer, *args, **kwargs)
 
     rows = {}
@@ -319,23 +261,18 @@ def golden(model, ids: list[int]) -> Golden:
     hooks = [layer.register_forward_hook(record) for layer in model.model.layers]
     cache, rows = recording_cache(model.config)
     with torch.inference_mode():
-        logits = (
-            model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
-            .logits[0]
-            .numpy()
-        )
+        found = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
     for hook in hooks:
         hook.remove()
-    sides = [side_states(cache, i) for i in range(len(inputs))]
+    layers = range(len(inputs))
     return Golden(
         ids,
         np.stack(inputs),
         np.stack(outputs),
-        [rows[i][0] if i in rows else None for i in range(len(inputs))],
-        [rows[i][1] if i in rows else None for i in range(len(inputs))],
-        logits,
+        [rows.get(layer, {}) for layer in layers],
+        found.logits[0].numpy(),
         np.stack(routers) if routers else None,
-        sides,
+        [side_states(cache, layer) for layer in layers],
     )
 
 
@@ -358,13 +295,24 @@ def prompt(V: int, length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, V, length).tolist()
 
 
-def tiles(total: int, sizes: list[int]):
+def put(tree: dict, path: str, value) -> None:
+    """Sets the value at a path such as `shards/0/name` of nested dicts and lists, or
+    replaces it by what a function makes of it."""
+    *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
+    for key in keys:
+        tree = tree[key]
+    tree[last] = value(tree[last]) if callable(value) else value
+
+
+def tiles(total: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
     """(start, stop) of consecutive chunks of the given sizes, cycled, covering `total` tokens."""
-    start, i = 0, 0
-    while start < total:
-        stop = min(start + sizes[i % len(sizes)], total)
+    start = 0
+    for size in cycle(sizes):
+        stop = min(start + size, total)
         yield start, stop
-        start, i = stop, i + 1
+        if stop == total:
+            return
+        start = stop
 
 
 def chained(decoder: Decoder, ids: list[int], sizes: list[int]) -> np.ndarray:
@@ -377,10 +325,16 @@ def chained(decoder: Decoder, ids: list[int], sizes: list[int]) -> np.ndarray:
     return decoder.logits(np.concatenate(hidden, axis=2))[0]
 
 
-def isolated(
+def logits_error(decoder: Decoder, g: Golden, *sizes: int) -> float:
+    """The `relative` error of the logits of the golden's prompt in chunks of `sizes`."""
+    return relative(chained(decoder, g.ids, sizes), g.logits)
+
+
+def isolated_cosine(
     decoder: Decoder, layer: int, g: Golden, sizes: list[int], width: int | None = None
-) -> np.ndarray:
-    """Updates [T, C] of one single-layer shard fed with the golden's inputs in chunks of `sizes`.
+) -> float:
+    """The `cosine` of the updates of one single-layer shard fed with the golden's inputs in chunks
+    of `sizes`.
 
     `width` pads every call with columns of garbage. Asserts that the states hold the golden's rows
     and nothing else.
@@ -395,46 +349,36 @@ def isolated(
         if g.routers is not None and layer:
             io[ROUTER_STATE] = columns(decoder, g.routers[layer - 1, a:b], T)
         (out,) = decoder.run_calls(model, [io], [count], [state], [None])
-        hidden = out[X].reshape(-1, T)[:, : b - a].T
-        made.append(hidden - g.inputs[layer, a:b])
-    for name, error in state_errors(state, layer, g).items():
-        assert error < 1e-5, name
-    return np.concatenate(made)
+        made.append(out[X].reshape(-1, T)[:, : b - a].T)
+    check_states(state, layer, g)
+    x = g.inputs[layer]
+    return cosine(np.concatenate(made) - x, g.outputs[layer] - x)
 
 
 def columns(decoder: Decoder, rows: np.ndarray, T: int) -> np.ndarray:
     """[n, C] → the bundle's plane of T columns, garbage beyond n."""
-    garbage = 30 * np.random.default_rng(T).standard_normal(
-        (T - len(rows), rows.shape[1])
-    )
+    missing = T - len(rows), rows.shape[1]
+    garbage = 30 * np.random.default_rng(T).standard_normal(missing)
     return decoder.plane(np.concatenate([rows, garbage]).astype(np.float32).T[None])
 
 
-def state_errors(state, layer: int, g: Golden) -> dict[str, float]:
-    """By name of a state of `layer`, its deviation from the golden's as `relative` has it; rows
-    without a token must be zeros."""
-    n, errors = len(g.ids), {}
-    for name, rows in ((K_STATE, g.keys[layer]), (V_STATE, g.values[layer])):
-        if rows is None:
-            continue
+def check_states(state, layer: int, g: Golden) -> None:
+    """Asserts that the states of a layer are the golden's; rows without a token are zeros."""
+    n, expected = len(g.ids), dict(g.sides[layer])
+    for name, rows in g.caches[layer].items():
+        expected[name] = np.zeros_like(state.read(f"layers.{layer}.{name}")[0])
+        places = expected[name].shape[1]
+        kept = np.arange(max(0, n - places), n)
+        expected[name][:, kept % places] = rows[:, kept]
+    for name, values in expected.items():
         held = state.read(f"layers.{layer}.{name}")[0]
-        expected = np.zeros_like(held)
-        kept = np.arange(max(0, n - held.shape[1]), n)
-        expected[:, kept % held.shape[1]] = rows[:, kept]
-        errors[name] = relative(held, expected)
-    for name, expected in g.sides[layer].items():
-        errors[name] = relative(state.read(f"layers.{layer}.{name}")[0], expected)
-    return errors
+        assert relative(held, values) < 1e-5, name
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
     """The smallest cosine between rows of a and b."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    return float(
-        (
-            (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
-        ).min()
-    )
+    a, b = (torch.from_numpy(rows).double() for rows in (a, b))
+    return torch.cosine_similarity(a, b, dim=-1).min().item()
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
@@ -497,3 +441,8 @@ class Exports:
         if checkpoint not in self.models:
             self.models[checkpoint] = hf(checkpoint)
         return self.models[checkpoint]
+
+    def golden(self, checkpoint: Path, length: int, seed: int = 0) -> Golden:
+        """That of a random prompt."""
+        model = self.hf(checkpoint)
+        return golden(model, prompt(model.config.vocab_size, length, seed))

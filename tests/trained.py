@@ -1,11 +1,10 @@
 """The shipped, trained checkpoints as decoders whose caches every reuse test shares: batch 1, and 3
 of them together."""
 
-from pathlib import Path
+from tiny import DATA
 
 from workbench import Decoder
 
-DATA = Path(__file__).parents[1] / "data"
 NAMES = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya", "tiny-lfm2")
 S, T_MAX, BATCH = 128, 16, 3
 

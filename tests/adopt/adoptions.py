@@ -2,10 +2,16 @@
 them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import exporter_styles as styles
 import tiny
+from exporter_model import Model
+
+from workbench import Decoder
+from workbench.adopt import propose
+from workbench.models.checkpoint import Checkpoint
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 SIZES |= {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
@@ -54,14 +60,14 @@ MISREAD = {
 
 def relabelled(source: Path, target: Path, config: dict, names: dict[str, str]) -> Path:
     """A checkpoint with another configuration and other names of its tensors."""
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(source / "model.safetensors")
-    for old, new in names.items():
-        weights = {name.replace(old, new): value for name, value in weights.items()}
-    target.mkdir()
+    shutil.copytree(source, target)
     (target / "config.json").write_text(json.dumps(config))
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    with tiny.edited_weights(target) as weights:
+        for name in list(weights):
+            other = name
+            for old, new in names.items():
+                other = other.replace(old, new)
+            weights[other] = weights.pop(name)
     return target
 
 
@@ -78,38 +84,28 @@ class Adoptions:
 
     def checkpoint(self, style: str) -> Path:
         family = STYLES[style][0]
-        dims = SIZES | CHECKPOINTS[family]
-        return tiny.once(
-            self.root / family, lambda path: tiny.random(path, family, **dims)
-        )
+        dims, target = SIZES | CHECKPOINTS[family], self.root / family
+        return tiny.once(target, lambda path: tiny.random(path, family, **dims))
 
     def packages(self, style: str) -> Path:
         source, (_, make, options) = self.checkpoint(style), STYLES[style]
         if style in MISREAD:
             edits, names = MISREAD[style]
-            config = config_of(source) | edits
-            source = tiny.once(
-                self.root / f"read-{style}",
-                lambda path: relabelled(source, path, config, names),
-            )
+            about = config_of(source) | edits, names
+            target = self.root / f"read-{style}"
+            source = tiny.once(target, lambda path: relabelled(source, path, *about))
 
         def made(path):
             path.mkdir()
-            make(path, source, **options)
+            make(path, Model(source), **options)
 
         return tiny.once(self.root / f"packages-{style}", made)
 
     def folder(self, style: str) -> Path:
         """The bundle that `workbench adopt` makes, nothing in it changed."""
-        from workbench.adopt import propose
-        from workbench.models.checkpoint import Checkpoint
-
-        packages, source = [self.packages(style)], Checkpoint(self.checkpoint(style))
-        return tiny.once(
-            self.root / "adopted" / style, lambda path: propose(packages, source, path)
-        )
+        about = [self.packages(style)], Checkpoint(self.checkpoint(style))
+        target = self.root / "adopted" / style
+        return tiny.once(target, lambda path: propose(*about, path))
 
     def decoder(self, style: str, precision="exact", **how):
-        from workbench import Decoder
-
         return Decoder(self.folder(style), "portable", precision, **how)

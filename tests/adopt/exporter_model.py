@@ -18,7 +18,7 @@ from miltorch.quiet import coremltools, no_progress, quiet
 class Model(nn.Module):
     """A Llama, Qwen 3 or Gemma 3 checkpoint, for one sequence of up to S tokens."""
 
-    def __init__(self, path: Path, S: int):
+    def __init__(self, path: Path, S: int = 32):
         super().__init__()
         how = {"dtype": torch.float32, "attn_implementation": "eager"}
         whole = AutoModelForCausalLM.from_pretrained(path, **how)
@@ -32,6 +32,8 @@ class Model(nn.Module):
             tables = self.body.rotary_emb(torch.zeros(1), torch.arange(S)[None], *about)
             for name, table in zip(("cos", "sin"), tables):
                 self.register_buffer(f"{name}_{kind}", table[0])
+
+        self.halves = self.head.weight.detach().tensor_split(2)
 
     def caches(self, planes: int) -> torch.Tensor:
         return torch.zeros(planes, self.kv, self.S, self.D)
@@ -56,8 +58,9 @@ class Model(nn.Module):
             )
         return x
 
-    def logits(self, x, rows=slice(None)):
-        weight = self.head.weight[rows]
+    def logits(self, x, weight=None):
+        """Those of some rows of the head's weight, by default of all."""
+        weight = self.head.weight if weight is None else weight
         return nn.functional.linear(self.body.norm(x), weight)
 
 
@@ -78,7 +81,7 @@ class Exported(nn.Module):
 
     def forward(self, *inputs):
         caches = [self.get_buffer(name) for name in self.names]
-        return self.function(self.m, caches, *inputs)
+        return self.function(caches, *inputs)
 
 
 def plain(name, *shape, kind=np.float16):

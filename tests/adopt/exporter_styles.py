@@ -18,17 +18,11 @@ LUT4 |= {"granularity": "per_grouped_channel", "group_size": 8}
 LUT8 = {"mode": "uniform", "nbits": 8}
 
 
-def halves(m: Model) -> list[slice]:
-    """Two slices of the vocabulary."""
-    V = len(m.head.weight)
-    return [slice(0, V - V // 2), slice(V - V // 2, V)]
-
-
-def recipe(folder: Path, checkpoint: Path, S: int = 64, stored: dict | None = None):
+def recipe(folder: Path, m: Model, stored: dict | None = None):
     """The numbers of tokens and of mask columns vary, rows are written at their
     difference; K and V [L, 1, kv, S, D]."""
 
-    def whole(m, caches, ids, mask):
+    def whole(caches, ids, mask):
         end = mask.shape[-1]
         begin = end - ids.shape[-1]
 
@@ -41,8 +35,7 @@ def recipe(folder: Path, checkpoint: Path, S: int = 64, stored: dict | None = No
         x = m.body.embed_tokens(ids)
         return m.logits(m.run(x, append, lambda kind: mask, rope))
 
-    m, ct = Model(checkpoint, S), coremltools()
-    q, end = (ct.RangeDim(1, S, default=1) for _ in range(2))
+    q, end = (coremltools().RangeDim(1, m.S, default=1) for _ in range(2))
     inputs = [
         ("inputIds", (1, q), np.int32, (1, 2)),
         ("causalMask", (1, 1, q, end), np.float16, (1, 1, 2, 5)),
@@ -52,11 +45,11 @@ def recipe(folder: Path, checkpoint: Path, S: int = 64, stored: dict | None = No
     saved(path, m, whole, inputs, ["logits"], caches, stored=stored)
 
 
-def shards(folder: Path, checkpoint: Path, S: int = 32, t_max: int = 4):
+def shards(folder: Path, m: Model):
     """Packages of one layer: x [1, C, T, 1], rope tables of half the width, one-hot
     write mask; and a head in two slices."""
 
-    def layer(i, m, caches, x, cos, sin, mask, write):
+    def layer(i, caches, x, cos, sin, mask, write):
         rope = [torch.cat([table, table], -1)[None] for table in (cos, sin)]
 
         def append(i, *new):
@@ -68,33 +61,32 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, t_max: int = 4):
         x = m.run(x, append, lambda kind: mask, lambda kind: rope, [i])
         return x.transpose(1, 2).unsqueeze(-1)
 
-    def head(rows, m, _, x):
-        logits = m.logits(x.squeeze(-1).transpose(1, 2), rows)
+    def head(weight, _, x):
+        logits = m.logits(x.squeeze(-1).transpose(1, 2), weight)
         return logits.transpose(1, 2).unsqueeze(-1)
 
-    m, T = Model(checkpoint, S), coremltools().RangeDim(1, t_max, default=1)
-    half = m.D // 2
+    T, half = coremltools().RangeDim(1, 4, default=1), m.D // 2
     inputs = [
         ("x", (1, m.C, T, 1), np.float16, (1, m.C, 1, 1)),
         ("rope_cos", (T, half), np.float16, (1, half)),
         ("rope_sin", (T, half), np.float16, (1, half)),
-        ("attn_mask", (1, 1, T, S), np.float16, (1, 1, 1, S)),
-        ("kv_write_mask", (1, 1, S, T), np.float16, (1, 1, S, 1)),
+        ("attn_mask", (1, 1, T, m.S), np.float16, (1, 1, 1, m.S)),
+        ("kv_write_mask", (1, 1, m.S, T), np.float16, (1, 1, m.S, 1)),
     ]
     for i in range(m.L):
         path = folder / f"layer{i}_{i + 1}_q8.mlpackage"
         caches = {f"layers.0.{leaf}": m.caches(1) for leaf in ("k_state", "v_state")}
         saved(path, m, partial(layer, i), inputs, ["hidden"], caches, stored=INT8)
     inputs = [plain("hidden", 1, m.C, 4, 1)]
-    for i, rows in enumerate(halves(m)):
+    for i, weight in enumerate(m.halves):
         path = folder / f"LMHead_s{i}.mlpackage"
-        saved(path, m, partial(head, rows), inputs, ["logits"])
+        saved(path, m, partial(head, weight), inputs, ["logits"])
 
 
 CACHES = {"sliding_attention": "kv_cache_local", "full_attention": "kv_cache_global"}
 
 
-def chunk(names, span, window, rotate, prefill, future, m, caches, x, pos, mask, start):
+def chunk(m, names, span, window, rotate, prefill, future, caches, x, pos, mask, start):
     """Some layers with one state for all, keys before values, written at `start`; a
     prefill leaves out the last norm.
 
@@ -139,8 +131,7 @@ def chunk(names, span, window, rotate, prefill, future, m, caches, x, pos, mask,
 
 def chunks(
     folder: Path,
-    checkpoint: Path,
-    S: int = 32,
+    m: Model,
     *,
     batch: int = 8,
     window: int = 0,
@@ -149,59 +140,60 @@ def chunks(
 ):
     """Embeddings, two chunks (one if layers slide) with functions infer and prefill
     (and rotating ones), a head of two slices."""
-    m = Model(checkpoint, S)
-    ids = coremltools().EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
-    inputs = [("input_ids", ids, np.int32, (1, 1))]
-    path, outputs = folder / "tiny_embeddings.mlpackage", ["hidden_states"]
-    saved(path, m, lambda m, _, ids: m.body.embed_tokens(ids), inputs, outputs)
-    spans = {"FFN_PF": range(m.L)}
-    modes = {"infer": (1, False, False), "prefill": (batch, False, True)}
+    sizes = coremltools().EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
+    inputs = [("input_ids", sizes, np.int32, (1, 1))]
+
+    def embeddings(_, ids):
+        return m.body.embed_tokens(ids)
+
+    path = folder / "tiny_embeddings.mlpackage"
+    saved(path, m, embeddings, inputs, ["hidden_states"])
     names = [CACHES[kind] if window else "kv_cache_0" for kind in m.kinds]
+    # mode → tokens of a call, whether it rotates, whether it is a prefill
+    modes = {"infer": (1, False, False), "prefill": (batch, False, True)}
+    first, second = range(m.L // 2), range(m.L // 2, m.L)
+    spans = {"FFN_PF_chunk_01of02": first, "FFN_PF_chunk_02of02": second}
     if window:
         modes |= {"infer_rotate": (1, True, False)}
         modes |= {"prefill_rotate": (batch, True, True)}
-    else:
-        half = m.L // 2
-        spans = {"FFN_PF_chunk_01of02": range(half)}
-        spans |= {"FFN_PF_chunk_02of02": range(half, m.L)}
+        spans = {"FFN_PF": range(m.L)}
     for name, span in spans.items():
         functions = {}
         for mode, (T, rotate, prefill) in modes.items():
             inputs = [
                 plain("hidden_states", 1, T, m.C),
                 integers("position_ids", T),
-                plain("causal_mask", 1, 1, T, S),
+                plain("causal_mask", 1, 1, T, m.S),
                 integers("current_pos", 1),
             ]
             caches = {}
             for own in dict.fromkeys(names):
-                rows = window if "local" in own else S
+                rows = window if "local" in own else m.S
                 planes = m.caches(2 * names.count(own))[:, :, :rows]
                 caches[f"model.model.{own}"] = planes
             fault = future and mode == "prefill_rotate"
-            layers = partial(chunk, names, span, window, rotate, prefill, fault)
-            path, outputs = (
-                folder / f".{mode}-{name}.mlpackage",
-                ["output_hidden_states"],
-            )
-            functions[mode] = path
-            saved(path, m, layers, inputs, outputs, caches, stored=stored)
+            layers = partial(chunk, m, names, span, window, rotate, prefill, fault)
+            functions[mode] = folder / f".{mode}-{name}.mlpackage"
+            outputs = ["output_hidden_states"]
+            saved(functions[mode], m, layers, inputs, outputs, caches, stored=stored)
         joined(folder / f"tiny_{name}.mlpackage", functions)
 
-    def head(m, _, x):
-        weights = [m.head.weight[rows] for rows in halves(m)]
-        return tuple(nn.functional.linear(x, weight) for weight in weights)
+    def head(_, x):
+        return tuple(nn.functional.linear(x, weight) for weight in m.halves)
 
-    path, outputs = folder / "tiny_lm_head.mlpackage", ["logits1", "logits2"]
-    saved(path, m, head, [plain("hidden_states", 1, 1, m.C)], outputs)
+    path, inputs = (
+        folder / "tiny_lm_head.mlpackage",
+        [plain("hidden_states", 1, 1, m.C)],
+    )
+    saved(path, m, head, inputs, ["logits1", "logits2"])
     (folder / "meta.yaml").touch()
 
 
-def monolith(folder: Path, checkpoint: Path, S: int = 32, stored: dict | None = None):
+def monolith(folder: Path, m: Model, stored: dict | None = None):
     """One package, one token per call, one-hot write, argmax inside; sliding layers
     compute their own mask."""
 
-    def whole(m, caches, ids, positions, mask, update):
+    def whole(caches, ids, positions, mask, update):
         (cache,) = caches
 
         def append(i, *new):
@@ -209,7 +201,7 @@ def monolith(folder: Path, checkpoint: Path, S: int = 32, stored: dict | None = 
                 cache[plane] = cache[plane] * (1 - update[0]) + rows[0] * update[0]
             return cache[i][None], cache[i + m.L][None]
 
-        away = positions[:, None] - torch.arange(S) >= m.config.sliding_window
+        away = positions[:, None] - torch.arange(m.S) >= m.config.sliding_window
         local = mask + torch.where(away, -1e4, 0.0)[None, None]
         masks = {"sliding_attention": local, "full_attention": mask}
         x = m.body.embed_tokens(ids)
@@ -218,12 +210,12 @@ def monolith(folder: Path, checkpoint: Path, S: int = 32, stored: dict | None = 
         top = logits.argmax(-1)
         return top.to(torch.int32), logits.gather(-1, top[:, None])[:, 0]
 
-    m, ct = Model(checkpoint, S), coremltools()
+    ct = coremltools()
     inputs = [
         integers("input_ids", 1, 1),
         integers("position_ids", 1),
-        plain("causal_mask", 1, 1, 1, S),
-        plain("update_mask", 1, 1, S, 1),
+        plain("causal_mask", 1, 1, 1, m.S),
+        plain("update_mask", 1, 1, m.S, 1),
     ]
     caches, outputs = {"kv_cache_0": m.caches(2 * m.L)}, ["token_id", "token_logit"]
     how = {"stored": stored, "minimum_deployment_target": ct.target.iOS26}
@@ -231,18 +223,12 @@ def monolith(folder: Path, checkpoint: Path, S: int = 32, stored: dict | None = 
     saved(folder / "model.mlpackage", m, whole, inputs, outputs, caches, **how)
 
 
-def host(
-    folder: Path,
-    checkpoint: Path,
-    S: int = 32,
-    stored: dict | None = None,
-    moves: bool = False,
-):
+def host(folder: Path, m: Model, stored: dict | None = None, moves: bool = False):
     """All layers for one token, rope of full width and embeddings from the host, planes
     2i and 2i + 1; with `moves` all rows move up by one and the newest is at the right.
     A head that gives the next token."""
 
-    def body(m, caches, x, cos, sin, mask, start=None):
+    def body(caches, x, cos, sin, mask, start=None):
         (cache,) = caches
 
         def append(i, *new):
@@ -256,16 +242,16 @@ def host(
 
         return m.run(x, append, lambda kind: mask, lambda kind: (cos, sin))
 
-    m = Model(checkpoint, S)
     hidden = plain("hidden_in", 1, 1, m.C)
     inputs = [hidden, plain("cos", 1, 1, m.D), plain("sin", 1, 1, m.D)]
-    inputs.append(plain("causal_mask", 1, 1, 1, S))
+    inputs.append(plain("causal_mask", 1, 1, 1, m.S))
     if not moves:
         inputs.append(integers("current_pos", 1))
-    path, caches = folder / "chunk_0.mlpackage", {"kv_cache_0": m.caches(2 * m.L)}
+    caches = {"kv_cache_0": m.caches(2 * m.L)}
+    path = folder / "chunk_0.mlpackage"
     saved(path, m, body, inputs, ["hidden"], caches, stored=stored)
 
-    def head(m, _, x):
+    def head(_, x):
         return m.logits(x)[0].argmax(-1).to(torch.int32)
 
     saved(folder / "chunk_head.mlpackage", m, head, [hidden], ["next_token"])

@@ -8,6 +8,7 @@ from test_adopt import command, validate
 from workbench import Bundle, log, sweep
 from workbench.check import compare, golden
 from workbench.models.checkpoint import Checkpoint
+from workbench.widgets import Explorer
 
 IDS = [(7 * i + 5) % 97 for i in range(60)]
 
@@ -28,9 +29,8 @@ def losses(adoptions, ids) -> np.ndarray:
 
 
 def test_evaluate_gives_the_perplexity_of_the_weights_that_are_stored(
-    adoptions, tmp_path, monkeypatch
+    adoptions, checkout
 ):
-    monkeypatch.chdir(tmp_path)
     how = "--window", 30, "--stride", 29, "--precision", "exact", "--json"
     result = command("evaluate", *about(adoptions, "chunks"), *how)
     windows = [losses(adoptions, IDS[i : i + 30]) for i in (0, 29)]
@@ -41,8 +41,7 @@ def test_evaluate_gives_the_perplexity_of_the_weights_that_are_stored(
     assert result["kl"]["mean"] < 0.5 and result["same_top"] > 0.5
 
 
-def test_evaluate_says_what_an_argmax_inside_keeps(adoptions, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_evaluate_says_what_an_argmax_inside_keeps(adoptions, checkout):
     result = command("evaluate", *about(adoptions, "host"), "--json")
     assert result["perplexity"] is None and result["kl"] is None
     assert "argmax is inside" in result["not_run"]
@@ -70,14 +69,8 @@ def test_plan_counts_packages_and_states_and_places_every_function(adoptions):
 @pytest.mark.slow("validates two bundles and times four cells")
 @pytest.mark.wide
 def test_a_sweep_measures_foreign_bundles_and_the_explorer_shows_them(
-    adoptions, tmp_path, monkeypatch
+    adoptions, tmp_path, calls_here
 ):
-    import in_process
-
-    from workbench import process
-    from workbench.widgets import Explorer
-
-    monkeypatch.setattr(process, "call", in_process.call)
     validate(adoptions, "chunks")  # their verdicts are stored
     validate(adoptions, "theta", code=1)
     stored = golden.make_golden(Checkpoint(adoptions.checkpoint("chunks")), IDS[:24])
@@ -90,8 +83,8 @@ def test_a_sweep_measures_foreign_bundles_and_the_explorer_shows_them(
     counts = sweep.sweep(sweep.make_grid(grid), root=root, progress=False)
     assert (counts["done"], counts["failed"]) == (4, 0), counts["reasons"]
     rows = log.load("runs", root=root)
-    verdicts = rows[rows["verdict"].notna()].set_index("max_seq_len")["verdict"]
-    assert verdicts.to_dict() == {32: "GREEN", 64: "RED"}
+    verdicts = rows.dropna(subset="verdict").set_index("bundle")["verdict"]
+    assert verdicts.to_dict() == {"chunks": "GREEN", "theta": "RED"}
     table = sweep.configurations(sweep.make_grid(grid), root=root)
     assert len(table) == 4 and (table["tokens_per_s"] > 0).all()
     explorer = Explorer(grid, None, root=root)

@@ -56,6 +56,7 @@ def added(*shape) -> rules.LintGraph:
 
 INT8 = {"data": np.arange(-64, 64, dtype=np.int8), "scale": np.ones((2, 1))}
 INT4 = {"data": np.full((64, 64), 7, np.int8), "scale": np.ones((64, 2))}
+FOUR = {"x": half(1, 64, 4, 32)}
 RANGE = {"t": half(1, 64, 1, None)}
 POS = {"pos": Type("INT32", (1,))}
 FULL = Type("FLOAT32", (1, 64, 1, 32))
@@ -82,10 +83,7 @@ BROKEN = {
     "D8": (graph(inputs=RANGE | POS, states=STATE), "pos"),
     "K2": (graph(states={"k_state": half(1, 2, 64, 48, kind="state")}), "k_state"),
     "K3": (graph(states=THREE), "a"),
-    "K4": (
-        graph(inputs={"x": half(1, 64, 4, 32)}, states=STATE, functions=2),
-        "k_state",
-    ),
+    "K4": (graph(inputs=FOUR, states=STATE, functions=2), "k_state"),
     "K10": (palette(states=STATE), "constexpr_lut_to_dense"),
     "K12": (graph(states={"k_state": half(1, 2, 2048, 32, kind="state")}), "k_state"),
     "K13": (graph(states=STATE), "k_state"),
@@ -123,10 +121,8 @@ def test_a_program_that_breaks_none_is_clean():
     """State itself is disputed (K13), and any decoder of a conversation pauses (K15)."""
     assert found(graph()) == {}
     written = op("write_state", None, data="mul_out", input="k_state")
-    assert found(graph(op("mul", x="x", y="x"), written, states=STATE)).keys() == {
-        "K13",
-        "K15",
-    }
+    held = graph(op("mul", x="x", y="x"), written, states=STATE)
+    assert found(held).keys() == {"K13", "K15"}
 
 
 def test_every_rule_says_where_it_is_from_and_what_to_do():
@@ -170,6 +166,13 @@ def test_a_shard_as_experiment_30_s_keeps_its_convolutions(exports):
     disputed = {id: words for id, words in disputed.items() if words}
     assert set(disputed) == {"D3", "D7", "K13", "K14", "Q4"}
     assert all("experiment 30" in words for words in disputed.values())
+
+
+def test_a_fixed_T_breaks_no_rule_of_ranges(exports):
+    bundle = exports.bundle(exports.checkpoint("llama"), tokens="1")
+    placed = placement.predicted_placement(bundle)
+    found = {rule["id"] for shard in placed for rule in shard.rules}
+    assert found and not [id for id in found if id.startswith("D")]
 
 
 def test_small_shards_with_a_range_are_expected_on_the_cpu(llama_bundle):

@@ -4,7 +4,6 @@ that git tracks; the Explorer measures, follows its sliders, splits a clicked la
 Screenshots stay in build/screens."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from browser.lab import (
@@ -19,6 +18,7 @@ from browser.lab import (
     serve,
 )
 from experiment import small
+from tiny import ROOT
 
 pytestmark = [
     pytest.mark.wide,
@@ -27,7 +27,6 @@ pytestmark = [
         reason="needs Chromium (apt-get install chromium) and ipympl",
     ),
 ]
-ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screens"
 
 

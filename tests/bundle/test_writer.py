@@ -1,6 +1,7 @@
 """One writer to a folder, nothing replaced, nothing left behind."""
 
 import pytest
+from refusal import refused
 
 from workbench import InputError
 from workbench.bundle import new_bundle
@@ -9,7 +10,7 @@ from workbench.bundle import new_bundle
 def test_a_second_export_to_the_same_target_is_refused(tmp_path):
     with (
         new_bundle(tmp_path / "b") as folder,
-        pytest.raises(InputError, match="another export.*one export to one target"),
+        refused("another export.*one export to one target"),
         new_bundle(tmp_path / "b"),
     ):
         pass
@@ -36,7 +37,7 @@ def link(target):
 def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path, place, found):
     place(tmp_path / "b")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=found), new_bundle(tmp_path / "b"):
+    with refused(found), new_bundle(tmp_path / "b"):
         pass
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import DATA
 
 from workbench import InputError, paths
 from workbench.log import project
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep.grid import find
 
-TINY = Path(__file__).parents[2] / "data" / "tiny-llama"
+TINY = DATA / "tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -58,6 +59,7 @@ def test_what_the_cache_lacks_is_one_message_with_the_download(hub, missing):
     assert str(refused.value).endswith("Next: run: hf download org/Tiny-Llama.")
 
 
+@pytest.mark.slow("two processes import the command line and its packages")
 @pytest.mark.wide
 def test_commands_take_the_name_and_honour_hf_home(hub, tmp_path):
     def run(home: Path):

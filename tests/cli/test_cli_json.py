@@ -4,17 +4,16 @@ for RED."""
 import json
 from pathlib import Path
 
-import in_process
 import numpy as np
 import pytest
 from in_process import cli, invoke
+from tiny import DATA
 
-from workbench import process
 from workbench.cli.common import show
 from workbench.explain import trace
 from workbench.runtime.portable import PortableModel
 
-TINY = Path(__file__).parents[2] / "data" / "tiny-llama"
+TINY = DATA / "tiny-llama"
 IDS = "--prompt-ids", "1,69,142,4,100,7,30,31"
 ALONE = "--runtime", "stand-in", "--alone"
 KEYS = {
@@ -40,11 +39,6 @@ def lacks(found: dict, name: str) -> set[str]:
 
 def verdicts(result: dict) -> dict[str, str]:
     return {gate["name"]: gate["verdict"] for gate in result["gates"]}
-
-
-@pytest.fixture(scope="module")
-def llama(exports):
-    return exports.bundle(TINY, max_seq_len=64).root
 
 
 @pytest.fixture(scope="module")
@@ -83,18 +77,18 @@ def test_export_reports_what_it_made(tmp_path, exports):
     assert found["bytes"] == sum(path.stat().st_size for path in files)
 
 
-def test_validate_is_complete_with_and_without_a_golden(llama, golden):
-    checked = invoke("validate", llama)
+def test_validate_is_complete_with_and_without_a_golden(llama_bundle, golden):
+    checked = invoke("validate", llama_bundle.root)
     assert checked["verdict"] == "GREEN" and not lacks(checked["gates"][0], "gate")
-    found = invoke("validate", llama, "--golden", golden)
+    found = invoke("validate", llama_bundle.root, "--golden", golden)
     assert found["verdict"] == "GREEN" and not lacks(found, "validate")
     assert not lacks(found["worst"], "worst") and not lacks(found["logits"], "logits")
     # (T × layer × tensor isolated, those chained, logits) × position
     assert found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
 
 
-def test_red_exits_1_with_its_gates_first(llama, golden):
-    result = cli("validate", llama, "--golden", golden, "--max-kl", "1e-12")
+def test_red_exits_1_with_its_gates_first(llama_bundle, golden):
+    result = cli("validate", llama_bundle.root, "--golden", golden, "--max-kl", "1e-12")
     first, second, *_ = result.stdout.splitlines()
     assert result.exit_code == 1 and first == "RED" and second.startswith("RED")
 
@@ -122,10 +116,9 @@ def test_a_machine_with_one_copy_of_the_bundle_reads_what_golden_wrote(
 
 
 def test_each_unit_names_every_arithmetic_and_what_was_not_measured(
-    llama, golden, monkeypatch
+    llama_bundle, golden, calls_here
 ):
-    monkeypatch.setattr(process, "call", in_process.call)
-    found = invoke("validate", llama, "--golden", golden, "--each-unit")
+    found = invoke("validate", llama_bundle.root, "--golden", golden, "--each-unit")
     assert (found["verdict"], found["device_measured"]) == ("GREEN", False)
     names = "portable declared", "portable exact", "portable narrow"
     assert tuple(unit["unit"] for unit in found["units"]) == names
@@ -176,25 +169,25 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
     assert (result.exit_code, first) == (1, "RED") and "first inf at" in second
 
 
-def test_plan_of_a_checkpoint_and_of_its_bundle_agree(llama):
-    found = invoke("plan", TINY, "--max-seq-len", 64), invoke("plan", llama)
+def test_plan_of_a_checkpoint_and_of_its_bundle_agree(llama_bundle):
+    found = invoke("plan", TINY, "--max-seq-len", 32), invoke("plan", llama_bundle.root)
     for plan in found:
         assert not lacks(plan, "plan") and plan["predicted_misfit"] <= 0.3
         assert {"M1", "M4 Max"} <= {row["chip"] for row in plan["chips"]}
     predicted, measured = (plan["bytes"] for plan in found)
-    assert predicted["kv"] == measured["kv"] == 2 * 4 * 2 * 64 * 32 * 2
+    assert predicted["kv"] == measured["kv"] == 2 * 4 * 2 * 32 * 32 * 2
     # program and alignment come on top
     assert abs(predicted["weights"] / measured["weights"] - 1) < 0.2
 
 
-def test_placement_is_predicted_off_a_mac_with_rules_and_advice(llama):
-    found = invoke("plan", llama, "--chip", "M1")
+def test_placement_is_predicted_off_a_mac_with_rules_and_advice(llama_bundle):
+    found = invoke("plan", llama_bundle.root, "--chip", "M1")
     assert found["source"] == "predicted"
     for shard in found["shards"]:
         assert not lacks(shard, "shard")
         assert shard["ane"] + shard["cpu"] == shard["ops"]
         assert not any(lacks(rule, "rule") for rule in shard["rules"])
-    assert "predicted placement" in cli("plan", llama).output
+    assert "predicted placement" in cli("plan", llama_bundle.root).output
 
 
 def never(name):

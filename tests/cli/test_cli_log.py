@@ -2,21 +2,16 @@
 grid."""
 
 import re
+from itertools import product
 
-import in_process
 import pytest
 from in_process import cli, invoke
+from refusal import refused
 
-from workbench import log, process
-from workbench.errors import InputError
+from workbench import log
 
-ROW = {
-    "status": "ok",
-    "checkpoint": "tiny",
-    "checkpoint_hash": "c",
-    "runtime": "portable",
-    "machine": "x",
-}
+ROW = {"status": "ok", "checkpoint": "tiny", "checkpoint_hash": "c"}
+ROW |= {"runtime": "portable", "machine": "x"}
 
 
 @pytest.fixture
@@ -61,25 +56,11 @@ def test_the_table_is_sorted_filtered_and_at_most_a_hundred_columns_wide(root):
 def test_two_runs_side_by_side_name_gates_that_changed(root):
     found = invoke("log", "a", "b", "--log", root)
     assert found["changed_gates"] == [{"gate": "program", "a": "GREEN", "b": "RED"}]
+    assert found.keys() > {"settings", "measures", "alike"}
     text = run("log", "a", "b", "--log", root)
     lines = [line.split() for line in text.splitlines()]
     assert ["compress", "fp16", "lut4"] in lines
     assert ["program", "GREEN", "RED"] in lines
-
-
-def test_two_settings_side_by_side_name_what_differs_and_by_how_much(tmp_path):
-    for round_, noise in enumerate((0.99, 1.0, 1.0, 1.01)):
-        for side, ms, T in (("a", 10.0, 1), ("b", 15.0, 2)):
-            row = {"status": "ok", "setting": side, "round": round_, "T": T}
-            log.append("runs", row, tmp_path, f"{round_}-{side}")
-            sample = {"phase": "call", "unit": "ms", "value": ms * noise}
-            log.append("samples", sample, tmp_path, f"{round_}-{side}")
-    found = invoke("log", "0-a", "0-b", "--log", tmp_path)
-    settings = {s["setting"]: (s["a"], s["b"]) for s in found["settings"]}
-    assert settings == {"T": (1, 2)}
-    (row,) = found["measures"]
-    assert row["low"] < 1.5 < row["high"]
-    assert (row["n_a"], row["n_b"], found["alike"]) == (4, 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -87,19 +68,17 @@ def test_two_settings_side_by_side_name_what_differs_and_by_how_much(tmp_path):
     [(("--sort", "speed"), "--sort"), (("a", "none"), "a run in the log")],
 )
 def test_bad_names_are_one_message(root, arguments, message):
-    with pytest.raises(InputError, match=message):
+    with refused(message):
         run("log", *arguments, "--log", root)
 
 
 def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(
-    exports, tmp_path, monkeypatch
+    exports, tmp_path, calls_here
 ):
-    monkeypatch.setattr(process, "call", in_process.call)
     bundle = exports.bundle(exports.checkpoint("llama"))
     options = "--T", "1,2", "--depth", "0,4", "-r", "2", "--log", tmp_path
     found = run("sweep", bundle.root, *options)
     assert re.search(r"cells +8\ndone +8", found) and "tok/s" in found
     runs = log.load("runs", tmp_path)
-    assert sorted(zip(runs["T"], runs["depth"], runs["round"])) == [
-        (T, depth, round_) for T in (1, 2) for depth in (0, 4) for round_ in (0, 1)
-    ]
+    cells = set(zip(runs["T"], runs["depth"], runs["round"]))
+    assert len(runs) == 8 and cells == {*product((1, 2), (0, 4), (0, 1))}

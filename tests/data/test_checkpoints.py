@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import DATA
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from workbench.check.tasks import load_tasks
 
-DATA = Path(__file__).parents[2] / "data"
 FOLDERS = sorted(path.parent for path in DATA.glob("tiny-*/evaluation.json"))
 HELD_OUT, LATEST = (
     load_tasks(DATA / "tasks" / f"{name}.jsonl") for name in ("heldout", "latest")
@@ -56,16 +56,15 @@ def test_the_tokenizer_returns_what_it_was_given(folder):
     assert len(coder) == model(folder).config.vocab_size
 
 
+@pytest.mark.slow("answers every held-out question")
 @pytest.mark.matrix(1, wide=5)
 @every_folder
 def test_greedy_decoding_answers_as_many_held_out_questions_as_stated(folder):
     right, asked = 0, HELD_OUT + (LATEST if folder.name in STATES else [])
     coder = tokenizer(folder)
     for question in asked:
-        prompt, answer = (
-            coder(question["prompt"], return_tensors="pt"),
-            question["answer"],
-        )
+        prompt = coder(question["prompt"], return_tensors="pt")
+        answer = question["answer"]
         how = {"do_sample": False, "max_new_tokens": len(answer.split())}
         out = model(folder).generate(**prompt, **how)
         right += coder.decode(out[0, prompt.input_ids.shape[1] :]) == answer
@@ -93,6 +92,7 @@ def test_zaya_uses_every_expert_and_the_skip_class():
     assert used == {*itertools.product(range(len(layers)), choices)}
 
 
+@pytest.mark.slow("decodes nine prompts token by token")
 @pytest.mark.wide
 @pytest.mark.parametrize("name, state", STATES.items())
 def test_a_hybrid_knows_the_latest_value_by_its_recurrent_state(exports, name, state):

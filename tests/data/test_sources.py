@@ -3,12 +3,12 @@ the other rows."""
 
 import math
 from functools import partial
-from pathlib import Path
 
 import pandas as pd
 import pytest
+from tiny import DATA
 
-FOLDER = Path(__file__).parents[2] / "data" / "sources"
+FOLDER = DATA / "sources"
 DOCUMENTS = ["chapter5", "experiment30", "batch2_cache_bug", "llama_ane"]
 KEYS = {
     **dict.fromkeys(DOCUMENTS, ["quantity", "condition"]),
@@ -26,12 +26,10 @@ def read(name: str, **how) -> pd.DataFrame:
 
 def figure(name: str, quantity: str, condition: str = "", column="value") -> float:
     """A number of the one row of a quantity, or of those with a condition the one with that."""
-    rows = read(name, dtype=str)
-    found = rows[rows["quantity"] == quantity]
+    rows = read(name, dtype=str).query("quantity == @quantity")
     if condition:
-        found = found[found["condition"] == condition]
-    (number,) = found[column]
-    return float(number)
+        rows = rows.query("condition == @condition")
+    return float(rows[column].item())
 
 
 def figures(name: str) -> list:

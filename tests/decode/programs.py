@@ -5,36 +5,20 @@ A program runs on a batch of three sequences. Beside it, every sequence has a hi
 each with its T, those of its tokens that count, and its place in the batch, on which a kernel's
 order of sums depends. At the end a fresh decoder runs each history alone, the other sequences
 waiting: what one more call computes, and what every state holds, must be the same bits in `exact`.
-
-    python -m tests.decode.programs                    200 programs of every family
-    python -m tests.decode.programs lfm2 --count 20    20 of one
-
-Exits 1 when a program ends otherwise than its tokens alone.
 """
 
-import argparse
-import os
-import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+import numpy as np
 
-import numpy as np  # noqa: E402
-import tiny  # noqa: E402
-
-from workbench import Decoder, InputError  # noqa: E402
-from workbench.decode import Sequences, Snapshot, store  # noqa: E402
-from workbench.decode.snapshot import floor, take  # noqa: E402
+from workbench import Decoder, InputError
+from workbench.decode import Sequences, Snapshot, store
+from workbench.decode.snapshot import floor, take
 
 B, S, T_MAX, STEPS = 3, 28, 4, 12
-COUNT = 200  # programs of each family in a whole proof
 OPERATIONS = {  # how often each is drawn
     "prefill": 4,
     "decode": 4,
@@ -84,13 +68,14 @@ class Program:
         self.decoder, self.rng = decoder, np.random.default_rng(seed)
         self.lineages = [Lineage() for _ in range(B)]
         self.stored: list[tuple[Snapshot, Lineage]] = []
-        self.text: list[str] = []  # what was done
+        self.done: list[str] = []  # operations
 
     def run(self) -> None:
         self.decoder.begin()
         shares = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
         for _ in range(STEPS):
-            getattr(self, self.rng.choice(list(OPERATIONS), p=shares))()
+            self.done.append(self.rng.choice(list(OPERATIONS), p=shares))
+            getattr(self, self.done[-1])()
 
     def ran(self, chunk: list[list[int]], kept: bool) -> None:
         """Notes a call; `kept`: recurrent states go back into it."""
@@ -110,7 +95,6 @@ class Program:
         ]
         tile = int(self.rng.integers(1, T_MAX + 1))
         if any(prompts):
-            self.text.append(f"prefill {list(map(len, prompts))} by {tile}")
             self.decoder.prefill(prompts, tile)
             for start in range(0, max(map(len, prompts)), tile):
                 chunk = [prompt[start : start + tile] for prompt in prompts]
@@ -119,7 +103,6 @@ class Program:
     def decode(self) -> None:
         going = [self.room(seq) > 0 and self.rng.random() < 0.8 for seq in range(B)]
         if any(going):
-            self.text.append(f"decode {going}")
             tokens = [self.tokens(1) if go else [] for go in going]
             self.decoder.decode_one_token([t[0] if t else None for t in tokens])
             self.ran(tokens, False)
@@ -129,13 +112,12 @@ class Program:
         changes nothing."""
         seq, count = int(self.rng.integers(B)), int(self.rng.integers(1, T_MAX + 3))
         lineage = self.lineages[seq]
-        self.text.append(f"trim {count} of {seq}, {len(lineage.ids)} tokens")
         before = self.decoder.snapshot(seq)
         try:
             count = self.decoder.trim(count, seq)
             lineage.undo(count)
         except InputError:
-            assert count > self.promised(lineage), f"{self.text[-1]} refused"
+            assert count > self.promised(lineage), f"trim {count} of {len(lineage.ids)}"
             assert not differing(self.decoder.snapshot(seq), before)
 
     def promised(self, lineage: Lineage) -> int:
@@ -152,27 +134,23 @@ class Program:
         count = int(self.rng.integers(0, snapshot.offset - snapshot.floor + 1)) // 2
         lineage.undo(count)
         lineage.last = 0
-        self.text.append(f"snapshot {seq}, trimmed by {count}")
         with tempfile.TemporaryDirectory() as folder:
             store.save(folder, "sequence", snapshot.trim(count))
             self.stored.append((store.load(folder, "sequence"), lineage))
 
     def restore(self) -> None:
         picks = [self.pick() for _ in range(B)]
-        self.text.append(f"restore {[p and p[0].offset for p in picks]}")
         self.decoder.begin([pick and pick[0] for pick in picks])
         self.lineages = [deepcopy(pick[1]) if pick else Lineage() for pick in picks]
 
     def add(self) -> None:
         seq, pick = int(self.rng.integers(B)), self.pick()
         if pick:
-            self.text.append(f"add {pick[0].offset} tokens as {seq}")
             self.decoder.add(seq, pick[0])
             self.lineages[seq] = deepcopy(pick[1])
 
     def remove(self) -> None:
         seq = int(self.rng.integers(B))
-        self.text.append(f"remove {seq}")
         self.decoder.remove(seq)
         self.lineages[seq] = Lineage()
 
@@ -233,43 +211,4 @@ def fault_of(decoder: Decoder, seed: int) -> str:
     program = Program(decoder, seed)
     program.run()
     faults = list(program.faults())
-    return f"{', '.join(faults)} after {'; '.join(program.text)}" if faults else ""
-
-
-def prove(families: list[str], count: int) -> int:
-    """Runs the programs of each family; returns how many failed."""
-    from tqdm.auto import tqdm
-
-    failed = 0
-    for family in families:
-        with tempfile.TemporaryDirectory() as folder:
-            exports = tiny.Exports(Path(folder))
-            checkpoint = exports.checkpoint(family)
-            decoders = [
-                exports.decoder(checkpoint, **options(family, shape))
-                for shape in range(len(SHAPES))
-            ]
-            faults = [
-                f"{seed}: {fault}"
-                for seed in tqdm(range(count), desc=family, unit="program")
-                if (fault := fault_of(decoders[seed % len(SHAPES)], seed))
-            ]
-        failed += len(faults)
-        sound = count - len(faults)
-        print(
-            f"{family}: {sound} of {count} programs as their tokens alone", *faults[:3]
-        )
-    return failed
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.decode.programs")
-    parser.add_argument("families", nargs="*", default=list(tiny.DIMS))
-    parser.add_argument("--count", type=int, default=COUNT)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    return int(prove(arguments.families, arguments.count) > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return f"{', '.join(faults)} after {', '.join(program.done)}" if faults else ""

@@ -21,18 +21,10 @@ FULL = {
 def test_a_layer_of_full_size_decodes_as_hugging_face(tmp_path):
     own = tiny.Exports(tmp_path)  # a gigabyte: not kept for the session
     checkpoint = own.checkpoint("zaya", **FULL)
-    g = tiny.golden(own.hf(checkpoint), tiny.prompt(1009, 9))
+    g = own.golden(checkpoint, 9)
     own.models.clear()
-    exact = own.decoder(checkpoint)
-    for sizes in ([1], [2], [3], [4]):
-        assert (
-            tiny.cosine(tiny.isolated(exact, 0, g, sizes, width=4), g.updates[0])
-            > 0.999999
-        )
-    assert tiny.relative(tiny.chained(exact, g.ids, [4]), g.logits) < 1e-5
-    assert (
-        tiny.cosine(
-            tiny.chained(own.decoder(checkpoint, "declared"), g.ids, [4]), g.logits
-        )
-        > 0.999
-    )
+    exact, declared = (own.decoder(checkpoint, how) for how in ("exact", "declared"))
+    for size in (1, 2, 3, 4):
+        assert tiny.isolated_cosine(exact, 0, g, [size], width=4) > 0.999999
+    assert tiny.logits_error(exact, g, 4) < 1e-5
+    assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > 0.999

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 import nbformat
+from tiny import ROOT
 
-ROOT = Path(__file__).parents[2]
 SMALL = {
     "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 12},
     "30": {

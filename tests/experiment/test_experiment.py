@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from refusal import refused
 
 from workbench import log, plots
 from workbench.check import gates
-from workbench.errors import InputError
 from workbench.experiment import (
     CellError,
     Experiment,
@@ -44,18 +44,16 @@ experiment.conclude(f"{MAX_SEQ_LEN} rows.")
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(checkout):
     """A checkout with one notebook and an empty log."""
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "workbench"\n')
-    (tmp_path / "notebooks").mkdir()
+    (checkout / "notebooks").mkdir()
     cells = [new_markdown_cell("# 07 · How fast?\n\nAn example.")]
     cells.append(new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}))
     cells.append(new_code_cell(BODY))
     words = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook = new_notebook(cells=cells, metadata={"kernelspec": words})
-    nbformat.write(notebook, tmp_path / "notebooks" / f"{NAME}.ipynb")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    nbformat.write(notebook, checkout / "notebooks" / f"{NAME}.ipynb")
+    return checkout
 
 
 def example(checkpoint="data/tiny-llama", **more) -> Experiment:
@@ -94,11 +92,8 @@ def test_the_report_has_gates_figures_and_a_command_and_few_lines(project):
     assert report.startswith("# Experiment 07 · How fast?\n\nIt holds.\n")
     assert "![bars of ms](figures/times.svg)" in report
     lines = report.splitlines()
-    verdicts = [
-        line.split("|")[2].strip()
-        for line in lines
-        if "max_kl" in line or "needs a Mac" in line
-    ]
+    gates = [line for line in lines if "max_kl" in line or "needs a Mac" in line]
+    verdicts = [line.split("|")[2].strip() for line in gates]
     assert verdicts == ["✗ RED", "– not run"]  # RED first
     command = next(line for line in lines if line.startswith("workbench run"))
     values = shlex.split(command)[2:]
@@ -141,20 +136,20 @@ def test_a_notebook_that_never_concludes_is_refused(project, forked):
     example().conclude("An earlier run.")
     source = project / "notebooks" / f"{NAME}.ipynb"
     source.write_text(source.read_text().replace("experiment.conclude", "str"))
-    with pytest.raises(InputError, match="end the notebook with experiment.conclude"):
+    with refused("end the notebook with experiment.conclude"):
         run_notebook("07", progress=False)
 
 
 def test_what_a_notebook_does_not_have_is_refused_before_anything_runs(project):
-    with pytest.raises(InputError, match="some of CHECKPOINT, MAX_KL, MAX_SEQ_LEN, T"):
+    with refused("some of CHECKPOINT, MAX_KL, MAX_SEQ_LEN, T"):
         run_notebook("07", {"MAX_SEQ_LENGTH": 3}, progress=False)
-    with pytest.raises(InputError, match="no such notebook"):
+    with refused("no such notebook"):
         run_notebook("99", progress=False)
     assert not (project / "build").exists()
 
 
 def test_the_newest_run_is_written_again_and_the_shipped_one_without_it(project):
-    with pytest.raises(InputError, match="no finished run"):
+    with refused("no finished run"):
         last_run("7")
     experiment = example()
     experiment.conclude("It holds.")

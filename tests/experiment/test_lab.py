@@ -1,29 +1,28 @@
 """What JupyterLab saves (`workbench.lab`)."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
 import pytest
+from tiny import ROOT
 
 from workbench.lab import without_outputs
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 OF_A_KERNEL = {"version": "3.12.1", "mimetype": "text/x-python", "name": "python"}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_that_ran_is_saved_as_git_has_it(path, tmp_path):
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "workbench"\n')
-    (tmp_path / "notebooks").mkdir()
+def test_a_notebook_that_ran_is_saved_as_git_has_it(path, checkout):
+    (checkout / "notebooks").mkdir()
     ran = nbformat.read(path, as_version=4)
     ran.metadata.language_info = nbformat.from_dict(OF_A_KERNEL)
     for count, cell in enumerate(c for c in ran.cells if c.cell_type == "code"):
         cell.execution_count = count
         cell.outputs = [nbformat.v4.new_output("stream", text="words")]
     model = {"type": "notebook", "content": ran}
-    manager = SimpleNamespace(root_dir=str(tmp_path))
+    manager = SimpleNamespace(root_dir=str(checkout))
     without_outputs(model, f"notebooks/{path.name}", manager)
     assert nbformat.writes(model["content"]) + "\n" == path.read_text()
-    copy = tmp_path / "build" / "notebooks" / path.name
+    copy = checkout / "build" / "notebooks" / path.name
     assert "words" in copy.read_text()

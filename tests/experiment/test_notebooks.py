@@ -13,13 +13,14 @@ import pandas as pd
 import pytest
 from browser.lab import changes, commit
 from experiment import small
+from tiny import ROOT
 
 from workbench import log, plots
 from workbench.check import gates
 from workbench.experiment import notebook_parameters, run_notebook
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 RESULTS = re.compile(
     r"\d[\d.,]*\s*(times|×|%|tok/s|ms|nats|MiB|GiB)|"
     r"\b(faster|slower|fewer|cheaper|better|worse|closer|further) than\b"
@@ -49,7 +50,7 @@ def answer_code(path: Path) -> str:
     return "\n".join(gates + sources[first + 1 : last + 1])
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
 def test_a_notebook_has_few_short_cells_one_of_parameters_and_no_outputs(path):
     """The hook of `make lab` saves notebooks without outputs (`workbench.lab`)."""
     command = ["git", "show", f":notebooks/{path.name}"]
@@ -67,7 +68,7 @@ def test_a_notebook_has_few_short_cells_one_of_parameters_and_no_outputs(path):
     assert notebook_parameters(path.name[:2])
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
 def test_it_asks_a_question_and_computes_the_answer(path):
     prose = cells_of(path, "markdown")
     assert re.match(rf"# {path.name[:2]} · .*\?\n", prose[0] + "\n")
@@ -77,7 +78,7 @@ def test_it_asks_a_question_and_computes_the_answer(path):
     assert f"| `{path.stem}` | {question} |" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
 def test_prose_states_no_results(path):
     code = "\n".join(cells_of(path, "code"))
     for cell in cells_of(path, "markdown"):
@@ -259,7 +260,7 @@ OTHER = {"05": "qwen2", "31": "qwen2", "33": "llama", "34": "qwen2"}
 
 
 @pytest.mark.slow("a kernel runs a whole notebook")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
 def test_it_runs_with_another_checkpoint_and_its_answer_is_true_of_its_files(
     path, project, forked, monkeypatch
 ):

@@ -2,7 +2,6 @@
 of a column and of a page, equal data give equal bytes."""
 
 import json
-from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -10,11 +9,11 @@ import pandas as pd
 import pytest
 from circle import wide
 from matplotlib.collections import PolyCollection, QuadMesh
+from tiny import ROOT
 
 from workbench import plots
 from workbench.check import compare, validate
 
-ROOT = Path(__file__).parents[2]
 TOKENS = ["set", "·garden", "↵", "a\\$b", "carrot", "Ωmega", "7", "to", "the", "end"]
 
 
@@ -81,6 +80,8 @@ def test_what_is_not_finite_or_not_measured_is_named():
     assert "not finite" in texts(figure) and "not measured" in texts(figure)
     only_broken = plots.heatmap(rows[broken & rows["T"].eq(1)])
     assert "not finite" in texts(only_broken)
+    bars = plots.bars(pd.DataFrame({"ms": [2.0, np.nan]}, index=["a", "b"]))
+    assert texts(bars).count("not measured") == 1 and "nan" not in texts(bars)
 
 
 SHIPPED = {

@@ -5,13 +5,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
-from tiny import build
-
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, FileEntry, file_entries
 from workbench.export import export, read_plan, template
 from workbench.export.shards import specs
 from workbench.export.template import find_slots, operations, read_package, values_of
+from workbench.export.weights import blank, load_values, weight_sources
 from workbench.models.checkpoint import Checkpoint
 
 
@@ -53,8 +52,12 @@ def conversions(
     made = {}
     for spec in specs(plan, options):
         package = folder / f"{spec.name}.mlpackage"
-        module, weights = build(spec, source, plan, options)
-        programs = {}
+        module, programs = blank(spec, plan, options), {}
+        weights = weight_sources(spec, source, plan, options)
+        for weight in weights:
+            values = load_values(weight, source).float().reshape(weight.shape)
+            module.get_parameter(weight.path).data = values
+        module.requires_grad_(False).eval()
         with ExitStack() as stack:
             exact_tables(stack)
             for name, T in (options.functions or {"main": None}).items():

@@ -7,8 +7,9 @@ import torch
 from conversions import small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusal import refused
 
-from workbench import InputError, bundle
+from workbench import bundle
 from workbench.export import weights
 from workbench.export.weights import WeightSource
 
@@ -19,7 +20,7 @@ SIZE = {"num_hidden_layers": 1, "vocab_size": 320}
 
 def test_a_width_that_blocks_do_not_divide_is_refused_by_name(exports, tmp_path):
     checkpoint = exports.checkpoint("llama", intermediate_size=80, **SIZE)
-    with pytest.raises(InputError, match="down_proj.weight.*80 inputs.*multiple of 32"):
+    with refused("down_proj.weight.*80 inputs.*multiple of 32"):
         small(checkpoint, tmp_path / "b", compress="int4-block32")
 
 
@@ -31,19 +32,13 @@ def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
     )
 
     if preset.startswith("lut"):
-        found = palettize_weights.blockwise_compress(
-            weight, "KMEANS", int(preset[3:]), [0] * 4
-        )
+        how = "KMEANS", int(preset[3:]), [0] * 4
+        found = palettize_weights.blockwise_compress(weight, *how)
         return {"indices": found.indices, "lut": found.lut}
-    blocks = {
-        "int8-tensor": [0, 0, 0, 0],
-        "int8-channel": [1, 0, 0, 0],
-        "int4-block32": [1, 32, 0, 0],
-    }[preset]
+    blocks = {"int8-tensor": [0] * 4, "int8-channel": [1, 0, 0, 0]}
+    how = PRESETS[preset], "LINEAR_SYMMETRIC", True, blocks.get(preset, [1, 32, 0, 0])
     with np.errstate(all="ignore"):
-        found = linear_quantize_weights.blockwise_compress(
-            weight, PRESETS[preset], "LINEAR_SYMMETRIC", True, blocks
-        )
+        found = linear_quantize_weights.blockwise_compress(weight, *how)
     return {"data": found.data, "scale": found.scale}
 
 
@@ -53,11 +48,8 @@ def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
     if kind == "zero rows":
         weight[:: 1 + seed % 3] = 0
     elif kind == "any bits":  # every finite fp16 that an integer scale can hold
-        weight = (
-            rng.integers(0, 1 << 16, shape, dtype=np.uint16)
-            .view(np.float16)
-            .astype(np.float64)
-        )
+        bits = rng.integers(0, 1 << 16, shape, dtype=np.uint16)
+        weight = bits.view(np.float16).astype(np.float64)
         weight[~(np.abs(weight) <= 32752)] = 0
     elif kind == "subnormal":
         weight *= 3e-7
@@ -71,14 +63,9 @@ def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
 KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 
 
-def ours(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
-    part = WeightSource("w", "w", weight.shape, preset=bundle.PRESETS[preset])
-    values = torch.from_numpy(weight.reshape(-1).copy())
-    return weights.stored(part, values)
-
-
 def check(weight: np.ndarray, preset: str) -> None:
-    arrays = ours(weight, preset)
+    part = WeightSource("w", "w", weight.shape, preset=bundle.PRESETS[preset])
+    arrays = weights.stored(part, torch.from_numpy(weight.reshape(-1).copy()))
     for role, expected in theirs(weight, preset).items():
         expected = expected.astype(arrays[role].dtype)
         assert arrays[role].tobytes() == expected.tobytes(), role
@@ -109,10 +96,7 @@ def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
 
 def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):
     """A norm or bias of 40,000 fits fp16, and int8 does not touch it."""
-    from safetensors.torch import load_file, save_file
-
     path = tiny.random(tmp_path / "c", "llama", num_hidden_layers=1)
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.norm.weight"][0] = 40_000
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with tiny.edited_weights(path) as tensors:
+        tensors["model.norm.weight"][0] = 40_000
     assert small(path, tmp_path / "b", compress="int8-tensor").manifest.shards

@@ -3,9 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
+from refusal import refused
 
 from workbench import log
-from workbench.errors import InputError
 
 
 def samples(values, **columns) -> list[dict]:
@@ -100,5 +100,5 @@ def test_the_end_of_an_id_names_a_run_and_an_unknown_one_is_refused(tmp_path):
     found, *_ = log.compare(a[-8:], b[-8:], tmp_path)
     assert found[["a", "b"]].values.tolist() == [[1, 4]]
     for wrong in ("missing", ""):
-        with pytest.raises(InputError, match=f"run {wrong}: found"):
+        with refused(f"run {wrong}: found"):
             log.compare(a, wrong, tmp_path)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from refusal import refused
 
 from workbench import log
-from workbench.errors import InputError
+from workbench.log import runs
 from workbench.log.anonymous import anonymous
 from workbench.log.runs import scalars
 
@@ -67,7 +68,7 @@ def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path):
     (row,) = log.load("runs", tmp_path).to_dict("records")
     assert (row["run_id"], row["status"], row["command"]) == (run_id, "ok", "x")
     times = {"call_ms": 2.0, "tokens_per_s": 500.0, "cold_s": 3.0, "warm_s": 0.25}
-    assert {name: row[name] for name in times} == times
+    assert times.items() <= row.items()
     assert (row["worst_cosine"], row["worst_update"]) == (0.9, pytest.approx(0.1))
     assert json.loads(row["config"]) == {"path": "…/mine"}
     here = log.environment()
@@ -87,11 +88,9 @@ def test_what_was_not_measured_or_is_not_finite_has_no_sum():
 
 def test_a_run_is_listed_last(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(
-        "workbench.log.runs.append", lambda table, *_: written.append(table)
-    )
-    layers, fidelity = pd.DataFrame([{"layer": 0}]), pd.DataFrame([update(1.0)])
-    log.record({}, tmp_path, layers=layers, fidelity=fidelity)
+    monkeypatch.setattr(runs, "append", lambda table, *_: written.append(table))
+    rows = {"layers": pd.DataFrame([{"layer": 0}])}
+    log.record({}, tmp_path, **rows, fidelity=pd.DataFrame([update(1.0)]))
     assert written == ["layers", "fidelity", "runs"]
 
 
@@ -109,7 +108,7 @@ def filled(tmp_path):
 
 def test_a_packed_log_names_nobody_and_is_taken_in_once(filled, tmp_path, monkeypatch):
     names = {"jane-doe", socket.gethostname()}
-    monkeypatch.setattr("workbench.log.runs.identifiers", lambda: names)
+    monkeypatch.setattr(runs, "identifiers", lambda: names)
     path = tmp_path / "log.zip"
     assert log.pack(path, filled) == 2
     assert log.unpack(path, tmp_path / "b") == ["1-a", "2-b"]
@@ -123,7 +122,9 @@ def test_a_packed_log_names_nobody_and_is_taken_in_once(filled, tmp_path, monkey
     assert stderr.startswith("…/models of … on ")
 
 
-@pytest.mark.parametrize("damage", ["torn", "foreign", "outside", "old", "no zip"])
+@pytest.mark.parametrize(
+    "damage", ["torn", "note.txt", "runs/../x", "samples/log.parquet", "no zip"]
+)
 def test_a_packed_log_that_cannot_be_read_changes_nothing(filled, tmp_path, damage):
     path = tmp_path / "log.zip"
     log.pack(path, filled)
@@ -132,14 +133,8 @@ def test_a_packed_log_that_cannot_be_read_changes_nothing(filled, tmp_path, dama
     elif damage == "no zip":
         path.write_text("text")
     else:
-        old = Path(__file__).read_bytes() if damage == "foreign" else b"PAR1"
-        name = {
-            "foreign": "note.txt",
-            "outside": "runs/../x",
-            "old": "samples/log.parquet",
-        }
         with zipfile.ZipFile(path, "a") as archive:
-            archive.writestr(name[damage], old)
-    with pytest.raises(InputError, match="nothing was taken in"):
+            archive.writestr(damage, "PAR1")
+    with refused("nothing was taken in"):
         log.unpack(path, tmp_path / "b")
     assert not (tmp_path / "b").exists()

@@ -2,16 +2,16 @@
 
 import json
 
-import in_process
 import pytest
+from refusal import refused
 
-from workbench import log, process, sweep
+from workbench import log, sweep
 from workbench.check import golden
-from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
 IDS = [1, 4, 69, 42, 13, 4]
 RUN = {"T": [1, 2], "depth": [2], "n_gen": 2, "repetitions": 1}
+pytestmark = pytest.mark.usefixtures("calls_here")
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +25,6 @@ def grid(exports, stored):
     source = exports.checkpoint("llama")
     roots = [exports.bundle(source, max_seq_len=S, tokens="1-2").root for S in (16, 24)]
     return {"bundle": [*map(str, roots)], "golden": str(stored), "run": RUN}
-
-
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    monkeypatch.setattr(process, "call", in_process.call)
 
 
 def test_bundles_are_measured_and_validated_without_their_checkpoint(grid, tmp_path):
@@ -78,5 +73,5 @@ def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_runs(grid, change, words):
-    with pytest.raises(InputError, match=words):
+    with refused(words):
         sweep.make_grid(grid | change)

@@ -2,24 +2,17 @@
 
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
-import in_process
 import pytest
+from refusal import refused
 
-from workbench import Bundle, InputError, process, sweep
+from workbench import Bundle, sweep
 from workbench.bundle import Options
 from workbench.export import bundle_for
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import energy
 from workbench.sweep import run as sweeping
-
-
-def truncated(root):
-    weights = next(root.rglob("weight.bin"))
-    weights.write_bytes(weights.read_bytes()[:-64])
-
-
-OPTIONS = Options(max_seq_len=16)
 
 
 @pytest.fixture
@@ -30,66 +23,48 @@ def source(exports):
 def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
     source, tmp_path, monkeypatch
 ):
-    made = bundle_for(source, OPTIONS, tmp_path)
+    about = source, Options(max_seq_len=16), tmp_path
+    made = bundle_for(*about)
 
     def closed(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("workbench.bundle.bundle.read_manifest", closed)
-    with pytest.raises(InputError, match="Permission denied"):
-        bundle_for(source, OPTIONS, tmp_path)
+    with refused("Permission denied"):
+        bundle_for(*about)
     assert (made.root / "bundle.json").is_file()
 
 
-def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "call", in_process.call)
+def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, calls_here):
     run = grid["run"] | {"T": [1], "rounds": 2}
     made = sweep.make_grid(grid | {"validate_ids": [], "run": run})
     first, second = sweep.cells(made)
     how = {"grid": made, "bundles": tmp_path / "bundles", "root": tmp_path / "log"}
     assert sweeping.run_cell(first, **how) == ("ok", None)
     (root,) = (path.parent for path in (tmp_path / "bundles").glob("*/bundle.json"))
-    truncated(root)
-    with pytest.warns(
-        UserWarning, match="is exported again: .*weight.bin: found .* bytes"
-    ):
+    weights = next(root.rglob("weight.bin"))
+    weights.write_bytes(weights.read_bytes()[:-64])
+    with pytest.warns(UserWarning, match="is exported again: .*weight.bin: found .*"):
         assert sweeping.run_cell(second, **how) == ("ok", None)
     Bundle.open(root)
 
 
-@pytest.fixture
-def measured(exports):
-    """A function that measures a cell here and returns its row."""
-
-    def measure(**changes):
-        source = exports.checkpoint("llama", num_hidden_layers=1)
-        how = {"n_gen": 2, "repetitions": 1, "runtime": ["portable"]} | changes
-        grid = {"checkpoint": str(source), "export": {"max_seq_len": [16]}, "run": how}
-        made = sweep.make_grid(grid)
-        (only,) = sweep.cells(made)
-        bundle = exports.bundle(source, max_seq_len=16)
-        return sweeping.measure(only, made, bundle.root)[0]
-
-    return measure
-
-
 @pytest.mark.parametrize(("millijoules", "joules"), [(250, 0.25), (0, None)])
 def test_what_the_counters_say_of_a_measurement_is_in_its_row(
-    measured, monkeypatch, millijoules, joules
+    source, exports, monkeypatch, millijoules, joules
 ):
     """A library in place of zeus-apple-silicon, which a Mac alone has."""
-
-    class Monitor:
-        def begin_window(self, label):
-            self.label = label
-
-        def end_window(self, label):
-            assert label == self.label
-            return SimpleNamespace(ane_mj=millijoules)
-
-    library = SimpleNamespace(AppleEnergyMonitor=Monitor)
+    monitor = mock.Mock()
+    monitor.end_window.return_value.ane_mj = millijoules
+    library = SimpleNamespace(AppleEnergyMonitor=lambda: monitor)
     monkeypatch.setitem(sys.modules, "zeus_apple_silicon", library)
-    row = measured()
+    run = {"n_gen": 2, "repetitions": 1, "runtime": ["portable"]}
+    grid = {"checkpoint": str(source.path), "export": {"max_seq_len": [16]}}
+    made = sweep.make_grid(grid | {"run": run})
+    (cell,) = sweep.cells(made)
+    bundle = exports.bundle(source.path, max_seq_len=16)
+    row, _ = sweeping.measure(cell, made, bundle.root)
+    monitor.end_window.assert_called_once_with(*monitor.begin_window.call_args.args)
     assert row["ane_joules"] == joules
     said = row["config"]["energy"]
     assert said is None if joules else "stayed at zero" in said

@@ -73,9 +73,8 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     first = 16 if axis == "max_seq_len" else getattr(options(), axis, None)
     values = AXES.get(axis) or [first, OTHER[axis]]
     for i, value in enumerate(values):
-        about = {"number": i, "checkpoint_hash": HASH}
-        about["runtime"] = RUNTIMES.get(axis, ["portable"] * 2)[i]
-        add(root, varied(axis, value), SLOW, lambda *_, i=i: 1.0 + i, **about)
+        runtime = RUNTIMES.get(axis, ["portable"] * 2)[i]
+        add(root, varied(axis, value), SLOW, lambda *_, i=i: 1.0 + i, HASH, runtime)
     grid = varied(axis, *values)
     made = sweep.make_grid(grid)
     stored = sweep.stored_tables(made, root)
@@ -98,18 +97,16 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
 @pytest.mark.parametrize("option", ["threads", "n_gen", "min_seconds", "min_tokens"])
 def test_an_option_that_a_grid_takes_once_is_a_setting(tmp_path, option):
     grids = make(), make(**{option: 2})
-    about = {"checkpoint_hash": HASH}
     for i, grid in enumerate(grids):
-        add(tmp_path, grid, SLOW, lambda *_, i=i: 1.0 + i, number=i, **about)
+        add(tmp_path, grid, SLOW, lambda *_, i=i: 1.0 + i, HASH)
     for i, grid in enumerate(grids):
         found = sweep.configurations(sweep.make_grid(grid), tmp_path)
         assert found["call_ms"].tolist() == [1.0 + i] and found["n"].tolist() == [1]
 
 
 def test_a_sweep_logs_the_columns_by_which_it_is_found(swept, grid):
-    rows = log.plain(log.load("runs", swept[0] / "log")).set_index(
-        "setting", drop=False
-    )
+    rows = log.plain(log.load("runs", swept[0] / "log"))
+    rows = rows.set_index("setting", drop=False)
     for cell in sweep.cells(sweep.make_grid(grid)):
         columns = cell.columns("portable")
         assert rows.loc[columns["setting"], list(columns)].to_dict() == columns

@@ -98,13 +98,10 @@ def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
     assert found.lines[0] == CORE_ML and "a line" in found.lines
 
 
-def test_an_exception_is_its_last_line(module):
+def test_an_exception_is_its_last_line_and_a_refusal_its_message(module):
     found = process.call(module.raises, {})
     assert found.failure == "exit code 1: RuntimeError: Error compiling model: no"
     assert any("Traceback" in line for line in found.lines)
-
-
-def test_a_refusal_is_its_message_and_keeps_the_lines_that_tell(module):
     found = process.call(module.refuses_after_core_ml_complained, {})
     assert found.failure == "x: found 1; needs 2. Next: write 2."
     assert found.lines == (CORE_ML,)
@@ -126,6 +123,13 @@ def test_the_last_message_is_one_line(written, text):
     assert last_message(written.splitlines()) == text
 
 
+def sleeping(file: Path) -> int:
+    """The process that writes its id there and sleeps, once it does."""
+    while not (file.exists() and file.read_text()):
+        time.sleep(0.02)
+    return int(file.read_text())
+
+
 def test_what_takes_too_long_is_ended(module, tmp_path, monkeypatch):
     """The clock stands at 0 until the child sleeps, however long it takes to start."""
     pid = tmp_path / "pid"
@@ -140,8 +144,7 @@ def test_a_call_is_cancelled_from_another_thread(module, tmp_path):
     stop, pid = threading.Event(), tmp_path / "pid"
 
     def stop_once_it_sleeps():
-        while not (pid.exists() and pid.read_text()):
-            time.sleep(0.02)
+        sleeping(pid)
         stop.set()
 
     threading.Thread(target=stop_once_it_sleeps).start()
@@ -149,22 +152,17 @@ def test_a_call_is_cancelled_from_another_thread(module, tmp_path):
     with pytest.raises(process.Cancelled):
         process.call(module.sleeps, {"pid": str(pid)}, stop=stop)
     assert time.monotonic() - started < 60  # of 600
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
     code = f"import called; from workbench import process; process.call(called.sleeps, {{'pid': {str(tmp_path / 'pid')!r}}})"
     caller = subprocess.Popen([sys.executable, "-c", code])
-    while not ((pid := tmp_path / "pid").exists() and pid.read_text()):
-        time.sleep(0.02)
+    orphan = psutil.Process(sleeping(tmp_path / "pid"))
     caller.send_signal(signal.SIGKILL)
     caller.wait(10)
-    orphan = int(Path(pid).read_text())
     deadline = time.monotonic() + 10
-    while (
-        psutil.pid_exists(orphan)
-        and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE
-    ):
+    while orphan.is_running() and orphan.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

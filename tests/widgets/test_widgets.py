@@ -4,21 +4,20 @@ layer's split, missing results are measured beside the notebook, and no error is
 import threading
 import time
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import in_process
 import numpy as np
 import pandas as pd
 import pytest
+from refusal import refused
+from tiny import DATA
 
 from workbench import process, widgets
-from workbench.errors import InputError
 from workbench.experiment import Experiment
 from workbench.explain import operation
 from workbench.widgets import Explorer, planner
 
-DATA = Path(__file__).parents[2] / "data"
 GRID = {
     "checkpoint": str(DATA / "tiny-llama"),
     "validate_ids": [1, 4, 69, 173],
@@ -117,9 +116,8 @@ def test_every_tensor_and_metric_is_drawn_within_half_a_second(explorer):
 
 
 def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
-    explorer, monkeypatch
+    explorer, calls_here
 ):
-    monkeypatch.setattr(process, "call", in_process.call)
     click(explorer, 1, 2)
     assert "layer 1, position 2" in explorer.words.value
     assert "error split" in explorer.status.value
@@ -195,7 +193,7 @@ def test_a_failed_measurement_is_shown_and_ends_the_queue(explorer, monkeypatch)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no-such-model"):
+    with refused("no-such-model"):
         Explorer(GRID | {"checkpoint": "no-such-model"}, None, root=tmp_path)
 
 
