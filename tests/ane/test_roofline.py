@@ -46,15 +46,6 @@ def test_a_figure_is_predicted_by_the_others_of_its_chip_alone(monkeypatch):
     assert after["misfit"] < -0.9
 
 
-def test_a_fit_finds_the_numbers_that_made_the_figures():
-    sizes = (5e6, 2e6, 1), (2e8, 0, 1), (3e9, 3e8, 8), (3e9, 3e8, 32), (6e8, 0, 4)
-    names = "weight_bytes", "state_bytes", "dispatches"
-    works = pd.concat(work(**dict(zip(names, size)), flops=0) for size in sizes)
-    rows = roofline.on_chips(works.assign(chip=roofline.CALIBRATED_ON))
-    rows["ms"] = 0.5 * rows["dispatches"] + rows["busy_ms"] / 0.8
-    assert roofline.fit(rows) == pytest.approx((0.5, 1 / 0.8))
-
-
 def test_work_is_what_the_exported_program_holds(tiny_llama, llama_bundle):
     d, options = llama_bundle.manifest.dims, llama_bundle.manifest.options
     width = Checkpoint(tiny_llama.path).config.intermediate_size

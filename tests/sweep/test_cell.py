@@ -11,7 +11,6 @@ from workbench import Bundle, sweep
 from workbench.bundle import Options
 from workbench.export import bundle_for
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import energy
 from workbench.sweep import run as sweeping
 
 
@@ -68,9 +67,3 @@ def test_what_the_counters_say_of_a_measurement_is_in_its_row(
     assert row["ane_joules"] == joules
     said = row["config"]["energy"]
     assert said is None if joules else "stayed at zero" in said
-
-
-def test_without_the_library_energy_is_null_and_nothing_fails():
-    with energy.metered() as used:
-        pass
-    assert used["ane_joules"] is None and "zeus" in used["reason"]
