@@ -230,7 +230,7 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
 
 
 class Plan:
-    """A compute plan of operations as (name, preferred device, cost, operations inside)."""
+    """A compute plan of operations as (name, preferred device, operations inside)."""
 
     def __init__(self, *ops):
         functions = {"main": SimpleNamespace(block=self.block(ops))}
@@ -243,35 +243,31 @@ class Plan:
                 operator_name=name,
                 outputs=[SimpleNamespace(name=f"{name}_out")],
                 blocks=[self.block(inside)] if inside else [],
-                about=(device, cost),
+                device=device,
             )
-            for name, device, cost, *inside in ops
+            for name, device, *inside in ops
         ]
         return SimpleNamespace(operations=made)
 
     def get_compute_device_usage_for_mlprogram_operation(self, operation):
-        kinds, device = coremltools().models.compute_device, operation.about[0]
+        kinds, device = coremltools().models.compute_device, operation.device
         # past the checks for native proxies
         unit = device and object.__new__(getattr(kinds, f"ML{device}ComputeDevice"))
         return unit and SimpleNamespace(
             preferred_compute_device=unit, supported_compute_devices=[unit]
         )
 
-    def get_estimated_cost_for_mlprogram_operation(self, operation):
-        cost = operation.about[1]
-        return None if cost is None else SimpleNamespace(weight=cost)
-
 
 def test_the_plan_counts_every_compute_operation_and_no_constant(
     bundle, shard, monkeypatch
 ):
     made = Plan(
-        ("const", None, None),
-        ("ios18.constexpr_blockwise_shift_scale", None, None),
-        ("ios18.conv", "NeuralEngine", 0.5),
-        ("ios18.conv", "GPU", 0.2),
-        ("ios16.cond", "CPU", 0.0, ("ios18.add", "CPU", 0.1)),
-        ("ios18.mul", None, None),
+        ("const", None),
+        ("ios18.constexpr_blockwise_shift_scale", None),
+        ("ios18.conv", "NeuralEngine"),
+        ("ios18.conv", "GPU"),
+        ("ios16.cond", "CPU", ("ios18.add", "CPU")),
+        ("ios18.mul", None),
     )
     asked, plans = [], coremltools().models.compute_plan
 
@@ -288,7 +284,6 @@ def test_the_plan_counts_every_compute_operation_and_no_constant(
     counts = found.ops, found.ane, found.gpu, found.cpu, found.eligible
     assert counts == (5, 1, 1, 2, 1) and found.source == "measured"
     assert found.convolutions == (1, 2) and not found.rules
-    assert found.cost_ane == pytest.approx(0.5 / 0.8)
 
 
 def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
@@ -300,11 +295,8 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
         return list(inspect.signature(function).parameters)
 
     assert names(plans.MLComputePlan.load_from_path) == ["path", "compute_units"]
-    for method in (
-        "get_compute_device_usage_for_mlprogram_operation",
-        "get_estimated_cost_for_mlprogram_operation",
-    ):
-        assert names(getattr(plans.MLComputePlan, method)) == ["self", "operation"]
+    usage = plans.MLComputePlan.get_compute_device_usage_for_mlprogram_operation
+    assert names(usage) == ["self", "operation"]
     assert names(models.CompiledMLModel.__init__)[1:5] == [
         "path",
         "compute_units",

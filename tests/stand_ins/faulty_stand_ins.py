@@ -205,13 +205,12 @@ class SimulatedMac(OnEngine):
 
 def plan(path: str, device: str) -> SimpleNamespace:
     """A simulated compute plan with coremltools' names, which puts every operation on
-    one device; it could run on the CPU, too, and costs as much as any other."""
+    one device; it could run on the CPU, too."""
     kinds = coremltools().models.compute_device
     cpu = object.__new__(kinds.MLCPUComputeDevice)
     unit = cpu if device == "cpu" else object.__new__(kinds.MLNeuralEngineComputeDevice)
     names = read_spec(Path(path)).mlProgram.functions
     programs = {name: miltorch.read(path, name) for name in names}
-    count = sum(op.kind != "const" for p in programs.values() for op in p.block.walk())
     usage = SimpleNamespace(
         preferred_compute_device=unit,
         supported_compute_devices=list(dict.fromkeys([unit, cpu])),
@@ -237,9 +236,6 @@ def plan(path: str, device: str) -> SimpleNamespace:
         source="simulated",
         model_structure=structure,
         get_compute_device_usage_for_mlprogram_operation=lambda op: usage,
-        get_estimated_cost_for_mlprogram_operation=lambda op: SimpleNamespace(
-            weight=1 / count
-        ),
     )
 
 

@@ -15,10 +15,8 @@ import pandas as pd
 
 import miltorch
 from miltorch.program import read_spec
-from workbench import process
 from workbench.ane.rules import LintGraph, lint
 from workbench.bundle import Bundle, Shard
-from workbench.errors import InputError
 from workbench.runtime import model_class
 from workbench.runtime.coreml import Placed, compute_plan
 
@@ -27,8 +25,8 @@ from workbench.runtime.coreml import Placed, compute_plan
 class Placement:
     """The numbers of a shard's compute operations by unit.
 
-    `convolutions` counts convolutions alone (on the ANE, all), as experiment 30 did.
-    `cost_ane` is the ANE's share of the plan's estimated cost; None: not known."""
+    `convolutions` counts convolutions alone (on the ANE, all), as experiment 30
+    did."""
 
     shard: str
     source: str  # measured, predicted, or simulated: the plan of a stand-in
@@ -38,21 +36,17 @@ class Placement:
     cpu: int
     gpu: int
     convolutions: tuple[int, int]
-    cost_ane: float | None
     rules: list[dict]  # with `sources` in words
 
     json = asdict
 
 
-def predicted_placement(source: Bundle | Path, generation: int = 4) -> list[Placement]:
-    """The predicted placement of every shard of a bundle, or of one package, or of each
-    of its functions, with compute units CPU_AND_NE, on a chip of an M generation."""
+def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
+    """The predicted placement of every shard of a bundle, or of each of its functions,
+    with compute units CPU_AND_NE, on a chip of an M generation."""
     packages = {}
-    if isinstance(source, Path):
-        packages[source.stem] = source
-    else:
-        for shard in source.manifest.shards:
-            packages |= source.packages(shard)
+    for shard in bundle.manifest.shards:
+        packages |= bundle.packages(shard)
     functions = {
         name: sorted(read_spec(package).mlProgram.functions)
         for name, package in packages.items()
@@ -84,33 +78,23 @@ def place_operations(shard: str, graph: LintGraph) -> Placement:
         supported = ("cpu",) if op.name in excluded["cpu"] else ("ane", "cpu")
         stays = excluded["fails"] or op.name in excluded["stays"]
         unit = "cpu" if stays else supported[0]
-        plan.append(Placed(op.kind, op.name, unit, supported, None))
+        plan.append(Placed(op.kind, op.name, unit, supported))
     return count_units(shard, plan, "predicted", rules)
-
-
-def planned(bundle: Bundle, runtime: str, compute_units: str) -> list[Placement]:
-    """The compute plan of Core ML, or of its stand-in, for every function of a bundle's
-    shards, made in a child process, which Core ML may abort (CT#2757).
-
-    A plan is a preference; timing each T shows where a shard runs. Optimization hints
-    do not enter a compute plan.
-
-    Raises:
-        InputError: there is no plan; the reason may be the death of the child process.
-    """
-    about = bundle.root, bundle.manifest.shards, runtime, compute_units
-    outcome = process.call(plan, *about)
-    if outcome.failure is not None:
-        subject, needed = f"compute plan of {bundle.root.name}", "a plan from Core ML"
-        step = "see the message; timings alone say where it ran"
-        raise InputError(subject, outcome.failure, needed, step)
-    return outcome.value
 
 
 def plan(
     root: Path, shards: list[Shard], runtime: str, compute_units: str
 ) -> list[Placement]:
-    """In a child: the plans of shards of the bundle at `root`."""
+    """The compute plan of Core ML, or of its stand-in, for every function of shards of
+    the bundle at `root`. It is called in a child process, which Core ML may abort
+    (CT#2757).
+
+    A plan is a preference; timing each T shows where a shard runs. Optimization hints
+    do not enter a compute plan.
+
+    Raises:
+        InputError: there is no plan.
+    """
     bundle, model, placements = Bundle.open(root), model_class(runtime), []
     with model.native_layer():
         for shard in shards:
@@ -128,9 +112,6 @@ def count_units(
     without one count in `ops` alone."""
     units = Counter(placed.preferred for placed in plan)
     convolutions = Counter(p.preferred for p in plan if p.op == "conv")
-    cost = Counter()
-    for placed in plan:
-        cost[placed.preferred] += placed.cost or 0
     return Placement(
         shard,
         source,
@@ -140,7 +121,6 @@ def count_units(
         cpu=units["cpu"],
         gpu=units["gpu"],
         convolutions=(convolutions["ane"], convolutions.total()),
-        cost_ane=cost["ane"] / cost.total() if cost.total() else None,
         rules=list(rules),
     )
 

@@ -118,17 +118,14 @@ def misfits() -> pd.DataFrame:
     """Every figure, predicted by a fit without it.
 
     Returns:
-        figure, chip, weights (the format stored, and that streamed), published_ms,
-        predicted_ms, misfit (predicted over published, less 1).
+        The columns of `figures`, `ms` as published_ms; predicted_ms; misfit (predicted
+        over published, less 1).
     """
     rows = figures().rename(columns={"ms": "published_ms"})
-    rows["figure"] = rows["model"] + ", " + rows["part"]
     rows["predicted_ms"] = [
         rows.loc[i, TERMS] @ fit(figures().drop(i)) for i in rows.index
     ]
-    rows["misfit"] = rows["predicted_ms"] / rows["published_ms"] - 1
-    times = ["published_ms", "predicted_ms", "misfit"]
-    return rows[["figure", "chip", "weights", *times]]
+    return rows.assign(misfit=rows["predicted_ms"] / rows["published_ms"] - 1)
 
 
 def by_chip(works: pd.DataFrame) -> pd.DataFrame:

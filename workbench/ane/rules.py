@@ -204,15 +204,15 @@ def _is_int4(g, op) -> bool:
     return -8 <= int(data.min()) and int(data.max()) <= largest
 
 
-FLOATS = ("FLOAT16", "FLOAT32")  # float32 breaks T1
-NARROW = ("INT8", "UINT8", "INT16", "UINT16", "BOOL")
+# T1 tells of float32
+DTYPES = ("FLOAT16", "FLOAT32", "INT8", "UINT8", "INT16", "UINT16", "BOOL")
 SCALED = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
 
 # rule → whether a graph's subject breaks it; a rule without a test is broken by every
 # subject
 TESTS = {
     "T1": lambda g, t: t.dtype == "FLOAT32",
-    "T3": lambda g, t: t.dtype not in (*FLOATS, *NARROW),
+    "T3": lambda g, t: t.dtype not in DTYPES,
     "T4": lambda g, t: len(t.shape) > 5,
     "S1": lambda g, t: t.dtype == "FLOAT16" and t.shape and (t.shape[-1] or 1) < 32,
     "S4": _has_long_axis,

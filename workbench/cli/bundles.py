@@ -155,6 +155,7 @@ def plan(
     """
     import psutil
 
+    from workbench import process
     from workbench.ane import memory as budgets
     from workbench.ane import placement, roofline
     from workbench.runtime import check_compute_units, resolve
@@ -182,10 +183,11 @@ def plan(
         units, runtime = device.compute_units, resolve(device.runtime)
         check_compute_units(units)
         if runtime != "portable":
-            try:
-                placements = placement.planned(bundle, runtime, units)
-            except InputError as problem:
-                known = [f"Predicted, since Core ML gave no plan: {problem}"]
+            about = bundle.root, bundle.manifest.shards, runtime, units
+            made = process.call(placement.plan, *about)
+            placements = made.value
+            if made.failure:
+                known = [f"Predicted, since Core ML gave no plan: {made.failure}"]
         if not placements:
             placements = placement.predicted_placement(bundle, generation)
     lines, source = text(found), "predicted"

@@ -47,17 +47,15 @@ COPIES = 2
 
 @dataclass(frozen=True)
 class Placed:
-    """One compute operation of a compute plan: where Core ML prefers to run it, what
-    else could, its share of the cost.
+    """One compute operation of a compute plan: where Core ML prefers to run it, and
+    what else could.
 
-    `preferred` is ane, gpu or cpu; None if the plan does not contain it. `cost` is a
-    fraction of the model's cost, not a time."""
+    `preferred` is ane, gpu or cpu; None if the plan does not contain it."""
 
     op: str
     name: str
     preferred: str | None
     supported: tuple[str, ...]
-    cost: float | None
 
 
 @contextmanager
@@ -303,14 +301,12 @@ def _placed(plan, block) -> Iterator[Placed]:
         name = op.operator_name.rpartition(".")[2]
         if name != "const" and not name.startswith("constexpr_"):
             usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
-            cost = plan.get_estimated_cost_for_mlprogram_operation(op)
             devices = getattr(usage, "supported_compute_devices", ())
             yield Placed(
                 name,
                 next((output.name for output in op.outputs), ""),
                 kind(getattr(usage, "preferred_compute_device", None)),
                 tuple(filter(None, map(kind, devices))),
-                getattr(cost, "weight", None),
             )
         for inner in op.blocks:
             yield from _placed(plan, inner)
