@@ -58,7 +58,7 @@ class Bundle:
         # `.` has no name to call the files beside it after
         root = paths.bundle(path).resolve()
         try:
-            bundle = cls.unchecked(root)
+            bundle = cls(root, read_manifest(root / paths.BUNDLE))
             for entry in bundle.files:
                 _check_size(root, entry)
         except OSError as problem:
@@ -68,11 +68,6 @@ class Bundle:
                 f"bundle {path}", reason, "files that can be read", step
             ) from problem
         return bundle
-
-    @classmethod
-    def unchecked(cls, path: str | Path) -> "Bundle":
-        """The bundle at `path`, of which only the manifest is read."""
-        return cls(Path(path), read_manifest(paths.bundle(path) / paths.BUNDLE))
 
     @property
     def files(self) -> list[FileEntry]:
@@ -121,11 +116,11 @@ class Bundle:
         folders = [self.package(shard) for shard in self.manifest.shards]
         embedding = self.root / self.manifest.embedding.file.path
         for entry in file_entries(self.root, embedding, self.tokenizer, *folders):
-            path = self.root / entry.path
-            if entry.path in listed and entry != listed[entry.path]:
-                raise _damaged(path, "bytes that differ from the manifest's SHA-256")
-            if entry.path not in listed and path.name != FINDER:
-                raise _damaged(path, f"a file that {paths.BUNDLE} does not list")
+            path, found = self.root / entry.path, "bytes that differ from the manifest's SHA-256"
+            if entry.path not in listed:
+                found = f"a file that {paths.BUNDLE} does not list"
+            if entry != listed.get(entry.path) and path.name != FINDER:
+                raise _damaged(path, found)
 
     @cached_property
     def embedding(self) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from workbench import paths, plugins
-from workbench.bundle.foreign import Count, Foreign, ManifestModel
+from workbench.bundle.foreign import Count, Foreign, ManifestModel, Position
 from workbench.bundle.names import (
     ATTN_MASK,
     KV_WRITE_MASK,
@@ -32,7 +32,7 @@ MAX_SEQ_LEN = 1 << 24
 
 def _inside(path: str) -> str:
     parts = PurePosixPath(path).parts
-    if ".." in parts or not parts or re.search(r"^/|\\|^[A-Za-z]:|\0", path):
+    if not parts or {"/", ".."} & set(parts) or "\0" in path:
         raise ValueError(f"path {path!r} must stay inside the bundle")
     return path
 
@@ -49,6 +49,8 @@ TokensOfCall = Annotated[
 RelativePath = Annotated[str, Field(max_length=512), AfterValidator(_inside)]
 StateName = Annotated[str, Field(pattern=rf"^layers\.\d{{1,9}}\.({'|'.join(STATES)})$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+RopeName = Literal["", "local", "global", "nope"]
+Shapes = dict[str, list[int | Literal["T"]]]
 
 
 class Dims(ManifestModel):
@@ -180,12 +182,8 @@ class Options(ManifestModel):
     def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
         """Shapes of the rotary tables (`half` = D_rotary / 2) and masks of a layer; a
         ring has a separate write mask."""
-        B = self.batch
-        rows = self.slots(layer.window)
-        suffix = layer.suffix
-        write_mask = KV_WRITE_MASK
-        if self.ring(layer.window):
-            write_mask += suffix
+        B, rows, suffix = self.batch, self.slots(layer.window), layer.suffix
+        write_mask = KV_WRITE_MASK + (suffix if self.ring(layer.window) else "")
         return {
             ROPE_COS + suffix: [B, 1, "T", half],
             ROPE_SIN + suffix: [B, 1, "T", half],
@@ -201,7 +199,7 @@ class Rope(ManifestModel):
     `name` is "" or the suffix of its inputs (`rope_cos_local`), `nope` for layers that
     turn nothing; `inv_freq` has D_rotary / 2 entries (radians per token)."""
 
-    name: Literal["", "local", "global", "nope"] = ""
+    name: RopeName = ""
     inv_freq: Annotated[list[Finite], Field(min_length=1)]
     scale: Finite = 1.0
 
@@ -215,7 +213,7 @@ class Layer(ManifestModel):
     cache and takes none of these inputs."""
 
     window: Count | None = None
-    rope: Literal["", "local", "global", "nope"] = ""
+    rope: RopeName = ""
     attends: bool = True
 
     @property
@@ -225,7 +223,7 @@ class Layer(ManifestModel):
 
 class FileEntry(ManifestModel):
     path: RelativePath
-    bytes: Annotated[int, Field(ge=0)]
+    bytes: Position
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -253,8 +251,8 @@ class Shard(ManifestModel):
     rows: tuple[int, int] = (0, 0)
     # how to run packages of another exporter, all of them below `path`
     foreign: Foreign | None = None
-    inputs: dict[str, list[int | Literal["T"]]]
-    outputs: dict[str, list[int | Literal["T"]]]
+    inputs: Shapes
+    outputs: Shapes
     states: dict[StateName, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
     # checkpoint tensor → name of the constant that holds it, or those of packages
@@ -265,7 +263,7 @@ class Shard(ManifestModel):
     template: str  # the shard whose shape was converted
     # program's function → the T that it takes; none: the program has `main` alone
     functions: dict[str, Count] = {}
-    bytes: Annotated[int, Field(ge=0)]
+    bytes: Position
     files: Annotated[list[FileEntry], Field(min_length=1)]
 
 
@@ -307,12 +305,6 @@ class Manifest(ManifestModel):
     def foreign(self) -> Foreign | None:
         """How to run packages of another exporter, if they are what the bundle has."""
         return self.shards[0].foreign
-
-    @property
-    def own_programs(self) -> bool:
-        """Whether the workbench wrote the programs as Core ML's: what lies in them then
-        follows from the options."""
-        return self.foreign is None and self.options.plugin is None
 
     @property
     def shows_hidden(self) -> bool:

@@ -140,11 +140,11 @@ def _shapes(m: Manifest, shard: Shard) -> Facts:
 def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     """Differences between a shard of the manifest, the description of its package and
     the program in it."""
-    if not bundle.manifest.own_programs:
+    options = bundle.manifest.options
+    if shard.foreign or options.plugin:
         # compares the interface, and refuses what differs first
         load_shard(bundle, shard)
         return
-    options = bundle.manifest.options
     spec = read_spec(bundle.package(shard))
     if spec.specificationVersion < SPECIFICATION:
         yield f"specification version {spec.specificationVersion} for a program of {SPECIFICATION}"

@@ -60,7 +60,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """Compares every stored weight and the host's table of embeddings with the
     checkpoint's, and looks for tensors that nothing covers."""
     manifest = bundle.manifest
-    if not manifest.own_programs and not manifest.options.plugin:
+    if manifest.foreign:
         return _recognised(bundle, checkpoint)
     found = []
     problems = []

@@ -158,7 +158,7 @@ def sweep(
         grids = [workbench.sweep.load_grid(grid_or_bundle)]
     measure = partial(workbench.sweep.sweep, root=log, scheduler=scheduler)
     which = tuple(map(int, parts.groups()))
-    found = [measure(grid, part=which, progress=not json) for grid in grids]
+    found = [measure(grid, part=which) for grid in grids]
     counts = {"log": found[0]["log"]}
     for name in ("cells", "done", "resumed", "failed", "invalid"):
         counts[name] = sum(result[name] for result in found)

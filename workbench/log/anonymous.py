@@ -6,8 +6,6 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from workbench.log.machine import command_output
-
 _NAME = r"[^\s/'\"`<>|,;:()\[\]{}]*"  # a file's name in an unquoted path
 _BARE = re.compile(rf"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s]){_NAME})((?:/{_NAME})+)")
 _QUOTED = re.compile(
@@ -41,11 +39,8 @@ def anonymous(value, names: Iterable[str] = ()):
 
 
 def identifiers() -> set[str]:
-    """Names of this machine's user and home folder, and on a Mac its serial number."""
-    device = command_output("ioreg", "-rd1", "-c", "IOPlatformExpertDevice")
-    serial = re.findall('"IOPlatformSerialNumber" = "([^"]+)"', device or "")
-    names = {getpass.getuser(), Path.home().name, *serial}
-    return {name for name in names if len(name) > 2}
+    """Names of this machine's user and home folder."""
+    return {n for n in (getpass.getuser(), Path.home().name) if len(n) > 2}
 
 
 def _short(path: re.Match) -> str:

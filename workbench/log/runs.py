@@ -75,7 +75,7 @@ def scalars(
 
 def pack(out: Path, root: Root = None) -> int:
     """Writes the log at `root`, without the runs that came with the project, as one zip
-    without names of user, host, home, serial numbers and UUIDs. Returns the number of
+    without names of user, host and home, paths and UUIDs. Returns the number of
     runs."""
     names, root = identifiers(), Path(root or default_root())
     shipped = load("runs", root / SHIPPED)["run_id"]

@@ -33,15 +33,15 @@ SCHEMAS: dict[str, pa.Schema] = {
     # One row per run. `values` names everything that decides what the run computes on
     # any machine, `setting` everything that decides its times on one; runs of a setting
     # are its repetitions, each in a process of its own, numbered by `round`. `prompt`
-    # names the token ids of a validation. A column `…_before` is the state before the
-    # first measurement, the column without it the state when the row was written.
+    # names the token ids of a validation. The machine's state is that when the row was
+    # written.
     "runs": _schema("""
         text:  run_id!
         time:  time
         text:  experiment command status! reason verdict config
         text:  checkpoint checkpoint_hash bundle bundle_hash family prompt
         text:  commit versions platform machine software
-        text:  power_source thermal_pressure thermal_pressure_before
+        text:  power_source thermal_pressure
         bool:  low_power
         int:   swap_bytes
         text:  values setting

@@ -4,6 +4,7 @@ Medians are used, since timings have long tails."""
 
 import numpy as np
 import pandas as pd
+from scipy.stats import ttest_ind
 
 from workbench.errors import InputError
 from workbench.log.places import Root
@@ -17,7 +18,7 @@ MIN_ROUNDS = 3
 _FALSE_ALARMS = 0.01
 _AROUND = ["commit", "versions", "platform", "power_source", "low_power"]
 _SAME = ["setting", "machine", "software", *_AROUND]
-_RATIO = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
+_RESULTS = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
 
 
 def compare(
@@ -47,27 +48,30 @@ def compare(
         InputError: the log lacks one of the runs.
     """
     runs = load("runs", root)
-    first, second = (find(run, runs) for run in (run_a, run_b))
-    a, b = (_repeats(row, runs) for row in (first, second))
+    sides = pd.DataFrame({"a": find(run_a, runs), "b": find(run_b, runs)})
+    a, b = (_repeats(sides[side], runs) for side in sides)
     if set(a) & set(b):  # runs of one setting are compared without their repetitions
-        a, b = [first["run_id"]], [second["run_id"]]
-    sides = [_by_run(load("samples", root, {"run_id": ids})) for ids in (a, b)]
-    measures = sides[0].merge(sides[1], "outer", MEASUREMENT, suffixes=("_a", "_b"))
-    values = [measures.pop(name) for name in ("value_a", "value_b")]
-    compared = sum(side.notna() for side in values).eq(2).sum()
-    confidence = 1 - _FALSE_ALARMS / max(compared, 1)
-    note = None
-    if len({first["machine"], second["machine"]}) > 1:
-        note = "two machines"
-    elif _rounds(a, b) < MIN_ROUNDS:
-        note = "not enough runs"
-    ratios = [_ratio(*pair, note, confidence) for pair in zip(*values)]
-    measures = measures.join(pd.DataFrame(ratios, columns=_RATIO))
-    same = (measures["low"] <= 1) & (measures["high"] >= 1)
-    both = plain(pd.DataFrame({"a": first, "b": second})).loc[[*SETTINGS, *_AROUND]]
+        a, b = ([run_id] for run_id in sides.loc["run_id"])
+    first, second = (_by_run(load("samples", root, {"run_id": ids})) for ids in (a, b))
+    measures = first.merge(second, "outer", MEASUREMENT, suffixes=("_a", "_b"))
+    counts = measures[["n_a", "n_b"]]
+    enough = counts.ge(MIN_ROUNDS).all(axis=1) & (_rounds(a, b) >= MIN_ROUNDS)
+    measures["note"] = np.where(enough, None, "not enough runs")
+    measures.loc[counts.isna().any(axis=1), "note"] = "on one side only"
+    measures["ratio"] = measures["median_b"] / measures["median_a"]
+    if sides.loc["machine"].nunique(dropna=False) > 1:
+        measures = measures.assign(note="two machines", ratio=None)
+    compared = measures[measures["note"].isna()]
+    confidence = 1 - _FALSE_ALARMS / max(len(compared), 1)
+    logs = zip(compared["values_b"].map(np.log), compared["values_a"].map(np.log))
+    intervals = [ttest_ind(*pair).confidence_interval(confidence) for pair in logs]
+    bounds = pd.DataFrame(intervals, compared.index, ["low", "high"], dtype=float)
+    measures = measures.join(np.exp(bounds))[[*MEASUREMENT, *_RESULTS]]
+    alike = measures["low"].le(1) & measures["high"].ge(1)
+    both = plain(sides).loc[[*SETTINGS, *_AROUND]]
     settings = both[both["a"].ne(both["b"]) & both.notna().any(axis=1)]
     settings = settings.rename_axis("setting").reset_index()
-    return settings, measures[~same].reset_index(drop=True), int(same.sum())
+    return settings, measures[~alike].reset_index(drop=True), int(alike.sum())
 
 
 def find(run: str, runs: pd.DataFrame) -> pd.Series:
@@ -97,35 +101,17 @@ def _repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
     own = runs["run_id"] == row["run_id"]
     if pd.notna(row["setting"]):
         group = runs.groupby(_SAME, dropna=False).ngroup()
-        own |= (group == group[row.name]) & (runs["status"] == "ok")
+        own |= group.isin(group[own]) & (runs["status"] == "ok")
     return runs.loc[own, "run_id"].tolist()
 
 
 def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
-    """A list of values for each measurement, one per run: the median over its
-    repetitions of their medians without warm-ups, since calls of one sequence are not
-    independent."""
+    """`values` of each measurement, one per run, their number `n` and their `median`. A
+    run's value is the median over its repetitions of their medians without warm-ups,
+    since calls of one sequence are not independent."""
     timed = samples[~samples["warmup"].fillna(False)].dropna(subset="value")
     keys = [*MEASUREMENT, "run_id"]
     each = timed.groupby([*keys, "repetition"], dropna=False)["value"].median()
-    values = each.groupby(keys, dropna=False).median()
-    return values.groupby(MEASUREMENT, dropna=False).agg(list).reset_index()
-
-
-def _ratio(a, b, note: str | None, confidence: float) -> dict:
-    """`_RATIO` of one measurement from a list of values of each side (null: none)."""
-    a, b = (pd.Series(v if isinstance(v, list) else [], dtype=float) for v in (a, b))
-    row = {"n_a": len(a), "n_b": len(b), "note": note}
-    row |= {"median_a": a.median(), "median_b": b.median()}
-    if note == "two machines":
-        return row
-    if a.empty or b.empty:
-        return row | {"note": "on one side only"}
-    row["ratio"] = b.median() / a.median()
-    if note or min(len(a), len(b)) < MIN_ROUNDS:
-        return row | {"note": "not enough runs"}
-    from scipy import stats
-
-    test = stats.ttest_ind(np.log(b), np.log(a))
-    row["low"], row["high"] = np.exp(test.confidence_interval(confidence))
-    return row
+    runs = each.groupby(keys, dropna=False).median()
+    groups = runs.groupby(MEASUREMENT, dropna=False)
+    return groups.agg(values=list, n="size", median="median").reset_index()

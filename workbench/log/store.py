@@ -115,20 +115,18 @@ def _read(table: str, paths: tuple[Path, ...], changed: tuple) -> pa.Table:
     schema = SCHEMAS[table]
     dataset = ds.dataset(list(paths), schema=schema, format="parquet")
     for file in dataset.get_fragments():
-        found, step = None, "update the workbench"
+        step = "update the workbench"
         try:
             own = file.physical_schema
-        except (OSError, pa.ArrowInvalid) as error:
-            found, step = str(error), "move it out of the log"
-        else:
             version = int((own.metadata or {}).get(VERSION_KEY, 0))
+            unknown = set(own.names) - set(schema.names)
+            found = f"columns {sorted(unknown)}" if unknown else None
             if version != VERSION:
                 found = f"schema version {version}"
-            elif unknown := set(own.names) - set(schema.names):
-                found = f"columns {sorted(unknown)}"
             if version < VERSION:
-                root = Path(file.path).parents[1]
-                step = f"run: python tools/rewrite_log.py {root}"
+                step = f"run: python tools/rewrite_log.py {Path(file.path).parents[1]}"
+        except (OSError, pa.ArrowInvalid) as error:
+            found, step = str(error), "move it out of the log"
         if found:
             needed = f"a whole Parquet file of table {table}, version {VERSION}"
             raise InputError(f"log file {file.path}", found, needed, step)

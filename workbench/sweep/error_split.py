@@ -77,4 +77,4 @@ def find_operation(
     how = {name: setting.run[name] for name in ("runtime", "compute_units", "T")}
     layer, how["position"] = where
     how["layer"] = None if layer < 0 else layer
-    return operation.find(Bundle.unchecked(path), ids, **how, stop=stop).words
+    return operation.find(Bundle.open(path), ids, **how, stop=stop).words

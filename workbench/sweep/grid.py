@@ -193,7 +193,7 @@ def check_cells(every: list[Cell], grid: Grid) -> None:
     """Refuses a cell that its bundle could not run: T, depth, n_gen, validate_ids."""
     for cell in every:
         sizes = {name: cell.run[name] for name in ("T", "depth", "n_gen")}
-        timing.check_size(cell.options, **sizes, subject="grid, ")
+        timing.check_size(cell.options, **sizes)
         count, S = len(cell.judge_ids), cell.options.max_seq_len
         if count > S:
             needed, step = f"at most max_seq_len = {S}", "validate on fewer tokens"
@@ -228,7 +228,7 @@ def cells(grid: Grid, root: log.Root = None) -> Iterator[Cell]:
 def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
     """The grid's bundles: where each comes from, and its export options."""
     for path in grid.bundle:
-        bundle = Bundle.unchecked(find(path, root).resolve())
+        bundle = Bundle.open(find(path, root))
         name, sha256 = (bundle.manifest.checkpoint[key] for key in ("name", "sha256"))
         where = bundle.identity, bundle.tokenizer
         yield Source(bundle.root, True, name, sha256, *where), bundle.manifest.options

@@ -24,13 +24,12 @@ def describe(subject: Bundle | Decoder) -> dict:
     null."""
     bundle = subject if isinstance(subject, Bundle) else subject.bundle
     manifest = bundle.manifest
-    files = sum(shard.bytes for shard in manifest.shards)
     row = exported(manifest.options) | {
         "checkpoint": manifest.checkpoint["name"],
         "checkpoint_hash": manifest.checkpoint["sha256"],
         "bundle": bundle.root.name,
         "bundle_hash": bundle.identity,
-        "bundle_bytes": files + manifest.embedding.file.bytes,
+        "bundle_bytes": bundle.bytes,
         "family": manifest.family,
     }
     if subject is not bundle:

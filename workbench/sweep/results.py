@@ -79,16 +79,15 @@ def _runs(
     """Rows of `runs`: the newest of each setting and round of one machine, and the
     newest validation of each bundle and way to run it."""
     every = list(cells(grid, root))
-    columns = [cell.columns(auto) for cell in every for auto in RUNTIMES]
-    values, settings = ({row[n] for row in columns} for n in ("values", "setting"))
+    hashes = pd.DataFrame(cell.columns(auto) for cell in every for auto in RUNTIMES)
     runs = log.load("runs", root, {"status": MEASURED})
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
     if grid.bundle:
         known = {cell.source.contents for cell in every}
         runs = runs[runs["bundle_hash"].isin(known)]
-    validated = runs[runs["values"].isin(values) & runs["verdict"].notna()]
-    validated = validated[validated["status"] == "ok"]
-    timed = runs[runs["setting"].isin(settings) & runs["round"].notna()]
+    judged = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
+    validated = judged[judged["values"].isin(hashes["values"])]
+    timed = runs[runs["setting"].isin(hashes["setting"]) & runs["round"].notna()]
     if len(timed) or machine is not None:
         # the machine and its software of the newest run
         names = timed["machine"].iloc[::-1].unique().tolist()

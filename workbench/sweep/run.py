@@ -22,6 +22,7 @@ from workbench.check.gates import jsonable
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import bar
 from workbench.runtime import is_device
 from workbench.sweep import cluster, energy, identity, timing
 from workbench.sweep.grid import RUN_AXES, Cell, Grid, cells, check_cells, find
@@ -38,7 +39,7 @@ def sweep(
     scheduler: str | None = None,
     part: tuple[int, int] = (1, 1),
     stop: threading.Event | None = None,
-    progress: bool | str = True,
+    progress: str = "sweep",
 ) -> dict:
     """Measures every cell that the log lacks, in a random order within each round.
 
@@ -52,7 +53,7 @@ def sweep(
             measure a grid without a scheduler.
         stop: an event; once it is set, the running cell is ended and
             `process.Cancelled` raised.
-        progress: whether a bar is shown, or the bar's name.
+        progress: the name of the bar.
 
     Returns:
         {cells, done, resumed, failed, invalid, log, reasons, settings}: counts, the
@@ -60,8 +61,6 @@ def sweep(
         `setting`. A cell that ran on another unit than the named one counts as done and
         as invalid.
     """
-    from tqdm.auto import tqdm
-
     root = Path(root or log.default_root()).absolute()
     bundles = Path(bundles or log.project(root) / "data" / "bundles").absolute()
     every = list(cells(grid, root))
@@ -74,14 +73,11 @@ def sweep(
         needed, step = "a folder that can be written", "name another with --log"
         raise InputError(f"log {root}", problem.strerror, needed, step) from None
     todo = _lacking(every, root)
-    bar = {"total": len(todo), "unit": "cell", "disable": not progress}
-    bar["desc"] = "sweep" if progress is True else progress
-    how = {"grid": grid, "bundles": bundles, "root": root}
+    run = partial(run_cell, grid=grid, bundles=bundles, root=root)
+    running = map(partial(run, stop=stop), todo)
     if client:
-        running = cluster.run(client, partial(run_unless_done, **how), todo)
-    else:
-        running = map(partial(run_cell, stop=stop, **how), todo)
-    outcomes = list(tqdm(running, **bar))
+        running = cluster.run(client, run, todo)
+    outcomes = list(bar(running, desc=progress, total=len(todo), unit="cell"))
     counts = Counter(status for status, _ in outcomes)
     reasons = [f"{status}: {why}" for status, why in outcomes if status != "ok"]
     return {
@@ -130,11 +126,6 @@ def _done(root: log.Root) -> dict[tuple, tuple[str, str | None]]:
     return done
 
 
-def run_unless_done(cell: Cell, *, root: Path, **how) -> tuple[str, str | None]:
-    """On a worker: `run_cell`, unless a worker that died since had logged the cell."""
-    return _done(root).get(_key(cell)) or run_cell(cell, root=root, **how)
-
-
 def run_cell(
     cell: Cell,
     *,
@@ -144,20 +135,23 @@ def run_cell(
     stop: threading.Event | None = None,
 ) -> tuple[str, str | None]:
     """Exports a missing bundle, measures it and logs the run, a failed one with the end
-    of its stderr; returns its status and reason."""
-    how = {"timeout_s": cell.run["timeout_s"], "stop": stop}
+    of its stderr; returns its status and reason. What another process has logged
+    meanwhile is not measured again."""
+    if known := _done(root).get(_key(cell)):
+        return known
+    call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
     row, tables = {"config": {}}, {}
     with process.awake():
-        outcome = _prepared(cell, bundles, how)
+        outcome = _prepared(cell, bundles, call)
         if outcome.failure is None:
             path = outcome.value
             time.sleep(cell.run["cool_down_s"])
             threads = cell.run["threads"]
-            outcome = process.call(measure, cell, grid, path, threads=threads, **how)
+            outcome = call(measure, cell, grid, path, threads=threads)
         if outcome.failure is None:
             row, tables = outcome.value
             if is_device(row["runtime"]):
-                row = _placed(row, path, how)
+                row = _placed(row, path, call)
     if outcome.failure:
         row |= {"status": "failed", "reason": outcome.failure}
         row["config"]["stderr"] = list(outcome.lines)
@@ -173,7 +167,7 @@ def run_cell(
     return row.get("status", "ok"), row.get("reason")
 
 
-def _prepared(cell: Cell, bundles: Path, how: dict) -> process.Outcome:
+def _prepared(cell: Cell, bundles: Path, call: partial) -> process.Outcome:
     """The path of the cell's bundle, exported in a child where it is missing."""
     source = cell.source
     if source.finished:
@@ -182,17 +176,17 @@ def _prepared(cell: Cell, bundles: Path, how: dict) -> process.Outcome:
     try:
         bundle = Bundle.open(bundles / exporting.bundle_name(*about))
     except InputError:
-        return process.call(prepare, cell, bundles, **how)
+        return call(prepare, cell, bundles)
     return process.Outcome(bundle.root)
 
 
-def _placed(row: dict, path: Path, how: dict) -> dict:
+def _placed(row: dict, path: Path, call: partial) -> dict:
     """The row with the compute plan of its bundle, which a child makes."""
     from workbench.ane import placement
 
     shards = [s for s in Bundle.open(path).manifest.shards if s.kind != "expert"]
     units = row["compute_units"]
-    plan = process.call(placement.plan, path, shards, row["runtime"], units, **how)
+    plan = call(placement.plan, path, shards, row["runtime"], units)
     if plan.failure:
         row["config"]["placement"] = plan.failure
         return row
@@ -211,18 +205,13 @@ def prepare(cell: Cell, bundles: Path) -> Path:
 def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     """In a child: times the bundle at `path`, and validates it if the cell has ids;
     returns the row and the tables of the run."""
-    before = log.state()["thermal_pressure"]
-    bundle = Bundle.open(path)
-    source, run = cell.source, cell.run
+    bundle, source, run = Bundle.open(path), cell.source, cell.run
     contents = bundle.manifest.checkpoint["sha256"]
     if source.finished:
         contents = bundle.identity
     if contents != source.contents:
-        needed, step = (
-            f"the sweep's, {source.contents[:12]}",
-            "copy the same to every worker",
-        )
-        raise InputError(f"contents of {source.path}", contents[:12], needed, step)
+        subject, needed = f"contents of {source.path}", f"the sweep's {source.contents}"
+        raise InputError(subject, contents, needed, "copy the same to every worker")
     how = {name: run[name] for name in RUN_AXES if name not in ("T", "depth")}
     decoder = Decoder(bundle, **how)
     startup_s = time.time() - psutil.Process().create_time()
@@ -236,11 +225,8 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
         "energy": used["reason"] and f"not measured: {used['reason']}",
         "stderr": messages,
     }
-    row = identity.describe(decoder) | {
-        "thermal_pressure_before": before,
-        "ane_joules": used["ane_joules"],
-        "config": config,
-    }
+    row = identity.describe(decoder)
+    row |= {"ane_joules": used["ane_joules"], "config": config}
     if cell.judge_ids:
         result = _validation(cell, grid, decoder, path)
         tables["fidelity"], row["verdict"] = result.rows, result.verdict

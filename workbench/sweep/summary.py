@@ -78,14 +78,10 @@ def table_lines(rows: pd.DataFrame) -> list[str]:
     table = rows[names].rename(columns=FIGURES)
     table = log.plain(table.dropna(axis="columns", how="all")).fillna("–")
     lines = table.rename_axis(None).to_string(
-        line_width=WIDTH - len("  \\"), max_colwidth=15, float_format=_figure
+        line_width=WIDTH - len("  \\"), max_colwidth=15, float_format="{:.4g}".format
     )
     first, *more = (textwrap.wrap(text, WIDTH) for text in words)
     return [*first, *lines.splitlines(), *itertools.chain(*more)]
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def difference(run_a: str, run_b: str, root: log.Root = None) -> dict:

@@ -101,22 +101,20 @@ def measure_speed(
     return samples.fillna({"unit": "ms"})
 
 
-def check_size(
-    options: Options, T: int, depth: int, n_gen: int, subject: str = ""
-) -> int:
+def check_size(options: Options, T: int, depth: int, n_gen: int) -> int:
     """How many calls of T tokens a measurement times; refuses what the bundle's cache
-    or T cannot hold. `subject` goes before the message's own."""
+    or T cannot hold."""
     S, t_max = options.max_seq_len, options.t_max
     if not 1 <= T <= t_max:
         needed, step = f"1 to t_max = {t_max}", "export with more --tokens"
-        raise InputError(f"{subject}T", str(T), needed, step)
+        raise InputError("T", str(T), needed, step)
     calls = -(-n_gen // T)
     timed = (calls + WARMUP_CALLS) * T
     if depth + timed > S:
         found = f"{depth} + {timed} tokens in calls of T = {T}"
         step = "measure fewer tokens, or export with a larger --max-seq-len"
         needed = f"at most max_seq_len = {S}"
-        raise InputError(f"{subject}depth and n_gen", found, needed, step)
+        raise InputError("depth and n_gen", found, needed, step)
     return calls
 
 
@@ -150,12 +148,12 @@ def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     rows = []
     for model in decoder.layers:
-        layers = range(*(model.shard.layers or (0, 0)))  # none of a router
+        layers = range(*model.shard.layers)
         own = timed[timed["shard"] == model.shard.name]
-        each = own[CLOCKS].astype(float) / max(1, len(layers))
-        row = each.median().rename({"value": "layer_ms"}).to_dict()
+        each = own[CLOCKS].astype(float) / len(layers)
+        row = own[["shard", "T", "depth"]].iloc[0].to_dict() | {"n": len(own)}
+        row |= each.median().rename({"value": "layer_ms"})
         row["mad_ms"] = (each["value"] - row["layer_ms"]).abs().median()
-        row |= own[["shard", "T", "depth"]].iloc[0].to_dict() | {"n": len(own)}
         rows += [{"layer": layer} | row for layer in layers]
     return pd.DataFrame(rows)
 
