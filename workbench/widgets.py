@@ -36,6 +36,7 @@ PARTS = ["storage", "quantization", "reauthoring", "precision", "runtime", "tota
 SPEED, LAYER = "tokens per second", "ms per layer"
 SPLIT_S, SEARCH_S = 15, 90  # about the seconds that these take
 WIDTH = 9.5  # inches of a canvas
+LENGTHS = [1 << n for n in range(6, 16)]  # of caches that the planner offers
 
 Place = tuple[int, int]
 """A layer, below 0 that of the logits, and a position."""
@@ -225,12 +226,10 @@ class Explorer(ui.VBox):
     def _cell(self, place: Place | None) -> str:
         """Place and values of a cell at the selected T, or the largest; "" of one that
         is not shown."""
-        layer, position = place or (None, None)
-        rows = self.shown[self.shown["layer"] == layer]
-        rows = rows[rows["position"] == position]
-        if rows.empty:
+        rows = self.shown.set_index(["layer", "position"])
+        if place not in rows.index:
             return ""
-        row = rows.iloc[-1]
+        row, (layer, position) = rows.loc[[place]].iloc[-1], place
         words = f"layer {layer}, position {position}"
         if position < len(self.tokens):
             words += f" “{self.tokens[position]}”"
@@ -271,26 +270,18 @@ class Explorer(ui.VBox):
             return
         self.chosen, self.answer.value = place, ""
         if self.guarded(self.draw) and self.describe():
-            split = partial(
-                measure_split,
-                self.checkpoint,
-                self.exported,
-                self.grid.validate_ids,
-                self.grid.experiment,
-                self.root,
-                self.stopped,
-            )
+            about = self.checkpoint, self.exported, self.grid, self.root, self.stopped
+            split = partial(measure_split, *about)
             self.begin((f"error split of layer {place[0]}", SPLIT_S, split))
 
     def search(self) -> None:
         """Searches for the operation that is wrong in the chosen cell."""
-        setting, chosen = self._fitting()[0], self.chosen
+        about = self._fitting()[0], self.grid, self.root, self.chosen, self.stopped
 
         def answer() -> None:
-            about = setting, self.grid.validate_ids, self.root, chosen, self.stopped
             self.answer.value = html.escape(find_operation(*about))
 
-        words = f"the operation of layer {chosen[0]}, position {chosen[1]}"
+        words = "the operation of layer {}, position {}".format(*self.chosen)
         self.begin((words, SEARCH_S, answer))
 
     def missing(self) -> list[Step]:
@@ -353,11 +344,11 @@ def _duration(steps: list[Step]) -> str:
     return f"about {sum(seconds for _, seconds, _ in steps):.0f} s"
 
 
-def _control(name: str, values) -> ui.Widget:
+def _control(label: str, values: list) -> ui.Widget:
     """A slider over numbers, or a list of other values; it begins at the first."""
-    look = {"description": name, "style": {"description_width": "initial"}}
-    if name in ("max_seq_len", "T"):
-        return ui.SelectionSlider(options=sorted(values), value=values[0], **look)
+    look = {"description": label, "style": {"description_width": "initial"}}
+    if type(values[0]) is int:
+        return ui.SelectionSlider(options=sorted(set(values)), value=values[0], **look)
     return ui.Dropdown(options=values, **look)
 
 
@@ -401,24 +392,22 @@ def planner(checkpoint: str | Path) -> ui.Widget:
         f"by {misfit:.0%} in the median; nothing here is measured."
     )
 
-    def table(max_seq_len=512, T=4, chip="M4", memory_GiB=16) -> None:
+    def table(S: int, T: int, chip: str, gib: int) -> None:
         rows = []
         for compress in memory.PRESETS:
-            options = export_options(
-                max_seq_len=max_seq_len, tokens=f"1-{T}", compress=compress
-            )
+            options = export_options(max_seq_len=S, tokens=f"1-{T}", compress=compress)
             sizes = memory.budget(source, options)
             row = {f"{name}, MiB": size / 2**20 for name, size in sizes.items()}
-            row["fits"] = memory.fits(sizes["total"], memory_GiB << 30)["fits_mac"]
+            row["fits"] = memory.fits(sizes["total"], gib << 30)["fits_mac"]
             speeds = roofline.by_chip(memory.work(source, options, T))
             row["tok/s"] = 1e3 * T / speeds.set_index("chip")["ms"][chip]
             rows.append({"compress": compress} | row)
         display(show(pd.DataFrame(rows)).set_caption(caption))
 
-    return ui.interactive(
-        table,
-        max_seq_len=(64, 1 << 15, 64),
-        T=(1, 32),
-        chip=sorted(roofline.chips()["chip"]),
-        memory_GiB=(4, 192, 4),
-    )
+    controls = {
+        "S": _control("tokens in the cache (max_seq_len)", [512, *LENGTHS]),
+        "T": _control("tokens a call (T)", [4, *range(1, 33)]),
+        "chip": _control("chip", sorted(roofline.chips()["chip"])),
+        "gib": _control("memory of the Mac, GiB", [16, *range(4, 193, 4)]),
+    }
+    return ui.interactive(table, **controls)

@@ -73,14 +73,14 @@ class Package:
         self.path = path.resolve()
         self.programs = {name: miltorch.read(path, name) for name in names}
         self.program = miltorch.read(path)
-        self.roles = {name: recognised(INPUTS, name) for name in self.program.inputs}
+        inputs = INPUTS
+        if (self.path.parent / "meta.yaml").is_file():  # of ANEMLL, which masks by −inf
+            inputs = INPUTS | {"mask": "mask_inf"}
+        self.roles = {name: recognised(inputs, name) for name in self.program.inputs}
         looks_up = "ids" in self.roles.values()
         self.order = not looks_up, not self.program.states, natural(path.name)
         for name in sorted(self.program.outputs, key=natural):
             self.roles[name] = recognised(OUTPUTS, name)
-        if (self.path.parent / "meta.yaml").is_file():  # of ANEMLL, which masks by −inf
-            masks = {"mask": "mask_inf"}
-            self.roles = {n: masks.get(role, role) for n, role in self.roles.items()}
 
 
 def propose(
@@ -133,10 +133,13 @@ def described(
         )
     windows = [layer.window for layer in plan.layers if layer.window]
     body = next(package for package in packages if package.program.states)
-    functions, moves = called(body.programs, max(windows, default=None))
+    window = max(windows, default=None)
+    functions = called(body.programs, window)
     rows = [shape[2] for shape in held.values()]
-    given = {*roles.values()}
-    if "mask" in given and not given & {"start", "write"}:
+    given, moves = {*roles.values()}, {}
+    if functions[0].until:
+        moves = {window: "shift"}
+    elif "mask" in given and not given & {"start", "write"}:
         moves = {max(rows): "right"}  # nothing says where to write
     files = file_entries(root, root / "layers")
     stored = sum(file.bytes for file in files if file.path.endswith(".bin"))
@@ -188,10 +191,10 @@ def described(
 
 def called(
     programs: dict[str | None, miltorch.Program], window: int | None
-) -> tuple[list[Function], dict[int, str]]:
-    """The ways to call the functions of packages with states, and how rows move in
-    caches of so many rows."""
-    rotates = "rotate" in " ".join(filter(None, programs))
+) -> list[Function]:
+    """The ways to call the functions of packages with states, those that rotate caches
+    from position `window` on."""
+    rotates = any("rotate" in str(name) for name in programs)
     functions = []
     for name, program in programs.items():
         least, most = tokens(program)
@@ -200,7 +203,7 @@ def called(
             limits["first" if "rotate" in name else "until"] = window
         logits = "prefill" not in str(name)
         functions.append(Function(name=name, logits=logits, **limits))
-    return functions, {window: "shift"} if rotates else {}
+    return functions
 
 
 def tokens(program: miltorch.Program) -> tuple[int, int]:

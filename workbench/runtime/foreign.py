@@ -2,6 +2,7 @@
 workbench's own shards, which translates every call, and a state that shows their caches
 under the names and in the row order of a bundle."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -35,8 +36,7 @@ class ForeignState:
             if part.state is None or part.state in self.raws:
                 continue
             first = next(iter(models.values()))
-            raw = first.make_state()
-            self.raws[part.state] = raw
+            raw = self.raws[part.state] = first.make_state()
             for name in first.program.states:
                 self.tensors[f"{part.state}/{name}"] = raw, name
 
@@ -156,7 +156,7 @@ class ForeignModel(Model):
         parts = [*zip(self.foreign.parts, self.models)]
         while not function.logits and parts[-1][0].state is None:
             del parts[-1]  # the head
-        found: dict[str, list[np.ndarray]] = {}
+        found: dict[str, list[np.ndarray]] = defaultdict(list)
         for part, models in parts:
             model = models[None if part.state is None else function.name]
             feeds = {
@@ -173,7 +173,7 @@ class ForeignModel(Model):
                         value = value[0, :, :, 0]
                     else:
                         value = value.reshape(-1, value.shape[-1]).T
-                    found.setdefault(role, []).append(value[:, :T])
+                    found[role].append(value[:, :T])
             if X in found:
                 io[X] = found[X][-1][None, :, :, None]
         return {role: np.concatenate(values) for role, values in found.items()}

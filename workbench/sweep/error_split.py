@@ -15,38 +15,37 @@ from workbench.explain import error, operation
 from workbench.export import bundle_for
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
-from workbench.sweep.grid import Cell
+from workbench.sweep.grid import Cell, Grid
 from workbench.sweep.run import prepare
 
 
 def measure_split(
     checkpoint: Checkpoint,
     options: Options,
-    ids: list[int],
-    experiment: str,
+    grid: Grid,
     root: Path,
     stop: threading.Event | None = None,
 ) -> None:
-    """Splits the error over a prompt in a child process and logs it (see
-    `explain.error`). Raises:
+    """Splits the error over the prompt of a grid in a child process and logs it (see
+    `explain.error`).
+
+    Raises:
         InputError: the child failed.
     """
-    about = checkpoint.path.resolve(), options, ids, experiment, root.resolve()
+    about = checkpoint.path.resolve(), options, grid, root.resolve()
     outcome = process.call(log_split, *about, stop=stop)
     if outcome.failure:
         needed, step = "a measurement", "see the reason"
         raise InputError("error split", outcome.failure, needed, step)
 
 
-def log_split(
-    path: Path, options: Options, ids: list[int], experiment: str, root: Path
-) -> None:
+def log_split(path: Path, options: Options, grid: Grid, root: Path) -> None:
     """In the child: exports the bundle if it is missing, splits its error and logs one
     run."""
     checkpoint, folder = Checkpoint(path), log.project(root) / "data" / "bundles"
     bundle = bundle_for(checkpoint, options, folder)
-    split = error.split_error(checkpoint, bundle, ids)["isolated"]
-    row = {"experiment": experiment, "command": "error", "runtime": "portable"}
+    split = error.split_error(checkpoint, bundle, grid.validate_ids)["isolated"]
+    row = {"experiment": grid.experiment, "command": "error", "runtime": "portable"}
     row["config"] = {"parts": {"isolated": records(split.layers())}}
     log.record(identity.describe(bundle) | row, root)
 
@@ -65,16 +64,16 @@ def stored_split(
 
 
 def find_operation(
-    setting: Cell,
-    ids: list[int],
+    cell: Cell,
+    grid: Grid,
     root: Path,
-    where: tuple[int, int],
+    place: tuple[int, int],
     stop: threading.Event | None = None,
 ) -> str:
     """What `explain.operation.find` says of a layer (below 0: all of them) and a
-    position at a setting of a grid."""
-    path = prepare(setting, log.project(root) / "data" / "bundles")
-    how = {name: setting.run[name] for name in ("runtime", "compute_units", "T")}
-    layer, how["position"] = where
+    position at the setting of a cell."""
+    path = prepare(cell, log.project(root) / "data" / "bundles")
+    how = {name: cell.run[name] for name in ("runtime", "compute_units", "T")}
+    layer, how["position"] = place
     how["layer"] = None if layer < 0 else layer
-    return operation.find(Bundle.open(path), ids, **how, stop=stop).words
+    return operation.find(Bundle.open(path), grid.validate_ids, **how, stop=stop).words

@@ -38,7 +38,6 @@ def sweep(
     bundles: Path | None = None,
     scheduler: str | None = None,
     part: tuple[int, int] = (1, 1),
-    stop: threading.Event | None = None,
     progress: str = "sweep",
 ) -> dict:
     """Measures every cell that the log lacks, in a random order within each round.
@@ -51,8 +50,6 @@ def sweep(
             the log; every path is one that they have, too. Default: this machine.
         part: (i, n): only every n-th cell, from the i-th on, so that n machines
             measure a grid without a scheduler.
-        stop: an event; once it is set, the running cell is ended and
-            `process.Cancelled` raised.
         progress: the name of the bar.
 
     Returns:
@@ -74,9 +71,7 @@ def sweep(
         raise InputError(f"log {root}", problem.strerror, needed, step) from None
     todo = _lacking(every, root)
     run = partial(run_cell, grid=grid, bundles=bundles, root=root)
-    running = map(partial(run, stop=stop), todo)
-    if client:
-        running = cluster.run(client, run, todo)
+    running = cluster.run(client, run, todo) if client else map(run, todo)
     outcomes = list(bar(running, desc=progress, total=len(todo), unit="cell"))
     counts = Counter(status for status, _ in outcomes)
     reasons = [f"{status}: {why}" for status, why in outcomes if status != "ok"]
@@ -136,7 +131,11 @@ def run_cell(
 ) -> tuple[str, str | None]:
     """Exports a missing bundle, measures it and logs the run, a failed one with the end
     of its stderr; returns its status and reason. What another process has logged
-    meanwhile is not measured again."""
+    meanwhile is not measured again.
+
+    Raises:
+        process.Cancelled: `stop` was set, and the running child was killed.
+    """
     if known := _done(root).get(_key(cell)):
         return known
     call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
