@@ -50,21 +50,18 @@ def scalars(
 
     Returns:
         tokens_per_s, call_ms: medians without warm-ups; call_p90_ms: the 90th
-        percentile. cold_s, warm_s: seconds of the first loading of all shards, with
-        Core ML's compilation, and of the second. worst_cosine (the least of an isolated
-        update), worst_update (1 less it); null where a value is not finite.
+        percentile. worst_cosine (the least of an isolated update), worst_update (1 less
+        it); null where a value is not finite.
     """
     row = {}
     if samples is not None:
         timed = samples[~samples["warmup"].astype(bool)]
         by_phase = timed.groupby("phase")["value"]
-        medians, seconds = by_phase.median(), by_phase.sum() / 1e3
+        medians, tails = by_phase.median(), by_phase.quantile(0.9)
         row = {
             "tokens_per_s": medians.get("tokens_per_s"),
             "call_ms": medians.get("call"),
-            "call_p90_ms": by_phase.quantile(0.9).get("call"),
-            "warm_s": seconds.get("load"),
-            "cold_s": seconds.reindex(["compile", "cold_load"]).sum(min_count=1),
+            "call_p90_ms": tails.get("call"),
         }
     if fidelity is not None:
         updates = fidelity.query("tensor == 'update' and mode == 'isolated'")

@@ -34,7 +34,7 @@ SCHEMAS: dict[str, pa.Schema] = {
     # any machine, `setting` everything that decides its times on one; runs of a setting
     # are its repetitions, each in a process of its own, numbered by `round`. `prompt`
     # names the token ids of a validation. The machine's state is that when the row was
-    # written.
+    # written. `cold_s` and `warm_s` are of older rows.
     "runs": _schema("""
         text:  run_id!
         time:  time
