@@ -116,11 +116,12 @@ class Bundle:
         folders = [self.package(shard) for shard in self.manifest.shards]
         embedding = self.root / self.manifest.embedding.file.path
         for entry in file_entries(self.root, embedding, self.tokenizer, *folders):
-            path, found = self.root / entry.path, "bytes that differ from the manifest's SHA-256"
-            if entry.path not in listed:
-                found = f"a file that {paths.BUNDLE} does not list"
-            if entry != listed.get(entry.path) and path.name != FINDER:
-                raise _damaged(path, found)
+            path = self.root / entry.path
+            if entry == listed.get(entry.path) or path.name == FINDER:
+                continue
+            if entry.path in listed:
+                raise _damaged(path, "bytes that differ from the manifest's SHA-256")
+            raise _damaged(path, f"a file that {paths.BUNDLE} does not list")
 
     @cached_property
     def embedding(self) -> dict[str, np.ndarray]:
