@@ -148,7 +148,8 @@ def test_an_invalid_run_is_told_with_its_reason_is_done_and_never_ranks(tmp_path
     here(SLOW)
     assert sweep.missing(made, tmp_path) == []
     *_, cell = sweep.cells(made)
-    assert run.run_unless_done(cell, root=tmp_path) == ("invalid", reason)
+    where = {"grid": made, "bundles": tmp_path / "bundles", "root": tmp_path}
+    assert run.run_cell(cell, **where) == ("invalid", reason)
 
 
 def test_the_explorer_shows_the_times_of_one_machine(root, here):
