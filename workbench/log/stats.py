@@ -29,9 +29,9 @@ def compare(
 
     Returns:
         The columns of ``runs`` that differ: ``setting, a, b``. A row per measurement
-        (see `MEASUREMENT`) whose difference is not chance: ``n_a, n_b`` runs, the
-        medians over them ``median_a, median_b``, ``ratio`` (b over a), its interval
-        ``low, high``, and ``note`` where there is no interval. The number of
+        (see `MEASUREMENT`) whose difference is not chance: ``n_a, n_b`` runs (null:
+        none), the medians over them ``median_a, median_b``, ``ratio`` (b over a), its
+        interval ``low, high``, and ``note`` where there is no interval. The number of
         measurements left out because their interval contains 1.
 
     Each run, which is one process, counts as one value, its median over repetitions,
