@@ -32,6 +32,7 @@ from miltorch.steps import (
     Step,
     failure,
     python_value,
+    refusing,
     to_tensor,
     torch_dtype,
     widened,
@@ -227,7 +228,8 @@ class Executable:
             if op.key in fused:
                 body.steps += fused[op.key]
             elif not op.constant:
-                body.steps.append(self._step(op, body))
+                with refusing(self.program, op):
+                    body.steps.append(self._step(op, body))
         for name in block.outputs:
             self._name(name, body)
         return body

@@ -19,7 +19,7 @@ from miltorch.graph import Graph
 from miltorch.ops import OPERATIONS
 from miltorch.ops.registry import window
 from miltorch.program import Op, Program, Ref
-from miltorch.steps import Constants, Step, python_value
+from miltorch.steps import Constants, Step, python_value, refusing
 from miltorch.stored import Linear, stored_weight
 
 WRITES = ("write_state", "coreml_update_state")
@@ -188,15 +188,16 @@ def fusions(
         if op.kind not in GROUPS:
             continue
         look, group, why = GROUPS[op.kind]
-        try:
-            parts = groups.match_op(op, look, {})
-        except NoMatch:
-            continue
-        try:
-            group(groups, op, parts)
-        except NoMatch:
-            if why:
-                unfused[op.name] = f"{op.kind}: {why}"
+        with refusing(program, op):
+            try:
+                parts = groups.match_op(op, look, {})
+            except NoMatch:
+                continue
+            try:
+                group(groups, op, parts)
+            except NoMatch:
+                if why:
+                    unfused[op.name] = f"{op.kind}: {why}"
     join_linears(groups)
     return groups.steps, unfused
 

@@ -1,6 +1,7 @@
 """Constants of a program, and the steps that an executable runs."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,17 +100,15 @@ class Constants:
         return None if any(value is None for value in values) else values
 
     def _made(self, op: Op) -> dict:
-        try:
+        with refusing(self.program, op):
             return self._results(op)
-        except InputError:
-            raise
-        except Exception as problem:  # whatever a damaged operation leads to
-            raise failure(self.program, op, problem) from problem
 
     def _results(self, op: Op) -> dict:
         """The results of one operation by name. Its operands, which may be as large as
         the file, are not kept."""
         if op.kind == "const":
+            if refs(op.inputs["val"]):
+                raise TypeError("a constant that names another value")
             return {op.key: to_tensor(op.inputs["val"])}
         rule, operands = OPERATIONS[op.kind], {}
         for parameter, source in op.inputs.items():
@@ -211,6 +210,18 @@ class Body:
     steps: list[Step] = field(default_factory=list)
     constants: dict[str, object] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def refusing(program: Program, op: Op) -> Iterator[None]:
+    """Context manager that turns whatever a damaged operation leads to into an
+    InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as problem:
+        raise failure(program, op, problem) from problem
 
 
 def failure(program: Program, op: Op, problem: Exception) -> InputError:
