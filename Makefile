@@ -45,7 +45,6 @@ bench: .venv/ready
 
 # coremltools' own op tests with predictions on, through the shim; reports in build/judge
 judge: .venv/ready
-	rm -f build/judge/ops.jsonl
 	$(BIN)/python -m tests.judge ops
 
 # every bug gate on clean and on faulty bundles, tables in tests/check/faults.md, which goes on where it stopped; then the tests

@@ -139,6 +139,17 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.write_line(line)
 
 
+@pytest.fixture(scope="session")
+def ct():
+    """coremltools with its torch frontend loaded."""
+    from miltorch.quiet import coremltools, quiet
+
+    with quiet():
+        module = coremltools()
+        from coremltools.converters.mil.frontend.torch import converter as _  # noqa: F401
+    return module
+
+
 @pytest.fixture
 def calls_here(monkeypatch):
     """Calls that the workbench makes in processes of their own are made in this one."""

@@ -6,6 +6,7 @@ attention.
 
 import fcntl
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -291,6 +292,15 @@ def side_states(cache, layer: int) -> dict[str, np.ndarray]:
     return {CONV_STATE: conv[1:], MATRIX_STATE: recurrent[0]}
 
 
+def filled(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:
+    """Inputs of a call of T tokens, all of one value."""
+    sizes = {
+        name: [T if n == "T" else n for n in shape]
+        for name, shape in shard.inputs.items()
+    }
+    return {name: np.full(size, value, np.float32) for name, size in sizes.items()}
+
+
 def prompt(V: int, length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, V, length).tolist()
 
@@ -397,6 +407,15 @@ def once(folder: Path, make: Callable[[Path], object]) -> Path:
             make(part)
             part.rename(folder)
     return folder
+
+
+def edited(bundle: Bundle, folder: Path, change: Callable[[dict], object]) -> Bundle:
+    """A copy of a bundle, opened after `change(manifest)` of its bundle.json."""
+    path = shutil.copytree(bundle.root, folder) / "bundle.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    return Bundle.open(folder)
 
 
 def named(kind: str, *fields) -> str:

@@ -23,39 +23,30 @@ from workbench.explain.cut import Flow
 from workbench.export import export
 from workbench.runtime.standin import StandInModel
 
-pytestmark = pytest.mark.shim  # a stand-in for Core ML runs the cuts
+pytestmark = [
+    pytest.mark.shim,  # a stand-in for Core ML runs the cuts
+    pytest.mark.slow("a search compiles and runs up to 25 packages"),
+]
 IDS = np.random.default_rng(0).integers(0, 90, 9).tolist()
 
 
-def op_of(kind, index=0, **fault):
-    """The fault of an operation, given by its kind and place among those."""
-
-    def make(flow):
-        ops = [op for op in flow.ops if op.kind == kind]
-        return Fault(ops[index].outputs[0][0], **fault)
-
-    return make
-
-
-def state(index=0, **fault):
-    return lambda flow: Fault([*flow.program.states][index], **fault)
-
-
-def pair(kind, index=0, back=1, **fault):
-    """The fault of an operation that is right as soon as the operand before it shows."""
-
-    def make(flow):
-        ops = [i for i, op in enumerate(flow.ops) if op.kind == kind]
-        chain = [ops[index]]
-        for _ in range(back):
-            before = sorted(flow.before([chain[-1]]))
-            makers = {name: i for i in before for name in flow.results(i)}
-            operands = flow.ops[chain[-1]].reads()
-            chain.append(next(makers[name] for name in operands if name in makers))
-        first, *others = [flow.results(i)[0] for i in chain]
-        return Fault(first, fused=tuple(others), **fault)
-
-    return make
+def planted(flow, name: str, how: dict) -> Fault:
+    """The fault of an operation, named by its kind and its place among those (`conv -1`), or
+    of a state, named by its place. With `back` it is right as soon as one of so many
+    operands before it shows."""
+    kind, _, place = name.partition(" ")
+    how, place = dict(how), int(place or 0)
+    back = how.pop("back", 0)
+    if kind == "state":
+        return Fault([*flow.program.states][place], **how)
+    chain = [[i for i, op in enumerate(flow.ops) if op.kind == kind][place]]
+    for _ in range(back):
+        before = sorted(flow.before(chain[-1:]))
+        makers = {result: i for i in before for result in flow.results(i)}
+        operands = flow.ops[chain[-1]].reads()
+        chain.append(next(makers[name] for name in operands if name in makers))
+    first, *others = [flow.results(i)[0] for i in chain]
+    return Fault(first, fused=tuple(others), **how)
 
 
 def times(factor):
@@ -69,119 +60,129 @@ LAST = {"change": lambda x: torch.cat([x[..., :-1], x[..., -1:] * 3], -1)}
 SWAP = {"change": lambda x: x.flip(1)}
 ROLL = {"change": lambda x: x.roll(1, -1)}
 CLIP = {"change": lambda x: x.nan_to_num(0.0, 1.0, -1.0)}
+NOT, ONE_LESS = ({"change": f} for f in (torch.logical_not, lambda x: 1 - x.float()))
+OTHERS = {"change": lambda x: 3 - x}  # of four experts
 LOST, LATE, COMPILE, KILL = ({"how": h} for h in ("lost", "late", "compile", "kill"))
-NE, GPU = {"units": "CPU_AND_NE"}, {"units": "CPU_AND_GPU"}
-SIMPLE = (
-    "conv,0 conv,2 conv,-1 softmax,0 rsqrt,0 rsqrt,-1 silu,0 sub,0 matmul,0 matmul,-1"
-)
-MOVES = "reshape concat slice_by_index slice_update read_state real_div reduce_mean"
-# verdict → family, shard, fault
+NE, GPU, ALL = ({"units": units} for units in ("CPU_AND_NE", "CPU_AND_GPU", "ALL"))
+ONE, FOUR, PAIR, BIG = {"T": 1}, {"T": 4}, {"back": 1}, {"above": 200}
+# verdict → family → (shard, operation or state, fault)
 FAULTS = {
-    "operation": [
-        *(
-            ("qwen2", 0, op_of(kind, int(index)))
-            for kind, index in (each.split(",") for each in SIMPLE.split())
-        ),
-        *(("qwen2", 1, op_of(kind, **ZERO)) for kind in MOVES.split()),
-        ("qwen2", 0, op_of("transpose", 1)),
-        ("llama", 0, op_of("mul", 9, **INF)),
-        ("gemma3_text", 1, op_of("gelu", **NAN)),
-        ("llama", 1, op_of("abs", **NONE)),
-        ("llama", 1, op_of("add", -1, T=1)),
-        ("llama", 1, op_of("add", -1, T=4)),
-        ("llama", 1, op_of("mul", -1, **NE)),
-        ("llama", 0, op_of("conv", 5, above=200)),
+    "operation": {
+        "qwen2": [
+            *((0, kind, {}) for kind in ("conv", "conv 2", "conv -1", "softmax")),
+            *((0, kind, {}) for kind in ("rsqrt", "rsqrt -1", "silu", "sub")),
+            *((0, kind, {}) for kind in ("matmul", "matmul -1", "transpose 1")),
+            *((1, kind, ZERO) for kind in ("reshape", "concat", "slice_by_index")),
+            *((1, kind, ZERO) for kind in ("slice_update", "read_state")),
+            *((1, kind, ZERO) for kind in ("real_div", "reduce_mean")),
+        ],
+        "llama": [
+            (0, "mul 9", INF),
+            (1, "abs", NONE),
+            (1, "add -1", ONE),
+            (1, "add -1", FOUR),
+            (1, "mul -1", NE),
+            (0, "conv 5", BIG),
+        ],
         # what follows, here and below, was written after a search was frozen
-        ("zaya", 0, op_of("cast", change=lambda x: 1 - x.float())),
-        ("zaya", 0, op_of("sqrt", **HALF)),
-        ("zaya", 1, op_of("equal", change=torch.logical_not)),
-        ("zaya", 1, op_of("gelu", **PLUS)),
-        ("zaya", 0, op_of("reduce_argmax", change=lambda x: 3 - x)),
-        ("qwen3_5_text", 0, op_of("exp", **HALF)),
-        ("qwen3_5_text", 0, op_of("matmul", 3, **PLUS)),
-        ("qwen3_5_text", 1, op_of("sigmoid", **HALF)),
-        ("qwen3_5_text", 2, op_of("tanh", **HALF)),
-        ("granitemoehybrid", 0, op_of("relu", **PLUS)),
-        ("granitemoehybrid", 0, op_of("conv", **LAST)),
-        ("granitemoehybrid", 0, op_of("exp", -1, **PLUS)),
-        ("granitemoehybrid", 2, op_of("matmul", -1, **NAN)),
-        ("granitemoehybrid", 1, op_of("softmax", **ROLL)),
-        ("lfm2", 0, op_of("mul", 4, **HALF)),
-        ("lfm2", 1, op_of("silu", **INF)),
-        ("gemma3_text", 0, op_of("gelu", **SWAP)),
-        ("gemma3_text", 2, op_of("add", -1, **SWAP)),
-        ("gemma3_text", 3, op_of("conv", **SWAP)),
-        ("phi3", 0, op_of("slice_by_index", 2, **SWAP)),
-        ("phi3", 1, op_of("concat", -1, **ROLL)),
-        ("olmo2", 0, op_of("rsqrt", 1, **HALF)),
-        ("olmo3", 1, op_of("mul", 12, **LAST)),
-        ("mistral", 0, op_of("add", 8, **ZERO)),
-        ("mistral", 1, op_of("matmul", 2, T=1, **ROLL)),
-        ("mistral", 1, op_of("reshape", 3, T=4, **SWAP)),
-        ("ministral3", 0, op_of("silu", **NE, **PLUS)),
-        ("hunyuan_v1_dense", 0, op_of("conv", 4, above=300, **HALF)),
-    ],
-    "none": [
-        ("llama", 1, op_of("mul", -1, **GPU)),
-        ("ministral3", 0, op_of("silu", units="ALL", **PLUS)),
-    ],
-    "write": [
-        ("llama", 0, state(0, **LOST)),
-        ("llama", 0, state(1, **LATE)),
-        ("lfm2", 0, state(0, **LOST)),
-        ("qwen3_5_text", 2, state(1, **LOST)),
-        ("qwen3_5_text", 0, state(0, **LATE)),
-        ("smollm3", 2, state(0, **LATE)),
-    ],
-    "breaks": [
-        ("llama", 0, op_of("softmax", **COMPILE)),
-        ("llama", 0, op_of("matmul", **KILL)),
-        ("llama", 1, op_of("read_state", 1, **COMPILE)),
-        ("llama", 1, op_of("abs", **COMPILE)),
-        ("lfm2", 0, op_of("add", -1, **COMPILE)),
-        ("qwen3", 0, op_of("conv", -1, **KILL)),
-    ],
+        "zaya": [
+            (0, "cast", ONE_LESS),
+            (0, "sqrt", HALF),
+            (1, "equal", NOT),
+            (1, "gelu", PLUS),
+            (0, "reduce_argmax", OTHERS),
+        ],
+        "qwen3_5_text": [
+            (0, "exp", HALF),
+            (0, "matmul 3", PLUS),
+            (1, "sigmoid", HALF),
+            (2, "tanh", HALF),
+        ],
+        "granitemoehybrid": [
+            (0, "relu", PLUS),
+            (0, "conv", LAST),
+            (0, "exp -1", PLUS),
+            (2, "matmul -1", NAN),
+            (1, "softmax", ROLL),
+        ],
+        "lfm2": [(0, "mul 4", HALF), (1, "silu", INF)],
+        "gemma3_text": [
+            (1, "gelu", NAN),
+            (0, "gelu", SWAP),
+            (2, "add -1", SWAP),
+            (3, "conv", SWAP),
+        ],
+        "phi3": [(0, "slice_by_index 2", SWAP), (1, "concat -1", ROLL)],
+        "olmo2": [(0, "rsqrt 1", HALF)],
+        "olmo3": [(1, "mul 12", LAST)],
+        "mistral": [
+            (0, "add 8", ZERO),
+            (1, "matmul 2", ONE | ROLL),
+            (1, "reshape 3", FOUR | SWAP),
+        ],
+        "ministral3": [(0, "silu", NE | PLUS)],
+        "hunyuan_v1_dense": [(0, "conv 4", {"above": 300} | HALF)],
+    },
+    "none": {"llama": [(1, "mul -1", GPU)], "ministral3": [(0, "silu", ALL | PLUS)]},
+    "write": {
+        "llama": [(0, "state", LOST), (0, "state 1", LATE)],
+        "lfm2": [(0, "state", LOST)],
+        "qwen3_5_text": [(2, "state 1", LOST), (0, "state", LATE)],
+        "smollm3": [(2, "state", LATE)],
+    },
+    "breaks": {
+        "llama": [
+            (0, "softmax", COMPILE),
+            (0, "matmul", KILL),
+            (1, "read_state 1", COMPILE),
+            (1, "abs", COMPILE),
+        ],
+        "lfm2": [(0, "add -1", COMPILE)],
+        "qwen3": [(0, "conv -1", KILL)],
+    },
     # alone, it has no axis of T: it is named with what computes its value
-    "with its operand": [("smollm3", 1, state(1, T=4, **LOST))],
-    "together": [
-        ("llama", 0, pair("silu")),
-        ("qwen3", 0, pair("softmax")),
-        ("llama", 0, pair("softmax", back=2)),
-        ("mistral", 0, pair("add", -1)),
-        ("qwen3", 0, pair("conv", 1, **SWAP)),
-        ("phi3", 0, pair("slice_update")),
-        ("olmo2", 1, pair("concat", **HALF)),
-    ],
+    "with its operand": {"smollm3": [(1, "state 1", FOUR | LOST)]},
+    "together": {
+        "llama": [(0, "silu", PAIR), (0, "softmax", {"back": 2})],
+        "qwen3": [(0, "softmax", PAIR), (0, "conv 1", PAIR | SWAP)],
+        "mistral": [(0, "add -1", PAIR)],
+        "phi3": [(0, "slice_update", PAIR)],
+        "olmo2": [(1, "concat", PAIR | HALF)],
+    },
 }
-CASES = [(verdict, case) for verdict, cases in FAULTS.items() for case in cases]
+CASES = [
+    pytest.param(verdict, family, *fault, id=f"{verdict}-{family}-{number}")
+    for verdict, families in FAULTS.items()
+    for family, faults in families.items()
+    for number, fault in enumerate(faults)
+]
 
 
 @pytest.fixture
 def search(exports, monkeypatch):
-    """(family or bundle, shard, fault of the shard's flow) → finding, fault."""
+    """(family or bundle, shard, fault) → finding, fault."""
     monkeypatch.setattr(process, "call", in_process.call)
 
-    def find(source, shard, make, units="CPU_AND_NE", out=None):
+    def find(source, shard, name, how, **chosen):
         bundle = source
         if isinstance(source, str):
             bundle = exports.bundle(exports.checkpoint(source))
-        package = bundle.package(bundle.manifest.shards[shard])
-        flow = Flow(miltorch.read(package))
-        fault = make(flow)
+        own = bundle.manifest.shards[shard]
+        fault = planted(Flow(miltorch.read(bundle.package(own))), name, how)
         monkeypatch.setattr(StandInModel, "layer", wrong.layer_of(fault))
-        how = {"runtime": "stand-in", "compute_units": units, "out": out}
-        if bundle.manifest.shards[shard].kind != "head":
-            how["layer"] = shard
-        return operation.find(bundle, IDS, **how), fault
+        if own.kind == "layers":
+            chosen["layer"] = shard
+        return operation.find(bundle, IDS, runtime="stand-in", **chosen), fault
 
     return find
 
 
 @pytest.mark.matrix(6)
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_a_fault_is_found_and_reduced(search, number, tmp_path, capsys):
-    verdict, (family, shard, make) = CASES[number]
-    found, fault = search(family, shard, make, out=tmp_path)
+@pytest.mark.parametrize("verdict, family, shard, name, how", CASES)
+def test_a_fault_is_found_and_reduced(
+    search, verdict, family, shard, name, how, tmp_path, capsys
+):
+    found, fault = search(family, shard, name, how, out=tmp_path)
     print(found, fault)
     verdicts = {"write": "operation", "with its operand": "together"}
     assert found.verdict == verdicts.get(verdict, verdict)
@@ -211,18 +212,14 @@ def test_a_fault_is_found_and_reduced(search, number, tmp_path, capsys):
 def test_the_command_names_the_operation_and_writes_its_package(
     search, exports, tmp_path
 ):
-    _, fault = search("qwen2", 1, op_of("silu"))
+    _, fault = search("qwen2", 1, "silu", {})
     bundle = exports.bundle(exports.checkpoint("qwen2"))
     arguments = "--op", "--runtime", "stand-in", "--prompt-ids", "1,2,3,4"
     out = tmp_path / "out"
     found = in_process.invoke("explain", bundle.root, *arguments, "--reduce", out)
     assert found["verdict"] == "RED"
-    assert found["operation"]["where"] | {"position": 0} == {
-        "shard": "layers_00_00",
-        "layer": 0,
-        "position": 0,
-        "T": 1,
-    }
+    where = found["operation"]["where"]
+    assert (where["shard"], where["layer"], where["T"]) == ("layers_00_00", 0, 1)
     (op,) = found["operation"]["ops"]
     assert (op["value"], op["kind"]) == (fault.op, "silu")
     assert found["reduced"]["ops"] == ["silu"]
@@ -239,28 +236,26 @@ def test_a_cell_that_is_not_there_is_refused(exports):
 
 
 def test_a_search_is_cancelled_after_any_package(search, exports):
-    search("qwen2", 0, op_of("silu"))
+    search("qwen2", 0, "silu", {})
     bundle = exports.bundle(exports.checkpoint("qwen2"))
-    how, stop, asked = {"runtime": "stand-in", "layer": 0}, threading.Event(), []
+    stop, asked = threading.Event(), []
+
+    def report(number):
+        asked.append(number)
+        if number == 3:
+            stop.set()
+
+    how = {"runtime": "stand-in", "layer": 0, "stop": stop, "report": report}
     with pytest.raises(process.Cancelled):
-        operation.find(
-            bundle,
-            IDS,
-            **how,
-            stop=stop,
-            report=lambda n: asked.append(n) or n < 3 or stop.set(),
-        )
+        operation.find(bundle, IDS, **how)
     assert asked == [1, 2, 3]
     assert operation.cost(bundle)[0] == len(bundle.manifest.shards)
 
 
-def test_an_expert_of_a_routed_bundle_is_searched(exports, monkeypatch):
-    monkeypatch.setattr(process, "call", in_process.call)
+def test_an_expert_of_a_routed_bundle_is_searched(exports, search):
     bundle = exports.bundle(exports.checkpoint("zaya"), moe="routed")
-    shard = next(s for s in bundle.manifest.shards if s.kind == "expert")
-    fault = op_of("silu")(Flow(miltorch.read(bundle.package(shard))))
-    monkeypatch.setattr(StandInModel, "layer", wrong.layer_of(fault))
-    found = operation.find(bundle, IDS, runtime="stand-in")
+    kinds = [shard.kind for shard in bundle.manifest.shards]
+    found, fault = search(bundle, kinds.index("expert"), "silu", {})
     assert found.ops[0]["value"] == fault.op
     assert found.ops[0]["shard"].startswith("expert")
 
@@ -278,7 +273,7 @@ def test_a_nan_that_a_unit_swallows_is_found(exports, search, tmp_path):
     bundle = export(source, tmp_path / "bundle", max_seq_len=16)
     overflow = operation.find(bundle, IDS, runtime="portable", layer=0)
     assert (overflow.ops[0]["kind"], overflow.times) == ("matmul", np.inf)
-    found, fault = search(bundle, 0, op_of("softmax", 0, **CLIP))
+    found, fault = search(bundle, 0, "softmax", CLIP)
     assert [op["value"] for op in found.ops] == [fault.op]
     assert found.times == np.inf
 

@@ -43,22 +43,17 @@ def plant(decoder, layer, kind, change):
 def test_the_first_inf_is_named_with_its_module(llama_bundle, precision):
     decoder = Decoder(llama_bundle, "portable", precision)
     name = plant(decoder, 2, "silu", lambda y: y * 1e6)
-    found = trace.trace_decoder(decoder, IDS)
-    assert found.first["inf"] == {
-        "shard": "layers_02_02",
-        "op": name,
-        "kind": "silu",
-        "module": "layers.2.mlp",
-    }
-    assert found.first["nan"] is not None
+    found = trace.trace_decoder(decoder, IDS).first
+    where = {"shard": "layers_02_02", "module": "layers.2.mlp"}
+    assert found["inf"] == where | {"op": name, "kind": "silu"}
+    assert found["nan"] is not None
 
 
 def test_a_nan_is_not_taken_for_an_inf(llama_bundle):
     decoder = Decoder(llama_bundle, "portable", "exact")
     plant(decoder, 1, "softmax", lambda y: y.masked_fill(y > 0.5, float("nan")))
-    found = trace.trace_decoder(decoder, IDS)
-    assert found.first["nan"]["kind"] == "softmax"
-    assert found.first["inf"] is None
+    found = trace.trace_decoder(decoder, IDS).first
+    assert found["nan"]["kind"] == "softmax" and found["inf"] is None
 
 
 def result(*values):
@@ -114,20 +109,21 @@ def masked(path, scale):
     return path
 
 
-def test_an_inf_that_a_mask_brings_in_is_no_fault_and_one_beside_it_is(tmp_path):
+@pytest.mark.parametrize(
+    "scale, verdict, op", [(2.0, "GREEN", None), (2000.0, "RED", "scores")]
+)
+def test_an_inf_that_a_mask_brings_in_is_no_fault_and_one_beside_it_is(
+    tmp_path, scale, verdict, op
+):
     mask = np.where(np.arange(8) > np.arange(4)[:, None], -np.inf, 0.0)
-    inputs = {"x": np.full((4, 4), 100.0), "mask": mask}
-    names = "x", "mask"
-    for scale, verdict in ((2.0, "GREEN"), (2000.0, "RED")):
-        package = masked(tmp_path / f"{scale}.mlpackage", scale)
-        own = dict(zip(miltorch.read(package).inputs, (inputs[n] for n in names)))
-        traced = trace.trace_package(package, own)
-        assert gates.verdict(trace.finite_gates(traced)) == verdict
-        found = trace.summary(traced)
-        assert (found["first_inf"] or {}).get("op") == (
-            None if scale == 2.0 else "scores"
-        )
-        assert found["first_nan"] is None or verdict == "RED"
+    package = masked(tmp_path / "masked.mlpackage", scale)
+    arrays = np.full((4, 4), 100.0), mask
+    own = dict(zip(miltorch.read(package).inputs, arrays))
+    traced = trace.trace_package(package, own)
+    assert gates.verdict(trace.finite_gates(traced)) == verdict
+    found = trace.summary(traced)
+    assert (found["first_inf"] or {}).get("op") == op
+    assert found["first_nan"] is None or op
 
 
 def test_experts_that_load_late_are_traced_too(exports):

@@ -1,9 +1,8 @@
 """coremltools' own tests through the shim: `python -m tests.judge SUITE [--out DIR] [--sample N]
 [pytest options]`.
 
-Appends every case's outcome to DIR/SUITE.jsonl, leaving out those that passed before (so that a run
-goes on where the last one ended; `make judge` begins anew), and writes DIR/SUITE.md: counts by op,
-reasons for all that did not pass. Exits 1 if a case failed for a reason that is not known.
+Writes every case's outcome to DIR/SUITE.jsonl, and to DIR/SUITE.md counts by op and the reasons of
+all that did not pass. Exits 1 if a case failed for a reason that is not known.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from .outcomes import summarize, table
+from .outcomes import judged, table
 
 ROOT = Path(__file__).parents[2]
 OPS = "converters/mil/mil/ops/tests"
@@ -35,51 +34,30 @@ SUITES = {
 }
 
 
+PYTEST = """-m pytest -q -p tests.judge.plugin -p no:cacheprovider --runxfail --disable-warnings
+--tb=short --show-capture=no""".split()
+
+
 def run(suite: str, out: Path, options: list[str]) -> tuple[dict, int]:
     """Runs a suite in a process of its own; every case's outcome, by its id, and how many cases
     were selected."""
     home = Path(find_spec("coremltools").origin).parent
     outcomes = out / f"{suite}.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(home),
-        "-p",
-        "tests.judge.plugin",
-        "-p",
-        "no:cacheprovider",
-        "--runxfail",
-        "--disable-warnings",
-        "--tb=short",
-        "--show-capture=no",
-        "--outcomes",
-        str(outcomes),
-        *options,
-        *(str(home / path) for path in SUITES[suite]),
-    ]
+    places = "-c", os.devnull, "--rootdir", home, "--outcomes", outcomes
+    paths = [home / path for path in SUITES[suite]]
+    command = [sys.executable, *PYTEST, *map(str, places), *options, *map(str, paths)]
     environment = os.environ | {
         "PYMIL_TEST_TARGETS": "mlprogram",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    code = subprocess.run(
-        command, env=environment, stdout=sys.stderr, check=False
-    ).returncode
-    lines = [json.loads(line) for line in outcomes.read_text().splitlines()]
-    found = {line.pop("case"): line for line in lines if "case" in line}
-    if code not in (0, 1, 5):  # 1: some tests failed, 5: none was left to run
-        found["process::whole"] = {
-            "outcome": "failed",
-            "reason": f"pytest ended with code {code}",
-        }
-    return found, next(
-        line["selected"] for line in reversed(lines) if "selected" in line
-    )
+    code = subprocess.run(command, env=environment, stdout=sys.stderr).returncode
+    selected, *lines = map(json.loads, outcomes.read_text().splitlines())
+    found = {line.pop("case"): line for line in lines}
+    if code not in (0, 1):  # 1: some tests failed
+        reason = f"pytest ended with code {code}"
+        found["process::whole"] = {"outcome": "failed", "reason": reason}
+    return found, selected["selected"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,11 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     chosen, options = parser.parse_known_args(arguments)
     chosen.out.mkdir(parents=True, exist_ok=True)
     found, selected = run(chosen.suite, chosen.out.resolve(), options)
-    summary = summarize(found)
-    text = table(chosen.suite, summary, selected)
+    cases = judged(found)
+    text = table(chosen.suite, cases, selected)
     (chosen.out / f"{chosen.suite}.md").write_text(text)
     print(text)
-    return 1 if summary["total"]["failed"] or not summary["total"]["passed"] else 0
+    kinds = set(cases["kind"])
+    return 1 if "failed" in kinds or "passed" not in kinds else 0
 
 
 if __name__ == "__main__":

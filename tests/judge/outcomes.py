@@ -2,8 +2,10 @@
 Markdown."""
 
 import re
-from collections import Counter, defaultdict
 
+import pandas as pd
+
+KINDS = ("passed", "failed", "explained", "skipped")
 # why a case does not pass, where that is known: pattern of its id and its failure → reason
 EXPLAINED = {
     r"a single \.mlmodel file": "converts to a neuralNetwork, which the portable runtime does not run: it runs ML Programs",
@@ -21,7 +23,7 @@ EXPLAINED = {
 
 
 def verdict(case: str, result: dict) -> tuple[str, str]:
-    """(passed | failed | explained | skipped, reason)."""
+    """(one of KINDS, reason)."""
     if result["outcome"] == "passed":
         return "passed", ""
     if result["outcome"] == "skipped":
@@ -44,32 +46,25 @@ def op(case: str) -> str:
     return name.removeprefix("Test") if name.startswith("Test") else name
 
 
-def summarize(outcomes: dict) -> dict:
-    """Counts in total, by op, and by reason and op."""
-    total, ops, reasons = Counter(), defaultdict(Counter), defaultdict(Counter)
-    for case, result in outcomes.items():
-        kind, reason = verdict(case, result)
-        total[kind] += 1
-        ops[op(case)][kind] += 1
-        if reason:
-            reasons[kind, reason][op(case)] += 1
-    return {"total": total, "ops": ops, "reasons": reasons}
+def judged(outcomes: dict) -> pd.DataFrame:
+    """One row for each case: `op`, `kind`, `reason`."""
+    rows = [(op(case), *verdict(case, result)) for case, result in outcomes.items()]
+    return pd.DataFrame(rows, columns=["op", "kind", "reason"])
 
 
-def table(suite: str, summary: dict, selected: int) -> str:
+def table(suite: str, cases: pd.DataFrame, selected: int) -> str:
     """The report as Markdown: totals, every op in one paragraph, every case that did not pass with
     its reason."""
-    total = summary["total"]
-    ran = total["passed"] + total["failed"] + total["explained"]
-    named = [
-        f"{name} {counts['passed']}"
-        + (f"/{counts.total()}" if counts["passed"] < counts.total() else "")
-        for name, counts in sorted(summary["ops"].items())
-    ]
+    total = {kind: (cases["kind"] == kind).sum() for kind in KINDS}
+    ran = max(len(cases) - total["skipped"], 1)
+    named = []
+    for name, kinds in cases.groupby("op")["kind"]:
+        passed, whole = (kinds == "passed").sum(), len(kinds)
+        named.append(f"{name} {passed}" + (f"/{whole}" if passed < whole else ""))
     lines = [
         f"## `python -m tests.judge {suite}`",
         "",
-        f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / max(ran, 1):.2%}); "
+        f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / ran:.2%}); "
         f"{total['failed']} failed; {total['explained']} did not for a known reason, "
         f"{total['skipped']} were skipped by their authors; of {selected} selected.",
         "",
@@ -78,8 +73,8 @@ def table(suite: str, summary: dict, selected: int) -> str:
         "| | cases | reason |",
         "|---|---|---|",
     ]
-    lines += [
-        f"| {kind} | {', '.join(f'{name} {n}' for name, n in sorted(cases.items()))} | {reason.replace('|', '/')} |"
-        for (kind, reason), cases in sorted(summary["reasons"].items())
-    ]
+    others = cases[cases["kind"] != "passed"]
+    for (kind, reason), own in others.groupby(["kind", "reason"]):
+        counts = [f"{name} {len(each)}" for name, each in own.groupby("op")]
+        lines.append(f"| {kind} | {', '.join(counts)} | {reason.replace('|', '/')} |")
     return "\n".join(lines) + "\n"

@@ -24,16 +24,18 @@ from tests.judge.outcomes import op
 NOT_OURS = re.compile("rdar|outdated PyTorch")
 
 
-class Recorder:
-    """Appends one JSON line per test: case, outcome, reason, and `expected`, coremltools' own
-    reason for a failure.
+def holds(mark) -> bool:
+    """Whether a mark is no skip for a reason that does not hold here."""
+    reason = mark.kwargs.get("reason", "")
+    return not (mark.name.startswith("skip") and NOT_OURS.search(reason))
 
-    Cases that the file already holds as passed are left out; a sample is drawn before that, so that
-    it stays the same.
-    """
+
+class Recorder:
+    """Writes one JSON line per test: case, outcome, reason, and `expected`, coremltools' own
+    reason for a failure; before them how many were selected."""
 
     def __init__(self, path: Path, sample: int):
-        self.file, self.sample, self.result = path.open("a+"), sample, {}
+        self.file, self.sample, self.result = path.open("w"), sample, {}
 
     def pytest_sessionstart(self):  # after --runxfail has put its own function in place
         pytest.xfail, skip = self._expected, pytest.skip
@@ -47,24 +49,13 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         for node in {node for item in items for node in item.listchain()}:
-            node.own_markers = [
-                m
-                for m in node.own_markers
-                if not (
-                    m.name.startswith("skip")
-                    and NOT_OURS.search(m.kwargs.get("reason", ""))
-                )
-            ]
-        self.file.seek(0)
-        known = [json.loads(line) for line in self.file]
+            node.own_markers = [mark for mark in node.own_markers if holds(mark)]
         self.file.write(json.dumps({"selected": len(items)}) + "\n")
-        passed = {entry["case"] for entry in known if entry.get("outcome") == "passed"}
-        cases, chosen = defaultdict(list), set()
+        cases = defaultdict(list)
         for item in random.Random(0).sample(items, len(items)):
             cases[op(item.nodeid)].append(item)
-        for found in cases.values():
-            chosen.update(found[: self.sample or None])
-        items[:] = [i for i in items if i in chosen and i.nodeid not in passed]
+        chosen = {i for found in cases.values() for i in found[: self.sample or None]}
+        items[:] = [item for item in items if item in chosen]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item):

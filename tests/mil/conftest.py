@@ -7,16 +7,6 @@ from miltorch.quiet import quiet
 
 
 @pytest.fixture(scope="session")
-def ct():
-    """coremltools with its torch frontend loaded; its warnings about this machine stay inside the
-    import."""
-    with quiet():
-        import coremltools
-        from coremltools.converters.mil.frontend.torch import converter as _  # noqa: F401
-    return coremltools
-
-
-@pytest.fixture(scope="session")
 def models(ct):
     """The exported Memory, stored in five ways: name → coremltools model."""
     from coremltools.optimize import coreml as cto

@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,39 +36,6 @@ class Hang(BaseException):
     operand."""
 
 
-def damage(data: bytes, random: np.random.Generator) -> bytes:
-    """`data` cut short, with bits flipped, bytes replaced, a piece missing, or a piece twice."""
-    array, kind = np.frombuffer(data, np.uint8).copy(), random.integers(5)
-    places = random.integers(len(array), size=random.integers(1, 9))
-    first, last = sorted(random.integers(len(data), size=2))
-    if kind == 0:
-        return data[:first]
-    if kind == 1:
-        array[places] ^= np.uint8(1 << random.integers(8))
-        return array.tobytes()
-    if kind == 2:
-        array[places] = random.integers(256, size=len(places))
-        return array.tobytes()
-    return data[:first] + data[last:] if kind == 3 else data[:last] + data[first:]
-
-
-def attempt(package: Path) -> str:
-    """Opens and runs a damaged package: `refused` or `ran`; anything but an InputError escapes."""
-    try:
-        executable = miltorch.Executable(miltorch.read(package))
-        shapes = {
-            n: [2 if d is None else min(d, 64) for d in t.shape]
-            for n, t in executable.program.inputs.items()
-        }
-        executable.run(
-            {name: torch.ones(shape) for name, shape in shapes.items()},
-            executable.make_state(),
-        )
-        return "ran"
-    except InputError:
-        return "refused"
-
-
 @contextmanager
 def limits():
     """More than BYTES of new memory is a MemoryError inside, more than SECONDS since `signal.alarm`
@@ -88,37 +56,73 @@ def limits():
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def fuzz(package: Path, attempts: int, seed: int = 0) -> Counter:
-    """Damages a copy of `package` anew, `attempts` times; how many were refused and how many
-    ran."""
-    outcomes, originals = (
-        Counter(),
-        {name: (package / name).read_bytes() for name in FILES},
-    )
-    with tempfile.TemporaryDirectory() as folder, limits():
-        copy = shutil.copytree(package, Path(folder) / "hostile.mlpackage")
-        for number in range(attempts):
-            random = np.random.default_rng([seed, number])
-            name = random.choice(list(FILES), p=list(FILES.values()))
-            (copy / name).write_bytes(damage(originals[name], random))
+def attempts(count: int, seed: int, attempt: Callable) -> list:
+    """Results of `attempt(random)` with generators of one seed, each within the limits."""
+    results = []
+    with limits():
+        for number in range(count):
             signal.alarm(SECONDS)
             try:
-                outcomes[attempt(copy)] += 1
+                results.append(attempt(np.random.default_rng([seed, number])))
             except BaseException as problem:
-                problem.add_note(f"attempt {number} of seed {seed}, damage to {name}")
+                problem.add_note(f"attempt {number} of seed {seed}")
                 raise
-            signal.alarm(0)
-            (copy / name).write_bytes(originals[name])
-    return outcomes
+    return results
 
 
-def main(attempts: int, seed: int = 0) -> None:
+def damage(data: bytes, random: np.random.Generator) -> bytes:
+    """`data` cut short, with bits flipped, bytes replaced, a piece missing, or a piece twice."""
+    array, kind = np.frombuffer(data, np.uint8).copy(), random.integers(5)
+    places = random.integers(len(array), size=random.integers(1, 9))
+    first, last = sorted(random.integers(len(data), size=2))
+    if kind == 0:
+        return data[:first]
+    if kind == 1:
+        array[places] ^= np.uint8(1 << random.integers(8))
+        return array.tobytes()
+    if kind == 2:
+        array[places] = random.integers(256, size=len(places))
+        return array.tobytes()
+    return data[:first] + data[last:] if kind == 3 else data[:last] + data[first:]
+
+
+def opened_and_run(package: Path) -> str:
+    """How a damaged package ends: `refused` or `ran`; anything but an InputError escapes."""
+    try:
+        executable = miltorch.Executable(miltorch.read(package))
+        inputs = {
+            name: torch.ones([2 if n is None else min(n, 64) for n in kind.shape])
+            for name, kind in executable.program.inputs.items()
+        }
+        executable.run(inputs, executable.make_state())
+        return "ran"
+    except InputError:
+        return "refused"
+
+
+def fuzz(package: Path, count: int, seed: int = 0) -> Counter:
+    """Damages a copy of `package` anew, `count` times; how many were refused and how many ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(package, Path(folder) / "hostile.mlpackage")
+
+        def attempt(random) -> str:
+            name = random.choice(list(FILES), p=list(FILES.values()))
+            sound = (package / name).read_bytes()
+            (copy / name).write_bytes(damage(sound, random))
+            outcome = opened_and_run(copy)
+            (copy / name).write_bytes(sound)
+            return outcome
+
+        return Counter(attempts(count, seed, attempt))
+
+
+def main(count: int, seed: int = 0) -> None:
     from .memory import export
 
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "memory.mlpackage"
         export().save(str(package))
-        print(f"{attempts} damaged packages: {dict(fuzz(package, attempts, seed))}")
+        print(f"{count} damaged packages: {dict(fuzz(package, count, seed))}")
 
 
 if __name__ == "__main__":

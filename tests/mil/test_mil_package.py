@@ -20,14 +20,16 @@ MODEL = "Data/com.apple.CoreML/model.mlmodel"
 WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
 
 
-def weight(executable):
+def weight(package) -> np.ndarray:
     """The program's one weight matrix, decompressed."""
-    return next(
-        executable.constants[name].float().numpy()
+    executable = miltorch.Executable(miltorch.read(package))
+    name = next(
+        name
         for op in executable.program.block.ops
         for name, kind in op.outputs
-        if op.constant and kind.shape == (WIDTH, WIDTH) and kind.dtype == "FLOAT16"
+        if op.constant and kind == miltorch.Type("FLOAT16", (WIDTH, WIDTH))
     )
+    return executable.constants[name].float().numpy()
 
 
 def run(package, calls, precision="declared"):
@@ -74,55 +76,36 @@ import transformers
 
 
 def test_stored_weights_come_back_to_the_bit(packages):
-    assert np.array_equal(
-        weight(miltorch.Executable(miltorch.read(packages["fp16"]))),
-        Memory().mix.weight.detach().numpy(),
-    )
+    stored = Memory().mix.weight.detach().numpy()
+    np.testing.assert_array_equal(weight(packages["fp16"]), stored)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "lut6", "sparse"])
-def test_decompression_of_few_rows_at_a_time_changes_no_bit(
-    packages, name, monkeypatch
+def test_decompression_equals_coremltools_own_however_many_rows_at_a_time(
+    models, packages, tmp_path, name, monkeypatch
 ):
-    whole = weight(miltorch.Executable(miltorch.read(packages[name])))
-    monkeypatch.setattr(steps, "DENSE", 1)
-    rows = weight(miltorch.Executable(miltorch.read(packages[name])))
-    assert np.array_equal(rows, whole)
-
-
-@pytest.mark.parametrize("name", ["int8", "int4", "lut6", "sparse"])
-def test_decompression_equals_coremltools_own(models, packages, tmp_path, name):
     from coremltools.optimize import coreml as cto
 
+    path = tmp_path / "dense.mlpackage"
     with quiet():
-        cto.decompress_weights(models[name]).save(str(tmp_path / "dense.mlpackage"))
-    dense = weight(miltorch.Executable(miltorch.read(tmp_path / "dense.mlpackage")))
-    found = weight(miltorch.Executable(miltorch.read(packages[name])))
-    assert np.array_equal(found, dense) and not np.array_equal(
-        found, Memory().mix.weight.detach().numpy()
-    )
+        cto.decompress_weights(models[name]).save(str(path))
+    dense = weight(path)
+    assert not np.array_equal(dense, weight(packages["fp16"]))
+    for weights in (steps.DENSE, 1):
+        monkeypatch.setattr(steps, "DENSE", weights)
+        np.testing.assert_array_equal(weight(packages[name]), dense)
 
 
 @pytest.mark.parametrize(
     "precision, tolerance", [("exact", 1e-6), ("declared", 4e-3), ("narrow", 1e-2)]
 )
 def test_a_package_computes_what_its_module_does(packages, calls, precision, tolerance):
-    module = Memory()
+    module, close = Memory(), {"rtol": tolerance, "atol": tolerance}
     outputs, state = run(packages["fp16"], calls, precision)
     with torch.no_grad():
         for x, found in zip(calls, outputs):
-            np.testing.assert_allclose(
-                found,
-                module(torch.from_numpy(x)).numpy(),
-                rtol=tolerance,
-                atol=tolerance,
-            )
-    np.testing.assert_allclose(
-        state["memory"].value.numpy(),
-        module.memory.numpy(),
-        rtol=tolerance,
-        atol=tolerance,
-    )
+            np.testing.assert_allclose(found, module(torch.from_numpy(x)), **close)
+    np.testing.assert_allclose(state["memory"].value, module.memory, **close)
 
 
 def test_states_are_independent(packages, calls):

@@ -1,14 +1,16 @@
 """The coreml runtime over the shim and a faked compute plan: the code that talks to Core ML on a
-Mac, and the same results as portable. Whatever is faked has the signature that the installed
-coremltools expects."""
+Mac, and the same results as portable."""
 
 import inspect
+import os
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import tiny
+from faulty_stand_ins import Plan
 
 from miltorch import shim
 from miltorch.quiet import coremltools
@@ -16,7 +18,6 @@ from workbench import Decoder
 from workbench.ane import placement
 from workbench.check.reuse import check_reuse, reuse_gate
 from workbench.errors import InputError
-from workbench.export import export
 from workbench.runtime import coreml, load_shard, resolve
 from workbench.runtime.base import typed
 
@@ -25,15 +26,14 @@ OPTIONS = {"max_seq_len": 16, "tokens": "1-4", "compress": "int8-channel"}
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder, heads = tmp_path_factory.mktemp("coreml"), "num_attention_heads"
-    dims = {heads: 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    return tiny.random(folder / "source", "llama", tie_word_embeddings=False, **dims)
+def source(exports):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return exports.checkpoint("llama", tie_word_embeddings=False, **heads)
 
 
 @pytest.fixture(scope="module")
-def bundle(source):
-    return export(source, source.parent / "bundle", **OPTIONS)
+def bundle(exports, source):
+    return exports.bundle(source, **OPTIONS)
 
 
 @pytest.fixture
@@ -43,13 +43,6 @@ def shard(bundle):
     folder = coreml.compiled_path(bundle, shard).parent
     shutil.rmtree(folder, ignore_errors=True)
     return shard
-
-
-def zeros(shard, T: int = 1) -> dict[str, np.ndarray]:
-    return {
-        name: np.zeros([T if n == "T" else n for n in shape], np.float32)
-        for name, shape in shard.inputs.items()
-    }
 
 
 def test_both_runtimes_generate_the_same_tokens_logits_and_states(bundle):
@@ -84,13 +77,14 @@ def test_the_binding_takes_what_it_is_given_and_rounds_it_once(bundle, shard):
     for name, entry in shard.states.items():
         state.write(name, np.broadcast_to(np.float16(3), entry.shape))
         assert state.read(name).dtype == np.float16 and (state.read(name) == 3).all()
-    inputs = {n: np.broadcast_to(0.1, x.shape) for n, x in zeros(shard, 2).items()}
+    shapes = {name: x.shape for name, x in tiny.filled(shard, 2).items()}
+    inputs = {name: np.broadcast_to(0.1, shape) for name, shape in shapes.items()}
     model.predict(inputs, state)
     assert all((x == np.float32(0.1)).all() for x in typed(inputs).values())
 
 
-def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_path):
-    batch = export(source, tmp_path / "batch", batch=2, **OPTIONS)
+def test_cold_warm_and_hot_caches_hold_through_the_binding(exports, source, bundle):
+    batch = exports.bundle(source, batch=2, **OPTIONS)
     decoders = (Decoder(each, "coreml") for each in (bundle, batch))
     found = reuse_gate(check_reuse(*decoders, lengths=(4, 9), max_new=3))
     assert found.verdict == "GREEN", found.reason
@@ -114,7 +108,7 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(
     state, (name, entry) = model.make_state(), next(iter(shard.states.items()))
     uses = {
         "make_state": model.make_state,
-        "predict": lambda: model.predict(zeros(shard), state),
+        "predict": lambda: model.predict(tiny.filled(shard), state),
         "read": lambda: state.read(name),
         "write": lambda: state.write(name, np.zeros(entry.shape, np.float16)),
     }
@@ -134,26 +128,22 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(
 # --- compiled shards ------------------------------------------------------------------------------
 
 
-def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, monkeypatch):
-    made, compile_ = [], shim.Proxy.compileModel
-
-    def counted(path):
-        made.append(path)
-        return compile_(path)
-
-    monkeypatch.setattr(shim.Proxy, "compileModel", staticmethod(counted))
-    first, second = (load_shard(bundle, shard, "coreml") for _ in range(2))
+def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard):
+    with mock.patch.object(
+        shim.Proxy, "compileModel", side_effect=shim.Proxy.compileModel
+    ) as compile_model:
+        first, second = (load_shard(bundle, shard, "coreml") for _ in range(2))
+    compile_model.assert_called_once()
     path = coreml.compiled_path(bundle, shard)
-    assert len(made) == 1 and first.compiled == second.compiled == path
-    told = [m.loading_ms[n] for m in (first, second) for n in ("compile", "cold_load")]
-    assert all(told[:2]) and told[2:] == [None, None]
-    assert first.loading_ms["load"] is None and second.loading_ms["load"] > 0
-    assert first.loading_ms["first_predict"] is None
-    decoder = Decoder(bundle, "coreml")
+    assert first.compiled == second.compiled == path
+    for model, cold in ((first, True), (second, False)):
+        told = {name for name, ms in model.loading_ms.items() if ms}
+        assert told == ({"compile", "cold_load"} if cold else {"load"})
+    decoder, times = Decoder(bundle, "coreml"), []
     for ids in ([1, 2, 3], [4]):
         decoder.prefill(ids)
-        told.append([model.loading_ms["first_predict"] for model in decoder.layers])
-    assert all(told[-1]) and told[-1] == told[-2]
+        times.append([model.loading_ms["first_predict"] for model in decoder.layers])
+    assert all(times[0]) and times[0] == times[1]
 
 
 def test_a_load_is_cold_for_units_and_hints_that_a_compiled_shard_was_not_loaded_for(
@@ -189,38 +179,36 @@ def test_a_compiled_shard_belongs_to_its_bytes_and_to_what_compiled_it(
 def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(
     bundle, shard, monkeypatch
 ):
-    def stop(*_):
-        raise KeyboardInterrupt
+    rename, path = os.rename, coreml.compiled_path(bundle, shard)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(coreml.os, "rename", stop)
-        with pytest.raises(KeyboardInterrupt):
-            load_shard(bundle, shard, "coreml")
-    folder = coreml.compiled_path(bundle, shard).parent
-    assert not list(folder.glob(f"{shard.name}*"))
+    def stop(source, target):
+        if target == path:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", stop)
+        load_shard(bundle, shard, "coreml")
+    assert not list(path.parent.glob(f"{shard.name}*"))
     load_shard(bundle, shard, "coreml")
 
 
 # --- options --------------------------------------------------------------------------------------
 
 
-def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
-    seen, init = [], shim.Proxy.__init__
-
-    def spy(self, path, *options):
-        seen.append(options)
-        init(self, path, *options)
-
-    monkeypatch.setattr(shim.Proxy, "__init__", spy)
+def test_units_hints_and_function_reach_core_ml(bundle, shard):
     hints = {
         "reshapeFrequency": "Infrequent",
         "specializationStrategy": "FastPrediction",
         "allowLowPrecisionAccumulationOnGPU": True,
     }
     how = {"compute_units": "CPU_ONLY", "hints": hints, "function": "main"}
-    load_shard(bundle, shard, "coreml", **how)
+    with mock.patch.object(
+        shim.Proxy, "__init__", autospec=True, side_effect=shim.Proxy.__init__
+    ) as loaded:
+        load_shard(bundle, shard, "coreml", **how)
     texts = {name: str(value) for name, value in hints.items()}
-    assert seen[-1][:3] == ("CPU_ONLY", "main", texts)
+    assert loaded.call_args.args[2:5] == ("CPU_ONLY", "main", texts)
     for wrong in ({"speed": "fast"}, {"reshapeFrequency": "Often"}):
         with pytest.raises(InputError, match="speed|Often"):
             load_shard(bundle, shard, "coreml", hints=wrong)
@@ -229,51 +217,22 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
 # --- compute plan, faked --------------------------------------------------------------------------
 
 
-class Plan:
-    """A compute plan of operations as (name, preferred device, operations inside)."""
-
-    def __init__(self, *ops):
-        functions = {"main": SimpleNamespace(block=self.block(ops))}
-        program = SimpleNamespace(functions=functions)
-        self.model_structure = SimpleNamespace(program=program)
-
-    def block(self, ops):
-        made = [
-            SimpleNamespace(
-                operator_name=name,
-                outputs=[SimpleNamespace(name=f"{name}_out")],
-                blocks=[self.block(inside)] if inside else [],
-                device=device,
-            )
-            for name, device, *inside in ops
-        ]
-        return SimpleNamespace(operations=made)
-
-    def get_compute_device_usage_for_mlprogram_operation(self, operation):
-        kinds, device = coremltools().models.compute_device, operation.device
-        # past the checks for native proxies
-        unit = device and object.__new__(getattr(kinds, f"ML{device}ComputeDevice"))
-        return unit and SimpleNamespace(
-            preferred_compute_device=unit, supported_compute_devices=[unit]
-        )
-
-
 def test_the_plan_counts_every_compute_operation_and_no_constant(
     bundle, shard, monkeypatch
 ):
-    made = Plan(
+    operations = [
         ("const", None),
         ("ios18.constexpr_blockwise_shift_scale", None),
-        ("ios18.conv", "NeuralEngine"),
-        ("ios18.conv", "GPU"),
-        ("ios16.cond", "CPU", ("ios18.add", "CPU")),
+        ("ios18.conv", "ane"),
+        ("ios18.conv", "gpu"),
+        ("ios16.cond", "cpu", [("ios18.add", "cpu")]),
         ("ios18.mul", None),
-    )
+    ]
     asked, plans = [], coremltools().models.compute_plan
 
     def get_compute_plan(*arguments):
         asked.append(arguments)
-        return made
+        return Plan(main=operations)
 
     native = SimpleNamespace(get_compute_plan=get_compute_plan)
     monkeypatch.setattr(plans, "_MLModelProxy", native)
@@ -286,46 +245,10 @@ def test_the_plan_counts_every_compute_operation_and_no_constant(
     assert found.convolutions == (1, 2) and not found.rules
 
 
-def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
-    """An API that drifts fails here, not on someone's Mac."""
-    ct = coremltools()
-    plans, models = ct.models.compute_plan, ct.models
-
-    def names(function):
-        return list(inspect.signature(function).parameters)
-
-    assert names(plans.MLComputePlan.load_from_path) == ["path", "compute_units"]
-    usage = plans.MLComputePlan.get_compute_device_usage_for_mlprogram_operation
-    assert names(usage) == ["self", "operation"]
-    assert names(models.CompiledMLModel.__init__)[1:5] == [
-        "path",
-        "compute_units",
-        "function_name",
-        "optimization_hints",
-    ]
-    assert names(models.CompiledMLModel.predict) == ["self", "data", "state"]
-    assert names(models.CompiledMLModel.make_state) == ["self"]
-    assert names(models.utils.compile_model) == ["model", "destination_path"]
-    state = (
-        inspect.signature(models.model.MLState.write_state).parameters,
-        inspect.signature(models.model.MLState.read_state).parameters,
-    )
-    assert [list(p)[:2] for p in state] == [["self", "name"], ["self", "name"]]
-    calls = (
-        inspect.getsource(models._compiled_model)
-        + inspect.getsource(models.compute_plan)
-        + inspect.getsource(models.utils)
-    )
-    for native in (
-        "_MLModelProxy(",
-        "_proxy.newState()",
-        ".get_compute_plan(path, compute_units.name)",
-        "_MLModelProxy.compileModel(",
-    ):
-        assert native in calls
-    assert {
-        "reshapeFrequency",
-        "specializationStrategy",
-        "allowLowPrecisionAccumulationOnGPU",
-    } == set(coreml.HINTS)
-    assert all(hasattr(ct, kind) for kind in coreml.HINTS.values() if kind)
+def test_the_fake_plan_has_the_method_of_the_installed_coremltools():
+    """An API that drifts fails here, not on someone's Mac. All else that is faked is called
+    by coremltools' own code."""
+    plan = coremltools().models.compute_plan.MLComputePlan
+    name = "get_compute_device_usage_for_mlprogram_operation"
+    ours, theirs = (inspect.signature(getattr(of, name)) for of in (Plan, plan))
+    assert [*ours.parameters] == [*theirs.parameters]

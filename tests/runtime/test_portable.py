@@ -1,14 +1,12 @@
 """Where bundle.json, package, inputs and states disagree, a runtime refuses, and writes nothing
 elsewhere."""
 
-import json
-import shutil
-
 import numpy as np
 import pytest
+import tiny
 
 import miltorch
-from workbench import Bundle, Decoder
+from workbench import Decoder
 from workbench.errors import InputError
 from workbench.runtime import base
 
@@ -21,47 +19,28 @@ def bundle(exports):
 
 
 V_STATE = "layers.0.v_state"
-CHANGES = {  # what is wrong → a change of bundle.json and of its first shard, words of the refusal
-    "an input is missing": (
-        lambda m, s: s["inputs"].pop("rope_cos"),
-        "inputs of shard",
-    ),
-    "an input is unknown": (lambda m, s: s["inputs"].update(y=[1]), "inputs of shard"),
-    "an output is missing": (
-        lambda m, s: s["outputs"].update(y=s["outputs"].pop("hidden")),
-        "outputs of shard",
-    ),
-    "a state is missing": (lambda m, s: s["states"].pop(V_STATE), "states of shard"),
-    "a state is smaller": (
-        lambda m, s: s["states"][V_STATE].update(shape=[1, 2, 31, 32]),
-        V_STATE,
-    ),
-    "an input is longer": (
-        lambda m, s: s["inputs"]["attn_mask"].__setitem__(3, 128),
-        "attn_mask",
-    ),
-    "T reaches further": (
-        lambda m, s: m["options"].update(tokens="1-9"),
-        "T from 1 to 9",
-    ),
+CHANGES = {  # a change of bundle.json and of its first shard → words of the refusal
+    "inputs of shard": lambda m, s: s["inputs"].pop("rope_cos"),
+    "inputs of shard.*y": lambda m, s: s["inputs"].update(y=[1]),
+    "outputs of shard": lambda m, s: s["outputs"].update(y=s["outputs"].pop("hidden")),
+    "states of shard": lambda m, s: s["states"].pop(V_STATE),
+    V_STATE: lambda m, s: s["states"][V_STATE].update(shape=[1, 2, 31, 32]),
+    "attn_mask": lambda m, s: s["inputs"]["attn_mask"].__setitem__(3, 128),
+    "T from 1 to 9": lambda m, s: m["options"].update(tokens="1-9"),
 }
 
 
 @pytest.mark.matrix(6, wide=20)
 @pytest.mark.parametrize("runtime", ["portable", "coreml"])
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("words, change", CHANGES.items())
 def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(
-    shimmed, bundle, tmp_path, what, runtime
+    shimmed, bundle, tmp_path, words, change, runtime
 ):
     """With coreml over the shim, before anything is compiled."""
-    change, subject = CHANGES[what]
-    root = shutil.copytree(bundle.root, tmp_path / "bundle")
-    manifest = json.loads((root / "bundle.json").read_text())
-    change(manifest, manifest["shards"][0])
-    (root / "bundle.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match=subject):
-        Decoder(Bundle.open(root), runtime)
-    assert not (tmp_path / ".bundle.compiled").exists()
+    changed = tiny.edited(bundle, tmp_path / "b", lambda m: change(m, m["shards"][0]))
+    with pytest.raises(InputError, match=words):
+        Decoder(changed, runtime)
+    assert not (tmp_path / ".b.compiled").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,64 +2,51 @@
 that it plays ends in the row, the message and the exit code that a Mac's would."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
+from unittest import mock
 
-import faulty_stand_ins
-import in_process
 import pytest
-import tiny
+from in_process import cli
 
 from miltorch import shim
 from miltorch.quiet import coremltools
-from workbench import Decoder, log, process, runtime, sweep
+from workbench import Decoder, log, plugins, process, runtime, sweep
 from workbench.ane import placement
 from workbench.check import golden, units
-from workbench.cli.app import main
 from workbench.errors import InputError
 from workbench.export import export
-from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import coreml
-from workbench.sweep.grid import Cell
 
 pytestmark = pytest.mark.shim
 
 IDS = [5, 17, 42, 3, 88, 9]
+OPTIONS = {"max_seq_len": 16, "tokens": "1-2"}
+FAULTS = {
+    name.removeprefix("stand-in-")
+    for name in plugins.offered("runtimes")
+    if name.startswith("stand-in-")
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_forks(forks):
+    """Cells and plans run in children of this process: in forks, which start at once."""
+    with mock.patch.object(sys, "executable", forks):
+        yield
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder, heads = tmp_path_factory.mktemp("standin"), "num_attention_heads"
-    dims = {heads: 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    return tiny.random(folder / "source", "llama", tie_word_embeddings=False, **dims)
-
-
-def exported(source, name: str, batch: int = 1):
-    options = {"max_seq_len": 16, "tokens": "1-2", "batch": batch}
-    return export(source, source.parent / name, **options)
+def source(exports):
+    dims = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    return exports.checkpoint("llama", tie_word_embeddings=False, **dims)
 
 
 @pytest.fixture(scope="module")
-def bundle(source):
-    return exported(source, "bundle")
-
-
-@pytest.fixture
-def command(monkeypatch, capfd):
-    """Runs `workbench …` as its entry point does: (exit code, standard output, standard error)."""
-
-    def run(*arguments) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["workbench", *map(str, arguments)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code
-        return (code, *capfd.readouterr())
-
-    return run
+def bundle(exports, source):
+    return exports.bundle(source, **OPTIONS)
 
 
 # --- which runtime --------------------------------------------------------------------------------
@@ -67,13 +54,14 @@ def command(monkeypatch, capfd):
 
 def test_the_variable_says_what_auto_means(monkeypatch, bundle):
     assert runtime.resolve("stand-in-kill") == "stand-in-kill"
-    for name, meant in (
-        ("portable", "portable"),
-        ("auto", "portable"),
-        ("stand-in-flush", "stand-in-flush"),
-    ):
+    meant = {
+        "portable": "portable",
+        "auto": "portable",
+        "stand-in-flush": "stand-in-flush",
+    }
+    for name, found in meant.items():
         monkeypatch.setenv("WORKBENCH_RUNTIME", name)
-        assert runtime.resolve() == runtime.resolve("auto") == meant
+        assert runtime.resolve() == runtime.resolve("auto") == found
     assert Decoder(bundle).runtime == "stand-in-flush"
     assert Decoder(bundle, "portable").runtime == "portable"
 
@@ -113,44 +101,40 @@ def test_the_stand_in_leaves_coremltools_as_it_was(bundle):
 
 # --- no fault: portable's verdicts, and no illegal call -------------------------------------------
 
+COMMANDS = {
+    "own": ["validate"],
+    "validate": ["validate", "--prompt-ids", "5,17", "--checkpoint"],
+    "generate": ["generate", "--max-new", 2, "--prompt-ids", "5,17,42"],
+    "plan": ["plan"],
+}
+
+
+def of(name: str, bundle, source, where: str) -> list[str]:
+    """The arguments of a command on a runtime."""
+    verb, *options = COMMANDS[name]
+    checkpoint = [source] if name == "validate" else []
+    return list(
+        map(str, [verb, bundle.root, *options, *checkpoint, "--runtime", where])
+    )
+
 
 @pytest.mark.matrix(2, wide=2)
-@pytest.mark.parametrize("name", ["own", "validate", "generate", "plan"])
-def test_commands_end_as_on_portable_without_an_illegal_call(
-    name, source, bundle, command, monkeypatch
-):
-    refused, taken, reference = [], shim._taken, source.parent / "g.safetensors"
-
-    def watched(value):
-        try:
-            return taken(value)
-        except RuntimeError:
-            refused.append(value)
-            raise
-
-    monkeypatch.setattr(shim, "_taken", watched)
-    verb, *options = {
-        "own": ["validate"],
-        "validate": ["validate", "--golden", reference],
-        "generate": ["generate", "--prompt-ids", "5,17,42", "--max-new", 4],
-        "plan": ["plan"],
-    }[name]
-    golden.make_golden(Checkpoint(source), IDS).save(reference)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_end_as_on_portable_without_an_illegal_call(name, source, bundle):
+    """The shim prints every array that the binding would refuse, which is no JSON."""
     results = []
     for where in ("stand-in", "portable"):
-        how = "--runtime", where, "--json"
-        code, out, err = command(verb, bundle.root, *options, *how)
-        assert code == 0, err
-        results.append(json.loads(out))
-    assert refused == []
+        made = cli(*of(name, bundle, source, where), "--json")
+        assert made.exit_code == 0, made.output
+        results.append(json.loads(made.stdout))
     ours, portable = results
-    if verb == "validate":
-        verdicts = (
-            {g["name"]: g["verdict"] for g in each["gates"]} for each in results
+    if "verdict" in ours:
+        own, others = (
+            {gate["name"]: gate["verdict"] for gate in each["gates"]}
+            for each in results
         )
         # portable is what devices are compared with
-        device = {"device": "GREEN"} if options else {}
-        own, others = verdicts
+        device = {"device": "GREEN"} if name == "validate" else {}
         assert own == others | device and ours["verdict"] == portable["verdict"]
     if name == "generate":
         assert ours["tokens"] == portable["tokens"] and ours["runtime"] == "stand-in"
@@ -200,69 +184,40 @@ def name_of(fault: str) -> str:
     return f"stand-in-{fault}" if fault else "stand-in"
 
 
-@contextmanager
-def fewer_processes(python: str):
-    """Within, the faults that end a process happen in children of `python`, the others here."""
-    call = process.call
-
-    def call_here(function, first, *more, **options) -> process.Outcome:
-        """Of a cell, which `measure` takes first, or of a plan."""
-        name = first.run["runtime"] if isinstance(first, Cell) else more[1]
-        ends = name in map(name_of, ("kill", "plan-aborts"))
-        start = call if ends else in_process.call
-        return start(function, first, *more, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "call", call_here)
-        patch.setattr(sys, "executable", python)
-        yield
-
-
 @pytest.fixture(scope="module")
-def swept(source, forks, tmp_path_factory):
-    """(log folder, counts, counts of the second time) of one cell for each fault."""
-    folder, counts = tmp_path_factory.mktemp("faults"), []
-    alone = ("batch-one",)
-    again = "fallback", "plan-none", "load14-ne"  # what failed is measured again
-    for batch, faults in (2, alone), (1, ROWS.keys() - alone), (1, again):
+def swept(source, tmp_path_factory):
+    """The log folder of one cell for each fault."""
+    assert {*filter(None, ROWS)} == FAULTS
+    folder, alone = tmp_path_factory.mktemp("faults"), {"batch-one"}
+    for batch, faults in (2, alone), (1, ROWS.keys() - alone):
         grid = {"checkpoint": str(source), "validate_ids": IDS}
         sizes = {"max_seq_len": [16], "tokens": ["1-2"], "batch": [batch]}
         run = {"runtime": sorted(map(name_of, faults)), "n_gen": 2, "repetitions": 1}
         made = sweep.make_grid(grid | {"export": sizes, "run": run})
         where = {"root": folder / "log", "bundles": folder / "bundles"}
-        with fewer_processes(forks):
-            counts.append(sweep.sweep(made, progress=False, **where))
-    return folder / "log", counts
+        sweep.sweep(made, progress=False, **where)
+    return folder / "log"
 
 
 @pytest.mark.parametrize("fault", ROWS)
 def test_a_fault_ends_in_its_row(swept, fault):
     columns, reason, planless = ROWS[fault]
-    rows = log.load("runs", root=swept[0])
-    configs = [json.loads(text) for text in rows["config"]]
-    at = next(i for i, c in enumerate(configs) if c["run"]["runtime"] == name_of(fault))
-    row = {n: None if v != v else v for n, v in rows.iloc[at].to_dict().items()}
+    rows = log.load("runs", root=swept)
+    configs = rows["config"].map(json.loads)
+    own = [config["run"]["runtime"] == name_of(fault) for config in configs]
+    (row,), (config,) = rows[own].to_dict("records"), configs[own]
+    row = {name: None if value != value else value for name, value in row.items()}
     assert row["runtime"] == name_of(fault) and row["placement_source"] != "measured"
     assert {name: row[name] for name in columns} == columns
     assert (reason in row["reason"]) if reason else row["reason"] is None
-    assert planless in configs[at].get("placement", "")
-    samples = log.load("samples", root=swept[0], where={"run_id": [row["run_id"]]})
+    assert planless in config.get("placement", "")
+    samples = log.load("samples", root=swept, where={"run_id": [row["run_id"]]})
     assert samples.empty == (row["status"] == "failed")
     assert row["status"] == "failed" or row["verdict"] == "GREEN"
 
 
-def test_invalid_cells_are_done_and_failed_ones_are_not(swept):
-    assert set(faulty_stand_ins.FAULTS) == set(ROWS) - {""}
-    _, first, again = swept[1]
-    assert (first["invalid"], first["failed"]) == (2, 4)
-    assert first["done"] == first["cells"] - 4
-    names = "resumed", "done", "failed", "invalid"
-    assert [again[name] for name in names] == [2, 0, 1, 0]
-
-
-def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle, monkeypatch):
+def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
     reference, name = golden.make_golden(source, IDS), "stand-in-load14-ne"
-    monkeypatch.setattr(process, "call", in_process.call)
     found = units.validate_units(bundle, reference, runtime=name, Ts=[1])
     assert units.units_verdict(found) == "RED"
     assert set(found["runtime"]) == {"portable", name}
@@ -274,85 +229,61 @@ def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle, monkeypa
 
 # --- faults: messages and exit codes --------------------------------------------------------------
 
-COMMANDS = {
-    "own": ["validate"],
-    "validate": ["validate", "--prompt-ids", "5,17", "--checkpoint"],
-    "generate": ["generate", "--prompt-ids", "5", "--max-new", 2],
-}
-
-
-def of(name: str, bundle, source) -> list:
-    """The arguments of a command."""
-    verb, *options = COMMANDS[name]
-    if name == "validate":
-        options.append(source)
-    return [verb, bundle.root, *options, "--runtime"]
-
 
 @pytest.mark.matrix(3, wide=6)
 @pytest.mark.parametrize("fault", ["load14-state", "load14-range", "load14-ne"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS.keys() - {"plan"})
 def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
-    fault, name, bundle, source, command
+    fault, name, bundle, source
 ):
-    arguments = [*of(name, bundle, source), name_of(fault)]
-    code, out, err = command(*arguments)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert err.startswith("workbench: shard layers_00_00: found ")
-    assert "error code: -14." in err and "try other --compute-units" in err
+    arguments = of(name, bundle, source, name_of(fault))
+    found = cli(*arguments)
+    assert (found.exit_code, found.stdout, found.stderr) == (2, "", "")
+    words = "^workbench: shard layers_00_00: found .*error code: -14.*try other --compute-units.*$"
+    assert re.fullmatch(words, found.output.strip())
     if fault == "load14-ne":
-        assert command(*arguments, "--compute-units", "CPU_ONLY")[0] == 0
+        assert cli(*arguments, "--compute-units", "CPU_ONLY").exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["generate", "plan"])
-def test_compute_units_that_are_none_are_refused(name, bundle, source, command):
-    arguments = of("generate", bundle, source)
-    if name == "plan":
-        arguments = ["plan", bundle.root, "--runtime"]
-    code, _, err = command(*arguments, "stand-in-fallback", "--compute-units", "ANE")
-    assert code == 2 and "compute units: found 'ANE'" in err
+def test_compute_units_that_are_none_are_refused(name, bundle, source):
+    arguments = of(name, bundle, source, "stand-in-fallback")
+    found = cli(*arguments, "--compute-units", "ANE")
+    assert found.exit_code == 2 and "compute units: found 'ANE'" in found.output
 
 
-def test_a_process_that_is_killed_says_so_by_its_exit_code(bundle, source, forks):
-    for name in COMMANDS:
-        arguments = map(str, [*of(name, bundle, source), "stand-in-kill"])
-        done = subprocess.run([forks, "-m", "workbench.cli", *arguments])
+def test_a_process_that_is_killed_says_so_by_its_exit_code(bundle, source):
+    for name in COMMANDS.keys() - {"plan"}:
+        arguments = of(name, bundle, source, "stand-in-kill")
+        done = subprocess.run([sys.executable, "-m", "workbench.cli", *arguments])
         assert done.returncode == -9
 
 
-def test_messages_of_the_compiler_stay_out_of_the_output(source, command):
-    arguments = of("generate", exported(source, "fresh"), source)
-    code, out, err = command(*arguments, "stand-in-chatter", "--json")
-    assert code == 0 and len(json.loads(out)["tokens"]) == 2
-    assert err.count("coremlcompiler: note") == 2  # two shards
+def test_messages_of_the_compiler_stay_out_of_the_output(source, tmp_path, capfd):
+    fresh = export(source, tmp_path / "fresh", **OPTIONS)
+    found = cli(*of("generate", fresh, source, "stand-in-chatter"), "--json")
+    assert found.exit_code == 0 and len(json.loads(found.stdout)["tokens"]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.count("coremlcompiler: note") == 2  # two shards
 
 
-def test_a_batch_that_collapses_is_refused_by_name(source, command):
-    of_two = exported(source, "of_two", 2)
-    code, out, err = command(*of("own", of_two, source), "stand-in-batch-one")
-    assert (code, out) == (2, "")
-    (message,) = [line for line in err.splitlines() if line.startswith("workbench: ")]
-    assert "output 'hidden' of shard layers_00_00" in message
-    assert "the batch of 2 collapsed to 1; needs [2, 64, 1, 1]" in message
-
-
-@pytest.mark.parametrize("fault", ["nan-hidden", "flush", ""])
-def test_what_a_device_does_to_nan_and_subnormals_is_no_verdict(
-    fault, bundle, source, command
-):
-    code, out, _ = command(*of("own", bundle, source), name_of(fault), "--json")
-    gates = {gate["name"]: gate["verdict"] for gate in json.loads(out)["gates"]}
-    assert (code, gates["stale_rows"], gates["write_address"]) == (0, "GREEN", "GREEN")
+def test_a_batch_that_collapses_is_refused_by_name(exports, source):
+    two = exports.bundle(source, batch=2, **OPTIONS)
+    found = cli(*of("own", two, source, "stand-in-batch-one"))
+    assert (found.exit_code, found.stdout) == (2, "")
+    words = (
+        "output 'hidden' of shard layers_00_00.*the batch of 2 collapsed to 1; needs"
+    )
+    assert re.search(words + r" \[2, 64, 1, 1\]", found.output)
 
 
 @pytest.mark.parametrize("fault", [f for f, row in ROWS.items() if row[0] is not DIED])
-def test_residency_without_a_plan_predicts_and_says_why(fault, bundle, command, forks):
+def test_residency_without_a_plan_predicts_and_says_why(fault, bundle, source):
     columns, _, words = ROWS[fault]
-    with fewer_processes(forks):
-        how = "--runtime", name_of(fault), "--json"
-        code, out, _ = command("plan", bundle.root, *how)
-    found = json.loads(out)
-    assert (code, found["source"]) == (0, "predicted" if words else "simulated")
+    made = cli(*of("plan", bundle, source, name_of(fault)), "--json")
+    found = json.loads(made.stdout)
+    assert made.exit_code == 0
+    assert found["source"] == ("predicted" if words else "simulated")
     told = [fact for fact in found["known"] if words in fact and "no plan" in fact]
     assert bool(told) == bool(words)
     if not words:

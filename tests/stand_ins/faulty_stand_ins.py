@@ -15,12 +15,20 @@ import miltorch
 from miltorch.program import read_spec
 from miltorch.quiet import coremltools
 from miltorch.shim import Proxy, StateProxy, _error
+from workbench.runtime.coreml import KINDS
 from workbench.runtime.standin import StandInModel
 
 SMALLEST_NORMAL = 2.0**-14  # of float16; anything smaller but 0 is subnormal
 
 
-class _Rejecting(Proxy):
+class Faulty(Proxy):
+    """A layer whose `runtime` runs models over it."""
+
+    def __init_subclass__(cls):
+        cls.runtime = type(cls.__name__, (StandInModel,), {"layer": cls})
+
+
+class _Rejecting(Faulty):
     """A layer that loads some models no more than the Neural Engine's compiler compiles
     them."""
 
@@ -66,7 +74,7 @@ class RejectedUnit(_Rejecting):
         return compute_units == "CPU_AND_NE"
 
 
-class HiddenNaN(Proxy):
+class HiddenNaN(Faulty):
     """A NaN in an output comes out as 0."""
 
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
@@ -90,7 +98,7 @@ class _FlushedState(StateProxy):
             cell.value = _flushed(cell.value)
 
 
-class Flush(Proxy):
+class Flush(Faulty):
     """Subnormal float16 values of states and outputs become 0."""
 
     def newState(self) -> StateProxy:
@@ -105,14 +113,14 @@ class Flush(Proxy):
         }
 
 
-class Kill(Proxy):
+class Kill(Faulty):
     """The first prediction kills the process (SIGKILL)."""
 
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Chatter(Proxy):
+class Chatter(Faulty):
     """Compiling writes a message to the standard output of the process."""
 
     @staticmethod
@@ -124,14 +132,14 @@ class Chatter(Proxy):
         return Proxy.compileModel(path)
 
 
-class OneOfBatch(Proxy):
+class OneOfBatch(Faulty):
     """Outputs hold the first sequence of a batch alone."""
 
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
         return {name: value[:1] for name, value in super().predict(data, state).items()}
 
 
-class RaisingPlan(Proxy):
+class RaisingPlan(Faulty):
     """Asking for the compute plan raises an error."""
 
     @staticmethod
@@ -139,7 +147,7 @@ class RaisingPlan(Proxy):
         raise _error("Failed to load the compute plan.")
 
 
-class NoPlan(Proxy):
+class NoPlan(Faulty):
     """The compute plan is None."""
 
     @staticmethod
@@ -147,7 +155,7 @@ class NoPlan(Proxy):
         return None
 
 
-class AbortingPlan(Proxy):
+class AbortingPlan(Faulty):
     """Asking for the compute plan aborts the process (SIGABRT)."""
 
     @staticmethod
@@ -155,7 +163,7 @@ class AbortingPlan(Proxy):
         os.abort()
 
 
-class Fallback(Proxy):
+class Fallback(Faulty):
     """The compute plan puts every operation on the CPU, none on the Neural Engine."""
 
     @staticmethod
@@ -163,7 +171,7 @@ class Fallback(Proxy):
         return plan(path, "cpu")
 
 
-class OnEngine(Proxy):
+class OnEngine(Faulty):
     """No fault, a simulated compute plan: every operation on the Neural Engine if the
     units have it, else on the CPU."""
 
@@ -203,58 +211,47 @@ class SimulatedMac(OnEngine):
         return outputs
 
 
-def plan(path: str, device: str) -> SimpleNamespace:
-    """A simulated compute plan with coremltools' names, which puts every operation on
-    one device; it could run on the CPU, too."""
-    kinds = coremltools().models.compute_device
-    cpu = object.__new__(kinds.MLCPUComputeDevice)
-    unit = cpu if device == "cpu" else object.__new__(kinds.MLNeuralEngineComputeDevice)
+class Plan:
+    """A simulated compute plan with coremltools' names.
+
+    Args:
+        functions: by name the operations, each as (kind, the unit that it prefers or None,
+            and of every block inside the operations).
+    """
+
+    def __init__(self, **functions: list):
+        blocks = {
+            name: SimpleNamespace(block=self.block(operations))
+            for name, operations in functions.items()
+        }
+        program = SimpleNamespace(functions=blocks)
+        self.model_structure = SimpleNamespace(program=program)
+
+    def block(self, operations: list) -> SimpleNamespace:
+        devices, made = coremltools().models.compute_device, []
+        names = {unit: name for name, unit in KINDS.items()}
+        for kind, unit, *inside in operations:
+            usage = None
+            if unit:  # past the checks for native proxies
+                device = object.__new__(getattr(devices, names[unit]))
+                usage = SimpleNamespace(
+                    preferred_compute_device=device, supported_compute_devices=[device]
+                )
+            operation = SimpleNamespace(operator_name=kind, usage=usage, outputs=[])
+            operation.blocks = list(map(self.block, inside))
+            made.append(operation)
+        return SimpleNamespace(operations=made)
+
+    def get_compute_device_usage_for_mlprogram_operation(self, operation):
+        return operation.usage
+
+
+def plan(path: str, unit: str) -> Plan:
+    """A compute plan that puts every operation on one unit."""
+
+    def listed(block) -> list:
+        computed = [op for op in block.ops if op.kind != "const"]
+        return [(f"ios18.{op.kind}", unit, *map(listed, op.blocks)) for op in computed]
+
     names = read_spec(Path(path)).mlProgram.functions
-    programs = {name: miltorch.read(path, name) for name in names}
-    usage = SimpleNamespace(
-        preferred_compute_device=unit,
-        supported_compute_devices=list(dict.fromkeys([unit, cpu])),
-    )
-
-    def of_block(block) -> SimpleNamespace:
-        operations = [
-            SimpleNamespace(
-                operator_name=op.kind if op.kind == "const" else f"ios18.{op.kind}",
-                outputs=[SimpleNamespace(name=name) for name, _ in op.outputs],
-                blocks=[of_block(inner) for inner in op.blocks],
-            )
-            for op in block.ops
-        ]
-        return SimpleNamespace(operations=operations)
-
-    functions = {
-        name: SimpleNamespace(block=of_block(program.block))
-        for name, program in programs.items()
-    }
-    structure = SimpleNamespace(program=SimpleNamespace(functions=functions))
-    return SimpleNamespace(
-        source="simulated",
-        model_structure=structure,
-        get_compute_device_usage_for_mlprogram_operation=lambda op: usage,
-    )
-
-
-FAULTS: dict[str, type[Proxy]] = {
-    "load14-state": RejectedStates,
-    "load14-range": RejectedRanges,
-    "load14-ne": RejectedUnit,
-    "fallback": Fallback,
-    "nan-hidden": HiddenNaN,
-    "flush": Flush,
-    "kill": Kill,
-    "chatter": Chatter,
-    "plan-raises": RaisingPlan,
-    "plan-none": NoPlan,
-    "plan-aborts": AbortingPlan,
-    "batch-one": OneOfBatch,
-    "plan-ane": OnEngine,
-    "mac": SimulatedMac,
-}
-
-for _layer in FAULTS.values():
-    _layer.runtime = type(_layer.__name__, (StandInModel,), {"layer": _layer})
+    return Plan(**{name: listed(miltorch.read(path, name).block) for name in names})
