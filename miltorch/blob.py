@@ -13,24 +13,28 @@ import numpy as np
 from miltorch.errors import InputError
 
 SENTINEL = 0xDEADBEEF
-# dtype code in the record → (storage dtype, bits per element)
-DTYPES = {
-    1: (np.float16, 16),
-    2: (np.float32, 32),
-    3: (np.uint8, 8),
-    4: (np.int8, 8),
-    5: (None, 16),
-    6: (np.int16, 16),
-    7: (np.uint16, 16),
-    8: (np.int8, 4),
-    9: (np.uint8, 1),
-    10: (np.uint8, 2),
-    11: (np.uint8, 4),
-    12: (np.uint8, 3),
-    13: (np.uint8, 6),
-    14: (np.int32, 32),
-    15: (np.uint32, 32),
+# MIL DataType name → NumPy dtype of one element (sub-byte integers are held one per
+# byte)
+NUMPY = {
+    "FLOAT16": np.float16,
+    "FLOAT32": np.float32,
+    "FLOAT64": np.float64,
+    "BOOL": np.bool_,
+    "STRING": np.str_,
+    "INT4": np.int8,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    **{f"UINT{bits}": np.uint8 for bits in (1, 2, 3, 4, 6, 8)},
 }
+DTYPE_BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4": 4}
+# of the codes in a record from 1 on; BFLOAT16 has no NumPy dtype
+CODES = """FLOAT16 FLOAT32 UINT8 INT8 BFLOAT16 INT16 UINT16 INT4 UINT1 UINT2 UINT4 UINT3
+UINT6 INT32 UINT32""".split()
 
 
 def unpack_bits(packed: np.ndarray, bits: int, count: int, signed: bool) -> np.ndarray:
@@ -80,15 +84,16 @@ class BlobFile:
         record = self.data[offset : offset + 64]
         sentinel, code = record[:8].view(np.uint32).tolist()
         size, start = record[8:24].view(np.uint64).tolist()
-        if sentinel != SENTINEL or code not in DTYPES or DTYPES[code][0] is None:
+        name = CODES[code - 1] if 0 < code <= len(CODES) else ""
+        if sentinel != SENTINEL or name not in NUMPY:
             raise self._bad(f"no blob record at offset {offset}")
         if start + size > len(self.data):
             raise self._bad(
                 f"a blob of {size} bytes at {start}, past the end of {len(self.data)} bytes "
                 "(truncated)"
             )
-        dtype, bits = DTYPES[code]
-        count = int(np.prod(shape, dtype=object))
+        dtype, count = np.dtype(NUMPY[name]), int(np.prod(shape, dtype=object))
+        bits = DTYPE_BITS.get(name, 8 * dtype.itemsize)
         needed = (count * bits + 7) // 8
         if needed > size:
             raise self._bad(
@@ -96,6 +101,6 @@ class BlobFile:
             )
         payload = self.data[start : start + needed]
         if bits < 8:
-            values = unpack_bits(payload, bits, count, signed=dtype is np.int8)
+            values = unpack_bits(payload, bits, count, signed=dtype == np.int8)
             return values.reshape(shape)
         return payload.view(dtype).reshape(shape)

@@ -437,7 +437,7 @@ def rms_norm(groups: Groups, op: Op, parts: dict) -> None:
     need(0 < parts["clip.alpha"] < 1e-3 and parts["clip.beta"] > 6e4)
     eps = parts["factors0"] * parts["factors1"]
     eps *= groups.scalar(parts["eps0"]) * groups.scalar(parts["eps1"])
-    gains = parts["gains"] * weight.flatten().expand(width).float().numpy()
+    gains = parts["gains"] * weight.flatten().expand(width).float()
     step = partial(fused.normed, axis, gains, eps + parts["rsqrt.epsilon"])
     groups.add(op, step, {"x": parts["x"]})
 

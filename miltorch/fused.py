@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from miltorch.ops.registry import assign, window
 
@@ -72,15 +73,9 @@ def attend(q, mask, key, value, span) -> torch.Tensor:
     return (weights.float() @ value.value[:, :, span].float()).half()
 
 
-def normed(axis: int, gains: np.ndarray, eps: float, x: torch.Tensor):
-    from miltorch import kernels  # numba takes a moment to import
-
-    rows = x.movedim(axis, -1).contiguous()
-    out = torch.empty_like(rows)
-    bits = (each.view(-1, len(gains)).numpy().view(np.uint16) for each in (rows, out))
-    given, found = bits
-    kernels.norm(given, gains, eps, found)
-    return out.movedim(-1, axis)
+def normed(axis: int, gains: torch.Tensor, eps: float, x: torch.Tensor):
+    rows = x.movedim(axis, -1).float()
+    return F.rms_norm(rows, gains.shape, gains, eps).half().movedim(-1, axis)
 
 
 def rotated(widths: list[int], x, cos, sin) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Loops that torch has not, compiled by numba: products with stored weights and a norm.
-fp16 values are arrays of their bits (uint16); sums are float32, results are rounded
-once.
+"""Products with stored weights, which torch has not, compiled by numba. fp16 weights are
+arrays of their bits (uint16).
 
 A product's arguments are the arrays of a weight [R, K], x [N, K] float32, bias [R]
-float32 and out [N, R] fp16, which becomes x by the weight plus the bias. Kernels are
+float32 and out [N, R] float32, which becomes x by the weight plus the bias. Kernels are
 compiled once per machine, then read from numba's cache. They run on the threads of
 OpenMP, which torch uses, too, and where there is no OpenMP on numba's own, which take
 one caller at a time and sleep between two kernels."""
@@ -49,17 +48,6 @@ def wide(context, bits):
 
 
 @intrinsic
-def rounded(context, value):
-    """The bits of the fp16 value that is nearest to a float32 one."""
-
-    def emit(context, builder, signature, arguments):
-        value = builder.fptrunc(arguments[0], ir.HalfType())
-        return builder.bitcast(value, ir.IntType(16))
-
-    return types.uint16(types.float32), emit
-
-
-@intrinsic
 def fetched(context, array, byte):
     """Asks for the byte of a contiguous array, which may lie behind its end: processors
     do not foresee the reads of narrow weights."""
@@ -94,7 +82,7 @@ def fp16(weight, x, bias, out):
             total = np.float32(0)
             for k in range(weight.shape[1]):
                 total += wide(weight[r, k]) * x[n, k]
-            out[n, r] = rounded(total + bias[r])
+            out[n, r] = total + bias[r]
 
 
 @njit(fastmath=FLAGS, parallel=True, cache=True)
@@ -106,7 +94,7 @@ def int8(weight, scale, x, bias, out):
             total = np.float32(0)
             for k in range(weight.shape[1]):
                 total += np.float32(weight[r, k]) * x[n, k]
-            out[n, r] = rounded(total * scale[r, 0] + bias[r])
+            out[n, r] = total * scale[r, 0] + bias[r]
 
 
 @njit(fastmath=FLAGS, parallel=True, cache=True)
@@ -131,7 +119,7 @@ def int4(codes, scale, x, bias, out):
                     for k in range(xs.shape[2]):
                         block += np.float32(values[b, k]) * xs[n, b, k]
                     total += block * scale[r, b]
-                out[n, r] = rounded(total + bias[r])
+                out[n, r] = total + bias[r]
 
 
 @njit
@@ -154,7 +142,7 @@ def lookup(codes, which, tables, x, bias, out):
                 total = np.float32(0)
                 for k in range(x.shape[1]):
                     total += row[k] * x[n, k]
-                out[n, r] = rounded(total + bias[r])
+                out[n, r] = total + bias[r]
 
 
 @njit(parallel=True, cache=True)
@@ -167,15 +155,3 @@ def dense(codes, which, tables, out):
     """
     for r in prange(len(codes)):
         _looked_up(codes[r], tables[which[r]], out[r])
-
-
-@njit(fastmath=FLAGS, cache=True)
-def norm(x, gains, eps, out):
-    """out [N, K] = x / √(mean of x² + eps) · gains [K] float32, x and out fp16."""
-    for n in range(len(x)):
-        total = np.float32(0)
-        for k in range(x.shape[1]):
-            total += wide(x[n, k]) * wide(x[n, k])
-        root = 1 / np.sqrt(total / np.float32(x.shape[1]) + np.float32(eps))
-        for k in range(x.shape[1]):
-            out[n, k] = rounded(wide(x[n, k]) * root * gains[k])

@@ -13,30 +13,11 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from miltorch.blob import BlobFile, unpack_bits
+from miltorch.blob import DTYPE_BITS, NUMPY, BlobFile, unpack_bits
 from miltorch.errors import InputError
 from miltorch.quiet import messages
 
 MAX_SPEC_BYTES = 1 << 30
-# MIL DataType name → NumPy dtype of one element (sub-byte integers are held one per
-# byte)
-NUMPY = {
-    "FLOAT16": np.float16,
-    "FLOAT32": np.float32,
-    "FLOAT64": np.float64,
-    "BOOL": np.bool_,
-    "STRING": np.str_,
-    "INT4": np.int8,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    **{f"UINT{bits}": np.uint8 for bits in (1, 2, 3, 4, 6, 8)},
-}
-DTYPE_BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4": 4}
 # suffix → what a file or folder without a manifest is
 OTHER_MODELS = {".mlmodelc": "a compiled model", ".mlmodel": "a single .mlmodel file"}
 

@@ -20,13 +20,6 @@ _INTEGER = {
     if np.dtype(dtype).kind in "biu"
 }
 
-DENSE = 1 << 19  # weights in float32 at a time: 2 MiB stay in a core's cache
-# kind → the operand that holds something for every weight
-STORED = {
-    "constexpr_blockwise_shift_scale": "data",
-    "constexpr_lut_to_dense": "indices",
-}
-
 
 def to_tensor(literal) -> object:
     """A literal as a tensor of its own memory: a view of one number would keep the whole
@@ -120,35 +113,11 @@ class Constants:
             if parameter in rule.attributes:
                 value = python_value(value)
             operands[parameter] = widened(value)
-        results = _half_by_rows(op, rule.function, operands)
-        if results is None:
-            results = rule.function(**operands)
+        results = rule.function(**operands)
         if not isinstance(results, tuple):
             results = (results,)
         pairs = zip(op.outputs, results, strict=True)
         return {n: value.to(torch_dtype(t.dtype)) for (n, t), value in pairs}
-
-
-def _half_by_rows(op: Op, function: Callable, operands: dict) -> torch.Tensor | None:
-    """The fp16 result of a decompression, made `DENSE` weights at a time: fresh memory
-    for all of them in float32 takes longer than the arithmetic. None where the result
-    is not fp16, is small, or where a factor or table belongs to several rows."""
-    declared = op.outputs[0][1]
-    stored = operands.get(STORED.get(op.kind))
-    if stored is None or declared.dtype != "FLOAT16" or stored.shape != declared.shape:
-        return None
-    count = len(stored) if stored.dim() else 0
-    rows = max(1, DENSE * count // max(1, stored.numel()))
-    arrays = {n: v for n, v in operands.items() if isinstance(v, torch.Tensor)}
-    lengths = [len(value) for value in arrays.values() if value.dim()]
-    if rows >= count or set(lengths) - {1, count}:
-        return None
-    half = torch.empty(stored.shape, dtype=torch.float16)
-    for start in range(0, count, rows):
-        part = slice(start, start + rows)
-        own = {n: v[part] for n, v in arrays.items() if v.dim() and len(v) == count}
-        half[part] = function(**operands | own)
-    return half
 
 
 def torch_dtype(declared: str) -> torch.dtype:

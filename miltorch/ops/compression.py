@@ -64,11 +64,13 @@ def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
     if shape is not None:
         return lut[_unpacked(indices, lut.numel().bit_length() - 1, shape)]
     *blocks, _, width = lut.shape
-    block_of = torch.zeros(indices.shape, dtype=torch.long)
+    block_of = torch.zeros((), dtype=torch.int)
     for axis, count in enumerate(blocks):
-        position = torch.arange(indices.shape[axis]) // (indices.shape[axis] // count)
-        block_of = block_of * count + _along(position, axis, indices.dim())
-    values = lut.flatten(0, len(blocks) - 1)[block_of, indices.long()]  # [..., width]
+        if count > 1:
+            size = indices.shape[axis]
+            position = torch.arange(size, dtype=torch.int) // (size // count)
+            block_of = block_of * count + _along(position, axis, indices.dim())
+    values = lut.flatten(0, len(blocks) - 1)[block_of, indices.int()]  # [..., width]
     if width == 1:
         return values[..., 0]
     axis = vector_axis % indices.dim()

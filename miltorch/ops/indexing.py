@@ -101,13 +101,12 @@ def _combine(data, take, updates, mode: str):
     updates = updates.reshape(-1).to(data.dtype)
     if mode == "sub":
         mode, updates = "add", -updates
-    if mode in ("update", "add"):
-        result = flat.index_put((positions,), updates, accumulate=mode == "add")
+    if mode == "update":
+        result = flat.index_put((positions,), updates)
     elif mode == "div":
-        ones = torch.ones_like(flat)
-        result = flat / ones.scatter_reduce(0, positions, updates, "prod")
+        result = data / _combine(torch.ones_like(data), take, updates, "mul")
     else:
-        reduction = {"mul": "prod", "max": "amax", "min": "amin"}[mode]
+        reduction = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}[mode]
         result = flat.scatter_reduce(0, positions, updates, reduction)
     return result.reshape(data.shape)
 

@@ -15,19 +15,11 @@ TABLE = {
     "batch_norm": lambda x, mean, variance, gamma=None, beta=None, *, epsilon=1e-5: (
         F.batch_norm(x, mean, variance, gamma, beta, eps=epsilon)
     ),
+    # each channel is a group
+    "instance_norm": lambda x, gamma=None, beta=None, *, epsilon=1e-5: torch.group_norm(
+        x, x.shape[1], gamma, beta, epsilon
+    ),
 }
-
-
-def _normalized(x, axes, gamma, beta, shape, epsilon):
-    """x less its mean over `axes`, over its deviation there, times gamma and plus beta
-    laid out as `shape`."""
-    x = x - x.mean(axes, keepdim=True)
-    y = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
-    if gamma is not None:
-        y = y * gamma.reshape(shape)
-    if beta is not None:
-        y = y + beta.reshape(shape)
-    return y
 
 
 def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
@@ -35,9 +27,8 @@ def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
     shape = [1] * x.dim()
     for axis in axes:
         shape[axis] = x.shape[axis]
-    return _normalized(x, axes, gamma, beta, shape, epsilon)
-
-
-def instance_norm(x, gamma=None, beta=None, *, epsilon=1e-5):
-    axes = list(range(2, x.dim()))
-    return _normalized(x, axes, gamma, beta, [1, -1] + [1] * len(axes), epsilon)
+    x = x - x.mean(axes, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
+    if gamma is not None:
+        y = y * gamma.reshape(shape)
+    return y if beta is None else y + beta.reshape(shape)

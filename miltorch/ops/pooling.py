@@ -1,7 +1,5 @@
 """Pooling over the spatial axes of x [N, C, *spatial]."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +7,7 @@ from miltorch.ops.registry import padded, padding
 
 _AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 _MAXIMUM = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+_LENGTH = (F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)
 
 
 def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
@@ -35,14 +34,23 @@ def _mean(x, kernel_sizes, strides, pairs):
     return _AVERAGE[x.dim() - 3](padded(x, pairs), kernel_sizes, strides)
 
 
-def max_pool(
-    x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
-):
-    strides = strides or [1] * len(kernel_sizes)
-    pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    return _MAXIMUM[x.dim() - 3](
-        padded(x, pairs, value=-torch.inf), kernel_sizes, strides
-    )
+def _pool(function, value: float):
+    """The rule of function(x padded with a value, kernel_sizes, strides)."""
+
+    def pool(
+        x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
+    ):
+        strides = strides or [1] * len(kernel_sizes)
+        pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
+        return function(padded(x, pairs, value=value), kernel_sizes, strides)
+
+    return pool
+
+
+TABLE = {
+    "max_pool": _pool(lambda x, *how: _MAXIMUM[x.dim() - 3](x, *how), -torch.inf),
+    "l2_pool": _pool(lambda x, *how: _LENGTH[x.dim() - 3](x, 2, *how), 0.0),
+}
 
 
 def avg_pool(
@@ -67,12 +75,3 @@ def avg_pool(
         rest = [(0, whole - after) for (_, whole), (_, after) in ends]
     share = _mean(ones, kernel_sizes, strides, rest)
     return _mean(x, kernel_sizes, strides, pairs) / share
-
-
-def l2_pool(
-    x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
-):
-    strides = strides or [1] * len(kernel_sizes)
-    pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    means = _mean(x.square(), kernel_sizes, strides, pairs)
-    return (means * math.prod(kernel_sizes)).sqrt()

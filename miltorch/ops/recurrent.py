@@ -7,18 +7,13 @@ import math
 
 import torch
 
+from miltorch.ops.elementwise import TABLE as _RULES
+
 NO_BIAS = torch.zeros(())  # for all gates
 NO_BIASES = torch.zeros(3)  # for each of three gates
 
-_ACTIVATION = {
-    "linear": lambda x: x,
-    "relu": torch.relu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "scaled_tanh": torch.tanh,
-    "hard_sigmoid": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
-    "sigmoid_hard": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
-}
+_OTHERS = {"linear": _RULES["identity"], "hard_sigmoid": _RULES["sigmoid_hard"]}
+_ACTIVATION = _RULES | _OTHERS
 
 
 def _scan(step, inputs, states, direction: str, whole: bool):

@@ -117,13 +117,14 @@ def test_two_streams_of_a_decoder_do_not_mix(llama):
         assert tokens == llama.generate(ids, 4, stop=())
 
 
-def test_a_stream_continues_the_running_sequences(exports):
+def test_a_stream_continues_snapshots_of_running_sequences(exports):
     decoder, one_by_one = (
         exports.decoder(exports.checkpoint("llama"), batch=2) for _ in range(2)
     )
     for each in (decoder, one_by_one):
         each.prefill([[3, 14, 15], [9, 2]])
-    records = list(decoder.stream([[5], [6]], [3, 1], after=decoder.seqs, stop=()))
+    after = [decoder.snapshot(seq) for seq in range(2)]
+    records = list(decoder.stream([[5], [6]], [3, 1], after=after, stop=()))
     assert [r.seq for r in records] == [0, 1, 0, 0]
     tokens = [5, 6]
     for record in (record for record in records if not record.seq):

@@ -25,10 +25,10 @@ def check(package, function, T, folder, step=40):
         after = every_value(whole, inputs | states)
         calls.append((inputs | states, after))
         states = {name: after[name] for name in states}
-    kinds = {flow.ops[index].kind: [index] for index in flow.computed}
+    kinds = {op.kind: [index] for index, op in enumerate(flow.ops)}
     kinds.pop("read_state", None)  # alone it reads what was there before the call
-    ends = [*range(step, len(flow.computed), step), None]
-    firsts = [flow.computed[:end] for end in ends]
+    ends = [*range(step, len(flow.ops), step), len(flow.ops)]
+    firsts = [range(end) for end in ends]
     for number, ops in enumerate([*firsts, *kinds.values()]):
         written = {name for index in ops for name in flow.results(index)}
         made = None

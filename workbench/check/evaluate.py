@@ -101,7 +101,7 @@ def evaluate(
             write_whole(path, partial(np.save, arr=rows))
             shown.update(len(group))
     result = summarize(rows, spans) | {"resumed": resumed}
-    if not decoder.gives_logits:
+    if not decoder.manifest.gives_logits:
         reason = "the argmax is inside, so that no logits come out"
         result["not_run"] = f"perplexity and KL: {reason}"
     return result

@@ -221,7 +221,7 @@ class Pass:
             name = f"{self.handed}.{len(self.decoder.manifest.layers) - 1}"
             last = self.values[name].swapaxes(1, 2)
             logits = self.decoder.logits(last / self.scale)
-            if self.decoder.gives_logits:
+            if self.decoder.manifest.gives_logits:
                 self.values["logits"] = logits
         made = []
         for seq in range(len(self.starts)):

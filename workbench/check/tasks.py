@@ -1,9 +1,11 @@
 """Known-answer prompts: with a damaged cache the bundle gives wrong answers where
 Hugging Face's model gives right ones."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -120,11 +122,8 @@ def answers_gate(
     if not golden:
         reason = f"Hugging Face's model answers none of the {count} questions"
         return gates.not_run("answers", reason)
-    plain = decoder.plain
-
-    def generate(ids: list[int], n: int) -> list[int]:
-        return plain.generate(ids, n, after=plain.fresh(), stop=())
-
+    # a copy, whose current sequences are its own
+    generate = partial(copy.copy(decoder.plain).generate, stop=())
     right = sum(right_answers(decoder.bundle.root / "tokenizer", tasks, generate))
     reason = f"{right} of {count} known answers, the golden {golden}"
     return gates.at_least("answers", right / count, golden / count, reason)

@@ -104,17 +104,15 @@ class Decoder:
         bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         self.bundle, self.manifest = bundle, bundle.manifest
         self.options, self.host = bundle.manifest.options, Host(bundle.manifest)
-        self.gives_logits, self.plane = self.manifest.gives_logits, self.host.plane
-        plugin = self.options.plugin
+        self.plane, plugin = self.host.plane, self.options.plugin
         self.runtime = runtimes.resolve(runtime, plugin)
         self.is_device = runtimes.is_device(self.runtime)
         self.precision = plugin.precision if plugin else precision
-        self.fast, self.reads = fast, reads
-        self.compute_units, self.hints = compute_units, hints or {}
+        self.fast, self.compute_units = fast, compute_units
         # nothing here may hold the decoder itself: one that is dropped shall give its
         # memory back at once
         self.how = {"runtime": self.runtime, "precision": self.precision}
-        self.how |= {"compute_units": compute_units, "hints": self.hints}
+        self.how |= {"compute_units": compute_units, "hints": hints}
         load = partial(runtimes.load_shard, bundle, fast=fast, reads=reads, **self.how)
         kinds = "layers", "router"
         self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
@@ -322,13 +320,11 @@ class Decoder:
         """
         seqs = seqs or self.seqs
         prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
-        self.host.check(seqs.offsets, [len(prompt) for prompt in prompts])
-        last = None
+        self.host.check(seqs.offsets, [*map(len, prompts)])
+        last = 0.0
         for chunk, hidden in self._advanced(seqs, prompts, tile):
-            if last is None:
-                last = np.zeros((*hidden.shape[:2], 1), np.float32)
-            running = [seq for seq, tokens in enumerate(chunk) if tokens]
-            last[running] = _last(hidden, chunk)[running]
+            runs = np.array([[[len(tokens) > 0]] for tokens in chunk])
+            last = np.where(runs, _last(hidden, chunk), last)
         return self._shape(self.logits(last)[:, -1])
 
     def _advanced(
@@ -368,8 +364,8 @@ class Decoder:
                 for each sequence, an empty one for a sequence that stays as it is.
             max_new: new tokens at most; like `sampling`, one for all sequences or a
                 list with one for each.
-            after: what to continue: None for nothing or snapshots (see `begin`), which
-                become the current sequences, or `Sequences`.
+            after: what to continue: None for nothing, or snapshots (see `begin`). The
+                new sequences become the current ones.
             stop: tokens that end a sequence once they are yielded (default: the
                 bundle's end-of-sequence tokens).
 
@@ -381,17 +377,15 @@ class Decoder:
         samplings = per_sequence(sampling, B)
         stop = self.manifest.tokens.eos if stop is None else stop
         limits = [whole_number(n, "new tokens") for n in per_sequence(max_new, B)]
-        seqs = after if isinstance(after, Sequences) else self.fresh(after)
-        if seqs is not after:
-            if any(ids and not prompt for ids, prompt in zip(seqs.ids, prompts)):
-                needed = "at least one token, whose logits give the next one"
-                step = "trim the snapshot by a token and give that one"
-                raise InputError("prompt after a snapshot", "no token", needed, step)
+        seqs = self.fresh(after)
+        if any(ids and not prompt for ids, prompt in zip(seqs.ids, prompts)):
+            needed = "at least one token, whose logits give the next one"
+            step = "trim the snapshot by a token and give that one"
+            raise InputError("prompt after a snapshot", "no token", needed, step)
         # the last new token does not run
         counts = [len(p) and len(p) + max(n - 1, 0) for p, n in zip(prompts, limits)]
         self.host.check(seqs.offsets, counts)
-        if seqs is not after:
-            self.seqs = seqs
+        self.seqs = seqs
         logits, times = self.prefill(prompts, seqs=seqs).reshape(B, -1), Times()
         tokens: list[list[int]] = [[] for _ in range(B)]
         live = [seq for seq in range(B) if prompts[seq] and limits[seq]]

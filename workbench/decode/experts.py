@@ -56,19 +56,18 @@ class RoutedExperts:
         flat = {
             name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()
         }
-        hidden = flat[BASE].copy()
-        all_columns, self.native_ms = np.arange(hidden.shape[2]), []
+        hidden, self.native_ms = flat[BASE].copy(), []
         choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
         # [B, 1, T]
         weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)
-        choice[all_columns >= counts[:, None]] = -1
+        choice[np.arange(hidden.shape[2]) >= counts[:, None]] = -1
         for expert in np.unique(choice):
             if (layer, expert) not in self.shards:
                 continue
             own = choice == expert
-            columns = all_columns if self.fixed else np.flatnonzero(own.any(0))
+            columns = own.any(0) | self.fixed
             io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None]}
-            io = io | {ACC: hidden}
+            io[ACC] = hidden
             io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
             model = self.model(layer, expert)
             of_shard = hook and partial(hook, model.shard)

@@ -149,7 +149,7 @@ def _check_options(decoder: Decoder, logits: Path | None, sampling: Sampling) ->
     and for a file of logits that cannot be written."""
     options = {"--logits": logits, "--temperature": sampling.temperature}
     for option, value in options.items():
-        if value and not decoder.gives_logits:
+        if value and not decoder.manifest.gives_logits:
             actual = "packages with the argmax inside"
             needed = "packages that put out logits"
             raise InputError(option, actual, needed, "leave it out")

@@ -2,11 +2,8 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from workbench.check import compare
 from workbench.check.golden import Golden
-from workbench.check.hf import Values
 from workbench.check.run import default_ts, run_golden
 from workbench.decode import Decoder
 
@@ -21,40 +18,23 @@ def call_faults(decoder: Decoder, golden: Golden) -> list[str]:
     Args:
         decoder: of batch 1, in `exact` arithmetic.
     """
-
-    n = len(golden.ids)
-
-    def caches(T: int, ids: np.ndarray = golden.ids) -> Values:
-        values = run_golden(decoder, replace(golden, ids=ids), T, "chained")
-        return {name: x for name, x in values.items() if name.startswith(("k.", "v."))}
-
-    faults = []
-    one = caches(1)
+    faults, one = [], run_golden(decoder, golden, 1, "chained")
     for T in default_ts(decoder.options):
-        many = caches(T)
-        wrong = []
-        for name, rows in many.items():
-            error = compare.over(compare.rms(one[name], rows), compare.rms(one[name]))
-            for row in np.flatnonzero(~(error <= SAME)):
-                wrong.append((n - len(rows) + int(row), name, float(error[row])))
-        if not wrong:
+        many = run_golden(decoder, golden, T, "chained")
+        rows = compare.compare(one, many, tensors=("k", "v"), similar=False)
+        wrong = rows[~(rows["error"] <= SAME)]
+        if wrong.empty:
             continue
-        position, name, error = min(wrong)
+        first = wrong.loc[wrong["position"].idxmin()]
         fault = (
-            f"calls of T = {T} differ from calls of one token, first at position "
-            f"{position}: {name} by {error:.2g} (relative RMS)"
-        )
-        end = min(n, position - position % T + T)
-        for token in range(position + 1, end):
-            ids = golden.ids.copy()
-            ids[token] = (ids[token] + 1) % decoder.manifest.dims.V
-            changed = caches(T, ids)
-            if any(
-                not np.array_equal(x[: token - n], changed[name][: token - n])
-                for name, x in many.items()
-            ):
-                fault += f"; they see the future: token {token} changes the rows of"
-                fault += " earlier ones"
-                break
+            "calls of T = {} differ from calls of one token, first at position "
+            "{position}: {tensor}.{layer} by {error:.2g} (relative RMS)"
+        ).format(T, **first)
+        later, ids = int(first["position"]) + 1, golden.ids.copy()
+        ids[later:] = (ids[later:] + 1) % decoder.manifest.dims.V
+        other = run_golden(decoder, replace(golden, ids=ids), T, "chained")
+        rows = compare.compare(many, other, tensors=("k", "v"), similar=False)
+        if rows[rows["position"] < later]["error"].any():
+            fault += "; they see the future: later tokens change earlier rows"
         faults.append(fault)
     return faults

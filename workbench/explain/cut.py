@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
 
 import miltorch
+from miltorch.graph import Graph
 from miltorch.program import Op, Ref, read_spec
 from miltorch.quiet import coremltools, frozen, messages, no_progress, quiet
 from miltorch.steps import Constants
@@ -18,22 +18,12 @@ WRITERS = "write_state", "coreml_update_state"
 IOS16 = 7  # the first version of packages with inputs in fp16
 
 
-class Flow:
-    """A program, and what its operations make of what.
-
-    Attributes:
-        computed: indices of the operations that are no constants.
-        types: of inputs, states and results.
-        constants: by name.
-    """
+class Flow(Graph):
+    """What the operations of a program make of what; each is named by its index in
+    `ops`. `constants`: by name."""
 
     def __init__(self, program: miltorch.Program):
-        self.program = program
-        self.ops = program.block.ops
-        self.computed = [i for i, op in enumerate(self.ops) if not op.constant]
-        self.types = program.inputs | program.states
-        for op in self.ops:
-            self.types.update(op.outputs)
+        super().__init__(program)
         self.constants = Constants(program)
 
     def results(self, index: int) -> list[str]:
@@ -49,8 +39,7 @@ class Flow:
         found = set()
         for index in ops:
             read = {*self.ops[index].reads()}
-            earlier = [i for i in self.computed if i < index]
-            found |= {i for i in earlier if not read.isdisjoint(self.results(i))}
+            found |= {i for i in range(index) if not read.isdisjoint(self.results(i))}
         return found
 
     def operands(self, ops: Collection[int]) -> list[str]:
@@ -89,25 +78,22 @@ def cut(
         dtype = messages("MIL_pb2").DataType.Value(flow.types[name].dtype)
         return types.PROTO_TO_BUILTIN_TYPE[dtype]
 
-    def numpy(value, builtin=None):
-        """A constant, in a dtype of coremltools, which has some of less than a byte."""
-        if isinstance(value, (np.ndarray, torch.Tensor)):
-            value = np.asarray(value)
-            if builtin:
-                value = value.astype(types.nptype_from_builtin(builtin))
-            return value[()]
+    def typed(value, builtin):
+        """A constant in a dtype of coremltools, which has some of less than a byte."""
+        if isinstance(value, (np.ndarray, np.generic)):
+            value = value.astype(types.nptype_from_builtin(builtin))[()]
         return value
 
     def argument(source):
         if isinstance(source, list):
             return [argument(each) for each in source]
         if not isinstance(source, Ref):
-            return numpy(flow.constants.of(source))
+            return source[()] if isinstance(source, np.ndarray) else source
         name = source.name
         if name not in values:
-            op = flow.constants.ops[name]
+            op = flow.producers[name]
             if op.kind == "const":
-                values[name] = numpy(flow.constants[name], builtin(name))
+                values[name] = typed(op.inputs["val"], builtin(name))
             else:
                 values[name] = made(op)
         return values[name]
@@ -120,12 +106,12 @@ def cut(
         for name, bound in stored[op.key].inputs.items() if op.constant else ():
             dtype = bound.arguments[0].value.type.tensorType.dataType
             if dtype:
-                given[name] = numpy(given[name], types.PROTO_TO_BUILTIN_TYPE[dtype])
+                given[name] = typed(given[name], types.PROTO_TO_BUILTIN_TYPE[dtype])
         return getattr(Builder, op.kind)(**given, name=op.name)
 
     for name, array in arrays.items():
         if name in flow.constants.ops:
-            values[name] = numpy(array, builtin(name))
+            values[name] = typed(array, builtin(name))
             continue
         placeholder = Builder.placeholder
         if name in flow.program.states:

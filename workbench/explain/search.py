@@ -117,28 +117,27 @@ class Search:
         arrays, where = call
         model = self._models(self.package, self.function)[0]
         self.values = every_value(model, arrays) | arrays
-        computed = self.flow.computed
+        count = len(self.flow.ops)
 
         def is_wrong(end: int) -> bool:
-            return bool(self.test(computed[: end + 1]))
+            return bool(self.test(range(end + 1)))
 
-        end = bisect_left(range(len(computed)), True, key=is_wrong)
-        if end == len(computed):
+        end = bisect_left(range(count), True, key=is_wrong)
+        if end == count:
             reason = "packages of its operations are right"
             return Finding("uncertain", reason, where=where)
-        while not (proof := self._smallest({computed[end]})):
+        while not (proof := self._smallest({end})):
             # an operand is wrong where another value that shows hides it
-            makers = sorted(map(computed.index, self.flow.before({computed[end]})))
-            wrong = next(filter(is_wrong, makers), None)
+            wrong = next(filter(is_wrong, sorted(self.flow.before({end}))), None)
             if wrong is None:
                 break
             end = bisect_left(range(wrong), True, key=is_wrong)
         failure = proof.failure if proof else ""
-        if failure and not self.has_run and self.test(computed[-1:]):
+        if failure and not self.has_run and self.test([count - 1]):
             reason = f"no package runs: {failure}"
             return Finding("uncertain", reason, where=where)
         if not proof:
-            ops = self._ops([computed[end]])
+            ops = self._ops([end])
             reason = "values are outside from here on; alone it is right"
             return Finding("uncertain", reason, ops, None, where)
         self.proof = proof
@@ -175,7 +174,7 @@ class Search:
             proof = (rest and self.test(rest)) or proof
         return proof
 
-    def test(self, ops: list[int], arrays: Values | None = None) -> Proof | None:
+    def test(self, ops: Sequence[int], arrays: Values | None = None) -> Proof | None:
         """The proof that a package of operations is wrong, if it is.
 
         Args:

@@ -2,15 +2,16 @@
 
 The bundle's program runs in exact arithmetic on its stored weights. Hugging Face's
 model runs on the same weights, as configured and then with one thing changed at a time:
-rope, norms, window, scale, activation, biases, order of heads and layers. The variant
-whose updates, K, V and embeddings equal the bundle's within rounding is the cause; if
-there is none, the fault is of another kind."""
+rope, q/k norms, eps, window, scale, activation, biases, order of heads. The variant
+whose updates, K and V equal the bundle's within rounding is the cause; if there is
+none, the fault is of another kind. Embeddings are the gate `host`'s."""
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from unittest import mock
 
 import numpy as np
@@ -19,7 +20,6 @@ import torch
 from torch import nn
 
 from workbench.bundle import Bundle
-from workbench.bundle.names import split_layer
 from workbench.check import compare, golden, hf, run
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
@@ -63,9 +63,9 @@ def explain_bundle(
     """Every variant's `name` and `relative_rms`, best first, and the name of the one
     that fits: the best, if rounding explains its error.
 
-    `relative_rms` is the worst of the updates, K and V of the layers and of the
-    embeddings. Variants are tried on the first layers, the best one on all of them;
-    none is where the model as configured fits, or layers hold the weights of others.
+    `relative_rms` is the worst of the updates, K and V of the layers. Variants are tried
+    on the first layers, the best one on all of them; none is where the model as
+    configured fits, or layers hold the weights of others.
 
     Raises:
         InputError: a bundle of another checkpoint.
@@ -76,26 +76,25 @@ def explain_bundle(
     L = bundle.manifest.dims.L
 
     configured = trial.errors(L)
-    found = {CONFIGURED: float(configured.max())}
+    worst = float(configured.max())
+    found = {CONFIGURED: worst}
     if order := trial.order():
         pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
-        found[f"layer order: {', '.join(pairs)}"] = found[CONFIGURED]
-        found[CONFIGURED] = max(1.0, found[CONFIGURED])
-    elif found[CONFIGURED] > fits:
-        wrong = np.flatnonzero(configured[1:] > fits).tolist()
+        found = {f"layer order: {', '.join(pairs)}": worst}
+    elif worst > fits:
+        wrong = np.flatnonzero(configured > fits).tolist()
         # the first layers that include every kind, and the wrong ones of some
-        config = checkpoint.config
-        types = getattr(config, "layer_types", None) or [""] * L
+        types = getattr(checkpoint.config, "layer_types", None) or [""] * L
         needed = [1, *map(types.index, types), *(wrong if len(wrong) < L else ())]
         few = min(L, max(needed) + 1)
-        tried = variants(trial, wrong)
+        tried = variants(trial)
         for name in bar(tried, "explain", unit="variant"):
             found[name] = float(trial.errors(few, **tried[name]).max())
         best = min(tried, key=found.get)
         if few < L and found[best] <= fits:
             found[best] = float(trial.errors(L, **tried[best]).max())
         if found[best] > fits:
-            change = partial(_own_tables, bundle.manifest, config)
+            change = partial(_own_tables, bundle.manifest, checkpoint.config)
             error = float(trial.errors(L, change=change).max())
             found["rope frequencies of the bundle's manifest"] = error
     frame = pd.DataFrame(found.items(), columns=["name", "relative_rms"])
@@ -110,7 +109,7 @@ def conclusion(fits: str | None) -> str:
         cause = "the fault is of another kind, or there are several"
         return f"No variant explains this bundle: {cause}."
     if fits == CONFIGURED:
-        return "Layers and embeddings compute what the checkpoint's configuration says."
+        return "Layers compute what the checkpoint's configuration says."
     return f"The bundle computes another model: {fits}."
 
 
@@ -130,8 +129,6 @@ class Trial:
         self.isolated = bundle.manifest.shows_hidden
         how = (decoder.options.t_max, "isolated") if self.isolated else (1, "chained")
         self.outputs = run.run_golden(decoder, self.source, *how)
-        embedded = bundle.embed(self.source.ids)
-        self.outputs["x.0"] = embedded * bundle.manifest.stream_scale
 
     def errors(
         self,
@@ -140,21 +137,15 @@ class Trial:
         config: dict | None = None,
         change: Change = lambda base: None,
         read: hf.Weights | None = None,
-        embedding: float = 1.0,
     ) -> np.ndarray:
-        """Relative RMS [1 + count] of the embeddings and of the first `count` layers of
-        a variant, for each layer the worst of update, K and V; inf where a value is not
-        finite.
+        """Relative RMS [count] of the first layers of a variant, of each the worst of
+        update, K and V; inf where a value is not finite.
 
         Args:
             config: attributes of the configuration to set.
             read: the weights (default: those that the bundle stores).
-            embedding: factor of the first layer's input.
         """
-        feed = self.source.values
-        embedded = feed["x.0"] * np.float32(embedding)
-        if not self.isolated:
-            feed = {"x.0": embedded}
+        feed = self.source.values if self.isolated else None
         configuration = copy.deepcopy(self.checkpoint.config)
         for name, value in (config or {}).items():
             setattr(configuration, name, copy.deepcopy(value))
@@ -172,8 +163,7 @@ class Trial:
         squares = rows["error"].fillna(np.inf) ** 2
         means = squares.groupby([rows["layer"], rows["tensor"]]).mean()
         layers = means.groupby("layer").max().reindex(range(count), fill_value=0.0)
-        first = compare.relative_rms(embedded, self.outputs["x.0"])
-        return np.array([first, *layers**0.5])
+        return layers.to_numpy() ** 0.5
 
     def order(self) -> dict[int, int]:
         """Layer → the neighbour in the checkpoint whose weights it stores, where it is
@@ -204,40 +194,21 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
     return ids.tolist()
 
 
-def variants(trial: Trial, wrong: Sequence[int]) -> dict[str, dict]:
+def variants(trial: Trial) -> dict[str, dict]:
     """All variants of a checkpoint's model, as keywords of `Trial.errors`; bases and
-    factors are fitted to the bundle's rope tables too.
-
-    Args:
-        wrong: the layers that differ from the model as configured.
-    """
-    config = trial.checkpoint.config
-    read = trial.read
+    factors are fitted to the bundle's rope tables too."""
+    config, read = trial.checkpoint.config, trial.read
     tables = [rope.inv_freq for rope in trial.manifest.rope]
     found = {}
-    for name, settings in (*_ropes(config.rope_parameters, tables), *_settings(config)):
-        found[name] = {"config": settings}
+    for name, own in chain(_ropes(config.rope_parameters, tables), _settings(config)):
+        found[name] = {"config": own}
     for name, change in _changes(config):
         found[name] = {"change": change}
-    first = wrong[::2]
-    second = wrong[1::2]
-    other = dict(zip([*first, *second], [*second, *first]))
 
     def unbiased(name: str) -> torch.Tensor:
         return read(name) * (not name.endswith(".bias"))
 
-    def exchanged(name: str) -> torch.Tensor:
-        layer, _ = split_layer(name)
-        return read(name.replace(f".{layer}.", f".{other.get(layer, layer)}.", 1))
-
-    found["biases left out"] = {"read": unbiased}
-    if wrong and [layer + 1 for layer in first] == list(second):
-        pairs = [f"{i} and {i + 1} exchanged" for i in first]
-        found[f"layer order: {', '.join(pairs)}"] = {"read": exchanged}
-    root = config.hidden_size**0.5
-    found["embedding not scaled by √C"] = {"embedding": 1 / root}
-    found["embedding scaled by √C"] = {"embedding": root}
-    return found
+    return found | {"biases left out": {"read": unbiased}}
 
 
 def _ropes(parameters: dict, tables: list[list[float]]) -> Settings:
@@ -332,8 +303,6 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
         if getattr(attention, names[0]).weight.numel() == attention.head_dim:
             side = "before" if names == QK_NORMS[1] else "after"
             yield f"q/k norm {side} rope", partial(_norms_moved, names, side)
-    if hasattr(layer, "post_feedforward_layernorm"):
-        yield "norms before blocks instead of behind", _norms_before_blocks
     D = attention.head_dim
     C = config.hidden_size
     scales = {  # of equal ones the last name is kept
@@ -385,47 +354,30 @@ def _scaled(scale: float, base: nn.Module) -> None:
 
 def _norms_moved(names: tuple[str, str], side: str, base: nn.Module):
     """Applies the norms of q and k on this side of rope, or not at all."""
-    running = []  # at its end the norms of the layer that runs
+    running = {}  # the norms of the layer that runs
     for layer in filter(hf.has_attention, base.layers):
-        modules = [getattr(layer.self_attn, name) for name in names]
-        norms = [module.forward for module in modules]
-        for module in modules:
+        norms = {}
+        for name in names:
+            module = getattr(layer.self_attn, name)
+            norms[name] = module.forward
             module.forward = lambda x: x
         layer.self_attn.register_forward_pre_hook(
-            lambda module, args, norms=norms: running.append(norms)
+            lambda module, args, norms=norms: running.update(norms)
         )
+
+    def normed(*heads):
+        return [running[name](x) for name, x in zip(names, heads)]
 
     def wrap(rotate):
         def rotated(q, k, *tables):
             if side == "before":
-                q, k = (norm(x) for norm, x in zip(running[-1], (q, k)))
+                q, k = normed(q, k)
             q, k = rotate(q, k, *tables)
-            if side == "after":
-                q, k = (norm(x) for norm, x in zip(running[-1], (q, k)))
-            return q, k
+            return normed(q, k) if side == "after" else (q, k)
 
         return rotated
 
     return _patched(ROTATE, wrap)(base)
-
-
-def _norms_before_blocks(base: nn.Module) -> None:
-    """Moves the norm after attention and after the MLP of every layer before them."""
-
-    def move(norm, block):
-        normed = norm.forward
-        forward = block.forward
-        norm.forward = lambda x: x
-
-        def moved(*args, **kwargs):
-            x, *rest = args or (kwargs.pop("hidden_states"),)
-            return forward(normed(x), *rest, **kwargs)
-
-        block.forward = moved
-
-    for layer in base.layers:
-        move(layer.post_attention_layernorm, layer.self_attn)
-        move(layer.post_feedforward_layernorm, layer.mlp)
 
 
 def _own_tables(manifest, config, base: nn.Module) -> None:
