@@ -1,5 +1,7 @@
 """Pooling over the spatial axes of x [N, C, *spatial]."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -7,7 +9,6 @@ from miltorch.ops.registry import padded, padding
 
 _AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 _MAXIMUM = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
-_LENGTH = (F.lp_pool1d, F.lp_pool2d, F.lp_pool3d)
 
 
 def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
@@ -47,9 +48,14 @@ def _pool(function, value: float):
     return pool
 
 
+def _length(x, kernel_sizes, strides):
+    means = _AVERAGE[x.dim() - 3](x.square(), kernel_sizes, strides)
+    return (means * math.prod(kernel_sizes)).sqrt()
+
+
 TABLE = {
     "max_pool": _pool(lambda x, *how: _MAXIMUM[x.dim() - 3](x, *how), -torch.inf),
-    "l2_pool": _pool(lambda x, *how: _LENGTH[x.dim() - 3](x, 2, *how), 0.0),
+    "l2_pool": _pool(_length, 0.0),
 }
 
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,6 @@ def _checked(
 def _half_step(rows: np.ndarray) -> np.ndarray:
     """The error [..., D] that four bits may cause: half a step of each group along D,
     and the rounding of scale and lowest value to fp16."""
-    groups = rows.reshape(*rows.shape[:-1], -1, store.group(rows.shape[-1]))
+    groups = rows.reshape(*rows.shape[:-1], -1, gcd(rows.shape[-1], store.GROUP))
     step = np.ptp(groups, -1, keepdims=True) / 15
     return (0.504 * step + 2e-3 * np.abs(groups)).reshape(rows.shape)

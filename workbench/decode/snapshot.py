@@ -100,14 +100,12 @@ def take(seqs: Sequences, seq: int = 0) -> Snapshot:
     lowest = max(seqs.floors[seq], floor(seqs.manifest, offset))
     states = {}
     for state, name in seqs.named_states:
-        value, rows = state.read(name)[seq], offset
-        if not is_cache(name):
-            states[name] = value.copy()
-            continue
+        value, first = state.read(name)[seq], 0
         if state.shard.states[name].ring:
-            rows = min(offset, offset - lowest + window(seqs.manifest, name) - 1)
-        places = np.arange(offset - rows, offset) % value.shape[1]
-        states[name] = value[:, places]
+            first = max(0, lowest - window(seqs.manifest, name) + 1)
+        if is_cache(name):
+            value = value[:, np.arange(first, offset) % value.shape[1]]
+        states[name] = value
     return Snapshot(tuple(seqs.ids[seq]), seqs.identity, states, lowest)
 
 

@@ -6,7 +6,7 @@ stores 4 bits per value of K and V:
 
     rows   [H, rows, D]           value ≈ low + code · scale, error ≤ scale / 2 and one rounding
     codes  [H, rows, D / 2]       uint8, two values per byte, the first in the low half
-    scale  [H, rows, D / group]   fp16, like `low`; group: the largest divisor of D up to 64
+    scale  [H, rows, D / group]   fp16, like `low`; group: the largest common divisor of D and 64
 
 Groups run along head_dim alone, so that any slice of tokens is exact. Other states are
 stored unchanged. So is a cache whose q4 error exceeds a quarter of its deviation from
@@ -15,6 +15,7 @@ the mean token, since a few large channels use up the range of its groups."""
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import gcd
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,10 @@ from workbench.files import save_arrays
 
 FORMATS = ("fp16", "q4")
 VERSION = "3"
-GROUP = 64  # values along head_dim that share one scale
+GROUP = 64  # values along head_dim, at most, that share one scale
 OUTLIER = 0.25
 IDS = "ids"
-CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
+PARTS = ".codes", ".scale", ".low"
 
 
 def save(
@@ -45,12 +46,12 @@ def save(
     check_choice("snapshot format", format, FORMATS, "choose one of these")
     path, tensors = _path(folder, name), {IDS: np.array(snapshot.ids, np.int32)}
     for state, value in snapshot.states.items():
-        parts = {"": value}
+        tensors[state] = value
         if format == "q4" and is_cache(state) and value.size:
-            quantized = quantize(value)
-            if is_near(value, dequantize(*quantized)):
-                parts = dict(zip(PARTS, quantized, strict=True))
-        tensors |= {state + part: tensor for part, tensor in parts.items()}
+            parts = quantize(value)
+            if is_near(value, dequantize(*parts)):
+                tensors |= {state + part: own for part, own in zip(PARTS, parts)}
+                del tensors[state]
     header = {"version": VERSION, "identity": snapshot.identity}
     header["floor"] = str(snapshot.floor)
     try:
@@ -70,9 +71,13 @@ def load(folder: str | Path, name: str) -> Snapshot:
         InputError: no such name; a damaged file, or one of another version.
     """
     with _opened(_path(folder, name)) as (header, file):
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-        ids = tuple(tensors.pop(IDS).tolist())
-        return Snapshot(ids, header["identity"], decode(tensors), int(header["floor"]))
+        states = {name: file.get_tensor(name) for name in file.keys()}
+        ids = tuple(states.pop(IDS).tolist())
+        for codes in [name for name in states if name.endswith(PARTS[0])]:
+            state = codes.removesuffix(PARTS[0])
+            parts = [states.pop(state + part) for part in PARTS]
+            states[state] = dequantize(*parts).astype(np.float16)
+        return Snapshot(ids, header["identity"], states, int(header["floor"]))
 
 
 def find(
@@ -125,22 +130,6 @@ def _opened(path: Path) -> Iterator[tuple[dict, safe_open]]:
         raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
 
 
-def decode(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The states of a file's tensors; quantized caches in float16."""
-    states = dict(tensors)
-    for codes in [name for name in tensors if name.endswith(CODES)]:
-        state = codes.removesuffix(CODES)
-        value = dequantize(*(states.pop(state + part) for part in PARTS))
-        states[state] = value.astype(np.float16)
-    return states
-
-
-def group(D: int) -> int:
-    """The number of values that share a scale: the largest divisor of head_dim up to
-    64."""
-    return next(size for size in range(min(GROUP, D), 0, -1) if D % size == 0)
-
-
 def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows [..., D] → codes [..., D / 2] uint8, scale and low [..., D / group] fp16
     (see above)."""
@@ -149,7 +138,7 @@ def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         needed = "finite values in fp16's range and an even head_dim"
         raise InputError("q4", f"other values, head_dim {D}", needed, "save as fp16")
     rows = rows.astype(np.float16).astype(np.float32)
-    grouped = rows.reshape(*rows.shape[:-1], -1, group(D))
+    grouped = rows.reshape(*rows.shape[:-1], -1, gcd(D, GROUP))
     low = grouped.min(-1)  # an fp16 number
     scale = ((grouped.max(-1) - low) / 15).astype(np.float16)
     # the number above, so that 15 steps reach the largest value
