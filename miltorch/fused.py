@@ -74,7 +74,7 @@ def attend(q, mask, key, value, span) -> torch.Tensor:
 
 
 def normed(axis: int, gains: torch.Tensor, eps: float, x: torch.Tensor):
-    rows = x.movedim(axis, -1).float()
+    rows = x.movedim(axis, -1).contiguous().float()
     return F.rms_norm(rows, gains.shape, gains, eps).half().movedim(-1, axis)
 
 

@@ -195,15 +195,7 @@ def read(package: str | Path, function: str | None = None) -> Program:
         return _Reader(package).program(name, functions[name], description)
     except InputError:
         raise
-    except (
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        ArithmeticError,
-        RecursionError,
-        MemoryError,
-    ) as problem:
+    except Exception as problem:  # whatever damaged bytes lead to
         _refuse(package, f"a damaged program ({type(problem).__name__}: {problem})")
 
 
