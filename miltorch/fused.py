@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from miltorch.ops.registry import assign, window
 
@@ -75,7 +74,7 @@ def attend(q, mask, key, value, span) -> torch.Tensor:
 
 def normed(axis: int, gains: torch.Tensor, eps: float, x: torch.Tensor):
     rows = x.movedim(axis, -1).contiguous().float()
-    return F.rms_norm(rows, gains.shape, gains, eps).half().movedim(-1, axis)
+    return torch.rms_norm(rows, gains.shape, gains, eps).half().movedim(-1, axis)
 
 
 def rotated(widths: list[int], x, cos, sin) -> torch.Tensor:

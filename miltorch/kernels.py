@@ -1,8 +1,8 @@
-"""Products with stored weights, which torch has not, compiled by numba. fp16 weights are
-arrays of their bits (uint16).
+"""Products with stored weights, which torch has not, compiled by numba. fp16 values are
+arrays of their bits (uint16); sums are float32, results are rounded once.
 
 A product's arguments are the arrays of a weight [R, K], x [N, K] float32, bias [R]
-float32 and out [N, R] float32, which becomes x by the weight plus the bias. Kernels are
+float32 and out [N, R] fp16, which becomes x by the weight plus the bias. Kernels are
 compiled once per machine, then read from numba's cache. They run on the threads of
 OpenMP, which torch uses, too, and where there is no OpenMP on numba's own, which take
 one caller at a time and sleep between two kernels."""
@@ -48,6 +48,17 @@ def wide(context, bits):
 
 
 @intrinsic
+def rounded(context, value):
+    """The bits of the fp16 value that is nearest to a float32 one."""
+
+    def emit(context, builder, signature, arguments):
+        value = builder.fptrunc(arguments[0], ir.HalfType())
+        return builder.bitcast(value, ir.IntType(16))
+
+    return types.uint16(types.float32), emit
+
+
+@intrinsic
 def fetched(context, array, byte):
     """Asks for the byte of a contiguous array, which may lie behind its end: processors
     do not foresee the reads of narrow weights."""
@@ -82,7 +93,7 @@ def fp16(weight, x, bias, out):
             total = np.float32(0)
             for k in range(weight.shape[1]):
                 total += wide(weight[r, k]) * x[n, k]
-            out[n, r] = total + bias[r]
+            out[n, r] = rounded(total + bias[r])
 
 
 @njit(fastmath=FLAGS, parallel=True, cache=True)
@@ -94,7 +105,7 @@ def int8(weight, scale, x, bias, out):
             total = np.float32(0)
             for k in range(weight.shape[1]):
                 total += np.float32(weight[r, k]) * x[n, k]
-            out[n, r] = total * scale[r, 0] + bias[r]
+            out[n, r] = rounded(total * scale[r, 0] + bias[r])
 
 
 @njit(fastmath=FLAGS, parallel=True, cache=True)
@@ -119,7 +130,7 @@ def int4(codes, scale, x, bias, out):
                     for k in range(xs.shape[2]):
                         block += np.float32(values[b, k]) * xs[n, b, k]
                     total += block * scale[r, b]
-                out[n, r] = total + bias[r]
+                out[n, r] = rounded(total + bias[r])
 
 
 @njit
@@ -142,7 +153,7 @@ def lookup(codes, which, tables, x, bias, out):
                 total = np.float32(0)
                 for k in range(x.shape[1]):
                     total += row[k] * x[n, k]
-                out[n, r] = total + bias[r]
+                out[n, r] = rounded(total + bias[r])
 
 
 @njit(parallel=True, cache=True)

@@ -46,10 +46,10 @@ class Stored:
             return panel_product(x, self).add_(torch.from_numpy(bias)).half()
         from miltorch import kernels  # numba takes a moment to import
 
-        out = np.empty((len(x), len(self)), np.float32)
+        out = np.empty((len(x), len(self)), np.uint16)
         kernel = getattr(kernels, self.kernel)
         kernels.run(kernel, *self.arrays, x.numpy(), bias, out)
-        return torch.from_numpy(out).half()
+        return torch.from_numpy(out.view(np.float16))
 
 
 class Codes(Stored):

@@ -31,7 +31,7 @@ VERSION = "3"
 GROUP = 64  # values along head_dim, at most, that share one scale
 OUTLIER = 0.25
 IDS = "ids"
-PARTS = ".codes", ".scale", ".low"
+CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
 
 
 def save(
@@ -71,13 +71,9 @@ def load(folder: str | Path, name: str) -> Snapshot:
         InputError: no such name; a damaged file, or one of another version.
     """
     with _opened(_path(folder, name)) as (header, file):
-        states = {name: file.get_tensor(name) for name in file.keys()}
-        ids = tuple(states.pop(IDS).tolist())
-        for codes in [name for name in states if name.endswith(PARTS[0])]:
-            state = codes.removesuffix(PARTS[0])
-            parts = [states.pop(state + part) for part in PARTS]
-            states[state] = dequantize(*parts).astype(np.float16)
-        return Snapshot(ids, header["identity"], states, int(header["floor"]))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        ids = tuple(tensors.pop(IDS).tolist())
+        return Snapshot(ids, header["identity"], decode(tensors), int(header["floor"]))
 
 
 def find(
@@ -128,6 +124,16 @@ def _opened(path: Path) -> Iterator[tuple[dict, safe_open]]:
         needed = f"a whole snapshot of version {VERSION}, as `save` wrote it"
         step = "prefill again and save the snapshot in its place"
         raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
+
+
+def decode(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The states of a file's tensors; quantized caches in float16."""
+    states = dict(tensors)
+    for codes in [name for name in tensors if name.endswith(CODES)]:
+        state = codes.removesuffix(CODES)
+        value = dequantize(*(states.pop(state + part) for part in PARTS))
+        states[state] = value.astype(np.float16)
+    return states
 
 
 def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
