@@ -135,7 +135,7 @@ def test_a_stream_continues_snapshots_of_running_sequences(exports):
     assert decoder.seqs.ids[1] == [9, 2, 6]
     before, _ = state_of(decoder)
     with refused(f"below max_seq_len = {S}"):
-        next(decoder.stream([[5], []], S - 5, after=decoder.seqs))
+        next(decoder.stream([[5], [6]], S - 2, after=after))
     assert state_of(decoder)[0] == before
 
 
