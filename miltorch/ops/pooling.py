@@ -35,28 +35,14 @@ def _mean(x, kernel_sizes, strides, pairs):
     return _AVERAGE[x.dim() - 3](padded(x, pairs), kernel_sizes, strides)
 
 
-def _pool(function, value: float):
-    """The rule of function(x padded with a value, kernel_sizes, strides)."""
-
-    def pool(
-        x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
-    ):
-        strides = strides or [1] * len(kernel_sizes)
-        pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-        return function(padded(x, pairs, value=value), kernel_sizes, strides)
-
-    return pool
-
-
-def _length(x, kernel_sizes, strides):
-    means = _AVERAGE[x.dim() - 3](x.square(), kernel_sizes, strides)
-    return (means * math.prod(kernel_sizes)).sqrt()
-
-
-TABLE = {
-    "max_pool": _pool(lambda x, *how: _MAXIMUM[x.dim() - 3](x, *how), -torch.inf),
-    "l2_pool": _pool(_length, 0.0),
-}
+def max_pool(
+    x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
+):
+    strides = strides or [1] * len(kernel_sizes)
+    pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
+    return _MAXIMUM[x.dim() - 3](
+        padded(x, pairs, value=-torch.inf), kernel_sizes, strides
+    )
 
 
 def avg_pool(
@@ -81,3 +67,12 @@ def avg_pool(
         rest = [(0, whole - after) for (_, whole), (_, after) in ends]
     share = _mean(ones, kernel_sizes, strides, rest)
     return _mean(x, kernel_sizes, strides, pairs) / share
+
+
+def l2_pool(
+    x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False
+):
+    strides = strides or [1] * len(kernel_sizes)
+    pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
+    means = _mean(x.square(), kernel_sizes, strides, pairs)
+    return (means * math.prod(kernel_sizes)).sqrt()
