@@ -113,7 +113,7 @@ class Search:
         """The earliest operation that is wrong in the first call that has one."""
         call = self.wrong_call(calls)
         if not call:
-            return Finding("none", "every output and state is within fp16 rounding")
+            return Finding("none", "it runs as the program says, within fp16 rounding")
         arrays, where = call
         model = self._models(self.package, self.function)[0]
         self.values = every_value(model, arrays) | arrays

@@ -38,6 +38,7 @@ OWN = "self_attn.o_proj.weight", "feed_forward.w2.weight"
 CONFIGURED = "as configured"
 FITS = 1e-5  # relative RMS that fp32 rounding explains
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
+EPSILONS = 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
 # names in transformers' modules: of what rotates q and k, and of the norms of q and k;
 # the family of the second pair has them after rope
@@ -257,7 +258,7 @@ def _settings(config) -> Settings:
     that have one, and which layers have a window or rope."""
     key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
     eps = getattr(config, key)
-    for value in sorted({10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}):
+    for value in sorted({*EPSILONS} - {eps}):
         yield f"eps {value:g}", {key: value}
     keys = [key for key in ("hidden_act", "hidden_activation") if hasattr(config, key)]
     for kind, name in ACTIVATIONS.items():
