@@ -108,11 +108,12 @@ class Decoder:
         self.runtime = runtimes.resolve(runtime, plugin)
         self.is_device = runtimes.is_device(self.runtime)
         self.precision = plugin.precision if plugin else precision
-        self.fast, self.compute_units = fast, compute_units
+        self.fast, self.reads = fast, reads
+        self.compute_units, self.hints = compute_units, hints or {}
         # nothing here may hold the decoder itself: one that is dropped shall give its
         # memory back at once
         self.how = {"runtime": self.runtime, "precision": self.precision}
-        self.how |= {"compute_units": compute_units, "hints": hints}
+        self.how |= {"compute_units": compute_units, "hints": self.hints}
         load = partial(runtimes.load_shard, bundle, fast=fast, reads=reads, **self.how)
         kinds = "layers", "router"
         self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
