@@ -204,7 +204,7 @@ def _is_int4(g, op) -> bool:
     return -8 <= int(data.min()) and int(data.max()) <= largest
 
 
-# T1 tells of float32
+# float32 breaks T1 instead
 DTYPES = ("FLOAT16", "FLOAT32", "INT8", "UINT8", "INT16", "UINT16", "BOOL")
 SCALED = ("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
 

@@ -166,7 +166,7 @@ def write_probe(
     for model in decoder.plain.layers:
         random = _random_states(model, garbage)
         size = sum(value.nbytes for value, _ in random.values())
-        count = max(1, min(TOGETHER, STATE_BYTES // size))
+        count = max(1, min(TOGETHER, STATE_BYTES // max(size, 1)))
         for first in range(0, len(points), count):
             some = points[first : first + count]
             states = [model.make_state() for _ in some]
