@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import yaml
 
+from workbench.files import locked
 from workbench.models.checkpoint import random
 from workbench.sweep.grid import Grid, make_grid
 from workbench.sweep.identity import digest
@@ -33,8 +34,9 @@ def first_light(project: Path, runtime: str = "auto") -> list[Grid]:
         for rung in shipped[kind]:
             config = shipped["layer"] | rung.get("checkpoint", {})
             path = project / "data" / "checkpoints" / f"seeded-{digest(config)}"
-            if not path.exists():
-                random(path, noise=noise(0), **config)
+            with locked(path.with_name(f".{path.name}.lock")):
+                if not path.exists():
+                    random(path, noise=noise(0), **config)
             run = {"n_gen": 8, "repetitions": 1, "runtime": [runtime], "timeout_s": 600}
             grid = {"checkpoint": str(path), "experiment": "first-light"}
             grid |= {"run": run | rung.get("run", {}), "validate_ids": ids}
