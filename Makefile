@@ -34,14 +34,17 @@ lab: .venv/ready
 docs: .venv/ready
 	$(BIN)/python docs/api.py
 
+# with every core, as a user has it
+BENCH = env -u OMP_NUM_THREADS $(BIN)/python tools/bench.py
+
 bench: .venv/ready
-	$(BIN)/python tools/bench.py decode
-	$(BIN)/python tools/bench.py prompt
-	$(BIN)/python tools/bench.py log
-	$(BIN)/python tools/bench.py export
-	$(BIN)/python tools/bench.py export --compress fp16
-	$(BIN)/python tools/bench.py validate
-	$(BIN)/python tools/bench.py cell
+	$(BENCH) decode
+	$(BENCH) prompt
+	$(BENCH) log
+	$(BENCH) export
+	$(BENCH) export --compress fp16
+	$(BENCH) validate
+	$(BENCH) cell
 
 # coremltools' own op tests with predictions on, through the shim; reports in build/judge
 judge: .venv/ready
