@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 
@@ -46,7 +46,7 @@ NATIVE = frozenset(
     relu reshape select sigmoid silu sin slice_by_index slice_update softmax split sqrt
     squeeze stack sub tanh tile transpose write_state coreml_update_state""".split()
 )
-CALLS = 64  # that run together: bounds the memory of their values
+TOGETHER = 1 << 20  # elements of inputs of calls that run together: bounds their memory
 NO_VALUE = torch.zeros(())
 Hook = Callable[[Op, list], list | None]
 
@@ -132,10 +132,12 @@ class Executable:
         multiply the columns of several calls at once, so that a weight is read once.
         Their sums may add up in another order."""
         results, names = [], self.program.outputs
-        for first in range(0, len(calls), CALLS):
-            own = slice(first, first + CALLS)
-            values = list(map(self._values, calls[own], states[own]))
-            for outputs in self._run(self.body, values, hooks[own]):
+        totals = accumulate(sum(x.numel() for x in call.values()) for call in calls)
+        each = zip(totals, calls, states, hooks, strict=True)
+        for _, group in groupby(each, lambda call: call[0] // TOGETHER):
+            _, own, cells, looks = zip(*group)
+            values = list(map(self._values, own, cells))
+            for outputs in self._run(self.body, values, looks):
                 results.append(dict(zip(names, map(widened, outputs), strict=True)))
         return results
 

@@ -25,6 +25,7 @@ from workbench.check.hf import Values, half, updates
 from workbench.check.states import callable_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
+from workbench.progress import bar
 from workbench.runtime import Model, State
 
 
@@ -42,12 +43,25 @@ def run_golden(
     *,
     forced: bool = True,
 ) -> Values:
+    """One run of `run_golden_each`."""
+    (values,) = run_golden_each(decoder, golden, [(T, mode)], forced=forced)
+    return values
+
+
+def run_golden_each(
+    decoder: Decoder,
+    golden: Golden,
+    runs: Sequence[tuple[int | Sequence[int], str]],
+    *,
+    forced: bool = True,
+) -> list[Values]:
     """Runs the golden's tokens through every layer in chunks of T (last chunk partial),
-    from an empty cache; see `Pass` for the values.
+    from an empty cache; see `Pass` for the values. All runs pass a shard before the
+    next one begins, so that the portable runtime reads each weight once for all.
 
     Args:
-        T: tokens a call; several are taken in turn.
-        mode: `isolated` or `chained`.
+        runs: of each its T, tokens a call, of which several are taken in turn, and
+            `isolated` or `chained`.
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
 
@@ -60,11 +74,13 @@ def run_golden(
     if n > S:
         step = "validate with a shorter prompt, or export with a larger --max-seq-len"
         raise InputError("golden", f"{n} tokens", f"at most max_seq_len = {S}", step)
-    goldens = [golden] * decoder.options.batch
-    own = Pass(decoder.plain, goldens, T, mode == "isolated", forced=forced)
-    for model in own.decoder.layers:
-        run_shard(own.decoder, model, [own], [model.make_state()])
-    return own.finish()[0]
+    decoder, goldens = decoder.plain, [golden] * decoder.options.batch
+    passes = [
+        Pass(decoder, goldens, T, mode == "isolated", forced=forced) for T, mode in runs
+    ]
+    for model in bar(decoder.layers, "golden", unit="shard", leave=False):
+        run_shard(decoder, model, passes, [model.make_state() for _ in passes])
+    return [one.finish()[0] for one in passes]
 
 
 class Call(NamedTuple):

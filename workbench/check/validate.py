@@ -28,13 +28,12 @@ from workbench.check.compare import HALF_ULP, NEAR_TIE, compare, compared, furth
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, check_exported_from, stored_weights
 from workbench.check.hf import Reference, Values, half, updates
-from workbench.check.run import default_ts, run_golden
+from workbench.check.run import default_ts, run_golden, run_golden_each
 from workbench.check.states import STATE_GATES
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import load_arrays, save_arrays, sha256
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar
 
 BUG_GATES = ("interface", "weights", "host", "program", *STATE_GATES)
 # Times the budget that an error may be. Inner results of a layer are rounded as well, which the
@@ -293,13 +292,13 @@ def measure(
     if over := [t for t in Ts if not 1 <= t <= t_max]:
         step = "export with more --tokens"
         raise InputError("T", f"{over}", f"1 to t_max = {t_max}", step)
-    isolated = {}
-    frames = []
-    for T in bar(Ts, "validate", unit="pass"):
-        isolated[T] = run_golden(decoder, golden, T)
-        rows = compare(golden.values, isolated[T], budget)
-        frames.append(rows.assign(T=T, mode="isolated"))
-    chained = run_golden(decoder, golden, Ts, "chained")
+    runs = [*((T, "isolated") for T in Ts), (Ts, "chained")]
+    *apart, chained = run_golden_each(decoder, golden, runs)
+    isolated = dict(zip(Ts, apart, strict=True))
+    frames = [
+        compare(golden.values, values, budget).assign(T=T, mode="isolated")
+        for T, values in isolated.items()
+    ]
     frames.append(compare(golden.values, chained).assign(mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
     inner = decoder.shows_inner_layers

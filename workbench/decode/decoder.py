@@ -272,23 +272,30 @@ class Decoder:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call; adds the
         head's times to `times`. Where the layers' packages contain the head, `hidden`
         has the logits [B, V, T] already."""
-        start, t_max, native = clock(), self.options.t_max, []
-        parts = [] if self.heads else [hidden]
-        for first in range(0, hidden.shape[2], t_max) if self.heads else ():
-            columns = hidden[:, :, first : first + t_max]
-            T, slices = columns.shape[2], []
-            dummies = self.options.width(T) - T
-            io = {X: self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))}
+        start, t_max, native = clock(), self.options.t_max, [None]
+        if self.heads:
+            parts = np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2)
+            ios = []
+            for part in parts:
+                T = part.shape[2]
+                dummies = 0, self.options.width(T) - T
+                io = np.pad(part, ((0, 0), (0, 0), dummies))
+                ios.append({X: self.plane(io)})
+            slices, native = [], []
             for model in self.heads:
                 own = hook and partial(hook, model.shard)
-                rows = model.predict(io, None, own)[LOGITS]
-                slices.append(rows.reshape(*rows.shape[:2], -1)[:, :, :T])
+                calls = ios, [None] * len(ios), [own] * len(ios)
+                outputs = [out[LOGITS] for out in model.predict_calls(*calls)]
                 native.append(model.last_native_ms)
-            parts.append(np.concatenate(slices, axis=1))
+                rows = [
+                    each.reshape(*each.shape[:2], -1)[:, :, : part.shape[2]]
+                    for each, part in zip(outputs, parts)
+                ]
+                slices.append(np.concatenate(rows, axis=2))
+            hidden = np.concatenate(slices, axis=1)
         if times:
-            times.add(start, native or [None])
-        logits = np.concatenate(parts, axis=2)
-        return np.ascontiguousarray(logits.transpose(0, 2, 1))
+            times.add(start, native)
+        return np.ascontiguousarray(hidden.transpose(0, 2, 1))
 
     def step(
         self, seqs: Sequences, chunk: Sequence[Sequence[int]], hook: Hook | None = None

@@ -4,6 +4,7 @@ arithmetic."""
 import os
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -93,20 +94,21 @@ class PortableModel(Model):
         states: Sequence[State | None],
         hooks: Sequence[Hook | None],
     ) -> list[dict[str, np.ndarray]]:
-        """Each weight is read once for all calls."""
-        Ts = set(map(self.of_call, calls))
-        if len(Ts) > 1:
-            return list(map(self.predict, calls, states, hooks))
-        runs = self.runs(Ts.pop(), self.fast and not any(hooks))
-        tensors = [
-            {name: torch.from_numpy(value) for name, value in typed(inputs).items()}
-            for inputs in calls
-        ]
-        cells = [state.raw.cells if state else {} for state in states]
-        return [
-            {name: value.numpy() for name, value in outputs.items()}
-            for outputs in runs.run_calls(tensors, cells, hooks)
-        ]
+        """Each weight is read once for all calls of a function that follow one
+        another."""
+        results = []
+        called = zip(calls, states, hooks, strict=True)
+        for T, group in groupby(called, lambda call: self.of_call(call[0])):
+            each, own, hooks = zip(*group)
+            tensors = [
+                {name: torch.from_numpy(value) for name, value in typed(inputs).items()}
+                for inputs in each
+            ]
+            cells = [state.raw.cells if state else {} for state in own]
+            runs = self.runs(T, self.fast and not any(hooks))
+            for outputs in runs.run_calls(tensors, cells, hooks):
+                results.append({n: value.numpy() for n, value in outputs.items()})
+        return results
 
 
 def _read_ahead(package: Path) -> None:
