@@ -54,6 +54,7 @@ def run_golden_each(
     runs: Sequence[tuple[int | Sequence[int], str]],
     *,
     forced: bool = True,
+    progress: bool = False,
 ) -> list[Values]:
     """Runs the golden's tokens through every layer in chunks of T (last chunk partial),
     from an empty cache; see `Pass` for the values. All runs pass a shard before the
@@ -64,6 +65,7 @@ def run_golden_each(
             `isolated` or `chained`.
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
+        progress: show a bar.
 
     Raises:
         InputError: a golden of another checkpoint, or longer than max_seq_len.
@@ -78,7 +80,8 @@ def run_golden_each(
     passes = [
         Pass(decoder, goldens, T, mode == "isolated", forced=forced) for T, mode in runs
     ]
-    for model in bar(decoder.layers, "golden", unit="shard", leave=False):
+    models = decoder.layers
+    for model in bar(models, "validate", unit="shard") if progress else models:
         run_shard(decoder, model, passes, [model.make_state() for _ in passes])
     return [one.finish()[0] for one in passes]
 

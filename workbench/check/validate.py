@@ -293,7 +293,7 @@ def measure(
         step = "export with more --tokens"
         raise InputError("T", f"{over}", f"1 to t_max = {t_max}", step)
     runs = [*((T, "isolated") for T in Ts), (Ts, "chained")]
-    *apart, chained = run_golden_each(decoder, golden, runs)
+    *apart, chained = run_golden_each(decoder, golden, runs, progress=True)
     isolated = dict(zip(Ts, apart, strict=True))
     frames = [
         compare(golden.values, values, budget).assign(T=T, mode="isolated")
