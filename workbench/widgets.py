@@ -410,4 +410,6 @@ def planner(checkpoint: str | Path) -> ui.Widget:
         "chip": _control("chip", sorted(roofline.chips()["chip"])),
         "gib": _control("memory of the Mac, GiB", [16, *range(4, 193, 4)]),
     }
+    for control in controls.values():  # room for a slider beside its label
+        control.layout.width = "32em"
     return ui.interactive(table, **controls)
