@@ -34,6 +34,8 @@ def write_rows(transposed: bool, rows, mask, cell, places) -> tuple:
     one-hot, or by its formula, which spreads what is not finite."""
     if transposed:
         rows = rows.mT
+    if rows.shape[:2] != cell.value.shape[:2]:
+        raise ValueError(f"rows {[*rows.shape]} for a state {[*cell.value.shape]}")
     if places is not None:
         (b, s, t), kept = places, cell.value.numpy()
         old, new = kept[b, :, s], rows.numpy()[b, :, t]

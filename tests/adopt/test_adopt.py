@@ -63,7 +63,7 @@ def some(*quick):
 
 
 @pytest.mark.slow("converts up to eight programs and validates them")
-@some("chunks", "host")
+@some("host")
 def test_a_sound_style_is_green_as_proposed(adoptions, style):
     result = validate(adoptions, style)
     found = gates_of(result)
@@ -225,7 +225,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.matrix(2, wide=9)
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_description_is_red(adoptions, tmp_path, wrong):
     style, *changes = wrong

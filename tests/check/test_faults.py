@@ -29,14 +29,14 @@ SOUND = [
 ]
 
 
-@pytest.mark.matrix(2, wide=22)
+@pytest.mark.matrix(2, wide=8)
 @pytest.mark.parametrize("case", SOUND)
 def test_no_sound_bundle_is_red(case, exports):
     found = cases.record(exports, case)
     assert not prove.fails(found), found["error"] or found["red"]
 
 
-@pytest.mark.matrix(32, wide=100)
+@pytest.mark.matrix(24, wide=60)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, exports):
     gate = FAULTS[name].gate

@@ -32,7 +32,7 @@ def epsilons(decoder):
 
 
 @pytest.mark.slow("asks the gate once for each norm")
-@pytest.mark.matrix(1, wide=2)
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("family, options", DRAWS)
 def test_every_epsilon_of_every_norm_is_seen(exports, family, options):
     """Ten times as large, and left out; Gemma has six norms a layer. What ZAYA's router norm reads

@@ -14,7 +14,7 @@ def pair(exports, name: str, precision: str = "exact") -> list:
     return [trained.decoder(exports, name, b, precision) for b in (1, trained.BATCH)]
 
 
-@pytest.mark.matrix(1, wide=4)
+@pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("name", trained.NAMES)
 def test_every_cell_of_a_trained_checkpoint_is_green(name, exports):
     lengths = {"tiny-gemma3": (90,), "tiny-zaya": (33,), "tiny-qwen2": (31,)}
@@ -58,7 +58,7 @@ def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refus
         check_reuse(decoder, lengths=(20, trained.S))
 
 
-@pytest.mark.matrix(6, wide=20)
+@pytest.mark.matrix(6, wide=8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_turns_the_gate_red(name, exports, monkeypatch):
     both = pair(exports, "tiny-zaya" if name in ZAYA else "tiny-llama")

@@ -76,7 +76,7 @@ def foreign(decoder) -> Snapshot:
     return replace(decoder.snapshot(), identity="f" * 64)
 
 
-@pytest.mark.matrix(8, wide=20)
+@pytest.mark.matrix(8, wide=10)
 @pytest.mark.parametrize(
     "call, found",
     [

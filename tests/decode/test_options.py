@@ -60,7 +60,7 @@ def pairwise(family: str) -> list[dict]:
 
 
 @pytest.mark.slow("exports a bundle of its own and runs both models")
-@pytest.mark.matrix(3, wide=20)
+@pytest.mark.matrix(3, wide=8)
 @pytest.mark.parametrize(
     "family, chosen",
     [(family, row) for family in tiny.DIMS for row in pairwise(family)],

@@ -16,7 +16,7 @@ from experiment import small
 from tiny import ROOT
 
 from workbench import log, plots
-from workbench.check import gates
+from workbench.check import gates, states
 from workbench.experiment import notebook_parameters, run_notebook
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -96,7 +96,7 @@ def answer(number: str, names: dict) -> str:
         add_gates=lambda results: None,
         conclude=lambda words, *args, **tables: concluded.append(words),
     )
-    names = {"pd": pd, "np": np, "gates": gates} | names
+    names = {"pd": pd, "np": np, "gates": gates, "states": states} | names
     exec(answer_code(named(number)), names | {"experiment": experiment})
     return concluded[0]
 
@@ -138,12 +138,16 @@ def stored(number: str, folder: Path) -> dict:
         names["distances"] = names["own"] * 10 ** files["ingredients"]
         names["source"] = SimpleNamespace(name=Path(names["CHECKPOINT"]).name)
         names["golden"] = SimpleNamespace(ids=range(names["POSITIONS"]))
+        sizes = "{COMPRESS}, max_seq_len {MAX_SEQ_LEN}".format(**names)
+        names["about"] = f"{names['source'].name}, {sizes}, portable runtime"
     if number == "31":
         names["shares"] = files["shares"].set_index("part")
     if number == "32":
         names["orders"] = files["orders"]["order"].unique()
     if number == "34":
-        names["machine"] = files["speed"]["machine"].iloc[0]
+        first, model = files["speed"].iloc[0], Path(names["CHECKPOINT"]).name
+        about = f"{model}, {first['runtime']} runtime, {names['DEPTH']} tokens in the cache"
+        names["about"] = f"{names['COMPRESS'][0]}, {about}, {first['machine']}"
     return names
 
 
@@ -156,20 +160,25 @@ def test_the_answer_of_05_turns_with_its_rows():
     names = shipped("05")
     words = answer("05", names)
     assert "keeps its cache: 0 of " in words and "T = 1, the worst 1" in words
-    assert "as in the sound bundle" in words and "name it: write_address" in words
+    assert "as in the sound bundle" in words and "this fault: write_address" in words
+    ran = len(names["all_gates"]) - 1  # no device is here
+    assert f"0 of {ran} gates that ran are RED" in words
     red = [gates.Gate("budget", "RED", 9.0, 6.0, "")]
     names |= {"result": names["late"], "late": names["result"], "all_gates": red}
     names["result"].cost = names["late"].cost
     names["late_red"] = names["late_red"][:0]
     words = answer("05", names)
-    assert "does not keep its cache: 1 of 1 gates are RED (budget)" in words
-    assert "0.000" in words and "name it: none" in words
+    assert "keeps its cache: 1 of 1 gates that ran are RED (budget)" in words
+    assert "0.000" in words and "this fault: none" in words
+    red = [gates.Gate("stale_rows", "RED", 0.0, 1.0, "")]
+    words = answer("05", names | {"all_gates": red})
+    assert "does not keep its cache: 1 of 1 gates that ran are RED (stale_rows)" in words
 
 
 def test_the_answer_of_30_turns_with_its_tables():
     names = shipped("30")
     words = answer("30", names)
-    assert words.startswith("Yes.") and "would show all of them" in words
+    assert words.startswith("Yes. On tiny-zaya") and "would show all of them" in words
     assert "times fewer bytes" in words
     names["distances"] = names["distances"].clip(upper=0)
     names["all_gates"] = [gates.Gate("host", "RED", 1.0, 0.0, "")]
@@ -210,7 +219,7 @@ def test_the_answer_of_32_says_which_order_overflows():
 def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     cells = {"batch": [1, 2], "wrong": [0.0, 0.0], "apart": [0.0, 3e-7]}
     reported = {"cache": ["warm", "cold"], "context": [1024, 1024], "tokens": [0, 64]}
-    offsets = {"modulo step": [1, 1], "result": ["FAIL", "OK"]}
+    offsets = {"modulo cache step (8)": [1, 1, None], "result": ["FAIL", "OK", "OK"]}
     times = {"cache": ["cold", "hot"], "context": [64, 64], "ms": [10.0, 2.0]}
     tables = {"found": cells, "edges": cells, "reported": reported}
     tables |= {"offsets": offsets, "times": times}
@@ -218,32 +227,33 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     names |= {"all_gates": [], "decoders": [None], "arithmetic": "exact"}
     words = answer("33", names)
     assert words.startswith("Yes. 4 cells") and "5 times faster" in words
-    assert "do not tell" in words and "does not follow" in words
+    assert "2 of its offsets are known and unaligned, with results FAIL, OK" in words
+    assert "an unaligned offset alone is not the cause" in words
     assert "1 of 2 configurations gave no token" in words and "warm" in words
     names["edges"] = names["edges"].assign(wrong=1.0)
-    names["offsets"].loc[1, "modulo step"] = 2
+    names["offsets"].loc[1, "modulo cache step (8)"] = 0
     names["times"]["ms"] = [2.0, 10.0]
     words = answer("33", names)
     assert words.startswith("No: 2 of 4 cells differ") and "5 times slower" in words
-    assert "offsets tell" in words and "may follow" in words
+    assert "an unaligned offset may be the cause" in words
 
 
 def test_the_answer_of_34_turns_with_its_tables():
     names = shipped("34")
     words = answer("34", names)
-    assert "T 4 has more tokens per second" in words
+    assert "T 4 has more than T 1" in words
     fastest = names["valid"].nlargest(2, "tokens_per_s")["name"]
     assert f"that passes: {fastest.iloc[0]}" in words
     assert f"% behind: {fastest.iloc[1]}" in words
     names["rates"]["value"] = 1e6 / names["rates"]["value"]
     names["valid"]["kl_mean"] = 1.0
     words = answer("34", names)
-    assert "T 4 has fewer tokens per second" in words and "\n0 of 8" in words
+    assert "T 4 has fewer than T 1" in words and "\n0 of 8" in words
     for values, overlap in ((names["rates"]["T"], False), (1.0, True)):
         names["rates"]["value"] = values
         lines = answer("34", names).splitlines()
         (line,) = [line for line in lines if ", T 4 " in line]
-        assert ("as many" in line) == ("single values overlap" in line) == overlap
+        assert ("T 4 and T 1 overlap" in line) == overlap
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.matrix(2, wide=12)
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_another_configuration_is_named_first(checkpoint_of, tmp_path, name):
     family, changes = CONFIGURATIONS[name]
@@ -175,7 +175,7 @@ MODULES = {
 }
 
 
-@pytest.mark.matrix(2, wide=12)
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize(
     ("name", "compress"), list(zip(MODULES, itertools.cycle(["fp16", "int8-tensor"])))
 )

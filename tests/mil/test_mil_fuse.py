@@ -40,7 +40,7 @@ def ids_of(value):
 
 
 @pytest.mark.slow("exports a bundle of any family and preset")
-@pytest.mark.matrix(5, wide=32)
+@pytest.mark.matrix(5, wide=12)
 @pytest.mark.parametrize("reads", ["used", "all"])
 @pytest.mark.parametrize("family, options", BUNDLES, ids=ids_of)
 def test_fused_steps_stay_close_to_the_plain_ones(exports, family, options, reads):

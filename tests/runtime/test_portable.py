@@ -30,7 +30,7 @@ CHANGES = {  # a change of bundle.json and of its first shard → words of the r
 }
 
 
-@pytest.mark.matrix(6, wide=20)
+@pytest.mark.matrix(6, wide=8)
 @pytest.mark.parametrize("runtime", ["portable", "coreml"])
 @pytest.mark.parametrize("words, change", CHANGES.items())
 def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(

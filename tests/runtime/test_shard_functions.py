@@ -59,7 +59,7 @@ def check_alike(one: Decoder, several: Decoder) -> None:
 
 
 @pytest.mark.slow("two exports, one of them with a program for each T")
-@pytest.mark.matrix(1, wide=9)
+@pytest.mark.matrix(1, wide=4)
 @pytest.mark.parametrize("precision", ["exact", "declared"])
 @pytest.mark.parametrize(
     "family, changed, chosen",
