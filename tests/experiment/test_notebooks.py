@@ -146,7 +146,9 @@ def stored(number: str, folder: Path) -> dict:
         names["orders"] = files["orders"]["order"].unique()
     if number == "34":
         first, model = files["speed"].iloc[0], Path(names["CHECKPOINT"]).name
-        about = f"{model}, {first['runtime']} runtime, {names['DEPTH']} tokens in the cache"
+        about = (
+            f"{model}, {first['runtime']} runtime, {names['DEPTH']} tokens in the cache"
+        )
         names["about"] = f"{names['COMPRESS'][0]}, {about}, {first['machine']}"
     return names
 
@@ -172,7 +174,9 @@ def test_the_answer_of_05_turns_with_its_rows():
     assert "0.000" in words and "this fault: none" in words
     red = [gates.Gate("stale_rows", "RED", 0.0, 1.0, "")]
     words = answer("05", names | {"all_gates": red})
-    assert "does not keep its cache: 1 of 1 gates that ran are RED (stale_rows)" in words
+    assert (
+        "does not keep its cache: 1 of 1 gates that ran are RED (stale_rows)" in words
+    )
 
 
 def test_the_answer_of_30_turns_with_its_tables():
