@@ -111,12 +111,12 @@ def shuffled(items: list, seed: str) -> list:
 
 
 def pytest_collection_modifyitems(config, items):
+    draw_from_matrices(items)  # the same cases in any order
     if seed := config.getoption("shuffle"):
         items[:] = shuffled(items, seed)
     else:  # the longest first, so that the workers of pytest-xdist end together
         places = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    draw_from_matrices(items)
     kept, left = [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from refusal import refused
 
+from workbench import Bundle, Decoder
 from workbench.decode.transcript import token_labels, transcript
 
 S, IDS = 16, [3, 14, 15, 9, 2, 6]
@@ -12,7 +13,8 @@ S, IDS = 16, [3, 14, 15, 9, 2, 6]
 
 @pytest.fixture
 def decoder(exports):
-    return exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
+    shared = exports.bundle(exports.checkpoint("llama"), max_seq_len=S)
+    return Decoder(Bundle.open(shared.root), "portable", "exact")
 
 
 @pytest.mark.parametrize(

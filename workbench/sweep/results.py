@@ -98,9 +98,10 @@ def _runs(
         timed = timed[timed["software"] == timed["software"].iloc[-1]]
     if grid.run.runtime == ["auto"]:
         found = set((timed if len(timed) else validated)["runtime"])
-        if meant := [name for name in RUNTIMES if name in found]:
-            timed = timed[timed["runtime"] == meant[0]]
-            validated = validated[validated["runtime"] == meant[0]]
+        # a plug-in's target has a runtime of its own
+        _, *others = [name for name in RUNTIMES if name in found] or [None]
+        timed = timed[~timed["runtime"].isin(others)]
+        validated = validated[~validated["runtime"].isin(others)]
     timed = timed.drop_duplicates(["setting", "round"], keep="last")
     return timed, validated.drop_duplicates(BUNDLE, keep="last")
 
