@@ -221,3 +221,12 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
     expected = weights.float() @ value.float()
     np.testing.assert_allclose(found.float(), expected, atol=2e-3)
     assert weights[..., :3].max() < 1e-3
+
+
+@pytest.mark.parametrize("places", [None, [np.array([0])] * 3])
+def test_a_cache_write_refuses_rows_of_another_batch(places):
+    cell, mask = StateCell(torch.zeros(1, 2, 6, 4).half()), torch.zeros(1, 1, 6, 1)
+    rows = torch.ones(2, 2, 1, 4).half()
+    with pytest.raises(ValueError, match=r"rows \[2, 2, 1, 4\] for a state"):
+        fused.write_rows(False, rows, mask.half(), cell, places)
+    assert cell.value.shape == (1, 2, 6, 4) and not cell.value.any()
