@@ -99,7 +99,7 @@ def _runs(
     if grid.run.runtime == ["auto"]:
         found = set((timed if len(timed) else validated)["runtime"])
         # a plug-in's target has a runtime of its own
-        _, *others = [name for name in RUNTIMES if name in found] or [None]
+        others = [name for name in RUNTIMES if name in found][1:]
         timed = timed[~timed["runtime"].isin(others)]
         validated = validated[~validated["runtime"].isin(others)]
     timed = timed.drop_duplicates(["setting", "round"], keep="last")
