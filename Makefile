@@ -10,7 +10,7 @@ run: .venv/ready
 	$(BIN)/workbench run 05 34 --set EXTRACT=true
 
 # ORDER="--shuffle 7": files, and the tests within them, in the order of that seed
-PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ORDER)
+PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ORDER)
 
 # every property once, on the smallest thing that shows it
 test: .venv/ready

@@ -93,27 +93,24 @@ def call(
     def kill_in_time() -> None:
         while not over.wait(0.2):
             if stop.is_set() or time.monotonic() >= deadline:
-                return _kill(pid)
+                return _kill(server)
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PWD": os.getcwd()}
     with tempfile.TemporaryDirectory() as folder, _server(environment) as server:
-        pid = server.pid  # until it names its child
         threading.Thread(target=kill_in_time, daemon=True).start()
         job, reply, errors = (Path(folder, name) for name in FILES)
         job.write_bytes(pickle.dumps((function, args)))
         try:
             print(folder, file=server.stdin, flush=True)
-            pid = int(server.stdout.readline() or pid)
-            # no answer: the server, or on a Mac the child, has ended
+            # no answer: the server has ended, which on a Mac is the child
             code = int(server.stdout.readline() or server.wait())
-        except BaseException:
-            _kill(pid)
-            raise
         finally:
             over.set()
         if stop.is_set():
             raise Cancelled
-        late = time.monotonic() >= deadline
+        if late := time.monotonic() >= deadline:
+            _kill(server)
+            server.wait()
         lines = _lines(errors.read_bytes() if errors.exists() else b"")
         if code == 0:
             outcome = pickle.loads(reply.read_bytes())
@@ -128,15 +125,16 @@ def call(
     return Outcome(failure=failure, lines=tuple(notes))
 
 
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended
-        os.kill(pid, signal.SIGKILL)
+def _kill(server: subprocess.Popen) -> None:
+    """Kills a server and its child, which are one group of processes."""
+    with suppress(ProcessLookupError, PermissionError):  # they have ended
+        os.killpg(server.pid, signal.SIGKILL)
 
 
 @contextmanager
 def _server(environment: dict[str, str]) -> Iterator[subprocess.Popen]:
-    """A server of the environment that waits for a call, or a new one; it is killed,
-    and its child ends with it, if the block raises."""
+    """A server of the environment that waits for a call, or a new one; it is killed
+    with its child if the block raises."""
     server = None
     while _idle and server is None:
         known, server = _idle.pop()
@@ -146,6 +144,7 @@ def _server(environment: dict[str, str]) -> Iterator[subprocess.Popen]:
     server = server or subprocess.Popen(
         [sys.executable, "-m", "workbench.process"],
         env=environment,
+        process_group=0,  # an interrupt is the caller's, which ends its children
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -158,7 +157,7 @@ def _server(environment: dict[str, str]) -> Iterator[subprocess.Popen]:
         if waits:
             _idle.append((environment, server))
         else:
-            _kill(server.pid)
+            _kill(server)
             server.communicate()
 
 
@@ -210,9 +209,8 @@ def _lines(stderr: bytes) -> list[str]:
 
 def _serve() -> None:
     """The server: reads folders of calls from stdin, forks a child for each, and writes
-    its id and its exit code to the original stdout. Other prints go to stderr, which is
-    the call's file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's; it ends its children
+    its exit code to the original stdout. Other prints go to stderr, which is the call's
+    file."""
     answers = os.fdopen(os.dup(1), "w")
     for count, line in enumerate(sys.stdin):
         folder = Path(line.rstrip("\n"))
@@ -226,8 +224,8 @@ def _serve() -> None:
             _import_late()
         child = os.fork() if FORKS else 0
         if not child:
+            answers.close()  # so that it ends with the server, whatever the child does
             _run(job, reply)
-        print(child, file=answers, flush=True)
         status = os.waitpid(child, 0)[1]
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
