@@ -80,10 +80,13 @@ class Linear:
     def __init__(self, weights: list[Stored], biases: list[np.ndarray]):
         self.widths = list(map(len, weights))
         self.weight = weights[0].joined(weights)
+        self.columns = self.weight[:1].shape[1]
         self.bias = np.concatenate(biases)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         B, K, *plane = x.shape
+        if K != self.columns:  # a kernel would read beyond x
+            raise ValueError(f"x has {K} channels and the weight {self.columns}")
         rows = x if x.numel() == B * K else x.flatten(2).mT
         y = self.weight.product(rows.reshape(-1, K), self.bias)
         y = y.view(B, -1, len(self.weight)).mT

@@ -86,6 +86,8 @@ def test_groups_of_every_family_are_recognised(exports, family):
     [
         ("conv", {"groups": np.array(2)}, 7, "conv: it has strides, pads or groups"),
         ("concat", {"interleave": np.array(True)}, 2, "concat: a rotation of another"),
+        # the shape that another result would have
+        ("reshape", {"shape": np.array([1, 2, -1, 99], np.int32)}, 1, "matmul: no att"),
     ],
 )
 def test_what_is_not_fused_keeps_its_steps_and_says_so(
@@ -147,6 +149,13 @@ def test_products_with_stored_weights_are_those_of_dense_ones(rows, half, count,
         expected = x.astype(float) @ dense.T + bias
         close = {"rtol": 2**-11 + 1e-5, "atol": 1e-3}
         np.testing.assert_allclose(found.float(), expected, **close)
+
+
+def test_a_product_refuses_activations_of_other_channels():
+    for weight, _ in weights(np.random.default_rng(0), 2, 64):
+        product = stored.Linear([weight], [np.zeros(2, np.float32)])
+        with pytest.raises(ValueError, match="32 channels"):
+            product(torch.zeros(1, 32, 1, 1).half())
 
 
 def test_packed_weights_stay_packed(exports):
