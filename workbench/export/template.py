@@ -82,9 +82,10 @@ class Template:
         module = blank(spec, plan, options).requires_grad_(False).eval()
         generator = torch.Generator().manual_seed(0)
         for i, weight in enumerate(weights):
-            values = torch.rand(weight.shape, generator=generator)
             # a range of its own: functions share equal lookup tables, too
-            module.get_parameter(weight.path).data = values + 0.5 + i / 64
+            low = 0.5 + i / 64
+            parameter = module.get_parameter(weight.path)
+            parameter.uniform_(low, low + 1, generator=generator)
         programs = {}
         with tempfile.TemporaryDirectory() as folder, frozen(), _no_search():
             for name, T in (options.functions or {"main": None}).items():
