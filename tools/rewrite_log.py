@@ -102,6 +102,7 @@ def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     """A row of `runs` of version 1, 2 or 3 in the columns of today."""
     config = json.loads(row.get("config") or "{}")
     names = set(SCHEMAS["runs"].names)
+    row = dict.fromkeys(SCHEMAS["runs"].names) | row
     for part, ending in PLACES.items():
         for key, value in (config.get(part) or {}).items():
             if row.get(key + ending) is None and not isinstance(value, list | dict):

@@ -129,11 +129,15 @@ def test_a_file_this_code_cannot_read_faithfully_is_refused(
         log.load("layers", tmp_path)
 
 
-def test_an_old_log_is_read_once_its_command_rewrote_it(tmp_path):
-    old = {"layers": {"layer": 0}, "runs": {"status": "ok", "t_max": 2, "t": "range"}}
-    for table, row in old.items():
+TIMED = {"fast": True, "runtime": "portable", "checkpoint_hash": "c", "setting": "s"}
+
+
+@pytest.mark.parametrize(("version", "more"), [(b"3", TIMED), (b"4", {})])
+def test_an_old_log_is_read_once_its_command_rewrote_it(tmp_path, version, more):
+    run = {"status": "ok", "t_max": 2, "t": "range"} | more
+    for table, row in {"layers": {"layer": 0}, "runs": run}.items():
         file = pa.Table.from_pylist([row | {"run_id": "a"}])
-        file = file.replace_schema_metadata({b"workbench.log.version": b"4"})
+        file = file.replace_schema_metadata({b"workbench.log.version": version})
         (tmp_path / table).mkdir()
         pq.write_table(file, tmp_path / table / "a.parquet")
     command = [sys.executable, ROOT / "tools/rewrite_log.py", tmp_path]
