@@ -80,6 +80,7 @@ def here(monkeypatch):
 def test_configurations_are_one_machine_s_with_its_own_winner(root, machine, name, ms):
     found = sweep.configurations(MADE, root, machine)
     assert set(found["machine"]) == {name} and (found["n"] == 1).all()
+    assert found["run_ids"].str.len().eq(1).all()
     assert len(found) == len(found["name"].unique()) == 8
     rates = [1e3 * row["T"] / ms(row, row) for _, row in found.iterrows()]
     assert np.allclose(found["tokens_per_s"], rates)

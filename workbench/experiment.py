@@ -96,9 +96,9 @@ class Experiment:
         stem = self.folder / kind / name
         stem.parent.mkdir(parents=True, exist_ok=True)
         data.to_parquet(stem.with_suffix(".parquet"))
-        run_ids = sorted(set(data["run_id"].dropna())) if "run_id" in data else []
+        rows = data.get("run_ids", data.get("run_id", pd.Series()))
         part = {"kind": kind, "name": name, "place": place, "alt": alt, **how}
-        part["run_ids"] = run_ids
+        part["run_ids"] = sorted(set(rows.explode().dropna()))
         text = json.dumps(part, indent=1, default=lambda array: array.tolist())
         stem.with_suffix(".json").write_text(text)
         return stem
@@ -221,7 +221,8 @@ def write_report(folder: Path) -> Path:
             parts.append(f"![{part['alt']}]({stem}.svg)")
             continue
         data = pd.read_parquet(folder / f"{stem}.parquet")
-        shown = data.head(SHOWN_ROWS).drop(columns="run_id", errors="ignore")
+        shown = data.drop(columns=["run_id", "run_ids"], errors="ignore")
+        shown = shown.head(SHOWN_ROWS)
         parts += [part["alt"], _markdown(shown)]
         if (rest := len(data) - SHOWN_ROWS) > 0:
             parts.append(f"{rest} more rows: [{stem}.parquet]({stem}.parquet).")

@@ -70,15 +70,18 @@ def example(checkpoint="data/tiny-llama", **more) -> Experiment:
 
 def test_a_run_is_a_folder_of_files(project, capsys):
     experiment = example()
+    medians = pd.DataFrame({"run_id": ["c"], "run_ids": [["b", "c"]]})
+    experiment.table("medians", medians, "each over several runs")
     experiment.conclude("It holds.")
     folder = project / "build" / "experiments" / NAME / "tiny-llama"
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
     figure = {f"figures/times.{s}" for s in ("json", "parquet", "svg", "pdf", "png")}
-    table = {f"tables/numbers.{s}" for s in ("json", "parquet", "tex")}
+    numbers = {f"tables/numbers.{s}" for s in ("json", "parquet", "tex")}
+    table = numbers | {name.replace("numbers", "medians") for name in numbers}
     assert names == figure | table | {"run.json", "report.md"}
     assert r"100 \% of numbers\_" in (folder / "tables" / "numbers.tex").read_text()
     run = json.loads((folder / "run.json").read_text())
-    assert {"run-one", "run-two", run["run_id"]} == set(run["run_ids"])
+    assert {"run-one", "run-two", "b", "c", run["run_id"]} == set(run["run_ids"])
     (row,) = log.load("runs").to_dict("records")
     assert (row["run_id"], row["experiment"]) == (run["run_id"], "07")
     assert row["verdict"] == run["verdict"] == "RED"

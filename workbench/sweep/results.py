@@ -54,10 +54,11 @@ def configurations(
         The columns of the newest run; name: the values of the axes that vary.
         tokens_per_s, call_ms, call_p90_ms:
         medians over runs of the run's median or 90th percentile; slowest, fastest: the
-        range of the runs' tok/s; n: the number of runs. worst_cosine, kl_mean (nats):
-        of the bundle's newest validation; verdict: RED if a gate other than the user's
-        limit is, or if the mean KL is above the grid's `max_kl`. ane_ops_share: the
-        Neural Engine's share (null: no plan). invalid: the reason if no run is valid.
+        range of the runs' tok/s; n, run_ids: the number and the ids of the runs.
+        worst_cosine, kl_mean (nats): of the bundle's newest validation; verdict: RED if
+        a gate other than the user's limit is, or if the mean KL is above the grid's
+        `max_kl`. ane_ops_share: the Neural Engine's share (null: no plan). invalid: the
+        reason if no run is valid.
     """
     timed, validated = _runs(grid, root, machine)
     verdicts = [_verdict(run, grid.max_kl) for run in validated.to_dict("records")]

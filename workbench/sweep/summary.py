@@ -32,11 +32,12 @@ def repeated(
     runs: pd.DataFrame, by: list[str], validated: pd.DataFrame
 ) -> pd.DataFrame:
     """One row per group of runs: the columns of the newest one; medians over them of
-    `SPEEDS`, the `slowest` and `fastest` tok/s and the number `n` of runs; `JUDGED` of
-    the newest of the `validated` runs of the same bundle."""
+    `SPEEDS`, the `slowest` and `fastest` tok/s, the number `n` and the `run_ids` of all
+    of them; `JUDGED` of the newest of the `validated` runs of the same bundle."""
     groups = runs.groupby(by, sort=False, dropna=False)
     rates = groups["tokens_per_s"]
     extent = {"slowest": rates.min(), "fastest": rates.max(), "n": groups.size()}
+    extent["run_ids"] = groups["run_id"].agg(list)
     speeds = groups[SPEEDS].median().assign(**extent).reset_index()
     last = runs.drop_duplicates(by, keep="last").drop(columns=[*SPEEDS, *JUDGED])
     judged = validated.drop_duplicates(BUNDLE, keep="last")[[*BUNDLE, *JUDGED]]
