@@ -159,14 +159,6 @@ class Groups(Graph):
             self.match(op.inputs.get(name), inner, parts)
         return parts
 
-    def declares_its_shape(self, reshape: Op) -> bool:
-        """Whether a reshape has a shape that is computed, or the one of its result."""
-        wanted = python_value(self.constants.of(reshape.inputs.get("shape")))
-        if wanted is None:
-            return "shape" in reshape.inputs
-        declared = self.shape(Ref(reshape.key), len(wanted))
-        return all(n == -1 or size in (None, n) for n, size in zip(wanted, declared))
-
     def scaled(self, source) -> tuple:
         """`source` without the constant scalars that multiply it one after another, and
         their product."""
@@ -368,8 +360,8 @@ ATTENTION = made_by(
 def attention(groups: Groups, op: Op, parts: dict) -> None:
     """softmax(q @ kᵀ + mask) @ v over two states, heads of a group side by side."""
     groups.match(Ref(op.key), ATTENTION, parts)
-    reshapes = [parts[name] for name in ("apart", "flat") if name in parts]
-    need(all(map(groups.declares_its_shape, reshapes)))
+    for name in {"apart", "flat"} & parts.keys():
+        need(groups.constants.declare_shape(parts[name]))
     states = [parts[name].inputs.get("input") for name in ("key", "value")]
     B, H, S, D = groups.shape(states[0])
     heads, columns = groups.shape(parts["q"]), groups.shape(parts["mask"])
