@@ -53,7 +53,7 @@ def rewrite(root: Path) -> int:
                     row = lifted(row, tables_of(root, path.name))
                 else:
                     row = renamed(row)
-                rows = pd.DataFrame([row])
+                rows = pd.DataFrame([fitted(row)])
             data = store.to_arrow(table, rows)
             write_whole(path, lambda file, data=data: pq.write_table(data, file))
             count += 1
@@ -101,7 +101,6 @@ def renamed(row: dict) -> dict:
 def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
     """A row of `runs` of version 1, 2 or 3 in the columns of today."""
     config = json.loads(row.get("config") or "{}")
-    names = set(SCHEMAS["runs"].names)
     row = dict.fromkeys(SCHEMAS["runs"].names) | row
     for part, ending in PLACES.items():
         for key, value in (config.get(part) or {}).items():
@@ -125,11 +124,18 @@ def lifted(row: dict, tables: dict[str, pd.DataFrame]) -> dict:
         row["setting"] = row.get("setting") and setting(row, config)
     if prompt := (config.get("cell") or "").split("-")[2:]:
         row["prompt"] = prompt[0]
+    return row
+
+
+def fitted(row: dict) -> dict:
+    """A row without the columns that are no more, whose values go to its config."""
+    config, names = json.loads(row["config"] or "{}"), SCHEMAS["runs"].names
     older = {k: v for k, v in row.items() if v is not None and k not in names}
     older = {k: v for k, v in older.items() if k not in (config.get("run") or {})}
     if older:
+        older = config.get("older", {}) | older
         row["config"] = json.dumps(config | {"older": older}, sort_keys=True)
-    return {name: value for name, value in row.items() if name in names}
+    return {name: row[name] for name in names}
 
 
 def chosen(row: dict, defaults: dict = DEFAULTS) -> dict:

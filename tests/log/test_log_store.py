@@ -134,7 +134,7 @@ TIMED = {"fast": True, "runtime": "portable", "checkpoint_hash": "c", "setting":
 
 @pytest.mark.parametrize(("version", "more"), [(b"3", TIMED), (b"4", {})])
 def test_an_old_log_is_read_once_its_command_rewrote_it(tmp_path, version, more):
-    run = {"status": "ok", "t_max": 2, "t": "range"} | more
+    run = {"status": "ok", "t_max": 2, "t": "range", "thermal_before": "cool"} | more
     for table, row in {"layers": {"layer": 0}, "runs": run}.items():
         file = pa.Table.from_pylist([row | {"run_id": "a"}])
         file = file.replace_schema_metadata({b"workbench.log.version": version})
@@ -143,7 +143,8 @@ def test_an_old_log_is_read_once_its_command_rewrote_it(tmp_path, version, more)
     command = [sys.executable, ROOT / "tools/rewrite_log.py", tmp_path]
     subprocess.run(command, check=True)
     assert log.load("layers", tmp_path)["layer"].tolist() == [0]
-    assert log.load("runs", tmp_path)["tokens"].tolist() == ["1-2"]
+    (row,) = log.load("runs", tmp_path).to_dict("records")
+    assert row["tokens"] == "1-2" and '"thermal_before": "cool"' in row["config"]
 
 
 CELLS = st.fixed_dictionaries(
