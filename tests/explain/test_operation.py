@@ -11,7 +11,7 @@ import tiny
 import torch
 import wrong
 from safetensors.torch import load_file, save_file
-from wrong import Fault, first_row_zero
+from wrong import Fault, coarse, first_row_zero, last_is, second_row_twice
 
 import miltorch
 from miltorch import shim
@@ -43,27 +43,48 @@ def planted(flow, name: str, how: dict) -> Fault:
     for _ in range(back):
         before = sorted(flow.before(chain[-1:]))
         makers = {result: i for i in before for result in flow.results(i)}
-        operands = flow.ops[chain[-1]].reads()
+        operands = sorted(flow.ops[chain[-1]].reads())  # their order varies
         chain.append(next(makers[name] for name in operands if name in makers))
     first, *others = [flow.results(i)[0] for i in chain]
     return Fault(first, fused=tuple(others), **how)
 
 
+def change(function):
+    return {"change": function}
+
+
 def times(factor):
-    return {"change": lambda x: x.float() * factor}
+    return change(lambda x: x.float() * factor)
 
 
 HALF, INF, NAN, NONE = times(0.5), times(1e12), times(float("nan")), times(0)
-PLUS = {"change": lambda x: x + 1}
-ZERO = {"change": first_row_zero}
-LAST = {"change": lambda x: torch.cat([x[..., :-1], x[..., -1:] * 3], -1)}
-SWAP = {"change": lambda x: x.flip(1)}
-ROLL = {"change": lambda x: x.roll(1, -1)}
-CLIP = {"change": lambda x: x.nan_to_num(0.0, 1.0, -1.0)}
-NOT, ONE_LESS = ({"change": f} for f in (torch.logical_not, lambda x: 1 - x.float()))
-OTHERS = {"change": lambda x: 3 - x}  # of four experts
+SIGN, GAIN, TWO = times(-1), times(1.02), change(lambda x: x * 0 + 2)
+PLUS, ZERO = change(lambda x: x + 1), change(first_row_zero)
+LAST = change(lambda x: torch.cat([x[..., :-1], x[..., -1:] * 3], -1))
+SWAP, MEAN = change(lambda x: x.flip(1)), change(lambda x: x.mean(1, True) + 0 * x)
+ROLL, OFF, OFF_1 = (
+    change(lambda x, by=by, axis=axis: x.roll(by, axis))
+    for by, axis in ((1, -1), (-1, -1), (1, 1))
+)
+CLIP = change(lambda x: x.nan_to_num(0.0, 1.0, -1.0))
+CAP, ABS = change(lambda x: x.clamp(max=x.max() / 2)), change(torch.abs)
+NOT, ONE_LESS = change(torch.logical_not), change(lambda x: 1 - x.float())
+OTHERS = change(lambda x: 3 - x)  # of four experts
+ONE_CHANNEL = change(lambda x: torch.cat([x[:, :1] + 1, x[:, 1:]], 1))
+NEGATIVE_LAST = change(lambda x: torch.cat([x[:, :-1], -x[:, -1:]], 1))
+STALE_ROW = change(second_row_twice)
+TRANSPOSED = change(lambda x: x.transpose(1, 2).reshape(x.shape))
+COARSE, BF16 = change(coarse), change(lambda x: x.bfloat16())
+DIGITS = change(lambda x: (x.float() * 100).round() / 100)
+FLUSH = change(lambda x: x * (x.abs() > 0.1))
+UNEVEN = change(
+    lambda x: x * (1 + torch.cos(torch.arange(x.shape[1]))[:, None, None] / 20)
+)
+ONE_INF, ONE_NAN = change(last_is(np.inf)), change(last_is(np.nan))
 LOST, LATE, COMPILE, KILL = ({"how": h} for h in ("lost", "late", "compile", "kill"))
-NE, GPU, ALL = ({"units": units} for units in ("CPU_AND_NE", "CPU_AND_GPU", "ALL"))
+NE, GPU, ALL, CPU = (
+    {"units": units} for units in ("CPU_AND_NE", "CPU_AND_GPU", "ALL", "CPU_ONLY")
+)
 ONE, FOUR, PAIR, BIG = {"T": 1}, {"T": 4}, {"back": 1}, {"above": 200}
 # verdict → family → (shard, operation or state, fault)
 FAULTS = {
@@ -150,9 +171,83 @@ FAULTS = {
         "olmo2": [(1, "concat", PAIR | HALF)],
     },
 }
+# written after the code was frozen, from the interface of this file alone, and left alone:
+# 62 of 65; the other three name a write beside the operation, as wrong together
+UNTOUCHED = {
+    "operation": {
+        "qwen2": [
+            (1, "conv 6", ONE_CHANNEL),
+            (0, "concat 1", SIGN),
+            (0, "add 2", NE | SIGN),
+        ],
+        "llama": [(1, "reduce_mean 1", COARSE), (0, "softmax", DIGITS)],
+        "mistral": [(1, "softmax", CAP), (1, "add -1", BF16)],
+        "ministral3": [(1, "mul 14", TWO), (0, "sub 1", ABS)],
+        "smollm3": [(0, "slice_by_index 2", OFF), (2, "conv 6", {"above": 300} | SIGN)],
+        "olmo2": [(1, "rsqrt -1", GAIN), (0, "mul 32", ONE_CHANNEL)],
+        "olmo3": [(0, "matmul 2", ONE_INF), (2, "slice_update 1", OFF)],
+        "qwen3": [(0, "sub 2", SIGN), (1, "mul 7", MEAN), (1, "conv 5", ONE_NAN)],
+        "phi3": [(1, "slice_by_index 10", OFF_1), (0, "conv 2", FLUSH)],
+        "hunyuan_v1_dense": [
+            (1, "transpose", TRANSPOSED),
+            (0, "reshape 2", ONE_CHANNEL),
+            (2, "conv", SIGN),
+        ],
+        "lfm2": [(2, "conv 1", ROLL), (0, "matmul", HALF)],
+        "gemma3_text": [
+            (0, "rsqrt 3", TWO),
+            (2, "mul 27", UNEVEN),
+            (1, "reduce_mean 5", ONE | HALF),
+        ],
+        "granitemoehybrid": [(2, "sub 1", SIGN), (0, "tanh", ABS), (1, "mul 24", SIGN)],
+        "qwen3_5_text": [
+            (0, "rsqrt 2", MEAN),
+            (1, "slice_by_index 1", OFF),
+            (2, "slice_update -1", STALE_ROW),
+        ],
+        "zaya": [
+            (1, "sqrt 1", COARSE),
+            (2, "reduce_argmax", NONE),
+            (0, "conv 3", NEGATIVE_LAST),
+            (1, "reduce_sum 4", ONE_CHANNEL),
+        ],
+    },
+    "none": {
+        "gemma3_text": [(1, "conv 2", GPU | SIGN)],
+        "zaya": [(1, "softmax", CPU | NAN)],
+        "olmo2": [(0, "state", ALL | LOST)],
+        "qwen3_5_text": [(1, "sigmoid", CPU | KILL)],
+    },
+    "write": {
+        "mistral": [(0, "state 1", LOST)],
+        "qwen3": [(1, "state", LATE)],
+        "granitemoehybrid": [(0, "state 1", LATE)],
+        "zaya": [(1, "state 3", LOST), (0, "state 2", LATE)],
+        "gemma3_text": [(2, "state", NE | LOST)],
+        "lfm2": [(2, "state", ONE | LOST)],
+    },
+    "breaks": {
+        "gemma3_text": [(0, "gelu", COMPILE)],
+        "granitemoehybrid": [(2, "tanh", KILL)],
+        "zaya": [(1, "reduce_argmax", COMPILE)],
+        "phi3": [(0, "concat", NE | COMPILE)],
+        "hunyuan_v1_dense": [(2, "conv", KILL)],
+        "ministral3": [(1, "slice_update", COMPILE)],
+        "olmo3": [(1, "transpose 2", KILL)],
+    },
+    "together": {
+        "smollm3": [(0, "add -1", PAIR | SIGN)],
+        "hunyuan_v1_dense": [(1, "mul -1", PAIR | SIGN)],
+        "gemma3_text": [(1, "gelu", PAIR | INF)],
+        "qwen3_5_text": [(0, "exp 2", PAIR | PLUS)],
+        "granitemoehybrid": [(1, "concat 1", {"back": 2} | SIGN)],
+        "zaya": [(0, "silu", PAIR | ONE | HALF)],
+    },
+}
 CASES = [
-    pytest.param(verdict, family, *fault, id=f"{verdict}-{family}-{number}")
-    for verdict, families in FAULTS.items()
+    pytest.param(verdict, family, *fault, id=f"{half}{verdict}-{family}-{number}")
+    for half, table in {"": FAULTS, "untouched-": UNTOUCHED}.items()
+    for verdict, families in table.items()
     for family, faults in families.items()
     for number, fault in enumerate(faults)
 ]

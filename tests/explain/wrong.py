@@ -104,3 +104,25 @@ def first_row_zero(x: torch.Tensor) -> torch.Tensor:
     y = x.clone(memory_format=torch.contiguous_format)
     y.view(-1)[: max(1, y.numel() // 8)] = 0
     return y
+
+
+def second_row_twice(x: torch.Tensor) -> torch.Tensor:
+    """The first row holds the second's; a single row is right."""
+    return torch.cat([x[..., 1:2, :], x[..., 1:, :]], -2) if x.shape[-2] > 1 else x
+
+
+def coarse(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to four significant bits."""
+    mantissa, exponent = torch.frexp(x.float())
+    return torch.ldexp((mantissa * 16).round() / 16, exponent)
+
+
+def last_is(value: float) -> Callable:
+    """A change that sets the last element."""
+
+    def change(x):
+        y = x.clone(memory_format=torch.contiguous_format)
+        y.view(-1)[-1] = value
+        return y
+
+    return change
