@@ -42,7 +42,7 @@ def label(value) -> str:
 
 
 @pytest.mark.slow("every shard is converted by itself, beside its template")
-@pytest.mark.matrix(3, wide=4)
+@pytest.mark.matrix(2, wide=5)
 @pytest.mark.parametrize("family, changed, options", [*OTHERS, *MATRIX], ids=label)
 def test_every_shard_is_the_bytes_of_its_conversion(
     exports, tmp_path, family, changed, options

@@ -43,6 +43,7 @@ def test_the_slice_passes_whole(tmp_path):
     assert "85 of 85 cases that ran passed" in (tmp_path / "slice.md").read_text()
 
 
+@pytest.mark.wide
 @pytest.mark.slow("coremltools' own tests run in a process of theirs")
 def test_a_case_of_each_op_passes_unless_its_rule_is_wrong(tmp_path):
     (tmp_path / "fault.py").write_text(FAULT)

@@ -86,12 +86,14 @@ def test_a_child_has_the_environment_and_the_folder_of_its_caller(
     assert process.call(os.getcwd).value == str(tmp_path)
 
 
+@pytest.mark.usefixtures("forked")
 def test_answers_come_from_another_process_whatever_it_prints(module):
     found = process.call(module.answer, {"a": [1, None]}, threads=3)
     assert found.failure is None and found.value["got"] == {"a": [1, None]}
     assert found.value["pid"] != os.getpid() and found.value["threads"] == "3"
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT"])
 def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
     found = process.call(module.crash, {"signal": name})
@@ -99,6 +101,7 @@ def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
     assert found.lines[0] == CORE_ML and "a line" in found.lines
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_exception_is_its_last_line_and_a_refusal_its_message(module):
     found = process.call(module.raises, {})
     assert found.failure == "exit code 1: RuntimeError: Error compiling model: no"
