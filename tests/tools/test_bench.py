@@ -53,7 +53,7 @@ def test_an_export_stands_beside_coremltools_own(tmp_path, short):
     dims |= {"num_key_value_heads": 2, "vocab_size": 64}
     source = tiny.random(tmp_path / "c", "qwen2", num_hidden_layers=1, **dims)
     rows = bench.export_rows(source, tmp_path / "work", "int8-tensor", 1)
-    assert len(whole(rows, 1)) == 3
+    assert len(whole(rows, 1)) == 4
     assert not (tmp_path / "work").exists()
 
 
