@@ -23,7 +23,7 @@ test-all: test docs
 	$(BIN)/pytest tests/test_harness.py
 	case "$$(uname -sm)" in "Linux x86_64" | "Darwin arm64") ;; *) exit 0 ;; esac; \
 	$(BIN)/python -m pip install --quiet --constraint requirements.lock ./plugins/coreai && \
-	$(BIN)/pytest -n 2 --dist loadfile plugins/coreai/tests && \
+	$(BIN)/pytest -n 2 --dist worksteal plugins/coreai/tests && \
 	$(BIN)/python -m pip uninstall --quiet --yes workbench-coreai
 
 # notebooks are saved without outputs; a copy with them goes to build/notebooks
