@@ -224,7 +224,7 @@ def _serve() -> None:
             _import_late()
         child = os.fork() if FORKS else 0
         if not child:
-            answers.close()  # so that it ends with the server, whatever the child does
+            answers.close()  # the caller reads until the last holder has ended
             _run(job, reply)
         status = os.waitpid(child, 0)[1]
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)

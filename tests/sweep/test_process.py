@@ -20,7 +20,7 @@ from workbench.errors import last_message
 
 CORE_ML = "E5RT: ANECCompile() FAILED (-14)"
 MODULE = """
-import os, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time
 from workbench.errors import InputError
 
 def answer(argument):
@@ -45,6 +45,14 @@ def refuses_after_core_ml_complained(argument):
 
 def sleeps(argument):
     open(argument["pid"], "w").write(str(os.getpid()))
+    time.sleep(600)
+
+def hangs(argument):  # as a native call may: no other thread of Python runs meanwhile
+    open(argument["pid"], "w").write(str(os.getpid()))
+    ctypes.PyDLL(None).sleep(600)
+
+def loses_its_server(argument):
+    os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
 
 """
@@ -150,7 +158,7 @@ def test_what_takes_too_long_is_ended(module, tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     clock = lambda: 5 * (pid.exists() and bool(pid.read_text()))  # noqa: E731
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=clock))
-    found = process.call(module.sleeps, {"pid": str(pid)}, timeout_s=4)
+    found = process.call(module.hangs, {"pid": str(pid)}, timeout_s=4)
     assert found.failure == "no answer in 4 s"
     assert ends(int(pid.read_text()))
 
@@ -165,7 +173,7 @@ def test_a_call_is_cancelled_from_another_thread(module, tmp_path):
     threading.Thread(target=stop_once_it_sleeps).start()
     started = time.monotonic()
     with pytest.raises(process.Cancelled):
-        process.call(module.sleeps, {"pid": str(pid)}, stop=stop)
+        process.call(module.hangs, {"pid": str(pid)}, stop=stop)
     assert time.monotonic() - started < 60  # of 600
     assert ends(int(pid.read_text()))
 
@@ -177,6 +185,12 @@ def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
     caller.send_signal(signal.SIGKILL)
     caller.wait(10)
     assert ends(orphan)
+
+
+@pytest.mark.skipif(not process.FORKS, reason="on a Mac the child is the server")
+def test_a_server_that_is_killed_keeps_no_caller_waiting_for_its_child(module):
+    found = process.call(module.loses_its_server, {}, timeout_s=60)
+    assert found.failure == "killed by SIGKILL"
 
 
 def test_a_mac_is_kept_awake_and_no_longer_than_needed(tmp_path, monkeypatch):
