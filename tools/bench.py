@@ -224,7 +224,7 @@ def export_rows(source: Path, folder: Path, compress: str, rounds: int) -> list[
     first, second, resident = map(list, zip(*found))
     return [
         row(f"export {compress}, the first of a process", first, "s"),
-        row("the second", second, "s"),
+        row(f"export {compress}, the second", second, "s"),
         row("coremltools, one shard of each kind × their number", plain, "s"),
         row("peak of resident memory", resident, "bytes"),
     ]
@@ -255,12 +255,11 @@ def plain_seconds(source: Path, compress: str) -> float:
     return total
 
 
-def export_twice(source: Path, target: Path, compress: str) -> tuple:
-    """Seconds of two exports, and the peak of resident bytes."""
-    found = []
+def export_twice(source: Path, target: Path, compress: str) -> tuple[float, float, int]:
+    """Seconds of the first and the second export, and the peak of resident bytes."""
+    make, found = partial(workbench.export.export, source, target), []
     for _ in range(2):
-        make = partial(workbench.export.export, source, target, compress=compress)
-        found.append(seconds(make))
+        found.append(seconds(partial(make, compress=compress)))
         shutil.rmtree(target)
     return *found, peak_rss()
 
