@@ -160,7 +160,7 @@ class Executable:
                 "give all of them",
             )
         for name, kind in declared.items():
-            if not _agrees(given[name].shape, kind.shape):
+            if not kind.allows(given[name].shape):
                 raise InputError(
                     f"{'state' if name in state else 'input'} {name!r}",
                     f"shape {list(given[name].shape)} where {list(kind.shape)} is declared",
@@ -340,16 +340,6 @@ def _store(step: Step, results, values: dict) -> None:
             if floats and step.op.kind != "cast" and not torch.equal(given, value):
                 raise TypeError(f"{name} has fractions, and {dtype} is declared")
         values[name] = value
-
-
-def _agrees(shape: torch.Size, declared: tuple[int | None, ...]) -> bool:
-    """Whether a shape has the declared rank, and the declared sizes where they are
-    known."""
-    if set(declared) == {None}:  # no size is known: any rank passes
-        return True
-    return len(shape) == len(declared) and all(
-        size in (None, n) for n, size in zip(shape, declared)
-    )
 
 
 def check_precision(precision: str) -> None:

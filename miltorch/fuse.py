@@ -345,13 +345,13 @@ ATTENTION = made_by(
                         made_by("key:read_state"),
                         transpose_y=(True,),
                     ),
-                    shape=object,
+                    shape=list | Ref,
                 ),
                 "mask",
             ),
             axis=(-1, 3),
         ),
-        shape=object,
+        shape=list | Ref,
     ),
     made_by("value:read_state"),
 )
@@ -360,8 +360,9 @@ ATTENTION = made_by(
 def attention(groups: Groups, op: Op, parts: dict) -> None:
     """softmax(q @ kᵀ + mask) @ v over two states, heads of a group side by side."""
     groups.match(Ref(op.key), ATTENTION, parts)
-    for name in {"apart", "flat"} & parts.keys():
-        need(groups.constants.declare_shape(parts[name]))
+    for name in "apart", "flat":
+        if isinstance(shape := parts.get(f"{name}.shape"), list):
+            need(groups.types[parts[name].key].allows(shape))
     states = [parts[name].inputs.get("input") for name in ("key", "value")]
     B, H, S, D = groups.shape(states[0])
     heads, columns = groups.shape(parts["q"]), groups.shape(parts["mask"])

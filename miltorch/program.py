@@ -7,7 +7,7 @@ computed."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
@@ -30,6 +30,15 @@ class Type:
     dtype: str
     shape: tuple[int | None, ...] = ()
     kind: str = "tensor"
+
+    def allows(self, shape: Sequence[int]) -> bool:
+        """Whether a shape, in which -1 is any size, has the declared rank, and the
+        declared sizes where they are known."""
+        if set(self.shape) == {None}:  # no size is known: any rank passes
+            return True
+        return len(shape) == len(self.shape) and all(
+            n == -1 or size in (None, n) for n, size in zip(shape, self.shape)
+        )
 
 
 @dataclass

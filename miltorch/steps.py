@@ -92,15 +92,6 @@ class Constants:
         values = list(map(self.of, source))
         return None if any(value is None for value in values) else values
 
-    def declare_shape(self, reshape: Op) -> bool:
-        """Whether a reshape has a shape that is computed, or the one of its result."""
-        wanted = python_value(self.of(reshape.inputs.get("shape")))
-        if wanted is None:
-            return "shape" in reshape.inputs
-        declared = reshape.outputs[0][1].shape
-        fits = (n == -1 or size in (None, n) for n, size in zip(wanted, declared))
-        return len(wanted) == len(declared) and all(fits)
-
     def _made(self, op: Op) -> dict:
         with refusing(self.program, op):
             return self._results(op)

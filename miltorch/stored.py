@@ -23,6 +23,10 @@ class Stored:
     def __len__(self) -> int:
         return len(self.arrays[0])
 
+    @property
+    def columns(self) -> int:
+        return self.arrays[0].shape[1] * (2 if self.kernel == "int4" else 1)
+
     @classmethod
     def joined(cls, weights: list["Stored"]) -> "Stored":
         """Weights of one form as one, in memory of its own."""
@@ -63,12 +67,16 @@ class Codes(Stored):
         which = [each + first for each, first in zip(which, firsts)]
         return cls("lookup", *map(np.concatenate, (codes, which, tables)))
 
+    @property
+    def columns(self) -> int:
+        codes, _, tables = self.arrays
+        return codes.shape[1] * (tables.dtype.itemsize // 4)  # two codes a byte, or one
+
     def __getitem__(self, rows):
         from miltorch import kernels  # numba takes a moment to import
 
         codes, which, tables = self.arrays
-        width = tables.dtype.itemsize // 4 * codes.shape[1]
-        out = np.empty((len(codes[rows]), width), np.float32)
+        out = np.empty((len(codes[rows]), self.columns), np.float32)
         kernels.run(kernels.dense, codes[rows], which[rows], tables, out)
         return torch.from_numpy(out)
 
@@ -80,13 +88,12 @@ class Linear:
     def __init__(self, weights: list[Stored], biases: list[np.ndarray]):
         self.widths = list(map(len, weights))
         self.weight = weights[0].joined(weights)
-        self.columns = self.weight[:1].shape[1]
         self.bias = np.concatenate(biases)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         B, K, *plane = x.shape
-        if K != self.columns:  # a kernel would read beyond x
-            raise ValueError(f"x has {K} channels and the weight {self.columns}")
+        if K != self.weight.columns:  # a kernel would read beyond x
+            raise ValueError(f"{K} channels for a weight of {self.weight.columns}")
         rows = x if x.numel() == B * K else x.flatten(2).mT
         y = self.weight.product(rows.reshape(-1, K), self.bias)
         y = y.view(B, -1, len(self.weight)).mT
