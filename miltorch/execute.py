@@ -17,10 +17,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 
 import torch
 
+from miltorch.columns import (
+    Joined,
+    is_columnwise,
+    is_matrix,
+    join,
+    operands,
+    result_axis,
+    separate,
+)
 from miltorch.errors import InputError, check_choice
 from miltorch.fuse import fusions
 from miltorch.ops import MAX_ELEMENTS, OPERATIONS, TUPLES, narrowed
@@ -47,7 +56,6 @@ NATIVE = frozenset(
     squeeze stack sub tanh tile transpose write_state coreml_update_state""".split()
 )
 TOGETHER = 1 << 20  # elements of inputs of calls that run together: bounds their memory
-NO_VALUE = torch.zeros(())
 Hook = Callable[[Op, list], list | None]
 
 
@@ -128,9 +136,10 @@ class Executable:
         may be that of other calls, and with a hook of its own.
 
         Every step of every call, and the order in which a state is read and written, are
-        those of `run`; 1×1 convolutions before and behind the steps that access states
-        multiply the columns of several calls at once, so that a weight is read once.
-        Their sums may add up in another order."""
+        those of `run`. Before and behind the steps that access states, a step takes the
+        columns of several calls at once where none depends on another
+        (`miltorch.columns`), so that a weight is read once. Sums may add up in another
+        order."""
         results, names = [], self.program.outputs
         totals = accumulate(sum(x.numel() for x in call.values()) for call in calls)
         each = zip(totals, calls, states, hooks, strict=True)
@@ -170,20 +179,33 @@ class Executable:
 
     def _run(self, body: Body, values: list[dict], hooks: Sequence) -> list[list]:
         """The outputs of a block for the values of each call."""
+        joined = self._joined_inputs(values) if len(values) > 1 else {}
         for together, steps in _stages(body, self.program.states, len(values)):
             if together:
-                self._run_steps(steps, values, hooks)
+                self._run_steps(steps, values, hooks, joined)
                 continue
+            separate(joined, chain.from_iterable(s.reads() for s in steps), values)
             for own, hook in zip(values, hooks, strict=True):
-                self._run_steps(steps, [own], [hook])
+                self._run_steps(steps, [own], [hook], {})
+        separate(joined, body.outputs, values)
         return [[own[name] for name in body.outputs] for own in values]
 
-    def _run_steps(self, steps: list[Step], values: list[dict], hooks) -> None:
+    def _joined_inputs(self, values: list[dict]) -> dict[str, Joined]:
+        """The inputs of which one axis may have any size, which are the columns."""
+        joined = {}
+        for name, declared in self.program.inputs.items():
+            if declared.shape.count(None) == 1:
+                axis = declared.shape.index(None) - len(declared.shape)
+                joined[name] = join(values, name, axis)
+        return {name: value for name, value in joined.items() if value}
+
+    def _run_steps(
+        self, steps: list[Step], values: list[dict], hooks, joined: dict[str, Joined]
+    ) -> None:
         for step in steps:
             try:
-                if step.columnwise and len(values) > 1:
-                    _run_joined(step, values)
-                else:
+                if not (step.columnwise and _run_joined(step, values, joined)):
+                    separate(joined, step.reads(), values)
                     for own, hook in zip(values, hooks):
                         self._run_step(step, own, hook)
             except InputError:
@@ -191,12 +213,11 @@ class Executable:
             # torch raises many kinds where operands do not fit
             except Exception as problem:
                 raise failure(self.program, step.op, problem) from problem
-            for own, hook in zip(values, hooks):
-                if hook is not None:
-                    shown = [widened(own[name]) for name, _ in step.outputs]
-                    _store(step, hook(step.op, shown) or (), own)
-                for name in step.dead:
-                    del own[name]
+            if any(hooks):
+                _show(step, values, hooks, joined)
+            for name in step.dead:
+                for known in (joined, *values):
+                    known.pop(name, None)
 
     def _run_step(self, step: Step, values: dict, hook: Hook | None) -> None:
         arguments = step.arguments(values)
@@ -253,12 +274,12 @@ class Executable:
                 step.operands.append((parameter, names, attribute))
             elif attribute:
                 step.constants[parameter] = python_value(value)
-            elif (native and not exact) or _is_matrix(op, parameter, value):
+            elif (native and not exact) or is_matrix(op, parameter, value):
                 step.constants[parameter] = value
             else:
                 step.constants[parameter] = widened(value)
         step.bodies = [self._body(b, {}) for b in op.blocks]
-        step.columnwise = _is_columnwise(step)
+        step.columnwise = is_columnwise(step)
         return step
 
     def _names(self, source, body: Body, where: str):
@@ -281,37 +302,34 @@ class Executable:
         return widened(value) if self.precision == "exact" else value
 
 
-def _is_matrix(op: Op, parameter: str, value) -> bool:
-    """Whether a constant is the weight of a 1×1 convolution, which stays as stored."""
-    return (
-        (op.kind, parameter) == ("conv", "weight")
-        and value.dim() > 2
-        and value.shape[2:].numel() == 1
-    )
+def _run_joined(step: Step, values: list[dict], joined: dict[str, Joined]) -> bool:
+    """Runs a columnwise step for all calls at once; returns whether it could."""
+    found = len(values) > 1 and operands(step, values, joined)
+    if not found:
+        return False
+    first = next(iter(found.values()))
+    axis = result_axis(step, first.value.shape, first.axis)
+    if axis is None:
+        return False
+    arguments = step.arguments({name: each.value for name, each in found.items()})
+    result, own = step.function(**arguments), {}
+    _store(step, result if isinstance(result, tuple) else (result,), own)
+    for name, value in own.items():
+        joined[name] = Joined(value, axis, first.sizes)
+    return True
 
 
-def _is_columnwise(step: Step) -> bool:
-    """Whether a step is a 1×1 convolution with a constant weight."""
-    constants = step.constants
-    return (
-        [parameter for parameter, *_ in step.operands] == ["x"]
-        and _is_matrix(step.op, "weight", constants.get("weight", NO_VALUE))
-        and max(constants.get("strides") or [1]) == 1
-        and constants.get("groups", 1) == 1
-        and not any(constants.get("pad") or [])
-    )
-
-
-def _run_joined(step: Step, values: list[dict]) -> None:
-    """A columnwise step for all calls at once: x [B, C, *columns] of each."""
-    each = [step.arguments(own) for own in values]
-    xs = [arguments["x"] for arguments in each]
-    columns = [x.flatten(2) for x in xs]
-    joined = torch.cat(columns, 2).unflatten(2, (-1, *[1] * (xs[0].dim() - 3)))
-    y = step.function(**each[0] | {"x": joined}).flatten(2)
-    parts = y.split([x.shape[2] for x in columns], 2)
-    for own, x, part in zip(values, xs, parts, strict=True):
-        _store(step, (part.reshape(*part.shape[:2], *x.shape[2:]),), own)
+def _show(step: Step, values: list[dict], hooks, joined: dict[str, Joined]) -> None:
+    """Calls the hooks with the results of a step, which they may replace."""
+    names = [name for name, _ in step.outputs]
+    separate(joined, names, values)
+    for own, hook in zip(values, hooks):
+        if hook is None:
+            continue
+        if replaced := hook(step.op, [widened(own[name]) for name in names]):
+            _store(step, replaced, own)
+            for name in names:
+                joined.pop(name, None)
 
 
 def _stages(body: Body, states: dict, count: int) -> list[tuple[bool, list[Step]]]:

@@ -34,11 +34,10 @@ class Type:
     def allows(self, shape: Sequence[int]) -> bool:
         """Whether a shape, in which -1 is any size, has the declared rank, and the
         declared sizes where they are known."""
-        if set(self.shape) == {None}:  # no size is known: any rank passes
-            return True
-        return len(shape) == len(self.shape) and all(
+        agrees = len(shape) == len(self.shape) and all(
             n == -1 or size in (None, n) for n, size in zip(shape, self.shape)
         )
+        return agrees or set(self.shape) == {None}  # no size is known: any rank passes
 
 
 @dataclass

@@ -139,7 +139,7 @@ class Step:
     # parameter, value name(s), is attribute
     operands: list[tuple[str, str | list[str], bool]] = field(default_factory=list)
     wide: bool = False  # reads fp16 operands as float32
-    # a 1×1 convolution: each column of its result comes from that column of `x`
+    # may run once for the columns of several calls (`miltorch.columns`)
     columnwise: bool = False
     bodies: list["Body"] = field(default_factory=list)
     # values that nothing after this step reads

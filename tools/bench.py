@@ -265,8 +265,9 @@ def export_twice(source: Path, target: Path, compress: str) -> tuple[float, floa
 
 
 def validate_rows(bundle, path: Path, positions: int, rounds: int) -> list[dict]:
-    """A validation against a golden, and one with the checkpoint too, beside a forward
-    pass of Hugging Face's model over as many tokens."""
+    """A validation with the checkpoint, which runs and stores the bug gates, and one
+    against a golden alone, which reads them, beside a forward pass of Hugging Face's
+    model over as many tokens."""
     source = checkpoints.Checkpoint(path)
     ids = list(range(positions))
     golden = workbench.golden.make_golden(source, ids)
@@ -281,8 +282,8 @@ def validate_rows(bundle, path: Path, positions: int, rounds: int) -> list[dict]
     against = partial(workbench.validate, decoder, golden)
     every = partial(workbench.validate, decoder, known, again=True)
     samplers = {
+        "validate with checkpoint": partial(seconds, every),
         "validate with golden": partial(seconds, against),
-        "and checkpoint": partial(seconds, every),
         "HF fp32": partial(seconds, forward),
     }
     return compare(samplers, rounds, "s")

@@ -2,6 +2,7 @@
 table for every comparison of values with a reference and with what rounding alone would
 make of it."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,10 +17,13 @@ SHOWN = ("hidden", "update", "k", "v", "logits")
 Room = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def rms(reference: np.ndarray, actual: np.ndarray | float = 0.0) -> np.ndarray:
-    """Root mean square of reference − actual along the last axis, float64."""
+def rms(reference: np.ndarray, actual: np.ndarray | None = None) -> np.ndarray:
+    """Root mean square of reference, or of reference − actual, along the last axis,
+    float64."""
     with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.float64(reference) - actual
+        difference = np.float64(reference)
+        if actual is not None:
+            difference = difference - actual
         squares = np.einsum("...i,...i->...", difference, difference)
         return np.sqrt(squares / difference.shape[-1])
 
@@ -40,13 +44,11 @@ def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
 def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one
     does not (nan)."""
-    a = np.float64(reference)
-    b = np.float64(actual)
-    norms = rms(a) * rms(b) * a.shape[-1]
+    a, b = np.float64(reference), np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
-        products = over(np.einsum("...i,...i->...", a, b), norms)
-    value = np.where(norms > 0, products, ~a.any(-1) & ~b.any(-1))
-    return np.where(np.isfinite(b).all(-1), value, np.nan)
+        products = np.einsum("...i,...i->...", a, b) / a.shape[-1]
+        sizes = rms(a), rms(b)
+        return np.where(sum(sizes) == 0, 1.0, over(products, math.prod(sizes)))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -71,12 +73,13 @@ def similarity(reference: np.ndarray, actual: np.ndarray) -> dict[str, np.ndarra
     """`cosine`; `psnr_db`, 10·log10(max(reference²) / mean((reference − actual)²)), inf
     when they are equal; `max_abs`, the largest |reference − actual|; whether `actual` is
     `finite`; each along the last axis."""
+    reference, actual = np.float64(reference), np.float64(actual)
     with np.errstate(all="ignore"):
-        largest = np.abs(np.float64(reference)).max(-1)
+        difference = reference - actual
         return {
             "cosine": cosine(reference, actual),
-            "psnr_db": 20 * np.log10(largest / rms(reference, actual)),
-            "max_abs": np.abs(np.float64(reference) - actual).max(-1),
+            "psnr_db": 20 * np.log10(np.abs(reference).max(-1) / rms(difference)),
+            "max_abs": np.abs(difference).max(-1),
             "finite": np.isfinite(actual).all(-1),
         }
 
