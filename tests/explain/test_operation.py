@@ -272,6 +272,11 @@ def search(exports, monkeypatch):
     return find
 
 
+def test_a_result_of_another_shape_is_found(search):
+    found, fault = search("qwen2", 1, "silu", change(lambda x: x[:, :1]))
+    assert (found.verdict, found.ops[0]["value"]) == ("operation", fault.op)
+
+
 @pytest.mark.matrix(6)
 @pytest.mark.parametrize("verdict, family, shard, name, how", CASES)
 def test_a_fault_is_found_and_reduced(

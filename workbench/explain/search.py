@@ -214,9 +214,13 @@ def outside(pair: Sequence[Values], shown: Values) -> dict[str, float]:
     """Shown values that rounding does not explain, and how far each is from the first
     of a pair, over what rounding explains: the distance of the pair, at least half a
     unit of an fp16 result, as RMS. Masked scores are judged apart, since beside them
-    an error of the others is small. Inf where one side alone is finite."""
+    an error of the others is small. Inf where one side alone is finite, or where the
+    shapes differ."""
     found = {}
     for name, value in shown.items():
+        if value.shape != pair[0][name].shape:
+            found[name] = np.inf
+            continue
         base, other, value = map(np.ravel, (*(of[name] for of in pair), value))
         finite = np.isfinite(base)
         masked = finite & (base < MASKED / 2)
