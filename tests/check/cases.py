@@ -161,20 +161,15 @@ def unharmed(exports: tiny.Exports, case: str) -> tuple[Path, Checkpoint]:
 def massive(exports: tiny.Exports) -> Path:
     """A checkpoint whose first token has two huge channels, as trained models have on their
     BOS."""
-    from safetensors.numpy import load_file, save_file
-
     sizes = {"tie_word_embeddings": False, "num_hidden_layers": 3}
     source = exports.checkpoint("llama", **sizes)
 
     def make(folder: Path) -> None:
         shutil.copytree(source, folder)
-        path = folder / "model.safetensors"
-        tensors = load_file(path)
-        row = tensors["model.embed_tokens.weight"].copy()
-        bos = json.loads((folder / "config.json").read_text()).get("bos_token_id") or 1
-        row[bos, [5, 40]] = 1500, -820
-        tensors["model.embed_tokens.weight"] = row
-        save_file(tensors, path, {"format": "pt"})
+        bos = Checkpoint(source).config.bos_token_id
+        with tiny.edited_weights(folder) as tensors:
+            row = tensors["model.embed_tokens.weight"][bos]
+            row[5], row[40] = 1500, -820
 
     return tiny.once(exports.root / "massive", make)
 

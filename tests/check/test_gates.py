@@ -32,21 +32,15 @@ def bundle(llama_bundle, tmp_path):
     return Bundle.open(shutil.copytree(llama_bundle.root, tmp_path / "b"))
 
 
-def test_what_is_written_is_read_again(bundle):
+def test_a_verdict_is_read_again_for_the_bundle_and_by_the_gates_that_gave_it(bundle):
     assert gates.stored_verdict(bundle) is None
-    gates.save_verdict(bundle, GATES)
+    path = gates.save_verdict(bundle, GATES)
     again = gates.stored_verdict(Bundle.open(bundle.root))
     assert [g.json() for g in again] == [g.json() for g in GATES]
-    assert np.isnan(again[1].value)
-
-
-@pytest.mark.parametrize(
-    "change", [{"bundle": "0" * 64}, {"version": "0" * 64}, {"gates": [{}]}]
-)
-def test_a_verdict_of_something_else_is_none(bundle, change):
-    path = gates.save_verdict(bundle, GATES)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert gates.stored_verdict(bundle) is None
+    written = json.loads(path.read_text())
+    for change in ({"bundle": "0" * 64}, {"version": "0" * 64}, {"gates": [{}]}):
+        path.write_text(json.dumps(written | change))
+        assert gates.stored_verdict(bundle) is None
 
 
 def test_a_verdict_ends_with_the_gates_that_gave_it(bundle, tmp_path, monkeypatch):

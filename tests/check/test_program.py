@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from tiny import edited_weights
 
 from workbench.check.program import program_gate
 from workbench.models.checkpoint import Checkpoint
@@ -54,10 +54,9 @@ def test_every_epsilon_of_every_norm_is_seen(exports, family, options):
 
 def test_scores_that_pass_the_mask_are_red(exports, tmp_path):
     path = shutil.copytree(exports.checkpoint("qwen2"), tmp_path / "biased")
-    weights = load_file(path / "model.safetensors")
-    for name, bias in (("q_proj", 200.0), ("k_proj", -200.0)):
-        weights[f"model.layers.1.self_attn.{name}.bias"][:] = bias
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with edited_weights(path) as weights:
+        for name, bias in (("q_proj", 200.0), ("k_proj", -200.0)):
+            weights[f"model.layers.1.self_attn.{name}.bias"][:] = bias
     decoder = exports.decoder(path, max_seq_len=64)
     gate = program_gate(decoder, Checkpoint(path))
     assert gate.verdict == "RED" and "layer 1" in gate.reason

@@ -6,14 +6,14 @@ import json
 import shutil
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
-import safetensors.torch
 from faults import around
 from in_process import cli
 from registry import FAULTS
-from tiny import as_device, prompt
+from tiny import as_device, edited_weights, prompt
 
 from workbench import Bundle, Decoder
 from workbench.check import gates, golden, states
@@ -31,7 +31,6 @@ from workbench.check.validate import (
 )
 from workbench.errors import InputError
 from workbench.explain import error
-from workbench.export import export
 from workbench.models.checkpoint import Checkpoint
 
 IDS = "1,69,142,4,100,7"
@@ -146,33 +145,26 @@ def test_a_golden_of_another_checkpoint_is_refused(
 # --- cost -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def compressed(exports, tiny_llama, llama_golden):
-    """The cost of 4-bit weights."""
-    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int4-block32")
-    budget = measure_budget(bundle, tiny_llama, llama_golden)
-    return measure(Decoder(bundle, "portable"), llama_golden, budget=budget)
-
-
-@pytest.fixture(scope="module")
-def budget(llama_bundle, tiny_llama, llama_golden):
-    return measure_budget(llama_bundle, tiny_llama, llama_golden)
-
-
 def verdicts(cost, max_kl=gates.MAX_KL):
     return {g.name: g.verdict for g in cost.gates(max_kl)}
 
 
 def times(decoder, factor):
     """What the second layer's shard gives is `factor` times too large."""
-    predict_calls = decoder.layers[1].predict_calls
-    decoder.layers[1].predict_calls = lambda *operands: [
-        {name: value * np.float32(factor) for name, value in outputs.items()}
-        for outputs in predict_calls(*operands)
-    ]
+
+    def scaled(predict, inputs, state):
+        outputs = predict(inputs, state).items()
+        return {name: value * np.float32(factor) for name, value in outputs}
+
+    around(decoder.layers[1], scaled)
 
 
-def test_the_budget_of_compression_is_what_compression_costs(compressed):
+def test_the_budget_of_compression_is_what_compression_costs(
+    exports, tiny_llama, llama_golden
+):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int4-block32")
+    budget = measure_budget(bundle, tiny_llama, llama_golden)
+    compressed = measure(Decoder(bundle, "portable"), llama_golden, budget=budget)
     assert furthest(compared(compressed.rows))["ratio"] < 1.5  # quantization dominates
     assert compressed.kl.mean() == pytest.approx(compressed.budget_kl.mean(), rel=0.2)
     found = compressed.json()
@@ -184,9 +176,10 @@ def test_the_budget_of_compression_is_what_compression_costs(compressed):
 
 
 def test_an_error_that_rounding_does_not_explain_is_red(
-    llama_bundle, llama_golden, budget
+    llama_bundle, tiny_llama, llama_golden
 ):
     decoder = Decoder(llama_bundle, "portable")
+    budget = measure_budget(llama_bundle, tiny_llama, llama_golden)
     clean = measure(decoder, llama_golden, budget=budget)
     assert verdicts(clean) == {"max_kl": "GREEN", "budget": "GREEN"}
     times(decoder, 1.03)
@@ -196,15 +189,13 @@ def test_an_error_that_rounding_does_not_explain_is_red(
     assert (worst["layer"], worst["tensor"]) == (1, "update")
 
 
-def changed(exports, folder, edit):
-    """A small random llama whose tensors `edit` has changed, and its fp16 bundle."""
-    shutil.copytree(exports.checkpoint("llama"), folder)
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        edit(name, tensor)
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    bundle = export(folder, folder.parent / "bundle", max_seq_len=32)
-    return Checkpoint(folder), bundle
+def edited(exports, folder, change):
+    """A small random llama whose tensors are changed by name, and its fp16 bundle."""
+    path = shutil.copytree(exports.checkpoint("llama"), folder / "checkpoint")
+    with edited_weights(path) as tensors:
+        for name, tensor in tensors.items():
+            change(name, tensor)
+    return Checkpoint(path), exports.bundle(path)
 
 
 def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(exports, tmp_path):
@@ -215,7 +206,7 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(exports, tmp
         if "layers.1." in name and ("o_proj" in name or "down_proj" in name):
             tensor.zero_()
 
-    checkpoint, bundle = changed(exports, tmp_path / "checkpoint", silence)
+    checkpoint, bundle = edited(exports, tmp_path, silence)
     reference = golden.make_golden(checkpoint, prompt(97, 20))
     assert not reference["update.1"].any()
     decoder = Decoder(bundle, "portable")
@@ -236,7 +227,7 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
         if "norm" in name:
             tensor.fill_(30000)
 
-    checkpoint, bundle = changed(exports, tmp_path / "checkpoint", enlarge)
+    checkpoint, bundle = edited(exports, tmp_path, enlarge)
     decoder = Decoder(bundle, "portable")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what overflows says so
@@ -276,13 +267,7 @@ def test_every_arithmetic_up_to_narrow_sums_is_green(
     assert gate.verdict == "GREEN" and gate.value <= most
 
 
-def hundredth(decoder):
-    """One layer's values a hundredth off."""
-
-    def scaled(predict, inputs, state):
-        return {name: value * 1.01 for name, value in predict(inputs, state).items()}
-
-    around(decoder.layers[1], scaled)
+hundredth = partial(times, factor=1.01)
 
 
 @pytest.mark.parametrize(

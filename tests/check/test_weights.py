@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
+from tiny import edited_weights
 
 from workbench import Bundle
 from workbench.check.weights import weights_gate
@@ -53,15 +53,14 @@ def test_weights_that_a_conversion_drops_or_merges_are_stored(exports, tmp_path)
     """Norms of ones and equal weights of one shard have constants of their own."""
     source = exports.checkpoint("llama", **SIZE)
     path = shutil.copytree(source, tmp_path / "checkpoint")
-    tensors = load_file(path / "model.safetensors")
     layer = "model.layers.0."
-    tensors[f"{layer}input_layernorm.weight"][:] = 1
-    for one, other in (
-        ("self_attn.v_proj", "self_attn.k_proj"),
-        ("mlp.up_proj", "mlp.gate_proj"),
-    ):
-        tensors[f"{layer}{one}.weight"] = tensors[f"{layer}{other}.weight"].clone()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with edited_weights(path) as tensors:
+        tensors[f"{layer}input_layernorm.weight"][:] = 1
+        for one, other in (
+            ("self_attn.v_proj", "self_attn.k_proj"),
+            ("mlp.up_proj", "mlp.gate_proj"),
+        ):
+            tensors[f"{layer}{one}.weight"] = tensors[f"{layer}{other}.weight"].clone()
     bundle = exports.bundle(path, compress="fp16")
     placed = {tensor for shard in bundle.manifest.shards for tensor in shard.weights}
     assert tensors.keys() - placed == {"model.embed_tokens.weight"}

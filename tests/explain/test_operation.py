@@ -10,7 +10,6 @@ import pytest
 import tiny
 import torch
 import wrong
-from safetensors.torch import load_file, save_file
 from wrong import Fault, coarse, first_row_zero, last_is, second_row_twice
 
 import miltorch
@@ -20,7 +19,6 @@ from workbench.bundle import PRESETS
 from workbench.errors import InputError
 from workbench.explain import operation
 from workbench.explain.cut import Flow
-from workbench.export import export
 from workbench.runtime.standin import StandInModel
 
 pytestmark = [
@@ -363,14 +361,12 @@ def test_an_expert_of_a_routed_bundle_is_searched(exports, search):
 def test_a_nan_that_a_unit_swallows_is_found(exports, search, tmp_path):
     """Scores of keys and queries with large biases are infinite in fp16, whatever is
     scaled first; the softmax of an infinite row is NaN."""
-    source = tmp_path / "large"
-    shutil.copytree(exports.checkpoint("qwen2"), source)
-    tensors = load_file(source / "model.safetensors")
-    for name in tensors:
-        if name.endswith(("q_proj.bias", "k_proj.bias")):
-            tensors[name] = torch.full_like(tensors[name], 6e3)
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    bundle = export(source, tmp_path / "bundle", max_seq_len=16)
+    source = shutil.copytree(exports.checkpoint("qwen2"), tmp_path / "large")
+    with tiny.edited_weights(source) as tensors:
+        for name, tensor in tensors.items():
+            if name.endswith(("q_proj.bias", "k_proj.bias")):
+                tensor.fill_(6e3)
+    bundle = exports.bundle(source, max_seq_len=16)
     overflow = operation.find(bundle, IDS, runtime="portable", layer=0)
     assert (overflow.ops[0]["kind"], overflow.times) == ("matmul", np.inf)
     found, fault = search(bundle, 0, "softmax", CLIP)

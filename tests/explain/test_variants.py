@@ -10,7 +10,6 @@ import pytest
 import tiny
 import torch
 from in_process import cli
-from safetensors.torch import load_file, save_file
 
 from workbench.bundle.names import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
 from workbench.explain import variants
@@ -192,14 +191,13 @@ def test_another_module_is_named_first(
 @pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "lut4"])
 def test_exchanged_layers_are_named_first(checkpoint_of, tmp_path, compress):
-    source, changed = checkpoint_of("llama"), tmp_path / "changed"
-    shutil.copytree(source, changed)
-    tensors = load_file(changed / "model.safetensors")
+    source = checkpoint_of("llama")
+    changed = shutil.copytree(source, tmp_path / "changed")
     pair = ".layers.1.", ".layers.2."
-    for name in [name for name in tensors if pair[0] in name]:
-        other = name.replace(*pair)
-        tensors[name], tensors[other] = tensors[other], tensors[name]
-    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    with tiny.edited_weights(changed) as tensors:
+        for name in [name for name in tensors if pair[0] in name]:
+            other = name.replace(*pair)
+            tensors[name], tensors[other] = tensors[other], tensors[name]
     bundle = relabelled(source, changed, tmp_path, compress=compress)
     found = named(bundle, source)
     assert found == "layer order: 1 has 2's weights, 2 has 1's weights"
