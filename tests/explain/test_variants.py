@@ -232,6 +232,7 @@ def test_two_faults_at_once_have_no_variant(checkpoint_of, tmp_path):
     assert named(relabelled(source, changed, tmp_path), source) is None
 
 
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya", "phi3"]
 )
