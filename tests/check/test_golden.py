@@ -46,7 +46,9 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
     def is_kept():
         kept = Golden.of(source, IDS, folder)
         assert kept.source is source and kept.meta == first.meta
-        assert np.array_equal(kept.ids, IDS) and kept.values.keys() == first.values.keys()
+        assert (
+            np.array_equal(kept.ids, IDS) and kept.values.keys() == first.values.keys()
+        )
         assert all(np.array_equal(v, kept[name]) for name, v in first.values.items())
 
     is_kept()
