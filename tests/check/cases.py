@@ -6,7 +6,6 @@ base/BUNDLE/PRESET are sound, disk/FAULT/PRESET and memory/FAULT/PRESET are not.
 """
 
 import hashlib
-import json
 import shutil
 import sys
 import tempfile
