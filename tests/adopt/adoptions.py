@@ -107,5 +107,5 @@ class Adoptions:
         target = self.root / "adopted" / style
         return tiny.once(target, lambda path: propose(*about, path))
 
-    def decoder(self, style: str, precision="exact", **how):
-        return Decoder(self.folder(style), "portable", precision, **how)
+    def decoder(self, style: str):
+        return Decoder(self.folder(style), "portable", "exact")

@@ -85,8 +85,8 @@ class Exported(nn.Module):
 
 
 def plain(name, *shape, kind=np.float16):
-    """An input: its name, shape, dtype and the shape of an example."""
-    return name, shape, kind, shape
+    """An input."""
+    return coremltools().TensorType(name=name, shape=shape, dtype=kind)
 
 
 integers = partial(plain, kind=np.int32)
@@ -103,9 +103,14 @@ def saved(
         options: of `coremltools.convert`.
     """
     ct = coremltools()
+    from coremltools.converters.mil.mil.types import nptype_from_builtin
+
     optimize = ct.optimize.coreml
     types = {np.int32: torch.int32, np.float16: torch.float32}
-    examples = [torch.zeros(example, dtype=types[kind]) for *_, kind, example in inputs]
+    examples = [
+        torch.zeros(each.shape.default, dtype=types[nptype_from_builtin(each.dtype)])
+        for each in inputs
+    ]
     states = []
     for name, cache in (caches or {}).items():
         tensor = ct.TensorType(shape=tuple(cache.shape), dtype=np.float16)
@@ -115,7 +120,7 @@ def saved(
     with quiet(), no_progress(), torch.no_grad(), shim.mended_converter():
         package = ct.convert(
             torch.jit.trace(module, examples, check_trace=False),
-            inputs=[ct.TensorType(name=n, shape=s, dtype=k) for n, s, k, _ in inputs],
+            inputs=inputs,
             outputs=[ct.TensorType(name=n) for n in outputs],
             states=states or None,
             **how | options,

@@ -35,11 +35,8 @@ def recipe(folder: Path, m: Model, stored: dict | None = None):
         x = m.body.embed_tokens(ids)
         return m.logits(m.run(x, append, lambda kind: mask, rope))
 
-    q, end = (coremltools().RangeDim(1, m.S, default=1) for _ in range(2))
-    inputs = [
-        ("inputIds", (1, q), np.int32, (1, 2)),
-        ("causalMask", (1, 1, q, end), np.float16, (1, 1, 2, 5)),
-    ]
+    q, end = (coremltools().RangeDim(1, m.S, default=n) for n in (2, 5))
+    inputs = [integers("inputIds", 1, q), plain("causalMask", 1, 1, q, end)]
     caches = {name: m.caches(m.L)[:, None] for name in ("keyCache", "valueCache")}
     path = folder / "Stateful.mlpackage"
     saved(path, m, whole, inputs, ["logits"], caches, stored=stored)
@@ -67,11 +64,11 @@ def shards(folder: Path, m: Model):
 
     T, half = coremltools().RangeDim(1, 4, default=1), m.D // 2
     inputs = [
-        ("x", (1, m.C, T, 1), np.float16, (1, m.C, 1, 1)),
-        ("rope_cos", (T, half), np.float16, (1, half)),
-        ("rope_sin", (T, half), np.float16, (1, half)),
-        ("attn_mask", (1, 1, T, m.S), np.float16, (1, 1, 1, m.S)),
-        ("kv_write_mask", (1, 1, m.S, T), np.float16, (1, 1, m.S, 1)),
+        plain("x", 1, m.C, T, 1),
+        plain("rope_cos", T, half),
+        plain("rope_sin", T, half),
+        plain("attn_mask", 1, 1, T, m.S),
+        plain("kv_write_mask", 1, 1, m.S, T),
     ]
     for i in range(m.L):
         path = folder / f"layer{i}_{i + 1}_q8.mlpackage"
@@ -140,8 +137,9 @@ def chunks(
 ):
     """Embeddings, two chunks (one if layers slide) with functions infer and prefill
     (and rotating ones), a head of two slices."""
-    sizes = coremltools().EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
-    inputs = [("input_ids", sizes, np.int32, (1, 1))]
+    ct = coremltools()
+    sizes = ct.EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
+    inputs = [ct.TensorType(name="input_ids", shape=sizes, dtype=np.int32)]
 
     def embeddings(_, ids):
         return m.body.embed_tokens(ids)

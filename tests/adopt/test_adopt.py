@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from adoptions import FAULTS, SOUND, config_of, relabelled
 from circle import all_wide
-from in_process import cli
+from in_process import cli, invoke
+from refusal import refused
 from tiny import put
 
 from miltorch.shim import Proxy
@@ -32,27 +33,17 @@ PROMPT = [5, 90, 17, 33, 2, 64, 71, 8, 40]
 IDS = "--prompt-ids", ",".join(map(str, PROMPT))
 
 
-def command(*arguments, code=0) -> dict | str:
-    """What a command prints, as JSON where it was asked for."""
-    result = cli(*arguments, raises=code != 2)
-    if code == 2:
-        return str(result.exception)
-    assert result.exit_code == code, result.output
-    return json.loads(result.output) if "--json" in arguments else result.output
-
-
 def gates_of(result: dict) -> dict[str, dict]:
     return {gate["name"]: gate for gate in result["gates"]}
 
 
-def ask(name, folder, adoptions, style, *more, code=0) -> dict:
+def ask(name, folder, adoptions, style, *more) -> dict:
     """The JSON of a command about a bundle and the checkpoint of a style."""
-    source = "--checkpoint", adoptions.checkpoint(style), "--json"
-    return command(name, folder, *source, *more, code=code)
+    return invoke(name, folder, "--checkpoint", adoptions.checkpoint(style), *more)
 
 
-def validate(adoptions, style, code=0) -> dict:
-    return ask("validate", adoptions.folder(style), adoptions, style, code=code)
+def validate(adoptions, style) -> dict:
+    return ask("validate", adoptions.folder(style), adoptions, style)
 
 
 def some(*quick):
@@ -79,7 +70,7 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
     "style", ["theta", *all_wide(*sorted(FAULTS.keys() - {"theta"}))]
 )
 def test_a_fault_is_red_and_its_cause_named(adoptions, style):
-    found = gates_of(validate(adoptions, style, code=1))
+    found = gates_of(validate(adoptions, style))
     assert found["program"]["verdict"] == "RED"
     only = "--only", "variant"
     cause = ask("explain", adoptions.folder(style), adoptions, style, *only)
@@ -131,10 +122,10 @@ def test_decoding_gives_the_tokens_and_logits_of_hugging_face(
 ):
     """No logits where the argmax is inside."""
     folder, kept = adoptions.folder(style), tmp_path / "logits.npy"
-    how = *IDS, "--max-new", 6, "--runtime", runtime, "--json"
+    how = *IDS, "--max-new", 6, "--runtime", runtime
     if style not in ARGMAX_INSIDE:
         how += "--logits", kept
-    tokens = command("generate", folder, *how)["tokens"]
+    tokens = invoke("generate", folder, *how)["tokens"]
     source = Checkpoint(adoptions.checkpoint(style))
     stored = golden.stored_weights(source, Bundle.open(folder))
     made = golden.make_golden(source, [*PROMPT, *tokens], stored, "stored")
@@ -174,8 +165,8 @@ def test_the_text_of_a_vision_model_is_compared_with_its_own_layers(
     names = {"model.": "model.language_model."}
     target = relabelled(source, tmp_path / "vision", whole, names)
     out, source = tmp_path / "bundle", ("--checkpoint", target)
-    command("adopt", adoptions.packages("host"), *source, "--out", out)
-    found = gates_of(command("validate", out, *source, "--json"))
+    invoke("adopt", adoptions.packages("host"), *source, "--out", out)
+    found = gates_of(invoke("validate", out, *source))
     assert found["program"]["value"] < 1e-3
 
 
@@ -215,7 +206,8 @@ def test_a_description_that_does_not_fit_is_refused_by_name(
     adoptions, tmp_path, path, value, name
 ):
     folder = changed(adoptions, "chunks", tmp_path, (path, value))
-    assert name in command("generate", folder, *IDS, "--max-new", 1, code=2)
+    with refused(name):
+        invoke("generate", folder, *IDS, "--max-new", 1)
 
 
 WRONG = [
@@ -230,7 +222,7 @@ WRONG = [
 def test_a_wrong_description_is_red(adoptions, tmp_path, wrong):
     style, *changes = wrong
     folder = changed(adoptions, style, tmp_path, *changes)
-    found = gates_of(ask("validate", folder, adoptions, style, code=1))
+    found = gates_of(ask("validate", folder, adoptions, style))
     assert found["program"]["verdict"] == "RED"
 
 
@@ -253,23 +245,24 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(
     assert len(lost) == 16 and "lm_head.weight" in lost
     how = "--checkpoint", adoptions.checkpoint("host"), "--out"
     packages = adoptions.packages("host")
-    assert "0/kv_cache_0/2" in command("adopt", packages, *how, tmp_path / "e")
+    assert "0/kv_cache_0/2" in cli("adopt", packages, *how, tmp_path / "e").output
     out = tmp_path / "b"
-    assert str(out) in command("adopt", packages, *how, out, code=2)
+    with refused(str(out)):
+        invoke("adopt", packages, *how, out)
 
 
 def test_a_mask_of_minus_infinity_is_no_fault(adoptions):
     folder = adoptions.folder("chunks")
     roles = json.loads((folder / "bundle.json").read_text())["shards"][0]["foreign"]
     assert roles["roles"]["causal_mask"] == "mask_inf"
-    result = command("explain", folder, "--only", "ranges", "--json")
+    result = invoke("explain", folder, "--only", "ranges")
     assert result["verdict"] == "GREEN" and result["ranges"]["first_inf"] is None
 
 
 def test_what_needs_hidden_states_or_a_checkpoint_says_so(adoptions):
     how = "--checkpoint", adoptions.checkpoint("host"), "--only", "parts"
-    problem = command("explain", adoptions.folder("host"), *how, code=2)
-    assert "caches and logits alone" in problem
-    found = gates_of(command("validate", adoptions.folder("chunks"), "--json"))
+    with refused("caches and logits alone"):
+        invoke("explain", adoptions.folder("host"), *how)
+    found = gates_of(invoke("validate", adoptions.folder("chunks")))
     for name in ("write_address", "stale_rows"):
         assert found[name]["verdict"] == "GREEN"

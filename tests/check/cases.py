@@ -136,12 +136,12 @@ def recipe(case: str) -> tuple[str, dict, dict]:
         kind, name = "base", FAULTS[f"{kind}/{name}"].bundle
     if kind == "clean":
         return clean.draw(int(name), preset)
-    family, changes, options = {
-        "trained": lambda: (f"data/{name}", {}, {}),
-        "massive": lambda: ("massive", {}, {}),
-        "deep": lambda: ("llama", {"num_hidden_layers": 24}, {}),
-        "base": lambda: BASES[name],
-    }[kind]()
+    sound = {
+        "trained": (f"data/{name}", {}, {}),
+        "massive": ("massive", {}, {}),
+        "deep": ("llama", {"num_hidden_layers": 24}, {}),
+    }
+    family, changes, options = sound.get(kind) or BASES[name]
     return family, changes, options | {"compress": preset}
 
 
@@ -212,21 +212,18 @@ def subject(exports: tiny.Exports, case: str) -> Iterator[Subject]:
     """The bundle of a case, its fault planted."""
     folder, checkpoint = unharmed(exports, case)
     fault = FAULTS.get(case.rpartition("/")[0])
-    with quiet(), tempfile.TemporaryDirectory() as copies:
+    with (
+        # faults divide by zero and overflow on purpose; draws have odd widths
+        warnings.catch_warnings(action="ignore"),
+        np.errstate(all="ignore"),
+        tempfile.TemporaryDirectory() as copies,
+    ):
         if case.startswith("disk/"):
             copy = Copy(folder, Path(copies) / "bundle")
             fault.plant(copy)
             yield Subject(copy.seal(), checkpoint)
         else:
             yield Subject(folder, checkpoint, fault, sound=fault is None)
-
-
-@contextmanager
-def quiet():
-    """Faults divide by zero and overflow on purpose; draws have odd widths."""
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def budget_gates(subject: Subject) -> list[Gate]:

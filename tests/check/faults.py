@@ -195,8 +195,7 @@ def first_written(mask):
 
 
 def infinite(mask):
-    with np.errstate(invalid="ignore"):
-        return (mask != 0) * np.float32(-np.inf)
+    return (mask != 0) * np.float32(-np.inf)
 
 
 in_memory(

@@ -1,8 +1,8 @@
 """Faults of caches that are kept, restored and batched, each after a bug seen in the wild; the
 matrix must turn RED.
 
-`plant(patch, decoder, together)` changes a decoder of batch 1, one of a batch, or what both stand
-on.
+`FAULTS[name](patch, decoder, together)` changes a decoder of batch 1, one of a batch, or what both
+stand on.
 """
 
 from dataclasses import replace
@@ -15,48 +15,49 @@ from workbench.decode import snapshot as snapshots
 from workbench.decode import store
 from workbench.decode.snapshot import Snapshot
 
-FAULTS, ZAYA = {}, set()  # name → plant; those that need side states
+FAULTS, ZAYA = {}, {"side_states_are_not_saved"}  # name → plant; those of side states
 
 
 def fault(plant):
-    FAULTS[plant.__name__] = plant
+    """Registers a function of (decoder, together)."""
+    FAULTS[plant.__name__] = lambda patch, *decoders: plant(*decoders)
     return plant
 
 
-def zaya(plant):
-    ZAYA.add(plant.__name__)
-    return fault(plant)
+def instead_of(place, name: str):
+    """Registers a function that is called in the place of another one, which is its first
+    argument."""
+
+    def register(function):
+        def plant(patch, *decoders):
+            original = getattr(place, name)
+
+            def planted(*arguments):
+                return function(original, *arguments)
+
+            patch.setattr(place, name, planted)
+
+        FAULTS[function.__name__] = plant
+        return function
+
+    return register
 
 
-def after_put(patch, change) -> None:
-    """change(seqs, seq, snapshot) edits what restoring a snapshot left."""
-    put = snapshots.put
-
-    def changed(seqs, seq, snapshot):
-        put(seqs, seq, snapshot)
-        if snapshot:
-            change(seqs, seq, snapshot)
-
-    patch.setattr(snapshots, "put", changed)
-
-
-@fault
-def merge_breaks_at_unaligned_lengths(patch, decoder, together):
+@instead_of(snapshots, "put")
+def merge_breaks_at_unaligned_lengths(put, seqs, seq, snapshot):
     """The batch-2 report: after a merge at a length no step divides, the first token is another
     one."""
-
-    def broken(seqs, seq, snapshot):
-        for state, name in seqs.named_states if snapshot.offset % 7 else ():
-            if is_cache(name) and seqs.manifest is together.manifest:
-                value = state.read(name)
-                value[seq, 0] = 0
-                state.write(name, value)
-
-    after_put(patch, broken)
+    put(seqs, seq, snapshot)
+    is_merge = snapshot and seqs.manifest.options.batch > 1
+    for state, name in seqs.named_states if is_merge and snapshot.offset % 7 else ():
+        if is_cache(name):
+            value = state.read(name)
+            value[seq, 0] = 0
+            state.write(name, value)
 
 
 @fault
-def appends_at_the_longest_row_after_one_left(patch, decoder, together):
+def appends_at_the_longest_row_after_one_left(decoder, together):
     original = together.host.inputs
 
     def longest(made, offsets, counts, T):
@@ -68,7 +69,7 @@ def appends_at_the_longest_row_after_one_left(patch, decoder, together):
 
 
 @fault
-def rope_uses_the_offset_after_the_update(patch, decoder, together):
+def rope_uses_the_offset_after_the_update(decoder, together):
     S = together.options.max_seq_len
     for each in (decoder, together):
 
@@ -80,52 +81,35 @@ def rope_uses_the_offset_after_the_update(patch, decoder, together):
         host(each, later)
 
 
-@fault
-def trim_takes_the_first_tokens(patch, decoder, together):
-    def trim(self, count):
-        return replace(
-            self,
-            ids=self.ids[: self.offset - count],
-            states={n: v[:, count:] for n, v in self.states.items()},
-        )
-
-    patch.setattr(Snapshot, "trim", trim)
+@instead_of(Snapshot, "trim")
+def trim_takes_the_first_tokens(trim, snapshot, count):
+    ids = snapshot.ids[: snapshot.offset - count]
+    states = {n: v[:, count:] for n, v in snapshot.states.items()}
+    return replace(snapshot, ids=ids, states=states)
 
 
-@fault
-def padding_is_saved_as_content(patch, decoder, together):
-    save = store.save
-
-    def padded(folder, name, snapshot, format="fp16"):
-        more = -snapshot.offset % 8
-        states = {
-            n: np.pad(v, ((0, 0), (0, more), (0, 0)))
-            for n, v in snapshot.states.items()
-        }
-        ids = (*snapshot.ids, *[0] * more)
-        return save(folder, name, replace(snapshot, ids=ids, states=states), format)
-
-    patch.setattr(store, "save", padded)
+@instead_of(store, "save")
+def padding_is_saved_as_content(save, folder, name, snapshot, *format):
+    more = -snapshot.offset % 8
+    states = {
+        n: np.pad(v, ((0, 0), (0, more), (0, 0))) for n, v in snapshot.states.items()
+    }
+    ids = (*snapshot.ids, *[0] * more)
+    return save(folder, name, replace(snapshot, ids=ids, states=states), *format)
 
 
-@fault
-def a_hit_leaves_nothing_to_run(patch, decoder, together):
-    find = store.find
-
-    def whole(folder, ids, identity):
-        snapshot, rest = find(folder, [*ids, 0], identity)
-        return snapshot, rest[:-1]
-
-    patch.setattr(store, "find", whole)
+@instead_of(store, "find")
+def a_hit_leaves_nothing_to_run(find, folder, ids, identity):
+    snapshot, rest = find(folder, [*ids, 0], identity)
+    return snapshot, rest[:-1]
 
 
-@fault
-def the_last_token_is_written_twice(patch, decoder, together):
-    patch.setattr(Snapshot, "trim", lambda self, count: self)
+@instead_of(Snapshot, "trim")
+def the_last_token_is_written_twice(trim, snapshot, count):
+    return snapshot
 
 
-@fault
-def keys_of_one_save_and_values_of_another(patch, decoder, together):
+def keys_of_one_save_and_values_of_another(patch, *_):
     load, last = store.load, {}
 
     def mixed(folder, name):
@@ -140,8 +124,13 @@ def keys_of_one_save_and_values_of_another(patch, decoder, together):
     patch.setattr(store, "load", mixed)
 
 
+FAULTS["keys_of_one_save_and_values_of_another"] = (
+    keys_of_one_save_and_values_of_another
+)
+
+
 @fault
-def slots_see_each_other(patch, decoder, together):
+def slots_see_each_other(decoder, together):
     def swapped(made, offsets, counts, T):
         for name in (n for n in made if n.startswith(ATTN_MASK)):
             made[name] = np.repeat(made[name].max(0, keepdims=True), len(offsets), 0)
@@ -150,74 +139,55 @@ def slots_see_each_other(patch, decoder, together):
 
 
 @fault
-def slots_are_swapped_on_restore(patch, decoder, together):
+def slots_are_swapped_on_restore(decoder, together):
     fresh = together.fresh
 
     def swapped(after=None):
         return fresh(after[::-1] if isinstance(after, list) else after)
 
-    patch.setattr(together, "fresh", swapped)
+    together.fresh = swapped
 
 
 @fault
-def an_ended_row_keeps_decoding(patch, decoder, together):
+def an_ended_row_keeps_decoding(decoder, together):
     step = together.step
 
     def all_rows(seqs, chunk):
         logits, times = step(seqs, [tokens or [0] for tokens in chunk])
         return logits[::-1], times
 
-    patch.setattr(together, "step", all_rows)
+    together.step = all_rows
 
 
-@fault
-def scales_of_another_head(patch, decoder, together):
-    original = store.decode
-
-    def decode(tensors):
-        pairs = tensors.items()
-        return original(
-            {n: v[::-1] if n.endswith(store.SCALE) else v for n, v in pairs}
-        )
-
-    patch.setattr(store, "decode", decode)
+@instead_of(store, "decode")
+def scales_of_another_head(decode, tensors):
+    pairs = tensors.items()
+    return decode({n: v[::-1] if n.endswith(store.SCALE) else v for n, v in pairs})
 
 
-@zaya
-def side_states_are_not_saved(patch, decoder, together):
-    take = snapshots.take
-
-    def rows_alone(seqs, seq=0):
-        snapshot = take(seqs, seq)
-        states = {n: v * is_cache(n) for n, v in snapshot.states.items()}
-        return replace(snapshot, states=states)
-
-    patch.setattr(snapshots, "take", rows_alone)
+@instead_of(snapshots, "take")
+def side_states_are_not_saved(take, *of):
+    snapshot = take(*of)
+    states = {n: v * is_cache(n) for n, v in snapshot.states.items()}
+    return replace(snapshot, states=states)
 
 
-@fault
-def positions_start_again(patch, decoder, together):
-    def forget(seqs, seq, snapshot):
+@instead_of(snapshots, "put")
+def positions_start_again(put, seqs, seq, snapshot):
+    put(seqs, seq, snapshot)
+    if snapshot:
         seqs.ids[seq] = []
 
-    after_put(patch, forget)
 
-
-@fault
-def strided_view(patch, alone, decoder):
+@instead_of(snapshots, "fill")
+def strided_view(fill, target, rows, offset):
     """Rows read through a strided view of a buffer that grows in steps, as if it were contiguous."""
-
-    original = snapshots.fill
-
-    def fill(target, rows, offset):
-        buffer = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 256), (0, 0)))
-        original(target, buffer.reshape(-1)[: rows.size].reshape(rows.shape), offset)
-
-    patch.setattr(snapshots, "fill", fill)
+    buffer = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 256), (0, 0)))
+    fill(target, buffer.reshape(-1)[: rows.size].reshape(rows.shape), offset)
 
 
 @fault
-def dropped_tokens(patch, alone, decoder):
+def dropped_tokens(alone, decoder):
     """A merged buffer has no room, and tokens that do not fit are dropped: min(new, room)."""
 
     fresh = decoder.fresh
@@ -233,26 +203,21 @@ def dropped_tokens(patch, alone, decoder):
             if name.startswith(KV_WRITE_MASK):
                 made[name][:, :, room[0] :] = 0
 
-    patch.setattr(decoder, "fresh", merged)
+    decoder.fresh = merged
     host(decoder, short)
 
 
-@fault
-def aliased_entry(patch, alone, decoder):
+@instead_of(snapshots, "put")
+def aliased_entry(put, seqs, seq, snapshot):
     """Memory hands out the stored arrays themselves, and a request clears what it has taken in."""
-
-    def clear(seqs, seq, snapshot):
-        for value in snapshot.states.values():
-            value[:] = 0
-
-    after_put(patch, clear)
+    put(seqs, seq, snapshot)
+    for value in snapshot.states.values() if snapshot else ():
+        value[:] = 0
 
 
-@fault
-def groups_along_tokens(patch, alone, decoder):
+@instead_of(store, "decode")
+def groups_along_tokens(decode, tensors):
     """Quantization groups run along tokens, and a slice loses the scales of a group it cuts."""
-
-    decode = store.decode
 
     def along_tokens(rows):
         whole = rows.shape[1] // store.GROUP * store.GROUP
@@ -263,11 +228,8 @@ def groups_along_tokens(patch, alone, decoder):
             result[:, :whole] = values.swapaxes(1, 2)
         return result
 
-    def cut(tensors):
-        states = decode(tensors)
-        for name in filter(is_cache, states):
-            if name not in tensors:  # it was quantized
-                states[name] = along_tokens(states[name])
-        return states
-
-    patch.setattr(store, "decode", cut)
+    states = decode(tensors)
+    for name in filter(is_cache, states):
+        if name not in tensors:  # it was quantized
+            states[name] = along_tokens(states[name])
+    return states

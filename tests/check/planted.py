@@ -459,7 +459,7 @@ def tokenizer_with_two_tokens_exchanged(copy):
     def swap(text):
         fields = json.loads(text)
         vocabulary = fields["model"]["vocab"]
-        a, b = list(vocabulary)[-2:] if isinstance(vocabulary, dict) else (-1, -2)
+        a, b = list(vocabulary)[-2:]
         vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
         return json.dumps(fields).encode()
 
@@ -469,10 +469,7 @@ def tokenizer_with_two_tokens_exchanged(copy):
 @interface()
 def chat_template_of_another_model(copy):
     template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
-    if (copy.root / "tokenizer/chat_template.jinja").exists():
-        copy.file("tokenizer/chat_template.jinja", lambda text: text + b" ")
-    else:
-        copy.file(
-            "tokenizer/tokenizer_config.json",
-            lambda text: json.dumps(json.loads(text) | template).encode(),
-        )
+    copy.file(
+        "tokenizer/tokenizer_config.json",
+        lambda text: json.dumps(json.loads(text) | template).encode(),
+    )

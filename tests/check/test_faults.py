@@ -51,15 +51,12 @@ def test_every_gate_has_a_fault():
 
 
 def test_a_case_fails_when_a_fault_is_green_a_sound_bundle_red_or_a_gate_broken():
-    cases = [
-        ("clean/3/fp16", [], None),
-        ("disk/keys_times_1_2/fp16", ["weights"], None),
+    for case, red, error in (
         ("clean/3/fp16", ["weights"], None),
         ("disk/keys_times_1_2/fp16", [], None),
         ("disk/keys_times_1_2/fp16", ["weights"], "broke"),
-    ]
-    records = [dict(zip(("case", "red", "error"), case)) for case in cases]
-    assert list(map(prove.fails, records)) == [False, False, True, True, True]
+    ):
+        assert prove.fails({"case": case, "red": red, "error": error})
 
 
 # --- what the checkpoint itself has, which no comparison with it can show --------------------------

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from refusal import refused
 from tiny import DIMS
 
 from workbench.check import golden
 from workbench.check.golden import Golden
-from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
 IDS = [5, 17, 3, 88, 61, 2, 40, 9]
@@ -65,7 +65,7 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
 
 
 def test_the_weights_of_a_bundle_belong_to_one_checkpoint(llama_bundle, exports):
-    with pytest.raises(InputError, match="exported from"):
+    with refused("exported from"):
         golden.stored_weights(Checkpoint(exports.checkpoint("llama")), llama_bundle)
 
 
@@ -75,12 +75,12 @@ def test_the_weights_of_a_bundle_belong_to_one_checkpoint(llama_bundle, exports)
 )
 def test_what_is_no_golden_is_refused(tmp_path, content):
     (tmp_path / "g").write_bytes(content)
-    with pytest.raises(InputError, match="golden"):
+    with refused("golden"):
         Golden.load(tmp_path / "g")
 
 
 def test_ids_are_checked(exports):
     path = exports.checkpoint("llama")
     for bad in ([], [97], [-1]):
-        with pytest.raises(InputError, match="prompt ids"):
+        with refused("prompt ids"):
             golden.make_golden(path, bad)

@@ -3,7 +3,7 @@ and what is GREEN."""
 
 import pytest
 
-from workbench import Bundle, Decoder, InputError
+from workbench import Bundle
 from workbench.bundle import PRESETS
 from workbench.check.interface import interface_gate
 
@@ -50,14 +50,6 @@ def test_a_false_claim_of_compression_is_red(broken, compress, claim):
     found = interface_gate(Bundle.open(broken(plant, compress)[0]))
     assert found.verdict == ("GREEN" if claim == compress else "RED")
     assert claim == compress or "storage of" in found.reason
-
-
-def test_the_gate_needs_no_decoder(broken):
-    """Decoders refuse a manifest of more tokens than the package takes; it is RED here."""
-    bundle = Bundle.open(broken("t_max_of_60_over_a_range_of_4")[0])
-    with pytest.raises(InputError):
-        Decoder(bundle, runtime="portable")
-    assert interface_gate(bundle).verdict == "RED"
 
 
 def test_a_package_that_cannot_be_read_is_red(broken):

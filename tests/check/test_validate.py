@@ -2,7 +2,6 @@
 runs is still RED; the cost of compression beside what rounding alone costs, of which only the user's
 limit is RED; another runtime within the distance that narrow sums make."""
 
-import json
 import shutil
 import warnings
 from dataclasses import replace
@@ -11,7 +10,8 @@ from functools import partial
 import numpy as np
 import pytest
 from faults import around
-from in_process import cli
+from in_process import invoke
+from refusal import refused
 from registry import FAULTS
 from tiny import as_device, edited_weights, prompt
 
@@ -29,16 +29,10 @@ from workbench.check.validate import (
     measure_budget,
     validate,
 )
-from workbench.errors import InputError
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 
 IDS = "1,69,142,4,100,7"
-
-
-def run(*arguments):
-    result = cli(*arguments, "--json")
-    return result.exit_code, json.loads(result.stdout)
 
 
 @pytest.fixture
@@ -68,8 +62,8 @@ def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(
     path = checkpoint.path
     if source == "golden":
         path = llama_golden.save(tmp_path / "g.safetensors")
-    code, found = run("validate", folder, f"--{source}", path)
-    assert (code, found["verdict"], found["worst"]) == (1, "RED", None)
+    found = invoke("validate", folder, f"--{source}", path)
+    assert (found["verdict"], found["worst"]) == ("RED", None)
     named = {g["name"]: g for g in found["gates"]}
     assert named.keys() == set(BUG_GATES)
     assert named["interface"]["verdict"] == "RED"
@@ -81,18 +75,18 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     bundle, tiny_llama, llama_golden
 ):
     path = llama_golden.save(bundle.root.parent / "g.safetensors")
-    _, alone = run("validate", bundle.root, "--golden", path)
+    alone = invoke("validate", bundle.root, "--golden", path)
     missing = {g["name"] for g in alone["gates"] if g["verdict"] == "not_run"}
     assert missing == {"weights", "host", "program", "device", "budget"}
     checkpoint = "--checkpoint", tiny_llama.path
-    code, found = run("validate", bundle.root, *checkpoint, "--prompt-ids", IDS)
-    assert (code, found["verdict"]) == (0, "GREEN")
+    found = invoke("validate", bundle.root, *checkpoint, "--prompt-ids", IDS)
+    assert found["verdict"] == "GREEN"
     stored = {g.name: g.json() for g in gates.stored_verdict(bundle)}
     assert list(stored) == list(BUG_GATES)
-    code, again = run("validate", bundle.root, "--golden", path, "--max-kl", "1e-9")
+    again = invoke("validate", bundle.root, "--golden", path, "--max-kl", "1e-9")
     assert [g for g in again["gates"] if g["name"] in stored] == [*stored.values()]
     (limit,) = (g for g in again["gates"] if g["name"] == "max_kl")
-    assert (code, limit["verdict"], limit["threshold"]) == (1, "RED", 1e-9)
+    assert (limit["verdict"], limit["threshold"]) == ("RED", 1e-9)
     assert "--max-kl sets" in limit["reason"]
     assert again["cost"].keys() == {"kl", "same_top", "budget"}
     assert again["cost"]["kl"]["mean"] == limit["value"]
@@ -124,8 +118,8 @@ def test_bad_input_about_a_bundle_that_runs_stays_an_error(
     arguments = [other if text == "foreign" else text for text in arguments]
     if "--checkpoint" not in arguments:
         arguments += ["--checkpoint", tiny_llama.path]
-    result = cli("validate", bundle.root, *arguments)
-    assert isinstance(result.exception, InputError) and words in str(result.exception)
+    with refused(words):
+        invoke("validate", bundle.root, *arguments)
 
 
 def test_a_golden_of_another_checkpoint_is_refused(
@@ -138,7 +132,7 @@ def test_a_golden_of_another_checkpoint_is_refused(
         lambda: run_golden(decoder, other, 1),
         lambda: error.split_error(tiny_llama, llama_bundle, [], reference=other),
     ):
-        with pytest.raises(InputError, match="golden's checkpoint: found 000000000000"):
+        with refused("golden's checkpoint: found 000000000000"):
             ask()
 
 

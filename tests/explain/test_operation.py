@@ -178,9 +178,8 @@ CASES = [
 
 
 @pytest.fixture
-def search(exports, monkeypatch):
+def search(exports, monkeypatch, calls_here):
     """(family or bundle, shard, fault) → finding, fault."""
-    monkeypatch.setattr(process, "call", in_process.call)
 
     def find(source, shard, name, how, **chosen):
         bundle = source
@@ -316,8 +315,7 @@ def test_a_runtime_that_runs_nothing_names_no_operation(exports, monkeypatch, ca
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize("compress", PRESETS)
 @pytest.mark.parametrize("family", sorted(tiny.DIMS))
-def test_a_sound_bundle_names_no_operation(exports, monkeypatch, family, compress):
-    monkeypatch.setattr(process, "call", in_process.call)
+def test_a_sound_bundle_names_no_operation(exports, calls_here, family, compress):
     bundle = exports.bundle(exports.checkpoint(family), compress=compress)
     for runtime in ("stand-in", "portable"):
         assert operation.find(bundle, IDS, runtime=runtime).verdict == "none"

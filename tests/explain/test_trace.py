@@ -9,7 +9,6 @@ import torch
 
 import miltorch
 from miltorch.program import Op
-from miltorch.quiet import coremltools, frozen, quiet
 from workbench import Decoder
 from workbench.check import gates
 from workbench.explain import trace
@@ -86,44 +85,21 @@ def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):
     assert found["exact"].frame()["max_abs"].max() >= 6e4
 
 
-def masked(path, scale):
-    """A program softmax(x · scale + mask[:, :4]) of x [4, 4] and mask [4, 8], fp16 throughout."""
-    ct = coremltools()
-    from coremltools.converters.mil.mil import Builder as mb
-    from coremltools.converters.mil.mil import types
-
-    specs = [mb.TensorSpec(shape=shape, dtype=types.fp16) for shape in ((4, 4), (4, 8))]
-
-    @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
-    def build(x, mask):
-        rows = mb.slice_by_index(x=mask, begin=[0, 0], end=[4, 4], name="rows")
-        scores = mb.mul(x=x, y=np.float16(scale), name="scores")
-        return mb.softmax(
-            x=mb.add(x=scores, y=rows, name="sum"), axis=-1, name="weights"
-        )
-
-    with quiet(), frozen():
-        ct.convert(
-            build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True
-        ).save(str(path))
-    return path
-
-
-@pytest.mark.parametrize(
-    "scale, verdict, op", [(2.0, "GREEN", None), (2000.0, "RED", "scores")]
-)
+@pytest.mark.parametrize("scale, verdict", [(1.0, "GREEN"), (6e4, "RED")])
 def test_an_inf_that_a_mask_brings_in_is_no_fault_and_one_beside_it_is(
-    tmp_path, scale, verdict, op
+    llama_bundle, scale, verdict
 ):
-    mask = np.where(np.arange(8) > np.arange(4)[:, None], -np.inf, 0.0)
-    package = masked(tmp_path / "masked.mlpackage", scale)
-    arrays = np.full((4, 4), 100.0), mask
-    own = dict(zip(miltorch.read(package).inputs, arrays))
-    traced = trace.trace_package(package, own)
+    package = llama_bundle.root / "layers_00_00.mlpackage"
+    given = trace.random_inputs(miltorch.read(package))
+    given["rope_cos"] *= scale
+    given["attn_mask"][..., 1:] = -np.inf
+    traced = trace.trace_package(package, given)
     assert gates.verdict(trace.finite_gates(traced)) == verdict
     found = trace.summary(traced)
-    assert (found["first_inf"] or {}).get("op") == op
-    assert found["first_nan"] is None or op
+    if verdict == "GREEN":
+        assert found["first_inf"] is found["first_nan"] is None
+    else:
+        assert found["first_inf"]["kind"] == "mul"
 
 
 def test_experts_that_load_late_are_traced_too(exports):

@@ -11,7 +11,6 @@ import tiny
 import torch
 from in_process import cli
 
-from workbench.bundle.names import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
 from workbench.explain import variants
 from workbench.export import export
 from workbench.models import layers, llama
@@ -89,41 +88,27 @@ def test_another_configuration_is_named_first(checkpoint_of, tmp_path, name):
     assert named(relabelled(source, changed, tmp_path), source, True) == name
 
 
+GEOMETRY, ATTENTION = layers.AttentionGeometry, layers.Attention
+GATED, FORWARD = layers.GatedMLP, ATTENTION.forward
+ROTATE, ATTEND = GEOMETRY.rotate, GEOMETRY.attend
+
+
 def interleaved(shape, x, io):
-    cos, sin = io[ROPE_COS + shape.suffix], io[ROPE_SIN + shape.suffix]
-    width = shape.rotary
-    order = torch.arange(width).reshape(-1, 2).T.reshape(-1)
-    a, b = x[..., order[: width // 2]], x[..., order[width // 2 :]]
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return turned[..., torch.argsort(order)]
+    order = torch.arange(shape.rotary).reshape(-1, 2).T.reshape(-1)
+    return ROTATE(shape, x[..., order], io)[..., torch.argsort(order)]
 
 
-def tiled(shape, q, k, v, cache, io):
-    k, v = (shape.append(cache[K_STATE], k, io), shape.append(cache[V_STATE], v, io))
+def tiled(shape, q, *given):
     order = torch.arange(shape.H).reshape(-1, shape.H_kv).T.reshape(-1)
-    scores = q[:, order].reshape(shape.B, shape.H_kv, -1, shape.D) @ k.transpose(2, 3)
-    scores = (
-        scores.reshape(shape.B, shape.H, -1, shape.S) + io[ATTN_MASK + shape.suffix]
-    )
-    weights = torch.softmax(scores, -1).reshape(shape.B, shape.H_kv, -1, shape.S)
-    return (weights @ v).reshape(shape.B, shape.H, -1, shape.D)[:, torch.argsort(order)]
+    return ATTEND(shape, q[:, order], *given)[:, torch.argsort(order)]
 
 
-def norm_after_rope(module, x, cache, io):
-    s = module.shape
-    q, k = s.heads(module.q_proj(x), s.H), s.heads(module.k_proj(x), s.H_kv)
-    v = s.heads(module.v_proj(x), s.H_kv)
-    q, k = (
-        norm(s.rotate(y, io)) for norm, y in ((module.q_norm, q), (module.k_norm, k))
-    )
-    return module.o_proj(
-        s.merge(s.attend(layers.scaled(q, module.scale), k, v, cache, io))
-    )
+def norms_at(place):
+    def forward(module, x, cache, io):
+        module.norm_at = place
+        return FORWARD(module, x, cache, io)
 
-
-def norm_before_rope(module, x, cache, io):
-    module.norm_at = "heads"
-    return FORWARD(module, x, cache, io)
+    return forward
 
 
 def norm_left_out(module, x, cache, io):
@@ -135,9 +120,6 @@ def norm_left_out(module, x, cache, io):
 
 def unnormed(norm, x, *given):
     return x + 0 * type(norm).forward(norm, x, *given)
-
-
-FORWARD = layers.Attention.forward
 
 
 def half_of_attention(module, x, cache, io):
@@ -155,16 +137,14 @@ def gelu(inner):
     return init
 
 
-GEOMETRY, ATTENTION = layers.AttentionGeometry, layers.Attention
-GATED = layers.GatedMLP
 MODULES = {
     "rope pairs interleaved": ("llama", GEOMETRY, "rotate", interleaved),
     "key/value heads tiled over the query heads": ("llama", GEOMETRY, "attend", tiled),
-    "q/k norm after rope": ("qwen3", ATTENTION, "forward", norm_after_rope),
+    "q/k norm after rope": ("qwen3", ATTENTION, "forward", norms_at("rotated")),
     "q/k norm left out": ("qwen3", ATTENTION, "forward", norm_left_out),
     "q/k norm before rope": (
         "hunyuan_v1_dense",
-        *(ATTENTION, "forward", norm_before_rope),
+        *(ATTENTION, "forward", norms_at("heads")),
     ),
     "biases left out": ("qwen2", llama, "layer", without_bias),
     "activation exact GELU": (
