@@ -9,8 +9,9 @@ import exporter_styles as styles
 import tiny
 from exporter_model import Model
 
-from workbench import Decoder
+from workbench import Bundle, Decoder
 from workbench.adopt import propose
+from workbench.check import golden
 from workbench.models.checkpoint import Checkpoint
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -106,6 +107,12 @@ class Adoptions:
         about = [self.packages(style)], Checkpoint(self.checkpoint(style))
         target = self.root / "adopted" / style
         return tiny.once(target, lambda path: propose(*about, path))
+
+    def stored_logits(self, style: str, ids: list[int]):
+        """Those [T, V] of Hugging Face's model on the weights that the packages hold."""
+        source = Checkpoint(self.checkpoint(style))
+        weights = golden.stored_weights(source, Bundle.open(self.folder(style)))
+        return golden.make_golden(source, ids, weights, "stored")["logits"]
 
     def decoder(self, style: str):
         return Decoder(self.folder(style), "portable", "exact")

@@ -15,9 +15,8 @@ from tiny import put
 from miltorch.shim import Proxy
 from workbench import Bundle
 from workbench.adopt import weights
-from workbench.check import compare, golden
+from workbench.check import compare
 from workbench.explain import operation
-from workbench.models.checkpoint import Checkpoint
 from workbench.runtime.standin import StandInModel
 
 ARGMAX_INSIDE = {"monolith", "host", "newest"}
@@ -126,10 +125,8 @@ def test_decoding_gives_the_tokens_and_logits_of_hugging_face(
     if style not in ARGMAX_INSIDE:
         how += "--logits", kept
     tokens = invoke("generate", folder, *how)["tokens"]
-    source = Checkpoint(adoptions.checkpoint(style))
-    stored = golden.stored_weights(source, Bundle.open(folder))
-    made = golden.make_golden(source, [*PROMPT, *tokens], stored, "stored")
-    expected = made["logits"][len(PROMPT) - 1 :]
+    logits = adoptions.stored_logits(style, [*PROMPT, *tokens])
+    expected = logits[len(PROMPT) - 1 :]
     assert tokens == expected[:-1].argmax(-1).tolist()
     if style not in ARGMAX_INSIDE:
         assert compare.relative_rms(np.load(kept), expected) < 0.01

@@ -7,7 +7,7 @@ from in_process import invoke
 from refusal import refused
 from test_adopt import validate
 
-from workbench import Bundle, log, sweep
+from workbench import log, sweep
 from workbench.check import compare, golden
 from workbench.models.checkpoint import Checkpoint
 from workbench.widgets import Explorer
@@ -25,9 +25,7 @@ def test_evaluate_gives_the_perplexity_of_the_weights_that_are_stored(
     adoptions, checkout
 ):
     result = invoke("evaluate", *about(adoptions, "chunks"), "--precision", "exact")
-    source = Checkpoint(adoptions.checkpoint("chunks"))
-    weights = golden.stored_weights(source, Bundle.open(adoptions.folder("chunks")))
-    logits = golden.make_golden(source, IDS, weights, "stored")["logits"]
+    logits = adoptions.stored_logits("chunks", IDS)
     nats = [-compare.log_softmax(row)[i] for row, i in zip(logits, IDS[1:])]
     assert result["perplexity"] == pytest.approx(np.exp(np.mean(nats)), rel=1e-4)
     assert result["kl"]["mean"] < 0.5 and result["same_top"] > 0.5

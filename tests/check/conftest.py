@@ -1,5 +1,14 @@
+import shutil
+
 import cases
 import pytest
+
+from workbench import Bundle
+
+
+@pytest.fixture
+def bundle(llama_bundle, tmp_path):
+    return Bundle.open(shutil.copytree(llama_bundle.root, tmp_path / "b"))
 
 
 @pytest.fixture

@@ -158,6 +158,10 @@ def renamed(operations, names: dict[str, str]) -> None:
             bound.name = names.get(bound.name, bound.name)
 
 
+def is_constant(op) -> bool:
+    return op.type == "const" or "constexpr" in op.type
+
+
 class Copy:
     """A copy of the bundle at `source` in `root`. `manifest` is bundle.json as a dictionary, to be
     edited. `function`: whose program is edited where packages have several; the smallest T's unless
@@ -242,7 +246,7 @@ class Copy:
         assert parameter in operation.inputs
         operation.inputs[parameter].arguments[0].name = name
 
-    def first(self, shard: dict, chosen: Callable) -> None:
+    def first(self, shard: dict, chosen: Callable = is_constant) -> None:
         """Moves the chosen operations of a shard's program before all others."""
         operations = self.block(shard).operations
         made = sorted(operations, key=lambda op: not chosen(op))

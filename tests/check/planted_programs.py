@@ -34,14 +34,10 @@ def rms_epsilon_times_100(copy):
 @program(
     rms_epsilon_times_10_in_one_norm=("input_layernorm_eps0", 10),
     rms_epsilon_left_out=("input_layernorm_eps1", 0),
+    final_norm_s_epsilon_times_100=("eps", 10, "head"),
 )
-def epsilon(copy, name, factor):
-    scalar(copy, copy.shard(0), name, factor)
-
-
-@program()
-def final_norm_s_epsilon_times_100(copy):
-    scalar(copy, copy.shard(kind="head"), "eps", 10)
+def epsilon(copy, name, factor, kind="layers"):
+    scalar(copy, copy.shard(kind=kind), name, factor)
 
 
 @program(score_scale_times_1_05=(2, 1.05, ""))
@@ -218,7 +214,7 @@ def norm_before_the_mlp_takes_the_layer_s_input(copy):
 @program()
 def gate_and_up_read_in_exchange(copy):
     shard = copy.shard(0)
-    copy.first(shard, lambda op: op.type == "const" or "constexpr" in op.type)
+    copy.first(shard)
     gate, up = (copy.operations(shard, "conv", f"{n}_proj")[0] for n in ("gate", "up"))
     a, b = source(gate, "weight"), source(up, "weight")
     copy.feed(gate, "weight", b)
@@ -246,19 +242,14 @@ def norm_before_attention_instead_of_behind(copy):
     ]
     normed = of_norm[-1].outputs[0].name
     added = copy.operations(shard, "conv", "o_proj")[0].outputs[0].name
-    (addition,) = [
-        op
-        for op in copy.operations(shard, "add")
-        if normed in [bound.name for bound in arguments(op)]
-    ]
+    renamed(copy.operations(shard, "add"), {normed: added})
     for name in "qkv":
         projections = copy.operations(shard, "conv", f"self_attn.{name}_proj")
         renamed(projections, {"x": normed})
     renamed(of_norm, {added: "x"})
-    copy.feed(addition, "y", added)
     made_first = [op.outputs[0].name for op in of_norm]
     copy.first(shard, lambda op: op.outputs and op.outputs[0].name in made_first)
-    copy.first(shard, lambda op: op.type == "const" or "constexpr" in op.type)
+    copy.first(shard)
 
 
 @program(

@@ -23,6 +23,8 @@ from workbench.models.checkpoint import Checkpoint
 DATA = Path(__file__).parents[2] / "data"
 TINY = DATA / "tiny-llama"
 WINDOW, STRIDE = 24, 10
+EXACT = "--precision", "exact"
+SIZES = "--window", WINDOW, "--stride", STRIDE
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +70,9 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def test_both_perplexities_and_kl_are_transformers(exports, bundle, text):
-    how = ("--window", WINDOW, "--stride", STRIDE, "--precision", "exact")
-    result = evaluated(bundle.root, "--text", text, "--checkpoint", TINY, *how)
+    result = evaluated(
+        bundle.root, "--text", text, "--checkpoint", TINY, *SIZES, *EXACT
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     ids = tokenizer(text.read_text())["input_ids"]
     source, model = Checkpoint(TINY), exports.hf(TINY)
@@ -102,8 +105,7 @@ def test_bos_is_prepended_where_the_checkpoint_has_one(tmp_path):
 
 
 def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
-    sizes = "--window", WINDOW, "--stride", STRIDE
-    arguments = bundle.root, "--text", text, "--checkpoint", TINY, *sizes
+    arguments = bundle.root, "--text", text, "--checkpoint", TINY, *SIZES
     whole = evaluated(*arguments)
     (path,) = Path("data/evaluations").glob("*.npy")
     rows = np.load(path)
@@ -112,13 +114,13 @@ def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
     assert 0 < resumed["resumed"] < resumed["windows"] and whole["resumed"] == 0
     np.testing.assert_allclose(np.load(path), rows, rtol=1e-4, atol=1e-7)
     assert resumed["perplexity"] == whole["perplexity"]
-    assert evaluated(*arguments, "--precision", "exact")["resumed"] == 0
+    assert evaluated(*arguments, *EXACT)["resumed"] == 0
     monkeypatch.setattr(Decoder, "advance", None)  # nothing is left to run
     assert evaluated(*arguments)["resumed"] == 9
 
 
 def test_windows_of_a_batch_and_of_one_sequence_give_the_same(exports, text):
-    how = ("--text", text, "--window", 20, "--precision", "exact")
+    how = ("--text", text, "--window", 20, *EXACT)
     one, three = (
         evaluated(exports.bundle(TINY, max_seq_len=32, batch=B, **options).root, *how)
         for B, options in [(1, {}), (3, {"kv_write": "slice"})]

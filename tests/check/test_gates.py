@@ -5,7 +5,6 @@ import json
 import shutil
 
 import numpy as np
-import pytest
 
 from workbench import Bundle, Decoder
 from workbench.check import gates
@@ -25,11 +24,6 @@ def test_a_verdict_is_red_if_a_gate_is_and_a_value_that_is_no_number_is():
     for limited in (gates.at_least, gates.at_most):
         red = limited("g", np.nan, 0.5, "")
         assert gates.verdict([green, red]) == red.verdict == "RED"
-
-
-@pytest.fixture
-def bundle(llama_bundle, tmp_path):
-    return Bundle.open(shutil.copytree(llama_bundle.root, tmp_path / "b"))
 
 
 def test_a_verdict_is_read_again_for_the_bundle_and_by_the_gates_that_gave_it(bundle):

@@ -13,10 +13,8 @@ REASONS = {
     "shapes_enumerated": X + "[1, 128, 1, 1] of enumeratedShapes in the description",
     "a_second_function_that_nobody_declared": "layers_02_02: functions: ['main'] in "
     "the manifest, ['main', 'spare'] in the program",
-    "an_old_specification": "layers_01_01: specification version 7 for a program of 9",
     "taps_left_out": "layers_01_01: tap of layer 1: hidden in the manifest, missing in ",
     "experts_declared_routed": "experts: {(0, 1): [(0, 1)], (1, 2): [(0, 1)]",
-    "two_layers_a_shard_declared": "layers of shards: [(0, 2), (2, 4)] in the options",
     "another_family_declared": "family: qwen2 in the manifest, llama in the checkpoint",
 }
 

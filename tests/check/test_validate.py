@@ -15,7 +15,7 @@ from refusal import refused
 from registry import FAULTS
 from tiny import as_device, edited_weights, prompt
 
-from workbench import Bundle, Decoder
+from workbench import Decoder
 from workbench.check import gates, golden, states
 from workbench.check import validate as validation
 from workbench.check.compare import compared, furthest
@@ -33,11 +33,6 @@ from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 
 IDS = "1,69,142,4,100,7"
-
-
-@pytest.fixture
-def bundle(llama_bundle, tmp_path):
-    return Bundle.open(shutil.copytree(llama_bundle.root, tmp_path / "b"))
 
 
 # --- bug gates ------------------------------------------------------------------------------------

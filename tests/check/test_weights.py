@@ -11,8 +11,6 @@ from workbench import Bundle
 from workbench.check.weights import weights_gate
 from workbench.models.checkpoint import Checkpoint
 
-SIZE = {"tie_word_embeddings": False, "dtype": "float32"}
-
 
 def unplaced(copy):
     copy.shard(1)["weights"].pop("model.layers.1.mlp.up_proj.weight")
@@ -51,7 +49,7 @@ def test_what_is_damaged_or_missing_is_red_by_name(broken, plant, place):
 
 def test_weights_that_a_conversion_drops_or_merges_are_stored(exports, tmp_path):
     """Norms of ones and equal weights of one shard have constants of their own."""
-    source = exports.checkpoint("llama", **SIZE)
+    source = exports.checkpoint("llama", tie_word_embeddings=False, dtype="float32")
     path = shutil.copytree(source, tmp_path / "checkpoint")
     layer = "model.layers.0."
     with edited_weights(path) as tensors:

@@ -13,7 +13,6 @@ from workbench.models import layers
 from workbench.models.checkpoint import Checkpoint
 
 IDS = np.random.default_rng(0).integers(0, 97, 16).tolist()
-FEW = {"num_hidden_layers": 2, "num_experts": 2}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,10 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
 
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
-    [("gemma3_text", {}, {}), ("zaya", FEW, {"moe": "routed"})],
+    [
+        ("gemma3_text", {}, {}),
+        ("zaya", {"num_hidden_layers": 2, "num_experts": 2}, {"moe": "routed"}),
+    ],
 )
 def test_the_parts_of_an_uncompressed_bundle_are_rounding_alone(
     exports, family, sizes, options

@@ -85,9 +85,11 @@ def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):
     assert found["exact"].frame()["max_abs"].max() >= 6e4
 
 
-@pytest.mark.parametrize("scale, verdict", [(1.0, "GREEN"), (6e4, "RED")])
+@pytest.mark.parametrize(
+    "scale, verdict, kind", [(1.0, "GREEN", None), (6e4, "RED", "mul")]
+)
 def test_an_inf_that_a_mask_brings_in_is_no_fault_and_one_beside_it_is(
-    llama_bundle, scale, verdict
+    llama_bundle, scale, verdict, kind
 ):
     package = llama_bundle.root / "layers_00_00.mlpackage"
     given = trace.random_inputs(miltorch.read(package))
@@ -96,10 +98,8 @@ def test_an_inf_that_a_mask_brings_in_is_no_fault_and_one_beside_it_is(
     traced = trace.trace_package(package, given)
     assert gates.verdict(trace.finite_gates(traced)) == verdict
     found = trace.summary(traced)
-    if verdict == "GREEN":
-        assert found["first_inf"] is found["first_nan"] is None
-    else:
-        assert found["first_inf"]["kind"] == "mul"
+    assert (found["first_inf"] or {}).get("kind") == kind
+    assert found["first_nan"] is None or kind
 
 
 def test_experts_that_load_late_are_traced_too(exports):
