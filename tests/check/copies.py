@@ -175,10 +175,6 @@ class Copy:
         self.function = f"t{first}" if more else "main"
         self._specs = {}
 
-    @property
-    def compress(self) -> str:
-        return self.manifest["options"]["compress"]
-
     def shard(self, layer: int | None = None, kind: str = "layers") -> dict:
         """The shard that holds a decoder layer, or the first of another kind."""
         return next(

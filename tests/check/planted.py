@@ -420,7 +420,8 @@ def another_family_declared(copy):
     ),
 )
 def compression(copy, others, other):
-    copy.manifest["options"]["compress"] = others.get(copy.compress, other)
+    options = copy.manifest["options"]
+    options["compress"] = others.get(options["compress"], other)
 
 
 @interface(
