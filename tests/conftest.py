@@ -41,7 +41,6 @@ LONGEST = (
 
 # the variable that names the command of `forks` to workers
 FORKS = "WORKBENCH_TEST_FORKS"
-SLOW = 10  # seconds; a test that takes longer needs a mark that says why
 MARKS = {
     "slow(reason)": "takes more than ten seconds, and why",
     "wide": "runs in `make test-all`, with -m wide",
@@ -60,11 +59,7 @@ PLATFORMS = {
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--shuffle",
-        metavar="SEED",
-        help="files, and tests within them, in random order",
-    )
+    parser.addoption("--shuffle", metavar="SEED", help="tests in random order")
 
 
 def pytest_configure(config):
@@ -84,36 +79,20 @@ def draw_from_matrices(items: list) -> None:
     alone is drawn."""
     matrices = defaultdict(list)
     for item in items:
-        if matrix := item.get_closest_marker("matrix"):
-            key = (
-                item.path,
-                item.originalname,
-                *matrix.args,
-                matrix.kwargs.get("wide", 0),
-            )
-            matrices[key].append(item)
-    for (_, name, count, wide), cases in matrices.items():
+        if item.get_closest_marker("matrix"):
+            matrices[item.path, item.originalname].append(item)
+    for (_, name), cases in matrices.items():
+        matrix = cases[0].get_closest_marker("matrix")
+        (count,), wide = matrix.args, matrix.kwargs.get("wide", 0)
         order = random.Random(name).sample(cases, len(cases))
         for place, case in enumerate(order[count:]):
             case.add_marker("wide" if place < wide else "exhaustive")
 
 
-def shuffled(items: list, seed: str) -> list:
-    """Files in random order, and the tests within each; a file's tests stay together."""
-    files = defaultdict(list)
-    for item in items:
-        files[item.path].append(item)
-    rng = random.Random(seed)
-    order = rng.sample(sorted(files), len(files))
-    return [
-        item for path in order for item in rng.sample(files[path], len(files[path]))
-    ]
-
-
 def pytest_collection_modifyitems(config, items):
     draw_from_matrices(items)  # the same cases in any order
     if seed := config.getoption("shuffle"):
-        items[:] = shuffled(items, seed)
+        random.Random(seed).shuffle(items)  # `--dist loadfile` keeps files together
     else:  # the longest first, so that the workers of pytest-xdist end together
         places = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: places.get(item.path.stem, len(places)))
@@ -129,14 +108,6 @@ def pytest_collection_modifyitems(config, items):
         (kept if circle in config.getoption("markexpr") else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Names tests that took long without a mark `slow` that says why."""
-    for report in terminalreporter.stats.get("passed", ()):
-        if report.duration > SLOW and "slow" not in report.keywords:
-            line = f"{report.duration:.0f} s without a mark slow: {report.nodeid}"
-            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

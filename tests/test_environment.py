@@ -2,11 +2,9 @@
 conda install; nothing is declared that nothing imports. And git ignores what running the project
 writes."""
 
-import ast
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import packages_distributions
 
@@ -14,6 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from test_structure import names_imported
 from tiny import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -39,17 +38,13 @@ def requirements(lines) -> dict[str, Requirement]:
 
 def imported(*folders: str) -> set[str]:
     """The distributions that Python files of these folders import, at any depth."""
-    names = set()
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {name.name.partition(".")[0] for name in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.partition(".")[0])
     owners = packages_distributions()
-    names -= sys.stdlib_module_names
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return {
-        canonicalize_name(owner) for name in names for owner in owners.get(name, [])
+        canonicalize_name(owner)
+        for path in paths
+        for name in names_imported(path.read_text(), path.parent.name)
+        for owner in owners.get(name.partition(".")[0], [])
     }
 
 

@@ -1,8 +1,6 @@
 """What README and the guide tell people to type exists and is spelled right; links and notebooks
 named there are there."""
 
-import ast
-import inspect
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +9,7 @@ from pkgutil import resolve_name
 import pytest
 from circle import wide
 from in_process import cli
+from test_structure import names_imported
 from tiny import ROOT
 
 from workbench.check.validate import BUG_GATES
@@ -105,17 +104,6 @@ def test_the_tutorial_finds_its_fault_as_written(tmp_path, monkeypatch):
     assert red == ["host", "program", "max_kl", "budget"]
 
 
-def test_every_command_helps_with_an_example():
-    for name in (name for name in app if not name.startswith("-")):
-        assert cli(name, "--help").exit_code == 0
-        told = inspect.getdoc(app[name].default_command)
-        example = re.search(r"Example: (workbench [^\n]+)", told)
-        assert example, f"workbench {name} --help shows no example"
-        arguments = shlex.split(example[1])[1:]
-        assert arguments[0] == name
-        app.parse_args(arguments)
-
-
 def test_links_and_files_named_in_the_documents_lead_somewhere():
     folders = "workbench|tests|notebooks|data|experiments|docs"
     written = re.compile("data/(bundles|golden|evaluations)|.*NN_")
@@ -155,12 +143,6 @@ def test_the_readme_s_python_exports_validates_and_draws(tmp_path, monkeypatch):
 
 def test_python_in_the_documents_imports_what_exists():
     pages = [*PAGES, ROOT / "miltorch" / "README.md", *ROOT.glob("plugins/*/README.md")]
-    for node in ast.parse("\n".join(blocks("python", *pages))).body:
-        names = []
-        if isinstance(node, ast.Import):
-            names = [name.name for name in node.names]
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{name.name}" for name in node.names]
-        for name in names:
-            if re.match("workbench|miltorch", name) and "harness" not in name:
-                resolve_name(name)  # harness needs an extra
+    for name in names_imported("\n".join(blocks("python", *pages))):
+        if re.match("workbench|miltorch", name) and "harness" not in name:
+            resolve_name(name)  # harness needs an extra

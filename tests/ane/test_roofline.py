@@ -8,6 +8,7 @@ from refusal import refused
 
 from workbench.ane import memory, roofline
 from workbench.bundle import PRESETS
+from workbench.export import options
 from workbench.models.checkpoint import Checkpoint
 
 WORK = {"name": "", "weight_bytes": 1e9, "state_bytes": 1e7, "flops": 1e9}
@@ -70,34 +71,32 @@ def test_more_bytes_states_dispatches_and_slower_chips_take_longer(more):
 
 
 def test_routed_experts_read_one_of_a_layer(exports):
-    path = exports.checkpoint("zaya")
+    source = Checkpoint(exports.checkpoint("zaya"))
     dense, routed = (
-        memory.work(exports.bundle(path, moe=kind)) for kind in ("dense", "routed")
+        memory.work(source, options(moe=kind)) for kind in ("dense", "routed")
     )
     assert routed["weight_bytes"].sum() < dense["weight_bytes"].sum()
     assert (len(routed), len(dense)) == (2 * 3 + 1, 3 + 1)
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "how"),
     [
         ("llama", {}),
-        ("llama", {"compress": "int4-block32"}),
-        ("zaya", {}),
         ("zaya", {"moe": "routed"}),
         ("zaya", {"compress": "int4-block32"}),
         ("lfm2", {"batch": 3}),  # layers without a cache
     ],
 )
-def test_a_checkpoint_is_planned_as_it_is_exported(exports, family, options):
+def test_a_checkpoint_is_planned_as_it_is_exported(exports, family, how):
     path = exports.checkpoint(family)
-    bundle = exports.bundle(path, **options)
-    source, options = Checkpoint(path), bundle.manifest.options
-    planned, made = memory.budget(source, options), memory.budget(bundle)
+    bundle, source = exports.bundle(path, **how), Checkpoint(path)
+    chosen = bundle.manifest.options
+    planned, made = memory.budget(source, chosen), memory.budget(bundle)
     for name in ("kv", "side_states", "buffers"):
         assert planned[name] == made[name]
     assert planned["embedding"] == pytest.approx(made["embedding"], rel=0.1)
-    planned, made = memory.work(source, options), memory.work(bundle)
+    planned, made = memory.work(source, chosen), memory.work(bundle)
     for column in ("name", "state_bytes"):
         assert planned[column].tolist() == made[column].tolist()
     ratios = planned["weight_bytes"] / made["weight_bytes"]

@@ -36,24 +36,6 @@ def chromium() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
-def commit(project: Path) -> None:
-    """Makes a copy of the project a checkout of its own, with the write-ups."""
-    shutil.copy(ROOT / ".gitignore", project)
-    for path in (ROOT / "experiments").glob("[0-9]*"):
-        shutil.copytree(path, project / "experiments" / path.name)
-    author = ["-c", "user.name=x", "-c", "user.email=x"]
-    for command in (["init"], ["add", "-A"], [*author, "commit", "-m", "x"]):
-        subprocess.run(
-            ["git", "-C", project, *command], check=True, capture_output=True
-        )
-
-
-def changes(project: Path) -> list[str]:
-    """What git says has changed, or is new, in that checkout."""
-    command = ["git", "-C", project, "status", "--porcelain"]
-    return subprocess.check_output(command, text=True).splitlines()
-
-
 @contextmanager
 def serve(project: Path, home: Path, python: str):
     """Runs JupyterLab on `project`, with kernels of `python`; gives its address."""
@@ -73,12 +55,9 @@ def serve(project: Path, home: Path, python: str):
     }
     command = [
         *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"),
-        *(
-            "--expose-app-in-browser",
-            f"--port={port}",
-            f"--ServerApp.root_dir={project}",
-        ),
-        *("--IdentityProvider.token=", "--KernelManager.transport=ipc"),
+        *("--expose-app-in-browser", "--IdentityProvider.token="),
+        *(f"--port={port}", f"--ServerApp.root_dir={project}"),
+        "--KernelManager.transport=ipc",
         # as `make lab`
         *re.findall(r"--FileContentsManager\S+", (ROOT / "Makefile").read_text()),
     ]
@@ -140,11 +119,10 @@ class Notebook:
     Args:
         page: a Playwright page in which JupyterLab is open.
         path: the notebook in the project.
-        shots: folder for screenshots.
     """
 
-    def __init__(self, page, path: Path, shots: Path):
-        self.page, self.path, self.shots = page, path, shots
+    def __init__(self, page, path: Path):
+        self.page, self.path = page, path
         page.evaluate(OPEN, f"notebooks/{path.name}")
         page.wait_for_selector(".jp-Notebook .jp-Cell")
 
@@ -171,16 +149,6 @@ class Notebook:
             if o["output_type"] == "error"
         ]
         return raised + self.page.locator(".workbench-error").all_inner_texts()
-
-    def shoot(self) -> None:
-        """Keeps the whole notebook as one picture, taken in a window as high as it is."""
-        scroller = "document.querySelector('.jp-WindowedPanel-outer')"
-        height = self.page.evaluate(f"{scroller}.scrollHeight")
-        self.page.set_viewport_size(SIZE | {"height": min(height + 200, 16_000)})
-        self.page.evaluate(f"{scroller}.scrollTop = 0")  # below the last cell is room
-        self.page.wait_for_timeout(300)
-        self.page.screenshot(path=self.shots / f"{self.path.stem}.png")
-        self.page.set_viewport_size(SIZE)
 
 
 class Widget:

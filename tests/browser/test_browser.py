@@ -1,22 +1,10 @@
 """JupyterLab in a real browser: Run All of every notebook ends without an error and changes nothing
-that git tracks; the Explorer measures, follows its sliders, splits a clicked layer's error and saves.
-
-Screenshots stay in build/screens."""
+that git tracks; the Explorer measures, follows its sliders, splits a clicked layer's error and saves."""
 
 import importlib.util
 
 import pytest
-from browser.lab import (
-    FLAGS,
-    SIZE,
-    Notebook,
-    Widget,
-    changes,
-    chromium,
-    commit,
-    open_lab,
-    serve,
-)
+from browser.lab import FLAGS, SIZE, Notebook, Widget, chromium, open_lab, serve
 from experiment import small
 from tiny import ROOT
 
@@ -27,15 +15,12 @@ pytestmark = [
         reason="needs Chromium (apt-get install chromium) and ipympl",
     ),
 ]
-SHOTS = ROOT / "build" / "screens"
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A checkout whose notebooks have small parameters."""
-    copy = small.project(tmp_path_factory.mktemp("project"))
-    commit(copy)
-    return copy
+    return small.project(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +34,7 @@ def lab(project, forks, tmp_path_factory):
     ):
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
         page = open_lab(browser.new_page(viewport=SIZE), address)
-        yield lambda name: Notebook(
-            page, project / "notebooks" / f"{name}.ipynb", SHOTS
-        )
+        yield lambda name: Notebook(page, project / "notebooks" / f"{name}.ipynb")
         browser.close()
 
 
@@ -63,11 +46,10 @@ def lab(project, forks, tmp_path_factory):
 def test_a_notebook_runs_whole_and_leaves_git_as_it_was(name, lab, project):
     notebook = lab(name)
     notebook.run_all()
-    notebook.shoot()
     assert notebook.errors() == []
     # the last thing that a conclusion writes
     assert [*(project / "build" / "experiments" / name).glob("*/report.md")]
-    assert changes(project) == []
+    assert small.changes(project) == ""
 
 
 @pytest.mark.slow("a browser measures a grid")
@@ -88,7 +70,6 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, project):
     explorer.says("× the rounding floor")
     explorer.press("Save figure")
     explorer.says("-k-error (svg")
-    notebook.shoot()
     assert notebook.errors() == []
     saved = (project / "build" / "experiments").glob(
         "05*/*/figures/explorer-*-k-error.*"

@@ -115,6 +115,7 @@ def test_a_machine_with_one_copy_of_the_bundle_reads_what_golden_wrote(
     assert "workbench golden CHECKPOINT --out G --for" in device["reason"]
 
 
+@pytest.mark.wide  # notebook 31 measures every unit, too
 def test_each_unit_names_every_arithmetic_and_what_was_not_measured(
     llama_bundle, golden, calls_here
 ):
@@ -169,15 +170,13 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
     assert (result.exit_code, first) == (1, "RED") and "first inf at" in second
 
 
-def test_plan_of_a_checkpoint_and_of_its_bundle_agree(llama_bundle):
-    found = invoke("plan", TINY, "--max-seq-len", 32), invoke("plan", llama_bundle.root)
-    for plan in found:
+def test_a_checkpoint_is_planned_and_so_is_its_bundle(llama_bundle):
+    """tests/ane/test_roofline.py compares the two."""
+    for source in ([TINY, "--max-seq-len", 32], [llama_bundle.root]):
+        plan = invoke("plan", *source)
         assert not lacks(plan, "plan") and plan["predicted_misfit"] <= 0.3
         assert {"M1", "M4 Max"} <= {row["chip"] for row in plan["chips"]}
-    predicted, measured = (plan["bytes"] for plan in found)
-    assert predicted["kv"] == measured["kv"] == 2 * 4 * 2 * 32 * 32 * 2
-    # program and alignment come on top
-    assert abs(predicted["weights"] / measured["weights"] - 1) < 0.2
+        assert plan["bytes"]["kv"] == 2 * 4 * 2 * 32 * 32 * 2
 
 
 def test_placement_is_predicted_off_a_mac_with_rules_and_advice(llama_bundle):

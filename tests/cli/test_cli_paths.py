@@ -84,16 +84,12 @@ def refusal(open_, path, found="", step="") -> str:
     return text
 
 
-def gguf(folder):
-    folder.mkdir(exist_ok=True)
-    (folder / "model-Q4.gguf").write_bytes(b"GGUF")
-
-
-def test_what_is_no_checkpoint_is_named_with_the_next_step(
+def test_what_is_no_checkpoint_or_no_bundle_is_named_with_the_next_step(
     llama, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    gguf(tmp_path / "some")
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "model-Q4.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     hub = "run: hf download meta-llama/Llama-3.2-1B."
     for path, *told in [
@@ -107,11 +103,6 @@ def test_what_is_no_checkpoint_is_named_with_the_next_step(
         (TINY / "model.safetensors", "a file", f"give the folder {TINY}"),
     ]:
         refusal(Checkpoint, path, *told)
-
-
-def test_what_is_no_bundle_is_named_with_the_next_step(llama, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    gguf(tmp_path)
     head = llama.root / "head_00.mlpackage"
     shutil.copytree(head, "alone.mlpackage")
     (tmp_path / "compiled.mlmodelc").mkdir()
@@ -121,7 +112,7 @@ def test_what_is_no_bundle_is_named_with_the_next_step(llama, tmp_path, monkeypa
         ("alone.mlpackage", "one Core ML model", "workbench export"),
         ("compiled.mlmodelc", "one Core ML model", "workbench export"),
         (TINY, "a Hugging Face checkpoint", "workbench export"),
-        ("model-Q4.gguf", "GGUF weights", "workbench export"),
+        ("some/model-Q4.gguf", "GGUF weights", "workbench export"),
         (llama.root / "bundle.json", "a file", inside),
         ("nowhere", "nothing there", "workbench export"),
     ]:

@@ -7,14 +7,7 @@ import pytest
 from in_process import cli
 from tiny import DATA
 
-TINY = DATA / "tiny-llama"
-
-
-def refused(*arguments) -> str:
-    """The message of a command that ends with 2 and prints nothing else."""
-    result = cli(*arguments)
-    assert result.exit_code == 2 and result.stdout == ""
-    return str(result.exception)
+TWO = "--prompt get --prompt-ids 1"  # prompts
 
 
 @pytest.mark.parametrize(
@@ -23,6 +16,7 @@ def refused(*arguments) -> str:
         ("export TINY out --max-seq-len 0", "max_seq_len"),
         ("export TINY out --tokens '1;2'", "1-4, 4 or 1,64"),
         ("sweep nowhere.yaml", "grid"),
+        ("sweep BUNDLE --T '1;2'", "run.T.0: '1;2'"),
         ("report 99", "99"),
         ("plan TINY --memory lots", "lots"),
         ("plan TINY --memory 0", "above zero"),
@@ -32,12 +26,40 @@ def refused(*arguments) -> str:
         ("golden TINY --out /proc/x/g", "--out"),
         ("golden TINY --out new/g --prompt-ids ''", "prompt ids"),
         ("golden TINY --out new/g --prompt-ids 1,256", "from 0 to 255"),
+        (f"golden TINY --out g {TWO}", "one of --prompt"),
+        ("golden TINY --out g --text none", "no such file"),
         ("run 34 --set DAY=2026-13-45", "DAY"),
+        (
+            "validate BUNDLE --golden TINY/../README.md --tasks TINY/../tasks/heldout.jsonl",
+            "--checkpoint",
+        ),
+        ("validate BUNDLE --checkpoint TINY --prompt-ids ''", "prompt ids"),
+        (f"validate BUNDLE --checkpoint TINY {TWO}", "one of --prompt"),
+        ("validate BUNDLE --checkpoint TINY --text none", "no such file"),
+        ("validate BUNDLE --checkpoint TINY --max-kl -1", "--max-kl"),
+        ("validate BUNDLE --alone", "leave --alone out"),
+        ("validate BUNDLE --each-unit", "--golden"),
+        ("validate BUNDLE --prompt-ids 1", "--golden"),
+        ("explain BUNDLE", "--checkpoint"),
+        (f"explain BUNDLE --checkpoint TINY {TWO}", "one of --prompt"),
+        ("explain BUNDLE --checkpoint TINY --text none", "no such file"),
+        ("explain BUNDLE --only part", 'Choose from: "parts"'),
+        ("explain BUNDLE --only ranges --prompt-ids 1,2,400", "from 0 to 255"),
+        ("generate BUNDLE", "one of them"),
+        ("generate BUNDLE --prompt-ids 1" + 32 * ",1", "max_seq_len"),
+        ("generate BUNDLE --prompt-ids 256", "a whole number from 0 to 255"),
+        ("generate BUNDLE --prompt-ids 1 --max-new -3", "new tokens"),
+        ("generate BUNDLE --chat --prompt-ids 1,2", "--prompt"),
     ],
 )
-def test_bad_input_is_refused_by_name(command, words, tmp_path, monkeypatch):
+def test_bad_input_is_refused_by_name(
+    command, words, llama_bundle, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert words in refused(*shlex.split(command.replace("TINY", str(TINY))))
+    command = command.replace("TINY", str(DATA / "tiny-llama"))
+    result = cli(*shlex.split(command.replace("BUNDLE", str(llama_bundle.root))))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert words in str(result.exception)
     assert not list(tmp_path.iterdir())
 
 
@@ -46,48 +68,10 @@ def test_a_parameter_of_another_type_is_refused_before_anything_runs(
     value, monkeypatch
 ):
     monkeypatch.setattr("workbench.experiment.run_notebook", pytest.fail)
-    problem = refused("run", "5", "--set", f"MAX_SEQ_LEN={value}")
-    assert "MAX_SEQ_LEN" in problem and "a value like 256" in problem
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (
-            "validate --golden TINY/../README.md --tasks TINY/../tasks/heldout.jsonl",
-            "--checkpoint",
-        ),
-        ("validate --checkpoint TINY --prompt-ids ''", "prompt ids"),
-        ("validate --checkpoint TINY --max-kl -1", "--max-kl"),
-        ("validate --alone", "leave --alone out"),
-        ("validate --each-unit", "--golden"),
-        ("validate --prompt-ids 1", "--golden"),
-        ("explain", "--checkpoint"),
-        ("explain --only part", 'Choose from: "parts"'),
-        ("explain --only ranges --prompt-ids 1,2,400", "from 0 to 255"),
-        ("generate", "one of them"),
-        ("generate --prompt-ids 1" + 32 * ",1", "max_seq_len"),
-        ("generate --prompt-ids 256", "a whole number from 0 to 255"),
-        ("generate --prompt-ids 1 --max-new -3", "new tokens"),
-        ("generate --chat --prompt-ids 1,2", "--prompt"),
-        ("sweep --T '1;2'", "run.T.0: '1;2'"),
-    ],
-)
-def test_bad_input_about_a_bundle_is_refused(llama_bundle, command, words):
-    name, *rest = shlex.split(command.replace("TINY", str(TINY)))
-    assert words in refused(name, llama_bundle.root, *rest)
-
-
-@pytest.mark.parametrize("command", ["golden", "validate", "explain"])
-def test_several_prompts_and_a_missing_text_are_refused(
-    command, llama_bundle, tmp_path
-):
-    first = [llama_bundle.root, "--checkpoint", TINY]
-    if command == "golden":
-        first = [TINY, "--out", tmp_path / "g"]
-    prompts = "--prompt", "get", "--prompt-ids", "1"
-    assert "one of --prompt" in refused(command, *first, *prompts)
-    assert "no such file" in refused(command, *first, "--text", tmp_path / "none")
+    result = cli("run", "5", "--set", f"MAX_SEQ_LEN={value}")
+    assert result.exit_code == 2 and result.stdout == ""
+    said = f"MAX_SEQ_LEN: found {value}; needs a value like 256"
+    assert said in str(result.exception)
 
 
 def test_ctrl_c_ends_a_command_with_130_and_without_a_traceback(monkeypatch):

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import shlex
 from dataclasses import fields
 from importlib.metadata import version
 
@@ -36,6 +37,9 @@ def test_help_is_whole_at_80_columns_and_explains_every_option(name):
         # a sentence in a narrow column is broken by the names beside it: its words stay
         missing = [w for w in told.split() if words(w) not in words(narrow)]
         assert not missing, parameter
+    _, command, *arguments = shlex.split(re.search(r"Example: (.+)", document)[1])
+    assert command == name
+    app.parse_args([name, *arguments])  # raises for what it does not know
     # brackets are no markup
     assert all(part in wide for part in re.findall(r"\[[^\]]*\]", document))
     assert not re.search(r"--\w+_|--no-", wide)

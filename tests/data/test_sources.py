@@ -72,16 +72,12 @@ def test_the_readme_lists_every_file():
     assert {f"`{path.name}`" in readme for path in FOLDER.glob("*.csv")} == {True}
 
 
-def test_the_prefix_counts_four_times_the_kv_heads():
+def test_the_prefix_counts_four_times_the_kv_heads_and_the_cache_is_half_a_gibibyte():
     f, corrected = figures("chapter5")
     per_head = 2 * f("prefix length") * f("head_dim", "prefix as inputs")
     quantity, heads = "prefix passed per layer and step", "heads counted in the prefix"
     assert f(quantity) == per_head * f(heads)
     assert corrected(quantity) == per_head * corrected(heads)
-
-
-def test_the_kv_cache_is_half_a_gibibyte_an_eighth_of_the_estimate():
-    f, corrected = figures("chapter5")
     names = ("layers", "KV heads", "max_seq_len", "head_dim", "bytes per element")
     size = 2 * math.prod(f(name, "memory example") for name in names)
     bytes_ = corrected("KV cache memory")
@@ -103,25 +99,15 @@ def test_layers_and_head_do_not_add_up_to_the_time_of_a_token(
     assert rest == pytest.approx(unaccounted_ms, abs=0.05)
 
 
-def test_moe_takes_what_attention_leaves():
-    f, corrected = figures("experiment30")
-    per_layer = f("attention per layer", "experiment 30")
-    rest = f("layers per token", "experiment 30") - f("attention layers") * per_layer
-    assert corrected("MoE per token") == pytest.approx(rest)
-
-
-def test_fifteen_failures_are_five_configurations():
+def test_fifteen_failures_are_five_configurations_and_the_slot_follows_from_the_tokens():
     f, corrected = figures("batch2_cache_bug")
     count = corrected("failing configurations")
     assert f("failing configurations") == count * f("passes per configuration")
     conditions = read("batch2_cache_bug")["condition"]
     assert conditions.str.fullmatch(r"before the fix, .*, 0 tokens").sum() == count
-
-
-def test_the_slot_after_merge_follows_from_the_tokens_that_ran():
-    for f in figures("batch2_cache_bug"):
-        merged = f("_idx after merge", "context 1024")
-        assert merged == f("context", "called 1K") - 1
+    for value in (f, corrected):
+        merged = value("_idx after merge", "context 1024")
+        assert merged == value("context", "called 1K") - 1
 
 
 def test_times_on_the_neural_engine_follow_from_experiment_30():
@@ -129,9 +115,11 @@ def test_times_on_the_neural_engine_follow_from_experiment_30():
     sizes = rows[["weight_bytes", "flops", "dispatches", "ms"]]
     assert (sizes > 0).all(axis=None) and (rows["state_bytes"] >= 0).all()
     ms, states = (rows.set_index("part")[name] for name in ("ms", "state_bytes"))
-    f, _ = figures("experiment30")
+    f, corrected = figures("experiment30")
     attention = f("attention per layer", "experiment 30")
     layers = f("layers per token", "experiment 30")
+    rest = layers - f("attention layers") * attention
+    assert corrected("MoE per token") == pytest.approx(rest)
     assert ms["attention shard"] == attention
     assert ms["MoE shard"] == (layers - 40 * attention) / 40
     cache = 2 * f("KV heads") * f("max_seq_len") * f("head_dim") * 2

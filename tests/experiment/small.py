@@ -1,17 +1,21 @@
-"""A copy of the project in which each notebook has parameters that run within seconds."""
+"""A checkout of the project in which each notebook has parameters that run within seconds,
+and which has checkpoints of two random layers beside the trained ones."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import nbformat
-from tiny import ROOT
+from tiny import ROOT, random
 
 SMALL = {
-    "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 12},
+    "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 6},
+    # dense experts in fp16 are exported once
     "30": {
-        "MAX_SEQ_LEN": 96,
+        "MAX_SEQ_LEN": 48,
         "T_MAX": 2,
-        "PROMPTS": [[42, 100, 200], [2, 42]],
+        "COMPRESS": "fp16",
+        "PROMPTS": [[42, 100, 20], [2, 42]],
         "POSITIONS": 8,
         "DEPTH": 4,
     },
@@ -22,10 +26,10 @@ SMALL = {
         "TOKENS": 4,
         "MAX_SEQ_LEN": 16,
     },
-    "33": {"MAX_SEQ_LEN": 64, "CONTEXTS": [24, 33, 48], "ROUNDS": 1},
+    "33": {"MAX_SEQ_LEN": 32, "CONTEXTS": [12, 17], "ROUNDS": 1},
     "34": {
         "MAX_SEQ_LEN": [16, 32],
-        "T": [1, 2],
+        "T": [2],
         "COMPRESS": ["int8-tensor"],
         "KV_WRITE": ["mask"],
         "DEPTH": 4,
@@ -38,10 +42,14 @@ SMALL = {
 
 
 def project(folder: Path) -> Path:
-    """Copies what notebooks read, with the small parameters behind the notebooks' own."""
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    """A checkout of what notebooks read, with the write-ups; the small parameters stand
+    behind the notebooks' own."""
+    for name in ("pyproject.toml", ".gitignore"):
+        shutil.copy(ROOT / name, folder)
     ignored = shutil.ignore_patterns("bundles", "golden", "evaluations")
     shutil.copytree(ROOT / "data", folder / "data", ignore=ignored)
+    for family in ("llama", "qwen2", "zaya"):
+        random(folder / "data" / f"random-{family}", family, num_hidden_layers=2)
     (folder / "notebooks").mkdir()
     for source in (ROOT / "notebooks").glob("*.ipynb"):
         found = nbformat.read(source, as_version=4)
@@ -51,4 +59,19 @@ def project(folder: Path) -> Path:
             assert name in own, f"{source.stem} has no {name}"
             cell.source += f"\n{name} = {value!r}"
         nbformat.write(found, folder / "notebooks" / source.name)
+    for path in (ROOT / "experiments").glob("[0-9]*"):
+        shutil.copytree(path, folder / "experiments" / path.name)
+    git(folder, "init")
+    git(folder, "add", "-A")
+    git(folder, "-c", "user.name=x", "-c", "user.email=x", "commit", "-m", "x")
     return folder
+
+
+def git(project: Path, *arguments: str) -> str:
+    command = ["git", "-C", project, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def changes(project: Path) -> str:
+    """What git says has changed, or is new, in that copy."""
+    return git(project, "status", "--porcelain")

@@ -1,23 +1,20 @@
-"""Notebooks: committed without outputs, 15 to 25 cells, prose without results; their
+"""Notebooks: 15 to 25 cells, prose without results; their
 answers are computed from the tables of the run, and turn when the tables do."""
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import nbformat
 import numpy as np
 import pandas as pd
 import pytest
-from browser.lab import changes, commit
 from experiment import small
 from tiny import ROOT
 
 from workbench import log, plots
 from workbench.check import gates, states
-from workbench.experiment import notebook_parameters, run_notebook
+from workbench.experiment import run_notebook
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -27,12 +24,9 @@ RESULTS = re.compile(
 )
 
 
-def cells_of(path: Path, kind: str, tag: str | None = None) -> list[str]:
+def cells_of(path: Path, *kinds: str) -> list[str]:
     cells = json.loads(path.read_text())["cells"]
-    cells = [cell for cell in cells if cell["cell_type"] == kind]
-    if tag:
-        cells = [cell for cell in cells if tag in cell["metadata"].get("tags", [])]
-    return ["".join(cell["source"]) for cell in cells]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] in kinds]
 
 
 def named(number: str) -> Path:
@@ -42,8 +36,7 @@ def named(number: str) -> Path:
 def answer_code(path: Path) -> str:
     """The code that computes the answer and concludes: the cells below `## Answer`, up
     to the one that concludes, and in 32 that of its own gates."""
-    cells = json.loads(path.read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells]
+    sources = cells_of(path, "code", "markdown")
     (first,) = (i for i, text in enumerate(sources) if text.startswith("## Answer"))
     (last,) = (i for i, text in enumerate(sources) if "experiment.conclude(" in text)
     gates = [text for text in sources if text.startswith("naive, scaled = ")]
@@ -51,21 +44,13 @@ def answer_code(path: Path) -> str:
 
 
 @each_notebook
-def test_a_notebook_has_few_short_cells_one_of_parameters_and_no_outputs(path):
-    """The hook of `make lab` saves notebooks without outputs (`workbench.lab`)."""
-    command = ["git", "show", f":notebooks/{path.name}"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    for cell in json.loads(shown.stdout)["cells"]:
-        assert not cell.get("outputs") and not cell.get("execution_count")
-    text = path.read_text()
-    assert text == nbformat.writes(nbformat.reads(text, as_version=4)) + "\n"
+def test_a_notebook_has_few_short_cells(path):
+    """That it has no outputs, test_lab.py shows; a cell of parameters, small.py."""
     code, prose = cells_of(path, "code"), cells_of(path, "markdown")
     assert 15 <= len(code) + len(prose) <= 25
     assert all(len(cell.splitlines()) <= 20 for cell in code)
     # as many characters as a page of 1400 pixels shows
     assert max(len(line) for cell in code for line in cell.splitlines()) <= 105
-    assert len(cells_of(path, "code", "parameters")) == 1
-    assert notebook_parameters(path.name[:2])
 
 
 @each_notebook
@@ -158,66 +143,60 @@ def shipped(number: str) -> dict:
     return stored(number, ROOT / "experiments" / named(number).stem)
 
 
+def says(number: str, names: dict, *parts: str) -> None:
+    """Asserts that an answer from these names has these words."""
+    words = answer(number, names)
+    assert [part for part in parts if part not in words] == [], words
+
+
+def red(name: str) -> list:
+    return [gates.Gate(name, "RED", 9.0, 6.0, "")]
+
+
 def test_the_answer_of_05_turns_with_its_rows():
     names = shipped("05")
-    words = answer("05", names)
-    assert "keeps its cache: 0 of " in words and "T = 1, the worst 1" in words
-    assert "as in the sound bundle" in words and "this fault: write_address" in words
     ran = len(names["all_gates"]) - 1  # no device is here
-    assert f"0 of {ran} gates that ran are RED" in words
-    red = [gates.Gate("budget", "RED", 9.0, 6.0, "")]
-    names |= {"result": names["late"], "late": names["result"], "all_gates": red}
+    sound = f"keeps its cache: 0 of {ran} gates that ran are RED"
+    says("05", names, sound, "T = 1, the worst 1", "as in the sound bundle")
+    says("05", names, "this fault: write_address")
+    stale = "does not keep its cache: 1 of 1 gates that ran are RED (stale_rows)"
+    says("05", names | {"all_gates": red("stale_rows")}, stale)
+    names |= {"result": names["late"], "late": names["result"]}
+    names |= {"all_gates": red("budget"), "late_red": names["late_red"][:0]}
     names["result"].cost = names["late"].cost
-    names["late_red"] = names["late_red"][:0]
-    words = answer("05", names)
-    assert "keeps its cache: 1 of 1 gates that ran are RED (budget)" in words
-    assert "0.000" in words and "this fault: none" in words
-    red = [gates.Gate("stale_rows", "RED", 0.0, 1.0, "")]
-    words = answer("05", names | {"all_gates": red})
-    assert (
-        "does not keep its cache: 1 of 1 gates that ran are RED (stale_rows)" in words
-    )
+    turned = "keeps its cache: 1 of 1 gates that ran are RED (budget)"
+    says("05", names, turned, "0.000", "this fault: none")
 
 
 def test_the_answer_of_30_turns_with_its_tables():
     names = shipped("30")
-    words = answer("30", names)
-    assert words.startswith("Yes. On tiny-zaya") and "would show all of them" in words
-    assert "times fewer bytes" in words
-    names["distances"] = names["distances"].clip(upper=0)
-    names["all_gates"] = [gates.Gate("host", "RED", 1.0, 0.0, "")]
+    says("30", names, "Yes. On tiny-zaya", "would show all of them", "fewer bytes")
+    names |= {"distances": names["distances"].clip(upper=0), "all_gates": red("host")}
     names["routing"]["experts"] = names["routing"]["experts"].to_numpy()[::-1]
-    words = answer("30", names)
-    assert words.startswith("No: host is RED.") and "\n0 of " in words
-    assert "would show all but" in words and "times more bytes" in words
+    says("30", names, "No: host is RED.", "\n0 of ", "would show all but", "more bytes")
 
 
 def test_the_answer_of_31_turns_with_its_tables():
     names = shipped("31")
-    words = answer("31", names)
-    assert "part of the squared error is quantization" in words
-    assert "within its limit" in words and " lowers its" in words
+    largest = "part of the squared error is"
+    says("31", names, f"{largest} quantization", "within its limit", " lowers its")
     names["shares"].loc["precision", "precision"] = 2.0
     names["parts"]["reauthoring"] = 1e-3
     names["remedies"]["fp16"] = names["kl"]["bundle"] = 0.5
-    words = answer("31", names)
-    assert "part of the squared error is precision: 200.0%" in words
-    assert "beyond its limit" in words and "does not lower" in words
-    assert "a mean KL of 0.5 nats" in words
+    says("31", names, f"{largest} precision: 200.0%", "beyond its limit")
+    says("31", names, "does not lower", "a mean KL of 0.5 nats")
 
 
 def test_the_answer_of_32_says_which_order_overflows():
     names = shipped("32")
-    words = answer("32", names)
-    assert "alone does not overflow" in words and "bits more" in words
-    assert "infinite in fp16 from a query norm" in words
-    names["orders"] = names["orders"][::-1]
-    names["leaks"]["right"] = True
-    words = answer("32", names)
-    assert "bits fewer" in words and "12 are right" in words
+    says("32", names, "alone does not overflow", "bits more")
+    says("32", names, "infinite in fp16 from a query norm")
     fine = names["scores"].assign(**{"first inf": None, "first nan": None})
     words = answer("32", names | {"scores": fine})
     assert "No query norm that was tried" in words and "undoes this inf" not in words
+    names["orders"] = names["orders"][::-1]
+    names["leaks"]["right"] = True
+    says("32", names, "bits fewer", "12 are right")
 
 
 def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
@@ -229,30 +208,23 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     tables |= {"offsets": offsets, "times": times}
     names = {name: pd.DataFrame(table) for name, table in tables.items()}
     names |= {"all_gates": [], "decoders": [None], "arithmetic": "exact"}
-    words = answer("33", names)
-    assert words.startswith("Yes. 4 cells") and "5 times faster" in words
-    assert "2 of its offsets are known and unaligned, with results FAIL, OK" in words
-    assert "an unaligned offset alone is not the cause" in words
-    assert "1 of 2 configurations gave no token" in words and "warm" in words
+    says("33", names, "Yes. 4 cells", "5 times faster", "alone is not the cause")
+    says("33", names, "2 of its offsets are known and unaligned, with results FAIL, OK")
+    says("33", names, "1 of 2 configurations gave no token", "warm")
     names["edges"] = names["edges"].assign(wrong=1.0)
     names["offsets"].loc[1, "modulo cache step (8)"] = 0
     names["times"]["ms"] = [2.0, 10.0]
-    words = answer("33", names)
-    assert words.startswith("No: 2 of 4 cells differ") and "5 times slower" in words
-    assert "an unaligned offset may be the cause" in words
+    says("33", names, "No: 2 of 4 cells differ", "5 times slower", "may be the cause")
 
 
 def test_the_answer_of_34_turns_with_its_tables():
     names = shipped("34")
-    words = answer("34", names)
-    assert "T 4 has more than T 1" in words
-    fastest = names["valid"].nlargest(2, "tokens_per_s")["name"]
-    assert f"that passes: {fastest.iloc[0]}" in words
-    assert f"% behind: {fastest.iloc[1]}" in words
+    first, second = names["valid"].nlargest(2, "tokens_per_s")["name"]
+    says("34", names, f"that passes: {first}", f"% behind: {second}")
+    says("34", names, "T 4 has more than T 1")
     names["rates"]["value"] = 1e6 / names["rates"]["value"]
     names["valid"]["kl_mean"] = 1.0
-    words = answer("34", names)
-    assert "T 4 has fewer than T 1" in words and "\n0 of 8" in words
+    says("34", names, "T 4 has fewer than T 1", "\n0 of 8")
     for values, overlap in ((names["rates"]["T"], False), (1.0, True)):
         names["rates"]["value"] = values
         lines = answer("34", names).splitlines()
@@ -262,15 +234,12 @@ def test_the_answer_of_34_turns_with_its_tables():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A checkout whose notebooks have small parameters; one checkpoint is without a
-    tokenizer."""
-    folder = small.project(tmp_path_factory.mktemp("project"))
-    (folder / "data" / "tiny-qwen2" / "tokenizer.json").unlink()
-    commit(folder)
-    return folder
+    """A checkout whose notebooks have small parameters."""
+    return small.project(tmp_path_factory.mktemp("project"))
 
 
-OTHER = {"05": "qwen2", "31": "qwen2", "33": "llama", "34": "qwen2"}
+OTHER = {"05": "qwen2", "30": "zaya", "31": "qwen2", "33": "llama", "34": "qwen2"}
+"""The families of random checkpoints, which have no tokenizer."""
 
 
 @pytest.mark.slow("a kernel runs a whole notebook")
@@ -280,13 +249,13 @@ def test_it_runs_with_another_checkpoint_and_its_answer_is_true_of_its_files(
 ):
     monkeypatch.chdir(project)
     number = path.name[:2]
-    other = {"CHECKPOINT": f"data/tiny-{OTHER[number]}"} if number in OTHER else {}
+    other = {"CHECKPOINT": f"data/random-{OTHER[number]}"} if number in OTHER else {}
     result = run_notebook(number, other, progress=False)
     assert all(Path(figure["path"]).is_file() for figure in result["figures"])
     if number != "33":  # the data of its figure are texts
         names = stored(number, Path(result["report"]).parent)
         assert result["conclusion"] == answer(number, names)
-    assert changes(project) == []
+    assert small.changes(project) == ""
 
 
 def test_34_draws_what_macs_measured(capsys):

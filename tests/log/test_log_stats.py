@@ -44,11 +44,10 @@ def repeated(root, seed: int, slower=1.0, rounds=6, interleaved=True) -> list[st
         speed *= slower if side == "b" else 1.0
         rows = []
         for phase, ms in {"call": 10.0, "head": 2.0, "host": 0.5, "layer": 1.2}.items():
-            noise = 1 + 0.03 * rng.standard_normal((3, 16))
-            calls = ms * speed * noise * np.where(rng.random((3, 16)) < 0.05, 2, 1)
-            for repetition, values in enumerate(calls):
-                of_one = samples(values, phase=phase)
-                rows += [row | {"repetition": repetition, "order": i} for row in of_one]
+            noise = 1 + 0.03 * rng.standard_normal(48)
+            calls = ms * speed * noise * np.where(rng.random(48) < 0.05, 2, 1)
+            of_phase = samples(calls, phase=phase, order=i)
+            rows += [row | {"repetition": n % 3} for n, row in enumerate(of_phase)]
         run_id = f"{seed:03}-{i:03}-{side}"
         row = {"setting": f"{seed}{side}", "round": i // 2, "machine": "x"}
         log.append("runs", row | {"status": "ok"}, root, run_id)

@@ -66,7 +66,7 @@ def test_every_option_has_a_column_and_another_value_here():
     assert {*OTHER, *run} <= set(log.SETTINGS) <= set(log.SCHEMAS["runs"].names)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4, wide=14)
 @pytest.mark.parametrize("axis", [*Options.model_fields, *AXES])
 def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     root = tmp_path / "experiments" / "log"

@@ -1,7 +1,6 @@
 """A call in a process of its own: its answer, its refusal, and every way of dying, none of which
 the caller shares."""
 
-import importlib
 import os
 import signal
 import subprocess
@@ -12,68 +11,25 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import called
 import psutil
 import pytest
 
 from workbench import process
 from workbench.errors import last_message
 
-CORE_ML = "E5RT: ANECCompile() FAILED (-14)"
-MODULE = """
-import ctypes, os, signal, sys, threading, time
-from workbench.errors import InputError
 
-def answer(argument):
-    print("chatter on stdout")
-    os.write(2, b"chatter on stderr")
-    return {"got": argument, "pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"]}
-
-def refuse(argument):
-    raise InputError("x", "1", "2", "write 2")
-
-def crash(argument):
-    print("E5RT: ANECCompile() FAILED (-14)", file=sys.stderr)
-    print("a line", file=sys.stderr, flush=True)
-    os.kill(os.getpid(), getattr(signal, argument["signal"]))
-
-def raises(argument):
-    raise RuntimeError("Error compiling model: no")
-
-def refuses_after_core_ml_complained(argument):
-    print("E5RT: ANECCompile() FAILED (-14)", file=sys.stderr)
-    refuse(argument)
-
-def sleeps(argument):
-    open(argument["pid"], "w").write(str(os.getpid()))
-    time.sleep(600)
-
-def hangs(argument):  # as a native call may: no other thread of Python runs meanwhile
-    open(argument["pid"], "w").write(str(os.getpid()))
-    ctypes.PyDLL(None).sleep(600)
-
-def loses_its_server(argument):
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(600)
-
-"""
-
-
-@pytest.fixture(scope="module")
-def module(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("module")
-    (folder / "called.py").write_text(MODULE)
-    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)
-        patch.syspath_prepend(folder)
-        yield importlib.import_module("called")
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Children import called.py."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), os.pathsep)
 
 
 @pytest.mark.slow("imports what cells need, once and once more")
 @pytest.mark.skipif(not process.FORKS, reason="a Mac's frameworks survive no fork")
-def test_children_are_forks_of_one_idle_process_that_survives_them(module):
+def test_children_are_forks_of_one_idle_process_that_survives_them():
     servers = {process.call(os.getppid).value}
-    assert process.call(module.crash, {"signal": "SIGKILL"}).failure
+    assert process.call(called.crash, "SIGKILL").failure
     servers.add(process.call(os.getppid).value)
     (server,) = map(psutil.Process, servers)
     assert not server.children()
@@ -95,28 +51,28 @@ def test_a_child_has_the_environment_and_the_folder_of_its_caller(
 
 
 @pytest.mark.usefixtures("forked")
-def test_answers_come_from_another_process_whatever_it_prints(module):
-    found = process.call(module.answer, {"a": [1, None]}, threads=3)
+def test_answers_come_from_another_process_whatever_it_prints():
+    found = process.call(called.answer, {"a": [1, None]}, threads=3)
     assert found.failure is None and found.value["got"] == {"a": [1, None]}
     assert found.value["pid"] != os.getpid() and found.value["threads"] == "3"
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT"])
-def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
-    found = process.call(module.crash, {"signal": name})
+def test_a_crash_is_named_and_keeps_the_lines_that_tell(name):
+    found = process.call(called.crash, name)
     assert found.failure == f"killed by {name}"
-    assert found.lines[0] == CORE_ML and "a line" in found.lines
+    assert found.lines[0] == called.CORE_ML and "a line" in found.lines
 
 
 @pytest.mark.usefixtures("forked")
-def test_an_exception_is_its_last_line_and_a_refusal_its_message(module):
-    found = process.call(module.raises, {})
+def test_an_exception_is_its_last_line_and_a_refusal_its_message():
+    found = process.call(called.raises)
     assert found.failure == "exit code 1: RuntimeError: Error compiling model: no"
     assert any("Traceback" in line for line in found.lines)
-    found = process.call(module.refuses_after_core_ml_complained, {})
+    found = process.call(called.refuses_after_core_ml_complained)
     assert found.failure == "x: found 1; needs 2. Next: write 2."
-    assert found.lines == (CORE_ML,)
+    assert found.lines == (called.CORE_ML,)
 
 
 @pytest.mark.parametrize(
@@ -153,17 +109,17 @@ def ends(pid: int) -> bool:
     return True
 
 
-def test_what_takes_too_long_is_ended(module, tmp_path, monkeypatch):
+def test_what_takes_too_long_is_ended(tmp_path, monkeypatch):
     """The clock stands at 0 until the child sleeps, however long it takes to start."""
     pid = tmp_path / "pid"
     clock = lambda: 5 * (pid.exists() and bool(pid.read_text()))  # noqa: E731
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=clock))
-    found = process.call(module.hangs, {"pid": str(pid)}, timeout_s=4)
+    found = process.call(called.hangs, pid, timeout_s=4)
     assert found.failure == "no answer in 4 s"
     assert ends(int(pid.read_text()))
 
 
-def test_a_call_is_cancelled_from_another_thread(module, tmp_path):
+def test_a_call_is_cancelled_from_another_thread(tmp_path):
     stop, pid = threading.Event(), tmp_path / "pid"
 
     def stop_once_it_sleeps():
@@ -173,14 +129,15 @@ def test_a_call_is_cancelled_from_another_thread(module, tmp_path):
     threading.Thread(target=stop_once_it_sleeps).start()
     started = time.monotonic()
     with pytest.raises(process.Cancelled):
-        process.call(module.hangs, {"pid": str(pid)}, stop=stop)
+        process.call(called.hangs, pid, stop=stop)
     assert time.monotonic() - started < 60  # of 600
     assert ends(int(pid.read_text()))
 
 
-def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
-    code = f"import called; from workbench import process; process.call(called.sleeps, {{'pid': {str(tmp_path / 'pid')!r}}})"
-    caller = subprocess.Popen([sys.executable, "-c", code])
+def test_a_child_ends_when_its_caller_is_killed(tmp_path):
+    code = "import called, pathlib; from workbench import process\n"
+    code += "process.call(called.sleeps, pathlib.Path('pid'))"
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
     orphan = sleeping(tmp_path / "pid")
     caller.send_signal(signal.SIGKILL)
     caller.wait(10)
@@ -188,8 +145,8 @@ def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
 
 
 @pytest.mark.skipif(not process.FORKS, reason="on a Mac the child is the server")
-def test_a_server_that_is_killed_keeps_no_caller_waiting_for_its_child(module):
-    found = process.call(module.loses_its_server, {}, timeout_s=60)
+def test_a_server_that_is_killed_keeps_no_caller_waiting_for_its_child():
+    found = process.call(called.loses_its_server, timeout_s=60)
     assert found.failure == "killed by SIGKILL"
 
 

@@ -1,18 +1,13 @@
 """The benchmarks: every contestant beside its peers, with every sample."""
 
-import importlib.util
 import os
 import statistics
-from pathlib import Path
 
+import bench
 import pytest
 import tiny
 
 pytestmark = pytest.mark.wide
-PATH = Path(__file__).parents[2] / "tools" / "bench.py"
-SPEC = importlib.util.spec_from_file_location("bench", PATH)
-bench = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(bench)
 
 
 @pytest.fixture
@@ -66,12 +61,3 @@ def test_validation_and_log_have_their_peers(exports, tmp_path, short):
 
 def test_what_is_measured_runs_in_a_process_of_its_own():
     assert bench.apart(os.getpid) != os.getpid()
-
-
-def test_a_gguf_that_is_written_opens(exports, tmp_path):
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path / "model.gguf"
-    bench.write_gguf(exports.checkpoint("qwen2"), "Q8_0", path)
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    assert tensors["blk.0.ffn_up.weight"].tensor_type == gguf.GGMLQuantizationType.Q8_0
-    assert tensors["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32

@@ -1,14 +1,7 @@
 """The counter of tokens."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-PATH = Path(__file__).parents[2] / "tools" / "size.py"
-SPEC = importlib.util.spec_from_file_location("size", PATH)
-size = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(size)
+import size
 
 LONG = "x = 1; " * 40
 
