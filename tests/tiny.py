@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -19,34 +19,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from workbench import Bundle, Decoder
-from workbench.bundle.names import (
-    CONV_STATE,
-    K_STATE,
-    MATRIX_STATE,
-    ROUTER_STATE,
-    V_DELAYED_STATE,
-    V_STATE,
-    X,
-)
 from workbench.models import checkpoint
 
 ROOT = Path(__file__).parents[1]
 DATA, WEIGHTS = ROOT / "data", "model.safetensors"
 SMALL = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+# three heads, and streams that are wider than what is between
+THREE = dict(num_attention_heads=3, num_key_value_heads=1, num_hidden_layers=2)
+THREE |= dict(hidden_size=96, intermediate_size=64)
+HYBRID = SMALL | dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3)
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 512}
+# their defaults lie beyond these vocabularies
+NO_TOKENS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
 DIMS = {
     "llama": SMALL | HEADS | dict(vocab_size=97, tie_word_embeddings=True),
-    "qwen2": dict(
-        hidden_size=96,
-        intermediate_size=64,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        num_hidden_layers=2,
-        vocab_size=101,
-    ),
+    "qwen2": THREE | dict(vocab_size=101),
     "qwen3": SMALL
     | dict(num_attention_heads=3, num_key_value_heads=3, head_dim=96, vocab_size=103),
     "gemma3_text": SMALL
@@ -69,37 +59,24 @@ DIMS = {
         vocab_size=109,
     ),
     "mistral": SMALL | HEADS | dict(sliding_window=7, vocab_size=113),
-    "ministral3": dict(
-        hidden_size=96,
-        intermediate_size=64,
+    "ministral3": THREE
+    | dict(
         num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=32,
-        num_hidden_layers=2,
         vocab_size=127,
         rope_parameters=YARN | {"factor": 4.0, "llama_4_scaling_beta": 0.1},
     ),
-    "smollm3": dict(
-        hidden_size=96,
-        intermediate_size=64,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        num_hidden_layers=3,
-        no_rope_layers=[1, 0, 1],
-        vocab_size=131,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
+    "smollm3": THREE
+    | NO_TOKENS
+    | dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1], vocab_size=131),
     "olmo2": SMALL
+    | NO_TOKENS
+    | dict(num_attention_heads=2, num_key_value_heads=2, vocab_size=137),
+    "olmo3": HEADS
+    | NO_TOKENS
     | dict(
-        num_attention_heads=2, num_key_value_heads=2, vocab_size=137, eos_token_id=None
-    ),
-    "olmo3": dict(
         hidden_size=128,
         intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         num_hidden_layers=3,
         sliding_window=5,
         layer_types=SLIDING,
@@ -108,7 +85,6 @@ DIMS = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
         },
         vocab_size=139,
-        eos_token_id=None,
     ),
     "hunyuan_v1_dense": SMALL
     | HEADS
@@ -121,12 +97,10 @@ DIMS = {
         },
         vocab_size=149,
     ),
-    "phi3": dict(
-        hidden_size=96,
-        intermediate_size=64,
-        num_attention_heads=3,
+    "phi3": THREE
+    | NO_TOKENS
+    | dict(
         num_key_value_heads=3,
-        num_hidden_layers=2,
         rope_parameters={
             "rope_type": "longrope",
             "rope_theta": 1e4,
@@ -137,24 +111,16 @@ DIMS = {
         original_max_position_embeddings=512,
         max_position_embeddings=2048,
         vocab_size=151,
-        pad_token_id=None,
-        eos_token_id=None,
     ),
-    "lfm2": SMALL
+    "lfm2": HYBRID
     | dict(
         block_multiple_of=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_hidden_layers=3,
         layer_types=["conv", "full_attention", "conv"],
         vocab_size=157,
     ),
-    "qwen3_5_text": SMALL
+    "qwen3_5_text": HYBRID
     | dict(
-        num_attention_heads=2,
-        num_key_value_heads=1,
         head_dim=64,
-        num_hidden_layers=3,
         layer_types=LINEAR,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -162,12 +128,9 @@ DIMS = {
         linear_value_head_dim=32,
         vocab_size=163,
     ),
-    "granitemoehybrid": dict(
-        hidden_size=64,
+    "granitemoehybrid": HYBRID
+    | dict(
         shared_intermediate_size=96,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_hidden_layers=3,
         layer_types=LINEAR,
         num_local_experts=0,
         mamba_n_heads=4,
@@ -197,18 +160,12 @@ def edited_weights(path: Path) -> Iterator[dict[str, torch.Tensor]]:
 
 @dataclass
 class Golden:
-    """One prompt through Hugging Face's model: inputs, outputs [L, T, C], logits [T, V];
-    with experts also router states [L, T, R]. `caches[l]` has keys and values [H_kv, T, D]
-    of a layer, `sides[l]` its side states after the prompt, all under the names of their
-    Core ML states."""
+    """One prompt through Hugging Face's model: logits [T, V], and the hidden states [L + 1, T, C]
+    that enter each layer and leave the final norm."""
 
     ids: list[int]
-    inputs: np.ndarray
-    outputs: np.ndarray
-    caches: list[dict[str, np.ndarray]]
+    hidden: np.ndarray
     logits: np.ndarray
-    routers: np.ndarray | None
-    sides: list[dict[str, np.ndarray]]
 
 
 def hf(path: Path):
@@ -234,62 +191,12 @@ def hf(path: Path):
     return model
 
 
-def recording_cache(config):
-    """transformers' cache, keeping every K and V row it is given: sliding layers forget theirs."""
-    from transformers import DynamicCache
-
-    class Recording(DynamicCache):
-        def update(self, keys, values, layer, *args, **kwargs):
-            given = {K_STATE: keys, V_STATE: values}
-            rows[layer] = {name: x[0].numpy().copy() for name, x in given.items()}
-            return super().update(keys, values, layer, *args, **kwargs)
-
-    rows = {}
-    return Recording(config=config), rows
-
-
 def golden(model, ids: list[int]) -> Golden:
-    """Runs `ids` through transformers' model in one call, recording what enters and leaves every
-    decoder layer."""
-    inputs, outputs, routers = [], [], []
-
-    def record(module, arguments, result):
-        hidden, *state = result if isinstance(result, tuple) else (result,)
-        inputs.append(arguments[0][0].numpy().copy())
-        outputs.append(hidden[0].numpy().copy())
-        routers.extend(s[0].numpy().copy() for s in state)
-
-    hooks = [layer.register_forward_hook(record) for layer in model.model.layers]
-    cache, rows = recording_cache(model.config)
+    """Runs `ids` through transformers' model in one call."""
     with torch.inference_mode():
-        found = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
-    for hook in hooks:
-        hook.remove()
-    layers = range(len(inputs))
-    return Golden(
-        ids,
-        np.stack(inputs),
-        np.stack(outputs),
-        [rows.get(layer, {}) for layer in layers],
-        found.logits[0].numpy(),
-        np.stack(routers) if routers else None,
-        [side_states(cache, layer) for layer in layers],
-    )
-
-
-def side_states(cache, layer: int) -> dict[str, np.ndarray]:
-    """Of one layer of transformers' cache: of the inputs of its convolution those that the next
-    token needs."""
-    kept = cache.layers[layer]
-    if not getattr(kept, "conv_states", None):
-        return {}
-    conv = cache.get_conv_state(layer, state_idx=0)[0].T.numpy()
-    if not kept.is_recurrent_states_initialized[0]:
-        return {CONV_STATE: conv[1:]}
-    recurrent = cache.get_recurrent_state(layer, state_idx=0).numpy()
-    if recurrent.ndim == 2:
-        return {CONV_STATE: conv, V_DELAYED_STATE: recurrent}
-    return {CONV_STATE: conv[1:], MATRIX_STATE: recurrent[0]}
+        found = model(torch.tensor([ids]), output_hidden_states=True)
+    hidden = np.concatenate(found.hidden_states)
+    return Golden(ids, hidden, found.logits[0].numpy())
 
 
 def filled(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:
@@ -314,75 +221,23 @@ def put(tree: dict, path: str, value) -> None:
     tree[last] = value(tree[last]) if callable(value) else value
 
 
-def tiles(total: int, sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive chunks of the given sizes, cycled, covering `total` tokens."""
-    start = 0
-    for size in cycle(sizes):
-        stop = min(start + size, total)
-        yield start, stop
-        if stop == total:
-            return
-        start = stop
-
-
-def chained(decoder: Decoder, ids: list[int], sizes: list[int]) -> np.ndarray:
-    """Logits [T, V] of a whole prompt decoded in chunks of `sizes`, batch 1."""
-    seqs = decoder.fresh()
-    hidden = [
-        decoder.advance(seqs, [ids[a:b]])[0][:, :, : b - a]
-        for a, b in tiles(len(ids), sizes)
-    ]
+def chained(
+    decoder: Decoder, ids: list[int], sizes: Sequence[int], width: int = 0
+) -> np.ndarray:
+    """Logits [T, V] of a whole prompt decoded in chunks of `sizes`, cycled, batch 1, each with
+    dummy columns up to `width`."""
+    seqs, sizes, hidden = decoder.fresh(), cycle(sizes), []
+    while ids:
+        size = next(sizes)
+        chunk, ids = ids[:size], ids[size:]
+        made, _ = decoder.advance(seqs, [chunk], T=width)
+        hidden.append(made[:, :, : len(chunk)])
     return decoder.logits(np.concatenate(hidden, axis=2))[0]
 
 
-def logits_error(decoder: Decoder, g: Golden, *sizes: int) -> float:
+def logits_error(decoder: Decoder, g: Golden, *sizes: int, width: int = 0) -> float:
     """The `relative` error of the logits of the golden's prompt in chunks of `sizes`."""
-    return relative(chained(decoder, g.ids, sizes), g.logits)
-
-
-def isolated_cosine(
-    decoder: Decoder, layer: int, g: Golden, sizes: list[int], width: int | None = None
-) -> float:
-    """The `cosine` of the updates of one single-layer shard fed with the golden's inputs in chunks
-    of `sizes`.
-
-    `width` pads every call with columns of garbage. Asserts that the states hold the golden's rows
-    and nothing else.
-    """
-    model = decoder.layers[layer]
-    state = model.make_state()
-    made = []
-    for a, b in tiles(len(g.ids), sizes):
-        count, T = np.array([b - a]), width or b - a
-        io = decoder.host.inputs(np.array([a]), count, T)
-        io[X] = columns(decoder, g.inputs[layer, a:b], T)
-        if g.routers is not None and layer:
-            io[ROUTER_STATE] = columns(decoder, g.routers[layer - 1, a:b], T)
-        (out,) = decoder.run_calls(model, [io], [count], [state], [None])
-        made.append(out[X].reshape(-1, T)[:, : b - a].T)
-    check_states(state, layer, g)
-    x = g.inputs[layer]
-    return cosine(np.concatenate(made) - x, g.outputs[layer] - x)
-
-
-def columns(decoder: Decoder, rows: np.ndarray, T: int) -> np.ndarray:
-    """[n, C] → the bundle's plane of T columns, garbage beyond n."""
-    missing = T - len(rows), rows.shape[1]
-    garbage = 30 * np.random.default_rng(T).standard_normal(missing)
-    return decoder.plane(np.concatenate([rows, garbage]).astype(np.float32).T[None])
-
-
-def check_states(state, layer: int, g: Golden) -> None:
-    """Asserts that the states of a layer are the golden's; rows without a token are zeros."""
-    n, expected = len(g.ids), dict(g.sides[layer])
-    for name, rows in g.caches[layer].items():
-        expected[name] = np.zeros_like(state.read(f"layers.{layer}.{name}")[0])
-        places = expected[name].shape[1]
-        kept = np.arange(max(0, n - places), n)
-        expected[name][:, kept % places] = rows[:, kept]
-    for name, values in expected.items():
-        held = state.read(f"layers.{layer}.{name}")[0]
-        assert relative(held, values) < 1e-5, name
+    return relative(chained(decoder, g.ids, sizes, width), g.logits)
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -421,6 +276,11 @@ def edited(bundle: Bundle, folder: Path, change: Callable[[dict], object]) -> Bu
 def named(kind: str, *fields) -> str:
     """A file name that is the same for equal fields, in every process."""
     return f"{kind}-{hashlib.sha256(repr(fields).encode()).hexdigest()[:16]}"
+
+
+def label(value) -> str:
+    """The id of a case: a name, or the values of options."""
+    return value if isinstance(value, str) else "-".join(map(str, value.values()))
 
 
 def as_device(decoder: Decoder) -> Decoder:

@@ -52,13 +52,6 @@ def test_a_flipped_byte_is_found_by_validation(copy):
         stored_gates(decoder)
 
 
-def leave_out_weights(copy):
-    def others(files):
-        return [file for file in files if "weight.bin" not in file["path"]]
-
-    edited(copy, "shards/0/files", others)
-
-
 def more(copy):
     (first(copy) / "Data" / "more").write_text("x")
 

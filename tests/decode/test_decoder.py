@@ -27,26 +27,16 @@ def llama(exports):
     return exports.decoder(exports.checkpoint("llama"))
 
 
+@pytest.mark.parametrize("width", [0, 4])
 @pytest.mark.parametrize("sizes", [[1, 4, 2, 3], *all_wide([1], [2], [3], [4])])
-def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes):
+def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes, width):
+    """With a width, calls have dummy columns, whose garbage must not enter any state."""
     _, decoder, g = family
-    logits = tiny.chained(decoder, g.ids, sizes)
+    logits = tiny.chained(decoder, g.ids, sizes, width)
     # DeltaNet solves for what a call's tokens change in one another by three or more products
     limit = 5e-6 if decoder.manifest.family == "qwen3_5_text" else 2e-6
     assert tiny.relative(logits, g.logits) < limit
     assert tiny.cosine(logits, g.logits) > 0.999999
-
-
-@pytest.mark.parametrize(
-    "sizes, width", [([1, 3, 2], 4), wide([1], None), wide([2], None), wide([4], None)]
-)
-def test_each_layer_alone_updates_and_remembers_as_hugging_face_does(
-    family, sizes, width
-):
-    """With a width, every call has dummy columns of garbage, which must not enter any state."""
-    _, decoder, g = family
-    for layer in range(decoder.manifest.dims.L):
-        assert tiny.isolated_cosine(decoder, layer, g, sizes, width) > 0.999999
 
 
 def test_fp16_arithmetic_stays_close(family):
@@ -76,20 +66,17 @@ def foreign(decoder) -> Snapshot:
     return replace(decoder.snapshot(), identity="f" * 64)
 
 
-@pytest.mark.matrix(8, wide=10)
+@pytest.mark.matrix(7, wide=8)
 @pytest.mark.parametrize(
     "call, found",
     [
         (lambda d: d.decode_one_token(97), "token id: found 97; needs .* 0 to 96"),
         (lambda d: d.prefill([]), "0 tokens|\\[\\]"),
         (lambda d: d.prefill([[1], [2]]), "2 sequences"),
-        (lambda d: d.prefill([97]), "97"),
-        (lambda d: d.decode_one_token(-1), "-1"),
         (lambda d: d.decode_one_token(1.7), "1.7"),
         (lambda d: d.decode_one_token([1, 2]), "2 sequences of"),
         (lambda d: d.generate([1, 2], -1), "new tokens: found -1"),
         (lambda d: d.trim(-1), "tokens to trim: found -1"),
-        (lambda d: d.snapshot().trim(-1), "tokens to trim: found -1"),
         (lambda d: d.trim(1, seq=1), "sequence: found 1"),
         (lambda d: d.snapshot(-1), "sequence: found -1"),
         (lambda d: d.add(1, d.snapshot()), "sequence: found 1"),
@@ -159,11 +146,3 @@ def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
             assert not any(alive() for alive in held)
         finally:
             gc.enable()
-
-
-@pytest.mark.shim
-def test_core_ml_s_hints_reach_every_shard(llama_bundle):
-    hints = {"reshapeFrequency": "Infrequent"}
-    decoder = Decoder(llama_bundle, "stand-in", hints=hints)
-    shards = [*decoder.layers, *decoder.heads]
-    assert [list(model.hints) for model in shards] == [list(hints)] * len(shards)

@@ -52,34 +52,24 @@ def test_a_look_leaves_the_decoder_s_sequence_as_it_was(
         assert np.array_equal(*logits)
 
 
-def test_a_hook_sees_every_operation_of_its_call_alone(llama_bundle):
-    decoder, seen = Decoder(llama_bundle, "portable", fast=True), []
-    seqs = decoder.fresh()
+def test_a_hook_sees_every_operation_of_its_call_alone_and_replaces_values(
+    llama_bundle,
+):
+    decoder, seen = Decoder(llama_bundle, "portable", "exact"), set()
+    last = decoder.layers[-1].shard
 
     def hook(shard, op, outputs):
-        seen.append(shard.name)
-
-    hidden, _ = decoder.advance(seqs, [IDS[:3]], hook)
-    assert set(seen) == {model.shard.name for model in decoder.layers}
-    seen.clear()
-    decoder.logits(hidden, hook=hook)
-    assert set(seen) == {model.shard.name for model in decoder.heads}
-    seen.clear()
-    decoder.step(seqs, [IDS[3:4]])
-    assert not seen
-
-
-def test_what_a_hook_returns_replaces_the_value(llama_bundle):
-    decoder = Decoder(llama_bundle, "portable", "exact")
-    last = decoder.layers[-1].shard
-    plain, _ = decoder.advance(decoder.fresh(), [[1, 2]])
-
-    def double(shard, op, outputs):
+        seen.add(shard.name)
         if shard is last and [name for name, _ in op.outputs] == [HIDDEN]:
             return [outputs[0] * 2]
 
-    doubled, _ = decoder.advance(decoder.fresh(), [[1, 2]], double)
-    assert np.array_equal(doubled, plain * np.float32(2))
+    doubled, _ = decoder.advance(decoder.fresh(), [IDS[:3]], hook)
+    assert seen == {model.shard.name for model in decoder.layers}
+    seen.clear()
+    plain, _ = decoder.advance(decoder.fresh(), [IDS[:3]])
+    assert np.array_equal(doubled, plain * np.float32(2)) and not seen
+    decoder.logits(plain, hook=hook)
+    assert seen == {model.shard.name for model in decoder.heads}
 
 
 def test_core_ml_has_no_hooks_and_says_so(shimmed, llama_bundle, llama_golden):

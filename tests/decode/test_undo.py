@@ -8,12 +8,10 @@ from circle import wide
 from refusal import refused
 
 from workbench import Decoder
-from workbench.bundle.names import is_cache
 from workbench.check.states import undo_gate
 
-FAMILIES = "gemma3_text", "lfm2", "zaya"  # rings, tails, both tails of CCA
+TAILS = "lfm2", "zaya"
 MATRICES = "qwen3_5_text", "granitemoehybrid"
-SAMPLE = 3  # programs
 GUIDE = tiny.ROOT / "docs" / "guide.md"
 
 
@@ -23,9 +21,14 @@ def three(exports, family: str, shape: int = 0) -> Decoder:
     return exports.decoder(exports.checkpoint(family), **options)
 
 
-@pytest.mark.matrix(2, wide=4)
-@pytest.mark.parametrize("seed", range(SAMPLE))
-@pytest.mark.parametrize("family", [*FAMILIES[:2], wide(FAMILIES[2])])
+# that program goes back into a call, where an undo could forget a tail
+BACK = 11
+
+
+@pytest.mark.parametrize(
+    "family, seed",
+    [("gemma3_text", 1), ("lfm2", BACK), wide("lfm2", 0), wide("zaya", BACK)],
+)
 def test_a_random_program_ends_as_the_tokens_that_count_alone(exports, family, seed):
     assert not programs.fault_of(three(exports, family), seed)
 
@@ -37,22 +40,6 @@ def test_200_random_programs_end_as_the_tokens_that_count_alone(exports, family)
     decoders = [three(exports, family, shape) for shape in (0, 1)]
     found = {seed: programs.fault_of(decoders[seed % 2], seed) for seed in range(200)}
     assert not {seed: fault for seed, fault in found.items() if fault}
-
-
-def test_a_program_notices_an_undo_that_forgets_the_tail(exports):
-    decoder = three(exports, "lfm2")
-    trim = decoder.trim
-
-    def forgetful(count, seq=0):
-        tails = [each for each in decoder.seqs.named_states if not is_cache(each[1])]
-        held = [state.read(name) for state, name in tails]
-        count = trim(count, seq)
-        for (state, name), value in zip(tails, held, strict=True):
-            state.write(name, value)
-        return count
-
-    decoder.trim = forgetful
-    assert any(programs.fault_of(decoder, seed) for seed in range(5 * SAMPLE))
 
 
 @pytest.mark.slow("runs three programs and the gate")
@@ -69,12 +56,12 @@ def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family)
         decoder.snapshot().trim(1)
     assert decoder.trim(1) == 1 and decoder.seqs.floors[0] == 16
     assert decoder.trim(1) == 1 and decoder.snapshot().floor == 16
-    assert not any(programs.fault_of(decoder, seed) for seed in range(SAMPLE))
+    assert not any(programs.fault_of(decoder, seed) for seed in range(3))
     assert undo_gate(decoder).verdict == "GREEN"
 
 
 @pytest.mark.matrix(1, wide=3)
-@pytest.mark.parametrize("family", [*FAMILIES[1:], *MATRICES])
+@pytest.mark.parametrize("family", [*TAILS, *MATRICES])
 def test_a_call_of_one_token_keeps_nothing(exports, family):
     """What decoding token by token would pay for at every token."""
     decoder = exports.decoder(exports.checkpoint(family))

@@ -9,7 +9,7 @@ from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, FileEntry, file_entries
 from workbench.export import export, read_plan, template
 from workbench.export.shards import specs
-from workbench.export.template import find_slots, operations, read_package, values_of
+from workbench.export.template import read_package
 from workbench.export.weights import blank, load_values, weight_sources
 from workbench.models.checkpoint import Checkpoint
 
@@ -71,19 +71,3 @@ def conversions(
         (package / template.MANIFEST).write_text(listed)
         made[spec.name] = file_entries(folder, package)
     return made
-
-
-def contents(package: Path) -> tuple[list[str], dict[str, list[bytes]]]:
-    """The kinds of a program's operations but constants, and the bytes of each constant
-    by the name of its result."""
-    model = read_package(package)
-    ops = operations(model)
-    blob = (package / template.WEIGHTS).read_bytes()
-    values = {}
-    for name, slots in find_slots(model, blob).items():
-        values[name] = []
-        for slot in slots:
-            inline = values_of(ops[slot.op])[slot.role].immediateValue.tensor
-            held = blob[slot.start : slot.stop] if slot.stop else inline.bytes.values
-            values[name].append((slot.role, held))
-    return [op.type for op in ops if not op.type.startswith("const")], values

@@ -5,10 +5,9 @@ Every export is a forked child of this process, so a moment costs no imports. Fa
 second run gives the bytes that an export in peace gives, and nothing is left beside them.
 """
 
-import os
+import multiprocessing
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -25,20 +24,12 @@ DIMS |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 DIMS |= {"num_hidden_layers": 12, "vocab_size": 40_000}
 
 
-def child(source: Path, target: Path) -> int:
-    """A process that exports and ends; 0 in its exit status when the export did."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        export(source, target, **OPTIONS)
-        os._exit(0)
-    finally:
-        os._exit(1)
-
-
-def wait(pid: int) -> bool:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def started(source: Path, target: Path) -> multiprocessing.Process:
+    """A process that exports."""
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=export, args=(source, target), kwargs=OPTIONS)
+    process.start()
+    return process
 
 
 def main(moments: int) -> None:
@@ -46,17 +37,18 @@ def main(moments: int) -> None:
     folder = Path(tempfile.mkdtemp())
     source = checkpoint.random(folder / "c", "llama", **DIMS)
     export(source, folder / "first", **OPTIONS)  # warms this process up
-    start = time.perf_counter()
-    assert wait(child(source, folder / "whole"))
+    expected, start = Bundle.open(folder / "first").identity, time.perf_counter()
+    started(source, folder / "whole").join()
     seconds = time.perf_counter() - start
-    expected = Bundle.open(folder / "whole").identity
     for i in range(moments):
         target, after = folder / f"b{i}", random.uniform(0, seconds)
-        pid = child(source, target)
+        process = started(source, target)
         time.sleep(after)
-        os.kill(pid, signal.SIGKILL)
-        # its bundle was in place, only its end was not
-        assert wait(pid) or target.exists() or wait(child(source, target))
+        process.kill()
+        process.join()
+        # or its bundle was in place, only its end was not
+        if not target.exists():
+            started(source, target).join()
         assert Bundle.open(target).identity == expected, f"killed after {after} s"
         assert not list(folder.glob(".*.partial"))
         shutil.rmtree(target)

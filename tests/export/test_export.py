@@ -17,6 +17,7 @@ from tiny import ROOT, WEIGHTS
 
 from workbench import Bundle
 from workbench import export as exporting
+from workbench.models.checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +72,20 @@ def test_a_target_below_a_file_is_refused(llama, tmp_path):
         small(llama, tmp_path / "file" / "b")
 
 
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        ({"eos_token_id": [5, 7]}, [5, 7]),
-        ({"eos_token_id": 5}, [5]),
-        ({}, []),
-        (None, [3]),
-    ],
-)
-def test_a_bundle_stops_where_generate_of_hugging_face_does(
-    exports, tmp_path, own, expected
-):
+def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path):
     import transformers
 
     whole = exports.checkpoint("llama", num_hidden_layers=1, eos_token_id=3)
     path = shutil.copytree(whole, tmp_path / "c")
     (path / "generation_config.json").unlink(missing_ok=True)
-    if own is not None:
-        (path / "generation_config.json").write_text(json.dumps(own))
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    eos = model.generation_config.eos_token_id
-    eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    assert small(path, tmp_path / "b").manifest.tokens.eos == eos == expected
+    assert Checkpoint(path).eos == [3]
+    for own, expected in (({}, []), (5, [5]), ([5, 7], [5, 7])):
+        made = {"eos_token_id": own} if own else {}
+        (path / "generation_config.json").write_text(json.dumps(made))
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        assert model.generation_config.eos_token_id == (own or None)
+        assert Checkpoint(path).eos == expected
+    assert small(path, tmp_path / "b").manifest.tokens.eos == expected
 
 
 WIDTH_1 = {"hidden_size": 1, "intermediate_size": 1, "head_dim": 2}

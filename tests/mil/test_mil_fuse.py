@@ -35,14 +35,10 @@ BUNDLES = [
 LIMIT = 1e-2
 
 
-def ids_of(value):
-    return value if isinstance(value, str) else "-".join(map(str, value.values()))
-
-
 @pytest.mark.slow("exports a bundle of any family and preset")
-@pytest.mark.matrix(5, wide=12)
+@pytest.mark.matrix(3, wide=14)
 @pytest.mark.parametrize("reads", ["used", "all"])
-@pytest.mark.parametrize("family, options", BUNDLES, ids=ids_of)
+@pytest.mark.parametrize("family, options", BUNDLES, ids=tiny.label)
 def test_fused_steps_stay_close_to_the_plain_ones(exports, family, options, reads):
     bundle = exports.bundle(exports.checkpoint(family), **options)
     fast = Decoder(bundle, "portable", fast=True, reads=reads)
@@ -70,7 +66,7 @@ def layers(exports, family: str, change=None, **options) -> Executable:
     return Executable(made, fuse=True)
 
 
-@pytest.mark.matrix(2, wide=9)
+@pytest.mark.matrix(1, wide=4)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"])
 def test_groups_of_every_family_are_recognised(exports, family):
     steps = layers(exports, family).body.steps
@@ -232,10 +228,8 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
     assert weights[..., :3].max() < 1e-3
 
 
-@pytest.mark.parametrize("places", [None, [np.array([0])] * 3])
-def test_a_cache_write_refuses_rows_of_another_batch(places):
-    cell, mask = StateCell(torch.zeros(1, 2, 6, 4).half()), torch.zeros(1, 1, 6, 1)
-    rows = torch.ones(2, 2, 1, 4).half()
+def test_a_cache_write_refuses_rows_of_another_batch():
+    cell, mask = StateCell(torch.zeros(1, 2, 6, 4)), torch.zeros(1, 1, 6, 1)
     with pytest.raises(ValueError, match=r"rows \[2, 2, 1, 4\] for a state"):
-        fused.write_rows(False, rows, mask.half(), cell, places)
-    assert cell.value.shape == (1, 2, 6, 4) and not cell.value.any()
+        fused.write_rows(False, torch.ones(2, 2, 1, 4), mask, cell, None)
+    assert not cell.value.any()

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from memory import ROWS, WIDTH, Memory
 
 import miltorch
-from miltorch.quiet import quiet
+from miltorch.quiet import messages, quiet
 from workbench.errors import InputError
 
 MODEL = "Data/com.apple.CoreML/model.mlmodel"
@@ -103,22 +104,14 @@ def test_a_package_computes_what_its_module_does(packages, calls, precision, tol
     np.testing.assert_allclose(state["memory"].value, module.memory, **close)
 
 
-def test_states_are_independent(packages, calls):
-    executable = miltorch.Executable(miltorch.read(packages["fp16"]))
-    one, other = executable.make_state(), executable.make_state()
-    executable.run({"x": torch.from_numpy(calls[0])}, one)
-    assert one["memory"].value.any() and not other["memory"].value.any()
-
-
 @pytest.fixture
 def package(packages, tmp_path):
     return shutil.copytree(packages["fp16"], tmp_path / "broken.mlpackage")
 
 
-def refused(package, *words):
-    with pytest.raises(InputError) as problem:
+def refused(package, words):
+    with pytest.raises(InputError, match=words):
         miltorch.read(package)
-    assert all(word in str(problem.value) for word in words), problem.value
 
 
 def manifest_naming(package, path):
@@ -154,45 +147,47 @@ def test_a_manifest_must_name_a_model(package, text):
 
 @pytest.mark.parametrize("part", [MODEL, WEIGHTS, "Data/com.apple.CoreML"])
 def test_symlinks_are_refused(package, tmp_path, part):
-    outside = tmp_path / "elsewhere"
-    shutil.move(package / part, outside)
+    outside = shutil.move(package / part, tmp_path / "elsewhere")
     (package / part).symlink_to(outside)
     refused(package, "a symlink")
 
 
-@pytest.mark.parametrize("part", [MODEL, WEIGHTS])
-def test_git_lfs_pointers_are_named(package, part):
-    (package / part).write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:"
-        + "0" * 64
-        + "\nsize 99\n"
-    )
-    refused(package, "Git LFS pointer", "git lfs pull")
+def pointer(path):
+    oid = "0" * 64
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid {oid}\nsize 1\n")
 
 
-@pytest.mark.parametrize("left", [0, 63, 64, 200])
-def test_truncated_weights_are_refused(package, left):
-    (package / WEIGHTS).write_bytes((package / WEIGHTS).read_bytes()[:left])
-    refused(package, "weight.bin")
+def cut(left):
+    return lambda path: path.write_bytes(path.read_bytes()[:left])
 
 
-def test_missing_files_are_refused(package):
-    (package / WEIGHTS).unlink()
-    refused(package, "weight.bin", "no such file")
-    shutil.rmtree(package)
-    refused(package, "nothing there")
-
-
-def test_other_kinds_of_models_are_named(package, tmp_path, ct):
-    spec = ct.proto.Model_pb2.Model()
-    for kind in ("neuralNetwork", "pipeline"):
+def other(kind):
+    def write(path):
+        spec = messages("Model_pb2").Model()
         getattr(spec, kind).SetInParent()
-        (package / MODEL).write_bytes(spec.SerializeToString())
-        refused(package, kind)
-    (package / MODEL).write_bytes(b"")
-    refused(package, "a model of type none")
-    (package / MODEL).write_bytes(b"\xff" * 100)
-    refused(package, "bytes that are no model")
+        path.write_bytes(spec.SerializeToString())
+
+    return write
+
+
+DAMAGES = [  # a part, what becomes of it, what is named
+    *((part, pointer, "Git LFS pointer.*git lfs pull") for part in (MODEL, WEIGHTS)),
+    *((WEIGHTS, cut(left), "weight.bin") for left in (0, 63, 64, 200)),
+    (WEIGHTS, Path.unlink, "weight.bin.*no such file"),
+    (".", shutil.rmtree, "nothing there"),
+    *((MODEL, other(kind), kind) for kind in ("neuralNetwork", "pipeline")),
+    (MODEL, cut(0), "a model of type none"),
+    (MODEL, lambda path: path.write_bytes(b"\xff" * 100), "bytes that are no model"),
+]
+
+
+@pytest.mark.parametrize("part, damage, words", DAMAGES)
+def test_a_damaged_package_is_refused_by_name(package, part, damage, words):
+    damage(package / part)
+    refused(package, words)
+
+
+def test_files_that_are_no_package_are_named(tmp_path):
     (tmp_path / "model.mlmodelc").mkdir()
     refused(tmp_path / "model.mlmodelc", "a compiled model")
     (tmp_path / "model.mlmodel").write_bytes(b"")
@@ -208,7 +203,7 @@ def test_a_weight_path_cannot_lead_elsewhere(package, ct):
             if value.WhichOneof("value") == "blobFileValue":
                 value.blobFileValue.fileName = "@model_path/../../../../etc/passwd"
     (package / MODEL).write_bytes(spec.SerializeToString())
-    refused(package, "etc/passwd", "a path inside the package")
+    refused(package, "etc/passwd.*a path inside the package")
 
 
 def test_an_unknown_function_is_refused(packages):

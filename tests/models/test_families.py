@@ -9,7 +9,6 @@ import transformers
 from circle import wide
 from refusal import refused
 
-from workbench.bundle.names import K_STATE
 from workbench.export import export
 from workbench.models import family_of
 
@@ -162,7 +161,7 @@ ODD = [  # beside the random dimensions that `make prove` draws for every family
 HYBRIDS = "lfm2", "qwen3_5_text", "granitemoehybrid"
 
 
-@pytest.mark.matrix(2, wide=8)
+@pytest.mark.matrix(1, wide=9)
 @pytest.mark.parametrize("family, changed", ODD)
 def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, changed):
     few = {} if family in HYBRIDS else {"num_hidden_layers": 1}
@@ -170,9 +169,8 @@ def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, ch
     decoder, g = exports.decoder(checkpoint), exports.golden(checkpoint, 14)
     # a matrix state's reads are divided by their norm, which may be small: the limit of gate program
     limit = 1e-5 if family in HYBRIDS else 3e-6
-    for sizes in ([1], [2, 3], [4]):
-        assert tiny.isolated_cosine(decoder, 0, g, sizes, 4) > 0.999999
-        assert tiny.logits_error(decoder, g, *sizes) < limit
+    for sizes, width in (([1], 4), ([2, 3], 0), ([4], 0)):
+        assert tiny.logits_error(decoder, g, *sizes, width=width) < limit
 
 
 def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):
@@ -182,13 +180,12 @@ def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):
     with tiny.edited_weights(path) as weights:
         along = weights[name("k")] / weights[name("k")].norm()
         weights |= {name("k"): 921 * along, name("q"): 100 * along.repeat(3)}
-    queries = []
-    exports.hf(path).model.layers[0].self_attn.q_proj.register_forward_hook(
-        lambda *call: queries.append(call[-1])
-    )
+    made, attention = [], exports.hf(path).model.layers[0].self_attn
+    for part in (attention.q_proj, attention.k_proj):
+        part.register_forward_hook(lambda *call: made.append(call[-1]))
     g = exports.golden(path, 8)
-    first = queries[0][0, 0].reshape(3, 128).numpy()
-    assert (first @ g.caches[0][K_STATE][0, 0]).max() > 65504
+    query, key = (first[0, 0].reshape(-1, 128) for first in made)
+    assert (query @ key.T).max() > 65504
     declared = exports.decoder(path, "declared")
     assert np.isfinite(tiny.chained(declared, g.ids, [4])).all()
     assert tiny.logits_error(exports.decoder(path), g, 4) < 1e-4

@@ -4,12 +4,9 @@ import numpy as np
 import tiny
 
 from workbench import Decoder
-from workbench.models import zaya
-
-DECLARED = 0.999  # cosine in fp16
 
 
-def test_the_skip_class_adds_nothing(exports, tmp_path, monkeypatch):
+def test_the_skip_class_adds_nothing(exports, tmp_path):
     """Older forks return x · p for it; transformers' implementation returns 0."""
     path = tiny.random(tmp_path / "c", "zaya", num_hidden_layers=2)
     with tiny.edited_weights(path) as weights:
@@ -17,13 +14,7 @@ def test_the_skip_class_adds_nothing(exports, tmp_path, monkeypatch):
             weights[f"model.layers.{i}.mlp.gate.balancing_biases"][-1] = 0.05
     g = exports.golden(path, 23)
 
-    def also_x(self, x, probabilities, scores, dense=zaya.Mixture.dense):
-        skip = (scores.argmax(1, keepdim=True) == self.experts.count).to(x.dtype)
-        return dense(self, x, probabilities, scores) + x * skip * probabilities[:, -1:]
-
     assert tiny.logits_error(exports.decoder(path), g, 4) < 3e-6
-    monkeypatch.setattr(zaya.Mixture, "dense", also_x)
-    assert tiny.logits_error(exports.decoder(path, layers_per_shard=2), g, 4) > 1e-3
 
 
 def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
@@ -33,12 +24,10 @@ def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
         for i in range(2):
             weights[f"model.layers.{i}.post_feedforward_layernorm.weight"][7] = 30_000
     g = exports.golden(path, 12)
-    assert np.abs(g.outputs[1]).max() > 65504
+    assert np.abs(g.hidden[2]).max() > 65504
     declared = Decoder(exports.bundle(path), "portable", fast=True)
     exponent = declared.manifest.residual_exponent
     scale = declared.manifest.embedding.scale
     assert exponent >= 2 and scale == 64**0.5 * 2.0**-exponent
     assert tiny.logits_error(exports.decoder(path), g, 4) < 3e-6
-    assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > DECLARED
-    hidden = declared.advance(declared.fresh(), [g.ids[:4]])[0][0].T * 2.0**exponent
-    assert tiny.cosine(hidden, g.outputs[-1, :4]) > DECLARED
+    assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > 0.999

@@ -19,12 +19,9 @@ from workbench.sweep import timing
 PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
 
 
-LAYERS = {"num_hidden_layers": 2, "num_experts": 2}
-
-
 @pytest.fixture(scope="module")
 def source(exports):
-    return exports.checkpoint("zaya", **LAYERS)
+    return exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2)
 
 
 @pytest.fixture(scope="module")
@@ -32,62 +29,29 @@ def bundle(exports, source):
     return exports.bundle(source, tokens="1,4", max_seq_len=24)
 
 
-def check_alike(one: Decoder, several: Decoder) -> None:
-    """The same logits of a prompt and of single tokens behind it, and the same states after them;
-    layers then have the functions of T = 1 and 4, the head that of 1."""
+def test_core_ml_copies_states_between_functions(shimmed, bundle, exports, source):
+    """A prompt at T = 4, then single tokens, as with one flexible program; the head has one T."""
+    flexible = exports.bundle(source, tokens="1-4", max_seq_len=24)
+    one, several = (Decoder(each, "coreml") for each in (flexible, bundle))
     ids = tiny.prompt(90, PROMPT + MORE)
-    for each in (one, several):
-        each.begin()
     found, expected = (
-        [d.prefill(ids[:PROMPT]), *map(d.decode_one_token, ids[PROMPT:])]
-        for d in (several, one)
+        [each.prefill(ids[:PROMPT]), *map(each.decode_one_token, ids[PROMPT:])]
+        for each in (several, one)
     )
     assert np.array_equal(found, expected)
     rows, states = (
-        {name: state.read(name) for state, name in d.seqs.named_states}
-        for d in (one, several)
+        {name: state.read(name) for state, name in each.seqs.named_states}
+        for each in (one, several)
     )
     assert states.keys() == rows.keys()
     for name in rows:
         assert rows[name].any() and np.array_equal(states[name], rows[name]), name
-    if several.is_device:
-        loaded = [sorted(m.models) for m in (*several.layers, *several.heads)]
-    else:
-        models = (*several.layers, *several.heads)
-        loaded = [[T for T, _ in m.executables] for m in models]
+    loaded = [sorted(model.models) for model in (*several.layers, *several.heads)]
     assert loaded == [[1, 4]] * len(several.layers) + [[1]]
 
 
-@pytest.mark.slow("two exports, one of them with a program for each T")
-@pytest.mark.matrix(1, wide=4)
-@pytest.mark.parametrize("precision", ["exact", "declared"])
-@pytest.mark.parametrize(
-    "family, changed, chosen",
-    [
-        ("zaya", LAYERS, {}),
-        ("llama", {}, {"kv_write": "slice", "compress": "int8-tensor"}),
-        ("gemma3_text", {}, {"sliding": "ring", "layers_per_shard": 3}),
-    ],
-)
-def test_prefill_at_t_and_decode_at_1_are_those_of_a_flexible_program(
-    exports, precision, family, changed, chosen
-):
-    checkpoint = exports.checkpoint(family, **changed)
-    how = {"max_seq_len": 24} | chosen
-    pair = [
-        exports.decoder(checkpoint, precision, tokens=tokens, **how)
-        for tokens in ("1-4", "1,4")
-    ]
-    check_alike(*pair)
-
-
-def test_core_ml_copies_states_between_functions(shimmed, bundle, exports, source):
-    flexible = exports.bundle(source, tokens="1-4", max_seq_len=24)
-    check_alike(*(Decoder(each, "coreml") for each in (flexible, bundle)))
-
-
 @pytest.mark.slow("the experts are shards, each with a program for each T")
-@pytest.mark.parametrize("moe", ["dense", wide("routed")])
+@pytest.mark.parametrize("moe", ["routed", wide("dense")])
 def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, moe):
     g = tiny.golden(exports.hf(source), tiny.prompt(109, 14))
     decoder = exports.decoder(source, tokens="1,4", max_seq_len=24, moe=moe)

@@ -4,7 +4,6 @@ each, as runtimes (`stand-in-kill`) that this folder's entry points offer."""
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,14 +38,6 @@ class _Rejecting(Faulty):
                 "Failed to build the model execution plan using a model architecture file "
                 f"'{Path(path) / 'model.mil'}' with error code: -14."
             )
-
-
-class RejectedStates(_Rejecting):
-    """Models with states fail to load with error code -14, whatever the compute
-    units."""
-
-    def rejects(self, compute_units: str) -> bool:
-        return bool(self.executable.program.states)
 
 
 def _flexible(description) -> bool:
@@ -180,35 +171,6 @@ class OnEngine(Faulty):
         if compute_units in ("CPU_AND_NE", "ALL"):
             return plan(path, "ane")
         return plan(path, "cpu")
-
-
-class SimulatedMac(OnEngine):
-    """No fault, a simulated Mac: durations are made up, and flexible shapes are planned
-    on the CPU."""
-
-    # by whether the compute units have the Neural Engine
-    DISPATCH_MS = {True: 2.0, False: 0.1}
-    BYTES_PER_MS = {True: 60e6, False: 20e6}
-
-    def __init__(self, path: str, compute_units: str, *rest):
-        super().__init__(path, compute_units, *rest)
-        flexible = _flexible(self.description)
-        engine = compute_units in ("CPU_AND_NE", "ALL") and not flexible
-        weights = sum(file.stat().st_size for file in Path(path).rglob("*.bin"))
-        self.ms = self.DISPATCH_MS[engine] + weights / self.BYTES_PER_MS[engine]
-
-    @staticmethod
-    def get_compute_plan(path: str, compute_units: str):
-        if _flexible(read_spec(Path(path)).description):
-            compute_units = "CPU_ONLY"
-        return OnEngine.get_compute_plan(path, compute_units)
-
-    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
-        start = time.perf_counter()
-        outputs = super().predict(data, state)
-        time.sleep(max(0, self.ms / 1e3 - (time.perf_counter() - start)))
-        self.last_predict_ns = int(self.ms * 1e6)
-        return outputs
 
 
 class Plan:
