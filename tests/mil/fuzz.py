@@ -71,19 +71,18 @@ def attempts(count: int, seed: int, attempt: Callable) -> list:
 
 
 def damage(data: bytes, random: np.random.Generator) -> bytes:
-    """`data` cut short, with bits flipped, bytes replaced, a piece missing, or a piece twice."""
-    array, kind = np.frombuffer(data, np.uint8).copy(), random.integers(5)
-    places = random.integers(len(array), size=random.integers(1, 9))
-    first, last = sorted(random.integers(len(data), size=2))
+    """`data` cut short, with bytes replaced, a piece missing, or a piece twice."""
+    kind, (first, last) = random.integers(5), sorted(random.integers(len(data), size=2))
     if kind == 0:
         return data[:first]
     if kind == 1:
-        array[places] ^= np.uint8(1 << random.integers(8))
-        return array.tobytes()
+        return data[:first] + data[last:]
     if kind == 2:
-        array[places] = random.integers(256, size=len(places))
-        return array.tobytes()
-    return data[:first] + data[last:] if kind == 3 else data[:last] + data[first:]
+        return data[:last] + data[first:]
+    array = np.frombuffer(data, np.uint8).copy()
+    places = random.integers(len(array), size=random.integers(1, 9))
+    array[places] = random.integers(256, size=len(places))
+    return array.tobytes()
 
 
 def opened_and_run(package: Path) -> str:
