@@ -51,6 +51,7 @@ MARKS = {
     "shim": "puts the shim under coremltools, or runs the stand-in for Core ML",
 }
 # The circles beyond `make test`: a test of both is in the outer one.
+SLOW = 10  # seconds; a test that takes longer needs a mark that says why
 CIRCLES = ("exhaustive", "wide")
 PLATFORMS = {
     "mac": ("darwin", "only a Mac can show it: there is no Core ML here"),
@@ -108,6 +109,14 @@ def pytest_collection_modifyitems(config, items):
         (kept if circle in config.getoption("markexpr") else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Names tests that took long without a mark `slow` that says why."""
+    for report in terminalreporter.stats.get("passed", ()):
+        if report.duration > SLOW and "slow" not in report.keywords:
+            line = f"{report.duration:.0f} s without a mark slow: {report.nodeid}"
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
