@@ -84,6 +84,7 @@ def test_a_fault_is_red_and_its_cause_named(adoptions, style):
         assert errors[1] > 10 * errors[0]
 
 
+@pytest.mark.slow("converts several programs and decodes")
 @some("chunks")
 def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     decoder = adoptions.decoder(style)
@@ -97,6 +98,7 @@ def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     assert max(errors) < SAME_CACHES
 
 
+@pytest.mark.slow("converts several programs and decodes")
 @pytest.mark.parametrize("style", ["shards", *all_wide("rotating", "newest")])
 def test_a_sequence_goes_back_by_a_snapshot_and_by_trim(adoptions, style):
     decoder = adoptions.decoder(style)

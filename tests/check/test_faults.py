@@ -27,6 +27,7 @@ SOUND = [
 ]
 
 
+@pytest.mark.slow("exports a bundle and runs every bug gate")
 @pytest.mark.matrix(2, wide=8)
 @pytest.mark.parametrize("case", SOUND)
 def test_no_sound_bundle_is_red(case, exports):

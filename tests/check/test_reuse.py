@@ -58,6 +58,7 @@ def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refus
         check_reuse(decoder, lengths=(20, trained.S))
 
 
+@pytest.mark.slow("exports two bundles and hands caches on")
 @pytest.mark.matrix(4, wide=8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_turns_the_gate_red(name, exports, monkeypatch):

@@ -54,6 +54,7 @@ def weight(package) -> int:
     return sum(file.stat().st_size for file in package.rglob("*.bin"))
 
 
+@pytest.mark.slow("exports a bundle and cuts its programs")
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("family", "compress"), list(zip(sorted(tiny.DIMS), cycle(PRESETS)))
