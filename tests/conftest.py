@@ -92,11 +92,12 @@ def draw_from_matrices(items: list) -> None:
 
 def pytest_collection_modifyitems(config, items):
     draw_from_matrices(items)  # the same cases in any order
+    # the longest first, so that the workers of pytest-xdist end together
+    places = {name: place for place, name in enumerate(LONGEST)}
     if seed := config.getoption("shuffle"):
         random.Random(seed).shuffle(items)  # `--dist loadfile` keeps files together
-    else:  # the longest first, so that the workers of pytest-xdist end together
-        places = {name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+        places = dict.fromkeys(places, 0)
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     kept, left = [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
