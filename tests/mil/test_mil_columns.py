@@ -90,6 +90,7 @@ def test_calls_together_compute_what_each_computes_alone(kind):
         ("softmax", {"axis": 2}, 2, 2),
         ("reduce_mean", {"axes": [1], "keep_dims": True}, 2, 1),
         ("reduce_mean", {"axes": [-2], "keep_dims": True}, 2, 2),
+        ("reduce_mean", {"axes": [-1]}, 2, 2),
         ("slice_by_index", {"begin": [0] * 4, "end": [1] * 4, "end_mask": ALL}, 2, 1),
         ("slice_by_index", {"begin": [1] * 4, "end": [1] * 4, "end_mask": ALL}, 2, 2),
     ],
