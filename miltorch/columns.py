@@ -1,8 +1,8 @@
 """Steps that run once for several calls.
 
-Tokens are columns: each entry along one axis of a value, which is counted from the end,
-belongs to a token. Where every column of a result comes from the same column of the
-operands alone, a step takes the columns of several calls, one call behind another."""
+A token is a column: one entry along one axis of a value. Axes are counted from the end.
+Where every column of a result comes from the same column of the operands alone, a step
+computes the columns of several calls, one call behind another."""
 
 import math
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ def separate(
 ) -> None:
     """Gives every call its own columns of the joined values `names`, unless it has
     them."""
-    for name in names if joined else ():
+    for name in names:
         if name not in joined or name in values[0]:
             continue
         value, axis, sizes = joined[name]

@@ -136,8 +136,8 @@ class Executable:
         may be that of other calls, and with a hook of its own.
 
         Every step of every call, and the order in which a state is read and written, are
-        those of `run`. Before and behind the steps that access states, a step takes the
-        columns of several calls at once where none depends on another
+        those of `run`. Before and behind the steps that access states, a step computes
+        the columns of several calls at once where no column depends on another
         (`miltorch.columns`), so that a weight is read once. Sums may add up in another
         order."""
         results, names = [], self.program.outputs
@@ -202,10 +202,13 @@ class Executable:
     def _run_steps(
         self, steps: list[Step], values: list[dict], hooks, joined: dict[str, Joined]
     ) -> None:
+        several = len(values) > 1
         for step in steps:
             try:
-                if not (step.columnwise and _run_joined(step, values, joined)):
-                    separate(joined, step.reads(), values)
+                shared = several and step.columnwise
+                if not (shared and _run_joined(step, values, joined)):
+                    if joined:
+                        separate(joined, step.reads(), values)
                     for own, hook in zip(values, hooks):
                         self._run_step(step, own, hook)
             except InputError:
@@ -304,7 +307,7 @@ class Executable:
 
 def _run_joined(step: Step, values: list[dict], joined: dict[str, Joined]) -> bool:
     """Runs a columnwise step for all calls at once; returns whether it could."""
-    found = len(values) > 1 and operands(step, values, joined)
+    found = operands(step, values, joined)
     if not found:
         return False
     first = next(iter(found.values()))
