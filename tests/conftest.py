@@ -50,8 +50,8 @@ MARKS = {
     "mac": "needs Core ML itself",
     "shim": "puts the shim under coremltools, or runs the stand-in for Core ML",
 }
-# The circles beyond `make test`: a test of both is in the outer one.
 SLOW = 10  # seconds; a test that takes longer needs a mark that says why
+# The circles beyond `make test`: a test of both is in the outer one.
 CIRCLES = ("exhaustive", "wide")
 PLATFORMS = {
     "mac": ("darwin", "only a Mac can show it: there is no Core ML here"),

@@ -99,7 +99,7 @@ def test_stored_bits_are_those_of_the_core_ml_bundle(family, preset, exports):
 
 
 def test_two_processes_make_the_same_bytes(exports, tmp_path):
-    checkpoint = exports.checkpoint("zaya")  # Apple's passes fold a weight of its
+    checkpoint = exports.checkpoint("zaya")  # of which Apple's passes fold a weight
     how = {"max_seq_len": 32, "target": "coreai-fp32"}
     apple = exports.bundle(checkpoint, **how)
     code = f"""from workbench.export import export
