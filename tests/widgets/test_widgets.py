@@ -1,6 +1,7 @@
 """Widgets in Python: sliders change the heatmap's data, a click shows a cell and measures its
 layer's split, missing results are measured beside the notebook, and no error is lost."""
 
+import shutil
 import threading
 import time
 from itertools import product
@@ -54,7 +55,8 @@ def root(tmp_path_factory):
 @pytest.fixture
 def explorer(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = Explorer(GRID, Experiment("05_x", {}), root=root)
+    log = shutil.copytree(root, "log")  # what a test measures stays its own
+    made = Explorer(GRID, Experiment("05_x", {}), root=log)
     check(made)
     return made
 
