@@ -9,6 +9,8 @@ import torch.nn.functional as F
 TERMS = 32
 # weights that are dense at a time: 2 MiB of float32 stay in a core's cache
 PANEL = 1 << 19
+# products of two numbers that one thread computes before another has begun
+SMALL = 1 << 20
 NARROW = ContextVar("narrow", default=False)
 
 
@@ -38,7 +40,13 @@ def summed(term: Callable, *operands, terms: int = TERMS) -> torch.Tensor:
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x [..., M, K] @ y [..., K, N]."""
-    return summed(torch.matmul, (x, -1), (y, max(-2, -y.dim())))
+    threads = torch.get_num_threads()
+    if x.numel() * y.shape[-1] < SMALL:
+        torch.set_num_threads(1)
+    try:
+        return summed(torch.matmul, (x, -1), (y, max(-2, -y.dim())))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def panel_product(x: torch.Tensor, weight) -> torch.Tensor:

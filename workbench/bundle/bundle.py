@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +31,13 @@ FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
     """Entries of the files at `paths` (folders: everything below), relative to `root`,
     in a stable order."""
+    below = sorted(file for path in paths for file in (path, *path.rglob("*")))
+    files = [file for file in below if file.is_file()]
     entries = []
-    for file in sorted(file for path in paths for file in (path, *path.rglob("*"))):
-        if file.is_file():
+    with ThreadPoolExecutor() as pool:
+        for file, digest in zip(files, pool.map(sha256, files), strict=True):
             name, size = file.relative_to(root).as_posix(), file.stat().st_size
-            entries.append(FileEntry(path=name, bytes=size, sha256=sha256(file)))
+            entries.append(FileEntry(path=name, bytes=size, sha256=digest))
     return entries
 
 

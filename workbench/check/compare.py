@@ -120,7 +120,7 @@ def compare(
         if tensor not in tensors or name not in reference:
             continue
         n = len(values)
-        expected = reference[name][-n:]
+        expected, values = np.float64(reference[name][-n:]), np.float64(values)
         error = rms(expected, values)
         size = rms(expected)
         if name in sizes:
@@ -143,8 +143,10 @@ def compare(
             part["routing_tie"] = _ties(reference, actual, moved, layer)
         if similar:
             part |= similarity(expected, values)
-        parts.append(pd.DataFrame(part))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        parts.append({key: np.broadcast_to(x, n) for key, x in part.items()})
+    names = parts[0] if parts else ()
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    return pd.DataFrame(columns)
 
 
 def _ties(reference: Values, actual: Values, moved: Values, layer: str) -> np.ndarray:
