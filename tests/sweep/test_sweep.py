@@ -97,6 +97,15 @@ def test_a_cell_that_crashes_is_a_failed_row_and_is_measured_again(
     assert (retried["resumed"], retried["done"], retried["failed"]) == (1, 1, 0)
 
 
+def test_invalid_runs_are_done_and_their_reason_is_said_once(
+    grid, monkeypatch, measured
+):
+    monkeypatch.setattr(run, "run_cell", lambda *_, **__: ("invalid", "on the CPU"))
+    counts = measured(short(grid))
+    assert (counts["cells"], counts["done"], counts["invalid"]) == (2, 2, 2)
+    assert counts["reasons"] == ["invalid: on the CPU"]
+
+
 @pytest.mark.slow("two processes import torch and are killed")
 @pytest.mark.wide
 def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(
