@@ -78,12 +78,3 @@ def test_core_ml_has_no_hooks_and_says_so(shimmed, llama_bundle, llama_golden):
         with refused("runtime coreml.*portable"):
             look(decoder, None)
     run.run_golden(decoder, llama_golden, 2)  # sees what Core ML shows
-
-
-@pytest.mark.wide
-def test_experts_that_are_loaded_within_a_call_are_hooked_too(exports):
-    path = exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2)
-    bundle = exports.bundle(path, moe="routed", tokens="1-2")
-    decoder, seen = Decoder(bundle, "portable", fast=True), set()
-    decoder.advance(decoder.fresh(), [[5, 6]], lambda shard, *_: seen.add(shard.kind))
-    assert decoder.experts.models and seen == {"router", "expert"}

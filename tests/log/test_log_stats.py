@@ -3,7 +3,6 @@
 import numpy as np
 import pandas as pd
 import pytest
-from refusal import refused
 
 from workbench import log
 
@@ -92,12 +91,3 @@ def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path):
     _, found, alike = log.compare(a, b, tmp_path)
     assert found["note"].tolist() == ["on one side only"] and alike == 0
     assert found[["low", "high"]].isna().all(axis=None)
-
-
-def test_the_end_of_an_id_names_a_run_and_an_unknown_one_is_refused(tmp_path):
-    a, b = (logged(tmp_path, samples([v]), T=v) for v in (1, 4))
-    found, *_ = log.compare(a[-8:], b[-8:], tmp_path)
-    assert found[["a", "b"]].values.tolist() == [[1, 4]]
-    for wrong in ("missing", ""):
-        with refused(f"run {wrong}: found"):
-            log.compare(a, wrong, tmp_path)

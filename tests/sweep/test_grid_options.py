@@ -1,8 +1,10 @@
 """Every export option and every run option is a column of the log, a setting, and a control or a
 name where it varies."""
 
+import re
+
 import pytest
-from synthetic import SLOW, add
+from synthetic import SLOW, SLOW_NAME, add
 from test_machines import CHECKPOINT, HASH
 
 from workbench import log, sweep
@@ -89,25 +91,10 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     shown = set()
     for _, value in explorer.axes[axis]._options_full:
         explorer.axes[axis].value = value
-        shown.add(explorer.message.value.split(" ms per layer")[0].split()[-1])
+        said = explorer.message.value
+        assert said.endswith(f"on {SLOW_NAME}")
+        rate, ms = re.findall(r"[\d.]+", said)[:2]
+        assert float(rate) == 250 * explorer.axes["T"].value / float(ms)
+        shown.add(ms)
         assert len(explorer.shown), "fidelity"
     assert shown == {"0.25", "0.5"}
-
-
-@pytest.mark.parametrize("option", ["threads", "n_gen", "min_seconds", "min_tokens"])
-def test_an_option_that_a_grid_takes_once_is_a_setting(tmp_path, option):
-    grids = make(), make(**{option: 2})
-    for i, grid in enumerate(grids):
-        add(tmp_path, grid, SLOW, lambda *_, i=i: 1.0 + i, HASH)
-    for i, grid in enumerate(grids):
-        found = sweep.configurations(sweep.make_grid(grid), tmp_path)
-        assert found["call_ms"].tolist() == [1.0 + i] and found["n"].tolist() == [1]
-
-
-def test_a_sweep_logs_the_columns_by_which_it_is_found(swept, grid):
-    rows = log.plain(log.load("runs", swept[0] / "log"))
-    rows = rows.set_index("setting", drop=False)
-    for cell in sweep.cells(sweep.make_grid(grid)):
-        columns = cell.columns("portable")
-        assert rows.loc[columns["setting"], list(columns)].to_dict() == columns
-    assert set(rows["machine"]) == {log.environment()["machine"]}
