@@ -26,11 +26,6 @@ SUITES = {
     ],
     "ops": [OPS],
     "torch": [f"{TORCH}/test_torch_ops.py"],
-    "slice": [
-        f"{OPS}/coreml_dialect",
-        f"{OPS}/iOS18/test_states.py",
-        f"{OPS}/iOS18/test_transformers.py",
-    ],
 }
 
 
