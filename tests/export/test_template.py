@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import tiny
 import torch
+from circle import wide
 from conversions import conversions, files, small
 
 from workbench import Decoder
@@ -97,9 +98,10 @@ def tiny_values(t, at):
 TRICKS = [ones, no_bias, equal, nearly_equal, tiny_values]
 
 
-@pytest.mark.slow("runs five layers beside Hugging Face's")
-@pytest.mark.wide
-def test_weights_that_a_converter_would_drop_or_merge_are_stored(exports, tmp_path):
+@pytest.mark.parametrize("compress", ["fp16", wide("int8-tensor")])
+def test_weights_that_a_converter_would_drop_or_merge_are_stored(
+    exports, tmp_path, compress
+):
     """coremltools removes a product with ones and a bias of zeros, and keeps one of two
     equal constants. A shard has the program of its shape all the same, and every weight."""
     how = {"num_hidden_layers": len(TRICKS), "dtype": "float32"}
@@ -107,7 +109,7 @@ def test_weights_that_a_converter_would_drop_or_merge_are_stored(exports, tmp_pa
     with tiny.edited_weights(path) as tensors:
         for layer, trick in enumerate(TRICKS):
             trick(tensors, f"model.layers.{layer}")
-    decoder = exports.decoder(path, compress="int8-tensor", max_seq_len=64)
+    decoder = exports.decoder(path, compress=compress)
     assert {shard.template for shard in decoder.bundle.shards("layers")} == {
         "layers_00_00"
     }
