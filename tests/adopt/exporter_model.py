@@ -134,14 +134,3 @@ def saved(
                 config, press = optimize.OpPalettizerConfig, optimize.palettize_weights
             package = press(package, optimize.OptimizationConfig(config(**stored)))
         package.save(str(path))
-
-
-def joined(path: Path, functions: dict[str, Path]) -> None:
-    """Saves one package of several functions, the first one the default."""
-    utils = coremltools().utils
-    descriptor = utils.MultiFunctionDescriptor()
-    for name, package in functions.items():
-        descriptor.add_function(str(package), "main", name)
-    descriptor.default_function_name = next(iter(functions))
-    with quiet(), no_progress():
-        utils.save_multifunction(descriptor, str(path))

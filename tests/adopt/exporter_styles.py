@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from exporter_model import Model, integers, joined, plain, saved
+from exporter_model import Model, integers, plain, saved
 from torch import nn
 
 from miltorch.quiet import coremltools
+from workbench.export.template import joined
 
 INT4 = {"dtype": "int4", "granularity": "per_block", "block_size": 32}
 INT8 = {"dtype": "int8"}
@@ -174,7 +175,7 @@ def chunks(
             functions[mode] = folder / f".{mode}-{name}.mlpackage"
             outputs = ["output_hidden_states"]
             saved(functions[mode], m, layers, inputs, outputs, caches, stored=stored)
-        joined(folder / f"tiny_{name}.mlpackage", functions)
+        joined(functions).rename(folder / f"tiny_{name}.mlpackage")
 
     def head(_, x):
         return tuple(nn.functional.linear(x, weight) for weight in m.halves)

@@ -3,16 +3,14 @@
 from types import SimpleNamespace
 
 import nbformat
-import pytest
-from tiny import ROOT
+from test_notebooks import each_notebook
 
 from workbench.lab import without_outputs
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 OF_A_KERNEL = {"version": "3.12.1", "mimetype": "text/x-python", "name": "python"}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
 def test_a_notebook_that_ran_is_saved_as_git_has_it(path, checkout):
     (checkout / "notebooks").mkdir()
     ran = nbformat.read(path, as_version=4)

@@ -103,21 +103,6 @@ def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, op
     assert tiny.logits_error(decoder, g, 4) < 2e-6
 
 
-@pytest.mark.parametrize(
-    "options, found",
-    [
-        ({"max_seq_len": 2, "tokens": "1-4"}, "tokens"),
-        ({"compress": "int3"}, "compress"),
-        ({"batch": 0}, "batch"),
-        ({"colour": "red"}, "colour"),
-        ({"kv_write": "scatter"}, "kv_write"),
-    ],
-)
-def test_options_out_of_range_are_refused_by_name(llama, tmp_path, options, found):
-    with refused(found):
-        small(llama, tmp_path / "b", **options)
-
-
 def test_what_a_killed_export_has_left_is_no_bundle_and_not_used(
     llama, exports, tmp_path
 ):

@@ -165,7 +165,6 @@ ROWS = {  # fault → columns, and words of the reason, of the config's reason f
     "load14-range": (DIED, "error code: -14", ""),
     "load14-ne": (DIED, "error code: -14", ""),
     "fallback": (ON_CPU, NOWHERE, ""),
-    "nan-hidden": (PLANLESS, "", "MLComputePlan"),
     "flush": (PLANLESS, "", "MLComputePlan"),
     "kill": (DIED, "killed by SIGKILL", ""),
     "chatter": (PLANLESS, "", "MLComputePlan"),

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 import miltorch
@@ -63,16 +62,6 @@ class RejectedUnit(_Rejecting):
 
     def rejects(self, compute_units: str) -> bool:
         return compute_units == "CPU_AND_NE"
-
-
-class HiddenNaN(Faulty):
-    """A NaN in an output comes out as 0."""
-
-    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
-        outputs = super().predict(data, state)
-        return {
-            name: np.where(np.isnan(v), np.float32(0), v) for name, v in outputs.items()
-        }
 
 
 def _flushed(value: torch.Tensor) -> torch.Tensor:
