@@ -221,6 +221,14 @@ def put(tree: dict, path: str, value) -> None:
     tree[last] = value(tree[last]) if callable(value) else value
 
 
+def edit_json(file: Path, *changes: tuple[str, object]) -> None:
+    """Puts values at paths of a JSON file (see `put`)."""
+    tree = json.loads(file.read_text())
+    for path, value in changes:
+        put(tree, path, value)
+    file.write_text(json.dumps(tree))
+
+
 def chained(
     decoder: Decoder, ids: list[int], sizes: Sequence[int], width: int = 0
 ) -> np.ndarray:
@@ -301,9 +309,12 @@ class Exports:
         folder = self.root / named("checkpoint", family, sorted(changed.items()))
         return once(folder, lambda path: random(path, family, **changed))
 
-    def bundle(self, checkpoint: Path, **options) -> Bundle:
+    def bundle(self, checkpoint: Path | str, **options) -> Bundle:
+        """Of a checkpoint, or of the one of a family that is named."""
         from workbench.export import export
 
+        if isinstance(checkpoint, str):
+            checkpoint = self.checkpoint(checkpoint)
         options = {"max_seq_len": 32} | options
         folder = self.root / named("bundle", str(checkpoint), sorted(options.items()))
         if folder not in self.bundles:
@@ -311,7 +322,9 @@ class Exports:
             self.bundles[folder] = Bundle.open(made)
         return self.bundles[folder]
 
-    def decoder(self, checkpoint: Path, precision: str = "exact", **options) -> Decoder:
+    def decoder(
+        self, checkpoint: Path | str, precision: str = "exact", **options
+    ) -> Decoder:
         return Decoder(
             self.bundle(checkpoint, **options), runtime="portable", precision=precision
         )

@@ -10,7 +10,7 @@ from adoptions import FAULTS, SOUND, config_of, relabelled
 from circle import all_wide
 from in_process import cli, invoke
 from refusal import refused
-from tiny import put
+from tiny import edit_json
 
 from miltorch.shim import Proxy
 from workbench import Bundle
@@ -172,10 +172,8 @@ def test_the_text_of_a_vision_model_is_compared_with_its_own_layers(
 def changed(adoptions, style, tmp_path, *changes):
     """The bundle of a style with other values in the shard of its layers."""
     target = shutil.copytree(adoptions.folder(style), tmp_path / "changed")
-    manifest = json.loads((target / "bundle.json").read_text())
-    for path, value in changes:
-        put(manifest["shards"][0], path, value)
-    (target / "bundle.json").write_text(json.dumps(manifest))
+    of_shard = [(f"shards/0/{path}", value) for path, value in changes]
+    edit_json(target / "bundle.json", *of_shard)
     return target
 
 

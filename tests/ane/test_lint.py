@@ -158,7 +158,7 @@ def test_a_disputed_rule_is_shown_and_moves_nothing():
 
 def test_a_shard_as_experiment_30_s_keeps_its_convolutions(exports):
     """int8 per tensor, a range of T, states, and weights as large as there."""
-    bundle = exports.bundle(exports.checkpoint("llama"), compress="int8-tensor")
+    bundle = exports.bundle("llama", compress="int8-tensor")
     program = miltorch.read(bundle.package(bundle.shards("layers")[0]))
     graph = rules.LintGraph(program, 5_000_000)
     placed = placement.place_operations("attention", graph)

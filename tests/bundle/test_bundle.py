@@ -1,22 +1,21 @@
 """A bundle opens from anywhere, and only as the export left it: damage is refused at opening, by
 validation, or is RED in gate `interface`."""
 
-import json
 import re
 import shutil
 
 import pytest
 from refusal import refused
-from tiny import put
+from tiny import edit_json
 
-from workbench import Bundle, Decoder, InputError
+from workbench import Bundle, Decoder
 from workbench.check.interface import interface_gate
 from workbench.check.validate import stored_gates
 
 
 @pytest.fixture(scope="module")
 def made(exports):
-    return exports.bundle(exports.checkpoint("gemma3_text"), sliding="ring")
+    return exports.bundle("gemma3_text", sliding="ring")
 
 
 @pytest.fixture
@@ -26,9 +25,7 @@ def copy(made, tmp_path):
 
 def edited(copy, path: str, value):
     """Sets a value in bundle.json."""
-    manifest = json.loads((copy / "bundle.json").read_text())
-    put(manifest, path, value)
-    (copy / "bundle.json").write_text(json.dumps(manifest))
+    edit_json(copy / "bundle.json", (path, value))
 
 
 def first(copy):
@@ -147,7 +144,7 @@ def test_a_manifest_that_does_not_agree_with_itself_is_red(copy, path, value, fo
 
 @pytest.mark.parametrize("path", ["a" * 5000, "a/" * 2500, "a\0b"])
 def test_a_path_that_no_system_takes_is_refused(path):
-    with pytest.raises(InputError) as refusal:
+    with refused(".") as refusal:
         Bundle.open(path)
     assert len(str(refusal.value)) < 600
 

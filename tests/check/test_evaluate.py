@@ -12,6 +12,7 @@ import torch
 import transformers
 from in_process import invoke
 from refusal import refused
+from tiny import edit_json
 
 from workbench import Decoder
 from workbench.check import evaluate
@@ -98,8 +99,7 @@ def test_both_perplexities_and_kl_are_transformers(exports, bundle, text):
 
 def test_bos_is_prepended_where_the_checkpoint_has_one(tmp_path):
     without = shutil.copytree(TINY, tmp_path / "without")
-    path = without / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"bos_token": None}))
+    edit_json(without / "tokenizer_config.json", ("bos_token", None))
     first, *rest = encode_text(TINY, "set river amber")
     assert first == 1 and encode_text(without, "set river amber") == rest
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_evaluated_is_refused(bundle, text, arguments, words):
 
 
 def test_a_bundle_without_a_tokenizer_takes_token_ids(exports, text):
-    plain = exports.bundle(exports.checkpoint("llama"), max_seq_len=16)
+    plain = exports.bundle("llama", max_seq_len=16)
     ids = np.random.default_rng(0).integers(0, 97, 40)
     given = ",".join(map(str, ids))
     assert evaluated(plain.root, "--prompt-ids", given)["tokens"] == 39

@@ -5,7 +5,6 @@ Here each fault meets that gate alone, in fp16; `make prove` plants each in ever
 every gate.
 """
 
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -14,6 +13,7 @@ import numpy as np
 import prove
 import pytest
 from registry import FAULTS
+from tiny import edit_json
 
 from workbench.check import tasks as answers
 from workbench.check.validate import BUG_GATES, bug_gates
@@ -67,9 +67,7 @@ def test_a_wrong_rope_that_golden_and_bundle_share_shows_only_in_the_answers(
     tiny_llama, tmp_path, exports
 ):
     folder = shutil.copytree(tiny_llama.path, tmp_path / "wrong-rope")
-    config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"]["rope_theta"] = 3.0
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", ("rope_parameters/rope_theta", 3.0))
     checkpoint = Checkpoint(folder)
     tasks = answers.load_tasks(tiny_llama.path.parent / "tasks" / "heldout.jsonl")[::6]
     bundle = exports.bundle(folder, max_seq_len=128)

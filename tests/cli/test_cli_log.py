@@ -79,7 +79,7 @@ def test_bad_names_are_one_message(root, arguments, message):
 def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(
     exports, tmp_path, calls_here
 ):
-    bundle = exports.bundle(exports.checkpoint("llama"))
+    bundle = exports.bundle("llama")
     options = "--T", "1,2", "--depth", "4", "-r", "2", "--log", tmp_path
     found = run("sweep", bundle.root, *options)
     assert re.search(r"cells +4\ndone +4", found) and "tok/s" in found

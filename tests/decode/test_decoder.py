@@ -24,7 +24,7 @@ def family(request, exports):
 
 @pytest.fixture
 def llama(exports):
-    return exports.decoder(exports.checkpoint("llama"))
+    return exports.decoder("llama")
 
 
 @pytest.mark.parametrize("width", [0, 4])
@@ -105,9 +105,7 @@ def test_two_streams_of_a_decoder_do_not_mix(llama):
 
 
 def test_a_stream_continues_snapshots_of_running_sequences(exports):
-    decoder, one_by_one = (
-        exports.decoder(exports.checkpoint("llama"), batch=2) for _ in range(2)
-    )
+    decoder, one_by_one = (exports.decoder("llama", batch=2) for _ in range(2))
     for each in (decoder, one_by_one):
         each.prefill([[3, 14, 15], [9, 2]])
     after = [decoder.snapshot(seq) for seq in range(2)]
@@ -132,7 +130,7 @@ def test_a_stream_continues_snapshots_of_running_sequences(exports):
 def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
     exports, family, options
 ):
-    bundle = exports.bundle(exports.checkpoint(family), **options)
+    bundle = exports.bundle(family, **options)
     for fast in (True, False):
         # compiling leaves its own cycles behind
         Decoder(bundle, "portable", fast=fast).generate([1, 2, 3], 3, stop=())

@@ -104,6 +104,8 @@ def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):
 @pytest.mark.parametrize(
     "family, chosen, found",
     [
+        ("llama", {"colour": "red"}, "colour"),
+        ("llama", {"kv_write": "scatter"}, "kv_write"),
         ("llama", {"moe": "routed"}, "moe = routed.*family with experts"),
         ("llama", {"sliding": "ring"}, "sliding = ring.*sliding attention"),
         ("zaya", {"moe": "routed", "layers_per_shard": 2}, "layers_per_shard = 1"),

@@ -13,7 +13,7 @@ S, IDS = 16, [3, 14, 15, 9, 2, 6]
 
 @pytest.fixture
 def decoder(exports):
-    shared = exports.bundle(exports.checkpoint("llama"), max_seq_len=S)
+    shared = exports.bundle("llama", max_seq_len=S)
     return Decoder(Bundle.open(shared.root), "portable", "exact")
 
 

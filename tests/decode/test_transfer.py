@@ -55,7 +55,7 @@ def test_nothing_changes_where_bundles_do_not_belong_together(exports):
     target, short = (exports.decoder(path, max_seq_len=S) for S in (32, 24))
     target.prefill(ids)
     for source, found in [
-        (exports.decoder(exports.checkpoint("qwen2")), "one checkpoint"),
+        (exports.decoder("qwen2"), "one checkpoint"),
         (exports.decoder(path, batch=2), "batch 1"),
     ]:
         with refused(found):

@@ -18,7 +18,7 @@ GUIDE = tiny.ROOT / "docs" / "guide.md"
 def three(exports, family: str, shape: int = 0) -> Decoder:
     """A decoder of three sequences."""
     options = programs.options(family, shape)
-    return exports.decoder(exports.checkpoint(family), **options)
+    return exports.decoder(family, **options)
 
 
 # that program goes back into a call, where an undo could forget a tail
@@ -64,7 +64,7 @@ def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family)
 @pytest.mark.parametrize("family", [*TAILS, *MATRICES])
 def test_a_call_of_one_token_keeps_nothing(exports, family):
     """What decoding token by token would pay for at every token."""
-    decoder = exports.decoder(exports.checkpoint(family))
+    decoder = exports.decoder(family)
     decoder.prefill([1, 2, 3])
     before = decoder.snapshot()
     decoder.decode_one_token(4)

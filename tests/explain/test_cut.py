@@ -63,14 +63,14 @@ def test_every_package_computes_what_the_program_does(
     exports, family, compress, tmp_path
 ):
     """And keeps its weights compressed."""
-    bundle = exports.bundle(exports.checkpoint(family), compress=compress)
+    bundle = exports.bundle(family, compress=compress)
     for shard in bundle.manifest.shards:
         if shard.name.startswith(("layers_00", "head")) or len(shard.states) > 2:
             check(bundle.package(shard), None, 3, tmp_path / shard.name)
 
 
 def test_one_function_of_several_is_cut(exports, tmp_path):
-    bundle = exports.bundle(exports.checkpoint("qwen2"), tokens="1,4")
+    bundle = exports.bundle("qwen2", tokens="1,4")
     shard = bundle.manifest.shards[0]
     for name, T in shard.functions.items():
         check(bundle.package(shard), name, T, tmp_path / name, step=60)

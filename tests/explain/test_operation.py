@@ -10,13 +10,13 @@ import pytest
 import tiny
 import torch
 import wrong
+from refusal import refused
 from wrong import Fault, coarse, first_row_zero, last_is, second_row_twice
 
 import miltorch
 from miltorch import shim
 from workbench import process
 from workbench.bundle import PRESETS
-from workbench.errors import InputError
 from workbench.explain import operation
 from workbench.explain.cut import Flow
 from workbench.runtime.standin import StandInModel
@@ -184,7 +184,7 @@ def search(exports, monkeypatch, calls_here):
     def find(source, shard, name, how, **chosen):
         bundle = source
         if isinstance(source, str):
-            bundle = exports.bundle(exports.checkpoint(source))
+            bundle = exports.bundle(source)
         own = bundle.manifest.shards[shard]
         fault = planted(Flow(miltorch.read(bundle.package(own))), name, how)
         monkeypatch.setattr(StandInModel, "layer", wrong.layer_of(fault))
@@ -236,7 +236,7 @@ def test_the_command_names_the_operation_and_writes_its_package(
     search, exports, tmp_path
 ):
     _, fault = search("qwen2", 1, "silu", {})
-    bundle = exports.bundle(exports.checkpoint("qwen2"))
+    bundle = exports.bundle("qwen2")
     arguments = "--op", "--runtime", "stand-in", "--prompt-ids", "1,2,3,4"
     out = tmp_path / "out"
     found = in_process.invoke("explain", bundle.root, *arguments, "--reduce", out)
@@ -252,15 +252,15 @@ def test_the_command_names_the_operation_and_writes_its_package(
 
 
 def test_a_cell_that_is_not_there_is_refused(exports):
-    bundle = exports.bundle(exports.checkpoint("qwen2"))
+    bundle = exports.bundle("qwen2")
     for cell in ({"layer": 9}, {"position": 99}, {"compute_units": "NPU"}):
-        with pytest.raises(InputError):
+        with refused("."):
             operation.find(bundle, IDS, runtime="stand-in", **cell)
 
 
 def test_a_search_is_cancelled_after_any_package(search, exports):
     search("qwen2", 0, "silu", {})
-    bundle = exports.bundle(exports.checkpoint("qwen2"))
+    bundle = exports.bundle("qwen2")
     stop, asked = threading.Event(), []
 
     def report(number):
@@ -276,7 +276,7 @@ def test_a_search_is_cancelled_after_any_package(search, exports):
 
 
 def test_an_expert_of_a_routed_bundle_is_searched(exports, search):
-    bundle = exports.bundle(exports.checkpoint("zaya"), moe="routed")
+    bundle = exports.bundle("zaya", moe="routed")
     kinds = [shard.kind for shard in bundle.manifest.shards]
     found, fault = search(bundle, kinds.index("expert"), "silu", {})
     assert found.ops[0]["value"] == fault.op
@@ -306,7 +306,7 @@ def dies(function, *args, **options):
 @pytest.mark.parametrize("call", [in_process.call, dies])
 def test_a_runtime_that_runs_nothing_names_no_operation(exports, monkeypatch, call):
     monkeypatch.setattr(process, "call", call)
-    bundle = exports.bundle(exports.checkpoint("llama"))
+    bundle = exports.bundle("llama")
     how = {"runtime": "stand-in-load14-range", "layer": 0, "T": 1}
     found = operation.find(bundle, IDS[:2], **how)
     assert (found.verdict, found.ops) == ("uncertain", [])
@@ -316,6 +316,6 @@ def test_a_runtime_that_runs_nothing_names_no_operation(exports, monkeypatch, ca
 @pytest.mark.parametrize("compress", PRESETS)
 @pytest.mark.parametrize("family", sorted(tiny.DIMS))
 def test_a_sound_bundle_names_no_operation(exports, calls_here, family, compress):
-    bundle = exports.bundle(exports.checkpoint(family), compress=compress)
+    bundle = exports.bundle(family, compress=compress)
     for runtime in ("stand-in", "portable"):
         assert operation.find(bundle, IDS, runtime=runtime).verdict == "none"

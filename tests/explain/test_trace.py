@@ -103,6 +103,6 @@ def test_an_inf_that_a_mask_brings_in_is_no_fault_and_one_beside_it_is(
 
 
 def test_experts_that_load_late_are_traced_too(exports):
-    bundle = exports.bundle(exports.checkpoint("zaya"), moe="routed")
+    bundle = exports.bundle("zaya", moe="routed")
     frame = trace.trace_bundle(bundle, [1, 2, 3, 4, 5, 6])["exact"].frame()
     assert frame["shard"].str.startswith("expert").any()

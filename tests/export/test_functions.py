@@ -9,7 +9,7 @@ from workbench.export import options
 
 
 def test_coremltools_loads_each_function_and_leaves_the_bytes_as_they_were(exports):
-    bundle = exports.bundle(exports.checkpoint("llama"), tokens="1,4")
+    bundle = exports.bundle("llama", tokens="1,4")
     models = coremltools().models
     path = str(bundle.package(bundle.manifest.shards[0]))
     for name, T in (("t1", 1), ("t4", 4)):

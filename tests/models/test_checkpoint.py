@@ -47,8 +47,7 @@ def half(path):
 
 
 def odd(path):
-    made = json.loads((path / "config.json").read_text()) | {"head_dim": 33}
-    (path / "config.json").write_text(json.dumps(made))
+    tiny.edit_json(path / "config.json", ("head_dim", 33))
 
 
 def config(text):

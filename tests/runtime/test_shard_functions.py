@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import tiny
 from circle import wide
+from refusal import refused
 
-from workbench import Bundle, Decoder, InputError
+from workbench import Bundle, Decoder
 from workbench.ane import placement
 from workbench.check import states
 from workbench.export import template
@@ -73,7 +74,7 @@ def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
 
 def test_a_function_that_writes_wrongly_turns_its_gate_red(exports):
     """The fault is in t4 alone: only calls that run it may show it."""
-    decoder = exports.decoder(exports.checkpoint("llama"), "declared", tokens="1,4")
+    decoder = exports.decoder("llama", "declared", tokens="1,4")
     program = decoder.layers[1].runs(4, False)
     execute = program.run_calls
 
@@ -109,14 +110,14 @@ def test_every_function_is_checked_against_the_manifest(
     model = template.read_package(damaged.package(shard))
     del model.mlProgram.functions["t4"]
     path.write_bytes(template.serialize(model))
-    with pytest.raises(InputError, match="no function 't4'"):
+    with refused("no function 't4'"):
         load_shard(damaged, shard, "portable")
-    with pytest.raises(InputError, match="differ|bytes"):
+    with refused("differ|bytes"):
         Bundle.open(tmp_path / "b")
 
 
 def test_times_of_several_functions_are_samples_of_one_shard(exports):
-    decoder = exports.decoder(exports.checkpoint("llama"), "declared", tokens="1,4")
+    decoder = exports.decoder("llama", "declared", tokens="1,4")
     shards = decoder.bundle.manifest.shards
     for T in (1, 4):
         samples = timing.measure_speed(decoder, depth=4, n_gen=8, T=T, repetitions=1)

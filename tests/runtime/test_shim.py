@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from refusal import refused
 
 from miltorch import shim
 from miltorch.quiet import coremltools, quiet
-from workbench.errors import InputError
 from workbench.export import template
 
 pytestmark = pytest.mark.shim
@@ -269,14 +269,14 @@ def test_errors_of_core_ml_have_three_lines_the_last_a_brace(
     escaped."""
     empty, model = tmp_path / "empty.mlmodelc", counting_model
     empty.mkdir()
-    for refused in (
+    for use in (
         lambda: model.predict(rows(5), model.make_state()),
         lambda: ct.models.CompiledMLModel(str(empty)),
         lambda: shim.Proxy.compileModel(str(empty)),
     ):
         shape = r"^\{\n    NSLocalizedDescription = \".*\";\n\}$"
         with pytest.raises(RuntimeError, match=shape) as failed:
-            refused()
+            use()
         assert str(failed.value).isascii()
     with pytest.raises(RuntimeError, match='^Error compiling model: ".*".$'):
         shim.Proxy(str(tmp_path / "no.mlpackage"), "ALL")
@@ -304,7 +304,7 @@ def test_precision_is_chosen_at_install(model_of):
     shim.install(precision="exact")
     exact = model_of(square).predict({"x": x})["y"]
     assert exact == (x + x) * x != rounded == rounded.astype(np.float16)
-    with pytest.raises(InputError, match="'double'"):
+    with refused("'double'"):
         shim.install(precision="double")
 
 
@@ -322,7 +322,7 @@ def test_uninstalling_leaves_coremltools_as_it_was(ct, doubling, counter):
 def test_a_mac_is_left_alone(monkeypatch):
     shim.uninstall()
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(InputError, match="macOS, which has Core ML itself"):
+    with refused("macOS, which has Core ML itself"):
         shim.install()
 
 
