@@ -10,7 +10,7 @@ from adoptions import FAULTS, SOUND, config_of, relabelled
 from circle import all_wide
 from in_process import cli, invoke
 from refusal import refused
-from tiny import edit_json
+from tiny import edit_json, prompt
 
 from miltorch.shim import Proxy
 from workbench import Bundle
@@ -88,7 +88,7 @@ def test_a_fault_is_red_and_its_cause_named(adoptions, style):
 @some("chunks")
 def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     decoder = adoptions.decoder(style)
-    ids, caches = np.random.default_rng(0).integers(0, 97, 20).tolist(), []
+    ids, caches = prompt(97, 20), []
     for T in (1, min(decoder.options.t_max, 9)):
         decoder.begin()
         decoder.prefill(ids, tile=T)
@@ -102,7 +102,7 @@ def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
 @pytest.mark.parametrize("style", ["shards", *all_wide("rotating", "newest")])
 def test_a_sequence_goes_back_by_a_snapshot_and_by_trim(adoptions, style):
     decoder = adoptions.decoder(style)
-    ids = np.random.default_rng(1).integers(0, 97, 18).tolist()
+    ids = prompt(97, 18, 1)
     decoder.prefill(ids[:13], tile=1)
     snapshot = decoder.snapshot()
     expected = [decoder.decode_one_token(token) for token in ids[13:]]

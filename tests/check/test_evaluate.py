@@ -12,7 +12,7 @@ import torch
 import transformers
 from in_process import invoke
 from refusal import refused
-from tiny import edit_json
+from tiny import edit_json, prompt
 
 from workbench import Decoder
 from workbench.check import evaluate
@@ -164,7 +164,7 @@ def test_what_cannot_be_evaluated_is_refused(bundle, text, arguments, words):
 
 def test_a_bundle_without_a_tokenizer_takes_token_ids(exports, text):
     plain = exports.bundle("llama", max_seq_len=16)
-    ids = np.random.default_rng(0).integers(0, 97, 40)
+    ids = prompt(97, 40)
     given = ",".join(map(str, ids))
     assert evaluated(plain.root, "--prompt-ids", given)["tokens"] == 39
     assert evaluated(plain.root, "--prompt-ids", "1,2")["windows"] == 1

@@ -4,6 +4,7 @@ found."""
 import numpy as np
 import pytest
 import torch
+from tiny import prompt
 
 from workbench import Decoder
 from workbench.check import gates, golden
@@ -12,7 +13,7 @@ from workbench.export import export
 from workbench.models import layers
 from workbench.models.checkpoint import Checkpoint
 
-IDS = np.random.default_rng(0).integers(0, 97, 16).tolist()
+IDS = prompt(97, 16)
 
 
 @pytest.fixture(scope="module")

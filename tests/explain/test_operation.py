@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.shim,  # a stand-in for Core ML runs the cuts
     pytest.mark.slow("a search compiles and runs up to 25 packages"),
 ]
-IDS = np.random.default_rng(0).integers(0, 90, 9).tolist()
+IDS = tiny.prompt(90, 9)
 
 
 def planted(flow, name: str, how: dict) -> Fault:

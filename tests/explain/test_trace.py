@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny import prompt
 
 import miltorch
 from miltorch.program import Op
@@ -13,7 +14,7 @@ from workbench import Decoder
 from workbench.check import gates
 from workbench.explain import trace
 
-IDS = np.random.default_rng(0).integers(0, 256, 7).tolist()
+IDS = prompt(256, 7)
 
 
 @pytest.fixture(scope="module")

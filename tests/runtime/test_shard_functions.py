@@ -54,10 +54,10 @@ def test_core_ml_copies_states_between_functions(shimmed, bundle, exports, sourc
 @pytest.mark.slow("the experts are shards, each with a program for each T")
 @pytest.mark.parametrize("moe", ["routed", wide("dense")])
 def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, moe):
-    g = tiny.golden(exports.hf(source), tiny.prompt(109, 14))
+    g = exports.golden(source, 14)
     decoder = exports.decoder(source, tokens="1,4", max_seq_len=24, moe=moe)
     for sizes in ([1], [3], [2, 4, 1], [4], [3, 1]):
-        assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
+        assert tiny.logits_error(decoder, g, *sizes) < 3e-6
     experts = decoder.experts.models.values() if moe == "routed" else decoder.layers
     assert {T for model in experts for T in model.functions} == {1, 4}
 
@@ -67,7 +67,7 @@ def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
     decoder = exports.decoder(
         checkpoint, tokens="1,4", kv_write="slice", max_seq_len=16
     )
-    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 11))
+    g = exports.golden(checkpoint, 11)
     assert tiny.relative(decoder.prefill(g.ids), g.logits[-1]) < 3e-6
     assert decoder.seqs.offsets.tolist() == [11]
 
