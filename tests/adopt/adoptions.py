@@ -14,8 +14,7 @@ from workbench.adopt import propose
 from workbench.check import golden
 from workbench.models.checkpoint import Checkpoint
 
-SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-SIZES |= {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+SIZES = tiny.SMALL | tiny.HEADS | {"vocab_size": 97}
 SCALING = {"rope_type": "llama3", "factor": 4.0, "rope_theta": 10000.0}
 SCALING |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALING |= {"original_max_position_embeddings": 16}

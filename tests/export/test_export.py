@@ -124,8 +124,12 @@ def test_what_a_killed_export_has_left_is_no_bundle_and_not_used(
 @pytest.mark.parametrize(
     "moments", [wide(4), pytest.param(30, marks=pytest.mark.exhaustive)]
 )
-def test_exports_killed_at_any_moment_leave_nothing_once_run_again(moments):
-    command = [sys.executable, "-m", "tests.export.kills", str(moments)]
+def test_exports_killed_at_any_moment_leave_nothing_once_run_again(
+    exports, tmp_path, moments
+):
+    source = exports.checkpoint("llama", num_hidden_layers=12, vocab_size=40_000)
+    command = [sys.executable, "-m", "tests.export.kills"]
+    command += [source, tmp_path, str(moments)]
     subprocess.run(command, check=True, cwd=ROOT)
 
 

@@ -5,7 +5,6 @@ import statistics
 
 import bench
 import pytest
-import tiny
 
 pytestmark = pytest.mark.wide
 
@@ -43,10 +42,8 @@ def test_presets_and_prompts_stand_beside_hugging_face(exports, short):
     assert len(found) == 2 * 2 + 3 and {"fp16, T = 2", "HF bfloat16"} <= found.keys()
 
 
-def test_an_export_stands_beside_coremltools_own(tmp_path, short):
-    dims = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-    dims |= {"num_key_value_heads": 2, "vocab_size": 64}
-    source = tiny.random(tmp_path / "c", "qwen2", num_hidden_layers=1, **dims)
+def test_an_export_stands_beside_coremltools_own(exports, tmp_path, short):
+    source = exports.checkpoint("qwen2", num_hidden_layers=1)
     rows = bench.export_rows(source, tmp_path / "work", "int8-tensor", 1)
     assert len(whole(rows, 1)) == 4
     assert not (tmp_path / "work").exists()
