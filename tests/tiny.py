@@ -221,6 +221,11 @@ def put(tree: dict, path: str, value) -> None:
     tree[last] = value(tree[last]) if callable(value) else value
 
 
+def without(name: str) -> Callable[[dict], dict]:
+    """A change of a dictionary that leaves out a name."""
+    return lambda tree: {key: tree[key] for key in tree if key != name}
+
+
 def edit_json(file: Path, *changes: tuple[str, object]) -> None:
     """Puts values at paths of a JSON file (see `put`)."""
     tree = json.loads(file.read_text())
@@ -272,12 +277,10 @@ def once(folder: Path, make: Callable[[Path], object]) -> Path:
     return folder
 
 
-def edited(bundle: Bundle, folder: Path, change: Callable[[dict], object]) -> Bundle:
-    """A copy of a bundle, opened after `change(manifest)` of its bundle.json."""
-    path = shutil.copytree(bundle.root, folder) / "bundle.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
+def edited(bundle: Bundle, folder: Path, *changes: tuple[str, object]) -> Bundle:
+    """A copy of a bundle, opened after changes of its bundle.json (see `edit_json`)."""
+    shutil.copytree(bundle.root, folder)
+    edit_json(folder / "bundle.json", *changes)
     return Bundle.open(folder)
 
 

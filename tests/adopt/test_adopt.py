@@ -10,7 +10,7 @@ from adoptions import FAULTS, SOUND, config_of, relabelled
 from circle import all_wide
 from in_process import cli, invoke
 from refusal import refused
-from tiny import edit_json, prompt
+from tiny import edit_json, prompt, without
 
 from miltorch.shim import Proxy
 from workbench import Bundle
@@ -177,16 +177,12 @@ def changed(adoptions, style, tmp_path, *changes):
     return target
 
 
-def without_position(roles):
-    return {name: role for name, role in roles.items() if name != "current_pos"}
-
-
 ROLES, FUNCTIONS = "foreign/roles", "foreign/functions"
 KEYS, VALUES = (f"states/layers.0.{leaf}_state/tensor" for leaf in "kv")
 MISTAKES = [  # where, what, and the name by which it is refused
     ("foreign/extra", 1, "extra"),
     (f"{ROLES}/current_pos", "now", "current_pos"),
-    (ROLES, without_position, "current_pos"),
+    (ROLES, without("current_pos"), "current_pos"),
     (f"{ROLES}/more", "start", "more"),
     (f"{FUNCTIONS}/0/name", "infr", "infr"),
     (f"{FUNCTIONS}/0/t_min", 9, "t_min"),

@@ -31,9 +31,8 @@ def checkpoint_of(exports):
 def relabelled(source, exported_from, folder, **options):
     """A bundle of `exported_from` that says it is of `source`."""
     bundle = export(exported_from, folder / "own", **{"max_seq_len": 32} | options)
-    label = {"sha256": Checkpoint(source).sha256}
-    relabel = lambda manifest: manifest["checkpoint"].update(label)  # noqa: E731
-    return tiny.edited(bundle, folder / "relabelled", relabel)
+    label = "checkpoint/sha256", Checkpoint(source).sha256
+    return tiny.edited(bundle, folder / "relabelled", label)
 
 
 def named(bundle, source, clearly: bool = False) -> str | None:
@@ -183,15 +182,16 @@ def test_exchanged_layers_are_named_first(checkpoint_of, tmp_path, compress):
     assert found == "layer order: 1 has 2's weights, 2 has 1's weights"
 
 
-def cut_frequencies(manifest):
-    table = manifest["rope"][0]["inv_freq"]
+def cut(table):
     last = len(table) // 4
-    table[-last:] = [0.0] * last
+    return [*table[:-last], *[0.0] * last]
 
 
 def test_a_table_of_frequencies_of_no_model_is_named(exports, checkpoint_of, tmp_path):
     source = checkpoint_of("llama")
-    bundle = tiny.edited(exports.bundle(source), tmp_path / "bundle", cut_frequencies)
+    bundle = tiny.edited(
+        exports.bundle(source), tmp_path / "bundle", ("rope/0/inv_freq", cut)
+    )
     assert named(bundle, source) == "rope frequencies of the bundle's manifest"
 
 

@@ -12,8 +12,8 @@ def samples(values, **columns) -> list[dict]:
     return [base | {"repetition": i, "value": value} for i, value in enumerate(values)]
 
 
-def logged(root, rows, **settings) -> str:
-    run_id = log.new_run_id()
+def logged(root, rows, run_id: str | None = None, **settings) -> str:
+    run_id = run_id or log.new_run_id()
     log.append("runs", {"status": "ok"} | settings, root, run_id)
     log.append("samples", rows, root, run_id)
     return run_id
@@ -49,8 +49,7 @@ def repeated(root, seed: int, slower=1.0, rounds=6, interleaved=True) -> list[st
             rows += [row | {"repetition": n % 3} for n, row in enumerate(of_phase)]
         run_id = f"{seed:03}-{i:03}-{side}"
         row = {"setting": f"{seed}{side}", "round": i // 2, "machine": "x"}
-        log.append("runs", row | {"status": "ok"}, root, run_id)
-        log.append("samples", rows, root, run_id)
+        logged(root, rows, run_id, **row)
     return [f"{seed:03}-{order.index(side):03}-{side}" for side in "ab"]
 
 

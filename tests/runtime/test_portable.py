@@ -19,14 +19,15 @@ def bundle(exports):
 
 
 V_STATE = "layers.0.v_state"
-CHANGES = {  # a change of bundle.json and of its first shard → words of the refusal
-    "inputs of shard": lambda m, s: s["inputs"].pop("rope_cos"),
-    "inputs of shard.*y": lambda m, s: s["inputs"].update(y=[1]),
-    "outputs of shard": lambda m, s: s["outputs"].update(y=s["outputs"].pop("hidden")),
-    "states of shard": lambda m, s: s["states"].pop(V_STATE),
-    V_STATE: lambda m, s: s["states"][V_STATE].update(shape=[1, 2, 31, 32]),
-    "attn_mask": lambda m, s: s["inputs"]["attn_mask"].__setitem__(3, 128),
-    "T from 1 to 9": lambda m, s: m["options"].update(tokens="1-9"),
+INPUTS, STATES = "shards/0/inputs", "shards/0/states"
+CHANGES = {  # words of the refusal → where in bundle.json, and what
+    "inputs of shard": (INPUTS, tiny.without("rope_cos")),
+    "inputs of shard.*y": (f"{INPUTS}/y", [1]),
+    "outputs of shard": ("shards/0/outputs", lambda named: {"y": named["hidden"]}),
+    "states of shard": (STATES, tiny.without(V_STATE)),
+    V_STATE: (f"{STATES}/{V_STATE}/shape", [1, 2, 31, 32]),
+    "attn_mask": (f"{INPUTS}/attn_mask/3", 128),
+    "T from 1 to 9": ("options/tokens", "1-9"),
 }
 
 
@@ -37,7 +38,7 @@ def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(
     shimmed, bundle, tmp_path, words, change, runtime
 ):
     """With coreml over the shim, before anything is compiled."""
-    changed = tiny.edited(bundle, tmp_path / "b", lambda m: change(m, m["shards"][0]))
+    changed = tiny.edited(bundle, tmp_path / "b", change)
     with refused(words):
         Decoder(changed, runtime)
     assert not (tmp_path / ".b.compiled").exists()
