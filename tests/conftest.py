@@ -149,6 +149,14 @@ def checkout(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def small_project(tmp_path_factory) -> Path:
+    """A checkout whose notebooks have small parameters."""
+    from experiment import small
+
+    return small.project(tmp_path_factory.mktemp("project"))
+
+
 @pytest.fixture
 def shimmed():
     """The shim in place of Core ML's native layer."""

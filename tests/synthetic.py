@@ -44,7 +44,8 @@ def add(
         layers = pd.DataFrame({"layer": [0, 1], "layer_ms": ms / 4, "n": 3, "T": T})
         places = product(range(2), range(len(cell.judge_ids)), made.run.T)
         fidelity = pd.DataFrame(places, columns=["layer", "position", "T"])
-        values = {"cosine": 0.99, "psnr_db": 60.0, "max_abs": 0.01, "finite": True}
+        values = {"tensor": "update", "mode": "isolated", "runtime": runtime}
+        values |= {"cosine": 0.99, "psnr_db": 60.0, "max_abs": 0.01, "finite": True}
         name = cell.source.name
         bundle = exporting.bundle_name(name, checkpoint_hash, cell.options)
         row = cell.columns(runtime) | {
@@ -54,13 +55,11 @@ def add(
             "bundle_hash": bundle,
             "verdict": "GREEN" if cell.judge_ids else None,
         }
-        kind = {"tensor": "update", "mode": "isolated", "runtime": runtime}
-        kind["precision"] = row["precision"]
         with mock.patch("workbench.log.runs.environment", lambda: machine):
             log.record(
                 row | columns,
                 root,
                 samples=times.assign(warmup=False, repetition=0, order=0, **sizes),
                 layers=layers.assign(depth=cell.run["depth"]),
-                fidelity=fidelity.assign(**kind, **values),
+                fidelity=fidelity.assign(**values, precision=row["precision"]),
             )

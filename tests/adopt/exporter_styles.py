@@ -180,11 +180,8 @@ def chunks(
     def head(_, x):
         return tuple(nn.functional.linear(x, weight) for weight in m.halves)
 
-    path, inputs = (
-        folder / "tiny_lm_head.mlpackage",
-        [plain("hidden_states", 1, 1, m.C)],
-    )
-    saved(path, m, head, inputs, ["logits1", "logits2"])
+    inputs, outputs = [plain("hidden_states", 1, 1, m.C)], ["logits1", "logits2"]
+    saved(folder / "tiny_lm_head.mlpackage", m, head, inputs, outputs)
     (folder / "meta.yaml").touch()
 
 

@@ -18,23 +18,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A checkout whose notebooks have small parameters."""
-    return small.project(tmp_path_factory.mktemp("project"))
-
-
-@pytest.fixture(scope="module")
-def lab(project, forks, tmp_path_factory):
+def lab(small_project, forks, tmp_path_factory):
     """Opens a notebook by name: lab("05_stateful_kv_cache") → Notebook."""
     from playwright.sync_api import sync_playwright
 
     with (
-        serve(project, tmp_path_factory.mktemp("home"), forks) as address,
+        serve(small_project, tmp_path_factory.mktemp("home"), forks) as address,
         sync_playwright() as driver,
     ):
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
         page = open_lab(browser.new_page(viewport=SIZE), address)
-        yield lambda name: Notebook(page, project / "notebooks" / f"{name}.ipynb")
+        yield lambda name: Notebook(page, small_project / "notebooks" / f"{name}.ipynb")
         browser.close()
 
 
@@ -43,17 +37,17 @@ def lab(project, forks, tmp_path_factory):
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 )
-def test_a_notebook_runs_whole_and_leaves_git_as_it_was(name, lab, project):
+def test_a_notebook_runs_whole_and_leaves_git_as_it_was(name, lab, small_project):
     notebook = lab(name)
     notebook.run_all()
     assert notebook.errors() == []
     # the last thing that a conclusion writes
-    assert [*(project / "build" / "experiments" / name).glob("*/report.md")]
-    assert small.changes(project) == ""
+    assert [*(small_project / "build" / "experiments" / name).glob("*/report.md")]
+    assert small.changes(small_project) == ""
 
 
 @pytest.mark.slow("a browser measures a grid")
-def test_the_explorer_measures_follows_splits_and_saves(lab, project):
+def test_the_explorer_measures_follows_splits_and_saves(lab, small_project):
     notebook = lab("05_stateful_kv_cache")
     notebook.run_all()
     explorer = Widget(notebook)
@@ -71,7 +65,7 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, project):
     explorer.press("Save figure")
     explorer.says("-k-error (svg")
     assert notebook.errors() == []
-    saved = (project / "build" / "experiments").glob(
+    saved = (small_project / "build" / "experiments").glob(
         "05*/*/figures/explorer-*-k-error.*"
     )
     assert len([*saved]) == 5  # drawings, data and options

@@ -65,11 +65,7 @@ def test_two_runs_side_by_side_name_gates_that_changed(root):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (("--sort", "speed"), "--sort"),
-        (("a", "none"), "run none: found"),
-        (("a", ""), "run : found"),
-    ],
+    [(("--sort", "speed"), "--sort"), (("a", "none"), "run none: found")],
 )
 def test_bad_names_are_one_message(root, arguments, message):
     with refused(message):

@@ -68,6 +68,10 @@ def example(checkpoint="data/tiny-llama", **more) -> Experiment:
     return experiment
 
 
+def run_of(folder) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
 def test_a_run_is_a_folder_of_files(project, capsys):
     experiment = example()
     medians = pd.DataFrame({"run_id": ["c"], "run_ids": [["b", "c"]]})
@@ -80,7 +84,7 @@ def test_a_run_is_a_folder_of_files(project, capsys):
     table = numbers | {name.replace("numbers", "medians") for name in numbers}
     assert names == figure | table | {"run.json", "report.md"}
     assert r"100 \% of numbers\_" in (folder / "tables" / "numbers.tex").read_text()
-    run = json.loads((folder / "run.json").read_text())
+    run = run_of(folder)
     assert {"run-one", "run-two", "b", "c", run["run_id"]} == set(run["run_ids"])
     (row,) = log.load("runs").to_dict("records")
     assert (row["run_id"], row["experiment"]) == (run["run_id"], "07")
@@ -102,7 +106,7 @@ def test_the_report_has_gates_figures_and_a_command_and_few_lines(project):
     values = shlex.split(command)[2:]
     assert values == ["07", "--set", "CHECKPOINT=/models/my model", "--set", "T=[1]"]
     assert "12 more rows" in report and len(lines) <= 200 and "nan" not in report
-    run = json.loads((experiment.folder / "run.json").read_text())
+    run = run_of(experiment.folder)
     assert not any(run_id in report for run_id in set(run["run_ids"]) - {run["run_id"]})
 
 
@@ -117,7 +121,7 @@ def test_publishing_moves_the_run_and_its_rows_and_removes_unused_ones(project):
     report = (shipped / "report.md").read_text()
     assert "New" in report and "/home/someone" not in report
     assert "--set CHECKPOINT=/path/to/tiny-llama" in report
-    run = json.loads((shipped / "run.json").read_text())
+    run = run_of(shipped)
     rows = log.load("runs", project / "experiments" / "log" / log.SHIPPED)
     assert rows["run_id"].tolist() == [run["run_id"]]
 

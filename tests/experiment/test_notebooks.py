@@ -232,12 +232,6 @@ def test_the_answer_of_34_turns_with_its_tables():
         assert ("T 4 and T 1 overlap" in line) == overlap
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    """A checkout whose notebooks have small parameters."""
-    return small.project(tmp_path_factory.mktemp("project"))
-
-
 OTHER = {"05": "qwen2", "30": "zaya", "31": "qwen2", "33": "llama", "34": "qwen2"}
 """The families of random checkpoints, which have no tokenizer."""
 
@@ -245,9 +239,9 @@ OTHER = {"05": "qwen2", "30": "zaya", "31": "qwen2", "33": "llama", "34": "qwen2
 @pytest.mark.slow("a kernel runs a whole notebook")
 @each_notebook
 def test_it_runs_with_another_checkpoint_and_its_answer_is_true_of_its_files(
-    path, project, forked, monkeypatch
+    path, small_project, forked, monkeypatch
 ):
-    monkeypatch.chdir(project)
+    monkeypatch.chdir(small_project)
     number = path.name[:2]
     other = {"CHECKPOINT": f"data/random-{OTHER[number]}"} if number in OTHER else {}
     result = run_notebook(number, other, progress=False)
@@ -255,7 +249,7 @@ def test_it_runs_with_another_checkpoint_and_its_answer_is_true_of_its_files(
     if number != "33":  # the data of its figure are texts
         names = stored(number, Path(result["report"]).parent)
         assert result["conclusion"] == answer(number, names)
-    assert small.changes(project) == ""
+    assert small.changes(small_project) == ""
 
 
 def test_34_draws_what_macs_measured(capsys):

@@ -39,21 +39,16 @@ class _Rejecting(Faulty):
             )
 
 
-def _flexible(description) -> bool:
-    """Whether any input of a model has a flexible shape."""
-    return any(
-        size.lowerBound != size.upperBound
-        for feature in description.input
-        for size in feature.type.multiArrayType.shapeRange.sizeRanges
-    )
-
-
 class RejectedRanges(_Rejecting):
     """Models with a flexible input shape fail to load with error code -14, whatever the
     compute units."""
 
     def rejects(self, compute_units: str) -> bool:
-        return _flexible(self.description)
+        return any(
+            size.lowerBound != size.upperBound
+            for feature in self.description.input
+            for size in feature.type.multiArrayType.shapeRange.sizeRanges
+        )
 
 
 class RejectedUnit(_Rejecting):
@@ -157,9 +152,8 @@ class OnEngine(Faulty):
 
     @staticmethod
     def get_compute_plan(path: str, compute_units: str):
-        if compute_units in ("CPU_AND_NE", "ALL"):
-            return plan(path, "ane")
-        return plan(path, "cpu")
+        has_engine = compute_units in ("CPU_AND_NE", "ALL")
+        return plan(path, "ane" if has_engine else "cpu")
 
 
 class Plan:

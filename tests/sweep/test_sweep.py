@@ -78,11 +78,12 @@ def test_a_cell_that_crashes_is_a_failed_row_and_is_measured_again(
 ):
     """tests/runtime/test_standin.py has every way to fail, in processes that crash."""
 
+    lines = ("ANECCompile() FAILED",)
+    crashed = process.Outcome(failure="killed by SIGSEGV", lines=lines)
+
     def call(function, cell, *args, **how):
-        if function is run.measure and cell.run["T"] == 1:
-            lines = ("ANECCompile() FAILED",)
-            return process.Outcome(failure="killed by SIGSEGV", lines=lines)
-        return in_process.call(function, cell, *args)
+        crashes = function is run.measure and cell.run["T"] == 1
+        return crashed if crashes else in_process.call(function, cell, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(process, "call", call)
