@@ -253,12 +253,6 @@ def logits_error(decoder: Decoder, g: Golden, *sizes: int, width: int = 0) -> fl
     return relative(chained(decoder, g.ids, sizes, width), g.logits)
 
 
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """The smallest cosine between rows of a and b."""
-    a, b = (torch.from_numpy(rows).double() for rows in (a, b))
-    return torch.cosine_similarity(a, b, dim=-1).min().item()
-
-
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
     """Largest deviation over the largest expected magnitude."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())

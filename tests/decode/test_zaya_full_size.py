@@ -26,4 +26,4 @@ def test_a_layer_of_full_size_decodes_as_hugging_face(tmp_path):
     exact, declared = (own.decoder(checkpoint, how) for how in ("exact", "declared"))
     for size in (1, 2, 3, 4):
         assert tiny.logits_error(exact, g, size, width=4) < 1e-5
-    assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > 0.999
+    assert tiny.logits_error(declared, g, 4) < 1.5e-2

@@ -30,4 +30,4 @@ def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
     scale = declared.manifest.embedding.scale
     assert exponent >= 2 and scale == 64**0.5 * 2.0**-exponent
     assert tiny.logits_error(exports.decoder(path), g, 4) < 3e-6
-    assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > 0.999
+    assert tiny.logits_error(declared, g, 4) < 1.5e-2

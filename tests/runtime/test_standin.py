@@ -142,18 +142,6 @@ def test_commands_end_as_on_portable_without_an_illegal_call(name, source, bundl
         assert ours["shards"] == portable["shards"]
 
 
-def test_native_time_is_part_of_a_call_and_null_on_portable(bundle):
-    found = []
-    for name in ("portable", "stand-in"):
-        decoder = Decoder(bundle, name)
-        (model,) = decoder.layers
-        assert model.last_native_ms is None
-        decoder.prefill([5])
-        found.append(model.last_native_ms)
-    assert found[0] is None
-    assert 0 < found[1] <= model.loading_ms["first_predict"]
-
-
 # --- faults: rows ---------------------------------------------------------------------------------
 
 DIED, PLANLESS = {"status": "failed"}, {"status": "ok", "placement_source": None}

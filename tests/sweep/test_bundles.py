@@ -46,8 +46,9 @@ def test_bundles_are_measured_and_validated_without_their_checkpoint(grid, tmp_p
 def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
     exports, stored, tmp_path
 ):
-    grid = {"checkpoint": str(exports.checkpoint("llama")), "golden": str(stored)}
-    grid |= {
+    grid = {
+        "checkpoint": str(exports.checkpoint("llama")),
+        "golden": str(stored),
         "export": {"max_seq_len": [16], "tokens": ["1-2"]},
         "run": RUN | {"T": [1]},
     }

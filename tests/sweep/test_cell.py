@@ -14,14 +14,10 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import run as sweeping
 
 
-@pytest.fixture
-def source(exports):
-    return Checkpoint(exports.checkpoint("llama", num_hidden_layers=1))
-
-
 def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
-    source, tmp_path, monkeypatch
+    exports, tmp_path, monkeypatch
 ):
+    source = Checkpoint(exports.checkpoint("llama", num_hidden_layers=1))
     about = source, Options(max_seq_len=16), tmp_path
     made = bundle_for(*about)
 
@@ -50,19 +46,17 @@ def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, calls_here):
 
 @pytest.mark.parametrize(("millijoules", "joules"), [(250, 0.25), (0, None)])
 def test_what_the_counters_say_of_a_measurement_is_in_its_row(
-    source, exports, monkeypatch, millijoules, joules
+    grid, swept, monkeypatch, millijoules, joules
 ):
     """A library in place of zeus-apple-silicon, which a Mac alone has."""
     monitor = mock.Mock()
     monitor.end_window.return_value.ane_mj = millijoules
     library = SimpleNamespace(AppleEnergyMonitor=lambda: monitor)
     monkeypatch.setitem(sys.modules, "zeus_apple_silicon", library)
-    run = {"n_gen": 2, "repetitions": 1, "runtime": ["portable"]}
-    grid = {"checkpoint": str(source.path), "export": {"max_seq_len": [16]}}
-    made = sweep.make_grid(grid | {"run": run})
-    (cell,) = sweep.cells(made)
-    bundle = exports.bundle(source.path, max_seq_len=16)
-    row, _ = sweeping.measure(cell, made, bundle.root)
+    made = sweep.make_grid(grid | {"validate_ids": []})
+    cell, _ = sweep.cells(made)
+    bundle = sweeping.prepare(cell, swept[0] / "bundles")
+    row, _ = sweeping.measure(cell, made, bundle)
     monitor.end_window.assert_called_once_with(*monitor.begin_window.call_args.args)
     assert row["ane_joules"] == joules
     said = row["config"]["energy"]
