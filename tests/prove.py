@@ -155,7 +155,10 @@ def gate_table(records: dict[str, dict]) -> str:
             "that it alone shows": seen.count({name}),
         }
         rows.append(row)
-    return markdown(rows)
+    names = ", ".join(f"`{name}`" for name in sufficient(shown))
+    return (
+        f"{markdown(rows)}\n\nOf these gates {names} alone show every fault that ran."
+    )
 
 
 def shown_by(records: dict[str, dict]) -> dict[str, set[str]]:
@@ -166,6 +169,17 @@ def shown_by(records: dict[str, dict]) -> dict[str, set[str]]:
         if not is_sound(case):
             shown[fault] = shown.get(fault, red) & red
     return shown
+
+
+def sufficient(shown: dict[str, set[str]]) -> list[str]:
+    """Few gates that together show every fault that any gate shows: those that alone show one,
+    then whichever shows most of the rest."""
+    left = [gates for gates in shown.values() if gates]
+    chosen = {gate for gates in left if len(gates) == 1 for gate in gates}
+    while left := [gates for gates in left if not gates & chosen]:
+        seen = Counter(gate for gates in left for gate in sorted(gates))
+        chosen.add(seen.most_common(1)[0][0])
+    return [name for step in cases.STEPS for name in step if name in chosen]
 
 
 def place(found: tuple[float, str] | None) -> str:
