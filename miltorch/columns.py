@@ -15,7 +15,8 @@ from miltorch.ops.registry import rules, window
 from miltorch.program import Op
 from miltorch.steps import Step
 
-POINTWISE = rules(elementwise).keys()
+# but for those that take vectors over the channels
+POINTWISE = rules(elementwise).keys() - {"prelu", "softplus_parametric"}
 ALONG = {"concat", "softmax", "split"}  # one axis
 KINDS = POINTWISE | ALONG | {"reduce_max", "reduce_mean", "reduce_sum"}
 KINDS |= {"reshape", "slice_by_index", "transpose"}
@@ -34,7 +35,9 @@ class Joined(NamedTuple):
 def join(values: list[dict], name: str, axis: int) -> Joined | None:
     """The values that calls know by `name`; None where they differ in another axis."""
     parts = [own[name] for own in values]
-    if parts[0].dim() < -axis or len({p.movedim(axis, 0).shape[1:] for p in parts}) > 1:
+    if min(p.dim() for p in parts) < -axis:
+        return None
+    if len({p.movedim(axis, 0).shape[1:] for p in parts}) > 1:
         return None
     return Joined(torch.cat(parts, axis), axis, tuple(p.shape[axis] for p in parts))
 
@@ -53,7 +56,8 @@ def separate(
 
 
 def operands(step: Step, values: list[dict], joined: dict) -> dict[str, Joined] | None:
-    """What a step reads, joined along one axis; None where that cannot be."""
+    """What a step reads, joined along one axis, that of a joined value or the first
+    spatial axis of a convolution; None where that cannot be."""
     names = list(step.reads())
     known = [joined[name] for name in names if name in joined]
     if step.op.kind == "conv" and not known:
@@ -95,7 +99,7 @@ def is_columnwise(step: Step) -> bool:
 
 def result_axis(step: Step, shape: torch.Size, axis: int) -> int | None:
     """Where the columns of a step's results are, whose first operand has this shape and
-    all theirs at `axis`; None where a result mixes columns."""
+    all theirs at `axis`; None where a result may mix columns."""
     kind, given, place = step.op.kind, step.constants, axis + len(shape)
     if kind == "transpose":
         return [p % len(shape) for p in given["perm"]].index(place) - len(shape)

@@ -228,11 +228,7 @@ class Executable:
             arguments["blocks"] = [
                 partial(self._call, b, values, hook) for b in step.bodies
             ]
-        result = step.function(**arguments)
-        results = result if isinstance(result, tuple) else (result,)
-        if len(results) < len(step.outputs):
-            raise ValueError(f"{len(results)} results of {len(step.outputs)}")
-        _store(step, results, values)
+        _store(step, step.function(**arguments), values)
 
     def _call(self, body: Body, values: dict, hook, *arguments) -> list:
         """Runs a nested block: it sees the enclosing values, and its own stay
@@ -315,8 +311,8 @@ def _run_joined(step: Step, values: list[dict], joined: dict[str, Joined]) -> bo
     if axis is None:
         return False
     arguments = step.arguments({name: each.value for name, each in found.items()})
-    result, own = step.function(**arguments), {}
-    _store(step, result if isinstance(result, tuple) else (result,), own)
+    own = {}
+    _store(step, step.function(**arguments), own)
     for name, value in own.items():
         joined[name] = Joined(value, axis, first.sizes)
     return True
@@ -330,7 +326,7 @@ def _show(step: Step, values: list[dict], hooks, joined: dict[str, Joined]) -> N
         if hook is None:
             continue
         if replaced := hook(step.op, [widened(own[name]) for name in names]):
-            _store(step, replaced, own)
+            _store(step, tuple(replaced), own)
             for name in names:
                 joined.pop(name, None)
 
@@ -350,9 +346,13 @@ def _stages(body: Body, states: dict, count: int) -> list[tuple[bool, list[Step]
     return [(together, [step for _, step in group]) for together, group in groups]
 
 
-def _store(step: Step, results, values: dict) -> None:
-    """Puts the results of a step into `values`, in their declared dtypes; raises a
-    TypeError for fractions that are declared as integers, where nothing casts them."""
+def _store(step: Step, result, values: dict) -> None:
+    """Puts the result of a step, or a tuple of results, into `values`, in their declared
+    dtypes; raises a ValueError for too few, and a TypeError for fractions that are
+    declared as integers, where nothing casts them."""
+    results = result if isinstance(result, tuple) else (result,)
+    if len(results) < len(step.outputs):
+        raise ValueError(f"{len(results)} results of {len(step.outputs)}")
     # an operation may have no result
     for (name, dtype), value in zip(step.outputs, results):
         if dtype is not None and value.dtype is not dtype:
@@ -407,34 +407,39 @@ def refuse_unknown(program: Program) -> None:
 
 
 def check_names(program: Program, block: Block, known: set[str]) -> None:
-    """Raises an InputError for a value that is read and that nothing before computes.
-    `known`: the names that the block sees from around it."""
+    """Raises an InputError for a value that is read and that nothing before computes,
+    or that is computed twice. `known`: the names that the block sees from around it."""
     known = known | dict(block.inputs).keys()
     for op in block.ops:
         _refuse_names(program, set(op.reads()) - known)
         for inner in op.blocks:
             check_names(program, inner, known)
-        known |= dict(op.outputs).keys()
+        results = dict(op.outputs).keys()
+        _refuse_names(program, results & known, "are computed twice")
+        known |= results
     _refuse_names(program, set(block.outputs) - (known - program.states.keys()))
 
 
-def _refuse_names(program: Program, unknown: set[str]) -> None:
-    if unknown:
+def _refuse_names(
+    program: Program, names: set[str], fault: str = "nothing before them computes"
+) -> None:
+    if names:
         raise InputError(
             str(program.package),
-            f"values {sorted(unknown)} that nothing before them computes",
+            f"values {sorted(names)} that {fault}",
             "a whole program",
             "export the model again",
         )
 
 
 def _drop_unread(body: Body) -> None:
-    """Leaves out the steps whose results nothing reads, and constants that no step
-    reads by name."""
+    """Leaves out the steps whose results nothing reads and that write no state, and
+    constants that no step reads by name."""
     needed, kept = set(body.outputs), []
     for step in reversed(body.steps):
         names = dict(step.outputs).keys()
-        if not names or names & needed or step.op.kind == "coreml_update_state":
+        may_write = step.op.kind == "coreml_update_state" or step.bodies
+        if not names or names & needed or may_write:
             needed.update(step.reads())
             kept.append(step)
     body.steps = kept[::-1]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 TERMS = 32
 # weights that are dense at a time: 2 MiB of float32 stay in a core's cache
 PANEL = 1 << 19
-# products of two numbers that one thread computes before another has begun
+# multiplications that one thread ends before another has begun
 SMALL = 1 << 20
 NARROW = ContextVar("narrow", default=False)
 

@@ -8,7 +8,7 @@ from refusal import refused
 from test_adopt import validate
 
 from workbench import log, sweep
-from workbench.check import compare, golden
+from workbench.check import compare, golden, units
 from workbench.models.checkpoint import Checkpoint
 from workbench.widgets import Explorer
 
@@ -36,6 +36,14 @@ def test_evaluate_says_what_an_argmax_inside_keeps(adoptions, checkout):
     assert result["perplexity"] is None and result["kl"] is None
     assert "argmax is inside" in result["not_run"]
     assert result["golden_perplexity"] > 1 and result["same_top"] > 0.5
+
+
+def test_a_unit_is_validated_without_logits(adoptions, tmp_path):
+    made = golden.make_golden(Checkpoint(adoptions.checkpoint("host")), IDS[:4])
+    file = made.save(tmp_path / "g.safetensors")
+    how = "portable", "declared", False, None
+    found = units.validate_unit(adoptions.folder("host"), file, *how)
+    assert found["verdict"] == "GREEN" and np.isnan(found["kl_max"])
 
 
 def test_logits_of_an_argmax_inside_are_refused(adoptions, tmp_path):

@@ -81,6 +81,7 @@ def test_calls_together_compute_what_each_computes_alone(kind):
         ("silu", {}, 2, 1),
         ("mul", {"y": numbers(1, 6, 1, 1)}, 2, 1),
         ("mul", {"y": numbers(1, 6, 1, 1)}, 1, 2),
+        ("prelu", {"alpha": numbers(6)}, 1, 2),
         ("conv", {"weight": numbers(3, 6, 1, 1)}, 2, 1),
         ("conv", {"weight": numbers(3, 6, 1, 1)}, 1, 2),
         ("transpose", {"perm": [0, 2, 1, 3]}, 2, 1),
@@ -106,12 +107,14 @@ def test_a_step_runs_once_for_all_calls_unless_it_mixes_columns(
     assert len(ran) == times
 
 
-def test_columns_along_different_axes_stay_apart():
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_columns_along_different_axes_stay_apart(shape):
     op = Op("add", "add", {"x": X, "y": Ref("y")}, [("y0", Type("FLOAT32", (None,)))])
     shapes = {"x": (*SIZES[:2], None, 4), "y": (None,)}
     inputs = {name: Type("FLOAT32", shape) for name, shape in shapes.items()}
     made = Executable(program([op], inputs, ["y0"]))
     each = [own | {"y": tensor(numbers(4))} for own in calls(2, (2, 4))]
+    each[0]["y"] = tensor(numbers(*shape))
     found = made.run_calls(each, [{}] * 2, [None] * 2)
     for own, y in zip(each, found, strict=True):
         assert np.array_equal(y["y0"], made.run(own, {})["y0"])

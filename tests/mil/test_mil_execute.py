@@ -151,6 +151,8 @@ def test_names_inputs_and_operands_that_do_not_fit_are_named():
         executable(op("relu", {"x": Ref("nowhere")}, "y"))
     with pytest.raises(InputError, match="values \\['y'\\]"):
         executable()
+    with pytest.raises(InputError, match="values \\['x'\\] that are computed twice"):
+        executable(op("relu", {"x": X}, "x"), outputs=["x"], x=F16)
     made = executable(op("relu", {"x": X}, "y"), x=Type("FLOAT16", (2, 3)))
     with pytest.raises(InputError, match="constant that names another"):
         executable(Op("const", "y", {"val": X}, [("y", F16)]))

@@ -71,8 +71,8 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 def similarity(reference: np.ndarray, actual: np.ndarray) -> dict[str, np.ndarray]:
     """`cosine`; `psnr_db`, 10·log10(max(reference²) / mean((reference − actual)²)), inf
-    when they are equal; `max_abs`, the largest |reference − actual|; whether `actual` is
-    `finite`; each along the last axis."""
+    when they are equal, nan for zeros; `max_abs`, the largest |reference − actual|;
+    whether `actual` is `finite`; each along the last axis."""
     reference, actual = np.float64(reference), np.float64(actual)
     with np.errstate(all="ignore"):
         difference = reference - actual
@@ -166,7 +166,7 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
 def furthest(rows: pd.DataFrame) -> dict:
     """layer, T and tensor of a table of `compare` where the RMS over positions of
     `ratio` is largest, and that `ratio`; a null is infinite."""
-    squares = rows["ratio"].fillna(np.inf).astype(float) ** 2
+    squares = rows["ratio"].fillna(np.inf) ** 2
     means = squares.groupby([rows[name] for name in ("layer", "T", "tensor")]).mean()
     ratios = (means**0.5).sort_values(ascending=False).reset_index()
     return ratios.iloc[0].to_dict()

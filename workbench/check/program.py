@@ -30,6 +30,7 @@ from workbench.check.compare import compare, rms
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, stored_weights
 from workbench.check.hf import Reference, Values, nudge, recording_cache
+from workbench.check.states import default_ts
 from workbench.decode import Decoder
 from workbench.decode.snapshot import fill
 from workbench.errors import InputError
@@ -127,7 +128,7 @@ def program_errors(decoder: Decoder, checkpoint: Checkpoint) -> pd.DataFrame:
     sequences of a batch take different ones if the bundle allows it.
     """
     options = decoder.options
-    Ts = run.default_ts(options)
+    Ts = default_ts(options)
     *places, scaled = reference_stretches(decoder.bundle, checkpoint)
     alone = sorted({tuple(sizes) for sizes in (Ts[:1], Ts[-1:], Ts[1:-1]) if sizes})
     # the input of an inner layer is replaced where it shows

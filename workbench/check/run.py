@@ -18,21 +18,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from workbench.bundle import Options, Shard
+from workbench.bundle import Shard
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
 from workbench.check.golden import Golden, check_exported_from
 from workbench.check.hf import Values, half, updates
-from workbench.check.states import callable_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.progress import bar
 from workbench.runtime import Model, State
-
-
-def default_ts(options: Options) -> list[int]:
-    """T values worth comparing with a golden: `callable_ts`, or the one T of shards
-    that have a single fixed shape."""
-    return [options.t_max] if len(options.shapes) == 1 else callable_ts(options)
 
 
 def run_golden(
@@ -101,12 +94,12 @@ class Pass:
     """One pass over the tokens of `goldens`, one of n positions per sequence: which of
     their values replace the program's own, and the record of what was computed.
 
-    `values` by name [B, n, W]: `T` [B, n], the tokens of the call that each position was
-    in; by layer `x`, the golden's input, isolated as the program read it; where they can
-    be seen `hidden`, the `update` that it adds to `x`, and the program's own choice of
-    an `expert`; `k` and `v`, the last rows where a ring has lost the first; the `router`
-    state that the last layer of a shard hands on. `handed`: what a shard hands on that
-    shows no hidden state; chained, the `logits`.
+    `values` by name [B, n, W]: `T` [B, n], the most tokens of a sequence in the call of
+    each position; by layer `x`, the golden's input, isolated as the program read it;
+    where they can be seen `hidden`, the `update` that it adds to `x`, and the program's
+    own choice of an `expert`; `k` and `v`, the last rows where a ring has lost the first;
+    the `router` state that the last layer of a shard hands on. `handed`: what a shard
+    hands on that shows no hidden state; chained, the `logits`.
 
     Args:
         T: tokens a call; several are taken in turn.
@@ -171,7 +164,7 @@ class Pass:
         last = shard.layers[1] - 1
         inner = {name: layer for layer, name in shard.taps.items() if layer < last}
         looks = inner or "expert.0" in self.golden
-        if not looks or shard.kind not in ("layers", "router"):
+        if not looks or not self.decoder.shows_inner_layers:
             return [None] * len(self.calls)
         return [partial(self.replace, shard, inner, call) for call in self.calls]
 
@@ -236,12 +229,10 @@ class Pass:
 
     def finish(self) -> list[Values]:
         """The values of every sequence after the last shard."""
-        if not self.isolated:
+        if not self.isolated and self.decoder.manifest.gives_logits:
             name = f"{self.handed}.{len(self.decoder.manifest.layers) - 1}"
             last = self.values[name].swapaxes(1, 2)
-            logits = self.decoder.logits(last / self.scale)
-            if self.decoder.manifest.gives_logits:
-                self.values["logits"] = logits
+            self.values["logits"] = self.decoder.logits(last / self.scale)
         made = []
         for seq in range(len(self.starts)):
             values = {name: value[seq] for name, value in self.values.items()}
@@ -277,8 +268,6 @@ def run_shard(
         ios += one.ios
         counts += [call.counts for call in one.calls]
         own_states += [state] * len(one.ios)
-    if not decoder.shows_inner_layers:
-        hooks = [None] * len(hooks)
     results = iter(decoder.run_calls(model, ios, counts, own_states, hooks))
     for one, state in zip(passes, states, strict=True):
         one.after(model.shard, list(islice(results, len(one.ios))), state)

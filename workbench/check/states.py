@@ -134,6 +134,12 @@ def callable_ts(options: Options) -> list[int]:
     return sorted({1, 2, 3, 4, t_max - 1, t_max, *shapes} & {*range(1, t_max + 1)})
 
 
+def default_ts(options: Options) -> list[int]:
+    """T values worth comparing with a golden: `callable_ts`, or the one T of shards
+    that have a single fixed shape."""
+    return [options.t_max] if len(options.shapes) == 1 else callable_ts(options)
+
+
 def probe_points(options: Options) -> list[tuple[int, int]]:
     """(T, pos) pairs: all of a small cache, else the ends, the middle and powers of two
     ± 1."""
@@ -250,10 +256,9 @@ def undo_gate(decoder: Decoder) -> Gate:
     options = decoder.options
     most = options.t_max
     near_end = max(0, options.max_seq_len - 3 * most)
-    Ts = callable_ts(options) if len(options.shapes) != 1 else [most]
     plans = [
         (0, [most, most]),
-        *((near_end, [T]) for T in Ts),
+        *((near_end, [T]) for T in default_ts(options)),
         (near_end, [most, most]),
     ]
     faults = []

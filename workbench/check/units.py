@@ -106,7 +106,7 @@ def validate_unit(
     return {
         "verdict": result.verdict,
         "min_cosine": figures["min_cosine"],
-        "kl_max": figures["logits"]["kl_max"],
+        "kl_max": figures["cost"]["kl"]["max"],
         "reason": reasons[0] if reasons else "every gate passes",
         "logits": result.cost.logits,
     }

@@ -28,8 +28,8 @@ from workbench.check.compare import HALF_ULP, NEAR_TIE, compare, compared, furth
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, check_exported_from, stored_weights
 from workbench.check.hf import Reference, Values, half, updates
-from workbench.check.run import default_ts, run_golden, run_golden_each
-from workbench.check.states import STATE_GATES
+from workbench.check.run import run_golden, run_golden_each
+from workbench.check.states import STATE_GATES, default_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import load_arrays, save_arrays, sha256
@@ -53,14 +53,12 @@ class Cost:
     """What compression and fp16 cost: every layer × position × T of a bundle against a
     golden.
 
-    `rows`: those of `compare` with mode, runtime, precision and shard. `isolated`: the
-    bundle's values by T, each layer fed the golden's input; `logits` [n, V] of layers in
-    a row, None where the bundle gives none. `kl` [n] nats from the golden to them, and
-    `same_top`, the share of positions with the same top token: nan then. `budget_kl`
-    [n]: of the budget, None where none was measured."""
+    `rows`: those of `compare` with mode, runtime, precision and shard. `logits` [n, V]
+    of layers in a row, None where the bundle gives none. `kl` [n] nats from the golden to
+    them, and `same_top`, the share of positions with the same top token: nan then.
+    `budget_kl` [n]: of the budget, None where none was measured."""
 
     rows: pd.DataFrame
-    isolated: dict[int, Values]
     logits: np.ndarray | None
     kl: np.ndarray
     same_top: float
@@ -292,10 +290,9 @@ def measure(
         raise InputError("T", f"{over}", f"1 to t_max = {t_max}", step)
     runs = [*((T, "isolated") for T in Ts), (Ts, "chained")]
     *apart, chained = run_golden_each(decoder, golden, runs, progress=True)
-    isolated = dict(zip(Ts, apart, strict=True))
     frames = [
         compare(golden.values, values, budget).assign(T=T, mode="isolated")
-        for T, values in isolated.items()
+        for T, values in zip(Ts, apart, strict=True)
     ]
     frames.append(compare(golden.values, chained).assign(mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
@@ -312,7 +309,7 @@ def measure(
         nats = kl(expected, logits)
         same = float(np.mean(expected.argmax(-1) == logits.argmax(-1)))
     budget_kl = budget and kl(expected, budget["logits"])
-    return Cost(rows, isolated, logits, nats, same, budget_kl)
+    return Cost(rows, logits, nats, same, budget_kl)
 
 
 def summarize_kl(nats: Sequence[float]) -> dict[str, float]:
@@ -386,7 +383,8 @@ def device_gate(decoder: Decoder, golden: Golden, reference: Values) -> Gate:
         {name[len(to) :]: x for name, x in reference.items() if name.startswith(to)}
         for to in ("declared/", "narrow/")
     )
-    rows = compare(declared, device_values(decoder, golden), narrow, room=device_room)
+    values = device_values(decoder, golden)
+    rows = compare(declared, values, narrow, room=device_room, similar=False)
     rows = rows[~_tied(decoder, golden, rows)]
     if rows.empty:  # every choice of an expert was close
         return gates.not_run("device", "nothing is comparable")

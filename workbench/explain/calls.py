@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from workbench.check import compare
 from workbench.check.golden import Golden
-from workbench.check.run import default_ts, run_golden
+from workbench.check.run import run_golden
+from workbench.check.states import default_ts
 from workbench.decode import Decoder
 
 SAME = 1e-3  # relative RMS that sums in another order, and other functions, explain

@@ -13,7 +13,8 @@ from workbench.bundle import Bundle
 from workbench.bundle.names import X
 from workbench.check.golden import Golden
 from workbench.check.hf import Values
-from workbench.check.run import Pass, default_ts
+from workbench.check.run import Pass
+from workbench.check.states import default_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.explain.reduced import reduce
