@@ -3,13 +3,14 @@ table for every comparison of values with a reference and with what rounding alo
 make of it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
 
 from workbench.check.hf import Values
 
+BLOCK = 1 << 18  # numbers
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 SHOWN = ("hidden", "update", "k", "v", "logits")
@@ -61,12 +62,16 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """KL(reference ‖ actual) [n] in nats between the distributions that two arrays of
     logits [n, V] stand for."""
     nats = np.empty(len(reference))
-    # one row of the vocabulary fits the cache, all do not
-    for i, (p, q) in enumerate(zip(reference, actual, strict=True)):
-        p = log_softmax(p)
-        q = log_softmax(q)
-        nats[i] = (np.exp(p) * (p - q)).sum()
+    for rows in _blocks(reference):
+        p, q = log_softmax(reference[rows]), log_softmax(actual[rows])
+        nats[rows] = (np.exp(p) * (p - q)).sum(-1)
     return nats
+
+
+def _blocks(array: np.ndarray) -> Iterator[slice]:
+    """Rows of an array, so many that they stay in a core's cache."""
+    few = max(1, BLOCK // array.shape[-1])
+    return (slice(first, first + few) for first in range(0, len(array), few))
 
 
 def similarity(reference: np.ndarray, actual: np.ndarray) -> dict[str, np.ndarray]:
@@ -119,31 +124,35 @@ def compare(
         tensor, _, layer = name.partition(".")
         if tensor not in tensors or name not in reference:
             continue
-        n = len(values)
-        expected, values = np.float64(reference[name][-n:]), np.float64(values)
-        error = rms(expected, values)
-        size = rms(expected)
-        if name in sizes:
-            size = np.maximum(size, sizes[name][-n:])
-        part = {
-            "tensor": tensor,
-            "layer": int(layer or -1),
-            "position": np.arange(len(reference[name]))[-n:],
-            "T": actual["T"][-n:],
-            "error": over(error, size),
-            "budget": np.nan,
-            "ratio": np.nan,
-            "routing_tie": False,
-        }
-        if name in moved:
-            apart = rms(expected, moved[name][-n:])
-            part["budget"] = over(apart, size)
-            part["ratio"] = np.nan_to_num(over(error, room(apart, size)), nan=np.inf)
-        if tensor == "update" and f"expert.{layer}" in reference:
-            part["routing_tie"] = _ties(reference, actual, moved, layer)
-        if similar:
-            part |= similarity(expected, values)
-        parts.append({key: np.broadcast_to(x, n) for key, x in part.items()})
+        positions = np.arange(len(reference[name]))[-len(values) :]
+        for block in _blocks(values):
+            rows, own = positions[block], np.float64(values[block])
+            expected = np.float64(reference[name][rows])
+            error = rms(expected, own)
+            size = rms(expected)
+            if name in sizes:
+                size = np.maximum(size, sizes[name][rows])
+            part = {
+                "tensor": tensor,
+                "layer": int(layer or -1),
+                "position": rows,
+                "T": actual["T"][-len(values) :][block],
+                "error": over(error, size),
+                "budget": np.nan,
+                "ratio": np.nan,
+                "routing_tie": False,
+            }
+            if name in moved:
+                apart = rms(expected, moved[name][rows])
+                ratio = over(error, room(apart, size))
+                part["budget"] = over(apart, size)
+                part["ratio"] = np.nan_to_num(ratio, nan=np.inf)
+            if tensor == "update" and f"expert.{layer}" in reference:
+                part["routing_tie"] = _ties(reference, actual, moved, layer)[rows]
+            if similar:
+                part |= similarity(expected, own)
+            part = {key: np.broadcast_to(x, len(rows)) for key, x in part.items()}
+            parts.append(part)
     names = parts[0] if parts else ()
     columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
     return pd.DataFrame(columns)
