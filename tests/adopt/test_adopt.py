@@ -134,6 +134,7 @@ def test_decoding_gives_the_tokens_and_logits_of_hugging_face(
         assert compare.relative_rms(np.load(kept), expected) < 0.01
 
 
+@pytest.mark.slow("searches two programs of converted packages")
 @pytest.mark.shim
 def test_a_wrong_operation_is_found_and_none_in_a_sound_one(
     adoptions, monkeypatch, calls_here
@@ -252,6 +253,7 @@ def test_a_mask_of_minus_infinity_is_no_fault(adoptions):
     assert result["verdict"] == "GREEN" and result["ranges"]["first_inf"] is None
 
 
+@pytest.mark.slow("converts packages of two styles")
 def test_what_needs_hidden_states_or_a_checkpoint_says_so(adoptions):
     how = "--checkpoint", adoptions.checkpoint("host"), "--only", "parts"
     with refused("caches and logits alone"):

@@ -37,6 +37,7 @@ def test_no_sound_bundle_is_red(case, exports):
     assert not prove.fails(found), found["red"]
 
 
+@pytest.mark.slow("exports a bundle and plants a fault")
 @pytest.mark.matrix(16, wide=60)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, exports):

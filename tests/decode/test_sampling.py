@@ -43,6 +43,7 @@ def test_draws_from_the_distribution_transformers_draws_from(
     assert np.abs(picks / 400 - chances).max() < 0.12
 
 
+@pytest.mark.slow("exports a bundle")
 def test_a_sampled_sequence_depends_on_seed_and_position_alone(exports):
     """Alone, after a snapshot, and in a batch with other samplings: the same tokens."""
     decoder = trained.decoder(exports, "tiny-gemma3")

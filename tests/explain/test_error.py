@@ -79,6 +79,7 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     assert gates.verdict(error.error_gates(splits)) == "RED"
 
 
+@pytest.mark.slow("exports a bundle and splits its error")
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [

@@ -103,6 +103,7 @@ def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, op
     assert tiny.logits_error(decoder, g, 4) < 2e-6
 
 
+@pytest.mark.slow("exports several bundles")
 def test_what_a_killed_export_has_left_is_no_bundle_and_not_used(
     llama, exports, tmp_path
 ):
@@ -166,6 +167,7 @@ def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(
         small(copy, tmp_path / "b")
 
 
+@pytest.mark.slow("starts a process that imports torch")
 def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(
     exports, llama, tmp_path
 ):

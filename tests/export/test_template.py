@@ -56,6 +56,7 @@ def test_every_shard_is_the_bytes_of_its_conversion(
             assert ",".join(map(str, shard.functions.values())) == options["tokens"]
 
 
+@pytest.mark.slow("exports a bundle and converts each of its shards again")
 def test_a_large_vocabulary_is_cut_into_slices_of_two_shapes(
     exports, tmp_path, monkeypatch
 ):

@@ -136,6 +136,7 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     assert "layer -1" in explorer.words.value
 
 
+@pytest.mark.slow("searches a program twice")
 def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeypatch):
     assert explorer.which.disabled
     click(explorer, 1, 2)
