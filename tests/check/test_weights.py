@@ -3,9 +3,10 @@ what is GREEN."""
 
 import numpy as np
 import pytest
+import torch
 
 from workbench import Bundle
-from workbench.check.weights import weights_gate
+from workbench.check.weights import table_ratios, weights_gate
 
 
 def unplaced(copy):
@@ -41,3 +42,9 @@ def test_what_is_damaged_or_missing_is_red_by_name(broken, plant, place):
     found = weights_gate(Bundle.open(folder), checkpoint)
     assert found.verdict == "RED" and place in found.reason
     assert "o_proj" not in found.reason or plant is half_a_file
+
+
+def test_an_entry_that_is_not_the_nearest_is_held_against_the_nearest():
+    table = torch.tensor([-3.0, -1, 1, 3])
+    used, value = torch.ones(1, 1), torch.full((1, 1), 2.9).half()
+    assert 18 < table_ratios(used, value, table)[0] < 20

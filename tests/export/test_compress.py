@@ -87,6 +87,16 @@ def test_our_integers_are_coremltools_bit_for_bit(preset, kind, rows, blocks, se
     check(draw(kind, (rows, 32 * blocks), seed)[:, :, None, None], preset)
 
 
+@settings(max_examples=25, deadline=None)
+@given(bits=st.integers(1, 8), count=st.integers(1, 40))
+def test_values_of_few_bits_are_packed_as_coremltools_packs_them(bits, count):
+    from coremltools.optimize._utils import pack_elements_into_bits
+
+    values = np.random.default_rng(count).integers(0, 1 << bits, count, np.uint8)
+    expected = pack_elements_into_bits(values, bits)
+    assert weights.packed(values, bits).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("preset", ["lut4", "lut6"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):

@@ -15,7 +15,7 @@ import yaml
 from refusal import refused
 
 from workbench import log, process, sweep
-from workbench.sweep import run
+from workbench.sweep import run, summary
 from workbench.sweep.grid import find
 
 
@@ -145,6 +145,8 @@ def test_parts_of_a_grid_fill_one_log_without_a_doubled_cell(grid, tmp_path, mea
     assert (counts["cells"], counts["resumed"], counts["done"]) == (4, 4, 0)
     rows = log.load("runs", tmp_path / "log")
     assert len(rows) == 4 and not rows.duplicated(["setting", "round"]).any()
+    lines = summary.table_lines(summary.summary(tmp_path / "log"))
+    assert any("slowest" in line for line in lines)  # of two runs each
     assert rows["setting"].nunique() == 2
     assert rows.loc[rows["verdict"].notna(), "round"].tolist() == [0]
 
