@@ -70,13 +70,3 @@ def test_a_unit_is_held_against_portable_too(table):
     assert found["portable declared"] == 0
     assert found["CPU_ONLY"] > 0.1
     assert np.isnan(found["ALL"])
-
-
-@pytest.mark.wide
-def test_a_real_child_validates(llama_bundle, llama_golden, tmp_path):
-    path = llama_golden.save(tmp_path / "golden.safetensors")
-    how = llama_bundle.root, path, "portable", "exact", False, [1]
-    found = process.call(units.validate_unit, *how).value
-    assert found["verdict"] == "GREEN"
-    assert found["logits"].shape == llama_golden["logits"].shape
-    assert found["min_cosine"] > 0.99999

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import tiny
@@ -101,6 +102,13 @@ def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, op
     assert not list(decoder.bundle.root.glob("layers*/**/weight.bin"))
     g = tiny.golden(exports.hf(checkpoint), [1, 2, 3, 4])
     assert tiny.logits_error(decoder, g, 4) < 2e-6
+
+
+def test_the_shard_of_an_expert_is_of_one_layer(exports):
+    path = exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2)
+    experts = exports.bundle(path, moe="routed", tokens="1-2").shards("expert")
+    one = (0, 1), (1, 2)
+    assert {(made.layers, made.rows) for made in experts} == {*product(one, one)}
 
 
 @pytest.mark.slow("exports several bundles")
