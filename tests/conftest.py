@@ -1,6 +1,7 @@
 import gc
 import os
 import random
+import shutil
 import subprocess
 
 # before torch: idle threads spin, and tiny tensors gain nothing from a second
@@ -204,6 +205,12 @@ def exports(shared):
 
     torch.set_num_threads(1)  # tiny tensors: a second thread only costs
     return Exports(shared / "exports")
+
+
+@pytest.fixture
+def copy(exports, tmp_path) -> Path:
+    """A checkpoint that a test may change."""
+    return shutil.copytree(exports.checkpoint("llama"), tmp_path / "copy")
 
 
 @pytest.fixture(scope="session")

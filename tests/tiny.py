@@ -10,9 +10,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -158,13 +158,10 @@ def edited_weights(path: Path) -> Iterator[dict[str, torch.Tensor]]:
     save_file(whole, path / WEIGHTS, metadata={"format": "pt"})
 
 
-@dataclass
-class Golden:
-    """One prompt through Hugging Face's model: logits [T, V], and the hidden states [L + 1, T, C]
-    that enter each layer and leave the final norm."""
+class Golden(NamedTuple):
+    """One prompt through Hugging Face's model: logits [T, V]."""
 
     ids: list[int]
-    hidden: np.ndarray
     logits: np.ndarray
 
 
@@ -194,9 +191,7 @@ def hf(path: Path):
 def golden(model, ids: list[int]) -> Golden:
     """Runs `ids` through transformers' model in one call."""
     with torch.inference_mode():
-        found = model(torch.tensor([ids]), output_hidden_states=True)
-    hidden = np.concatenate(found.hidden_states)
-    return Golden(ids, hidden, found.logits[0].numpy())
+        return Golden(ids, model(torch.tensor([ids])).logits[0].numpy())
 
 
 def filled(shard, T: int = 1, value: float = 0.0) -> dict[str, np.ndarray]:

@@ -99,6 +99,10 @@ def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):
     with refused("kv_write=slice.*equal positions"):
         decoder.prefill([[1, 2, 3], [1, 2]])
     assert not any(s.read(n).any() for s, n in decoder.seqs.named_states if is_cache(n))
+    decoder.prefill([[1, 2]] * 2)
+    decoder.trim(1, seq=1)
+    with refused("kv_write=slice.*positions .2, 1."):
+        decoder.decode_one_token([3, 3])
 
 
 @pytest.mark.parametrize(

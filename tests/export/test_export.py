@@ -26,11 +26,6 @@ def llama(exports):
     return exports.checkpoint("llama")
 
 
-@pytest.fixture
-def copy(llama, tmp_path):
-    return shutil.copytree(llama, tmp_path / "copy")
-
-
 def test_a_bf16_checkpoint_is_rounded_to_fp16_and_nothing_else(exports, tmp_path):
     path = tiny.random(tmp_path / "c", "llama", dtype="bfloat16", num_hidden_layers=1)
     model = tiny.hf(path)

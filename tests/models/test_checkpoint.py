@@ -11,17 +11,6 @@ from tiny import WEIGHTS
 
 from workbench.models.checkpoint import Checkpoint
 
-
-@pytest.fixture(scope="module")
-def whole(exports):
-    return exports.checkpoint("llama")
-
-
-@pytest.fixture
-def copy(whole, tmp_path):
-    return shutil.copytree(whole, tmp_path / "copy")
-
-
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 
