@@ -228,6 +228,7 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
     counts = cost.rows.groupby(["layer", "tensor", "mode"])["T"].count()
     assert counts.loc[:, ["k", "v"]].nunique() == 2  # of isolated and of chained passes
     assert live["state_life"] == live["stale_rows"] == "RED"
+    assert cost.rows.index.is_unique
 
 
 # --- device ---------------------------------------------------------------------------------------
