@@ -96,6 +96,7 @@ def test_stored_timings_are_one_machine_s_and_one_setting_s(root):
         for column in ("precision", "fast", "threads", "depth", "n_gen"):
             assert frame[column].nunique(dropna=False) == 1, column
         assert frame["run_id"].nunique() == 8
+        assert set(frame["depth"]) == {0}  # by default a cache is empty
 
 
 def test_fidelity_is_not_split_by_machine(root):

@@ -32,7 +32,7 @@ def test_draws_from_the_distribution_transformers_draws_from(
 ):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    logits = np.random.default_rng(seed).standard_normal(12).astype(np.float32) * 2
+    logits = np.random.default_rng(seed).normal(1000, 2, 12).astype(np.float32)
     warped = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits[None]))
     warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
     chances = torch.softmax(TopPLogitsWarper(top_p)(None, warped), -1)[0].numpy()
