@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workbench import Bundle
-from workbench.check.weights import table_ratios, weights_gate
+from workbench.check.weights import _is_constant, table_ratios, weights_gate
 
 
 def unplaced(copy):
@@ -48,3 +48,8 @@ def test_an_entry_that_is_not_the_nearest_is_held_against_the_nearest():
     table = torch.tensor([-3.0, -1, 1, 3])
     used, value = torch.ones(1, 1), torch.full((1, 1), 2.9).half()
     assert 18 < table_ratios(used, value, table)[0] < 20
+
+
+def test_a_plug_in_may_leave_out_zeros_or_ones():
+    tensors = map(torch.tensor, ([0, 0], [1, 1], [0, 1], [2, 2]))
+    assert [*map(_is_constant, tensors)] == [True, True, False, False]
