@@ -23,7 +23,7 @@ def test_off_a_mac_nothing_is_tried(monkeypatch):
     ("fault", "cpu", "engine"),
     [
         ("", "ok", "ok"),
-        ("-load14-ne", "ok", "error code: -14"),
+        ("-load14", "ok", "error code: -14"),
         ("-kill", "killed by SIGKILL", "killed by SIGKILL"),
     ],
 )

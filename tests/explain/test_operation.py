@@ -307,7 +307,7 @@ def dies(function, *args, **options):
 def test_a_runtime_that_runs_nothing_names_no_operation(exports, monkeypatch, call):
     monkeypatch.setattr(process, "call", call)
     bundle = exports.bundle("llama")
-    how = {"runtime": "stand-in-load14-range", "layer": 0, "T": 1}
+    how = {"runtime": "stand-in-load14", "layer": 0, "T": 1}
     found = operation.find(bundle, IDS[:2], **how)
     assert (found.verdict, found.ops) == ("uncertain", [])
 

@@ -26,37 +26,17 @@ class Faulty(Proxy):
         cls.runtime = type(cls.__name__, (StandInModel,), {"layer": cls})
 
 
-class _Rejecting(Faulty):
-    """A layer that loads some models no more than the Neural Engine's compiler compiles
-    them."""
+class RejectedUnit(Faulty):
+    """Models fail to load with error code -14 on CPU_AND_NE, as what the Neural Engine's
+    compiler does not compile, and on no other compute units."""
 
     def __init__(self, path: str, compute_units: str, *rest):
         super().__init__(path, compute_units, *rest)
-        if self.rejects(compute_units):
+        if compute_units == "CPU_AND_NE":
             raise _error(
                 "Failed to build the model execution plan using a model architecture file "
                 f"'{Path(path) / 'model.mil'}' with error code: -14."
             )
-
-
-class RejectedRanges(_Rejecting):
-    """Models with a flexible input shape fail to load with error code -14, whatever the
-    compute units."""
-
-    def rejects(self, compute_units: str) -> bool:
-        return any(
-            size.lowerBound != size.upperBound
-            for feature in self.description.input
-            for size in feature.type.multiArrayType.shapeRange.sizeRanges
-        )
-
-
-class RejectedUnit(_Rejecting):
-    """Models fail to load with error code -14 on CPU_AND_NE, and on no other compute
-    units."""
-
-    def rejects(self, compute_units: str) -> bool:
-        return compute_units == "CPU_AND_NE"
 
 
 def _flushed(value: torch.Tensor) -> torch.Tensor:
