@@ -56,12 +56,12 @@ def test_the_variable_says_what_auto_means(monkeypatch, bundle):
     meant = {
         "portable": "portable",
         "auto": "portable",
-        "stand-in-flush": "stand-in-flush",
+        "stand-in-chatter": "stand-in-chatter",
     }
     for name, found in meant.items():
         monkeypatch.setenv("WORKBENCH_RUNTIME", name)
         assert runtime.resolve() == runtime.resolve("auto") == found
-    assert Decoder(bundle).runtime == "stand-in-flush"
+    assert Decoder(bundle).runtime == "stand-in-chatter"
     assert Decoder(bundle, "portable").runtime == "portable"
 
 
@@ -152,7 +152,6 @@ ROWS = {  # fault → columns, and words of the reason, of the config's reason f
     "": (PLANLESS, "", "MLComputePlan"),
     "load14": (DIED, "error code: -14", ""),
     "fallback": (ON_CPU, NOWHERE, ""),
-    "flush": (PLANLESS, "", "MLComputePlan"),
     "kill": (DIED, "killed by SIGKILL", ""),
     "chatter": (PLANLESS, "", "MLComputePlan"),
     "plan-raises": (PLANLESS, "", "Failed to load the compute plan"),

@@ -7,16 +7,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 import miltorch
 from miltorch.program import read_spec
 from miltorch.quiet import coremltools
 from miltorch.shim import Proxy, StateProxy, _error
 from workbench.runtime.coreml import KINDS
 from workbench.runtime.standin import StandInModel
-
-SMALLEST_NORMAL = 2.0**-14  # of float16; anything smaller but 0 is subnormal
 
 
 class Faulty(Proxy):
@@ -37,35 +33,6 @@ class RejectedUnit(Faulty):
                 "Failed to build the model execution plan using a model architecture file "
                 f"'{Path(path) / 'model.mil'}' with error code: -14."
             )
-
-
-def _flushed(value: torch.Tensor) -> torch.Tensor:
-    return torch.where(value.abs() < SMALLEST_NORMAL, torch.zeros_like(value), value)
-
-
-class _FlushedState(StateProxy):
-    def write_state(self, name: str, value) -> None:
-        super().write_state(name, value)
-        self.flush()
-
-    def flush(self) -> None:
-        for cell in self.cells.values():
-            cell.value = _flushed(cell.value)
-
-
-class Flush(Faulty):
-    """Subnormal float16 values of states and outputs become 0."""
-
-    def newState(self) -> StateProxy:
-        return _FlushedState(self.executable)
-
-    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
-        outputs = super().predict(data, state)
-        if state is not None:
-            state.flush()
-        return {
-            name: _flushed(torch.from_numpy(v)).numpy() for name, v in outputs.items()
-        }
 
 
 class Kill(Faulty):
