@@ -73,7 +73,7 @@ def test_counts_of_a_range_are_exact():
     assert 2.0 ** result([1.0, -3.0])["headroom_bits"] * 3 == pytest.approx(65504)
 
 
-def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):
+def test_a_package_is_traced_alone_with_random_inputs_of_a_seed(llama_bundle):
     package = llama_bundle.root / "layers_00_00.mlpackage"
     seeded = [
         trace.trace_package(package, seed=s)["exact"].frame()["max_abs"]
@@ -81,9 +81,6 @@ def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):
     ]
     assert seeded[0].equals(seeded[1])
     assert not seeded[0].equals(seeded[2])
-    x = np.full((1, llama_bundle.manifest.dims.C, 1, 1), 6e4, np.float32)
-    found = trace.trace_package(package, {"x": x})
-    assert found["exact"].frame()["max_abs"].max() >= 6e4
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,3 @@ def test_a_weight_path_cannot_lead_elsewhere(package, ct):
                 value.blobFileValue.fileName = "@model_path/../../../../etc/passwd"
     (package / MODEL).write_bytes(spec.SerializeToString())
     refused(package, "etc/passwd.*a path inside the package")
-
-
-def test_an_unknown_function_is_refused(packages):
-    with pytest.raises(InputError, match="no function 'other'"):
-        miltorch.read(packages["fp16"], "other")
