@@ -17,13 +17,8 @@ from workbench.explain import trace
 IDS = prompt(256, 7)
 
 
-@pytest.fixture(scope="module")
-def traced(llama_bundle):
-    return trace.trace_bundle(llama_bundle, IDS)
-
-
-def test_every_shard_is_seen_and_every_layer_value_has_a_module(traced, llama_bundle):
-    frame = traced["exact"].frame()
+def test_every_shard_is_seen_and_every_layer_value_has_a_module(llama_bundle):
+    frame = trace.trace_bundle(llama_bundle, IDS)["exact"].frame()
     assert set(frame["shard"]) == {s.name for s in llama_bundle.manifest.shards}
     assert (
         frame.loc[frame["kind"] == "conv", "module"].str.contains("proj|lm_head").all()

@@ -32,23 +32,6 @@ def weight(package) -> np.ndarray:
     return executable.constants[name].float().numpy()
 
 
-def run(package, calls, precision="declared"):
-    executable = miltorch.Executable(miltorch.read(package), precision)
-    state = executable.make_state()
-    return [
-        executable.run({"x": torch.from_numpy(x)}, state)["y"].numpy() for x in calls
-    ], state
-
-
-@pytest.fixture
-def calls():
-    random = np.random.default_rng(1)
-    return [
-        random.normal(size=(1, t, WIDTH)).astype(np.float16).astype(np.float32)
-        for t in (1, 4, 3)
-    ]
-
-
 def test_types_inputs_and_states(packages):
     program = miltorch.read(packages["fp16"])
     assert program.inputs == {"x": miltorch.Type("FLOAT16", (1, None, WIDTH))}
@@ -96,12 +79,15 @@ def test_decompression_equals_coremltools_own(models, packages, tmp_path, name):
 @pytest.mark.parametrize(
     "precision, tolerance", [("exact", 1e-6), ("declared", 4e-3), ("narrow", 1e-2)]
 )
-def test_a_package_computes_what_its_module_does(packages, calls, precision, tolerance):
+def test_a_package_computes_what_its_module_does(packages, precision, tolerance):
     module, close = Memory(), {"rtol": tolerance, "atol": tolerance}
-    outputs, state = run(packages["fp16"], calls, precision)
-    with torch.no_grad():
-        for x, found in zip(calls, outputs):
-            np.testing.assert_allclose(found, module(torch.from_numpy(x)), **close)
+    executable = miltorch.Executable(miltorch.read(packages["fp16"]), precision)
+    state, random = executable.make_state(), np.random.default_rng(1)
+    for T in (1, 4, 3):
+        x = torch.from_numpy(random.normal(size=(1, T, WIDTH))).half().float()
+        found = executable.run({"x": x}, state)["y"]
+        with torch.no_grad():
+            np.testing.assert_allclose(found, module(x), **close)
     np.testing.assert_allclose(state["memory"].value, module.memory, **close)
 
 
@@ -113,12 +99,6 @@ def package(packages, tmp_path):
 def refused(package, words):
     with pytest.raises(InputError, match=words):
         miltorch.read(package)
-
-
-def manifest_naming(package, path):
-    manifest = json.loads((package / "Manifest.json").read_text())
-    manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]["path"] = path
-    (package / "Manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +114,9 @@ def manifest_naming(package, path):
     ],
 )
 def test_a_manifest_cannot_lead_elsewhere(package, path):
-    manifest_naming(package, path)
+    manifest = json.loads((package / "Manifest.json").read_text())
+    manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]["path"] = path
+    (package / "Manifest.json").write_text(json.dumps(manifest))
     refused(package, "Next: ")
 
 
