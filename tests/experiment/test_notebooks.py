@@ -121,15 +121,20 @@ def stored(number: str, folder: Path) -> dict:
         rows = files["cosine"].query("mode == 'isolated' and not routing_tie")
         names["own"] = 1 - rows.groupby("tensor")["cosine"].min()
         names["distances"] = names["own"] * 10 ** files["ingredients"]
+        names["source"] = SimpleNamespace(name=Path(names["CHECKPOINT"]).name)
         names["golden"] = SimpleNamespace(ids=range(names["POSITIONS"]))
+        sizes = "{COMPRESS}, max_seq_len {MAX_SEQ_LEN}".format(**names)
+        names["about"] = f"{names['source'].name}, {sizes}, portable runtime"
     if number == "31":
         names["shares"] = files["shares"].set_index("part")
     if number == "32":
         names["orders"] = files["orders"]["order"].unique()
-    if number in ("30", "34"):
-        figure = "cosine.json" if number == "30" else "speed.json"
-        text = (folder / "figures" / figure).read_text()
-        names["about"] = json.loads(text)["about"]
+    if number == "34":
+        first, model = files["speed"].iloc[0], Path(names["CHECKPOINT"]).name
+        about = (
+            f"{model}, {first['runtime']} runtime, {names['DEPTH']} tokens in the cache"
+        )
+        names["about"] = f"{names['COMPRESS'][0]}, {about}, {first['machine']}"
     return names
 
 
