@@ -211,7 +211,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.matrix(2, wide=4)
+@pytest.mark.matrix(2, wide=2)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_description_is_red(adoptions, tmp_path, wrong):
     style, *changes = wrong

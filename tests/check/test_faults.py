@@ -28,7 +28,7 @@ SOUND = [
 
 
 @pytest.mark.slow("exports a bundle and runs every bug gate")
-@pytest.mark.matrix(2, wide=8)
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize("case", SOUND)
 def test_no_sound_bundle_is_red(case, exports):
     found = cases.record(exports, case)
@@ -38,7 +38,7 @@ def test_no_sound_bundle_is_red(case, exports):
 
 
 @pytest.mark.slow("exports a bundle and plants a fault")
-@pytest.mark.matrix(16, wide=60)
+@pytest.mark.matrix(16, wide=36)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, exports):
     gate = FAULTS[name].gate

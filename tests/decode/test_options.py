@@ -60,7 +60,7 @@ def pairwise(family: str) -> list[dict]:
 
 
 @pytest.mark.slow("exports a bundle of its own and runs both models")
-@pytest.mark.matrix(2, wide=9)
+@pytest.mark.matrix(2, wide=5)
 @pytest.mark.parametrize(
     "family, chosen",
     [(family, row) for family in tiny.DIMS for row in pairwise(family)],

@@ -79,7 +79,7 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.matrix(2, wide=4)
+@pytest.mark.matrix(2, wide=2)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_another_configuration_is_named_first(checkpoint_of, tmp_path, name):
     family, changes = CONFIGURATIONS[name]
@@ -153,7 +153,7 @@ MODULES = {
 }
 
 
-@pytest.mark.matrix(2, wide=4)
+@pytest.mark.matrix(2, wide=2)
 @pytest.mark.parametrize(
     ("name", "compress"), list(zip(MODULES, itertools.cycle(["fp16", "int8-tensor"])))
 )
@@ -212,7 +212,7 @@ def test_two_faults_at_once_have_no_variant(checkpoint_of, tmp_path):
     assert named(relabelled(source, changed, tmp_path), source) is None
 
 
-@pytest.mark.matrix(2, wide=4)
+@pytest.mark.matrix(2, wide=2)
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya", "phi3"]
 )
