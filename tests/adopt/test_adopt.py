@@ -195,6 +195,7 @@ MISTAKES = [  # where, what, and the name by which it is refused
 ]
 
 
+@pytest.mark.slow("converts a package first")
 @pytest.mark.parametrize("path, value, name", MISTAKES)
 def test_a_description_that_does_not_fit_is_refused_by_name(
     adoptions, tmp_path, path, value, name

@@ -59,7 +59,7 @@ def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refus
 
 
 @pytest.mark.slow("exports two bundles and hands caches on")
-@pytest.mark.matrix(4, wide=8)
+@pytest.mark.matrix(2, wide=8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_turns_the_gate_red(name, exports, monkeypatch):
     both = pair(exports, "tiny-zaya" if name in ZAYA else "tiny-llama")

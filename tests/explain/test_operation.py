@@ -200,7 +200,7 @@ def test_a_result_of_another_shape_is_found(search):
     assert (found.verdict, found.ops[0]["value"]) == ("operation", fault.op)
 
 
-@pytest.mark.matrix(4, wide=5)
+@pytest.mark.matrix(3, wide=5)
 @pytest.mark.parametrize("verdict, family, shard, name, how", CASES)
 def test_a_fault_is_found_and_reduced(
     search, verdict, family, shard, name, how, tmp_path, capsys
@@ -275,6 +275,7 @@ def test_a_search_is_cancelled_after_any_package(search, exports):
     assert operation.cost(bundle)[0] == len(bundle.manifest.shards)
 
 
+@pytest.mark.slow("exports a routed bundle and searches its programs")
 def test_an_expert_of_a_routed_bundle_is_searched(exports, search):
     bundle = exports.bundle("zaya", moe="routed")
     kinds = [shard.kind for shard in bundle.manifest.shards]

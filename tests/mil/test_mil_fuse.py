@@ -127,6 +127,7 @@ def weights(rng, rows: int, columns: int) -> list[tuple[stored.Stored, np.ndarra
     return [(weight, dense.reshape(rows, columns)) for weight, dense in made]
 
 
+@pytest.mark.slow("numba compiles the kernels")
 @given(
     rows=st.integers(1, 9),
     half=st.integers(1, 4),
