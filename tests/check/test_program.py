@@ -3,11 +3,12 @@ bundles, which are GREEN."""
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from tiny import edited_weights
 
-from workbench.check.program import program_gate
+from workbench.check.program import program_gate, room
 from workbench.models.checkpoint import Checkpoint
 
 DRAWS = [
@@ -60,3 +61,9 @@ def test_scores_that_pass_the_mask_are_red(exports, tmp_path):
     decoder = exports.decoder(path, max_seq_len=64)
     gate = program_gate(decoder, Checkpoint(path))
     assert gate.verdict == "RED" and "layer 1" in gate.reason
+
+
+def test_what_moves_the_stream_adds_to_what_an_error_is_held_against():
+    size = np.array([1.0, 2])
+    assert (room(size, size) > room(0 * size, size)).all()
+    assert (room(0 * size, size) >= size).all()
