@@ -1,3 +1,4 @@
+import pytest
 import tiny
 
 from workbench.check.golden import make_golden
@@ -5,6 +6,7 @@ from workbench.check.run import run_golden
 from workbench.models.checkpoint import Checkpoint
 
 
+@pytest.mark.slow("exports a bundle with experts")
 def test_layers_within_a_shard_and_choices_of_experts_are_seen(exports):
     path = exports.checkpoint("zaya")
     golden = make_golden(Checkpoint(path), [3, 1, 4, 1, 5])
