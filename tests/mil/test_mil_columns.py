@@ -5,6 +5,7 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 from one_op import Op, Ref, Type, close, given, literal, numbers, program, tensor
+from refusal import refused
 
 from miltorch import Executable
 
@@ -105,6 +106,12 @@ def test_a_step_runs_once_for_all_calls_unless_it_mixes_columns(
     step.function = lambda **own: ran.append(own) or function(**own)
     made.run_calls(calls(place, (6, 6)), [{}] * 2, [None] * 2)
     assert len(ran) == times
+
+
+def test_too_few_results_are_refused_for_several_calls_too():
+    made = executable("split", 2, axis=1, num_splits=1)
+    with refused("1 results of 2"):
+        made.run_calls(calls(2, (2, 4)), [{}] * 2, [None] * 2)
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4)])

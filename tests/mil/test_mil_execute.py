@@ -1,6 +1,8 @@
 """The executor: precision modes, the hook, scopes and lifetimes, and refusals that name what is
 wrong."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -125,6 +127,16 @@ def test_values_that_a_block_reads_live_until_its_op():
     inner = op("square", {"x": Ref("v")}, "w")
     made = executable(*squares, branches(inner, inner))
     assert made.run({"x": torch.tensor([2.0])}, {})["y"] == 16
+
+
+def test_a_block_that_writes_a_state_runs_though_nothing_reads_its_result():
+    write = op("coreml_update_state", {"state": Ref("s"), "value": X}, "written")
+    writing = replace(branches(write, write), outputs=[("unread", F16)])
+    ops, states = [writing, op("square", {"x": X}, "y")], {"s": Type("FLOAT16", (2,))}
+    made = Executable(program(ops, {"x": F16}, ["y"], states), fuse=True)
+    state = made.make_state()
+    made.run({"x": ONES}, state)
+    assert state["s"].value.tolist() == [1, 1]
 
 
 def test_literals_and_values_mix_in_a_list():

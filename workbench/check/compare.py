@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pandas as pd
+import torch
 
 from workbench.check.hf import Values
 
-BLOCK = 1 << 18  # numbers
+BLOCK = 1 << 18  # numbers that are compared at a time
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 SHOWN = ("hidden", "update", "k", "v", "logits")
@@ -62,16 +63,16 @@ def kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """KL(reference ‖ actual) [n] in nats between the distributions that two arrays of
     logits [n, V] stand for."""
     nats = np.empty(len(reference))
-    for rows in _blocks(reference):
+    for rows in blocks(reference):
         p, q = log_softmax(reference[rows]), log_softmax(actual[rows])
         nats[rows] = (np.exp(p) * (p - q)).sum(-1)
     return nats
 
 
-def _blocks(array: np.ndarray) -> Iterator[slice]:
-    """Rows of an array, so many that they stay in a core's cache."""
-    few = max(1, BLOCK // array.shape[-1])
-    return (slice(first, first + few) for first in range(0, len(array), few))
+def blocks(array: np.ndarray | torch.Tensor) -> Iterator[slice]:
+    """Slices of the rows of an array, of about `BLOCK` numbers each, or of one row."""
+    n, few = len(array), max(1, BLOCK // max(1, math.prod(array.shape[1:])))
+    return (slice(i, min(i + few, n)) for i in range(0, n, few))
 
 
 def similarity(reference: np.ndarray, actual: np.ndarray) -> dict[str, np.ndarray]:
@@ -125,7 +126,7 @@ def compare(
         if tensor not in tensors or name not in reference:
             continue
         positions = np.arange(len(reference[name]))[-len(values) :]
-        for block in _blocks(values):
+        for block in blocks(values):
             rows, own = positions[block], np.float64(values[block])
             expected = np.float64(reference[name][rows])
             error = rms(expected, own)

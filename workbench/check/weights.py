@@ -29,7 +29,7 @@ from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MIN_NORMAL
 from workbench.bundle.presets import Preset
 from workbench.check import gates
-from workbench.check.compare import over
+from workbench.check.compare import blocks, over
 from workbench.check.gates import Gate
 from workbench.check.hf import empty_model, head_weight
 from workbench.models.checkpoint import Checkpoint
@@ -40,7 +40,6 @@ from workbench.progress import bar
 LIMIT = 1.05
 # Distance over the nearest entry's, and squared error over that of the best table.
 TABLE_LIMIT = 1.001
-PIECE = 1 << 20  # weights compared at a time
 Parts = dict[
     str, np.ndarray
 ]  # of a stored weight, by role: val; data, scale; indices, lut
@@ -128,9 +127,7 @@ def _host_rows(
     checkpoint: Checkpoint, tensor: str, table: torch.Tensor
 ) -> Iterator[Gate]:
     """What a table of the host deviates by from `tensor`, some rows at a time."""
-    step = _height(table)
-    for start in range(0, len(table), step):
-        rows = slice(start, min(start + step, len(table)))
+    for rows in blocks(table):
         stored = table[rows].reshape(-1, table.shape[-1])
         values = checkpoint.tensor(tensor, rows).reshape(stored.shape)
         yield fp16_deviation(f"host: {tensor}", stored, values)
@@ -328,12 +325,8 @@ def least_squared_error(values: torch.Tensor, count: int) -> float:
 
 def _pieces(*matrices: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Matrices with the same rows, some rows at a time."""
-    height = _height(matrices[0])
-    return zip(*(matrix.split(height) for matrix in matrices))
-
-
-def _height(matrix: torch.Tensor) -> int:
-    return max(1, PIECE // max(1, matrix[0].numel()))
+    for rows in blocks(matrices[0]):
+        yield tuple(matrix[rows] for matrix in matrices)
 
 
 def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
