@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN = .venv/bin
 # Idle OpenMP threads spin; the small tensors of the tests and of the small checkpoints gain nothing from a second one.
 export OMP_NUM_THREADS ?= 1
+# .venv keeps compiled modules: without them, the imports of a process take twice to three times as long.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test test-all lab docs bench judge prove fuzz clean
 
@@ -10,20 +12,19 @@ run: .venv/ready
 	$(BIN)/workbench run 05 34 --set EXTRACT=true
 
 # ORDER="--shuffle 7": files, and the tests within them, in the order of that seed
-PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ORDER)
+PYTEST = $(BIN)/pytest -n 3 --dist worksteal --max-worker-restart 0 $(ORDER)
 
 # every property once, on the smallest thing that shows it
 test: .venv/ready
 	$(PYTEST)
 
-# the wider circle: the browser, samples of matrices, pages of the API, the extra `harness`, the plug-in where its packages exist
+# Core AI's packages exist for these machines
+PLUGIN = $(if $(filter Linux-x86_64 Darwin-arm64,$(shell uname -sm | tr " " -)),./plugins/coreai)
+
+# the wider circle: pages of the API, then the browser, samples of matrices, the extra `harness`, the plug-in
 test-all: test docs
+	$(BIN)/python -m pip install --quiet --no-compile --constraint requirements.lock --editable '.[harness]' $(PLUGIN)
 	$(PYTEST) -m wide
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock --editable '.[harness]'
-	$(BIN)/pytest tests/test_harness.py
-	case "$$(uname -sm)" in "Linux x86_64" | "Darwin arm64") ;; *) exit 0 ;; esac; \
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock ./plugins/coreai && \
-	$(BIN)/pytest -n 2 --dist worksteal plugins/coreai/tests && \
 	$(BIN)/python -m pip uninstall --quiet --yes workbench-coreai
 
 # notebooks are saved without outputs; a copy with them goes to build/notebooks
@@ -43,6 +44,7 @@ bench: .venv/ready
 	$(BENCH) log
 	$(BENCH) export
 	$(BENCH) export --compress fp16
+	$(BENCH) export --family zaya --layers 4
 	$(BENCH) validate
 	$(BENCH) cell
 

@@ -31,26 +31,9 @@ gc.set_threshold(10_000, 10, 10)
 
 DATA = Path(__file__).parents[1] / "data"
 IDS = 20
-# Files that take longest, without an extension.
-LONGEST = (
-    *("test_browser", "test_notebooks", "test_adopt", "test_faults", "test_judge"),
-    *("test_shard_functions", "test_export", "test_variants", "test_error"),
-    *("test_decoder", "test_cli_json", "test_validate", "test_operation"),
-    *("test_template", "test_sweep", "test_reuse", "test_undo"),
-)
-
 
 # the variable that names the command of `forks` to workers
 FORKS = "WORKBENCH_TEST_FORKS"
-MARKS = {
-    "slow(reason)": "takes more than ten seconds, and why",
-    "wide": "runs in `make test-all`, with -m wide",
-    "exhaustive": "runs in `make prove`, with -m exhaustive",
-    "matrix(n, wide=0)": "n of its cases, drawn by its name, run in `make test`, `wide` "
-    "more in `make test-all`, the others in `make prove`",
-    "mac": "needs Core ML itself",
-    "shim": "puts the shim under coremltools, or runs the stand-in for Core ML",
-}
 SLOW = 10  # seconds; a test that takes longer needs a mark that says why
 # The circles beyond `make test`: a test of both is in the outer one.
 CIRCLES = ("exhaustive", "wide")
@@ -65,8 +48,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    for name, text in MARKS.items():
-        config.addinivalue_line("markers", f"{name}: {text}")
     # a Mac forbids forks of a process that has its frameworks loaded
     if sys.platform == "linux" and FORKS not in os.environ:
         import forks
@@ -93,12 +74,10 @@ def draw_from_matrices(items: list) -> None:
 
 def pytest_collection_modifyitems(config, items):
     draw_from_matrices(items)  # the same cases in any order
-    # the longest first, so that the workers of pytest-xdist end together
-    places = {name: place for place, name in enumerate(LONGEST)}
     if seed := config.getoption("shuffle"):
-        random.Random(seed).shuffle(items)  # `--dist loadfile` keeps files together
-        places = dict.fromkeys(places, 0)
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+        random.Random(seed).shuffle(items)
+        places = {}  # a file's tests stay together, as do those of a fixture of theirs
+        items.sort(key=lambda item: places.setdefault(item.path, len(places)))
     kept, left = [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}

@@ -10,6 +10,7 @@ from lm_eval.models.huggingface import HFLM
 
 from workbench.harness import BundleModel
 
+pytestmark = pytest.mark.wide
 TEXT = "set river amber ; set stone blue ; get river"
 
 

@@ -20,9 +20,9 @@ from workbench.check.program import program_gate
 from workbench.export import export, options
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import AttentionGeometry
-from workbench_coreai.aimodel import dense, read_weight
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+aimodel = pytest.importorskip("workbench_coreai.aimodel", reason="needs plugins/coreai")
+pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]
 TINY = Path(__file__).parents[3] / "data" / "tiny-llama"
 IDS = [1, 42, 90, 7, 9, 3, 5, 8, 77, 20]
 PROMPT = "--prompt-ids", ",".join(map(str, IDS))
@@ -73,6 +73,7 @@ def test_a_bundle_of_one_token_a_call_has_a_free_t_and_is_right(exports, small):
     assert tiny.relative(*logits) < 1e-5
 
 
+@pytest.mark.matrix(0, wide=5)
 @pytest.mark.parametrize(
     "family, preset",
     [
@@ -93,7 +94,9 @@ def test_stored_bits_are_those_of_the_core_ml_bundle(family, preset, exports):
         constants = miltorch.Executable(miltorch.read(portable.package(other)), "exact")
         assert shard.weights.keys() == other.weights.keys()
         for tensor, text in shard.weights.items():
-            stored = np.float32(dense(read_weight(bundle.package(shard), text)))
+            stored = np.float32(
+                aimodel.dense(aimodel.read_weight(bundle.package(shard), text))
+            )
             theirs = constants.constants[other.weights[tensor]].float().numpy()
             assert np.array_equal(stored.reshape(theirs.shape), theirs), tensor
 
@@ -138,6 +141,7 @@ def every_family():
     yield "zaya", {"moe": "routed"}
 
 
+@pytest.mark.matrix(0, wide=7)
 @pytest.mark.parametrize("family, chosen", list(every_family()))
 def test_every_family_computes_what_hugging_face_does(family, chosen, exports):
     """Updates, states, routers and logits, isolated and chained, with dummy columns."""
