@@ -38,7 +38,7 @@ def test_no_sound_bundle_is_red(case, exports):
 
 
 @pytest.mark.slow("exports a bundle and plants a fault")
-@pytest.mark.matrix(10, wide=40)
+@pytest.mark.matrix(10, wide=24)
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, exports):
     gate = FAULTS[name].gate

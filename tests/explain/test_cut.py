@@ -55,7 +55,7 @@ def weight(package) -> int:
 
 
 @pytest.mark.slow("exports a bundle and cuts its programs")
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("family", "compress"), list(zip(sorted(tiny.DIMS), cycle(PRESETS)))
 )

@@ -57,6 +57,7 @@ def test_every_position_of_a_layer_makes_up_the_layer(splits):
     assert np.allclose(layers, split.layers()["total"])
 
 
+@pytest.mark.matrix(2, wide=2)
 @pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "int4-block32", "lut4"])
 def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     exports, tmp_path, monkeypatch, compress
@@ -80,6 +81,7 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
 
 
 @pytest.mark.slow("exports a bundle and splits its error")
+@pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize(
     ("family", "sizes", "options"),
     [

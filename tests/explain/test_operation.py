@@ -200,7 +200,7 @@ def test_a_result_of_another_shape_is_found(search):
     assert (found.verdict, found.ops[0]["value"]) == ("operation", fault.op)
 
 
-@pytest.mark.matrix(3, wide=5)
+@pytest.mark.matrix(2, wide=4)
 @pytest.mark.parametrize("verdict, family, shard, name, how", CASES)
 def test_a_fault_is_found_and_reduced(
     search, verdict, family, shard, name, how, tmp_path, capsys

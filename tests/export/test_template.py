@@ -41,7 +41,7 @@ OTHERS = [
 
 
 @pytest.mark.slow("every shard is converted by itself, beside its template")
-@pytest.mark.matrix(2, wide=3)
+@pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("family, changed, options", [*OTHERS, *MATRIX], ids=tiny.label)
 def test_every_shard_is_the_bytes_of_its_conversion(
     exports, tmp_path, family, changed, options

@@ -36,7 +36,7 @@ LIMIT = 1e-2
 
 
 @pytest.mark.slow("exports a bundle of any family and preset")
-@pytest.mark.matrix(3, wide=14)
+@pytest.mark.matrix(3, wide=9)
 @pytest.mark.parametrize("reads", ["used", "all"])
 @pytest.mark.parametrize("family, options", BUNDLES, ids=tiny.label)
 def test_fused_steps_stay_close_to_the_plain_ones(exports, family, options, reads):

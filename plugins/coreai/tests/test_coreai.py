@@ -141,7 +141,7 @@ def every_family():
     yield "zaya", {"moe": "routed"}
 
 
-@pytest.mark.matrix(0, wide=7)
+@pytest.mark.matrix(0, wide=5)
 @pytest.mark.parametrize("family, chosen", list(every_family()))
 def test_every_family_computes_what_hugging_face_does(family, chosen, exports):
     """Updates, states, routers and logits, isolated and chained, with dummy columns."""
