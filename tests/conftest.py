@@ -35,8 +35,6 @@ IDS = 20
 # the variable that names the command of `forks` to workers
 FORKS = "WORKBENCH_TEST_FORKS"
 SLOW = 10  # seconds; a test that takes longer needs a mark that says why
-# The circles beyond `make test`: a test of both is in the outer one.
-CIRCLES = ("exhaustive", "wide")
 PLATFORMS = {
     "mac": ("darwin", "only a Mac can show it: there is no Core ML here"),
     "shim": ("linux", "macOS has Core ML itself, which nothing stands in for there"),
@@ -85,8 +83,8 @@ def pytest_collection_modifyitems(config, items):
         for mark, (platform, reason) in PLATFORMS.items():
             if mark in marks and sys.platform != platform:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        # a test of an outer circle runs only where `-m` names that circle
-        circle = next((name for name in CIRCLES if name in marks), "")
+        # a test of an outer circle runs only where `-m` names it; of both: the outermost
+        circle = next((name for name in ("exhaustive", "wide") if name in marks), "")
         (kept if circle in config.getoption("markexpr") else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
@@ -179,10 +177,8 @@ def shared(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def exports(shared):
     """Checkpoints and bundles, each made once per run; Hugging Face models, once per process."""
-    import torch
     from tiny import Exports
 
-    torch.set_num_threads(1)  # tiny tensors: a second thread only costs
     return Exports(shared / "exports")
 
 

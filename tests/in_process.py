@@ -33,34 +33,33 @@ def call(function, *args, **options) -> process.Outcome:
 
 @dataclass
 class Ended:
-    """A command that ended: `exception` is the InputError or other error that it raised."""
+    """A command that ended."""
 
     exit_code: int
     stdout: str
     stderr: str
-    exception: Exception | None
 
     @property
     def output(self) -> str:
         """What a user sees on both streams."""
-        told = f"workbench: {self.exception}\n" if self.exception else ""
-        return self.stdout + self.stderr + told
+        return self.stdout + self.stderr
 
 
 def cli(*arguments, columns: int = 80, raises: bool = False) -> Ended:
     """A command of `workbench` in this process; `raises` its InputError instead of keeping it."""
-    printed, told, code, problem = io.StringIO(), io.StringIO(), 0, None
+    printed, told, code = io.StringIO(), io.StringIO(), 0
     size = mock.patch.dict(os.environ, COLUMNS=str(columns))
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told), size:
         try:
             app(list(map(str, arguments)))
         except SystemExit as end:
             code = end.code or 0
-        except (InputError, CycloptsError) as refused:
-            code, problem = 2, refused
-    if raises and problem:
-        raise problem
-    return Ended(code, printed.getvalue(), told.getvalue(), problem)
+        except (InputError, CycloptsError) as problem:
+            if raises:
+                raise
+            code = 2
+            print("workbench:", problem, file=told)
+    return Ended(code, printed.getvalue(), told.getvalue())
 
 
 def invoke(*arguments) -> dict:

@@ -10,7 +10,9 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from itertools import cycle
+from operator import getitem
 from pathlib import Path
 from typing import NamedTuple
 
@@ -207,25 +209,19 @@ def prompt(V: int, length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, V, length).tolist()
 
 
-def put(tree: dict, path: str, value) -> None:
-    """Sets the value at a path such as `shards/0/name` of nested dicts and lists, or
-    replaces it by what a function makes of it."""
-    *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
-    for key in keys:
-        tree = tree[key]
-    tree[last] = value(tree[last]) if callable(value) else value
-
-
 def without(name: str) -> Callable[[dict], dict]:
     """A change of a dictionary that leaves out a name."""
     return lambda tree: {key: tree[key] for key in tree if key != name}
 
 
 def edit_json(file: Path, *changes: tuple[str, object]) -> None:
-    """Puts values at paths of a JSON file (see `put`)."""
+    """Puts values at paths of a JSON file such as `shards/0/name`, or what functions make of
+    those there."""
     tree = json.loads(file.read_text())
     for path, value in changes:
-        put(tree, path, value)
+        *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
+        within = reduce(getitem, keys, tree)
+        within[last] = value(within[last]) if callable(value) else value
     file.write_text(json.dumps(tree))
 
 

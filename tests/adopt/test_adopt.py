@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from adoptions import FAULTS, SOUND, config_of, relabelled
-from circle import all_wide
+from circle import wide
 from in_process import cli, invoke
 from refusal import refused
 from tiny import edit_json, prompt, without
@@ -45,15 +45,9 @@ def validate(adoptions, style) -> dict:
     return ask("validate", adoptions.folder(style), adoptions, style)
 
 
-def some(*quick):
-    """Every sound style; those that are not `quick` in the wide circle."""
-    return pytest.mark.parametrize(
-        "style", [*quick, *all_wide(*sorted(SOUND.keys() - quick))]
-    )
-
-
 @pytest.mark.slow("converts up to eight programs and validates them")
-@some("host")
+@pytest.mark.matrix(1, wide=4)
+@pytest.mark.parametrize("style", sorted(SOUND))
 def test_a_sound_style_is_green_as_proposed(adoptions, style):
     result = validate(adoptions, style)
     found = gates_of(result)
@@ -65,9 +59,8 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
 
 
 @pytest.mark.slow("converts several programs, validates and tries every variant")
-@pytest.mark.parametrize(
-    "style", ["theta", *all_wide(*sorted(FAULTS.keys() - {"theta"}))]
-)
+@pytest.mark.matrix(1, wide=3)
+@pytest.mark.parametrize("style", sorted(FAULTS))
 def test_a_fault_is_red_and_its_cause_named(adoptions, style):
     found = gates_of(validate(adoptions, style))
     assert found["program"]["verdict"] == "RED"
@@ -85,7 +78,9 @@ def test_a_fault_is_red_and_its_cause_named(adoptions, style):
 
 
 @pytest.mark.slow("converts several programs and decodes")
-@some("chunks")
+@pytest.mark.parametrize(
+    "style", ["chunks", *map(wide, sorted(SOUND.keys() - {"chunks"}))]
+)
 def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     decoder = adoptions.decoder(style)
     ids, caches = prompt(97, 20), []
@@ -99,7 +94,7 @@ def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
 
 
 @pytest.mark.slow("converts several programs and decodes")
-@pytest.mark.parametrize("style", ["shards", *all_wide("rotating", "newest")])
+@pytest.mark.parametrize("style", ["shards", *map(wide, ["rotating", "newest"])])
 def test_a_sequence_goes_back_by_a_snapshot_and_by_trim(adoptions, style):
     decoder = adoptions.decoder(style)
     ids = prompt(97, 18, 1)
@@ -116,7 +111,9 @@ def test_a_sequence_goes_back_by_a_snapshot_and_by_trim(adoptions, style):
 
 
 @pytest.mark.shim
-@pytest.mark.parametrize("style", ["chunks", *all_wide("recipe", "rotating", "host")])
+@pytest.mark.parametrize(
+    "style", ["chunks", *map(wide, ["recipe", "rotating", "host"])]
+)
 @pytest.mark.parametrize("runtime", ["portable", "stand-in"])
 def test_decoding_gives_the_tokens_and_logits_of_hugging_face(
     adoptions, style, runtime, tmp_path

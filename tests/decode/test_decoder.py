@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from circle import all_wide, wide
+from circle import wide
 from refusal import refused
 
 from workbench import Decoder
@@ -28,7 +28,7 @@ def llama(exports):
 
 
 @pytest.mark.parametrize("width", [0, 4])
-@pytest.mark.parametrize("sizes", [[1, 4, 2, 3], *all_wide([1], [2], [3], [4])])
+@pytest.mark.parametrize("sizes", [[1, 4, 2, 3], *map(wide, ([1], [2], [3], [4]))])
 def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes, width):
     """With a width, calls have dummy columns, whose garbage must not enter any state."""
     _, decoder, g = family

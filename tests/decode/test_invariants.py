@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import trained
-from circle import all_wide
+from circle import wide
 from refusal import refused
 from trained import same
 
@@ -16,7 +16,7 @@ RING = "tiny-gemma3"
 OTHERS = [name for name in trained.NAMES if name != RING]
 
 
-@pytest.fixture(scope="module", params=[RING, *all_wide(*OTHERS)])
+@pytest.fixture(scope="module", params=[RING, *map(wide, OTHERS)])
 def decoder(request, exports):
     return trained.decoder(exports, request.param)
 

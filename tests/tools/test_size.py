@@ -9,7 +9,6 @@ LONG = "x = 1; " * 40
 @pytest.mark.parametrize(
     ("source", "tokens", "lines"),
     [
-        ("x = 1\n", 3, 1),
         ('"""A module."""\n\n\ndef f():\n    """Doc."""\n    return 1  # why\n', 7, 2),
         ("x = (\n    1\n)\n", 5, 3),
         (f'x = "{LONG}"\n', 2 + 2 + 4 * 40, 1),  # counted as the code that it holds
