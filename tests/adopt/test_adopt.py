@@ -19,6 +19,7 @@ from workbench.check import compare
 from workbench.explain import operation
 from workbench.runtime.standin import StandInModel
 
+pytestmark = pytest.mark.slow("converts the packages of a style, up to eight programs")
 ARGMAX_INSIDE = {"monolith", "host", "newest"}
 CAUSES = {
     "theta": "rope scaling replaced by theta × factor, theta 40000",
@@ -45,7 +46,6 @@ def validate(adoptions, style) -> dict:
     return ask("validate", adoptions.folder(style), adoptions, style)
 
 
-@pytest.mark.slow("converts up to eight programs and validates them")
 @pytest.mark.matrix(1, wide=4)
 @pytest.mark.parametrize("style", sorted(SOUND))
 def test_a_sound_style_is_green_as_proposed(adoptions, style):
@@ -58,7 +58,6 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
     assert (found["max_kl"]["verdict"] == "not_run") == (style in ARGMAX_INSIDE)
 
 
-@pytest.mark.slow("converts several programs, validates and tries every variant")
 @pytest.mark.matrix(1, wide=3)
 @pytest.mark.parametrize("style", sorted(FAULTS))
 def test_a_fault_is_red_and_its_cause_named(adoptions, style):
@@ -77,7 +76,6 @@ def test_a_fault_is_red_and_its_cause_named(adoptions, style):
         assert errors[1] > 10 * errors[0]
 
 
-@pytest.mark.slow("converts several programs and decodes")
 @pytest.mark.parametrize(
     "style", ["chunks", *map(wide, sorted(SOUND.keys() - {"chunks"}))]
 )
@@ -93,7 +91,6 @@ def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     assert max(errors) < SAME_CACHES
 
 
-@pytest.mark.slow("converts several programs and decodes")
 @pytest.mark.parametrize("style", ["shards", *map(wide, ["rotating", "newest"])])
 def test_a_sequence_goes_back_by_a_snapshot_and_by_trim(adoptions, style):
     decoder = adoptions.decoder(style)
@@ -131,7 +128,6 @@ def test_decoding_gives_the_tokens_and_logits_of_hugging_face(
         assert compare.relative_rms(np.load(kept), expected) < 0.01
 
 
-@pytest.mark.slow("searches two programs of converted packages")
 @pytest.mark.shim
 def test_a_wrong_operation_is_found_and_none_in_a_sound_one(
     adoptions, monkeypatch, calls_here
@@ -192,7 +188,6 @@ MISTAKES = [  # where, what, and the name by which it is refused
 ]
 
 
-@pytest.mark.slow("converts a package first")
 @pytest.mark.parametrize("path, value, name", MISTAKES)
 def test_a_description_that_does_not_fit_is_refused_by_name(
     adoptions, tmp_path, path, value, name
@@ -251,7 +246,6 @@ def test_a_mask_of_minus_infinity_is_no_fault(adoptions):
     assert result["verdict"] == "GREEN" and result["ranges"]["first_inf"] is None
 
 
-@pytest.mark.slow("converts packages of two styles")
 def test_what_needs_hidden_states_or_a_checkpoint_says_so(adoptions):
     how = "--checkpoint", adoptions.checkpoint("host"), "--only", "parts"
     with refused("caches and logits alone"):

@@ -38,6 +38,7 @@ def test_a_tap_of_an_inner_layer_is_a_value_like_the_output(broken, tap):
     assert ("layer 0" if tap else "not compared") in found.reason
 
 
+@pytest.mark.slow("exports a bundle of a preset")
 @pytest.mark.matrix(6, wide=30)
 @pytest.mark.parametrize("claim", PRESETS)
 @pytest.mark.parametrize("compress", PRESETS)

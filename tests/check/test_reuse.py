@@ -14,6 +14,7 @@ def pair(exports, name: str, precision: str = "exact") -> list:
     return [trained.decoder(exports, name, b, precision) for b in (1, trained.BATCH)]
 
 
+@pytest.mark.slow("hands caches on at every length of a trained checkpoint")
 @pytest.mark.matrix(1, wide=2)
 @pytest.mark.parametrize("name", trained.NAMES)
 def test_every_cell_of_a_trained_checkpoint_is_green(name, exports):

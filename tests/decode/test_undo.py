@@ -10,6 +10,7 @@ from refusal import refused
 from workbench import Decoder
 from workbench.check.states import undo_gate
 
+pytestmark = pytest.mark.slow("runs programs of a dozen steps on three sequences")
 TAILS = "lfm2", "zaya"
 MATRICES = "qwen3_5_text", "granitemoehybrid"
 GUIDE = tiny.ROOT / "docs" / "guide.md"
@@ -33,7 +34,6 @@ def test_a_random_program_ends_as_the_tokens_that_count_alone(exports, family, s
     assert not programs.fault_of(three(exports, family), seed)
 
 
-@pytest.mark.slow("runs 200 programs")
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", tiny.DIMS)
 def test_200_random_programs_end_as_the_tokens_that_count_alone(exports, family):
@@ -42,7 +42,6 @@ def test_200_random_programs_end_as_the_tokens_that_count_alone(exports, family)
     assert not {seed: fault for seed, fault in found.items() if fault}
 
 
-@pytest.mark.slow("runs three programs and the gate")
 @pytest.mark.wide
 @pytest.mark.parametrize("family", MATRICES)
 def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family):

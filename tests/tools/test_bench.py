@@ -42,6 +42,7 @@ def test_presets_and_prompts_stand_beside_hugging_face(exports, short):
     assert len(found) == 2 * 2 + 3 and {"fp16, T = 2", "HF bfloat16"} <= found.keys()
 
 
+@pytest.mark.slow("exports with the workbench and with coremltools")
 def test_an_export_stands_beside_coremltools_own(exports, tmp_path, short):
     source = exports.checkpoint("qwen2", num_hidden_layers=1)
     rows = bench.export_rows(source, tmp_path / "work", "int8-tensor", 1)

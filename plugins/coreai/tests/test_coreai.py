@@ -22,7 +22,11 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import AttentionGeometry
 
 aimodel = pytest.importorskip("workbench_coreai.aimodel", reason="needs plugins/coreai")
-pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.slow("Apple's packages are imported, convert a model and interpret it"),
+    pytest.mark.filterwarnings("ignore"),
+]
 TINY = Path(__file__).parents[3] / "data" / "tiny-llama"
 IDS = [1, 42, 90, 7, 9, 3, 5, 8, 77, 20]
 PROMPT = "--prompt-ids", ",".join(map(str, IDS))
