@@ -53,7 +53,7 @@ judge: .venv/ready
 	$(BIN)/python -m tests.judge ops
 
 # every bug gate on clean and on faulty bundles, tables in tests/check/faults.md, which goes on where it stopped; then the tests
-# that take minutes, 200 random programs of each family, and the cases of matrices that the other circles leave out
+# that take minutes, 200 random programs of each family, and the cases of matrices that the other circles leave out, the plug-in's where it is installed
 prove: .venv/ready
 	$(BIN)/python -m tests.prove -j 2
 	$(BIN)/pytest -n 2 -m exhaustive
