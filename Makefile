@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 # Idle OpenMP threads spin; the small tensors of the tests and of the small checkpoints gain nothing from a second one.
 export OMP_NUM_THREADS ?= 1
-# .venv keeps compiled modules: without them, the imports of a process take twice to three times as long.
+# .venv keeps compiled modules: without them, the imports of a process take two to three times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test test-all lab docs bench judge prove fuzz clean
@@ -53,7 +53,8 @@ judge: .venv/ready
 	$(BIN)/python -m tests.judge ops
 
 # every bug gate on clean and on faulty bundles, tables in tests/check/faults.md, which goes on where it stopped; then the tests
-# that take minutes, 200 random programs of each family, and the cases of matrices that the other circles leave out, the plug-in's where it is installed
+# that take minutes, 200 random programs of each family, and the cases of matrices that the other circles leave out (those of the
+# plug-in only where it is installed)
 prove: .venv/ready
 	$(BIN)/python -m tests.prove -j 2
 	$(BIN)/pytest -n 2 -m exhaustive

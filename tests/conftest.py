@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(config, items):
     draw_from_matrices(items)  # the same cases in any order
     if seed := config.getoption("shuffle"):
         random.Random(seed).shuffle(items)
-        places = {}  # a file's tests stay together, as do those of a fixture of theirs
+        places = {}  # tests of a file stay together: its fixtures are made once
         items.sort(key=lambda item: places.setdefault(item.path, len(places)))
     kept, left = [], []
     for item in items:
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
         for mark, (platform, reason) in PLATFORMS.items():
             if mark in marks and sys.platform != platform:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        # a test of an outer circle runs only where `-m` names it; of both: the outermost
+        # a test runs where `-m` names the outermost circle that it is marked with
         circle = next((name for name in ("exhaustive", "wide") if name in marks), "")
         (kept if circle in config.getoption("markexpr") else left).append(item)
     items[:] = kept
