@@ -124,7 +124,7 @@ def test_a_golden_of_another_checkpoint_is_refused(
     decoder = Decoder(llama_bundle, "portable")
     for ask in (
         lambda: validate(decoder, other, (1,)),
-        lambda: run_golden(decoder, other, 1),
+        lambda: run_golden(decoder, other, (1, "isolated")),
         lambda: error.split_error(tiny_llama, llama_bundle, [], reference=other),
     ):
         with refused("golden's checkpoint: found 000000000000"):

@@ -185,8 +185,10 @@ class Reference:
 
 
 def updates(values: Values) -> Values:
-    """What each layer adds, `update` [n, C], of values with its `hidden` output."""
-    layers = [name[7:] for name in values if name.startswith("hidden.")]
+    """What each layer adds, `update` [n, C], of values with its `hidden` output and
+    its input `x`."""
+    hidden = [name[7:] for name in values if name.startswith("hidden.")]
+    layers = [layer for layer in hidden if f"x.{layer}" in values]
     return {f"update.{i}": values[f"hidden.{i}"] - values[f"x.{i}"] for i in layers}
 
 

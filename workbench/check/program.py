@@ -35,7 +35,6 @@ from workbench.decode import Decoder
 from workbench.decode.snapshot import fill
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar
 from workbench.runtime import Model, State
 
 # One limit on the relative RMS of a difference, per layer, position, T and tensor. Both
@@ -141,9 +140,7 @@ def program_errors(decoder: Decoder, checkpoint: Checkpoint) -> pd.DataFrame:
     if options.kv_write == "mask":  # which takes dummy columns
         plan.append((places[-1], [max(1, options.t_max // 2)], False, options.t_max))
     passes = [StretchPass(decoder, *arguments) for arguments in plan]
-    for model in bar(decoder.layers, "program", unit="shard"):
-        states = [each.state_before(model) for each in passes]
-        run.run_shard(decoder, model, passes, states)
+    run.run_passes(decoder, passes, "program")
     tables = [table for each in passes for table in each.errors()]
     return pd.concat(tables, ignore_index=True)
 
@@ -253,8 +250,9 @@ def plan_positions(manifest: Manifest) -> tuple[int, int, int, list[int]]:
     unit = options.t_max if sliced and options.shapes else 1
     S = options.max_seq_len
     t_max = options.t_max
-    tail = min(max(TAIL, t_max), S // 2) // unit * unit
-    stagger = 0 if sliced else min(STAGGER, (S - tail - unit) // options.batch)
+    # a call of t_max tokens fits the head where it does not fit the tail
+    tail = min(max(TAIL, t_max), S // 2, S - t_max) // unit * unit
+    stagger = 0 if sliced else min(STAGGER, (S - tail - t_max) // options.batch)
     starts = [S - tail - seq * stagger for seq in range(options.batch)]
     head = min(max(HEAD, t_max + 1), starts[-1]) // unit * unit
     scaled = min(SCALES, head) // unit * unit

@@ -31,34 +31,17 @@ from workbench.runtime import Model, State
 def run_golden(
     decoder: Decoder,
     golden: Golden,
-    T: int | Sequence[int],
-    mode: str = "isolated",
-    *,
+    *runs: tuple[int | Sequence[int], str],
     forced: bool = True,
-) -> Values:
-    """One run of `run_golden_each`."""
-    (values,) = run_golden_each(decoder, golden, [(T, mode)], forced=forced)
-    return values
-
-
-def run_golden_each(
-    decoder: Decoder,
-    golden: Golden,
-    runs: Sequence[tuple[int | Sequence[int], str]],
-    *,
-    forced: bool = True,
-    progress: bool = False,
 ) -> list[Values]:
     """Runs the golden's tokens through every layer in chunks of T (last chunk partial),
-    from an empty cache; see `Pass` for the values. All runs pass a shard before the
-    next one begins, so that the portable runtime reads each weight once for all.
+    from an empty cache, once for each of `runs`; see `Pass` for the values.
 
     Args:
-        runs: of each its T, tokens a call, of which several are taken in turn, and
-            `isolated` or `chained`.
+        runs: T, tokens a call, of which several are taken in turn, and `isolated` or
+            `chained`.
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
-        progress: show a bar.
 
     Raises:
         InputError: a golden of another checkpoint, or longer than max_seq_len.
@@ -73,10 +56,24 @@ def run_golden_each(
     passes = [
         Pass(decoder, goldens, T, mode == "isolated", forced=forced) for T, mode in runs
     ]
-    models = decoder.layers
-    for model in bar(models, "validate", unit="shard") if progress else models:
-        run_shard(decoder, model, passes, [model.make_state() for _ in passes])
+    run_passes(decoder, passes, "validate")
     return [one.finish()[0] for one in passes]
+
+
+def run_passes(decoder: Decoder, passes: Sequence["Pass"], title: str) -> None:
+    """Runs the calls of all passes, with a bar. All pass a shard before the next one
+    begins, so that the portable runtime reads each weight once for all."""
+    for model in bar(decoder.layers, title, unit="shard"):
+        ios, counts, hooks, states = [], [], [], []
+        for one in passes:
+            one.state = one.state_before(model)
+            hooks += one.hooks(model.shard)
+            ios += one.ios
+            counts += [call.counts for call in one.calls]
+            states += [one.state] * len(one.ios)
+        results = iter(decoder.run_calls(model, ios, counts, states, hooks))
+        for one in passes:
+            one.after(model.shard, list(islice(results, len(one.ios))), one.state)
 
 
 class Call(NamedTuple):
@@ -95,9 +92,9 @@ class Pass:
     their values replace the program's own, and the record of what was computed.
 
     `values` by name [B, n, W]: `T` [B, n], the most tokens of a sequence in the call of
-    each position; by layer `x`, the golden's input, isolated as the program read it;
-    where they can be seen `hidden`, the `update` that it adds to `x`, and the program's
-    own choice of an `expert`; `k` and `v`, the last rows where a ring has lost the first;
+    each position; by layer `x`, its input: isolated the golden's, as the program read it,
+    chained what the layer before handed on; where they can be seen `hidden`, the `update`
+    that it adds to `x`, and the program's own choice of an `expert`; `k` and `v`, the last rows where a ring has lost the first;
     the `router` state that the last layer of a shard hands on. `handed`: what a shard
     hands on that shows no hidden state; chained, the `logits`.
 
@@ -133,7 +130,8 @@ class Pass:
             for name in filter(lambda name: name[:2] == "x.", self.golden):
                 x = torch.from_numpy(self.golden[name])
                 self.golden[name] = half(self.scale)(x).numpy()
-        self.values = {n: x for n, x in self.golden.items() if n[:2] == "x."}
+        inputs = [name for name in self.golden if isolated and name[:2] == "x."]
+        self.values = {name: self.golden[name] for name in inputs}
         ids = np.stack([golden.ids for golden in goldens])
         self.values["T"] = np.zeros(ids.shape, int)
         self.calls, self.ios = [], []
@@ -150,8 +148,15 @@ class Pass:
             self.calls.append(call)
             self.values["T"][seq, call.position] = counts.max()
             chunk = [row[i : i + k] for row, i, k in zip(ids, stops, counts)]
-            self.ios.append(decoder.inputs(self.starts + stops, chunk, width))
+            io = decoder.inputs(self.starts + stops, chunk, width)
+            if not isolated:
+                self.record("x.0", call, io[X] * self.scale)
+            self.ios.append(io)
             stops += counts
+
+    def state_before(self, model: Model) -> State:
+        """The state of a shard before its first call."""
+        return model.make_state()
 
     def hooks(self, shard: Shard) -> list:
         """The hook of every call of a shard, which isolated reads the goldens' input
@@ -229,6 +234,10 @@ class Pass:
 
     def finish(self) -> list[Values]:
         """The values of every sequence after the last shard."""
+        for name in [] if self.isolated else list(self.values):
+            tensor, _, layer = name.partition(".")
+            if tensor == "hidden":
+                self.values[f"x.{int(layer) + 1}"] = self.values[name]
         if not self.isolated and self.decoder.manifest.gives_logits:
             name = f"{self.handed}.{len(self.decoder.manifest.layers) - 1}"
             last = self.values[name].swapaxes(1, 2)
@@ -255,19 +264,3 @@ class Pass:
         scale = self.scale if name.startswith("x.") else 1.0
         plane[call.seq, :, call.column] = rows / scale
         return self.decoder.plane(plane)
-
-
-def run_shard(
-    decoder: Decoder, model: Model, passes: Sequence[Pass], states: Sequence[State]
-) -> None:
-    """A layer shard for the calls of all passes, each on a state of its own; calls
-    are padded with dummy columns where a sequence has fewer tokens."""
-    ios, counts, hooks, own_states = [], [], [], []
-    for one, state in zip(passes, states, strict=True):
-        hooks += one.hooks(model.shard)
-        ios += one.ios
-        counts += [call.counts for call in one.calls]
-        own_states += [state] * len(one.ios)
-    results = iter(decoder.run_calls(model, ios, counts, own_states, hooks))
-    for one, state in zip(passes, states, strict=True):
-        one.after(model.shard, list(islice(results, len(one.ios))), state)

@@ -28,7 +28,7 @@ from workbench.check.compare import HALF_ULP, NEAR_TIE, compare, compared, furth
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, check_exported_from, stored_weights
 from workbench.check.hf import Reference, Values, half, updates
-from workbench.check.run import run_golden, run_golden_each
+from workbench.check.run import run_golden
 from workbench.check.states import STATE_GATES, default_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -289,7 +289,7 @@ def measure(
         step = "export with more --tokens"
         raise InputError("T", f"{over}", f"1 to t_max = {t_max}", step)
     runs = [*((T, "isolated") for T in Ts), (Ts, "chained")]
-    *apart, chained = run_golden_each(decoder, golden, runs, progress=True)
+    *apart, chained = run_golden(decoder, golden, *runs)
     frames = [
         compare(golden.values, values, budget).assign(T=T, mode="isolated")
         for T, values in zip(Ts, apart, strict=True)
@@ -360,7 +360,7 @@ def device_reference(
 def device_values(decoder: Decoder, golden: Golden) -> Values:
     """What a runtime shows of a pass over the golden's tokens: calls of every T in
     turn, each shard fed the golden's input, the head the golden's last hidden state."""
-    values = run_golden(decoder, golden, default_ts(decoder.options))
+    (values,) = run_golden(decoder, golden, (default_ts(decoder.options), "isolated"))
     shown = ("hidden.", "k.", "v.", "T")
     values = {name: x for name, x in values.items() if name.startswith(shown)}
     last = golden[f"hidden.{golden.layers - 1}"] / decoder.manifest.stream_scale

@@ -19,9 +19,10 @@ def call_faults(decoder: Decoder, golden: Golden) -> list[str]:
     Args:
         decoder: of batch 1, in `exact` arithmetic.
     """
-    faults, one = [], run_golden(decoder, golden, 1, "chained")
+    faults = []
+    (one,) = run_golden(decoder, golden, (1, "chained"))
     for T in default_ts(decoder.options):
-        many = run_golden(decoder, golden, T, "chained")
+        (many,) = run_golden(decoder, golden, (T, "chained"))
         rows = compare.compare(one, many, tensors=("k", "v"), similar=False)
         wrong = rows[~(rows["error"] <= SAME)]
         if wrong.empty:
@@ -33,7 +34,8 @@ def call_faults(decoder: Decoder, golden: Golden) -> list[str]:
         ).format(T, **first)
         later, ids = int(first["position"]) + 1, golden.ids.copy()
         ids[later:] = (ids[later:] + 1) % decoder.manifest.dims.V
-        other = run_golden(decoder, replace(golden, ids=ids), T, "chained")
+        changed = replace(golden, ids=ids)
+        (other,) = run_golden(decoder, changed, (T, "chained"))
         rows = compare.compare(many, other, tensors=("k", "v"), similar=False)
         if rows[rows["position"] < later]["error"].any():
             fault += "; they see the future: later tokens change earlier rows"

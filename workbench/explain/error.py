@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 
 from workbench.bundle import Bundle
-from workbench.check import compare, gates, golden, hf, run
+from workbench.check import compare, gates, golden, run
 from workbench.check.hf import Reference, Values, Weights
 from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
@@ -147,13 +147,7 @@ def updates(values: Values) -> np.ndarray:
 def run_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarray:
     """What each layer of a bundle adds over the golden's tokens in calls of t_max."""
     T = decoder.options.t_max
-    values = run.run_golden(decoder, source, T, mode, forced=False)
-    if mode == "chained":  # the golden's inputs are not what its layers read
-        x = decoder.bundle.embed(source.ids) * decoder.manifest.stream_scale
-        for layer in range(source.layers):
-            values[f"x.{layer}"] = x
-            x = values[f"hidden.{layer}"]
-        values |= hf.updates(values)
+    (values,) = run.run_golden(decoder, source, (T, mode), forced=False)
     return updates(values)
 
 

@@ -129,7 +129,7 @@ class Trial:
         # where layers show no hidden state, caches of a chained run are all there is
         self.isolated = bundle.manifest.shows_hidden
         how = (decoder.options.t_max, "isolated") if self.isolated else (1, "chained")
-        self.outputs = run.run_golden(decoder, self.source, *how)
+        (self.outputs,) = run.run_golden(decoder, self.source, how)
 
     def errors(
         self,
