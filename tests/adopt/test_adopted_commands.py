@@ -6,9 +6,12 @@ import pytest
 from in_process import invoke
 from refusal import refused
 from test_adopt import validate
+from tiny import as_device
 
-from workbench import log, sweep
+from workbench import Bundle, Decoder, log, sweep
+from workbench.bundle.names import X
 from workbench.check import compare, golden, units
+from workbench.check.validate import device_gate, device_reference
 from workbench.models.checkpoint import Checkpoint
 from workbench.widgets import Explorer
 
@@ -41,8 +44,9 @@ def test_evaluate_says_what_an_argmax_inside_keeps(adoptions, checkout):
 def test_a_unit_is_validated_without_logits(adoptions, tmp_path):
     made = golden.make_golden(Checkpoint(adoptions.checkpoint("host")), IDS[:4])
     file = made.save(tmp_path / "g.safetensors")
-    how = "portable", "declared", False, None
-    found = units.validate_unit(adoptions.folder("host"), file, *how)
+    how = {"alone": False}
+    unit = adoptions.folder("host"), file, None, "portable", "declared"
+    found = units.validate_unit(*unit, how)
     assert found["verdict"] == "GREEN" and np.isnan(found["kl_max"])
 
 
@@ -91,3 +95,15 @@ def test_a_sweep_measures_foreign_bundles_and_the_explorer_shows_them(
         assert len(rows) == 2 * 24
         assert (rows["cosine"].min() > 0.9) == (bundle == "chunks")
     assert explorer.run.description == "Nothing is missing"
+
+
+def test_a_device_that_ends_in_other_logits_is_red(adoptions):
+    made = golden.make_golden(Checkpoint(adoptions.checkpoint("chunks")), IDS[:8])
+    bundle = Bundle.open(adoptions.folder("chunks"))
+    reference = device_reference(bundle, made)
+    decoder = as_device(Decoder(bundle, "portable"))
+    assert device_gate(decoder, made, reference).verdict == "GREEN"
+    run = decoder.run_calls
+    decoder.run_calls = lambda *about: [io | {X: 1.05 * io[X]} for io in run(*about)]
+    gate = device_gate(decoder, made, reference)
+    assert gate.verdict == "RED" and gate.reason.endswith("worst: logits")

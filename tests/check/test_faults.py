@@ -12,6 +12,7 @@ import cases
 import numpy as np
 import prove
 import pytest
+from refusal import refused
 from registry import FAULTS
 from tiny import edit_json
 
@@ -75,6 +76,29 @@ def test_a_wrong_rope_that_golden_and_bundle_share_shows_only_in_the_answers(
     assert {g.verdict for g in bug_gates(bundle, checkpoint)} == {"GREEN"}
     sound = answers.golden_answers(tiny_llama, tasks)
     assert sum(answers.golden_answers(checkpoint, tasks)) < sum(sound) / 2
+
+
+def test_a_bundle_of_a_batch_answers_too(tiny_llama, exports, monkeypatch):
+    tasks = answers.load_tasks(tiny_llama.path.parent / "tasks" / "heldout.jsonl")[:2]
+    monkeypatch.setattr(answers, "golden_answers", lambda *_: [True, True])
+    decoder = exports.decoder(tiny_llama.path, max_seq_len=128, batch=2)
+    assert answers.answers_gate(decoder, tiny_llama, tasks).verdict == "GREEN"
+
+
+@pytest.mark.parametrize("answer", ["5", "[5]", '"5", "prompt": null'])
+def test_tasks_whose_texts_are_none_are_refused(answer, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    about = '"task": "a", "distance": 0, "prompt": "2 + 3 ="'
+    path.write_text(f'{{{about}, "answer": {answer}}}')
+    with refused("as text"):
+        answers.load_tasks(path)
+
+
+def test_a_prompt_s_file_that_is_no_text_is_refused(tiny_llama, tmp_path):
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("Stra\xdfe".encode("latin1"))
+    with refused("latin1.txt"):
+        answers.prompt_ids(tiny_llama.path, 8, str(path))
 
 
 def test_a_model_that_knows_no_answer_is_not_judged_by_its_answers(

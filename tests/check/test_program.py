@@ -2,13 +2,17 @@
 bundles, which are GREEN."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import integers, sampled_from
 from tiny import edited_weights
 
-from workbench.check.program import program_gate, room
+from workbench.bundle import Options
+from workbench.check.program import plan_positions, program_gate, room
 from workbench.models.checkpoint import Checkpoint
 
 DRAWS = [
@@ -67,3 +71,13 @@ def test_what_moves_the_stream_adds_to_what_an_error_is_held_against():
     size = np.array([1.0, 2])
     assert (room(size, size) > room(0 * size, size)).all()
     assert (room(0 * size, size) >= size).all()
+
+
+@given(integers(1, 300), integers(1, 300), integers(1, 3), sampled_from("-,"))
+def test_a_call_of_t_max_tokens_is_among_the_computed_positions(a, b, batch, kind):
+    T, S = sorted((a, b))
+    tokens = f"1{kind}{T}" if T > 1 else "1"
+    options = Options(max_seq_len=S, tokens=tokens, batch=batch)
+    head, tail, _, starts = plan_positions(SimpleNamespace(options=options))
+    assert max(head, tail) >= T
+    assert head <= min(starts) and max(starts) + tail == S

@@ -14,7 +14,7 @@ def table(llama_bundle, llama_golden, monkeypatch):
     a reason; with these logits."""
 
     def rows(outcomes, runtime="coreml", logits=()):
-        def call(function, root, golden, runtime, unit, alone, Ts, timeout_s):
+        def call(function, root, golden, source, runtime, unit, how, timeout_s):
             outcome = outcomes.get(unit, "GREEN")
             if outcome not in ("GREEN", "RED"):
                 return process.Outcome(failure=outcome)

@@ -49,15 +49,15 @@ def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
     assert found["undo"].verdict == "not_run"
 
 
-@pytest.mark.parametrize("source", ["checkpoint", "golden"])
+@pytest.mark.parametrize("source", ["checkpoint", "golden", "nothing"])
 def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(
     broken, llama_golden, tmp_path, source
 ):
     folder, checkpoint = broken("t_max_of_60_over_a_range_of_4")
-    path = checkpoint.path
+    how = [f"--{source}", checkpoint.path]
     if source == "golden":
-        path = llama_golden.save(tmp_path / "g.safetensors")
-    found = invoke("validate", folder, f"--{source}", path)
+        how[1] = llama_golden.save(tmp_path / "g.safetensors")
+    found = invoke("validate", folder, *(how if source != "nothing" else ()))
     assert (found["verdict"], found["worst"]) == ("RED", None)
     named = {g["name"]: g for g in found["gates"]}
     assert named.keys() == set(BUG_GATES)
@@ -176,6 +176,14 @@ def test_an_error_that_rounding_does_not_explain_is_red(
     assert verdicts(wrong, max_kl=9)["budget"] == "RED"
     worst = furthest(compared(wrong.rows))
     assert (worst["layer"], worst["tensor"]) == (1, "update")
+
+
+def test_a_budget_is_fed_where_a_device_s_shards_are(exports, tiny_llama, llama_golden):
+    """Errors add up over the layers of a shard, which a device does not show."""
+    how = {"layers_per_shard": 4, "compress": "int4-block32", "max_seq_len": 32}
+    decoder = as_device(exports.decoder(tiny_llama.path, precision="declared", **how))
+    cost = validate(decoder, replace(llama_golden, source=tiny_llama)).cost
+    assert cost.json()["budget"]["worst"]["ratio"] < 1.5
 
 
 def edited(exports, folder, change):

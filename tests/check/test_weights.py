@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from workbench import Bundle
+from workbench.check import compare
 from workbench.check.weights import _is_constant, table_ratios, weights_gate
 
 
@@ -42,6 +43,17 @@ def test_what_is_damaged_or_missing_is_red_by_name(broken, plant, place):
     found = weights_gate(Bundle.open(folder), checkpoint)
     assert found.verdict == "RED" and place in found.reason
     assert "o_proj" not in found.reason or plant is half_a_file
+
+
+def test_a_tensor_is_compared_in_blocks_and_named_once(broken, monkeypatch):
+    def plant(copy):
+        rounded_embedding(copy)
+        operands_that_do_not_fit(copy)
+
+    folder, checkpoint = broken(plant, "int8-channel")
+    monkeypatch.setattr(compare, "BLOCK", 64)
+    found = weights_gate(Bundle.open(folder), checkpoint)
+    assert found.reason.count("embed_tokens") == 1 and "v_proj" in found.reason
 
 
 def test_an_entry_that_is_not_the_nearest_is_held_against_the_nearest():

@@ -125,6 +125,19 @@ def test_each_unit_names_every_arithmetic_and_what_was_not_measured(
     assert tuple(unit["unit"] for unit in found["units"]) == names
 
 
+@pytest.mark.wide
+def test_each_unit_asks_every_gate_and_the_limit_that_is_given(exports, calls_here):
+    checkpoint = exports.checkpoint("llama")
+    bundle = exports.bundle(checkpoint, max_seq_len=20)
+    (bundle.root / "verdict.json").unlink(missing_ok=True)
+    how = "--checkpoint", checkpoint, "--each-unit", "--max-kl", "1e-12"
+    found = invoke("validate", bundle.root, *how)
+    assert found["verdict"] == "RED"
+    assert found["units"][0]["reason"].startswith("max_kl")
+    stored = json.loads((bundle.root / "verdict.json").read_text())["gates"]
+    assert {gate["verdict"] for gate in stored} == {"GREEN"}
+
+
 def test_explain_splits_every_layer_names_the_variant_and_the_ranges_on_one_page(
     exports,
 ):

@@ -37,6 +37,10 @@ TWO = "--prompt get --prompt-ids 1"  # prompts
         (f"validate BUNDLE --checkpoint TINY {TWO}", "one of --prompt"),
         ("validate BUNDLE --checkpoint TINY --text none", "no such file"),
         ("validate BUNDLE --checkpoint TINY --max-kl -1", "--max-kl"),
+        (
+            "validate BUNDLE --checkpoint TINY --each-unit --tasks TINY/../tasks/heldout.jsonl",
+            "leave one out",
+        ),
         ("validate BUNDLE --alone", "leave --alone out"),
         ("validate BUNDLE --each-unit", "--golden"),
         ("validate BUNDLE --prompt-ids 1", "--golden"),

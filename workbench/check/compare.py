@@ -95,7 +95,7 @@ def compare(
     actual: Values,
     moved: Values | None = None,
     *,
-    room: Room = lambda moved, size: np.hypot(moved, HALF_ULP * size),
+    room: Room = lambda apart, size: np.hypot(apart, HALF_ULP * size),
     sizes: Values | None = None,
     tensors: Sequence[str] = SHOWN,
     similar: bool = True,

@@ -93,7 +93,7 @@ MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the us
 
 @cache
 def gates_version() -> str:
-    """SHA-256 of the source of all gates; a verdict that other gates gave is not
+    """SHA-256 of the files of this package; a verdict that other gates gave is not
     read."""
     sources = [path.read_bytes() for path in sorted(SOURCE.glob("*.py"))]
     return hashlib.sha256(b"\0".join(sources)).hexdigest()

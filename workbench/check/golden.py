@@ -125,6 +125,17 @@ def check_exported_from(source: Checkpoint | Golden, bundle: Bundle) -> None:
         raise InputError(subject, source.sha256[:12], needed, step)
 
 
+def check_fits(golden: Golden, bundle: Bundle) -> None:
+    """Raises an InputError for a golden of another checkpoint than the bundle's, or
+    with more tokens than max_seq_len."""
+    check_exported_from(golden, bundle)
+    n = len(golden.ids)
+    S = bundle.manifest.options.max_seq_len
+    if n > S:
+        step = "validate with a shorter prompt, or export with a larger --max-seq-len"
+        raise InputError("golden", f"{n} tokens", f"at most max_seq_len = {S}", step)
+
+
 def stored_weights(
     checkpoint: Checkpoint, bundle: Bundle, *, half: bool = False
 ) -> Weights:
@@ -132,7 +143,7 @@ def stored_weights(
     hold as such are the fp16-rounded ones.
 
     A weight stored with an offset (Gemma's 1 + γ) is handed back without it. `half`:
-    matrices stay in fp16, which holds their values exactly. The reader's `embedding` is
+    matrices stay in the dtype in which they are stored, which holds them exactly. The reader's `embedding` is
     the table [V, C] that packages look tokens up in, None where the host does.
     """
     check_exported_from(checkpoint, bundle)

@@ -52,7 +52,8 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     faults = list(differences(*_lists(manifest), "options", "list of shards"))
     for shard in manifest.shards:
         try:
-            faults += [f"{shard.name}: {fault}" for fault in _package(bundle, shard)]
+            for fault in _package(bundle, shard):
+                faults.append(f"{shard.name}: {fault}")
         except (IndexError, KeyError, ValueError) as problem:
             # an InputError, or a protobuf message that lacks parts
             faults.append(f"{shard.name}: {problem}")

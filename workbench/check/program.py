@@ -30,7 +30,7 @@ from workbench.check.compare import compare, rms
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, stored_weights
 from workbench.check.hf import Reference, Values, nudge, recording_cache
-from workbench.check.states import default_ts
+from workbench.check.states import LARGE, SUBNORMAL, default_ts
 from workbench.decode import Decoder
 from workbench.decode.snapshot import fill
 from workbench.errors import InputError
@@ -52,7 +52,7 @@ STEP = 2.0**-23
 STEPS = 2
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
 SCALES, SMALLEST = 12, -44  # scaled positions, exponent of the smallest RMS
-GARBAGE = 16.0, 2.0**-20  # magnitudes in rows without a token: large, subnormal in fp16
+GARBAGE = LARGE, SUBNORMAL  # magnitudes in rows without a token
 
 
 @dataclass
@@ -75,10 +75,10 @@ class Stretch:
         return self.start + len(self.golden.ids)
 
 
-def room(moved: np.ndarray, size: np.ndarray) -> np.ndarray:
+def room(apart: np.ndarray, size: np.ndarray) -> np.ndarray:
     """What an error is divided by: what it is relative to and, so that rounding of the
     stream is no error, the floor."""
-    return size + STEPS / LIMIT * np.maximum(moved, STEP * size)
+    return size + STEPS / LIMIT * np.maximum(apart, STEP * size)
 
 
 def exact_runtime(bundle: Bundle) -> str:

@@ -21,6 +21,7 @@ from workbench.errors import InputError
 from workbench.progress import bar
 
 CACHES = [("cold", "fp16"), *product(("warm", "hot"), store.FORMATS)]
+NEW = 4  # tokens that are decoded
 # Relative RMS of one position's logits. In a batch, or with other tiles of the prefill,
 # kernels sum in another order: at most 4e-6 in fp32 on the shipped checkpoints, more in
 # fp16, where one wrong row of a thousand stays below the limit.
@@ -41,27 +42,15 @@ class ReuseCell:
     reason: str = ""
 
 
-def contexts(S: int) -> list[int]:
-    """Prompt lengths around the edges of one and two blocks of 256 rows, as caches that
-    grow in steps have them; of a smaller power of two where a cache of S rows has fewer
-    than four."""
-    block = min(256, max(4, 1 << (S // 4).bit_length() - 1))
-    return [edge + step for edge in (block, 2 * block) for step in (-1, 0, 1)]
-
-
 def check_reuse(
-    decoder: Decoder,
-    together: Decoder | None = None,
-    *,
-    lengths: Sequence[int] = (),
-    max_new: int = 4,
+    decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[int]
 ) -> list[ReuseCell]:
     """Every cache × format × batch × context.
 
     Args:
         decoder: of a bundle of batch 1.
         together: of a bundle that differs in its batch alone.
-        lengths: tokens of the first prompt of each batch (default: see `contexts`).
+        lengths: tokens of the first prompt of each batch.
 
     Raises:
         InputError: bundles that do not belong together; lengths without room.
@@ -71,22 +60,19 @@ def check_reuse(
     if batches[0] != 1 or len({each.identity for each in decoders}) > 1:
         needed = "one of batch 1, and another export that differs in --batch alone"
         raise InputError("bundles", f"batch {batches}", needed, "export them so")
-    most = decoder.options.max_seq_len - max_new
-    if outside := [n for n in lengths if not max(batches) < n <= most]:
-        needed = f"{max(batches) + 1} to {most} tokens before {max_new} new ones"
-        raise InputError("context", f"{outside}", needed, "choose others")
+    least, most = max(batches) + 1, decoder.options.max_seq_len - NEW
+    if not lengths or not least <= min(lengths) <= max(lengths) <= most:
+        needed = f"{least} to {most} tokens before {NEW} new ones"
+        raise InputError("contexts", f"{list(lengths)}", needed, "choose others")
     cells = []
     with tempfile.TemporaryDirectory() as folder:
-        edges = contexts(decoder.options.max_seq_len)
-        usual = [n for n in edges if max(batches) < n <= most]
-        for n in bar(lengths or usual, desc="reuse"):
+        for n in bar(lengths, desc="reuse"):
             sessions = [
-                Session(decoder, Path(folder), n, seq, max_new)
-                for seq in range(batches[-1])
+                Session(decoder, Path(folder), n, seq) for seq in range(batches[-1])
             ]
             for each, cache in product(decoders, CACHES):
                 held = sessions[: each.options.batch]
-                cells.append(_checked(each, held, *cache, max_new))
+                cells.append(_checked(each, held, *cache))
     return cells
 
 
@@ -107,12 +93,12 @@ class Session:
     sequence `before` its last token, what is stored in files of a folder and `kept` in
     memory by format, and the `records` of what follows each."""
 
-    def __init__(self, decoder: Decoder, folder: Path, n: int, seq: int, max_new: int):
+    def __init__(self, decoder: Decoder, folder: Path, n: int, seq: int):
         length = n if decoder.options.kv_write == "slice" else n - seq
         rng = np.random.default_rng([0, n, seq])
         self.ids = rng.integers(0, decoder.manifest.dims.V, length).tolist()
         self.folder, self.identity = folder, decoder.identity
-        alone = list(decoder.stream(self.ids, max_new, stop=()))
+        alone = list(decoder.stream(self.ids, NEW, stop=()))
         decoder.begin()
         decoder.prefill(self.ids[:-1])
         self.before = decoder.snapshot()
@@ -124,7 +110,7 @@ class Session:
             store.save(folder / format, f"{n}-{seq}", stored, format)
             self.kept[format] = store.load(folder / format, f"{n}-{seq}")
         rounded = self.kept["q4"].trim(stored.offset - self.before.offset)
-        rest = decoder.stream(self.ids[-1:], max_new, after=rounded, stop=())
+        rest = decoder.stream(self.ids[-1:], NEW, after=rounded, stop=())
         self.records = {"fp16": alone, "q4": list(rest)}
 
     def restored(self, cache: str, format: str) -> Snapshot:
@@ -164,11 +150,11 @@ class Session:
 
 
 def _checked(
-    decoder: Decoder, sessions: list[Session], cache: str, format: str, max_new: int
+    decoder: Decoder, sessions: list[Session], cache: str, format: str
 ) -> ReuseCell:
     """One cell; whatever is raised makes it RED."""
     about = len(sessions), cache, format, len(sessions[0].ids)
-    limits = [max_new] * len(sessions)
+    limits = [NEW] * len(sessions)
     if len(sessions) > 1:
         limits[0] //= 2  # one sequence ends before the others
     apart = after = None

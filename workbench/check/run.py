@@ -20,10 +20,9 @@ import torch
 
 from workbench.bundle import Shard
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
-from workbench.check.golden import Golden, check_exported_from
+from workbench.check.golden import Golden, check_fits
 from workbench.check.hf import Values, half, updates
 from workbench.decode import Decoder
-from workbench.errors import InputError
 from workbench.progress import bar
 from workbench.runtime import Model, State
 
@@ -44,14 +43,9 @@ def run_golden(
             (portable only).
 
     Raises:
-        InputError: a golden of another checkpoint, or longer than max_seq_len.
+        InputError: see `check_fits`.
     """
-    check_exported_from(golden, decoder.bundle)
-    n = len(golden.ids)
-    S = decoder.options.max_seq_len
-    if n > S:
-        step = "validate with a shorter prompt, or export with a larger --max-seq-len"
-        raise InputError("golden", f"{n} tokens", f"at most max_seq_len = {S}", step)
+    check_fits(golden, decoder.bundle)
     decoder, goldens = decoder.plain, [golden] * decoder.options.batch
     passes = [
         Pass(decoder, goldens, T, mode == "isolated", forced=forced) for T, mode in runs
@@ -92,11 +86,12 @@ class Pass:
     their values replace the program's own, and the record of what was computed.
 
     `values` by name [B, n, W]: `T` [B, n], the most tokens of a sequence in the call of
-    each position; by layer `x`, its input: isolated the golden's, as the program read it,
-    chained what the layer before handed on; where they can be seen `hidden`, the `update`
-    that it adds to `x`, and the program's own choice of an `expert`; `k` and `v`, the last rows where a ring has lost the first;
-    the `router` state that the last layer of a shard hands on. `handed`: what a shard
-    hands on that shows no hidden state; chained, the `logits`.
+    each position; by layer `x`, its input: isolated the golden's, as the program read
+    it, chained what the layer before handed on; where they can be seen `hidden`, the
+    `update` that it adds to `x`, and the program's own choice of an `expert`; `k` and
+    `v`, the last rows where a ring has lost the first; the `router` state that the last
+    layer of a shard hands on. `handed`: what a shard hands on that shows no hidden
+    state; chained, the `logits`.
 
     Args:
         T: tokens a call; several are taken in turn.

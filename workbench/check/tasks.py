@@ -5,7 +5,6 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +35,16 @@ def load_tasks(path: str | Path) -> list[dict]:
     try:
         lines = filter(str.strip, Path(path).read_text().splitlines())
         tasks = list(map(json.loads, lines))
-        if tasks and all(needed <= task.keys() for task in tasks):
+        texts = [task[name] for task in tasks for name in ("prompt", "answer")]
+        whole = all(needed <= task.keys() for task in tasks)
+        if tasks and whole and all(isinstance(text, str) for text in texts):
             return tasks
         raise ValueError
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         raise InputError(
             f"tasks {path}",
             "no such file, or not one prompt a line",
-            "JSON lines with task, distance, prompt, answer",
+            "JSON lines with task, distance, and as text prompt and answer",
             "see data/README.md",
         ) from None
 
@@ -64,9 +65,11 @@ def prompt_ids(
     """
     source = Checkpoint(paths.find(checkpoint))
     if text:
+        file = None
         with suppress(OSError, ValueError):  # too long or strange a text for a path
-            if paths.find(text).is_file():
-                text = paths.text(paths.find(text))
+            file = paths.find(text)
+        if file and file.is_file():
+            text = paths.text(file)
     elif not (source.path / "tokenizer.json").is_file():
         V = source.config.vocab_size
         return np.random.default_rng(0).integers(0, V, count).tolist()
@@ -123,7 +126,12 @@ def answers_gate(
         reason = f"Hugging Face's model answers none of the {count} questions"
         return gates.not_run("answers", reason)
     # a copy, whose current sequences are its own
-    generate = partial(copy.copy(decoder.plain).generate, stop=())
+    own, B = copy.copy(decoder.plain), decoder.options.batch
+
+    def generate(ids: list[int], n: int) -> list[int]:
+        records = own.stream([ids] * B, n, stop=())
+        return [record.token for record in records if record.seq == 0]
+
     right = sum(right_answers(decoder.bundle.root / "tokenizer", tasks, generate))
     reason = f"{right} of {count} known answers, the golden {golden}"
     return gates.at_least("answers", right / count, golden / count, reason)

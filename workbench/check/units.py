@@ -6,6 +6,7 @@ portable runtime's arithmetics, labelled so."""
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,9 +16,10 @@ from workbench import process
 from workbench.bundle import Bundle
 from workbench.check import gates
 from workbench.check.compare import kl
-from workbench.check.golden import Golden
+from workbench.check.golden import Golden, check_fits
 from workbench.check.validate import device_reference, validate
 from workbench.decode import Decoder
+from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import COMPUTE_UNITS, resolve
 
 SECONDS = 3600
@@ -41,9 +43,11 @@ def validate_units(
     compute_units: Sequence[str] = COMPUTE_UNITS,
     alone: bool = False,
     Ts: Sequence[int] | None = None,
+    max_kl: float = gates.MAX_KL,
 ) -> pd.DataFrame:
     """Validates `bundle` once per unit: portable arithmetics, and Core ML's compute
-    units on a Mac.
+    units on a Mac. With the golden's `source` the first of them runs and stores the bug
+    gates that the bundle's verdict.json lacks.
 
     Args:
         runtime: where compute units are tried: `coreml` or a stand-in; `portable`:
@@ -51,14 +55,18 @@ def validate_units(
         compute_units: those that are tried.
         alone: the portable arithmetics are left out, and no process loads a second copy
             of the bundle.
-        Ts: tokens a call (default: as `validate`).
+        Ts, max_kl: see `validate`.
 
     Returns:
         One row per unit: `verdict` GREEN, RED or DIED, the worst update cosine and KL of
         chained logits in nats against Hugging Face's golden, `kl_portable` against the
         portable runtime's `declared` arithmetic, `blame` (null where GREEN), and the
         first `reason`. `kl_portable` and `blame` are null with `alone`.
+
+    Raises:
+        InputError: see `check_fits`.
     """
+    check_fits(golden, bundle)
     runtime = resolve() if runtime == "auto" else runtime
     units = [] if alone else [("portable", precision) for precision in PRECISIONS]
     if runtime != "portable":
@@ -67,8 +75,15 @@ def validate_units(
     with tempfile.TemporaryDirectory() as folder:
         path = golden.file or golden.save(Path(folder) / "golden.safetensors")
         for own, unit in units:
-            arguments = bundle.root, path, own, unit, alone, Ts
-            outcome = process.call(validate_unit, *arguments, timeout_s=SECONDS)
+            arguments = (
+                bundle.root,
+                path,
+                golden.source and golden.source.path,
+                own,
+                unit,
+            )
+            how = {"alone": alone, "Ts": Ts, "max_kl": max_kl}
+            outcome = process.call(validate_unit, *arguments, how, timeout_s=SECONDS)
             row = outcome.value or {"verdict": "DIED", "reason": outcome.failure}
             name = f"portable {unit}" if own == "portable" else unit
             rows[name] = {"unit": name, "runtime": own} | row
@@ -84,22 +99,19 @@ def validate_units(
 
 
 def validate_unit(
-    root: Path,
-    path: Path,
-    runtime: str,
-    unit: str,
-    alone: bool,
-    Ts: Sequence[int] | None,
+    root: Path, path: Path, source: Path | None, runtime: str, unit: str, how: dict
 ) -> dict:
-    """In a child: the columns of one unit that need no other, and `logits` [n, V]."""
+    """In a child: the columns of one unit that need no other, and `logits` [n, V]. The
+    golden's file is `path`, its checkpoint's folder `source`; `how` is given to
+    `validate`."""
     bundle = Bundle.open(root)
-    golden = Golden.load(path)
+    golden = replace(Golden.load(path), source=source and Checkpoint(source))
     option = {"precision": unit}
     if runtime != "portable":
         option = {"compute_units": unit}
         # before the decoder, so that one copy of the bundle is in memory
-        device_reference(bundle, golden, alone)
-    result = validate(Decoder(bundle, runtime, **option), golden, Ts, alone=alone)
+        device_reference(bundle, golden, how["alone"])
+    result = validate(Decoder(bundle, runtime, **option), golden, **how)
     figures = result.json()
     red = [gate for gate in result.gates if gate.verdict == gates.RED]
     reasons = [f"{gate.name}: {gate.reason}" for gate in red]

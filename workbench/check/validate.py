@@ -45,7 +45,7 @@ BUDGET_FACTOR = 6.0
 # seen as a device, is 2.0 distances away on the worst sound bundle (int4-block32, trained
 # ZAYA), and the mildest planted fault 10; tests/check/faults.md has the margins.
 DEVICE_FACTOR = 3.0
-REFERENCE_FORMAT = 6  # of the device gate's file: raised when what it holds changes
+REFERENCE_FORMAT = 7  # of the device gate's file: raised when what it holds changes
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,11 @@ class Cost:
             limit = gates.not_run("max_kl", reason)
         if self.budget_kl is None:
             return [limit, gates.not_run("budget", "needs --checkpoint")]
+        worst = furthest(compared(self.rows))
         reason = (
             "error over what rounding of weights and stream alone costs Hugging Face's "
             "model: layer {layer}, {tensor}, T = {T}"
-        )
-        worst = furthest(compared(self.rows))
-        reason = reason.format(**worst)
+        ).format(**worst)
         return [limit, gates.at_most("budget", worst["ratio"], BUDGET_FACTOR, reason)]
 
 
@@ -172,7 +171,8 @@ def validate(
     source = golden.source
     check_exported_from(golden, bundle)
     bugs = stored_gates(decoder, source, again)
-    budget = source and measure_budget(bundle, source, golden)
+    inner = decoder.shows_inner_layers
+    budget = source and measure_budget(bundle, source, golden, inner)
     cost = measure(decoder, golden, Ts, budget)
     device = _device(decoder, golden, alone)
     return Validation([*bugs, device, *cost.gates(max_kl)], cost)
@@ -259,16 +259,25 @@ def stored_gates(
     return [g if g.verdict == gates.RED else own.get(g.name, g) for g in results]
 
 
-def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Values:
+def measure_budget(
+    bundle: Bundle, checkpoint: Checkpoint, golden: Golden, inner: bool = True
+) -> Values:
     """Runs Hugging Face's model twice over the golden's tokens with the weights that
     `bundle` stores and a rounded stream: the values of layers that are fed the golden's
-    input, and the `logits` of layers in a row."""
+    input, and the `logits` of layers in a row. `inner`: layers inside a shard are fed
+    too, as on runtimes that show them; else each continues the one before."""
     reference = Reference(checkpoint, stored_weights(checkpoint, bundle, half=True))
     rounded = half(bundle.manifest.stream_scale)
     chained = reference.run(golden.ids, perturb=rounded)
-    values = reference.run(golden.ids, feed=golden.values, perturb=rounded, head=False)
+    feed = golden.values
+    if not inner:
+        firsts = {shard.layers[0] for shard in bundle.manifest.shards}
+        fed = {f"x.{i}" for i in firsts} | {f"router.{i - 1}" for i in firsts}
+        feed = {name: feed[name] for name in fed & feed.keys()}
+    values = reference.run(golden.ids, feed=feed, perturb=rounded, head=False)
     for name, value in values.items():  # as the bundle holds them
-        if name.startswith("hidden."):
+        if name.startswith(("x.", "hidden.")):
+            value = golden[name] if name[0] == "x" else value
             values[name] = rounded(torch.from_numpy(value)).numpy()
         elif name.startswith(("k.", "v.")):
             values[name] = np.float16(value)
@@ -297,6 +306,8 @@ def measure(
     frames.append(compare(golden.values, chained).assign(mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
     inner = decoder.shows_inner_layers
+    if not inner:
+        rows["routing_tie"] |= _tied(decoder, golden, rows)
     precision = decoder.precision if inner else None  # as in `runs`
     rows = rows.assign(runtime=decoder.runtime, precision=precision)
     names = {}
@@ -346,10 +357,7 @@ def device_reference(
         return None
     reference = {}
     for precision in ("declared", "narrow"):
-        decoder = Decoder(bundle, "portable", precision)
-        # as on a device: inner layers go on with what the shard computed
-        decoder.shows_inner_layers = False
-        for name, value in device_values(decoder, golden).items():
+        for name, value in device_values(_blind(bundle, precision), golden).items():
             reference[f"{precision}/{name}"] = value
     if path:
         with suppress(OSError, SafetensorError):
@@ -357,20 +365,34 @@ def device_reference(
     return reference
 
 
+def _blind(bundle: Bundle, precision: str) -> Decoder:
+    """A portable decoder that shows what a device does: inner layers go on with what
+    the shard computed."""
+    decoder = Decoder(bundle, "portable", precision)
+    decoder.shows_inner_layers = False
+    return decoder
+
+
 def device_values(decoder: Decoder, golden: Golden) -> Values:
     """What a runtime shows of a pass over the golden's tokens: calls of every T in
-    turn, each shard fed the golden's input, the head the golden's last hidden state."""
+    turn, each shard fed the golden's input, the head the golden's last hidden state.
+    Packages that contain the head show the logits of that pass."""
     (values,) = run_golden(decoder, golden, (default_ts(decoder.options), "isolated"))
     shown = ("hidden.", "k.", "v.", "T")
-    values = {name: x for name, x in values.items() if name.startswith(shown)}
-    last = golden[f"hidden.{golden.layers - 1}"] / decoder.manifest.stream_scale
-    hidden = np.tile(last.T, (decoder.options.batch, 1, 1))
-    return values | {"logits": decoder.logits(hidden)[0]}
+    found = {name: x for name, x in values.items() if name.startswith(shown)}
+    last, scale = golden.layers - 1, decoder.manifest.stream_scale
+    if decoder.heads:
+        hidden = golden[f"hidden.{last}"].T / scale
+        logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))
+        found["logits"] = logits[0]
+    elif decoder.manifest.gives_logits:
+        found["logits"] = values[f"handed.{last}"] / scale
+    return found
 
 
-def device_room(moved: np.ndarray, size: np.ndarray) -> np.ndarray:
+def device_room(apart: np.ndarray, size: np.ndarray) -> np.ndarray:
     """The distance declared–narrow, at least half a unit of an fp16 result."""
-    return np.maximum(moved, HALF_ULP * size)
+    return np.maximum(apart, HALF_ULP * size)
 
 
 def device_gate(decoder: Decoder, golden: Golden, reference: Values) -> Gate:
@@ -389,10 +411,12 @@ def device_gate(decoder: Decoder, golden: Golden, reference: Values) -> Gate:
     if rows.empty:  # every choice of an expert was close
         return gates.not_run("device", "nothing is comparable")
     worst = furthest(rows.assign(T=0))
+    place = worst["tensor"]
+    if worst["layer"] >= 0:
+        place += f" of layer {worst['layer']}"
     reason = (
-        "distance from portable declared over that of portable narrow, worst: "
-        "{tensor} of layer {layer}"
-    ).format(**worst)
+        f"distance from portable declared over that of portable narrow, worst: {place}"
+    )
     return gates.at_most("device", worst["ratio"], DEVICE_FACTOR, reason)
 
 

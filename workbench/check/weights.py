@@ -45,7 +45,6 @@ Parts = dict[
 ]  # of a stored weight, by role: val; data, scale; indices, lut
 # What operands that do not fit raise; InputError is a ValueError.
 DAMAGED = (KeyError, IndexError, ValueError)
-CODES = ("val", "data", "indices")  # roles of parts that have one entry per weight
 EXPONENT = 0x7F800000  # bits of a float32's exponent
 # Tables of the file of embeddings, in the checkpoint.
 HOST_TENSORS = {
@@ -61,6 +60,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     manifest = bundle.manifest
     if manifest.foreign:
         return _recognised(bundle, checkpoint)
+    preset = manifest.options.preset
     found = []
     problems = []
     covered = {}
@@ -69,7 +69,7 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
         tensor = checkpoint.prefix + HOST_TENSORS[name]
         if tensor != head_weight(checkpoint):
             tensors.discard(tensor)
-        found += _host_rows(checkpoint, tensor, torch.from_numpy(table))
+        found.append(_host_deviation(checkpoint, tensor, torch.from_numpy(table)))
     programs = []
     for shard in manifest.shards:
         programs += [(shard, function) for function in shard.functions or [None]]
@@ -80,9 +80,11 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
             for tensor in shard.weights:
                 place = f"{shard.name}: {tensor}"
                 parts = parts_of(tensor)
-                size = next(parts[role].size for role in CODES if role in parts)
+                stored = torch.from_numpy(dense(parts, preset))
+                size = stored.numel()
                 values, rows = checkpoint_values(checkpoint, shard, tensor, size)
-                found += deviations(place, parts, values, manifest.options.preset)
+                stored = stored.reshape(values.shape)
+                found.append(worst_deviation(place, parts, stored, values, preset))
                 covered.setdefault(tensor, set()).update(rows)
         except DAMAGED as problem:  # nor is what follows in this package compared
             problems.append(f"{place}: {problem}")
@@ -123,14 +125,14 @@ def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     )
 
 
-def _host_rows(
-    checkpoint: Checkpoint, tensor: str, table: torch.Tensor
-) -> Iterator[Gate]:
-    """What a table of the host deviates by from `tensor`, some rows at a time."""
+def _host_deviation(checkpoint: Checkpoint, tensor: str, table: torch.Tensor) -> Gate:
+    """What a table of the host deviates by from `tensor`, read some rows at a time."""
+    found = []
     for rows in blocks(table):
         stored = table[rows].reshape(-1, table.shape[-1])
         values = checkpoint.tensor(tensor, rows).reshape(stored.shape)
-        yield fp16_deviation(f"host: {tensor}", stored, values)
+        found.append(fp16_deviation(f"host: {tensor}", stored, values))
+    return max(found, key=_excess)
 
 
 def _is_constant(values: torch.Tensor) -> bool:
@@ -165,26 +167,26 @@ def stored_parts(
     return parts
 
 
-def deviations(
-    place: str, parts: Parts, values: torch.Tensor, preset: Preset
-) -> list[Gate]:
-    """How far stored parts are from `values` [rows, columns], the checkpoint's with
-    their offset."""
-    stored = torch.from_numpy(dense(parts, preset)).reshape(values.shape)
+def worst_deviation(
+    place: str, parts: Parts, stored: torch.Tensor, values: torch.Tensor, preset: Preset
+) -> Gate:
+    """How far `stored` [rows, columns], the dense form of `parts`, is from `values`, the
+    checkpoint's with their offset."""
     if "val" in parts:
-        return [fp16_deviation(place, stored, values)]
+        return fp16_deviation(place, stored, values)
     if preset.is_integer:
         ratio = integer_ratio(stored, values.half(), preset)
-        return [deviation(place, ratio, LIMIT, f"of the half step of {preset.name}")]
+        return deviation(place, ratio, LIMIT, f"of the half step of {preset.name}")
     table = torch.from_numpy(np.float32(parts["lut"]).reshape(-1))
     nearest, error = table_ratios(stored, values.half(), table)
     best = "times the squared error of the best table"
-    return [
+    pair = [
         deviation(
             place, nearest, TABLE_LIMIT, "times the distance to the nearest entry"
         ),
         deviation(place, error, TABLE_LIMIT, best),
     ]
+    return max(pair, key=_excess)
 
 
 def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Gate:

@@ -54,14 +54,17 @@ def validate(
     if tasks and not checkpoint:
         needed = "the checkpoint that also answers them"
         raise InputError("--tasks", "no --checkpoint", needed, "give --checkpoint")
+    if tasks and each_unit:
+        raise InputError("--tasks", "--each-unit", "one of them", "leave one out")
     asked = prompt.given(), each_unit, max_kl != gates.MAX_KL
-    source = opened(checkpoint)
+    source, reference = opened(checkpoint), None
     from workbench.check import validate as checks
     from workbench.check.interface import interface_gate
     from workbench.check.tasks import answers_gate, load_tasks
     from workbench.check.units import units_verdict, validate_units
     from workbench.runtime import is_device, resolve
 
+    questions = tasks and load_tasks(tasks)
     device = is_device(resolve(where.runtime, exported.manifest.options.plugin))
     if alone and not device:
         step = "leave --alone out"
@@ -74,11 +77,10 @@ def validate(
         needed = "one of them"
         step = "run: workbench golden CHECKPOINT --out G, then give --golden G"
         raise InputError("golden", "neither --golden nor --checkpoint", needed, step)
-    else:
-        return show(judged(checks.stored_gates(where.decoder(exported))), json)
-    reference = replace(reference, source=source)
+    reference = reference and replace(reference, source=source)
     if each_unit:
-        units = validate_units(exported, reference, runtime=where.runtime, alone=alone)
+        how = {"runtime": where.runtime, "alone": alone, "max_kl": max_kl}
+        units = validate_units(exported, reference, **how)
         result = {
             "verdict": units_verdict(units),
             "device_measured": bool((units["runtime"] == "coreml").any()),
@@ -90,6 +92,8 @@ def validate(
         if golden and device:
             checks.device_reference(exported, reference, alone)
         decoder = where.decoder(exported)
+        if reference is None:
+            return show(judged(checks.stored_gates(decoder)), json)
         found = workbench.validate(
             decoder, reference, max_kl=max_kl, alone=alone, again=True
         )
@@ -103,7 +107,7 @@ def validate(
         empty = "worst", "min_cosine", "mean_cosine", "logits", "cost"
         return show(judged(own) | dict.fromkeys(empty) | {"rows": 0}, json)
     if tasks:
-        found.gates.append(answers_gate(decoder, source, load_tasks(tasks)))
+        found.gates.append(answers_gate(decoder, source, questions))
     show(found.json(), json)
 
 

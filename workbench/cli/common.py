@@ -16,6 +16,9 @@ from workbench.errors import InputError
 Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
 
 
+RANDOM = 24  # token ids where no prompt is given
+
+
 @Parameter("*")
 @dataclass(frozen=True)
 class Prompt:
@@ -49,10 +52,13 @@ class Prompt:
     def of(self, bundle) -> list[int]:
         """`ids` for a bundle."""
         m = bundle.manifest
-        return self.ids(m.dims.V, bundle.tokenizer, m.tokens.bos)
+        S = m.options.max_seq_len
+        return self.ids(m.dims.V, bundle.tokenizer, m.tokens.bos, min(RANDOM, S))
 
-    def ids(self, V: int, tokenizer: Path, bos: int | None = None) -> list[int]:
-        """Token ids, all of them in a vocabulary of V; without a prompt 24 seeded
+    def ids(
+        self, V: int, tokenizer: Path, bos: int | None = None, count: int = RANDOM
+    ) -> list[int]:
+        """Token ids, all of them in a vocabulary of V; without a prompt `count` seeded
         random ones, the first of them `bos` if it is not None."""
         import numpy as np
 
@@ -67,7 +73,7 @@ class Prompt:
             text = paths.text(self.text) if self.text else self.prompt
             ids = encode_text(tokenizer, text)
         else:
-            ids = np.random.default_rng(0).integers(0, V, 24)
+            ids = np.random.default_rng(0).integers(0, V, count)
             if bos is not None:
                 ids[0] = bos
         return check_ids(ids, V)[: self.tokens].tolist()
