@@ -143,8 +143,9 @@ def stored_weights(
     hold as such are the fp16-rounded ones.
 
     A weight stored with an offset (Gemma's 1 + γ) is handed back without it. `half`:
-    matrices stay in the dtype in which they are stored, which holds them exactly. The reader's `embedding` is
-    the table [V, C] that packages look tokens up in, None where the host does.
+    matrices stay in the dtype in which they are stored, which holds them exactly. The
+    reader's `embedding` is the table [V, C] that packages look tokens up in, None where
+    the host does.
     """
     check_exported_from(checkpoint, bundle)
     slices: dict[str, list[torch.Tensor]] = {}
