@@ -33,8 +33,13 @@ UNLIKE = 0.5
 # An update is measured against so much of the stream at least, whose rounding in fp32
 # enters it.
 STREAM = 2.0**-5
-# of which every layer with attention, or every other one, has the weight
-OWN = "self_attn.o_proj.weight", "feed_forward.w2.weight"
+# the first of them that is there is a matrix that every layer of a family has
+OWN = (
+    "mlp.down_proj.weight",
+    "shared_mlp.input_linear.weight",
+    "feed_forward.w2.weight",
+    "self_attn.o_proj.weight",
+)
 CONFIGURED = "as configured"
 FITS = 1e-5  # relative RMS that fp32 rounding explains
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
