@@ -14,12 +14,14 @@ from workbench import Decoder
 from workbench.check import gates
 from workbench.explain import trace
 
-IDS = prompt(256, 7)
+IDS = prompt(97, 7)
 
 
-def test_every_shard_is_seen_and_every_layer_value_has_a_module(llama_bundle):
-    frame = trace.trace_bundle(llama_bundle, IDS)["exact"].frame()
-    assert set(frame["shard"]) == {s.name for s in llama_bundle.manifest.shards}
+@pytest.mark.parametrize("how", [{}, {"kv_write": "slice", "tokens": "1,4"}])
+def test_every_shard_is_seen_and_every_layer_value_has_a_module(exports, how):
+    bundle = exports.bundle("llama", **how)
+    frame = trace.trace_bundle(bundle, IDS)["exact"].frame()
+    assert set(frame["shard"]) == {s.name for s in bundle.manifest.shards}
     assert (
         frame.loc[frame["kind"] == "conv", "module"].str.contains("proj|lm_head").all()
     )

@@ -330,13 +330,17 @@ class Decoder:
         prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
         self.host.check(seqs.offsets, [*map(len, prompts)])
         last = 0.0
-        for chunk, hidden in self._advanced(seqs, prompts, tile):
+        for chunk, hidden in self.advanced(seqs, prompts, tile):
             runs = np.array([[[len(tokens) > 0]] for tokens in chunk])
             last = np.where(runs, _last(hidden, chunk), last)
         return self._shape(self.logits(last)[:, -1])
 
-    def _advanced(
-        self, seqs: Sequences, prompts: list, tile: int | None = None
+    def advanced(
+        self,
+        seqs: Sequences,
+        prompts: list,
+        tile: int | None = None,
+        hook: Hook | None = None,
     ) -> Iterator[tuple[list[list[int]], np.ndarray]]:
         """The tokens of one call of the prompts after another, and their hidden
         states."""
@@ -345,7 +349,7 @@ class Decoder:
             size = min(tile or self.options.t_max, stop - start)
             end = start + self.options.taken(size)
             chunk = [prompt[start:end] for prompt in prompts]
-            hidden, _ = self.advance(seqs, chunk, keep=end == stop)
+            hidden, _ = self.advance(seqs, chunk, hook, keep=end == stop)
             yield chunk, hidden
             start = end
 
@@ -420,7 +424,7 @@ class Decoder:
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
         """Logits [B, count, V] of the last `count` tokens of fresh sequences of one
         length, one for each of the batch."""
-        advanced = self._advanced(self.fresh(), sequences)
+        advanced = self.advanced(self.fresh(), sequences)
         parts = [hidden[:, :, : len(chunk[0])] for chunk, hidden in advanced]
         return self.logits(np.concatenate(parts, axis=2)[:, :, -count:])
 

@@ -122,15 +122,12 @@ def trace_bundle(bundle: Bundle, ids: Sequence[int]) -> Traced:
 
 
 def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
-    """Traces fresh sequences of `ids`, t_max tokens a call."""
+    """Traces fresh sequences of `ids`, as many tokens a call as the bundle takes."""
     ranges = Ranges()
-    seqs = decoder.fresh()
-    T = decoder.options.t_max
-    for start in range(0, len(ids), T):
-        chunk = list(ids[start : start + T])
-        batch = [chunk] * decoder.options.batch
-        hidden, _ = decoder.advance(seqs, batch, ranges.add)
-        decoder.logits(hidden[:, :, : len(chunk)], hook=ranges.add)
+    prompts = [list(ids)] * decoder.options.batch
+    calls = decoder.advanced(decoder.fresh(), prompts, hook=ranges.add)
+    for chunk, hidden in calls:
+        decoder.logits(hidden[:, :, : len(chunk[0])], hook=ranges.add)
     return ranges
 
 
