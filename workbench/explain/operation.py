@@ -20,6 +20,7 @@ from workbench.errors import InputError
 from workbench.explain.reduced import reduce
 from workbench.explain.running import Runner
 from workbench.explain.search import Call, Finding, Search
+from workbench.explain.trace import packages
 from workbench.runtime import Model, check_compute_units, is_device, resolve
 
 MORE = 20  # packages, about, that a wrong shard needs beside its own
@@ -57,7 +58,7 @@ def questions(
     for model in (*decoder.layers, *decoder.heads):
         shard = model.shard
         if layer is None or layer in range(*shard.layers):
-            for own in packages(decoder, model):
+            for own in (*packages(model), *experts(decoder, model)):
                 modules = (own.shard or shard).modules
                 own.predict_calls = partial(keep, own, modules, own.predict_calls)
         for call, io in steps:
@@ -77,15 +78,12 @@ def questions(
         decoder.experts.models.clear()
 
 
-def packages(decoder: Decoder, model: Model) -> list[Model]:
-    """The model of each package that a shard runs."""
-    if hasattr(model, "models"):  # packages of another exporter
-        return [own for functions in model.models for own in functions.values()]
-    experts = decoder.experts
+def experts(decoder: Decoder, model: Model) -> list[Model]:
+    """The models of the experts that a shard chooses among."""
     layer = model.shard.layers[0]
     routes = model.shard.kind == "router"
-    chosen = [key for key in experts.shards if routes and key[0] == layer]
-    return [model, *(experts.model(*key) for key in chosen)]
+    experts = decoder.experts
+    return [experts.model(*key) for key in experts.shards if routes and key[0] == layer]
 
 
 def cost(bundle: Bundle, layer: int | None = None) -> tuple[int, float]:

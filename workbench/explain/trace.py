@@ -5,8 +5,9 @@ A hook gets every result. Arithmetic differs by compute unit, so a program runs 
 precisions: `exact` has the true magnitudes, `declared` rounds each result once, and
 `narrow` also rounds partial sums."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +20,14 @@ from workbench.bundle import Bundle
 from workbench.bundle.names import MAX_FP16
 from workbench.check import gates
 from workbench.decode import Decoder
-from workbench.runtime import open_model
+from workbench.runtime import Model, open_model
 
-# precision → what it does to sums
-ORDER = {
-    "exact": "",
+# what a precision that rounds does to sums
+SUMS = {
     "declared": "one rounding per result",
     "narrow": "sums rounded to fp16 every 32 terms",
 }
+PRECISIONS = "exact", *SUMS
 BAD = {"inf": torch.isinf, "nan": torch.isnan}
 
 
@@ -36,14 +37,21 @@ class Ranges:
 
     Attributes:
         first: `inf` and `nan` → the operation that made the first one: one whose
-            operands have none. An inf that an input brings, such as a mask's, is no
-            overflow. None: there is none.
+            operands have none. An inf that an input or a constant brings, such as a
+            mask's, is no overflow. None: there is none.
     """
 
     def __init__(self):
         self.rows: dict[tuple[str, str], dict] = {}
         self.first: dict[str, dict | None] = dict.fromkeys(BAD)
         self.bad: dict[str, set] = {kind: set() for kind in BAD}
+
+    def note(self, shard, values: Iterable[tuple[str, object]]) -> None:
+        """Notes which inputs or constants are infinite, by name."""
+        for name, value in values:
+            # integers have none, and some constants are words
+            if not isinstance(value, str) and torch.as_tensor(value).isinf().any():
+                self.bad["inf"].add((shard.name, name))
 
     def add(self, shard, op, outputs) -> None:
         """Adds an operation's floating-point results: a hook."""
@@ -84,22 +92,19 @@ Traced = dict[str, Ranges]  # by precision
 def finite_gates(traced: Traced) -> list[gates.Gate]:
     """Gates: every value is finite in `declared`, and in `narrow`."""
     results = []
-    for precision, ranges in traced.items():
-        firsts = ranges.first.items()
+    for precision, way in SUMS.items():
+        firsts = traced[precision].first.items()
         places = [f"first {kind} at {place(at)}" for kind, at in firsts if at]
-        if way := ORDER[precision]:
-            fine = f"{way}: every value is finite"
-            name = f"{precision}_is_finite"
-            results.append(gates.none(name, places, fine, f"{way}: "))
+        fine = f"{way}: every value is finite"
+        results.append(gates.none(f"{precision}_is_finite", places, fine, f"{way}: "))
     return results
 
 
 def summary(traced: Traced) -> dict:
     """What `workbench explain` prints of the ranges."""
-    own = next(iter(traced.values()))
-    frame = own.frame()
+    frame = traced["exact"].frame()
     columns = ["shard", "op", "kind", "module", "max_abs", "headroom_bits"]
-    first = traced.get("declared", own).first
+    first = traced["declared"].first
     return {
         "ops": len(frame),
         "first_inf": first["inf"],
@@ -118,21 +123,44 @@ def place(at: Mapping) -> str:
 def trace_bundle(bundle: Bundle, ids: Sequence[int]) -> Traced:
     """Traces every shard of a bundle over `ids`."""
     load = partial(Decoder, bundle, "portable")
-    return {precision: trace_decoder(load(precision), ids) for precision in ORDER}
+    return {precision: trace_decoder(load(precision), ids) for precision in PRECISIONS}
 
 
 def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
     """Traces fresh sequences of `ids`, as many tokens a call as the bundle takes."""
     ranges = Ranges()
+    places = {}  # id of an operation → the package that it is of
+    # a device shows no operation, which `advance` refuses
+    models = [] if decoder.is_device else [*decoder.layers, *decoder.heads]
+    for model in models:
+        for own in packages(model):
+            shard = own.shard or unnamed(own.package)
+            ranges.note(shard, own.executable.constants.read())
+            for op in own.executable.program.block.walk():
+                places[id(op)] = shard
+
+    def add(shard, op, outputs) -> None:
+        ranges.add(places.get(id(op), shard), op, outputs)
+
     prompts = [list(ids)] * decoder.options.batch
-    calls = decoder.advanced(decoder.fresh(), prompts, hook=ranges.add)
-    for chunk, hidden in calls:
-        decoder.logits(hidden[:, :, : len(chunk[0])], hook=ranges.add)
+    for chunk, hidden in decoder.advanced(decoder.fresh(), prompts, hook=add):
+        decoder.logits(hidden[:, :, : len(chunk[0])], hook=add)
     return ranges
 
 
+def packages(model: Model) -> list[Model]:
+    """The models of a shard's own packages, of which another exporter's has several."""
+    parts = getattr(model, "models", [{None: model}])
+    return [own for functions in parts for own in functions.values()]
+
+
+def unnamed(package: Path) -> SimpleNamespace:
+    """A package of no bundle as a shard."""
+    return SimpleNamespace(name=package.stem, modules={})
+
+
 def trace_package(
-    path: str | Path, inputs: Mapping[str, np.ndarray] | None = None, seed: int = 0
+    path: str | Path, inputs: Mapping[str, np.ndarray] | None = None
 ) -> Traced:
     """Traces one call of any ML Program package from a fresh state.
 
@@ -141,22 +169,19 @@ def trace_package(
             at the default shape.
     """
     traced = {}
-    shard = SimpleNamespace(name=Path(path).stem, modules={})
-    for precision in ORDER:
+    shard = unnamed(Path(path))
+    for precision in PRECISIONS:
         traced[precision] = ranges = Ranges()
         model = open_model(Path(path), "portable", precision=precision)
-        values = random_inputs(model.program, seed) | (inputs or {})
-        for name, value in (*model.executable.constants.read(), *values.items()):
-            # integers have none, and some constants are words
-            if not isinstance(value, str) and torch.as_tensor(value).isinf().any():
-                ranges.bad["inf"].add((shard.name, name))
+        values = random_inputs(model.program) | (inputs or {})
+        ranges.note(shard, chain(values.items(), model.executable.constants.read()))
         model.predict(values, model.make_state(), partial(ranges.add, shard))
     return traced
 
 
-def random_inputs(program: miltorch.Program, seed: int = 0) -> dict[str, np.ndarray]:
+def random_inputs(program: miltorch.Program) -> dict[str, np.ndarray]:
     """Random normal inputs of a program at their default shapes, zeros for integers."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     values = {}
     for entry in program.description.input:
         shape = list(entry.type.multiArrayType.shape)
