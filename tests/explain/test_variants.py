@@ -87,6 +87,17 @@ def test_another_configuration_is_named_first(checkpoint_of, tmp_path, name):
     assert named(relabelled(source, changed, tmp_path), source, True) == name
 
 
+def test_what_fits_the_first_layers_alone_is_not_named(
+    checkpoint_of, tmp_path, monkeypatch
+):
+    source = checkpoint_of("smollm3")
+    flags = {"some": [1, 1, 0], "as many": [1, 1, 0], "all": [1, 1, 1]}
+    tried = {name: {"config": {"no_rope_layers": own}} for name, own in flags.items()}
+    monkeypatch.setattr(variants, "variants", lambda trial: tried)
+    changed = checkpoint_of("smollm3", no_rope_layers=flags["all"])
+    assert named(relabelled(source, changed, tmp_path), source) == "all"
+
+
 GEOMETRY, ATTENTION = layers.AttentionGeometry, layers.Attention
 GATED, FORWARD = layers.GatedMLP, ATTENTION.forward
 ROTATE, ATTEND = GEOMETRY.rotate, GEOMETRY.attend

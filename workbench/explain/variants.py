@@ -70,8 +70,8 @@ def explain_bundle(
     that fits: the best, if rounding explains its error.
 
     `relative_rms` is the worst of the updates, K and V of the layers. Variants are tried
-    on the first layers, the best one on all of them; none is where the model as
-    configured fits, or layers hold the weights of others.
+    on the first layers, those that fit there on all of them; none is where the model
+    as configured fits, or layers hold the weights of others.
 
     Raises:
         InputError: a bundle of another checkpoint.
@@ -96,10 +96,10 @@ def explain_bundle(
         tried = variants(trial)
         for name in bar(tried, "explain", unit="variant"):
             found[name] = float(trial.errors(few, **tried[name]).max())
-        best = min(tried, key=found.get)
-        if few < L and found[best] <= fits:
-            found[best] = float(trial.errors(L, **tried[best]).max())
-        if found[best] > fits:
+        for name in tried:
+            if few < L and found[name] <= fits:
+                found[name] = float(trial.errors(L, **tried[name]).max())
+        if min(map(found.get, tried)) > fits:
             change = partial(_own_tables, bundle.manifest, checkpoint.config)
             error = float(trial.errors(L, change=change).max())
             found["rope frequencies of the bundle's manifest"] = error
