@@ -229,3 +229,11 @@ def test_a_sound_bundle_of_any_family_is_as_configured(exports, checkpoint_of, f
     source = checkpoint_of(family)
     bundle = exports.bundle(source, compress="int8-tensor")
     assert named(bundle, source) == variants.CONFIGURED
+
+
+def test_without_biases_tokens_are_looked_up_as_the_bundle_does(checkpoint_of, exports):
+    source = checkpoint_of("qwen2")
+    trial = variants.Trial(exports.bundle(source), Checkpoint(source))
+    trial.read.embedding = table = object()
+    unbiased = variants.variants(trial)["biases left out"]
+    assert unbiased["read"].embedding is table

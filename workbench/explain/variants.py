@@ -214,6 +214,7 @@ def variants(trial: Trial) -> dict[str, dict]:
     def unbiased(name: str) -> torch.Tensor:
         return read(name) * (not name.endswith(".bias"))
 
+    unbiased.embedding = read.embedding
     return found | {"biases left out": {"read": unbiased}}
 
 
