@@ -3,8 +3,9 @@ found."""
 
 import numpy as np
 import pytest
+import tiny
 import torch
-from tiny import prompt
+from refusal import refused
 
 from workbench import Decoder
 from workbench.check import gates, golden
@@ -13,7 +14,7 @@ from workbench.export import export
 from workbench.models import layers
 from workbench.models.checkpoint import Checkpoint
 
-IDS = prompt(97, 16)
+IDS = tiny.prompt(97, 16)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,19 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     assert (found["reauthoring"] > 100 * gates.REAUTHORING).any()
     assert np.array_equal(found["quantization"], parts["quantization"])
     assert gates.verdict(error.error_gates(splits)) == "RED"
+
+
+@pytest.mark.parametrize(
+    "target, runtime", [("coreml", "stand-in"), ("other", "other")]
+)
+def test_layers_that_a_runtime_does_not_show_are_refused(
+    exports, other_target, tmp_path, target, runtime
+):
+    whole = exports.bundle("llama", layers_per_shard=2)
+    bundle = tiny.edited(whole, tmp_path / "b", ("options/target", target))
+    source = Checkpoint(exports.checkpoint("llama"))
+    with refused(f"inside a shard that {runtime}"):
+        error.split_error(source, bundle, IDS, runtime=runtime)
 
 
 @pytest.mark.slow("exports a bundle and splits its error")

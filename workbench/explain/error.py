@@ -110,8 +110,9 @@ def split_error(
         actual = "packages of another exporter, which show caches and logits alone"
         step = "run: workbench explain with --only variant, or --only ranges"
         raise InputError(subject, actual, "a bundle of workbench export", step)
-    if "runtime" in runs and options.layers_per_shard > 1:
-        actual = f"layers inside a shard that {device} does not show"
+    blind = [name for name, _ in runs.values() if name != "portable"]
+    if blind and options.layers_per_shard > 1:
+        actual = f"layers inside a shard that {blind[0]} does not show"
         step = "export with --layers-per-shard 1"
         raise InputError(subject, actual, "one layer a shard", step)
     source = reference or golden.make_golden(checkpoint, ids)
