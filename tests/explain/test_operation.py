@@ -85,7 +85,12 @@ ONE, FOUR, PAIR = {"T": 1}, {"T": 4}, {"back": 1}
 # verdict → family → (shard, operation or state, fault): kinds that the faults below lack
 FAULTS = {
     "operation": {
-        "qwen2": [(0, "silu", {}), (1, "read_state", ZERO), (1, "real_div", ZERO)],
+        "qwen2": [
+            (0, "silu", {}),
+            (1, "read_state", ZERO),
+            (1, "read_state -1", HALF),  # behind a write
+            (1, "real_div", ZERO),
+        ],
         "llama": [(1, "abs", NONE), (1, "add -1", FOUR)],
         "zaya": [(0, "cast", ONE_LESS), (1, "equal", NOT)],
         "qwen3_5_text": [(0, "exp", HALF), (1, "sigmoid", HALF)],

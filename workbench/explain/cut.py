@@ -47,6 +47,16 @@ class Flow(Graph):
         made = {name for index in ops for name, _ in self.ops[index].outputs}
         return sorted({n for index in ops for n in self.ops[index].reads()} - made)
 
+    def held(self, name: str, ops: Collection[int]) -> str:
+        """The value that a state holds where the first of some operations reads it;
+        its own name where nothing has written it, and of what is no state."""
+        if name in self.program.states:
+            first = min(i for i in ops if name in self.ops[i].reads())
+            for op in reversed(self.ops[:first]):
+                if op.kind in WRITERS and name in op.reads():
+                    return next(n for n in op.reads() if n != name)
+        return name
+
 
 def cut(
     flow: Flow, ops: Collection[int], arrays: Mapping[str, np.ndarray], target: Path

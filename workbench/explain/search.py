@@ -180,7 +180,8 @@ class Search:
         Args:
             arrays: what they read, if it is not as in the call.
         """
-        values = {name: self.values.get(name) for name in self.flow.operands(ops)}
+        held = {name: self.flow.held(name, ops) for name in self.flow.operands(ops)}
+        values = {name: self.values.get(value) for name, value in held.items()}
         arrays = arrays or {n: x for n, x in values.items() if np.ndim(x)}
         target = Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
         try:
