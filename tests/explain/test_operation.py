@@ -237,6 +237,10 @@ def test_a_fault_is_found_and_reduced(
     assert "largest difference" in said and "difference 0.0\n" not in said
 
 
+def first_line(out) -> str:
+    return (out / "report.txt").read_text().partition("\n")[0]
+
+
 def test_the_command_names_the_operation_and_writes_its_package(
     search, exports, tmp_path
 ):
@@ -251,6 +255,7 @@ def test_the_command_names_the_operation_and_writes_its_package(
     (op,) = found["operation"]["ops"]
     assert (op["value"], op["kind"]) == (fault.op, "silu")
     assert found["reduced"]["ops"] == ["silu"]
+    assert first_line(out) == "silu: wrong result on stand-in, CPU_AND_NE"
     made = {path.name for path in out.iterdir()}
     arrays = {f"{name}.npz" for name in ("inputs", "states", "expected")}
     assert made == {"reduced.mlpackage", "show.py", "report.txt"} | arrays
@@ -298,8 +303,10 @@ def test_a_nan_that_a_unit_swallows_is_found(exports, search, tmp_path):
             if name.endswith(("q_proj.bias", "k_proj.bias")):
                 tensor.fill_(6e3)
     bundle = exports.bundle(source, max_seq_len=16)
-    overflow = operation.find(bundle, IDS, runtime="portable", layer=0)
+    how = {"runtime": "portable", "layer": 0, "out": tmp_path}
+    overflow = operation.find(bundle, IDS, **how)
     assert (overflow.ops[0]["kind"], overflow.times) == ("matmul", np.inf)
+    assert first_line(tmp_path) == "matmul: wrong result on portable"
     found, fault = search(bundle, 0, "softmax", CLIP)
     assert [op["value"] for op in found.ops] == [fault.op]
     assert found.times == np.inf

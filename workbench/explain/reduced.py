@@ -13,6 +13,7 @@ from miltorch.program import refs
 from miltorch.quiet import coremltools
 from workbench.check.hf import Values
 from workbench.explain.search import Finding, Proof, Search
+from workbench.runtime import is_device
 
 SIZES = "shape", "begin", "end", "size", "reps", "split_sizes"  # parameters
 
@@ -52,9 +53,11 @@ def reduce(search: Search, found: Finding, out: Path) -> dict:
         np.savez(out / f"{file}.npz", **values)
         shapes |= {name: list(value.shape) for name, value in values.items()}
     units = search.run.units
+    runtime = search.run.runtime
+    on = f"{runtime}, {units}" if is_device(runtime) else runtime
     kinds = [flow.ops[index].kind for index in proof.ops]
     lines = [
-        f"{', '.join(kinds)}: wrong result on {units}",
+        f"{', '.join(kinds)}: wrong result on {on}",
         "",
         f"machine: {platform.platform()}, {platform.machine()}",
         f"coremltools {coremltools().__version__}, Python {platform.python_version()}",
