@@ -244,16 +244,16 @@ def first_line(out) -> str:
 def test_the_command_names_the_operation_and_writes_its_package(
     search, exports, tmp_path
 ):
-    _, fault = search("qwen2", 1, "silu", {})
-    bundle = exports.bundle("qwen2")
+    bundle = exports.bundle("qwen2", layers_per_shard=2)
+    _, fault = search(bundle, 0, "silu -1", {})
     arguments = "--op", "--runtime", "stand-in", "--prompt-ids", "1,2,3,4"
     out = tmp_path / "out"
     found = in_process.invoke("explain", bundle.root, *arguments, "--reduce", out)
     assert found["verdict"] == "RED"
     where = found["operation"]["where"]
-    assert (where["shard"], where["layer"], where["T"]) == ("layers_00_00", 0, 1)
+    assert (where["shard"], where["layers"], where["T"]) == ("layers_00_01", [0, 1], 1)
     (op,) = found["operation"]["ops"]
-    assert (op["value"], op["kind"]) == (fault.op, "silu")
+    assert (op["value"], op["module"]) == (fault.op, "layers.1.mlp")
     assert found["reduced"]["ops"] == ["silu"]
     assert first_line(out) == "silu: wrong result on stand-in, CPU_AND_NE"
     made = {path.name for path in out.iterdir()}

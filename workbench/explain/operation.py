@@ -67,10 +67,10 @@ def questions(
             if not start:
                 state = model.make_state()
             if shard.kind == "head":  # every one reads the same
-                where.pop("layer", None)
+                where.pop("layers", None)
                 model.predict({X: io[X]})
             else:
-                where["layer"] = shard.layers[0]
+                where["layers"] = [*range(*shard.layers)]
                 run = decoder.run_calls
                 io |= run(model, [io], [call.counts], [state], [None])[0]
         yield from ((*key, *about) for key, about in found.items())

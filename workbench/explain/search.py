@@ -27,7 +27,7 @@ from workbench.explain.trace import place
 from workbench.runtime import open_model
 
 MAX_OPS = 10  # that are taken together
-Call = tuple[Values, dict]  # inputs and states; shard, layer, position and T
+Call = tuple[Values, dict]  # inputs and states; see `Finding.where`
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Finding:
             package with the operation compiles or runs), `uncertain`.
         ops: the operations, earliest first: op (its name), kind, module, value, shard.
         times: the error over what rounding explains, inf where one side is finite.
-        where: the call: shard, layer, position, T.
+        where: the call: shard, all its layers, position, T.
         packages: compiled and run.
         reduced: what `reduced.reduce` wrote.
     """
