@@ -146,3 +146,11 @@ def test_the_worst_few_at_fp16_buy_what_it_says(
     assert (found["error"] > 1e-4).all()
     assert (found["fp16"] < found["error"]).all()
     assert worst == 2 or not found["fp16"].any()  # all of them
+
+
+def test_a_layer_has_no_row_of_a_tensor_that_others_have(exports):
+    source = Checkpoint(exports.checkpoint("qwen3_5_text"))
+    bundle = exports.bundle(source.path, compress="int8-tensor")
+    ranked, _ = weights.costs(bundle, source, golden.make_golden(source, IDS))
+    for row in ranked.itertuples():
+        assert f"{source.prefix}layers.{row.layer}.{row.tensor}" in source

@@ -32,8 +32,9 @@ def costs(
         One row per layer and compressed tensor, costliest first in each layer: `error`,
         the relative RMS of the layer's update as stored, against all weights at fp16;
         `without`, the same with this tensor alone at fp16; `share`, the share of error²
-        that this tensor accounts for. One row per layer: the `tensors` with the largest
-        shares, its `error`, and its error with these tensors stored as `fp16`.
+        that this tensor accounts for, below 0 where fp16 makes it worse. One row per
+        layer: the `tensors` with the largest shares, its `error`, and its error with
+        these tensors stored as `fp16`.
 
     Raises:
         InputError: a bundle without a compressed weight.
@@ -67,13 +68,13 @@ def costs(
             compare.rms(reference, rows(better)), compare.rms(reference)
         )
 
-    layers = range(golden.layers)
     as_stored = errors(())
     parts = []
     for kind in sorted({kind for _, kind in tensors}):
-        without = errors({(layer, kind) for layer in layers})
-        part = {"tensor": kind, "layer": layers, "error": as_stored, "without": without}
-        parts.append(pd.DataFrame(part))
+        own = [layer for layer, each in tensors if each == kind]
+        without = errors({(layer, kind) for layer in own})
+        part = {"tensor": kind, "layer": own, "error": as_stored[own]}
+        parts.append(pd.DataFrame(part | {"without": without[own]}))
     frame = pd.concat(parts)
     share = 1 - (frame["without"] / frame["error"]) ** 2
     frame["share"] = share.where(frame["error"] > 0, 0.0)
