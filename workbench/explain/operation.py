@@ -43,7 +43,7 @@ def questions(
         chunks = Pass(decoder, goldens, T, isolated=False)
         steps += zip(chunks.calls, chunks.ios)
     found: dict[tuple, tuple[dict, list[Call]]] = {}
-    where: dict[str, int] = {}
+    where: dict = {}
 
     def keep(model: Model, modules: dict, run: Callable, calls, states, hooks):
         start = where["position"]
@@ -64,13 +64,12 @@ def questions(
         for call, io in steps:
             start = int(call.position[0])
             where |= {"position": start, "T": call.width}
+            where["layers"] = [*range(*shard.layers)]
             if not start:
                 state = model.make_state()
             if shard.kind == "head":  # every one reads the same
-                where.pop("layers", None)
                 model.predict({X: io[X]})
             else:
-                where["layers"] = [*range(*shard.layers)]
                 run = decoder.run_calls
                 io |= run(model, [io], [call.counts], [state], [None])[0]
         yield from ((*key, *about) for key, about in found.items())

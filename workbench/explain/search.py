@@ -78,6 +78,7 @@ class Proof:
         return max(self.wrong.values(), default=np.inf)
 
 
+@dataclass
 class Search:
     """Searches one function of a package.
 
@@ -90,24 +91,17 @@ class Search:
         proof: of what `find` found.
     """
 
-    def __init__(
-        self,
-        package: Path,
-        function: str | None,
-        modules: Mapping[str, str],
-        run: Runner,
-        base: str,
-        folder: str,
-    ):
-        self.package = package
-        self.function = function
-        self.modules = modules
-        self.run = run
-        self.precisions = base, "narrow"
-        self.flow = Flow(miltorch.read(package, function))
-        self.folder = folder
-        self.has_run = False  # any package
-        self.proof: Proof | None = None
+    package: Path
+    function: str | None
+    modules: Mapping[str, str]
+    run: Runner
+    base: str
+    folder: str
+    has_run: bool = False  # any package
+    proof: Proof | None = None
+
+    def __post_init__(self):
+        self.flow = Flow(miltorch.read(self.package, self.function))
 
     def find(self, calls: Sequence[Call]) -> Finding:
         """The earliest operation that is wrong in the first call that has one."""
@@ -181,7 +175,7 @@ class Search:
             arrays: what they read, if it is not as in the call.
         """
         held = {name: self.flow.held(name, ops) for name in self.flow.operands(ops)}
-        values = {name: self.values.get(value) for name, value in held.items()}
+        values = {name: self.values.get(held[name]) for name in held}
         arrays = arrays or {n: x for n, x in values.items() if np.ndim(x)}
         target = Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
         try:
@@ -199,7 +193,7 @@ class Search:
 
     def _models(self, package: Path, function: str | None = None) -> list:
         how = {"runtime": "portable", "function": function}
-        return [open_model(package, precision=p, **how) for p in self.precisions]
+        return [open_model(package, precision=p, **how) for p in (self.base, "narrow")]
 
     def _ops(self, ops: Sequence[int]) -> list[dict]:
         found = []

@@ -45,16 +45,22 @@ class Ranges:
         self.rows: dict[tuple[str, str], dict] = {}
         self.first: dict[str, dict | None] = dict.fromkeys(BAD)
         self.bad: dict[str, set] = {kind: set() for kind in BAD}
+        self.shards: dict[int, object] = {}  # by id of an operation
 
-    def note(self, shard, values: Iterable[tuple[str, object]]) -> None:
-        """Notes which inputs or constants are infinite, by name."""
-        for name, value in values:
+    def note(self, model: Model, inputs: Iterable[tuple[str, object]] = ()) -> None:
+        """Notes a package's operations, and which constants and inputs are infinite."""
+        shard = model.shard or SimpleNamespace(name=model.package.stem, modules={})
+        for op in model.executable.program.block.walk():
+            self.shards[id(op)] = shard
+        for name, value in chain(model.executable.constants.read(), inputs):
             # integers have none, and some constants are words
             if not isinstance(value, str) and torch.as_tensor(value).isinf().any():
                 self.bad["inf"].add((shard.name, name))
 
     def add(self, shard, op, outputs) -> None:
-        """Adds an operation's floating-point results: a hook."""
+        """Adds an operation's floating-point results: a hook. Another exporter's shard
+        has several packages, which `note` tells apart."""
+        shard = self.shards.get(id(op), shard)
         operands = {(shard.name, name) for name in op.reads()}
         for (name, _), x in zip(op.outputs, outputs, strict=True):
             if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -129,22 +135,14 @@ def trace_bundle(bundle: Bundle, ids: Sequence[int]) -> Traced:
 def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
     """Traces fresh sequences of `ids`, as many tokens a call as the bundle takes."""
     ranges = Ranges()
-    places = {}  # id of an operation → the package that it is of
     # a device shows no operation, which `advance` refuses
-    models = [] if decoder.is_device else [*decoder.layers, *decoder.heads]
-    for model in models:
+    for model in [] if decoder.is_device else [*decoder.layers, *decoder.heads]:
         for own in packages(model):
-            shard = own.shard or unnamed(own.package)
-            ranges.note(shard, own.executable.constants.read())
-            for op in own.executable.program.block.walk():
-                places[id(op)] = shard
-
-    def add(shard, op, outputs) -> None:
-        ranges.add(places.get(id(op), shard), op, outputs)
-
+            ranges.note(own)
     prompts = [list(ids)] * decoder.options.batch
-    for chunk, hidden in decoder.advanced(decoder.fresh(), prompts, hook=add):
-        decoder.logits(hidden[:, :, : len(chunk[0])], hook=add)
+    calls = decoder.advanced(decoder.fresh(), prompts, hook=ranges.add)
+    for chunk, hidden in calls:
+        decoder.logits(hidden[:, :, : len(chunk[0])], hook=ranges.add)
     return ranges
 
 
@@ -152,11 +150,6 @@ def packages(model: Model) -> list[Model]:
     """The models of a shard's own packages, of which another exporter's has several."""
     parts = getattr(model, "models", [{None: model}])
     return [own for functions in parts for own in functions.values()]
-
-
-def unnamed(package: Path) -> SimpleNamespace:
-    """A package of no bundle as a shard."""
-    return SimpleNamespace(name=package.stem, modules={})
 
 
 def trace_package(
@@ -169,13 +162,12 @@ def trace_package(
             at the default shape.
     """
     traced = {}
-    shard = unnamed(Path(path))
     for precision in PRECISIONS:
         traced[precision] = ranges = Ranges()
         model = open_model(Path(path), "portable", precision=precision)
         values = random_inputs(model.program) | (inputs or {})
-        ranges.note(shard, chain(values.items(), model.executable.constants.read()))
-        model.predict(values, model.make_state(), partial(ranges.add, shard))
+        ranges.note(model, values.items())
+        model.predict(values, model.make_state(), partial(ranges.add, None))
     return traced
 
 

@@ -97,7 +97,7 @@ def explain_bundle(
         for name in bar(tried, "explain", unit="variant"):
             found[name] = float(trial.errors(few, **tried[name]).max())
         for name in tried:
-            if few < L and found[name] <= fits:
+            if found[name] <= fits:
                 found[name] = float(trial.errors(L, **tried[name]).max())
         if min(map(found.get, tried)) > fits:
             change = partial(_own_tables, bundle.manifest, checkpoint.config)
