@@ -48,14 +48,10 @@ class Flow(Graph):
         return sorted({n for index in ops for n in self.ops[index].reads()} - made)
 
     def held(self, name: str, ops: Collection[int]) -> str:
-        """The value that a state holds where the first of some operations reads it;
-        its own name where nothing has written it, and of what is no state."""
-        if name in self.program.states:
-            first = min(i for i in ops if name in self.ops[i].reads())
-            for op in reversed(self.ops[:first]):
-                if op.kind in WRITERS and name in op.reads():
-                    return next(n for n in op.reads() if n != name)
-        return name
+        """What has the value of an operand of some operations: of a state, the result
+        of the first of them if that reads it, which others may have written before."""
+        first = next(self.ops[i] for i in ops if name in self.ops[i].reads())
+        return first.outputs[0][0] if first.kind == "read_state" else name
 
 
 def cut(

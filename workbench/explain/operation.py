@@ -45,22 +45,29 @@ def questions(
     found: dict[tuple, tuple[dict, list[Call]]] = {}
     where: dict = {}
 
-    def keep(model: Model, modules: dict, run: Callable, calls, states, hooks):
+    def keep(own, run, calls, states, hooks):
         start = where["position"]
         (inputs,), (state,) = calls, states
-        if position is None or start <= position < start + where["T"]:
-            key = model.package, model.functions[model.of_call(inputs)]
-            before = {name: state.raw.read(name) for name in model.program.states}
-            about = {"shard": model.package.stem} | where
+        asked = layer is None or layer in range(*shard.layers)
+        if asked and (position is None or start <= position < start + where["T"]):
+            key = own.package, own.functions[own.of_call(inputs)]
+            before = {name: state.raw.read(name) for name in own.program.states}
+            about = {"shard": own.package.stem} | where
+            modules = (own.shard or shard).modules
             found.setdefault(key, (modules, []))[1].append((inputs | before, about))
         return run(calls, states, hooks)
 
+    def watched(own: Model) -> Model:
+        own.predict_calls = partial(keep, own, own.predict_calls)
+        return own
+
+    experts = decoder.experts
+    load = experts.load
+    experts.load = lambda shard: watched(load(shard))
     for model in (*decoder.layers, *decoder.heads):
         shard = model.shard
-        if layer is None or layer in range(*shard.layers):
-            for own in (*packages(model), *experts(decoder, model)):
-                modules = (own.shard or shard).modules
-                own.predict_calls = partial(keep, own, modules, own.predict_calls)
+        for own in packages(model):
+            watched(own)
         for call, io in steps:
             start = int(call.position[0])
             where |= {"position": start, "T": call.width}
@@ -74,15 +81,7 @@ def questions(
                 io |= run(model, [io], [call.counts], [state], [None])[0]
         yield from ((*key, *about) for key, about in found.items())
         found.clear()
-        decoder.experts.models.clear()
-
-
-def experts(decoder: Decoder, model: Model) -> list[Model]:
-    """The models of the experts that a shard chooses among."""
-    layer = model.shard.layers[0]
-    routes = model.shard.kind == "router"
-    experts = decoder.experts
-    return [experts.model(*key) for key in experts.shards if routes and key[0] == layer]
+        experts.models.clear()
 
 
 def cost(bundle: Bundle, layer: int | None = None) -> tuple[int, float]:

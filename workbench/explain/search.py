@@ -174,8 +174,8 @@ class Search:
         Args:
             arrays: what they read, if it is not as in the call.
         """
-        held = {name: self.flow.held(name, ops) for name in self.flow.operands(ops)}
-        values = {name: self.values.get(held[name]) for name in held}
+        operands = self.flow.operands(ops)
+        values = {n: self.values.get(self.flow.held(n, ops)) for n in operands}
         arrays = arrays or {n: x for n, x in values.items() if np.ndim(x)}
         target = Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
         try:
