@@ -42,7 +42,7 @@ class Experiment:
         name: of the notebook and of the folder, such as ``05_stateful_kv_cache``.
         names: `globals()` of the notebook, which has its parameters.
 
-    Its folder (see `run_folder`) is emptied.
+    Its folder (see `run_folder`) is emptied at once, before anything has run.
     """
 
     def __init__(self, name: str, names: Mapping):
@@ -86,7 +86,7 @@ class Experiment:
             caption=re.sub(r"([&%$#_{}])", r"\\\1", caption),
             label=f"tab:{self.name[:2]}-{name}",
         )
-        stem.with_suffix(".tex").write_text(text)
+        _beside(stem, ".tex").write_text(text)
         return show(data).set_caption(caption)
 
     def _write(self, kind: str, name: str, data: pd.DataFrame, alt: str, **how) -> Path:
@@ -95,12 +95,12 @@ class Experiment:
         place = len(_parts(self.folder))
         stem = self.folder / kind / name
         stem.parent.mkdir(parents=True, exist_ok=True)
-        data.to_parquet(stem.with_suffix(".parquet"))
+        data.to_parquet(_beside(stem, ".parquet"))
         rows = data.get("run_ids", data.get("run_id", pd.Series()))
         part = {"kind": kind, "name": name, "place": place, "alt": alt, **how}
         part["run_ids"] = sorted(set(rows.explode().dropna()))
         text = json.dumps(part, indent=1, default=lambda array: array.tolist())
-        stem.with_suffix(".json").write_text(text)
+        _beside(stem, ".json").write_text(text)
         return stem
 
     def add_gates(self, results: Iterable[gates.Gate]) -> Styler:
@@ -135,6 +135,11 @@ class Experiment:
         print(verdict or "no gates", words, f"report: {report}", sep="\n\n")
 
 
+def _beside(stem: Path, ending: str) -> Path:
+    """The path with an ending, whatever dots the name of a figure or table has."""
+    return stem.with_name(stem.name + ending)
+
+
 def _parts(folder: Path) -> list[dict]:
     """Figures and tables of a run in the order in which they were made."""
     parts = [json.loads(path.read_text()) for path in folder.glob("*/*.json")]
@@ -146,15 +151,16 @@ def _run_of(folder: Path) -> dict:
 
 
 def run_folder(name: str, parameters: Mapping) -> Path:
-    """The folder of a notebook's run: `build/experiments/NN_slug/CHECKPOINT`."""
-    checkpoint = Path(str(parameters.get("CHECKPOINT", "run"))).name
-    return log.project() / "build" / "experiments" / name / checkpoint
+    """The folder of a notebook's run: `build/experiments/NN_slug/CHECKPOINT`; `run` for
+    a checkpoint without a name, such as `.` and `..`."""
+    checkpoint = Path(str(parameters.get("CHECKPOINT", ""))).name.strip(".")
+    return log.project() / "build" / "experiments" / name / (checkpoint or "run")
 
 
 def redraw(stem: Path) -> Path:
     """Draws a figure from its saved data as SVG, PDF and PNG; returns the SVG."""
-    part = json.loads(stem.with_suffix(".json").read_text())
-    data = pd.read_parquet(stem.with_suffix(".parquet"))
+    part = json.loads(_beside(stem, ".json").read_text())
+    data = pd.read_parquet(_beside(stem, ".parquet"))
     figure = getattr(plots, part["plot"])(data, **part["options"])
     return plots.save(figure, stem, about=part["about"])[0]
 
@@ -183,7 +189,8 @@ def gate_table(results: Iterable[gates.Gate]) -> pd.DataFrame:
 
 
 def last_run(number: str) -> Path:
-    """The folder of an experiment's newest run, else of the shipped one.
+    """The folder of an experiment's newest run below `build/experiments`, else of the
+    shipped one.
 
     Raises:
         InputError: there is no finished run.
@@ -209,7 +216,10 @@ def write_again(folder: Path) -> Path:
 def write_report(folder: Path) -> Path:
     """Writes `report.md` of the run in `folder` from its files."""
     run = _run_of(folder)
-    name = folder.name if re.match(r"\d\d_", folder.name) else folder.parent.name
+    # a checkpoint may be named like an experiment
+    name = folder.parent.name
+    if not re.match(r"\d\d_", name):
+        name = folder.name
     title = name
     if (source := notebook_path(name[:2])).is_file():
         title = _cells(source)[0].source.partition("\n")[0].lstrip("# ")
@@ -381,7 +391,19 @@ def publish_run(folder: Path) -> Path:
     """Makes the run in `folder` the shipped one: its files go to `experiments/NN_slug`,
     its log rows to the shipped log, from which the rows go that no shipped run uses.
 
-    Absolute paths are shortened. Returns the shipped folder."""
+    Absolute paths are shortened. Returns the shipped folder.
+
+    Args:
+        folder: of a run below `build/experiments`.
+
+    Raises:
+        InputError: it is the shipped run.
+    """
+    if folder.parent.name == "experiments":
+        number = folder.name[:2]
+        subject, found = f"experiment {number}", "the shipped run alone"
+        step = f"run: workbench run {number} --publish"
+        raise InputError(subject, found, "a run of your own", step)
     run = anonymous(_run_of(folder))
     target = log.project() / "experiments" / folder.parent.name
     for kind in ("figures", "tables"):

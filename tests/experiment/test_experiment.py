@@ -60,7 +60,9 @@ def example(checkpoint="data/tiny-llama", **more) -> Experiment:
     names = {"CHECKPOINT": checkpoint, "MAX_SEQ_LEN": 64, "T": [1, 4], "LIMIT": 2}
     experiment = Experiment(NAME, names | more)
     data = pd.DataFrame({"ms": [2.0, np.nan], "run_id": ["run-one", "run-two"]})
-    experiment.figure("times", plots.bars, data[["ms"]], alt="bars of ms", title="ms")
+    experiment.figure(
+        "times-1.5", plots.bars, data[["ms"]], alt="bars of ms", title="ms"
+    )
     data = pd.concat([data, pd.DataFrame({"T": range(30)})])
     experiment.table("numbers", data, "100 % of numbers_")
     gate = gates.at_most("max_kl", 0.1, 0.05, "mean KL from the golden in nats")
@@ -75,13 +77,15 @@ def run_of(folder) -> dict:
 def test_a_run_is_a_folder_of_files(project, capsys):
     experiment = example()
     medians = pd.DataFrame({"run_id": ["c"], "run_ids": [["b", "c"]]})
-    experiment.table("medians", medians, "each over several runs")
+    experiment.table("t-0.5", medians, "each over several runs")
     experiment.conclude("It holds.")
     folder = project / "build" / "experiments" / NAME / "tiny-llama"
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
-    figure = {f"figures/times.{s}" for s in ("json", "parquet", "svg", "pdf", "png")}
+    figure = {
+        f"figures/times-1.5.{s}" for s in ("json", "parquet", "svg", "pdf", "png")
+    }
     numbers = {f"tables/numbers.{s}" for s in ("json", "parquet", "tex")}
-    table = numbers | {name.replace("numbers", "medians") for name in numbers}
+    table = numbers | {name.replace("numbers", "t-0.5") for name in numbers}
     assert names == figure | table | {"run.json", "report.md"}
     assert r"100 \% of numbers\_" in (folder / "tables" / "numbers.tex").read_text()
     run = run_of(folder)
@@ -92,19 +96,26 @@ def test_a_run_is_a_folder_of_files(project, capsys):
     assert capsys.readouterr().out.startswith("RED\n\nIt holds.")
 
 
+@pytest.mark.parametrize("checkpoint", [".", "..", "/"])
+def test_a_checkpoint_without_a_name_leaves_other_runs_there(project, checkpoint):
+    example().conclude("It holds.")
+    before = last_run("07")
+    assert example(checkpoint).folder.name == "run" and last_run("07") == before
+
+
 def test_the_report_has_gates_figures_and_a_command_and_few_lines(project):
-    experiment = example("/models/my model", T=[1])
+    experiment = example("/models/01_my model", T=[1])
     experiment.conclude("It holds.")
     report = (experiment.folder / "report.md").read_text()
     assert report.startswith("# Experiment 07 · How fast?\n\nIt holds.\n")
-    assert "![bars of ms](figures/times.svg)" in report
+    assert "![bars of ms](figures/times-1.5.svg)" in report
     lines = report.splitlines()
     gates = [line for line in lines if "max_kl" in line or "needs a Mac" in line]
     verdicts = [line.split("|")[2].strip() for line in gates]
     assert verdicts == ["✗ RED", "– not run"]  # RED first
     command = next(line for line in lines if line.startswith("workbench run"))
     values = shlex.split(command)[2:]
-    assert values == ["07", "--set", "CHECKPOINT=/models/my model", "--set", "T=[1]"]
+    assert values == ["07", "--set", "CHECKPOINT=/models/01_my model", "--set", "T=[1]"]
     assert "12 more rows" in report and len(lines) <= 200 and "nan" not in report
     run = run_of(experiment.folder)
     assert not any(run_id in report for run_id in set(run["run_ids"]) - {run["run_id"]})
@@ -162,7 +173,9 @@ def test_the_newest_run_is_written_again_and_the_shipped_one_without_it(project)
     experiment.conclude("It holds.")
     assert last_run("07") == experiment.folder
     report = (experiment.folder / "report.md").read_text()
-    drawings = [experiment.folder / "figures" / f"times.{s}" for s in ("svg", "png")]
+    drawings = [
+        experiment.folder / "figures" / f"times-1.5.{s}" for s in ("svg", "png")
+    ]
     before = [drawing.read_bytes() for drawing in drawings]
     for drawing in drawings:
         drawing.unlink()
@@ -171,3 +184,5 @@ def test_the_newest_run_is_written_again_and_the_shipped_one_without_it(project)
     shipped = publish_run(experiment.folder)
     shutil.rmtree(project / "build")
     assert last_run("7") == shipped
+    with refused("a run of your own"):
+        publish_run(shipped)
