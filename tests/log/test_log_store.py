@@ -190,6 +190,7 @@ def filled(tmp_path_factory):
         ({"T": None}, 3),
         ({"T": (1, None)}, 6),
         ({"shard": "s9"}, 0),
+        ({"shard": []}, 0),
         ("T == 4 and layer > 0", 2),
         ("shard == 's1'", 3),
     ],

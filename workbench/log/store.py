@@ -97,7 +97,8 @@ def load(
     rows = _read(table, tuple(paths[name] for name in names), changed)
     try:
         for name, values in columns.items():
-            kept = pa.array(values, SCHEMAS[table].field(name).type)
+            # as Python's values: an empty array's type would not fit the column's
+            kept = pa.array(values.tolist(), SCHEMAS[table].field(name).type)
             rows = rows.filter(pc.is_in(rows[name], kept))
         frame = rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
         return frame.query(query) if query else frame
