@@ -8,6 +8,7 @@ they return."""
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from itertools import cycle, product
 from pathlib import Path
 
 import matplotlib
@@ -29,7 +30,7 @@ PAGE = 7.1
 LINE = 0.16  # inches: height of a line of a title or a legend
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which are distinct for colour-blind readers."""
-MARKERS = "os^DvPX"
+MARKERS = "os^DvPX<>"
 STYLE = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -333,7 +334,9 @@ def lines(
     ylabel: str | None = None,
 ) -> None:
     """Medians of `y` over `x`, a line for each value of `hue`, a panel for each value of
-    `col`; at most seven lines; bars span the quantiles `spread` of the rows of a point.
+    `col`; bars span the quantiles `spread` of the rows of a point.
+
+    Colours and markers differ in length, so that 63 lines look different.
 
     Args:
         marks: names and values of dashed horizontal lines.
@@ -344,7 +347,8 @@ def lines(
     shared = ylabel != ""
     axes = _panels_in(figure, len(panels), 1.7, shared)
     looks = {}
-    for name, colour, marker in zip(data[hue].unique(), PALETTE, MARKERS):
+    names = data[hue].unique()
+    for name, colour, marker in zip(names, cycle(PALETTE), cycle(MARKERS)):
         looks[name] = {"color": colour, "marker": marker, "label": _named(hue, name)}
     for ax, (name, panel) in zip(axes, panels):
         for place, (key, look) in enumerate(looks.items()):
@@ -415,9 +419,10 @@ def tradeoff(
     shown = shown.assign(kl_mean=shown["kl_mean"].clip(lower=FLOOR))
     figure.set_figheight(3.2)
     ax = figure.subplots()
-    for (name, group), colour in zip(_groups(shown, hue), PALETTE):
+    looks = cycle(product(MARKERS, PALETTE))
+    for (name, group), (marker, colour) in zip(_groups(shown, hue), looks):
         for verdict, points in group.groupby("verdict"):
-            look = {"color": colour, "marker": "X" if verdict == "RED" else "o"}
+            look = {"color": colour, "marker": "X" if verdict == "RED" else marker}
             look["label"] = f"{name}, {verdict}" if hue else verdict
             ax.scatter("kl_mean", "tokens_per_s", data=points, **look)
     best = shown[shown["verdict"] == "GREEN"].sort_values(

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from circle import wide
-from matplotlib.collections import PolyCollection, QuadMesh
+from matplotlib.collections import PathCollection, PolyCollection, QuadMesh
 from tiny import ROOT
 
 from workbench import plots
@@ -151,6 +151,17 @@ def test_the_front_of_a_tradeoff_passes_and_is_numbered_by_its_cost():
     words = texts(plots.tradeoff(pd.DataFrame(rows, columns=names)))
     assert "1: cheap" in words and "2: faster" in words
     assert "slower" not in words and ": red" not in words
+
+
+@pytest.mark.parametrize("count", [8, 20])
+def test_each_of_many_names_is_drawn_in_a_look_of_its_own(count):
+    data = pd.DataFrame({"name": [f"{i}" for i in range(count)], "kl_mean": 0.1})
+    data = data.assign(tokens_per_s=1.0, verdict="GREEN")
+    (axes,) = plots.lines(data, x="kl_mean", y="tokens_per_s", hue="name").axes
+    lines = [container[0] for container in axes.containers]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == count
+    (axes,) = plots.tradeoff(data, hue="name").axes
+    assert len(drawn(axes.figure, PathCollection)) == count
 
 
 def test_cache_rows_show_missed_and_stray_rows_of_any_layer():
