@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from experiment import small
+from refusal import refused
 from tiny import ROOT
 
-from workbench import log, plots
+from workbench import InputError, log, plots
 from workbench.check import gates, states
 from workbench.experiment import run_notebook
 
@@ -250,6 +251,17 @@ def test_it_runs_with_another_checkpoint_and_its_answer_is_true_of_its_files(
         names = stored(number, Path(result["report"]).parent)
         assert result["conclusion"] == answer(number, names)
     assert small.changes(small_project) == ""
+
+
+def test_34_says_why_no_run_is_valid():
+    (cell,) = [c for c in cells_of(named("34"), "code") if "def speeds" in c]
+    tables = {"samples": pd.DataFrame({"invalid": ["no operation runs on it"] * 2})}
+    sweep = SimpleNamespace(stored_tables=lambda *_, **__: tables)
+    names = {"sweep": sweep, "InputError": InputError, "MACHINE": None}
+    definition = cell.partition("\n\n\n")[0]
+    exec(definition, names)
+    with refused("no operation runs on it"):
+        names["speeds"](None, "call")
 
 
 def test_34_draws_what_macs_measured(capsys):
