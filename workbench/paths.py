@@ -6,6 +6,7 @@ refused before torch is loaded."""
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from workbench.errors import InputError
@@ -147,9 +148,24 @@ def text(path: str | Path) -> str:
         raise InputError(f"text {path}", actual, needed, step) from None
 
 
-def fetch(path: str | Path = "FOLDER") -> str:
-    """How a checkpoint comes to lie at `path`."""
-    return f"download the checkpoint whole: hf download ORG/NAME --local-dir {path}"
+def writable(option: str, path: Path) -> Path:
+    """The path of a file to be written, whose folder is made; refuses a folder, and a
+    file where none can be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+        found = "a folder" if path.is_dir() else None
+    except OSError as problem:
+        found = problem.strerror
+    if found:
+        needed = "a file in a folder that can be written"
+        raise InputError(f"{option} {path}", found, needed, "name another file")
+    return path
+
+
+def fetch() -> str:
+    """How a checkpoint comes to lie in a folder."""
+    return "download the checkpoint whole: hf download ORG/NAME --local-dir FOLDER"
 
 
 def is_package(path: Path) -> bool:

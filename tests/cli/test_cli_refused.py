@@ -27,14 +27,11 @@ TWO = "--prompt get --prompt-ids 1"  # prompts
         ("golden TINY --out new/g --prompt-ids ''", "prompt ids"),
         ("golden TINY --out new/g --prompt-ids 1,256", "from 0 to 255"),
         (f"golden TINY --out g {TWO}", "one of --prompt"),
-        ("golden TINY --out g --text none", "no such file"),
         ("run 34 --set DAY=2026-13-45", "DAY"),
         (
-            "validate BUNDLE --golden TINY/../README.md --tasks TINY/../tasks/heldout.jsonl",
+            "validate BUNDLE --golden README --tasks TINY/../tasks/heldout.jsonl",
             "--checkpoint",
         ),
-        ("validate BUNDLE --checkpoint TINY --prompt-ids ''", "prompt ids"),
-        (f"validate BUNDLE --checkpoint TINY {TWO}", "one of --prompt"),
         ("validate BUNDLE --checkpoint TINY --text none", "no such file"),
         ("validate BUNDLE --checkpoint TINY --max-kl -1", "--max-kl"),
         (
@@ -44,13 +41,31 @@ TWO = "--prompt get --prompt-ids 1"  # prompts
         ("validate BUNDLE --alone", "leave --alone out"),
         ("validate BUNDLE --each-unit", "--golden"),
         ("validate BUNDLE --prompt-ids 1", "--golden"),
+        ("validate BUNDLE --tokens 4", "--golden"),
+        ("validate BUNDLE --golden README --prompt-ids 1", "--prompt-ids"),
+        ("validate BUNDLE --each-unit --precision exact", "--precision"),
+        ("validate BUNDLE --compute-units NE", "--compute-units"),
         ("explain BUNDLE", "--checkpoint"),
-        (f"explain BUNDLE --checkpoint TINY {TWO}", "one of --prompt"),
-        ("explain BUNDLE --checkpoint TINY --text none", "no such file"),
         ("explain BUNDLE --only part", 'Choose from: "parts"'),
         ("explain BUNDLE --only ranges --prompt-ids 1,2,400", "from 0 to 255"),
+        ("explain BUNDLE --only ranges --layer 0", "--layer"),
+        ("explain BUNDLE --op --only parts", "--only"),
+        ("explain BUNDLE/head_00.mlpackage --checkpoint TINY", "--checkpoint"),
+        ("explain BUNDLE/head_00.mlpackage --prompt-ids 1", "--prompt-ids"),
+        ("log a b --pack out.zip", "--pack"),
+        ("log --unpack README --pack out.zip", "--pack"),
+        ("log --pack out.zip --rows", "--rows"),
+        ("log --pack /proc/x/y.zip", "--pack"),
+        ("log --pack TINY", "a folder"),
+        ("sweep first-light --T 4", "--T"),
+        ("sweep TINY/../grid.yaml --runtime portable", "--runtime"),
+        ("plan BUNDLE --max-seq-len 64", "--max-seq-len"),
+        ("plan TINY --runtime coreml", "--runtime"),
         ("generate BUNDLE", "one of them"),
         ("generate BUNDLE --prompt-ids 1" + 32 * ",1", "max_seq_len"),
+        ("generate BUNDLE --prompt-ids 1 --logits /proc/l.npy", "--logits"),
+        ("generate BUNDLE --prompt-ids ²", "a whole number"),
+        ("generate BUNDLE --prompt-ids 1 --tokens -1", "--tokens"),
         ("generate BUNDLE --prompt-ids 256", "a whole number from 0 to 255"),
         ("generate BUNDLE --prompt-ids 1 --max-new -3", "new tokens"),
         ("generate BUNDLE --chat --prompt-ids 1,2", "--prompt"),
@@ -61,6 +76,7 @@ def test_bad_input_is_refused_by_name(
 ):
     monkeypatch.chdir(tmp_path)
     command = command.replace("TINY", str(DATA / "tiny-llama"))
+    command = command.replace("README", str(DATA / "README.md"))
     result = cli(*shlex.split(command.replace("BUNDLE", str(llama_bundle.root))))
     assert result.exit_code == 2 and result.stdout == ""
     assert words in result.stderr

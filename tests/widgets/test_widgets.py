@@ -11,7 +11,6 @@ import in_process
 import numpy as np
 import pandas as pd
 import pytest
-from refusal import refused
 from tiny import DATA
 
 from workbench import process, widgets
@@ -193,11 +192,6 @@ def test_a_failed_measurement_is_shown_and_ends_the_queue(explorer, monkeypatch)
     explorer.begin(*explorer.missing())
     explorer.thread.join()
     assert not explorer.queue and "IndexError" in explorer.message.value
-
-
-def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
-    with refused("no-such-model"):
-        Explorer(GRID | {"checkpoint": "no-such-model"}, None, root=tmp_path)
 
 
 def test_the_planner_has_a_row_for_each_compression(monkeypatch):

@@ -2,9 +2,7 @@
 `golden` the values that it is compared with; `plan` and `doctor` say what a machine can
 do with it."""
 
-import os
 import time
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,12 +13,13 @@ from workbench.cli.common import (
     Json,
     Options,
     Prompt,
+    changed,
     judged,
     opened,
     show,
     text,
+    unread,
 )
-from workbench.errors import InputError
 
 
 def export(
@@ -81,13 +80,11 @@ def golden(
     source = opened(checkpoint)
     from workbench.check import gates, validate
 
-    ids = prompt.ids(source.config.vocab_size, source.path)
-    with suppress(OSError):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir() or not os.access(out.parent, os.W_OK):
-        needed = "a file in a folder that can be written"
-        step = "name a file, such as build/llama.golden"
-        raise InputError("--out", str(out), needed, step)
+    if target:
+        ids = prompt.of(target)
+    else:
+        ids = prompt.ids(source.config.vocab_size, source.path)
+    paths.writable("--out", out)
     # before the golden, since another checkpoint than the bundle's is refused here
     checks = target and validate.bug_gates(target, source)
     made = workbench.golden.make_golden(source, ids)
@@ -153,20 +150,24 @@ def plan(
         memory: Memory of the target machine, such as 16G; default: this one's.
         chip: Chip to predict placement for, such as M1 or M4 Max.
     """
+    path, bundle = bundle_or_checkpoint, None
+    if (path / paths.BUNDLE).exists():
+        bundle = workbench.Bundle.open(path)
+        unread("a checkpoint in place of a bundle", **changed(options))
+    else:
+        unread("a bundle", **changed(device))
     import psutil
 
     from workbench import process
     from workbench.ane import memory as budgets
     from workbench.ane import placement, roofline
-    from workbench.runtime import check_compute_units, resolve
+    from workbench.runtime import resolve
 
-    path, bundle = bundle_or_checkpoint, None
     generation = roofline.generation(chip)
     machine = psutil.virtual_memory().total
     if memory is not None:
         machine = budgets.parse_bytes(memory)
-    if (path / paths.BUNDLE).exists():
-        bundle = workbench.Bundle.open(path)
+    if bundle:
         subject, chosen = [bundle], bundle.manifest.options
     else:
         source = opened(path)
@@ -181,7 +182,6 @@ def plan(
         found["predicted_misfit"] = float(roofline.misfits()["misfit"].abs().median())
     if bundle and not chosen.plugin:
         units, runtime = device.compute_units, resolve(device.runtime)
-        check_compute_units(units)
         if runtime != "portable":
             about = bundle.root, bundle.manifest.shards, runtime, units
             made = process.call(placement.plan, *about)

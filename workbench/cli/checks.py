@@ -13,7 +13,17 @@ from cyclopts.types import ExistingFile, NonNegativeFloat
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import Device, Json, Prompt, Where, judged, opened, show
+from workbench.cli.common import (
+    Device,
+    Json,
+    Prompt,
+    Where,
+    changed,
+    judged,
+    opened,
+    show,
+    unread,
+)
 from workbench.errors import InputError
 
 
@@ -51,12 +61,16 @@ def validate(
     exported = workbench.Bundle.open(bundle)
     if golden:
         paths.golden(golden)
+        unread("--checkpoint in place of --golden", **changed(prompt))
+    if each_unit:
+        alike = replace(where, runtime="auto")
+        unread("a validation without --each-unit", **changed(alike))
     if tasks and not checkpoint:
         needed = "the checkpoint that also answers them"
         raise InputError("--tasks", "no --checkpoint", needed, "give --checkpoint")
     if tasks and each_unit:
         raise InputError("--tasks", "--each-unit", "one of them", "leave one out")
-    asked = prompt.given(), each_unit, max_kl != gates.MAX_KL
+    asked = prompt.given(), prompt.tokens, each_unit, max_kl != gates.MAX_KL
     source, reference = opened(checkpoint), None
     from workbench.check import validate as checks
     from workbench.check.interface import interface_gate
@@ -141,7 +155,13 @@ def explain(
         reduce: With --op, writes the smallest package that shows it into this folder.
     """
     prompt.given()
+    if op:
+        unread("explain without --op", only=only)
+    else:
+        unread("--op", layer=layer, position=position, reduce=reduce)
     if paths.is_package(bundle_or_package) and only in (None, "ranges") and not op:
+        given = changed(prompt) | changed(device) | {"checkpoint": checkpoint}
+        unread("a bundle in place of a package", **given)
         from workbench.explain import trace
 
         traced = trace.trace_package(bundle_or_package)
@@ -250,6 +270,8 @@ def generate(
         if unknown:
             text = f"unknown to the tokenizer: {', '.join(unknown)}"
             warnings.warn(text, stacklevel=1)
+    if logits:
+        paths.writable("--logits", logits)
     decoder = where.decoder(exported, fast=True)
     on_text = None if json else partial(print, end="", flush=True)
     result = transcript(decoder, ids, max_new, logits, sampling, on_text=on_text)

@@ -1,12 +1,13 @@
 """What commands share: groups of options, and the printing of a result."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.types import PositiveInt
 
 import workbench
 from workbench import paths
@@ -34,7 +35,7 @@ class Prompt:
     prompt: str | None = None
     prompt_ids: str | None = None
     text: Path | None = None
-    tokens: int | None = None
+    tokens: PositiveInt | None = None
 
     def given(self, needed: bool = False) -> bool:
         """Whether there is one; refuses several, none where one is `needed`, and a
@@ -68,8 +69,8 @@ class Prompt:
         if self.prompt_ids is not None:
             parts = self.prompt_ids.split(",")
             # `check_ids` refuses what is no number by name
-            ids = [int(part) if part.strip().isdigit() else part for part in parts]
-        elif self.given():
+            ids = [int(part) if part.strip().isdecimal() else part for part in parts]
+        elif self.prompt is not None or self.text:
             text = paths.text(self.text) if self.text else self.prompt
             ids = encode_text(tokenizer, text)
         else:
@@ -77,6 +78,13 @@ class Prompt:
             if bos is not None:
                 ids[0] = bos
         return check_ids(ids, V)[: self.tokens].tolist()
+
+
+def known_units(_, name: str) -> None:
+    """Refuses compute units that Core ML lacks, on every runtime."""
+    from workbench.runtime import check_compute_units
+
+    check_compute_units(name)
 
 
 @Parameter("*")
@@ -90,7 +98,7 @@ class Device:
     """
 
     runtime: str = "auto"
-    compute_units: str = "CPU_AND_NE"
+    compute_units: Annotated[str, Parameter(validator=known_units)] = "CPU_AND_NE"
 
 
 @Parameter("*")
@@ -141,6 +149,23 @@ class Options:
     moe: str = "dense"
     sliding: str = "mask"
     target: str = "coreml"
+
+
+def changed(group) -> dict:
+    """The options of a group that are not the defaults: one that is given with the
+    default's own value is not told from it."""
+    values = ((field, getattr(group, field.name)) for field in fields(group))
+    return {field.name: value for field, value in values if value != field.default}
+
+
+def unread(needed: str, **options) -> None:
+    """Refuses options that are given (neither None nor False) and that only `needed`
+    reads."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            option = f"--{name.replace('_', '-')}"
+            step = f"leave {option} out"
+            raise InputError(option, "an option that is not read here", needed, step)
 
 
 def opened(checkpoint: Path | None):

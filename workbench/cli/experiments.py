@@ -10,7 +10,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import workbench
-from workbench.cli.common import Json, show, text
+from workbench import paths
+from workbench.cli.common import Json, show, text, unread
 from workbench.errors import InputError, check_choice
 
 
@@ -30,7 +31,8 @@ def run(
 
     Args:
         numbers: Experiments, such as 05 34.
-        set_: NAME=VALUE, a notebook's parameter; notebooks without it ignore it.
+        set_: NAME=VALUE, a notebook's parameter; of several notebooks those without it
+            ignore it.
         publish: Make these the shipped write-ups.
     """
     from workbench import experiment
@@ -64,7 +66,8 @@ def run(
     step = "make lab"
     if parts := [n for n in numbers if values[n].get("EXTRACT")]:
         step = f"workbench run {' '.join(parts)}  (all cells and rounds)"
-    verdict = "RED" if "RED" in {result["verdict"] for result in results} else "GREEN"
+    found = {result["verdict"] for result in results}
+    verdict = next((v for v in ("RED", "GREEN") if v in found), "not_run")
     lines = [f"verdict  {verdict}", f"go on    {step}"]
     show({"verdict": verdict, "experiments": results}, json, lines)
 
@@ -140,12 +143,12 @@ def sweep(
         scheduler: Measure on a Dask cluster's ANE workers: tcp://host:8786.
         log: Folder of the log.
     """
-    from workbench.sweep.summary import summary, table_lines
-
     parts = re.fullmatch(r"(\d+)/(\d+)", part)
     if not parts or not 1 <= int(parts[1]) <= int(parts[2]):
         raise InputError("--part", part, "i/n with i from 1 to n", "write 1/2")
+    own = {"T": T != "1", "depth": depth != "0", "rounds": rounds != 1}
     if grid_or_bundle == "first-light":
+        unread("a bundle", **own)
         from workbench.sweep.seeded import first_light
 
         grids = first_light(workbench.log.project(log), runtime)
@@ -155,7 +158,11 @@ def sweep(
         grid = {"bundle": [grid_or_bundle], "run": run}
         grids = [workbench.sweep.make_grid(grid, "sweep of a bundle")]
     else:
+        own["runtime"] = runtime != "auto"
+        unread("a bundle in place of a grid", **own)
         grids = [workbench.sweep.load_grid(grid_or_bundle)]
+    from workbench.sweep.summary import summary, table_lines
+
     measure = partial(workbench.sweep.sweep, root=log, scheduler=scheduler)
     which = tuple(map(int, parts.groups()))
     found = [measure(grid, part=which) for grid in grids]
@@ -201,6 +208,14 @@ def log(
         unpack: Add the runs of such a zip to the log.
         log: Folder of the log.
     """
+    table = {"where": where, "sort": sort, "rows": rows}
+    if runs:
+        unread("log without RUNS", pack=pack, unpack=unpack, **table)
+    elif unpack:
+        unread("log without --unpack", pack=pack, **table)
+    elif pack:
+        unread("log without --pack", **table)
+        paths.writable("--pack", pack)
     from workbench.sweep import summary
 
     if pack:
