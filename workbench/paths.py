@@ -148,9 +148,9 @@ def text(path: str | Path) -> str:
         raise InputError(f"text {path}", actual, needed, step) from None
 
 
-def writable(option: str, path: Path) -> Path:
-    """The path of a file to be written, whose folder is made; refuses a folder, and a
-    file where none can be written."""
+def writable(option: str, path: Path) -> None:
+    """Makes the folder of a file to be written; refuses a folder, and a file where none
+    can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
@@ -160,7 +160,6 @@ def writable(option: str, path: Path) -> Path:
     if found:
         needed = "a file in a folder that can be written"
         raise InputError(f"{option} {path}", found, needed, "name another file")
-    return path
 
 
 def fetch() -> str:

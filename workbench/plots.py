@@ -262,8 +262,9 @@ def _hatch(mesh: QuadMesh, marked: np.ndarray) -> None:
     ink = _ink(mesh)
     for colour in ("white", "black"):
         cells = np.ma.masked_where(~marked | (ink != colour), marked)
-        look = {"facecolor": "none", "edgecolor": colour, "linewidth": 0}
-        mesh.axes.pcolor(cells, hatch=BEYOND, **look)
+        mesh.axes.pcolor(
+            cells, hatch=BEYOND, facecolor="none", edgecolor=colour, linewidth=0
+        )
 
 
 def _label_cells(axis, labels: Sequence, most: int) -> None:
@@ -305,8 +306,8 @@ def grid(
     if texts is None:
         texts = table.map("{:.3g}".format).replace("nan", "").to_numpy()
     for (y, x), colour in np.ndenumerate(_ink(mesh)):
-        place = {"ha": "center", "va": "center"}
-        ax.text(x + 0.5, y + 0.5, texts[y][x], color=colour, **place)
+        text = texts[y][x]
+        ax.text(x + 0.5, y + 0.5, text, color=colour, ha="center", va="center")
     share = 0.6 / len(table.columns)
     _label_cells(ax.xaxis, [_wrapped(figure, str(c), share) for c in table.columns], 40)
     _label_cells(ax.yaxis, table.index, 40)
@@ -327,7 +328,7 @@ def lines(
     hue: str,
     col: str | None = None,
     spread: Sequence[float] = (0, 1),
-    marks: Mapping[str, float] | None = None,
+    marks: Mapping[str, float] = {},
     xlog: float = 0,
     ylog: bool = False,
     xlabel: str | None = None,
@@ -358,7 +359,7 @@ def lines(
             apart = 1.02**place if xlog else 1  # so that no bar hides another
             reach = [middle - low, high - middle]
             ax.errorbar(middle.index * apart, middle, reach, **look, capsize=2)
-        for value in (marks or {}).values():
+        for value in marks.values():
             ax.axhline(value, **DASHED)
         if xlog:
             ax.set_xscale("log", base=xlog)
@@ -375,7 +376,7 @@ def lines(
         if shared:
             ax.label_outer()
     keys = [Line2D([], [], **look) for look in looks.values()]
-    _legend(figure, keys + [Line2D([], [], **DASHED, label=m) for m in marks or {}])
+    _legend(figure, keys + [Line2D([], [], **DASHED, label=m) for m in marks])
 
 
 @_figure

@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 from in_process import cli, invoke
-from refusal import refused
 
 from workbench import log
 
@@ -62,15 +61,6 @@ def test_two_runs_side_by_side_name_gates_that_changed(root):
     lines = [line.split() for line in text.splitlines()]
     assert ["compress", "fp16", "lut4"] in lines
     assert ["program", "GREEN", "RED"] in lines
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(("--sort", "speed"), "--sort"), (("a", "none"), "run none: found")],
-)
-def test_bad_names_are_one_message(root, arguments, message):
-    with refused(message):
-        run("log", *arguments, "--log", root)
 
 
 def test_a_bundle_is_swept_without_a_grid_and_ends_with_the_table(

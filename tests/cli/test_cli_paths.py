@@ -6,12 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from in_process import cli
 from refusal import refused
 from tiny import DATA
 
 from workbench import Bundle
-from workbench.bundle import PRESETS
 from workbench.models.checkpoint import Checkpoint
 
 TINY = DATA / "tiny-llama"
@@ -126,9 +124,3 @@ def test_a_pointer_of_git_lfs_is_named_with_the_next_step(llama, tmp_path):
     copy = shutil.copytree(llama.root, tmp_path / "b")
     next(copy.rglob("weight.bin")).write_text(pointer)
     assert "Git LFS" in refusal(Bundle.open, copy)
-
-
-def test_a_preset_that_is_none_is_answered_with_all_of_them(tmp_path):
-    found = cli("export", TINY, tmp_path / "b", "--compress", "int8").stderr
-    assert "compress: found 'int8'; needs " in found
-    assert all(repr(name) in found for name in PRESETS)

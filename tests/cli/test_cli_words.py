@@ -3,7 +3,6 @@
 import inspect
 import re
 import shlex
-from importlib.metadata import version
 
 import pytest
 from in_process import cli
@@ -57,11 +56,6 @@ def test_help_is_in_groups():
 def test_there_are_thirteen_commands():
     found = FUNCTIONS.keys() - plugins.offered("commands").keys()
     assert found == {*COMMANDS.split()}
-
-
-def test_the_version_is_printed():
-    found = cli("--version")
-    assert (found.exit_code, found.stdout) == (0, f"{version('workbench')}\n")
 
 
 def test_each_notebook_says_what_it_found_before_the_next_one_starts(monkeypatch):

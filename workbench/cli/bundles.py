@@ -13,7 +13,6 @@ from workbench.cli.common import (
     Json,
     Options,
     Prompt,
-    changed,
     judged,
     opened,
     show,
@@ -80,10 +79,8 @@ def golden(
     source = opened(checkpoint)
     from workbench.check import gates, validate
 
-    if target:
-        ids = prompt.of(target)
-    else:
-        ids = prompt.ids(source.config.vocab_size, source.path)
+    V = source.config.vocab_size
+    ids = prompt.of(target) if target else prompt.ids(V, source.path)
     paths.writable("--out", out)
     # before the golden, since another checkpoint than the bundle's is refused here
     checks = target and validate.bug_gates(target, source)
@@ -153,9 +150,9 @@ def plan(
     path, bundle = bundle_or_checkpoint, None
     if (path / paths.BUNDLE).exists():
         bundle = workbench.Bundle.open(path)
-        unread("a checkpoint in place of a bundle", **changed(options))
+        unread("a checkpoint in place of a bundle", options)
     else:
-        unread("a bundle", **changed(device))
+        unread("a bundle", device)
     import psutil
 
     from workbench import process

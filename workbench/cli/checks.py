@@ -18,7 +18,6 @@ from workbench.cli.common import (
     Json,
     Prompt,
     Where,
-    changed,
     judged,
     opened,
     show,
@@ -61,15 +60,12 @@ def validate(
     exported = workbench.Bundle.open(bundle)
     if golden:
         paths.golden(golden)
-        unread("--checkpoint in place of --golden", **changed(prompt))
+        unread("--checkpoint in place of --golden", prompt)
     if each_unit:
         alike = replace(where, runtime="auto")
-        unread("a validation without --each-unit", **changed(alike))
-    if tasks and not checkpoint:
-        needed = "the checkpoint that also answers them"
-        raise InputError("--tasks", "no --checkpoint", needed, "give --checkpoint")
-    if tasks and each_unit:
-        raise InputError("--tasks", "--each-unit", "one of them", "leave one out")
+        unread("a validation without --each-unit", alike, tasks=tasks)
+    if not checkpoint:
+        unread("--checkpoint, which also answers them", tasks=tasks)
     asked = prompt.given(), prompt.tokens, each_unit, max_kl != gates.MAX_KL
     source, reference = opened(checkpoint), None
     from workbench.check import validate as checks
@@ -80,9 +76,8 @@ def validate(
 
     questions = tasks and load_tasks(tasks)
     device = is_device(resolve(where.runtime, exported.manifest.options.plugin))
-    if alone and not device:
-        step = "leave --alone out"
-        raise InputError("--alone", "runtime portable", "coreml or stand-in", step)
+    if not device:
+        unread("a runtime of a device: coreml or stand-in", alone=alone)
     if golden:
         reference = workbench.Golden.load(golden)
     elif source:
@@ -160,8 +155,8 @@ def explain(
     else:
         unread("--op", layer=layer, position=position, reduce=reduce)
     if paths.is_package(bundle_or_package) and only in (None, "ranges") and not op:
-        given = changed(prompt) | changed(device) | {"checkpoint": checkpoint}
-        unread("a bundle in place of a package", **given)
+        needed = "a bundle in place of a package"
+        unread(needed, prompt, device, checkpoint=checkpoint)
         from workbench.explain import trace
 
         traced = trace.trace_package(bundle_or_package)
@@ -249,9 +244,8 @@ def generate(
     """
     exported = workbench.Bundle.open(bundle)
     prompt.given(needed=True)
-    if chat and prompt.prompt is None:
-        needed = "a text to answer"
-        raise InputError("--chat", "no --prompt", needed, "give --prompt TEXT")
+    if prompt.prompt is None:
+        unread("--prompt, a message to answer", chat=chat)
     from workbench.decode import Sampling
     from workbench.decode.transcript import encode_chat, load_tokenizer, transcript
 

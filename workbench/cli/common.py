@@ -151,16 +151,13 @@ class Options:
     target: str = "coreml"
 
 
-def changed(group) -> dict:
-    """The options of a group that are not the defaults: one that is given with the
-    default's own value is not told from it."""
-    values = ((field, getattr(group, field.name)) for field in fields(group))
-    return {field.name: value for field, value in values if value != field.default}
-
-
-def unread(needed: str, **options) -> None:
+def unread(needed: str, *groups, **options) -> None:
     """Refuses options that are given (neither None nor False) and that only `needed`
-    reads."""
+    reads, and those of groups that are not the defaults: one that is given with the
+    default's own value is not told from it."""
+    for group in groups:
+        for field in fields(group):
+            options[field.name] = getattr(group, field.name) != field.default
     for name, value in options.items():
         if value is not None and value is not False:
             option = f"--{name.replace('_', '-')}"

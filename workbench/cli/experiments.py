@@ -213,17 +213,15 @@ def log(
         unread("log without RUNS", pack=pack, unpack=unpack, **table)
     elif unpack:
         unread("log without --unpack", pack=pack, **table)
+        found = workbench.log.unpack(unpack, log)
+        return show({"imported": len(found), "runs": found}, json)
     elif pack:
         unread("log without --pack", **table)
         paths.writable("--pack", pack)
-    from workbench.sweep import summary
-
-    if pack:
         count = workbench.log.pack(pack, log)
         return show({"runs": count, "bytes": pack.stat().st_size}, json)
-    if unpack:
-        found = workbench.log.unpack(unpack, log)
-        return show({"imported": len(found), "runs": found}, json)
+    from workbench.sweep import summary
+
     if runs:
         return show(summary.difference(*runs, log), json)
     load = partial(workbench.log.load, "runs") if rows else summary.summary
