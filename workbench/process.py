@@ -14,7 +14,6 @@ import os
 import pickle
 import re
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -63,7 +62,7 @@ class Cancelled(BaseException):
 @dataclass(frozen=True)
 class Outcome:
     """The result of a call: its `value`, or `failure`, the reason why there is none;
-    `lines` are Core ML's messages and, of a failure, the end of stderr."""
+    `lines` are Core ML's messages and, of a child that died, the end of stderr."""
 
     value: object = None
     failure: str | None = None
@@ -114,8 +113,7 @@ def call(
         lines = _lines(errors.read_bytes() if errors.exists() else b"")
         if code == 0:
             outcome = pickle.loads(reply.read_bytes())
-            notes = _messages(lines) if "failure" in outcome else []
-            return Outcome(**outcome, lines=tuple(notes))
+            return Outcome(**outcome, lines=tuple(_messages(lines)))
     failure = f"exit code {code}: {last_message(lines)}"
     if late:
         failure = f"no answer in {timeout_s} s"
@@ -179,20 +177,10 @@ def awake() -> Iterator[None]:
             caffeinate.wait()
 
 
-def core_ml_messages() -> list[str]:
-    """In a child: Core ML's lines on stderr so far, each once.
-
-    Core ML reports a failed compilation there and goes on; see `invalidating`.
-    """
-    about, written = os.fstat(2), b""
-    if stat.S_ISREG(about.st_mode):
-        written = os.pread(2, about.st_size, 0)
-    return _messages(_lines(written))
-
-
-def invalidating(messages: list[str]) -> list[str]:
-    """The messages after which a run did not use the compute unit that it names."""
-    return [line for line in messages if INVALIDATING.search(line)]
+def invalidating(outcome: Outcome) -> str | None:
+    """The first message of a call after which it did not use the compute unit that it
+    names: Core ML reports a failed compilation and goes on."""
+    return next(filter(INVALIDATING.search, outcome.lines), None)
 
 
 def _messages(lines: list[str]) -> list[str]:

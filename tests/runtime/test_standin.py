@@ -16,6 +16,7 @@ from miltorch.quiet import coremltools
 from workbench import Decoder, log, plugins, process, runtime, sweep
 from workbench.ane import placement
 from workbench.check import golden, units
+from workbench.explain.running import Runner
 from workbench.export import export
 from workbench.runtime import coreml
 
@@ -279,7 +280,21 @@ def test_messages_of_core_ml_are_logged_and_some_invalidate(line):
     logged, invalid = MESSAGES[line]
     found = process._messages(["x", line, line])
     assert found == [line] * logged
-    assert process.invalidating(found) == [line] * invalid
+    refused = process.invalidating(process.Outcome(lines=("x", *found)))
+    assert refused == (line if invalid else None)
+
+
+def test_values_of_a_unit_that_fell_back_are_not_the_unit_s(
+    source, bundle, monkeypatch
+):
+    *_, line = [line for line in MESSAGES if MESSAGES[line][1]]
+    outcome = process.Outcome({"verdict": "GREEN"}, lines=(line,))
+    monkeypatch.setattr(process, "call", lambda *_, **__: outcome)
+    reference = golden.make_golden(source, IDS)
+    found = units.validate_units(bundle, reference, runtime="stand-in")
+    assert set(found["verdict"]) == {"RED"} and set(found["reason"]) == {line}
+    found, why = Runner("stand-in", "CPU_ONLY")(bundle.root, None, [])
+    assert found == [] and line in why and "--compute-units" in why
 
 
 @pytest.mark.matrix(1, wide=1)

@@ -13,7 +13,7 @@ CORE_ML = "E5RT: ANECCompile() FAILED (-14)"
 
 def answer(argument):
     print("chatter on stdout")
-    os.write(2, b"chatter on stderr")
+    print("chatter on stderr", CORE_ML, sep="\n", file=sys.stderr)
     threads = os.environ["OMP_NUM_THREADS"]
     return {"got": argument, "pid": os.getpid(), "threads": threads}
 

@@ -54,6 +54,7 @@ def test_a_child_has_the_environment_and_the_folder_of_its_caller(
 def test_answers_come_from_another_process_whatever_it_prints():
     found = process.call(called.answer, {"a": [1, None]}, threads=3)
     assert found.failure is None and found.value["got"] == {"a": [1, None]}
+    assert found.lines == (called.CORE_ML,)
     assert found.value["pid"] != os.getpid() and found.value["threads"] == "3"
 
 

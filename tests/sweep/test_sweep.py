@@ -73,7 +73,7 @@ def test_a_run_says_how_it_came_about_and_claims_no_placement_off_a_mac(swept, r
     assert ((ended - seconds) > ended.shift()).iloc[1:].all()
 
 
-def test_a_cell_that_crashes_is_a_failed_row_and_is_measured_again(
+def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_invalid_one(
     grid, tmp_path, monkeypatch, measured
 ):
     """tests/runtime/test_standin.py has every way to fail, in processes that crash."""
@@ -82,18 +82,21 @@ def test_a_cell_that_crashes_is_a_failed_row_and_is_measured_again(
     crashed = process.Outcome(failure="killed by SIGSEGV", lines=lines)
 
     def call(function, cell, *args, **how):
-        crashes = function is run.measure and cell.run["T"] == 1
-        return crashed if crashes else in_process.call(function, cell, *args)
+        if function is run.measure and cell.run["T"] == 1:
+            return crashed
+        return replace(in_process.call(function, cell, *args), lines=lines)
 
     with monkeypatch.context() as patch:
         patch.setattr(process, "call", call)
         counts = measured(short(grid))
-    assert (counts["done"], counts["failed"]) == (1, 1)
-    assert counts["reasons"] == ["failed: killed by SIGSEGV"]
-    failed = log.load("runs", tmp_path / "log", {"status": "failed"})
-    (row,) = failed.to_dict("records")
-    assert (row["T"], row["reason"]) == (1, "killed by SIGSEGV") and row["setting"]
-    assert json.loads(row["config"])["stderr"] == ["ANECCompile() FAILED"]
+    assert (counts["done"], counts["failed"], counts["invalid"]) == (1, 1, 1)
+    reasons = ["failed: killed by SIGSEGV", "invalid: ANECCompile() FAILED"]
+    assert sorted(counts["reasons"]) == reasons
+    rows = log.load("runs", tmp_path / "log").sort_values("T")
+    assert rows["status"].tolist() == ["failed", "invalid"]
+    assert rows["setting"].notna().all()
+    for config in rows["config"].map(json.loads):
+        assert config["stderr"] == ["ANECCompile() FAILED"]
     retried = measured(short(grid))
     assert (retried["resumed"], retried["done"], retried["failed"]) == (1, 1, 0)
 

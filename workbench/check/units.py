@@ -85,6 +85,9 @@ def validate_units(
             how = {"alone": alone, "Ts": Ts, "max_kl": max_kl}
             outcome = process.call(validate_unit, *arguments, how, timeout_s=SECONDS)
             row = outcome.value or {"verdict": "DIED", "reason": outcome.failure}
+            refused = process.invalidating(outcome)
+            if refused and not outcome.failure:  # it ran, and not on this unit
+                row |= {"verdict": gates.RED, "reason": refused}
             name = f"portable {unit}" if own == "portable" else unit
             rows[name] = {"unit": name, "runtime": own} | row
     verdicts = {name: row["verdict"] for name, row in rows.items()}

@@ -46,15 +46,10 @@ def predict(
     for `process.call`.
 
     Raises:
-        InputError: a package that the runtime does not compile, load or run on `units`.
+        InputError: a package that the runtime does not compile or load on `units`.
     """
     model = open_model(package, runtime, compute_units=units, function=function)
-    found = [evaluate(model, arrays) for arrays in calls]
-    messages = process.core_ml_messages() if is_device(runtime) else []
-    if refused := process.invalidating(messages):
-        step = "try other --compute-units"
-        raise InputError(f"package {package.name}", refused[0], units, step)
-    return found
+    return [evaluate(model, arrays) for arrays in calls]
 
 
 @dataclass
@@ -86,4 +81,8 @@ class Runner:
             outcome = process.Outcome(predict(*question))
         self.packages += 1
         self.report(self.packages)
-        return outcome.value or [], outcome.failure or ""
+        failure, refused = outcome.failure or "", process.invalidating(outcome)
+        if refused and not failure:
+            found = f"package {package.name}", refused, self.units
+            failure = str(InputError(*found, "try other --compute-units"))
+        return [] if failure else outcome.value, failure

@@ -149,11 +149,14 @@ def run_cell(
             outcome = call(measure, cell, grid, path, threads=threads)
         if outcome.failure is None:
             row, tables = outcome.value
+            # it ran, and not where it was meant to
+            if refused := process.invalidating(outcome):
+                row |= {"status": "invalid", "reason": refused}
             if is_device(row["runtime"]):
                 row = _placed(row, path, call)
     if outcome.failure:
         row |= {"status": "failed", "reason": outcome.failure}
-        row["config"]["stderr"] = list(outcome.lines)
+    row["config"]["stderr"] = list(outcome.lines)
     about = {"export": cell.options.model_dump(), "run": cell.run}
     row |= cell.columns() | {
         "command": "sweep",
@@ -218,11 +221,9 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     with energy.metered() as used:
         samples = timing.measure_speed(decoder, **sizes)
     tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
-    messages = process.core_ml_messages()
     config = {
         "startup_s": round(startup_s, 3),
         "energy": used["reason"] and f"not measured: {used['reason']}",
-        "stderr": messages,
     }
     row = identity.describe(decoder)
     row |= {"ane_joules": used["ane_joules"], "config": config}
@@ -232,9 +233,6 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
         config["gates"] = [gate.json() for gate in result.gates]
         config["price"] = jsonable(result.cost.json())
         row["kl_mean"] = config["price"]["kl"]["mean"]
-    # it ran, and not where it was meant to
-    if refused := process.invalidating(messages):
-        row |= {"status": "invalid", "reason": refused[0]}
     return row, tables
 
 
