@@ -68,7 +68,6 @@ def test_a_run_is_written_once_and_its_id_stays_inside_its_table(tmp_path):
         ("layers", {"layer": 1.5}, "1.5"),
         ("layers", [LAYER | {"run_id": "another"}], "another run"),
         ("runs", {"status": "fine"}, "fine"),
-        ("runs", {"status": "ok", "checkpoint": 3}, "checkpoint"),
         ("runs", {"status": "ok", "config": [1]}, "not a JSON object"),
         ("runs", {"status": "ok", "config": {"x": float("nan")}}, "JSON"),
         ("runs", {"status": "ok", "T": 2**70}, "too large"),
@@ -106,24 +105,32 @@ def test_a_run_that_is_added_removed_or_replaced_is_seen_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("version", "columns", "named"),
     [
-        (b"4", ["run_id", "layer"], "version 4.*python tools/rewrite_log.py"),
+        (
+            b"4",
+            ["run_id", "layer"],
+            "foreign.parquet.*version 4.*python tools/rewrite_log.py",
+        ),
         (b"6", ["run_id", "layer"], "version 6.*update the workbench"),
-        (None, ["run_id", "layer"], "version 0"),
+        (None, ["run_id", "layer"], "foreign.parquet.*version 0"),
         (b"5", ["run_id", "layer", "colour"], "colour"),
-        ("torn", [], "a whole Parquet file"),
+        ("torn", [], "foreign.parquet.*a whole Parquet file"),
+        ("pages", [], "whole Parquet files.*move the damaged file"),
     ],
 )
 def test_a_file_this_code_cannot_read_faithfully_is_refused(
     tmp_path, version, columns, named
 ):
     path = log.append("layers", LAYER, tmp_path, "foreign")
+    whole = path.read_bytes()
     if version == "torn":
-        path.write_bytes(path.read_bytes()[:-20])
+        path.write_bytes(whole[:-20])
+    elif version == "pages":
+        path.write_bytes(whole[:4] + b"\xff" * 20 + whole[24:])
     else:
         table = pa.table({name: ["x"] for name in columns})
         about = version and {b"workbench.log.version": version}
         pq.write_table(table.replace_schema_metadata(about), path)
-    with refused(f"foreign.parquet.*{named}"):
+    with refused(named):
         log.load("layers", tmp_path)
 
 
@@ -184,7 +191,6 @@ def filled(tmp_path_factory):
 @pytest.mark.parametrize(
     ("where", "rows"),
     [
-        (None, 9),
         ({}, 9),
         ({"T": np.int64(4), "layer": [0, 2]}, 2),
         ({"T": None}, 3),
@@ -199,7 +205,7 @@ def test_filters_keep_what_they_say(filled, where, rows):
     assert len(log.load("layers", filled, where)) == rows
 
 
-WRONG = [{"depht": 1}, {"T": "four"}, "depht == 1", "T ==", "T + 1", "import os"]
+WRONG = [{"depht": 1}, {"T": "four"}, "depht == 1", "1", "T + 1", "import os"]
 
 
 @pytest.mark.parametrize("where", WRONG)
@@ -223,7 +229,6 @@ def test_the_default_log_is_the_checkouts_from_any_folder_in_it(tmp_path, monkey
     monkeypatch.chdir(notebooks)
     assert log.append("layers", LAYER).parent == root / "layers"
     assert len(log.load("layers")) == 1
-    assert log.project(root) == tmp_path
 
 
 def test_the_shipped_runs_of_a_log_are_read_beside_its_own_and_never_written(tmp_path):

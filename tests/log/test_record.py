@@ -12,7 +12,7 @@ from refusal import refused
 
 from workbench import log
 from workbench.log import runs
-from workbench.log.anonymous import anonymous
+from workbench.log.anonymous import anonymous, identifiers
 from workbench.log.runs import scalars
 
 PLAIN = "12 tok/s, ratio 1/2, T = 1 / 2, and/or, data/tiny-llama, …/x"
@@ -42,6 +42,8 @@ def test_what_is_nested_is_reached_and_what_is_no_text_is_left(monkeypatch):
     said = {"a": ["…/x", {"b": "…/y"}], "n": 3, "none": None, "t": ("…: …/z",)}
     assert anonymous(value) == said
     assert anonymous("max_seq_len of Jane", names={"jane", "max"}) == "max_seq_len of …"
+    monkeypatch.setattr(getpass, "getuser", lambda: {}["no name"])
+    assert identifiers() <= {Path.home().name}
 
 
 def sample(phase: str, value: float, warmup=False) -> dict:
@@ -53,7 +55,8 @@ def update(cosine: float | None) -> dict:
     return about | {"cosine": cosine}
 
 
-def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path):
+def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "coremltools")
     samples = [sample("call", 9.0, True), *(sample("call", v) for v in (1, 2, 4))]
     samples += [sample("tokens_per_s", 500.0)]
     fidelity = [update(0.9), update(0.99), update(0.1) | {"mode": "chained"}]
@@ -71,14 +74,13 @@ def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path):
     assert (row["worst_cosine"], row["worst_update"]) == (0.9, pytest.approx(0.1))
     assert json.loads(row["config"]) == {"path": "…/mine"}
     here = log.environment()
-    assert row["machine"] == here["machine"]
+    assert row["software"] == here["software"]
     assert json.loads(row["versions"]) == here["versions"]
     assert len(log.load("samples", tmp_path)) == 5
     assert log.load("layers", tmp_path).empty
 
 
 def test_what_was_not_measured_or_is_not_finite_has_no_sum():
-    assert scalars() == {}
     found = scalars(fidelity=pd.DataFrame([update(0.9), update(None)]))
     assert pd.isna(found["worst_update"]) and pd.isna(found["worst_cosine"])
     found = scalars(samples=pd.DataFrame([sample("call", 1.0)]))

@@ -4,6 +4,7 @@ import getpass
 import re
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _NAME = r"[^\s/'\"`<>|,;:()\[\]{}]*"  # a file's name in an unquoted path
@@ -40,7 +41,10 @@ def anonymous(value, names: Iterable[str] = ()):
 
 def identifiers() -> set[str]:
     """Names of this machine's user and home folder."""
-    return {n for n in (getpass.getuser(), Path.home().name) if len(n) > 2}
+    names = {Path.home().name}
+    with suppress(KeyError, OSError):  # a user without a name
+        names.add(getpass.getuser())
+    return {name for name in names if len(name) > 2}
 
 
 def _short(path: re.Match) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from workbench.files import project_root
+from workbench.log.anonymous import anonymous
 
 PACKAGES = "workbench coremltools torch transformers numpy pandas pyarrow scipy"
 # macOS' OSThermalNotification.h
@@ -30,7 +31,7 @@ def environment() -> dict:
     of coremltools and torch. Times of two machines, or of two versions of software, are
     never mixed. ``commit`` ends in ``-dirty`` when the checkout has changes;
     ``versions`` maps ``python`` and the packages that decide a result to their
-    versions."""
+    versions. What names this host is left out (see `anonymous`), as in a logged row."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES.split():
         try:
@@ -39,14 +40,15 @@ def environment() -> dict:
             versions[name] = None
     kernel = f"{platform.release()} {platform.version()}".strip()
     build = command_output("sw_vers", "-buildVersion") or kernel
-    return {
+    here = {
         "time": datetime.now(UTC),
         "platform": platform.platform(),
         "commit": _commit(),
         "versions": versions,
         "machine": machine_name(**hardware()),
         "software": software_name(build, versions),
-    } | state()
+    }
+    return anonymous(here | state())
 
 
 def hardware() -> dict:

@@ -101,7 +101,10 @@ def load(
             kept = pa.array(values.tolist(), SCHEMAS[table].field(name).type)
             rows = rows.filter(pc.is_in(rows[name], kept))
         frame = rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
-        return frame.query(query) if query else frame
+        frame = frame.query(query) if query else frame
+        if not isinstance(frame, pd.DataFrame):
+            raise TypeError("no condition on rows")
+        return frame
     except Exception as error:  # pandas raises many types for an invalid query
         found = f"{where!r} ({error})"
         needed = f"values of, or a pandas query over, {', '.join(SCHEMAS[table].names)}"
@@ -131,7 +134,12 @@ def _read(table: str, paths: tuple[Path, ...], changed: tuple) -> pa.Table:
         if found:
             needed = f"a whole Parquet file of table {table}, version {VERSION}"
             raise InputError(f"log file {file.path}", found, needed, step)
-    return dataset.to_table().combine_chunks()
+    try:
+        return dataset.to_table().combine_chunks()
+    except (OSError, pa.ArrowException) as error:
+        needed = f"whole Parquet files of table {table}"
+        found, step = str(error).split(), "move the damaged file out of the log"
+        raise InputError(f"log table {table}", " ".join(found), needed, step) from None
 
 
 def plain(frame: pd.DataFrame) -> pd.DataFrame:
