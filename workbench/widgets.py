@@ -23,9 +23,9 @@ from workbench.errors import InputError
 from workbench.experiment import Experiment, show
 from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import identity
 from workbench.sweep.error_split import find_operation, measure_split, stored_split
 from workbench.sweep.grid import Cell, find
-from workbench.sweep.results import RUNTIMES
 from workbench.sweep.run import run_cell
 
 FIRST = ("bundle", "max_seq_len", "T", "compress", "precision")
@@ -159,7 +159,8 @@ class Explorer(ui.VBox):
             shown = {"max_seq_len": int(nearest)}
             self.exported = options.model_copy(update=shown)  # as the shown rows
             self.options = {"tensor": tensor, "mode": mode, "metric": self.metric.value}
-            if self.shown["position"].max() < len(self.tokens):
+            asked = identity.prompt(self.grid.validate_ids)
+            if self.shown["prompt"].eq(asked).all():
                 self.options["tokens"] = self.tokens
             self._draw_cells(f"{tensor} against Hugging Face, T = {T}")
         self.describe()
@@ -177,7 +178,9 @@ class Explorer(ui.VBox):
         fidelity has rows of every T."""
         name = "values" if table == "fidelity" else "setting"
         cells = self._fitting(*free)
-        hashes = {cell.columns(auto)[name] for cell in cells for auto in RUNTIMES}
+        hashes = {
+            cell.columns(auto)[name] for cell in cells for auto in identity.RUNTIMES
+        }
         rows = self.stored[table]
         return rows[rows[name].isin(hashes)]
 
@@ -201,7 +204,9 @@ class Explorer(ui.VBox):
         self.speed.draw_idle()
         medians = own.groupby("what")["value"].median()
         words = f"{medians[SPEED]:.4g} {SPEED}, {medians[LAYER]:.3g} {LAYER}"
-        return f"<b>{words}</b> on {own['machine'].iloc[0]}"
+        words = f"<b>{words}</b> on {own['machine'].iloc[0]}"
+        invalid = own["invalid"].dropna().unique()
+        return "; invalid: ".join([words, *map(html.escape, invalid)])
 
     def _draw_cells(self, title: str) -> None:
         figure = self.canvas.figure
@@ -231,8 +236,8 @@ class Explorer(ui.VBox):
             return ""
         row, (layer, position) = rows.loc[[place]].iloc[-1], place
         words = f"layer {layer}, position {position}"
-        if position < len(self.tokens):
-            words += f" “{self.tokens[position]}”"
+        if tokens := self.options.get("tokens"):
+            words += f" “{tokens[position]}”"
         words += f", T = {row['T']:.0f}: 1 − cosine {max(0, 1 - row['cosine']):.2g}"
         if row["budget"] > 0:
             words += f", relative error {row['error']:.2g}, "
@@ -251,7 +256,7 @@ class Explorer(ui.VBox):
         self.words.value = f"<b>{html.escape(cell)}</b>"
         if self.checkpoint is None:
             return False
-        parts = stored_split(self.checkpoint, self.exported, self.root)
+        parts = stored_split(self.checkpoint, self.exported, self.grid, self.root)
         if parts is None:
             return True
         row = parts[parts["layer"] == self.chosen[0]]  # the logits' has none
@@ -288,7 +293,7 @@ class Explorer(ui.VBox):
         """A measurement for each cell that the log lacks, those of the shown bundle
         first."""
         shown = self._fitting(*sweep.RUN_AXES)[0].options
-        cells = sweep.missing(self.grid, self.root)
+        cells = sweep.missing(self.cells["cell"], self.root)
         steps = []
         for cell in sorted(cells, key=lambda cell: cell.options != shown):
             options = cell.options

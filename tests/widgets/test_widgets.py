@@ -129,6 +129,10 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     click(explorer, 0, 0)
     assert not explorer.thread.is_alive()
     assert "layer 0" in explorer.words.value and "quantization" in explorer.words.value
+    assert "“" in explorer.words.value
+    other = Explorer(GRID | {"validate_ids": [9, 8, 7, 6]}, None, root=explorer.root)
+    other.chosen = 0, 0
+    assert other.describe() and "“" not in other.words.value
     explorer.tensor.value = "logits"  # of no layer
     click(explorer, 0, 1)
     check(explorer)

@@ -46,16 +46,18 @@ def log_split(path: Path, options: Options, grid: Grid, root: Path) -> None:
     bundle = bundle_for(checkpoint, options, folder)
     split = error.split_error(checkpoint, bundle, grid.validate_ids)["isolated"]
     row = {"experiment": grid.experiment, "command": "error", "runtime": "portable"}
+    row["prompt"] = identity.prompt(grid.validate_ids)
     row["config"] = {"parts": {"isolated": records(split.layers())}}
     log.record(identity.describe(bundle) | row, root)
 
 
 def stored_split(
-    checkpoint: Checkpoint, options: Options, root: Path
+    checkpoint: Checkpoint, options: Options, grid: Grid, root: Path
 ) -> pd.DataFrame | None:
-    """Parts of every layer's isolated update (see `explain.error.Split.layers`), with
-    run_id; None if the log has none."""
+    """Parts of every layer's isolated update over the prompt of a grid (see
+    `explain.error.Split.layers`), with run_id; None if the log has none."""
     where = {"checkpoint_hash": checkpoint.sha256, "command": "error"}
+    where["prompt"] = identity.prompt(grid.validate_ids)
     where |= identity.exported(options) | {"status": "ok"}
     for run in log.load("runs", root, where)[::-1].itertuples():
         parts = json.loads(run.config)["parts"]["isolated"]

@@ -3,7 +3,7 @@ by which runs are found again."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from workbench.bundle import Bundle, Options
 from workbench.decode import Decoder
@@ -11,12 +11,19 @@ from workbench.runtime import is_device
 
 COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 """Columns that say how much a run measured."""
+RUNTIMES = "coreml", "portable", "stand-in"
+"""What auto may mean, the preferred first."""
 
 
 def digest(*parts) -> str:
     """16 hexadecimal digits of the hash of JSON values."""
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def prompt(ids: Sequence[int]) -> str | None:
+    """The column `prompt` of a validation on these token ids; None of no ids."""
+    return digest(*ids)[:6] if ids else None
 
 
 def describe(subject: Bundle | Decoder) -> dict:
@@ -74,16 +81,17 @@ def executed(
     return columns
 
 
-def values(contents: str, options: Mapping, how: Mapping) -> str:
-    """The hash of everything that decides what a bundle computes, on any machine.
+def values(checkpoint_hash: str, options: Mapping, how: Mapping) -> str:
+    """The hash of everything that decides what an export's checkpoint, options and
+    runtime compute, on any machine; finished bundles are told apart by `bundle_hash`.
 
     Args:
-        contents: the checkpoint's hash.
+        checkpoint_hash: the checkpoint's hash.
         options: those of the export that are not the default ones.
         how: at least the columns runtime, precision, compute_units and hints.
     """
     names = ("runtime", "precision", "compute_units", "hints")
-    return digest(contents, options, [how[name] for name in names])
+    return digest(checkpoint_hash, options, [how[name] for name in names])
 
 
 def setting(contents: str, options: Mapping, how: Mapping, counts: Mapping) -> str:

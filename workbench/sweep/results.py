@@ -8,11 +8,9 @@ import pandas as pd
 from workbench import log
 from workbench.errors import check_choice
 from workbench.sweep.grid import Grid, cells
+from workbench.sweep.identity import RUNTIMES
 from workbench.sweep.run import MEASURED
 from workbench.sweep.summary import BUNDLE, repeated
-
-RUNTIMES = ("coreml", "portable", "stand-in")
-"""What auto may mean, the preferred first."""
 
 
 def stored_tables(
@@ -23,8 +21,9 @@ def stored_tables(
 
     Times are of the newest run of each setting and round, on one machine with the
     software of its newest run; their column `invalid` is the reason why a run is
-    invalid, else null. Fidelity is of the newest validation of each bundle, on any
-    machine.
+    invalid, else null. Fidelity is of the newest validation of each bundle and way to
+    run it, on any machine; where there are some on the grid's prompt, of the newest of
+    those.
 
     Args:
         machine: the machine of the times (see `log.environment`); default: this machine
@@ -55,8 +54,8 @@ def configurations(
         tokens_per_s, call_ms, call_p90_ms:
         medians over runs of the run's median or 90th percentile; slowest, fastest: the
         range of the runs' tok/s; n, run_ids: the number and the ids of the runs.
-        worst_cosine, kl_mean (nats): of the bundle's newest validation; verdict: RED if
-        a gate other than the user's limit is, or if the mean KL is above the grid's
+        worst_cosine, kl_mean (nats): of the bundle's validation (see `stored_tables`);
+        verdict: RED if a gate other than the user's limit is, or if the mean KL is above the grid's
         `max_kl`. ane_ops_share: the Neural Engine's share (null: no plan). invalid: the
         reason if no run is valid.
     """
@@ -88,6 +87,9 @@ def _runs(
         runs = runs[runs["bundle_hash"].isin(known)]
     judged = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
     validated = judged[judged["values"].isin(hashes["values"])]
+    # on the grid's prompt counts as newer than on another one
+    asked = validated["prompt"].isin(hashes["prompt"].dropna())
+    validated = validated.loc[asked.sort_values(kind="stable").index]
     timed = runs[runs["setting"].isin(hashes["setting"]) & runs["round"].notna()]
     if len(timed) or machine is not None:
         # the machine and its software of the newest run

@@ -50,12 +50,16 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
     last.
 
     Returns:
-        The columns of `repeated`, validations of any machine.
+        The columns of `repeated`, validations of any machine; `JUDGED` of the newest
+        run itself where it was validated.
     """
     runs = log.load("runs", root, where).drop(columns=["config", "versions"])
     runs["setting"] = runs["setting"].fillna(runs["run_id"])
-    validated = log.load("runs", root).dropna(subset="verdict")
-    rows = repeated(runs, ["setting", "machine", "software", "status"], validated)
+    validated = log.load("runs", root).dropna(subset=["verdict", *BUNDLE])
+    by = ["setting", "machine", "software", "status"]
+    rows = repeated(runs, by, validated).set_index("run_id")
+    rows.update(runs.set_index("run_id")[JUDGED])  # a run's own verdict stands
+    rows = rows.reset_index()
     ok = rows["status"] == "ok"
     rows["verdict"] = rows["verdict"].astype(object).where(ok)
     said = rows[["verdict", "tokens_per_s"]].notna().any(axis=1)
