@@ -13,6 +13,7 @@ from tiny import DATA
 from workbench import log, sweep
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import run
+from workbench.widgets import Explorer
 
 CHECKPOINT = DATA / "tiny-llama"
 HASH = Checkpoint(CHECKPOINT).sha256
@@ -29,6 +30,7 @@ GRID = {
 }
 FEW = GRID | {"export": GRID["export"] | {"max_seq_len": [16]}, "validate_ids": []}
 MADE = sweep.make_grid(GRID)
+CELLS = list(sweep.cells(MADE))
 NAMES = SLOW_NAME, FAST_NAME
 
 
@@ -51,7 +53,7 @@ def least_ms(options, run):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """Both machines, and on each of them rows that must not be taken for the grid's: another
-    checkpoint of the same name, another value of an option of runs, an older system."""
+    checkpoint of the same name, another value of an option of runs, an older system, a validation on another prompt."""
     folder = tmp_path_factory.mktemp("machines") / "experiments" / "log"
     others = [{"precision": ["exact"]}, {"fast": [False]}, {"threads": 2}]
     others += [{"n_gen": 8}, {"depth": [4]}, {"min_seconds": 1}, {"min_tokens": 8}]
@@ -59,6 +61,7 @@ def root(tmp_path_factory) -> Path:
         older = machine | {"software": "23A344, coremltools 9.0"}
         add(folder, GRID, older, least_ms, HASH)
         add(folder, GRID, machine, ms, HASH)
+        add(folder, GRID | {"validate_ids": [7, 8]}, machine, ms, HASH)
         add(folder, FEW, machine, least_ms, "0" * 64)
         for how in others:
             add(folder, FEW | {"run": GRID["run"] | how}, machine, least_ms, HASH)
@@ -103,6 +106,7 @@ def test_fidelity_is_not_split_by_machine(root):
     here, there = (sweep.stored_tables(MADE, root, m)["fidelity"] for m in NAMES)
     pd.testing.assert_frame_equal(here, there)
     assert here["run_id"].nunique() == 4 and set(here["checkpoint_hash"]) == {HASH}
+    assert set(here["position"]) == {0, 1, 2}  # of the grid's prompt
 
 
 def test_the_default_is_this_machine_where_the_log_has_it_else_the_newest_run_s(
@@ -120,9 +124,9 @@ def test_the_default_is_this_machine_where_the_log_has_it_else_the_newest_run_s(
 )
 def test_a_cell_is_done_only_on_its_machine_with_its_software(root, here, change):
     here(SLOW)
-    assert sweep.missing(MADE, root) == []
+    assert sweep.missing(CELLS, root) == []
     here(SLOW | change)
-    assert len(sweep.missing(MADE, root)) == 8
+    assert len(sweep.missing(CELLS, root)) == 8
 
 
 @pytest.mark.shim
@@ -130,7 +134,7 @@ def test_cells_are_done_on_the_runtime_that_auto_means(root, here, monkeypatch):
     here(SLOW)
     for runtime, count in (("stand-in-kill", 8), ("portable", 0)):
         monkeypatch.setenv("WORKBENCH_RUNTIME", runtime)
-        assert len(sweep.missing(MADE, root)) == count
+        assert len(sweep.missing(CELLS, root)) == count
 
 
 def test_an_invalid_run_is_told_with_its_reason_is_done_and_never_ranks(tmp_path, here):
@@ -145,8 +149,11 @@ def test_an_invalid_run_is_told_with_its_reason_is_done_and_never_ranks(tmp_path
     assert found["tokens_per_s"].is_monotonic_increasing
     assert found["invalid"].tolist() == [None, reason]
     assert sweep.stored_tables(made, tmp_path)["fidelity"]["run_id"].nunique() == 1
+    explorer = Explorer(grid, None, root=tmp_path)
+    explorer.axes["T"].value = 2
+    assert explorer.message.value.endswith(f"; invalid: {reason}")
     here(SLOW)
-    assert sweep.missing(made, tmp_path) == []
+    assert sweep.missing(sweep.cells(made), tmp_path) == []
     *_, cell = sweep.cells(made)
     where = {"grid": made, "bundles": tmp_path / "bundles", "root": tmp_path}
     assert run.run_cell(cell, **where) == ("invalid", reason)

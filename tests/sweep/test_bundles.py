@@ -4,6 +4,7 @@ import json
 
 import pytest
 from refusal import refused
+from tiny import DATA
 
 from workbench import log, sweep
 from workbench.check import golden
@@ -27,9 +28,13 @@ def grid(exports, stored):
     return {"bundle": [*map(str, roots)], "golden": str(stored), "run": RUN}
 
 
-def test_bundles_are_measured_and_validated_without_their_checkpoint(grid, tmp_path):
-    made, root = sweep.make_grid(grid), tmp_path / "log"
-    assert made.validate_ids == IDS
+def test_bundles_are_measured_and_validated_without_their_checkpoint(
+    grid, stored, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(stored.parent)
+    made = sweep.make_grid(grid | {"golden": stored.name})
+    assert made.validate_ids == IDS and made.golden == str(stored)
+    root = tmp_path / "log"
     counts = sweep.sweep(made, root=root, progress=False)
     assert (counts["cells"], counts["done"], counts["failed"]) == (4, 4, 0)
     rows = log.load("runs", root)
@@ -41,6 +46,8 @@ def test_bundles_are_measured_and_validated_without_their_checkpoint(grid, tmp_p
     assert all(name.startswith("bundle ") for name in table["name"])
     one = sweep.make_grid(grid | {"bundle": grid["bundle"][:1]})
     assert len(sweep.configurations(one, root=root)) == 2
+    with refused("of different names"):
+        sweep.make_grid(grid | {"bundle": one.bundle * 2})
 
 
 def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
@@ -70,6 +77,10 @@ def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
         ({"golden": None, "validate_ids": [1, 2]}, "workbench golden CHECKPOINT"),
         ({"validate_ids": [1, 2]}, "leave validate_ids out"),
         ({"golden": "no/such/golden"}, "no such file"),
+        (
+            {"bundle": [], "checkpoint": str(DATA / "tiny-llama")},
+            "golden of checkpoint",
+        ),
         ({"bundle": ["no/such/bundle"]}, "nothing there"),
     ],
 )

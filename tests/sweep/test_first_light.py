@@ -1,14 +1,24 @@
 """First light: grids that any machine can rehearse. That another machine takes their packed log in,
 tests/log/test_record.py shows, and that notebook 34 draws it, tests/experiment/test_notebooks.py."""
 
+from unittest import mock
+
 import numpy as np
+import pytest
 
 from workbench import sweep
 from workbench.sweep.grid import check_cells
 from workbench.sweep.seeded import first_light, noise
 
 
-def test_its_grids_run_and_compare_a_state_on_the_cpu_and_the_neural_engine(tmp_path):
+def test_its_grids_run_and_compare_a_state_on_the_cpu_and_the_neural_engine(
+    tmp_path, monkeypatch
+):
+    """Though the first start was interrupted."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stopped = mock.Mock(side_effect=KeyboardInterrupt)
+        patch.setattr("safetensors.torch.save_file", stopped)
+        first_light(tmp_path)
     grids = first_light(tmp_path)
     for grid in grids:
         check_cells(list(sweep.cells(grid)), grid)

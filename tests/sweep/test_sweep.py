@@ -4,8 +4,10 @@ is wrong."""
 import json
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
+from itertools import product
 
 import in_process
 import pandas as pd
@@ -15,8 +17,12 @@ import yaml
 from refusal import refused
 
 from workbench import log, process, sweep
-from workbench.sweep import run, summary
+from workbench.sweep import cluster, run, summary
 from workbench.sweep.grid import find
+from workbench.sweep.identity import RUNTIMES
+
+ELSEWHERE = "stand-in" if sys.platform == "darwin" else "coreml"
+"""A runtime that this machine lacks."""
 
 
 @pytest.fixture
@@ -78,7 +84,7 @@ def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_inva
 ):
     """tests/runtime/test_standin.py has every way to fail, in processes that crash."""
 
-    lines = ("ANECCompile() FAILED",)
+    changed, lines = short(grid, run={"depth": [2, 4]}), ("ANECCompile() FAILED",)
     crashed = process.Outcome(failure="killed by SIGSEGV", lines=lines)
 
     def call(function, cell, *args, **how):
@@ -88,26 +94,53 @@ def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_inva
 
     with monkeypatch.context() as patch:
         patch.setattr(process, "call", call)
-        counts = measured(short(grid))
-    assert (counts["done"], counts["failed"], counts["invalid"]) == (1, 1, 1)
+        counts = measured(changed)
+    assert (counts["done"], counts["failed"], counts["invalid"]) == (2, 2, 2)
     reasons = ["failed: killed by SIGSEGV", "invalid: ANECCompile() FAILED"]
     assert sorted(counts["reasons"]) == reasons
     rows = log.load("runs", tmp_path / "log").sort_values("T")
-    assert rows["status"].tolist() == ["failed", "invalid"]
+    assert rows["status"].tolist() == ["failed"] * 2 + ["invalid"] * 2
     assert rows["setting"].notna().all()
     for config in rows["config"].map(json.loads):
         assert config["stderr"] == ["ANECCompile() FAILED"]
-    retried = measured(short(grid))
-    assert (retried["resumed"], retried["done"], retried["failed"]) == (1, 1, 0)
+    retried = measured(changed)
+    assert (retried["resumed"], retried["done"], retried["failed"]) == (2, 2, 0)
 
 
-def test_invalid_runs_are_done_and_their_reason_is_said_once(
-    grid, monkeypatch, measured
+def test_workers_say_what_is_done_and_what_auto_means_there(
+    swept, grid, monkeypatch, measured
 ):
-    monkeypatch.setattr(run, "run_cell", lambda *_, **__: ("invalid", "on the CPU"))
-    counts = measured(short(grid))
-    assert (counts["cells"], counts["done"], counts["invalid"]) == (2, 2, 2)
-    assert counts["reasons"] == ["invalid: on the CPU"]
+    """The log has two of the four cells, of this machine."""
+    monkeypatch.setattr(cluster, "connect", bool)
+    ended = lambda _, run, todo: [("ok", None)] * len(todo)  # noqa: E731
+    monkeypatch.setattr(cluster, "run", ended)
+    changed = grid | {"run": grid["run"] | {"runtime": ["auto", "portable"]}}
+    counts = measured(changed, root=swept[0] / "log", scheduler="tcp://host:8786")
+    assert (counts["done"], len(counts["settings"])) == (4, 2 * len(RUNTIMES))
+
+
+def test_a_cell_is_cancelled_while_its_machine_cools_down(swept, grid, tmp_path):
+    made = sweep.make_grid(short(grid, run={"cool_down_s": 1e9}))
+    stop, where = threading.Event(), {"bundles": swept[0] / "bundles"}
+    stop.set()
+    with pytest.raises(process.Cancelled):
+        cell = next(sweep.cells(made))
+        run.run_cell(cell, grid=made, root=tmp_path, stop=stop, **where)
+
+
+def test_a_broken_link_beside_a_checkpoint_s_files_is_no_fault(grid, copy):
+    (copy / "link").symlink_to("nowhere")
+    assert sweep.make_grid(grid | {"checkpoint": str(copy)})
+
+
+def test_a_run_s_own_verdict_stands_and_others_have_their_bundle_s_newest(tmp_path):
+    bundle = {"values": "v", "bundle_hash": "b"}
+    verdicts = ["RED", "GREEN", None]
+    for number, about in enumerate([*product(({}, bundle), verdicts)]):
+        row = {"status": "ok", "tokens_per_s": 1.0, "verdict": about[1]} | about[0]
+        log.append("runs", row, tmp_path, str(number))
+    found = log.plain(summary.summary(tmp_path))["verdict"].tolist()
+    assert found == [*verdicts, "RED", "GREEN", "GREEN"]
 
 
 @pytest.mark.slow("two processes import torch and are killed")
@@ -173,8 +206,7 @@ def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(swept
         ({"run": {"hints": [{"reshapeFrequency": "Often"}]}}, "reshapeFrequency"),
         ({"max_kl": -0.1}, "max_kl"),
         ({"run": {"min_seconds": 60, "timeout_s": 60}}, "below timeout_s"),
-        ({"run": {"min_seconds": 0}}, "min_seconds"),
-        ({"run": {"min_tokens": 0}}, "min_tokens"),
+        ({"run": {"timeout_s": float("inf")}}, "timeout_s"),
     ],
 )
 def test_unknown_keys_and_values_are_refused(change, words, grid, tmp_path):
@@ -200,6 +232,7 @@ def test_a_file_that_is_no_grid_is_one_message(tmp_path):
         ),
         ({"validate_ids": [1] * 17}, "17 tokens; needs at most max_seq_len = 16"),
         ({"validate_ids": [1, 256]}, "validate_ids of the grid: found 256"),
+        ({"run": {"runtime": [ELSEWHERE]}}, "on such a machine"),
     ],
 )
 def test_a_cell_that_no_bundle_could_run_is_refused_before_any_is(
@@ -214,9 +247,9 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(
     grid, tmp_path, monkeypatch, measured
 ):
     monkeypatch.setattr(run, "run_cell", lambda *_, **__: pytest.fail("measured"))
-    (tmp_path / "file").touch()
+    (tmp_path / "runs").touch()
     with refused("needs a folder that can be written"):
-        measured(grid, root=tmp_path / "file" / "log")
+        measured(grid, root=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The same cells on the workers of a Dask cluster.
 
 Workers that measure have the resource `ANE=1`; a job takes one, so that no worker
-measures two at once. Dask gives the job of a worker that died to another; a job whose
-row is in the log by then is not measured again."""
+measures two at once. Dask gives the job of a worker that died to another; a job is not
+measured again if the log has its row by then, of a machine of the same name with the
+same software."""
 
 from collections.abc import Callable, Iterator
 

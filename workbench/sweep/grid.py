@@ -48,7 +48,7 @@ class Hints(BaseModel, extra="forbid"):
     allowLowPrecisionAccumulationOnGPU: bool | None = None
 
 
-class Run(BaseModel, extra="forbid"):
+class Run(BaseModel, extra="forbid", allow_inf_nan=False):
     """How each bundle is run; every list is an axis.
 
     `repetitions` are sequences within one process; `min_tokens` and `min_seconds` add
@@ -150,14 +150,14 @@ class Cell:
             "values": identity.values(source.checkpoint_hash, chosen, how),
             "setting": identity.setting(source.contents, chosen, how, counts),
             "round": self.round,
-            "prompt": identity.digest(*self.judge_ids)[:6] if self.judge_ids else None,
+            "prompt": identity.prompt(self.judge_ids),
         }
 
 
 def load_grid(path: str | Path) -> Grid:
     """Reads a grid; unknown keys and values are refused before anything runs."""
     try:
-        mapping = yaml.safe_load(Path(path).read_text())
+        mapping = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     # ValueError: not UTF-8, or an invalid date
     except (OSError, ValueError, yaml.YAMLError) as problem:
         found = getattr(problem, "strerror", None) or " ".join(str(problem).split())
@@ -177,21 +177,34 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
             needed = f"one of the keys {', '.join(part.model_fields)}"
         found = f"{where}: {reprlib.repr(first.get('input'))}"
         raise InputError(subject, found, needed, STEP) from None
+    # refuses wrong values of export options
+    sources = {source for source, _ in _bundles(grid, None)}
+    if len({source.path.name for source in sources}) < len(grid.bundle):
+        needed, step = "bundles of different names", "rename one"
+        raise InputError(subject, f"bundle: {grid.bundle}", needed, step)
     if grid.golden:
         from workbench.check.golden import Golden
 
-        ids = Golden.load(find(grid.golden)).ids.tolist()
+        golden = Golden.load(find(grid.golden).absolute())
+        ids, known = golden.ids.tolist(), {None, golden.sha256}
+        if others := {source.checkpoint_hash for source in sources} - known:
+            found = f"golden of checkpoint {golden.sha256[:12]}"
+            step = "run: workbench golden CHECKPOINT --out G"
+            raise InputError(subject, found, f"one of {min(others)[:12]}", step)
         if grid.validate_ids not in ([], ids):
             found, needed = f"validate_ids {grid.validate_ids}", f"the golden's {ids}"
             raise InputError(subject, found, needed, "leave validate_ids out")
-        grid = grid.model_copy(update={"validate_ids": ids})
-    list(cells(grid))  # refuses wrong values of export options
+        known = {"validate_ids": ids, "golden": str(golden.file)}
+        grid = grid.model_copy(update=known)
     return grid
 
 
-def check_cells(every: list[Cell], grid: Grid) -> None:
-    """Refuses a cell that its bundle could not run: T, depth, n_gen, validate_ids."""
+def check_cells(every: list[Cell], grid: Grid, here: bool = True) -> None:
+    """Refuses a cell that its bundle could not run: T, depth, n_gen, validate_ids, and
+    a runtime that this machine lacks, if the cells run `here`."""
     for cell in every:
+        if here:
+            resolve(cell.run["runtime"], cell.options.plugin)
         sizes = {name: cell.run[name] for name in ("T", "depth", "n_gen")}
         timing.check_size(cell.options, **sizes)
         count, S = len(cell.judge_ids), cell.options.max_seq_len
@@ -236,7 +249,8 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
         path = find(grid.checkpoint, root).absolute()
         name = paths.model_name(path)
         if path.is_dir():
-            times = [file.stat().st_mtime_ns for file in sorted(path.iterdir())]
+            files = filter(Path.exists, sorted(path.iterdir()))  # a link may be broken
+            times = [file.stat().st_mtime_ns for file in files]
             sha256 = _sha256(path, tuple(times))
         else:
             known = log.load("runs", root, {"checkpoint": name})["checkpoint_hash"]

@@ -6,9 +6,11 @@ Dask cluster. The row of `runs` is written last, so that a sweep that is killed 
 most the cell that was running."""
 
 import random
+import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,8 @@ from workbench.sweep.grid import RUN_AXES, Cell, Grid, cells, check_cells, find
 
 MEASURED = ("ok", "invalid")
 """Statuses of runs with samples; an invalid run did not run as its settings say."""
+HERE = (None,)
+"""What auto means here, for `Cell.columns`."""
 
 
 def sweep(
@@ -55,21 +59,25 @@ def sweep(
     Returns:
         {cells, done, resumed, failed, invalid, log, reasons, settings}: counts, the
         log's folder, the reasons of failed and invalid cells, and the set of the cells'
-        `setting`. A cell that ran on another unit than the named one counts as done and
-        as invalid.
+        `setting`, with a scheduler for whatever auto may mean. `resumed` are cells that
+        needed no run: logged before, or equal to another one; a cell that a worker
+        finds in the log is done. A cell that ran on another unit than the named one
+        counts as done and as invalid.
     """
     root = Path(root or log.default_root()).absolute()
     bundles = Path(bundles or log.project(root) / "data" / "bundles").absolute()
     every = list(cells(grid, root))
-    check_cells(every, grid)
+    check_cells(every, grid, here=not scheduler)
+    autos = identity.RUNTIMES if scheduler else HERE
     every = every[part[0] - 1 :: part[1]]
-    client = cluster.connect(scheduler) if scheduler else None
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        (root / "runs").mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root / "runs").close()
     except OSError as problem:
         needed, step = "a folder that can be written", "name another with --log"
         raise InputError(f"log {root}", problem.strerror, needed, step) from None
-    todo = _lacking(every, root)
+    client = cluster.connect(scheduler) if scheduler else None
+    todo = missing(every, root, autos)
     run = partial(run_cell, grid=grid, bundles=bundles, root=root)
     running = cluster.run(client, run, todo) if client else map(run, todo)
     outcomes = list(bar(running, desc=progress, total=len(todo), unit="cell"))
@@ -83,29 +91,32 @@ def sweep(
         "invalid": counts["invalid"],
         "log": str(root),
         "reasons": list(dict.fromkeys(reasons)),
-        "settings": {cell.columns()["setting"] for cell in every},
+        "settings": {own for cell in every for own in _key(cell, autos)[0]},
     }
 
 
-def missing(grid: Grid, root: log.Root = None) -> list[Cell]:
+def missing(
+    every: Iterable[Cell], root: log.Root = None, autos: Sequence = HERE
+) -> list[Cell]:
     """The cells without a run of this machine and its software, shuffled within each
-    round. Invalid runs count, since they would be invalid again."""
-    return _lacking(list(cells(grid, root)), root)
+    round. Invalid runs count, since they would be invalid again.
 
-
-def _lacking(every: list[Cell], root: log.Root) -> list[Cell]:
+    Args:
+        autos: what auto may mean on the machines that measure; where it may mean
+            several runtimes, no run of this machine counts.
+    """
     done, todo = _done(root), {}
     for cell in every:
-        if _key(cell) not in done:
+        if _key(cell, autos) not in done:
             # cells that differ in an axis that their runtime lacks are one
-            todo.setdefault(_key(cell), cell)
+            todo.setdefault(_key(cell, autos), cell)
     shuffled = random.Random(0).sample(list(todo.values()), len(todo))
     return sorted(shuffled, key=lambda cell: cell.round)
 
 
-def _key(cell: Cell) -> tuple:
-    columns = cell.columns()
-    return columns["setting"], columns["round"], columns["prompt"]
+def _key(cell: Cell, autos: Sequence = HERE) -> tuple:
+    settings = tuple(cell.columns(auto)["setting"] for auto in autos)
+    return settings, cell.round, identity.prompt(cell.judge_ids)
 
 
 def _done(root: log.Root) -> dict[tuple, tuple[str, str | None]]:
@@ -117,7 +128,7 @@ def _done(root: log.Root) -> dict[tuple, tuple[str, str | None]]:
     done = {}
     for row in log.plain(rows).itertuples():
         for prompt in (row.prompt, None):
-            done[row.setting, row.round, prompt] = row.status, row.reason
+            done[(row.setting,), row.round, prompt] = row.status, row.reason
     return done
 
 
@@ -144,7 +155,7 @@ def run_cell(
         outcome = _prepared(cell, bundles, call)
         if outcome.failure is None:
             path = outcome.value
-            time.sleep(cell.run["cool_down_s"])
+            (stop or threading.Event()).wait(cell.run["cool_down_s"])
             threads = cell.run["threads"]
             outcome = call(measure, cell, grid, path, threads=threads)
         if outcome.failure is None:
@@ -156,14 +167,13 @@ def run_cell(
                 row = _placed(row, path, call)
     if outcome.failure:
         row |= {"status": "failed", "reason": outcome.failure}
-    row["config"]["stderr"] = list(outcome.lines)
     about = {"export": cell.options.model_dump(), "run": cell.run}
+    row["config"] |= about | {"stderr": list(outcome.lines)}
     row |= cell.columns() | {
         "command": "sweep",
         "experiment": grid.experiment,
         "checkpoint": cell.source.name,
         "checkpoint_hash": cell.source.checkpoint_hash,
-        "config": about | row["config"],
     }
     log.record(row, root, **tables)
     return row.get("status", "ok"), row.get("reason")

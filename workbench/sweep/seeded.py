@@ -1,6 +1,7 @@
 """The grids of first light, on checkpoints of seeded weights that are equal on every
 machine."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 import yaml
 
+from workbench import paths
 from workbench.files import locked
 from workbench.models.checkpoint import random
 from workbench.sweep.grid import Grid, make_grid
@@ -36,7 +38,9 @@ def first_light(project: Path, runtime: str = "auto") -> list[Grid]:
             path = project / "data" / "checkpoints" / f"seeded-{digest(config)}"
             with locked(path.with_name(f".{path.name}.lock")):
                 if not path.exists():
-                    random(path, noise=noise(0), **config)
+                    begun = paths.partial(path)
+                    shutil.rmtree(begun, ignore_errors=True)
+                    random(begun, noise=noise(0), **config).rename(path)
             run = {"n_gen": 8, "repetitions": 1, "runtime": [runtime], "timeout_s": 600}
             grid = {"checkpoint": str(path), "experiment": "first-light"}
             grid |= {"run": run | rung.get("run", {}), "validate_ids": ids}
