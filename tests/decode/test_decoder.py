@@ -1,6 +1,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -71,6 +72,7 @@ def foreign(decoder) -> Snapshot:
         (lambda d: d.decode_one_token(97), "token id: found 97; needs .* 0 to 96"),
         (lambda d: d.prefill([]), "0 tokens|\\[\\]"),
         (lambda d: d.prefill([[1], [2]]), "2 sequences"),
+        (lambda d: d.prefill([1], tile=-1), "tile: found -1"),
         (lambda d: d.decode_one_token(1.7), "1.7"),
         (lambda d: d.decode_one_token([1, 2]), "2 sequences of"),
         (lambda d: d.generate([1, 2], -1), "new tokens: found -1"),
@@ -92,6 +94,37 @@ def test_what_cannot_be_meant_is_refused_and_changes_nothing(llama, call, found)
         call(llama)
     left, after = state_of(llama)
     assert left == ids and all(map(np.array_equal, states, after))
+
+
+@pytest.mark.parametrize("family, goes_on", [("llama", True), ("lfm2", False)])
+def test_after_an_interrupted_call_a_recurrent_state_is_refused(
+    exports, monkeypatch, family, goes_on
+):
+    """Jupyter's stop button between two shards. Rows of a cache are written again."""
+    decoder = exports.decoder(family)
+    decoder.prefill([3, 14, 15])
+    before, run = decoder.snapshot(), decoder.run_calls
+    expected = decoder.decode_one_token(9)
+    decoder.begin(before)
+
+    def stopped(model, *about):
+        if model is decoder.layers[1]:
+            raise KeyboardInterrupt
+        return run(model, *about)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(decoder, "run_calls", stopped)
+        decoder.prefill([9, 2])
+    step = partial(decoder.decode_one_token, 9)
+    for use in () if goes_on else (step, decoder.snapshot, partial(decoder.trim, 1)):
+        with refused("sequence 0: found .*interrupted call.*begin again"):
+            use()
+        assert decoder.seqs.ids == [[3, 14, 15]]
+    if not goes_on:
+        decoder.add(0, before)
+    with refused("5 tokens"):  # before anything runs
+        decoder.advance(decoder.seqs, [[1] * 5])
+    assert np.array_equal(step(), expected)
 
 
 def test_two_streams_of_a_decoder_do_not_mix(llama):

@@ -1,20 +1,23 @@
 """What cannot be decoded to its end, or kept, is refused before anything is decoded;
 tokens are labelled by their text."""
 
+import shutil
+import weakref
+
 import numpy as np
 import pytest
+import tiny
 from refusal import refused
 
-from workbench import Bundle, Decoder
-from workbench.decode.transcript import token_labels, transcript
+from workbench.decode.transcript import load_tokenizer, token_labels, transcript
+from workbench.models.checkpoint import Checkpoint
 
 S, IDS = 16, [3, 14, 15, 9, 2, 6]
 
 
 @pytest.fixture
 def decoder(exports):
-    shared = exports.bundle("llama", max_seq_len=S)
-    return Decoder(Bundle.open(shared.root), "portable", "exact")
+    return exports.decoder("smollm3", max_seq_len=S)
 
 
 @pytest.mark.parametrize(
@@ -40,10 +43,40 @@ def test_a_transcript_that_cannot_be_kept_is_refused_before_a_token_is_decoded(
 
 @pytest.mark.parametrize("max_new", [0, S - len(IDS)])
 def test_logits_are_written_under_exactly_the_name_given(decoder, tmp_path, max_new):
-    decoder.manifest.tokens.eos.clear()
     transcript(decoder, IDS, max_new, tmp_path / "logits")
     assert [path.name for path in tmp_path.iterdir()] == ["logits"]
-    assert np.load(tmp_path / "logits").shape == (max_new + 1, 97)
+    assert np.load(tmp_path / "logits").shape == (max_new + 1, 131)
+
+
+def test_without_a_file_no_logits_are_kept_and_calls_are_those_that_ran(
+    exports, monkeypatch
+):
+    """A slice write takes no dummy columns: one call of 8 tokens and 3 of one."""
+    decoder = exports.decoder("smollm3", max_seq_len=S, tokens="1,8", kv_write="slice")
+    stream, seen = decoder.stream, []
+
+    def watched(*about, **more):
+        for record in stream(*about, **more):
+            assert sum(ref() is not None for ref in seen) <= 1
+            seen.append(weakref.ref(record.logits))
+            yield record
+
+    monkeypatch.setattr(decoder, "stream", watched)
+    assert transcript(decoder, [*IDS, *IDS[1:]], 4)["prefill"]["calls"] == 4
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    "damage", [b"version https://git-lfs.github.com/spec/v1", b"{}"]
+)
+def test_a_tokenizer_that_is_not_whole_is_refused(tmp_path, damage):
+    source = shutil.copytree(tiny.DATA / "tiny-llama", tmp_path / "c")
+    (source / "tokenizer.json").write_bytes(damage)
+    with refused("a whole tokenizer.json.*git lfs pull"):
+        load_tokenizer(source)
+    if damage != b"{}":
+        with refused("tokenizer.json: found a Git LFS pointer"):
+            Checkpoint(source).save_tokenizer(tmp_path)
 
 
 def test_labels_of_byte_level_tokens_are_text(tmp_path):

@@ -74,6 +74,16 @@ def test_a_call_of_one_token_keeps_nothing(exports, family):
     assert decoder.seqs.ids == [[1, 2, 3]]
 
 
+def test_an_undo_leaves_a_snapshot_in_another_place_as_it_is(exports):
+    decoder = exports.decoder("lfm2", batch=2)
+    decoder.prefill([[3, 14, 15], [9, 2, 6]])
+    decoder.add(1, decoder.snapshot())
+    decoder.trim(1)
+    with refused("1 to undo; needs at most 0"):
+        decoder.trim(1, seq=1)
+    assert decoder.trim(1) == 1 and decoder.seqs.ids == [[3], [3, 14, 15]]
+
+
 @pytest.mark.matrix(1, wide=1)
 @pytest.mark.parametrize("name", ["lfm2", "zaya", "qwen3_5", "granite"])
 def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(

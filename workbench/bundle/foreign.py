@@ -2,13 +2,23 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from workbench.errors import InputError
 
+
+def _inside(path: str) -> str:
+    parts = PurePosixPath(path).parts
+    if not parts or {"/", ".."} & set(parts) or "\0" in path:
+        raise ValueError(f"path {path!r} must stay inside the bundle")
+    return path
+
+
+RelativePath = Annotated[str, Field(max_length=512), AfterValidator(_inside)]
 Position = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no larger
 # role of an input → its axis with one entry for each token of a call
@@ -58,7 +68,7 @@ class Part(ManifestModel):
     """One package in the folder of its shard, and the number of its state, which parts
     may share; None: it has neither a state nor functions."""
 
-    package: str
+    package: RelativePath
     state: Position | None = None
 
 

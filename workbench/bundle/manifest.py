@@ -3,13 +3,20 @@ gate `interface` compares what the parts say of each other."""
 
 import itertools
 import re
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from workbench import paths, plugins
-from workbench.bundle.foreign import Count, Foreign, ManifestModel, Position
+from workbench.bundle.foreign import (
+    Count,
+    Foreign,
+    ManifestModel,
+    Position,
+    RelativePath,
+)
 from workbench.bundle.names import (
     ATTN_MASK,
     KV_WRITE_MASK,
@@ -30,13 +37,6 @@ FOREIGN_ERROR = 0.02
 MAX_SEQ_LEN = 1 << 24
 
 
-def _inside(path: str) -> str:
-    parts = PurePosixPath(path).parts
-    if not parts or {"/", ".."} & set(parts) or "\0" in path:
-        raise ValueError(f"path {path!r} must stay inside the bundle")
-    return path
-
-
 def _tokens(text: str) -> str:
     if not re.fullmatch(r"1-[1-9]\d*|[1-9]\d*(,[1-9]\d*)*", text):
         raise ValueError("tokens of a call are 1-4, 4 or 1,64")
@@ -46,7 +46,6 @@ def _tokens(text: str) -> str:
 TokensOfCall = Annotated[
     str, Field(coerce_numbers_to_str=True), AfterValidator(_tokens)
 ]
-RelativePath = Annotated[str, Field(max_length=512), AfterValidator(_inside)]
 StateName = Annotated[str, Field(pattern=rf"^layers\.\d{{1,9}}\.({'|'.join(STATES)})$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 RopeName = Literal["", "local", "global", "nope"]
@@ -160,6 +159,15 @@ class Options(ManifestModel):
         not larger."""
         fitting = [n for n in self.shapes if n <= limit and self.kv_write == "slice"]
         return max(fitting, default=limit)
+
+    def calls(self, count: int, tile: int | None = None) -> Iterator[tuple[int, int]]:
+        """The start and the end of each call that `count` tokens take, `tile` tokens a
+        call at most (default t_max)."""
+        start = 0
+        while start < count:
+            end = start + self.taken(min(tile or self.t_max, count - start))
+            yield start, end
+            start = end
 
     def slots(self, window: int | None) -> int:
         """Rows of the cache of a layer that attends to `window` tokens (None: all)."""

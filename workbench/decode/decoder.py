@@ -183,7 +183,8 @@ class Decoder:
 
         Raises:
             InputError: more than t_max tokens, a position past max_seq_len, a hook on a
-                runtime that shows no operation; nothing is changed then.
+                runtime that shows no operation, a sequence that an interrupted call has
+                advanced in part; nothing is changed then.
         """
         if hook and self.is_device:
             raise InputError(
@@ -203,10 +204,12 @@ class Decoder:
             )
         T = self.options.width(max(T, *counts))
         io, times = self.inputs(seqs.offsets, chunk, T), Times()
+        seqs.check()
         seqs.kept, seqs.T = [], T
         keep = keep and self.options.kv_write == "mask" and max(counts) > 1
         if keep and snapshots.floor(self.manifest, 1):
             seqs.kept = [snapshots.take(seqs, seq) for seq in range(len(chunk))]
+        seqs.raise_floors(counts)
         for model, state in zip(self.layers, seqs.states, strict=True):
             start = clock()
             (io,) = self.run_calls(model, [io], [counts], [state], [hook])
@@ -328,6 +331,7 @@ class Decoder:
         """
         seqs = seqs or self.seqs
         prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
+        tile = whole_number(tile or self.options.t_max, "tile")
         self.host.check(seqs.offsets, [*map(len, prompts)])
         last = 0.0
         for chunk, hidden in self.advanced(seqs, prompts, tile):
@@ -344,14 +348,11 @@ class Decoder:
     ) -> Iterator[tuple[list[list[int]], np.ndarray]]:
         """The tokens of one call of the prompts after another, and their hidden
         states."""
-        start, stop = 0, max(map(len, prompts))
-        while start < stop:
-            size = min(tile or self.options.t_max, stop - start)
-            end = start + self.options.taken(size)
+        stop = max(map(len, prompts))
+        for start, end in self.options.calls(stop, tile):
             chunk = [prompt[start:end] for prompt in prompts]
             hidden, _ = self.advance(seqs, chunk, hook, keep=end == stop)
             yield chunk, hidden
-            start = end
 
     def decode_one_token(self, token) -> np.ndarray:
         """Continues each current sequence by one token (batch > 1: a list, None for a
@@ -373,7 +374,8 @@ class Decoder:
 
         Args:
             ids: the prompt: all tokens, or those after `after`. With batch > 1 a list
-                for each sequence, an empty one for a sequence that stays as it is.
+                for each sequence, an empty one for a sequence without a token, which
+                waits.
             max_new: new tokens at most; like `sampling`, one for all sequences or a
                 list with one for each.
             after: what to continue: None for nothing, or snapshots (see `begin`). The
@@ -454,17 +456,18 @@ class Decoder:
                 negative count.
         """
         seqs = seqs or self.seqs
+        seqs.check()
         ids = seqs.ids[whole_number(seq, "sequence", self.options.batch)]
         count = snapshots.trimmed(count, len(ids), seqs.floors[seq])
         left, kept, T = ids[: len(ids) - count], seqs.kept, seqs.T
         if count and kept:
+            floors = [*seqs.floors]
             snapshots.put(seqs, seq, kept[seq])
             again = [[] for _ in kept]
             again[seq] = left[kept[seq].offset :]
             if again[seq]:
                 self.advance(seqs, again, T=T)
-            seqs.kept, seqs.T = kept, T
-            seqs.floors = [before.offset for before in kept]
+            seqs.kept, seqs.T, seqs.floors = kept, T, floors
         seqs.ids[seq] = left
         return count
 

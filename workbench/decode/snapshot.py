@@ -15,6 +15,7 @@ from workbench.bundle.names import is_cache, split_layer
 from workbench.decode.checks import whole_number
 from workbench.errors import InputError
 from workbench.runtime import State
+from workbench.runtime.base import interrupted
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +63,12 @@ class Sequences:
     Args:
         states: of each layer shard; a runtime's state works with its own model alone.
         ids: the tokens of each sequence.
-        floors: the fewest tokens that each sequence can go back to.
+        floors: the fewest tokens that each sequence can go back to. A call raises them
+            before it runs, so that a sequence whose recurrent states it has advanced in
+            part has fewer tokens than its floor.
         kept: where states are recurrent, each sequence before the last call of a
-            prompt, of T columns (0: as many as tokens run again).
+            prompt, of T columns (0: as many as tokens run again); it is of no use to a
+            sequence that was replaced since, whose floor is all its tokens.
     """
 
     manifest: Manifest
@@ -87,15 +91,27 @@ class Sequences:
 
     def append(self, chunk) -> None:
         """Adds the tokens of a call that has run."""
-        for seq, tokens in enumerate(chunk):
-            self.ids[seq] += map(int, tokens)
-            lowest = floor(self.manifest, len(self.ids[seq]))
+        for ids, tokens in zip(self.ids, chunk):
+            ids += map(int, tokens)
+
+    def raise_floors(self, counts: np.ndarray) -> None:
+        """Notes that a call of `counts` [B] tokens begins."""
+        for seq, end in enumerate(self.offsets + counts):
+            lowest = floor(self.manifest, int(end))
             self.floors[seq] = max(self.floors[seq], lowest)
+
+    def check(self) -> None:
+        """Raises an InputError for a sequence that an interrupted call has advanced in
+        part."""
+        for seq, ids in enumerate(self.ids):
+            if self.floors[seq] > len(ids):
+                raise interrupted(f"sequence {seq}")
 
 
 def take(seqs: Sequences, seq: int = 0) -> Snapshot:
     """A detached copy of one sequence."""
     seq = whole_number(seq, "sequence", len(seqs.ids))
+    seqs.check()
     offset = len(seqs.ids[seq])
     lowest = max(seqs.floors[seq], floor(seqs.manifest, offset))
     states = {}
@@ -208,12 +224,15 @@ def _check_fits(seqs: Sequences, snapshot: Snapshot) -> None:
 
 def identity(manifest: Manifest, precision: str) -> str:
     """SHA-256 over all that decides what a cache row holds and where it goes: family,
-    every export option but the batch, weights, embedding, tokenizer, and the
-    arithmetic. Bundles that differ in their batch alone share snapshots."""
+    every export option but the batch, weights, embedding, tokenizer, what is said of
+    another exporter's packages, and the arithmetic. Bundles that differ in their batch
+    alone share snapshots."""
     named = "family dims rope layers checkpoint residual_exponent embedding tokens"
     parts = manifest.model_dump(include={*named.split()})
     parts["options"] = manifest.options.model_dump(exclude={"batch"})
     parts["precision"] = precision
+    if manifest.foreign:
+        parts["foreign"] = manifest.shards[0].model_dump(include={"foreign", "states"})
     parts["weights"] = [
         (file.path, file.sha256)
         for shard in manifest.shards

@@ -10,12 +10,12 @@ import numpy as np
 from workbench.decode.checks import whole_number
 from workbench.decode.decoder import GREEDY, Decoder, Times
 from workbench.decode.sampling import Sampling
-from workbench.errors import InputError
+from workbench.errors import InputError, one_line
 
 
 def load_tokenizer(folder: str | Path):
     """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder; refuses a
-    folder that has none."""
+    folder that has none, or a damaged one."""
     from transformers import PreTrainedTokenizerFast
 
     if not (Path(folder) / "tokenizer.json").is_file():
@@ -25,7 +25,15 @@ def load_tokenizer(folder: str | Path):
             "the checkpoint's tokenizer",
             "give --prompt-ids instead of text, or add the tokenizer and export again",
         )
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as problem:  # tokenizers raises no other class
+        raise InputError(
+            f"tokenizer {folder}",
+            one_line(problem),
+            "a whole tokenizer.json",
+            "run git lfs pull, and export again",
+        ) from problem
 
 
 def encode_text(folder: str | Path, text: str) -> list[int]:
@@ -108,7 +116,8 @@ def transcript(
     tokens, times, rows, start = [], [], [], time.perf_counter()
     for record in decoder.stream(ids, new, stop=stop, sampling=sampling):
         prefill_ms = prefill_ms or (time.perf_counter() - start) * 1e3
-        rows.append(record.logits)
+        if logits:
+            rows.append(record.logits)
         if len(tokens) == max_new or tokens and tokens[-1] in eos:
             break
         tokens.append(record.token)
@@ -120,7 +129,7 @@ def transcript(
     if logits:
         with logits.open("wb") as file:  # np.save appends .npy to a name
             np.save(file, np.stack(rows).astype(np.float32))
-    calls = -(-len(ids) // decoder.options.t_max)
+    calls = len([*decoder.options.calls(len(ids))])
     return {
         "tokens": tokens,
         "text": tokenizer.decode(tokens) if tokenizer else None,

@@ -207,6 +207,9 @@ class Checkpoint:
         its manifest says of tokens."""
         target = folder / "tokenizer"
         for file in self.tokenizer_files():
+            if is_lfs_pointer(file):
+                needed = "a whole tokenizer"
+                raise InputError(str(file), "a Git LFS pointer", needed, FETCH)
             target.mkdir(exist_ok=True)
             shutil.copyfile(file, target / file.name)
         files = file_entries(folder, target)

@@ -124,6 +124,13 @@ class State:
         return self.shard.states[name].tensor if self.shard else name
 
 
+def interrupted(subject: str) -> InputError:
+    """What is raised for states that cannot be gone on with."""
+    found = "states that an interrupted call has advanced in part"
+    step = "begin again, or from a snapshot"
+    return InputError(subject, found, "states after all of its tokens", step)
+
+
 def typed(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Inputs as Core ML's binding takes them: contiguous, writeable, int32 as they are
     and all others in float32, which Core ML rounds to the float16 of its inputs,

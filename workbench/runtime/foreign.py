@@ -2,7 +2,7 @@
 workbench's own shards, which translates every call, and a state that shows their caches
 under the names and in the row order of a bundle."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -14,7 +14,7 @@ from miltorch.steps import Constants
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.foreign import TOKENS, Function, caches, refuse
 from workbench.bundle.names import LOGITS, MASKED, POS, X
-from workbench.runtime.base import Model, State
+from workbench.runtime.base import Model, State, interrupted
 
 
 class ForeignState:
@@ -25,11 +25,12 @@ class ForeignState:
         raws: the packages' states, by their numbers.
         tensors: (state, its name there) of every tensor, by `number/name`.
         end: the tokens after which the rows stand where the packages have them; after 0
-            the order is the bundle's.
+            the order is the bundle's. None while they move.
     """
 
     def __init__(self, model: "ForeignModel"):
-        self.foreign, self.end = model.foreign, 0
+        self.foreign = model.foreign
+        self.end: int | None = 0
         self.raws: dict[int | None, State] = {}
         self.tensors: dict[str, tuple[State, str]] = {}
         for part, models in zip(self.foreign.parts, model.models):
@@ -59,10 +60,13 @@ class ForeignState:
         """Puts every row where the packages have it after `end` tokens."""
         moved = self.foreign.moved
         if self.foreign.moves and end != self.end:
+            before, self.end = self.end, None
+            if before is None:
+                raise interrupted("sequence")
             for raw, name in self.tensors.values():
                 value = raw.read(name)
                 rows = value.shape[-2]
-                up = moved(rows, self.end) - moved(rows, end)
+                up = moved(rows, before) - moved(rows, end)
                 raw.write(name, np.roll(value, up, axis=-2))
         self.end = end
 
@@ -103,6 +107,14 @@ class ForeignModel(Model):
         if wrong := packaged ^ (described | self.foreign.roles.keys()):
             found = f"{sorted(wrong)} on one side alone"
             refuse("names", found, "those of the packages")
+        giving = Counter(
+            self.foreign.roles[name]
+            for models in self.models
+            for name in {n for m in models.values() for n in m.program.outputs}
+        )
+        if giving["top"] > max(1, giving["top_value"]):
+            found = f"{giving['top']} slices of top, {giving['top_value']} of top_value"
+            refuse("roles", found, "top_value of each slice")
         every = [model for models in self.models for model in models.values()]
         self.is_device = every[0].is_device
         self.loading_ms = {
@@ -117,7 +129,7 @@ class ForeignModel(Model):
         self, inputs: dict[str, np.ndarray], state: State, hook=None
     ) -> dict[str, np.ndarray]:
         """Runs a call of T tokens, in as many calls of the packages as their functions
-        need: logits [1, V, T, 1], −inf for tokens of which the packages give none."""
+        need: logits [1, V, T, 1], −inf for ids that an argmax inside did not pick."""
         raw, self.last_native_ms = state.raw, 0.0
         start, T = int(inputs[POS][0]), inputs[X].shape[2]
         logits = np.full((1, self.V, T, 1), np.nan, np.float32)
@@ -142,6 +154,7 @@ class ForeignModel(Model):
                 for name in inputs.keys() & TOKENS.keys()
             }
             state.settle(start + tokens[0])
+            state.end = None
             found = self._call(function, io, start + tokens, state, hook)
             state.end = start + tokens[-1] + 1
             if function.logits:
