@@ -129,8 +129,9 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def link(source: str, target: str) -> None:
-    """A hard link, or a copy: on another disk, or one without hard links."""
+    """A hard link to a file, or to the one that a symbolic link names; or a copy: on
+    another disk, or one without hard links."""
     try:
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copyfile(source, target)

@@ -3,18 +3,23 @@ cause named."""
 
 import json
 import shutil
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
+import tiny
 from adoptions import FAULTS, SOUND, config_of, relabelled
 from circle import wide
 from in_process import cli, invoke
 from refusal import refused
-from tiny import edit_json, prompt, without
+from tiny import prompt, without
 
+import miltorch
 from miltorch.shim import Proxy
-from workbench import Bundle
+from workbench import Bundle, Decoder
 from workbench.adopt import weights
+from workbench.adopt.propose import INPUTS
 from workbench.check import compare
 from workbench.explain import operation
 from workbench.runtime.standin import StandInModel
@@ -107,6 +112,21 @@ def test_a_sequence_goes_back_by_a_snapshot_and_by_trim(adoptions, style):
     assert np.array_equal(expected, again)
 
 
+@pytest.mark.wide
+def test_rows_that_a_call_has_moved_in_part_are_refused(adoptions, monkeypatch):
+    decoder = adoptions.decoder("newest")
+    decoder.prefill(PROMPT)
+    (layers,) = decoder.layers
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop = mock.Mock(side_effect=KeyboardInterrupt)
+        patch.setattr(layers.models[-1][None], "predict", stop)
+        decoder.decode_one_token(5)
+    with refused("interrupted call"):
+        decoder.decode_one_token(5)
+    decoder.begin()
+    decoder.decode_one_token(5)
+
+
 @pytest.mark.shim
 @pytest.mark.parametrize(
     "style", ["chunks", *map(wide, ["recipe", "rotating", "host"])]
@@ -165,10 +185,9 @@ def test_the_text_of_a_vision_model_is_compared_with_its_own_layers(
 
 def changed(adoptions, style, tmp_path, *changes):
     """The bundle of a style with other values in the shard of its layers."""
-    target = shutil.copytree(adoptions.folder(style), tmp_path / "changed")
     of_shard = [(f"shards/0/{path}", value) for path, value in changes]
-    edit_json(target / "bundle.json", *of_shard)
-    return target
+    source, target = Bundle.open(adoptions.folder(style)), tmp_path / "changed"
+    return tiny.edited(source, target, *of_shard).root
 
 
 ROLES, FUNCTIONS = "foreign/roles", "foreign/functions"
@@ -185,6 +204,8 @@ MISTAKES = [  # where, what, and the name by which it is refused
     (KEYS, "0/model_model_kv_cache_0/4", "kv_cache_0/4"),
     (KEYS, "k_state", "k_state"),
     ("foreign/parts/0/package", "no.mlpackage", "no.ml"),
+    ("foreign/parts/0/package", "../no.mlpackage", "stay inside"),
+    (ROLES, lambda of: of | dict.fromkeys(("logits1", "logits2"), "top"), "top_value"),
 ]
 
 
@@ -192,8 +213,8 @@ MISTAKES = [  # where, what, and the name by which it is refused
 def test_a_description_that_does_not_fit_is_refused_by_name(
     adoptions, tmp_path, path, value, name
 ):
-    folder = changed(adoptions, "chunks", tmp_path, (path, value))
     with refused(name):
+        folder = changed(adoptions, "chunks", tmp_path, (path, value))
         invoke("generate", folder, *IDS, "--max-new", 1)
 
 
@@ -211,6 +232,9 @@ def test_a_wrong_description_is_red(adoptions, tmp_path, wrong):
     folder = changed(adoptions, style, tmp_path, *changes)
     found = gates_of(ask("validate", folder, adoptions, style))
     assert found["program"]["verdict"] == "RED"
+    # nor does it take snapshots of the right one
+    decoders = Decoder(folder, "portable", "exact"), adoptions.decoder(style)
+    assert len({decoder.identity for decoder in decoders}) == 2
 
 
 def proposed(adoptions, style, out) -> dict[str, dict]:
@@ -232,10 +256,24 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(
     assert len(lost) == 16 and "lm_head.weight" in lost
     how = "--checkpoint", adoptions.checkpoint("host"), "--out"
     packages = adoptions.packages("host")
-    assert "0/kv_cache_0/2" in cli("adopt", packages, *how, tmp_path / "e").output
+    cached = shutil.copytree(packages, tmp_path / "cached")
+    (file, *_) = cached.glob("*/Manifest.json")
+    file.symlink_to(file.rename(tmp_path / "blob"))
+    assert "0/kv_cache_0/2" in cli("adopt", cached, *how, tmp_path / "e").output
     out = tmp_path / "b"
     with refused(str(out)):
         invoke("adopt", packages, *how, out)
+    with refused("a name for each"):
+        invoke("adopt", packages, cached, *how, tmp_path / "f")
+    with mock.patch.dict(INPUTS, {"": "zeros"}, clear=True), refused("INPUTS in adopt"):
+        invoke("adopt", packages, *how, tmp_path / "f")
+    read, flat = miltorch.read, {"state": miltorch.Type("FLOAT16", (1, 32))}
+    monkeypatch.setattr(miltorch, "read", lambda *of: replace(read(*of), states=flat))
+    with refused("caches, of heads and widths"):
+        invoke("adopt", packages, *how, tmp_path / "f")
+    monkeypatch.undo()
+    with mock.patch.object(compare, "relative_rms", return_value=np.nan):
+        assert "1e+09 off" in cli("adopt", packages, *how, tmp_path / "f").output
 
 
 def test_a_mask_of_minus_infinity_is_no_fault(adoptions):

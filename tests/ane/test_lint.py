@@ -41,9 +41,9 @@ def compressed(weight: dict, **about) -> rules.LintGraph:
     return graph(op(kind, W, **weight), op("matmul", x="x", y=f"{kind}_out"), **about)
 
 
-def palette(**about) -> rules.LintGraph:
-    """A program with a weight in a palette of 16 entries."""
-    table = {"lut": np.zeros((1, 1, 16, 1)), "indices": np.zeros((64, 64), np.uint8)}
+def palette(*shape: int, **about) -> rules.LintGraph:
+    """A program with a weight in a palette of a shape."""
+    table = {"lut": np.zeros(shape), "indices": np.zeros((64, 64), np.uint8)}
     return graph(op("constexpr_lut_to_dense", W, **table), **about)
 
 
@@ -84,7 +84,7 @@ BROKEN = {
     "K2": (graph(states={"k_state": half(1, 2, 64, 48, kind="state")}), "k_state"),
     "K3": (graph(states=THREE), "a"),
     "K4": (graph(inputs=FOUR, states=STATE, functions=2), "k_state"),
-    "K10": (palette(states=STATE), "constexpr_lut_to_dense"),
+    "K10": (palette(1, 1, 16, 1, states=STATE), "constexpr_lut_to_dense"),
     "K12": (graph(states={"k_state": half(1, 2, 2048, 32, kind="state")}), "k_state"),
     "K13": (graph(states=STATE), "k_state"),
     "K14": (graph(*BLEND, states=STATE), "write_state"),
@@ -98,7 +98,7 @@ BROKEN = {
     "G4": (graph(weights=1_100_000_000), "conv"),
     "Q3": (compressed(INT4), "matmul"),
     "Q4": (compressed(INT8), "matmul"),
-    "Q5": (palette(), "constexpr_lut_to_dense"),
+    "Q5": (palette(16), "constexpr_lut_to_dense"),
     "Q6": (compressed(INT8, generation=1), "constexpr_blockwise_shift_scale"),
     "N7": (graph(op("softplus", x="x")), "softplus"),
 }
@@ -126,6 +126,8 @@ def test_a_program_that_breaks_none_is_clean():
     written = op("write_state", None, data="mul_out", input="k_state")
     held = graph(op("mul", x="x", y="x"), written, states=STATE)
     assert found(held).keys() == {"K13", "K15"}
+    bare = program([op("relu", x="x")], {"x": X}, ["relu_out"], STATE)
+    assert "K4" not in found(rules.LintGraph(bare, 5_000_000, functions=2))
 
 
 def test_every_rule_says_where_it_is_from_and_what_to_do():

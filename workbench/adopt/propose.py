@@ -99,6 +99,10 @@ def propose(
         inside = source.glob("[!.]*.mlpackage")
         found += map(Package, [source] if paths.is_package(source) else inside)
     found.sort(key=lambda package: package.order)
+    names = [package.path.name for package in found]
+    if len({*names}) < len(names):
+        step = "rename one of them, or leave it out"
+        raise InputError("packages", str(names), "a name for each", step)
     # a vision model's text has the configuration of the text model alone
     config = hf.empty_model(checkpoint.config).config
     with new_bundle(out) as root:
@@ -123,7 +127,7 @@ def described(
         parts.append(Part(package=name, state=number if states else None))
         shutil.copytree(package.path, root / "layers" / name, copy_function=link)
         roles |= package.roles
-    found = [(H, D) for _, H, _, D in held.values()]
+    found = [tuple(shape[1::2]) for shape in held.values()]
     if found != [(plan.dims.H_kv, plan.dims.D)] * 2 * plan.dims.L:
         raise InputError(
             "packages",
@@ -217,6 +221,9 @@ def tokens(program: miltorch.Program) -> tuple[int, int]:
         ranges = feature.type.multiArrayType.shapeRange.sizeRanges
         most = ranges[axis].upperBound if ranges else LARGEST_CALL
         return 1, most if 0 < most < LARGEST_CALL else LARGEST_CALL
+    found, needed = [*program.inputs], "names such as input_ids, hidden_states"
+    step = "add a pattern to INPUTS in adopt/propose.py"
+    raise InputError("inputs", str(found), needed, step)
 
 
 def probed(
@@ -235,11 +242,12 @@ def probed(
     rows = [state.read(name)[0, :, 0] for name in names]
     expected = [values[value_name(name)] for name in names]
     errors = [[compare.relative_rms(e, row) for row in rows] for e in expected]
+    errors = np.nan_to_num(errors, nan=1e9, posinf=1e9)
     nearest = linear_sum_assignment(errors)
     states = {names[i]: entries[j] for i, j in zip(*nearest)}
     shards = [shard.model_copy(update={"states": states})]
     manifest = manifest.model_copy(update={"shards": shards})
-    return manifest, np.array(errors)[nearest].max()
+    return manifest, errors[nearest].max()
 
 
 def assumed(manifest: Manifest, checkpoint: Checkpoint, error: float) -> list[dict]:

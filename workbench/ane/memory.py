@@ -106,7 +106,7 @@ def work(source, options: Options | None = None, T: int = 1) -> pd.DataFrame:
 
 def parse_bytes(text: str) -> int:
     """`16G`, `512M`, `8GiB` or plain bytes → bytes (binary units)."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(IB|B)?", text.strip().upper())
+    size = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)([KMGT]?)(IB|B)?", text.strip().upper())
     total = size and int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))
     if not total:
         needed = "a size above zero, such as 16G"

@@ -185,8 +185,8 @@ def _is_spatial(g, op) -> bool:
 
 
 def _entries(g, op) -> int:
-    """The number of entries of a palette [groups…, entries, vector]."""
-    return (g.shape(op, "lut") or (0, 0))[-2]
+    """The number of entries of a palette [groups…, entries, vector] or [entries]."""
+    return sum(g.shape(op, "lut")[-2:][:1])
 
 
 def _is_blocked(g, op) -> bool:
@@ -230,7 +230,11 @@ TESTS = {
     "K3": lambda g, t: len(g.program.states) >= 3,
     "K4": lambda g, t: (
         g.functions > 1
-        and min(_columns(g, op) for op in g.ops if op.kind in ("conv", "linear")) > 1
+        and min(
+            (_columns(g, op) for op in g.ops if op.kind in ("conv", "linear")),
+            default=0,
+        )
+        > 1
     ),
     "K10": lambda g, op: g.program.states and _entries(g, op) == 16,
     "K12": lambda g, t: len(t.shape) == 4 and (t.shape[2] or 0) > 1024,
