@@ -1,6 +1,9 @@
 """Commands take bundles of other exporters' packages: figures that agree with Hugging Face, and a
 reason where something cannot be asked."""
 
+import shutil
+from unittest import mock
+
 import numpy as np
 import pytest
 from in_process import invoke
@@ -8,6 +11,7 @@ from refusal import refused
 from test_adopt import validate
 from tiny import as_device
 
+from miltorch.shim import Proxy
 from workbench import Bundle, Decoder, log, sweep
 from workbench.bundle.names import X
 from workbench.check import compare, golden, units
@@ -66,6 +70,19 @@ def test_plan_counts_packages_and_states_and_places_every_function(adoptions):
     assert result["fits"] and len(result["chips"]) > 3
     placed = [shard["shard"] for shard in result["shards"]]
     assert len(placed) == 6 and "tiny_FFN_PF_chunk_02of02 prefill" in placed
+
+
+@pytest.mark.shim
+def test_a_device_compiles_each_package_once_and_has_a_plan_of_it(
+    adoptions, tmp_path, calls_here
+):
+    folder = shutil.copytree(adoptions.folder("chunks"), tmp_path / "b")
+    runtime = "--runtime", "stand-in-plan-ane"
+    found = invoke("plan", folder, *runtime)
+    assert (found["source"], len(found["shards"])) == ("simulated", 6)
+    with mock.patch.object(Proxy, "compileModel") as compiled:
+        invoke("generate", folder, "--prompt-ids", "1,2", "--max-new", 1, *runtime)
+    compiled.assert_not_called()
 
 
 @pytest.mark.slow("validates two bundles and times four cells")

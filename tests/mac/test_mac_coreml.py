@@ -11,7 +11,7 @@ import pytest
 from workbench import Decoder
 from workbench.check import validate
 from workbench.runtime import COMPUTE_UNITS
-from workbench.runtime.coreml import compute_plan
+from workbench.runtime.coreml import compiled_path, compute_plan
 
 pytestmark = pytest.mark.mac
 
@@ -45,5 +45,6 @@ def test_what_compiling_prints_stays_out_of_the_output(exports, tiny_llama, tmp_
 
 def test_a_compiled_model_has_a_compute_plan(llama_bundle):
     shard = llama_bundle.shards("layers")[0]
-    placed = compute_plan(llama_bundle, shard, "CPU_ONLY")
+    package, compiled = llama_bundle.package(shard), compiled_path(llama_bundle, shard)
+    placed = compute_plan(package, compiled, "CPU_ONLY")
     assert placed and {op.preferred for op in placed} <= {"cpu", None}

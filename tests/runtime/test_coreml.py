@@ -24,14 +24,8 @@ OPTIONS = {"max_seq_len": 16, "tokens": "1-4", "compress": "int8-channel"}
 
 
 @pytest.fixture(scope="module")
-def source(exports):
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return exports.checkpoint("llama", tie_word_embeddings=False, **heads)
-
-
-@pytest.fixture(scope="module")
-def bundle(exports, source):
-    return exports.bundle(source, **OPTIONS)
+def bundle(exports):
+    return exports.bundle("llama", **OPTIONS)
 
 
 @pytest.fixture
@@ -81,6 +75,7 @@ def test_any_array_is_made_what_the_binding_takes(bundle, shard):
 
 NATIVE = {  # step → the native function that fails
     "compile": (shim.Proxy, "compileModel"),
+    "disk": (os, "rename"),
     "load": (shim.Proxy, "__init__"),
     "make_state": (shim.Proxy, "newState"),
     "predict": (shim.Proxy, "predict"),
@@ -102,16 +97,18 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(
         "write": lambda: state.write(name, np.zeros(entry.shape, np.float16)),
     }
 
+    text = "x × 5 failed with error code: -14"
+
     def fail(*_):
-        raise shim._error('"x" × 5 failed with error code: -14')
+        raise OSError(text) if step == "disk" else shim._error(f'"{text}"')
 
     shutil.rmtree(model.compiled)
     monkeypatch.setattr(*NATIVE[step], fail)
     with refused(shard.name) as refusal:
         uses.get(step, lambda: load_shard(bundle, shard, "coreml"))()
     assert "\n" not in str(refusal.value)
-    words = 'NSLocalizedDescription = "\\"x\\" × 5 failed with error code: -14"'
-    assert refusal.value.actual == words
+    words = f'NSLocalizedDescription = "\\"{text}\\""'
+    assert refusal.value.actual == (text if step == "disk" else words)
 
 
 # --- compiled shards ------------------------------------------------------------------------------
@@ -227,9 +224,9 @@ def test_the_plan_counts_every_compute_operation_and_no_constant(
 
     native = SimpleNamespace(get_compute_plan=get_compute_plan)
     monkeypatch.setattr(plans, "_MLModelProxy", native)
-    plan = coreml.compute_plan(bundle, shard, "CPU_AND_NE")
-    found = placement.count_units(shard.name, plan)
     compiled = coreml.compiled_path(bundle, shard)
+    plan = coreml.compute_plan(bundle.package(shard), compiled, "CPU_AND_NE")
+    found = placement.count_units(shard.name, plan)
     assert asked == [(str(compiled), "CPU_AND_NE")] and compiled.suffix == ".mlmodelc"
     counts = found.ops, found.ane, found.gpu, found.cpu, found.eligible
     assert counts == (5, 1, 1, 2, 1) and found.source == "measured"

@@ -40,8 +40,7 @@ def in_forks(forks):
 
 @pytest.fixture(scope="module")
 def source(exports):
-    dims = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    return exports.checkpoint("llama", tie_word_embeddings=False, **dims)
+    return exports.checkpoint("llama", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +225,10 @@ def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
     assert cli(*arguments, "--compute-units", "CPU_ONLY").exit_code == 0
 
 
+@pytest.mark.parametrize("where", ["stand-in-fallback", "portable"])
 @pytest.mark.parametrize("name", ["generate", "plan"])
-def test_compute_units_that_are_none_are_refused(name, bundle, source):
-    arguments = of(name, bundle, source, "stand-in-fallback")
+def test_compute_units_that_are_none_are_refused(name, where, bundle, source):
+    arguments = of(name, bundle, source, where)
     found = cli(*arguments, "--compute-units", "ANE")
     assert found.exit_code == 2 and "compute units: found 'ANE'" in found.output
 

@@ -7,7 +7,7 @@ run there (`ane`), given the shard's size and neighbours. It lists the rules tha
 applied and marks disputed ones."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from miltorch.program import read_spec
 from workbench.ane.rules import LintGraph, lint
 from workbench.bundle import Bundle, Shard
 from workbench.runtime import model_class
-from workbench.runtime.coreml import Placed, compute_plan
+from workbench.runtime.coreml import Placed, compiled_path, compute_plan
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,25 @@ class Placement:
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
     """The predicted placement of every shard of a bundle, or of each of its functions,
     with compute units CPU_AND_NE, on a chip of an M generation."""
-    packages = {}
-    for shard in bundle.manifest.shards:
-        packages |= bundle.packages(shard)
-    functions = {
-        name: sorted(read_spec(package).mlProgram.functions)
-        for name, package in packages.items()
-    }
-    programs = sum(map(len, functions.values()))  # that a process loads
-    placements = []
-    for name, package in packages.items():
+    programs, placements = list(loaded(bundle, bundle.manifest.shards)), []
+    counts = Counter(package for _, _, package, _ in programs)
+    for title, _, package, function in programs:
         weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
-        count = len(functions[name])
-        for function in functions[name]:
-            program = miltorch.read(package, function)
-            graph = LintGraph(program, weights, count, generation, programs)
-            title = f"{name} {function}" if count > 1 else name
-            placements.append(place_operations(title, graph))
+        about = weights, counts[package], generation, len(programs)
+        graph = LintGraph(miltorch.read(package, function), *about)
+        placements.append(place_operations(title, graph))
     return placements
+
+
+def loaded(bundle: Bundle, shards: Iterable[Shard]) -> Iterator[tuple]:
+    """What a process loads to run shards: the title, shard, package and function of
+    each program."""
+    for shard in shards:
+        for name, package in bundle.packages(shard).items():
+            functions = sorted(read_spec(package).mlProgram.functions)
+            for function in functions:
+                title = f"{name} {function}" if len(functions) > 1 else name
+                yield title, shard, package, function
 
 
 def place_operations(shard: str, graph: LintGraph) -> Placement:
@@ -97,11 +98,10 @@ def plan(
     """
     bundle, model, placements = Bundle.open(root), model_class(runtime), []
     with model.native_layer():
-        for shard in shards:
-            for function in shard.functions or [None]:
-                title = f"{shard.name} {function}" if function else shard.name
-                found = compute_plan(bundle, shard, compute_units, function)
-                placements.append(count_units(title, found, model.plan_source))
+        for title, shard, package, function in loaded(bundle, shards):
+            compiled = compiled_path(bundle, shard, package)
+            found = compute_plan(package, compiled, compute_units, function)
+            placements.append(count_units(title, found, model.plan_source))
     return placements
 
 

@@ -126,30 +126,34 @@ def open_model(
             does not know.
     """
     name = resolve(runtime)
+    check_compute_units(compute_units)
     model = partial(model_class(name), package, *(shard or (None, 0)), function)
     if name == "portable":
         return model(precision=precision, fast=fast, reads=reads)
-    check_compute_units(compute_units)
     return model(compute_units=compute_units, hints=hints, compiled=compiled)
 
 
 def load_shard(bundle: Bundle, shard: Shard, runtime: str = "auto", **how) -> Model:
-    """Loads one shard of a bundle; options as of `open_model`. What a device compiles is
-    kept beside the bundle."""
-    options, package = bundle.manifest.options, bundle.package(shard)
+    """Loads one shard of a bundle, or the packages of another exporter that together
+    are one; options as of `open_model`. What a device compiles is kept beside the
+    bundle."""
+    options = bundle.manifest.options
     runtime = resolve(runtime, options.plugin)
     if options.plugin:
         return model_class(runtime)(bundle, shard)
+
+    def load(package: Path, *about, **more) -> Model:
+        if is_device(runtime):
+            from workbench.runtime.coreml import compiled_path
+
+            more["compiled"] = compiled_path(bundle, shard, package)
+        return open_model(package, runtime, *about, **how | more)
+
     if shard.foreign:
         from workbench.runtime.foreign import ForeignModel
 
-        load = partial(open_model, runtime=runtime, **how)
         return ForeignModel(bundle, shard, load, how.get("fast", False))
-    if is_device(runtime):
-        from workbench.runtime.coreml import compiled_path
-
-        how["compiled"] = compiled_path(bundle, shard)
-    return open_model(package, runtime, shard, options.t_max, **how)
+    return load(bundle.package(shard), shard, options.t_max)
 
 
 def constants(bundle: Bundle, shard: Shard) -> Callable:

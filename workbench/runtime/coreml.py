@@ -61,10 +61,10 @@ class Placed:
 @contextmanager
 def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
     """Context manager that turns errors of Core ML's binding, RuntimeErrors of several
-    lines, into one InputError with their text."""
+    lines, and those of the disk into one InputError with their text."""
     try:
         yield
-    except RuntimeError as problem:
+    except (RuntimeError, OSError) as problem:
         raise InputError(subject, one_line(problem), needed, next_step) from problem
 
 
@@ -158,7 +158,8 @@ class CoreMLModel(Model):
             if self.shard
             else f"package {self.package.name}",
             f"a model that Core ML runs on {self.units.name}",
-            "see the message; try other --compute-units",
+            "see the message; try other --compute-units, or a copy of the bundle in a "
+            "folder that can be written",
         )
 
     def _model(self, T: int):
@@ -244,21 +245,21 @@ def compile_package(package: Path, target: Path) -> float | None:
 
 
 def compute_plan(
-    bundle: Bundle, shard: Shard, compute_units: str, function: str | None = None
+    package: Path, compiled: Path, compute_units: str, function: str = "main"
 ) -> list[Placed]:
-    """Where Core ML plans to run every compute operation of a shard, nested blocks
-    included; constants are left out. Core ML may abort the process that calls this.
+    """Where Core ML plans to run every compute operation of a package that is, or will
+    be, compiled at a path: nested blocks included; constants are left out. Core ML may
+    abort the process that calls this.
 
     Raises:
         InputError: Core ML compiles no such model, or gives no plan.
     """
-    ct, subject = coremltools(), f"plan of shard {shard.name}"
+    ct, subject = coremltools(), f"plan of {package.stem}"
     needed = "Core ML's MLComputePlan, from macOS 14.4 on"
     with one_message(
         subject, needed, "see the message; timings alone say where it ran"
     ):
-        compiled = compiled_path(bundle, shard)
-        compile_package(bundle.package(shard), compiled)
+        compile_package(package, compiled)
         load = ct.models.compute_plan.MLComputePlan.load_from_path
         try:
             plan = load(str(compiled), ct.ComputeUnit[compute_units])
@@ -267,17 +268,19 @@ def compute_plan(
         if plan is None:
             raise RuntimeError(None)
         functions = plan.model_structure.program.functions
-        return list(_placed(plan, functions[function or "main"].block))
+        return list(_placed(plan, functions[function].block))
 
 
-def compiled_path(bundle: Bundle, shard: Shard) -> Path:
-    """Path of a shard's compiled model, beside the bundle; its name is a hash of the
-    shard's files, coremltools, macOS."""
+def compiled_path(bundle: Bundle, shard: Shard, package: Path | None = None) -> Path:
+    """Path of the compiled model of a shard, or of one of its packages, beside the
+    bundle; its name has a hash of the package's files, coremltools, macOS."""
+    package = package or bundle.package(shard)
     versions = coremltools().__version__, platform.mac_ver()[0], platform.version()
-    sources = [sorted((f.path, f.sha256) for f in shard.files), *versions]
+    files = [f for f in shard.files if package in (bundle.root / f.path).parents]
+    sources = [sorted((f.path, f.sha256) for f in files), *versions]
     key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]
     folder = bundle.root.with_name(f".{bundle.root.name}.compiled")
-    return folder / f"{shard.name}-{key}.mlmodelc"
+    return folder / f"{package.stem}-{key}.mlmodelc"
 
 
 def _hints(ct, hints: dict) -> dict:
