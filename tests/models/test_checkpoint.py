@@ -26,6 +26,7 @@ def held(change):
 
 def indexed(path, *names):
     """Makes it a checkpoint of several files."""
+    (path / WEIGHTS).unlink(missing_ok=True)
     index = {"weight_map": dict(enumerate(names))}
     (path / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
 
@@ -49,7 +50,6 @@ def config(text):
         (held(lambda data: POINTER), "Git LFS pointer"),
         (held(lambda data: data[:-100]), "no whole safetensors file"),
         (held(lambda data: b"\xff" * 4096), "no whole safetensors file"),
-        (held(lambda data: b""), "no whole safetensors file"),
         (half, "model-00002.*half a download"),
         (lambda p: indexed(p, f"../{WEIGHTS}"), "folder in it"),
         (config('{"model_type": "no-such-model"}'), "no-such-model"),
@@ -74,6 +74,13 @@ def test_a_damaged_generation_configuration_is_refused(copy, damaged):
     (copy / "generation_config.json").write_text(damaged)
     with refused("no JSON object|eos_token_id .*a token id"):
         Checkpoint(copy).eos  # noqa: B018
+
+
+def test_one_file_is_preferred_to_an_index_as_in_transformers(copy):
+    whole = (copy / WEIGHTS).read_bytes()
+    indexed(copy, "old.safetensors")
+    (copy / WEIGHTS).write_bytes(whole)
+    assert [file.name for file in Checkpoint(copy).files] == [WEIGHTS]
 
 
 def test_where_texts_end_is_part_of_the_identity(copy):

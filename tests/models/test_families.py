@@ -1,6 +1,7 @@
 """What each family refuses by name, and how it reads a configuration."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import transformers
 from circle import wide
 from refusal import refused
 
+from workbench.check import golden
 from workbench.export import export
 from workbench.models import family_of
+from workbench.models.checkpoint import Checkpoint
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -35,9 +38,11 @@ UNSUPPORTED = {  # what a configuration has → what must be named
         ({"rope_parameters": DYNAMIC}, "dynamic"),
         ({"rope_parameters": PARTIAL}, "partial"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"is_causal": False}, "is_causal"),
+        ({"num_key_value_heads": 3}, "4 heads, 3 of keys"),
     ],
     "qwen2": [
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"use_sliding_window": True, "max_window_layers": 0}, "layer types"),
         ({"hidden_size": 63}, "a rotary width of 21"),
     ],
     "gemma3_text": [
@@ -59,7 +64,11 @@ UNSUPPORTED = {  # what a configuration has → what must be named
         ({"rope_parameters": LONG | {"llama_4_scaling_beta": 0.1}}, "longrope"),
     ],
     "smollm3": [
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_attention")
+        ({"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
+        (
+            {"no_rope_layers": [1], "layer_types": ["full_attention"] * 3},
+            "no_rope_layers of 1",
+        ),
     ],
     "olmo3": [
         ({"layer_types": ["full_attention", *["chunked_attention"] * 2]}, "chunked"),
@@ -78,6 +87,7 @@ UNSUPPORTED = {  # what a configuration has → what must be named
     "granitemoehybrid": [
         ({"num_local_experts": 4}, "num_local_experts = 4"),
         ({"time_step_limit": (0.0, 0.1)}, "time_step_limit"),
+        ({"logits_scaling": 0}, "logits_scaling = 0"),
     ],
 }
 
@@ -112,6 +122,33 @@ def test_more_positions_or_tokens_than_a_family_has_are_refused(
         with refused(f"{name} = {value}.*{family}.* {most}"):
             export(exports.checkpoint(family), tmp_path / "b", **option)
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    "family, changed",
+    [
+        ("mistral", {"sliding_window": 0}),
+        ("llama", {"num_hidden_layers": 0}),
+        ("llama", {"vocab_size": 50}),
+        ("granitemoehybrid", {"embedding_multiplier": None}),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(exports, tmp_path, family, changed):
+    path = shutil.copytree(exports.checkpoint(family), tmp_path / "c")
+    tiny.edit_json(path / "config.json", *changed.items())
+    with refused("check (that )?config.json"):
+        export(path, tmp_path / "b")
+
+
+def test_a_tied_head_with_weights_of_its_own_is_not_the_embedding(exports, tmp_path):
+    """As transformers, which then ties nothing."""
+    path = shutil.copytree(exports.checkpoint("llama"), tmp_path / "c")
+    with tiny.edited_weights(path) as weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0)
+    g = exports.golden(path, 6)
+    assert tiny.logits_error(exports.decoder(path), g, 4) < 3e-6
+    own = golden.make_golden(Checkpoint(path), g.ids)
+    assert tiny.relative(own["logits"], g.logits) < 3e-6
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones():

@@ -1,11 +1,13 @@
 """Bundles that are kept for later: a damaged one is made again, one that is named stays."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from refusal import refused
+from tiny import WEIGHTS
 
 from workbench import Bundle, sweep
 from workbench.bundle import Options
@@ -20,6 +22,12 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
     source = Checkpoint(exports.checkpoint("llama", num_hidden_layers=1))
     about = source, Options(max_seq_len=16), tmp_path
     made = bundle_for(*about)
+    monkeypatch.setattr(
+        Checkpoint, "tokenizer_files", lambda _: [source.path / WEIGHTS]
+    )
+    with pytest.warns(UserWarning, match="another tokenizer"):
+        made = bundle_for(*about)
+    assert [Path(e.path).name for e in made.manifest.tokens.files] == [WEIGHTS]
 
     def closed(path):
         raise PermissionError(13, "Permission denied", str(path))

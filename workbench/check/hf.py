@@ -169,7 +169,7 @@ class Reference:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """lm_head over [.., n, C], `HEAD_ROWS` of its rows in float32 at a time; the
         checkpoint's own tensor is read so."""
-        name = head_weight(self.checkpoint)
+        name = self.checkpoint.head
         V = self.checkpoint.config.vocab_size
         stored = self.weights and self.weights(name)
         parts = []
@@ -266,13 +266,6 @@ def has_attention(layer: nn.Module) -> bool:
     """Whether a decoder layer of Hugging Face's model attends: others keep a recurrent
     state."""
     return getattr(layer, "self_attn", None) is not None
-
-
-def head_weight(checkpoint: Checkpoint) -> str:
-    """Name of the tensor that turns the last hidden state into logits."""
-    if checkpoint.config.tie_word_embeddings:
-        return f"{checkpoint.prefix}embed_tokens.weight"
-    return "lm_head.weight"
 
 
 def check_ids(ids: Sequence[int], V: int) -> np.ndarray:

@@ -31,7 +31,7 @@ from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.compare import blocks, over
 from workbench.check.gates import Gate
-from workbench.check.hf import empty_model, head_weight
+from workbench.check.hf import empty_model
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
@@ -64,10 +64,10 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     found = []
     problems = []
     covered = {}
-    tensors = text_tensors(checkpoint) | {head_weight(checkpoint)}
+    tensors = text_tensors(checkpoint) | {checkpoint.head}
     for name, table in bundle.embedding.items():
         tensor = checkpoint.prefix + HOST_TENSORS[name]
-        if tensor != head_weight(checkpoint):
+        if tensor != checkpoint.head:
             tensors.discard(tensor)
         found.append(_host_deviation(checkpoint, tensor, torch.from_numpy(table)))
     programs = []
@@ -241,8 +241,6 @@ def text_tensors(checkpoint: Checkpoint) -> set[str]:
         if name.startswith("model."):
             name = checkpoint.prefix + name.removeprefix("model.")
         names.add(name)
-    if checkpoint.config.tie_word_embeddings:
-        names.discard("lm_head.weight")
     return {name for name in names if name in checkpoint}
 
 

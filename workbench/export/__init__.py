@@ -40,12 +40,13 @@ from workbench.export.shards import Spec, specs
 from workbench.export.template import Template
 from workbench.export.weights import (
     WeightSource,
+    check_shape,
     load_values,
     rounded,
     stored,
     weight_sources,
 )
-from workbench.files import check_room, locked, project_root
+from workbench.files import check_room, locked, project_root, sha256
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
@@ -111,9 +112,10 @@ def _export(source: Checkpoint, options: Options, bundle: Path) -> Bundle:
         raise InputError(f"bundle {bundle}", reason, needed, step) from problem
 
 
-def bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
-    """Checkpoint and a hash of everything that decides a bundle's bytes."""
-    parts = [MANIFEST_VERSION, sha256, options.model_dump(), versions(options)]
+def bundle_name(checkpoint: str, identity: str, options: Options) -> str:
+    """Checkpoint and a hash of everything that decides a bundle's bytes but its
+    tokenizer's."""
+    parts = [MANIFEST_VERSION, identity, options.model_dump(), versions(options)]
     text = json.dumps(parts, sort_keys=True)
     return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
@@ -126,15 +128,21 @@ def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path) -> Bundle
     has the reason."""
     path = folder / bundle_name(checkpoint.name, checkpoint.sha256, options)
     with locked(path.with_name(f".{path.name}.lock")):
+        reason = "the checkpoint has another tokenizer now"
         try:
-            return Bundle.open(path)
+            made = Bundle.open(path)
+            held = {Path(e.path).name: e.sha256 for e in made.manifest.tokens.files}
+            own = {file.name: sha256(file) for file in checkpoint.tokenizer_files()}
+            if held == own:
+                return made
         except InputError as problem:
             if isinstance(problem.__cause__, OSError):  # it may be whole
                 raise
-            if path.exists():
-                text = f"the cached bundle {path.name} is exported again: {problem}"
-                warnings.warn(text, stacklevel=2)
-                shutil.rmtree(path)
+            reason = problem
+        if path.exists():
+            text = f"the cached bundle {path.name} is exported again: {reason}"
+            warnings.warn(text, stacklevel=2)
+            shutil.rmtree(path)
         return _export(checkpoint, options, path)
 
 
@@ -142,7 +150,15 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
     """The family's plan for a checkpoint. Raises an InputError for options that do not
     apply to the family."""
     family = family_of(source.config)
-    plan = family.plan(source.config)
+    try:
+        plan = family.plan(source.config)
+    except ValidationError as problem:
+        name, error = first_fault(problem, "config.json")
+        found, step = repr(error.get("input")), "check config.json"
+        raise InputError(name, found, error["msg"], step) from None
+    except TypeError as problem:  # null in place of a number
+        needed, step = "a number wherever the family reads one", "check config.json"
+        raise InputError("config.json", str(problem), needed, step) from problem
     windows = any(layer.window for layer in plan.layers)
     matrices = any(MATRIX_STATE in states for states in plan.side_states)
     longest = plan.max_positions or options.max_seq_len
@@ -280,12 +296,14 @@ def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
     tables, header, end = [], {}, 0
     for key, name in ({"weight": "embed_tokens.weight"} | plan.embedding).items():
         dtype = torch.float16 if key == "weight" else torch.float32
-        name = source.prefix + name
-        start, shape = end, source.shape(name)
+        shape = [plan.dims.V, plan.dims.C][-1 if key != "weight" else 0 :]
+        weight = WeightSource(key, source.prefix + name, tuple(shape))
+        check_shape(weight, source)
+        start = end
         end += math.prod(shape) * dtype.itemsize
         kind = f"F{8 * dtype.itemsize}"
         header[key] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
-        tables.append((WeightSource(key, name, shape), source, dtype))
+        tables.append((weight, source, dtype))
     path = folder / "embedding.safetensors"
     text = json.dumps(header).encode()
     with path.open("wb") as file:

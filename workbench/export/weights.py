@@ -91,7 +91,7 @@ def weight_sources(
             preset=options.preset if is_matrix and ROUTER not in path else FP16,
         )
         if weight.tensor:
-            _check_shape(weight, source)
+            check_shape(weight, source)
         weights.append(weight)
     return weights
 
@@ -99,7 +99,7 @@ def weight_sources(
 def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:
     """Name of the checkpoint tensor behind a parameter."""
     if path == "lm_head.weight":
-        return f"{source.prefix}embed_tokens.weight" if plan.tied else path
+        return source.head
     path = ".".join(plan.names.get(part, part) for part in path.split("."))
     if spec.kind == "head":
         return source.prefix + path
@@ -109,10 +109,12 @@ def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:
     return f"{source.prefix}layers.{spec.layers[0] + int(index)}.{path}"
 
 
-def _check_shape(weight: WeightSource, source: Checkpoint) -> None:
+def check_shape(weight: WeightSource, source: Checkpoint) -> None:
     subject = f"tensor {weight.tensor!r}"
     stored = source.shape(weight.tensor, weight.rows)
-    if math.prod(stored) != math.prod(weight.shape):
+    is_matrix = weight.shape[2:] == (1, 1) and len(stored) > 1
+    turned = is_matrix and stored[-1] != weight.shape[1]
+    if turned or math.prod(stored) != math.prod(weight.shape):
         raise InputError(
             subject,
             f"shape {source.shape(weight.tensor)}",

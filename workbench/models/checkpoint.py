@@ -55,9 +55,10 @@ class Checkpoint:
                     self.header[name] = entry
 
     def _weight_files(self) -> list[Path]:
+        whole = self.path / "model.safetensors"  # which transformers prefers
         index = self.path / "model.safetensors.index.json"
-        if not index.is_file():
-            return [self.path / "model.safetensors"]
+        if whole.exists() or not index.is_file():
+            return [whole]
         places = _read_json(index).get("weight_map")
         names = sorted(set(places.values())) if isinstance(places, dict) else []
         if not names or any(Path(name).name != name for name in names):
@@ -88,7 +89,8 @@ class Checkpoint:
             OSError,
             ValueError,
             TypeError,
-            KeyError,
+            LookupError,
+            ZeroDivisionError,
             StrictDataclassError,
         ) as problem:
             raise InputError(
@@ -135,6 +137,15 @@ class Checkpoint:
         """What precedes `layers.0…` in the names of the text model's tensors."""
         found = (p for p in PREFIXES if f"{p}embed_tokens.weight" in self)
         return next(found, PREFIXES[0])
+
+    @property
+    def head(self) -> str:
+        """Name of the matrix that gives logits: as in transformers, the embedding table
+        where the configuration ties the two and no other is stored."""
+        own = "lm_head.weight"
+        if own in self or not self.config.tie_word_embeddings:
+            return own
+        return f"{self.prefix}embed_tokens.weight"
 
     @property
     def matrices(self) -> list[str]:

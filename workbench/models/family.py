@@ -32,7 +32,6 @@ class Plan:
     dims: Dims
     rope: list[Rope]
     layers: list[Layer]
-    tied: bool
     embedding_scale: float = 1.0
     embedding: dict[str, str] = field(default_factory=dict)
     side_states: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
@@ -167,10 +166,13 @@ def head_dim(config) -> int:
 
 
 def dims(config) -> Dims:
+    H, H_kv = config.num_attention_heads, config.num_key_value_heads
+    if H_kv and H % H_kv:
+        refuse(config, f"{H} heads, {H_kv} of keys", "a multiple of those of keys")
     return Dims(
         C=config.hidden_size,
-        H=config.num_attention_heads,
-        H_kv=config.num_key_value_heads,
+        H=H,
+        H_kv=H_kv,
         D=head_dim(config),
         L=config.num_hidden_layers,
         V=config.vocab_size,

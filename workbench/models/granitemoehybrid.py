@@ -91,6 +91,8 @@ def plan(config) -> Plan:
         refuse(config, f"num_local_experts = {config.num_local_experts}", "no experts")
     if tuple(limit := config.time_step_limit) != (0.0, float("inf")):
         refuse(config, f"time_step_limit = {limit}", "steps without a limit")
+    if not config.logits_scaling:
+        refuse(config, f"logits_scaling = {config.logits_scaling}", "a number above 0")
     H = config.mamba_n_heads
     P = config.mamba_d_head
     N = config.mamba_d_state

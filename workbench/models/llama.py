@@ -87,6 +87,8 @@ class DecoderLayer(nn.Module):
 def plan(config, *, partial_rotary: bool = False, act: str = "silu", **own) -> Plan:
     """The plan of a family like Llama; `own` are its fields of `Plan` where they differ
     from one rope table and no window."""
+    if not getattr(config, "is_causal", True):
+        refuse(config, "is_causal = false", "causal attention")
     fields = {"layers": [Layer()] * config.num_hidden_layers} | own
     if "rope" not in own:
         fields["rope"] = [rope(config)]
@@ -97,7 +99,7 @@ def plan(config, *, partial_rotary: bool = False, act: str = "silu", **own) -> P
     found = getattr(config, "hidden_activation", getattr(config, "hidden_act", act))
     if found != act:
         refuse(config, f"activation {found!r}", act)
-    return Plan(config, d, tied=config.tie_word_embeddings, **fields)
+    return Plan(config, d, **fields)
 
 
 layer = DecoderLayer
@@ -129,10 +131,11 @@ class Family(NamedTuple):
     head = staticmethod(head)
 
 
-def qwen(config) -> dict:
-    """`use_sliding_window` is off in every released default."""
-    if config.use_sliding_window:
-        refuse(config, "use_sliding_window = true", "full attention in every layer")
+def full(config) -> dict:
+    """Full attention in every layer, as `layer_types` says."""
+    kinds = sorted(set(config.layer_types))
+    if kinds != ["full_attention"]:
+        refuse(config, f"layer types {kinds}", "full_attention alone")
     return {}
 
 
@@ -157,13 +160,15 @@ def ministral3(config) -> dict:
 def smollm3(config) -> dict:
     """Every fourth layer is without rope, unless the configuration says otherwise: the
     frequencies of its table are all zero, so that cos is 1 and sin 0."""
-    kinds = sorted(set(config.layer_types))
-    if kinds != ["full_attention"]:
-        refuse(config, f"layer types {kinds}", "full_attention alone")
     tables = [no_rope(config), rope(config)]
     flags = [bool(flag) for flag in config.no_rope_layers[: config.num_hidden_layers]]
+    if len(flags) < config.num_hidden_layers:
+        refuse(config, f"no_rope_layers of {len(flags)}", "one for each layer")
     layers = [Layer(rope=tables[flag].name) for flag in flags]
-    return {"rope": [tables[flag] for flag in sorted(set(flags))], "layers": layers}
+    return full(config) | {
+        "rope": [tables[flag] for flag in sorted(set(flags))],
+        "layers": layers,
+    }
 
 
 def olmo3(config) -> dict:
@@ -206,7 +211,7 @@ LLAMAS = {
     "olmo2": Family(layers=OLMO),
     "olmo3": Family(olmo3, OLMO),
     "phi3": Family(phi3, {"fused": True, "fused_mlp": True}),
-    "qwen2": Family(qwen, {"qkv_bias": True}),
-    "qwen3": Family(qwen, {"norm_at": "heads"}),
+    "qwen2": Family(full, {"qkv_bias": True}),
+    "qwen3": Family(full, {"norm_at": "heads"}),
     "smollm3": Family(smollm3),
 }
