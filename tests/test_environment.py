@@ -85,11 +85,9 @@ def test_what_is_declared_is_imported_and_what_is_imported_is_declared():
 @pytest.mark.skipif(not shutil.which("git"), reason="no git here")
 def test_git_sees_shipped_results_and_nothing_that_running_writes(tmp_path):
     shutil.copy(ROOT / ".gitignore", tmp_path)
-    log, place = "experiments/log", "experiments/05_stateful_kv_cache"
-    files = "report.md", "figures/a.svg", "tables/a.tex"
-    shipped = [f"{log}/shipped/runs/a.parquet", *(f"{place}/{file}" for file in files)]
-    written = [f"{place}/tiny-llama/{file}" for file in files]
-    written += [f"{place}/a+b/report.md", f"{log}/runs/a.parquet"]
+    shipped = "05_x/report.md", "05_x/figures/a.svg", "log/shipped/runs/a.parquet"
+    shipped = [f"experiments/{file}" for file in shipped]
+    written = ["experiments/log/runs/a.parquet", "build/experiments/05_x/a/report.md"]
     git = ["git", "-C", tmp_path, "-c", "core.excludesFile="]
     subprocess.run([*git, "init", "-q"], check=True)
     command = [*git, "check-ignore", *shipped, *written]

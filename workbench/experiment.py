@@ -73,7 +73,8 @@ class Experiment:
         if draw.__name__ not in plots.__all__:
             raise ValueError(f"{draw.__name__} is no function of workbench.plots")
         how = {"plot": draw.__name__, "about": about, "options": options}
-        return SVG(filename=str(redraw(self._write("figures", name, data, alt, **how))))
+        stem = self._write("figures", name, data, alt, **how)
+        return SVG(filename=str(redraw(stem)))
 
     def table(self, name: str, data: pd.DataFrame, caption: str) -> Styler:
         """Saves a table as Parquet and LaTeX, and shows it."""
@@ -400,10 +401,8 @@ def publish_run(folder: Path) -> Path:
         InputError: it is the shipped run.
     """
     if folder.parent.name == "experiments":
-        number = folder.name[:2]
-        subject, found = f"experiment {number}", "the shipped run alone"
-        step = f"run: workbench run {number} --publish"
-        raise InputError(subject, found, "a run of your own", step)
+        step = f"run: workbench run {folder.name[:2]} --publish"
+        raise InputError(folder.name, "the shipped run", "a run of your own", step)
     run = anonymous(_run_of(folder))
     target = log.project() / "experiments" / folder.parent.name
     for kind in ("figures", "tables"):

@@ -7,8 +7,6 @@ import pytest
 from in_process import cli
 from tiny import DATA
 
-TWO = "--prompt get --prompt-ids 1"  # prompts
-
 
 @pytest.mark.parametrize(
     ("command", "words"),
@@ -27,7 +25,7 @@ TWO = "--prompt get --prompt-ids 1"  # prompts
         ("golden TINY --out /proc/x/g", "--out"),
         ("golden TINY --out new/g --prompt-ids ''", "prompt ids"),
         ("golden TINY --out new/g --prompt-ids 1,256", "from 0 to 255"),
-        (f"golden TINY --out g {TWO}", "one of --prompt"),
+        ("golden TINY --out g --prompt get --prompt-ids 1", "one of --prompt"),
         ("run 34 --set DAY=2026-13-45", "DAY"),
         (
             "validate BUNDLE --golden README --tasks TINY/../tasks/heldout.jsonl",

@@ -48,9 +48,10 @@ def run(
             values[number][name] = typed(name, value, defaults[number].get(name))
     results = []
     for number in numbers:
-        how = {"publish": publish, "progress": not json}
         try:
-            found = experiment.run_notebook(number, values[number], **how)
+            found = experiment.run_notebook(
+                number, values[number], publish=publish, progress=not json
+            )
         except experiment.CellError as problem:
             print(f"workbench: {problem}", file=sys.stderr)
             sys.exit(3)
