@@ -1,6 +1,7 @@
 """First light: grids that any machine can rehearse. That another machine takes their packed log in,
 tests/log/test_record.py shows, and that notebook 34 draws it, tests/experiment/test_notebooks.py."""
 
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -14,12 +15,13 @@ from workbench.sweep.seeded import first_light, noise
 def test_its_grids_run_and_compare_a_state_on_the_cpu_and_the_neural_engine(
     tmp_path, monkeypatch
 ):
-    """Though the first start was interrupted."""
+    """Though the first start was interrupted, and with a link to nothing among the files."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stopped = mock.Mock(side_effect=KeyboardInterrupt)
         patch.setattr("safetensors.torch.save_file", stopped)
         first_light(tmp_path)
     grids = first_light(tmp_path)
+    Path(grids[0].checkpoint, "link").symlink_to("nowhere")
     for grid in grids:
         check_cells(list(sweep.cells(grid)), grid)
     units = [grid.run.compute_units for grid in grids if grid.validate_ids]
