@@ -13,6 +13,7 @@ from workbench.errors import InputError
 from workbench.files import project_root
 
 BUNDLE, CONFIG = "bundle.json", "config.json"
+FETCH = "download the checkpoint whole: hf download ORG/NAME --local-dir FOLDER"
 NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
 
@@ -36,7 +37,7 @@ def checkpoint(path: str | Path) -> Path:
         return path
     if not path.exists() and (snapshot := hub_snapshot(path)):
         return snapshot
-    step = fetch()
+    step = FETCH
     if hub := hub_id(path):
         step = f"run: hf download {hub}"
     needed = "a Hugging Face folder of *.safetensors"
@@ -160,11 +161,6 @@ def writable(option: str, path: Path) -> None:
     if found:
         needed = "a file in a folder that can be written"
         raise InputError(f"{option} {path}", found, needed, "name another file")
-
-
-def fetch() -> str:
-    """How a checkpoint comes to lie in a folder."""
-    return "download the checkpoint whole: hf download ORG/NAME --local-dir FOLDER"
 
 
 def is_package(path: Path) -> bool:

@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-FETCH = f"{paths.fetch()}, or git lfs pull"
+FETCH = f"{paths.FETCH}, or git lfs pull"
 
 
 class Checkpoint:
