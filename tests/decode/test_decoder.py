@@ -2,6 +2,7 @@ import gc
 import weakref
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def foreign(decoder) -> Snapshot:
     return replace(decoder.snapshot(), identity="f" * 64)
 
 
-@pytest.mark.matrix(7, wide=8)
+@pytest.mark.matrix(8, wide=9)
 @pytest.mark.parametrize(
     "call, found",
     [
@@ -76,6 +77,7 @@ def foreign(decoder) -> Snapshot:
         (lambda d: d.decode_one_token(1.7), "1.7"),
         (lambda d: d.decode_one_token([1, 2]), "2 sequences of"),
         (lambda d: d.generate([1, 2], -1), "new tokens: found -1"),
+        (lambda d: d.generate([1], S + 1), f"below max_seq_len = {S}"),
         (lambda d: d.trim(-1), "tokens to trim: found -1"),
         (lambda d: d.trim(1, seq=1), "sequence: found 1"),
         (lambda d: d.snapshot(-1), "sequence: found -1"),
@@ -101,21 +103,14 @@ def test_after_an_interrupted_call_a_recurrent_state_is_refused(
     exports, monkeypatch, family, goes_on
 ):
     """Jupyter's stop button between two shards. Rows of a cache are written again."""
-    decoder = exports.decoder(family)
-    decoder.prefill([3, 14, 15])
-    before, run = decoder.snapshot(), decoder.run_calls
-    expected = decoder.decode_one_token(9)
-    decoder.begin(before)
-
-    def stopped(model, *about):
-        if model is decoder.layers[1]:
-            raise KeyboardInterrupt
-        return run(model, *about)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(decoder, "run_calls", stopped)
-        decoder.prefill([9, 2])
+    decoder, stop = exports.decoder(family), mock.Mock(side_effect=KeyboardInterrupt)
     step = partial(decoder.decode_one_token, 9)
+    decoder.prefill([3, 14, 15])
+    before, expected = decoder.snapshot(), step()
+    decoder.begin(before)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(decoder.layers[1], "predict_calls", stop)
+        decoder.prefill([9, 2])
     for use in () if goes_on else (step, decoder.snapshot, partial(decoder.trim, 1)):
         with refused("sequence 0: found .*interrupted call.*begin again"):
             use()
@@ -133,26 +128,6 @@ def test_two_streams_of_a_decoder_do_not_mix(llama):
     for ids, records in zip(prompts, zip(*pairs), strict=True):
         tokens = [record.token for record in records]
         assert tokens == llama.generate(ids, 4, stop=())
-
-
-def test_a_stream_continues_snapshots_of_running_sequences(exports):
-    decoder, one_by_one = (exports.decoder("llama", batch=2) for _ in range(2))
-    for each in (decoder, one_by_one):
-        each.prefill([[3, 14, 15], [9, 2]])
-    after = [decoder.snapshot(seq) for seq in range(2)]
-    records = list(decoder.stream([[5], [6]], [3, 1], after=after, stop=()))
-    assert [r.seq for r in records] == [0, 1, 0, 0]
-    tokens = [5, 6]
-    for record in (record for record in records if not record.seq):
-        logits = one_by_one.decode_one_token(tokens)[0]
-        assert np.array_equal(record.logits, logits)
-        tokens = [int(logits.argmax()), None]
-    assert decoder.seqs.ids[0][:4] == [3, 14, 15, 5]
-    assert decoder.seqs.ids[1] == [9, 2, 6]
-    before, _ = state_of(decoder)
-    with refused(f"below max_seq_len = {S}"):
-        next(decoder.stream([[5], [6]], S - 2, after=after))
-    assert state_of(decoder)[0] == before
 
 
 @pytest.mark.parametrize(

@@ -62,17 +62,6 @@ def test_core_ml_is_refused_where_neither_it_nor_the_shim_is(bundle, shard):
             use()
 
 
-def test_any_array_is_made_what_the_binding_takes(bundle, shard):
-    """Which the shim takes, too: no float16, no read-only arrays."""
-    model = load_shard(bundle, shard, "coreml")
-    state, shapes = model.make_state(), tiny.filled(shard, 2)
-    for name, entry in shard.states.items():
-        state.write(name, np.broadcast_to(np.float16(3), entry.shape))
-        assert (state.read(name) == 3).all()
-    inputs = {name: np.broadcast_to(0.1, x.shape) for name, x in shapes.items()}
-    model.predict(inputs, state)
-
-
 NATIVE = {  # step → the native function that fails
     "compile": (shim.Proxy, "compileModel"),
     "disk": (os, "rename"),
@@ -144,38 +133,28 @@ def test_a_load_is_cold_for_units_and_hints_that_a_compiled_shard_was_not_loaded
             assert found == (cold, cold), how
 
 
-@pytest.mark.parametrize("changed", ["weights", "macOS", "coremltools"])
 def test_a_compiled_shard_belongs_to_its_bytes_and_to_what_compiled_it(
-    bundle, shard, monkeypatch, changed
+    bundle, shard, monkeypatch
 ):
-    before = coreml.compiled_path(bundle, shard)
-    assert before.parent.parent == bundle.root.parent
-    assert not before.is_relative_to(bundle.root)
-    if changed == "weights":
-        other = {"sha256": "0" * 64}
-        files = [file.model_copy(update=other) for file in shard.files]
-        shard = shard.model_copy(update={"files": files})
-    elif changed == "macOS":
-        monkeypatch.setattr(coreml.platform, "mac_ver", lambda: ("26.1", (), ""))
-    else:
-        monkeypatch.setattr(coremltools(), "__version__", "10.0")
-    assert coreml.compiled_path(bundle, shard) != before
+    other = [f.model_copy(update={"sha256": "0" * 64}) for f in shard.files]
+    changed, find = shard.model_copy(update={"files": other}), coreml.compiled_path
+    paths = [find(bundle, shard), find(bundle, changed)]
+    monkeypatch.setattr(coreml.platform, "mac_ver", lambda: ("26.1", (), ""))
+    paths.append(find(bundle, shard))
+    monkeypatch.setattr(coremltools(), "__version__", "10.0")
+    assert len({*paths, find(bundle, shard)}) == 4
+    folders = {path.parent.parent for path in paths}
+    assert folders == {bundle.root.parent}
 
 
 def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(
     bundle, shard, monkeypatch
 ):
-    rename, path = os.rename, coreml.compiled_path(bundle, shard)
-
-    def stop(source, target):
-        if target == path:
-            raise KeyboardInterrupt
-        rename(source, target)
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "rename", stop)
+        patch.setattr(os, "rename", mock.Mock(side_effect=KeyboardInterrupt))
         load_shard(bundle, shard, "coreml")
-    assert not list(path.parent.glob(f"{shard.name}*"))
+    folder = coreml.compiled_path(bundle, shard).parent
+    assert not list(folder.glob(f"{shard.name}*"))
     load_shard(bundle, shard, "coreml")
 
 

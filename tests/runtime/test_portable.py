@@ -53,14 +53,6 @@ def test_an_input_of_another_dtype_is_refused(exports):
         base.check_interface(shard, program, 4)
 
 
-def called(decoder, T: int, **changed) -> None:
-    """A call of the first shard at position 3 on the decoder's state, with some inputs changed."""
-    model, (state, *_) = decoder.layers[0], decoder.seqs.states
-    io = decoder.host.inputs(np.array([3]), np.array([T]), T)
-    io |= {"x": np.ones((1, 64, T, 1), np.float32)} | changed
-    model.predict({name: io[name] for name in model.shard.inputs}, state)
-
-
 @pytest.mark.matrix(4, wide=12)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("position", [SLOTS, SLOTS + 90, 1_200_000, -SLOTS - 1])
@@ -73,25 +65,9 @@ def test_a_position_past_the_cache_is_refused_and_nothing_is_written(
     decoder.prefill([1, 2, 3])
     named = decoder.seqs.named_states
     before = [state.read(name) for state, name in named]
+    model, inputs = decoder.layers[0], tiny.filled(decoder.layers[0].shard, T)
+    inputs["pos"] = np.array([position], np.int32)
     with refused("."):
-        called(decoder, T, pos=np.array([position], np.int32))
+        model.predict(inputs, named[0][0])
     for (state, name), value in zip(named, before, strict=True):
         assert np.array_equal(state.read(name), value)
-
-
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("which", ["inputs", "states"])
-def test_inputs_or_states_of_other_sizes_than_the_program_has_are_refused(
-    bundle, fast, which
-):
-    """128 slots for a program of 32, or a state of 8 rows."""
-    decoder, changed = Decoder(bundle, "portable", fast=fast), {}
-    decoder.prefill([1, 2, 3], tile=1)
-    if which == "inputs":
-        changed["attn_mask"] = np.zeros((1, 1, 1, 128), np.float32)
-        changed["kv_write_mask"] = np.eye(128, 1, -100, np.float32)[None, None]
-    else:
-        for cell in decoder.seqs.states[0].raw.cells.values():
-            cell.value = cell.value[:, :, :8].clone()
-    with refused("shape"):
-        called(decoder, 1, **changed)

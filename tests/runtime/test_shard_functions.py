@@ -10,7 +10,6 @@ from circle import wide
 from refusal import refused
 
 from workbench import Bundle, Decoder
-from workbench.ane import placement
 from workbench.check import states
 from workbench.export import template
 from workbench.runtime import load_shard
@@ -62,33 +61,6 @@ def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, moe
     assert {T for model in experts for T in model.functions} == {1, 4}
 
 
-def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
-    checkpoint = exports.checkpoint("llama")
-    decoder = exports.decoder(
-        checkpoint, tokens="1,4", kv_write="slice", max_seq_len=16
-    )
-    g = exports.golden(checkpoint, 11)
-    assert tiny.relative(decoder.prefill(g.ids), g.logits[-1]) < 3e-6
-    assert decoder.seqs.offsets.tolist() == [11]
-
-
-def test_a_function_that_writes_wrongly_turns_its_gate_red(exports):
-    """The fault is in t4 alone: only calls that run it may show it."""
-    decoder = exports.decoder("llama", "declared", tokens="1,4")
-    program = decoder.layers[1].runs(4, False)
-    execute = program.run_calls
-
-    def shifted(calls, *rest):
-        masks = [inputs["kv_write_mask"].roll(1, dims=2) for inputs in calls]
-        pairs = zip(calls, masks, strict=True)
-        return execute([own | {"kv_write_mask": mask} for own, mask in pairs], *rest)
-
-    program.run_calls = shifted
-    wrong = [r for r in states.write_probe(decoder) if not r["right"]]
-    places = {(row["layer"], row["T"]) for row in wrong}
-    assert places == {(1, 2), (1, 3), (1, 4)}
-
-
 def test_a_state_that_is_not_copied_turns_a_gate_red(shimmed, bundle, monkeypatch):
     def fresh(self, handle, T):
         if handle.T != T:
@@ -124,13 +96,3 @@ def test_times_of_several_functions_are_samples_of_one_shard(exports):
         layers = samples.loc[samples["phase"] == "layer", "shard"]
         assert set(layers) == {each.name for each in shards if each.kind == "layers"}
         assert (samples["phase"] == "load").sum() == len(shards)
-
-
-def test_each_function_is_placed_by_itself(bundle):
-    one, four, *_ = placement.predicted_placement(bundle)
-    assert [one.shard, four.shard] == ["layers_00_00 t1", "layers_00_00 t4"]
-    rules = {rule["id"]: rule for rule in four.rules}
-    assert "K4" not in {rule["id"] for rule in one.rules}
-    # so that it alone keeps nothing off the Neural Engine
-    assert rules["K4"]["disputed"]
-    assert not {"D1", "D3"} & rules.keys()
