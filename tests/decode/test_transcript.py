@@ -26,7 +26,6 @@ def decoder(exports):
         (S - len(IDS) + 1, "logits.npy", "position 16; needs .* max_seq_len = 16"),
         (2, "missing/logits.npy", "no folder"),
         (2, ".", "a folder"),
-        (-1, "logits.npy", "new tokens: found -1"),
         (-1, None, "new tokens: found -1"),
     ],
 )

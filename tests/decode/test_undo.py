@@ -8,7 +8,6 @@ from circle import wide
 from refusal import refused
 
 from workbench import Decoder
-from workbench.check.states import undo_gate
 
 pytestmark = pytest.mark.slow("runs programs of a dozen steps on three sequences")
 TAILS = "lfm2", "zaya"
@@ -56,7 +55,6 @@ def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family)
     assert [decoder.trim(1), decoder.trim(1)] == [1, 1]
     assert decoder.snapshot().floor == 16
     assert not any(programs.fault_of(decoder, seed) for seed in range(3))
-    assert undo_gate(decoder).verdict == "GREEN"
 
 
 @pytest.mark.matrix(1, wide=3)
@@ -65,13 +63,10 @@ def test_a_call_of_one_token_keeps_nothing(exports, family):
     """What decoding token by token would pay for at every token."""
     decoder = exports.decoder(family)
     decoder.prefill([1, 2, 3])
-    before = decoder.snapshot()
     decoder.decode_one_token(4)
     assert not decoder.seqs.kept
     with refused("1 to undo; needs at most 0: .*earlier snap"):
         decoder.trim(1)
-    decoder.begin(before)
-    assert decoder.seqs.ids == [[1, 2, 3]]
 
 
 def test_an_undo_leaves_a_snapshot_in_another_place_as_it_is(exports):
