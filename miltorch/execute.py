@@ -87,11 +87,12 @@ class Executable:
         check_precision(precision)
         refuse_unknown(program)
         check_names(program, program.block, {*program.inputs, *program.states})
-        self.program, self.precision = program, precision
+        self.program, self.precision, self.fuse = program, precision, fuse
         self.constants = Constants(program)
         self.unfused: dict[str, str] = {}
         fused = {}
         if fuse:
+            check_choice("precision of fused steps", precision, ("declared",))
             check_choice("reads", reads, ("all", "used"))
             fused, self.unfused = fusions(program, self.constants, reads)
         self.body = self._body(program.block, fused)
@@ -259,7 +260,9 @@ class Executable:
     def _step(self, op: Op, body: Body) -> Step:
         rule, kind = OPERATIONS[op.kind], op.outputs[0][1].dtype if op.outputs else ""
         function = rule.function
-        if self.precision == "narrow" and kind == "FLOAT16":
+        if self.fuse and op.kind == "read_state":
+            function = detached
+        if self.precision == "narrow" and kind == "FLOAT16" and not op.blocks:
             function = narrowed(function)
         step = Step(op, function, [(n, self._dtype(t)) for n, t in op.outputs])
         native, exact = op.kind in NATIVE, self.precision == "exact"
@@ -361,6 +364,11 @@ def _store(step: Step, result, values: dict) -> None:
             if floats and step.op.kind != "cast" and not torch.equal(given, value):
                 raise TypeError(f"{name} has fractions, and {dtype} is declared")
         values[name] = value
+
+
+def detached(input):
+    """The value of a state, which a fused step may write in place: a copy."""
+    return input.value.clone()
 
 
 def check_precision(precision: str) -> None:

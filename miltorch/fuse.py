@@ -86,10 +86,10 @@ class Groups(Graph):
         return source.name
 
     def shape(self, source, rank: int = 4) -> tuple[int | None, ...]:
-        """The declared shape of a value, which must be of a rank."""
-        need(isinstance(source, Ref) and source.name in self.types)
-        need(len(self.types[source.name].shape) == rank)
-        return self.types[source.name].shape
+        """The declared shape of an fp16 value, which must be of a rank."""
+        shape = self.types[self.half(source)].shape
+        need(len(shape) == rank)
+        return shape
 
     def scalar(self, source) -> float:
         """The value of a constant of one element."""
@@ -225,8 +225,9 @@ def linear(groups: Groups, op: Op, parts: dict) -> None:
         need(given is not None and given.shape == bias.shape)
         bias = given.float().numpy()
     groups.shape(parts["x"])
-    x, _ = groups.half(parts["x"]), groups.half(Ref(op.key))
-    groups.linears.setdefault((x, weight.form), []).append((op, weight, bias))
+    groups.half(Ref(op.key))
+    form = parts["x"].name, weight.form
+    groups.linears.setdefault(form, []).append((op, weight, bias))
 
 
 def join_linears(groups: Groups) -> None:
@@ -369,6 +370,9 @@ def attention(groups: Groups, op: Op, parts: dict) -> None:
     need(groups.shape(states[1]) == (B, H, S, D))
     need((*heads[:2], heads[3]) == (B, H, D))
     need((*columns[:2], columns[3]) == (B, 1, S))
+    # beside [B, H, N, S], scores may be [1, H, G, T, S], to which a mask adds alike
+    rank = len(groups.types[parts["softmax"].key].shape)
+    need(rank == 4 or (B, parts["softmax.axis"]) == (1, -1))
     for name, state in zip(
         ("key", "value"), states
     ):  # nothing writes it after the read

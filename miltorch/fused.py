@@ -38,9 +38,9 @@ def write_rows(transposed: bool, rows, mask, cell, places) -> tuple:
         raise ValueError(f"rows {[*rows.shape]} for a state {[*cell.value.shape]}")
     if places is not None:
         (b, s, t), kept = places, cell.value.numpy()
-        old, new = kept[b, :, s], rows.numpy()[b, :, t]
+        old, new = kept[b, :, s], rows.numpy()
         if np.isfinite(old).all() and np.isfinite(new).all():
-            kept[b, :, s] = new
+            kept[b, :, s] = new[b, :, t]
             return ()
     wide = mask.float()
     rest = (1 - wide.sum(-1, keepdim=True).half()).half()

@@ -144,6 +144,8 @@ def indices(indices: np.ndarray, lut: np.ndarray, **others) -> Codes | None:
     parts, entries, R = len(lut), lut.shape[4], len(indices)
     if lut.size != parts * entries or entries > 256 or R % parts:
         return None
+    if indices.max(initial=0) >= entries:  # the operation refuses them
+        return None
     values = np.zeros((parts, 256), np.float32)
     values[:, :entries] = lut.reshape(parts, entries)
     which = np.repeat(np.arange(parts, dtype=np.int32), R // parts)

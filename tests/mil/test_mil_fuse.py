@@ -1,6 +1,7 @@
 """Fused steps against the plain ones: the same bits where values only move, one rounding of
 fp16 per product where sums are scaled once."""
 
+import json
 from collections import Counter
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 import tiny
 import torch
 from hypothesis import strategies as st
-from one_op import given, numbers
+from one_op import Op, Ref, Type, given, literal, numbers, program
 
 import miltorch
 from miltorch import Executable, fused, stored
@@ -99,6 +100,45 @@ def test_what_is_not_fused_keeps_its_steps_and_says_so(
     assert [step.op.kind for step in made.body.steps].count(kind) >= count
 
 
+CACHE = 1, 1, 6, 4
+WRITE = """old read_state input=cache
+new slice_update x=old update=x begin=at end=[1,1,6,4]
+write write_state input=cache data=new"""
+ATTENTION = """k read_state input=cache
+q mul x=x y=x
+s matmul x=q y=k transpose_y=1
+r reshape x=s shape=[1,1,2,3,6]
+a add x=r y=mask
+w softmax x=a axis={}
+f reshape x=w shape=[1,1,6,6]
+y matmul x=f y=k"""
+
+
+@pytest.mark.parametrize(
+    "axis, dtype, unfused", [(-1, "FLOAT16", 0), (-1, "FLOAT32", 1), (3, "FLOAT16", 1)]
+)
+def test_calls_on_one_state_compute_what_plain_steps_do(axis, dtype, unfused):
+    """Whether attention over what was just written is a group, or looks like one."""
+    ops, half = [], Type("FLOAT16", CACHE)
+    for line in [*WRITE.splitlines(), *ATTENTION.format(axis).splitlines()]:
+        name, kind, *operands = line.split()
+        named = dict(each.split("=") for each in operands)
+        for key, text in named.items():
+            named[key] = Ref(text) if text.isalpha() else literal(json.loads(text))
+        result = Type(dtype, CACHE) if name == "q" else Type("FLOAT16", (None,))
+        ops.append(Op(kind, name, named, [(name, result)][name == "write" :]))
+    shapes = {"mask": Type("FLOAT16", (1, 1, 3, 6)), "at": Type("INT32", (4,))}
+    inputs, found = shapes | {"x": half}, []
+    made = program(ops, inputs, ["y"], {"cache": half})
+    calls = [{n: torch.full(t.shape, i / 9) for n, t in inputs.items()} for i in (1, 2)]
+    for fuse in False, True:
+        executable = Executable(made, fuse=fuse)
+        state = executable.make_state()
+        results = executable.run_calls(calls, [state] * 2, [None] * 2)
+        found.append(torch.cat([each["y"] for each in results]))
+    assert torch.equal(*found) and len(executable.unfused) == unfused
+
+
 # --- products ---------------------------------------------------------------------------------
 
 
@@ -155,6 +195,11 @@ def test_a_product_refuses_activations_of_other_channels():
             product(torch.zeros(1, 32, 1, 1).half())
 
 
+def test_codes_past_a_table_are_left_to_the_plain_operation():
+    lut = np.ones((1, 1, 1, 1, 4, 1), np.float16)
+    assert stored.indices(np.full((1, 2, 1, 1), 4), lut) is None
+
+
 def test_packed_weights_stay_packed(exports):
     made = layers(exports, "qwen2", compress="lut4").release()
     functions = [step.function for step in made.body.steps]
@@ -170,7 +215,7 @@ def test_packed_weights_stay_packed(exports):
 MASKS = {
     "a row each": ([[[0, 1, 0]], [[1, 0, 0]]], True),
     "a ring": ([[[0, 0, 1], [1, 0, 0]], [[0, 1, 0], [0, 0, 1]]], True),
-    "a dummy": ([[[0, 1, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 1]]], True),
+    "a dummy": ([[[0, 0, 0], [0, 1, 0]], [[0, 0, 0], [0, 0, 1]]], True),
     "one row twice": ([[[1, 0, 0], [1, 0, 0]]], False),
     "a half": ([[[0.5, 0, 0], [0, 0, 1]]], False),
     "two rows": ([[[1, 1, 0], [0, 0, 0]]], False),
