@@ -72,14 +72,16 @@ def conv_transpose(
     )
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     y = function(x, weight, None, strides, 0, 0, groups, dilations)
-    first, sizes = [0] * spatial, whole
+    first, sizes, pad_type = [0] * spatial, whole, pad_type.lower()
     if pad_type == "custom":
         first = pad[::2]
         last = pad[1::2]
         sizes = [w - a - b for w, a, b in zip(whole, first, last, strict=True)]
     elif pad_type == "same":
         sizes = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
-        first = [(w - n) // 2 for w, n in zip(whole, sizes, strict=True)]
+        first = [max(w - n, 0) // 2 for w, n in zip(whole, sizes, strict=True)]
+    elif pad_type != "valid":
+        raise ValueError(f"pad_type {pad_type!r}")
     if output_shape:
         sizes = output_shape[2:]
     pairs = [(-f, f + n - w) for f, n, w in zip(first, sizes, whole, strict=True)]

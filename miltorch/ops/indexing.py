@@ -96,8 +96,11 @@ def gather_nd(x, indices, *, batch_dims=0, validate_indices=False):
 
 def _combine(data, take, updates, mode: str):
     """`data` with `updates` combined into the elements that `take` would read."""
-    positions = take(torch.arange(data.numel()).reshape(data.shape)).reshape(-1)
-    flat = data.reshape(-1)
+    positions = take(torch.arange(data.numel()).reshape(data.shape))
+    if updates.shape != positions.shape:
+        given, places = list(updates.shape), list(positions.shape)
+        raise ValueError(f"updates of shape {given} for places of shape {places}")
+    flat, positions = data.reshape(-1), positions.reshape(-1)
     updates = updates.reshape(-1).to(data.dtype)
     if mode == "sub":
         mode, updates = "add", -updates

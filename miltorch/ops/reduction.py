@@ -26,10 +26,16 @@ def _mean(x, axes, keep_dims):
 
 
 def _reduction(function):
-    """The rule of function(x, axes, keep_dims); absent axes mean all of them."""
+    """The rule of function(x, axes, keep_dims); absent axes mean all of them, and no
+    axes each element by itself. What integers give is truncated."""
 
     def over_axes(x, *, axes=None, keep_dims=False):
-        return function(x, [*range(x.dim())] if axes is None else axes, keep_dims)
+        if axes is None:
+            axes = [*range(x.dim())]
+        if not axes:
+            x, axes, keep_dims = x[..., None], [-1], False
+        result = function(x, axes, keep_dims)
+        return result if x.is_floating_point() else result.trunc()
 
     return over_axes
 
@@ -67,7 +73,10 @@ def cumsum(x, *, axis=0, exclusive=False, reverse=False):
     if reverse:
         return cumsum(x.flip(axis), axis=axis, exclusive=exclusive).flip(axis)
     total = x.cumsum(axis)
-    return total - x if exclusive else total
+    if exclusive:  # without a difference: infinity less itself is no number
+        total = total.roll(1, axis)
+        total.select(axis, 0).zero_()
+    return total
 
 
 def topk(

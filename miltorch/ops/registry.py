@@ -72,10 +72,13 @@ def padding(
 ) -> list[tuple[int, int]]:
     """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the
     end), same_lower, custom."""
+    pad_type = pad_type.lower()
     if pad_type == "custom":
         return list(zip(pad[::2], pad[1::2], strict=True))
     if pad_type == "valid":
         return [(0, 0)] * len(sizes)
+    if pad_type not in ("same", "same_lower"):
+        raise ValueError(f"pad_type {pad_type!r}")
     pairs = []
     for size, taps, stride, dilation in zip(
         sizes, kernel, strides, dilations, strict=True
@@ -99,7 +102,7 @@ def window(
     axes = zip(begin, end, *(each or none for each in given), strict=True)
     for first, last, step, opened, ends_open, squeezed in axes:
         start, stop = None if opened else first, None if ends_open else last
-        index.append(first if squeezed else slice(start, stop, step))
+        index.append((start or 0) if squeezed else slice(start, stop, step))
     return tuple(index)
 
 

@@ -13,7 +13,7 @@ from miltorch import PRECISIONS, Executable, steps
 from miltorch.program import Block
 from workbench.errors import InputError
 
-F16 = Type("FLOAT16", (None,))
+F16, F32 = (Type(dtype, (None,)) for dtype in ("FLOAT16", "FLOAT32"))
 X, ONES = Ref("x"), torch.ones(2)
 
 
@@ -91,6 +91,14 @@ def test_precision_modes_round_results_or_do_not():
     assert expected != exact
     with pytest.raises(InputError, match="'bf16'.*declared, exact, narrow"):
         chain("bf16")
+    with pytest.raises(InputError, match="fused steps: found 'exact'.*declared"):
+        Executable(program([], {}, []), "exact", fuse=True)
+
+
+def test_narrow_leaves_sums_alone_that_a_block_declares_float32():
+    inner = op("reduce_sum", {"x": X}, ("sum", F32))
+    made = executable(branches(inner, inner), precision="narrow", x=F32)
+    assert made.run({"x": torch.full((4096,), 1.003)}, {})["y"] == 4108
 
 
 def test_the_hook_sees_results_those_of_nested_blocks_too_and_may_replace_them():
@@ -187,6 +195,7 @@ def test_states_without_a_sane_size_are_refused(shape):
 
 HUGE, IMAGE = 1 << 30, np.ones((1, 2, 2), np.float32)
 LINE = {"x": np.ones((1, 1, 4), np.float32)}
+ROW = np.ones(4, np.float32)
 KERNEL = LINE | {"weight": LINE["x"]}
 PADDED = {"pad_type": "custom", "pad": [0, HUGE]}
 ABSURD = [
@@ -202,12 +211,15 @@ ABSURD = [
     ("conv", KERNEL | PADDED),
     ("conv_transpose", KERNEL | {"strides": [HUGE]}),
     ("max_pool", LINE | PADDED | {"kernel_sizes": [2]}),
+    *((kind, KERNEL | {"pad_type": "other"}) for kind in ("conv", "conv_transpose")),
+    ("scatter", {"data": ROW, "updates": ROW, "indices": np.zeros(3, np.int32)}),
 ]
 
 
 @pytest.mark.parametrize("kind, arguments", ABSURD)
-def test_absurd_sizes_are_refused_before_memory_is_taken(kind, arguments):
-    with pytest.raises(InputError, match="over 268435456 elements"):
+def test_absurd_arguments_are_refused_before_memory_is_taken(kind, arguments):
+    words = r"over 268435456 elements|pad_type 'other'|updates of shape \[4\]"
+    with pytest.raises(InputError, match=words):
         run(kind, **arguments)
 
 

@@ -70,8 +70,8 @@ def two(low=-8, high=8, dtype=F32, arrays=floats):
 
 
 @st.composite
-def over_axes(draw):
-    x = draw(RANK2.flatmap(lambda shape: floats(*shape, low=1, high=17)))
+def over_axes(draw, arrays=floats, dtype=F32):
+    x = draw(RANK2.flatmap(lambda shape: arrays(*shape, low=1, high=17, dtype=dtype)))
     several = {"min_size": 1, "max_size": 2, "unique_by": lambda axis: axis % x.ndim}
     axes = draw(st.lists(st.integers(-x.ndim, x.ndim - 1), **several))
     return {"x": x, "axes": axes, "keep_dims": draw(BOOL)}
@@ -91,10 +91,11 @@ def sliced(draw):
     for size in x.shape:
         some_of = st.slices(size).filter(lambda each, n=size: range(n)[each])
         span = range(size)[draw(some_of)]
-        negative, opened, squeezed = draw(BOOL), draw(BOOL), draw(BOOL)
+        negative, begun, opened, squeezed = (draw(BOOL) for _ in range(4))
         first = span.start - size * negative
-        rows.append((first, span.stop, span.step, opened or span.stop < 0, squeezed))
-    names = "begin end stride end_mask squeeze_mask".split()
+        opened |= span.stop < 0
+        rows.append((first, span.stop, span.step, begun, opened, squeezed))
+    names = "begin end stride begin_mask end_mask squeeze_mask".split()
     return {"x": x} | dict(zip(names, map(list, zip(*rows))))
 
 
@@ -143,6 +144,7 @@ EXACT = [
     ("sqrt", one(0, 8, F16)),
     ("reduce_argmax reduce_argmin", along_axis(keep_dims=True)),
     ("reduce_max reduce_min", over_axes()),
+    ("reduce_sum reduce_mean reduce_l2_norm", over_axes(whole, I32)),
     ("argsort", along_axis(ascending=True)),
     ("topk", along_axis(k=1, ascending=False)),
     ("cumsum", along_axis()),

@@ -70,17 +70,33 @@ def test_indices_past_the_end_are_refused_and_negative_ones_where_they_are_check
         read([0, -1], validate_indices=True)
 
 
-def test_scatter_adds_up_what_meets_in_one_place():
-    rows, updates = np.array([1, 1, 1], np.int32), np.ones((3, 1), np.float32)
-    data = np.zeros((2, 1), np.float32)
-    found = run("scatter", data=data, indices=rows, updates=updates, mode="add")
-    assert found.tolist() == [[0], [3]]
+LINE, TWICE = np.array([[[1, 2, np.inf]]], np.float32), np.ones(2, np.int32)
+MEETING = {"data": LINE[0, 0], "indices": TWICE, "updates": LINE[0, 0, :2]}
 
 
-def test_a_zero_in_a_shape_keeps_the_size_as_far_from_the_right():
-    x = numbers(2, 3)
-    close(run("reshape", x=x, shape=[1, 0, -1, 0]), x.reshape(1, 1, 2, 3))
-    close(run("reshape", x=x, shape=[0, -1]), x)
+@pytest.mark.parametrize(
+    "kind, arguments, expected",
+    [
+        ("scatter", MEETING, [1, 5, np.inf]),
+        # a zero keeps the size as far from the right
+        ("reshape", {"x": LINE, "shape": [1, 1, 0, -1, 0]}, LINE[None, None]),
+        ("reshape", {"x": LINE, "shape": [0, 0, -1]}, LINE),
+        ("cumsum", {"x": LINE, "axis": -1, "exclusive": True}, [[[0, 1, 3]]]),
+        ("reduce_sum", {"x": LINE, "axes": []}, LINE),
+        (
+            "max_pool",
+            {"x": LINE, "kernel_sizes": [2], "pad_type": "VALID"},
+            [[[2, np.inf]]],
+        ),
+        (
+            "conv_transpose",
+            {"x": LINE, "weight": LINE[:, :, :1], "strides": [3], "pad_type": "same"},
+            [[[1, 0, 0, 2, 0, 0, np.inf, 0, 0]]],
+        ),
+    ],
+)
+def test_special_arguments(kind, arguments, expected):
+    close(run(kind, **arguments), expected)
 
 
 def test_a_seed_makes_every_call_the_same():
