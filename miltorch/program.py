@@ -216,11 +216,18 @@ class _Reader:
         self.dtype_name = messages("MIL_pb2").DataType.Name
 
     def program(self, name, function, description) -> Program:
-        block = function.block_specializations[function.opset]
+        # a dict, because a protobuf map makes an empty block of a key that it lacks
+        block = dict(function.block_specializations)[function.opset]
         declared = self.declared(function.inputs)
         inputs = {n: t for n, t in declared if t.kind != "state"}
         states = {n: t for n, t in declared if t.kind == "state"}
         ops, outputs = self.block(block), list(block.outputs)
+        lost = {each.name for each in description.input} - inputs.keys()
+        lost |= {each.name for each in description.output} - {*outputs}
+        if lost:
+            _refuse(
+                self.package, f"a description of {sorted(lost)}, not in its program"
+            )
         return Program(self.package, name, inputs, states, outputs, ops, description)
 
     def declared(self, named) -> list[tuple[str, Type]]:

@@ -109,7 +109,7 @@ def replaced(proxy: "type[Proxy]") -> Iterator[None]:
     with ExitStack() as patches:
         if before:
             patches.callback(sys.modules.__setitem__, native.__name__, before)
-        patches.callback(sys.modules.pop, native.__name__)
+        patches.callback(sys.modules.pop, native.__name__, None)
         sys.modules[native.__name__] = native
         for modules, name, value in values:
             for module in modules:
