@@ -98,8 +98,10 @@ def _combine(data, take, updates, mode: str):
     """`data` with `updates` combined into the elements that `take` would read."""
     positions = take(torch.arange(data.numel()).reshape(data.shape))
     if updates.shape != positions.shape:
-        given, places = list(updates.shape), list(positions.shape)
-        raise ValueError(f"updates of shape {given} for places of shape {places}")
+        raise ValueError(
+            f"updates of shape {list(updates.shape)} "
+            f"for places of shape {list(positions.shape)}"
+        )
     flat, positions = data.reshape(-1), positions.reshape(-1)
     updates = updates.reshape(-1).to(data.dtype)
     if mode == "sub":

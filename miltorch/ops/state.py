@@ -1,10 +1,10 @@
-"""State: a mutable cell that outlives a call. Values in it are never written in place,
-only replaced."""
+"""State: a mutable cell that outlives a call. The rules never write a value in it in
+place, they replace it; fused steps may (`miltorch.fuse`)."""
 
 
 class StateCell:
-    """One state tensor. Replacing `value` is the only write, so a value handed out can
-    never change."""
+    """One state tensor. Replacing `value` is the only write of the rules, so a value that
+    they hand out can never change."""
 
     def __init__(self, value):
         self.value = value

@@ -91,11 +91,10 @@ def sliced(draw):
     for size in x.shape:
         some_of = st.slices(size).filter(lambda each, n=size: range(n)[each])
         span = range(size)[draw(some_of)]
-        negative, begun, opened, squeezed = (draw(BOOL) for _ in range(4))
+        negative, opened, squeezed = draw(BOOL), draw(BOOL), draw(BOOL)
         first = span.start - size * negative
-        opened |= span.stop < 0
-        rows.append((first, span.stop, span.step, begun, opened, squeezed))
-    names = "begin end stride begin_mask end_mask squeeze_mask".split()
+        rows.append((first, span.stop, span.step, opened or span.stop < 0, squeezed))
+    names = "begin end stride end_mask squeeze_mask".split()
     return {"x": x} | dict(zip(names, map(list, zip(*rows))))
 
 

@@ -148,36 +148,17 @@ def cut(left):
     return lambda path: path.write_bytes(path.read_bytes()[:left])
 
 
-def edited(change):
-    def write(path):
-        spec = messages("Model_pb2").Model.FromString(path.read_bytes())
-        change(spec)
-        path.write_bytes(spec.SerializeToString())
-
-    return write
+def swapped(old, new):
+    return lambda path: path.write_bytes(path.read_bytes().replace(old, new, 1))
 
 
 def other(kind):
-    return edited(lambda spec: getattr(spec, kind).SetInParent())
+    def write(path):
+        spec = messages("Model_pb2").Model()
+        getattr(spec, kind).SetInParent()
+        path.write_bytes(spec.SerializeToString())
 
-
-def described(kind):
-    """A description with an input or output that the program lacks."""
-    return edited(lambda spec: setattr(getattr(spec.description, kind)[0], "name", "z"))
-
-
-@edited
-def elsewhere(spec):
-    (block,) = spec.mlProgram.functions["main"].block_specializations.values()
-    for op in block.operations:
-        for value in op.attributes.values():
-            if value.WhichOneof("value") == "blobFileValue":
-                value.blobFileValue.fileName = "@model_path/../../../../etc/passwd"
-
-
-@edited
-def other_opset(spec):
-    spec.mlProgram.functions["main"].opset = "CoreML9"
+    return write
 
 
 DAMAGES = [  # a part, what becomes of it, what is named
@@ -186,9 +167,10 @@ DAMAGES = [  # a part, what becomes of it, what is named
     (WEIGHTS, Path.unlink, "weight.bin.*no such file"),
     (".", shutil.rmtree, "nothing there"),
     *((MODEL, other(kind), kind) for kind in ("neuralNetwork", "pipeline")),
-    *((MODEL, described(kind), r"\['z'\], not in") for kind in ("input", "output")),
-    (MODEL, elsewhere, "etc/passwd.*a path inside the package"),
-    (MODEL, other_opset, "a damaged program .KeyError: 'CoreML9'"),
+    (MODEL, swapped(b"weights/weight.bin", b"../../..//etc/host"), "a path inside the"),
+    (MODEL, swapped(b"CoreML8", b"CoreML9"), "a damaged program .KeyError: 'CoreML"),
+    # the description comes first, and names its input and its output in one letter
+    *((MODEL, swapped(b"\n\x01%c" % n, b"\n\x01z"), "'z'.*, not in") for n in b"xy"),
     (MODEL, cut(0), "a model of type none"),
     (MODEL, lambda path: path.write_bytes(b"\xff" * 100), "bytes that are no model"),
 ]
