@@ -33,6 +33,7 @@ def undone_columns_stay_in_the_tail(decoder):
     def undone(count, seq=0, seqs=None):
         count = trim(max(0, count - 1), seq, seqs)
         seqs.ids[seq].pop()
+        seqs.floors[seq] = min(seqs.floors[seq], len(seqs.ids[seq]))
         return count + 1
 
     decoder.trim = undone
