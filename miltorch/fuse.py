@@ -22,7 +22,7 @@ from miltorch.program import Op, Program, Ref
 from miltorch.steps import Constants, Step, python_value, refusing
 from miltorch.stored import Linear, stored_weight
 
-WRITES = ("write_state", "coreml_update_state")
+WRITES = "write_state", "coreml_update_state"
 
 
 class NoMatch(Exception):
@@ -173,7 +173,7 @@ class Groups(Graph):
 
 
 def fusions(
-    program: Program, constants: Constants, reads: str = "used"
+    program: Program, constants: Constants, reads: str
 ) -> tuple[dict[str | int, list[Step]], dict[str, str]]:
     """(key of an operation → the steps that stand in its place, name of an operation
     that looks like part of a group → why it is none).
@@ -234,7 +234,7 @@ def join_linears(groups: Groups) -> None:
     """Makes one step of all convolutions that read one input, in the place of the
     first."""
     for (x, _), members in groups.linears.items():
-        ops, weights, biases = zip(*members, strict=True)
+        ops, weights, biases = zip(*members)
         outputs = [(op.key, torch.float16) for op in ops]
         step = Step(ops[0], Linear(weights, biases), outputs, operands=[("x", x, 0)])
         groups.steps |= {op.key: [] for op in ops} | {ops[0].key: [step]}
@@ -256,7 +256,7 @@ PLACED = made_by(
     ),
     made_by("matmul", "mask", "rows", transpose_y=bool),
 )
-MASKS = ("begin_mask", "end_mask", "squeeze_mask")
+MASKS = "begin_mask", "end_mask", "squeeze_mask"
 WINDOW = dict.fromkeys(("begin", "end", "stride", *MASKS), list | Ref | None)
 SLICED = made_by("slice_update", made_by("read_state"), "update", **WINDOW)
 WHOLE = made_by("slice_update", "before", "update", **WINDOW)
@@ -468,7 +468,7 @@ def rotation(groups: Groups, op: Op, parts: dict) -> None:
         need(taken(parts, "slice_by_index", sizes) == wanted)
         widths.append(width)
     need(sum(widths) == sizes[-1] and widths[0] == widths[1])
-    for table in (parts["cos"], parts["sin"]):
+    for table in parts["cos"], parts["sin"]:
         need(groups.half(table) in groups.program.inputs)
         need(groups.types[table.name].shape[-1:] == (widths[0],))
     halves = {name: parts[name] for name in ("x", "cos", "sin")}

@@ -81,6 +81,7 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     assert gates.verdict(error.error_gates(splits)) == "RED"
 
 
+@pytest.mark.shim
 @pytest.mark.parametrize(
     "target, runtime", [("coreml", "stand-in"), ("other", "other")]
 )

@@ -44,6 +44,7 @@ def test_types_inputs_and_states(packages):
     }
 
 
+@pytest.mark.shim
 @pytest.mark.slow("two interpreters import coremltools")
 def test_a_package_is_read_without_coremltools_and_coremltools_imported_without_scikit_learn(
     packages,
