@@ -21,6 +21,13 @@ from tiny import DATA
         ("plan TINY --memory 0", "above zero"),
         ("plan TINY --tokens 4-1", "tokens"),
         ("plan TINY --chip M9", "M9"),
+        ("plan TINY --moe routed", "moe = routed"),
+        ("generate BUNDLE --prompt-ids 1 --top-k 4", "--temperature above 0"),
+        pytest.param(
+            "generate BUNDLE --prompt-ids 1 --runtime stand-in --precision exact",
+            "the portable runtime",
+            marks=pytest.mark.shim,
+        ),
         ("golden TINY --out .", "--out"),
         ("golden TINY --out /proc/x/g", "--out"),
         ("golden TINY --out new/g --prompt-ids ''", "prompt ids"),

@@ -169,6 +169,7 @@ def plan(
     else:
         source = opened(path)
         chosen = workbench.export.options(**asdict(options))
+        workbench.export.read_plan(source, chosen)  # refuses what the export does
         subject = source, chosen
     sizes = budgets.budget(*subject) | {"machine": machine}
     found = budgets.fits(sizes["total"], machine)

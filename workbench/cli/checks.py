@@ -246,6 +246,9 @@ def generate(
     prompt.given(needed=True)
     if prompt.prompt is None:
         unread("--prompt, a message to answer", chat=chat)
+    if not temperature:
+        own = {"top_k": top_k > 0, "top_p": top_p < 1, "seed": seed > 0}
+        unread("--temperature above 0", **own)
     from workbench.decode import Sampling
     from workbench.decode.transcript import encode_chat, load_tokenizer, transcript
 

@@ -116,6 +116,10 @@ class Where(Device):
 
     def decoder(self, bundle, **options):
         """A decoder of a bundle."""
+        from workbench.runtime import is_device, resolve
+
+        if is_device(resolve(self.runtime, bundle.manifest.options.plugin)):
+            unread("the portable runtime", precision=self.precision != "declared")
         options["compute_units"] = self.compute_units
         return workbench.Decoder(bundle, self.runtime, self.precision, **options)
 
