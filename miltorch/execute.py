@@ -87,7 +87,7 @@ class Executable:
         check_precision(precision)
         refuse_unknown(program)
         check_names(program, program.block, {*program.inputs, *program.states})
-        self.program, self.precision, self.fuse = program, precision, fuse
+        self.program, self.precision = program, precision
         self.constants = Constants(program)
         self.unfused: dict[str, str] = {}
         fused = {}
@@ -95,6 +95,9 @@ class Executable:
             check_choice("precision of fused steps", precision, ("declared",))
             check_choice("reads", reads, ("all", "used"))
             fused, self.unfused = fusions(program, self.constants, reads)
+        operands = [o for steps in fused.values() for s in steps for o in s.operands]
+        # states that fused steps write in place
+        self.cells = {name for parameter, name, _ in operands if parameter == "cell"}
         self.body = self._body(program.block, fused)
         if fuse:
             _drop_unread(self.body)
@@ -260,7 +263,7 @@ class Executable:
     def _step(self, op: Op, body: Body) -> Step:
         rule, kind = OPERATIONS[op.kind], op.outputs[0][1].dtype if op.outputs else ""
         function = rule.function
-        if self.fuse and op.kind == "read_state":
+        if op.kind == "read_state" and not self.cells.isdisjoint(op.reads()):
             function = detached
         if self.precision == "narrow" and kind == "FLOAT16" and not op.blocks:
             function = narrowed(function)
