@@ -24,7 +24,7 @@ def decoder(exports):
     "max_new, name, found",
     [
         (S - len(IDS) + 1, "logits.npy", "position 16; needs .* max_seq_len = 16"),
-        (2, "missing/logits.npy", "no folder"),
+        (2, "/proc/logits.npy", "a folder that can be written"),
         (2, ".", "a folder"),
         (-1, None, "new tokens: found -1"),
     ],

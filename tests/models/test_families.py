@@ -140,6 +140,15 @@ def test_numbers_that_no_model_has_are_refused(exports, tmp_path, family, change
         export(path, tmp_path / "b")
 
 
+def test_a_matrix_that_is_stored_transposed_is_refused(exports, tmp_path):
+    path = shutil.copytree(exports.checkpoint("llama"), tmp_path / "c")
+    name = "model.layers.1.mlp.up_proj.weight"
+    with tiny.edited_weights(path) as weights:
+        weights[name] = weights[name].T.contiguous()
+    with refused(f"{name}.*64, 96.*check that config.json"):
+        export(path, tmp_path / "b")
+
+
 def test_a_tied_head_with_weights_of_its_own_is_not_the_embedding(exports, tmp_path):
     """As transformers, which then ties nothing."""
     path = shutil.copytree(exports.checkpoint("llama"), tmp_path / "c")

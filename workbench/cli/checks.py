@@ -267,8 +267,6 @@ def generate(
         if unknown:
             text = f"unknown to the tokenizer: {', '.join(unknown)}"
             warnings.warn(text, stacklevel=1)
-    if logits:
-        paths.writable("--logits", logits)
     decoder = where.decoder(exported, fast=True)
     on_text = None if json else partial(print, end="", flush=True)
     result = transcript(decoder, ids, max_new, logits, sampling, on_text=on_text)

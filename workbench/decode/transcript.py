@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from workbench import paths
 from workbench.decode.checks import whole_number
 from workbench.decode.decoder import GREEDY, Decoder, Times
 from workbench.decode.sampling import Sampling
@@ -162,10 +163,5 @@ def _check_options(decoder: Decoder, logits: Path | None, sampling: Sampling) ->
             actual = "packages with the argmax inside"
             needed = "packages that put out logits"
             raise InputError(option, actual, needed, "leave it out")
-    if logits and (logits.is_dir() or not logits.parent.is_dir()):
-        raise InputError(
-            f"logits {logits}",
-            "a folder" if logits.is_dir() else f"no folder {logits.parent}",
-            "a file in a folder that is there",
-            "make the folder, or choose another file",
-        )
+    if logits:
+        paths.writable("--logits", logits)

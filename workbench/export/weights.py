@@ -110,6 +110,8 @@ def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:
 
 
 def check_shape(weight: WeightSource, source: Checkpoint) -> None:
+    """Raises an InputError for a tensor that does not have the values of a parameter,
+    a matrix with its inputs last, or whose inputs a preset's blocks do not divide."""
     subject = f"tensor {weight.tensor!r}"
     stored = source.shape(weight.tensor, weight.rows)
     is_matrix = weight.shape[2:] == (1, 1) and len(stored) > 1
