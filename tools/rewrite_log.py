@@ -4,8 +4,10 @@
 
 The columns that `log.record` writes today are computed from what the older rows say.
 What has no column any more goes into `config` under the key `older`, so that nothing
-that was measured is lost. Files of the current version are left as they are; a rewritten
-file replaces the old one only when it is whole."""
+that was measured is lost. Files of the current version get the columns that they lack,
+as nulls, so that readers that take the schema of one file find all columns; files that
+lack none are left as they are. A rewritten file replaces the old one only when it is
+whole."""
 
 import hashlib
 import json
@@ -16,7 +18,6 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from workbench.bundle import Options
-from workbench.files import write_whole
 from workbench.log import SCHEMAS, default_root, store
 from workbench.log.machine import machine_name, software_name
 from workbench.log.runs import scalars
@@ -45,6 +46,9 @@ def rewrite(root: Path) -> int:
             file = pq.read_table(path)
             version = int(file.schema.metadata[store.VERSION_KEY])
             if version == VERSION:
+                if file.schema.names != SCHEMAS[table].names:
+                    store.write_rows(path, store.with_all_columns(table, file))
+                    count += 1
                 continue
             rows = file.to_pandas(types_mapper=store._PANDAS_TYPES.get)
             if table == "runs":
@@ -55,7 +59,7 @@ def rewrite(root: Path) -> int:
                     row = renamed(row)
                 rows = pd.DataFrame([fitted(row)])
             data = store.to_arrow(table, rows)
-            write_whole(path, lambda file, data=data: pq.write_table(data, file))
+            store.write_rows(path, data)
             count += 1
     return count
 

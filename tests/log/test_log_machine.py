@@ -98,3 +98,31 @@ def test_the_commit_is_this_checkouts_and_says_when_it_has_changes(
     assert log.environment()["commit"] == f"{clean}-dirty"
     (tmp_path / "pyproject.toml").write_text('name = "other"\n')
     assert log.environment()["commit"] is None
+
+
+def test_load_and_stolen_time_around_a_measurement_are_recorded(monkeypatch):
+    """Of 100 ticks within the block, other machines had 25; guests' are not counted
+    twice."""
+    loads = iter([(0.5, 9.0, 9.0), (2.5, 9.0, 9.0)])
+    monkeypatch.setattr(os, "getloadavg", lambda: next(loads))
+    texts = iter(
+        [
+            "cpu  100 0 50 800 10 0 0 40 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1",
+            "cpu  150 0 60 815 10 0 0 65 9 0\ncpu0 2 2 2 2 2 2 2 2 2 2",
+        ]
+    )
+    monkeypatch.setattr(machine, "_text", lambda path: next(texts))
+    with log.disturbance() as columns:
+        pass
+    assert columns == {"load_start": 0.5, "load_end": 2.5, "steal": 0.25}
+
+
+def test_a_system_without_load_or_stolen_time_records_null(monkeypatch):
+    def no_load_average():
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", no_load_average)
+    monkeypatch.setattr(machine, "_text", lambda path: None)
+    with log.disturbance() as columns:
+        pass
+    assert columns == {"load_start": None, "load_end": None, "steal": None}

@@ -5,10 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 from refusal import refused
@@ -176,6 +178,46 @@ def test_an_absent_log_is_an_empty_one_with_every_column(tmp_path):
     for table, schema in log.SCHEMAS.items():
         frame = log.load(table, tmp_path)
         assert frame.empty and list(frame) == schema.names
+
+
+def shipped_files() -> list[Path]:
+    return sorted((ROOT / "experiments" / "log" / "shipped").rglob("*.parquet"))
+
+
+def test_readers_that_take_one_file_s_schema_find_every_column(tmp_path):
+    """A notebook's row, which lacks all times, is the first file of the folder."""
+    log.append("runs", {"status": "ok"}, tmp_path, "a")
+    log.append("runs", {"status": "ok", "tokens_per_s": 5.0, "T": 4}, tmp_path, "b")
+    for rows in (
+        pd.read_parquet(tmp_path / "runs"),
+        pyarrow.dataset.dataset(tmp_path / "runs").to_table().to_pandas(),
+    ):
+        assert list(rows) == log.SCHEMAS["runs"].names
+        assert rows.loc[1, ["tokens_per_s", "T"]].tolist() == [5.0, 4]
+
+
+def test_every_shipped_file_has_all_columns_of_its_table():
+    """Otherwise: python tools/rewrite_log.py"""
+    for path in shipped_files():
+        schema = pq.read_schema(path)
+        assert schema.equals(log.SCHEMAS[path.parent.name]), path
+    assert shipped_files()
+
+
+def test_a_file_that_lacks_columns_gets_them_without_a_changed_value(tmp_path):
+    older = pa.table({"run_id": ["a", "a"], "layer": [0, 1], "layer_ms": [0.1, None]})
+    older = older.replace_schema_metadata({b"workbench.log.version": b"5"})
+    (tmp_path / "layers").mkdir()
+    pq.write_table(older, tmp_path / "layers" / "a.parquet")
+    before = log.load("layers", tmp_path)
+    command = [sys.executable, ROOT / "tools/rewrite_log.py", tmp_path]
+    subprocess.run(command, check=True)
+    pd.testing.assert_frame_equal(log.load("layers", tmp_path), before)
+    rows = pd.read_parquet(tmp_path / "layers")
+    assert list(rows) == log.SCHEMAS["layers"].names
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.parquet")}
+    subprocess.run(command, check=True)
+    assert {path: path.read_bytes() for path in files} == files
 
 
 @pytest.fixture(scope="module")

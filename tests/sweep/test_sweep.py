@@ -68,6 +68,10 @@ def test_every_cell_is_logged_with_raw_samples_and_each_bundle_validated_once(
 def test_a_run_says_how_it_came_about_and_claims_no_placement_off_a_mac(swept, runs):
     columns = ["placement", "placement_source", "compute_units", "ane_joules"]
     assert runs[[*columns, "ane_ops_share"]].isna().all(axis=None)
+    loads = runs[["load_start", "load_end"]]
+    assert (loads >= 0).all(axis=None)
+    steal = runs["steal"]
+    assert steal.between(0, 1).all() if sys.platform == "linux" else steal.isna().all()
     for config in runs["config"].map(json.loads):
         assert config["energy"].startswith("not measured: ")
         assert config["startup_s"] > 0

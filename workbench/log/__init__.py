@@ -10,7 +10,7 @@ pandas."""
 from importlib import import_module
 
 _MODULES = {
-    "machine": ("environment", "state"),
+    "machine": ("disturbance", "environment", "state"),
     "places": ("SHIPPED", "Root", "default_root", "new_run_id", "project"),
     "runs": ("pack", "record", "unpack"),
     "schema": ("SCHEMAS", "SETTINGS"),

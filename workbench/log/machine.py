@@ -4,9 +4,12 @@ All values come from the operating system; a value is None if its command is mis
 fails, or prints nothing usable. The name of a chip does not imply that a model ran on
 its Neural Engine."""
 
+import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -101,6 +104,44 @@ def state() -> dict:
         "thermal_pressure": pressures.get(level, level),
         "swap_bytes": psutil.swap_memory().used,
     }
+
+
+@contextmanager
+def disturbance() -> Iterator[dict[str, float | None]]:
+    """Yields the columns of ``runs`` that show whether other work disturbed a
+    measurement; they are filled in when the block ends.
+
+    ``load_start``, ``load_end``: processes that ran or waited to run, averaged over the
+    minute before. ``steal``: the share of the processors' time within the block that a
+    hypervisor gave to other machines; None off Linux."""
+    columns = {"load_start": _load(), "load_end": None, "steal": None}
+    before = _processor_ticks()
+    yield columns
+    columns["load_end"] = _load()
+    after = _processor_ticks()
+    if before and after and after[1] > before[1]:
+        columns["steal"] = (after[0] - before[0]) / (after[1] - before[1])
+
+
+def _load() -> float | None:
+    """The load average of the last minute; None where the system has none."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def _processor_ticks() -> tuple[int, int] | None:
+    """Stolen ticks and all ticks of all processors since the start, from
+    ``/proc/stat``; None where there is no such file.
+
+    The line is ``cpu user nice system idle iowait irq softirq steal guest
+    guest_nice``; the two for guests are parts of user and nice."""
+    line = _found(r"^cpu +(\d+(?: \d+){7})", _text("/proc/stat"))
+    if line is None:
+        return None
+    ticks = [int(count) for count in line.split()]
+    return ticks[7], sum(ticks)
 
 
 def command_output(*command: str) -> str | None:

@@ -2,7 +2,7 @@
 
 Units stand in the names (``_ms``, ``_db``, ``_bytes``) or, for ``samples.value``, in
 the column ``unit``. A new column needs no new version: files that lack it read as null
-there."""
+there. `tools/rewrite_log.py` adds it to them, for readers other than `load`."""
 
 import pyarrow as pa
 
@@ -34,7 +34,11 @@ SCHEMAS: dict[str, pa.Schema] = {
     # any machine, `setting` everything that decides its times on one; runs of a setting
     # are its repetitions, each in a process of its own, numbered by `round`. `prompt`
     # names the token ids of a validation. The machine's state is that when the row was
-    # written. `cold_s` and `warm_s` are of older rows.
+    # written. Of a run that measured times, `load_start` and `load_end` are the
+    # processes that ran or waited to run, averaged over the minute before the first
+    # and after the last call, and `steal` is the share of processor time between them
+    # that a hypervisor gave to other machines (null: not on Linux). `cold_s` and
+    # `warm_s` are of older rows.
     "runs": _schema("""
         text:  run_id!
         time:  time
@@ -44,6 +48,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         text:  power_source thermal_pressure
         bool:  low_power
         int:   swap_bytes
+        float: load_start load_end steal
         text:  values setting
         int:   round
         text:  runtime precision reads compute_units hints
@@ -78,13 +83,15 @@ SCHEMAS: dict[str, pa.Schema] = {
         float: layer_ms mad_ms cpu_ms native_ms
         int:   n
     """),
-    # One tensor of one layer at one token position against its golden.
+    # One tensor of one layer at one token position against its golden. `definition` is
+    # the version of what error, budget and ratio mean (null: of older rows).
     "fidelity": _schema("""
         text:  run_id! shard
         int:   layer position T
         text:  tensor! mode! runtime precision
         float: cosine psnr_db max_abs error budget ratio
         bool:  finite routing_tie
+        int:   definition
     """),
 }
 

@@ -63,11 +63,30 @@ def append(
         step = "correct the value"
         raise InputError(f"log table {table}", str(error), needed, step) from error
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(path, data)
+    return path
+
+
+def write_rows(path: Path, data: pa.Table) -> None:
+    """Writes a file of the log, whole or not at all."""
     # a row's file is opened half as long without what serves large tables
     small = {"use_dictionary": False, "write_statistics": False, "compression": "none"}
-    how = small if len(data) == 1 else {}
-    write_whole(path, lambda file: pq.write_table(data, file, **how))
-    return path
+    options = small if len(data) == 1 else {}
+    write_whole(path, lambda file: pq.write_table(data, file, **options))
+
+
+def with_all_columns(table: str, data: pa.Table) -> pa.Table:
+    """The rows with every column of the table in the schema's order; absent ones are
+    null."""
+    schema = SCHEMAS[table]
+    columns = [
+        data[field.name]
+        if field.name in data.schema.names
+        else pa.nulls(len(data), field.type)
+        for field in schema
+    ]
+    version = {VERSION_KEY: str(VERSION)}
+    return pa.Table.from_arrays(columns, schema=schema.with_metadata(version))
 
 
 def load(
@@ -155,8 +174,9 @@ def _folders(table: str, root: Root) -> tuple[Path, Path]:
 
 
 def to_arrow(table: str, frame: pd.DataFrame) -> pa.Table:
-    """The rows with those of the table's columns that have a value. Raises errors of
-    Python's and Arrow's for what does not fit."""
+    """The rows in all columns of the table, each of its type, so that a reader that
+    takes the schema of one file finds every column. Raises errors of Python's and
+    Arrow's for what does not fit."""
     schema = SCHEMAS[table]
     if frame.empty:
         raise ValueError("no rows")
@@ -173,7 +193,7 @@ def to_arrow(table: str, frame: pd.DataFrame) -> pa.Table:
     for name in ALLOWED.keys() & set(frame):
         if wrong := set(data[name].drop_null().to_pylist()) - ALLOWED[name]:
             raise ValueError(f"{name} {sorted(wrong)}, none of {sorted(ALLOWED[name])}")
-    return data.replace_schema_metadata({VERSION_KEY: str(VERSION)})
+    return with_all_columns(table, data)
 
 
 def _json_text(value: Mapping | str) -> str:

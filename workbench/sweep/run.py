@@ -228,7 +228,7 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
     decoder = Decoder(bundle, **how)
     startup_s = time.time() - psutil.Process().create_time()
     sizes = {name: run[name] for name in timing.SIZES if name in run}
-    with energy.metered() as used:
+    with energy.metered() as used, log.disturbance() as disturbance:
         samples = timing.measure_speed(decoder, **sizes)
     tables = {"samples": samples, "layers": timing.layer_table(samples, decoder)}
     config = {
@@ -236,7 +236,7 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
         "energy": used["reason"] and f"not measured: {used['reason']}",
     }
     row = identity.describe(decoder)
-    row |= {"ane_joules": used["ane_joules"], "config": config}
+    row |= disturbance | {"ane_joules": used["ane_joules"], "config": config}
     if cell.judge_ids:
         result = _validation(cell, grid, decoder, path)
         tables["fidelity"], row["verdict"] = result.rows, result.verdict
