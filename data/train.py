@@ -318,7 +318,9 @@ def main() -> None:
     if not arguments.evaluate:
         tokenizer().save_pretrained(folder)
         train(arguments.family).half().save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     report = json.dumps(evaluate(model, arguments.family), indent=1)
     (folder / "evaluation.json").write_text(report + "\n")
     print(report)

@@ -96,7 +96,7 @@ def hugging_face(source: Path, dtype: str, S: int) -> Contestant:
     from transformers import AutoModelForCausalLM, StaticCache
 
     load = AutoModelForCausalLM.from_pretrained
-    model = load(source, dtype=getattr(torch, dtype)).eval()
+    model = load(source, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
     cache = StaticCache(model.config, max_cache_len=S)
 
     @torch.inference_mode()
@@ -131,7 +131,7 @@ def write_gguf(source: Path, kind: str, path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    gguf, config = import_module("gguf"), AutoConfig.from_pretrained(source)
+    gguf, config = import_module("gguf"), AutoConfig.from_pretrained(source, trust_remote_code=False)
     types = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(config.num_hidden_layers)

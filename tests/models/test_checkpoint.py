@@ -9,6 +9,7 @@ import torch
 from refusal import refused
 from tiny import WEIGHTS
 
+from workbench.check import hf
 from workbench.models.checkpoint import Checkpoint
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -64,6 +65,34 @@ def test_damage_is_named(copy, damage, found):
     damage(copy)
     with refused(found):
         Checkpoint(copy).config  # noqa: B018
+
+
+FAMILY = "model_type of no family of transformers"
+PARTS = "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
+
+
+@pytest.mark.parametrize("model_type", [FAMILY, "llama"])
+def test_code_in_a_checkpoint_never_runs_and_is_never_offered(
+    copy, monkeypatch, model_type
+):
+    ran = copy / "ran"
+    (copy / "code.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    code = dict.fromkeys(PARTS, "code.Anything")
+    for file in ("config.json", "tokenizer_config.json"):
+        fields = {"auto_map": code}
+        if file == "config.json":
+            fields["model_type"] = model_type
+        old = json.loads((copy / file).read_text()) if (copy / file).exists() else {}
+        (copy / file).write_text(json.dumps(old | fields))
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "y")
+    if model_type == FAMILY:
+        with refused("auto_map.*never run"):
+            Checkpoint(copy).config  # noqa: B018
+    else:  # transformers' own class is there
+        hf.whole_model(Checkpoint(copy))
+        hf.empty_model(Checkpoint(copy).config)
+    assert not questions and not ran.exists()
 
 
 @pytest.mark.parametrize(

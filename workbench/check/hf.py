@@ -16,7 +16,7 @@ from torch.func import functional_call
 from miltorch.quiet import no_progress
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
-from workbench.models.checkpoint import Checkpoint
+from workbench.models.checkpoint import LOCAL, Checkpoint
 
 Values = dict[str, np.ndarray]  # "k.3" → [n, W], float32: one row for each position
 Weights = Callable[[str], torch.Tensor]  # name in the checkpoint → values
@@ -246,7 +246,10 @@ def empty_model(config) -> nn.Module:
     # most of the time would go into random values that nothing stores
     with no_init_weights(), patch.object(nn.Module, "register_parameter", on_meta):
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
+            config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=False,
         )
     return model.eval()
 
@@ -284,5 +287,5 @@ def whole_model(checkpoint: Checkpoint) -> nn.Module:
     how = dict(dtype=torch.float32, attn_implementation="eager")
     with no_progress():
         return transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.path, local_files_only=True, **how
+            checkpoint.path, **LOCAL, **how
         ).eval()

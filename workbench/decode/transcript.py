@@ -27,7 +27,9 @@ def load_tokenizer(folder: str | Path):
             "give --prompt-ids instead of text, or add the tokenizer and export again",
         )
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as problem:  # tokenizers raises no other class
         raise InputError(
             f"tokenizer {folder}",

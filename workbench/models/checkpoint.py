@@ -21,6 +21,9 @@ KINDS = "F32", "F16", "BF16"
 CHUNK = 1 << 17  # elements: what stays in a core's cache while it is converted
 MAPPED_BYTES = 1 << 26  # of a file at once: mapped memory counts as resident
 
+# of every reader of transformers: without the second it offers on a terminal to run
+# Python files of the folder
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 GENERATION = "generation_config.json"
 PREFIXES = "model.", "model.language_model.", "language_model.model."
 TOKENIZER_FILES = (
@@ -84,7 +87,7 @@ class Checkpoint:
         from transformers import AutoConfig
 
         try:
-            whole = AutoConfig.from_pretrained(self.path, local_files_only=True)
+            whole = AutoConfig.from_pretrained(self.path, **LOCAL)
         except (
             OSError,
             ValueError,
@@ -93,9 +96,12 @@ class Checkpoint:
             ZeroDivisionError,
             StrictDataclassError,
         ) as problem:
+            reason = one_line(problem)
+            if "trust_remote_code" in reason:
+                reason = "auto_map, Python code in the checkpoint, which is never run"
             raise InputError(
                 str(self.path / "config.json"),
-                one_line(problem),
+                reason,
                 "a configuration that transformers accepts",
                 f"see README: supported families; or {FETCH}",
             ) from problem
