@@ -131,7 +131,8 @@ def write_gguf(source: Path, kind: str, path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    gguf, config = import_module("gguf"), AutoConfig.from_pretrained(source, trust_remote_code=False)
+    gguf = import_module("gguf")
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     types = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_block_count(config.num_hidden_layers)
