@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from workbench.errors import InputError
 
 # the first bytes of what Git LFS puts in place of a file
 LFS_POINTER = b"version https://git-lfs"
+MAX_TEXT_BYTES = 1 << 26  # of a file that is read into memory: JSON, YAML, a prompt
 
 
 def project_root(start: Path) -> Path | None:
@@ -35,7 +37,8 @@ def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
 
     The contents go to a dot-file beside `path`, which is synced to the disk and
     renamed. `write` is the contents, or a function that writes them to an open binary
-    file. (A library that writes to a path may be given `file.name`.)
+    file. (A library that writes to a path may be given `file.name`, and may put another
+    file there.)
 
     Raises:
         OSError: no room or no permission; an earlier file at `path` stays, no dot-file
@@ -44,11 +47,14 @@ def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if callable(write):
                 write(file)
             else:
                 file.write(write)
-            file.flush()
+        # safetensors renames a file of its own to the path, readable by its owner alone
+        with temporary.open("rb+") as file:
+            os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -65,12 +71,72 @@ def save_arrays(path: Path, arrays: dict, metadata: dict[str, str]) -> None:
 
 
 def load_arrays(path: Path) -> tuple[dict, dict[str, str]]:
-    """(arrays by name, metadata) of a safetensors file."""
+    """(arrays by name, metadata) of a safetensors file.
+
+    Raises:
+        InputError: no regular file.
+    """
     from safetensors import safe_open
 
+    check_regular(path)
     with safe_open(path, framework="np") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}
         return arrays, file.metadata()
+
+
+def check_regular(path: Path, most: int | None = None) -> int:
+    """The size in bytes of what `path` resolves to.
+
+    Raises:
+        InputError: a pipe, a device or a folder, which may have no end or never answer;
+            more than `most` bytes.
+        OSError: nothing there.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise _unreadable(path, _kind(status.st_mode))
+    if most is not None and status.st_size > most:
+        raise _unreadable(path, f"{status.st_size:,} bytes", most)
+    return status.st_size
+
+
+def read_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
+    """The contents of a regular file of at most `most` bytes.
+
+    Raises:
+        InputError: see `check_regular`.
+        OSError: nothing there, or no permission.
+    """
+    check_regular(path, most)
+    with path.open("rb") as file:
+        return read_at_most(file, most, path)
+
+
+def read_at_most(file: BinaryIO, most: int, subject: object) -> bytes:
+    """What is left of an open file, such as a member of an archive, if that is at most
+    `most` bytes. No more is read, whatever the file says of its size.
+
+    Raises:
+        InputError: more bytes.
+    """
+    contents = file.read(most + 1)
+    if len(contents) > most:
+        raise _unreadable(subject, f"over {most:,} bytes", most)
+    return contents
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        "a folder": stat.S_ISDIR,
+        "a pipe": stat.S_ISFIFO,
+        "a socket": stat.S_ISSOCK,
+    }
+    return next((kind for kind, is_one in kinds.items() if is_one(mode)), "a device")
+
+
+def _unreadable(subject: object, actual: str, most: int = MAX_TEXT_BYTES) -> InputError:
+    needed = f"a regular file of at most {most:,} bytes"
+    return InputError(str(subject), actual, needed, "give the file itself, whole")
 
 
 @contextmanager
