@@ -13,7 +13,7 @@ import workbench
 
 ROOT = Path(workbench.__file__).parents[1]
 PACKAGES = ("miltorch", "workbench")
-ALONE = set("errors files paths plugins process progress".split())
+ALONE = set("errors escape files paths plugins process progress".split())
 LEAVES = {"miltorch.errors", "miltorch.quiet", *(f"workbench.{name}" for name in ALONE)}
 RUN = "runtime miltorch bundle"
 # room → the rooms that it may import; None: all

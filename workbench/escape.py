@@ -1,0 +1,257 @@
+r"""Text written for a reader with a syntax of its own: a shell, HTML, Markdown, LaTeX, a
+path template.
+
+A text that came from a checkpoint, a log or a user arrives there as it was given,
+whatever characters it has: one function for each reader. Captions and sentences that a
+notebook writes may mark code with backticks; `with_code` keeps the marks' meaning and
+escapes the rest. A leaf: imports nothing of the package."""
+
+import html as standard_html
+import re
+import shlex
+import unicodedata
+from collections.abc import Callable, Iterable
+
+# what pandas and papermill hand on to `str.format`
+BRACES = re.compile(r"[{}]")
+# characters with a meaning anywhere in a line of Markdown, GitHub's extensions included
+INLINE = re.compile(r"[\\`*\[\]<>&|~$]")
+# what gives a whole line another meaning: a heading, a list, a ruler, a table's second row
+LINE_START = re.compile(r"[#+\-=:]|\d+(?=[.)])")
+LINE_END = re.compile(r"\r\n|\r|\n")
+UNDERSCORES = re.compile(r"_+")
+CODE = re.compile(r"`([^`\n]+)`")
+
+# commands of the LaTeX kernel since 2020, which need no package
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "$": r"\$",
+    "&": r"\&",
+    "#": r"\#",
+    "_": r"\_",
+    "%": r"\%",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "`": r"\textasciigrave{}",
+    "'": r"\textquotesingle{}",
+    '"': r"\char34{}",
+    "\n": " ",
+    "\r": " ",
+    "\t": " ",
+    "\u00a0": "~",
+    "–": r"\textendash{}",
+    "—": r"\textemdash{}",
+    "‘": r"\textquoteleft{}",
+    "’": r"\textquoteright{}",
+    "“": r"\textquotedblleft{}",
+    "”": r"\textquotedblright{}",
+    "…": r"\textellipsis{}",
+    "·": r"\textperiodcentered{}",
+    "•": r"\textbullet{}",
+    "°": r"\textdegree{}",
+    "§": r"\textsection{}",
+    "¶": r"\textparagraph{}",
+    "©": r"\textcopyright{}",
+    "®": r"\textregistered{}",
+    "™": r"\texttrademark{}",
+    "€": r"\texteuro{}",
+    "£": r"\textsterling{}",
+    "µ": r"\textmu{}",
+    "ß": r"\ss{}",
+    "æ": r"\ae{}",
+    "Æ": r"\AE{}",
+    "œ": r"\oe{}",
+    "Œ": r"\OE{}",
+    "ø": r"\o{}",
+    "Ø": r"\O{}",
+    "ł": r"\l{}",
+    "Ł": r"\L{}",
+    "ı": r"\i{}",
+    "✓": r"\ensuremath{\surd}",
+    "✗": r"\ensuremath{\times}",
+    "ᵀ": r"\textsuperscript{T}",
+}
+MATH = {
+    "−": "-",
+    "×": r"\times",
+    "÷": r"\div",
+    "±": r"\pm",
+    "∓": r"\mp",
+    "≤": r"\leq",
+    "≥": r"\geq",
+    "≠": r"\neq",
+    "≈": r"\approx",
+    "≡": r"\equiv",
+    "∝": r"\propto",
+    "∞": r"\infty",
+    "√": r"\surd",
+    "∑": r"\sum",
+    "∏": r"\prod",
+    "∈": r"\in",
+    "∂": r"\partial",
+    "∇": r"\nabla",
+    "→": r"\rightarrow",
+    "←": r"\leftarrow",
+    "↔": r"\leftrightarrow",
+    "↑": r"\uparrow",
+    "↓": r"\downarrow",
+    "⇒": r"\Rightarrow",
+    "▁": r"\_",
+    "«": r"\ll",
+    "»": r"\gg",
+    "¬": r"\neg",
+    "⌀": r"\emptyset",
+    "∅": r"\emptyset",
+    "∩": r"\cap",
+    "∪": r"\cup",
+    "‖": r"\Vert",
+}
+GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi"
+GREEK_AFTER_OMICRON = "pi rho sigma tau upsilon phi chi psi omega"
+MATH |= {
+    unicodedata.lookup(
+        f"GREEK SMALL LETTER {name.replace('lambda', 'lamda')}"
+    ): rf"\{name}"
+    for name in f"{GREEK} {GREEK_AFTER_OMICRON}".split()
+}
+MATH |= {
+    unicodedata.lookup(f"GREEK CAPITAL LETTER {name.replace('lambda', 'lamda')}"): (
+        rf"\{name.capitalize()}"
+    )
+    for name in "gamma delta theta lambda xi pi sigma upsilon phi psi omega".split()
+}
+SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", ["0", *"123456789", "+", "{-}", "n"]))
+SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋", ["0", *"123456789", "+", "{-}"]))
+LATEX |= {
+    character: rf"\ensuremath{{{command}}}" for character, command in MATH.items()
+}
+LATEX |= {
+    character: rf"\textsuperscript{{{digit}}}"
+    for character, digit in SUPERSCRIPTS.items()
+}
+LATEX |= {
+    character: rf"\textsubscript{{{digit}}}" for character, digit in SUBSCRIPTS.items()
+}
+# commands for Unicode's combining marks
+ACCENTS = {
+    "\u0300": "`",
+    "\u0301": "'",
+    "\u0302": "^",
+    "\u0303": "~",
+    "\u0304": "=",
+    "\u0306": "u",
+    "\u0307": ".",
+    "\u0308": '"',
+    "\u030a": "r",
+    "\u030b": "H",
+    "\u030c": "v",
+    "\u0327": "c",
+}
+
+
+def shell(words: Iterable[str]) -> str:
+    """A command that a POSIX shell splits into these words again."""
+    return shlex.join(words)
+
+
+def path_template(path: object) -> str:
+    """A path for a reader that fills names in braces, as papermill's are."""
+    return BRACES.sub(lambda brace: 2 * brace[0], str(path))
+
+
+def html(text: object) -> str:
+    """Text between tags, or a quoted attribute."""
+    # a parser reads a bare carriage return as a line feed
+    return standard_html.escape(str(text)).replace("\r", "&#13;")
+
+
+def markdown(text: object) -> str:
+    """Text of a paragraph, of a link or of an image's description; its lines stay lines,
+    and spaces at their ends go, which Markdown does not read."""
+    first, *lines = LINE_END.split(str(text).strip())
+    lines = [first.rstrip(), *(line.strip() for line in lines)]
+    return "\n".join(map(_markdown_line, lines))
+
+
+def markdown_cell(text: object) -> str:
+    """Text of a table's cell, in one line."""
+    lines = LINE_END.split(str(text).strip())
+    return "<br>".join(_markdown_line(line.strip()) for line in lines)
+
+
+def _markdown_line(line: str) -> str:
+    escaped = INLINE.sub(r"\\\g<0>", line)
+    escaped = UNDERSCORES.sub(_markdown_underscores, escaped)
+    if start := LINE_START.match(escaped):
+        behind = start.end() if start[0].isdigit() else 0
+        return f"{escaped[:behind]}\\{escaped[behind:]}"
+    return escaped
+
+
+def _markdown_underscores(run: re.Match) -> str:
+    """Inside a word it is no emphasis, and names of columns stay readable."""
+    before = run.string[: run.start()][-1:]
+    after = run.string[run.end() :][:1]
+    if before.isalnum() and after.isalnum():
+        return run[0]
+    return run[0].replace("_", r"\_")
+
+
+def latex(text: object) -> str:
+    """Text for pdflatex without packages, as ASCII.
+
+    Letters with an accent, Greek, superscripts and common signs of mathematics become
+    commands; any other character is named by its code, as ``[U+4E2D]``, since pdflatex
+    has no glyph for it and would stop."""
+    characters = unicodedata.normalize("NFC", str(text))
+    written = "".join(map(_latex_character, characters))
+    return re.sub("-(?=-)", "-{}", written)  # two would be a dash
+
+
+def _latex_character(character: str) -> str:
+    if command := LATEX.get(character):
+        return command
+    if character.isascii() and character.isprintable():
+        return character
+    base, *marks = unicodedata.normalize("NFD", character)
+    if len(marks) == 1 and marks[0] in ACCENTS and base.isascii():
+        return rf"\{ACCENTS[marks[0]]}{{{base}}}"
+    return f"[U+{ord(character):04X}]"
+
+
+def with_code(
+    text: str, escape: Callable[[str], str], code: Callable[[str], str]
+) -> str:
+    """A sentence in which backticks mark code: `escape` is applied to the text around
+    the code, `code` to each piece between two backticks."""
+    pieces = CODE.split(text)
+    written = []
+    for place, piece in enumerate(pieces):
+        written.append(code(piece) if place % 2 else escape(piece))
+    return "".join(written)
+
+
+def html_sentence(text: str) -> str:
+    """A sentence or caption in HTML, its code between tags."""
+    return with_code(text, html, lambda piece: f"<code>{html(piece)}</code>")
+
+
+def latex_sentence(text: str) -> str:
+    """A sentence or caption in LaTeX, its code in the font of a typewriter."""
+    return with_code(text, latex, lambda piece: rf"\texttt{{{latex(piece)}}}")
+
+
+def markdown_sentence(text: str) -> str:
+    """A sentence or caption in Markdown, its code between backticks."""
+
+    def around(piece: str) -> str:
+        first, *lines = LINE_END.split(piece)
+        lines = [first, *(line.lstrip() for line in lines)]
+        return "\n".join(map(_markdown_line, lines))
+
+    return with_code(text.strip(), around, lambda piece: f"`{piece}`")
