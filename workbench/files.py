@@ -3,12 +3,13 @@ only the errors."""
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +30,36 @@ def project_root(start: Path) -> Path | None:
             if 'name = "workbench"' in lines:
                 return folder
     return None
+
+
+def note(kind: str, facts: dict[str, str]) -> None:
+    """Notes in this checkout that `facts`, which are hashes, hold together; `is_noted`
+    then says so. Where nothing can be written nothing is noted."""
+    path = _note_path(kind, facts)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(facts, sort_keys=True).encode())
+
+
+def is_noted(kind: str, facts: dict[str, str]) -> bool:
+    """Whether this checkout has noted `facts`. No file beside a bundle counts, nor one
+    below the working directory: a stranger can have written those."""
+    try:
+        return json.loads(read_bytes(_note_path(kind, facts))) == facts
+    except (OSError, ValueError):
+        return False
+
+
+def _note_path(kind: str, facts: dict[str, str]) -> Path:
+    """The file of a note: in the checkout that this code lies in, or, where it is
+    installed elsewhere, in the user's cache."""
+    if checkout := project_root(Path(__file__).resolve().parent):
+        folder = checkout / "build"
+    else:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~/.cache"))
+        folder = Path(cache) / "workbench"
+    key = json.dumps(facts, sort_keys=True).encode()
+    return folder / kind / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
 
 
 def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:

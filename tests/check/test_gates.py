@@ -3,12 +3,15 @@ identity of a bundle and one source of the gates, and nothing for another."""
 
 import json
 import shutil
+import socket
 
 import numpy as np
+from in_process import invoke
 
-from workbench import Bundle, Decoder
+from workbench import Bundle, Decoder, files
 from workbench.check import gates
-from workbench.check.validate import stored_gates
+from workbench.check.validate import BUG_GATES, STATE_GATES, stored_gates
+from workbench.files import sha256
 
 GATES = [
     gates.at_most("weights", 0.9, 1.05, "worst tensor"),
@@ -28,9 +31,11 @@ def test_a_verdict_is_red_if_a_gate_is_and_a_value_that_is_no_number_is():
 
 def test_a_verdict_is_read_again_for_the_bundle_and_by_the_gates_that_gave_it(bundle):
     assert gates.stored_verdict(bundle) is None
-    path = gates.save_verdict(bundle, GATES)
+    gates.save_verdict(bundle, GATES)
     again = gates.stored_verdict(Bundle.open(bundle.root))
-    assert [g.json() for g in again] == [g.json() for g in GATES]
+    assert again.counts
+    assert [g.json() for g in again.gates] == [g.json() for g in GATES]
+    path = bundle.root / gates.VERDICT
     written = json.loads(path.read_text())
     for change in ({"bundle": "0" * 64}, {"version": "0" * 64}, {"gates": [{}]}):
         path.write_text(json.dumps(written | change))
@@ -54,3 +59,71 @@ def test_a_verdict_ends_with_the_gates_that_gave_it(bundle, tmp_path, monkeypatc
     other = "the bundle's verdict.json is of another bundle or by other gates"
     assert reasons == {f"needs --checkpoint: {other}"}
     assert gates.stored_verdict(bundle) is not None
+
+
+def forged(bundle) -> None:
+    """A stranger's verdict of zeroed weights, whose hashes the manifest has."""
+    gates.save_verdict(bundle, [gates.holds(n, True, "trust me") for n in BUG_GATES])
+    blob = next(bundle.root.rglob("weight.bin"))
+    record = np.fromfile(blob, np.uint8)
+    record[-64:] = 0
+    record.tofile(blob)
+    manifest = json.loads((bundle.root / "bundle.json").read_text())
+    for shard in manifest["shards"]:
+        for entry in shard["files"]:
+            entry["sha256"] = sha256(bundle.root / entry["path"])
+    (bundle.root / "bundle.json").write_text(json.dumps(manifest))
+    path = bundle.root / gates.VERDICT
+    fields = json.loads(path.read_text()) | {
+        "bundle": Bundle.open(bundle.root).identity
+    }
+    path.write_text(json.dumps(fields))
+
+
+def test_a_verdict_that_only_the_bundle_states_is_no_pass(bundle):
+    forged(bundle)
+    found = invoke("validate", bundle.root)
+    assert found["verdict"] == "not_run" and "trust me" not in str(found)
+    checks = {gate["name"]: gate for gate in found["gates"]}
+    assert {checks[n]["verdict"] for n in ("interface", *STATE_GATES)} == {"GREEN"}
+    for name in ("weights", "host", "program"):
+        assert checks[name]["verdict"] == "not_run"
+        assert "stated by the bundle, not checked here: GREEN" in checks[name]["reason"]
+        assert "workbench validate" in checks[name]["reason"]
+        assert "--checkpoint" in checks[name]["reason"]
+
+
+def test_a_note_beside_the_bundle_or_below_the_working_directory_does_not_count(
+    bundle, monkeypatch, tmp_path
+):
+    forged(bundle)
+    digest = sha256(bundle.root / gates.VERDICT)
+    facts = {"bundle": Bundle.open(bundle.root).identity, "verdict": digest}
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(files, "__file__", str(tmp_path / "workbench" / "files.py"))
+        (tmp_path / "pyproject.toml").write_text('name = "workbench"\n')
+        files.note(gates.NOTES, facts)
+        assert files.is_noted(gates.NOTES, facts)
+    (noted,) = (tmp_path / "build" / gates.NOTES).iterdir()
+    shutil.copytree(tmp_path / "build", bundle.root / "build")
+    for folder in (tmp_path, bundle.root):
+        monkeypatch.chdir(folder)
+        assert not gates.stored_verdict(Bundle.open(bundle.root)).counts
+    assert not {str(tmp_path), socket.gethostname()} & {*noted.read_text().split('"')}
+
+
+def test_the_golden_that_the_user_names_carries_the_verdict_to_another_checkout(
+    bundle, tiny_llama, tmp_path, monkeypatch
+):
+    out = tmp_path / "g"
+    prompt = "--prompt-ids", "1,2,3"
+    invoke("golden", tiny_llama.path, "--out", out, "--for", bundle.root, *prompt)
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "files.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    stated = invoke("validate", bundle.root)
+    assert stated["verdict"] == "not_run"
+    found = invoke("validate", bundle.root, "--golden", out)
+    named = {gate["name"]: gate["verdict"] for gate in found["gates"]}
+    assert {named[name] for name in BUG_GATES} == {"GREEN"}
+    shutil.copy(out, bundle.root / "golden")
+    assert invoke("validate", bundle.root)["verdict"] == "not_run"

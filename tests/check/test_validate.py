@@ -76,7 +76,7 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     checkpoint = "--checkpoint", tiny_llama.path
     found = invoke("validate", bundle.root, *checkpoint, "--prompt-ids", IDS)
     assert found["verdict"] == "GREEN"
-    stored = {g.name: g.json() for g in gates.stored_verdict(bundle)}
+    stored = {g.name: g.json() for g in gates.stored_verdict(bundle).gates}
     assert list(stored) == list(BUG_GATES)
     again = invoke("validate", bundle.root, "--golden", path, "--max-kl", "1e-9")
     assert [g for g in again["gates"] if g["name"] in stored] == [*stored.values()]

@@ -1,6 +1,10 @@
 """Gates: a figure, a threshold, a verdict and the reason in words; thresholds that
 several gates use; and BUNDLE/verdict.json, the results of the gates that need the
-checkpoint, for machines that lack it."""
+checkpoint, for machines that lack it.
+
+Anybody can write that file. It counts where this checkout has noted the hashes of
+bundle and file when it wrote it, or where the golden that the user names has noted
+them."""
 
 import hashlib
 import json
@@ -11,12 +15,13 @@ from functools import cache
 from pathlib import Path
 
 from workbench.errors import InputError
-from workbench.files import write_whole
+from workbench.files import is_noted, note, read_bytes, write_whole
 
 GREEN = "GREEN"
 RED = "RED"
 NOT_RUN = "not_run"
 VERDICT = "verdict.json"
+NOTES = "verdicts"  # the folder of this checkout's notes on such files
 SOURCE = Path(__file__).parent  # of every gate
 
 
@@ -99,42 +104,68 @@ def gates_version() -> str:
     return hashlib.sha256(b"\0".join(sources)).hexdigest()
 
 
-def save_verdict(bundle, results: Iterable[Gate]) -> Path:
+def save_verdict(bundle, results: Iterable[Gate]) -> str:
     """Writes gates of a bundle into its folder, bound to the bundle's identity and to
-    the gates' source.
+    the gates' source, and notes in this checkout that it did.
+
+    Returns:
+        The hash of the file, with which a golden names it (`Golden.verdict`).
 
     Raises:
         InputError: a folder that cannot be written.
     """
     path = bundle.root / VERDICT
-    contents = {
+    fields = {
         "version": gates_version(),
         "bundle": bundle.identity,
         "gates": [gate.json() for gate in results],
     }
+    contents = (json.dumps(fields, indent=1) + "\n").encode()
     try:
-        write_whole(path, (json.dumps(contents, indent=1) + "\n").encode())
+        write_whole(path, contents)
     except OSError as problem:
         reason = problem.strerror or str(problem)
         step = "copy the bundle to one, and validate it there"
         raise InputError(
             str(path), reason, "a folder that can be written", step
         ) from None
-    return path
+    digest = hashlib.sha256(contents).hexdigest()
+    note(NOTES, {"bundle": bundle.identity, "verdict": digest})
+    return digest
 
 
-def stored_verdict(bundle) -> list[Gate] | None:
-    """The gates of the bundle's verdict.json; None where there is none, or one of
-    another bundle or by gates of other source."""
+@dataclass(frozen=True)
+class StoredVerdict:
+    """The gates of a bundle's verdict.json, and whether they count: others are only
+    stated by the bundle."""
+
+    gates: list[Gate]
+    counts: bool
+
+
+def stored_verdict(bundle, named: str | None = None) -> StoredVerdict | None:
+    """What the bundle's verdict.json says; None where there is none, or one of another
+    bundle or by gates of other source.
+
+    Args:
+        named: the hash of a verdict.json that counts without a note of this checkout:
+            that of the golden which the user names.
+    """
     from pydantic import TypeAdapter
 
     try:
-        contents = json.loads((bundle.root / VERDICT).read_text())
-        if contents["version"] != gates_version():
+        contents = read_bytes(bundle.root / VERDICT)
+        fields = json.loads(contents)
+        if fields["version"] != gates_version():
             return None
-        if contents["bundle"] != bundle.identity:
+        if fields["bundle"] != bundle.identity:
             return None
         # "nan" is nan again
-        return TypeAdapter(list[Gate]).validate_python(contents["gates"])
-    except (OSError, ValueError, KeyError, TypeError):
+        results = TypeAdapter(list[Gate]).validate_python(fields["gates"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    if not {gate.verdict for gate in results} <= {GREEN, RED, NOT_RUN}:
+        return None
+    digest = hashlib.sha256(contents).hexdigest()
+    facts = {"bundle": bundle.identity, "verdict": digest}
+    return StoredVerdict(results, digest == named or is_noted(NOTES, facts))

@@ -22,6 +22,7 @@ from workbench.files import load_arrays, project_root, save_arrays
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import constants
 
+VERDICT_HASH = "verdict_sha256"  # in `Golden.meta`
 FORMAT = 2  # of the stored file: raised when `make_golden` changes
 
 
@@ -31,7 +32,8 @@ class Golden:
     `golden["k.3"]` is one of them.
 
     `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity),
-    transformers (version). `source`: the checkpoint, with which `validate` runs the gates
+    transformers (version), and `VERDICT_HASH` where it was written for a bundle.
+    `source`: the checkpoint, with which `validate` runs the gates
     that need it; `file`: where the golden is stored."""
 
     ids: np.ndarray
@@ -75,6 +77,11 @@ class Golden:
     def sha256(self) -> str:
         """The checkpoint's."""
         return self.meta["checkpoint"]
+
+    @property
+    def verdict(self) -> str | None:
+        """SHA-256 of the verdict.json of the bundle that the golden was written for."""
+        return self.meta.get(VERDICT_HASH)
 
     @property
     def layers(self) -> int:

@@ -170,7 +170,7 @@ def validate(
     bundle = decoder.bundle
     source = golden.source
     check_exported_from(golden, bundle)
-    bugs = stored_gates(decoder, source, again)
+    bugs = stored_gates(decoder, source, again, named=golden.verdict)
     inner = decoder.shows_inner_layers
     budget = source and measure_budget(bundle, source, golden, inner)
     cost = measure(decoder, golden, Ts, budget)
@@ -229,34 +229,58 @@ def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
 
 
 def stored_gates(
-    decoder: Decoder, source: Checkpoint | None = None, again: bool = False
+    decoder: Decoder,
+    source: Checkpoint | None = None,
+    again: bool = False,
+    named: str | None = None,
 ) -> list[Gate]:
-    """The bug gates of verdict.json. With the checkpoint `source` they are run and
-    stored where that file lacks them, or `again`; without both, those that need the
+    """The bug gates of verdict.json, if it counts. With the checkpoint `source` they
+    are run and stored where it does not, or `again`; without both, those that need the
     bundle alone are run. Gates on a device's states are asked of the device.
+
+    Args:
+        named: the hash of the verdict.json that the user's golden names.
 
     Raises:
         InputError: see `bug_gates` and `save_verdict`.
     """
     bundle = decoder.bundle
-    results = None if again and source else gates.stored_verdict(bundle)
-    live = []
-    if results is None and source:
-        own = decoder if again else None  # others may have been changed in memory
-        results = bug_gates(bundle, source, decoder=own)
+    stored = gates.stored_verdict(bundle, named)
+    results = stored.gates if stored and stored.counts else None
+    if source and (again or results is None):
+        changed = decoder if again else None  # others may have been changed in memory
+        results = bug_gates(bundle, source, decoder=changed)
         gates.save_verdict(bundle, results)
+        live = states.state_gates(decoder) if decoder.is_device else []
+    elif results is None:
+        bundle.verify()
+        results = _unknown_gates(bundle, stored)
+        live = [interface.interface_gate(bundle), *states.state_gates(decoder)]
     else:
         bundle.verify()
-    if results is None:
+        live = states.state_gates(decoder) if decoder.is_device else []
+    by_name = {gate.name: gate for gate in live}
+    return [g if g.verdict == gates.RED else by_name.get(g.name, g) for g in results]
+
+
+def _unknown_gates(bundle: Bundle, stored: gates.StoredVerdict | None) -> list[Gate]:
+    """The bug gates as not_run, with what the bundle itself states of them and the
+    command that runs them."""
+    if not stored:
         old = (bundle.root / gates.VERDICT).is_file()
         of = "is of another bundle or by other gates" if old else "is missing"
         reason = f"needs --checkpoint: the bundle's {gates.VERDICT} {of}"
-        results = [gates.not_run(name, reason) for name in BUG_GATES]
-        live = [interface.interface_gate(bundle), *states.state_gates(decoder)]
-    elif decoder.is_device:
-        live = states.state_gates(decoder)
-    own = {gate.name: gate for gate in live}
-    return [g if g.verdict == gates.RED else own.get(g.name, g) for g in results]
+        return [gates.not_run(name, reason) for name in BUG_GATES]
+    command = f"workbench validate {bundle.root.name} --checkpoint CHECKPOINT"
+    stated = {gate.name: gate.verdict for gate in stored.gates}
+    return [
+        gates.not_run(
+            name,
+            f"stated by the bundle, not checked here: {stated.get(name, 'nothing')}; "
+            f"run: {command}",
+        )
+        for name in BUG_GATES
+    ]
 
 
 def measure_budget(

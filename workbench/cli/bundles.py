@@ -78,6 +78,7 @@ def golden(
     target = workbench.Bundle.open(for_) if for_ else None
     source = opened(checkpoint)
     from workbench.check import gates, validate
+    from workbench.check.golden import VERDICT_HASH
 
     V = source.config.vocab_size
     ids = prompt.of(target) if target else prompt.ids(V, source.path)
@@ -85,12 +86,14 @@ def golden(
     # before the golden, since another checkpoint than the bundle's is refused here
     checks = target and validate.bug_gates(target, source)
     made = workbench.golden.make_golden(source, ids)
-    made.save(out)
     result = {"golden": str(out), "tokens": len(ids), "layers": made.layers}
-    result |= {"bytes": out.stat().st_size} | made.meta
+    result |= made.meta
     if target:
-        gates.save_verdict(target, checks)
-        made = replace(made, file=out)
+        verdict = gates.save_verdict(target, checks)
+        made = replace(made, file=out, meta=made.meta | {VERDICT_HASH: verdict})
+    made.save(out)
+    result["bytes"] = out.stat().st_size
+    if target:
         validate.device_reference(target, made)
         result["reference"] = str(validate.reference_path(target, made))
         result |= judged(checks)

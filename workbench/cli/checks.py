@@ -44,7 +44,8 @@ def validate(
 
     With a checkpoint every gate runs, and the verdict is stored in the bundle. With a
     golden alone the stored verdict is shown and the runtime is compared. Without both
-    the stored verdict is shown, or interface, states and cache are tested.
+    the stored verdict is shown, or interface, states and cache are tested. A stored
+    verdict counts where this checkout wrote it, or the one that wrote the golden.
 
     Example: workbench validate build/llama --checkpoint data/tiny-llama --max-kl 0.02
 
@@ -102,7 +103,11 @@ def validate(
             checks.device_reference(exported, reference, alone)
         decoder = where.decoder(exported)
         if reference is None:
-            return show(judged(checks.stored_gates(decoder)), json)
+            checked = judged(checks.stored_gates(decoder))
+            stored = gates.stored_verdict(exported)
+            if stored and not stored.counts and checked["verdict"] == gates.GREEN:
+                checked["verdict"] = gates.NOT_RUN  # what a bundle states is no pass
+            return show(checked, json)
         found = workbench.validate(
             decoder, reference, max_kl=max_kl, alone=alone, again=True
         )
