@@ -303,7 +303,7 @@ class Exports:
 
         if isinstance(checkpoint, str):
             checkpoint = self.checkpoint(checkpoint)
-        options = {"max_seq_len": 32} | options
+        options = {"max_seq_len": 32, "compress": "fp16"} | options
         folder = self.root / named("bundle", str(checkpoint), sorted(options.items()))
         if folder not in self.bundles:
             made = once(folder, lambda path: export(checkpoint, path, **options))

@@ -26,6 +26,7 @@ from workbench.sweep import identity
 
 COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 DEFAULTS = Options().model_dump(mode="json") | {
+    "compress": "fp16",
     "states": "separate",
     "undo": False,
     "state_pair": False,

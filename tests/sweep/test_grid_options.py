@@ -18,7 +18,7 @@ OTHER = {
     "tokens": "1-2",
     "batch": 2,
     "layers_per_shard": 2,
-    "compress": "int8-tensor",
+    "compress": "fp16",
     "kv_write": "slice",
     "layout": "bc1t",
     "moe": "routed",

@@ -81,7 +81,7 @@ class Options(ManifestModel):
     tokens: TokensOfCall = "1-4"
     batch: Count = 1
     layers_per_shard: Count = 1
-    compress: Literal[*PRESETS] = "fp16"
+    compress: Literal[*PRESETS] = "int8-channel"
     kv_write: Literal["mask", "slice"] = "mask"
     layout: Literal["bct1", "bc1t"] = "bct1"
     moe: Literal["dense", "routed"] = "dense"

@@ -6,11 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 
 from workbench.bundle import Bundle, Options
+from workbench.bundle.manifest import COREML
 from workbench.decode import Decoder
 from workbench.runtime import is_device
 
 COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 """Columns that say how much a run measured."""
+HASH_BASE = Options().model_dump(mode="json") | {"compress": "fp16", "target": COREML}
+"""The options that the hashes of a log leave out. They are the defaults of an export
+but for the preset: `fp16` was the default when the first runs were logged, and another
+base would give their settings other hashes."""
 RUNTIMES = "coreml", "portable", "stand-in"
 """What auto may mean, the preferred first."""
 
@@ -53,9 +58,10 @@ def exported(options: Options) -> dict:
 
 
 def chosen(options: Options) -> dict:
-    """The options that are not the default ones. Hashes are made of these, so that an
+    """The options that differ from `HASH_BASE`. Hashes are made of these, so that an
     option that comes or goes leaves those of all other bundles as they are."""
-    return options.model_dump(mode="json", exclude_defaults=True)
+    settings = options.model_dump(mode="json")
+    return {name: value for name, value in settings.items() if value != HASH_BASE[name]}
 
 
 def executed(
