@@ -16,6 +16,7 @@ from workbench import paths
 from workbench.bundle import Bundle
 from workbench.bundle.names import EMBEDDING
 from workbench.check.hf import Reference, Values, Weights, updates
+from workbench.check.text import default_ids
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
 from workbench.files import load_arrays, project_root, save_arrays
@@ -46,18 +47,18 @@ class Golden:
     def of(
         cls,
         checkpoint: Checkpoint | str | Path,
-        ids: Sequence[int],
+        ids: Sequence[int] | None = None,
         folder: Path | None = None,
     ) -> "Golden":
-        """Hugging Face's values for token ids, computed once for a checkpoint's hash,
-        the ids and the version of transformers, and stored in `folder` (default:
-        `data/golden`). A file that cannot be read is replaced."""
+        """Hugging Face's values for token ids (default: `default_ids`), computed once
+        for a checkpoint's hash, the ids and the version of transformers, and stored in
+        `folder` (default: `data/golden`). A file that cannot be read is replaced."""
         source = checkpoint
         if not isinstance(checkpoint, Checkpoint):
             source = Checkpoint(paths.find(checkpoint))
         if folder is None:
             folder = (project_root(Path.cwd()) or Path.cwd()) / "data" / "golden"
-        ids = np.asarray(ids).tolist()
+        ids = np.asarray(default_ids(source) if ids is None else ids).tolist()
         key = json.dumps([FORMAT, source.sha256, ids, version("transformers")])
         digest = hashlib.sha256(key.encode()).hexdigest()[:10]
         file = folder / f"{source.name}-{digest}.safetensors"

@@ -7,26 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from workbench import paths
 from workbench.check import gates
 from workbench.check.hf import whole_model
+from workbench.check.text import TASKS as TASKS
+from workbench.check.text import default_ids
 from workbench.decode import Decoder
 from workbench.decode.transcript import encode_text, load_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-SENTENCE = (
-    "The old lighthouse keeper climbed the stairs every evening to light the lamp, "
-    "because ships that passed the rocks at night could not see the shore. One winter "
-    "the storm broke the glass, and the whole village came to help him mend it."
-)
-"""The prompt of a checkpoint that was trained on no tasks of ours."""
-
-EVALUATION = "evaluation.json"  # beside a checkpoint: its accuracy on `TASKS`
-TASKS = "data/tasks/heldout.jsonl"
+EVALUATION = "evaluation.json"
+"""Lies beside a checkpoint that was trained on `TASKS`: its accuracy on them."""
 
 
 def load_tasks(path: str | Path) -> list[dict]:
@@ -49,33 +43,26 @@ def load_tasks(path: str | Path) -> list[dict]:
         ) from None
 
 
-def prompt_ids(
-    checkpoint: str | Path, count: int, text: str = "", tasks: Path | None = None
-) -> list[int]:
+def prompt_ids(checkpoint: str | Path, count: int, text: str = "") -> list[int]:
     """At most `count` token ids of a prompt.
 
     Args:
         checkpoint: a Hugging Face folder (see `paths.find`).
-        text: the prompt, or the path of a file that holds it. By default the first of
-            `tasks`, if the checkpoint records its accuracy on them, else `SENTENCE`.
-            Without a tokenizer: seeded ids.
+        text: the prompt, or the path of a file that holds it; by default that of
+            `default_ids`.
 
     Raises:
         InputError: a `text` without a tokenizer, or a file that is not UTF-8.
     """
     source = Checkpoint(paths.find(checkpoint))
-    if text:
-        file = None
-        with suppress(OSError, ValueError):  # too long or strange a text for a path
-            file = paths.find(text)
-        if file and file.is_file():
-            text = paths.text(file)
-    elif not (source.path / "tokenizer.json").is_file():
-        V = source.config.vocab_size
-        return np.random.default_rng(0).integers(0, V, count).tolist()
-    elif (source.path / EVALUATION).is_file():
-        text = load_tasks(tasks or paths.find(TASKS))[0]["prompt"]
-    return encode_text(source.path, text or SENTENCE)[:count]
+    if not text:
+        return default_ids(source, count)
+    file = None
+    with suppress(OSError, ValueError):  # too long or strange a text for a path
+        file = paths.find(text)
+    if file and file.is_file():
+        text = paths.text(file)
+    return encode_text(source.path, text)[:count]
 
 
 def right_answers(

@@ -31,7 +31,7 @@ def export(
 ) -> None:
     """Exports a Hugging Face folder as a bundle of stateful shards.
 
-    Example: workbench export data/tiny-llama build/llama --compress int8-tensor
+    Example: workbench export data/tiny-llama build/llama --max-seq-len 256
     """
     paths.checkpoint(checkpoint)
     paths.new(bundle)
@@ -80,8 +80,7 @@ def golden(
     from workbench.check import gates, validate
     from workbench.check.golden import VERDICT_HASH
 
-    V = source.config.vocab_size
-    ids = prompt.of(target) if target else prompt.ids(V, source.path)
+    ids = prompt.of(target or source)
     paths.writable("--out", out)
     # before the golden, since another checkpoint than the bundle's is refused here
     checks = target and validate.bug_gates(target, source)

@@ -17,13 +17,10 @@ from workbench.errors import InputError
 Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
 
 
-RANDOM = 24  # token ids where no prompt is given
-
-
 @Parameter("*")
 @dataclass(frozen=True)
 class Prompt:
-    """What the model reads.
+    """What the model reads: by default English prose, where its tokenizer knows that.
 
     Args:
         prompt: Text for the tokenizer.
@@ -50,33 +47,29 @@ class Prompt:
             paths.text(self.text)
         return bool(given)
 
-    def of(self, bundle) -> list[int]:
-        """`ids` for a bundle."""
-        m = bundle.manifest
-        S = m.options.max_seq_len
-        return self.ids(m.dims.V, bundle.tokenizer, m.tokens.bos, min(RANDOM, S))
-
-    def ids(
-        self, V: int, tokenizer: Path, bos: int | None = None, count: int = RANDOM
-    ) -> list[int]:
-        """Token ids, all of them in a vocabulary of V; without a prompt `count` seeded
-        random ones, the first of them `bos` if it is not None."""
-        import numpy as np
-
+    def of(self, source) -> list[int]:
+        """Token ids for a `Bundle` or a `Checkpoint`, all of them in its vocabulary;
+        without a prompt those of `default_ids`, as many as --tokens says and the bundle
+        takes."""
         from workbench.check.hf import check_ids
+        from workbench.check.text import COUNT, default_ids
         from workbench.decode.transcript import encode_text
 
+        if isinstance(source, workbench.Bundle):
+            folder, V = source.tokenizer, source.manifest.dims.V
+            longest = source.manifest.options.max_seq_len
+        else:
+            folder, V, longest = source.path, source.config.vocab_size, self.tokens
         if self.prompt_ids is not None:
             parts = self.prompt_ids.split(",")
             # `check_ids` refuses what is no number by name
             ids = [int(part) if part.strip().isdecimal() else part for part in parts]
         elif self.prompt is not None or self.text:
             text = paths.text(self.text) if self.text else self.prompt
-            ids = encode_text(tokenizer, text)
+            ids = encode_text(folder, text)
         else:
-            ids = np.random.default_rng(0).integers(0, V, count)
-            if bos is not None:
-                ids[0] = bos
+            count = self.tokens or COUNT
+            ids = default_ids(source, min(count, longest or count))
         return check_ids(ids, V)[: self.tokens].tolist()
 
 
@@ -147,7 +140,7 @@ class Options:
     tokens: str = "1-4"
     batch: int = 1
     layers_per_shard: int = 1
-    compress: str = "fp16"
+    compress: str = "int8-channel"
     kv_write: str = "mask"
     layout: str = "bct1"
     moe: str = "dense"

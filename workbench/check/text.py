@@ -1,0 +1,62 @@
+"""The text on which a model is judged where the user names none: English, or the
+language of the small trained models in `data`.
+
+Random token ids are no text: a language model's distributions on them are flat, and its
+layers work outside the range that they were trained for, so that what compression costs
+on them says little about its cost in use."""
+
+import json
+from importlib.resources import files
+
+import numpy as np
+
+from workbench import paths
+from workbench.bundle import Bundle
+from workbench.decode.transcript import encode_text, load_tokenizer
+from workbench.models.checkpoint import Checkpoint
+
+COUNT = 48
+"""Tokens of a prompt that nobody chose."""
+TASKS = "data/tasks/heldout.jsonl"
+"""Text of the small trained models, whose 256 words are no English."""
+UNKNOWN_SHARE = 0.1
+"""A text of which more tokens are unknown is in a language that the tokenizer lacks."""
+
+
+def paragraphs() -> str:
+    """Plain English prose of about 800 tokens."""
+    return files(__package__).joinpath("paragraphs.txt").read_text(encoding="utf-8")
+
+
+def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
+    """At most `count` token ids on which the model of a checkpoint or of a bundle is
+    judged: those of `paragraphs`, or, where its tokenizer does not know English, of the
+    held-out tasks of the small trained models.
+
+    Without a tokenizer, or with one that knows neither: seeded random ids behind the
+    beginning-of-sequence token, if the model has one."""
+    if isinstance(source, Bundle):
+        manifest = source.manifest
+        folder, V, bos = source.tokenizer, manifest.dims.V, manifest.tokens.bos
+    else:
+        config = source.config
+        folder, V, bos = source.path, config.vocab_size, config.bos_token_id
+    if (folder / "tokenizer.json").is_file():
+        unknown = load_tokenizer(folder).unk_token_id
+        for text in (paragraphs(), task_text()):
+            ids = encode_text(folder, text)[:count]
+            known = [id for id in ids if id != unknown and id < V]
+            if ids and len(known) >= (1 - UNKNOWN_SHARE) * len(ids):
+                return ids
+    ids = np.random.default_rng(0).integers(0, V, count).tolist()
+    return ids if bos is None else [bos, *ids[1:]]
+
+
+def task_text() -> str:
+    """The prompts and answers of `TASKS` in a row; empty outside a checkout."""
+    file = paths.find(TASKS)
+    if not file.is_file():
+        return ""
+    lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
+    tasks = map(json.loads, lines)
+    return " ; ".join(f"{task['prompt']} {task['answer']}" for task in tasks)
