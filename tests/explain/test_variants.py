@@ -30,7 +30,11 @@ def checkpoint_of(exports):
 
 def relabelled(source, exported_from, folder, **options):
     """A bundle of `exported_from` that says it is of `source`."""
-    bundle = export(exported_from, folder / "own", **{"max_seq_len": 32} | options)
+    bundle = export(
+        exported_from,
+        folder / "own",
+        **{"max_seq_len": 32, "compress": "fp16"} | options,
+    )
     label = "checkpoint/sha256", Checkpoint(source).sha256
     return tiny.edited(bundle, folder / "relabelled", label)
 

@@ -15,7 +15,9 @@ from workbench.models.checkpoint import Checkpoint
 
 
 def small(checkpoint: Path, target: Path, **options) -> Bundle:
-    return export(checkpoint, target, **{"max_seq_len": 16} | options)
+    return export(
+        checkpoint, target, **{"max_seq_len": 16, "compress": "fp16"} | options
+    )
 
 
 def files(bundle: Bundle) -> dict[str, list[FileEntry]]:

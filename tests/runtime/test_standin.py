@@ -23,7 +23,7 @@ from workbench.runtime import coreml
 pytestmark = pytest.mark.shim
 
 IDS = [5, 17, 42, 3, 88, 9]
-OPTIONS = {"max_seq_len": 16, "tokens": "1-2"}
+OPTIONS = {"max_seq_len": 16, "tokens": "1-2", "compress": "fp16"}
 FAULTS = {
     name.removeprefix("stand-in-")
     for name in plugins.offered("runtimes")
