@@ -29,16 +29,17 @@ MAY_IMPORT = {
     "adopt": f"export check decode models {RUN}",
     "log": "",
     "plots": "",
+    "kernel": "",
     "sweep": "log explain check ane decode runtime export models bundle",
     "doctor": "sweep log runtime",
-    "experiment": "sweep log plots check decode",
+    "experiment": "kernel sweep log plots check decode",
     "widgets": "bundle experiment sweep log plots ane decode export models",
     "cli": None,
     "harness": "decode",
     "lab": "",
 }
 # rooms of one file at the root
-FILES = set("doctor experiment harness lab plots widgets".split())
+FILES = set("doctor experiment harness kernel lab plots widgets".split())
 
 
 def dotted(path: Path) -> str:

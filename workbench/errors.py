@@ -1,6 +1,11 @@
-"""The error of the workbench, `miltorch.errors.InputError`, and its helpers under the
-names that its parts import."""
+"""The errors of the workbench: `InputError`, from `miltorch.errors` with its helpers
+under the names that parts import, and `CellError`."""
 
 from miltorch.errors import InputError, check_choice, last_message, one_line
 
-__all__ = ["InputError", "check_choice", "last_message", "one_line"]
+__all__ = ["CellError", "InputError", "check_choice", "last_message", "one_line"]
+
+
+class CellError(RuntimeError):
+    """A notebook did not run to its end: a cell raised another error than InputError,
+    or the kernel failed."""

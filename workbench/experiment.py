@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -29,10 +28,6 @@ from workbench.sweep import identity
 
 SHOWN_ROWS = 20  # of a table in the report
 SIGNS = {"RED": "✗ RED", "GREEN": "✓ GREEN", "not_run": "– not run"}
-
-
-class CellError(RuntimeError):
-    """A cell of a notebook raised another error than InputError."""
 
 
 class Experiment:
@@ -311,11 +306,9 @@ def run_notebook(
     Raises:
         InputError: unknown notebook or parameter, no cell that concludes, or a cell
             raised it.
-        CellError: a cell raised another error.
+        CellError: a cell raised another error, or the kernel failed.
     """
-    import papermill
-    from papermill.exceptions import PapermillExecutionError
-    from traitlets.config import Config
+    from workbench import kernel
 
     source = notebook_path(number)
     if not source.is_file():
@@ -332,24 +325,7 @@ def run_notebook(
         raise InputError(subject, ", ".join(unknown), needed, "correct the name")
     copy = log.project() / "build" / "notebooks" / source.name
     copy.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        # sockets in a folder of its own: TCP ports are open to all users of the machine
-        with tempfile.TemporaryDirectory() as sockets:
-            kernel = {"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
-            papermill.execute_notebook(
-                source,
-                copy,
-                parameters,
-                cwd=source.parent,
-                progress_bar=progress,
-                config=Config(KernelManager=kernel),
-            )
-    except PapermillExecutionError as problem:
-        refusal = InputError.from_message(problem.evalue)
-        if problem.ename == "InputError" and refusal:
-            raise refusal from None
-        text = f"{source.stem}, cell [{problem.exec_count}]: {problem.ename}: "
-        raise CellError(f"{text}{problem.evalue} (executed copy: {copy})") from None
+    kernel.execute(source, copy, parameters, progress=progress)
     folder = run_folder(source.stem, defaults | parameters)
     if not (folder / "run.json").is_file():
         needed = f"a cell that concludes Experiment({source.stem!r}, globals())"

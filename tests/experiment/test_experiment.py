@@ -14,8 +14,8 @@ from refusal import refused
 
 from workbench import log, plots
 from workbench.check import gates
+from workbench.errors import CellError
 from workbench.experiment import (
-    CellError,
     Experiment,
     last_run,
     publish_run,

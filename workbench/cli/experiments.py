@@ -12,7 +12,7 @@ from cyclopts import Parameter
 import workbench
 from workbench import paths
 from workbench.cli.common import Json, show, text, unread
-from workbench.errors import InputError, check_choice
+from workbench.errors import CellError, InputError, check_choice
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
             found = experiment.run_notebook(
                 number, values[number], publish=publish, progress=not json
             )
-        except experiment.CellError as problem:
+        except CellError as problem:
             print(f"workbench: {problem}", file=sys.stderr)
             sys.exit(3)
         results.append(found)

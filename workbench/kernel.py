@@ -1,0 +1,154 @@
+"""Executes a notebook in a Jupyter kernel of its own. Every run ends: a kernel that has
+answered is always heard, and one that fails ends the run with one message."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty
+
+from jupyter_client.asynchronous import AsyncKernelClient
+from jupyter_client.channels import AsyncZMQSocketChannel
+from jupyter_client.kernelspec import NoSuchKernel
+from jupyter_client.manager import AsyncKernelManager
+from zmq import ZMQError
+
+from workbench.errors import CellError, InputError, one_line
+
+POLL_S = 1.0
+START_S = 60  # within which a kernel answers, or it has failed
+# of a socket's path: 108 bytes on Linux and 104 on macOS with the final null byte
+SOCKET_PATH_BYTES = 103
+SOCKET_NAME = "/kernel-ipc-5"  # jupyter_client's longest name in the folder of sockets
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+# runs in a kernel, among whose names it leaves none
+END_WITH_PARENT = '__import__("workbench.kernel").kernel.end_with_parent()'
+
+
+class PolledChannel(AsyncZMQSocketChannel):
+    """A channel whose reader asks its socket about once a second.
+
+    A message that nbclient sends on a channel while a reader awaits it can take the
+    signal that would wake the reader: jupyter_client sends past zmq.asyncio, and the
+    file descriptor of a ZeroMQ socket signals a change once. The reader would wait for
+    ever for a message that is there (jupyter_client #1059, nbclient #312).
+    """
+
+    async def get_msg(self, timeout: float | None = None) -> dict:
+        if timeout is not None:
+            return await super().get_msg(timeout)
+        while True:
+            try:
+                return await super().get_msg(POLL_S)
+            except Empty:
+                pass
+
+
+class PolledClient(AsyncKernelClient):
+    """A client of a kernel whose channels are `PolledChannel`."""
+
+    shell_channel_class = PolledChannel
+    iopub_channel_class = PolledChannel
+    stdin_channel_class = PolledChannel
+    control_channel_class = PolledChannel
+
+
+class KernelManager(AsyncKernelManager):
+    """Starts a kernel; a process that the system cannot start is the kernel's
+    failure, as is one that ends at once."""
+
+    async def start_kernel(self, *, extra_arguments: Sequence[str] = (), **options):
+        arguments = list(extra_arguments)
+        try:
+            if any("ipykernel" in word for word in self.kernel_spec.argv):
+                arguments.append(f"--IPKernelApp.exec_lines={END_WITH_PARENT}")
+            await super().start_kernel(extra_arguments=arguments, **options)
+        except OSError as problem:
+            raise RuntimeError(f"no process was started: {problem}") from problem
+
+
+def execute(
+    source: Path, copy: Path, parameters: Mapping, *, progress: bool = True
+) -> None:
+    """Executes a notebook in its folder, and writes it with its outputs.
+
+    Args:
+        source: the notebook.
+        copy: the notebook with outputs, written after every cell.
+        parameters: values for names that the cell tagged `parameters` sets.
+        progress: shows a bar of cells.
+
+    Raises:
+        InputError: a cell raised it.
+        CellError: a cell raised another error, or the kernel did not start, ended or
+            gave no answer.
+    """
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
+
+    config = Config(KernelManager={"client_factory": PolledClient, "transport": "ipc"})
+    config.NotebookClient.kernel_manager_class = KernelManager
+    try:
+        # sockets in a folder of its own: TCP ports are open to all users of the machine
+        with silent_logs(), tempfile.TemporaryDirectory(dir=socket_root()) as sockets:
+            config.KernelManager.connection_file = f"{sockets}/kernel.json"
+            papermill.execute_notebook(
+                source,
+                copy,
+                dict(parameters),
+                cwd=source.parent,
+                progress_bar=progress,
+                start_timeout=START_S,
+                config=config,
+            )
+    except PapermillExecutionError as problem:
+        refusal = InputError.from_message(problem.evalue)
+        if problem.ename == "InputError" and refusal:
+            raise refusal from None
+        text = f"{source.stem}, cell [{problem.exec_count}]: {problem.ename}: "
+        raise CellError(f"{text}{problem.evalue} (executed copy: {copy})") from None
+    except (NoSuchKernel, RuntimeError, TimeoutError, ZMQError) as problem:
+        reason = one_line(problem if str(problem) else type(problem).__name__)
+        text = f"{source.stem}: the kernel failed: {reason} (executed copy: {copy})"
+        raise CellError(text) from problem
+
+
+@contextmanager
+def silent_logs() -> Iterator[None]:
+    """Within the block, libraries log no failure of a kernel: the error says it, and
+    their logs would write it a second time, with a traceback."""
+    loggers = [logging.getLogger(name) for name in ("traitlets", "papermill")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+def socket_root() -> str | None:
+    """The folder for folders of sockets: /tmp where a path below the folder for
+    temporary files (None) is too long for a socket, as below a cluster's scratch."""
+    longest = f"{tempfile.gettempdir()}/tmp12345678{SOCKET_NAME}"
+    return "/tmp" if len(os.fsencode(longest)) > SOCKET_PATH_BYTES else None
+
+
+def end_with_parent() -> None:
+    """In a kernel on Linux: has it killed when its parent ends, even by SIGKILL.
+
+    ipykernel notices that end only where process 1 adopts orphans. Elsewhere (below
+    systemd's user session or a container's supervisor) the kernel would stay."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.get("JPY_PARENT_PID")
+    if parent and os.getppid() != int(parent):
+        os._exit(1)  # it has ended before
