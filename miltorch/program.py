@@ -124,15 +124,8 @@ def _refuse(
 
 def inside(package: Path, folder: Path, name: str) -> Path:
     """The file `name` of `folder` in `package`; refuses absolute paths, `..` and
-    symlinks on the way to it."""
-    relative = PurePosixPath(name)
-    if relative.is_absolute() or ".." in relative.parts:
-        _refuse(
-            package,
-            f"the path {name!r}",
-            "a path inside the package",
-            "do not run this package",
-        )
+    symlinks on the way to it, but those of the Hub's cache (see `_is_blob`)."""
+    relative = _relative(package, name)
     path = folder / relative
     if not os.path.isfile(path):  # also False for names that no file can have
         _refuse(
@@ -141,27 +134,90 @@ def inside(package: Path, folder: Path, name: str) -> Path:
             "every file that the package refers to",
             "copy the whole package",
         )
-    if path.resolve() != package.resolve() / path.relative_to(package):
+    place = package.resolve() / path.relative_to(package)
+    if path.resolve() != place and not _is_blob(place):
         _refuse(path, "a symlink", "a regular file", "do not run this package")
     return path
 
 
-def spec_path(package: Path) -> Path:
-    """The model file that a package's Manifest.json names, refusing every path that
-    leaves the package."""
+def _relative(package: Path, name: str) -> PurePosixPath:
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts:
+        _refuse(
+            package,
+            f"the path {name!r}",
+            "a path inside the package",
+            "do not run this package",
+        )
+    return relative
+
+
+def _is_blob(path: Path) -> bool:
+    """Whether a file of a snapshot in the Hub's cache is a link into the `blobs` of the
+    same model, as every file there is.
+
+    `path` is absolute and passes through no link before its last part."""
+    if path.parent.resolve() != path.parent:
+        return False
+    models = (
+        above.parent
+        for above in path.parents
+        if above.name == "snapshots" and above.parent.name.startswith("models--")
+    )
+    return any(path.resolve().parent == model / "blobs" for model in models)
+
+
+def _entries(package: Path) -> tuple[dict, str]:
+    """The items of a package's Manifest.json by identifier, and which of them is the
+    model."""
     manifest = package / "Manifest.json"
     if not package.exists():
         _refuse(package, "nothing there")
     if not manifest.is_file():
         _refuse(package, OTHER_MODELS.get(package.suffix, "no Manifest.json in it"))
+    inside(package, package, manifest.name)
     if manifest.stat().st_size > 1 << 20:
         _refuse(manifest, "a manifest over 1 MiB")
     try:
-        entries = json.loads(manifest.read_text())
-        name = str(entries["itemInfoEntries"][entries["rootModelIdentifier"]]["path"])
-    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        fields = json.loads(manifest.read_text())
+        items = {key: str(i["path"]) for key, i in fields["itemInfoEntries"].items()}
+        root = fields["rootModelIdentifier"]
+        items[root]
+        return items, root
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         _refuse(manifest, f"no root model entry ({type(problem).__name__})")
-    return inside(package, package / "Data", name)
+
+
+def spec_path(package: Path) -> Path:
+    """The model file that a package's Manifest.json names, refusing every path that
+    leaves the package."""
+    items, root = _entries(package)
+    return inside(package, package / "Data", items[root])
+
+
+def files(package: Path) -> list[PurePosixPath]:
+    """The files that a package consists of, relative to it: its Manifest.json, the
+    items that this names, and what is in those that are folders.
+
+    Raises:
+        InputError: a link that leaves the package, but those of the Hub's cache; a link
+            to a folder; an item that is missing.
+    """
+    items, _ = _entries(package)
+    relative = [PurePosixPath("Manifest.json")]
+    for name in items.values():
+        item = PurePosixPath("Data") / _relative(package, name)
+        if not (package / item).is_dir():
+            relative.append(item)
+            continue
+        for folder, below, names in os.walk(package / item):
+            place = Path(folder).relative_to(package)
+            if links := [n for n in below if (Path(folder) / n).is_symlink()]:
+                _refuse(Path(folder) / links[0], "a link to a folder", "a folder")
+            relative += [PurePosixPath(place / name) for name in names]
+    for name in relative:
+        inside(package, package, str(name))
+    return sorted(dict.fromkeys(relative))
 
 
 def read_spec(package: Path):

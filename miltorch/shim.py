@@ -34,6 +34,7 @@ import torch
 import miltorch
 from miltorch.errors import InputError
 from miltorch.execute import check_precision
+from miltorch.program import files
 from miltorch.quiet import coremltools
 
 # the version that coremltools reads: the system whose features (iOS 18) miltorch has
@@ -191,7 +192,10 @@ class Proxy:
         target = Path(tempfile.mkdtemp()) / f"{Path(path).stem}.mlmodelc"
         try:
             miltorch.read(path)
-            return str(shutil.copytree(path, target))
+            for file in files(Path(path)):
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(Path(path) / file, target / file)
+            return str(target)
         except InputError as problem:
             raise _error(problem) from problem
 

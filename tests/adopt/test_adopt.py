@@ -2,6 +2,7 @@
 cause named."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from unittest import mock
@@ -242,6 +243,42 @@ def proposed(adoptions, style, out) -> dict[str, dict]:
     return {row["about"]: row for row in found["assumed"]}
 
 
+def hub_cached(packages, folder):
+    """The packages as the Hub's cache has them, every file a link into `blobs`."""
+    model = folder / "models--org--name"
+    snapshot = shutil.copytree(packages, model / "snapshots" / "0")
+    (model / "blobs").mkdir()
+    for number, file in enumerate(p for p in snapshot.rglob("*") if p.is_file()):
+        blob = file.rename(model / "blobs" / str(number))
+        file.symlink_to(os.path.relpath(blob, file.parent))
+    return snapshot
+
+
+def test_adopt_takes_what_the_manifest_of_a_package_names_and_nothing_else(
+    adoptions, tmp_path
+):
+    packages = shutil.copytree(adoptions.packages("host"), tmp_path / "packages")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("a secret")
+    for package in packages.glob("*.mlpackage"):
+        (package / "Data" / "notes.txt").symlink_to(tmp_path / "private" / "key")
+        (package / "Data" / "extra").symlink_to(tmp_path / "private")
+        (package / "loop").symlink_to("..")
+    how = "--checkpoint", adoptions.checkpoint("host"), "--out", tmp_path / "b"
+    invoke("adopt", packages, *how)
+    copied = [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+    assert not any("secret" in path.read_bytes()[:8].decode("latin") for path in copied)
+    assert not {"key", "notes.txt", "extra", "loop"} & {path.name for path in copied}
+    weights = next(packages.rglob("weights"))
+    (weights / "more").symlink_to(tmp_path / "private" / "key")
+    with refused("a symlink"):
+        invoke("adopt", packages, *how[:-1], tmp_path / "c")
+    (weights / "more").unlink()
+    (weights / "more").symlink_to("..")
+    with refused("a link to a folder"):
+        invoke("adopt", packages, *how[:-1], tmp_path / "c")
+
+
 def test_adopt_says_what_it_assumed_and_replaces_nothing(
     adoptions, tmp_path, monkeypatch
 ):
@@ -256,9 +293,7 @@ def test_adopt_says_what_it_assumed_and_replaces_nothing(
     assert len(lost) == 16 and "lm_head.weight" in lost
     how = "--checkpoint", adoptions.checkpoint("host"), "--out"
     packages = adoptions.packages("host")
-    cached = shutil.copytree(packages, tmp_path / "cached")
-    (file, *_) = cached.glob("*/Manifest.json")
-    file.symlink_to(file.rename(tmp_path / "blob"))
+    cached = hub_cached(packages, tmp_path)
     assert "0/kv_cache_0/2" in cli("adopt", cached, *how, tmp_path / "e").output
     out = tmp_path / "b"
     with refused(str(out)):

@@ -2,6 +2,7 @@
 says what and where."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from memory import ROWS, WIDTH, Memory
 
 import miltorch
+from miltorch import program
 from miltorch.quiet import messages, quiet
 from workbench.errors import InputError
 
@@ -138,6 +140,48 @@ def test_symlinks_are_refused(package, tmp_path, part):
     outside = shutil.move(package / part, tmp_path / "elsewhere")
     (package / part).symlink_to(outside)
     refused(package, "a symlink")
+
+
+def hub_cached(package, blobs="blobs"):
+    """The package as a snapshot of the Hub's cache: every file a link into `blobs`."""
+    model = package.parent / "models--org--name"
+    snapshot = model / "snapshots" / "0" / package.name
+    snapshot.parent.mkdir(parents=True)
+    shutil.move(package, snapshot)
+    (model / blobs).mkdir(exist_ok=True)
+    for number, file in enumerate(p for p in snapshot.rglob("*") if p.is_file()):
+        blob = file.rename(model / blobs / str(number))
+        file.symlink_to(os.path.relpath(blob, file.parent))
+    return snapshot
+
+
+def test_a_package_in_the_hub_s_cache_is_read_through_its_links(package):
+    plain = weight(package)
+    np.testing.assert_array_equal(weight(hub_cached(package)), plain)
+
+
+@pytest.mark.parametrize("part", ["Manifest.json", MODEL, WEIGHTS])
+@pytest.mark.parametrize("way", ["blob leaves", "blobs leave", "other folder"])
+def test_links_of_a_snapshot_that_leave_its_blobs_are_refused(
+    package, tmp_path, part, way
+):
+    snapshot = hub_cached(package, "other" if way == "other folder" else "blobs")
+    model, link = snapshot.parents[2], snapshot / part
+    if way == "blob leaves":
+        blob = link.resolve()
+        blob.symlink_to(blob.rename(tmp_path / "private"))
+    elif way == "blobs leave":
+        private = (model / "blobs").rename(tmp_path / "private")
+        (model / "blobs").symlink_to(private)
+    refused(snapshot, "a symlink")
+
+
+@pytest.mark.parametrize("link", ["Data/more", "loop"])
+def test_a_package_consists_of_what_its_manifest_names(package, link):
+    parts = sorted(["Manifest.json", MODEL, WEIGHTS])
+    (package / link).symlink_to("..")
+    (package / "Data" / "notes").write_text("x")
+    assert [*map(str, program.files(package))] == parts
 
 
 def pointer(path):

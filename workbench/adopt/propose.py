@@ -8,14 +8,13 @@ so that a fault of an export rarely hides them."""
 
 import math
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 import miltorch
-from miltorch.program import read_spec
+from miltorch.program import files, read_spec
 from workbench import paths
 from workbench.adopt.weights import found_weights
 from workbench.bundle import (
@@ -125,7 +124,10 @@ def described(
         held |= caches(number, states)
         name = package.path.name
         parts.append(Part(package=name, state=number if states else None))
-        shutil.copytree(package.path, root / "layers" / name, copy_function=link)
+        for file in files(package.path):
+            target = root / "layers" / name / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            link(str(package.path / file), str(target))
         roles |= package.roles
     found = [tuple(shape[1::2]) for shape in held.values()]
     if found != [(plan.dims.H_kv, plan.dims.D)] * 2 * plan.dims.L:
@@ -145,8 +147,8 @@ def described(
         moves = {window: "shift"}
     elif "mask" in given and not given & {"start", "write"}:
         moves = {max(rows): "right"}  # nothing says where to write
-    files = file_entries(root, root / "layers")
-    stored = sum(file.bytes for file in files if file.path.endswith(".bin"))
+    entries = file_entries(root, root / "layers")
+    stored = sum(file.bytes for file in entries if file.path.endswith(".bin"))
     bits = 8 * stored / sum(map(math.prod, map(checkpoint.shape, checkpoint.header)))
     # the last token of a call goes through a function that gives logits
     largest = max(f.t_max + (not f.logits) for f in functions)
@@ -175,8 +177,8 @@ def described(
         template="layers",
         foreign=Foreign(parts=parts, roles=roles, functions=functions, moves=moves),
         weights=found_weights([package.program for package in packages], checkpoint),
-        bytes=sum(file.bytes for file in files),
-        files=files,
+        bytes=sum(file.bytes for file in entries),
+        files=entries,
     )
     table = write_embedding(checkpoint, plan, root)
     return Manifest(

@@ -116,6 +116,6 @@ def _read_ahead(package: Path) -> None:
     page by page a disk takes twice as long."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in package.rglob("*.bin"):
+    for path in filter(Path.is_file, package.rglob("*.bin")):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
