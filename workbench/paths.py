@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 from workbench.errors import InputError
-from workbench.files import project_root
+from workbench.files import project_root, read_bytes
 
+MAX_PROMPT_BYTES = 1 << 28  # of a text, whose token ids take several times its size
 BUNDLE, CONFIG = "bundle.json", "config.json"
 FETCH = "download the checkpoint whole: hf download ORG/NAME --local-dir FOLDER"
 NAME = r"[A-Za-z0-9][\w.-]*"
@@ -139,14 +140,15 @@ def file(subject: str, path: str | Path, needed: str, step: str) -> Path:
     return path
 
 
-def text(path: str | Path) -> str:
-    """The contents of a file of text in UTF-8."""
+def text(path: str | Path, subject: str = "text") -> str:
+    """The contents of a file of text in UTF-8, of at most `MAX_PROMPT_BYTES`."""
     needed, step = "a file of text in UTF-8", "give a file of text"
     try:
-        return file("text", path, needed, step).read_text(encoding="utf-8")
+        contents = read_bytes(file(subject, path, needed, step), MAX_PROMPT_BYTES)
+        return contents.decode("utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         actual = getattr(problem, "strerror", None) or "not UTF-8"
-        raise InputError(f"text {path}", actual, needed, step) from None
+        raise InputError(f"{subject} {path}", actual, needed, step) from None
 
 
 def writable(option: str, path: Path) -> None:

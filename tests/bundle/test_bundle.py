@@ -1,6 +1,7 @@
 """A bundle opens from anywhere, and only as the export left it: damage is refused at opening, by
 validation, or is RED in gate `interface`."""
 
+import os
 import re
 import shutil
 
@@ -8,7 +9,8 @@ import pytest
 from refusal import refused
 from tiny import edit_json
 
-from workbench import Bundle, Decoder
+from workbench import Bundle, Decoder, files
+from workbench.bundle import bundle as bundles
 from workbench.check.interface import interface_gate
 from workbench.check.validate import stored_gates
 
@@ -41,12 +43,81 @@ def test_a_bundle_opened_from_inside_stays_as_it_is(copy, monkeypatch):
     assert sorted(copy.rglob("*")) == before and not list(copy.parent.glob(".*"))
 
 
-def test_a_flipped_byte_is_found_by_validation(copy):
-    weights = next(copy.rglob("weight.bin"))
-    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    decoder = Decoder(copy, "portable")
-    with refused("bytes that differ from the manifest's SHA"):
+def flip(path, times=None):
+    """Changes a byte in place; `times` are set as a copying program would."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read()[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    if times:
+        os.utime(path, ns=times)
+
+
+DIFFERS = "bytes that differ from the manifest's SHA"
+
+
+@pytest.mark.parametrize("file", ["weight.bin", "model.mlmodel", "embedding.*"])
+def test_a_flipped_byte_is_found_by_validation_and_before_anything_runs(copy, file):
+    decoder, path = Decoder(copy, "portable"), next(copy.rglob(file))
+    status = path.stat()
+    flip(path, (status.st_atime_ns, status.st_mtime_ns))
+    with refused(DIFFERS):
         stored_gates(decoder)
+    with refused(DIFFERS):
+        Decoder(copy, "portable")
+
+
+def test_a_large_bundle_is_hashed_again_where_a_file_has_changed_alone(
+    copy, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "files.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(bundles, "NOTED_BYTES", 0)
+    hashed = []
+    sha256 = bundles.sha256
+    monkeypatch.setattr(bundles, "sha256", lambda f: hashed.append(f) or sha256(f))
+    counts = []
+    for _ in range(2):
+        Bundle.open(copy).check_contents()
+        counts.append(len(hashed))
+    assert counts[0] == counts[1] == len(Bundle.open(copy).files)
+    path = next(copy.rglob("weight.bin"))
+    status = path.stat()
+    flip(path, (status.st_atime_ns, status.st_mtime_ns))
+    for _ in range(2):  # a wrong file is not noted
+        with refused(DIFFERS):
+            Bundle.open(copy).check_contents()
+
+
+@pytest.mark.parametrize("file", ["embedding.safetensors", "weight.bin"])
+def test_a_file_that_is_cut_off_under_an_open_decoder_is_refused(copy, file):
+    """Reading what is no longer there would end the process with SIGBUS."""
+    decoder = Decoder(copy, "portable")
+    for path in copy.rglob(file):
+        os.truncate(path, 0)
+    with refused(file):
+        decoder.generate([1, 2, 3], 2)
+
+
+def longer_head(shards):
+    return [*shards[:-1], shards[-1] | {"rows": [0, 2000]}]
+
+
+@pytest.mark.parametrize(
+    "edits", [[("dims/V", 2000), ("shards", longer_head)], [("dims/C", 32)]]
+)
+def test_an_embedding_table_of_other_dimensions_is_not_run(copy, edits):
+    edit_json(copy / "bundle.json", *edits)
+    with refused("embedding.safetensors: found .* needs tables"):
+        Decoder(copy, "portable")
+
+
+def test_a_manifest_without_an_end_is_refused(copy):
+    (copy / "bundle.json").unlink()
+    (copy / "bundle.json").symlink_to("/dev/zero")
+    with refused("bundle.json: found a device; needs a regular file"):
+        Bundle.open(copy)
 
 
 def more(copy):

@@ -2,6 +2,7 @@
 stopped."""
 
 import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,45 @@ def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
     assert evaluated(*arguments, *EXACT)["resumed"] == 0
     monkeypatch.setattr(Decoder, "advance", None)  # nothing is left to run
     assert evaluated(*arguments)["resumed"] == 9
+
+
+def torn(path, rows):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+STORED = {
+    "torn": torn,
+    "another number of rows": lambda path, rows: np.save(path, rows[:5]),
+    "more rows": lambda path, rows: np.save(path, np.concatenate([rows, rows])),
+    "other columns": lambda path, rows: np.save(path, rows[:, :2]),
+    "other numbers": lambda path, rows: np.save(path, rows.astype(np.int32)),
+    "no reference": lambda path, rows: np.save(path, rows * [1, np.nan, 1, 1]),
+    "infinite": lambda path, rows: np.save(path, rows + [np.inf, 0, 0, 0]),
+    "objects": lambda path, rows: np.save(path, rows.astype(object)),
+}
+
+
+@pytest.mark.parametrize("damage", STORED)
+def test_stored_rows_of_another_form_are_computed_again(bundle, text, damage):
+    sizes = "--window", 24, "--stride", 23
+    arguments = bundle.root, "--text", text, "--checkpoint", TINY, *sizes
+    whole = evaluated(*arguments)
+    (path,) = Path("data/evaluations").glob("*.npy")
+    STORED[damage](path, np.load(path))
+    again = evaluated(*arguments)
+    assert again["resumed"] == 0 and again["perplexity"] == whole["perplexity"]
+
+
+def test_an_evaluation_does_not_go_on_over_changed_weights(bundle, text, tmp_path):
+    copy = shutil.copytree(bundle.root, tmp_path / "copy")
+    evaluated(copy, "--text", text)
+    path = max(copy.rglob("weight.bin"), key=lambda file: file.stat().st_size)
+    status, weights = path.stat(), np.memmap(path, np.uint8, mode="r+")
+    weights[-64:] ^= 1
+    weights.flush()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with refused("weight.bin: found bytes that differ"):
+        evaluated(copy, "--text", text)
 
 
 def test_windows_of_a_batch_and_of_one_sequence_give_the_same(exports, text):

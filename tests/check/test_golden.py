@@ -8,8 +8,10 @@ import transformers
 from refusal import refused
 from tiny import DIMS
 
+from workbench import Decoder, validate
 from workbench.check import golden
 from workbench.check.golden import Golden
+from workbench.files import load_arrays, save_arrays
 from workbench.models.checkpoint import Checkpoint
 
 IDS = [5, 17, 3, 88, 61, 2, 40, 9]
@@ -67,6 +69,83 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
 def test_the_weights_of_a_bundle_belong_to_one_checkpoint(llama_bundle, exports):
     with refused("exported from"):
         golden.stored_weights(Checkpoint(exports.checkpoint("llama")), llama_bundle)
+
+
+def changed(name, change):
+    return lambda arrays: arrays.__setitem__(name, change(arrays[name]))
+
+
+def spoilt(value):
+    """One number of a matrix is another."""
+
+    def change(array):
+        array = array.copy()
+        array[-1, -1] = value
+        return array
+
+    return change
+
+
+WRONG = [  # of a golden's arrays, and what is named
+    (changed("ids", lambda ids: ids + 97), "ids from .* needs ids from 0 to 96"),
+    (changed("ids", lambda ids: -ids), "ids from -"),
+    (changed("ids", lambda ids: ids.astype(np.float32)), "ids float32"),
+    (changed("ids", lambda ids: ids[None]), "ids int64 .1, 8."),
+    (changed("ids", lambda ids: ids[:0]), "ids int64 .0."),
+    (changed("ids", lambda ids: ids[:5]), "a row for each id"),
+    (lambda arrays: arrays.pop("x.1"), "an array 'hidden.1'"),
+    (lambda arrays: arrays.pop("x.0"), "no 'hidden|no 'x.0'"),
+    (lambda arrays: arrays.pop("hidden.1"), "no 'hidden.1'"),
+    (lambda arrays: arrays.pop("k.1"), "no 'k.1'"),
+    (lambda arrays: arrays.pop("logits"), "no 'logits'"),
+    (lambda arrays: arrays.update(k=arrays["k.1"]), "an array 'k'"),
+    (changed("logits", lambda x: x[:, :5]), "ids from"),
+    (changed("logits", lambda x: x[:5]), "a row for each id"),
+    (changed("hidden.1", lambda x: x[:, :5]), "the shape"),
+    (changed("k.0", lambda x: x.astype(np.int32)), "'k.0' int32"),
+    (changed("k.0", lambda x: x[..., None]), "'k.0' float32"),
+    *(
+        (changed(n, spoilt(np.nan)), f"{n}.*inf or nan in row 7")
+        for n in ("x.1", "v.0")
+    ),
+    (changed("logits", spoilt(np.inf)), "logits.*inf or nan in row 7"),
+]
+
+
+@pytest.fixture(scope="module")
+def stored(exports, tmp_path_factory):
+    file = tmp_path_factory.mktemp("golden") / "g"
+    return golden.make_golden(exports.checkpoint("llama"), IDS), file
+
+
+@pytest.mark.parametrize("damage, found", WRONG)
+def test_arrays_of_another_form_are_refused_when_a_golden_is_read(
+    stored, damage, found
+):
+    whole, file = stored
+    arrays, metadata = load_arrays(whole.save(file))
+    damage(arrays)
+    save_arrays(file, arrays, metadata)
+    with refused(found):
+        Golden.load(file)
+
+
+@pytest.mark.parametrize("name", ["x.1", "hidden.0", "k.1", "logits"])
+def test_a_golden_that_is_not_finite_is_never_green(exports, name):
+    bundle = exports.bundle("llama")
+    whole = golden.make_golden(exports.checkpoint("llama"), IDS)
+    whole.values[name] = np.full_like(whole[name], np.nan)
+    whole.meta["checkpoint"] = bundle.manifest.checkpoint["sha256"]
+    with refused(f"{name}.*inf or nan"):
+        validate(Decoder(bundle, "portable"), whole)
+
+
+def test_a_golden_of_other_dimensions_is_refused(exports):
+    bundle = exports.bundle("llama")
+    other = golden.make_golden(exports.checkpoint("qwen2"), IDS)
+    other.meta["checkpoint"] = bundle.manifest.checkpoint["sha256"]
+    with refused("layers, width, vocabulary .*those of the bundle"):
+        golden.check_fits(other, bundle)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ from workbench.bundle.manifest import (
     first_fault,
 )
 from workbench.errors import InputError
-from workbench.files import is_lfs_pointer, locked, sha256
+from workbench.files import is_lfs_pointer, is_noted, locked, note, read_bytes, sha256
 
+NOTES = "contents"  # the folder of this checkout's notes on files with right hashes
+NOTED_BYTES = 1 << 24  # a bundle of fewer is hashed whenever a decoder opens it
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
@@ -44,7 +46,9 @@ def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
 class Bundle:
     """An opened bundle: its manifest, its folder, its embedding table.
 
-    Opening checks that every file is there with its size, `verify` also its SHA-256."""
+    Opening checks that every file is there with its size, `verify` also every SHA-256,
+    and `check_contents`, before anything runs, those of files that have changed since
+    and the embedding table."""
 
     def __init__(self, root: Path, manifest: Manifest):
         self.root = root
@@ -112,9 +116,36 @@ class Bundle:
         names = [part.package for part in shard.foreign.parts]
         return {Path(name).stem: self.package(shard) / name for name in names}
 
+    def check_contents(self) -> None:
+        """Refuses files whose SHA-256 is not the manifest's, and an embedding table of
+        other dimensions, before they are run.
+
+        Hashes of large bundles are not computed again while size, times and inode of
+        every file are those that this checkout noted when they were right. The time of
+        a file's last change of status is among them, which no program can set.
+
+        Raises:
+            InputError: see `verify`.
+        """
+        if self.bytes < NOTED_BYTES or not is_noted(NOTES, self._stamp()):
+            self.verify()
+        self._check_embedding()
+
+    def _stamp(self) -> dict[str, str]:
+        """What tells the files from others at the same paths without reading them."""
+        stamps = []
+        for entry in self.files:
+            _check_size(self.root, entry)
+            status = (self.root / entry.path).stat()
+            times = status.st_mtime_ns, status.st_ctime_ns
+            stamps.append((entry.path, status.st_size, *times, status.st_ino))
+        digest = hashlib.sha256(json.dumps(sorted(stamps)).encode()).hexdigest()
+        return {"bundle": self.identity, "files": digest}
+
     def verify(self) -> None:
         """Raises an InputError for a file whose SHA-256 is not the manifest's, and for
         one in a package or beside the tokenizer's that the manifest does not list."""
+        stamp = self._stamp()
         listed = {entry.path: entry for entry in self.files}
         folders = [self.package(shard) for shard in self.manifest.shards]
         embedding = self.root / self.manifest.embedding.file.path
@@ -125,6 +156,27 @@ class Bundle:
             if entry.path in listed:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
             raise _damaged(path, f"a file that {paths.BUNDLE} does not list")
+        if self.bytes >= NOTED_BYTES and stamp == self._stamp():
+            note(NOTES, stamp)
+
+    def _check_embedding(self) -> None:
+        """Refuses a file of other tables than the manifest's dimensions need."""
+        from safetensors import SafetensorError, safe_open
+
+        dims = self.manifest.dims
+        vector = "F32", [dims.C]
+        allowed = {"weight": ("F16", [dims.V, dims.C]), "bias": vector, "scale": vector}
+        path = self.root / self.manifest.embedding.file.path
+        try:
+            with safe_open(path, "np") as file:
+                tables = {name: file.get_slice(name) for name in file.keys()}
+                found = {n: (t.get_dtype(), t.get_shape()) for n, t in tables.items()}
+        except SafetensorError as problem:
+            raise _damaged(path, f"no whole safetensors file ({problem})") from None
+        right = {"weight"}, {"weight", "bias", "scale"}
+        if found.keys() not in right or any(allowed[n] != found[n] for n in found):
+            step = "export again, or copy the bundle again"
+            raise InputError(str(path), str(found), f"tables of {allowed}", step)
 
     @cached_property
     def embedding(self) -> dict[str, np.ndarray]:
@@ -138,7 +190,13 @@ class Bundle:
             return {name: file.get_tensor(name).numpy() for name in file.keys()}
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids [B, T] → hidden [B, T, C] float32, the input of the first shard."""
+        """Token ids [B, T] → hidden [B, T, C] float32, the input of the first shard.
+
+        Raises:
+            InputError: the file of the table has another size than it had when it was
+                opened. (Reading the lost part would end the process.)
+        """
+        _check_size(self.root, self.manifest.embedding.file)
         table = self.embedding
         hidden = table["weight"][ids].astype(np.float32)
         if "bias" in table:
@@ -181,7 +239,7 @@ def new_bundle(target: Path) -> Iterator[Path]:
 def read_manifest(path: Path) -> Manifest:
     """Parses a manifest. Raises an InputError that names an unknown version or key."""
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_bytes(path))
     except ValidationError as problem:
         field, error = first_fault(problem, "its contents")
         raise InputError(

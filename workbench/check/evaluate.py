@@ -23,7 +23,7 @@ from workbench.check.hf import Reference, check_ids
 from workbench.check.validate import summarize_kl
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.files import write_whole
+from workbench.files import check_regular, write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
@@ -91,8 +91,8 @@ def evaluate(
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     path = folder / f"{decoder.bundle.root.name}-{digest}.npy"
     folder.mkdir(parents=True, exist_ok=True)
-    rows = np.load(path) if path.is_file() else np.empty((0, len(ROW)))
     ends = [end - 1 for _, _, end in spans]  # rows up to each window's end
+    rows = _stored_rows(path, ends, bool(reference))
     resumed = ends.index(len(rows)) + 1 if len(rows) else 0
     model = reference and Reference(reference)
     with bar(total=len(spans), initial=resumed, unit="window") as shown:
@@ -105,6 +105,27 @@ def evaluate(
         reason = "the argmax is inside, so that no logits come out"
         result["not_run"] = f"perplexity and KL: {reason}"
     return result
+
+
+def _stored_rows(path: Path, ends: list[int], compared: bool) -> np.ndarray:
+    """The rows [n, 4] of finished windows in a file, none where it is missing, torn, or
+    holds something else.
+
+    Args:
+        ends: the numbers of rows that windows end at.
+        compared: whether rows have the reference's figures."""
+    empty = np.empty((0, len(ROW)))
+    try:
+        check_regular(path, 1024 + empty.itemsize * len(ROW) * ends[-1])
+        rows = np.load(path)
+    except (OSError, ValueError, EOFError):
+        return empty
+    form = rows.dtype == empty.dtype and rows.ndim == 2 and rows.shape[1] == len(ROW)
+    if not form or len(rows) not in ends or np.isinf(rows).any():
+        return empty
+    if (np.isfinite(rows[:, [1, 3]]) != compared).any() or (rows[:, :2] < 0).any():
+        return empty
+    return rows
 
 
 def _score_group(

@@ -3,6 +3,7 @@ and the weights that it computes with."""
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -23,6 +24,8 @@ from workbench.files import load_arrays, project_root, save_arrays
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import constants
 
+# what a golden may also have of a layer
+PER_LAYER = "x", "hidden", "k", "v", "router", "expert", "margin"
 VERDICT_HASH = "verdict_sha256"  # in `Golden.meta`
 FORMAT = 2  # of the stored file: raised when `make_golden` changes
 
@@ -110,12 +113,58 @@ class Golden:
             values, metadata = load_arrays(path)
             meta = json.loads(metadata["workbench-golden"])
             ids = values.pop("ids")
-            values["x.0"], values["logits"]  # older files lack them
-            return cls(ids, values | updates(values), meta, file=Path(path))
+            if not isinstance(meta["checkpoint"], str):
+                raise TypeError
+        except InputError:  # no regular file
+            raise
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:
             actual = f"no golden ({type(problem).__name__})"
             needed = "a file that workbench golden wrote"
             raise InputError(subject, actual, needed, step) from None
+        if fault := first_fault(ids, values):
+            raise InputError(subject, *fault, step)
+        return cls(ids, values | updates(values), meta, file=Path(path))
+
+
+def first_fault(
+    ids: np.ndarray, values: Values, head: bool = True
+) -> tuple[str, str] | None:
+    """The first fault of a golden's arrays, and what they should be; None if they have
+    the form in which Hugging Face's model gives them: token ids of the vocabulary, of
+    every layer its input and output and both rows of its cache or neither, with a
+    `head` the logits, one row for each id, and finite numbers alone."""
+    if ids.dtype.kind not in "iu" or ids.ndim != 1 or not len(ids):
+        return f"ids {ids.dtype} {[*ids.shape]}", "token ids, whole numbers [n]"
+    layers = {int(n[2:]) for n in values if re.fullmatch(r"x\.\d{1,9}", n)}
+    L = max(len(layers), 1)
+    names = {f"{name}.{layer}" for name in ("x", "hidden") for layer in range(L)}
+    if head:
+        names.add("logits")
+    for layer in range(L):
+        if values.keys() & {f"k.{layer}", f"v.{layer}"}:
+            names |= {f"k.{layer}", f"v.{layer}"}
+    others = {f"{name}.{i}" for name in PER_LAYER for i in range(L)} | {"normed"}
+    if missing := names - values.keys():
+        return (
+            f"no {min(missing)!r}",
+            f"{', '.join(sorted(names)[:4])} … of every layer",
+        )
+    if more := values.keys() - names - others:
+        return f"an array {min(more)!r}", "the arrays of its layers alone"
+    for name, value in values.items():
+        form = f"{name!r} {value.dtype} {[*value.shape]}"
+        if value.dtype.kind != "f" or value.ndim != 2 or len(value) != len(ids):
+            return form, f"numbers [{len(ids)}, width], a row for each id"
+        wide = name.startswith(("x.", "hidden."))
+        if wide and value.shape != values["x.0"].shape:
+            return form, f"the shape {[*values['x.0'].shape]} of x.0"
+        if not np.isfinite(value).all():
+            row = int(np.flatnonzero(~np.isfinite(value).all(-1))[0])
+            return f"{name!r}: inf or nan in row {row}", "finite numbers"
+    V = values["logits"].shape[1] if head else 1 << 31
+    if ids.min() < 0 or ids.max() >= V:
+        return f"ids from {ids.min()} to {ids.max()}", f"ids from 0 to {V - 1}"
+    return None
 
 
 def check_exported_from(source: Checkpoint | Golden, bundle: Bundle) -> None:
@@ -134,9 +183,22 @@ def check_exported_from(source: Checkpoint | Golden, bundle: Bundle) -> None:
 
 
 def check_fits(golden: Golden, bundle: Bundle) -> None:
-    """Raises an InputError for a golden of another checkpoint than the bundle's, or
-    with more tokens than max_seq_len."""
+    """Raises an InputError for a golden of another checkpoint or other dimensions than
+    the bundle's, with values that are not finite, or with more tokens than
+    max_seq_len."""
     check_exported_from(golden, bundle)
+    subject = f"golden {golden.file or ''}".strip()
+    values = {n: x for n, x in golden.values.items() if not n.startswith("update.")}
+    step = "run: workbench golden CHECKPOINT"
+    head = "logits" in values
+    if fault := first_fault(golden.ids, values, head):
+        raise InputError(subject, *fault, step)
+    dims = bundle.manifest.dims
+    V = values["logits"].shape[1] if head else dims.V
+    found = golden.layers, values["x.0"].shape[1], V
+    if found != (dims.L, dims.C, dims.V):
+        needed = f"those of the bundle, {(dims.L, dims.C, dims.V)}"
+        raise InputError(subject, f"layers, width, vocabulary {found}", needed, step)
     n = len(golden.ids)
     S = bundle.manifest.options.max_seq_len
     if n > S:

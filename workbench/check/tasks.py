@@ -3,6 +3,7 @@ Hugging Face's model gives right ones."""
 
 import copy
 import json
+import reprlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from workbench.check.text import TASKS as TASKS
 from workbench.check.text import default_ids
 from workbench.decode import Decoder
 from workbench.decode.transcript import encode_text, load_tokenizer
-from workbench.errors import InputError
+from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 
 EVALUATION = "evaluation.json"
@@ -24,23 +25,35 @@ EVALUATION = "evaluation.json"
 
 
 def load_tasks(path: str | Path) -> list[dict]:
-    """Prompts of a JSON-lines file: `task`, `distance`, `prompt`, `answer`."""
-    needed = {"task", "distance", "prompt", "answer"}
-    try:
-        lines = filter(str.strip, Path(path).read_text().splitlines())
-        tasks = list(map(json.loads, lines))
-        texts = [task[name] for task in tasks for name in ("prompt", "answer")]
-        whole = all(needed <= task.keys() for task in tasks)
-        if tasks and whole and all(isinstance(text, str) for text in texts):
-            return tasks
-        raise ValueError
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        raise InputError(
-            f"tasks {path}",
-            "no such file, or not one prompt a line",
-            "JSON lines with task, distance, and as text prompt and answer",
-            "see data/README.md",
-        ) from None
+    """Prompts of a JSON-lines file: `task`, `distance`, `prompt`, `answer`.
+
+    Raises:
+        InputError: no file that can be read, or a line that is none; names the line.
+    """
+    needed = "JSON lines with task, distance, and as text prompt and answer"
+    subject, step = f"tasks {path}", "see data/README.md"
+    tasks = []
+    for number, line in enumerate(paths.text(path, "tasks").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            task = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            actual = f"line {number}, which is no JSON ({one_line(problem)})"
+            raise InputError(subject, actual, needed, step) from None
+        if not isinstance(task, dict):
+            raise InputError(subject, f"line {number}, no object", needed, step)
+        if missing := {"task", "distance", "prompt", "answer"} - task.keys():
+            actual = f"line {number} without {', '.join(sorted(missing))}"
+            raise InputError(subject, actual, needed, step)
+        for name in ("prompt", "answer"):
+            if not isinstance(task[name], str):
+                actual = f"line {number} with {name} {reprlib.repr(task[name])}"
+                raise InputError(subject, actual, needed, step)
+        tasks.append(task)
+    if not tasks:
+        raise InputError(subject, "no line", needed, step)
+    return tasks
 
 
 def prompt_ids(checkpoint: str | Path, count: int, text: str = "") -> list[int]:

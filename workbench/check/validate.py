@@ -45,6 +45,7 @@ BUDGET_FACTOR = 6.0
 # seen as a device, is 2.0 distances away on the worst sound bundle (int4-block32, trained
 # ZAYA), and the mildest planted fault 10; tests/check/faults.md has the margins.
 DEVICE_FACTOR = 3.0
+PRECISIONS = "declared/", "narrow/"  # before the names in that file
 REFERENCE_FORMAT = 7  # of the device gate's file: raised when what it holds changes
 
 
@@ -375,7 +376,7 @@ def device_reference(
     if path and path.is_file():
         with suppress(OSError, SafetensorError, AttributeError):
             reference, metadata = load_arrays(path)
-            if metadata.get("key") == key:
+            if metadata.get("key") == key and _is_reference(reference, golden):
                 return reference
     if alone:
         return None
@@ -387,6 +388,21 @@ def device_reference(
         with suppress(OSError, SafetensorError):
             save_arrays(path, reference, {"key": key})
     return reference
+
+
+def _is_reference(reference: Values, golden: Golden) -> bool:
+    """Whether arrays have the form of `device_reference`'s for this golden."""
+    for name, value in reference.items():
+        precision, _, tensor = name.partition("/")
+        expected = golden.values.get(tensor, value)
+        if precision not in ("declared", "narrow") or value.dtype.kind not in "fi":
+            return False
+        if not 1 <= value.ndim <= 2 or not 1 <= len(value) <= len(golden.ids):
+            return False
+        if value.shape[1:] != expected.shape[1:]:
+            return False
+    names = [{n[len(p) :] for n in reference if n.startswith(p)} for p in PRECISIONS]
+    return names[0] == names[1] and "T" in names[0]
 
 
 def _blind(bundle: Bundle, precision: str) -> Decoder:

@@ -102,6 +102,7 @@ class Decoder:
         hints: dict | None = None,
     ):
         bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        bundle.check_contents()
         self.bundle, self.manifest = bundle, bundle.manifest
         self.options, self.host = bundle.manifest.options, Host(bundle.manifest)
         self.plane, plugin = self.host.plane, self.options.plugin

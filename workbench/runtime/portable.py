@@ -14,6 +14,7 @@ import miltorch
 from miltorch.execute import Hook
 from miltorch.quiet import messages
 from workbench.bundle import Shard
+from workbench.errors import InputError
 from workbench.runtime.base import Model, State, typed
 
 
@@ -61,7 +62,7 @@ class PortableModel(Model):
     ):
         messages("Model_pb2")  # import first, so that the load time excludes it
         start = time.perf_counter()
-        _read_ahead(package)
+        self.sizes = _read_ahead(package)
         super().__init__(package, shard, t_max, function)
         self.precision, self.reads = precision, reads
         self.fast = fast and precision == "declared"
@@ -95,7 +96,11 @@ class PortableModel(Model):
         hooks: Sequence[Hook | None],
     ) -> list[dict[str, np.ndarray]]:
         """Each weight is read once for all calls of a function that follow one
-        another."""
+        another.
+
+        Raises:
+            InputError: a file of weights is no longer as long as when it was opened.
+        """
         results = []
         called = zip(calls, states, hooks, strict=True)
         for T, group in groupby(called, lambda call: self.of_call(call[0])):
@@ -105,17 +110,31 @@ class PortableModel(Model):
                 for inputs in each
             ]
             cells = [state.raw.cells if state else {} for state in own]
-            runs = self.runs(T, self.fast and not any(hooks))
+            fused = self.fast and not any(hooks)
+            if not fused:
+                self._check_sizes()
+            runs = self.runs(T, fused)
             for outputs in runs.run_calls(tensors, cells, hooks):
                 results.append({n: value.numpy() for n, value in outputs.items()})
         return results
 
+    def _check_sizes(self) -> None:
+        """Plain steps read the mapped files: reading a part that was cut off would end
+        the process."""
+        for path, size in self.sizes.items():
+            if not path.is_file() or path.stat().st_size < size:
+                step = "copy the bundle again, and open it again"
+                needed = f"the {size} bytes that were there when it was opened"
+                raise InputError(str(path), "a shorter file, or none", needed, step)
 
-def _read_ahead(package: Path) -> None:
+
+def _read_ahead(package: Path) -> dict[Path, int]:
     """Advises the operating system to read all weights ahead, where it supports this;
-    page by page a disk takes twice as long."""
-    if not hasattr(os, "posix_fadvise"):
-        return
+    page by page a disk takes twice as long. Returns the size of each file of them."""
+    sizes = {}
     for path in filter(Path.is_file, package.rglob("*.bin")):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        sizes[path] = path.stat().st_size
+        if hasattr(os, "posix_fadvise"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    return sizes
