@@ -6,6 +6,18 @@ This module imports nothing of the package, so every other module may import it.
 
 import re
 
+# what a terminal obeys in place of printing it, or prints in another order, and bytes of
+# names that are no text; but for the tab and the end of a line
+CONTROL = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def visible(text: object) -> str:
+    """The text as it is printed: control characters as their escapes, since names and
+    texts come from files of strangers."""
+    return CONTROL.sub(lambda one: ascii(one[0])[1:-1], str(text))
+
 
 class InputError(ValueError):
     """Input that cannot be used: the subject, its actual value, the value it needs, and
@@ -20,10 +32,11 @@ class InputError(ValueError):
     """
 
     def __init__(self, subject: str, actual: str, needed: str, next_step: str):
-        self.subject, self.actual, self.needed = subject, actual, needed
-        self.next_step = next_step.rstrip(".")
+        self.subject, self.actual = visible(subject), visible(actual)
+        self.needed, self.next_step = visible(needed), visible(next_step).rstrip(".")
         super().__init__(
-            f"{subject}: found {actual}; needs {needed}. Next: {self.next_step}."
+            f"{self.subject}: found {self.actual}; needs {self.needed}. "
+            f"Next: {self.next_step}."
         )
 
     @classmethod

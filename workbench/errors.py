@@ -1,9 +1,16 @@
 """The errors of the workbench: `InputError`, from `miltorch.errors` with its helpers
 under the names that parts import, and `CellError`."""
 
-from miltorch.errors import InputError, check_choice, last_message, one_line
+from miltorch.errors import InputError, check_choice, last_message, one_line, visible
 
-__all__ = ["CellError", "InputError", "check_choice", "last_message", "one_line"]
+__all__ = [
+    "CellError",
+    "InputError",
+    "check_choice",
+    "last_message",
+    "one_line",
+    "visible",
+]
 
 
 class CellError(RuntimeError):

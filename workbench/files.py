@@ -17,6 +17,7 @@ from workbench.errors import InputError
 
 # the first bytes of what Git LFS puts in place of a file
 LFS_POINTER = b"version https://git-lfs"
+TEXT_SUFFIXES = ".json", ".jinja", ".txt", ".model"
 MAX_TEXT_BYTES = 1 << 26  # of a file that is read into memory: JSON, YAML, a prompt
 
 
@@ -129,6 +130,18 @@ def check_regular(path: Path, most: int | None = None) -> int:
     if most is not None and status.st_size > most:
         raise _unreadable(path, f"{status.st_size:,} bytes", most)
     return status.st_size
+
+
+def check_folder(folder: Path, limits: dict[str, int]) -> None:
+    """Refuses a folder whose files a library will open by their names where a file of
+    text is no regular one, or one that `limits` names has more bytes.
+
+    Raises:
+        InputError: see `check_regular`.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.suffix in TEXT_SUFFIXES and path.exists() and not path.is_dir():
+            check_regular(path, limits.get(path.name))
 
 
 def read_bytes(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:

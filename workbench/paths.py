@@ -10,10 +10,27 @@ import tempfile
 from pathlib import Path
 
 from workbench.errors import InputError
-from workbench.files import project_root, read_bytes
+from workbench.files import MAX_TEXT_BYTES, project_root, read_bytes
 
 MAX_PROMPT_BYTES = 1 << 28  # of a text, whose token ids take several times its size
 BUNDLE, CONFIG = "bundle.json", "config.json"
+# bytes, at most, of the files of a checkpoint or tokenizer that transformers reads whole
+LIMITS = {
+    **dict.fromkeys(
+        (
+            CONFIG,
+            "generation_config.json",
+            "model.safetensors.index.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "chat_template.jinja",
+        ),
+        MAX_TEXT_BYTES,
+    ),
+    "tokenizer.json": 1 << 29,
+    "vocab.json": 1 << 29,
+}
 FETCH = "download the checkpoint whole: hf download ORG/NAME --local-dir FOLDER"
 NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")

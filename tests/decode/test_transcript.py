@@ -2,6 +2,7 @@
 tokens are labelled by their text."""
 
 import shutil
+import signal
 import weakref
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import tiny
 from refusal import refused
 
+from workbench.decode import transcript as transcripts
 from workbench.decode.transcript import load_tokenizer, token_labels, transcript
 from workbench.models.checkpoint import Checkpoint
 
@@ -76,6 +78,30 @@ def test_a_tokenizer_that_is_not_whole_is_refused(tmp_path, damage):
     if damage != b"{}":
         with refused("tokenizer.json: found a Git LFS pointer"):
             Checkpoint(source).save_tokenizer(tmp_path)
+
+
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+TEMPLATES = {
+    LOOP: "not rendered in 0.2 s",
+    "{{ messages + 1 }}": "can only concatenate",
+    "{{ 1 // 0 }}": "zero",
+    "{{ ''.__class__.__mro__ }}": "unsafe",
+    "{% if %}": "Expected an expression",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_that_does_not_end_or_fails_is_refused(
+    tmp_path, monkeypatch, template
+):
+    folder = shutil.copytree(tiny.DATA / "tiny-llama", tmp_path / "c")
+    (folder / "chat_template.jinja").write_text(template)
+    monkeypatch.setattr(transcripts, "TEMPLATE_SECONDS", 0.2)
+    before = signal.getsignal(signal.SIGALRM)
+    with refused(f"chat template of tokenizer .*{TEMPLATES[template]}"):
+        transcripts.encode_chat(folder, "hello")
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_labels_of_byte_level_tokens_are_text(tmp_path):

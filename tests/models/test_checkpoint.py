@@ -1,6 +1,7 @@
 """Damaged, partial and foreign checkpoints end in one message; whole ones read tensor by tensor."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -55,13 +56,69 @@ def config(text):
         (lambda p: indexed(p, f"../{WEIGHTS}"), "folder in it"),
         (config('{"model_type": "no-such-model"}'), "no-such-model"),
         (odd, "head_dim.*33.*transformers accepts"),
-        (config("{"), "valid JSON"),
+        (config("{"), "no JSON object"),
         (lambda p: (p / WEIGHTS).unlink(), "no such file"),
         (lambda p: (p / "config.json").unlink(), "no config.json"),
         (shutil.rmtree, "nothing there"),
     ],
 )
 def test_damage_is_named(copy, damage, found):
+    damage(copy)
+    with refused(found):
+        Checkpoint(copy).config  # noqa: B018
+
+
+def pipe(name):
+    """A file that no read of comes back from."""
+
+    def damage(path):
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+
+    return damage
+
+
+def device(name):
+    def damage(path):
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to("/dev/zero")
+
+    return damage
+
+
+def sparse(name):
+    """A file of a terabyte, all of it a hole."""
+
+    def damage(path):
+        with (path / name).open("ab") as file:
+            file.truncate(1 << 40)
+
+    return damage
+
+
+def counted(name, count=10**9):
+    return lambda path: tiny.edit_json(path / "config.json", (name, count))
+
+
+@pytest.mark.parametrize(
+    "damage, found",
+    [
+        (pipe(WEIGHTS), "found a pipe"),
+        (pipe("tokenizer_config.json"), "found a pipe"),
+        (pipe("chat_template.jinja"), "found a pipe"),
+        (device("generation_config.json"), "found a device"),
+        (device(WEIGHTS), "found a device"),
+        (sparse("config.json"), "1,099,511,627,776 bytes"),
+        (sparse("tokenizer.json"), "1,099,511,627,776 bytes"),
+        (counted("num_hidden_layers"), "num_hidden_layers 1,000,000,000"),
+        (counted("vocab_size"), "vocab_size 1,000,000,000"),
+        (counted("hidden_size"), "hidden_size 1,000,000,000"),
+        (counted("num_key_value_heads"), "num_key_value_heads 1,000,000,000"),
+        (config("[" * 100_000), "no JSON object"),
+        (config('{"a":' * 100_000), "no JSON object"),
+    ],
+)
+def test_what_has_no_end_or_no_measure_is_refused_at_once(copy, damage, found):
     damage(copy)
     with refused(found):
         Checkpoint(copy).config  # noqa: B018

@@ -1,9 +1,11 @@
 """Every export option and every run option is a column of the log, a setting, and a control or a
 name where it varies."""
 
+import os
 import re
 
 import pytest
+from refusal import refused
 from synthetic import SLOW, SLOW_NAME, add
 from test_machines import CHECKPOINT, HASH
 
@@ -98,3 +100,34 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
         shown.add(ms)
         assert len(explorer.shown), "fidelity"
     assert shown == {"0.25", "0.5"}
+
+
+@pytest.mark.parametrize(
+    "run", [{"rounds": 10**9}, {"T": [1] * 1000, "depth": [0] * 101}]
+)
+def test_a_grid_of_more_cells_than_any_sweep_runs_is_refused_before_they_are_listed(
+    run,
+):
+    with refused("at most 100,000 cells"):
+        sweep.make_grid(make(**run))
+
+
+def test_a_grid_s_file_without_an_end_is_refused(tmp_path):
+    (tmp_path / "grid.yaml").symlink_to("/dev/zero")
+    with refused("found a device"):
+        sweep.load_grid(tmp_path / "grid.yaml")
+    (tmp_path / "deep.yaml").write_text("[" * 5000)
+    with refused("grid .*a YAML file"):
+        sweep.load_grid(tmp_path / "deep.yaml")
+
+
+def test_a_checkpoint_that_changed_within_the_time_of_its_files_has_another_hash(copy):
+    """Programs that copy set the time of a file."""
+    grid = sweep.make_grid(make() | {"checkpoint": str(copy)})
+    first, *_ = sweep.cells(grid)
+    path = copy / "config.json"
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes().replace(b"{", b"{ ", 1))
+    os.utime(path, ns=times)
+    second, *_ = sweep.cells(grid)
+    assert first.source.checkpoint_hash != second.source.checkpoint_hash

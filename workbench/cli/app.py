@@ -10,7 +10,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 
 from workbench import plugins
 from workbench.cli import bundles, checks, experiments
-from workbench.errors import InputError
+from workbench.errors import InputError, visible
 
 COMMANDS = {
     "Make": [bundles.export, bundles.golden, bundles.adopt],
@@ -42,7 +42,7 @@ for name, functions in COMMANDS.items():
 def main() -> None:
     """Entry point: prints bad input as one message with exit code 2, a warning as one
     line."""
-    warnings.formatwarning = lambda message, *rest: f"workbench: {message}\n"
+    warnings.formatwarning = lambda message, *rest: f"workbench: {visible(message)}\n"
     try:
         app(sys.argv[1:])
     except (InputError, CycloptsError) as problem:

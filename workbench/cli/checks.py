@@ -4,7 +4,6 @@ text is predicted."""
 
 import warnings
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +22,7 @@ from workbench.cli.common import (
     show,
     unread,
 )
-from workbench.errors import InputError
+from workbench.errors import InputError, visible
 
 
 def validate(
@@ -273,7 +272,7 @@ def generate(
             text = f"unknown to the tokenizer: {', '.join(unknown)}"
             warnings.warn(text, stacklevel=1)
     decoder = where.decoder(exported, fast=True)
-    on_text = None if json else partial(print, end="", flush=True)
+    on_text = None if json else _print_piece
     result = transcript(decoder, ids, max_new, logits, sampling, on_text=on_text)
     times, written = result["decode"], ""
     if result["text"] is None:  # else it was printed as it came
@@ -283,6 +282,11 @@ def generate(
         summary += f", {times['tokens_per_s']:.1f} tok/s"
     end = f"{summary} ({result['runtime']}, {result['precision']})"
     show(result, json, [written, end])
+
+
+def _print_piece(text: str) -> None:
+    """Prints a part of a model's answer as soon as it is there."""
+    print(visible(text), end="", flush=True)
 
 
 def evaluate(

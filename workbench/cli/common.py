@@ -12,7 +12,7 @@ from cyclopts.types import PositiveInt
 import workbench
 from workbench import paths
 from workbench.check.gates import jsonable, verdict
-from workbench.errors import InputError
+from workbench.errors import InputError, visible
 
 Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
 
@@ -180,7 +180,7 @@ def show(result: dict, json: bool, lines: list[str] | None = None) -> None:
     when its verdict is RED."""
     if json:
         lines = [dumps(jsonable(result), default=str, allow_nan=False)]
-    print("\n".join(lines or text(result)))
+    print(visible("\n".join(lines or text(result))))
     if result.get("verdict") == "RED":
         sys.exit(1)
 

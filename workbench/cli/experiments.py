@@ -12,7 +12,7 @@ from cyclopts import Parameter
 import workbench
 from workbench import paths
 from workbench.cli.common import Json, show, text, unread
-from workbench.errors import CellError, InputError, check_choice
+from workbench.errors import CellError, InputError, check_choice, visible
 
 
 def run(
@@ -63,7 +63,7 @@ def run(
                 f"{figure['path']}: {figure['alt']}" for figure in found["figures"]
             ]
             lines += [f"report    {found['report']}", f"notebook  {found['executed']}"]
-            print("\n".join(f"  {line}" for line in lines), end="\n\n")
+            print(visible("\n".join(f"  {line}" for line in lines)), end="\n\n")
     step = "make lab"
     if parts := [n for n in numbers if values[n].get("EXTRACT")]:
         step = f"workbench run {' '.join(parts)}  (all cells and rounds)"
@@ -238,6 +238,6 @@ def log(
         print(f"no run of the log at {folder} fits; --log names another log")
     elif rows:
         found = found.dropna(axis="columns", how="all")
-        print(found.to_string(index=False, max_colwidth=32))
+        print(visible(found.to_string(index=False, max_colwidth=32)))
     else:
-        print("\n".join(summary.table_lines(found)))
+        print(visible("\n".join(summary.table_lines(found))))

@@ -1,8 +1,11 @@
 """Decodes one prompt and returns tokens, text and times, as `workbench generate` prints
 them."""
 
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,9 @@ from workbench.decode.checks import whole_number
 from workbench.decode.decoder import GREEDY, Decoder, Times
 from workbench.decode.sampling import Sampling
 from workbench.errors import InputError, one_line
+from workbench.files import check_folder
+
+TEMPLATE_SECONDS = 10.0  # of a chat template; real ones take milliseconds
 
 
 def load_tokenizer(folder: str | Path):
@@ -26,6 +32,7 @@ def load_tokenizer(folder: str | Path):
             "the checkpoint's tokenizer",
             "give --prompt-ids instead of text, or add the tokenizer and export again",
         )
+    check_folder(Path(folder), paths.LIMITS)
     try:
         return PreTrainedTokenizerFast.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -77,17 +84,41 @@ def encode_chat(folder: str | Path, message: str) -> list[int]:
         InputError: a tokenizer without such a template, or with one that cannot be
             rendered.
     """
-    from jinja2 import TemplateError
-
     turns = [{"role": "user", "content": message}]
     how = {"add_generation_prompt": True, "return_dict": False}
     try:
-        return load_tokenizer(folder).apply_chat_template(turns, **how)
-    except (TemplateError, ValueError) as problem:  # ValueError: there is none
+        tokenizer = load_tokenizer(folder)
+        with _limited(TEMPLATE_SECONDS):
+            return tokenizer.apply_chat_template(turns, **how)
+    except InputError:
+        raise
+    except Exception as problem:  # whatever its statements raise; ValueError: none
         subject = f"chat template of tokenizer {folder}"
         needed = "a checkpoint that was trained for chat, with its template"
         step = "leave --chat out, or export a checkpoint that has one"
-        raise InputError(subject, str(problem), needed, step) from problem
+        reason = one_line(problem) or type(problem).__name__
+        raise InputError(subject, reason, needed, step) from problem
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raises a TimeoutError in the block after `seconds`, between two statements of
+    Python: a template is a program, and may loop for ever. Only a main thread has such
+    an alarm; in another one the block is not limited."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_) -> None:
+        raise TimeoutError(f"not rendered in {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def transcript(

@@ -15,7 +15,13 @@ import torch
 from workbench import paths
 from workbench.bundle import Tokens, file_entries
 from workbench.errors import InputError, one_line
-from workbench.files import is_lfs_pointer, sha256
+from workbench.files import (
+    check_folder,
+    check_regular,
+    is_lfs_pointer,
+    read_bytes,
+    sha256,
+)
 
 KINDS = "F32", "F16", "BF16"
 CHUNK = 1 << 17  # elements: what stays in a core's cache while it is converted
@@ -24,6 +30,10 @@ MAPPED_BYTES = 1 << 26  # of a file at once: mapped memory counts as resident
 # of every reader of transformers: without the second it offers on a terminal to run
 # Python files of the folder
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
+LAYER_COUNTS = "num_hidden_layers", "num_layers", "n_layer", "n_layers"
+SIZES = """vocab_size hidden_size intermediate_size moe_intermediate_size head_dim
+num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts
+num_experts_per_tok router_hidden_size""".split()
 GENERATION = "generation_config.json"
 PREFIXES = "model.", "model.language_model.", "language_model.model."
 TOKENIZER_FILES = (
@@ -47,6 +57,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path):
         self.path = paths.checkpoint(path)
+        check_folder(self.path, paths.LIMITS)
         self.files = self._weight_files()
         # name → file, dtype as safetensors spells it, shape
         self.header: dict[str, tuple[Path, str, list[int]]] = {}
@@ -86,6 +97,7 @@ class Checkpoint:
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
+        self._check_counts()
         try:
             whole = AutoConfig.from_pretrained(self.path, **LOCAL)
         except (
@@ -94,6 +106,7 @@ class Checkpoint:
             TypeError,
             LookupError,
             ZeroDivisionError,
+            RecursionError,
             StrictDataclassError,
         ) as problem:
             reason = one_line(problem)
@@ -106,6 +119,25 @@ class Checkpoint:
                 f"see README: supported families; or {FETCH}",
             ) from problem
         return whole.get_text_config(decoder=True)
+
+    def _check_counts(self) -> None:
+        """Refuses a configuration of more parts than the files can hold numbers of:
+        transformers would make lists, modules and tables of them first."""
+        numbers = sum(math.prod(shape) for _, _, shape in self.header.values())
+        config = self.path / "config.json"
+        parts = [_read_json(config)]
+        for fields in parts:
+            parts += [part for part in fields.values() if isinstance(part, dict)]
+            for name, value in fields.items():
+                most = numbers
+                if name in LAYER_COUNTS:
+                    most = len(self.header)
+                elif name not in SIZES:
+                    continue
+                if isinstance(value, int) and value > most:
+                    needed = f"at most {most:,}, as the weight files hold"
+                    step = "download the checkpoint whole, or correct config.json"
+                    raise InputError(str(config), f"{name} {value:,}", needed, step)
 
     @cached_property
     def eos(self) -> list[int]:
@@ -130,10 +162,10 @@ class Checkpoint:
         """Hash of the configuration and every weight file: the checkpoint's identity
         everywhere."""
         config, own = self.path / "config.json", self.path / GENERATION
-        digest = hashlib.sha256(config.read_bytes())
+        digest = hashlib.sha256(read_bytes(config))
         ends = [_read_json(f).get("eos_token_id") for f in (config, own) if f.is_file()]
         if ends[0] != ends[-1]:  # it ends texts where the configuration does not
-            digest.update(own.read_bytes())
+            digest.update(read_bytes(own))
         for path in self.files:
             digest.update(bytes.fromhex(sha256(path)))
         return digest.hexdigest()
@@ -235,8 +267,10 @@ class Checkpoint:
 
 def _read_json(path: Path) -> dict:
     try:
-        fields = json.loads(path.read_bytes())
-    except ValueError:
+        fields = json.loads(read_bytes(path))
+    except InputError:
+        raise
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         raise InputError(str(path), "no JSON object", "the file of a checkpoint", FETCH)
@@ -248,6 +282,7 @@ def _opened(path: Path):
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(path)
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as problem:
         reason = f"no whole safetensors file ({problem})"

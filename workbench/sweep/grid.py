@@ -1,6 +1,7 @@
 """The grid of a sweep: its schema, its reader, and the cells of its cross product."""
 
 import itertools
+import math
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from workbench.bundle.manifest import first_fault
 from workbench.check.gates import MAX_KL
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
+from workbench.files import read_bytes
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import check_runtime, resolve
 from workbench.sweep import identity, timing
@@ -35,6 +37,8 @@ Value = TypeVar("Value")
 Axis = Annotated[list[Value], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 
+MAX_CELLS = 100_000  # of a sweep, all rounds together
+MAX_GRID_BYTES = 1 << 22
 RUN_AXES = """runtime precision fast reads compute_units hints T depth""".split()
 """Fields of `Run` that are axes."""
 STEP = "see docs/guide.md: Sweeps"
@@ -102,6 +106,10 @@ class Grid(BaseModel, extra="forbid"):
             raise ValueError("golden (run: workbench golden CHECKPOINT --out G)")
         if (self.run.min_seconds or 0) >= self.run.timeout_s:
             raise ValueError("min_seconds below timeout_s")
+        axes = [getattr(self.run, name) for name in RUN_AXES]
+        lengths = [len(axis) for axis in (*self.export.values(), *axes)]
+        if self.run.rounds * math.prod(lengths) > MAX_CELLS:
+            raise ValueError(f"at most {MAX_CELLS:,} cells")
         return self
 
 
@@ -157,9 +165,11 @@ class Cell:
 def load_grid(path: str | Path) -> Grid:
     """Reads a grid; unknown keys and values are refused before anything runs."""
     try:
-        mapping = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        mapping = yaml.safe_load(read_bytes(Path(path), MAX_GRID_BYTES).decode("utf-8"))
+    except InputError:
+        raise
     # ValueError: not UTF-8, or an invalid date
-    except (OSError, ValueError, yaml.YAMLError) as problem:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
         found = getattr(problem, "strerror", None) or " ".join(str(problem).split())
         raise InputError(f"grid {path}", found, "a YAML file", STEP) from None
     return make_grid(mapping, f"grid {path}")
@@ -250,8 +260,7 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
         name = paths.model_name(path)
         if path.is_dir():
             files = filter(Path.exists, sorted(path.iterdir()))  # a link may be broken
-            times = [file.stat().st_mtime_ns for file in files]
-            sha256 = _sha256(path, tuple(times))
+            sha256 = _sha256(path, tuple(map(_stamp, files)))
         else:
             known = log.load("runs", root, {"checkpoint": name})["checkpoint_hash"]
             sha256 = next(iter(known.dropna()[::-1]), None)
@@ -260,8 +269,16 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
             yield Source(path, False, name, sha256, sha256, path), options
 
 
+def _stamp(file: Path) -> tuple:
+    """What tells a file from another one at its path: a copying program may give both
+    the same time, and no program sets the time of the last change of status."""
+    status = file.stat()
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return file.name, status.st_size, *times, status.st_ino
+
+
 @lru_cache(maxsize=64)
-def _sha256(folder: Path, times: tuple) -> str:
+def _sha256(folder: Path, stamps: tuple) -> str:
     """A checkpoint's hash, computed again when a file has changed."""
     return Checkpoint(folder).sha256
 

@@ -1,0 +1,48 @@
+"""What comes from a file is printed and never obeyed by a terminal."""
+
+import shutil
+
+import pytest
+from in_process import cli
+from tiny import edit_json
+
+from workbench import Bundle
+from workbench.cli.common import show
+from workbench.errors import InputError, visible
+
+NAME = "\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202eeman\x7f"
+SHOWN = r"\x1b]0;owned\x07\x1b[2Jname\r\x9b31m\u202eeman\x7f"
+
+
+def test_control_characters_are_seen_and_others_stay():
+    assert visible(NAME) == SHOWN and visible(SHOWN) == SHOWN
+    plain = "tab\tline\n" + "\u00e4 \u6587 \U0001f600 \u2026 \u2192"
+    assert visible(plain) == plain
+    assert visible("name \udcff") == r"name \udcff"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_an_error_shows_them_wherever_they_come_from(part):
+    parts = ["subject", "actual", "needed", "step"]
+    parts[part] = NAME
+    problem = InputError(*parts)
+    assert SHOWN in str(problem) and NAME not in str(problem)
+    assert "\x1b" not in "".join(problem._render_traceback_())
+    assert str(InputError.from_message(str(problem))) == str(problem)
+
+
+def test_a_result_is_printed_with_them_seen(capsys):
+    gate = {"name": NAME, "verdict": "GREEN", "value": 1.0, "reason": NAME}
+    show({"name": NAME, "gates": [gate], "rows": [{"a": NAME}]}, json=False)
+    printed = capsys.readouterr().out
+    assert printed.count(SHOWN) == 4 and "\x1b" not in printed
+
+
+def test_names_in_a_bundle_are_printed_so(llama_bundle, tmp_path):
+    copy = shutil.copytree(llama_bundle.root, tmp_path / "b")
+    edit_json(copy / "bundle.json", ("checkpoint/name", NAME), ("family", NAME))
+    assert Bundle.open(copy).manifest.checkpoint["name"] == NAME
+    for command in ("plan", "validate"):
+        result = cli(command, copy)
+        assert result.exit_code == 0
+        assert not {"\x1b", "\x9b"} & {*result.output}
