@@ -1,10 +1,14 @@
-"""Figures: what is broken or was not measured is marked, nothing overlaps at the widths
-of a column and of a page, equal data give equal bytes."""
+"""Figures: what is broken or was not measured is marked, no row vanishes, nothing overlaps
+at the widths of a column and of a page, equal data give equal bytes under any settings of
+the user, and files stay small however long the text is."""
 
 import json
+import time
+import warnings
 from itertools import product
 
 import matplotlib
+import matplotlib.pyplot
 import numpy as np
 import pandas as pd
 import pytest
@@ -44,12 +48,13 @@ def texts(figure) -> str:
 def test_a_planted_fault_differs_from_sound_cells_by_two_decades_and_is_hatched():
     rows = fidelity(fault=range(1, 10))
     figure = plots.heatmap(rows, by="panel", tokens=TOKENS)
-    *sound, faulty = (mesh.get_array() for mesh in drawn(figure, QuadMesh)[:4])
-    assert faulty[:, 1:].min() > 100 * max(cells.max() for cells in sound)
-    assert (faulty[:, 0] == sound[0][:, 0]).all()
+    sound, faulty = (mesh.get_array() for mesh in drawn(figure, QuadMesh)[:2])
+    assert faulty[:, 1:].min() > 100 * sound.max()
+    assert (faulty[:, 0] == sound[:, 0]).all()
     hatched = [len(c.get_paths()) for c in drawn(figure, PolyCollection)]
     assert sum(hatched) == faulty[:, 1:].size
-    assert f"{validate.BUDGET_FACTOR:g} × what rounding alone" in texts(figure)
+    computed = f"error > {validate.BUDGET_FACTOR:g} × √(budget² + 2⁻²²)"
+    assert computed in texts(figure)
 
 
 def test_a_cell_is_hatched_where_its_gate_would_be_red():
@@ -62,11 +67,49 @@ def test_a_cell_is_hatched_where_its_gate_would_be_red():
     assert sum(len(c.get_paths()) for c in drawn(figure, PolyCollection)) == 3
 
 
-def test_equal_values_at_all_T_are_drawn_once_and_said():
-    figure = plots.heatmap(fidelity(names=["sound"]))
+def test_equal_tensors_at_all_T_are_drawn_once_and_said():
+    rows = fidelity(names=["sound"])
+    rows = rows.assign(digest=rows["layer"] * 100 + rows["position"])
+    figure = plots.heatmap(rows)
     assert len(figure.axes) == 2  # a panel and the bar
     assert "T = 1 and T = 4: equal bit for bit" in texts(figure)
     assert "equal" not in texts(plots.heatmap(fidelity([3], names=["faulty"])))
+
+
+def test_panels_are_equal_bit_for_bit_only_where_their_tensors_are():
+    """Not where values are equal in the picture, whose floor is 1e-8."""
+    rows = fidelity(names=["sound"]).assign(cosine=1.0)
+    later = rows["T"] == 4
+    near = rows.assign(cosine=np.where(later, 1 - 3e-9, 1 - 1e-9))
+    for table in (near, rows.assign(digest=np.where(later, 2, 1))):
+        assert "equal bit for bit" not in texts(plots.heatmap(table))
+        assert "T = 1 and T = 4: alike in this picture" in texts(plots.heatmap(table))
+    # figures that are equal are no proof
+    assert "T = 1 and T = 4: equal figures" in texts(plots.heatmap(rows))
+    reference = plots.heatmap(rows.assign(max_abs=0.0))
+    assert "T = 1 and T = 4: equal bit for bit" in texts(reference)
+
+
+def test_a_digest_is_equal_where_a_vector_is_equal_bit_for_bit():
+    same = np.float32([[1, 2], [1, 2], [1, np.nextafter(np.float32(2), 3)], [-0.0, 0]])
+    first, second, *others = compare.digests(same)
+    assert first == second and len({first, *others, *compare.digests(-same)}) == 6
+
+
+def test_panels_that_look_alike_appear_once():
+    rows = fidelity(fault=range(1, 10))
+    rows = rows.assign(digest=rows["error"].rank(method="dense").astype(int))
+    figure = plots.heatmap(rows, by="panel")
+    alike, fault = (ax.get_title("left") for ax in figure.axes[:-1])
+    names = "sound, T = 1; sound, T = 4 and faulty, T = 1"
+    assert (alike, fault) == (f"{names}: equal bit for bit", "faulty, T = 4")
+    assert figure.get_figheight() < 3
+
+
+def test_values_that_are_drawn_as_another_are_named():
+    rows = fidelity(names=["sound"])
+    assert "below 1e-08" not in texts(plots.heatmap(rows))
+    assert "1 − cosine below 1e-08" in texts(plots.heatmap(rows.assign(cosine=1.0)))
 
 
 def test_what_is_not_finite_or_not_measured_is_named():
@@ -168,3 +211,232 @@ def test_cache_rows_show_missed_and_stray_rows_of_any_layer():
     (axes,) = plots.cache_rows(pd.DataFrame(rows)).axes
     marks = {line.get_label(): line.get_xdata().tolist() for line in axes.lines}
     assert marks == {"written as addressed": [5], "missed": [6], "stray": [7]}
+
+
+def test_the_legend_of_cache_rows_names_what_is_drawn_and_what_lies_outside():
+    right = pd.DataFrame([{"T": 1, "pos": 5, "expected": [5], "changed": [5]}])
+    assert "stray" not in texts(plots.cache_rows(right))
+    late = right.assign(changed=[[5, plots.CACHE_ROWS]])
+    assert "stray" not in texts(plots.cache_rows(late))
+    assert "1 mark from cache row 24 on" in texts(plots.cache_rows(late))
+
+
+UNITS = [None, "CPU_AND_NE", "CPU_ONLY", None, "CPU_AND_NE", "CPU_ONLY"]
+
+
+def markers(figure) -> int:
+    """Points of a figure's lines and clouds."""
+    lines = [line for ax in figure.axes for line in ax.lines if line.get_marker()]
+    shown = (line for line in lines if line.get_marker() in plots.MARKERS)
+    clouds = (c for ax in figure.axes for c in ax.collections)
+    offsets = [len(c.get_offsets()) for c in clouds if hasattr(c, "get_sizes")]
+    return sum(len(line.get_xdata()) for line in shown) + sum(offsets)
+
+
+@pytest.mark.parametrize("null", [None, np.nan, pd.NA, pd.NaT])
+def test_null_is_a_group_of_every_figure(null):
+    units = [null if unit is None else unit for unit in UNITS]
+    data = pd.DataFrame({"x": range(6), "y": 1.0, "hue": units})
+    named = "compute_units not set"
+    data = data.rename(columns={"hue": "compute_units"})
+    lines = plots.lines(data, x="x", y="y", hue="compute_units")
+    panels = plots.lines(data.assign(h=1), x="x", y="y", hue="h", col="compute_units")
+    rows = data.assign(kl_mean=0.1, tokens_per_s=data["x"], name="n", verdict="GREEN")
+    traded = plots.tradeoff(rows, hue="compute_units")
+    for figure in (lines, panels, traded):
+        assert named in texts(figure) and markers(figure) == len(data)
+    cells = fidelity(names=["sound"]).assign(compute_units="CPU_ONLY")
+    cells.loc[cells["T"] == 4, ["compute_units", "cosine"]] = [null, 0.5]
+    assert named in texts(plots.heatmap(cells, by="compute_units"))
+    call = {"T": 2, "pos": 5, "expected": [5, 6], "changed": [5, 6]}
+    calls = pd.DataFrame([call | {"compute_units": unit} for unit in units[:3]])
+    drawn_calls = plots.cache_rows(calls, by="compute_units")
+    assert named in texts(drawn_calls) and len(drawn_calls.axes) == 3
+    table = pd.DataFrame({"a": [1.0, 2.0]}, index=["b", null])
+    for figure in (plots.bars(table), plots.grid(table), plots.grid(table.T)):
+        assert "not set" in texts(figure)
+
+
+def test_null_beside_numbers_leaves_them_whole():
+    data = pd.DataFrame({"x": [1, 1], "y": [1.0, 2.0], "T": [4, None]})
+    words = texts(plots.lines(data, x="x", y="y", hue="T"))
+    assert "T = 4\n" in words and "T not set" in words
+
+
+def test_a_verdict_that_is_null_is_drawn():
+    rows = {"name": ["a", "b"], "verdict": ["GREEN", None], "kl_mean": 0.1}
+    figure = plots.tradeoff(pd.DataFrame(rows | {"tokens_per_s": [1.0, 2.0]}))
+    assert markers(figure) == 2 and "verdict not set" in texts(figure)
+
+
+def test_a_legend_has_no_entry_without_a_point_and_says_what_is_not_drawn():
+    data = pd.DataFrame({"x": [1, 1, 0, None], "y": [1.0, 0.0, 2.0, 3.0]})
+    data["hue"] = ["drawn", "zero", "early", "nowhere"]
+    figure = plots.lines(data, x="x", y="y", hue="hue", xlog=2, ylog=True)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["drawn"]
+    words = texts(figure)
+    assert "y ≤ 0 is not on the logarithmic axis: 1 point of zero" in words
+    assert "x ≤ 0 is not on the logarithmic axis: 1 point" in words
+    assert "not drawn: 1 of 4 rows, without x or y" in words
+    rows = {"name": list("ab"), "verdict": "GREEN", "tokens_per_s": 1.0}
+    lacking = pd.DataFrame(rows | {"kl_mean": [0.1, None]})
+    said = "not drawn: 1 of 2 rows, without kl_mean or tokens_per_s"
+    assert said in texts(plots.tradeoff(lacking))
+    exact = plots.tradeoff(pd.DataFrame(rows | {"kl_mean": [0.1, 0.0]}))
+    assert "1 with a KL below 1e-08" in texts(exact)
+
+
+def test_points_lie_at_their_own_x_and_are_named_with_their_bars():
+    data = pd.DataFrame(product([64, 128], [1, 2, 3], [1.0, 2.0, 6.0]))
+    data.columns = ["x", "T", "y"]
+    figure = plots.lines(data, x="x", y="y", hue="T", xlog=2)
+    lines = [line for line in figure.axes[0].lines if line.get_marker() in "os^"]
+    assert {tuple(line.get_xdata()) for line in lines} == {(64, 128)}
+    assert "points: medians; bars: the least to the most" in texts(figure)
+    spread = plots.lines(data, x="x", y="y", hue="T", spread=(0.1, 0.9))
+    assert "points: medians; bars: 10% to 90% of the values" in texts(spread)
+    single = data.groupby(["x", "T"], as_index=False).first()
+    assert "medians" not in texts(plots.lines(single, x="x", y="y", hue="T"))
+
+
+def test_a_linear_axis_that_starts_above_0_says_so():
+    data = pd.DataFrame({"x": [1, 2], "y": [100.0, 101.0], "T": 1})
+    said = "(axis starts above 0)"
+    for ylabel in (None, "", "ms"):
+        figure = plots.lines(data, x="x", y="y", hue="T", ylabel=ylabel)
+        assert said in figure.axes[0].get_ylabel()
+    low = data.assign(y=[0.0, 101.0])
+    assert said not in texts(plots.lines(low, x="x", y="y", hue="T"))
+
+
+def test_the_front_of_a_tradeoff_says_by_how_much_it_is_faster():
+    rows = {"name": list("ab"), "verdict": "GREEN", "kl_mean": [0.1, 0.2]}
+    figure = plots.tradeoff(pd.DataFrame(rows | {"tokens_per_s": [1.0, 2.0]}))
+    assert "more than 2% faster than all of a lower KL" in texts(figure)
+
+
+SETTINGS = {
+    "text.usetex": True,
+    "font.family": "serif",
+    "axes.grid": True,
+    "axes.facecolor": "black",
+    "figure.facecolor": "black",
+    "text.color": "white",
+    "savefig.bbox": "tight",
+    "savefig.transparent": True,
+    "savefig.facecolor": "red",
+    "lines.linewidth": 7,
+    "image.cmap": "jet",
+    "path.sketch": (1, 100, 2),
+    "axes.formatter.use_locale": True,
+    "svg.fonttype": "path",
+    "xtick.labelsize": 20,
+    "figure.max_open_warning": 1,
+}
+
+
+def test_settings_of_the_user_change_no_byte_and_stay_as_they_are(tmp_path):
+    data = pd.DataFrame({"x": [1, 2, 3], "y": [1.0, 5.0, 2.0], "T": [1, 1, 4]})
+    rows = fidelity(fault=[3], names=["faulty"])
+    written = []
+    for name, settings in (("default", {}), ("theirs", SETTINGS)):
+        with matplotlib.rc_context(settings):
+            before = dict(matplotlib.rcParams)
+            figures = [
+                plots.lines(data, x="x", y="y", hue="T", ylog=True),
+                plots.heatmap(rows, tokens=TOKENS),
+            ]
+            for number, figure in enumerate(figures):
+                stem = tmp_path / name / str(number)
+                saved = plots.save(figure, stem, about="tiny-llama")
+                saved.append(stem.with_suffix(".own.png"))
+                figure.savefig(saved[-1])  # as the README does
+                written.append([path.read_bytes() for path in saved])
+                assert figure._repr_png_().startswith(b"\x89PNG")
+            assert before == dict(matplotlib.rcParams)
+        assert not matplotlib.pyplot.get_fignums()
+    assert written[:2] == written[2:]
+
+
+FOREIGN = ["你好", "안녕", "नमस्ते", "😀", "👨‍👩‍👧", "abc", "Ωmega", "日本語の長い言葉"]
+
+
+def test_characters_that_the_font_lacks_are_code_points_with_one_warning(tmp_path):
+    rows = fidelity(names=["sound"])
+    rows = rows[rows["position"] < len(FOREIGN)]
+    with pytest.warns(UserWarning, match=r"U\+4F60.*U\+1F469") as warned:
+        figure = plots.heatmap(rows, tokens=FOREIGN, title="の: 1 − cosine")
+    assert len(warned) == 1
+    with warnings.catch_warnings():  # of a glyph that is missing
+        warnings.simplefilter("error")
+        svg, pdf, png = plots.save(figure, tmp_path / "foreign", about="fp16")
+        labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert labels[0] == "U+4F60 U+597D" and labels[3] == "😀"  # the font has this one
+    assert labels[5:7] == ["abc", "Ωmega"] and labels[7].endswith("…")
+    assert "你" not in svg.read_text() and "U+306E: 1 − cosine" in svg.read_text()
+    data = pd.DataFrame({"x": [1], "y": [1.0], "T": ["你"]})
+    with pytest.warns(UserWarning) as warned:
+        assert "U+4F60" in texts(plots.lines(data, x="x", y="y", hue="T"))
+    assert len(warned) == 1
+
+
+def long_text(layers: int, positions: int) -> pd.DataFrame:
+    """Rows of a long text at T = 1 and T = 4, with one bad cell at T = 4."""
+    index = pd.MultiIndex.from_product([(1, 4), range(layers), range(positions)])
+    table = index.to_frame(index=False, name=["T", "layer", "position"])
+    errors = np.random.default_rng(0).normal(size=len(table))
+    bad = table.eq({"T": 4, "layer": layers // 3, "position": positions // 2}).all(
+        axis=1
+    )
+    table["error"] = np.where(bad, 0.5, 0.003 * np.exp(errors / 4))
+    table = table.assign(tensor="update", mode="isolated", budget=0.003, finite=True)
+    return table.assign(cosine=1 - table["error"] ** 2 / 2)
+
+
+@pytest.mark.parametrize("layers, positions", [(12, 1024), wide(48, 4096)])
+@pytest.mark.parametrize("width", [plots.COLUMN, plots.PAGE])
+def test_a_heatmap_of_a_long_text_is_small_and_shows_its_worst_cell(
+    layers, positions, width, tmp_path
+):
+    start = time.process_time()
+    rows = long_text(layers, positions)
+    tokens = [f"t{i}" for i in range(positions)]
+    figure = plots.heatmap(rows, tokens=tokens, width=width)
+    paths = plots.save(figure, tmp_path / "long")
+    assert time.process_time() - start < 20
+    assert max(path.stat().st_size for path in paths) < 5e6
+    assert "<text" in paths[0].read_text() and "<image" in paths[0].read_text()
+    top, bottom = figure.axes[:2]
+    meshes = drawn(figure, QuadMesh)
+    worst = [ax.collections[0].get_array().max() for ax in (top, bottom)]
+    assert worst[1] == 1 - rows["cosine"].min() and worst[0] < 1e-3
+    # a cell of its own pixel, in the colour of its kind
+    columns = meshes[0].get_array().shape[1]
+    pixels = np.asarray(matplotlib.image.imread(paths[2]))[..., :3]
+    assert columns < 0.8 * width * 200
+    vermilion = np.abs(pixels - matplotlib.colors.to_rgb(plots.BEYOND_COLOUR))
+    y, x = np.nonzero((vermilion < 0.01).all(axis=-1))
+    cells = figure.axes[1].get_window_extent()
+    scale = 200 / figure.dpi
+    inside = (x > cells.x0 * scale) & (x < cells.x1 * scale)
+    inside &= pixels.shape[0] - y > cells.y0 * scale
+    shares = (x[inside].mean() - cells.x0 * scale) / (cells.width * scale)
+    assert inside.any() and abs(shares - 0.5) < 0.02
+    assert "is the worst of" in texts(figure)
+
+
+def test_small_heatmaps_have_vector_cells(tmp_path):
+    figure = plots.heatmap(fidelity(fault=range(1, 10)), by="panel", tokens=TOKENS)
+    svg, *_ = plots.save(figure, tmp_path / "small")
+    collections = [c for ax in figure.axes for c in ax.collections]
+    assert not any(c.get_rasterized() for c in collections[:-1])
+    assert "is the worst of" not in texts(figure)
+
+
+def test_lines_of_a_long_text_are_small(tmp_path):
+    data = pd.DataFrame(
+        product(range(2048), "abc", [1.0, 2.0]), columns=["x", "h", "y"]
+    )
+    paths = plots.save(plots.lines(data, x="x", y="y", hue="h"), tmp_path / "lines")
+    assert max(path.stat().st_size for path in paths) < 1e6

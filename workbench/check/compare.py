@@ -2,6 +2,7 @@
 table for every comparison of values with a reference and with what rounding alone would
 make of it."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -90,6 +91,16 @@ def similarity(reference: np.ndarray, actual: np.ndarray) -> dict[str, np.ndarra
         }
 
 
+def digests(array: np.ndarray) -> np.ndarray:
+    """A number of 64 bits for each vector along the last axis: equal for vectors that
+    are equal bit for bit, and for no others but by a chance of 1 in 2⁶⁴."""
+    hashes = (
+        hashlib.blake2b(vector.tobytes(), digest_size=8).digest()
+        for vector in np.ascontiguousarray(array)
+    )
+    return np.frombuffer(b"".join(hashes), dtype=np.int64)
+
+
 def compare(
     reference: Values,
     actual: Values,
@@ -112,7 +123,7 @@ def compare(
         room: by default what moves the reference, and the rounding of a result to fp16.
         sizes: magnitudes [n] that a value's relative figures refer to where they are
             larger than its RMS.
-        similar: also the figures of `similarity`.
+        similar: also the figures of `similarity`, and `digest` (see `digests`).
 
     `routing_tie` is true where an update may be another expert's: where `moved` picked
     another one than the reference, or the reference's choice was close and `actual` does
@@ -152,6 +163,7 @@ def compare(
                 part["routing_tie"] = _ties(reference, actual, moved, layer)[rows]
             if similar:
                 part |= similarity(expected, own)
+                part["digest"] = digests(values[block])
             part = {key: np.broadcast_to(x, len(rows)) for key, x in part.items()}
             parts.append(part)
     names = parts[0] if parts else ()

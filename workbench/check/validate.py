@@ -36,9 +36,9 @@ from workbench.files import load_arrays, save_arrays, sha256
 from workbench.models.checkpoint import Checkpoint
 
 BUG_GATES = ("interface", "weights", "host", "program", *STATE_GATES)
-# Times the budget that an error may be. Inner results of a layer are rounded as well, which the
-# budget leaves out: the worst of 688 sound bundles, a random draw in fp16, reaches 3.5, the worst
-# trained checkpoint 2.6; tests/check/faults.md has the margins.
+# Times √(budget² + 2⁻²²) that an error may be. Inner results of a layer are rounded as well,
+# which the budget leaves out: the worst of 688 sound bundles, a random draw in fp16, reaches 3.5,
+# the worst trained checkpoint 2.6; tests/check/faults.md has the margins.
 BUDGET_FACTOR = 6.0
 # Times the distance declared–narrow. `declared` lies one rounding away from exact
 # arithmetic, and a device may lie another one away on the other side. Portable `exact`,
@@ -99,8 +99,8 @@ class Cost:
             return [limit, gates.not_run("budget", "needs --checkpoint")]
         worst = furthest(compared(self.rows))
         reason = (
-            "error over what rounding of weights and stream alone costs Hugging Face's "
-            "model: layer {layer}, {tensor}, T = {T}"
+            "error ÷ √(budget² + 2⁻²²), budget: what rounding of weights and stream "
+            "alone costs Hugging Face's model: layer {layer}, {tensor}, T = {T}"
         ).format(**worst)
         return [limit, gates.at_most("budget", worst["ratio"], BUDGET_FACTOR, reason)]
 

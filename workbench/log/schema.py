@@ -84,14 +84,15 @@ SCHEMAS: dict[str, pa.Schema] = {
         int:   n
     """),
     # One tensor of one layer at one token position against its golden. `definition` is
-    # the version of what error, budget and ratio mean (null: of older rows).
+    # the version of what error, budget and ratio mean (null: of older rows). Rows with
+    # one `digest` have equal values, bit for bit.
     "fidelity": _schema("""
         text:  run_id! shard
         int:   layer position T
         text:  tensor! mode! runtime precision
         float: cosine psnr_db max_abs error budget ratio
         bool:  finite routing_tie
-        int:   definition
+        int:   definition digest
     """),
 }
 
