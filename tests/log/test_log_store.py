@@ -17,6 +17,7 @@ from refusal import refused
 from tiny import ROOT
 
 from workbench import log
+from workbench.log import store
 
 LAYER = {"layer": 0, "layer_ms": 1.5}
 WRITER = """
@@ -104,6 +105,66 @@ def test_a_run_that_is_added_removed_or_replaced_is_seen_at_once(tmp_path):
     assert set(log.load("layers", tmp_path)["layer"]) == {0}
 
 
+@pytest.fixture
+def files_read(monkeypatch) -> list[str]:
+    """The names of the log's files that are read from now on."""
+    names, read_file = [], store._read_file
+
+    def reads(table, file):
+        names.append(Path(file.path).stem)
+        return read_file(table, file)
+
+    monkeypatch.setattr(store, "_read_file", reads)
+    return names
+
+
+def test_a_run_is_read_once_however_often_the_log_grows(tmp_path, files_read):
+    for name in ("b", "c"):
+        log.append("runs", {"status": "ok"}, tmp_path, name)
+        log.load("runs", tmp_path)
+    log.append("runs", {"status": "ok"}, tmp_path, "a")
+    log.append("runs", {"status": "ok"}, tmp_path / "shipped", "bb")
+    assert log.load("runs", tmp_path)["run_id"].tolist() == ["a", "b", "bb", "c"]
+    assert sorted(files_read) == ["a", "b", "bb", "c"]
+
+
+def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
+    tmp_path, files_read, monkeypatch
+):
+    """Whatever happened to the file with the rows of the first one."""
+    monkeypatch.setattr(store, "_STORED_FROM", 3)
+    row = {"status": "ok", "config": {"key": "value"}, "tokens_per_s": 1.5}
+    for name in ("a", "b", "c"):
+        log.append("runs", row, tmp_path, name)
+    first = log.load("runs", tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "runs" / f"{name}.parquet").unlink()
+    for name in ("b", "d"):
+        log.append("runs", row | {"T": 4}, tmp_path, name)
+    files_read.clear()
+    store._blocks.clear()
+    second = log.load("runs", tmp_path)
+    assert sorted(files_read) == ["b", "d"]
+    assert log.plain(second)[["run_id", "T"]].values.tolist() == [
+        ["b", 4],
+        ["c", None],
+        ["d", 4],
+    ]
+    stored = tmp_path / "runs" / store._STORED
+    for damage in (stored.read_bytes()[:-9], b"", None):
+        stored.unlink() if damage is None else stored.write_bytes(damage)
+        store._blocks.clear()
+        pd.testing.assert_frame_equal(log.load("runs", tmp_path), second)
+    assert list(pd.read_parquet(tmp_path / "runs")) == list(first)
+
+
+def test_a_file_under_another_run_s_name_is_refused(tmp_path):
+    path = log.append("runs", {"status": "ok"}, tmp_path, "a")
+    shutil.copy(path, path.with_name("copy.parquet"))
+    with refused("copy.parquet.*rows of another run"):
+        log.load("runs", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("version", "columns", "named"),
     [
@@ -116,7 +177,7 @@ def test_a_run_that_is_added_removed_or_replaced_is_seen_at_once(tmp_path):
         (None, ["run_id", "layer"], "foreign.parquet.*version 0"),
         (b"5", ["run_id", "layer", "colour"], "colour"),
         ("torn", [], "foreign.parquet.*a whole Parquet file"),
-        ("pages", [], "whole Parquet files.*move the damaged file"),
+        ("pages", [], "foreign.parquet.*a whole Parquet file.*move it out"),
     ],
 )
 def test_a_file_this_code_cannot_read_faithfully_is_refused(

@@ -5,8 +5,11 @@ includes them, and only publishing writes there. Every value is checked against 
 table's schema before anything is written."""
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,7 +17,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from workbench.errors import InputError, check_choice
@@ -24,6 +26,12 @@ from workbench.log.schema import ALLOWED, JSON_COLUMNS, SCHEMAS, VERSION
 
 VERSION_KEY = b"workbench.log.version"
 Rows = pd.DataFrame | Mapping | Sequence[Mapping]
+_CHUNKS = 64
+"""Of a table in memory; with more, every selection takes longer."""
+_STORED = ".rows.arrow"
+_STORED_FILES = b"workbench.log.files"
+_STORED_FROM = 256
+"""Files that a process reads before it stores their rows for the next one."""
 _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
 
@@ -80,7 +88,7 @@ def with_all_columns(table: str, data: pa.Table) -> pa.Table:
     null."""
     schema = SCHEMAS[table]
     columns = [
-        data[field.name]
+        data[field.name].cast(field.type)
         if field.name in data.schema.names
         else pa.nulls(len(data), field.type)
         for field in schema
@@ -105,15 +113,21 @@ def load(
         InputError: an unknown table, column or value; a file that is torn, of another
             version, or with columns that the table lacks.
     """
-    folders = [folder for folder in _folders(table, root) if folder.is_dir()]
-    # a run in both is read once
-    paths = {p.stem: p for folder in folders for p in folder.glob("[!.]*.parquet")}
     query = where if isinstance(where, str) else None
     columns = {} if query else {k: np.atleast_1d(v) for k, v in (where or {}).items()}
-    # a file is named after its run
-    names = sorted(paths.keys() & set(columns.pop("run_id", paths)))
-    changed = tuple(folder.stat().st_mtime_ns for folder in folders)
-    rows = _read(table, tuple(paths[name] for name in names), changed)
+    # a run in both folders is read once, from the log's own
+    folders = [(path, _files(path)) for path in _folders(table, root)]
+    own_names = folders[-1][1].keys()
+    if table == "runs":
+        (shipped, files), (folder, own_files) = folders
+        files = {name: file for name, file in files.items() if name not in own_names}
+        parts = [_run_rows(shipped, files), _run_rows(folder, own_files)]
+        rows = _sorted_by_run(pa.concat_tables(parts))
+    else:
+        files = {name: file for _, part in folders for name, file in part.items()}
+        # a file is named after its run
+        names = sorted(files.keys() & set(columns.pop("run_id", files)))
+        rows = _read(table, tuple(files[name] for name in names))
     try:
         for name, values in columns.items():
             # as Python's values: an empty array's type would not fit the column's
@@ -131,34 +145,150 @@ def load(
         raise InputError("log filter", found, needed, step) from error
 
 
-@lru_cache(maxsize=64)
-def _read(table: str, paths: tuple[Path, ...], changed: tuple) -> pa.Table:
-    """The rows of some files, which never change; `changed`: when their folders did.
-    Refuses a file that is torn, of another version, or has unknown columns."""
-    schema = SCHEMAS[table]
-    dataset = ds.dataset(list(paths), schema=schema, format="parquet")
-    for file in dataset.get_fragments():
-        step = "update the workbench"
-        try:
-            own = file.physical_schema
-            version = int((own.metadata or {}).get(VERSION_KEY, 0))
-            unknown = set(own.names) - set(schema.names)
-            found = f"columns {sorted(unknown)}" if unknown else None
-            if version != VERSION:
-                found = f"schema version {version}"
-            if version < VERSION:
-                step = f"run: python tools/rewrite_log.py {Path(file.path).parents[1]}"
-        except (OSError, pa.ArrowInvalid) as error:
-            found, step = str(error), "move it out of the log"
-        if found:
-            needed = f"a whole Parquet file of table {table}, version {VERSION}"
-            raise InputError(f"log file {file.path}", found, needed, step)
+@dataclass(frozen=True)
+class _File:
+    """A file of a table; equal to another one only if neither was written since."""
+
+    path: str
+    modified_ns: int
+    size: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The rows of all files of a folder of the table `runs` that were read."""
+
+    files: dict[str, _File]
+    rows: pa.Table
+
+
+_blocks: dict[Path, _Block] = {}
+"""The rows of the folders that this process has read. A file never changes, so that
+only new ones are read."""
+
+
+def _files(folder: Path) -> dict[str, _File]:
+    """The files of a table's folder by run id; none of an absent folder."""
     try:
-        return dataset.to_table().combine_chunks()
-    except (OSError, pa.ArrowException) as error:
-        needed = f"whole Parquet files of table {table}"
-        found, step = str(error).split(), "move the damaged file out of the log"
-        raise InputError(f"log table {table}", " ".join(found), needed, step) from None
+        with os.scandir(folder) as entries:
+            files = [
+                (entry.name.removesuffix(".parquet"), entry.path, entry.stat())
+                for entry in entries
+                if entry.name.endswith(".parquet") and not entry.name.startswith(".")
+            ]
+    except FileNotFoundError:
+        return {}
+    return {
+        name: _File(path, status.st_mtime_ns, status.st_size, status.st_ino)
+        for name, path, status in files
+    }
+
+
+def _run_rows(folder: Path, files: dict[str, _File]) -> pa.Table:
+    """The rows of `files` of a folder of the table `runs`; those that were read before
+    are taken from memory."""
+    block = _blocks.get(folder) or _stored_block(folder)
+    if block.files == files:
+        return block.rows
+    stale = [name for name, file in block.files.items() if files.get(name) != file]
+    rows = block.rows
+    if stale:
+        rows = rows.filter(pc.invert(pc.is_in(rows["run_id"], pa.array(stale))))
+    unread = files.keys() - (block.files.keys() - stale)
+    rows = pa.concat_tables([rows, *(_read_file("runs", files[n]) for n in unread)])
+    if rows["run_id"].num_chunks > _CHUNKS:
+        rows = rows.combine_chunks()
+    _blocks[folder] = _Block(files, rows)
+    if len(unread) >= _STORED_FROM:
+        with suppress(OSError):  # a log that cannot be written is read all the same
+            _store_block(folder)
+    return rows
+
+
+def _stored_block(folder: Path) -> _Block:
+    """What a process stored of the folder (see `_store_block`); nothing where it is
+    absent, damaged or of other columns."""
+    try:
+        with pa.ipc.open_file((folder / _STORED).read_bytes()) as reader:
+            rows = reader.read_all()
+        stored = json.loads(rows.schema.metadata[_STORED_FILES])
+        files = {
+            name: _File(str(folder / f"{name}.parquet"), *status)
+            for name, *status in stored
+        }
+        rows = rows.replace_schema_metadata(None)
+        if rows.schema.equals(SCHEMAS["runs"]):
+            return _Block(files, rows)
+    except (OSError, KeyError, TypeError, ValueError, pa.ArrowException):
+        pass
+    return _Block({}, SCHEMAS["runs"].empty_table())
+
+
+def _store_block(folder: Path) -> None:
+    """Stores the rows that were read of a folder in one file beside them, since opening
+    thousands of files takes half a minute. The file is no part of the log: another one,
+    or none, changes no row that is loaded."""
+    block = _blocks[folder]
+    stored = [
+        (name, file.modified_ns, file.size, file.inode)
+        for name, file in block.files.items()
+    ]
+    rows = block.rows.replace_schema_metadata({_STORED_FILES: json.dumps(stored)})
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+
+    def write(file) -> None:
+        with pa.ipc.new_file(file, rows.schema, options=options) as writer:
+            writer.write_table(rows)
+
+    write_whole(folder / _STORED, write)
+
+
+def _sorted_by_run(rows: pa.Table) -> pa.Table:
+    """The rows by run id; those of one run stay in their order."""
+    order = np.argsort(rows["run_id"].to_numpy(), kind="stable")
+    return rows.take(pa.array(order))
+
+
+@lru_cache(maxsize=64)
+def _read(table: str, files: tuple[_File, ...]) -> pa.Table:
+    """The rows of some files, one after the other."""
+    parts = [_read_file(table, file) for file in files]
+    return pa.concat_tables([SCHEMAS[table].empty_table(), *parts]).combine_chunks()
+
+
+def _read_file(table: str, file: _File) -> pa.Table:
+    """The rows of one file, with all columns of the table.
+
+    Raises:
+        InputError: a file that is torn, of another version, with unknown columns or
+            with rows of another run.
+    """
+    path, names = Path(file.path), SCHEMAS[table].names
+    step = "move it out of the log"
+    try:
+        # the reader of `pq.read_table` takes twice as long for a file of one row
+        reader = pq.ParquetFile(pa.BufferReader(path.read_bytes())).reader
+        data = reader.read_all(use_threads=False)
+        version = int((data.schema.metadata or {}).get(VERSION_KEY, 0))
+        unknown = set(data.schema.names) - set(names)
+        found = None
+        if version != VERSION:
+            found, step = f"schema version {version}", "update the workbench"
+            if version < VERSION:
+                step = f"run: python tools/rewrite_log.py {path.parents[1]}"
+        elif unknown:
+            found, step = f"columns {sorted(unknown)}", "update the workbench"
+        elif set(data["run_id"].unique().to_pylist()) != {path.stem}:
+            found = "rows of another run than the file's name says"
+        elif data.schema.equals(SCHEMAS[table]):
+            return data.replace_schema_metadata(None)
+        else:
+            return with_all_columns(table, data).replace_schema_metadata(None)
+    except (OSError, KeyError, pa.ArrowException) as error:
+        found = " ".join(str(error).split())
+    needed = f"a whole Parquet file of table {table}, version {VERSION}"
+    raise InputError(f"log file {path}", found, needed, step)
 
 
 def plain(frame: pd.DataFrame) -> pd.DataFrame:
@@ -169,7 +299,7 @@ def plain(frame: pd.DataFrame) -> pd.DataFrame:
 def _folders(table: str, root: Root) -> tuple[Path, Path]:
     """The folders of a table in the log at `root`: of shipped runs, and its own."""
     check_choice("log table", table, SCHEMAS, "correct the name")
-    root = Path(root or default_root())
+    root = Path(root or default_root()).absolute()
     return root / SHIPPED / table, root / table
 
 

@@ -105,7 +105,8 @@ def missing(
         autos: what auto may mean on the machines that measure; where it may mean
             several runtimes, no run of this machine counts.
     """
-    done, todo = _done(root), {}
+    every, todo = list(every), {}
+    done = _done(root, {own for cell in every for own in _key(cell, autos)[0]})
     for cell in every:
         if _key(cell, autos) not in done:
             # cells that differ in an axis that their runtime lacks are one
@@ -119,12 +120,14 @@ def _key(cell: Cell, autos: Sequence = HERE) -> tuple:
     return settings, cell.round, identity.prompt(cell.judge_ids)
 
 
-def _done(root: log.Root) -> dict[tuple, tuple[str, str | None]]:
-    """Status and reason of every cell that was measured on this machine with its
-    software. A run that also validated its bundle is that of the cell without, too."""
+def _done(root: log.Root, settings: Iterable) -> dict[tuple, tuple[str, str | None]]:
+    """Status and reason of every cell of the settings that was measured on this machine
+    with its software. A run that also validated its bundle is that of the cell without,
+    too."""
     here = log.environment()
     where = {name: here[name] for name in ("machine", "software")}
-    rows = log.load("runs", root, where | {"status": MEASURED})
+    where |= {"status": MEASURED, "setting": list(settings)}
+    rows = log.load("runs", root, where)
     done = {}
     for row in log.plain(rows).itertuples():
         for prompt in (row.prompt, None):
@@ -147,7 +150,8 @@ def run_cell(
     Raises:
         process.Cancelled: `stop` was set, and the running child was killed.
     """
-    if known := _done(root).get(_key(cell)):
+    key = _key(cell)
+    if known := _done(root, key[0]).get(key):
         return known
     call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
     row, tables = {"config": {}}, {}
