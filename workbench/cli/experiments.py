@@ -201,7 +201,7 @@ def log(
 
     Args:
         runs: Two runs to compare.
-        where: A pandas query over the rows of runs: "compress == 'fp16'".
+        where: A condition on the columns of runs: "T == 4 and compress == 'fp16'".
         sort: Column to sort by, such as tokens_per_s; -tokens_per_s for the largest
             first.
         rows: Every run with all its columns.

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from workbench.errors import InputError, check_choice
 from workbench.files import write_whole
+from workbench.log.condition import rows_that_fit
 from workbench.log.places import SHIPPED, Root, default_root, new_run_id
 from workbench.log.schema import ALLOWED, JSON_COLUMNS, SCHEMAS, VERSION
 
@@ -107,7 +108,7 @@ def load(
 
     Args:
         where: columns with the value or list of values to select (None selects nulls),
-            or a pandas query such as ``"T == 4 and cosine < 0.97"``.
+            or a condition such as ``"T == 4 and cosine < 0.97"`` (see `condition`).
 
     Raises:
         InputError: an unknown table, column or value; a file that is torn, of another
@@ -133,16 +134,13 @@ def load(
             # as Python's values: an empty array's type would not fit the column's
             kept = pa.array(values.tolist(), SCHEMAS[table].field(name).type)
             rows = rows.filter(pc.is_in(rows[name], kept))
-        frame = rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
-        frame = frame.query(query) if query else frame
-        if not isinstance(frame, pd.DataFrame):
-            raise TypeError("no condition on rows")
-        return frame
-    except Exception as error:  # pandas raises many types for an invalid query
+    except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
         found = f"{where!r} ({error})"
-        needed = f"values of, or a pandas query over, {', '.join(SCHEMAS[table].names)}"
-        step = "write for example: T == 4 and depth > 0"
+        needed = f"values of the columns {', '.join(SCHEMAS[table].names)}"
+        step = "write for example: {'T': 4, 'compress': ['fp16', 'int8-channel']}"
         raise InputError("log filter", found, needed, step) from error
+    frame = rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
+    return rows_that_fit(frame, query) if query else frame
 
 
 @dataclass(frozen=True)

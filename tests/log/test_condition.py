@@ -1,0 +1,79 @@
+"""A user's condition selects rows and runs nothing."""
+
+import pandas as pd
+import pytest
+from refusal import refused
+
+from workbench.log.condition import LONGEST, rows_that_fit
+
+ROWS = pd.DataFrame(
+    {
+        "T": pd.array([1, 4, None], "Int64"),
+        "compress": pd.array(["fp16", None, "int8-channel"], "str"),
+        "cosine": [0.9, float("nan"), -0.5],
+        "fast": pd.array([True, False, None], "boolean"),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("condition", "rows"),
+    [
+        ("T == 4", [1]),
+        ("  T == 4 ", [1]),
+        ("T >= 1 and T < 4", [0]),
+        ("0 < T < 4", [0]),
+        ("compress == 'fp16' or T == 4", [0, 1]),
+        ("compress in ['fp16', 'int8-channel']", [0, 2]),
+        ("compress not in ('fp16',)", [1, 2]),
+        ("cosine < -0.1", [2]),
+        ("not (T == 1 or T == 4) and cosine < 0", []),
+        ("fast == True", [0]),
+        ("fast", [0]),
+    ],
+)
+def test_comparisons_of_columns_select_rows(condition, rows):
+    assert rows_that_fit(ROWS, condition).index.tolist() == rows
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "@pd.io.common.os.system('touch {file}')",
+        "@__builtins__.open('{file}', 'w')",
+        "compress.str.startswith('fp')",
+        "T.__class__",
+        "T.to_pickle('{file}')",
+        "__import__('os').system('touch {file}')",
+        "T == __import__('os').system('touch {file}')",
+        "T[0] == 1",
+        "[T for T in [1]] == T",
+        "T == {{1: 2}}",
+        "T + 1 == 2",
+        "(T := 4) == 4",
+        "T == 'a' * 10 ** 9",
+        "f'{{T}}' == '1'",
+        "(lambda: 1)() == 1",
+        "T == None",
+        "T == b'x'",
+        "index == 1",
+        "Timestamp == 1",
+        "`T` == 1",
+        "T == 4; T == 1",
+        "compress == 'a\0'and\0",
+        "1",
+        "'text'",
+        "",
+        "(" * 300 + "T" + ")" * 300,
+        "T == " + "-" * (LONGEST - 5) + "1",
+        "T == 4" + " or T == 4" * LONGEST,
+        "depht == 1",
+    ],
+)
+def test_anything_else_is_refused_with_what_is_allowed_and_nothing_runs(
+    condition, tmp_path
+):
+    file = tmp_path / "written"
+    with refused("log filter.*comparisons .*joined by and, or, not.*T == 4 and"):
+        rows_that_fit(ROWS, condition.format(file=file))
+    assert not file.exists()
