@@ -51,7 +51,7 @@ def rewrite(root: Path) -> int:
                     store.write_rows(path, store.with_all_columns(table, file))
                     count += 1
                 continue
-            rows = file.to_pandas(types_mapper=store._PANDAS_TYPES.get)
+            rows = store.to_frame(file)
             if table == "runs":
                 row = store.plain(rows).to_dict("records")[0]
                 if version < 4:

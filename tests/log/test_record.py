@@ -3,12 +3,10 @@
 import getpass
 import json
 import socket
-import zipfile
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from refusal import refused
 
 from workbench import log
 from workbench.log import runs
@@ -93,49 +91,3 @@ def test_a_run_is_listed_last(tmp_path, monkeypatch):
     rows = {"layers": pd.DataFrame([{"layer": 0}])}
     log.record({}, tmp_path, **rows, fidelity=pd.DataFrame([update(1.0)]))
     assert written == ["layers", "fidelity", "runs"]
-
-
-@pytest.fixture
-def filled(tmp_path):
-    user, host = getpass.getuser(), socket.gethostname()
-    secret = f"/home/{user}x/models of jane-doe on {host}, jane-doe"
-    for run_id in ("1-a", "2-b"):
-        log.append("layers", {"layer": 1, "shard": secret}, tmp_path / "a", run_id)
-        row = {"status": "ok", "reason": secret, "config": {"stderr": [secret]}}
-        log.append("runs", row, tmp_path / "a", run_id)
-    log.append("runs", {"status": "ok"}, tmp_path / "a" / "shipped", "0-s")
-    return tmp_path / "a"
-
-
-def test_a_packed_log_names_nobody_and_is_taken_in_once(filled, tmp_path, monkeypatch):
-    names = {"jane-doe", socket.gethostname()}
-    monkeypatch.setattr(runs, "identifiers", lambda: names)
-    path = tmp_path / "log.zip"
-    assert log.pack(path, filled) == 2
-    assert log.unpack(path, tmp_path / "b") == ["1-a", "2-b"]
-    assert log.unpack(path, tmp_path / "b") == []
-    for table in ("runs", "layers"):
-        text = log.load(table, tmp_path / "b").astype(str).to_json(force_ascii=False)
-        for name in ("jane-doe", "/home"):
-            assert name not in text.replace("\\/", "/")
-        assert len(log.load(table, tmp_path / "b")) == 2
-    (stderr,) = json.loads(log.load("runs", tmp_path / "b")["config"][0])["stderr"]
-    assert stderr.startswith("…/models of … on ")
-
-
-@pytest.mark.parametrize(
-    "damage", ["torn", "note.txt", "runs/../x", "samples/log.parquet", "no zip"]
-)
-def test_a_packed_log_that_cannot_be_read_changes_nothing(filled, tmp_path, damage):
-    path = tmp_path / "log.zip"
-    log.pack(path, filled)
-    if damage == "torn":
-        path.write_bytes(path.read_bytes()[:-40])
-    elif damage == "no zip":
-        path.write_text("text")
-    else:
-        with zipfile.ZipFile(path, "a") as archive:
-            archive.writestr(damage, "PAR1")
-    with refused("nothing was taken in"):
-        log.unpack(path, tmp_path / "b")
-    assert not (tmp_path / "b").exists()

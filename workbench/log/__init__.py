@@ -11,8 +11,9 @@ from importlib import import_module
 
 _MODULES = {
     "machine": ("disturbance", "environment", "state"),
+    "packed": ("pack", "unpack"),
     "places": ("SHIPPED", "Root", "default_root", "new_run_id", "project"),
-    "runs": ("pack", "record", "unpack"),
+    "runs": ("record",),
     "schema": ("SCHEMAS", "SETTINGS"),
     "stats": ("compare", "find"),
     "store": ("append", "load", "plain"),

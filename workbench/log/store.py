@@ -33,6 +33,7 @@ _STORED = ".rows.arrow"
 _STORED_FILES = b"workbench.log.files"
 _STORED_FROM = 256
 """Files that a process reads before it stores their rows for the next one."""
+RUN_ID = re.compile(r"\w[\w-]*", re.ASCII)
 _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
 
@@ -58,7 +59,7 @@ def append(
     folders = _folders(table, root)
     path = folders[-1] / f"{run_id}.parquet"
     try:
-        if not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
+        if not RUN_ID.fullmatch(run_id):
             raise ValueError(f"run id {run_id!r}")
         if any((folder / path.name).exists() for folder in folders):
             raise ValueError(f"run {run_id} written already")
@@ -139,7 +140,7 @@ def load(
         needed = f"values of the columns {', '.join(SCHEMAS[table].names)}"
         step = "write for example: {'T': 4, 'compress': ['fp16', 'int8-channel']}"
         raise InputError("log filter", found, needed, step) from error
-    frame = rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
+    frame = to_frame(rows)
     return rows_that_fit(frame, query) if query else frame
 
 
@@ -287,6 +288,11 @@ def _read_file(table: str, file: _File) -> pa.Table:
         found = " ".join(str(error).split())
     needed = f"a whole Parquet file of table {table}, version {VERSION}"
     raise InputError(f"log file {path}", found, needed, step)
+
+
+def to_frame(rows: pa.Table) -> pd.DataFrame:
+    """The rows as Int64, boolean, str, float64 and UTC time columns."""
+    return rows.to_pandas(types_mapper=_PANDAS_TYPES.get)
 
 
 def plain(frame: pd.DataFrame) -> pd.DataFrame:

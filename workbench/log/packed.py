@@ -1,0 +1,222 @@
+"""Logs as one file. A packed log may come from a stranger: all of it is checked before
+anything is written, and its size before anything is read into memory."""
+
+import json
+import os
+import shutil
+import tempfile
+import zipfile
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from workbench.errors import InputError
+from workbench.files import check_regular, read_at_most, write_whole
+from workbench.log.anonymous import anonymous, identifiers
+from workbench.log.places import SHIPPED, Root, default_root
+from workbench.log.schema import JSON_COLUMNS, SCHEMAS, VERSION
+from workbench.log.store import (
+    RUN_ID,
+    VERSION_KEY,
+    load,
+    to_arrow,
+    to_frame,
+    with_all_columns,
+    write_rows,
+)
+
+MOST_BYTES = 1 << 30
+"""Of all rows of a packed log in memory: about a million samples for each 100 MiB."""
+MOST_FILE_BYTES = 1 << 28
+"""Of one table's file in a packed log."""
+CODEC = "SNAPPY"
+"""Of a packed table: its output is at most about 20 times as large as its input."""
+TABLES = tuple(reversed(SCHEMAS))
+"""In the order in which they are written: runs last, so that a listed run is whole."""
+
+
+def pack(out: Path, root: Root = None) -> int:
+    """Writes the log at `root`, without the runs that came with the project, as one zip
+    without names of user, host and home, paths and UUIDs. Returns the number of
+    runs.
+
+    Raises:
+        InputError: more rows than `unpack` takes in.
+    """
+    names, root = identifiers(), Path(root or default_root())
+    shipped = load("runs", root / SHIPPED)["run_id"]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    packed, decoded_bytes = BytesIO(), 0
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for table in reversed(SCHEMAS):
+            rows = load(table, root)
+            rows = rows[~rows["run_id"].isin(shipped)]
+            for name in rows.select_dtypes("str"):
+                read = json.loads if name in JSON_COLUMNS else str
+                texts = rows[name].dropna().unique()
+                clean = {text: anonymous(read(text), names) for text in texts}
+                rows[name] = rows[name].map(clean)
+            if len(rows):
+                data = to_arrow(table, rows)
+                decoded_bytes += data.nbytes
+                if decoded_bytes > MOST_BYTES:
+                    found = f"{decoded_bytes:,} bytes of rows"
+                    needed = f"at most {MOST_BYTES:,} in one packed log"
+                    step = "move some runs to another folder, and pack it with --log"
+                    raise InputError(f"log {root}", found, needed, step)
+                with archive.open(_member(table), "w") as file:
+                    pq.write_table(data, file, compression=CODEC)
+    write_whole(out, packed.getvalue())
+    return len(rows)
+
+
+def unpack(path: Path, root: Root = None) -> list[str]:
+    """Adds the runs of a packed log to the log at `root`, and returns the ids of those
+    that it lacked. A run that the log has is not changed: its rows in the packed log
+    are left out, those of all tables.
+
+    Raises:
+        InputError: a file of another kind, damaged, too large, of another version, or
+            with rows that the log would refuse; or a log that cannot be written. The
+            log is not changed.
+    """
+    root = Path(root or default_root()).absolute()
+    try:
+        tables = _read(path)
+    # damaged files raise errors of many types; a bomb may raise MemoryError
+    except Exception as problem:
+        found = getattr(problem, "actual", None) or str(problem)
+        needed = "a file of `workbench log --pack`"
+        step = "ask for the file again; nothing was taken in"
+        found = " ".join(found.split()) or type(problem).__name__
+        raise InputError(f"packed log {path.name}", found, needed, step) from None
+    runs_there = load("runs", root, {"run_id": tables["runs"]["run_id"].to_pylist()})
+    new = set(tables["runs"]["run_id"].to_pylist()) - set(runs_there["run_id"])
+    try:
+        _add(tables, new, root)
+    except OSError as problem:
+        found = problem.strerror or str(problem)
+        step = f"nothing of {path.name} was taken in; repeat the command then"
+        needed = "a folder that can be written, with room"
+        raise InputError(f"log {root}", found, needed, step) from None
+    return sorted(new)
+
+
+def _member(table: str) -> str:
+    """The name of a table's file in a packed log."""
+    return f"{table}/log.parquet"
+
+
+def _check_size(table: str, size: int, most: int) -> None:
+    if size > most:
+        raise ValueError(
+            f"{table}: {size:,} bytes in memory, of {most:,} that are left"
+        )
+
+
+def _read(path: Path) -> dict[str, pa.Table]:
+    """The tables of a packed log, `TABLES` in order, every row checked. Raises errors
+    of many types."""
+    check_regular(path, MOST_BYTES)
+    tables, decoded_bytes = {}, 0
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        members = {table: _member(table) for table in TABLES}
+        if foreign := [name for name in names if name not in members.values()]:
+            raise ValueError(f"a foreign file {foreign[0]!r}")
+        if len(set(names)) < len(names):
+            raise ValueError("a table that is there twice")
+        for table, name in members.items():
+            if name in names:
+                with archive.open(name) as file:
+                    contents = read_at_most(file, MOST_FILE_BYTES, name)
+                tables[table] = _decoded(table, contents, MOST_BYTES - decoded_bytes)
+                decoded_bytes += tables[table].nbytes
+            else:
+                tables[table] = SCHEMAS[table].empty_table()
+    run_ids = tables["runs"]["run_id"].to_pylist()
+    if not run_ids:
+        raise ValueError("no run in it")
+    if len(set(run_ids)) < len(run_ids):
+        raise ValueError("a run that is there twice")
+    if wrong := [run_id for run_id in run_ids if not RUN_ID.fullmatch(run_id)]:
+        raise ValueError(f"run id {wrong[0]!r}")
+    for table, rows in tables.items():
+        if foreign := set(rows["run_id"].unique().to_pylist()) - set(run_ids):
+            raise ValueError(f"{table} of {min(foreign)!r}, which is no run in it")
+    return tables
+
+
+def _decoded(table: str, contents: bytes, most_bytes: int) -> pa.Table:
+    """The rows of a table's file, checked like those that `append` takes.
+
+    A small file may hold any number of equal values. Its rows and the bytes of its
+    pages are therefore counted before they are read, and its texts, which are read as
+    places in a dictionary, before they are copied for every row."""
+    schema = SCHEMAS[table]
+    metadata = pq.read_metadata(pa.BufferReader(contents))
+    fields = metadata.schema.to_arrow_schema()
+    version = int((fields.metadata or {}).get(VERSION_KEY, 0))
+    if version != VERSION:
+        raise ValueError(f"{table}: schema version {version} in place of {VERSION}")
+    for field in fields:
+        if (
+            field.name not in schema.names
+            or field.type != schema.field(field.name).type
+        ):
+            raise ValueError(f"{table}: a column {field.name!r} of type {field.type}")
+    page_bytes = value_bytes = 0
+    for group in range(metadata.num_row_groups):
+        value_bytes += 8 * metadata.row_group(group).num_rows * len(schema)
+        for column in range(metadata.num_columns):
+            chunk = metadata.row_group(group).column(column)
+            page_bytes += chunk.total_uncompressed_size
+            if chunk.compression not in (CODEC, "UNCOMPRESSED"):
+                raise ValueError(f"{table}: compressed with {chunk.compression}")
+    _check_size(table, max(page_bytes, value_bytes), most_bytes)
+    texts = [field.name for field in fields if field.type == pa.string()]
+    rows = pq.ParquetFile(pa.BufferReader(contents), read_dictionary=texts).read()
+    for name in texts:
+        value_bytes += sum(map(_text_bytes, rows[name].chunks))
+    _check_size(table, value_bytes, most_bytes)
+    return to_arrow(table, to_frame(with_all_columns(table, rows)))
+
+
+def _text_bytes(texts: pa.DictionaryArray) -> int:
+    """The bytes that texts take once each row has its own."""
+    lengths = pc.binary_length(texts.dictionary)
+    return pc.sum(lengths.cast(pa.int64()).take(texts.indices)).as_py() or 0
+
+
+def _add(tables: dict[str, pa.Table], run_ids: set[str], root: Path) -> None:
+    """Writes the rows of some runs to the log, all of them or none.
+
+    All files are written beside the log's own ones and renamed at the end, those of
+    table `runs` last. Where this process is killed while it renames, the runs that are
+    listed are whole, and the same call adds the others."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder, added = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=root)), []
+    try:
+        for table, rows in tables.items():
+            (folder / table).mkdir()
+            groups = pd.Series(np.arange(len(rows))).groupby(rows["run_id"].to_numpy())
+            for run_id, places in groups.indices.items():
+                if run_id in run_ids:
+                    own_rows = rows.take(pa.array(places))
+                    write_rows(folder / table / f"{run_id}.parquet", own_rows)
+        for table in tables:
+            (root / table).mkdir(exist_ok=True)
+            for file in sorted((folder / table).iterdir()):
+                added.append(root / table / file.name)
+                os.replace(file, added[-1])
+    except BaseException:
+        for file in added:
+            file.unlink(missing_ok=True)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
