@@ -3,6 +3,7 @@ tokens are labelled by their text."""
 
 import shutil
 import signal
+import time
 import weakref
 
 import numpy as np
@@ -65,6 +66,30 @@ def test_without_a_file_no_logits_are_kept_and_calls_are_those_that_ran(
     monkeypatch.setattr(decoder, "stream", watched)
     assert transcript(decoder, [*IDS, *IDS[1:]], 4)["prefill"]["calls"] == 4
     assert len(seen) == 4
+
+
+def test_calls_that_compile_are_in_no_figure_and_are_counted(exports, monkeypatch):
+    """The first call of each width takes 300 ms longer, as one that compiles."""
+    decoder = exports.decoder("smollm3", max_seq_len=S, tokens="1-4")
+    advance, compiled = decoder.advance, set()
+
+    def compiling(seqs, chunk, *rest, **more):
+        width = len(chunk[0])
+        if width not in compiled:
+            compiled.add(width)
+            time.sleep(0.3)
+        return advance(seqs, chunk, *rest, **more)
+
+    monkeypatch.setattr(decoder, "advance", compiling)
+    found = transcript(decoder, IDS, 4)
+    prefill, decode = found["prefill"], found["decode"]
+    assert prefill["ms"] < 300 and prefill["first_calls"] == 2  # of 4 and of 2 tokens
+    assert prefill["first_calls_ms"] >= 600
+    assert prefill["tokens_per_s"] == pytest.approx(len(IDS) / prefill["ms"] * 1e3)
+    first, *later = decode["samples_ms"]
+    assert first >= 300 > max(later) and decode["first_calls"] == 1
+    # tokens over time, not the inverse of a median
+    assert decode["tokens_per_s"] == pytest.approx(1e3 * len(later) / sum(later))
 
 
 @pytest.mark.parametrize(

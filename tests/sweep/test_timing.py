@@ -91,3 +91,13 @@ def test_the_profile_books_every_operation_once(decoder):
     assert {"self_attn.q_proj", "mlp.up_proj", "residual"} <= set(profile["module"])
     steps = [step for model in decoder.layers for step in model.executable.body.steps]
     assert set(profile["op"]) == {step.op.kind for step in steps}
+
+
+def test_the_first_prefill_is_never_timed(decoder):
+    """It compiles; with one sequence the log says nothing of the prompt's speed."""
+    for repetitions, count in ((1, 0), (3, 2)):
+        samples = timing.measure_speed(
+            decoder, depth=4, n_gen=1, repetitions=repetitions
+        )
+        assert len(timed(samples, "prefill")) == count
+        assert (samples["phase"] == "prefill").sum() == repetitions

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench import paths
+from workbench.decode import checks
 from workbench.decode.checks import whole_number
 from workbench.decode.decoder import GREEDY, Decoder, Times
 from workbench.decode.sampling import Sampling
@@ -138,8 +139,11 @@ def transcript(
             the bundle has a tokenizer; the pieces add up to `text`.
 
     Returns:
-        The JSON of `workbench generate`. The first step after the prompt compiles and
-        allocates: it is in `samples_ms` alone, and the figures are None without another.
+        The JSON of `workbench generate`. First calls compile and allocate, and no figure
+        contains them: the first call of each width of the prompt runs once more, on
+        sequences of its own, before the prompt is timed (`prefill.first_calls`,
+        `first_calls_ms`); the first step after the prompt is in `samples_ms` alone
+        (`decode.first_calls`), and the figures of `decode` are None without another.
 
     Raises:
         InputError: what cannot be decoded, or kept, before any token is.
@@ -155,6 +159,8 @@ def transcript(
     eos = decoder.manifest.tokens.eos
     # a step more for the logits after the last token
     new, stop = (max_new + 1, ()) if logits else (max_new, eos)
+    _check_length(decoder, ids, new)
+    first_calls_ms = _warm_up(decoder, ids)
     tokens, times, rows, start = [], [], [], time.perf_counter()
     for record in decoder.stream(ids, new, stop=stop, sampling=sampling):
         prefill_ms = prefill_ms or (time.perf_counter() - start) * 1e3
@@ -171,28 +177,59 @@ def transcript(
     if logits:
         with logits.open("wb") as file:  # np.save appends .npy to a name
             np.save(file, np.stack(rows).astype(np.float32))
-    calls = len([*decoder.options.calls(len(ids))])
+    prefill = {
+        "tokens": len(ids),
+        "calls": len([*decoder.options.calls(len(ids))]),
+        "ms": prefill_ms,
+        "tokens_per_s": prefill_ms and len(ids) / prefill_ms * 1e3,
+        "first_calls": len(first_calls_ms),
+        "first_calls_ms": sum(first_calls_ms),
+    }
     return {
         "tokens": tokens,
         "text": tokenizer.decode(tokens) if tokenizer else None,
-        "prefill": {"tokens": len(ids), "calls": calls, "ms": prefill_ms},
+        "prefill": prefill,
         "decode": {"tokens": len(tokens)} | _step_times(times[1:]),
         "runtime": decoder.runtime,
         "precision": None if decoder.is_device else decoder.precision,
     }
 
 
+def _check_length(decoder: Decoder, ids: list[int], new: int) -> None:
+    """Refuses what `Decoder.stream` refuses, before anything runs."""
+    if decoder.options.batch == 1:
+        prompts = checks.prompts(ids, 1, decoder.manifest.dims.V)
+        decoder.host.check([0], [len(prompts[0]) + max(new - 1, 0)])
+
+
+def _warm_up(decoder: Decoder, ids: list[int]) -> list[float]:
+    """Runs the first call of each width that the prompt needs on fresh sequences;
+    returns the ms of each."""
+    if decoder.options.batch > 1:
+        return []
+    options = decoder.options
+    sizes = [end - start for start, end in options.calls(len(ids))]
+    firsts = {options.width(size): size for size in sizes}
+    spent = []
+    for size in firsts.values():
+        began = time.perf_counter()
+        decoder.prefill(ids[:size], seqs=decoder.fresh())
+        spent.append((time.perf_counter() - began) * 1e3)
+    return spent
+
+
 def _step_times(times: list[Times]) -> dict:
-    """The ms of all decoding steps; tokens per second and medians in ms without the
-    first step, None where there is no other."""
+    """The ms of all decoding steps. Without the first one: tokens over the time of the
+    steps, and medians of the parts in ms; None where there is no other step."""
     samples = [t.total for t in times]
     figures = dict.fromkeys(("tokens_per_s", "layer_ms", "head_ms"))
     if later := times[1:]:
-        figures["tokens_per_s"] = 1e3 / float(np.median(samples[1:]))
+        figures["tokens_per_s"] = 1e3 * len(later) / sum(samples[1:])
         parts = [[ms for ms, *_ in t.parts] for t in later]
         *layers, head = np.median(parts, axis=0).tolist()
         figures |= {"layer_ms": layers, "head_ms": head}
-    return figures | {"samples_ms": samples}
+    first_calls = len(times) - len(later)
+    return figures | {"first_calls": first_calls, "samples_ms": samples}
 
 
 def _check_options(decoder: Decoder, logits: Path | None, sampling: Sampling) -> None:

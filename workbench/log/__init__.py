@@ -17,6 +17,16 @@ _MODULES = {
     "schema": ("SCHEMAS", "SETTINGS"),
     "stats": ("compare", "find"),
     "store": ("append", "load", "plain"),
+    "times": (
+        "Difference",
+        "are_apart",
+        "by_process",
+        "difference",
+        "disturbed",
+        "select_undisturbed",
+        "speeds",
+        "summarize",
+    ),
 }
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
+from workbench.log import times
 from workbench.log.anonymous import anonymous
 from workbench.log.machine import environment
 from workbench.log.places import Root, new_run_id
@@ -39,20 +40,13 @@ def scalars(
     """The columns of `runs` that sum up a run's tables, those that are there.
 
     Returns:
-        tokens_per_s, call_ms: medians without warm-ups; call_p90_ms: the 90th
-        percentile. worst_cosine (the least of an isolated update), worst_update (1 less
+        tokens_per_s, call_ms, call_p90_ms: see `times.speeds`. worst_cosine (the least of an isolated update), worst_update (1 less
         it); null where a value is not finite.
     """
     row = {}
     if samples is not None:
-        timed = samples[~samples["warmup"].astype(bool)]
-        by_phase = timed.groupby("phase")["value"]
-        medians, tails = by_phase.median(), by_phase.quantile(0.9)
-        row = {
-            "tokens_per_s": medians.get("tokens_per_s"),
-            "call_ms": medians.get("call"),
-            "call_p90_ms": tails.get("call"),
-        }
+        of_run = times.speeds(samples.assign(run_id=""))
+        row = of_run.loc[""].to_dict() if len(of_run) else {}
     if fidelity is not None:
         updates = fidelity.query("tensor == 'update' and mode == 'isolated'")
         worst = updates["cosine"].astype(float).min(skipna=False)

@@ -1,6 +1,5 @@
 """Two logged runs side by side: their settings, and the ratios of what they measured.
-
-Medians are used, since timings have long tails."""
+The values are those of `times`."""
 
 import numpy as np
 import pandas as pd
@@ -10,11 +9,11 @@ from workbench.errors import InputError
 from workbench.log.places import Root
 from workbench.log.schema import SETTINGS
 from workbench.log.store import load, plain
+from workbench.log.times import MIN_ROUNDS, by_process, count_rounds
 
 MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """Columns that are equal for repetitions of one measurement within a run."""
 
-MIN_ROUNDS = 3
 _FALSE_ALARMS = 0.01
 _AROUND = ["commit", "versions", "platform", "power_source", "low_power"]
 _SAME = ["setting", "machine", "software", *_AROUND]
@@ -34,8 +33,8 @@ def compare(
         interval ``low, high``, and ``note`` where there is no interval. The number of
         measurements left out because their interval contains 1.
 
-    Each run, which is one process, counts as one value, its median over repetitions,
-    since processes differ by more than the calls within one. The note is "not enough
+    Each run, which is one process, counts as one value (see `times.by_process`), since
+    processes differ by more than the calls within one. The note is "not enough
     runs" with fewer than three interleaved rounds: if one side were measured after the
     other, the warming up of the machine would appear as a difference. Times of two
     machines have both medians, no ratio and the note "two machines".
@@ -55,7 +54,7 @@ def compare(
     first, second = (_by_run(load("samples", root, {"run_id": ids})) for ids in (a, b))
     measures = first.merge(second, "outer", MEASUREMENT, suffixes=("_a", "_b"))
     counts = measures[["n_a", "n_b"]]
-    enough = counts.ge(MIN_ROUNDS).all(axis=1) & (_rounds(a, b) >= MIN_ROUNDS)
+    enough = counts.ge(MIN_ROUNDS).all(axis=1) & (count_rounds(a, b) >= MIN_ROUNDS)
     measures["note"] = np.where(enough, None, "not enough runs")
     measures.loc[counts.isna().any(axis=1), "note"] = "on one side only"
     measures["ratio"] = measures["median_b"] / measures["median_a"]
@@ -87,14 +86,6 @@ def find(run: str, runs: pd.DataFrame) -> pd.Series:
     return rows.iloc[0]
 
 
-def _rounds(a: list[str], b: list[str]) -> int:
-    """The number of interleaved rounds of two sets of runs: how often, in the order of
-    time, both had been run equally often."""
-    order = sorted([*a, *b])  # run ids sort by time
-    sides = np.where(np.isin(order, a), 1, -1)
-    return (np.cumsum(sides) == 0).sum()
-
-
 def _repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
     """The run and those with status ok of the same setting, machine and code; a run
     without a setting alone."""
@@ -106,12 +97,8 @@ def _repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
 
 
 def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
-    """`values` of each measurement, one per run, their number `n` and their `median`. A
-    run's value is the median over its repetitions of their medians without warm-ups,
-    since calls of one sequence are not independent."""
-    timed = samples[~samples["warmup"].fillna(False)].dropna(subset="value")
-    keys = [*MEASUREMENT, "run_id"]
-    each = timed.groupby([*keys, "repetition"], dropna=False)["value"].median()
-    runs = each.groupby(keys, dropna=False).median()
-    groups = runs.groupby(MEASUREMENT, dropna=False)
+    """`values` of each measurement, one per run (see `times.by_process`), their number
+    `n` and their `median`."""
+    keys = [name for name in MEASUREMENT if name != "phase"]
+    groups = by_process(samples, keys).groupby(MEASUREMENT, dropna=False)["value"]
     return groups.agg(values=list, n="size", median="median").reset_index()

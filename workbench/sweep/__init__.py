@@ -17,6 +17,7 @@ _MODULES = {
     "missing": "run",
     "sweep": "run",
     "configurations": "results",
+    "processes": "results",
     "stored_tables": "results",
 }
 __all__ = sorted(_MODULES)

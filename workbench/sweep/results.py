@@ -10,7 +10,7 @@ from workbench.errors import check_choice
 from workbench.sweep.grid import Grid, cells
 from workbench.sweep.identity import RUNTIMES
 from workbench.sweep.run import MEASURED
-from workbench.sweep.summary import BUNDLE, repeated
+from workbench.sweep.summary import BUNDLE, repeated, with_speeds, with_tail
 
 
 def stored_tables(
@@ -21,7 +21,7 @@ def stored_tables(
 
     Times are of the newest run of each setting and round, on one machine with the
     software of its newest run; their column `invalid` is the reason why a run is
-    invalid, else null. Fidelity is of the newest validation of each bundle and way to
+    invalid, `disturbed` why other work disturbed it (see `log.disturbed`), else null. Fidelity is of the newest validation of each bundle and way to
     run it, on any machine; where there are some on the grid's prompt, of the newest of
     those.
 
@@ -51,10 +51,9 @@ def configurations(
 
     Returns:
         The columns of the newest run; name: the values of the axes that vary.
-        tokens_per_s, call_ms, call_p90_ms:
-        medians over runs of the run's median or 90th percentile; slowest, fastest: the
-        range of the runs' tok/s; n, run_ids: the number and the ids of the runs.
-        worst_cosine, kl_mean (nats): of the bundle's validation (see `stored_tables`);
+        tokens_per_s, call_ms, call_p90_ms, slowest, fastest, n, run_ids, disturbed: see
+        `summary.repeated`. worst_cosine, kl_mean, kl_p99 (nats): of the bundle's
+        validation (see `stored_tables`);
         verdict: RED if a gate other than the user's limit is, or if the mean KL is above the grid's
         `max_kl`. ane_ops_share: the Neural Engine's share (null: no plan). invalid: the
         reason if no run is valid.
@@ -62,15 +61,52 @@ def configurations(
     timed, validated = _runs(grid, root, machine)
     verdicts = [_verdict(run, grid.max_kl) for run in validated.to_dict("records")]
     validated["verdict"] = pd.Series(verdicts, validated.index, object)
-    rows = repeated(timed, ["setting", "status"], validated)
+    rows = repeated(timed, ["setting", "status"], validated, root)
     rows["verdict"] = rows["verdict"].fillna("not_run")
-    axes = grid.export | {"bundle": grid.bundle} | dict(grid.run)
-    varied = [n for n in axes if n == "T" or isinstance(axes[n], list) and axes[n][1:]]
-    words = rows[varied].astype(object).fillna("none").to_dict("records")
-    rows["name"] = [", ".join(f"{k} {v}" for k, v in row.items()) for row in words]
+    rows["name"] = _names(grid, rows)
     ranked = rows.sort_values("tokens_per_s", ascending=False)
     ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
     return ranked.drop_duplicates("setting", ignore_index=True)
+
+
+def processes(
+    grid: Grid,
+    root: log.Root = None,
+    machine: str | None = None,
+    phase: str = "tokens_per_s",
+) -> pd.DataFrame:
+    """One row per process, which is a run, of a grid on one machine.
+
+    For `machine` see `stored_tables`.
+
+    Args:
+        phase: of the log's `samples`, or `layer_ms`: ms of a layer in a call, the
+            median over the layers of each one's median of its calls.
+
+    Returns:
+        The columns of the run; value (see `log.by_process`); invalid, disturbed: the
+        reason why the process says nothing, else null. Disturbed processes are left out
+        of settings that have others; name: the values of the axes that vary.
+    """
+    tables = stored_tables(grid, root, machine)
+    if phase == "layer_ms":
+        values = tables["layers"].groupby("run_id")["layer_ms"].median()
+        values = values.rename("value").reset_index()
+    else:
+        samples = tables["samples"]
+        values = log.by_process(samples[samples["phase"] == phase])
+    runs = with_speeds(_runs(grid, root, machine)[0], root)
+    rows = runs.merge(values[["run_id", "value"]], on="run_id")
+    rows["name"] = _names(grid, rows)
+    return rows[log.select_undisturbed(rows, ["setting"])].reset_index(drop=True)
+
+
+def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
+    """The values of the axes of a grid that vary, for each row."""
+    axes = grid.export | {"bundle": grid.bundle} | dict(grid.run)
+    varied = [n for n in axes if n == "T" or isinstance(axes[n], list) and axes[n][1:]]
+    words = rows[varied].astype(object).fillna("none").to_dict("records")
+    return [", ".join(f"{k} {v}" for k, v in row.items()) for row in words]
 
 
 def _runs(
@@ -80,7 +116,8 @@ def _runs(
     newest validation of each bundle and way to run it."""
     every = list(cells(grid, root))
     hashes = pd.DataFrame(cell.columns(auto) for cell in every for auto in RUNTIMES)
-    runs = log.load("runs", root, {"status": MEASURED})
+    runs = with_tail(log.load("runs", root, {"status": MEASURED}))
+    runs["disturbed"] = log.disturbed(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
     if grid.bundle:
         known = {cell.source.contents for cell in every}

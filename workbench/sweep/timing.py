@@ -53,7 +53,8 @@ def measure_speed(
 
     Returns:
         The log's `samples`: phases `call` (one whole call), `layer` (one per shard),
-        `head`, `host` in ms, `prefill` in ms (the first one a warm-up) and
+        `head`, `host` in ms, `prefill` in ms (the first one, which compiles, is a
+        warm-up; with one sequence there is no other) and
         `tokens_per_s` per repetition; `compile`, `cold_load`, `load` and
         `first_predict` per shard. A call and its parts have `cpu_ms`, CPU time of this
         thread, and but for the host `native_ms`, Core ML's own time (null on other
@@ -74,7 +75,7 @@ def measure_speed(
             start = time.perf_counter()
             decoder.prefill(_ids(decoder, rng, depth), seqs=seqs)
             prefill = {"phase": "prefill", "value": (time.perf_counter() - start) * 1e3}
-            prefill["warmup"] = repetition == 0 < repetitions - 1
+            prefill["warmup"] = repetition == 0
             rows.append(about | prefill)
         about |= {"T": T, "depth": depth, "n_gen": n_gen}
         total_ms = 0.0

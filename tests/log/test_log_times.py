@@ -1,0 +1,87 @@
+"""The statistic of times: a process is one value, a setting the median over processes;
+what disturbed a process is recognised and left out where others are there."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench import log
+from workbench.sweep import summary
+
+
+def samples(run_id: str, repetitions: list[list[float]], T: int = 1) -> pd.DataFrame:
+    """Calls in ms of one process and the rate of each repetition, after a warm-up."""
+    rows = []
+    for number, calls in enumerate(repetitions):
+        about = {"repetition": number, "T": T, "unit": "ms", "warmup": False}
+        rows.append(about | {"phase": "call", "value": 500.0, "warmup": True})
+        rows += [about | {"phase": "call", "value": ms} for ms in calls]
+        rate = T * len(calls) / sum(calls) * 1e3
+        rows.append(about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
+    return pd.DataFrame(rows).assign(run_id=run_id)
+
+
+def test_a_process_is_its_tokens_over_the_time_of_its_calls():
+    """Repetitions of 100 and 25 tok/s: 8 tokens in 0.2 s, which is neither their mean
+    nor their median."""
+    found = log.speeds(samples("1", [[10.0] * 4, [40.0] * 4]))
+    assert found.loc["1", "tokens_per_s"] == pytest.approx(40)
+    assert found.loc["1", "call_ms"] == 25 and found.loc["1", "call_p90_ms"] == 40
+
+
+def test_a_setting_is_the_median_over_processes_and_not_over_their_calls():
+    """One process has many more calls than two others together: it counts once."""
+    parts = [samples("1", [[10.0] * 90]), samples("2", [[20.0] * 5])]
+    processes = log.by_process(pd.concat([*parts, samples("3", [[30.0] * 5])]))
+    found = log.summarize(processes, "phase")
+    assert found.loc["call"].tolist() == [20, 10, 30, 3]
+    assert found.loc["tokens_per_s", "median"] == pytest.approx(50)
+
+
+def test_the_table_computes_speeds_from_samples_and_leaves_disturbed_processes_out(
+    tmp_path,
+):
+    """The stored column of an older row is the median over repetitions."""
+    row = {"status": "ok", "setting": "s", "machine": "chip, 4 GiB, 2 cores"}
+    for run_id, ms, load in (("1", 10.0, 1.0), ("2", 20.0, 1.0), ("3", 90.0, 7.0)):
+        about = row | {"load_start": load, "tokens_per_s": 1.0, "call_ms": 1.0}
+        log.append("samples", samples(run_id, [[ms] * 3]), tmp_path, run_id)
+        log.append("runs", about, tmp_path, run_id)
+    (found,) = summary.summary(tmp_path).to_dict("records")
+    assert (found["n"], found["disturbed"]) == (2, 1) and found["call_ms"] == 15
+    assert found["tokens_per_s"] == pytest.approx(75)
+    assert (found["slowest"], found["fastest"]) == pytest.approx((50, 100))
+    text = summary.table_lines(summary.summary(tmp_path))
+    assert "disturbed" in " ".join(text)
+
+
+def test_settings_are_listed_by_mean_and_99_percent_kl(tmp_path):
+    price = {"kl": {"mean": 0.01, "p99": 0.2, "max": 0.3}}
+    row = {"status": "ok", "verdict": "GREEN", "kl_mean": 0.01, "worst_update": 0.09}
+    log.append("runs", row | {"config": {"price": price}}, tmp_path, "1")
+    log.append("runs", row | {"config": {"other": 1}}, tmp_path, "2")
+    found = summary.summary(tmp_path)
+    assert found["kl_p99"].tolist()[0] == 0.2 and np.isnan(found["kl_p99"][1])
+    title, *_ = [line for line in summary.table_lines(found) if "KL" in line]
+    assert "mean KL" in title and "99% KL" in title and "cos" not in title
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"load_start": 2.4, "load_end": 2.5, "steal": 0.0}, None),
+        ({}, None),
+        ({"load_start": 2.6}, "load 2.6 on 2 cores before it"),
+        ({"load_end": 9.0}, "load 9.0 on 2 cores after it"),
+        ({"steal": 0.1}, "10% of processor time went to other machines"),
+    ],
+)
+def test_load_and_steal_disturb_a_run(row, words):
+    runs = pd.DataFrame([{"machine": "chip, 2 cores"} | row])
+    assert log.disturbed(runs).tolist() == [words]
+
+
+def test_one_odd_process_disturbs_three_but_not_five():
+    assert log.are_apart([10, 10.1, 13]) and not log.are_apart([10, 10.1, 12])
+    assert not log.are_apart([10, 10.1, 10.2, 9.9, 30])
+    assert not log.are_apart([10])

@@ -1,0 +1,159 @@
+"""Sentences about times: right for two clusters of processes, drift, an odd call, and
+any number of rounds; each simulated machine says what is true of it."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench import log
+from workbench.sweep import conclude
+
+COMMAND = "workbench run 34 --set ROUNDS=5"
+CALLS = 240
+
+
+def rounds(
+    count: int, ms: dict, seed: int = 0, speed=lambda number: 1.0, odd_call=None
+) -> pd.DataFrame:
+    """`count` rounds of one process for each setting, in a random order within each;
+    each process has a speed of its own (1%), its 240 calls are noisy (3%)."""
+    rng, parts = np.random.default_rng(seed), []
+    for _ in range(count):
+        for key in rng.permutation(list(ms)):
+            number = len(parts)
+            mean = ms[key] * speed(number) * (1 + 0.01 * rng.standard_normal())
+            calls = mean * (1 + 0.03 * rng.standard_normal(CALLS))
+            if odd_call:
+                calls[CALLS // 2] *= odd_call
+            about = {"run_id": f"{number:04}", "S": int(key)}
+            parts.append(pd.DataFrame(about | {"value": calls}, index=range(CALLS)))
+    samples = pd.concat(parts).assign(phase="call", warmup=False)
+    return log.by_process(samples, ["S"]).assign(disturbed=None)
+
+
+def sentence(rows: pd.DataFrame) -> str:
+    return conclude.describe_axis(rows, "S", "ms per call", COMMAND)
+
+
+GROWING = {"128": 3.5, "512": 4.0, "1024": 4.4}
+EQUAL = {"128": 4.0, "512": 4.0, "1024": 4.0}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("ms", [GROWING, EQUAL])
+def test_fewer_than_three_rounds_give_no_order(count, ms):
+    text = sentence(rounds(count, ms))
+    assert "more than" not in text and "fewer than" not in text
+    assert f"{count} interleaved round" in text and text.endswith(COMMAND)
+    assert all(f"{key}: " in text for key in (128, 512, 1024))
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_growth_that_is_there_is_said_of_every_value(count):
+    for seed in range(10):
+        text = sentence(rounds(count, GROWING, seed))
+        for pair in ("512 has more than 128", "1024 has more than 512"):
+            assert pair in text
+        assert "1024 has more than 128" in text and "Not decided" not in text
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_no_growth_is_imagined(count):
+    """Of 60 comparisons of equal settings few are decided by chance."""
+    texts = [sentence(rounds(count, EQUAL, seed)) for seed in range(20)]
+    assert sum(text.count(" than ") for text in texts) <= 3
+
+
+def test_a_middle_value_that_differs_is_not_hidden_by_equal_ends():
+    text = sentence(rounds(3, {"128": 4.0, "512": 4.6, "1024": 4.0}, seed=1))
+    assert "512 has more than 128" in text and "1024 has fewer than 512" in text
+    assert "1024 against 128" in text
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_nothing_is_concluded_from_two_clusters_of_processes(count):
+    """A process is fast or slow by half, whatever its setting."""
+    claims = apart = 0
+    for seed in range(20):
+        clusters = np.random.default_rng(1000 + seed).choice([1.0, 1.53], 20)
+        rows = rounds(count, EQUAL, seed, speed=lambda number: clusters[number])
+        text = sentence(rows)
+        claims += text.count(" than ")
+        apart += "times apart" in text
+    assert claims <= (0 if count == 2 else 3) and apart >= 15
+
+
+def test_a_machine_that_slows_down_meanwhile_hides_no_difference_and_makes_none():
+    def drift(number):
+        return 1 + 0.15 * number / 9
+
+    claims = 0
+    for seed in range(20):
+        text = sentence(rounds(3, {"128": 3.5, "1024": 4.4}, seed, speed=drift))
+        assert "1024 has more than 128" in text
+        claims += " than " in sentence(
+            rounds(3, {"128": 4.0, "1024": 4.0}, seed, speed=drift)
+        )
+    assert claims <= 2
+
+
+def test_one_odd_call_in_240_changes_no_sentence():
+    """The same calls but one, which takes forty times as long."""
+    for ms in (GROWING, {"128": 4.4, "512": 4.0, "1024": 3.5}):
+        plain, odd = (sentence(rounds(3, ms, 2, odd_call=k)) for k in (None, 40))
+        directions = [
+            [word for word in text.split() if word in ("more", "fewer")]
+            for text in (plain, odd)
+        ]
+        assert directions[0] == directions[1] and len(directions[0]) == 3
+
+
+def test_disturbed_processes_are_named_and_nothing_is_concluded_from_them():
+    rows = rounds(3, GROWING)
+    rows.loc[rows["S"] == 512, "disturbed"] = "load 8.0 on 2 cores before it"
+    text = sentence(rows)
+    assert "1024 has more than 128" in text
+    assert "every process of 512 was disturbed: load 8.0 on 2 cores before it" in text
+    assert "512 has" not in text and "than 512" not in text
+    assert text.endswith(COMMAND)
+
+
+def test_a_difference_is_that_of_paired_rounds():
+    first = pd.Series([1.0, 2.0, 4.0], index=["1", "3", "5"])
+    second = pd.Series([1.2, 2.4, 4.8], index=["2", "4", "6"])
+    found = log.difference(first, second)
+    assert found.ratio == pytest.approx(1.2) and found.is_decided
+    afterwards = second.set_axis(["6", "7", "8"])
+    assert not log.difference(first, afterwards).is_decided
+    assert log.difference(first, afterwards).rounds == 1
+
+
+def settings(**medians: tuple) -> pd.DataFrame:
+    """Processes of settings by name, one after the other in every round."""
+    rows = []
+    for round_, values in enumerate(zip(*medians.values())):
+        for place, (name, value) in enumerate(zip(medians, values)):
+            row = {"run_id": f"{round_}{place}", "name": name, "value": value}
+            rows.append(row | {"disturbed": None, "option": name[0], "rest": name[1:]})
+    return pd.DataFrame(rows)
+
+
+def test_the_fastest_is_named_only_where_every_round_says_so():
+    rows = settings(a1=(400, 410, 405), b1=(300, 305, 310), a2=(398, 412, 404))
+    text = conclude.describe_fastest(rows, COMMAND)
+    assert "The fastest is" not in text and text.endswith(COMMAND)
+    assert "Slower than a1 in every round: b1." in text and "a1 against a2" in text
+    text = conclude.describe_fastest(rows[rows["name"] != "a2"], COMMAND)
+    assert "The fastest is a1" in text and "Not decided" not in text
+    two = rows[rows["run_id"] < "2"]
+    text = conclude.describe_fastest(two, COMMAND)
+    assert "fastest" not in text.lower() and "2 interleaved rounds of 3" in text
+
+
+def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():
+    rows = settings(
+        a1=(400, 410, 405), b1=(300, 305, 310), a2=(200, 210, 204), b2=(201, 207, 206)
+    )
+    text = conclude.describe_choice(rows, "option", ["rest"], COMMAND)
+    assert "option b has more tokens per second than a in 0 of 2 pairs" in text
+    assert "fewer in 1, and 1 are not decided" in text and COMMAND in text

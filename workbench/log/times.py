@@ -1,0 +1,157 @@
+"""The one statistic of times, and what may be concluded from it.
+
+A process is one value: its tokens over the time of its timed calls, or the median of
+its timed calls, since calls of one process resemble each other more than those of two.
+A setting is the median over its processes, with the least and the most of them. Two
+settings differ only where at least `MIN_ROUNDS` interleaved rounds agree."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student
+
+RATE = "tokens_per_s"
+"""The phase whose samples are rates; all others are milliseconds."""
+MIN_ROUNDS = 3
+CONFIDENCE = 0.95
+MIN_CHANGE = 1.02
+"""Ratio below which the order within a round, on a machine that slows down meanwhile,
+may be all that there is."""
+FAR_APART = 1.25
+"""Ratio of a setting's processes from which no conclusion is drawn."""
+TRIMMED_FROM = 5
+"""Number of processes from which one odd process at either end disturbs nothing."""
+LOAD_MARGIN = 0.5
+"""Load beyond the cores that a measurement causes itself."""
+MAX_STEAL = 0.02
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What the interleaved rounds of two settings say of the second over the first."""
+
+    ratio: float
+    """The geometric mean over rounds."""
+    low: float
+    high: float
+    """Student's interval of that mean (nan: fewer than two rounds)."""
+    rounds: int
+    is_decided: bool
+    """At least `MIN_ROUNDS` rounds, all on one side of 1, as is the interval, and a
+    mean that differs from 1 by more than `MIN_CHANGE`."""
+
+
+def by_process(samples: pd.DataFrame, keys: Sequence[str] = ()) -> pd.DataFrame:
+    """One value for each process (`run_id`), phase and combination of `keys`.
+
+    Args:
+        samples: rows of the log's table `samples`; warm-ups are left out.
+
+    Returns:
+        keys, run_id, phase, value. Of `RATE` it is the tokens over the time of all
+        timed calls: repetitions time equally many tokens, so that this is the harmonic
+        mean of their rates. Of every other phase it is the median of the calls.
+    """
+    is_warmup = samples["warmup"].astype("boolean").fillna(False)
+    timed = samples[~is_warmup].dropna(subset="value")
+    is_rate = timed["phase"] == RATE
+    columns = [*keys, "run_id", "phase"]
+    inverse = timed[is_rate].assign(value=1 / timed.loc[is_rate, "value"])
+    rates = 1 / inverse.groupby(columns, dropna=False)["value"].mean()
+    medians = timed[~is_rate].groupby(columns, dropna=False)["value"].median()
+    parts = [part for part in (rates, medians) if len(part)]
+    if not parts:
+        return pd.DataFrame(columns=[*columns, "value"])
+    return pd.concat(parts).rename("value").reset_index()
+
+
+def speeds(samples: pd.DataFrame) -> pd.DataFrame:
+    """The columns of `runs` that sum up the times of each process, indexed by run_id:
+    tokens_per_s, call_ms, and call_p90_ms, the 90th percentile of its calls."""
+    values = by_process(samples).pivot(index="run_id", columns="phase", values="value")
+    is_warmup = samples["warmup"].astype("boolean").fillna(False)
+    calls = samples[(samples["phase"] == "call") & ~is_warmup]
+    tails = calls.groupby("run_id")["value"].quantile(0.9)
+    columns = {"tokens_per_s": values.get(RATE), "call_ms": values.get("call")}
+    return pd.DataFrame(columns | {"call_p90_ms": tails}, values.index, dtype=float)
+
+
+def summarize(
+    processes: pd.DataFrame, by: str | list[str], value: str = "value"
+) -> pd.DataFrame:
+    """The median over processes of each group, the least and the most of them, and
+    their number: columns median, least, most, n."""
+    groups = processes.groupby(by, dropna=False)[value]
+    how = {"median": "median", "least": "min", "most": "max", "n": "count"}
+    return groups.agg(**how)
+
+
+def count_rounds(first: Sequence[str], second: Sequence[str]) -> int:
+    """The number of interleaved rounds of two sets of runs: how often, in the order of
+    time, both had been run equally often."""
+    order = sorted([*first, *second])  # run ids sort by time
+    sides = np.where(np.isin(order, list(first)), 1, -1)
+    return int((np.cumsum(sides) == 0).sum())
+
+
+def difference(first: pd.Series, second: pd.Series) -> Difference:
+    """Compares two settings, each with one value for each process (index: run ids).
+
+    The k-th process of one is paired with the k-th of the other, so that a machine that
+    slows down meanwhile does not appear as a difference.
+    """
+    first, second = first.sort_index(), second.sort_index()
+    rounds = count_rounds(first.index, second.index)
+    pairs = min(len(first), len(second))
+    logs = np.log(second.to_numpy(float)[:pairs] / first.to_numpy(float)[:pairs])
+    mean, reach = float(logs.mean()), np.nan
+    if pairs > 1:
+        quantile = student.ppf((1 + CONFIDENCE) / 2, pairs - 1)
+        reach = float(quantile * logs.std(ddof=1) / pairs**0.5)
+    agree = bool((logs > 0).all() or (logs < 0).all())
+    is_large = abs(mean) > max(reach, np.log(MIN_CHANGE))
+    decided = rounds >= MIN_ROUNDS and agree and is_large
+    bounds = np.exp([mean, mean - reach, mean + reach]).tolist()
+    return Difference(*bounds, rounds, bool(decided))
+
+
+def are_apart(values: Sequence[float]) -> bool:
+    """Whether processes of one setting differ by more than `FAR_APART`; from
+    `TRIMMED_FROM` of them on without the least and the most."""
+    ordered = sorted(values)
+    if len(ordered) >= TRIMMED_FROM:
+        ordered = ordered[1:-1]
+    return len(ordered) > 1 and ordered[-1] > FAR_APART * ordered[0]
+
+
+def select_undisturbed(runs: pd.DataFrame, by: Sequence[str]) -> pd.Series:
+    """Which rows count: those that nothing disturbed, and all of a group (`by`) in
+    which everything was disturbed. Of boolean type, with the index of `runs`."""
+    was_disturbed = runs["disturbed"].notna()
+    keys = [runs[name] for name in by]
+    return ~was_disturbed | was_disturbed.groupby(keys, dropna=False).transform("all")
+
+
+def disturbed(runs: pd.DataFrame) -> pd.Series:
+    """Why each run's times say little, in words; None where nothing shows it.
+
+    Args:
+        runs: rows of the log's table `runs`; a row without load and steal, such as an
+            older one, is not judged.
+    """
+    reasons = []
+    for run in runs.to_dict("records"):
+        cores = re.search(r"\b(\d+) cores", run.get("machine") or "")
+        words = []
+        for name, when in (("load_start", "before"), ("load_end", "after")):
+            load = run.get(name)
+            if cores and pd.notna(load) and load > int(cores[1]) + LOAD_MARGIN:
+                words.append(f"load {load:.1f} on {cores[1]} cores {when} it")
+        steal = run.get("steal")
+        if pd.notna(steal) and steal > MAX_STEAL:
+            words.append(f"{steal:.0%} of processor time went to other machines")
+        reasons.append(", ".join(words) or None)
+    return pd.Series(reasons, runs.index, object)
