@@ -144,7 +144,7 @@ def disturbed(runs: pd.DataFrame) -> pd.Series:
     """
     reasons = []
     for run in runs.to_dict("records"):
-        cores = re.search(r"\b(\d+) cores", run.get("machine") or "")
+        cores = re.search(r"\b(\d+) cores", str(run.get("machine")))
         words = []
         for name, when in (("load_start", "before"), ("load_end", "after")):
             load = run.get(name)
