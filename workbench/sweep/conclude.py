@@ -93,7 +93,9 @@ def describe_choice(
                 continue
             pair = {key: settings[key] for key in (first, second)}
             found = log.difference(*map(_values, pair.values()))
-            objections = _objections(pair) or ([] if found.is_decided else [_why(found)])
+            objections = _objections(pair) or (
+                [] if found.is_decided else [_why(found)]
+            )
             side = "more" if found.ratio > 1 else "fewer"
             counts["open" if objections else side] += 1
             reasons += objections
@@ -104,7 +106,11 @@ def describe_choice(
             f"{option} {second} has more tokens per second than {first} in "
             f"{counts['more']} of {pairs} pairs of settings that differ in nothing else, "
             f"fewer in {counts['fewer']}, and {counts['open']} are not decided"
-            + (f" ({'; '.join(dict.fromkeys(reasons))}; decide with: {command})." if reasons else ".")
+            + (
+                f" ({'; '.join(dict.fromkeys(reasons))}; decide with: {command})."
+                if reasons
+                else "."
+            )
         )
     return " ".join(words)
 
@@ -162,4 +168,6 @@ def _say_undecided(pairs: list[tuple[str, list[str]]], command: str) -> list[str
     words = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
     if not words:
         return []
-    return [f"Not decided: {'; '.join(words)}. On an idle machine decide with: {command}"]
+    return [
+        f"Not decided: {'; '.join(words)}. On an idle machine decide with: {command}"
+    ]

@@ -55,14 +55,19 @@ def configurations(
         `summary.repeated`. worst_cosine, kl_mean, kl_p99 (nats): of the bundle's
         validation (see `stored_tables`);
         verdict: RED if a gate other than the user's limit is, or if the mean KL is above the grid's
-        `max_kl`. ane_ops_share: the Neural Engine's share (null: no plan). invalid: the
+        `max_kl`; faulty: whether a gate other than the user's limit is RED.
+        ane_ops_share: the Neural Engine's share (null: no plan). invalid: the
         reason if no run is valid.
     """
     timed, validated = _runs(grid, root, machine)
     verdicts = [_verdict(run, grid.max_kl) for run in validated.to_dict("records")]
     validated["verdict"] = pd.Series(verdicts, validated.index, object)
+    red = [bool(_red(run)) for run in validated.to_dict("records")]
+    faulty = validated.assign(faulty=red).set_index(BUNDLE)["faulty"]
     rows = repeated(timed, ["setting", "status"], validated, root)
     rows["verdict"] = rows["verdict"].fillna("not_run")
+    rows = rows.merge(faulty.reset_index(), "left", BUNDLE)
+    rows["faulty"] = rows["faulty"].eq(True)
     rows["name"] = _names(grid, rows)
     ranked = rows.sort_values("tokens_per_s", ascending=False)
     ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable")
@@ -102,9 +107,13 @@ def processes(
 
 
 def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
-    """The values of the axes of a grid that vary, for each row."""
+    """The values of the axes of a grid that vary and T, for each row; where no axis
+    varies, all export options that the grid gives."""
     axes = grid.export | {"bundle": grid.bundle} | dict(grid.run)
-    varied = [n for n in axes if n == "T" or isinstance(axes[n], list) and axes[n][1:]]
+    varied = [n for n in axes if isinstance(axes[n], list) and axes[n][1:]]
+    if not varied:
+        varied = [n for n in grid.export if n in rows]
+    varied += [name for name in axes if name == "T" and name not in varied]
     words = rows[varied].astype(object).fillna("none").to_dict("records")
     return [", ".join(f"{k} {v}" for k, v in row.items()) for row in words]
 
@@ -151,6 +160,10 @@ def _verdict(run: dict, max_kl: float) -> str:
     was measured."""
     if pd.isna(run["kl_mean"]):
         return run["verdict"]
+    return "RED" if _red(run) or run["kl_mean"] > max_kl else "GREEN"
+
+
+def _red(run: dict) -> set[str]:
+    """The gates of a run that are RED, but for the user's limit on the mean KL."""
     gates = json.loads(run["config"]).get("gates", [])
-    red = {gate["name"] for gate in gates if gate["verdict"] == "RED"}
-    return "RED" if red - {"max_kl"} or run["kl_mean"] > max_kl else "GREEN"
+    return {gate["name"] for gate in gates if gate["verdict"] == "RED"} - {"max_kl"}

@@ -41,7 +41,9 @@ def repeated(
     where every one was); `JUDGED` of the newest of the `validated` runs of the same
     bundle."""
     runs = with_speeds(runs, root)
-    counts = runs["disturbed"].notna().groupby([runs[name] for name in by], dropna=False)
+    counts = (
+        runs["disturbed"].notna().groupby([runs[name] for name in by], dropna=False)
+    )
     used = runs[log.select_undisturbed(runs, by)]
     groups = used.groupby(by, sort=False, dropna=False)
     rates = groups["tokens_per_s"]
