@@ -76,7 +76,7 @@ def test_nothing_is_concluded_from_two_clusters_of_processes(count):
     claims = apart = 0
     for seed in range(20):
         clusters = np.random.default_rng(1000 + seed).choice([1.0, 1.53], 20)
-        rows = rounds(count, EQUAL, seed, speed=lambda number: clusters[number])
+        rows = rounds(count, EQUAL, seed, speed=clusters.__getitem__)
         text = sentence(rows)
         claims += text.count(" than ")
         apart += "times apart" in text
@@ -113,7 +113,7 @@ def test_disturbed_processes_are_named_and_nothing_is_concluded_from_them():
     rows.loc[rows["S"] == 512, "disturbed"] = "load 8.0 on 2 cores before it"
     text = sentence(rows)
     assert "1024 has more than 128" in text
-    assert "every process of 512 was disturbed: load 8.0 on 2 cores before it" in text
+    assert "every process of S 512 was disturbed: load 8.0 on 2 cores before it" in text
     assert "512 has" not in text and "than 512" not in text
     assert text.endswith(COMMAND)
 

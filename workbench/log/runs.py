@@ -40,8 +40,9 @@ def scalars(
     """The columns of `runs` that sum up a run's tables, those that are there.
 
     Returns:
-        tokens_per_s, call_ms, call_p90_ms: see `times.speeds`. worst_cosine (the least of an isolated update), worst_update (1 less
-        it); null where a value is not finite.
+        tokens_per_s, call_ms, call_p90_ms: see `times.speeds`. worst_cosine (the least
+        of an isolated update), worst_update (1 less it); null where a value is not
+        finite.
     """
     row = {}
     if samples is not None:

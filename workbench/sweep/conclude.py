@@ -31,8 +31,9 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
         return f"{words[0]} One value of {axis} was measured."
     decided, undecided = [], []
     for first, second in pairs:
-        reasons = _objections({key: settings[key] for key in (first, second)})
-        found = log.difference(*(_values(settings[key]) for key in (first, second)))
+        pair = {f"{axis} {key}": settings[key] for key in (first, second)}
+        reasons = _objections(pair)
+        found = log.difference(*map(_values, pair.values()))
         if not reasons and found.is_decided:
             more = "more" if found.ratio > 1 else "fewer"
             decided.append(f"{second} has {more} than {first}, {_times(found)}")
@@ -143,7 +144,7 @@ def _objections(settings: Series) -> list[str]:
     reasons = []
     for key, rows in settings.items():
         if rows["disturbed"].notna().all():
-            words = "; ".join(dict.fromkeys(rows["disturbed"]))
+            words = rows["disturbed"].iloc[0]
             reasons.append(f"every process of {key} was disturbed: {words}")
         elif log.are_apart(rows["value"]):
             ratio = rows["value"].max() / rows["value"].min()

@@ -21,8 +21,9 @@ def stored_tables(
 
     Times are of the newest run of each setting and round, on one machine with the
     software of its newest run; their column `invalid` is the reason why a run is
-    invalid, `disturbed` why other work disturbed it (see `log.disturbed`), else null. Fidelity is of the newest validation of each bundle and way to
-    run it, on any machine; where there are some on the grid's prompt, of the newest of
+    invalid, `disturbed` why other work disturbed it (see `log.disturbed`), else null.
+    Fidelity is of the newest validation of each bundle and way to run it, on any
+    machine; where there are some on the grid's prompt, of the newest of
     those.
 
     Args:
