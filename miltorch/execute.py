@@ -14,13 +14,16 @@ float32), may replace them: taps, profiles, range traces and interventions are a
 hook. None costs nothing."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, groupby
 
+import numpy as np
 import torch
 
+from miltorch.blob import NUMPY
 from miltorch.columns import (
     Joined,
     is_columnwise,
@@ -48,6 +51,7 @@ from miltorch.steps import (
 )
 
 PRECISIONS = ("declared", "exact", "narrow")
+NARROW_INTEGERS = frozenset({"INT8", "INT16", "UINT8", "UINT16"})
 # torch computes these on fp16 in float32 and rounds once, or picks values
 NATIVE = frozenset(
     """abs add cast clip concat cos equal exp expand_dims gather greater greater_equal
@@ -88,6 +92,7 @@ class Executable:
         refuse_unknown(program)
         check_names(program, program.block, {*program.inputs, *program.states})
         self.program, self.precision = program, precision
+        self.warned: list[str] = []  # casts that were seen to change a value
         self.constants = Constants(program)
         self.unfused: dict[str, str] = {}
         fused = {}
@@ -265,6 +270,8 @@ class Executable:
         function = rule.function
         if op.kind == "read_state" and not self.cells.isdisjoint(op.reads()):
             function = detached
+        if op.kind == "cast" and kind in NARROW_INTEGERS:
+            function = self._watched(op, function)
         if self.precision == "narrow" and kind == "FLOAT16" and not op.blocks:
             function = narrowed(function)
         step = Step(op, function, [(n, self._dtype(t)) for n, t in op.outputs])
@@ -286,6 +293,33 @@ class Executable:
         step.bodies = [self._body(b, {}) for b in op.blocks]
         step.columnwise = is_columnwise(step)
         return step
+
+    def _watched(self, op: Op, function: Callable) -> Callable:
+        """A cast to few bits that warns, once for this executable, where it changes a
+        value. coremltools puts such casts around gathers. MIL wraps the value around; a
+        Mac has been seen to keep 40000 (coremltools' issue 2222), so that the right
+        value is open."""
+        declared = op.outputs[0][1].dtype
+        limits = np.iinfo(NUMPY[declared])
+        # not the executable itself, which a cycle would keep in memory
+        warned, package = self.warned, self.program.package.name
+
+        def watched(x: torch.Tensor, *, dtype: str) -> torch.Tensor:
+            if not warned and x.numel():
+                low, high = x.min().item(), x.max().item()
+                if low < limits.min or high > limits.max:
+                    warned.append(op.name)
+                    warnings.warn(
+                        f"cast {op.name!r} of {package}: values from "
+                        f"{low:g} to {high:g} do not fit {declared} ({limits.min} to "
+                        f"{limits.max}) and wrap around here; a Mac may keep them, so "
+                        "compare there",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            return function(x, dtype=dtype)
+
+        return watched
 
     def _names(self, source, body: Body, where: str):
         """What a value is called at run time, or each of a list; a literal among names

@@ -228,8 +228,10 @@ class Proxy:
             f.name: _input(f, data.get(f.name), declared[f.name])
             for f in self.description.input
         }
+        _check_enumerated(self.description.input, inputs)
+        cells = _cells(self.executable.program.states, state)
         try:
-            outputs = self.executable.run(inputs, state.cells if state else {})
+            outputs = self.executable.run(inputs, cells)
         except InputError as problem:
             raise _error(
                 f"Unable to compute the prediction using ML Program. {problem}"
@@ -282,6 +284,45 @@ def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
     dtype = np.float32 if array.dtype.kind == "f" else np.int32
     tensor = torch.from_numpy(array.astype(dtype))
     return tensor.reshape(()) if declared.shape == () else tensor
+
+
+def _cells(states: dict[str, miltorch.Type], state: StateProxy | None) -> dict:
+    """The cells of a model's states. Without a state Core ML names the first one in
+    these words (coremltools' issue 2519); the words for a state of other tensors are not
+    known, and are ours."""
+    if states and not isinstance(state, StateProxy):
+        name = next(iter(states))
+        raise _error(
+            f"The input feature for {name} must be an MLState, but it was not."
+        )
+    if not states:
+        return {}
+    shapes = {name: tuple(cell.value.shape) for name, cell in state.cells.items()}
+    if shapes != {name: tuple(kind.shape) for name, kind in states.items()}:
+        raise _error(
+            f"The state has {shapes}, this model {sorted(states)}: another model made "
+            "it; use make_state of this one."
+        )
+    return state.cells
+
+
+def _check_enumerated(features, inputs: dict[str, torch.Tensor]) -> None:
+    """Refuses inputs with enumerated shapes that do not go together: Core ML takes the
+    n-th of one with the n-th of every other (coremltools' issue 2271). The words are
+    ours."""
+    places = {}
+    for feature in features:
+        shapes = feature.type.multiArrayType.enumeratedShapes.shapes
+        if len(shapes) > 1:
+            given = tuple(inputs[feature.name].shape)
+            found = {n for n, one in enumerate(shapes, 1) if tuple(one.shape) == given}
+            places[feature.name] = found
+    if places and not set.intersection(*places.values()):
+        given = ", ".join(f"{name} its {min(n)}." for name, n in places.items())
+        raise _error(
+            "Inputs with enumerated shapes go together, the n-th of one with the n-th "
+            f"of every other: {given}"
+        )
 
 
 def _allowed(described, shape: tuple[int, ...]) -> bool:

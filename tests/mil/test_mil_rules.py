@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from one_op import close, given, numbers, run
+from one_op import close, given, numbers, program, run
 from refusal import refused
+
+from miltorch import Executable, Type
+from miltorch.program import Op, Ref
 
 
 def pads(size, taps, stride, dilation, kind):
@@ -104,3 +107,31 @@ def test_a_seed_makes_every_call_the_same():
     for kind in ("random_uniform", "random_normal", "random_bernoulli"):
         first, again = (run(kind, shape=[9, 9], seed=7) for _ in range(2))
         assert np.array_equal(first, again) and first.std() > 0
+
+
+@pytest.mark.parametrize(
+    "dtype, inside, outside",
+    [
+        ("INT16", [-32768, 32767], [5, 40000]),
+        ("INT8", [-128, 127], [-129, 0]),
+        ("UINT8", [0, 255], [-1, 3]),
+        ("UINT16", [0, 65535], [0, 70000]),
+    ],
+)
+def test_a_cast_that_changes_a_value_warns_once_with_its_name_and_the_range(
+    dtype, inside, outside
+):
+    """MIL wraps 40000 to -25536 in int16, a Mac has been seen to keep it."""
+    op = Op("cast", "to_few", {"x": Ref("x"), "dtype": dtype.lower()}, [])
+    op.outputs.append(("y", Type(dtype, (2,))))
+    executable = Executable(program([op], {"x": Type("INT32", (2,))}, ["y"]))
+
+    def cast(values):
+        return executable.run({"x": torch.tensor(values, dtype=torch.int32)}, {})["y"]
+
+    assert cast(inside).tolist() == inside
+    low, high = outside
+    words = f"cast 'to_few' of test.mlpackage: values from {low} to {high} .*{dtype}"
+    with pytest.warns(RuntimeWarning, match=words):
+        cast(outside)
+    cast(outside)  # no second warning, which would be an error

@@ -220,13 +220,14 @@ def writing(value):
     return lambda m, s: s.write_state("count", value)
 
 
+NO_STATE = '= "The input feature for count must be an MLState, but it was not.";'
 NO_ARRAY, NO_TYPE = "only multi-array value is supported", "value type not convertible"
 REFUSALS = {  # what a script does with a model and its state → the error's words
     "no input": (lambda m, s: m.predict({}, s), "Feature x is required"),
     "nil": (lambda m, s: m.predict({"x": [[1.0] * 32]}, s), "Feature x is required"),
     "T": (lambda m, s: m.predict(rows(5), s), r"'x', .* shape 5 \\U00d7 32"),
     "axes": (lambda m, s: m.predict({"x": ROW.T}, s), r"shape 32 \\U00d7 1"),
-    "no state": (lambda m, s: m.predict({"x": ROW}), "no count"),
+    "no state": (lambda m, s: m.predict({"x": ROW}), NO_STATE),
     "name": (lambda m, s: s.read_state("other"), "no state named 'other'"),
     "size": (writing(np.zeros(2)), r"32\], not \[2\]"),
     **{str(x): (writing(x), NO_ARRAY) for x in (1.0, {"one": 1.0}, [1.0])},
@@ -258,6 +259,47 @@ def test_enumerated_shapes_bound_an_input(ct, model_of):
     assert model.predict({"x": -np.ones((2, 4))})["y"].tolist() == [[0] * 4] * 2
     with pytest.raises(RuntimeError, match=r"3 \\U00d7 4"):
         model.predict({"x": np.ones((3, 4))})
+
+
+def added(ct, model_of, *options):
+    """A model of x [n, 4] and y [n, 2m] with enumerated n and m."""
+
+    class Both(torch.nn.Module):
+        def forward(self, x, y):
+            return x.sum() + y
+
+    path = [
+        ct.TensorType(name, ct.EnumeratedShapes(shapes=shapes, default=shapes[0]))
+        for name, shapes in zip("xy", options)
+    ]
+    given = [torch.zeros(shapes[0]) for shapes in options]
+    with quiet():
+        traced = torch.jit.trace(Both().eval(), tuple(given), check_trace=False)
+    return model_of(traced, inputs=path, outputs=[ct.TensorType("z")])
+
+
+def test_inputs_with_enumerated_shapes_go_together_the_nth_with_the_nth(ct, model_of):
+    """coremltools' issue 2271, seen on a Mac: length 32 with length 256 fails."""
+    model = added(ct, model_of, [[1, 4], [2, 4]], [[1, 6], [1, 8]])
+    for n, m in ((1, 6), (2, 8)):
+        found = model.predict({"x": np.ones((n, 4)), "y": np.zeros((1, m))})
+        assert found["z"].tolist() == [[4.0 * n] * m]
+    for n, m in ((1, 8), (2, 6)):
+        with pytest.raises(RuntimeError, match="the n-th of one with the n-th"):
+            model.predict({"x": np.ones((n, 4)), "y": np.zeros((1, m))})
+
+
+def test_a_state_of_other_tensors_is_refused(ct, counter, counting_model, model_of):
+    class Larger(Counter):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1, 64))
+
+    kind = ct.StateType(ct.TensorType(shape=(1, 64), dtype=np.float16), "count")
+    given = [ct.TensorType("x", (1, 64))]
+    other = model_of(Larger(), 1, 64, inputs=given, states=[kind])
+    with pytest.raises(RuntimeError, match="another model made it"):
+        counting_model.predict({"x": ROW}, other.make_state())
 
 
 def test_errors_of_core_ml_have_three_lines_the_last_a_brace(
