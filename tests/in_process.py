@@ -15,7 +15,7 @@ from cyclopts import CycloptsError
 
 from workbench import process
 from workbench.cli.app import app
-from workbench.errors import InputError, last_message
+from workbench.errors import CellError, InputError, last_message
 
 
 def call(function, *args, **options) -> process.Outcome:
@@ -54,10 +54,10 @@ def cli(*arguments, columns: int = 80, raises: bool = False) -> Ended:
             app(list(map(str, arguments)))
         except SystemExit as end:
             code = end.code or 0
-        except (InputError, CycloptsError) as problem:
+        except (InputError, CycloptsError, CellError) as problem:
             if raises:
                 raise
-            code = 2
+            code = 3 if isinstance(problem, CellError) else 2
             print("workbench:", problem, file=told)
     return Ended(code, printed.getvalue(), told.getvalue())
 

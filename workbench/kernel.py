@@ -107,6 +107,10 @@ def execute(
                 start_timeout=START_S,
                 config=config,
             )
+    except KeyboardInterrupt as problem:
+        text = "not finished; the same command measures only what its sweeps lack"
+        problem.add_note(f"{source.stem}: {text}")
+        raise
     except PapermillExecutionError as problem:
         refusal = InputError.from_message(problem.evalue)
         if problem.ename == "InputError" and refusal:

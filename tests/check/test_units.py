@@ -41,7 +41,7 @@ DEAD = {"CPU_AND_NE": "killed by SIGSEGV"}
         # the bound is no unit
         ({"narrow": "RED"}, "portable narrow", "precision", "GREEN"),
         ({"narrow": "RED", "CPU_ONLY": "RED"}, "CPU_ONLY", BOUND, "RED"),
-        (DEAD, "CPU_AND_NE", "runtime", "RED"),
+        (DEAD, "CPU_AND_NE", "runtime", "DIED"),
     ],
 )
 def test_blame_follows_the_portable_modes(table, outcomes, unit, blame, verdict):

@@ -198,7 +198,7 @@ def test_a_fault_ends_in_its_row(swept, fault):
 def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
     reference, name = golden.make_golden(source, IDS), "stand-in-load14"
     found = units.validate_units(bundle, reference, runtime=name, Ts=[1])
-    assert units.units_verdict(found) == "RED"
+    assert units.units_verdict(found) == "DIED"
     assert set(found["runtime"]) == {"portable", name}
     found = found.set_index("unit")
     assert found.loc["CPU_AND_NE", "verdict"] == "DIED"

@@ -231,8 +231,10 @@ def new_bundle(target: Path) -> Iterator[Path]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             yield folder
             folder.rename(target)
-        except BaseException:
+        except BaseException as problem:
             shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(problem, KeyboardInterrupt):
+                problem.add_note("nothing was kept; the same command starts anew")
             raise
 
 

@@ -95,11 +95,18 @@ def evaluate(
     rows = _stored_rows(path, ends, bool(reference))
     resumed = ends.index(len(rows)) + 1 if len(rows) else 0
     model = reference and Reference(reference)
-    with bar(total=len(spans), initial=resumed, unit="window") as shown:
-        for group in _groups(spans[resumed:]):
-            rows = np.concatenate([rows, *_score_group(decoder, model, ids, group)])
-            write_whole(path, partial(np.save, arr=rows))
-            shown.update(len(group))
+    stored = resumed
+    try:
+        with bar(total=len(spans), initial=resumed, unit="window") as shown:
+            for group in _groups(spans[resumed:]):
+                rows = np.concatenate([rows, *_score_group(decoder, model, ids, group)])
+                write_whole(path, partial(np.save, arr=rows))
+                stored += len(group)
+                shown.update(len(group))
+    except (KeyboardInterrupt, OSError, MemoryError) as problem:
+        text = f"{stored} of {len(spans)} windows kept; the same command resumes"
+        problem.add_note(text)
+        raise
     result = summarize(rows, spans) | {"resumed": resumed}
     if not decoder.manifest.gives_logits:
         reason = "the argmax is inside, so that no logits come out"

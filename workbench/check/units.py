@@ -23,6 +23,7 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import COMPUTE_UNITS, resolve
 
 SECONDS = 3600
+DIED = "DIED"  # the verdict of a unit whose process gave no answer
 COLUMNS = [
     "unit",
     "runtime",
@@ -84,7 +85,7 @@ def validate_units(
             )
             how = {"alone": alone, "Ts": Ts, "max_kl": max_kl}
             outcome = process.call(validate_unit, *arguments, how, timeout_s=SECONDS)
-            row = outcome.value or {"verdict": "DIED", "reason": outcome.failure}
+            row = outcome.value or {"verdict": DIED, "reason": outcome.failure}
             refused = process.invalidating(outcome)
             if refused and not outcome.failure:  # it ran, and not on this unit
                 row |= {"verdict": gates.RED, "reason": refused}
@@ -141,7 +142,8 @@ def blame(runtime: str, verdicts: dict[str, str]) -> str:
 
 
 def units_verdict(table: pd.DataFrame) -> str:
-    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it
-    only serves `blame`."""
-    verdicts = table.loc[table["unit"] != "portable narrow", "verdict"]
-    return gates.GREEN if (verdicts == gates.GREEN).all() else gates.RED
+    """RED where a unit is RED, else DIED where one died. `portable narrow` is a bound,
+    not a unit: it only serves `blame`."""
+    verdicts = set(table.loc[table["unit"] != "portable narrow", "verdict"])
+    order = gates.RED, DIED, gates.GREEN
+    return next(verdict for verdict in order if verdict in verdicts)

@@ -2,7 +2,12 @@
 
 
 def main() -> None:
-    """Runs the command that `sys.argv` names."""
-    from workbench.cli.app import main
+    """Runs the command that `sys.argv` names, and ends with its exit code."""
+    from workbench.cli import ending
 
-    main()
+    def command() -> None:
+        from workbench.cli.app import run
+
+        run()
+
+    ending.end(command)

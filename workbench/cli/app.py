@@ -1,15 +1,17 @@
 """The command line `workbench`, one command per question.
 
-Every command takes `--json`. The exit code is 1 for a RED verdict, 2 for bad input,
-which prints one message, and 3 for a notebook's cell that raises."""
+Every command takes `--json`. The exit codes are those of `ending`."""
 
+import os
 import sys
 import warnings
+from contextlib import nullcontext
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, Group, Parameter
 
 from workbench import plugins
 from workbench.cli import bundles, checks, experiments
+from workbench.cli.ending import libraries_on_stderr
 from workbench.errors import InputError, visible
 
 COMMANDS = {
@@ -31,6 +33,7 @@ app = App(
     group_commands="Options",
     result_action="return_value",
     exit_on_error=False,
+    suppress_keyboard_interrupt=False,
     print_error=False,
 )
 for name, functions in COMMANDS.items():
@@ -39,12 +42,22 @@ for name, functions in COMMANDS.items():
         app.command(function, group=panel)
 
 
-def main() -> None:
-    """Entry point: prints bad input as one message with exit code 2, a warning as one
-    line."""
+def run() -> None:
+    """Runs the command that `sys.argv` names; a warning is one line."""
     warnings.formatwarning = lambda message, *rest: f"workbench: {visible(message)}\n"
+    _check_settings()
+    arguments = sys.argv[1:]
+    with libraries_on_stderr() if "--json" in arguments else nullcontext():
+        app(arguments)
+
+
+def _check_settings() -> None:
+    """Refuses settings of libraries that they themselves cannot read."""
+    names = ", ".join(name for name in os.environ if name.startswith("TQDM_"))
+    if not names:
+        return
     try:
-        app(sys.argv[1:])
-    except (InputError, CycloptsError) as problem:
-        print(f"workbench: {problem}", file=sys.stderr)
-        sys.exit(2)
+        import tqdm.auto  # noqa: F401
+    except ValueError as problem:
+        needed, step = "values that tqdm can read", "correct or unset it"
+        raise InputError(names, str(problem), needed, step) from None

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass, fields
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 from cyclopts import Parameter
 from cyclopts.types import PositiveInt
@@ -12,7 +12,11 @@ from cyclopts.types import PositiveInt
 import workbench
 from workbench import paths
 from workbench.check.gates import jsonable, verdict
+from workbench.cli import ending
 from workbench.errors import InputError, visible
+
+# where results are printed while `ending.libraries_on_stderr` holds; None: on stdout
+document_stream: TextIO | None = None
 
 Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
 
@@ -176,13 +180,18 @@ def judged(checks: list) -> dict:
 
 
 def show(result: dict, json: bool, lines: list[str] | None = None) -> None:
-    """Prints the result as one JSON object, or `lines` (default: its text); exits 1
-    when its verdict is RED."""
+    """Prints the result as one JSON object, or `lines` (default: its text); exits
+    with the code of its verdict (see `ending`)."""
     if json:
         lines = [dumps(jsonable(result), default=str, allow_nan=False)]
-    print(visible("\n".join(lines or text(result))))
-    if result.get("verdict") == "RED":
-        sys.exit(1)
+    print_result("\n".join(lines or text(result)))
+    if code := ending.VERDICT_CODES.get(result.get("verdict")):
+        sys.exit(code)
+
+
+def print_result(text: str) -> None:
+    """Prints a command's result."""
+    print(visible(text), file=document_stream or sys.stdout)
 
 
 def text(result: dict) -> list[str]:

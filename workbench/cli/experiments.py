@@ -11,8 +11,9 @@ from cyclopts import Parameter
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, show, text, unread
-from workbench.errors import CellError, InputError, check_choice, visible
+from workbench.cli import ending
+from workbench.cli.common import Json, print_result, show, text, unread
+from workbench.errors import InputError, check_choice, visible
 
 
 def run(
@@ -48,13 +49,9 @@ def run(
             values[number][name] = typed(name, value, defaults[number].get(name))
     results = []
     for number in numbers:
-        try:
-            found = experiment.run_notebook(
-                number, values[number], publish=publish, progress=not json
-            )
-        except CellError as problem:
-            print(f"workbench: {problem}", file=sys.stderr)
-            sys.exit(3)
+        found = experiment.run_notebook(
+            number, values[number], publish=publish, progress=not json
+        )
         results.append(found)
         if not json:
             print(f"{found['verdict']}  experiment {found['experiment']}")
@@ -173,9 +170,10 @@ def sweep(
     counts["reasons"] = [why for result in found for why in result["reasons"]]
     settings = [setting for result in found for setting in result["settings"]]
     rows = summary(log, {"setting": settings})
+    counts["verdict"] = "RED" if (rows["verdict"] == "RED").any() else None
     show(counts, json, [*table_lines(rows), "", *text(counts)])
     if counts["failed"]:
-        sys.exit(1)
+        sys.exit(ending.UNFINISHED)
 
 
 def log(
@@ -232,7 +230,7 @@ def log(
         check_choice("--sort", name, found)
         found = found.sort_values(name, ascending=name == sort, kind="stable")
     if json:
-        print(found.to_json(orient="records", date_format="iso"))
+        print_result(found.to_json(orient="records", date_format="iso"))
     elif found.empty:
         folder = log or workbench.log.default_root()
         print(f"no run of the log at {folder} fits; --log names another log")

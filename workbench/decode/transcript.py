@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from workbench.decode.checks import whole_number
 from workbench.decode.decoder import GREEDY, Decoder, Times
 from workbench.decode.sampling import Sampling
 from workbench.errors import InputError, one_line
-from workbench.files import check_folder
+from workbench.files import check_folder, write_whole
 
 TEMPLATE_SECONDS = 10.0  # of a chat template; real ones take milliseconds
 
@@ -175,8 +176,7 @@ def transcript(
             if text:  # none while a character is incomplete
                 on_text(text)
     if logits:
-        with logits.open("wb") as file:  # np.save appends .npy to a name
-            np.save(file, np.stack(rows).astype(np.float32))
+        write_whole(logits, partial(np.save, arr=np.stack(rows).astype(np.float32)))
     prefill = {
         "tokens": len(ids),
         "calls": len([*decoder.options.calls(len(ids))]),

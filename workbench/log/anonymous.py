@@ -41,9 +41,11 @@ def anonymous(value, names: Iterable[str] = ()):
 
 def identifiers() -> set[str]:
     """Names of this machine's user and home folder."""
-    names = {Path.home().name}
+    names = set()
     with suppress(KeyError, OSError):  # a user without a name
         names.add(getpass.getuser())
+    with suppress(RuntimeError):  # a user without a home
+        names.add(Path.home().name)
     return {name for name in names if len(name) > 2}
 
 

@@ -80,7 +80,17 @@ def sweep(
     todo = missing(every, root, autos)
     run = partial(run_cell, grid=grid, bundles=bundles, root=root)
     running = cluster.run(client, run, todo) if client else map(run, todo)
-    outcomes = list(bar(running, desc=progress, total=len(todo), unit="cell"))
+    outcomes = []
+    try:
+        for outcome in bar(running, desc=progress, total=len(todo), unit="cell"):
+            outcomes.append(outcome)
+    except (KeyboardInterrupt, OSError, MemoryError) as problem:
+        kept = (
+            len(every) - len(todo) + sum(status in MEASURED for status, _ in outcomes)
+        )
+        text = f"{kept} of {len(every)} cells kept in {root}; the same command resumes"
+        problem.add_note(text)
+        raise
     counts = Counter(status for status, _ in outcomes)
     reasons = [f"{status}: {why}" for status, why in outcomes if status != "ok"]
     return {

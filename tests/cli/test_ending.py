@@ -1,0 +1,225 @@
+"""Every command ends with one message and its exit code: 1 is a faulty export and nothing else."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from cyclopts import CycloptsError
+from in_process import cli
+from safetensors import SafetensorError
+
+from workbench import cli as commands
+from workbench import log, sweep
+from workbench.cli import ending
+from workbench.errors import CellError, InputError
+from workbench.log import anonymous
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x.npy")
+
+
+def ends(capsys, problem: BaseException) -> tuple[int, str]:
+    """Exit code and stderr of a command that raises."""
+
+    def command():
+        raise problem
+
+    with pytest.raises(SystemExit) as end:
+        ending.end(command)
+    return end.value.code, capsys.readouterr().err
+
+
+def nested(depth: int) -> RecursionError:
+    try:
+        yaml.safe_load("[" * depth)
+    except RecursionError as problem:
+        return problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "words"),
+    [
+        (InputError("x", "1", "2", "write 2"), 2, "x: found 1; needs 2"),
+        (CycloptsError(msg="unknown"), 2, "unknown"),
+        (FULL, 2, "/data/x.npy: found No space left on device; needs room on the disk"),
+        (OSError(errno.EROFS, "Read-only file system", "/log"), 2, "/log: found Read-"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300), 2, "a shorter"),
+        (
+            BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+            2,
+            "ulimit -u",
+        ),
+        (RuntimeError("can't start new thread"), 2, "ulimit -u"),
+        (
+            SafetensorError("I/O error: No space left (os error 28)"),
+            2,
+            "room on the disk",
+        ),
+        (MemoryError(), 2, "memory: found "),
+        (np._core._exceptions._ArrayMemoryError((9,), np.dtype("f4")), 2, "Unable to"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), 2, "memory"),
+        (nested(100_000), 2, "too many nested levels"),
+        (CellError("05_toy: the kernel failed"), 3, "05_toy: the kernel failed"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_is_one_message_with_its_exit_code(capsys, problem, code, words):
+    found, said = ends(capsys, problem)
+    (line,) = said.splitlines()
+    assert found == code and words in line and line.startswith("workbench: ")
+
+
+def test_a_fault_of_the_workbench_names_the_file_of_its_traceback(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code, said = ends(capsys, ZeroDivisionError("division by zero"))
+    (file,) = tmp_path.iterdir()
+    assert code == 3 and len(said.splitlines()) == 1
+    assert (
+        f"a fault of the workbench: ZeroDivisionError: division by zero (traceback: {file})"
+        in said
+    )
+    assert "in command" in file.read_text()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    code, said = ends(capsys, ZeroDivisionError("division by zero"))
+    assert code == 3 and len(said.splitlines()) == 1
+
+
+def test_an_error_that_is_the_workbench_s_own_recursion_is_its_fault(capsys):
+    def recur():
+        recur()
+
+    with pytest.raises(RecursionError) as raised:
+        recur()
+    assert ends(capsys, raised.value)[0] == 3
+
+
+COMMAND = [sys.executable, "-c", "from workbench.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> Path:
+    """A log of one run."""
+    root = tmp_path_factory.mktemp("log")
+    log.record({"command": "sweep"}, root)
+    return root
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has this device")
+@pytest.mark.parametrize("output", ["stdout", "stderr"])
+def test_a_full_output_is_refused(stored, output):
+    arguments = ["log", "--rows", "--log", stored]
+    if output == "stderr":
+        arguments = ["log", "--sort", "nothing", "--log", stored]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            COMMAND + arguments, text=True, **streams | {output: full}
+        )
+    assert ended.returncode == 2
+    if output == "stdout":
+        (line,) = ended.stderr.splitlines()
+        assert "No space left on device" in line
+
+
+def test_a_closed_pipe_ends_without_a_word(stored):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [*COMMAND, "log", "--rows", "--log", stored]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_what_libraries_print_is_not_in_a_document(capsys, monkeypatch, stored):
+    monkeypatch.setattr(
+        sys, "argv", ["workbench", "log", "--json", "--log", str(stored)]
+    )
+    load = log.load
+
+    def noisy(*arguments, **options):
+        print("a dump of a library")
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(log, "load", noisy)
+    commands.main()
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)) == 0 and "a dump of a library" in said.err
+
+
+def test_settings_of_tqdm_that_it_cannot_read_are_named(stored):
+    environment = os.environ | {"TQDM_MININTERVAL": "x"}
+    command = [*COMMAND, "log", "--log", stored]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 2 and "TQDM_MININTERVAL" in line
+
+
+@pytest.mark.parametrize(
+    ("verdict", "failed", "code"), [("RED", 1, 1), (None, 1, 3), ("GREEN", 0, 0)]
+)
+def test_a_sweep_is_1_for_red_cells_and_3_for_failed_ones(
+    tmp_path, monkeypatch, verdict, failed, code
+):
+    counts = dict.fromkeys(["cells", "done", "resumed", "invalid"], 1)
+    counts |= {"failed": failed, "log": "", "reasons": [], "settings": {"s"}}
+    monkeypatch.setattr(sweep, "sweep", lambda *_, **__: counts)
+    monkeypatch.setattr(sweep, "load_grid", lambda path: path)
+    rows = pd.DataFrame({"verdict": [verdict]})
+    monkeypatch.setattr("workbench.sweep.summary.summary", lambda *_: rows)
+    monkeypatch.setattr("workbench.sweep.summary.table_lines", lambda rows: [])
+    assert cli("sweep", "grid.yaml").exit_code == code
+
+
+def test_a_user_without_a_name_and_a_home_has_no_identifiers(monkeypatch):
+    def nobody(*_):
+        raise KeyError("getpwuid(): uid not found: 4242")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert anonymous.identifiers() == set()
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from pathlib import Path
+from workbench import cli, log
+from workbench.sweep import run
+
+def measure(cell, **_):
+    if Path("measured").exists():
+        Path("second").touch()
+        time.sleep(60)
+    Path("measured").touch()
+    return "ok", None
+run.run_cell = measure
+cli.main()
+"""
+
+
+@pytest.mark.slow("a process imports what a sweep needs")
+def test_an_interrupted_sweep_says_what_it_kept_and_ends_at_once(tmp_path):
+    checkpoint = Path(__file__).parents[2] / "data" / "tiny-llama"
+    grid = {"checkpoint": str(checkpoint), "run": {"depth": [0, 1, 2, 3]}}
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid))
+    command = [sys.executable, "-c", INTERRUPTED, "sweep", "grid.yaml", "--log", "log"]
+    running = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "second").exists():
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=10)
+    assert running.returncode == 130
+    assert said.splitlines()[-1].startswith("workbench: 1 of 4 cells kept in ")
+    assert said.splitlines()[-1].endswith("the same command resumes")

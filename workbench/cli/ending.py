@@ -1,0 +1,153 @@
+"""How a command ends: every error is one message on stderr with its exit code.
+
+0: what was asked holds; 1: a faulty export (RED); 2: bad input, or a system that refuses
+(a full disk, no permission, no memory); 3: a run that did not end (a cell, a kernel, a
+unit's process, a fault of the workbench); 130: interrupted; 141: the reader of stdout has closed it."""
+
+import errno
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+
+from workbench.errors import CellError, InputError, one_line
+
+RED, REFUSED, UNFINISHED = 1, 2, 3
+VERDICT_CODES = {"RED": RED, "DIED": UNFINISHED}
+INTERRUPTED = 128 + signal.SIGINT
+CLOSED_PIPE = 128 + signal.SIGPIPE
+
+ROOM = "room on the disk", "free some, then repeat the command"
+ALLOWED = "a file that this user may read and write", "name another one"
+PROCESSES = "one more process", "end others, or raise the limit (ulimit -u)"
+FILES = "one more open file", "raise the limit (ulimit -n)"
+REMEDIES = {
+    errno.ENOSPC: ROOM,
+    errno.EDQUOT: ROOM,
+    errno.EACCES: ALLOWED,
+    errno.EPERM: ALLOWED,
+    errno.EROFS: ALLOWED,
+    errno.EAGAIN: PROCESSES,
+    errno.EMFILE: FILES,
+    errno.ENFILE: FILES,
+    errno.ENAMETOOLONG: ("a shorter path", "name another one"),
+    errno.ENOENT: ("a file that is there", "correct the path"),
+}
+OTHER_REMEDY = "a file or device that works", "repair it, or name another one"
+MEMORY = "more memory", "end other processes, or choose a smaller model"
+# libraries in Rust report an error of the system as a text
+RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+# torch and the threading module have no type of their own for these
+NO_MEMORY = re.compile("can't allocate memory|not enough memory")
+NO_THREAD = re.compile("can't start new thread")
+NESTED_READERS = re.compile(r"[/\\](json|yaml)[/\\]")
+
+
+def end(command: Callable[[], None]) -> None:
+    """Runs a command and ends the process with its exit code."""
+    try:
+        try:
+            command()
+        finally:
+            sys.stdout.flush()
+    except SystemExit:
+        raise
+    except BaseException as problem:
+        code, message = describe(problem)
+        _discard(sys.stdout)
+        if message:
+            with suppress(OSError):
+                lines = [message, *getattr(problem, "__notes__", ())]
+                print(
+                    *(f"workbench: {line}" for line in lines), sep="\n", file=sys.stderr
+                )
+        _discard(sys.stderr)
+        sys.exit(code)
+
+
+def describe(problem: BaseException) -> tuple[int, str]:
+    """The exit code of a command that raised `problem`, and the message."""
+    if isinstance(problem, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(problem, CellError):
+        return UNFINISHED, str(problem)
+    if isinstance(problem, BrokenPipeError):
+        return CLOSED_PIPE, ""
+    if refusal := as_refusal(problem):
+        return REFUSED, str(refusal)
+    return UNFINISHED, _report_fault(problem)
+
+
+def as_refusal(problem: BaseException) -> Exception | None:
+    """The refusal that an error amounts to; None for a fault of the workbench."""
+    if isinstance(problem, InputError) or type(problem).__module__.startswith(
+        "cyclopts"
+    ):
+        return problem
+    text = one_line(problem)
+    if isinstance(problem, MemoryError) or NO_MEMORY.search(text):
+        return InputError("memory", text or "no more of it", *MEMORY)
+    if NO_THREAD.search(text):
+        return InputError("system", text, *PROCESSES)
+    if isinstance(problem, RecursionError) and _reads_nested(problem):
+        step = "correct the file or value"
+        return InputError("input", "too many nested levels", "JSON or YAML", step)
+    if rust := RUST_ERROR.search(text):
+        problem = OSError(int(rust[1]), os.strerror(int(rust[1])))
+    if isinstance(problem, OSError):
+        subject = str(problem.filename or "file or output")
+        if len(subject) > 200:
+            subject = f"{subject[:80]}…{subject[-20:]}"
+        found = problem.strerror or text or type(problem).__name__
+        return InputError(subject, found, *REMEDIES.get(problem.errno, OTHER_REMEDY))
+    return None
+
+
+def _reads_nested(problem: RecursionError) -> bool:
+    """Whether the reader of a file in JSON or YAML raised it."""
+    *_, (frame, _) = traceback.walk_tb(problem.__traceback__)
+    return bool(NESTED_READERS.search(frame.f_code.co_filename))
+
+
+def _report_fault(problem: BaseException) -> str:
+    """Writes the traceback into a file, and returns a message that names the file."""
+    kind = type(problem).__name__
+    message = f"a fault of the workbench: {kind}: {one_line(problem)}"
+    text = "".join(traceback.format_exception(problem))
+    try:
+        descriptor, path = tempfile.mkstemp(".txt", "workbench-fault-")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(f"{sys.argv}\n{text}")
+    except OSError as refusal:
+        return f"{message} (its traceback could not be written: {refusal.strerror})"
+    return f"{message} (traceback: {path})"
+
+
+def _discard(stream) -> None:
+    """Keeps Python from writing the rest of a stream that failed once more at its end,
+    which would change the exit code to 120."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+
+
+@contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Within the block, what a library prints on stdout goes to stderr, and stdout has
+    the command's own document alone (see `common.print_result`)."""
+    from workbench.cli import common
+
+    before = common.document_stream
+    common.document_stream = sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        common.document_stream = before
