@@ -31,6 +31,7 @@ MODULES = (
     *("transformers.models.llama.modeling_llama", "miltorch.fuse"),
     *("safetensors.torch", "huggingface_hub.serialization", "sympy.tensor"),
 )
+PARENT_S = 0.5  # between two looks whether a parent lives
 COMMAND = """#!/bin/sh
 [ "$1" != -m ] && [ "$1" != -c ] && exec "{python}" "$@"
 exec "{python}" -S -E "{file}" "{socket}" "$@"
@@ -52,7 +53,7 @@ def start() -> Iterator[str]:
     server.listen()
     with server:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(server.fileno()), command],
+            [sys.executable, __file__, str(server.fileno()), command, str(os.getpid())],
             pass_fds=[server.fileno()],
         )
     try:
@@ -79,10 +80,18 @@ def write_kernel(folder: Path, command: str) -> None:
     path.write_text(json.dumps(about))
 
 
-def serve(listener: int, command: str) -> list[str]:
-    """Imports, then forks at every request until it is killed; returns in a fork alone,
+def wait_readable(descriptor: int, parent: int) -> None:
+    """Waits until there is something to read; ends this process once its parent has
+    ended, however that happened."""
+    while not select.select([descriptor], [], [], PARENT_S)[0]:
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def serve(listener: int, command: str, starter: int) -> list[str]:
+    """Imports, then forks at every request until it or its starter ends; returns in a fork alone,
     with the arguments that Python would get."""
-    select.select([listener], [], [])
+    wait_readable(listener, starter)
     # matplotlib reads it when it is imported; a kernel sets it before
     os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     sys.path.pop(0)  # this file's folder
@@ -99,6 +108,7 @@ def serve(listener: int, command: str) -> list[str]:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps the forks
     with socket.socket(fileno=listener) as server:
         while True:
+            wait_readable(server.fileno(), starter)
             peer, _ = server.accept()
             if os.fork() == 0:
                 server.close()
@@ -133,7 +143,9 @@ def become(peer: socket.socket) -> list[str]:
 
 
 def ask(path: str, arguments: list[str]) -> None:
-    """Has a fork run a module or code; ends this process as the fork ends."""
+    """Has a fork run a module or code; ends this process as the fork ends, and the fork
+    when the process that asks for it ends."""
+    parent = os.getppid()
     environment = dict(os.environ)
     environment.pop("JPY_PARENT_PID", None)  # of the one that asks, not of the fork
     request = {"arguments": arguments, "environment": environment}
@@ -144,6 +156,7 @@ def ask(path: str, arguments: list[str]) -> None:
         peer.sendall(json.dumps(request).encode() + b"\n")
         fork = int(lines.readline())
         signal.signal(signal.SIGINT, lambda *_: os.kill(fork, signal.SIGINT))
+        wait_readable(peer.fileno(), parent)
         code = int(lines.readline())
     if code < 0:
         os.kill(os.getpid(), -code)
@@ -153,7 +166,7 @@ def ask(path: str, arguments: list[str]) -> None:
 if __name__ == "__main__":
     if not sys.argv[1].isdigit():
         ask(sys.argv[1], sys.argv[2:])
-    kind, what, *rest = serve(int(sys.argv[1]), sys.argv[2])
+    kind, what, *rest = serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
     if kind == "-m":
         sys.argv = [what, *rest]
         runpy.run_module(what, run_name="__main__", alter_sys=True)

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +44,17 @@ INVALIDATING = re.compile(
     r"|MPSGraph.* failed"
 )
 MESSAGES = 100  # of Core ML in an `Outcome` and a row
+NO_FORK = (
+    1000  # and the errno of a fork that the system refused: the answer of a server
+)
 FILES = "job", "reply", "stderr"  # in the folder of a call
-# servers that wait for a call, each with its environment
-_idle: list[tuple[dict[str, str], subprocess.Popen]] = []
+# a child imports what its caller would and nothing more: `python -m` would put the
+# working folder first, whose random.py would stand for Python's own
+SERVE = (
+    "import sys; sys.path[:] = {path!r}; from workbench import process; process.serve()"
+)
+# servers that wait for a call, each with its code and environment
+_idle: list[tuple[tuple[str, dict[str, str]], subprocess.Popen]] = []
 
 
 @atexit.register
@@ -85,6 +93,7 @@ def call(
 
     Raises:
         Cancelled: `stop` was set.
+        OSError: the system refused a process.
     """
     stop, over = stop or threading.Event(), threading.Event()
     deadline = time.monotonic() + (timeout_s or math.inf)
@@ -95,18 +104,23 @@ def call(
                 return _kill(server)
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PWD": os.getcwd()}
-    with tempfile.TemporaryDirectory() as folder, _server(environment) as server:
-        threading.Thread(target=kill_in_time, daemon=True).start()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         job, reply, errors = (Path(folder, name) for name in FILES)
         job.write_bytes(pickle.dumps((function, args)))
+        server = stack.enter_context(_server(environment, errors))
+        threading.Thread(target=kill_in_time, daemon=True).start()
         try:
-            print(folder, file=server.stdin, flush=True)
+            with suppress(BrokenPipeError):  # the server has ended
+                print(folder, file=server.stdin, flush=True)
             # no answer: the server has ended, which on a Mac is the child
             code = int(server.stdout.readline() or server.wait())
         finally:
             over.set()
         if stop.is_set():
             raise Cancelled
+        if code >= NO_FORK:
+            raise OSError(code - NO_FORK, os.strerror(code - NO_FORK))
         if late := time.monotonic() >= deadline:
             _kill(server)
             server.wait()
@@ -130,30 +144,38 @@ def _kill(server: subprocess.Popen) -> None:
 
 
 @contextmanager
-def _server(environment: dict[str, str]) -> Iterator[subprocess.Popen]:
-    """A server of the environment that waits for a call, or a new one; it is killed
-    with its child if the block raises."""
+def _server(environment: dict[str, str], errors: Path) -> Iterator[subprocess.Popen]:
+    """A server of the environment that waits for a call, or a new one, which writes to
+    the file `errors` before it reads a call; it is killed with its child if the block
+    raises."""
     server = None
+    setting = (
+        SERVE.format(path=[p for p in sys.path if isinstance(p, str)]),
+        environment,
+    )
     while _idle and server is None:
-        known, server = _idle.pop()
-        if known != environment or server.poll() is not None:
+        its_setting, server = _idle.pop()
+        if its_setting != setting or server.poll() is not None:
             server.communicate()
             server = None
-    server = server or subprocess.Popen(
-        [sys.executable, "-m", "workbench.process"],
-        env=environment,
-        process_group=0,  # an interrupt is the caller's, which ends its children
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    if server is None:
+        with errors.open("ab") as file:
+            server = subprocess.Popen(
+                [sys.executable, "-c", setting[0]],
+                env=environment,
+                process_group=0,  # an interrupt is the caller's, which ends its children
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
     waits = False
     try:
         yield server
         waits = server.poll() is None
     finally:
         if waits:
-            _idle.append((environment, server))
+            _idle.append((setting, server))
         else:
             _kill(server)
             server.communicate()
@@ -195,7 +217,7 @@ def _lines(stderr: bytes) -> list[str]:
     return stderr.decode(errors="replace").splitlines()
 
 
-def _serve() -> None:
+def serve() -> None:
     """The server: reads folders of calls from stdin, forks a child for each, and writes
     its exit code to the original stdout. Other prints go to stderr, which is the call's
     file."""
@@ -210,7 +232,11 @@ def _serve() -> None:
             pickle.loads(job.read_bytes())  # imports what it names
         if FORKS and count:
             _import_late()
-        child = os.fork() if FORKS else 0
+        try:
+            child = os.fork() if FORKS else 0
+        except OSError as problem:
+            print(NO_FORK + problem.errno, file=answers, flush=True)
+            continue
         if not child:
             answers.close()  # the caller reads until the last holder has ended
             _run(job, reply)
@@ -237,7 +263,3 @@ def _run(job: Path, reply: Path) -> None:
         outcome = {"failure": str(problem)}
     reply.write_bytes(pickle.dumps(outcome))
     os._exit(0)  # skips exit handlers of libraries, which could fail a finished call
-
-
-if __name__ == "__main__":
-    _serve()

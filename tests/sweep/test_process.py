@@ -50,6 +50,30 @@ def test_a_child_has_the_environment_and_the_folder_of_its_caller(
     assert process.call(os.getcwd).value == str(tmp_path)
 
 
+@pytest.mark.slow("a new process imports what cells need")
+def test_a_child_imports_nothing_from_the_working_folder(tmp_path, monkeypatch):
+    for name in ("random", "queue", "token", "workbench"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the user module')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])  # another one needs another server
+    monkeypatch.syspath_prepend(Path(__file__).parent / "nowhere")
+    found = process.call(called.answer, 1)
+    assert found.failure is None
+    assert str(tmp_path) not in process.call(called.search_path).value
+
+
+def test_a_child_imports_what_its_caller_does(tmp_path, monkeypatch):
+    (tmp_path / "beside_the_script.py").write_text("def double(x): return 2 * x")
+    monkeypatch.syspath_prepend(tmp_path)
+    double = __import__("beside_the_script").double
+    assert process.call(double, 21).value == 42
+
+
+def test_a_server_that_does_not_start_says_why(monkeypatch):
+    monkeypatch.setattr(process, "SERVE", "{path!r}; raise SystemExit('no such disk')")
+    assert process.call(os.getpid).failure == "exit code 1: no such disk"
+
+
 @pytest.mark.usefixtures("forked")
 def test_answers_come_from_another_process_whatever_it_prints():
     found = process.call(called.answer, {"a": [1, None]}, threads=3)

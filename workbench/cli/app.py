@@ -11,7 +11,7 @@ from cyclopts import App, Group, Parameter
 
 from workbench import plugins
 from workbench.cli import bundles, checks, experiments
-from workbench.cli.ending import libraries_on_stderr
+from workbench.cli.common import libraries_on_stderr
 from workbench.errors import InputError, visible
 
 COMMANDS = {

@@ -1,6 +1,8 @@
 """What commands share: groups of options, and the printing of a result."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
 from json import dumps
 from pathlib import Path
@@ -15,7 +17,7 @@ from workbench.check.gates import jsonable, verdict
 from workbench.cli import ending
 from workbench.errors import InputError, visible
 
-# where results are printed while `ending.libraries_on_stderr` holds; None: on stdout
+# where results are printed while `libraries_on_stderr` holds; None: on stdout
 document_stream: TextIO | None = None
 
 Json = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
@@ -187,6 +189,19 @@ def show(result: dict, json: bool, lines: list[str] | None = None) -> None:
     print_result("\n".join(lines or text(result)))
     if code := ending.VERDICT_CODES.get(result.get("verdict")):
         sys.exit(code)
+
+
+@contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Within the block, what a library prints on stdout goes to stderr, and stdout has
+    the command's own document alone (see `print_result`)."""
+    global document_stream
+    before, document_stream = document_stream, sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        document_stream = before
 
 
 def print_result(text: str) -> None:

@@ -2,7 +2,8 @@
 
 0: what was asked holds; 1: a faulty export (RED); 2: bad input, or a system that refuses
 (a full disk, no permission, no memory); 3: a run that did not end (a cell, a kernel, a
-unit's process, a fault of the workbench); 130: interrupted; 141: the reader of stdout has closed it."""
+unit's process, a fault of the workbench); 130: interrupted; 141: the reader of stdout
+has closed it."""
 
 import errno
 import os
@@ -11,10 +12,10 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
-from workbench.errors import CellError, InputError, one_line
+from workbench.errors import CellError, InputError, one_line, visible
 
 RED, REFUSED, UNFINISHED = 1, 2, 3
 VERDICT_CODES = {"RED": RED, "DIED": UNFINISHED}
@@ -63,7 +64,9 @@ def end(command: Callable[[], None]) -> None:
             with suppress(OSError):
                 lines = [message, *getattr(problem, "__notes__", ())]
                 print(
-                    *(f"workbench: {line}" for line in lines), sep="\n", file=sys.stderr
+                    *(f"workbench: {visible(line)}" for line in lines),
+                    sep="\n",
+                    file=sys.stderr,
                 )
         _discard(sys.stderr)
         sys.exit(code)
@@ -136,18 +139,3 @@ def _discard(stream) -> None:
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
-
-
-@contextmanager
-def libraries_on_stderr() -> Iterator[None]:
-    """Within the block, what a library prints on stdout goes to stderr, and stdout has
-    the command's own document alone (see `common.print_result`)."""
-    from workbench.cli import common
-
-    before = common.document_stream
-    common.document_stream = sys.stdout
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        common.document_stream = before

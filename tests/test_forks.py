@@ -1,0 +1,62 @@
+"""No process outlives the test process that asked for it, even where that one is killed."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+TESTS = str(Path(__file__).parent)
+ASKING = """
+import subprocess, sys
+code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+subprocess.run([sys.argv[1], "-c", code])
+"""
+STARTING = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import forks, psutil
+with forks.start():
+    (server,) = psutil.Process().children()
+    print(server.pid, flush=True)
+    time.sleep(600)
+"""
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="a Mac's frameworks survive no fork"
+)
+
+
+def kill_after_its_line(code: str, argument: str) -> list[psutil.Process]:
+    """Kills a process once it has printed a process id; returns that process and the
+    other children."""
+    command = [sys.executable, "-c", code, argument]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+        named = psutil.Process(int(killed.stdout.readline()))
+        left = [named, *psutil.Process(killed.pid).children(recursive=True)]
+        killed.kill()
+        killed.wait()
+        killed.stdout.close()
+    return left
+
+
+def end_soon(processes: list[psutil.Process]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(p.is_running() and p.status() != "zombie" for p in processes):
+        if time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_fork_ends_with_the_process_that_asked_for_it(forks):
+    left = kill_after_its_line(ASKING, forks)
+    assert len(left) == 2 and end_soon(left)
+
+
+def test_the_process_that_forks_ends_with_the_one_that_started_it():
+    assert end_soon(kill_after_its_line(STARTING, TESTS))
