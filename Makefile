@@ -5,6 +5,8 @@ BIN = .venv/bin
 export OMP_NUM_THREADS ?= 1
 # .venv keeps compiled modules: without them, the imports of a process take two to three times as long.
 unexport PYTHONDONTWRITEBYTECODE
+# .venv is complete: what the caller's settings would add or install elsewhere stays out
+unexport PYTHONPATH PYTHONHOME PYTHONOPTIMIZE PIP_USER PIP_PREFIX PIP_TARGET PIP_ROOT
 
 .PHONY: run test test-all lab real docs bench judge prove fuzz clean
 
@@ -79,12 +81,9 @@ fuzz: .venv/ready
 	$(BIN)/python -m tests.mil.fuzz 10000
 	$(BIN)/python -m tests.mil.mutants 1000
 
-.venv/ready: pyproject.toml requirements.lock
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "$(PYTHON) is Python %d.%d, and the packages exist for 3.11 to 3.13; type: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)'
-	@echo "Installing the packages of requirements.lock into .venv: one to two minutes, once"
-	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --no-compile --constraint requirements.lock --editable '.[test]'
-	@touch $@
+# compares contents, not times; a PYTHON that is not named may be any that .venv has
+.venv/ready: always
+	@$(PYTHON) tools/ready.py $(if $(filter file,$(origin PYTHON)),--any-python)
 
 clean:
 	rm -rf .venv build data/bundles data/golden data/evaluations

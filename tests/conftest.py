@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WORKBENCH_RUNTIME", "portable")
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 # its entry points offer stand-ins that go wrong, in processes that tests start, too
@@ -21,6 +21,7 @@ paths = os.environ.get("PYTHONPATH"), STAND_INS
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 import pytest  # noqa: E402
+from _pytest.mark import deselect_by_keyword  # noqa: E402
 
 # nbformat's schemas could use it, and building its grammar takes two seconds
 sys.modules["rfc3987_syntax"] = None
@@ -55,9 +56,26 @@ def pytest_configure(config):
         config.add_cleanup(lambda: started.__exit__(None, None, None))
 
 
-def draw_from_matrices(items: list) -> None:
-    """Marks what is not drawn of a `matrix` as wide or exhaustive. A case that is named
-    alone is drawn."""
+CIRCLES = "exhaustive", "wide"  # the outermost first
+LEFT_OUT = pytest.StashKey[Counter]()
+
+
+def is_named(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether the command names this test, as FILE::TEST or with its parameters."""
+    for argument in config.args:
+        file, *names = argument.split("::")
+        path = (config.invocation_params.dir / file).resolve()
+        own = item.nodeid.split("::", 1)[-1]
+        name = "::".join(names)
+        if names and item.path == path and own.startswith(name):
+            if own[len(name) :][:1] in ("", "[", ":"):
+                return True
+    return False
+
+
+def draw_from_matrices(items: list, also: str) -> None:
+    """Marks what is not drawn of a `matrix` as wide or exhaustive; what is drawn, with
+    the circle `also`."""
     matrices = defaultdict(list)
     for item in items:
         if item.get_closest_marker("matrix"):
@@ -66,32 +84,53 @@ def draw_from_matrices(items: list) -> None:
         matrix = cases[0].get_closest_marker("matrix")
         (count,), wide = matrix.args, matrix.kwargs.get("wide", 0)
         order = random.Random(name).sample(cases, len(cases))
-        for place, case in enumerate(order[count:]):
-            case.add_marker("wide" if place < wide else "exhaustive")
+        for place, case in enumerate(order):
+            if place >= count + wide:
+                case.add_marker("exhaustive")
+            elif place >= count:
+                case.add_marker("wide")
+            elif also:
+                case.add_marker(also)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    draw_from_matrices(items)  # the same cases in any order
+    expression, also = config.getoption("markexpr"), ""
+    if config.getoption("keyword"):
+        deselect_by_keyword(items, config)  # before cases are drawn, so that some fit
+        also = next((name for name in CIRCLES if name in expression), "")
+    draw_from_matrices(items, also)  # the same cases in any order
     if seed := config.getoption("shuffle"):
         random.Random(seed).shuffle(items)
         places = {}  # tests of a file stay together: its fixtures are made once
         items.sort(key=lambda item: places.setdefault(item.path, len(places)))
     kept, left = [], []
+    config.stash[LEFT_OUT] = Counter()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         marks |= {"shim"} if "shimmed" in getattr(item, "fixturenames", ()) else set()
         for mark, (platform, reason) in PLATFORMS.items():
             if mark in marks and sys.platform != platform:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        # a test runs where `-m` names the outermost circle that it is marked with
-        circle = next((name for name in ("exhaustive", "wide") if name in marks), "")
-        (kept if circle in config.getoption("markexpr") else left).append(item)
+        # a test runs where `-m` names the outermost circle that it is marked with, or
+        # where the command names the test
+        circle = next((name for name in CIRCLES if name in marks), "")
+        if circle in expression or is_named(item, config):
+            kept.append(item)
+        else:
+            left.append(item)
+            config.stash[LEFT_OUT][circle] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Names tests that took long without a mark `slow` that says why."""
+def pytest_terminal_summary(terminalreporter, config):
+    """Says what a selection by `-k` left out, and names tests that took long without a
+    mark `slow` that says why."""
+    left = config.stash.get(LEFT_OUT, Counter())
+    if left and config.getoption("keyword"):
+        parts = [f"{count} with -m {name}" for name, count in sorted(left.items())]
+        terminalreporter.write_line(f"more tests fit -k: {', '.join(parts)}")
     for report in terminalreporter.stats.get("passed", ()):
         if report.duration > SLOW and "slow" not in report.keywords:
             line = f"{report.duration:.0f} s without a mark slow: {report.nodeid}"
