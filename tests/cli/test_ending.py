@@ -219,7 +219,7 @@ def test_an_interrupted_sweep_says_what_it_kept_and_ends_at_once(tmp_path):
         assert running.poll() is None
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=10)
+    _, said = running.communicate(timeout=30)
     assert running.returncode == 130
     assert said.splitlines()[-1].startswith("workbench: 1 of 4 cells kept in ")
     assert said.splitlines()[-1].endswith("the same command resumes")
