@@ -15,6 +15,16 @@ from llvmlite import ir
 from numba import config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
+from miltorch.errors import InputError
+
+if config.DISABLE_JIT:  # its functions would get arrays where they expect scalars
+    raise InputError(
+        "NUMBA_DISABLE_JIT",
+        "set",
+        "compiled products with stored weights",
+        "unset NUMBA_DISABLE_JIT",
+    )
+
 config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
 LOCK = threading.Lock()
 # sums may be reordered; NaN and infinity keep their meaning

@@ -165,6 +165,13 @@ def test_settings_of_tqdm_that_it_cannot_read_are_named(stored):
     assert ended.returncode == 2 and "TQDM_MININTERVAL" in line
 
 
+def test_help_has_its_texts_where_python_removes_docstrings():
+    environment = os.environ | {"PYTHONOPTIMIZE": "2"}
+    command = [*COMMAND, "log", "--help"]
+    said = subprocess.check_output(command, env=environment, text=True)
+    assert "Prints the log as a table" in said and "Column to sort by" in said
+
+
 @pytest.mark.parametrize(
     ("verdict", "failed", "code"), [("RED", 1, 1), (None, 1, 3), ("GREEN", 0, 0)]
 )

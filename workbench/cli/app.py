@@ -47,6 +47,11 @@ def run() -> None:
     warnings.formatwarning = lambda message, *rest: f"workbench: {visible(message)}\n"
     _check_settings()
     arguments = sys.argv[1:]
+    if sys.flags.optimize == 2 and (not arguments or {"-h", "--help"} & {*arguments}):
+        # Python has removed the texts, which are docstrings
+        os.environ.pop("PYTHONOPTIMIZE", None)
+        command = [sys.executable, "-m", "workbench.cli", *arguments]
+        os.execv(sys.executable, command)
     with libraries_on_stderr() if "--json" in arguments else nullcontext():
         app(arguments)
 
