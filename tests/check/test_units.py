@@ -19,6 +19,7 @@ def table(llama_bundle, llama_golden, monkeypatch):
             if outcome not in ("GREEN", "RED"):
                 return process.Outcome(failure=outcome)
             row = {"verdict": outcome, "min_cosine": 0.9, "kl_max": 0.1}
+            row["faulty"] = outcome == "RED"
             row["reason"] = f"{unit} is {outcome}"
             return process.Outcome(row | {"logits": dict(logits).get(unit)})
 

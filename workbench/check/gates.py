@@ -91,6 +91,15 @@ def verdict(gates: Iterable[Gate]) -> str:
     return next((v for v in (RED, GREEN) if v in verdicts), NOT_RUN)
 
 
+USER_LIMIT = "max_kl"  # a gate whose limit the user chooses: RED is no fault
+
+
+def faults(gates: Iterable[Gate]) -> list[Gate]:
+    """The RED gates that show a fault of the export, which leaves out the user's limit
+    on the cost."""
+    return [gate for gate in gates if gate.verdict == RED and gate.name != USER_LIMIT]
+
+
 # relative RMS of an isolated update in exact arithmetic, on the same weights
 REAUTHORING = 1e-5
 MAX_KL = 0.05  # nats, mean of a prompt: the default of the limit that is the user's

@@ -41,6 +41,13 @@ class ReuseCell:
     apart: float | None
     reason: str = ""
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether the cell repeats the run that its logits are compared with: a
+        sequence alone, cold, or of four bits continued from the same rows in memory."""
+        repeated = {"fp16": "cold", "q4": "hot"}[self.format]
+        return self.batch == 1 and self.cache == repeated
+
 
 def check_reuse(
     decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[int]
@@ -76,7 +83,17 @@ def check_reuse(
     return cells
 
 
-def reuse_gate(cells: list[ReuseCell]) -> gates.Gate:
+def count_cells(cells: Sequence[ReuseCell]) -> str:
+    """How many cells are comparisons, and how many of these restore nothing."""
+    compared = [cell for cell in cells if not cell.is_reference]
+    cold = sum(cell.cache == "cold" for cell in compared)
+    return (
+        f"{len(compared)} cells compared, {cold} of which restore nothing; "
+        f"{len(cells) - len(compared)} more repeat a reference"
+    )
+
+
+def reuse_gate(cells: list[ReuseCell], name: str = "reuse") -> gates.Gate:
     """The gate `reuse` over all cells; its reason names the first wrong one."""
     wrong = [cell for cell in cells if cell.verdict == gates.RED]
     faults = [
@@ -84,8 +101,8 @@ def reuse_gate(cells: list[ReuseCell]) -> gates.Gate:
         f"{cell.format}, context {cell.context}: {cell.reason}"
         for cell in wrong[:1]
     ]
-    same = "every restored cache continues as its sequence does alone"
-    return gates.none("reuse", faults, f"{same} ({len(cells)} cells)")
+    same = "every sequence continues as it does alone"
+    return gates.none(name, faults, f"{same}: {count_cells(cells)}")
 
 
 class Session:

@@ -23,6 +23,9 @@ from workbench.models.checkpoint import Checkpoint
 EVALUATION = "evaluation.json"
 """Lies beside a checkpoint that was trained on `TASKS`: its accuracy on them."""
 
+ACCURACY = "heldout_right"
+"""In that file: how many of `TASKS` the model answers."""
+
 
 def load_tasks(path: str | Path) -> list[dict]:
     """Prompts of a JSON-lines file: `task`, `distance`, `prompt`, `answer`.
@@ -76,6 +79,42 @@ def prompt_ids(checkpoint: str | Path, count: int, text: str = "") -> list[int]:
     if file and file.is_file():
         text = paths.text(file)
     return encode_text(source.path, text)[:count]
+
+
+def untrained(checkpoint: Checkpoint, tasks: Sequence[dict]) -> str:
+    """Why the checkpoint was not trained on `tasks`, so that a wrong answer would say
+    nothing about its cache; "" where it was: its folder records its accuracy on them,
+    and its tokenizer knows every word."""
+    folder = checkpoint.path
+    if not (folder / "tokenizer.json").is_file():
+        return "the checkpoint has no tokenizer"
+    try:
+        recorded = json.loads((folder / EVALUATION).read_text())[ACCURACY] > 0
+    except (OSError, ValueError, KeyError, TypeError):
+        recorded = False
+    if not recorded:
+        return f"the checkpoint has no {EVALUATION} with its accuracy on these tasks"
+    coder = load_tokenizer(folder)
+    texts = [task[name] for task in tasks for name in ("prompt", "answer")]
+    words = {word for text in texts for word in text.split()}
+    ids = coder(sorted(words), add_special_tokens=False)["input_ids"]
+    if any(coder.unk_token_id in own for own in ids):
+        return "the checkpoint's tokenizer does not know all words of these tasks"
+    return ""
+
+
+def trained_answers_gate(
+    decoder: Decoder, checkpoint: Checkpoint, path: str | Path = "", every: int = 1
+) -> gates.Gate:
+    """`answers_gate` on the tasks of the file `path`; without one on every
+    `every`th of `TASKS`, and not run for a checkpoint that was not trained on them."""
+    if path:
+        return answers_gate(decoder, checkpoint, load_tasks(paths.find(path)))
+    tasks = load_tasks(paths.find(TASKS))[::every]
+    if obstacle := untrained(checkpoint, tasks):
+        reason = f"{obstacle}; ask tasks of your own"
+        return gates.not_run("answers", reason)
+    return answers_gate(decoder, checkpoint, tasks)
 
 
 def right_answers(

@@ -5,7 +5,7 @@ A golden goes in, one row per unit comes out. Off a Mac the rows are those of th
 portable runtime's arithmetics, labelled so."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +24,14 @@ from workbench.runtime import COMPUTE_UNITS, resolve
 
 SECONDS = 3600
 DIED = "DIED"  # the verdict of a unit whose process gave no answer
+LIMIT_EXCEEDED = "no fault: the cost exceeds your limit"
 COLUMNS = [
     "unit",
     "runtime",
     "verdict",
+    "over_rounding",
     "min_cosine",
+    "kl_mean",
     "kl_max",
     "kl_portable",
     "blame",
@@ -59,10 +62,12 @@ def validate_units(
         Ts, max_kl: see `validate`.
 
     Returns:
-        One row per unit: `verdict` GREEN, RED or DIED, the worst update cosine and KL of
-        chained logits in nats against Hugging Face's golden, `kl_portable` against the
-        portable runtime's `declared` arithmetic, `blame` (null where GREEN), and the
-        first `reason`. `kl_portable` and `blame` are null with `alone`.
+        One row per unit: `verdict` GREEN, RED or DIED, the largest error over what
+        rounding alone causes and the worst update cosine, the mean and the largest KL
+        of chained logits in nats against Hugging Face's golden, `kl_portable` against
+        the portable runtime's `declared` arithmetic, `blame` (null where GREEN), and the
+        first `reason`, a fault's before the user's limit. `kl_portable` is null with
+        `alone`, and so is `blame`, but where the user's limit alone is exceeded.
 
     Raises:
         InputError: see `check_fits`.
@@ -88,17 +93,21 @@ def validate_units(
             row = outcome.value or {"verdict": DIED, "reason": outcome.failure}
             refused = process.invalidating(outcome)
             if refused and not outcome.failure:  # it ran, and not on this unit
-                row |= {"verdict": gates.RED, "reason": refused}
+                row |= {"verdict": gates.RED, "faulty": True, "reason": refused}
             name = f"portable {unit}" if own == "portable" else unit
             rows[name] = {"unit": name, "runtime": own} | row
-    verdicts = {name: row["verdict"] for name, row in rows.items()}
+    sound = {
+        name for name, row in rows.items() if not row.get("faulty", True)
+    }  # a process that died is not
     declared = rows.get("portable declared", {}).get("logits")
     for row in rows.values():
         logits = row.get("logits")
         if declared is not None and logits is not None:
             row["kl_portable"] = float(kl(declared, logits).max())
-        if row["verdict"] != gates.GREEN and not alone:
-            row["blame"] = blame(row["runtime"], verdicts)
+        if row["unit"] not in sound and not alone:
+            row["blame"] = blame(row["runtime"], sound)
+        elif row["unit"] in sound and row["verdict"] == gates.RED:
+            row["blame"] = LIMIT_EXCEEDED
     return pd.DataFrame(list(rows.values()), columns=COLUMNS)
 
 
@@ -117,26 +126,30 @@ def validate_unit(
         device_reference(bundle, golden, how["alone"])
     result = validate(Decoder(bundle, runtime, **option), golden, **how)
     figures = result.json()
+    faults = gates.faults(result.gates)
     red = [gate for gate in result.gates if gate.verdict == gates.RED]
-    reasons = [f"{gate.name}: {gate.reason}" for gate in red]
+    reasons = [f"{gate.name}: {gate.reason}" for gate in [*faults, *red]]
     return {
         "verdict": result.verdict,
+        "faulty": bool(faults),
+        "over_rounding": figures["worst"]["over_rounding"],
         "min_cosine": figures["min_cosine"],
+        "kl_mean": figures["cost"]["kl"]["mean"],
         "kl_max": figures["cost"]["kl"]["max"],
         "reason": reasons[0] if reasons else "every gate passes",
         "logits": result.cost.logits,
     }
 
 
-def blame(runtime: str, verdicts: dict[str, str]) -> str:
-    """The cause of a failure: the program or the weights if exact arithmetic fails, the
-    precision if only rounded arithmetic does, the unit if its program passes on the
-    portable runtime."""
-    if verdicts["portable exact"] != gates.GREEN:
+def blame(runtime: str, sound: Collection[str]) -> str:
+    """The cause of a fault: the program or the weights if exact arithmetic is not among
+    the `sound` units, the precision if only rounded arithmetic is not, the unit if its
+    program is sound on the portable runtime."""
+    if "portable exact" not in sound:
         return "program or weights"
-    if runtime == "portable" or verdicts["portable declared"] != gates.GREEN:
+    if runtime == "portable" or "portable declared" not in sound:
         return "precision"
-    if verdicts["portable narrow"] != gates.GREEN:
+    if "portable narrow" not in sound:
         return "the unit's arithmetic, within what narrow sums would do"
     return "runtime"
 

@@ -57,12 +57,15 @@ class Cost:
     `rows`: those of `compare` with mode, runtime, precision and shard. `logits` [n, V]
     of layers in a row, None where the bundle gives none. `kl` [n] nats from the golden to
     them, and `same_top`, the share of positions with the same top token: nan then.
-    `budget_kl` [n]: of the budget, None where none was measured."""
+    `over_rounding`, of each row: its error over what rounding alone causes, which ranks
+    the cells of one bundle; null for chained rows. `budget_kl` [n]: of the budget, None
+    where none was measured."""
 
     rows: pd.DataFrame
     logits: np.ndarray | None
     kl: np.ndarray
     same_top: float
+    over_rounding: pd.Series
     budget_kl: np.ndarray | None = None
 
     def summary(self) -> dict[str, float] | None:
@@ -88,9 +91,9 @@ class Cost:
     def gates(self, max_kl: float = gates.MAX_KL) -> list[Gate]:
         """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding
         alone explains, within a factor."""
-        reason = (
-            f"mean KL from the golden in nats; --max-kl sets the limit of {max_kl:g}"
-        )
+        reason = "mean KL from Hugging Face's logits in nats; the limit is the user's"
+        if self.budget_kl is not None:
+            reason += f"; rounding alone causes {np.mean(self.budget_kl):.2g}"
         limit = gates.at_most("max_kl", float(np.mean(self.kl)), max_kl, reason)
         if self.logits is None:
             reason = "the argmax is inside: no logits come out"
@@ -99,8 +102,9 @@ class Cost:
             return [limit, gates.not_run("budget", "needs --checkpoint")]
         worst = furthest(compared(self.rows))
         reason = (
-            "error ÷ √(budget² + 2⁻²²), budget: what rounding of weights and stream "
-            "alone costs Hugging Face's model: layer {layer}, {tensor}, T = {T}"
+            "error ÷ √(rounding² + 2⁻²²), rounding: the error that rounding of weights "
+            "and stream alone causes in Hugging Face's model: layer {layer}, {tensor}, "
+            "T = {T}"
         ).format(**worst)
         return [limit, gates.at_most("budget", worst["ratio"], BUDGET_FACTOR, reason)]
 
@@ -123,11 +127,15 @@ class Validation:
 
     @property
     def worst(self) -> dict:
-        """The isolated update or cache row that is furthest from the golden."""
-        rows = compared(self.rows)
-        row = rows.loc[rows["cosine"].fillna(-2).idxmin()]  # nan is below any cosine
-        about = ["layer", "position", "T", "tensor", "mode"]
-        return row[[*about, "cosine", "psnr_db", "max_abs"]].to_dict()
+        """The isolated update or cache row whose error is the largest multiple of what
+        rounding alone causes there, `over_rounding`. The worst cosine would be that of
+        a small update beside a huge residual, which rounding moves far."""
+        rows = compared(self.rows.assign(over_rounding=self.cost.over_rounding))
+        # a value that is not finite is above any other
+        row = rows.loc[rows["over_rounding"].fillna(np.inf).idxmax()]
+        names = ["layer", "position", "T", "tensor", "mode"]
+        names += ["cosine", "psnr_db", "max_abs", "error", "over_rounding"]
+        return row[names].to_dict()
 
     def json(self) -> dict:
         rows = compared(self.rows)
@@ -316,7 +324,8 @@ def measure(
     budget: Values | None = None,
 ) -> Cost:
     """Runs every T isolated and all of them chained, and compares with the golden and,
-    isolated, with the `budget` of `measure_budget`."""
+    isolated, with the `budget` of `measure_budget`. Without it the cells are ranked by
+    what rounding the stream alone causes."""
     t_max = decoder.options.t_max
     Ts = list(Ts or default_ts(decoder.options))
     if over := [t for t in Ts if not 1 <= t <= t_max]:
@@ -324,12 +333,19 @@ def measure(
         raise InputError("T", f"{over}", f"1 to t_max = {t_max}", step)
     runs = [*((T, "isolated") for T in Ts), (Ts, "chained")]
     *apart, chained = run_golden(decoder, golden, *runs)
-    frames = [
-        compare(golden.values, values, budget).assign(T=T, mode="isolated")
-        for T, values in zip(Ts, apart, strict=True)
-    ]
+    frames, ratios = [], []
+    rounded = None
+    if budget is None:
+        rounded = round_stream(golden, decoder.manifest.stream_scale)
+    for T, values in zip(Ts, apart, strict=True):
+        frame = compare(golden.values, values, budget)
+        frames.append(frame.assign(T=T, mode="isolated"))
+        if rounded is not None:
+            frame = compare(golden.values, values, rounded, similar=False)
+        ratios.append(frame["ratio"])
     frames.append(compare(golden.values, chained).assign(mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
+    over_rounding = pd.concat(ratios, ignore_index=True).reindex(rows.index)
     inner = decoder.shows_inner_layers
     if not inner:
         rows["routing_tie"] |= _tied(decoder, golden, rows)
@@ -345,7 +361,32 @@ def measure(
         nats = kl(expected, logits)
         same = float(np.mean(expected.argmax(-1) == logits.argmax(-1)))
     budget_kl = budget and kl(expected, budget["logits"])
-    return Cost(rows, logits, nats, same, budget_kl)
+    return Cost(rows, logits, nats, same, over_rounding, budget_kl)
+
+
+def chained_kl(
+    decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None
+) -> np.ndarray:
+    """KL [n] in nats from the golden's logits to those of layers in a row, as in
+    `measure`; nan where the bundle gives none."""
+    Ts = list(Ts or default_ts(decoder.options))
+    (values,) = run_golden(decoder, golden, (Ts, "chained"))
+    if "logits" not in values:
+        return np.full(len(golden.ids), np.nan)
+    return kl(golden["logits"], values["logits"])
+
+
+def round_stream(golden: Golden, stream_scale: float) -> Values:
+    """The golden's values with the stream rounded to fp16 where it enters and leaves a
+    layer, and the cache rows once; no layer computes with the rounded values. It needs
+    no checkpoint."""
+    rounded, values = half(stream_scale), {}
+    for name, value in golden.values.items():
+        if name.startswith(("x.", "hidden.")):
+            values[name] = rounded(torch.from_numpy(value)).numpy()
+        elif name.startswith(("k.", "v.")):
+            values[name] = np.float16(value)
+    return values | updates(values)
 
 
 def summarize_kl(nats: Sequence[float]) -> dict[str, float]:

@@ -1,0 +1,199 @@
+"""How large the residual stream is at each token, and how much attention each token
+receives.
+
+Trained models often write a value far above all others into one channel of the first
+token, and later layers attend to that token when they have nothing to look for: an
+attention sink. fp16 has few numbers near so large a value, so that the small update
+that a later layer adds there is rounded coarsely, whatever the format of the weights."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+
+from workbench.check.compare import over, rms
+from workbench.check.golden import Golden
+from workbench.check.hf import Reference, has_attention, half
+from workbench.models.checkpoint import Checkpoint
+
+# Times the median token's RMS from which a token's stream is called large: it is 184 in
+# SmolLM2-135M and 29 in Gemma 3 270M.
+LARGE = 10.0
+# Times an even share of the attention from which a large token is called a sink: 7.0 in
+# SmolLM2-135M, 6.2 in Gemma 3 270M. In the small checkpoints of `data/` the tokens that
+# are largest receive less than an even share.
+SINK = 3.0
+CHANGE = 0.1  # of the largest value: a layer that changes it by more is named
+
+
+def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
+    """The residual stream behind each layer at each position: layer, position; its
+    `rms`, and `times` the median position's of that layer; its `largest` magnitude, and
+    the `step` between that and the next fp16 number; the `value` of one `channel`, and
+    what the layer `added` to it. The channel of a position is the one that has the
+    largest magnitude behind any layer.
+
+    `update_moved` is the relative RMS by which the layer's update differs where the
+    stream is rounded to fp16 in front of the layer and behind it, and nothing else is
+    rounded.
+
+    Args:
+        stream_scale: of a bundle, which holds the stream divided by it.
+    """
+    rounded = half(stream_scale)
+    hidden = np.stack([golden[f"hidden.{i}"] for i in range(golden.layers)])
+    channel = np.abs(hidden).max(0).argmax(-1)  # [n]
+    positions = np.arange(len(channel))
+    parts = []
+    for layer, behind in enumerate(hidden):
+        x, update = golden[f"x.{layer}"], golden[f"update.{layer}"]
+        size = rms(behind)
+        largest = np.abs(behind).max(-1)
+        with np.errstate(over="ignore"):
+            steps = np.spacing(np.float16(largest / stream_scale))
+        errors = [
+            rounded(torch.from_numpy(value)).numpy() - value for value in (x, behind)
+        ]
+        part = {
+            "layer": layer,
+            "position": positions,
+            "rms": size,
+            "times": over(size, np.median(size)),
+            "largest": largest,
+            "step": np.float64(steps) * stream_scale,
+            "channel": channel,
+            "value": behind[positions, channel],
+            "added": update[positions, channel],
+            "update_moved": over(rms(*errors), rms(update)),
+        }
+        parts.append(pd.DataFrame(part))
+    return pd.concat(parts, ignore_index=True)
+
+
+def attention_received(checkpoint: Checkpoint, ids: Sequence[int]) -> pd.DataFrame:
+    """The `attention` that each position receives, by layer and position: the weight
+    that later positions give it in Hugging Face's model, as the mean of these and of
+    the heads. The last position, and layers without attention, have no row."""
+    reference = Reference(checkpoint)
+    weights: dict[int, np.ndarray] = {}
+
+    def note(index: int):
+        def hook(module, arguments, outputs) -> None:
+            if isinstance(outputs, tuple) and len(outputs) > 1:
+                if torch.is_tensor(outputs[1]) and outputs[1].ndim == 4:
+                    weights[index] = outputs[1][0].mean(0).numpy()
+
+        return hook
+
+    for index, wrapper in enumerate(reference.base.layers):
+        if has_attention(wrapper.layer):
+            wrapper.layer.self_attn.register_forward_hook(note(index))
+    reference.run(ids, head=False)
+    parts = []
+    for layer, matrix in weights.items():
+        positions = np.arange(len(matrix) - 1)
+        received = [matrix[i + 1 :, i].mean() for i in positions]
+        part = {"layer": layer, "position": positions, "attention": received}
+        parts.append(pd.DataFrame(part))
+    columns = {"layer": int, "position": int, "attention": float}
+    if not parts:
+        return pd.DataFrame({name: pd.Series(dtype=of) for name, of in columns.items()})
+    return pd.concat(parts, ignore_index=True)
+
+
+def panels(sizes: pd.DataFrame, received: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `stream_sizes` and `attention_received` as a figure of lines: layer,
+    `shown`, its `quantity`, and whether the `token` is the first one."""
+    quantities = {
+        "largest |value| of the stream": sizes.assign(shown=sizes["largest"]),
+        "share of later tokens' attention": received.assign(
+            shown=received["attention"]
+        ),
+        "relative RMS that rounding it moves an update": sizes.assign(
+            shown=sizes["update_moved"]
+        ),
+    }
+    parts = [
+        rows[["layer", "position", "shown"]].assign(quantity=quantity)
+        for quantity, rows in quantities.items()
+    ]
+    data = pd.concat(parts, ignore_index=True)
+    first = data["position"] == 0
+    data["token"] = np.where(first, "first token", "other tokens")
+    return data[data["shown"] > 0]  # a log scale has no place for zeros
+
+
+def largest_token(
+    sizes: pd.DataFrame, received: pd.DataFrame, tokens: Sequence[str]
+) -> pd.DataFrame:
+    """One row per layer for the token whose stream is the largest multiple of the
+    median token's: the columns of `stream_sizes`; `others_moved`, the largest
+    `update_moved` of any other token; the `attention` that the token receives, null
+    where the layer has none, and the `even` share, which equal weights would give it."""
+    position = int(sizes.loc[sizes["times"].idxmax(), "position"])
+    is_token = sizes["position"] == position
+    others = sizes[~is_token].groupby("layer")["update_moved"].max()
+    shares = received[received["position"] == position].set_index("layer")["attention"]
+    table = sizes[is_token].drop(columns="rms").reset_index(drop=True)
+    table.insert(2, "token", tokens[position])
+    table["others_moved"] = table["layer"].map(others)
+    table["attention"] = table["layer"].map(shares)
+    later = range(position + 1, len(tokens))
+    table["even"] = np.mean([1 / (i + 1) for i in later]) if later else np.nan
+    return table
+
+
+def describe_stream(table: pd.DataFrame) -> list[str]:
+    """Sentences about the token of `largest_token`: how large its stream is, which
+    layers write its largest value and take it away, what fp16's steps do to its
+    updates, and whether it is an attention sink."""
+    peak = table.loc[table["times"].idxmax()]
+    worst = table.loc[table["update_moved"].idxmax()]
+    others = table["others_moved"].max()
+    size = (
+        f"The residual stream of token {peak['position']}, “{peak['token']}”, is up to "
+        f"{peak['times']:.3g} times as large as the median token's (RMS, behind layer "
+        f"{peak['layer']})"
+    )
+    if peak["times"] < LARGE:
+        most = np.fmax(worst["update_moved"], others)
+        return [
+            f"{size}: no token stands out, and rounding the stream to fp16 moves no "
+            f"update by more than {most:.2g} of its size."
+        ]
+    largest = table.loc[table["value"].abs().idxmax()]
+    added = table.set_index("layer")["added"]
+    parts = added / largest["value"]
+    words = [
+        f"{size}. Its channel {largest['channel']} reaches {largest['value']:,.0f}: "
+        f"{_layers(added[parts > CHANGE], 'write it', 'writes it')}; "
+        f"{_layers(added[parts < -CHANGE], 'take it away', 'takes it away')}."
+    ]
+    cause = ""
+    if worst["update_moved"] > others:
+        cause = ": an error of that size at this token is not due to the weights' format"
+    words.append(
+        f"Beside such a value fp16's numbers are {largest['step']:g} apart. Rounding the "
+        f"stream, and no weight, moves an update of this token by up to "
+        f"{worst['update_moved']:.2g} of its size (layer {worst['layer']}), and an "
+        f"update of any other token by at most {others:.2g}{cause}."
+    )
+    share, even = table["attention"].mean(), peak["even"]
+    if np.isfinite(share):
+        name = "an attention sink" if share >= SINK * even else "no attention sink"
+        words.append(
+            f"Later tokens give it {share:.0%} of their attention, the mean of heads and "
+            f"layers, where an even share is {even:.0%}: it is {name}."
+        )
+    return words
+
+
+def _layers(added: pd.Series, verb: str, verb_of_one: str) -> str:
+    """The layers of `added` and what each adds, as the subject of a verb."""
+    each = [f"{layer} ({value:+,.0f})" for layer, value in added.items()]
+    if not each:
+        return f"no layer alone {verb_of_one}"
+    if len(each) == 1:
+        return f"layer {each[0]} {verb_of_one}"
+    return f"layers {', '.join(each[:-1])} and {each[-1]} {verb}"

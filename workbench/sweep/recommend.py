@@ -1,0 +1,96 @@
+"""What to do about a verdict: whether the export is faulty or its cost exceeds the
+user's limit, and which preset keeps that limit."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from workbench.check import gates
+from workbench.check.gates import Gate
+from workbench.check.golden import Golden
+from workbench.check.validate import chained_kl
+from workbench.decode import Decoder
+from workbench.export import export
+
+PRESETS = ("int8-channel", "fp16")  # the cheaper one first
+COLUMNS = ["compress", "MiB", "kl_mean", "passes"]
+
+
+def measure_presets(
+    golden: Golden,
+    results: Sequence[Gate],
+    compress: str,
+    *,
+    Ts: Sequence[int] | None = None,
+    runtime: str = "auto",
+    compute_units: str = "CPU_AND_NE",
+    **options,
+) -> pd.DataFrame:
+    """The mean KL of other presets on the tokens of `golden`, in nats, one after the
+    other until one keeps the user's limit: no rows where `results`, the gates of a
+    bundle stored as `compress`, are RED for another reason or keep the limit.
+
+    Args:
+        Ts: tokens a call, as in the validation that `results` are from.
+        options: of the export.
+    """
+    rows = []
+    limit = next(gate for gate in results if gate.name == gates.USER_LIMIT)
+    tried = PRESETS
+    if gates.faults(results) or limit.verdict != gates.RED:
+        tried = ()
+    for preset in tried:
+        if preset == compress:
+            continue
+        bundle = export(golden.source.path, compress=preset, **options)
+        decoder = Decoder(bundle, runtime, compute_units=compute_units)
+        cost = float(np.mean(chained_kl(decoder, golden, Ts)))
+        rows.append((preset, bundle.bytes / 2**20, cost, cost <= limit.threshold))
+        if cost <= limit.threshold:
+            break
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str]:
+    """Sentences that tell a fault of the export from a cost above the user's limit, and
+    name the next step.
+
+    Args:
+        results: the gates of a bundle.
+        presets: see `measure_presets`.
+    """
+    ran = [gate for gate in results if gate.verdict != gates.NOT_RUN]
+    limits = [gate for gate in ran if gate.name == gates.USER_LIMIT]
+    faults = gates.faults(ran)
+    count = len(ran) - len(limits)
+    if faults:
+        names = ", ".join(gate.name for gate in faults)
+        words = [
+            f"The export is faulty: {len(faults)} of {count} gates on it are RED "
+            f"({names}). Next step: workbench explain names the cause."
+        ]
+    else:
+        words = [f"No fault of the export is found: {count} gates on it are GREEN."]
+    for limit in limits:
+        cost = f"a mean KL of {limit.value:.3g} nats from Hugging Face's model"
+        if limit.verdict == gates.GREEN:
+            words.append(f"It costs {cost}, within your limit of {limit.threshold:g}.")
+            continue
+        words.append(
+            f"It costs {cost}, more than your limit of {limit.threshold:g}"
+            + (": RED stands for this limit alone." if not faults else ".")
+        )
+    for row in presets.to_dict("records"):
+        verb = "keeps" if row["passes"] else "exceeds it too"
+        measured = f"{row['kl_mean']:.3g} nats, measured on the same tokens"
+        if row["passes"]:
+            words.append(
+                f"Next step: export with compress = {row['compress']}, which {verb} the "
+                f"limit ({measured}; a bundle of {row['MiB']:.0f} MiB)."
+            )
+        else:
+            words.append(f"Stored as {row['compress']} it {verb} ({measured}).")
+    if limits and not faults and len(presets) and not presets["passes"].any():
+        words.append("No preset that was tried keeps the limit: raise it, MAX_KL.")
+    return words
