@@ -16,6 +16,7 @@ from refusal import refused
 from registry import FAULTS
 from tiny import edit_json
 
+from workbench import paths
 from workbench.check import tasks as answers
 from workbench.check.validate import BUG_GATES, bug_gates
 from workbench.models.checkpoint import Checkpoint
@@ -99,6 +100,41 @@ def test_a_prompt_s_file_that_is_no_text_is_refused(tiny_llama, tmp_path):
     path.write_bytes("Stra\xdfe".encode("latin1"))
     with refused("latin1.txt"):
         answers.prompt_ids(tiny_llama.path, 8, str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda folder: (folder / "evaluation.json").unlink(), "no evaluation.json"),
+        # another project's file of this name
+        (
+            lambda folder: (folder / "evaluation.json").write_text("[0.9]"),
+            "no evaluation.json",
+        ),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
+    ],
+)
+def test_tasks_are_asked_only_of_a_checkpoint_that_was_trained_on_them(
+    tiny_llama, tmp_path, monkeypatch, change, why
+):
+    tasks = answers.load_tasks(paths.find(answers.TASKS))
+    assert answers.untrained(tiny_llama, tasks) == ""
+    folder = shutil.copytree(tiny_llama.path, tmp_path / "other")
+    change(folder)
+    monkeypatch.setattr(answers, "answers_gate", None)
+    gate = answers.trained_answers_gate(None, Checkpoint(folder))
+    assert gate.verdict == "not_run" and why in gate.reason
+    # the user's own tasks are asked whatever the checkpoint was trained on
+    monkeypatch.setattr(answers, "answers_gate", lambda *arguments: arguments)
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"task": "a", "distance": 1, "prompt": "2 +", "answer": "3"}')
+    *_, asked = answers.trained_answers_gate(None, Checkpoint(folder), own)
+    assert [task["answer"] for task in asked] == ["3"]
+
+
+def test_tasks_with_words_that_a_tokenizer_lacks_are_not_asked(tiny_llama):
+    task = {"task": "a", "distance": 1, "prompt": "set Reykjavik", "answer": "amber"}
+    assert "does not know all words" in answers.untrained(tiny_llama, [task])
 
 
 def test_a_model_that_knows_no_answer_is_not_judged_by_its_answers(

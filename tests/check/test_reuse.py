@@ -6,7 +6,7 @@ import trained
 from faults_reuse import FAULTS, ZAYA
 from refusal import refused
 
-from workbench.check.reuse import check_reuse, reuse_gate
+from workbench.check.reuse import ReuseCell, check_reuse, count_cells, reuse_gate
 from workbench.decode import store
 
 
@@ -44,6 +44,26 @@ def test_a_cache_that_q4_leaves_in_fp16_is_so_in_the_reference_too(
     monkeypatch.setattr(store, "is_near", lambda rows, _: rows.flat[0] > 0)
     gate = reuse_gate(check_reuse(decoder, lengths=(20, 33)))
     assert gate.verdict == "GREEN", gate.reason
+
+
+def test_cells_that_repeat_a_reference_are_not_counted_as_compared():
+    """One sequence and a batch of two, at three contexts, as in notebook 33."""
+    caches = [
+        ("cold", "fp16"),
+        *((c, f) for c in ("warm", "hot") for f in store.FORMATS),
+    ]
+    cells = [
+        ReuseCell(batch, *cache, context, "GREEN", 0.0)
+        for batch in (1, 2)
+        for cache in caches
+        for context in (31, 32, 33)
+    ]
+    assert len(cells) == 30
+    assert count_cells(cells).startswith(
+        "24 cells compared, 3 of which restore nothing"
+    )
+    gate = reuse_gate(cells, "reuse_trained")
+    assert gate.name == "reuse_trained" and "30" not in gate.reason
 
 
 def test_bundles_that_do_not_belong_together_and_contexts_without_room_are_refused(

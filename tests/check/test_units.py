@@ -16,9 +16,10 @@ def table(llama_bundle, llama_golden, monkeypatch):
     def rows(outcomes, runtime="coreml", logits=()):
         def call(function, root, golden, source, runtime, unit, how, timeout_s):
             outcome = outcomes.get(unit, "GREEN")
-            if outcome not in ("GREEN", "RED"):
+            if outcome not in ("GREEN", "RED", "LIMIT"):
                 return process.Outcome(failure=outcome)
-            row = {"verdict": outcome, "min_cosine": 0.9, "kl_max": 0.1}
+            verdict = "GREEN" if outcome == "GREEN" else "RED"
+            row = {"verdict": verdict, "min_cosine": 0.9, "kl_max": 0.1}
             row["faulty"] = outcome == "RED"
             row["reason"] = f"{unit} is {outcome}"
             return process.Outcome(row | {"logits": dict(logits).get(unit)})
@@ -71,3 +72,29 @@ def test_a_unit_is_held_against_portable_too(table):
     assert found["portable declared"] == 0
     assert found["CPU_ONLY"] > 0.1
     assert np.isnan(found["ALL"])
+
+
+def test_a_cost_above_the_user_s_limit_is_blamed_on_nothing(table):
+    """A sound export in every arithmetic, whose `max_kl` alone is RED."""
+    names = ("declared", "exact", "narrow")
+    found = table(dict.fromkeys(names, "LIMIT"), runtime="portable")
+    assert set(found["verdict"]) == {"RED"} == {units.units_verdict(found)}
+    assert set(found["blame"]) == {units.LIMIT_EXCEEDED}
+    faulty = table(dict.fromkeys(names, "LIMIT") | {"CPU_ONLY": "RED"})
+    rows = faulty.set_index("unit")["blame"]
+    assert (
+        rows["CPU_ONLY"] == "runtime" and rows["portable exact"] == units.LIMIT_EXCEEDED
+    )
+
+
+def test_a_unit_s_first_reason_is_a_fault_before_a_limit(
+    llama_bundle, llama_golden, tmp_path
+):
+    path = llama_golden.save(tmp_path / "golden.safetensors")
+    how = {"alone": False, "Ts": (1,), "max_kl": 0.0}
+    row = units.validate_unit(
+        llama_bundle.root, path, None, "portable", "declared", how
+    )
+    assert (row["verdict"], row["faulty"]) == ("RED", False)
+    assert row["reason"].startswith("max_kl: ") and "--" not in row["reason"]
+    assert row["kl_mean"] > 0 and row["over_rounding"] > 0

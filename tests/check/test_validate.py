@@ -22,6 +22,7 @@ from workbench.check.compare import compared, furthest
 from workbench.check.run import run_golden
 from workbench.check.validate import (
     BUG_GATES,
+    Validation,
     bug_gates,
     device_gate,
     device_reference,
@@ -82,7 +83,7 @@ def test_a_checkpoint_leaves_a_verdict_that_a_golden_shows(
     assert [g for g in again["gates"] if g["name"] in stored] == [*stored.values()]
     (limit,) = (g for g in again["gates"] if g["name"] == "max_kl")
     assert (limit["verdict"], limit["threshold"]) == ("RED", 1e-9)
-    assert "--max-kl sets" in limit["reason"]
+    assert "the limit is the user's" in limit["reason"]
     assert again["cost"].keys() == {"kl", "same_top", "budget"}
     assert again["cost"]["kl"]["mean"] == limit["value"]
 
@@ -237,6 +238,49 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
     assert counts.loc[:, ["k", "v"]].nunique() == 2  # of isolated and of chained passes
     assert live["state_life"] == live["stale_rows"] == "RED"
     assert cost.rows.index.is_unique
+
+
+# --- ranking --------------------------------------------------------------------------------------
+
+
+def with_a_sink(exports, folder):
+    """A llama whose first layer writes about 10,000 into one channel, and whose second adds little: beside such a value rounding alone turns its update far."""
+
+    def write(name, tensor):
+        if "layers.0.mlp.down_proj" in name:
+            tensor[5] *= 2e4
+        if "layers.1." in name and ("o_proj" in name or "down_proj" in name):
+            tensor *= 1e-2
+
+    return edited(exports, folder, write)
+
+
+@pytest.mark.parametrize("given", ["checkpoint", "golden"])
+def test_the_worst_cell_is_the_faulty_one_and_not_a_small_update_in_a_large_stream(
+    exports, tmp_path, given
+):
+    """Planted: K of layer 0 is 3% too large; the lowest cosine is elsewhere."""
+    checkpoint, bundle = with_a_sink(exports, tmp_path)
+    reference = golden.make_golden(checkpoint, prompt(97, 12))
+    assert np.abs(reference["hidden.0"]).max() > 2000
+    decoder = Decoder(bundle, "portable")
+
+    def scaled(predict, inputs, state):
+        outputs = predict(inputs, state)
+        state.write("layers.0.k_state", state.read("layers.0.k_state") * 1.03)
+        return outputs
+
+    around(decoder.layers[0], scaled)
+    budget = None
+    if given == "checkpoint":
+        budget = measure_budget(bundle, checkpoint, reference)
+    found = Validation([], measure(decoder, reference, (4,), budget))
+    cells = compared(found.rows.assign(times=found.cost.over_rounding))
+    lowest = cells.loc[cells["cosine"].idxmin()]
+    assert (lowest["layer"], lowest["tensor"]) == (1, "update")
+    assert lowest["times"] < validation.BUDGET_FACTOR < found.worst["over_rounding"]
+    assert found.worst["layer"] == 0
+    assert found.json()["min_cosine"] == pytest.approx(lowest["cosine"])
 
 
 # --- device ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Notebooks: 15 to 25 cells, prose without results; their
+"""Notebooks: 15 to 30 cells, prose without results; their
 answers are computed from the tables of the run, and turn when the tables do."""
 
 import json
@@ -14,8 +14,9 @@ from refusal import refused
 from tiny import ROOT
 
 from workbench import InputError, log, plots
-from workbench.check import gates, states
-from workbench.experiment import run_notebook
+from workbench.check import compare, gates, states, stream
+from workbench.experiment import gate_table, run_notebook
+from workbench.sweep import recommend
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -48,7 +49,7 @@ def answer_code(path: Path) -> str:
 def test_a_notebook_has_few_short_cells(path):
     """That it has no outputs, test_lab.py shows; a cell of parameters, small.py."""
     code, prose = cells_of(path, "code"), cells_of(path, "markdown")
-    assert 15 <= len(code) + len(prose) <= 25
+    assert 15 <= len(code) + len(prose) <= 30
     assert all(len(cell.splitlines()) <= 20 for cell in code)
     # as many characters as a page of 1400 pixels shows
     assert max(len(line) for cell in code for line in cell.splitlines()) <= 105
@@ -82,13 +83,16 @@ def answer(number: str, names: dict) -> str:
         add_gates=lambda results: None,
         conclude=lambda words, *args, **tables: concluded.append(words),
     )
-    names = {"pd": pd, "np": np, "gates": gates, "states": states} | names
+    modules = {"pd": pd, "np": np, "gates": gates, "states": states}
+    modules |= {"compare": compare, "recommend": recommend, "stream": stream}
+    names = modules | names
     exec(answer_code(named(number)), names | {"experiment": experiment})
     return concluded[0]
 
 
 FILES = {
     "30": {"shares": "probe"},
+    "05": {"kl": "cost"},
     "31": {"kl": "cost"},
     "32": {"scores": "orders"},
     "33": {"times": "first_token", "reported": "report"},
@@ -106,20 +110,20 @@ def stored(number: str, folder: Path) -> dict:
     files = {path.stem: pd.read_parquet(path) for path in paths}
     found = [SimpleNamespace(**gate) for gate in run["gates"]]
     names = run["parameters"] | files | {"all_gates": found, "decoder": None}
-    names |= {name: files[file] for name, file in FILES.get(number, {}).items()}
+    names |= {name: files.get(file) for name, file in FILES.get(number, {}).items()}
     names |= {"result": SimpleNamespace(rows=None), "runtime": "portable"}
+    names["presets"] = files.get("presets", pd.DataFrame(columns=recommend.COLUMNS))
     names |= {"REAUTHORING": gates.REAUTHORING, "arithmetic": "exact", "decoders": [0]}
     if number == "05":
         # the shipped run has no such table
         texts = pd.DataFrame({"prompt": ["a ferry"], "text": ["leaves"]})
         names.setdefault("continuation", texts)
-        kl = next(gate.value for gate in found if gate.name == "max_kl")
-        cost = SimpleNamespace(kl=np.full(names["POSITIONS"], kl))
-        names["result"] = SimpleNamespace(rows=files["fidelity"], cost=cost)
+        names["result"] = SimpleNamespace(rows=files["fidelity"])
         for name, figure in (("late", "write_address"), ("turned", "rope")):
             rows = files[figure][files[figure]["bundle"] != "sound"]
             names[name] = SimpleNamespace(rows=rows)
-            names[f"{name}_red"] = files[f"{figure}_gates"]
+        names |= {"late_red": files["write_address_gates"]}
+        names |= {"rope_red": files["rope_gates"], "largest": files.get("stream")}
         names["Ts"] = [1, names["T_MAX"]]
     if number == "30":
         rows = files["cosine"].query("mode == 'isolated' and not routing_tie")
@@ -131,6 +135,7 @@ def stored(number: str, folder: Path) -> dict:
         names["about"] = f"{names['source'].name}, {sizes}, portable runtime"
     if number == "31":
         names["shares"] = files["shares"].set_index("part")
+        names["ranked"] = files.get("ranked")
     if number == "32":
         names["orders"] = files["orders"]["order"].unique()
     if number == "34":
@@ -157,24 +162,108 @@ def red(name: str) -> list:
     return [gates.Gate(name, "RED", 9.0, 6.0, "")]
 
 
+STREAM = pd.DataFrame(
+    {
+        "layer": [0, 1, 2],
+        "position": 0,
+        "token": "<bos>",
+        "times": [2.0, 180.0, 3.0],
+        "largest": [9.0, 22500.0, 30.0],
+        "step": [0.01, 16.0, 0.02],
+        "channel": 7,
+        "value": [5.0, 22500.0, 30.0],
+        "added": [5.0, 22495.0, -22470.0],
+        "update_moved": [1e-4, 1e-4, 0.44],
+        "others_moved": 2e-3,
+        "attention": [0.1, 0.5, 0.6],
+        "even": 0.07,
+    }
+)
+"""A stream with an attention sink, as `stream.largest_token` has it."""
+
+KL = pd.DataFrame(
+    {
+        "KL (nats)": ["mean", "median", "p99", "max"],
+        "bundle": [0.09, 0.05, 0.3, 0.5],
+        "rounding alone": [0.08, 0.05, 0.3, 0.5],
+    }
+)
+
+RANKED = pd.DataFrame({"layer": [3], "tensor": ["k"], "T": [4], "ratio": [1.25]})
+
+
+def limit(value: float) -> gates.Gate:
+    return gates.at_most("max_kl", value, 0.05, "")
+
+
 def test_the_answer_of_05_turns_with_its_rows():
-    names = shipped("05")
-    ran = len(names["all_gates"]) - 1  # no device is here
-    sound = f"keeps its cache: 0 of {ran} gates that ran are RED"
-    says("05", names, sound, "T = 1, the worst 1", "as in the sound bundle")
+    names = shipped("05") | {"largest": STREAM, "kl": KL}
+    says("05", names, "keeps its cache", "T = 1, the error of an update", "as in the")
+    says("05", names, "This fault turned RED: write_address", "an attention sink")
+    says("05", names, "“… a ferry” the bundle writes: “leaves”")
+    stale = names | {"all_gates": [*red("stale_rows"), limit(0.01)]}
     says(
         "05",
-        names,
-        "this fault: write_address",
-        "“… a ferry” the bundle writes: “leaves”",
+        stale,
+        "does not keep its cache",
+        "1 of 1 gates on it are RED (stale_rows)",
     )
-    stale = "does not keep its cache: 1 of 1 gates that ran are RED (stale_rows)"
-    says("05", names | {"all_gates": red("stale_rows")}, stale)
     names |= {"result": names["late"], "late": names["result"]}
-    names |= {"all_gates": red("budget"), "late_red": names["late_red"][:0]}
-    names["result"].cost = names["late"].cost
-    turned = "keeps its cache: 1 of 1 gates that ran are RED (budget)"
-    says("05", names, turned, "0.000", "this fault: none")
+    names |= {"all_gates": [*red("budget"), limit(0.01)]}
+    names |= {"late_red": names["late_red"][:0], "largest": STREAM.assign(times=2.0)}
+    says(
+        "05", names, "keeps its cache", "RED (budget)", "turned RED: none", "stands out"
+    )
+
+
+@pytest.mark.parametrize("number", ["05", "31"])
+def test_an_answer_tells_a_fault_of_the_export_from_a_limit_of_the_user(number):
+    """The gates of SmolLM2 in int8-tensor: `max_kl` alone is RED."""
+    green = [gates.holds(name, True, "") for name in ("program", "budget")]
+    presets = [["int8-channel", 144.0, 0.0102, True]]
+    names = shipped(number) | {"largest": STREAM, "kl": KL, "ranked": RANKED}
+    names |= {"all_gates": [*green, limit(0.0942)]}
+    names["presets"] = pd.DataFrame(presets, columns=recommend.COLUMNS)
+    sentences = answer(number, names).splitlines()
+    assert "No fault of the export is found: 2 gates on it are GREEN." in sentences
+    (cost,) = (line for line in sentences if "0.0942" in line)
+    assert "more than your limit of 0.05: RED stands for this limit alone" in cost
+    (step,) = (line for line in sentences if line.startswith("Next step"))
+    assert "int8-channel" in step and "0.0102" in step
+
+
+def named_cells(number: str, *starts: str) -> str:
+    """The definitions and statements of a notebook that begin with these words, from
+    cells in which they stand alone."""
+    cells = cells_of(named(number), "code")
+    found = [cell for cell in cells for start in starts if start in cell]
+    return "\n".join(dict.fromkeys(found))
+
+
+def test_05_names_what_a_planted_fault_turned_red_and_nothing_else():
+    """SmolLM2 in int8-tensor: `max_kl` was RED for the sound bundle already."""
+    cell = named_cells("05", "def turned_red(results):").partition("\n\n\n")[0]
+    sound = [limit(0.0942), gates.holds("write_address", True, "")]
+    names = {"result": SimpleNamespace(gates=sound), "gate_table": gate_table}
+    exec(cell, names)
+    late = [limit(0.0940), *red("write_address"), *red("undo")]
+    assert names["turned_red"](late)["gate"].tolist() == ["write_address", "undo"]
+
+
+def test_05_draws_the_tensor_that_the_gate_names():
+    """Planted: k lies beyond what rounding alone causes, updates do not."""
+    rows = pd.read_parquet(
+        ROOT / "experiments/05_stateful_kv_cache/figures/fidelity.parquet"
+    )
+    far = rows.assign(ratio=rows["ratio"].mask(rows["tensor"] == "k", 30.0))
+    (cell,) = [c for c in cells_of(named("05"), "code") if '"rope", plots.heatmap' in c]
+    drawn = {}
+    experiment = SimpleNamespace(figure=lambda *_, **options: drawn.update(options))
+    names = {"experiment": experiment, "compare": compare, "plots": plots, "about": ""}
+    names |= {"beside": lambda results: None, "golden": SimpleNamespace(tokens=[])}
+    names |= {"turned": SimpleNamespace(rows=far), "result": SimpleNamespace(rows=rows)}
+    exec(cell, names)
+    assert drawn["tensor"] == "k" and "layer's k " in drawn["title"]
 
 
 def test_the_answer_of_30_turns_with_its_tables():
@@ -186,14 +275,32 @@ def test_the_answer_of_30_turns_with_its_tables():
 
 
 def test_the_answer_of_31_turns_with_its_tables():
-    names = shipped("31")
+    names = shipped("31") | {"kl": KL.copy(), "ranked": RANKED}
     largest = "part of the squared error is"
-    says("31", names, f"{largest} quantization", "within its limit", " lowers its")
+    says("31", names, f"{largest} quantization", "within its limit")
+    says("31", names, "rounding alone causes is 3: 1.25 times (k, T = 4)")
+    layers = len(names["remedies"])
+    says(
+        "31", names, f"lowers the error of quantization in {layers} of {layers} layers"
+    )
     names["shares"].loc["precision", "precision"] = 2.0
     names["parts"]["reauthoring"] = 1e-3
     names["remedies"]["fp16"] = names["kl"]["bundle"] = 0.5
     says("31", names, f"{largest} precision: 200.0%", "beyond its limit")
-    says("31", names, "does not lower", "a mean KL of 0.5 nats")
+    says("31", names, f"in 0 of {layers} layers", "0.5 of the bundle")
+
+
+def test_the_answer_of_31_names_three_of_many_layers_and_counts_the_others():
+    names = shipped("31") | {"kl": KL, "ranked": RANKED}
+    error = np.linspace(0.3, 0.01, 30)
+    remedies = {"layer": range(30), "tensors": "q_proj", "error": error}
+    names["remedies"] = pd.DataFrame(remedies).assign(fp16=error / 2)
+    words = answer("31", names)
+    layers = [line for line in words.splitlines() if line.startswith("Layer ")]
+    assert [line.partition(",")[0] for line in layers] == [
+        f"Layer {i}" for i in range(3)
+    ]
+    assert "in 30 of 30 layers" in words and "the other 27 layers are smaller" in words
 
 
 def test_the_answer_of_32_says_which_order_overflows():
@@ -210,6 +317,7 @@ def test_the_answer_of_32_says_which_order_overflows():
 
 def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     cells = {"batch": [1, 2], "wrong": [0.0, 0.0], "apart": [0.0, 3e-7]}
+    cells["cache"] = ["warm", "cold"]
     reported = {"cache": ["warm", "cold"], "context": [1024, 1024], "tokens": [0, 64]}
     offsets = {"modulo cache step (8)": [1, 1, None], "result": ["FAIL", "OK", "OK"]}
     times = {"cache": ["cold", "hot"], "context": [64, 64], "ms": [10.0, 2.0]}
@@ -217,6 +325,7 @@ def test_the_answer_of_33_says_whether_cells_hold_and_what_is_faster():
     tables |= {"offsets": offsets, "times": times}
     names = {name: pd.DataFrame(table) for name, table in tables.items()}
     names |= {"all_gates": [], "decoders": [None], "arithmetic": "exact"}
+    says("33", names, "alone: 2 restore a cache, 2 restore nothing")
     says("33", names, "Yes. 4 cells", "5 times faster", "alone is not the cause")
     says("33", names, "2 of its offsets are known and unaligned, with results FAIL, OK")
     says("33", names, "1 of 2 configurations gave no token", "warm")

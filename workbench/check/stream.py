@@ -14,7 +14,7 @@ import torch
 
 from workbench.check.compare import over, rms
 from workbench.check.golden import Golden
-from workbench.check.hf import Reference, has_attention, half
+from workbench.check.hf import Reference, half, has_attention
 from workbench.models.checkpoint import Checkpoint
 
 # Times the median token's RMS from which a token's stream is called large: it is 184 in
@@ -50,7 +50,7 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
         x, update = golden[f"x.{layer}"], golden[f"update.{layer}"]
         size = rms(behind)
         largest = np.abs(behind).max(-1)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             steps = np.spacing(np.float16(largest / stream_scale))
         errors = [
             rounded(torch.from_numpy(value)).numpy() - value for value in (x, behind)
@@ -106,13 +106,9 @@ def panels(sizes: pd.DataFrame, received: pd.DataFrame) -> pd.DataFrame:
     """The rows of `stream_sizes` and `attention_received` as a figure of lines: layer,
     `shown`, its `quantity`, and whether the `token` is the first one."""
     quantities = {
-        "largest |value| of the stream": sizes.assign(shown=sizes["largest"]),
-        "share of later tokens' attention": received.assign(
-            shown=received["attention"]
-        ),
-        "relative RMS that rounding it moves an update": sizes.assign(
-            shown=sizes["update_moved"]
-        ),
+        "largest |value|": sizes.assign(shown=sizes["largest"]),
+        "attention received": received.assign(shown=received["attention"]),
+        "update moved by rounding": sizes.assign(shown=sizes["update_moved"]),
     }
     parts = [
         rows[["layer", "position", "shown"]].assign(quantity=quantity)
@@ -172,7 +168,9 @@ def describe_stream(table: pd.DataFrame) -> list[str]:
     ]
     cause = ""
     if worst["update_moved"] > others:
-        cause = ": an error of that size at this token is not due to the weights' format"
+        cause = (
+            ": an error of that size at this token is not due to the weights' format"
+        )
     words.append(
         f"Beside such a value fp16's numbers are {largest['step']:g} apart. Rounding the "
         f"stream, and no weight, moves an update of this token by up to "

@@ -386,7 +386,8 @@ def round_stream(golden: Golden, stream_scale: float) -> Values:
             values[name] = rounded(torch.from_numpy(value)).numpy()
         elif name.startswith(("k.", "v.")):
             values[name] = np.float16(value)
-    return values | updates(values)
+    with np.errstate(invalid="ignore"):  # inf − inf, beyond fp16's range
+        return values | updates(values)
 
 
 def summarize_kl(nats: Sequence[float]) -> dict[str, float]:

@@ -71,7 +71,11 @@ def describe_verdict(results: Sequence[Gate], presets: pd.DataFrame) -> list[str
             f"({names}). Next step: workbench explain names the cause."
         ]
     else:
-        words = [f"No fault of the export is found: {count} gates on it are GREEN."]
+        idle = [gate.name for gate in results if gate.verdict == gates.NOT_RUN]
+        unasked = f"; not run: {', '.join(idle)}" if idle else ""
+        words = [
+            f"No fault of the export is found: {count} gates on it are GREEN{unasked}."
+        ]
     for limit in limits:
         cost = f"a mean KL of {limit.value:.3g} nats from Hugging Face's model"
         if limit.verdict == gates.GREEN:

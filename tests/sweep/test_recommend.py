@@ -1,0 +1,56 @@
+"""Whether a fault or a limit made a verdict RED, and a preset that keeps the limit, measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from workbench import Decoder
+from workbench.check import gates
+from workbench.check.validate import chained_kl, measure
+from workbench.sweep import recommend
+
+
+def results(cost: float, limit: float, *more: gates.Gate) -> list[gates.Gate]:
+    sound = gates.holds("program", True, "")
+    return [sound, *more, gates.at_most("max_kl", cost, limit, "")]
+
+
+@pytest.fixture
+def source(checkout, tiny_llama, llama_golden):
+    """A golden with its checkpoint; bundles go to the checkout's own folder."""
+    return replace(llama_golden, source=tiny_llama)
+
+
+def test_a_preset_that_keeps_the_limit_is_measured_and_named(source):
+    options = {"max_seq_len": 32}
+    red = results(0.2, 0.01)
+    found = recommend.measure_presets(source, red, "int4-block32", **options)
+    assert found["compress"].tolist() == ["int8-channel"] and found["passes"].all()
+    (size,) = found["MiB"]
+    assert 0.1 < size < 10
+    # no preset keeps a limit of nothing: both are tried, and the next step is the limit
+    none = recommend.measure_presets(source, results(0.2, 0.0), "lut4", **options)
+    assert none["compress"].tolist() == ["int8-channel", "fp16"]
+    assert not none["passes"].any() and none["kl_mean"].is_monotonic_decreasing
+    words = recommend.describe_verdict(results(0.2, 0.0), none)
+    assert "No preset that was tried keeps the limit" in words[-1]
+    words = recommend.describe_verdict(red, found)
+    assert "RED stands for this limit alone" in " ".join(words)
+    assert words[-1].startswith("Next step: export with compress = int8-channel")
+
+
+def test_nothing_is_exported_for_a_kept_limit_or_a_faulty_export(source, monkeypatch):
+    monkeypatch.setattr(recommend, "export", None)
+    fault = gates.holds("host", False, "")
+    for gates_of_bundle in (results(0.001, 0.05), results(0.2, 0.05, fault)):
+        found = recommend.measure_presets(source, gates_of_bundle, "lut4")
+        assert list(found) == recommend.COLUMNS and found.empty
+    words = recommend.describe_verdict(results(0.2, 0.05, fault), found)
+    assert "1 of 2 gates on it are RED (host)" in words[0]
+    assert "this limit alone" not in " ".join(words)
+
+
+def test_the_cost_of_a_preset_is_that_of_a_validation(llama_bundle, llama_golden):
+    decoder = Decoder(llama_bundle, "portable")
+    whole = measure(decoder, llama_golden, (1, 4))
+    assert (chained_kl(decoder, llama_golden, (1, 4)) == whole.kl).all()
