@@ -306,7 +306,7 @@ def test_the_answer_of_31_names_three_of_many_layers_and_counts_the_others():
 def test_the_answer_of_32_says_which_order_overflows():
     names = shipped("32")
     says("32", names, "alone does not overflow", "bits more")
-    says("32", names, "infinite in fp16 from a query norm")
+    says("32", names, "infinite in fp16 at a query norm", "(not of 128,")
     fine = names["scores"].assign(**{"first inf": None, "first nan": None})
     words = answer("32", names | {"scores": fine})
     assert "No query norm that was tried" in words and "undoes this inf" not in words
