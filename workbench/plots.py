@@ -71,7 +71,7 @@ LIMIT_FACTOR = 6.0
 """Times its room, √(budget² + `HALF_ULP`²), that an error may be, as in the gate
 `budget`."""
 HALF_ULP = 2.0**-11  # of an fp16 number, relative to it
-ROOM = "√(budget² + 2⁻²²)"
+ROOM = "√(rounding² + 2⁻²²)"
 BIT_FOR_BIT = "equal bit for bit"
 NOT_SET = "not set"
 VECTOR_CELLS = 2500  # more cells are an image: a vector cell takes up to 1.5 kB

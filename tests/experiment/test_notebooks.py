@@ -123,7 +123,10 @@ def stored(number: str, folder: Path) -> dict:
             rows = files[figure][files[figure]["bundle"] != "sound"]
             names[name] = SimpleNamespace(rows=rows)
         names |= {"late_red": files["write_address_gates"]}
-        names |= {"rope_red": files["rope_gates"], "largest": files.get("largest_token")}
+        names |= {
+            "rope_red": files["rope_gates"],
+            "largest": files.get("largest_token"),
+        }
         names["Ts"] = [1, names["T_MAX"]]
     if number == "30":
         rows = files["cosine"].query("mode == 'isolated' and not routing_tie")

@@ -53,7 +53,7 @@ def test_a_planted_fault_differs_from_sound_cells_by_two_decades_and_is_hatched(
     assert (faulty[:, 0] == sound[:, 0]).all()
     hatched = [len(c.get_paths()) for c in drawn(figure, PolyCollection)]
     assert sum(hatched) == faulty[:, 1:].size
-    computed = f"error > {validate.BUDGET_FACTOR:g} × √(budget² + 2⁻²²)"
+    computed = f"error > {validate.BUDGET_FACTOR:g} × √(rounding² + 2⁻²²)"
     assert computed in texts(figure)
 
 
