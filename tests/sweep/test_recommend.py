@@ -21,6 +21,7 @@ def source(checkout, tiny_llama, llama_golden):
     return replace(llama_golden, source=tiny_llama)
 
 
+@pytest.mark.slow("exports and runs a trained checkpoint in two presets")
 def test_a_preset_that_keeps_the_limit_is_measured_and_named(source):
     options = {"max_seq_len": 32}
     red = results(0.2, 0.01)
