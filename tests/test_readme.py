@@ -12,9 +12,14 @@ from in_process import cli
 from test_structure import names_imported
 from tiny import ROOT
 
+from workbench.check import compare
+from workbench.check.golden import make_golden
+from workbench.check.tasks import prompt_ids
 from workbench.check.validate import BUG_GATES
 from workbench.cli.app import app
+from workbench.decode.transcript import encode_text, unknown_share
 from workbench.models import FAMILIES
+from workbench.models.checkpoint import Checkpoint
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -146,3 +151,40 @@ def test_python_in_the_documents_imports_what_exists():
     for name in names_imported("\n".join(blocks("python", *pages))):
         if re.match("workbench|miltorch", name) and "harness" not in name:
             resolve_name(name)  # harness needs an extra
+
+
+@pytest.mark.slow("runs Hugging Face's layers twice")
+def test_the_stream_hides_a_missing_attention_as_much_as_the_readme_says():
+    folder = ROOT / "data" / "tiny-llama"
+    source = Checkpoint(folder)
+    said = re.search(
+        r"attention of layer (\d) of tiny-llama, the worst cosine over a held-out prompt "
+        r"of (\d+) tokens is ([\d.]+) in the stream and ([\d.]+) in what the layer adds",
+        (ROOT / "README.md").read_text(),
+    )
+    layer, count, *cosines = said.groups()
+    ids = prompt_ids(folder, int(count))
+
+    def without(name: str):
+        tensor = source.tensor(name)
+        is_attention = f"layers.{layer}.self_attn.o_proj" in name
+        return tensor * 0 if is_attention else tensor
+
+    golden = make_golden(source, ids)
+    other = make_golden(source, ids, without, "without attention", feed=golden.values)
+    worst = []
+    for tensor in ("hidden", "update"):
+        name = f"{tensor}.{layer}"
+        worst.append(f"{compare.cosine(golden[name], other[name]).min():.2f}")
+    assert worst == cosines
+
+
+def test_the_text_that_the_documents_evaluate_is_known_to_its_tokenizer():
+    """README.md itself is not: nine in ten of its tokens are unknown."""
+    text = (ROOT / "data/tasks/heldout.txt").read_text()
+    folder = ROOT / "data" / "tiny-llama"
+    assert unknown_share(folder, encode_text(folder, text)) == 0
+    readme = (ROOT / "README.md").read_text()
+    assert unknown_share(folder, encode_text(folder, readme)) > 0.8
+    evaluated = [line for line in commands(*PAGES) if " evaluate build/llama" in line]
+    assert evaluated and all("heldout.txt" in line for line in evaluated)

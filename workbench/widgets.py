@@ -391,10 +391,9 @@ def planner(checkpoint: str | Path) -> ui.Widget:
     """Memory and predicted speed of a checkpoint's exports, a row for each compression,
     under sliders for max_seq_len, T, chip and memory. Nothing in it is measured."""
     source = Checkpoint(find(checkpoint))
-    misfit = roofline.misfits()["misfit"].abs().median()
     caption = (
-        f"{source.name} on a Mac, predicted by a roofline that misses published figures "
-        f"by {misfit:.0%} in the median; nothing here is measured."
+        f"{source.name} on a Mac, predicted by a roofline; nothing here is measured. "
+        f"{roofline.describe_fit()}"
     )
 
     def table(S: int, T: int, chip: str, gib: int) -> None:

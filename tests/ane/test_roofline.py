@@ -27,6 +27,15 @@ def test_published_figures_are_predicted_without_having_been_seen():
     assert len(judged) >= 6 and judged["misfit"].abs().median() <= 0.30
 
 
+def test_a_prediction_says_what_it_assumes_and_its_worst_misfit():
+    judged = roofline.misfits()["misfit"]
+    text = roofline.describe_fit()
+    assert "assume that every operation runs on the Neural Engine" in text
+    worst = judged[judged.abs().idxmax()]
+    assert f"{judged.abs().median():.1%} in the median" in text
+    assert f"{worst:+.0%} at worst" in text and abs(worst) > 1
+
+
 def test_a_figure_is_predicted_by_the_others_of_its_chip_alone(monkeypatch):
     """Planted: published times ten times too long, of one figure and of every other chip, must
     not move what they do not enter, and must show as a misfit."""

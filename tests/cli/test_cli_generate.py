@@ -10,7 +10,7 @@ from in_process import cli, invoke
 from refusal import refused
 from tiny import DATA
 
-from workbench import Decoder
+from workbench import Decoder, log
 from workbench.check.golden import Golden
 from workbench.decode.transcript import encode_chat, encode_text, transcript
 from workbench.export import export
@@ -122,3 +122,15 @@ def test_golden_takes_text_a_file_and_ids(tmp_path):
     assert ids("--prompt", WORDS) == ids("--text", tmp_path / "text") == wanted
     assert ids("--text", tmp_path / "text", "--tokens", 4) == wanted[:4]
     assert ids("--prompt-ids", ",".join(map(str, wanted))) == wanted
+
+
+def test_evaluate_warns_of_a_text_whose_tokens_are_mostly_unknown(
+    llama_bundle, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(log, "project", lambda: tmp_path)
+    text, evaluate = tmp_path / "text.txt", ("evaluate", llama_bundle.root, "--text")
+    text.write_text("Tiny words that nobody taught it, " * 3)
+    with pytest.warns(UserWarning, match="% of the tokens are unknown"):
+        invoke(*evaluate, text)
+    text.write_text(WORDS)
+    assert invoke(*evaluate, text)["tokens"] == len(WORDS.split())

@@ -175,11 +175,12 @@ def plan(
         subject = source, chosen
     sizes = budgets.budget(*subject) | {"machine": machine}
     found = budgets.fits(sizes["total"], machine)
-    found |= {"bytes": sizes, "chips": [], "predicted_misfit": None}
+    found |= {"bytes": sizes, "chips": [], "predicted_misfit": None, "assumes": None}
     placements, known = [], []
     if not chosen.plugin:  # the rules and speeds are those of Core ML programs
         found["chips"] = roofline.by_chip(budgets.work(*subject)).to_dict("records")
         found["predicted_misfit"] = float(roofline.misfits()["misfit"].abs().median())
+        found["assumes"] = roofline.describe_fit()
     if bundle and not chosen.plugin:
         units, runtime = device.compute_units, resolve(device.runtime)
         if runtime != "portable":
@@ -190,7 +191,8 @@ def plan(
                 known = [f"Predicted, since Core ML gave no plan: {made.failure}"]
         if not placements:
             placements = placement.predicted_placement(bundle, generation)
-    lines, source = text(found), "predicted"
+    # the sentence says what the number is
+    lines, source = text(found | {"predicted_misfit": None}), "predicted"
     if placements:
         source = placements[0].source
         lines += ["", *placement.lines(placements), *known]

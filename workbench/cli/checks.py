@@ -24,6 +24,8 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError, visible
 
+MAX_UNKNOWN = 0.1  # of the tokens of a text that is evaluated
+
 
 def validate(
     bundle: Path,
@@ -307,7 +309,7 @@ def evaluate(
     token is scored once. Finished windows are stored in data/evaluations, where an
     interrupted run resumes.
 
-    Example: workbench evaluate build/llama --text README.md --checkpoint data/tiny-llama
+    Example: workbench evaluate build/llama --text data/tasks/heldout.txt --checkpoint data/tiny-llama
 
     Args:
         checkpoint: The checkpoint that the bundle was exported from.
@@ -318,9 +320,15 @@ def evaluate(
     prompt.given(needed=True)
     source = opened(checkpoint)
     from workbench.check.evaluate import evaluate
+    from workbench.decode.transcript import unknown_share
 
     folder = workbench.log.project() / "data/evaluations"
     decoder, ids = where.decoder(exported), prompt.of(exported)
+    share = unknown_share(exported.tokenizer, ids)
+    if share > MAX_UNKNOWN:
+        text = f"{share:.0%} of the tokens are unknown to the tokenizer: the perplexity "
+        text += "says nothing of the text; give one in the checkpoint's own words"
+        warnings.warn(text, stacklevel=1)
     show(
         evaluate(decoder, ids, source, window=window, stride=stride, folder=folder),
         json,

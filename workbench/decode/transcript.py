@@ -67,6 +67,15 @@ def text_of(folder: Path, ids: Sequence[int]) -> str:
     return load_tokenizer(folder).decode(ids, skip_special_tokens=True)
 
 
+def unknown_share(folder: Path, ids: Sequence[int]) -> float:
+    """The share of token ids that stand for text unknown to the tokenizer in `folder`;
+    0 without one, or for one that knows every text."""
+    if not (folder / "tokenizer.json").is_file():
+        return 0.0
+    unknown = load_tokenizer(folder).unk_token_id
+    return sum(i == unknown for i in ids) / max(1, len(ids))
+
+
 def token_labels(folder: Path | None, ids: Sequence[int]) -> list[str]:
     """The text of each token for an axis: white space visible, at most 12 characters;
     the id itself without a tokenizer in `folder`."""
