@@ -326,7 +326,9 @@ def evaluate(
     decoder, ids = where.decoder(exported), prompt.of(exported)
     share = unknown_share(exported.tokenizer, ids)
     if share > MAX_UNKNOWN:
-        text = f"{share:.0%} of the tokens are unknown to the tokenizer: the perplexity "
+        text = (
+            f"{share:.0%} of the tokens are unknown to the tokenizer: the perplexity "
+        )
         text += "says nothing of the text; give one in the checkpoint's own words"
         warnings.warn(text, stacklevel=1)
     show(

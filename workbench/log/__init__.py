@@ -10,6 +10,7 @@ pandas."""
 from importlib import import_module
 
 _MODULES = {
+    "definitions": ("DEFINITION", "select_current"),
     "machine": ("disturbance", "environment", "state"),
     "packed": ("pack", "unpack"),
     "places": ("SHIPPED", "Root", "default_root", "new_run_id", "project"),

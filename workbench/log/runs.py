@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from workbench.log import times
+from workbench.log import definitions, times
 from workbench.log.anonymous import anonymous
 from workbench.log.machine import environment
 from workbench.log.places import Root, new_run_id
@@ -25,6 +25,9 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
     Returns:
         The run id.
     """
+    if tables.get("fidelity") is not None:
+        rows = tables["fidelity"]
+        tables["fidelity"] = rows.assign(definition=definitions.DEFINITION)
     run_id = new_run_id()
     tables = {n: rows for n, rows in tables.items() if rows is not None and len(rows)}
     for table, rows in tables.items():

@@ -2,6 +2,8 @@
 configuration."""
 
 import json
+import sys
+from functools import cache
 
 import pandas as pd
 
@@ -23,8 +25,8 @@ def stored_tables(
     software of its newest run; their column `invalid` is the reason why a run is
     invalid, `disturbed` why other work disturbed it (see `log.disturbed`), else null.
     Fidelity is of the newest validation of each bundle and way to run it, on any
-    machine; where there are some on the grid's prompt, of the newest of
-    those.
+    machine; where there are some on the grid's prompt, of the newest of those. Rows of
+    another definition are left out (see `log.select_current`), which stderr says once.
 
     Args:
         machine: the machine of the times (see `log.environment`); default: this machine
@@ -38,8 +40,17 @@ def stored_tables(
     for table, runs in (("samples", timed), ("layers", timed), ("fidelity", validated)):
         own = log.load(table, root, {"run_id": runs["run_id"]})
         more = runs.columns.difference([*own, "config", "versions"], sort=False)
+        if table == "fidelity":
+            own, left_out = log.select_current(own)
+            if left_out:
+                _say(left_out)
         tables[table] = own.merge(runs[["run_id", *more]], on="run_id")
     return tables
+
+
+@cache  # a slider reads the tables again at every move
+def _say(words: str) -> None:
+    print(words, file=sys.stderr)
 
 
 def configurations(
