@@ -309,7 +309,7 @@ def evaluate(
     token is scored once. Finished windows are stored in data/evaluations, where an
     interrupted run resumes.
 
-    Example: workbench evaluate build/llama --text data/tasks/heldout.txt --checkpoint data/tiny-llama
+    Example: workbench evaluate build/llama --text data/tasks/heldout.txt
 
     Args:
         checkpoint: The checkpoint that the bundle was exported from.

@@ -1,10 +1,9 @@
 """The version of what the columns of `fidelity` mean, and which older rows still mean
 the same.
 
-| version | since then |
-|---|---|
-| null | rows before versions were written |
-| 2 | a chained update is what the layer adds to the input that it was given; before, what it added was taken from the golden's input, which counts the error of all earlier layers again |
+Null: before versions were written. A chained update was what a layer adds to the golden's
+input, which counts the error of all earlier layers again.
+2: it is what the layer adds to the input that it was given.
 """
 
 import pandas as pd

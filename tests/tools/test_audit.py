@@ -1,0 +1,190 @@
+"""The audit finds nothing in a report whose numbers are right, and every planted fault."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from tiny import ROOT
+
+from workbench import log
+from workbench.sweep import conclude
+
+spec = importlib.util.spec_from_file_location("audit", ROOT / "tools" / "audit.py")
+audit = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(audit)
+
+pytestmark = pytest.mark.wide
+NAME = "34_made_up"
+
+
+def logged(root, number: int, S: int, ms: float, rng) -> str:
+    """One process: five sequences of four calls after one that compiles."""
+    run_id, rows = f"{number:03}-x", []
+    for repetition in range(5):
+        about = {"repetition": repetition, "T": 1, "warmup": False, "unit": "ms"}
+        rows.append(about | {"phase": "call", "value": 900.0, "warmup": True})
+        calls = ms * (1 + 0.05 * rng.standard_normal(4)) * [1, 1, 1, 1.5]
+        rows += [about | {"phase": "call", "value": value} for value in calls]
+        rate = {"phase": "tokens_per_s", "value": 4e3 / calls.sum(), "unit": "tok/s"}
+        rows.append(about | rate)
+    log.append("samples", rows, root, run_id)
+    budget, error = 0.01, 0.02
+    ratio = error / np.hypot(budget, 2.0**-11)
+    row = {"tensor": "update", "mode": "chained", "layer": 0, "position": 0, "T": 1}
+    row |= {"error": error, "budget": budget, "ratio": ratio, "definition": 2}
+    log.append("fidelity", row, root, run_id)
+    log.append("runs", {"status": "ok", "batch": 1, "max_seq_len": S}, root, run_id)
+    return run_id
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project with one report of times, as notebook 34 writes it."""
+    folder, root = tmp_path / "experiments" / NAME, tmp_path / "experiments/log/shipped"
+    rng, settings = np.random.default_rng(0), []
+    for number in range(6):
+        S = (128, 1024)[number % 2]
+        settings.append((logged(root, number, S, 4.0 if S == 128 else 5.0, rng), S))
+    runs = dict(settings)
+    values = log.by_process(log.load("samples", root))
+    values = values[values["phase"] == "tokens_per_s"]
+    values = values.assign(max_seq_len=values["run_id"].map(runs), T=1, disturbed=None)
+    (folder / "figures").mkdir(parents=True)
+    (folder / "tables").mkdir()
+    part = {"kind": "figures", "options": {"ylabel": "tokens per second"}}
+    (folder / "figures/speed.json").write_text(json.dumps(part))
+    values.to_parquet(folder / "figures/speed.parquet")
+    words = conclude.describe_axis(values, "max_seq_len", "tokens per second", "run 34")
+    (folder / "run.json").write_text(json.dumps({"conclusion": words}))
+    rows = [
+        {
+            "name": f"max_seq_len {S}",
+            "tokens_per_s": part["value"].median(),
+            "slowest": part["value"].min(),
+            "fastest": part["value"].max(),
+            "run_ids": part["run_id"].tolist(),
+        }
+        for S, part in values.groupby("max_seq_len")
+    ]
+    write_table(folder, pd.DataFrame(rows))
+    return tmp_path
+
+
+def write_table(folder, table: pd.DataFrame) -> None:
+    (folder / "tables/configurations.json").write_text('{"kind": "tables"}')
+    table.to_parquet(folder / "tables/configurations.parquet")
+    shown = table.drop(columns="run_ids")
+    text = shown.to_markdown(index=False, floatfmt=".4g")
+    (folder / "report.md").write_text(f"# Experiment\n\n{text}\n")
+
+
+def change_run(project, old: str, new: str) -> None:
+    path = project / "experiments" / NAME / "run.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def change(project, name: str, edit) -> None:
+    """Rewrites one Parquet file of the project by `edit`."""
+    (path,) = list((project / "experiments").glob(name))
+    edit(frame := pd.read_parquet(path))
+    frame.to_parquet(path)
+
+
+def test_right_numbers_are_not_found(project):
+    assert audit.audit(project) == []
+
+
+def pool(project) -> None:
+    """The median of all repetitions of a setting's processes in place of the median over
+    processes."""
+    root = project / "experiments/log/shipped"
+    samples, folder = log.load("samples", root), project / "experiments" / NAME
+    table = pd.read_parquet(folder / "tables/configurations.parquet")
+    for place, ids in enumerate(table["run_ids"]):
+        rates = samples[
+            samples["run_id"].isin(ids) & samples["phase"].eq("tokens_per_s")
+        ]
+        table.loc[place, "tokens_per_s"] = rates["value"].median()
+    write_table(folder, table)
+
+
+def swap_ratio_of_the_answer(project) -> None:
+    text = json.loads((project / f"experiments/{NAME}/run.json").read_text())[
+        "conclusion"
+    ]
+    (ratio,) = [match[3] for match in audit.RATIO.findall(text)]
+    change_run(project, f"{ratio} times", f"{1 / float(ratio):.3g} times")
+
+
+def swap_ratio_of_the_log(project) -> None:
+    def swap(frame):
+        frame["ratio"] = 1 / frame["ratio"]
+
+    change(project, "log/shipped/fidelity/000-x.parquet", swap)
+
+
+def name_seconds(project) -> None:
+    def rename(frame):
+        frame["unit"] = frame["unit"].replace("ms", "s")
+
+    change(project, "log/shipped/samples/003-x.parquet", rename)
+
+
+def draw_seconds(project) -> None:
+    def divide(frame):
+        frame["value"] /= 1e3
+
+    change(project, f"{NAME}/figures/speed.parquet", divide)
+
+
+def age(project) -> None:
+    def forget(frame):
+        frame["definition"] = 1
+
+    change(project, "log/shipped/fidelity/002-x.parquet", forget)
+
+
+def mislabel(project) -> None:
+    path = project / "experiments" / NAME / "figures/speed.json"
+    path.write_text(path.read_text().replace("tokens per second", "ms of a call"))
+
+
+def reverse(project) -> None:
+    change_run(project, "has fewer than", "has more than")
+
+
+def misprint(project) -> None:
+    path = project / "experiments" / NAME / "report.md"
+    text = path.read_text()
+    path.write_text(text.replace("tokens_per_s", "call_ms", 1))
+
+
+@pytest.mark.parametrize(
+    ("plant", "place"),
+    [
+        (pool, "tables/configurations: tokens_per_s of"),
+        (swap_ratio_of_the_answer, "Answer: 1024 over 128"),
+        (reverse, "Answer: 1024 over 128"),
+        (swap_ratio_of_the_log, "log/fidelity/000-x: error over its room"),
+        (name_seconds, "log/samples: unit of call: s; computed ms"),
+        (draw_seconds, "figures/speed: run"),
+        (age, "log/fidelity: chained updates, 1 rows of 1 runs"),
+        (mislabel, "figures/speed: label of the axis"),
+        (misprint, "tables/configurations: table of the report"),
+    ],
+)
+def test_a_planted_fault_is_found(project, plant, place):
+    plant(project)
+    found = [str(finding) for finding in audit.audit(project)]
+    assert any(place in text for text in found), found
+
+
+def test_what_this_project_publishes():
+    """Reports of 34 and the updates in the shipped log are older than the statistic and
+    the definition; `workbench run 34 --publish` and the others replace them."""
+    for finding in audit.audit(ROOT):
+        assert finding.place.startswith(("34_decode_sweep/", "log/fidelity")), finding

@@ -1,0 +1,333 @@
+"""Computes published numbers again from the log's raw samples, and lists what differs.
+
+    python tools/audit.py [PROJECT]
+
+Nothing of the package's statistics is used: files are read with pandas, and the formulas
+are written out here. Checked are, of every report below `experiments/`: its tables
+against the stored ones; figures and tables of times against the samples of their runs;
+axis labels against what the values are; the sentences of the Answer about times. Of the
+shipped log: units, the summed columns of `runs`, the ratio of every row of `fidelity`,
+and rows of an older definition. The exit code is 1 if anything differs."""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+TOLERANCE = 1e-3  # relative: tables print four digits
+HALF_ULP_SQUARED = 2.0**-22
+UNITS = {
+    "tokens_per_s": "tok/s",
+    "call": "ms",
+    "layer": "ms",
+    "head": "ms",
+    "host": "ms",
+}
+QUANTITIES = {"speed": "tokens_per_s", "paths": "call", "layer_ms": "layer"}
+"""Figures of times, and the phase of the samples behind them."""
+WORDS = {"tokens_per_s": "tokens per second", "call": "ms", "layer": "ms"}
+LISTED = re.compile(
+    r"([\w.]+): ([\d.e+]+) \((?:([\d.e+]+) to ([\d.e+]+), )?(\d+) process(?:es)?\)"
+)
+RATIO = re.compile(
+    r"([\w.]+) has (more|fewer) than ([\w.]+), ([\d.e+-]+) times "
+    r"\([\d.e+-]+ to [\d.e+-]+, paired over (\d+) rounds\)"
+)
+DEFINITION = 2  # of rows of fidelity whose chained updates mean what a layer adds
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A published number that is not what its label says."""
+
+    place: str
+    label: str
+    published: str
+    computed: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.label}: {self.published}; computed {self.computed}"
+
+
+def audit(project: Path) -> list[Finding]:
+    """All findings in the reports and the shipped log of a project."""
+    log = read_log(project / "experiments" / "log" / "shipped")
+    found = check_log(log)
+    for path in sorted((project / "experiments").glob("*/run.json")):
+        found += check_report(path.parent, log)
+    return found
+
+
+def read_log(folder: Path) -> dict[str, pd.DataFrame]:
+    """The tables of a log, with empty ones where there is no file."""
+    tables = {}
+    for name in ("runs", "samples", "layers", "fidelity"):
+        parts = [
+            pd.read_parquet(path) for path in sorted((folder / name).glob("*.parquet"))
+        ]
+        parts = [part.dropna(axis="columns", how="all") for part in parts]
+        tables[name] = pd.concat(parts) if parts else pd.DataFrame({"run_id": []})
+    return tables
+
+
+def differs(published: float, computed: float) -> bool:
+    return not np.isclose(published, computed, rtol=TOLERANCE, atol=0, equal_nan=True)
+
+
+def of_process(log: dict[str, pd.DataFrame], run_id: str, phase: str) -> float:
+    """The one value of a process: tokens over the time of its timed calls; the median of
+    its calls; of a layer the median over layers of the median of its shard's calls over
+    the shard's layers."""
+    samples = log["samples"]
+    rows = samples[(samples["run_id"] == run_id) & samples["warmup"].eq(False)]
+    if phase == "tokens_per_s":
+        runs = log["runs"].set_index("run_id")
+        batch = runs.loc[run_id].get("batch", 1)
+        calls = rows[rows["phase"] == "call"]
+        tokens = calls["T"].sum() * (1 if pd.isna(batch) else batch)
+        return float(tokens / calls["value"].sum() * 1e3)
+    rows = rows[rows["phase"] == phase]
+    if phase == "layer":
+        values = []
+        for shard, calls in rows.groupby("shard"):
+            first, last = map(int, re.findall(r"\d+", shard)[:2])
+            count = last - first + 1
+            values += [float(np.median(calls["value"])) / count] * count
+        return float(np.median(values))
+    return float(np.median(rows["value"]))
+
+
+def check_log(log: dict[str, pd.DataFrame]) -> list[Finding]:
+    found = []
+    samples = log["samples"]
+    for phase, unit in UNITS.items():
+        wrong = samples[(samples.get("phase") == phase) & (samples.get("unit") != unit)]
+        if len(wrong):
+            units = ", ".join(sorted(set(wrong["unit"])))
+            found.append(Finding("log/samples", f"unit of {phase}", units, unit))
+    for run_id, rows in samples.groupby("run_id"):
+        calls = rows[(rows["phase"] == "call") & rows["warmup"].eq(False)]
+        rates = rows[rows["phase"] == "tokens_per_s"]
+        if len(calls) and len(rates):
+            published = len(rates) / (1 / rates["value"]).sum()
+            computed = of_process(log, run_id, "tokens_per_s")
+            if differs(published, computed):
+                label = "tokens_per_s of its repetitions"
+                found.append(
+                    _finding(f"log/samples/{run_id}", label, published, computed)
+                )
+    fidelity = log["fidelity"]
+    if {"ratio", "error", "budget"} <= set(fidelity):
+        rows = fidelity.dropna(subset=["ratio", "error", "budget"])
+        rows = rows[np.isfinite(rows["ratio"]) & (rows["error"] > 0)]
+        ratio = rows["error"] / np.sqrt(rows["budget"] ** 2 + HALF_ULP_SQUARED)
+        # rows whose relative figures refer to a larger size than their own have a floor
+        wrong = rows[~np.isclose(rows["ratio"], ratio, rtol=TOLERANCE)]
+        for run_id, part in wrong.groupby("run_id"):
+            label = f"error over its room, {len(part)} rows"
+            first = part.iloc[0]
+            found.append(
+                _finding(
+                    f"log/fidelity/{run_id}",
+                    label,
+                    first["ratio"],
+                    ratio[wrong.index].iloc[0],
+                )
+            )
+    if "mode" in fidelity:
+        definition = fidelity.get("definition", pd.Series(np.nan, fidelity.index))
+        stale = definition.fillna(1).lt(DEFINITION)
+        stale &= fidelity["mode"].eq("chained") & fidelity["tensor"].eq("update")
+        if stale.any():
+            runs = fidelity.loc[stale, "run_id"].nunique()
+            label = f"chained updates, {stale.sum()} rows of {runs} runs"
+            found.append(
+                Finding("log/fidelity", label, "an older definition", str(DEFINITION))
+            )
+    return found
+
+
+def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
+    run = json.loads((folder / "run.json").read_text())
+    report = (folder / "report.md").read_text()
+    found, processes = [], {}
+    for path in sorted(folder.glob("*/*.json")):
+        part = json.loads(path.read_text())
+        data = pd.read_parquet(path.with_suffix(".parquet"))
+        place = f"{folder.name}/{path.parent.name}/{path.stem}"
+        if part["kind"] == "tables":
+            found += check_printed(place, data, report)
+            if {"run_ids", "tokens_per_s"} <= set(data):
+                found += check_configurations(place, data, log)
+        elif path.stem in QUANTITIES and {"run_id", "value"} <= set(data):
+            found += check_times(place, part, data, log)
+            processes[path.stem] = data
+    if processes:
+        found += check_answer(f"{folder.name}/Answer", run["conclusion"], processes)
+    return found
+
+
+def check_printed(place: str, data: pd.DataFrame, report: str) -> list[Finding]:
+    """The numbers of a table in `report.md` against the stored ones."""
+    shown = data.drop(columns=["run_id", "run_ids"], errors="ignore").head(20)
+    tables = _printed_tables(list(shown.columns), report)
+    if not tables:
+        columns = str(list(shown.columns))
+        return [Finding(place, "table of the report", "no such columns", columns)]
+    # several tables may have the same columns: the one that fits best is this one
+    return min((_compare(place, shown, table) for table in tables), key=len)
+
+
+def _compare(
+    place: str, shown: pd.DataFrame, printed: list[list[str]]
+) -> list[Finding]:
+    found = []
+    for texts, (_, row) in zip(printed, shown.iterrows()):
+        for name, text in zip(shown.columns, texts):
+            value = row[name]
+            if isinstance(value, float) and not pd.isna(value):
+                number = (
+                    float(text)
+                    if re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", text)
+                    else np.nan
+                )
+                if np.isfinite(value) and differs(number, value):
+                    found.append(_finding(place, name, number, value))
+    return found
+
+
+def _printed_tables(columns: list[str], report: str) -> list[list[list[str]]]:
+    """The cells of every table of a report with these columns."""
+    lines, tables = report.splitlines(), []
+    for start, line in enumerate(lines):
+        if line.startswith("|") and _cells(line) == columns:
+            rows = []
+            for row in lines[start + 2 :]:
+                if not row.startswith("|"):
+                    break
+                rows.append(_cells(row))
+            tables.append(rows)
+    return tables
+
+
+def _cells(line: str) -> list[str]:
+    cells = re.split(r"(?<!\\)\|", line.strip())[1:-1]
+    return [cell.strip().replace("\\|", "|") for cell in cells]
+
+
+def check_configurations(place: str, data: pd.DataFrame, log: dict) -> list[Finding]:
+    """Medians over processes, and their range, of a table with `run_ids`."""
+    found = []
+    for row in data.to_dict("records"):
+        rates = [of_process(log, run_id, "tokens_per_s") for run_id in row["run_ids"]]
+        calls = [of_process(log, run_id, "call") for run_id in row["run_ids"]]
+        computed = {
+            "tokens_per_s": np.median(rates),
+            "slowest": min(rates),
+            "fastest": max(rates),
+            "call_ms": np.median(calls),
+            "n": len(rates),
+        }
+        for name, value in computed.items():
+            if name in row and differs(row[name], value):
+                found.append(
+                    _finding(place, f"{name} of {row['name']}", row[name], value)
+                )
+    return found
+
+
+def check_times(place: str, part: dict, data: pd.DataFrame, log: dict) -> list[Finding]:
+    """One row for each process, its value, and the label of the axis."""
+    phase, found = QUANTITIES[place.rpartition("/")[2]], []
+    label = part["options"].get("ylabel", "")
+    if WORDS[phase] not in label:
+        found.append(
+            Finding(place, "label of the axis", repr(label), repr(WORDS[phase]))
+        )
+    for run_id, rows in data.groupby("run_id"):
+        computed = of_process(log, run_id, phase)
+        if len(rows) > 1:
+            count = f"{len(rows)} values of one process"
+            found.append(Finding(place, f"run {run_id}", count, f"one, {computed:.4g}"))
+        elif differs(rows["value"].iloc[0], computed):
+            found.append(
+                _finding(place, f"run {run_id}", rows["value"].iloc[0], computed)
+            )
+    return found
+
+
+def check_answer(
+    place: str, text: str, processes: dict[str, pd.DataFrame]
+) -> list[Finding]:
+    """Every listed setting against medians over processes, every ratio against paired
+    rounds, and its direction."""
+    groups, pairs = set(), {}
+    for data in processes.values():
+        keys = [name for name in ("max_seq_len", "T", "rows") if name in data]
+        settings = list(data.sort_values("run_id").groupby(keys, dropna=False))
+        for key, rows in settings:
+            values = rows["value"]
+            figures = (
+                f"{values.median():.4g}",
+                f"{values.min():.4g}",
+                f"{values.max():.4g}",
+            )
+            groups |= {(str(k), figures[0], len(values)) for k in key}
+            groups |= {(str(k), *figures, len(values)) for k in key}
+        for (first, a), (second, b) in combinations(settings, 2):
+            changed = [i for i, (x, y) in enumerate(zip(first, second)) if x != y]
+            if len(changed) != 1:
+                continue
+            count = min(len(a), len(b))
+            logs = np.log(b["value"].to_numpy()[:count] / a["value"].to_numpy()[:count])
+            for low, high, sign in ((first, second, 1), (second, first, -1)):
+                names = str(low[changed[0]]), str(high[changed[0]])
+                pairs.setdefault(names, set()).add(f"{np.exp(sign * logs.mean()):.3g}")
+    found = []
+    if "median" in text and not LISTED.search(text):
+        found.append(
+            Finding(place, "times", "no number of processes", "a median over processes")
+        )
+    for key, median, least, most, count in LISTED.findall(text):
+        known = (
+            (key, median, least, most, int(count))
+            if least
+            else (key, median, int(count))
+        )
+        names = {group[0] for group in groups}
+        if key in names and known not in groups:
+            figures = "; ".join(sorted({g[1] for g in groups if g[0] == key}))
+            found.append(
+                Finding(place, f"median at {key}", f"{median} of {count}", figures)
+            )
+    for second, more, first, ratio, rounds in RATIO.findall(text):
+        right = pairs.get((first, second), set())
+        words = "more" if float(ratio) > 1 else "fewer"
+        if ratio not in right or words != more or int(rounds) < 3:
+            published = f"{more}, {ratio} times, {rounds} rounds"
+            found.append(
+                Finding(
+                    place, f"{second} over {first}", published, "; ".join(sorted(right))
+                )
+            )
+    return found
+
+
+def _finding(place: str, label: str, published: float, computed: float) -> Finding:
+    return Finding(place, label, f"{published:.4g}", f"{computed:.4g}")
+
+
+def main() -> None:
+    project = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1]
+    found = audit(project)
+    print("\n".join(map(str, found)) or "every number is what its label says")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
