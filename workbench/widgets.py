@@ -185,13 +185,13 @@ class Explorer(ui.VBox):
         return rows[rows[name].isin(hashes)]
 
     def _draw_speed(self, S: int, T: int) -> str:
-        """Draws tokens per second and ms per layer over max_seq_len and T, and gives
-        those of the setting in words."""
+        """Draws tokens per second and ms per layer over max_seq_len and T, one value
+        for each process, and gives those of the setting in words."""
         rates, layers = (
             self._rows(table, "max_seq_len", "T") for table in ("samples", "layers")
         )
-        rates = rates[rates["phase"] == "tokens_per_s"].assign(what=SPEED)
-        layers = layers.assign(value=layers["layer_ms"], what=LAYER)
+        rates = sweep.per_process(rates, "tokens_per_s").assign(what=SPEED)
+        layers = sweep.per_process(layers, "layer_ms").assign(what=LAYER)
         times = pd.concat([rates, layers]).sort_values("T")
         own = times[(times["max_seq_len"] == S) & (times["T"] == T)]
         self.speed.layout.display = "none" if own.empty else None
@@ -202,9 +202,14 @@ class Explorer(ui.VBox):
         for ax in self.speed.figure.axes:
             ax.axvline(S, color="0.8", linewidth=5, zorder=0)
         self.speed.draw_idle()
-        medians = own.groupby("what")["value"].median()
+        found = log.summarize(own, "what")
+        medians = found["median"]
         words = f"{medians[SPEED]:.4g} {SPEED}, {medians[LAYER]:.3g} {LAYER}"
-        words = f"<b>{words}</b> on {own['machine'].iloc[0]}"
+        count = found["n"].max()
+        processes = f"median of {count} processes" if count > 1 else "one process"
+        words = f"<b>{words}</b> on {own['machine'].iloc[0]}, {processes}"
+        if why := own["disturbed"].dropna().unique().tolist():
+            words += f"; disturbed: {html.escape(why[0])}"
         invalid = own["invalid"].dropna().unique()
         return "; invalid: ".join([words, *map(html.escape, invalid)])
 

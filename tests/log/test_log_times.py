@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench import log
+from workbench import log, sweep
 from workbench.sweep import summary
 
 
@@ -85,3 +85,17 @@ def test_one_odd_process_disturbs_three_but_not_five():
     assert log.are_apart([10, 10.1, 13]) and not log.are_apart([10, 10.1, 12])
     assert not log.are_apart([10, 10.1, 10.2, 9.9, 30])
     assert not log.are_apart([10])
+
+
+def test_figures_get_one_value_of_each_process(tmp_path):
+    """Of three processes the disturbed one is left out; a setting in which every one is
+    disturbed keeps them, with the reason."""
+    parts, about = [], {"machine": "chip, 2 cores", "warmup": False}
+    for run_id, setting, load in (("1", "a", 1), ("2", "a", 9), ("3", "b", 9)):
+        rows = samples(run_id, [[10.0] * 4, [40.0] * 4]).assign(setting=setting)
+        reason = log.disturbed(pd.DataFrame([about | {"load_start": load}]))[0]
+        parts.append(rows.assign(disturbed=reason))
+    found = sweep.per_process(pd.concat(parts), "tokens_per_s")
+    assert found["run_id"].tolist() == ["1", "3"]
+    assert found["value"].tolist() == pytest.approx([40, 40])
+    assert found["disturbed"].notna().tolist() == [False, True]

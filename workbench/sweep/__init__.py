@@ -17,6 +17,7 @@ _MODULES = {
     "missing": "run",
     "sweep": "run",
     "configurations": "results",
+    "per_process": "results",
     "processes": "results",
     "stored_tables": "results",
 }

@@ -12,7 +12,7 @@ from workbench.errors import check_choice
 from workbench.sweep.grid import Grid, cells
 from workbench.sweep.identity import RUNTIMES
 from workbench.sweep.run import MEASURED
-from workbench.sweep.summary import BUNDLE, repeated, with_speeds, with_tail
+from workbench.sweep.summary import BUNDLE, repeated, with_tail
 
 
 def stored_tables(
@@ -46,6 +46,10 @@ def stored_tables(
                 _say(left_out)
         tables[table] = own.merge(runs[["run_id", *more]], on="run_id")
     return tables
+
+
+LAYER_MS = "layer_ms"
+"""A column of the log's `layers`, named like a phase."""
 
 
 @cache  # a slider reads the tables again at every move
@@ -106,16 +110,21 @@ def processes(
         of settings that have others; name: the values of the axes that vary.
     """
     tables = stored_tables(grid, root, machine)
-    if phase == "layer_ms":
-        values = tables["layers"].groupby("run_id")["layer_ms"].median()
-        values = values.rename("value").reset_index()
+    rows = per_process(tables["layers" if phase == LAYER_MS else "samples"], phase)
+    return rows.assign(name=_names(grid, rows)).reset_index(drop=True)
+
+
+def per_process(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """One row per process, and its value, of rows of the table `samples` or `layers` of
+    `stored_tables`; see `processes`."""
+    if phase == LAYER_MS:
+        values = rows.groupby("run_id")[LAYER_MS].median()
     else:
-        samples = tables["samples"]
-        values = log.by_process(samples[samples["phase"] == phase])
-    runs = with_speeds(_runs(grid, root, machine)[0], root)
-    rows = runs.merge(values[["run_id", "value"]], on="run_id")
-    rows["name"] = _names(grid, rows)
-    return rows[log.select_undisturbed(rows, ["setting"])].reset_index(drop=True)
+        rows = rows[rows["phase"] == phase]
+        values = log.by_process(rows).set_index("run_id")["value"]
+    first = rows.drop_duplicates("run_id")
+    first = first.assign(value=first["run_id"].map(values)).dropna(subset="value")
+    return first[log.select_undisturbed(first, ["setting"])]
 
 
 def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
