@@ -32,14 +32,14 @@ MAY_IMPORT = {
     "kernel": "",
     "sweep": "log explain check ane decode runtime export models bundle",
     "doctor": "sweep log runtime",
-    "experiment": "kernel sweep log plots check decode",
+    "experiment": "kernel sweep log plots check decode models",
     "widgets": "bundle experiment sweep log plots ane decode export models",
     "cli": None,
     "harness": "decode",
     "lab": "",
 }
 # rooms of one file at the root
-FILES = set("doctor experiment harness kernel lab plots widgets".split())
+FILES = set("doctor harness kernel lab plots widgets".split())
 
 
 def dotted(path: Path) -> str:

@@ -18,7 +18,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from workbench.bundle import Options
-from workbench.log import SCHEMAS, default_root, store
+from workbench.log import SCHEMAS, SHIPPED, default_root, store
 from workbench.log.machine import machine_name, software_name
 from workbench.log.runs import scalars
 from workbench.log.schema import VERSION
@@ -175,5 +175,5 @@ def kl_mean(config: dict) -> float | None:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else default_root()
-    for folder in (root, root / store.SHIPPED):
+    for folder in (root, root / SHIPPED):
         print(f"{folder}: {rewrite(folder)} files rewritten")

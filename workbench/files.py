@@ -1,6 +1,7 @@
 """Files that are whole or absent, locks between processes, and digests. A leaf: imports
 only the errors."""
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -18,6 +19,7 @@ from workbench.errors import InputError
 # the first bytes of what Git LFS puts in place of a file
 LFS_POINTER = b"version https://git-lfs"
 TEXT_SUFFIXES = ".json", ".jinja", ".txt", ".model"
+OUT = "WORKBENCH_OUT"
 MAX_TEXT_BYTES = 1 << 26  # of a file that is read into memory: JSON, YAML, a prompt
 
 
@@ -61,6 +63,19 @@ def _note_path(kind: str, facts: dict[str, str]) -> Path:
         folder = Path(cache) / "workbench"
     key = json.dumps(facts, sort_keys=True).encode()
     return folder / kind / f"{hashlib.sha256(key).hexdigest()[:32]}.json"
+
+
+def checkout() -> Path:
+    """The checkout around the working directory, else the directory."""
+    return project_root(Path.cwd()) or Path.cwd()
+
+
+def output_root() -> Path:
+    """The folder below which everything is written that a run makes, in the checkout's
+    folders: the one that the variable ``WORKBENCH_OUT`` names, such as for a checkout
+    that cannot be written, else the checkout."""
+    named = os.environ.get(OUT)
+    return Path(named).absolute() if named else checkout()
 
 
 def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
@@ -245,3 +260,55 @@ def link(source: str, target: str) -> None:
         os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+AT_FDCWD = -100  # of <fcntl.h>, Linux
+RENAME_EXCHANGE = 2  # of <linux/fs.h>; RENAME_SWAP of macOS' <sys/stdio.h> is 2, too
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Renames the folder `new` to `target`, and removes what was there.
+
+    At every moment `target` is the earlier folder or the new one, as a whole: where the
+    file system can (Linux, macOS), both change their names in one step. Elsewhere the
+    earlier folder waits as `.NAME.earlier` beside `target` for an instant; a process
+    that is killed then leaves it there, and `restore_folder` renames it back.
+    """
+    earlier = _earlier(target)
+    restore_folder(target)
+    if not target.exists():
+        os.rename(new, target)
+    elif _exchange(new, target):
+        shutil.rmtree(new)
+    else:
+        os.rename(target, earlier)
+        os.rename(new, target)
+        shutil.rmtree(earlier)
+
+
+def restore_folder(target: Path) -> None:
+    """Renames a folder back that `replace_folder` was replacing when it was killed, and
+    removes one that it had replaced."""
+    earlier = _earlier(target)
+    if earlier.is_dir():
+        if target.exists():
+            shutil.rmtree(earlier)
+        else:
+            os.rename(earlier, target)
+
+
+def _earlier(target: Path) -> Path:
+    return target.with_name(f".{target.name}.earlier")
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchanges the names of two folders in one step; returns whether the system
+    can."""
+    library = ctypes.CDLL(None, use_errno=True)
+    paths = os.fsencode(first), os.fsencode(second)
+    if hasattr(library, "renameat2"):
+        names = AT_FDCWD, paths[0], AT_FDCWD, paths[1]
+        return library.renameat2(*names, RENAME_EXCHANGE) == 0
+    if hasattr(library, "renamex_np"):
+        return library.renamex_np(*paths, RENAME_EXCHANGE) == 0
+    return False

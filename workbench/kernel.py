@@ -19,6 +19,7 @@ from jupyter_client.manager import AsyncKernelManager
 from zmq import ZMQError
 
 from workbench.errors import CellError, InputError, one_line
+from workbench.escape import path_template
 
 POLL_S = 1.0
 START_S = 60  # within which a kernel answers, or it has failed
@@ -73,15 +74,21 @@ class KernelManager(AsyncKernelManager):
 
 
 def execute(
-    source: Path, copy: Path, parameters: Mapping, *, progress: bool = True
+    source: Path,
+    copy: Path,
+    parameters: Mapping,
+    *,
+    progress: bool = True,
+    folder: Path | None = None,
 ) -> None:
-    """Executes a notebook in its folder, and writes it with its outputs.
+    """Executes a notebook, and writes it with its outputs.
 
     Args:
         source: the notebook.
         copy: the notebook with outputs, written after every cell.
         parameters: values for names that the cell tagged `parameters` sets.
         progress: shows a bar of cells.
+        folder: the kernel's; default: the notebook's.
 
     Raises:
         InputError: a cell raised it.
@@ -99,10 +106,10 @@ def execute(
         with silent_logs(), tempfile.TemporaryDirectory(dir=socket_root()) as sockets:
             config.KernelManager.connection_file = f"{sockets}/kernel.json"
             papermill.execute_notebook(
-                source,
-                copy,
+                path_template(source),
+                path_template(copy),
                 dict(parameters),
-                cwd=source.parent,
+                cwd=folder or source.parent,
                 progress_bar=progress,
                 start_timeout=START_S,
                 config=config,

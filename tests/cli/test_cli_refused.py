@@ -35,7 +35,7 @@ from workbench.cli import main
         ("golden TINY --out new/g --prompt-ids ''", "prompt ids"),
         ("golden TINY --out new/g --prompt-ids 1,256", "from 0 to 255"),
         ("golden TINY --out g --prompt get --prompt-ids 1", "one of --prompt"),
-        ("run 34 --set DAY=2026-13-45", "DAY"),
+        ("run 34 --set T=1", "inside a checkout"),
         (
             "validate BUNDLE --golden README --tasks TINY/../tasks/heldout.jsonl",
             "--checkpoint",

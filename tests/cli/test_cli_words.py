@@ -10,7 +10,7 @@ from in_process import cli
 from workbench import plugins
 from workbench.cli.app import app
 from workbench.cli.common import text
-from workbench.cli.experiments import typed
+from workbench.experiment import typed
 from workbench.log import project
 
 COMMANDS = "export golden validate explain evaluate generate plan sweep log run report doctor adopt"

@@ -20,7 +20,7 @@ from workbench.check.hf import Reference, Values, Weights, updates
 from workbench.check.text import default_ids
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
-from workbench.files import load_arrays, project_root, save_arrays
+from workbench.files import load_arrays, output_root, save_arrays
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import constants
 
@@ -60,7 +60,7 @@ class Golden:
         if not isinstance(checkpoint, Checkpoint):
             source = Checkpoint(paths.find(checkpoint))
         if folder is None:
-            folder = (project_root(Path.cwd()) or Path.cwd()) / "data" / "golden"
+            folder = output_root() / "data" / "golden"
         ids = np.asarray(default_ids(source) if ids is None else ids).tolist()
         key = json.dumps([FORMAT, source.sha256, ids, version("transformers")])
         digest = hashlib.sha256(key.encode()).hexdigest()[:10]

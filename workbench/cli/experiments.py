@@ -39,14 +39,20 @@ def run(
     from workbench import experiment
 
     numbers = [number.zfill(2) for number in numbers]
-    defaults = {number: experiment.notebook_parameters(number) for number in numbers}
+    for number in numbers:
+        experiment.find_notebook(number)  # refuses all before any of them runs
+    experiment.check_writable(f"workbench run {' '.join(numbers)}")
     values = {number: {} for number in numbers}
+    defaults = {}
+    if set_:
+        defaults = {n: experiment.notebook_parameters(n).values for n in numbers}
     for assignment in set_ or []:
         name, _, value = assignment.partition("=")
         owners = [number for number in numbers if name in defaults[number]]
         # a name that none has is left to the first notebook to refuse
         for number in owners or numbers:
-            values[number][name] = typed(name, value, defaults[number].get(name))
+            default = defaults[number].get(name)
+            values[number][name] = experiment.typed(name, value, default)
     results = []
     for number in numbers:
         found = experiment.run_notebook(
@@ -70,23 +76,6 @@ def run(
     show({"verdict": verdict, "experiments": results}, json, lines)
 
 
-def typed(name: str, text: str, default: object) -> object:
-    """The value that YAML reads in `text`, of the type of the parameter's default; a
-    text stays as it is."""
-    import yaml
-    from pydantic import TypeAdapter
-
-    if isinstance(default, str):
-        return text.strip("\"'")
-    try:
-        value = yaml.safe_load(text)
-        kind = object if default is None else type(default)
-        return TypeAdapter(kind).validate_python(value, strict=True)
-    except (yaml.YAMLError, ValueError):
-        needed, step = f"a value like {default!r}", f"write --set '{name}={default}'"
-        raise InputError(f"--set {name}", text, needed, step) from None
-
-
 def report(
     number: str, /, *, publish: bool = False, html: bool = False, json: Json = False
 ) -> None:
@@ -102,12 +91,13 @@ def report(
     """
     from workbench import experiment
 
-    folder = experiment.last_run(number)
-    if publish:
-        folder = experiment.publish_run(folder)
+    run = experiment.last_run(number)
+    experiment.check_writable(f"workbench report {number}")
+    run = experiment.writable_run(run, experiment.read_run(run))
+    folder = experiment.publish_run(run) if publish else run
     result = {"report": str(experiment.write_again(folder))}
     if html:
-        result["html"] = str(experiment.write_html(number))
+        result["html"] = str(experiment.write_html(run))
     show(result, json, list(result.values()))
 
 

@@ -46,7 +46,7 @@ from workbench.export.weights import (
     stored,
     weight_sources,
 )
-from workbench.files import check_room, locked, project_root, sha256
+from workbench.files import check_room, locked, output_root, sha256
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
@@ -93,8 +93,7 @@ def export(
     settings = options(**chosen)
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
-        project = project_root(Path.cwd()) or Path.cwd()
-        return bundle_for(source, settings, project / "data" / "bundles")
+        return bundle_for(source, settings, output_root() / "data" / "bundles")
     return _export(source, settings, Path(bundle))
 
 

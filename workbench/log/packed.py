@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from workbench.errors import InputError
 from workbench.files import check_regular, read_at_most, write_whole
 from workbench.log.anonymous import anonymous, identifiers
-from workbench.log.places import SHIPPED, Root, default_root
+from workbench.log.places import Root, default_root, shipped_root
 from workbench.log.schema import JSON_COLUMNS, SCHEMAS, VERSION
 from workbench.log.store import (
     RUN_ID,
@@ -49,7 +49,7 @@ def pack(out: Path, root: Root = None) -> int:
         InputError: more rows than `unpack` takes in.
     """
     names, root = identifiers(), Path(root or default_root())
-    shipped = load("runs", root / SHIPPED)["run_id"]
+    shipped = load("runs", shipped_root(root))["run_id"]
     out.parent.mkdir(parents=True, exist_ok=True)
     packed, decoded_bytes = BytesIO(), 0
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:

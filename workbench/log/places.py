@@ -4,7 +4,7 @@ import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workbench.files import project_root
+from workbench.files import checkout, output_root
 
 SHIPPED = "shipped"
 Root = Path | str | None
@@ -19,8 +19,16 @@ def new_run_id() -> str:
 
 def default_root() -> Path:
     """``experiments/log`` of the checkout around the working directory, else of the
-    directory."""
-    return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
+    directory, or of the folder that takes its place (see `files.output_root`)."""
+    return output_root() / "experiments" / "log"
+
+
+def shipped_root(root: Path) -> Path:
+    """The log of the runs that came with the project of the log at `root`; for a log
+    outside the checkout that takes the place of the checkout's, the checkout's."""
+    if root == default_root() and not (root / SHIPPED).exists():
+        return checkout() / "experiments" / "log" / SHIPPED
+    return root / SHIPPED
 
 
 def project(root: Root = None) -> Path:

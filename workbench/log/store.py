@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from workbench.errors import InputError, check_choice
 from workbench.files import write_whole
 from workbench.log.condition import rows_that_fit
-from workbench.log.places import SHIPPED, Root, default_root, new_run_id
+from workbench.log.places import Root, default_root, new_run_id, shipped_root
 from workbench.log.schema import ALLOWED, JSON_COLUMNS, SCHEMAS, VERSION
 
 VERSION_KEY = b"workbench.log.version"
@@ -304,7 +304,7 @@ def _folders(table: str, root: Root) -> tuple[Path, Path]:
     """The folders of a table in the log at `root`: of shipped runs, and its own."""
     check_choice("log table", table, SCHEMAS, "correct the name")
     root = Path(root or default_root()).absolute()
-    return root / SHIPPED / table, root / table
+    return shipped_root(root) / table, root / table
 
 
 def to_arrow(table: str, frame: pd.DataFrame) -> pa.Table:

@@ -28,7 +28,7 @@ from workbench.bundle.manifest import first_fault
 from workbench.check.gates import MAX_KL
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
-from workbench.files import read_bytes
+from workbench.files import checkout, output_root, read_bytes
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import check_runtime, resolve
 from workbench.sweep import identity, timing
@@ -286,4 +286,7 @@ def _sha256(folder: Path, stamps: tuple) -> str:
 def find(path: str | Path, root: log.Root = None) -> Path:
     """The place of a grid's path, beside the project of the log at `root` too (see
     `paths.find`)."""
-    return paths.find(path, log.project(root))
+    project = log.project(root)
+    if project == output_root():
+        project = checkout()
+    return paths.find(path, project)

@@ -1,0 +1,111 @@
+"""Tables show text and values as they are, to readers of HTML, Markdown and LaTeX."""
+
+import re
+from html.parser import HTMLParser
+
+import pandas as pd
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from markdown_it import MarkdownIt
+
+from workbench.check import gates
+from workbench.experiment.tables import (
+    gate_table,
+    latex_table,
+    markdown_table,
+    show,
+    show_with_caption,
+    words_of,
+)
+
+ODD = ["<s>", "a|b", "<|im_end|>", "*x*", "</td>", "`a`", "1e3", "0010", "_", "", "-"]
+TEXT = some.sampled_from(ODD) | some.text(
+    some.characters(exclude_categories=["Cs", "Cc"])
+)
+
+
+class Cells(HTMLParser):
+    """The texts of a table's headings and cells, and its tags."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.cells, self.tags, self.is_cell = [], set(), False
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.is_cell = tag in ("td", "th")
+        if self.is_cell:
+            self.cells.append("")
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.is_cell = False
+
+    def handle_data(self, data):
+        if self.is_cell:
+            self.cells[-1] += data
+
+
+def squeezed(texts: list[str]) -> list[str]:
+    return [" ".join(text.split()) for text in texts]
+
+
+@settings(deadline=None, max_examples=50)
+@given(some.lists(TEXT, min_size=1, max_size=3), TEXT)
+def test_every_reader_gets_headings_and_cells_as_given(texts, heading):
+    table = pd.DataFrame({heading: texts, heading + "2": range(len(texts))})
+    cells = [heading, heading + "2"]
+    for place, text in enumerate(texts):
+        cells += [text, str(place)]
+    page = show(table).to_html()
+    assert squeezed(Cells(page).cells) == squeezed(cells)
+    assert Cells(page).tags == {"style", "table", "thead", "tbody", "tr", "th", "td"}
+    page = MarkdownIt("commonmark").enable("table").render(markdown_table(table))
+    assert squeezed(Cells(page).cells) == squeezed(cells)
+
+
+def test_a_heading_is_aligned_as_its_column():
+    table = pd.DataFrame({"text": ["a"], "number": [1.5]})
+    page = show(table).to_html()
+    styles = re.findall(r"([^{}]+)\{\s*text-align: left", page)
+    assert any("th.col_heading.col0" in rule for rule in styles)
+    assert not any("col1" in rule for rule in styles)
+    assert markdown_table(table).splitlines()[1] == "|:-----|-------:|"
+
+
+def test_code_in_a_caption_is_code():
+    page = show_with_caption(pd.DataFrame({"a": [1]}), "Of `max_kl` <b>").to_html()
+    assert "Of <code>max_kl</code> &lt;b&gt;</caption>" in page
+
+
+def test_values_are_numbers_with_four_digits_and_nulls_a_dash():
+    values = [1.23456789, 24, None, float("nan"), pd.NA, "nan", True, [1, 2]]
+    words = ["1.235", "24", "–", "–", "–", "nan", "True", "[1, 2]"]
+    assert list(map(words_of, values)) == words
+
+
+def test_a_latex_table_is_ascii_and_long_text_wraps():
+    long = "relative RMS against Hugging Face's model − worst of 21068 " * 3
+    table = pd.DataFrame({"gate": ["✗ RED"], "xᵀ": [1.5], "reason": [long]})
+    text = latex_table(table, "Of `a_b` & −", "tab:07-a")
+    assert text.isascii() and r"\caption{Of \texttt{a\_b} \& \ensuremath{-}}" in text
+    kinds = re.search(r"\\begin\{tabular\}\{(.*)\}", text)[1]
+    share = re.fullmatch(r"lrp\{(0\.\d+)\\linewidth\}", kinds)[1]
+    assert 0.3 < float(share) < 1
+    assert r"\ensuremath{\times} RED & 1.5 & relative" in text
+
+
+def test_gates_that_compare_no_figures_show_none():
+    results = [
+        gates.holds("host", True, "it agrees"),
+        gates.at_most("interface", 0.0, 0.0, "no fault"),
+        gates.at_most("max_kl", 0.01, 0.05, "mean KL"),
+        gates.holds("undo", False, "it differs"),
+    ]
+    table = gate_table(results)
+    assert list(table["gate"]) == ["undo", "host", "interface", "max_kl"]
+    numbers = table.set_index("gate")[["value", "limit"]]
+    assert numbers.loc[["undo", "host", "interface"]].isna().all(axis=None)
+    assert numbers.loc["max_kl"].tolist() == [0.01, 0.05]

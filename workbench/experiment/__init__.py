@@ -1,0 +1,48 @@
+"""A numbered experiment: its notebook shows figures and tables, which are files at
+once, and its last cell logs one row and writes the report.
+
+A finished run is a folder, `build/experiments/NN_slug/NAME-HASH`, of one checkpoint by
+the hash of its content: ``figures/NAME.json`` and ``.parquet`` are a figure's options
+and data, from which ``.svg``, ``.pdf`` and ``.png`` are drawn; ``tables/NAME.parquet``
+and ``.tex``; ``run.json`` has verdict, gates, parameters and the ids of all runs behind
+the figures; ``report.md`` is written from these files alone, ``report.html`` from the
+executed notebook. All of them have one run id, and readers refuse a mixture. A run that
+has not finished lies in a folder of its own and replaces the finished one as a
+whole."""
+
+from workbench.errors import CellError
+from workbench.experiment.folders import (
+    check_writable,
+    last_run,
+    read_run,
+    run_folder,
+    writable_run,
+)
+from workbench.experiment.notebooks import find_notebook
+from workbench.experiment.parameters import notebook_parameters, typed
+from workbench.experiment.publishing import publish_run
+from workbench.experiment.recording import Experiment
+from workbench.experiment.report import redraw, write_again, write_html, write_report
+from workbench.experiment.running import run_notebook
+from workbench.experiment.tables import gate_table, show
+
+__all__ = [
+    "CellError",
+    "Experiment",
+    "check_writable",
+    "find_notebook",
+    "gate_table",
+    "last_run",
+    "notebook_parameters",
+    "publish_run",
+    "read_run",
+    "redraw",
+    "run_folder",
+    "run_notebook",
+    "show",
+    "typed",
+    "writable_run",
+    "write_again",
+    "write_html",
+    "write_report",
+]

@@ -1,0 +1,231 @@
+"""The parameters of a notebook: the names that its cell tagged `parameters` sets, and
+their values, as Python has them, as `--set` gives them and as a report writes them.
+
+The cell is Python. Its names are read from its symbols; a notebook takes their values
+from its kernel. A command needs values before a kernel runs: those that are literals
+are read here, and where one is an expression, a kernel executes the cell."""
+
+import ast
+import json
+import os
+import symtable
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
+from nbformat.v4 import new_code_cell, new_notebook
+
+from workbench import kernel, paths
+from workbench.errors import InputError
+from workbench.experiment.folders import Source
+from workbench.experiment.notebooks import cells_of, find_notebook, named_notebook
+from workbench.files import checkout, sha256
+
+TAG = "parameters"
+# printed by a kernel as the last output of the evaluated cell
+EVALUATED = """
+def _evaluated(values):
+    import json
+    from IPython.display import publish_display_data
+    from workbench.experiment.parameters import settable
+    publish_display_data({{"application/json": settable(values, {names!r}).json()}})
+_evaluated(globals())
+"""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Values of a notebook's parameters.
+
+    Args:
+        values: by name, those that `--set` can override: JSON has their types.
+        fixed: by name, in Python's words, those that it cannot.
+    """
+
+    values: dict[str, object] = field(default_factory=dict)
+    fixed: dict[str, str] = field(default_factory=dict)
+
+    def json(self) -> dict:
+        return {"values": self.values, "fixed": self.fixed}
+
+
+def parameter_source(path: Path | None) -> str:
+    """The Python of a notebook's cells tagged `parameters`."""
+    cells = cells_of(path) if path else []
+    tagged = [c for c in cells if TAG in c.metadata.get("tags", [])]
+    return "\n".join(cell.source for cell in tagged)
+
+
+def parameter_names(source: str) -> list[str]:
+    """Names that the code of a cell sets, without imports, functions and classes, and
+    without those that begin with an underscore.
+
+    Raises:
+        InputError: it is not Python.
+    """
+    code = TransformerManager().transform_cell(source)
+    try:
+        symbols = symtable.symtable(code, "parameters", "exec").get_symbols()
+    except SyntaxError as problem:
+        found = f"{problem.msg} in line {problem.lineno}"
+        raise InputError("cell parameters", found, "Python", "correct it") from None
+    return [
+        symbol.get_name()
+        for symbol in symbols
+        if symbol.is_assigned()
+        and not symbol.is_imported()
+        and not symbol.is_namespace()
+        and not symbol.get_name().startswith("_")
+    ]
+
+
+def settable(values: Mapping, names: list[str]) -> Parameters:
+    """The values of these names that are there, by whether `--set` can override
+    them."""
+    values = {name: values[name] for name in names if name in values}
+    texts = {name: repr(value) for name, value in values.items() if not _is_json(value)}
+    kept = {name: value for name, value in values.items() if name not in texts}
+    return Parameters(kept, texts)
+
+
+def _is_json(value: object) -> bool:
+    """Whether JSON has the value's type; tuples are lists there."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(name, str) for name in value) and all(
+            map(_is_json, value.values())
+        )
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def notebook_parameters(number: str) -> Parameters:
+    """The parameters of an experiment's notebook before anything overrides them.
+
+    Raises:
+        InputError: there is no such notebook, or its cell is not Python.
+        CellError: the cell raised an error.
+    """
+    path = find_notebook(number)
+    source = parameter_source(path)
+    names = parameter_names(source)
+    if (literals := _literals(source)) is not None:
+        return settable(literals, names)
+    return _evaluate(source, names, path.parent)
+
+
+def _literals(source: str) -> dict | None:
+    """The values of a cell that assigns literals to names and does nothing else; None
+    for any other."""
+    values = {}
+    try:
+        for line in ast.parse(source).body:
+            match line:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    values[name] = ast.literal_eval(value)
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    values[name] = ast.literal_eval(value)
+                case _:
+                    return None
+    except (SyntaxError, ValueError, TypeError):
+        return None
+    return values
+
+
+def _evaluate(source: str, names: list[str], folder: Path) -> Parameters:
+    """The values of the cell in a kernel that executes it alone."""
+    cells = [new_code_cell(source), new_code_cell(EVALUATED.format(names=names))]
+    words = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = new_notebook(cells=cells, metadata={"kernelspec": words})
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "parameters.ipynb")
+        nbformat.write(notebook, path)
+        kernel.execute(path, path, {}, progress=False, folder=folder)
+        outputs = cells_of(path)[-1].outputs
+    return Parameters(**outputs[-1].data["application/json"])
+
+
+def recorded_parameters(name: str, names: Mapping) -> Parameters:
+    """The parameters of a running notebook, by their names' values in its kernel."""
+    source = parameter_source(named_notebook(name))
+    return settable(names, parameter_names(source))
+
+
+def typed(name: str, text: str, default: object) -> object:
+    """The value that JSON or YAML reads in `text`, of the type of the parameter's
+    default; for a default that is a text, the text as it is.
+
+    Raises:
+        InputError: a value of another type.
+    """
+    import yaml
+    from pydantic import TypeAdapter
+
+    if isinstance(default, str):
+        return text
+    try:
+        try:
+            value = json.loads(text)  # 1e-5 is a number for JSON, a text for YAML
+        except ValueError:
+            value = yaml.safe_load(text)
+        if isinstance(default, tuple) and isinstance(value, list):
+            value = tuple(value)
+        kind = object if default is None else type(default)
+        return TypeAdapter(kind).validate_python(value, strict=True)
+    except (yaml.YAMLError, ValueError):
+        needed = f"a value like {default!r}"
+        step = f"write --set '{name}={assigned(default, default)}'"
+        raise InputError(f"--set {name}", text, needed, step) from None
+
+
+def assigned(value: object, default: object) -> str:
+    """The text from which `typed` reads a value again, given the same default."""
+    if isinstance(default, str) and isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def portable(parameters: Parameters, source: Source) -> dict[str, object]:
+    """The settable parameters as another machine's reader can use them: a path inside
+    the project relative to it, and no other path of this machine.
+
+    The checkpoint elsewhere is called by its label, its folder's name with the hash of
+    its content; another file or folder by its name. The name of a model on the Hub stays
+    as it is.
+    """
+    values = {}
+    for name, value in parameters.values.items():
+        values[name] = value
+        if isinstance(value, str):
+            values[name] = _portable_text(name, value, source)
+    return values
+
+
+def _portable_text(name: str, text: str, source: Source) -> str:
+    project = checkout().resolve()
+    is_checkpoint = name == "CHECKPOINT"
+    is_path = Path(text).is_absolute() or text.startswith("~") or is_checkpoint
+    if "\n" in text or not text or not is_path:
+        return text
+    if is_checkpoint and paths.hub_id(text, project):
+        return text
+    path = paths.find(text) if is_checkpoint else Path(text)
+    # a link inside the project is a path of the project, wherever it leads
+    for candidate in (Path(os.path.abspath(path)), path.resolve()):
+        if candidate.is_relative_to(project):
+            return candidate.relative_to(project).as_posix()
+    if is_checkpoint:
+        return source.label
+    if not path.expanduser().exists():
+        return text
+    if path.is_file():
+        return f"{path.name}-{sha256(path)[:8]}"
+    return path.name
+
+
+def default_values(name: str) -> dict:
+    """The values that a notebook's cell sets now, where all of them are literals."""
+    return _literals(parameter_source(named_notebook(name))) or {}

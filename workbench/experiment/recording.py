@@ -1,0 +1,310 @@
+"""A run while its notebook goes on: what each cell gave, and the conclusion that makes
+the run a finished one."""
+
+import os
+import shutil
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+from IPython import get_ipython
+from IPython.display import SVG, publish_display_data
+from pandas.io.formats.style import Styler
+
+from workbench import log, plots
+from workbench.check.gates import Gate, verdict
+from workbench.decode import Decoder
+from workbench.errors import InputError
+from workbench.experiment import folders, report, tables
+from workbench.experiment.parameters import portable, recorded_parameters
+from workbench.files import locked, write_whole
+from workbench.sweep import identity
+
+GATE = "gate"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The cell that runs, and which of its executions this is; without an id where code
+    runs outside a cell, or where the front end names none."""
+
+    id: str | None
+    execution: object
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A gate, a figure or a table that a cell gave."""
+
+    kind: str
+    name: str
+    cell: Cell
+    gate: Gate | None = None
+
+    def gives_way(self, kind: str, names: set[str], cell: Cell) -> bool:
+        """Whether what an execution of a cell gives replaces this entry: an earlier
+        execution of the same cell gave it, or it has the same name and no cell, or its
+        files are written again."""
+        same_name = self.kind == kind and self.name in names
+        if same_name and kind != GATE:
+            return True
+        if self.cell.execution is cell.execution or self.cell.id != cell.id:
+            return False
+        return cell.id is not None or same_name
+
+
+def current_cell() -> Cell:
+    """The cell that the kernel executes; JupyterLab sends its id with every
+    execution."""
+    kernel = getattr(get_ipython(), "kernel", None)
+    message = kernel.get_parent("shell") if kernel else {}
+    header = message.get("header", {})
+    cell_id = message.get("metadata", {}).get("cellId")
+    if header.get("msg_type") != "execute_request" or not cell_id:
+        return Cell(None, object())
+    # the entries of one execution have one object, found by its message
+    return Cell(cell_id, _executions.setdefault(header["msg_id"], object()))
+
+
+_executions: dict[str, object] = {}
+
+
+class Experiment:
+    """One run of a numbered notebook.
+
+    Args:
+        name: of the notebook and of the folder, such as ``05_stateful_kv_cache``.
+        names: `globals()` of the notebook, which has its parameters.
+
+    `folder` is one of its own until the run is concluded. Then the run takes the place
+    of the finished one of the same checkpoint (see `folders.run_folder`), which is whole
+    until then. What a cell gave is replaced, in its place, when the cell runs again.
+    """
+
+    def __init__(self, name: str, names: Mapping):
+        self.name = name
+        parameters = recorded_parameters(name, names)
+        self.parameters = parameters.values
+        self.fixed_parameters = parameters.fixed
+        self.source = folders.source_of(names)
+        self.portable_parameters = portable(parameters, self.source)
+        self.finished = folders.experiments() / name / self.source.label
+        self.run_id: str | None = None  # of the last conclusion
+        folders.remove_abandoned()
+        self.unfinished = folders.make_unfinished(name)
+        open_lock = ExitStack()
+        open_lock.enter_context(locked(self.unfinished))
+        clean = _remove_unfinished, self.unfinished, open_lock, os.getpid()
+        weakref.finalize(self, *clean)
+        self._entries: list[Entry] = []
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's files are now."""
+        return self.unfinished if self.run_id is None else self.finished
+
+    @property
+    def gates(self) -> list[Gate]:
+        """The gates that cells gave, in the order of the cells."""
+        return [entry.gate for entry in self._entries if entry.kind == GATE]
+
+    def figure(
+        self,
+        name: str,
+        draw,
+        data: pd.DataFrame,
+        *,
+        alt: str,
+        about: str = "",
+        **options,
+    ) -> SVG:
+        """Saves the data, draws the figure from the saved file, and shows it.
+
+        Args:
+            draw: a function of `workbench.plots`; `options` are its keywords.
+            alt: a description for readers who cannot see the figure.
+            about: checkpoint, options and machine of the data.
+        """
+        if draw.__name__ not in plots.__all__:
+            raise ValueError(f"{draw.__name__} is no function of workbench.plots")
+        drawing = {"plot": draw.__name__, "about": about, "options": options}
+        stem = self._write_part("figures", name, data, alt, **drawing)
+        picture = SVG(filename=str(report.redraw(stem)), metadata={"alt": alt})
+        self._add_part("figures", name)
+        return picture
+
+    def table(self, name: str, data: pd.DataFrame, caption: str) -> Styler:
+        """Saves a table as Parquet and LaTeX, and shows it below its caption, in which
+        backticks mark code."""
+        stem = self._write_part("tables", name, data, caption)
+        label = f"tab:{self.name[:2]}-{name}"
+        text = tables.latex_table(data, caption, label)
+        write_whole(folders.beside(stem, ".tex"), text.encode())
+        self._add_part("tables", name)
+        return tables.show_with_caption(data, caption)
+
+    def _write_part(
+        self, kind: str, name: str, data: pd.DataFrame, alt: str, **drawing
+    ) -> Path:
+        """Writes the data and the description of a figure or table; returns the path
+        without an ending."""
+        stem = self.unfinished / kind / name
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        folders.remove_part(self.unfinished, kind, name)
+        data.to_parquet(folders.beside(stem, ".parquet"))
+        part = {"kind": kind, "name": name, "place": len(self._entries), "alt": alt}
+        part |= drawing | {"run_ids": folders.run_ids_of(data)}
+        folders.write_json(folders.beside(stem, ".json"), part)
+        return stem
+
+    def _add_part(self, kind: str, name: str) -> None:
+        """Puts a figure or table in its place. A new one joins a run that is concluded
+        at once, such as one that the Explorer saves; one that a cell makes again waits
+        for the next conclusion, since the words are of the earlier one."""
+        cell = current_cell()
+        is_new = all((e.kind, e.name) != (kind, name) for e in self._entries)
+        self._replace([Entry(kind, name, cell)], kind, cell)
+        if self.run_id is not None and (is_new or cell.id is None):
+            self._join(kind, name)
+
+    def add_gates(self, results: Iterable[Gate]) -> Styler:
+        """Adds gates to the verdict and shows them, RED first."""
+        results = list(results)
+        cell = current_cell()
+        entries = [Entry(GATE, gate.name, cell, gate) for gate in results]
+        self._replace(entries, GATE, cell)
+        return tables.show(tables.gate_table(results))
+
+    def _replace(self, entries: list[Entry], kind: str, cell: Cell) -> None:
+        """Puts entries in the place of those that give way to them, else behind the
+        last one of the cell's execution, else at the end."""
+        names = {entry.name for entry in entries}
+        earlier = [e for e in self._entries if e.gives_way(kind, names, cell)]
+        written = {(entry.kind, entry.name) for entry in entries}
+        for entry in earlier:
+            if entry.kind != GATE and (entry.kind, entry.name) not in written:
+                folders.remove_part(self.unfinished, entry.kind, entry.name)
+        execution = [e for e in self._entries if e.cell.execution is cell.execution]
+        if earlier:
+            place = self._entries.index(earlier[0])
+        elif execution and cell.id is not None:
+            place = self._entries.index(execution[-1]) + 1
+        else:
+            place = len(self._entries)
+        kept = [e for e in self._entries[:place] if e not in earlier]
+        rest = [e for e in self._entries[place:] if e not in earlier]
+        self._entries = kept + entries + rest
+
+    def conclude(self, words: str, decoder: Decoder | None = None, **rows) -> None:
+        """Logs the run as one row with its tables `rows` (`fidelity`, `samples`,
+        `layers`), writes the report, puts the run in the place of the finished one, and
+        prints verdict, `words` and the report's path."""
+        result = verdict(self.gates) if self.gates else None
+        config = {
+            "parameters": self.portable_parameters,
+            "conclusion": words,
+            "gates": [gate.json() for gate in self.gates],
+        }
+        number = self.name[:2]
+        row = {"command": f"notebook {number}", "experiment": number}
+        row |= {"verdict": result, "config": config}
+        options = {}
+        if decoder:
+            described = identity.describe(decoder)
+            row |= described
+            manifest = decoder.bundle.manifest
+            options = identity.exported(manifest.options)
+            options |= {name: described[name] for name in RUNTIME_COLUMNS}
+        run_id = log.record(row, **rows)
+        parts = folders.read_parts(self.unfinished)
+        run_ids = {run_id}.union(*(part["run_ids"] for part in parts))
+        run = {"run_id": run_id, "experiment": self.name, "verdict": result}
+        run |= {"run_ids": sorted(run_ids)} | config
+        run["fixed_parameters"] = self.fixed_parameters
+        checkpoint = {"name": self.source.name, "sha256": self.source.sha256}
+        run["checkpoint"] = checkpoint | {"label": self.source.label}
+        named = {name: value for name, value in options.items() if value is not None}
+        run |= {"options": named, "environment": log.environment()}
+        self._finish(self.unfinished, run, self._order())
+        self.run_id = run_id
+        path = self.finished / folders.REPORT
+        shown = path.relative_to(log.project()).as_posix()
+        text = "\n\n".join([result or "no gates", words, f"report: {shown}"])
+        self._announce(text)
+
+    def _order(self) -> list[tuple[str, str]]:
+        """Kind and name of figures and tables in the order of the cells."""
+        return [(e.kind, e.name) for e in self._entries if e.kind != GATE]
+
+    def _finish(self, parts: Path, run: Mapping, order: list[tuple[str, str]]) -> None:
+        """Copies figures and tables to a new folder, completes it to a whole run, and
+        puts it in the place of the finished one."""
+        whole = folders.make_unfinished(self.name)
+        with locked(whole):
+            for kind in folders.KINDS:
+                if (parts / kind).is_dir():
+                    shutil.copytree(parts / kind, whole / kind)
+            for name in (folders.NOTEBOOK, folders.PAGE):
+                if run["run_id"] == self.run_id and (parts / name).is_file():
+                    shutil.copy(parts / name, whole / name)
+            folders.stamp(whole, run["run_id"], order)
+            folders.write_json(whole / folders.RUN, run)
+            report.write_report(whole)
+            folders.finish(whole, self.finished)
+
+    def _join(self, kind: str, name: str) -> None:
+        """Adds one figure or table to the concluded run."""
+        run = {}
+        if (self.finished / folders.RUN).is_file():
+            run = folders.read_run(self.finished)
+        if run.get("run_id") != self.run_id:
+            found = f"run {run['run_id']}" if run else "no run"
+            step = "run all cells of the notebook again"
+            needed = f"run {self.run_id} of this notebook"
+            raise InputError(str(self.finished), found, needed, step)
+        whole = folders.make_unfinished(self.name)
+        try:
+            for entry in folders.KINDS:
+                if (self.finished / entry).is_dir():
+                    shutil.copytree(self.finished / entry, whole / entry)
+            folders.remove_part(whole, kind, name)
+            stem = self.unfinished / kind / name
+            (whole / kind).mkdir(exist_ok=True)
+            for path in stem.parent.iterdir():
+                if path.name.startswith(f"{name}.") and path.stem == name:
+                    shutil.copy(path, whole / kind)
+            order = [(p["kind"], p["name"]) for p in folders.read_parts(whole)]
+            run_ids = {*run["run_ids"]}
+            for part in folders.read_parts(whole):
+                run_ids.update(part["run_ids"])
+            run["run_ids"] = sorted(run_ids)
+            for file in (folders.NOTEBOOK, folders.PAGE):
+                if (self.finished / file).is_file():
+                    shutil.copy(self.finished / file, whole / file)
+            self._finish(whole, run, order)
+        finally:
+            shutil.rmtree(whole, ignore_errors=True)
+
+    def _announce(self, text: str) -> None:
+        """Prints a conclusion; in a kernel as an output that names the run, by which the
+        executed notebook and the run's folder find each other."""
+        if get_ipython() is None:
+            print(text)
+            return
+        folder = self.finished.relative_to(log.project()).as_posix()
+        run = {"run_id": self.run_id, "folder": folder}
+        publish_display_data({"text/plain": text}, {report.OUTPUT: run})
+
+
+# of a decoder, in the options of a run
+RUNTIME_COLUMNS = ("runtime", "precision", "compute_units")
+
+
+def _remove_unfinished(folder: Path, lock: ExitStack, process: int) -> None:
+    """Removes an unfinished run with its notebook; a fork of the kernel leaves it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()

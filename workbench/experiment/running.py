@@ -1,0 +1,112 @@
+"""Notebooks executed headless, each in a kernel of its own."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from workbench import kernel, log
+from workbench.check import gates
+from workbench.errors import InputError
+from workbench.experiment import folders, report
+from workbench.experiment.notebooks import find_notebook
+from workbench.experiment.parameters import notebook_parameters
+from workbench.experiment.publishing import publish_run
+from workbench.files import locked, write_whole
+
+
+def run_notebook(
+    number: str,
+    parameters: Mapping | None = None,
+    *,
+    publish: bool = False,
+    progress: bool = True,
+) -> dict:
+    """Executes a numbered notebook in a kernel of its own.
+
+    The executed copy of a run that finished lies in the run's folder; that of one that
+    did not stays beside the copies that JupyterLab saves, as the message says.
+
+    Args:
+        parameters: values for names that the cell tagged `parameters` sets.
+        publish: makes the run the shipped one (see `publish_run`).
+
+    Returns:
+        {experiment, verdict, conclusion, executed, figures, runs, report}; `figures`
+        are {path, alt} in the order of the notebook.
+
+    Raises:
+        InputError: unknown notebook or parameter, no cell that concludes, or a cell
+            raised it.
+        CellError: a cell raised another error, or the kernel failed.
+    """
+    source = find_notebook(number)
+    parameters = dict(parameters or {})
+    check_parameters(number, parameters)
+    copies = folders.executed_folder()
+    copies.mkdir(parents=True, exist_ok=True)
+    copy = copies / f"{source.stem}.partial.ipynb"
+    step = "wait until it ends"
+    needed = "one run of a notebook at a time in a checkout"
+    busy = InputError(f"notebook {source.stem}", "a run that goes on", needed, step)
+    with locked(copies / f".{source.stem}.lock", busy):
+        kernel.execute(source, copy, parameters, progress=progress)
+        folder = _concluded(source, copy)
+        write_whole(folder / folders.NOTEBOOK, copy.read_bytes())
+        os.replace(copy, copies / source.name)
+    executed = folder / folders.NOTEBOOK
+    if publish:
+        folder = publish_run(folder)
+    run = folders.check_one_run(folder)
+    figures = [
+        {"path": str(folder / "figures" / f"{part['name']}.png"), "alt": part["alt"]}
+        for part in folders.read_parts(folder)
+        if part["kind"] == "figures"
+    ]
+    return {
+        "experiment": source.stem,
+        "verdict": run["verdict"] or gates.NOT_RUN,
+        "conclusion": run["conclusion"],
+        "executed": str(executed),
+        "figures": figures,
+        "runs": run["run_ids"],
+        "report": str(folder / folders.REPORT),
+    }
+
+
+def check_parameters(number: str, parameters: Mapping) -> None:
+    """Refuses parameters that a notebook does not have, or that cannot be
+    overridden."""
+    if not parameters:
+        return
+    known = notebook_parameters(number)
+    subject = f"notebook {find_notebook(number).stem}, parameters"
+    needed = f"some of {', '.join(sorted(known.values))}"
+    if unknown := parameters.keys() - known.values.keys() - known.fixed.keys():
+        found = ", ".join(sorted(unknown))
+        raise InputError(subject, found, needed, "correct the name")
+    if fixed := parameters.keys() & known.fixed.keys():
+        words = (f"{name} = {known.fixed[name]}" for name in sorted(fixed))
+        found = f"{', '.join(words)}, whose type --set cannot write"
+        raise InputError(subject, found, needed, "change it in the notebook")
+
+
+def _concluded(source: Path, copy: Path) -> Path:
+    """The folder of the run that an executed notebook concluded.
+
+    Raises:
+        InputError: it concluded none, or another run of the checkpoint has taken its
+            place since.
+    """
+    subject = f"notebook {source.stem}"
+    concluded = report.run_of_notebook(copy)
+    if concluded is None:
+        needed = f"a cell that concludes Experiment({source.stem!r}, globals())"
+        step = "end the notebook with experiment.conclude(words)"
+        raise InputError(subject, "no conclusion", needed, step)
+    folder = log.project() / concluded["folder"]
+    run_id = folders.read_run(folder)["run_id"]
+    if run_id != concluded["run_id"]:
+        step = "run it again, with no other run of the checkpoint beside it"
+        needed = f"run {concluded['run_id']} in {folder}"
+        raise InputError(subject, f"run {run_id}", needed, step)
+    return folder
