@@ -238,7 +238,9 @@ def test_a_killed_process_leaves_a_whole_run_and_the_next_run_finishes(project, 
             env=environment,
             text=True,
         ) as process:
-            process.stdout.readline()  # from here on it writes runs
+            assert process.stdout.readline() == "0\n"  # it goes on to write runs
+            if number >= 5:  # it has finished one
+                assert "1\n" in iter(process.stdout.readline, "")
             end = time.monotonic() + 0.15 * number
             while time.monotonic() < end:
                 missing += [
