@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # .venv is complete: what the caller's settings would add or install elsewhere stays out
 unexport PYTHONPATH PYTHONHOME PYTHONOPTIMIZE PIP_USER PIP_PREFIX PIP_TARGET PIP_ROOT
 
-.PHONY: run test test-all lab real docs bench judge prove fuzz clean
+.PHONY: always run test test-all lab real docs bench judge prove fuzz clean
 
 # the main job, on a real language model; where that cannot be had, on a small one that lies here
 REAL = data/smollm2-135m-instruct
