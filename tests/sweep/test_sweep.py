@@ -2,6 +2,7 @@
 is wrong."""
 
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -63,6 +64,23 @@ def test_every_cell_is_logged_with_raw_samples_and_each_bundle_validated_once(
     prefills = samples[samples["phase"] == "prefill"]
     assert (prefills["n_prompt"] == 4).all()
     assert prefills.groupby("run_id")["warmup"].sum().eq(1).all()
+
+
+def test_a_run_that_is_made_again_for_its_validation_changes_no_time(
+    swept, grid, tmp_path
+):
+    root = tmp_path / "log"
+    shutil.copytree(swept[0] / "log", root)
+    made = sweep.make_grid(grid)
+    before = sweep.processes(made, root)
+    assert len(before) == 2 and (before["value"] > 0).all()
+    again = before.iloc[0]["run_id"]
+    row = log.load("runs", root, {"run_id": again}).drop(columns="run_id")
+    samples = log.load("samples", root, {"run_id": again}).drop(columns="run_id")
+    log.append("samples", samples.assign(value=samples["value"] * 3), root, "9-again")
+    log.append("runs", row, root, "9-again")
+    after = sweep.processes(made, root)
+    assert after[["run_id", "value"]].equals(before[["run_id", "value"]])
 
 
 def test_a_run_says_how_it_came_about_and_claims_no_placement_off_a_mac(swept, runs):

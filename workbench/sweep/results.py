@@ -21,7 +21,7 @@ def stored_tables(
     """The log's tables `samples`, `layers` and `fidelity` of a grid's cells, each with
     the columns of its run.
 
-    Times are of the newest run of each setting and round, on one machine with the
+    Times are of the first run of each setting and round, on one machine with the
     software of its newest run; their column `invalid` is the reason why a run is
     invalid, `disturbed` why other work disturbed it (see `log.disturbed`), else null.
     Fidelity is of the newest validation of each bundle and way to run it, on any
@@ -142,7 +142,7 @@ def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
 def _runs(
     grid: Grid, root: log.Root, machine: str | None
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of `runs`: the newest of each setting and round of one machine, and the
+    """Rows of `runs`: the first of each setting and round of one machine, and the
     newest validation of each bundle and way to run it."""
     every = list(cells(grid, root))
     hashes = pd.DataFrame(cell.columns(auto) for cell in every for auto in RUNTIMES)
@@ -172,7 +172,9 @@ def _runs(
         others = [name for name in RUNTIMES if name in found][1:]
         timed = timed[~timed["runtime"].isin(others)]
         validated = validated[~validated["runtime"].isin(others)]
-    timed = timed.drop_duplicates(["setting", "round"], keep="last")
+    # a later run of the same round was made for its validation; were it to count, a
+    # setting would have another value after a validation, in another place of the order
+    timed = timed.drop_duplicates(["setting", "round"], keep="first")
     return timed, validated.drop_duplicates(BUNDLE, keep="last")
 
 
