@@ -207,7 +207,7 @@ class Explorer(ui.VBox):
         words = f"{medians[SPEED]:.4g} {SPEED}, {medians[LAYER]:.3g} {LAYER}"
         count = found["n"].max()
         processes = f"median of {count} processes" if count > 1 else "one process"
-        words = f"<b>{words}</b> on {own['machine'].iloc[0]}, {processes}"
+        words = f"<b>{words}</b> ({processes}) on {own['machine'].iloc[0]}"
         if why := own["disturbed"].dropna().unique().tolist():
             words += f"; disturbed: {html.escape(why[0])}"
         invalid = own["invalid"].dropna().unique()

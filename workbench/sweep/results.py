@@ -188,5 +188,6 @@ def _verdict(run: dict, max_kl: float) -> str:
 
 def _red(run: dict) -> set[str]:
     """The gates of a run that are RED, but for the user's limit on the mean KL."""
-    gates = json.loads(run["config"]).get("gates", [])
+    config = run["config"] if isinstance(run["config"], str) else "{}"
+    gates = json.loads(config).get("gates", [])
     return {gate["name"] for gate in gates if gate["verdict"] == "RED"} - {"max_kl"}
