@@ -91,3 +91,26 @@ def test_a_run_is_listed_last(tmp_path, monkeypatch):
     rows = {"layers": pd.DataFrame([{"layer": 0}])}
     log.record({}, tmp_path, **rows, fidelity=pd.DataFrame([update(1.0)]))
     assert written == ["layers", "fidelity", "runs"]
+
+
+def test_a_run_that_cannot_be_listed_leaves_no_row_in_any_table(tmp_path, monkeypatch):
+    append = runs.append
+
+    def fails(table, *arguments):
+        if table == "runs":
+            raise OSError(28, "No space left on device")
+        return append(table, *arguments)
+
+    monkeypatch.setattr(runs, "append", fails)
+    with pytest.raises(OSError, match="No space"):
+        log.record({}, tmp_path, layers=pd.DataFrame([{"layer": 0}]))
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+@pytest.mark.parametrize("newest", ["20990101T000000000000Z-ffffffff", "zz", "9" * 30])
+def test_a_run_is_the_newest_though_the_clock_was_set_back(tmp_path, newest):
+    log.append("runs", {"status": "ok"}, tmp_path, newest)
+    first, second = (log.record({}, tmp_path) for _ in range(2))
+    assert first < second
+    if newest.startswith("2099"):
+        assert newest < first

@@ -1,20 +1,31 @@
 """Where a log lies, and the names of its runs."""
 
 import secrets
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from workbench.files import checkout, output_root
 
 SHIPPED = "shipped"
+TIME_FORMAT = "%Y%m%dT%H%M%S%fZ"
 Root = Path | str | None
 """A log's folder; None is `default_root()`."""
 
 
-def new_run_id() -> str:
+def new_run_id(after: str = "") -> str:
     """UTC time and random hex, such as ``20260131T094512123456Z-5f3a9c01``; sorts by
-    time."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
+    time.
+
+    Args:
+        after: the newest id of a log. Where its time lies ahead, since the clock was
+            set back, the new id has the next microsecond.
+    """
+    time = datetime.now(UTC)
+    with suppress(ValueError, OverflowError):  # an id of another form
+        newest = datetime.strptime(after.partition("-")[0], TIME_FORMAT)
+        time = max(time, newest.replace(tzinfo=UTC) + timedelta(microseconds=1))
+    return f"{time:{TIME_FORMAT}}-{secrets.token_hex(4)}"
 
 
 def default_root() -> Path:

@@ -1,13 +1,14 @@
 """One run with all its tables."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pandas as pd
 
 from workbench.log import definitions, times
 from workbench.log.anonymous import anonymous
 from workbench.log.machine import environment
-from workbench.log.places import Root, new_run_id
+from workbench.log.places import Root, default_root, new_run_id
 from workbench.log.store import append
 
 
@@ -16,7 +17,8 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
     listed is whole.
 
     The row is completed by `environment` and by what its tables say (see `scalars`);
-    paths in it, in its `config` too, are shortened (see `anonymous`).
+    paths in it, in its `config` too, are shortened (see `anonymous`). Its id sorts after
+    those of all runs of the log, also where the clock was set back since.
 
     Args:
         tables: `fidelity`, `samples` and `layers` of the run; None or an empty one is
@@ -28,12 +30,22 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
     if tables.get("fidelity") is not None:
         rows = tables["fidelity"]
         tables["fidelity"] = rows.assign(definition=definitions.DEFINITION)
-    run_id = new_run_id()
+    folder = Path(root or default_root()) / "runs"
+    run_id = new_run_id(
+        max((file.stem for file in folder.glob("*.parquet")), default="")
+    )
     tables = {n: rows for n, rows in tables.items() if rows is not None and len(rows)}
-    for table, rows in tables.items():
-        append(table, rows, root, run_id)
-    known = environment() | {"status": "ok"} | scalars(**tables)
-    append("runs", anonymous(known | row), root, run_id)
+    written = []
+    try:
+        for table, rows in tables.items():
+            written.append(append(table, rows, root, run_id))
+        columns = environment() | {"status": "ok"} | scalars(**tables) | dict(row)
+        append("runs", anonymous(columns), root, run_id)
+    except BaseException:
+        if not (folder / f"{run_id}.parquet").exists():
+            for path in written:  # rows of a run that is not listed
+                path.unlink(missing_ok=True)
+        raise
     return run_id
 
 

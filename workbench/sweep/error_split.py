@@ -16,6 +16,7 @@ from workbench.export import bundle_for
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
 from workbench.sweep.grid import Cell, Grid
+from workbench.sweep.lock import measuring_alone
 from workbench.sweep.run import prepare
 
 
@@ -33,7 +34,8 @@ def measure_split(
         InputError: the child failed.
     """
     about = checkpoint.path.resolve(), options, grid, root.resolve()
-    outcome = process.call(log_split, *about, stop=stop)
+    with measuring_alone(root, stop):
+        outcome = process.call(log_split, *about, stop=stop)
     if outcome.failure:
         needed, step = "a measurement", "see the reason"
         raise InputError("error split", outcome.failure, needed, step)

@@ -28,6 +28,7 @@ from workbench.progress import bar
 from workbench.runtime import is_device
 from workbench.sweep import cluster, energy, identity, timing
 from workbench.sweep.grid import RUN_AXES, Cell, Grid, cells, check_cells, find
+from workbench.sweep.lock import measuring_alone
 
 MEASURED = ("ok", "invalid")
 """Statuses of runs with samples; an invalid run did not run as its settings say."""
@@ -60,9 +61,14 @@ def sweep(
         {cells, done, resumed, failed, invalid, log, reasons, settings}: counts, the
         log's folder, the reasons of failed and invalid cells, and the set of the cells'
         `setting`, with a scheduler for whatever auto may mean. `resumed` are cells that
-        needed no run: logged before, or equal to another one; a cell that a worker
-        finds in the log is done. A cell that ran on another unit than the named one
-        counts as done and as invalid.
+        needed no run: logged before, or equal to another one; a cell that a worker,
+        or this process after it waited for another one, finds in the log is done. A
+        cell that ran on another unit than the named one counts as done and as invalid.
+
+    Raises:
+        InputError: no cell could be measured.
+        OSError: the system refused a file in the middle, such as on a full disk; its
+            note says how many cells are in the log.
     """
     root = Path(root or log.default_root()).absolute()
     bundles = Path(bundles or log.project(root) / "data" / "bundles").absolute()
@@ -154,15 +160,24 @@ def run_cell(
     stop: threading.Event | None = None,
 ) -> tuple[str, str | None]:
     """Exports a missing bundle, measures it and logs the run, a failed one with the end
-    of its stderr; returns its status and reason. What another process has logged
+    of its stderr; returns its status and reason. One cell of a log is measured at a
+    time on a machine (see `measuring_alone`), and what another process has logged
     meanwhile is not measured again.
 
     Raises:
         process.Cancelled: `stop` was set, and the running child was killed.
     """
-    key = _key(cell)
-    if known := _done(root, key[0]).get(key):
-        return known
+    with measuring_alone(root, stop):
+        key = _key(cell)
+        if known := _done(root, key[0]).get(key):
+            return known
+        return _measured_cell(cell, grid, bundles, root, stop)
+
+
+def _measured_cell(
+    cell: Cell, grid: Grid, bundles: Path, root: Path, stop: threading.Event | None
+) -> tuple[str, str | None]:
+    """Exports, measures and logs a cell that the log lacks (see `run_cell`)."""
     call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
     row, tables = {"config": {}}, {}
     with process.awake():
