@@ -190,6 +190,12 @@ def test_a_checkpoint_is_planned_and_so_is_its_bundle_with_placement(llama_bundl
     assert "predicted placement" in cli("plan", llama_bundle.root).output
 
 
+def test_a_plan_for_one_chip_speaks_of_that_chip_alone(llama_bundle):
+    plan = invoke("plan", llama_bundle.root, "--chip", "M1")
+    assert [row["chip"] for row in plan["chips"]] == ["M1"] and plan["chip"] == "M1"
+    assert "M3 Max" not in cli("plan", llama_bundle.root, "--chip", "M1").output
+
+
 def never(name):
     raise AssertionError(f"{name} is not JSON")
 

@@ -20,6 +20,9 @@ from workbench.cli.common import (
     unread,
 )
 
+PLACED_ON = "M4 Max"
+"""The chip whose placement is predicted where none is named."""
+
 
 def export(
     checkpoint: Path,
@@ -133,7 +136,7 @@ def plan(
     options: Options = Options(),
     device: Device = Device(),
     memory: str | None = None,
-    chip: str = "M4 Max",
+    chip: str | None = None,
     json: Json = False,
 ) -> None:
     """Bytes against a machine's memory, the decode speed predicted for each chip, and
@@ -147,7 +150,8 @@ def plan(
 
     Args:
         memory: Memory of the target machine, such as 16G; default: this one's.
-        chip: Chip to predict placement for, such as M1 or M4 Max.
+        chip: The chip to predict for, such as M1 or M4 Max; default: the speed of every
+            chip, and the placement on M4 Max.
     """
     path, bundle = bundle_or_checkpoint, None
     if (path / paths.BUNDLE).exists():
@@ -162,7 +166,8 @@ def plan(
     from workbench.ane import placement, roofline
     from workbench.runtime import resolve
 
-    generation = roofline.generation(chip)
+    placed_on = chip or PLACED_ON
+    generation = roofline.generation(placed_on)
     machine = psutil.virtual_memory().total
     if memory is not None:
         machine = budgets.parse_bytes(memory)
@@ -178,7 +183,10 @@ def plan(
     found |= {"bytes": sizes, "chips": [], "predicted_misfit": None, "assumes": None}
     placements, known = [], []
     if not chosen.plugin:  # the rules and speeds are those of Core ML programs
-        found["chips"] = roofline.by_chip(budgets.work(*subject)).to_dict("records")
+        speeds = roofline.by_chip(budgets.work(*subject))
+        if chip:
+            speeds = speeds[speeds["chip"] == chip]
+        found["chips"] = speeds.to_dict("records")
         found["predicted_misfit"] = float(roofline.misfits()["misfit"].abs().median())
         found["assumes"] = roofline.describe_fit()
     if bundle and not chosen.plugin:
@@ -198,7 +206,7 @@ def plan(
         lines += ["", *placement.lines(placements), *known]
     found |= {
         "source": source,
-        "chip": chip if source == "predicted" else None,
+        "chip": placed_on if source == "predicted" else None,
         "known": known,
         "shards": [placed.json() for placed in placements],
     }

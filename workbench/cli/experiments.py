@@ -115,7 +115,7 @@ def sweep(
     json: Json = False,
 ) -> None:
     """Measures a grid's cells, each in a fresh process, and prints the table of them;
-    cells that the log holds are not measured again.
+    cells that the log holds are not measured again. The exit code is 3 if a cell failed.
 
     A grid is a YAML file; a finished bundle with the options below; or first-light,
     what only a Mac can show, in about ten minutes (then: workbench log --pack).

@@ -1,15 +1,25 @@
-"""The log as one table, a row per setting, in lines of at most 100 columns, and two of
-its runs side by side."""
+"""The log as one table, a row per setting, as wide as the terminal, and two of its runs
+side by side."""
 
 import itertools
 import json
+import shutil
+import string
 import textwrap
+from collections.abc import Iterator
 
 import pandas as pd
 
 from workbench import log
 
 WIDTH = 100
+"""Of the table where the output is no terminal."""
+LONGEST = 18
+"""Characters of a cell of the table."""
+TELLING = ("verdict", "n", "tokens_per_s", "kl_mean")
+"""Figures that a narrow terminal shows before others."""
+LONG = ("machine", "software")
+"""Settings whose values are too long for a table."""
 BUNDLE = ["values", "bundle_hash"]
 """Columns that are equal for runs that compute the same."""
 SPEEDS = ["tokens_per_s", "call_ms", "call_p90_ms"]
@@ -104,28 +114,85 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
     return rows[said | ~ok].sort_values("run_id", ignore_index=True)
 
 
-def table_lines(rows: pd.DataFrame) -> list[str]:
-    """Rows of `summary`: what is equal in all of them once, then a table, in several
-    parts if it is too wide, whose first column is the short id that every command takes
-    for a run."""
+def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
+    """Rows of `summary`: what is equal in all of them once, then one table, whose first
+    column is the short id that every command takes for a run, then what the table
+    leaves out.
+
+    Machines and software have a letter in the table and their name above it.
+
+    Args:
+        width: columns of the terminal; default: those of this one, or `WIDTH`.
+    """
     if rows.empty:
         return []
-    varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
-    common = rows[log.SETTINGS].iloc[0].drop(varied).dropna()
-    words = ["; ".join(f"{name} {value}" for name, value in common.items())]
+    width = width or shutil.get_terminal_size((WIDTH, 0)).columns
     rows = rows.set_axis(rows["run_id"].str.split("-").str[-1])
-    words += [f"{run}: {reason}" for run, reason in rows["reason"].dropna().items()]
     rows["verdict"] = rows["verdict"].fillna(rows["status"].replace("ok", None))
     rows.loc[rows["n"] == 1, ["slowest", "fastest"]] = None
-    rows["disturbed"] = rows["disturbed"].where(rows["disturbed"] > 0)
-    names = [*varied[:4], *FIGURES, *varied[4:]]  # figures beside the most telling
-    table = rows[names].rename(columns=FIGURES)
-    table = log.plain(table.dropna(axis="columns", how="all")).fillna("–")
-    lines = table.rename_axis(None).to_string(
-        line_width=WIDTH - len("  \\"), max_colwidth=15, float_format="{:.4g}".format
-    )
-    first, *more = (textwrap.wrap(text, WIDTH) for text in words)
-    return [*first, *lines.splitlines(), *itertools.chain(*more)]
+    varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
+    common = rows[log.SETTINGS].iloc[0].drop(varied).dropna().to_dict()
+    figures = [name for name in FIGURES if rows[name].notna().any()]
+    if len(rows) > 1:  # of one row, every figure is equal
+        equal = [name for name in figures if rows[name].nunique(dropna=False) == 1]
+        common |= {FIGURES[name]: rows[name].iloc[0] for name in equal}
+        figures = [name for name in figures if name not in equal]
+    above = ["; ".join(f"{name} {_word(value)}" for name, value in common.items())]
+    for name in set(varied) & set(LONG):
+        letters = dict(zip(rows[name].dropna().unique(), _letters()))
+        rows[name] = rows[name].map(letters)
+        above += [f"{name} {letter}: {value}" for value, letter in letters.items()]
+    # the machine and the most telling settings, then figures, then other settings
+    telling = [name for name in varied if name in LONG or name in varied[:4]]
+    names = [*telling, *figures, *(name for name in varied if name not in telling)]
+    columns = {
+        name: [FIGURES.get(name, name), *rows[name].map(_word)] for name in names
+    }
+    ids = ["", *rows.index]
+    size = max(map(len, ids))
+    shown = []
+    first = [*varied[:4], *TELLING, *LONG, *figures]
+    order = dict.fromkeys([*(name for name in first if name in names), *names])
+    for name in order:  # the most telling first, while the line has room
+        columns[name] = [_cut(text) for text in columns[name]]
+        needed = 2 + max(map(len, columns[name]))
+        if size + needed <= width:
+            shown.append(name)
+            size += needed
+    shown.sort(key=names.index)
+    cells = [ids, *(columns[name] for name in shown)]
+    widths = [max(map(len, column)) for column in cells]
+    table = [
+        "  ".join(text.rjust(size) for text, size in zip(line, widths)).rstrip()
+        for line in zip(*cells)
+    ]
+    below = [f"{run}: {reason}" for run, reason in rows["reason"].dropna().items()]
+    if left_out := [FIGURES.get(name, name) for name in names if name not in shown]:
+        below.append(
+            f"left out, since the line has {width} columns: {', '.join(left_out)}; "
+            "`workbench log --rows` prints every column, --json all of them as JSON"
+        )
+    wrapped = (textwrap.wrap(text, width) for text in above)
+    more = (textwrap.wrap(text, width) for text in below)
+    return [*itertools.chain(*wrapped), *table, *itertools.chain(*more)]
+
+
+def _word(value: object) -> str:
+    """A cell of the table; – where nothing was measured."""
+    if pd.isna(value):
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def _letters() -> Iterator[str]:
+    """a, b, … z, aa, ab, …"""
+    for count in itertools.count(1):
+        for letters in itertools.product(string.ascii_lowercase, repeat=count):
+            yield "".join(letters)
 
 
 def difference(run_a: str, run_b: str, root: log.Root = None) -> dict:

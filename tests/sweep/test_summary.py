@@ -1,0 +1,72 @@
+"""The printed log: as wide as the terminal, nothing twice, and it says what it leaves out."""
+
+import pandas as pd
+import pytest
+
+from workbench import log
+from workbench.sweep import summary
+
+MACHINES = ["Apple M4 Max, Mac16,5, 64 GiB, 16 cores", "Apple M1, 8 GiB, 8 cores"]
+
+
+@pytest.fixture
+def rows(tmp_path) -> pd.DataFrame:
+    for number in range(4):
+        row = {
+            "status": "ok",
+            "verdict": "GREEN",
+            "setting": f"s{number}",
+            "checkpoint": "a-checkpoint-with-a-long-name",
+            "family": "llama",
+            "compress": ["fp16", "int8-channel"][number % 2],
+            "max_seq_len": 128 * (1 + number),
+            "T": 1 + number,
+            "depth": number,
+            "runtime": "portable",
+            "machine": MACHINES[number // 2],
+            "software": "25B78, coremltools 9.0",
+            "layers_per_shard": 1 + number,
+            "kv_write": ["mask", "slice"][number % 2],
+            "tokens_per_s": 100.0 + number,
+            "call_ms": 10.0,
+        }
+        log.append("runs", row, tmp_path, f"{number}-run{number}")
+    return summary.summary(tmp_path)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal_and_every_run_has_one_line(rows, width):
+    lines = summary.table_lines(rows, width)
+    assert max(map(len, lines)) <= width
+    for number in range(4):
+        assert sum(line.startswith(f"run{number}") for line in lines) == 1
+
+
+def test_what_is_equal_is_named_once_above_and_machines_by_a_letter(rows):
+    lines = summary.table_lines(rows, 200)
+    header = next(i for i, line in enumerate(lines) if line.startswith(" "))
+    above = " ".join(lines[:header])
+    for text in ("checkpoint a-checkpoint-with-a-long-name", "runtime portable"):
+        assert above.count(text) == 1
+    for letter, machine in zip("ab", MACHINES):
+        assert above.count(f"machine {letter}: {machine}") == 1
+    assert "ms/call 10" in above and "verdict GREEN" in above
+    titles = lines[header].split()
+    assert not {"checkpoint", "runtime", "ms/call", "verdict"} & {*titles}
+    assert {"compress", "T", "machine", "tok/s"} <= {*titles}
+    place = titles.index("machine") + 1
+    assert [line.split()[place] for line in lines[header + 1 :]][:4] == [*"aabb"]
+
+
+def test_the_table_names_every_column_that_it_leaves_out_and_how_to_see_it(rows):
+    wide = summary.table_lines(rows, 200)
+    titles = next(line for line in wide if line.startswith(" ")).split()
+    assert not any("left out" in line for line in wide)
+    narrow = summary.table_lines(rows, 60)
+    shown = next(line for line in narrow if line.startswith(" ")).split()
+    place = next(i for i, line in enumerate(narrow) if line.startswith("left out"))
+    below = " ".join(narrow[place:])
+    assert {*titles} - {*shown}
+    for title in {*titles} - {*shown}:
+        assert title in below
+    assert "`workbench log --rows`" in below
