@@ -11,6 +11,7 @@ import pytest
 from refusal import refused
 
 from workbench import log, sweep
+from workbench.errors import InputError
 from workbench.sweep import cluster
 
 pytestmark = pytest.mark.wide  # workers of Dask are processes
@@ -59,6 +60,65 @@ def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused(monkey
             cluster.connect(bare.scheduler_address)
     with refused("dask scheduler"):
         cluster.connect("tcp://127.0.0.1:1")
+
+
+@pytest.fixture
+def cluster_here():
+    """A cluster in this process; its worker has the resource."""
+    from distributed import LocalCluster
+
+    how = {"n_workers": 1, "threads_per_worker": 1, "resources": {"ANE": 1}}
+    how |= {"processes": False, "dashboard_address": ":0"}
+    with LocalCluster(**how) as running:
+        yield running
+
+
+def test_a_worker_with_other_code_is_refused(cluster_here, monkeypatch):
+    cluster.connect(cluster_here.scheduler_address).close()
+    # differs between this thread and the worker's
+    code_here = lambda: threading.current_thread().name  # noqa: E731
+    monkeypatch.setattr(cluster, "code_identity", code_here)
+    with refused("another version of the workbench on .*update the workbench there"):
+        cluster.connect(cluster_here.scheduler_address)
+
+
+def disk_is_full(job):
+    raise OSError(28, "No space left on device")
+
+
+def refuses(job):
+    raise InputError("log", "a torn file", "a whole one", "move it")
+
+
+@pytest.mark.parametrize("measure", [disk_is_full, refuses])
+def test_what_the_system_refuses_a_worker_ends_the_sweep(cluster_here, measure):
+    """A cell that fails is a result; a log that cannot be written is none."""
+    client = cluster.connect(cluster_here.scheduler_address)
+    with pytest.raises((OSError, InputError), match="No space left|torn"):
+        list(cluster.run(client, measure, [1, 2, 3]))
+    assert client.status == "closed"
+
+
+def test_a_cluster_without_workers_says_so_and_goes_on_with_a_new_one(
+    cluster_here, monkeypatch, capsys
+):
+    monkeypatch.setattr(cluster, "WAIT_S", 0.2)
+    client = cluster.connect(cluster_here.scheduler_address)
+    cluster_here.scale(0)
+    while cluster_here.scheduler.workers:
+        time.sleep(0.02)
+    results = []
+    running = threading.Thread(
+        target=lambda: results.extend(cluster.run(client, str, [1, 2]))
+    )
+    running.start()
+    said = ""
+    while "no worker with ANE is left at the scheduler; 2 cells wait" not in said:
+        time.sleep(0.05)
+        said += capsys.readouterr().err
+    cluster_here.scale(1)
+    running.join(60)
+    assert sorted(results) == ["1", "2"]
 
 
 def test_what_is_no_address_is_one_message():
