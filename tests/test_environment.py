@@ -20,8 +20,10 @@ EXTRAS = PROJECT["optional-dependencies"]
 TEXT = (ROOT / "requirements.lock").read_text()
 LOCK = dict(re.findall(r"^([^#\s]+)==(\S+)$", TEXT, re.MULTILINE))
 NOT_IMPORTED = {
-    "accelerate": "lm-eval's class for Hugging Face's models imports it",
+    "accelerate": "transformers reads GGUF files with it, and lm-eval its models",
+    "gguf": "transformers reads GGUF files with it: data/real.py",
     "ipykernel": "notebooks run in it; version 7 misses requests",
+    "jinja2": "transformers renders chat templates with it",
     "jupyterlab": "`make lab`",
     "peft": "lm-eval's class for Hugging Face's models imports it",
     "pytest-xdist": "`make test`",

@@ -4,6 +4,7 @@ one of them.
 A leaf that looks at names alone and imports nothing heavy, so that a wrong path is
 refused before torch is loaded."""
 
+import json
 import os
 import re
 import tempfile
@@ -32,6 +33,25 @@ LIMITS = {
     "vocab.json": 1 << 29,
 }
 FETCH = "download the checkpoint whole: hf download ORG/NAME --local-dir FOLDER"
+ADAPTER = "adapter_config.json"
+# transformers' model_type of every family in `workbench.models`, which imports torch
+FAMILIES = (
+    "gemma3_text",
+    "granitemoehybrid",
+    "hunyuan_v1_dense",
+    "lfm2",
+    "llama",
+    "ministral3",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_text",
+    "smollm3",
+    "zaya",
+)
 NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
 
@@ -52,14 +72,93 @@ def checkpoint(path: str | Path) -> Path:
     what it is."""
     path = _possible("checkpoint", path)
     if (path / CONFIG).is_file():
+        _check_weights(path)
         return path
     if not path.exists() and (snapshot := hub_snapshot(path)):
         return snapshot
+    _check_weights(path)
     step = FETCH
     if hub := hub_id(path):
         step = f"run: hf download {hub}"
     needed = "a Hugging Face folder of *.safetensors"
     raise _refusal("checkpoint", path, CONFIG, needed, step)
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuses a folder whose weights are of a kind that is not read, and names the
+    kind: an adapter, GGUF, or files of torch.save."""
+    if any(folder.glob("model*.safetensors*")):
+        return
+    subject, needed = f"checkpoint {folder}", "a Hugging Face folder of *.safetensors"
+    if (folder / ADAPTER).is_file():
+        base = _json(folder / ADAPTER).get("base_model_name_or_path")
+        found = f"an adapter of {base or 'a model that it does not name'}"
+        step = "merge it into that model (peft: merge_and_unload) and save the result"
+    elif gguf := sorted(folder.glob("*.gguf")):
+        found = f"GGUF weights, {gguf[0].name}"
+        step = (
+            "get the model that they were made from (hf download ORG/NAME --local-dir "
+            "FOLDER), or read them with transformers' gguf_file and save the model, as "
+            "data/real.py does"
+        )
+    elif pickles := sorted(folder.glob("pytorch_model*.bin")):
+        found = f"no safetensors, only {pickles[0].name}"
+        step = (
+            "save it as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW_FOLDER)"
+        )
+    else:
+        return
+    raise InputError(subject, found, needed, step)
+
+
+def check_family(checkpoint: Path) -> None:
+    """Refuses a checkpoint whose config.json names a family that is not exported,
+    before its weights are looked for."""
+    config = _json(checkpoint / CONFIG)
+    part = config.get("text_config")
+    kind = (part if isinstance(part, dict) else config).get("model_type")
+    # a text part without a type has the default of its whole
+    if kind in FAMILIES or (kind is None and part):
+        return
+    found = f"model_type {kind!r}"
+    if "auto_map" in config:
+        found += " with auto_map, Python code in the checkpoint, which is never run"
+    needed, step = f"one of {', '.join(FAMILIES)}", "see README: supported families"
+    raise InputError(f"checkpoint {checkpoint}", found, needed, step)
+
+
+def check_quantization(checkpoint: Path) -> None:
+    """Refuses a checkpoint whose config.json says that its weights are quantized."""
+    config = _json(checkpoint / CONFIG)
+    part = config.get("text_config")
+    settings = config.get("quantization_config")
+    if settings is None and isinstance(part, dict):
+        settings = part.get("quantization_config")
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        raise quantized(checkpoint, f"weights quantized by {method or 'some method'}")
+
+
+def quantized(checkpoint: Path, found: str) -> InputError:
+    """The refusal of a checkpoint with quantized weights."""
+    return InputError(
+        f"checkpoint {checkpoint}",
+        found,
+        "plain weights in F32, F16 or BF16; the export quantizes them itself",
+        "use the model that was quantized (its card names the base model), or "
+        "dequantize this one with the library that made it: a cast alone would lose "
+        "the scales",
+    )
+
+
+def _json(path: Path) -> dict:
+    """The object in a JSON file; empty where it is none, which its reader refuses."""
+    try:
+        fields = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _refusal(subject: str, path: Path, file: str, needed: str, step: str) -> InputError:

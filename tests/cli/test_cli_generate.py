@@ -95,7 +95,7 @@ def test_chat_runs_the_message_through_the_template(chatting, monkeypatch):
         return transcript(decoder, ids, 1)
 
     monkeypatch.setattr("workbench.decode.transcript.transcript", short)
-    invoke("generate", chatting.root, "--chat", "--prompt", "set river")
+    invoke("generate", chatting.root, "--chat", "--prompt", "set river", "--max-new", 1)
     assert prompts == [encode_text(TINY, "user set river ;")]
 
 
@@ -134,3 +134,18 @@ def test_evaluate_warns_of_a_text_whose_tokens_are_mostly_unknown(
         invoke(*evaluate, text)
     text.write_text(WORDS)
     assert invoke(*evaluate, text)["tokens"] == len(WORDS.split())
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--prompt-ids"])
+def test_an_empty_prompt_is_refused(llama_bundle, option):
+    with refused("prompt: found no text"):
+        invoke("generate", llama_bundle.root, option, "")
+
+
+def test_a_prompt_that_is_too_long_is_counted_before_anything_is_loaded(
+    llama_bundle, monkeypatch
+):
+    monkeypatch.setattr("workbench.Decoder", None)
+    ids = ",".join(["4"] * 40)
+    with refused("prompt of 40 tokens.*at most 32 tokens together"):
+        invoke("generate", llama_bundle.root, "--prompt-ids", ids, "--max-new", 1)

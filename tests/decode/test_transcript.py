@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 import tiny
 from refusal import refused
+from tiny import DATA, edit_json
+from tokenizers import Tokenizer
 
 from workbench.decode import transcript as transcripts
-from workbench.decode.transcript import load_tokenizer, token_labels, transcript
+from workbench.decode.transcript import (
+    encode_text,
+    load_tokenizer,
+    token_labels,
+    transcript,
+)
 from workbench.models.checkpoint import Checkpoint
 
 S, IDS = 16, [3, 14, 15, 9, 2, 6]
@@ -141,3 +148,25 @@ def test_labels_of_byte_level_tokens_are_text(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     assert token_labels(tmp_path, [0, 1, 2, 3]) == ["·garden·car…", "·set", "↵", "é"]
     assert token_labels(None, [7, 8]) == ["7", "8"]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
+def test_ids_of_a_text_are_those_of_the_tokenizer_alone(tmp_path, family, adds_bos):
+    """SmolLM2 has a beginning-of-sequence token that its tokenizer does not add."""
+    folder = shutil.copytree(DATA / f"tiny-{family}", tmp_path / "copy")
+    if not adds_bos:
+        edit_json(folder / "tokenizer.json", ("post_processor", None))
+    reader = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = encode_text(folder, "set river amber")
+    assert ids == reader.encode("set river amber").ids
+    assert len(ids) == 3 + adds_bos
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_first_token_that_the_text_has_stands_once(tmp_path, adds_bos):
+    folder = shutil.copytree(DATA / "tiny-llama", tmp_path / "copy")
+    if not adds_bos:
+        edit_json(folder / "tokenizer.json", ("post_processor", None))
+    plain = encode_text(folder, "set river")
+    assert encode_text(folder, "<bos> set river") == [1, *plain[-2:]]

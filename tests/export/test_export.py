@@ -13,6 +13,7 @@ import tiny
 import torch
 from circle import wide
 from conversions import small
+from in_process import cli
 from refusal import refused
 from tiny import ROOT, WEIGHTS
 
@@ -45,7 +46,7 @@ UNUSABLE = [  # a weight, what it becomes, what is named
     (UP.format(0), lambda t: t / 0, "magnitudes up to 65504"),
     (UP.format(0), lambda t: t * torch.nan, "a value of nan"),
     (UP.format(0), lambda t: t * 0 + 40000, "up to 32752"),
-    (UP.format(1), lambda t: t.to(torch.int8), "up_proj.*dtype I8"),
+    (UP.format(1), lambda t: t.to(torch.int8), "dtype I8 of tensor .*up_proj"),
     (EMBEDDING, lambda t: t.float() * 1e6, "beyond fp16|magnitudes up to 65504"),
 ]
 
@@ -182,3 +183,15 @@ def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(
     code += "print(decoder.generate([1, 2, 3], 4, stop=[]))"
     found = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert eval(found) == exports.decoder(llama).generate([1, 2, 3], 4, stop=[])
+
+
+def test_a_cache_longer_than_the_model_s_positions_is_refused(copy, tmp_path):
+    tiny.edit_json(copy / "config.json", ("max_position_embeddings", 64))
+    with refused("max_seq_len = 65.*at most 64, the max_position_embeddings"):
+        exporting.export(copy, tmp_path / "b", max_seq_len=65)
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_export_without_a_tokenizer_says_so(llama, tmp_path):
+    ended = cli("export", llama, tmp_path / "b", "--max-seq-len", "16")
+    assert "has no tokenizer" in ended.stdout and "--prompt-ids" in ended.stdout

@@ -3,16 +3,23 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import tiny
 import torch
+import transformers
 from refusal import refused
 from tiny import WEIGHTS
 
+from workbench import paths
 from workbench.check import hf
+from workbench.decode.transcript import encode_text
+from workbench.models import FAMILIES
 from workbench.models.checkpoint import Checkpoint
 
+IDS = [1, 4, 9, 13, 4]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 
@@ -192,3 +199,150 @@ def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transfor
     assert len({a.sha256, b.sha256, made("other", 4).sha256}) == 3
     loaded = tiny.hf(b.path)
     assert torch.equal(loaded.model.norm.weight, a.tensor("model.norm.weight"))
+
+
+def rename(path, change) -> None:
+    """Stores every tensor under another name."""
+    with tiny.edited_weights(path) as tensors:
+        stored = dict(tensors)
+        tensors.clear()
+        tensors.update({change(name): tensor for name, tensor in stored.items()})
+
+
+def logits_of_hugging_face(path, ids) -> torch.Tensor:
+    """transformers' own loader and model, whatever the names in the file."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        return model.eval()(torch.tensor([ids])).logits[0]
+
+
+def reference_logits(path, ids) -> torch.Tensor:
+    return torch.from_numpy(hf.Reference(Checkpoint(path)).run(ids)["logits"])
+
+
+def test_names_without_the_base_model_s_prefix_are_loaded_as_transformers_loads_them(
+    copy,
+):
+    expected = logits_of_hugging_face(copy, IDS)
+    rename(copy, lambda name: name.removeprefix("model."))
+    assert Checkpoint(copy).prefix == ""
+    assert torch.equal(logits_of_hugging_face(copy, IDS), expected)
+    assert torch.allclose(reference_logits(copy, IDS), expected, atol=1e-4)
+
+
+def test_a_wrapper_s_own_head_is_the_head(copy):
+    """LLaVA-like wrappers store `language_model.model.…` and `language_model.lm_head`."""
+    rename(copy, lambda name: f"language_model.{name}")
+    with tiny.edited_weights(copy) as tensors:
+        table = tensors["language_model.model.embed_tokens.weight"]
+        tensors["language_model.lm_head.weight"] = 2 * table
+    checkpoint = Checkpoint(copy)
+    assert checkpoint.prefix == "language_model.model."
+    assert checkpoint.head == "language_model.lm_head.weight"
+    assert checkpoint.head in checkpoint.matrices
+
+
+def test_names_that_transformers_would_not_load_are_named(copy):
+    rename(copy, lambda name: f"student.{name}")
+    with refused(r"tensors named like 'student\.model\..*save_pretrained"):
+        Checkpoint(copy).prefix  # noqa: B018
+
+
+QUANTIZED = r"{}.*plain weights.*base model.*cast alone would lose the scales"
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "fp8"])
+@pytest.mark.parametrize("place", ["quantization_config", "text_config"])
+def test_a_quantization_is_named_before_weights_are_looked_for(copy, method, place):
+    settings = {"quant_method": method}
+    if place == "text_config":
+        settings = {"quantization_config": settings}
+    tiny.edit_json(copy / "config.json", (place, settings))
+    (copy / WEIGHTS).unlink()
+    with refused(QUANTIZED.format(f"quantized by {method}")):
+        Checkpoint(copy)
+
+
+@pytest.mark.parametrize("ending", ["qweight", "weight_packed", "weight_scale_inv"])
+def test_packed_tensors_are_named(copy, ending):
+    name = f"model.layers.0.self_attn.q_proj.{ending}"
+    with tiny.edited_weights(copy) as tensors:
+        tensors[name] = torch.zeros(4, 4)
+    with refused(QUANTIZED.format(f"tensor '{name}'")):
+        Checkpoint(copy)
+
+
+def test_eight_bits_are_not_advised_to_be_cast(copy):
+    with tiny.edited_weights(copy) as tensors:
+        name = next(iter(tensors))
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    with refused(QUANTIZED.format("dtype F8_E4M3")):
+        Checkpoint(copy).tensor(name)
+
+
+def adapter(path):
+    (path / WEIGHTS).unlink()
+    fields = json.dumps({"base_model_name_or_path": "org/Base"})
+    (path / "adapter_config.json").write_text(fields)
+    (path / "adapter_model.safetensors").write_bytes(b"")
+
+
+def renamed_to(name):
+    return lambda path: (path / WEIGHTS).rename(path / name)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize(
+    "change, kind",
+    [
+        (adapter, "an adapter of org/Base.*merge"),
+        (renamed_to("model-q4.gguf"), r"GGUF weights, model-q4\.gguf.*gguf_file"),
+        (renamed_to("pytorch_model.bin"), "only pytorch_model.bin.*save_pretrained"),
+    ],
+)
+def test_another_kind_of_folder_is_named_whatever_its_configuration(
+    copy, change, kind, with_config
+):
+    change(copy)
+    if not with_config:
+        (copy / "config.json").unlink()
+    with refused(kind):
+        Checkpoint(copy)
+
+
+def test_the_light_list_of_families_is_that_of_the_models():
+    assert set(paths.FAMILIES) == set(FAMILIES)
+
+
+def test_an_unknown_family_is_refused_without_weights_and_heavy_imports(copy):
+    tiny.edit_json(copy / "config.json", ("model_type", "gpt_neox"))
+    (copy / WEIGHTS).unlink()
+    code = (
+        "import sys; from workbench import paths; from workbench.cli import main\n"
+        f"sys.argv = ['workbench', 'export', {str(copy)!r}, {str(copy / 'out')!r}]\n"
+        "try: main()\n"
+        "finally: print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert "model_type 'gpt_neox'; needs one of" in ended.stderr
+    assert ended.returncode == 2 and ended.stdout == "[]\n"
+
+
+def test_an_older_tokenizer_is_converted_as_transformers_reads_it(copy):
+    letters = [chr(33 + i) for i in range(94)] + ["Ġ"]
+    words = [*letters, "th", "the"]
+    (copy / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
+    (copy / "merges.txt").write_text("#version: 0.2\nt h\nth e\n")
+    (copy / "tokenizer.json").unlink(missing_ok=True)
+    fields = {"tokenizer_class": "GPT2Tokenizer", "unk_token": "!"}
+    fields |= {"bos_token": "!", "eos_token": "!"}
+    (copy / "tokenizer_config.json").write_text(json.dumps(fields))
+    checkpoint = Checkpoint(copy)
+    ids = encode_text(checkpoint.tokenizer, "the cat")
+    expected = transformers.AutoTokenizer.from_pretrained(copy)("the cat").input_ids
+    assert ids == expected and len(ids) == 5
+    assert "tokenizer.json" in {file.name for file in checkpoint.tokenizer_files()}
+    assert not (copy / "tokenizer.json").exists()

@@ -75,7 +75,7 @@ class Golden:
     @property
     def tokens(self) -> list[str]:
         """The text of each token for an axis (see `token_labels`)."""
-        return token_labels(self.source and self.source.path, self.ids)
+        return token_labels(self.source and self.source.tokenizer, self.ids)
 
     @property
     def sha256(self) -> str:

@@ -78,7 +78,7 @@ def prompt_ids(checkpoint: str | Path, count: int, text: str = "") -> list[int]:
         file = paths.find(text)
     if file and file.is_file():
         text = paths.text(file)
-    return encode_text(source.path, text)[:count]
+    return encode_text(source.tokenizer, text)[:count]
 
 
 def untrained(checkpoint: Checkpoint, tasks: Sequence[dict]) -> str:
@@ -94,7 +94,7 @@ def untrained(checkpoint: Checkpoint, tasks: Sequence[dict]) -> str:
         recorded = False
     if not recorded:
         return f"the checkpoint has no {EVALUATION} with its accuracy on these tasks"
-    coder = load_tokenizer(folder)
+    coder = load_tokenizer(checkpoint.tokenizer)
     texts = [task[name] for task in tasks for name in ("prompt", "answer")]
     words = {word for text in texts for word in text.split()}
     ids = coder(sorted(words), add_special_tokens=False)["input_ids"]
@@ -146,7 +146,7 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
             tokens = model.generate(torch.tensor([ids]), **how)
         return tokens[0, len(ids) :].tolist()
 
-    return right_answers(checkpoint.path, tasks, generate)
+    return right_answers(checkpoint.tokenizer, tasks, generate)
 
 
 def answers_gate(
@@ -154,7 +154,7 @@ def answers_gate(
 ) -> gates.Gate:
     """Gate `answers`: the bundle, with the tokenizer it carries, answers at least as many
     prompts as Hugging Face's model. Prompts that do not fit max_seq_len are left out."""
-    encode = load_tokenizer(checkpoint.path).encode
+    encode = load_tokenizer(checkpoint.tokenizer).encode
     S = decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
     if not tasks:

@@ -40,7 +40,7 @@ def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
         folder, V, bos = source.tokenizer, manifest.dims.V, manifest.tokens.bos
     else:
         config = source.config
-        folder, V, bos = source.path, config.vocab_size, config.bos_token_id
+        folder, V, bos = source.tokenizer, config.vocab_size, config.bos_token_id
     if (folder / "tokenizer.json").is_file():
         unknown = load_tokenizer(folder).unk_token_id
         for text in (paragraphs(), task_text()):

@@ -36,8 +36,10 @@ def export(
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256
     """
-    paths.checkpoint(checkpoint)
+    folder = paths.checkpoint(checkpoint)
     paths.new(bundle)
+    paths.check_family(folder)
+    paths.check_quantization(folder)
     from workbench.ane.memory import peak_rss
 
     start = time.perf_counter()
@@ -52,10 +54,16 @@ def export(
         "bytes": made.bytes,
         "converted": converted,
         "stamped": len(shards) - converted,
+        "tokenizer": made.tokenizer.is_dir(),
         "seconds": time.perf_counter() - start,
         "peak_rss_bytes": peak_rss(),
     }
-    show(result, json)
+    lines = text(result)
+    if not result["tokenizer"]:
+        lines.append(
+            "The checkpoint has no tokenizer, so that prompts are token ids: --prompt-ids."
+        )
+    show(result, json, lines)
 
 
 def golden(
@@ -159,6 +167,7 @@ def plan(
         unread("a checkpoint in place of a bundle", options)
     else:
         unread("a bundle", device)
+        paths.check_family(paths.checkpoint(path))
     import psutil
 
     from workbench import process

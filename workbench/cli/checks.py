@@ -263,6 +263,15 @@ def generate(
         ids = encode_chat(exported.tokenizer, prompt.prompt)
     else:
         ids = prompt.of(exported)
+    S = exported.manifest.options.max_seq_len
+    if len(ids) + max(max_new - 1, 0) > S:
+        raise InputError(
+            f"prompt of {len(ids)} tokens",
+            f"{max_new} new tokens asked for",
+            f"at most {S} tokens together, the bundle's max_seq_len",
+            "shorten the prompt (--tokens), lower --max-new, or export with a larger "
+            "--max-seq-len",
+        )
     if prompt.prompt:
         reader = load_tokenizer(exported.tokenizer)
         unknown = [

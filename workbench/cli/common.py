@@ -49,8 +49,11 @@ class Prompt:
             one_of = "one of --prompt, --prompt-ids, --text"
             found = ", ".join(given) or "none"
             raise InputError("prompt", found, one_of, "give one of them")
-        if self.text:
-            paths.text(self.text)
+        text = paths.text(self.text) if self.text else self.prompt
+        if text == "" or self.prompt_ids == "":
+            raise InputError(
+                "prompt", "no text", "at least one token", "write a prompt"
+            )
         return bool(given)
 
     def of(self, source) -> list[int]:
@@ -65,7 +68,7 @@ class Prompt:
             folder, V = source.tokenizer, source.manifest.dims.V
             longest = source.manifest.options.max_seq_len
         else:
-            folder, V, longest = source.path, source.config.vocab_size, self.tokens
+            folder, V, longest = source.tokenizer, source.config.vocab_size, self.tokens
         if self.prompt_ids is not None:
             parts = self.prompt_ids.split(",")
             # `check_ids` refuses what is no number by name

@@ -53,6 +53,9 @@ def run(
         for number in owners or numbers:
             default = defaults[number].get(name)
             values[number][name] = experiment.typed(name, value, default)
+    for settings in values.values():
+        if checkpoint := settings.get("CHECKPOINT"):
+            paths.checkpoint(paths.find(str(checkpoint)))  # before a kernel starts
     results = []
     for number in numbers:
         found = experiment.run_notebook(

@@ -49,14 +49,17 @@ def load_tokenizer(folder: str | Path):
 
 
 def encode_text(folder: str | Path, text: str) -> list[int]:
-    """Token ids of a text by the tokenizer in `folder`: its beginning-of-sequence token
-    first where it has one, no other special token."""
+    """Token ids of a text: those that the tokenizer in `folder` gives, with the special
+    tokens that it adds and no others. Where the text itself begins with the
+    beginning-of-sequence token that the tokenizer adds, the token stands once."""
     tokenizer = load_tokenizer(folder)
-    bos = tokenizer.bos_token_id
     # verbose: it warns of texts longer than the model's context, which are read in
     # windows
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return [bos] * (bos is not None) + ids
+    ids = tokenizer.encode(text, verbose=False)
+    bos = tokenizer.bos_token_id
+    if bos is not None and ids[:2] == [bos, bos]:
+        return ids[1:]
+    return ids
 
 
 def text_of(folder: Path, ids: Sequence[int]) -> str:

@@ -160,7 +160,8 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         raise InputError("config.json", str(problem), needed, step) from problem
     windows = any(layer.window for layer in plan.layers)
     matrices = any(MATRIX_STATE in states for states in plan.side_states)
-    longest = plan.max_positions or options.max_seq_len
+    scaled = plan.max_positions or options.max_seq_len
+    trained = getattr(source.config, "max_position_embeddings", None)
     if options.sliding == "window":
         found, step = "sliding = window", "leave out --sliding"
         needed = "mask or ring: only other exporters' packages have such a cache"
@@ -174,10 +175,17 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         found = f"tokens = {options.tokens}"
         needed = f"at most {MATRIX_T_MAX}: fp16 cannot hold what more do to a matrix"
         step = f"export with --tokens 1-{MATRIX_T_MAX} or fewer"
-    elif options.max_seq_len > longest:
+    elif options.max_seq_len > scaled:
         found = f"max_seq_len = {options.max_seq_len}"
-        needed = f"at most {longest}, the length beyond which its positions are scaled"
+        needed = f"at most {scaled}, the length beyond which its positions are scaled"
         step = "export with a smaller --max-seq-len"
+    elif trained and options.max_seq_len > trained:
+        found = f"max_seq_len = {options.max_seq_len}"
+        needed = f"at most {trained}, the max_position_embeddings of its config.json"
+        step = (
+            f"export with --max-seq-len {trained} or less; a model that was trained on "
+            "longer texts states it there"
+        )
     else:
         return family.settle(plan, source) if hasattr(family, "settle") else plan
     raise InputError(found, f"a {source.config.model_type} checkpoint", needed, step)

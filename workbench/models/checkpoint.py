@@ -5,6 +5,8 @@ import hashlib
 import json
 import math
 import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from workbench.files import (
 )
 
 KINDS = "F32", "F16", "BF16"
+QUANTIZED = "F8", "F4", "I8", "U8"
 CHUNK = 1 << 17  # elements: what stays in a core's cache while it is converted
 MAPPED_BYTES = 1 << 26  # of a file at once: mapped memory counts as resident
 
@@ -35,7 +38,22 @@ SIZES = """vocab_size hidden_size intermediate_size moe_intermediate_size head_d
 num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts
 num_experts_per_tok router_hidden_size""".split()
 GENERATION = "generation_config.json"
+EMBEDDINGS = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 PREFIXES = "model.", "model.language_model.", "language_model.model."
+# endings of tensors that hold packed values, or scales of such
+PACKED = (
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_scale_2",
+    ".absmax",
+)
+# what transformers' converter of old tokenizers reads
+OLD_TOKENIZER_FILES = "vocab.json", "tokenizer.model", "vocab.txt", "spiece.model"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,14 +68,15 @@ class Checkpoint:
     (transformers' own object) and `tensor(name)`.
 
     Raises:
-        InputError: nothing there, something else (a bundle, GGUF weights, the name of a
-            model on the Hub), a half download, a truncated or foreign file, a Git LFS
-            pointer.
+        InputError: nothing there, something else (a bundle, an adapter, GGUF weights,
+            the name of a model on the Hub), quantized weights, a half download, a
+            truncated or foreign file, a Git LFS pointer.
     """
 
     def __init__(self, path: str | Path):
         self.path = paths.checkpoint(path)
         check_folder(self.path, paths.LIMITS)
+        paths.check_quantization(self.path)
         self.files = self._weight_files()
         # name → file, dtype as safetensors spells it, shape
         self.header: dict[str, tuple[Path, str, list[int]]] = {}
@@ -67,6 +86,9 @@ class Checkpoint:
                     stored = tensors.get_slice(name)
                     entry = file, stored.get_dtype(), stored.get_shape()
                     self.header[name] = entry
+        packed = next((n for n in self.header if n.endswith(PACKED)), None)
+        if packed:
+            raise paths.quantized(self.path, f"quantized weights, tensor {packed!r}")
 
     def _weight_files(self) -> list[Path]:
         whole = self.path / "model.safetensors"  # which transformers prefers
@@ -170,29 +192,87 @@ class Checkpoint:
             digest.update(bytes.fromhex(sha256(path)))
         return digest.hexdigest()
 
-    @property
+    @cached_property
     def prefix(self) -> str:
-        """What precedes `layers.0…` in the names of the text model's tensors."""
-        found = (p for p in PREFIXES if f"{p}embed_tokens.weight" in self)
-        return next(found, PREFIXES[0])
+        """What precedes `layers.0…` in the names of the text model's tensors.
+
+        Raises:
+            InputError: names of which transformers' loader would load no embeddings.
+        """
+        for prefix in PREFIXES:
+            if f"{prefix}{EMBEDDINGS}" in self:
+                return prefix
+        if self._stored_embeddings is None:
+            # only the embeddings are missing, which their reader names
+            for prefix in PREFIXES:
+                if any(name.startswith(f"{prefix}layers.0.") for name in self.header):
+                    return prefix
+            similar = next((n for n in self.header if n.endswith(EMBEDDINGS)), None)
+            layer = next((n for n in self.header if "layers.0." in n), None)
+            actual = similar or layer or next(iter(self.header), "no tensor")
+            raise InputError(
+                f"checkpoint {self.path}",
+                f"tensors named like {actual!r}",
+                f"names that transformers' loader of {self.config.model_type} models "
+                f"knows, such as {PREFIXES[0]}{EMBEDDINGS}",
+                f"save the model again with transformers' save_pretrained; or {FETCH}",
+            )
+        return self._stored_embeddings.removesuffix(EMBEDDINGS)
+
+    @cached_property
+    def _stored_embeddings(self) -> str | None:
+        """The name of the tensor that transformers' loader takes for the text model's
+        embeddings, by the loader's own renamings and base-model prefixes."""
+        import transformers
+        from transformers import conversion_mapping, core_model_loading
+
+        whole = transformers.AutoConfig.from_pretrained(self.path, **LOCAL)
+        loaders = (
+            transformers.AutoModelForCausalLM,
+            transformers.AutoModelForImageTextToText,
+        )
+        loader = next(
+            (one for one in loaders if type(whole) in one._model_mapping), None
+        )
+        if loader is None:
+            return None
+        with torch.device("meta"):
+            model = loader.from_config(whole, trust_remote_code=False)
+        decoder = model.get_decoder()
+        path = next(name for name, module in model.named_modules() if module is decoder)
+        transforms = conversion_mapping.get_model_conversion_mapping(model)
+        renamings, converters = [], []
+        for transform in transforms:
+            renames = isinstance(transform, core_model_loading.WeightRenaming)
+            (renamings if renames else converters).append(transform)
+        parameters = model.state_dict()
+        for name in self.header:
+            renamed, _ = core_model_loading.rename_source_key(
+                name, renamings, converters, model.base_model_prefix, parameters
+            )
+            if renamed == f"{path}.{EMBEDDINGS}" and name.endswith(EMBEDDINGS):
+                return name
+        return None
 
     @property
     def head(self) -> str:
         """Name of the matrix that gives logits: as in transformers, the embedding table
-        where the configuration ties the two and no other is stored."""
-        own = "lm_head.weight"
-        if own in self or not self.config.tie_word_embeddings:
-            return own
-        return f"{self.prefix}embed_tokens.weight"
+        where the configuration ties the two and no other is stored. Wrappers store the
+        head beside their text model."""
+        wrapped = self.prefix.removesuffix("model.") + HEAD
+        for name in (HEAD, wrapped):
+            if name in self:
+                return name
+        return f"{self.prefix}{EMBEDDINGS}" if self.config.tie_word_embeddings else HEAD
 
     @property
     def matrices(self) -> list[str]:
         """Names of the matrices of the text model."""
-        own = self.prefix, "lm_head."
         return [
             name
             for name in sorted(self.header)
-            if name.startswith(own) and len(self.shape(name)) == 2
+            if (name.startswith(self.prefix) or name == self.head)
+            and len(self.shape(name)) == 2
         ]
 
     def __contains__(self, name: str) -> bool:
@@ -203,13 +283,21 @@ class Checkpoint:
         floating-point numbers."""
         if name not in self.header:
             kind = self.config.model_type
+            ending = name.removeprefix(self.prefix)
+            similar = [n for n in self.header if n.endswith(f".{ending}")]
+            actual = f"no tensor {name!r}"
+            if similar:
+                actual += f", but {similar[0]!r}"
             raise InputError(
                 f"checkpoint {self.path}",
-                f"no tensor {name!r}",
+                actual,
                 f"the layout of transformers' {kind} models",
                 FETCH,
             )
-        if (dtype := self.header[name][1]) not in KINDS:
+        dtype = self.header[name][1]
+        if dtype.startswith(QUANTIZED):
+            raise paths.quantized(self.path, f"dtype {dtype} of tensor {name!r}")
+        if dtype not in KINDS:
             raise InputError(
                 f"tensor {name!r}",
                 f"dtype {dtype}",
@@ -248,8 +336,34 @@ class Checkpoint:
         dtype = mode(dtype for _, dtype, _ in self.header.values())
         return {"name": self.name, "sha256": self.sha256, "dtype": dtype}
 
+    @cached_property
+    def tokenizer(self) -> Path:
+        """The folder with tokenizer.json, if there is one: the checkpoint's, or a
+        temporary one into which the files of an older tokenizer were converted as
+        transformers' AutoTokenizer reads them."""
+        old = any((self.path / name).is_file() for name in OLD_TOKENIZER_FILES)
+        if (self.path / "tokenizer.json").is_file() or not old:
+            return self.path
+        from transformers import AutoTokenizer
+
+        folder = tempfile.mkdtemp(prefix="tokenizer-")
+        # the folder lives as long as the checkpoint
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        try:
+            converted = AutoTokenizer.from_pretrained(self.path, **LOCAL)
+            converted.save_pretrained(folder)
+        except Exception as problem:  # whatever the converter of a family raises
+            raise InputError(
+                f"tokenizer {self.path}",
+                f"no tokenizer.json, and {one_line(problem)}",
+                "a tokenizer that transformers' AutoTokenizer reads",
+                "add its tokenizer.json, or remove the damaged files",
+            ) from problem
+        return Path(folder)
+
     def tokenizer_files(self) -> list[Path]:
-        return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]
+        folder = self.tokenizer
+        return [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
 
     def save_tokenizer(self, folder: Path) -> Tokens:
         """Copies the tokenizer, if there is one, into a bundle's folder; returns what
