@@ -36,8 +36,11 @@ def project(tmp_path) -> Path:
 def first_run(project: Path, python: str, run_code: int = 0, **variables):
     """`make run` where `python` is what stands for the interpreter of `.venv`."""
     program(project / ".venv" / "bin" / "python", f"#!/bin/sh\n{python}\n")
+    # a make that runs the tests would make this one name its folder
     environment = {
-        name: value for name, value in os.environ.items() if name[:4] != "PIP_"
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PIP_", "MAKE", "MFLAGS"))
     }
     environment |= {"RUN_CODE": str(run_code)} | variables
     command = ["make", "--old-file", ".venv/ready", "run"]

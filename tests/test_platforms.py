@@ -44,13 +44,14 @@ def test_every_file_that_uses_the_shim_is_marked():
 def test_make_takes_the_pythons_that_have_wheels_and_says_what_to_type(
     version, accepted, tmp_path
 ):
-    """A Python that only answers which version it is."""
-    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
-        shutil.copy(ROOT / name, tmp_path)
+    """A Python that says that it is another version and cannot make environments."""
+    for name in ("Makefile", "pyproject.toml", "requirements.lock", "tools/ready.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / "python"
-    code = f"import sys; sys.version_info = {(*version, 0, 'final', 0)!r}; exec(sys.argv[1])"
-    code = f'[ "$1" = -c ] && exec "{sys.executable}" -c "{code}" "$2"'
-    python.write_text(f"#!/bin/sh\n{code}\nexit 7\n")
+    changed = {"version_info": (*version, 0, "final", 0), "executable": "/bin/false"}
+    code = f"import runpy, sys; vars(sys).update({changed!r}); runpy.run_path('$1', run_name='__main__')"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n')
     python.chmod(0o755)
     command = ["make", "-C", tmp_path, "test", f"PYTHON={python}"]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -204,6 +204,9 @@ from pathlib import Path
 from workbench import cli, log
 from workbench.sweep import run
 
+# a shell starts what it runs in the background with interrupts ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def measure(cell, **_):
     if Path("measured").exists():
         Path("second").touch()
