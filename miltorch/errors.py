@@ -39,6 +39,10 @@ class InputError(ValueError):
             f"Next: {self.next_step}."
         )
 
+    def __reduce__(self) -> tuple:
+        """Pickled by its four parts: workers and child processes send it."""
+        return type(self), (self.subject, self.actual, self.needed, self.next_step)
+
     @classmethod
     def from_message(cls, message: str) -> "InputError | None":
         """An error with this message, or None where an InputError would say it

@@ -15,17 +15,19 @@ from cyclopts import CycloptsError
 
 from workbench import process
 from workbench.cli.app import app
-from workbench.errors import CellError, InputError, last_message
+from workbench.errors import CellError, InputError, is_full_disk, last_message
 
 
 def call(function, *args, **options) -> process.Outcome:
     """`process.call` without a process: values are pickled, an `InputError` is a failure
-    in words, and so is the end of another error's traceback."""
+    in words, and so is the end of another error's traceback. That of a full disk is raised."""
     try:
         value = function(*pickle.loads(pickle.dumps(args)))
-    except InputError as problem:
-        return process.Outcome(failure=str(problem))
-    except Exception:
+    except Exception as problem:
+        if is_full_disk(problem):
+            raise
+        if isinstance(problem, InputError):
+            return process.Outcome(failure=str(problem))
         lines = traceback.format_exc().splitlines()
         return process.Outcome(failure=f"exit code 1: {last_message(lines)}")
     return process.Outcome(pickle.loads(pickle.dumps(value)))

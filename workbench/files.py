@@ -2,6 +2,7 @@
 only the errors."""
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -227,18 +228,27 @@ def check_room(folder: Path, needed: int, subject: str) -> None:
     onto a disk with fewer free.
 
     Raises:
-        InputError: says both numbers, and what lists files that can be removed.
+        InputError: says both numbers, and which folders of the project that are made
+            again are on that disk.
     """
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
     if (free := shutil.disk_usage(existing).free) < needed:
-        raise InputError(
-            subject,
-            f"{free:,} bytes free on the disk of {folder}",
-            f"{needed:,} bytes there",
-            "remove data/bundles and data/golden, which are made again; or choose another disk",
-        )
+        actual = f"{free:,} bytes free on the disk of {folder}"
+        caches = [output_root() / "data" / name for name in ("bundles", "golden")]
+        device = existing.stat().st_dev
+        removable = [
+            str(path)
+            for path in caches
+            if path.exists() and path.stat().st_dev == device
+        ]
+        step = "free some there; or choose another disk"
+        if removable:
+            names = " or ".join(removable)
+            step = f"remove {names}, made again when needed; or choose another disk"
+        refusal = InputError(subject, actual, f"{needed:,} bytes there", step)
+        raise refusal from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def sha256(path: Path) -> str:

@@ -8,6 +8,7 @@ server becomes the child of its only call.
 """
 
 import atexit
+import errno
 import importlib
 import math
 import os
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miltorch.quiet import coremltools, uncollected
-from workbench.errors import InputError, last_message
+from workbench.errors import InputError, is_full_disk, last_message
 
 FORKS = sys.platform != "darwin"
 # what most calls import late; a server imports them for its second call
@@ -94,6 +95,8 @@ def call(
     Raises:
         Cancelled: `stop` was set.
         OSError: the system refused a process.
+        InputError, OSError: a disk is full: the child's own error, since no later call
+            would find room either.
     """
     stop, over = stop or threading.Event(), threading.Event()
     deadline = time.monotonic() + (timeout_s or math.inf)
@@ -127,6 +130,8 @@ def call(
         lines = _lines(errors.read_bytes() if errors.exists() else b"")
         if code == 0:
             outcome = pickle.loads(reply.read_bytes())
+            if problem := outcome.get("full_disk"):
+                raise problem
             return Outcome(**outcome, lines=tuple(_messages(lines)))
     failure = f"exit code {code}: {last_message(lines)}"
     if late:
@@ -253,13 +258,27 @@ def _import_late() -> None:
 
 @uncollected()
 def _run(job: Path, reply: Path) -> None:
-    """The child: writes what a call returns, or why it was refused, and ends. It ends
+    """The child: writes what a call returns, why it was refused, or the error of a full
+    disk, and ends. Another error ends it with a traceback on stderr. It ends
     with its caller, too, which holds stdin open."""
     function, args = pickle.loads(job.read_bytes())
     threading.Thread(target=lambda: (os.read(0, 1), os._exit(3)), daemon=True).start()
     try:
         outcome = {"value": function(*args)}
-    except InputError as problem:
-        outcome = {"failure": str(problem)}
+    except Exception as problem:
+        if is_full_disk(problem):
+            outcome = {"full_disk": _sendable(problem)}
+        elif isinstance(problem, InputError):
+            outcome = {"failure": str(problem)}
+        else:
+            raise
     reply.write_bytes(pickle.dumps(outcome))
     os._exit(0)  # skips exit handlers of libraries, which could fail a finished call
+
+
+def _sendable(problem: Exception) -> Exception:
+    """The error of a full disk as one that can be pickled: a library's own type may have
+    other arguments than its message."""
+    if isinstance(problem, InputError) or type(problem) is OSError:
+        return problem
+    return OSError(errno.ENOSPC, str(problem))

@@ -97,10 +97,16 @@ def test_a_result_is_its_names_and_values_and_its_rows_a_table():
     result |= {"windows": None, "notes": ["It holds."], "units": units}
     lines = [" ".join(line.split()) for line in text(result)]
     assert lines == [
-        *("RED", "tokens 9", "bytes 3.0 MiB", "kl mean 0.001234567, p99 -"),
+        *("RED", "tokens 9", "size 3.0 MiB", "kl mean 0.001234567, p99 -"),
         *("RED weights nan one is lost", "GREEN host 1 it agrees", "- It holds."),
         *("", "units", "unit rate", "a 1343", "b -"),
     ]
+
+
+def test_a_name_in_text_says_what_its_value_is():
+    result = {"memory_bytes": 3 << 20, "peak_rss_bytes": 1 << 20}
+    lines = [" ".join(line.split()) for line in text(result | {"stamped": 31})]
+    assert lines == ["memory 3.0 MiB", "peak memory 1.0 MiB", "programs reused 31"]
 
 
 def test_words_that_the_tokenizer_does_not_know_are_named(llama_bundle):

@@ -1,6 +1,7 @@
 """What children of test_process.py are called to do."""
 
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -50,3 +51,16 @@ def loses_its_server():
 
 def search_path() -> list[str]:
     return sys.path
+
+
+def fills_the_disk(kind: str):
+    full = OSError(errno.ENOSPC, "No space left on device", "/data/x")
+    if kind == "OSError":
+        raise full
+    if kind == "InputError":
+        raise InputError("bundle", "9 bytes free", "10", "choose another") from full
+    raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+
+def misses_a_file():
+    open("/nowhere/file")

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from workbench import log, process, sweep
+from workbench.errors import InputError
 from workbench.sweep import run
 from workbench.sweep.lock import measuring_alone
 
@@ -133,3 +134,27 @@ def test_a_disk_that_fills_in_the_middle_is_one_message_and_the_sweep_resumes(
         assert {path.stem for path in (root / table).iterdir()} == {row}
     counts = sweep.sweep(grid, **where)
     assert (counts["done"], counts["resumed"], counts["failed"]) == (3, 1, 0)
+
+
+def test_an_export_without_room_ends_the_sweep_and_is_no_failed_row(
+    short, tmp_path, monkeypatch
+):
+    grid, where = short
+    measure, calls = run.measure, iter(range(1000))
+    full = InputError("bundle", "9 bytes free", "10 bytes", "choose another disk")
+
+    def fails(*arguments):
+        if next(calls) == 2:
+            raise full from OSError(28, "No space left on device")
+        return measure(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", fails)
+        with pytest.raises(InputError, match="9 bytes free") as caught:
+            sweep.sweep(grid, **where)
+    (note,) = caught.value.__notes__
+    root = tmp_path / "log"
+    assert note == f"2 of 4 cells kept in {root}; the same command resumes"
+    assert log.load("runs", root)["status"].tolist() == ["ok", "ok"]
+    counts = sweep.sweep(grid, **where)
+    assert (counts["done"], counts["resumed"], counts["failed"]) == (2, 2, 0)

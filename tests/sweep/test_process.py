@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from workbench import process
-from workbench.errors import last_message
+from workbench.errors import InputError, last_message
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,20 @@ def test_a_child_imports_what_its_caller_does(tmp_path, monkeypatch):
 def test_a_server_that_does_not_start_says_why(monkeypatch):
     monkeypatch.setattr(process, "SERVE", "{path!r}; raise SystemExit('no such disk')")
     assert process.call(os.getpid).failure == "exit code 1: no such disk"
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("OSError", "/data/x"), ("InputError", "9 bytes free"), ("Rust's", "No space")],
+)
+def test_a_full_disk_of_a_child_is_an_error_of_the_caller(kind, words):
+    with pytest.raises((OSError, InputError), match=words):
+        process.call(called.fills_the_disk, kind)
+
+
+def test_another_error_of_the_system_is_the_failure_of_the_call():
+    assert "/nowhere/file" in process.call(called.misses_a_file).failure
 
 
 @pytest.mark.usefixtures("forked")

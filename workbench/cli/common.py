@@ -212,13 +212,27 @@ def print_result(text: str) -> None:
     print(visible(text), file=document_stream or sys.stdout)
 
 
+LABELS = {
+    "bytes": "size",
+    "peak_rss_bytes": "peak memory",
+    "converted": "programs converted",
+    "stamped": "programs reused",
+}
+"""Of names in JSON whose words alone would not say what the value is."""
+
+
+def label(name: str) -> str:
+    """The name of a value as text says it: bytes are printed in MiB."""
+    return LABELS.get(name, name.removesuffix("_bytes").replace("_", " "))
+
+
 def text(result: dict) -> list[str]:
     """A result as lines: gates with their reasons, RED first, rows as a table, sentences
     one below the other, and everything else as its name and value. What was not
     measured is left out."""
     lines = []
     for name, value in result.items():
-        title = name.replace("_", " ")
+        title = label(name)
         match value:
             case None | "" | []:
                 pass

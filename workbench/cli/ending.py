@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from workbench.errors import CellError, InputError, one_line, visible
+from workbench.errors import RUST_ERROR, CellError, InputError, one_line, visible
 
 RED, REFUSED, UNFINISHED = 1, 2, 3
 VERDICT_CODES = {"RED": RED, "DIED": UNFINISHED}
@@ -40,8 +40,6 @@ REMEDIES = {
 }
 OTHER_REMEDY = "a file or device that works", "repair it, or name another one"
 MEMORY = "more memory", "end other processes, or choose a smaller model"
-# libraries in Rust report an error of the system as a text
-RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 # torch and the threading module have no type of their own for these
 NO_MEMORY = re.compile("can't allocate memory|not enough memory")
 NO_THREAD = re.compile("can't start new thread")

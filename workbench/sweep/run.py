@@ -67,8 +67,8 @@ def sweep(
 
     Raises:
         InputError: no cell could be measured.
-        OSError: the system refused a file in the middle, such as on a full disk; its
-            note says how many cells are in the log.
+        InputError, OSError: the system refused a file in the middle, such as on a full
+            disk; a note of the error says how many cells are in the log.
     """
     root = Path(root or log.default_root()).absolute()
     bundles = Path(bundles or log.project(root) / "data" / "bundles").absolute()
@@ -90,7 +90,7 @@ def sweep(
     try:
         for outcome in bar(running, desc=progress, total=len(todo), unit="cell"):
             outcomes.append(outcome)
-    except (KeyboardInterrupt, OSError, MemoryError) as problem:
+    except (KeyboardInterrupt, InputError, OSError, MemoryError) as problem:
         kept = (
             len(every) - len(todo) + sum(status in MEASURED for status, _ in outcomes)
         )
