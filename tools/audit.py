@@ -7,7 +7,8 @@ are written out here. Checked are, of every report below `experiments/`: its tab
 against the stored ones; figures and tables of times against the samples of their runs;
 axis labels against what the values are; the sentences of the Answer about times. Of the
 shipped log: units, the summed columns of `runs`, the ratio of every row of `fidelity`,
-and rows of an older definition. The exit code is 1 if anything differs."""
+and rows of an older definition. The exit code is 1 if anything differs, and 2 if
+PROJECT has no shipped log."""
 
 import json
 import re
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
+from workbench.errors import InputError
 
 TOLERANCE = 1e-3  # relative: tables print four digits
 HALF_ULP_SQUARED = 2.0**-22
@@ -55,8 +58,17 @@ class Finding:
 
 
 def audit(project: Path) -> list[Finding]:
-    """All findings in the reports and the shipped log of a project."""
-    log = read_log(project / "experiments" / "log" / "shipped")
+    """All findings in the reports and the shipped log of a project.
+
+    Raises:
+        InputError: the shipped log lacks runs or samples.
+    """
+    folder = project / "experiments" / "log" / "shipped"
+    for table in ("runs", "samples"):
+        if not any((folder / table).glob("*.parquet")):
+            step = "give the folder of a checkout: python tools/audit.py PROJECT"
+            raise InputError(folder, f"no file of {table}", "the shipped log", step)
+    log = read_log(folder)
     found = check_log(log)
     for path in sorted((project / "experiments").glob("*/run.json")):
         found += check_report(path.parent, log)
@@ -324,7 +336,11 @@ def _finding(place: str, label: str, published: float, computed: float) -> Findi
 
 def main() -> None:
     project = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).parents[1]
-    found = audit(project)
+    try:
+        found = audit(project)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     print("\n".join(map(str, found)) or "every number is what its label says")
     sys.exit(bool(found))
 

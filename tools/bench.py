@@ -47,7 +47,7 @@ QWEN2 = {
 DIMS = {"qwen2": QWEN2, "zaya": {}}
 DEPTHS = (64, 448)  # tokens in the cache
 PROMPT_CALLS = (1, 4, 64)  # tokens of a call of a prompt
-STEPS = 8  # timed steps of one sample, whose median counts
+STEPS = 8  # timed steps of one sample, whose tokens over their time count
 # preset → llama.cpp's type of weights of about as many bytes
 ALIKE = {"fp16": "F16", "int8-tensor": "Q8_0", "int4-block32": "Q4_0"}
 TOKEN = 7
@@ -187,7 +187,7 @@ def decode_rate(depth: int, contestant: Contestant) -> float:
     go_on([TOKEN] * depth)
     step = partial(go_on, [TOKEN])
     step()
-    return 1 / statistics.median(seconds(step) for _ in range(STEPS))
+    return STEPS / sum(seconds(step) for _ in range(STEPS))
 
 
 def prompt_rate(contestant: Contestant) -> float:

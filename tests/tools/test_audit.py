@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import shutil
+import sys
 
 import numpy as np
 import pandas as pd
@@ -181,6 +183,18 @@ def test_a_planted_fault_is_found(project, plant, place):
     plant(project)
     found = [str(finding) for finding in audit.audit(project)]
     assert any(place in text for text in found), found
+
+
+@pytest.mark.parametrize("lacking", ["experiments", "samples", "runs"])
+def test_a_project_without_a_log_is_refused(project, lacking, monkeypatch, capsys):
+    shipped = project / "experiments/log/shipped"
+    shutil.rmtree(project / lacking if lacking == "experiments" else shipped / lacking)
+    monkeypatch.setattr(sys, "argv", ["audit.py", str(project)])
+    with pytest.raises(SystemExit) as ended:
+        audit.main()
+    output = capsys.readouterr()
+    assert ended.value.code == 2 and output.out == ""
+    assert output.err.count("\n") == 1 and "needs the shipped log. Next:" in output.err
 
 
 def test_what_this_project_publishes():

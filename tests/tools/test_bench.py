@@ -50,6 +50,14 @@ def test_an_export_stands_beside_coremltools_own(exports, tmp_path, short):
     assert not (tmp_path / "work").exists()
 
 
+def test_a_rate_is_tokens_over_their_time(monkeypatch):
+    """One slow step of eight: the median of steps would not see it."""
+    times = iter([0.1] * 7 + [1.3])
+    monkeypatch.setattr(bench, "seconds", lambda step: next(times))
+    contestant = lambda: None, lambda ids: None
+    assert bench.decode_rate(4, contestant) == pytest.approx(8 / 2.0)
+
+
 def test_validation_and_log_have_their_peers(exports, tmp_path, short):
     path = exports.checkpoint("qwen2")
     found = whole(bench.validate_rows(exports.bundle(path), path, 6, 1), 1)
