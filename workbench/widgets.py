@@ -1,7 +1,7 @@
 """Sliders over what the log holds (`Explorer`) and over what an export needs
 (`planner`)."""
 
-import html
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import ipywidgets as ui
 import matplotlib
+import numpy as np
 import pandas as pd
 from IPython import get_ipython
 from IPython.display import display
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from workbench import log, plots, process, sweep
+from workbench import escape, log, plots, process, sweep
 from workbench.ane import memory, roofline
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
@@ -42,6 +42,12 @@ Place = tuple[int, int]
 """A layer, below 0 that of the logits, and a position."""
 Step = tuple[str, float, Callable[[], None]]
 """A measurement: what it is, about how many seconds it takes, what runs it."""
+RATIO = f"error ÷ {plots.ROOM}"
+"""By which cells and layers of one bundle are ranked."""
+NOTHING = "Nothing is missing"
+SPLIT = "relative RMS that each step adds"
+_open: list["Explorer"] = []
+"""Explorers whose pictures take memory, which `close` frees."""
 
 
 class Explorer(ui.VBox):
@@ -52,6 +58,11 @@ class Explorer(ui.VBox):
     the picture; a click keeps it and shows how its layer's error splits, which is
     measured first where the log lacks it. *Run what is missing* measures the rest of the
     grid in child processes, the shown bundle first.
+
+    Cells and layers of the shown bundle are ranked by their error over what rounding
+    alone causes, settings by their KL: that ratio contains the rounding of a setting's
+    own weights. Running a cell of a notebook again, or showing the same grid again
+    outside of one, closes the Explorer that was there.
 
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`); each control begins at the
@@ -65,6 +76,9 @@ class Explorer(ui.VBox):
     ):
         self.grid, self.experiment = sweep.make_grid(grid), experiment
         self.root = Path(root or log.default_root()).absolute()
+        self.cell = _notebook_cell()
+        self.closed = True  # until all is there
+        _close_replaced(self)
         cells = list(sweep.cells(self.grid, self.root))
         # a column for each option and way to run it
         self.cells = pd.DataFrame(
@@ -79,8 +93,11 @@ class Explorer(ui.VBox):
         if not source.finished:
             self.checkpoint = Checkpoint(source.path)
         self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
+        self.name = source.name if source.finished else self.checkpoint.name
         self.chosen: Place | None = None
+        self.answers: dict[tuple, str] = {}  # of a setting and a place
         self.queue, self.thread = [], None  # of Steps
+        self.measures = False
         self.stopped = threading.Event()
         self.cell_s = 8.0  # seconds of a cell of the grid, until one has run
         self.axes = {}
@@ -93,33 +110,65 @@ class Explorer(ui.VBox):
         self.metric = _control("metric", METRICS)
         self.controls = [*self.axes.values(), self.tensor, self.metric]
         for control in self.controls:
-            control.observe(lambda _: self.guarded(self.draw), "value")
+            control.observe(lambda _: self.guarded(self.draw_anew), "value")
         self.run = _button("", "play", lambda: self.begin(*self.missing()))
         self.cancel = _button("Cancel", "stop", self.stopped.set)
+        self.cancel.disabled = True
         self.which = _button("Which operation?", "search", self.search)
         self.keep = _button("Save figure", "download", lambda: self.guarded(self.save))
-        self.status, self.message, self.words, self.answer = (
-            ui.HTML() for _ in range(4)
+        self.status, self.message, self.words, self.answer, self.ranks, self.costs = (
+            ui.HTML() for _ in range(6)
         )
         self.canvas, self.speed = _canvas(), _canvas()
         self.canvas.mpl_connect("button_press_event", self.click)
         buttons = [self.run, self.cancel, self.which, self.keep, self.status]
-        wrap = ui.Layout(flex_flow="row wrap")
+        # boxes have scroll bars by default, also where nothing is cut
+        wrap = {"flex_flow": "row wrap", "overflow": "visible"}
         rows = [ui.HBox(row, layout=wrap) for row in (self.controls, buttons)]
-        shown = [self.message, self.canvas, self.words, self.answer, self.speed]
-        super().__init__([*rows, *shown])
+        shown = [self.message, self.canvas, self.ranks, self.words, self.answer]
+        shown += [self.costs, self.speed]
+        super().__init__([*rows, *shown], layout={"overflow": "visible"})
         self.add_class("workbench-explorer")
+        self.closed = False
+        _open.append(self)
         self.guarded(self.refresh)
+
+    def close(self) -> None:
+        """Ends what it measures, removes it from the page and frees its pictures."""
+        if getattr(self, "closed", True):  # a widget closes when it is deleted
+            super().close()
+            return
+        self.closed = True
+        self.stopped.set()
+        if self in _open:
+            _open.remove(self)
+        for canvas in (self.canvas, self.speed):
+            canvas.figure.clear()
+        widgets = [self]
+        for widget in widgets:  # grows by the widgets in a box
+            widgets += getattr(widget, "children", ())
+            # a canvas has a toolbar outside of its children, which refers to it
+            widgets += [widget.toolbar] if hasattr(widget, "toolbar") else []
+        for widget in widgets[1:]:
+            for part in (widget.layout, getattr(widget, "style", None), widget):
+                if part is not None:
+                    part.close()
+        self.children = ()
+        self.canvas = self.speed = None
+        self.layout.close()
+        super().close()
 
     def guarded(self, action: Callable[[], None]) -> bool:
         """Runs a callback, where an error would be lost: it is shown, and ends the
         queue. Returns whether there was none."""
+        if self.closed:
+            return False
         try:
             action()
             return True
         except Exception as problem:
             self.queue.clear()
-            text = html.escape(f"{type(problem).__name__}: {problem}")
+            text = escape.html(f"{type(problem).__name__}: {problem}")
             self.message.value = f"<pre class='workbench-error'>{text}</pre>"
             return False
 
@@ -127,9 +176,25 @@ class Explorer(ui.VBox):
         """Reads the log and draws."""
         self.stored = sweep.stored_tables(self.grid, self.root)
         steps = self.missing()
-        self.run.disabled = not steps
         missing = f"Run what is missing ({_duration(steps)})"
-        self.run.description = missing if steps else "Nothing is missing"
+        self.run.description = missing if steps else NOTHING
+        self._enable()
+        self.costs.value = self._costs()
+        self.draw()
+
+    def _enable(self) -> None:
+        """Enables *Cancel* while something is measured, and *Run* while nothing is and
+        the log lacks a cell of the grid."""
+        self.cancel.disabled = not self.measures
+        self.run.disabled = self.measures or self.run.description == NOTHING
+
+    def setting(self) -> tuple:
+        """The values of the controls that decide what is measured."""
+        return tuple(control.value for control in self.axes.values())
+
+    def draw_anew(self) -> None:
+        """Draws at another setting; what was said of the cell under the pointer goes."""
+        self.canvas.send_json({"type": "message", "message": ""})
         self.draw()
 
     def draw(self) -> None:
@@ -146,13 +211,16 @@ class Explorer(ui.VBox):
         lengths = rows["max_seq_len"].unique()
         nearest = min(lengths, key=lambda n: abs(n - S), default=None)
         self.shown = rows[rows["max_seq_len"] == nearest].sort_values("T")
-        self.message.value = self._draw_speed(S, T)
+        words = [self._draw_speed(S, T)]
         if nearest != S:
-            words = "Not measured at this setting."
+            lacking = "Not measured at this setting."
             if nearest:
-                words = f"Not measured at max_seq_len {S}; showing {nearest:.0f}."
-            words += " <i>Run what is missing</i> measures it."
-            self.message.value = words
+                lacking = f"Not measured at max_seq_len {S}; showing {nearest:.0f}."
+                lacking = f"Errors: {lacking}" if words[0] else lacking
+            words.append(f"{lacking} <i>Run what is missing</i> measures it.")
+        elif not words[0]:
+            words.append("No times yet.")
+        self.message.value = "<br>".join(word for word in words if word)
         self.keep.disabled = nearest is None
         self.canvas.layout.display = None if nearest else "none"
         if nearest:
@@ -163,6 +231,7 @@ class Explorer(ui.VBox):
             if self.shown["prompt"].eq(asked).all():
                 self.options["tokens"] = self.tokens
             self._draw_cells(f"{tensor} against Hugging Face, T = {T}")
+        self.ranks.value = self._ranks()
         self.describe()
 
     def _fitting(self, *free: str) -> list[Cell]:
@@ -186,7 +255,8 @@ class Explorer(ui.VBox):
 
     def _draw_speed(self, S: int, T: int) -> str:
         """Draws tokens per second and ms per layer over max_seq_len and T, one value
-        for each process, and gives those of the setting in words."""
+        for each process, and gives those of the setting in words; "" where there are
+        none."""
         rates, layers = (
             self._rows(table, "max_seq_len", "T") for table in ("samples", "layers")
         )
@@ -196,7 +266,7 @@ class Explorer(ui.VBox):
         own = times[(times["max_seq_len"] == S) & (times["T"] == T)]
         self.speed.layout.display = "none" if own.empty else None
         if own.empty:
-            return "No times yet."
+            return ""
         axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "what"}
         plots.lines(times, **axes, xlog=2, ylabel="", figure=self.speed.figure)
         for ax in self.speed.figure.axes:
@@ -207,11 +277,11 @@ class Explorer(ui.VBox):
         words = f"{medians[SPEED]:.4g} {SPEED}, {medians[LAYER]:.3g} {LAYER}"
         count = found["n"].max()
         processes = f"median of {count} processes" if count > 1 else "one process"
-        words = f"<b>{words}</b> ({processes}) on {own['machine'].iloc[0]}"
+        words = f"<b>{words}</b> ({processes}) on {escape.html(own['machine'].iloc[0])}"
         if why := own["disturbed"].dropna().unique().tolist():
-            words += f"; disturbed: {html.escape(why[0])}"
+            words += f"; disturbed: {escape.html(why[0])}"
         invalid = own["invalid"].dropna().unique()
-        return "; invalid: ".join([words, *map(html.escape, invalid)])
+        return "; invalid: ".join([words, *map(escape.html, invalid)])
 
     def _draw_cells(self, title: str) -> None:
         figure = self.canvas.figure
@@ -246,19 +316,65 @@ class Explorer(ui.VBox):
         words += f", T = {row['T']:.0f}: 1 − cosine {max(0, 1 - row['cosine']):.2g}"
         if row["budget"] > 0:
             words += f", relative error {row['error']:.2g}, "
-            words += f"{row['error'] / row['budget']:.2g} × the rounding floor"
+            words += f"{row['error'] / row['budget']:.2g} × the rounding floor, "
+            words += f"{RATIO} {_ratio(row):.2g}, limit {plots.LIMIT_FACTOR:g}"
         return words
+
+    def _ranks(self) -> str:
+        """The cells and layers of the shown bundle with the largest errors over what
+        rounding alone causes."""
+        rows = self.shown
+        rows = rows[rows["finite"].ne(False)].dropna(subset=["error", "budget"])
+        if rows.empty:
+            return ""
+        ratios = rows.assign(ratio=_ratio(rows))
+        cells = ratios.groupby(["layer", "position"])["ratio"].max().nlargest(3)
+        words = [
+            f"layer {layer}, position {position}: {ratio:.2g}"
+            for (layer, position), ratio in cells.items()
+        ]
+        squares = (ratios["ratio"] ** 2).groupby([ratios["layer"], ratios["T"]]).mean()
+        layers = (squares**0.5).groupby("layer").max().nlargest(3)
+        by_layer = [f"layer {layer}: {ratio:.2g}" for layer, ratio in layers.items()]
+        return (
+            f"Largest {RATIO} (limit {plots.LIMIT_FACTOR:g}): {'; '.join(words)}. "
+            f"RMS over positions: {'; '.join(by_layer)}."
+        )
+
+    def _costs(self) -> str:
+        """A table of the mean and the 99% quantile of the KL at each validated setting,
+        the lowest mean first."""
+        fidelity = self.stored["fidelity"]
+        runs = log.load("runs", self.root, {"run_id": fidelity["run_id"].unique()})
+        if runs.empty:
+            return ""
+        configs = [json.loads(text) for text in runs["config"].fillna("{}")]
+        costs = [(config.get("price") or {}).get("kl") or {} for config in configs]
+        runs["99% KL"] = [cost.get("p99", np.nan) for cost in costs]
+        runs = runs.rename(columns={"kl_mean": "mean KL"})
+        runs = runs.dropna(subset=["mean KL"]).sort_values("mean KL", kind="stable")
+        names = ["bundle", *FIRST[1:], *self.axes]
+        names = [name for name in dict.fromkeys(names) if name in runs and name != "T"]
+        varied = [name for name in names if runs[name].nunique(dropna=False) > 1]
+        if runs.empty or not varied:
+            return ""
+        table = runs[[*varied, "mean KL", "99% KL"]].astype(object)
+        shown = table.map(lambda x: f"{x:.3g}" if isinstance(x, float) else x)
+        return "KL from Hugging Face's model in nats, by setting:" + shown.to_html(
+            index=False, na_rep="–"
+        )
 
     def describe(self) -> bool:
         """Writes the chosen cell's values and its layer's error split below the
         heatmap; returns whether a split lacks that can be measured."""
         cell = self._cell(self.chosen)
         self.which.disabled = not cell
+        self.answer.value = self.answers.get((self.setting(), self.chosen), "")
         if not cell:
             hint = "Click on a cell to see its values and its layer's error split."
             self.words.value = hint
             return False
-        self.words.value = f"<b>{html.escape(cell)}</b>"
+        self.words.value = f"<b>{escape.html(cell)}</b>"
         if self.checkpoint is None:
             return False
         parts = stored_split(self.checkpoint, self.exported, self.grid, self.root)
@@ -267,7 +383,8 @@ class Explorer(ui.VBox):
         row = parts[parts["layer"] == self.chosen[0]]  # the logits' has none
         row = row[PARTS].astype(float)
         table = row.to_html(index=False, float_format="{:.2g}".format, na_rep="–")
-        self.words.value += f"<br>relative RMS that each step adds:{table}"
+        whole = f"Layer {self.chosen[0]}, all positions together"
+        self.words.value += f"<br>{whole}: {SPLIT}:{table}"
         return False
 
     def click(self, event) -> None:
@@ -278,7 +395,7 @@ class Explorer(ui.VBox):
             place = self._place(event.xdata, event.ydata)
         if place is None:
             return
-        self.chosen, self.answer.value = place, ""
+        self.chosen = place
         if self.guarded(self.draw) and self.describe():
             about = self.checkpoint, self.exported, self.grid, self.root, self.stopped
             split = partial(measure_split, *about)
@@ -287,9 +404,10 @@ class Explorer(ui.VBox):
     def search(self) -> None:
         """Searches for the operation that is wrong in the chosen cell."""
         about = self._fitting()[0], self.grid, self.root, self.chosen, self.stopped
+        place = self.setting(), self.chosen
 
         def answer() -> None:
-            self.answer.value = html.escape(find_operation(*about))
+            self.answers[place] = escape.html(find_operation(*about))
 
         words = "the operation of layer {}, position {}".format(*self.chosen)
         self.begin((words, SEARCH_S, answer))
@@ -319,35 +437,112 @@ class Explorer(ui.VBox):
     def begin(self, *steps: Step) -> None:
         """Puts steps first in the queue, and starts a thread if none works on it."""
         self.queue[:0] = steps
-        if self.thread is None or not self.thread.is_alive():
+        if self.queue and not self.measures:
+            self.measures = True
+            self._enable()
             self.stopped.clear()
             self.thread = threading.Thread(target=self._work, daemon=True)
             self.thread.start()
 
     def _work(self) -> None:
-        while self.queue:
-            label, _, run = self.queue[0]
-            self.status.value = f"measuring {label}, {_duration(self.queue)} to go"
+        words = ""
+        while self.queue and not words:
+            step = self.queue[0]
+            ended = threading.Event()
+            clock = threading.Thread(target=self._count_down, args=(step, ended))
+            clock.daemon = True
+            self._say_what_is_left(step, 0)
             del self.queue[0]
+            clock.start()
             try:
-                if self.guarded(run):
+                if self.guarded(step[2]):
                     _on_kernel_thread(partial(self.guarded, self.refresh))
             except process.Cancelled:
                 self.queue.clear()
-                self.status.value = "cancelled; what was finished is kept"
-                return
-        self.status.value = ""
+                words = "cancelled; what was finished is kept"
+            finally:
+                ended.set()
+                clock.join()
+        _on_kernel_thread(partial(self._end, words))
+
+    def _end(self, words: str) -> None:
+        """Says how a thread ended, and starts another one for what came late."""
+        self.measures = False
+        if not self.closed:
+            self.status.value = words
+            self._enable()
+            self.begin()
+
+    def _count_down(self, step: Step, ended: threading.Event) -> None:
+        """Says every second what is left, until the step has ended."""
+        start = time.monotonic()
+        while not ended.wait(1):
+            self._say_what_is_left(step, time.monotonic() - start)
+
+    def _say_what_is_left(self, step: Step, elapsed: float) -> None:
+        label, seconds, run = step
+        rest = [(label, max(0, seconds - elapsed), run)]
+        rest += [later for later in self.queue if later is not step]
+        left = _duration(rest) if elapsed < seconds else "longer than expected, "
+        if elapsed >= seconds:
+            left += f"{elapsed:.0f} s so far"
+            if rest[1:]:
+                left += f", then {_duration(rest[1:])}"
+            self.status.value = f"measuring {escape.html(label)}, {left}"
+        else:
+            self.status.value = f"measuring {escape.html(label)}, {left} to go"
 
     def save(self) -> None:
         """Saves the shown heatmap among the experiment's figures; its name holds the
         setting, tensor and metric."""
-        name = "-".join(["explorer", *(str(c.value) for c in self.controls)])
-        about = ", ".join(f"{c.description} {c.label}" for c in self.controls)
+        # the label of a slider is empty until the page has sent one
+        shown = {
+            control.description: (
+                str(control.value),
+                control.label or str(control.value),
+            )
+            for control in self.controls
+        }
+        length = str(self.exported.max_seq_len)  # of the shown rows
+        shown["max_seq_len"] = length, length
+        name = "-".join(["explorer", *(value for value, _ in shown.values())])
+        settings = [f"{control} {label}" for control, (_, label) in shown.items()]
+        about = " · ".join([self.name, *settings])
         words = {"alt": f"By layer and token: {about}.", "about": about}
         drawn = plots.heatmap, self.shown
         self.experiment.figure(name, *drawn, **words, **self.options)
         folder = self.experiment.folder / "figures"
-        self.status.value = f"saved {name} (svg, pdf, png, parquet) in {folder}"
+        self.status.value = escape.html(
+            f"saved {name} (svg, pdf, png, parquet) in {folder}"
+        )
+
+
+def _ratio(rows):
+    """The error of a row or of rows over what rounding alone causes, as in the gate
+    `budget`."""
+    return rows["error"] / np.hypot(rows["budget"], plots.HALF_ULP)
+
+
+def _notebook_cell() -> tuple[str, int] | None:
+    """The cell that runs, and the number of its run; None outside of a notebook."""
+    shell = get_ipython()
+    parent = getattr(shell, "parent_header", None) or {}
+    name = parent.get("metadata", {}).get("cellId")
+    return (name, shell.execution_count) if name else None
+
+
+def _close_replaced(explorer: Explorer) -> None:
+    """Closes the Explorers that an earlier run of the same cell made, and outside of a
+    notebook those of the same grid and log."""
+    for other in [*_open]:
+        if explorer.cell is None:
+            same = other.cell is None and other.root == explorer.root
+            replaced = same and other.grid == explorer.grid
+        else:
+            replaced = other.cell is not None and other.cell[0] == explorer.cell[0]
+            replaced &= other.cell != explorer.cell
+        if replaced:
+            other.close()
 
 
 def _duration(steps: list[Step]) -> str:
@@ -386,10 +581,11 @@ def _canvas():
     from ipympl.backend_nbagg import Canvas, FigureManager
 
     matplotlib.use(backend)
-    made = Canvas(Figure(figsize=(WIDTH, 3), layout="constrained"))
-    FigureManager(made, 0)
-    made.header_visible = made.toolbar_visible = made.resizable = False
-    return made
+    figure = plots.StyledFigure(figsize=(WIDTH, 3), layout="constrained")
+    canvas = Canvas(figure)
+    FigureManager(canvas, 0)
+    canvas.header_visible = canvas.toolbar_visible = canvas.resizable = False
+    return canvas
 
 
 def planner(checkpoint: str | Path) -> ui.Widget:

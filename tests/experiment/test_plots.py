@@ -336,6 +336,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow("draws two figures and saves them as six files under two settings")
 def test_settings_of_the_user_change_no_byte_and_stay_as_they_are(tmp_path):
     data = pd.DataFrame({"x": [1, 2, 3], "y": [1.0, 5.0, 2.0], "T": [1, 1, 4]})
     rows = fidelity(fault=[3], names=["faulty"])

@@ -1,9 +1,12 @@
 """Widgets in Python: sliders change the heatmap's data, a click shows a cell and measures its
 layer's split, missing results are measured beside the notebook, and no error is lost."""
 
+import gc
+import json
 import shutil
 import threading
 import time
+import weakref
 from itertools import product
 from types import SimpleNamespace
 
@@ -11,9 +14,10 @@ import in_process
 import numpy as np
 import pandas as pd
 import pytest
+from ipywidgets.widgets.widget import _instances
 from tiny import DATA
 
-from workbench import process, widgets
+from workbench import plots, process, widgets
 from workbench.experiment import Experiment
 from workbench.explain import operation
 from workbench.widgets import Explorer, planner
@@ -37,6 +41,7 @@ def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explorer") / "experiments" / "log"
     made = Explorer(PART, Experiment("05_x", {}), root=folder)
     assert "Not measured at this setting" in made.message.value
+    assert made.cancel.disabled
     assert made.run.description == "Run what is missing (about 16 s)"
     said = []
     made.status.observe(lambda change: said.append(change["new"]), names="value")
@@ -93,8 +98,10 @@ def test_both_sliders_move_tokens_per_second_and_ms_per_layer(explorer):
 
 def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explorer):
     before = explorer.shown
+    explorer.canvas.send_json({"type": "message", "message": "of a cell"})
     explorer.axes["max_seq_len"].value = 32
     check(explorer)
+    assert not explorer.canvas._message
     said = "Not measured at max_seq_len 32; showing 16. "
     said += "<i>Run what is missing</i> measures it."
     assert explorer.message.value == said
@@ -126,6 +133,7 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     explorer.thread.join()
     check(explorer)
     assert "quantization" in explorer.words.value
+    assert "Layer 1, all positions together" in explorer.words.value
     click(explorer, 0, 0)
     assert not explorer.thread.is_alive()
     assert "layer 0" in explorer.words.value and "quantization" in explorer.words.value
@@ -185,6 +193,9 @@ def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
         assert "saved explorer-16-" in explorer.status.value
     folder = explorer.experiment.folder / "figures"
     names = sorted(path.stem for path in folder.glob("*.png"))
+    about = json.loads((folder / f"{names[0]}.json").read_text())["about"]
+    assert "tiny-llama · max_seq_len 16 · T 1 · compress int8-tensor" in about
+    assert "tiny-llama" in (folder / f"{names[0]}.svg").read_text()
     setting = "explorer-16-1-int8-tensor-declared-update"
     assert names == [f"{setting}-{metric}" for metric in ("cosine", "error")]
     saved = pd.read_parquet(folder / f"{names[0]}.parquet")
@@ -209,3 +220,89 @@ def test_the_planner_has_a_row_for_each_compression(monkeypatch):
     made.update()
     assert (shown[-1].data["tok/s"] < table["tok/s"]).all()
     assert (shown[-1].data["kv, MiB"] > table["kv, MiB"]).all()
+
+
+def test_times_are_shown_where_errors_were_not_measured(explorer, monkeypatch):
+    rows = explorer.stored["samples"]
+    assert set(rows["max_seq_len"]) == {16}
+    monkeypatch.setattr(explorer, "_draw_speed", lambda S, T: "<b>12 tok/s</b>")
+    explorer.axes["max_seq_len"].value = 32
+    assert "<b>12 tok/s</b><br>Errors: Not measured" in explorer.message.value
+
+
+def test_what_was_found_at_a_setting_is_shown_at_this_setting_alone(
+    explorer, monkeypatch
+):
+    monkeypatch.setattr(widgets, "find_operation", lambda *_: "none <here>")
+    explorer.chosen = 1, 2
+    explorer.draw()
+    explorer.search()
+    explorer.thread.join()
+    assert explorer.answer.value == "none &lt;here&gt;"
+    explorer.axes["T"].value = 2
+    assert explorer.answer.value == ""
+    explorer.axes["T"].value = 1
+    assert explorer.answer.value == "none &lt;here&gt;"
+
+
+def test_cells_and_layers_are_ranked_by_error_over_rounding_not_by_cosine(explorer):
+    rows = explorer.shown.assign(error=0.001, budget=0.001, cosine=1.0)
+    first = rows["T"].eq(1) & rows["layer"].eq(0) & rows["position"].eq(0)
+    second = rows["T"].eq(1) & rows["layer"].eq(2) & rows["position"].eq(3)
+    rows.loc[first, ["cosine", "error", "budget"]] = [0.5, 1.0, 1.0]
+    rows.loc[second, ["cosine", "error", "budget"]] = [0.99, 0.1, 0.001]
+    explorer.shown = rows
+    said = explorer._ranks()
+    assert said.index("layer 2, position 3") < said.index("layer 0, position 0")
+    assert "RMS over positions: layer 2" in said and plots.ROOM in said
+
+
+def test_settings_are_compared_by_mean_and_99_percent_kl(explorer, monkeypatch):
+    """And what comes from the log is text."""
+    runs = pd.DataFrame({"kl_mean": [0.2, 0.1], "compress": ["<b>", "fp16"]})
+    runs["config"] = ['{"price": {"kl": {"mean": 0.2, "p99": 0.9}}}', None]
+    monkeypatch.setattr(widgets.log, "load", lambda *_, **__: runs.copy())
+    said = explorer._costs()
+    assert said.index("fp16") < said.index("&lt;b&gt;") and "0.9" in said
+    assert "99% KL" in said and "cosine" not in said
+
+
+def test_the_machine_of_the_times_is_text(explorer):
+    for table in ("samples", "layers"):
+        explorer.stored[table]["machine"] = "<img onerror=x>"
+    explorer.draw()
+    assert "&lt;img" in explorer.message.value and "<img" not in explorer.message.value
+
+
+def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monkeypatch):
+    go, said = threading.Event(), []
+    monkeypatch.setattr(explorer, "_measure", lambda _: go.wait(30))
+    explorer.status.observe(lambda change: said.append(change["new"]), names="value")
+    assert explorer.cancel.disabled and not explorer.run.disabled
+    explorer.begin(("a <b>", 5.0, lambda: go.wait(30)))
+    assert explorer.run.disabled and not explorer.cancel.disabled
+    end = time.monotonic() + 20
+    while len(said) < 3 and time.monotonic() < end:
+        time.sleep(0.1)
+    go.set()
+    explorer.thread.join()
+    assert said[0] == "measuring a &lt;b&gt;, about 5 s to go"
+    assert len({*said[:3]}) == 3
+    assert explorer.cancel.disabled and not explorer.run.disabled
+
+
+def test_making_it_again_frees_the_picture_of_the_one_before(explorer):
+    pictures = [weakref.ref(c.figure) for c in (explorer.canvas, explorer.speed)]
+    before = len(_instances)
+    again = Explorer(GRID, explorer.experiment, root=explorer.root)
+    check(again)
+    gc.collect()
+    assert explorer.closed and not any(picture() for picture in pictures)
+    assert len(_instances) <= before
+    other = Explorer(PART, None, root=explorer.root)
+    assert not again.closed and not other.closed
+
+
+def test_no_box_has_a_scroll_bar(explorer):
+    boxes = [explorer, *explorer.children[:2]]
+    assert {box.layout.overflow for box in boxes} == {"visible"}
