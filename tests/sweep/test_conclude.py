@@ -157,3 +157,14 @@ def test_an_option_is_judged_by_pairs_that_differ_in_nothing_else():
     text = conclude.describe_choice(rows, "option", ["rest"], COMMAND)
     assert "option b has more tokens per second than a in 0 of 2 pairs" in text
     assert "fewer in 1, and 1 are not decided" in text and COMMAND in text
+
+
+@pytest.mark.parametrize("null", [None, float("nan")])
+def test_a_value_that_is_not_set_is_compared_like_any_other(null):
+    rows = settings(a1=(400, 410, 405), b1=(300, 305, 310))
+    rows["option"] = rows["option"].replace({"b": null}).astype(object)
+    text = conclude.describe_choice(rows, "option", ["rest"], COMMAND)
+    assert "option not set has more tokens per second than a in 0 of 1 pairs" in text
+    assert "fewer in 1" in text
+    text = conclude.describe_axis(rows, "option", "tok/s", COMMAND)
+    assert "not set: " in text

@@ -15,6 +15,8 @@ from workbench.log.times import MIN_ROUNDS, Difference
 
 Series = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
+NOT_SET = "not set"
+"""How a null is called, as in the figures."""
 
 
 def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -> str:
@@ -84,7 +86,8 @@ def describe_choice(
     """Whether one value of an option is faster than another: the settings that differ
     in nothing else are compared in pairs, and the decided ones are counted."""
     others = list(others)
-    values = list(dict.fromkeys(processes[option].dropna()))
+    column = processes[option].astype(object)
+    values = list(dict.fromkeys(column.where(column.notna(), NOT_SET)))
     words = []
     for first, second in pairwise(values):
         counts, reasons = {"more": 0, "fewer": 0, "open": 0}, []
@@ -117,7 +120,9 @@ def describe_choice(
 
 
 def _by(processes: pd.DataFrame, column: str) -> Series:
-    return {key: rows for key, rows in processes.groupby(column)}
+    """The processes of each value of a column; a null is a value, `NOT_SET`."""
+    groups = processes.groupby(column, dropna=False)
+    return {NOT_SET if pd.isna(key) else key: rows for key, rows in groups}
 
 
 def _values(rows: pd.DataFrame) -> pd.Series:
