@@ -670,7 +670,8 @@ def bars(table: pd.DataFrame, figure: Figure, *, xlabel: str = "") -> None:
     figure.set_figheight(1 + (0.1 + 0.2 * count) * len(table))
     ax = figure.subplots()
     places = np.arange(len(table))
-    for number, (name, values) in enumerate(table.astype(float).items()):
+    table = table.astype(float).set_axis(_labels(table.columns), axis=1)
+    for number, (name, values) in enumerate(table.items()):
         at = places + (number - (count - 1) / 2) * 0.8 / count
         drawn = ax.barh(at, values.fillna(0), 0.75 / count, label=name)
         texts = values.map("{:.3g}".format).replace("nan", "not measured")

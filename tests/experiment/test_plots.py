@@ -253,7 +253,12 @@ def test_null_is_a_group_of_every_figure(null):
     drawn_calls = plots.cache_rows(calls, by="compute_units")
     assert named in texts(drawn_calls) and len(drawn_calls.axes) == 3
     table = pd.DataFrame({"a": [1.0, 2.0]}, index=["b", null])
-    for figure in (plots.bars(table), plots.grid(table), plots.grid(table.T)):
+    for figure in (
+        plots.bars(table),
+        plots.bars(table.T),
+        plots.grid(table),
+        plots.grid(table.T),
+    ):
         assert "not set" in texts(figure)
 
 
