@@ -10,7 +10,7 @@ from cases import FAULTS, STEPS, Copy, Subject
 from workbench import Decoder, InputError, validate
 from workbench.check.gates import RED
 from workbench.check.golden import Golden
-from workbench.check.text import default_ids, paragraphs
+from workbench.check.text import COUNT, default_ids, paragraphs
 from workbench.decode.transcript import encode_text
 from workbench.models.checkpoint import Checkpoint
 
@@ -54,6 +54,15 @@ def test_its_tokenizer_knows_the_paragraphs(real_model, name):
     source = real_model(name)
     assert len(encode_text(source.path, paragraphs())) >= 600
     assert len(set(default_ids(source, PROMPT))) > PROMPT / 2
+
+
+@each_model
+def test_the_default_ids_are_those_of_transformers_tokenizer(real_model, name):
+    from transformers import AutoTokenizer
+
+    source = real_model(name)
+    ids = AutoTokenizer.from_pretrained(source.path)(paragraphs()).input_ids
+    assert default_ids(source) == ids[:COUNT]
 
 
 @each_model
