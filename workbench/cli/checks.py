@@ -314,8 +314,8 @@ def evaluate(
     """Perplexity of a text, KL and same top token against Hugging Face's model, 95%
     intervals.
 
-    Token ids are the tokenizer's; each one but the first is scored once. Finished windows are stored in data/evaluations, where an
-    interrupted run resumes.
+    Token ids are the tokenizer's; each one but the first is scored once. Finished
+    windows are stored in data/evaluations, where an interrupted run resumes.
 
     Example: workbench evaluate build/llama --text data/tasks/heldout.txt
 
