@@ -8,6 +8,7 @@ OpenMP, which torch uses, too, and where there is no OpenMP on numba's own, whic
 one caller at a time and sleep between two kernels."""
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -87,6 +88,20 @@ def fetched(context, array, byte):
     return types.none(array, types.intp), emit
 
 
+def cached(**options) -> Callable:
+    """The decorator `njit` with numba's cache; without it, compiled again by every
+    process, where numba can write to no folder for it: neither to NUMBA_CACHE_DIR nor
+    beside this file nor below the user's home."""
+
+    def compiled(function: Callable) -> Callable:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:
+            return njit(**options)(function)
+
+    return compiled
+
+
 @njit(inline="always")
 def fetch_after(r, weight):
     """Asks for as many bytes as row r has, `AHEAD` of it."""
@@ -94,7 +109,7 @@ def fetch_after(r, weight):
         fetched(weight, r * weight.strides[0] + byte + AHEAD)
 
 
-@njit(fastmath=FLAGS, parallel=True, cache=True)
+@cached(fastmath=FLAGS, parallel=True)
 def fp16(weight, x, bias, out):
     """A weight of fp16."""
     for r in prange(len(weight)):
@@ -106,7 +121,7 @@ def fp16(weight, x, bias, out):
             out[n, r] = rounded(total + bias[r])
 
 
-@njit(fastmath=FLAGS, parallel=True, cache=True)
+@cached(fastmath=FLAGS, parallel=True)
 def int8(weight, scale, x, bias, out):
     """A weight of int8 by scale [R, 1] float32."""
     for r in prange(len(weight)):
@@ -118,7 +133,7 @@ def int8(weight, scale, x, bias, out):
             out[n, r] = rounded(total * scale[r, 0] + bias[r])
 
 
-@njit(fastmath=FLAGS, parallel=True, cache=True)
+@cached(fastmath=FLAGS, parallel=True)
 def int4(codes, scale, x, bias, out):
     """Codes [R, K / 2] (the value plus 8 of column k in the low half of byte k, of
     column k + K / 2 in its high half) by scale [R, blocks] float32."""
@@ -151,7 +166,7 @@ def _looked_up(codes, table, row):
         values[k] = table[codes[k]]
 
 
-@njit(fastmath=FLAGS, parallel=True, cache=True)
+@cached(fastmath=FLAGS, parallel=True)
 def lookup(codes, which, tables, x, bias, out):
     """The weight of `dense`."""
     for part in prange((len(codes) + ROWS - 1) // ROWS):
@@ -166,7 +181,7 @@ def lookup(codes, which, tables, x, bias, out):
                 out[n, r] = rounded(total + bias[r])
 
 
-@njit(parallel=True, cache=True)
+@cached(parallel=True)
 def dense(codes, which, tables, out):
     """out [R, K] float32: the weights of codes [R, bytes].
 

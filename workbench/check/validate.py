@@ -34,6 +34,7 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import load_arrays, save_arrays, sha256
 from workbench.models.checkpoint import Checkpoint
+from workbench.progress import stage
 
 BUG_GATES = ("interface", "weights", "host", "program", *STATE_GATES)
 # Times √(budget² + 2⁻²²) that an error may be. Inner results of a layer are rounded as well,
@@ -181,6 +182,7 @@ def validate(
     check_exported_from(golden, bundle)
     bugs = stored_gates(decoder, source, again, named=golden.verdict)
     inner = decoder.shows_inner_layers
+    stage("validate: rounding of Hugging Face's model")
     budget = source and measure_budget(bundle, source, golden, inner)
     cost = measure(decoder, golden, Ts, budget)
     device = _device(decoder, golden, alone)
@@ -212,12 +214,14 @@ def bug_gates(
         if not exact or exact.precision != "exact":
             exact = Decoder(bundle, options.interpreter, "exact")
         tried = tried or exact
+        stage("validate: host and program")
         results.append(host.host_gate(tried, checkpoint))
         if exact.precision == "exact":
             results.append(program.program_gate(exact, checkpoint))
         else:
             reason = f"asks for fp32 arithmetic, which target {options.target} lacks"
             results.append(gates.not_run("program", reason))
+        stage("validate: states")
         results += states.state_gates(tried)
     except InputError as problem:
         names = BUG_GATES[len(results) :]

@@ -19,6 +19,7 @@ from workbench.cli.common import (
     text,
     unread,
 )
+from workbench.progress import stage
 
 PLACED_ON = "M4 Max"
 """The chip whose placement is predicted where none is named."""
@@ -40,6 +41,7 @@ def export(
     paths.new(bundle)
     paths.check_family(folder)
     paths.check_quantization(folder)
+    stage("export: reading the checkpoint")
     from workbench.ane.memory import peak_rss
 
     start = time.perf_counter()

@@ -23,6 +23,7 @@ from workbench.cli.common import (
     unread,
 )
 from workbench.errors import InputError, visible
+from workbench.progress import stage
 
 MAX_UNKNOWN = 0.1  # of the tokens of a text that is evaluated
 
@@ -69,6 +70,7 @@ def validate(
     if not checkpoint:
         unread("--checkpoint, which also answers them", tasks=tasks)
     asked = prompt.given(), prompt.tokens, each_unit, max_kl != gates.MAX_KL
+    stage("validate: reading the checkpoint")
     source, reference = opened(checkpoint), None
     from workbench.check import validate as checks
     from workbench.check.interface import interface_gate
@@ -83,12 +85,14 @@ def validate(
     if golden:
         reference = workbench.Golden.load(golden)
     elif source:
+        stage("validate: Hugging Face's values")
         reference = workbench.golden.make_golden(source, prompt.of(exported))
     elif any(asked):
         needed = "one of them"
         step = "run: workbench golden CHECKPOINT --out G, then give --golden G"
         raise InputError("golden", "neither --golden nor --checkpoint", needed, step)
     reference = reference and replace(reference, source=source)
+    stage("validate: opening the bundle")
     if each_unit:
         how = {"runtime": where.runtime, "alone": alone, "max_kl": max_kl}
         units = validate_units(exported, reference, **how)
@@ -172,6 +176,7 @@ def explain(
     if not checkpoint and only != "ranges" and not op:
         needed, step = "what was exported", "give --checkpoint, or --only ranges"
         raise InputError("explain", "no --checkpoint", needed, step)
+    stage("explain: reading the checkpoint")
     source, ids = opened(checkpoint), prompt.of(bundle)
     units = asdict(device)
     if op:
@@ -181,6 +186,7 @@ def explain(
     if only == "parts" or not only and bundle.manifest.shows_hidden:
         from workbench.explain import error
 
+        stage("explain: parts of the error")
         splits = error.split_error(source, bundle, ids, **units)
         checks += error.error_gates(splits)
         for name, mode in (("parts", "isolated"), ("chained", "chained")):
@@ -188,6 +194,7 @@ def explain(
     if only in (None, "variant"):
         from workbench.explain import calls, variants
 
+        stage("explain: the variant of the model")
         frame, found["fits"] = variants.explain_bundle(bundle, source)
         found["conclusion"] = variants.conclusion(found["fits"])
         if not bundle.manifest.shows_hidden:  # the variant is of calls of one token
@@ -199,6 +206,7 @@ def explain(
     if only == "ranges" or not only and not bundle.manifest.options.plugin:
         from workbench.explain import trace
 
+        stage("explain: ranges")
         traced = trace.trace_bundle(bundle, ids)
         checks += trace.finite_gates(traced)
         found["ranges"] = trace.summary(traced)

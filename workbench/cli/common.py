@@ -16,6 +16,7 @@ from workbench import paths
 from workbench.check.gates import jsonable, verdict
 from workbench.cli import ending
 from workbench.errors import InputError, visible
+from workbench.progress import end_stage
 
 # where results are printed while `libraries_on_stderr` holds; None: on stdout
 document_stream: TextIO | None = None
@@ -209,6 +210,7 @@ def libraries_on_stderr() -> Iterator[None]:
 
 def print_result(text: str) -> None:
     """Prints a command's result."""
+    end_stage()
     print(visible(text), file=document_stream or sys.stdout)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from workbench.errors import RUST_ERROR, CellError, InputError, one_line, visible
+from workbench.progress import end_stage
 
 RED, REFUSED, UNFINISHED = 1, 2, 3
 VERDICT_CODES = {"RED": RED, "DIED": UNFINISHED}
@@ -56,6 +57,7 @@ def end(command: Callable[[], None]) -> None:
     except SystemExit:
         raise
     except BaseException as problem:
+        end_stage()
         code, message = describe(problem)
         _discard(sys.stdout)
         if message:

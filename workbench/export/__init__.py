@@ -216,22 +216,30 @@ def write_bundle(
         facts = pool.submit(lambda: source.facts)
         table = pool.submit(write_embedding, source, plan, folder)
         written = []
-        for spec, weights in shards:
-            shape = _shape(spec, plan, weights)
+        shapes = [_shape(spec, plan, weights) for spec, weights in shards]
+        total = len(set(shapes)) + len(shards)
+        about = {"desc": "export", "unit": "program", "leave": False}
+        shown = bar(total=total, **about)
+        for (spec, weights), shape in zip(shards, shapes):
             if shape not in templates:
+                shown.set_postfix_str(f"converting {spec.name}")
                 templates[shape] = convert(spec, plan, options, weights)
+                shown.update()
             part = folder, spec, templates[shape], weights, source, options
             written.append(pool.submit(_write_shard, *part))
+        shown.set_postfix_str("writing")
+        entries = []
+        for one in written:
+            entries.append(one.result())
+            shown.update()
+        shown.close()
         return Manifest(
             family=source.config.model_type,
             dims=plan.dims,
             options=options,
             rope=plan.rope,
             layers=plan.layers,
-            shards=[
-                one.result()
-                for one in bar(written, "export", unit="shard", leave=False)
-            ],
+            shards=entries,
             embedding=Embedding(file=table.result(), scale=plan.embedding_scale),
             tokens=source.save_tokenizer(folder),
             checkpoint=facts.result(),

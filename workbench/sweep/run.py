@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from workbench.check.gates import jsonable
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.progress import bar
+from workbench.progress import bar, stage
 from workbench.runtime import is_device
 from workbench.sweep import cluster, energy, identity, timing
 from workbench.sweep.grid import RUN_AXES, Cell, Grid, cells, check_cells, find
@@ -70,6 +70,7 @@ def sweep(
         InputError, OSError: the system refused a file in the middle, such as on a full
             disk; a note of the error says how many cells are in the log.
     """
+    stage("sweep: reading the log and the checkpoints")
     root = Path(root or log.default_root()).absolute()
     bundles = Path(bundles or log.project(root) / "data" / "bundles").absolute()
     every = list(cells(grid, root))
@@ -85,11 +86,14 @@ def sweep(
     client = cluster.connect(scheduler) if scheduler else None
     todo = missing(every, root, autos)
     run = partial(run_cell, grid=grid, bundles=bundles, root=root)
-    running = cluster.run(client, run, todo) if client else map(run, todo)
     outcomes = []
     try:
-        for outcome in bar(running, desc=progress, total=len(todo), unit="cell"):
-            outcomes.append(outcome)
+        with bar(desc=progress, total=len(todo), unit="cell") as shown:
+            here = partial(run, report=shown.set_postfix_str)
+            running = cluster.run(client, run, todo) if client else map(here, todo)
+            for outcome in running:
+                outcomes.append(outcome)
+                shown.update()
     except (KeyboardInterrupt, InputError, OSError, MemoryError) as problem:
         kept = (
             len(every) - len(todo) + sum(status in MEASURED for status, _ in outcomes)
@@ -158,11 +162,12 @@ def run_cell(
     bundles: Path,
     root: Path,
     stop: threading.Event | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> tuple[str, str | None]:
     """Exports a missing bundle, measures it and logs the run, a failed one with the end
     of its stderr; returns its status and reason. One cell of a log is measured at a
     time on a machine (see `measuring_alone`), and what another process has logged
-    meanwhile is not measured again.
+    meanwhile is not measured again. `report` is told each stage as it begins.
 
     Raises:
         process.Cancelled: `stop` was set, and the running child was killed.
@@ -171,19 +176,26 @@ def run_cell(
         key = _key(cell)
         if known := _done(root, key[0]).get(key):
             return known
-        return _measured_cell(cell, grid, bundles, root, stop)
+        return _measured_cell(cell, grid, bundles, root, stop, report)
 
 
 def _measured_cell(
-    cell: Cell, grid: Grid, bundles: Path, root: Path, stop: threading.Event | None
+    cell: Cell,
+    grid: Grid,
+    bundles: Path,
+    root: Path,
+    stop: threading.Event | None,
+    report: Callable[[str], None] | None,
 ) -> tuple[str, str | None]:
     """Exports, measures and logs a cell that the log lacks (see `run_cell`)."""
     call = partial(process.call, timeout_s=cell.run["timeout_s"], stop=stop)
     row, tables = {"config": {}}, {}
     with process.awake():
-        outcome = _prepared(cell, bundles, call)
+        outcome = _prepared(cell, bundles, call, report)
         if outcome.failure is None:
             path = outcome.value
+            if report:
+                report(f"measuring {_bundle_words(cell)}")
             (stop or threading.Event()).wait(cell.run["cool_down_s"])
             threads = cell.run["threads"]
             outcome = call(measure, cell, grid, path, threads=threads)
@@ -208,7 +220,15 @@ def _measured_cell(
     return row.get("status", "ok"), row.get("reason")
 
 
-def _prepared(cell: Cell, bundles: Path, call: partial) -> process.Outcome:
+def _bundle_words(cell: Cell) -> str:
+    """The checkpoint and the two options that a user varies most."""
+    options = cell.options
+    return f"{cell.source.name} {options.compress} S={options.max_seq_len}"
+
+
+def _prepared(
+    cell: Cell, bundles: Path, call: partial, report: Callable[[str], None] | None
+) -> process.Outcome:
     """The path of the cell's bundle, exported in a child where it is missing."""
     source = cell.source
     if source.finished:
@@ -217,6 +237,8 @@ def _prepared(cell: Cell, bundles: Path, call: partial) -> process.Outcome:
     try:
         bundle = Bundle.open(bundles / exporting.bundle_name(*about))
     except InputError:
+        if report:
+            report(f"exporting {_bundle_words(cell)}")
         return call(prepare, cell, bundles)
     return process.Outcome(bundle.root)
 
