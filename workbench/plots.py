@@ -623,6 +623,8 @@ def lines(
             ax.set_xscale("log", base=xlog)
             ticks = sorted(place for place in data[x].dropna().unique() if place > 0)
             ax.set_xticks(ticks, labels=map(_number, ticks))
+            if len(ticks) == 1:  # matplotlib's margins of a single place have no width
+                ax.set_xlim(ticks[0] / xlog, ticks[0] * xlog)
             ax.minorticks_off()
         else:
             ax.xaxis.get_major_locator().set_params(integer=True)

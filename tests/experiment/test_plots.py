@@ -305,6 +305,13 @@ def test_points_lie_at_their_own_x_and_are_named_with_their_bars():
     assert "medians" not in texts(plots.lines(single, x="x", y="y", hue="T"))
 
 
+def test_points_at_a_single_x_are_seen_on_a_logarithmic_axis():
+    data = pd.DataFrame({"x": 64, "y": [1.0, 2.0], "T": [1, 2]})
+    figure = plots.lines(data, x="x", y="y", hue="T", xlog=2)
+    left, right = figure.axes[0].get_xlim()
+    assert left <= 64 / 1.5 and right >= 64 * 1.5
+
+
 def test_a_linear_axis_that_starts_above_0_says_so():
     data = pd.DataFrame({"x": [1, 2], "y": [100.0, 101.0], "T": 1})
     said = "(axis starts above 0)"
