@@ -52,7 +52,15 @@ def test_every_command_in_the_documents_parses():
 
 
 # of the documents' commands: what needs a model, a machine or a run of one's own
-ELSEWHERE = ("/models/", "FOLDER", "RUN_", "HOST", "llama-apple", "build/new")
+ELSEWHERE = (
+    "smollm2",
+    "/models/",
+    "FOLDER",
+    "RUN_",
+    "HOST",
+    "llama-apple",
+    "build/new",
+)
 QUICK = "doctor|export|validate|generate|plan|golden"
 
 

@@ -12,6 +12,7 @@ from experiment import toy
 from experiment.toy import NAME, files_of, run_of
 from in_process import cli
 from refusal import refused
+from tiny import DATA
 
 from workbench import log
 from workbench.errors import CellError
@@ -110,6 +111,7 @@ def test_the_command_of_a_report_gives_the_figures_of_an_edited_notebook_again(
     braces.mkdir()
     shutil.copy(checkout / "pyproject.toml", braces)
     monkeypatch.chdir(braces)
+    shutil.copytree(DATA / "tiny-llama", braces / "data" / "tiny-llama")
     toy.write_notebook(braces)
     clone = shutil.copytree(braces, tmp_path_factory.mktemp("clone") / "x")
     toy.write_notebook(braces, toy.PARAMETERS.replace("[1, 4]", "[1, 2, 3]"))
@@ -172,3 +174,11 @@ def test_what_a_run_writes_goes_to_the_folder_that_is_named(
         out / "build" / "experiments" / NAME / "tiny-llama" / "report.md"
     )
     assert len(log.load("runs")) == 2 and files_of(project) == before
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_a_kernel_starts(
+    project, monkeypatch
+):
+    monkeypatch.setattr("workbench.experiment.run_notebook", None)
+    with refused("checkpoint .*nowhere.*found nothing there"):
+        cli("run", "7", "--set", "CHECKPOINT=/nowhere", raises=True)

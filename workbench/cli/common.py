@@ -52,9 +52,8 @@ class Prompt:
             raise InputError("prompt", found, one_of, "give one of them")
         text = paths.text(self.text) if self.text else self.prompt
         if text == "" or self.prompt_ids == "":
-            raise InputError(
-                "prompt", "no text", "at least one token", "write a prompt"
-            )
+            subject = "prompt" if self.prompt_ids is None else "prompt ids"
+            raise InputError(subject, "no text", "at least one token", "write a prompt")
         return bool(given)
 
     def of(self, source) -> list[int]:

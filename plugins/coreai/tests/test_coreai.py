@@ -107,7 +107,7 @@ def test_stored_bits_are_those_of_the_core_ml_bundle(family, preset, exports):
 
 def test_two_processes_make_the_same_bytes(exports, tmp_path):
     checkpoint = exports.checkpoint("zaya")  # of which Apple's passes fold a weight
-    how = {"max_seq_len": 32, "target": "coreai-fp32"}
+    how = {"max_seq_len": 32, "target": "coreai-fp32", "compress": "fp16"}
     apple = exports.bundle(checkpoint, **how)
     code = f"""from workbench.export import export
 export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, **{how!r})"""
@@ -181,7 +181,7 @@ def mask_of_ones_and_zeros(self, q, k, v, cache, io, attend=AttentionGeometry.at
     ],
 )
 def test_a_fault_in_a_module_is_red(name, fault, small, tmp_path, monkeypatch):
-    how = {"max_seq_len": 32, "target": "coreai-fp32"}
+    how = {"max_seq_len": 32, "target": "coreai-fp32", "compress": "fp16"}
     with monkeypatch.context() as planted:
         planted.setattr(AttentionGeometry, name, fault)
         bundle = export(small, tmp_path / "b", **how)
