@@ -26,7 +26,7 @@ from pathlib import Path
 MODULES = (
     *("torch", "coremltools", "transformers", "pandas", "matplotlib.pyplot"),
     *("ipykernel.kernelapp", "ipywidgets", "workbench.experiment", "workbench.plots"),
-    *("workbench.widgets", "workbench.export", "workbench.sweep", "workbench.decode"),
+    *("workbench.widgets", "workbench.exporter", "workbench.sweep", "workbench.decode"),
     # what these import when they are first used
     *("transformers.models.llama.modeling_llama", "miltorch.fuse"),
     *("safetensors.torch", "huggingface_hub.serialization", "sympy.tensor"),

@@ -8,8 +8,7 @@ from unittest import mock
 
 import pandas as pd
 
-from workbench import export as exporting
-from workbench import log, sweep
+from workbench import exporter, log, sweep
 
 SLOW_NAME, FAST_NAME = (
     "Apple M1, MacBookAir10,1, 8 GiB, 8 cores",
@@ -47,7 +46,7 @@ def add(
         values = {"tensor": "update", "mode": "isolated", "runtime": runtime}
         values |= {"cosine": 0.99, "psnr_db": 60.0, "max_abs": 0.01, "finite": True}
         name = cell.source.name
-        bundle = exporting.bundle_name(name, checkpoint_hash, cell.options)
+        bundle = exporter.bundle_name(name, checkpoint_hash, cell.options)
         row = cell.columns(runtime) | {
             "checkpoint": name,
             "checkpoint_hash": checkpoint_hash,

@@ -7,7 +7,7 @@ from refusal import refused
 
 from workbench import Decoder, InputError, plugins
 from workbench.ane import memory
-from workbench.export import export, options
+from workbench.exporter import export, options
 
 
 def test_a_target_that_nothing_offers_is_refused_by_name(tmp_path, tiny_llama):

@@ -11,7 +11,7 @@ from refusal import refused
 
 from workbench import Bundle
 from workbench.errors import InputError, is_full_disk
-from workbench.export import export
+from workbench.exporter import export
 from workbench.files import check_room
 from workbench.runtime import coreml, load_shard
 
@@ -37,7 +37,7 @@ def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
     free(weights)
     with monkeypatch.context() as patched:
         # would raise another error
-        patched.setattr("workbench.export.Template", None)
+        patched.setattr("workbench.exporter.Template", None)
         found = f"bundle .*found {weights:,} bytes free.*choose another disk"
         with refused(found) as refusal:
             export(tiny_llama.path, tmp_path / "b", max_seq_len=16)

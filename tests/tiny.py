@@ -299,7 +299,7 @@ class Exports:
 
     def bundle(self, checkpoint: Path | str, **options) -> Bundle:
         """Of a checkpoint, or of the one of a family that is named."""
-        from workbench.export import export
+        from workbench.exporter import export
 
         if isinstance(checkpoint, str):
             checkpoint = self.checkpoint(checkpoint)

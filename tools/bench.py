@@ -32,7 +32,7 @@ import workbench
 from workbench.ane.memory import peak_rss
 from workbench.bundle import PRESETS
 from workbench.cli.common import table
-from workbench.export import options, shards, template, weights
+from workbench.exporter import options, shards, template, weights
 from workbench.models import checkpoint as checkpoints
 
 QWEN2 = {
@@ -236,7 +236,7 @@ def plain_seconds(source: Path, compress: str) -> float:
     one of each kind is converted twice, and the second time counts."""
     how = options(compress=compress)
     whole = checkpoints.Checkpoint(source)
-    plan = workbench.export.read_plan(whole, how)
+    plan = workbench.exporter.read_plan(whole, how)
     specs = list(shards.specs(plan, how))
     kinds, total = Counter(spec.kind for spec in specs), 0
 
@@ -258,7 +258,7 @@ def plain_seconds(source: Path, compress: str) -> float:
 
 def export_twice(source: Path, target: Path, compress: str) -> tuple[float, float, int]:
     """Seconds of the first and the second export, and the peak of resident bytes."""
-    make, found = partial(workbench.export.export, source, target), []
+    make, found = partial(workbench.exporter.export, source, target), []
     for _ in range(2):
         found.append(seconds(partial(make, compress=compress)))
         shutil.rmtree(target)
@@ -337,7 +337,7 @@ def main(
     else:
         path = checkpoint(folder, family, layers)
         source = checkpoints.Checkpoint(path)
-        made = partial(workbench.export.bundle_for, source, folder=folder)
+        made = partial(workbench.exporter.bundle_for, source, folder=folder)
         if what == "export":
             rows = export_rows(path, folder / "export", compress, rounds)
         elif what == "validate":

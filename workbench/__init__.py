@@ -12,7 +12,6 @@ from miltorch.quiet import uncollected
 # process: a step took ten times as long. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 _MODULES = {
-    "export": "workbench.export",
     "gates": "workbench.check.gates",
     "golden": "workbench.check.golden",
     "log": "workbench.log",
@@ -28,6 +27,7 @@ _NAMES = {
     "Experiment": "workbench.experiment",
     "Golden": "workbench.check.golden",
     "InputError": "workbench.errors",
+    "export": "workbench.exporter",
     "validate": "workbench.check.validate",
 }
 __all__ = sorted([*_MODULES, *_NAMES])

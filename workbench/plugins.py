@@ -30,7 +30,7 @@ class Target(Protocol):
 
     def template(self, spec, plan, options, weights):
         """What writes the shards of the shape of `spec`: an object like
-        `workbench.export.template.Template`."""
+        `workbench.exporter.template.Template`."""
         ...
 
     def parts(self, package: Path, place: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from workbench.ane import memory, roofline
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
 from workbench.experiment import Experiment, show
-from workbench.export import options as export_options
+from workbench.exporter import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
 from workbench.sweep.error_split import find_operation, measure_split, stored_split

@@ -10,7 +10,7 @@ from exporter_model import Model, integers, plain, saved
 from torch import nn
 
 from miltorch.quiet import coremltools
-from workbench.export.template import joined
+from workbench.exporter.template import joined
 
 INT4 = {"dtype": "int4", "granularity": "per_block", "block_size": 32}
 INT8 = {"dtype": "int8"}

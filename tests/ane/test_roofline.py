@@ -7,7 +7,7 @@ from refusal import refused
 
 from workbench.ane import memory, roofline
 from workbench.bundle import PRESETS
-from workbench.export import options
+from workbench.exporter import options
 from workbench.models.checkpoint import Checkpoint
 
 WORK = {"name": "", "weight_bytes": 1e9, "state_bytes": 1e7, "flops": 1e9}

@@ -13,7 +13,7 @@ from tiny import DATA
 from workbench import Decoder, log
 from workbench.check.golden import Golden
 from workbench.decode.transcript import encode_chat, encode_text, transcript
-from workbench.export import export
+from workbench.exporter import export
 
 TINY = DATA / "tiny-llama"
 WORDS = "set river amber ; get river"

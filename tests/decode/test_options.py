@@ -11,7 +11,7 @@ from refusal import refused
 
 from workbench import InputError
 from workbench.bundle.names import is_cache
-from workbench.export import export, options
+from workbench.exporter import export, options
 
 CHOICES = {
     "kv_write": ["mask", "slice"],

@@ -10,7 +10,7 @@ from refusal import refused
 from workbench import Decoder
 from workbench.check import gates, golden
 from workbench.explain import error, weights
-from workbench.export import export
+from workbench.exporter import export
 from workbench.models import layers
 from workbench.models.checkpoint import Checkpoint
 

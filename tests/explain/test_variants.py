@@ -12,7 +12,7 @@ import torch
 from in_process import cli
 
 from workbench.explain import variants
-from workbench.export import export
+from workbench.exporter import export
 from workbench.models import layers, llama
 from workbench.models.checkpoint import Checkpoint
 

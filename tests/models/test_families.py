@@ -11,7 +11,7 @@ from circle import wide
 from refusal import refused
 
 from workbench.check import golden
-from workbench.export import export
+from workbench.exporter import export
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 

@@ -11,7 +11,7 @@ from refusal import refused
 
 from workbench import Bundle, Decoder
 from workbench.check import states
-from workbench.export import template
+from workbench.exporter import template
 from workbench.runtime import load_shard
 from workbench.runtime.coreml import CoreMLModel
 from workbench.sweep import timing

@@ -10,7 +10,7 @@ from refusal import refused
 
 from miltorch import shim
 from miltorch.quiet import coremltools, quiet
-from workbench.export import template
+from workbench.exporter import template
 
 pytestmark = pytest.mark.shim
 

@@ -17,7 +17,7 @@ from workbench import Decoder, log, plugins, process, runtime, sweep
 from workbench.ane import placement
 from workbench.check import golden, units
 from workbench.explain.running import Runner
-from workbench.export import export
+from workbench.exporter import export
 from workbench.runtime import coreml
 
 pytestmark = pytest.mark.shim

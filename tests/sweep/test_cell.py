@@ -11,7 +11,7 @@ from tiny import WEIGHTS
 
 from workbench import Bundle, sweep
 from workbench.bundle import Options
-from workbench.export import bundle_for
+from workbench.exporter import bundle_for
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import run as sweeping
 

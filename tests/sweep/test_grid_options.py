@@ -11,7 +11,7 @@ from test_machines import CHECKPOINT, HASH
 
 from workbench import log, sweep
 from workbench.bundle import Options
-from workbench.export import options
+from workbench.exporter import options
 from workbench.sweep.grid import Run
 from workbench.widgets import Explorer
 

@@ -5,7 +5,7 @@ from tiny import ROOT
 
 from workbench import log
 from workbench.bundle import Options
-from workbench.export import options
+from workbench.exporter import options
 from workbench.sweep import identity
 
 SHIPPED = ROOT / "experiments" / "log"

@@ -33,8 +33,8 @@ from workbench.check import compare, hf
 from workbench.check.program import value_name
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.export import versions, write_embedding
-from workbench.export.shards import layers_spec
+from workbench.exporter import versions, write_embedding
+from workbench.exporter.shards import layers_spec
 from workbench.files import link
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint

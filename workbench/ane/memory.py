@@ -34,8 +34,8 @@ def parts(source, options: Options) -> pd.DataFrame:
             for shard in shards
         ]
     else:
-        from workbench.export.shards import specs
-        from workbench.export.weights import weight_sources
+        from workbench.exporter.shards import specs
+        from workbench.exporter.weights import weight_sources
 
         plan = _plan(source)
         shards = list(specs(plan, options))

@@ -172,7 +172,7 @@ def plan(
         paths.check_family(paths.checkpoint(path))
     import psutil
 
-    from workbench import process
+    from workbench import exporter, process
     from workbench.ane import memory as budgets
     from workbench.ane import placement, roofline
     from workbench.runtime import resolve
@@ -186,8 +186,8 @@ def plan(
         subject, chosen = [bundle], bundle.manifest.options
     else:
         source = opened(path)
-        chosen = workbench.export.options(**asdict(options))
-        workbench.export.read_plan(source, chosen)  # refuses what the export does
+        chosen = exporter.options(**asdict(options))
+        exporter.read_plan(source, chosen)  # refuses what the export does
         subject = source, chosen
     sizes = budgets.budget(*subject) | {"machine": machine}
     found = budgets.fits(sizes["total"], machine)

@@ -12,7 +12,7 @@ from workbench.bundle import Bundle, Options
 from workbench.check.gates import records
 from workbench.errors import InputError
 from workbench.explain import error, operation
-from workbench.export import bundle_for
+from workbench.exporter import bundle_for
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
 from workbench.sweep.grid import Cell, Grid

@@ -21,8 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from workbench import export as exporting
-from workbench import log, paths
+from workbench import exporter, log, paths
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import first_fault
 from workbench.check.gates import MAX_KL
@@ -265,7 +264,7 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
             known = log.load("runs", root, {"checkpoint": name})["checkpoint_hash"]
             sha256 = next(iter(known.dropna()[::-1]), None)
         for values in itertools.product(*grid.export.values()):
-            options = exporting.options(**dict(zip(grid.export, values)))
+            options = exporter.options(**dict(zip(grid.export, values)))
             yield Source(path, False, name, sha256, sha256, path), options
 
 

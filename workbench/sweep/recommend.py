@@ -11,7 +11,7 @@ from workbench.check.gates import Gate
 from workbench.check.golden import Golden
 from workbench.check.validate import chained_kl
 from workbench.decode import Decoder
-from workbench.export import export
+from workbench.exporter import export
 
 PRESETS = ("int8-channel", "fp16")  # the cheaper one first
 COLUMNS = ["compress", "MiB", "kl_mean", "passes"]

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from workbench import export as exporting
-from workbench import log, process
+from workbench import exporter, log, process
 from workbench.bundle import Bundle
 from workbench.check.gates import jsonable
 from workbench.decode import Decoder
@@ -235,7 +234,7 @@ def _prepared(
         return process.Outcome(source.path)
     about = source.name, source.checkpoint_hash, cell.options
     try:
-        bundle = Bundle.open(bundles / exporting.bundle_name(*about))
+        bundle = Bundle.open(bundles / exporter.bundle_name(*about))
     except InputError:
         if report:
             report(f"exporting {_bundle_words(cell)}")
@@ -262,7 +261,7 @@ def prepare(cell: Cell, bundles: Path) -> Path:
     path = cell.source.path
     if cell.source.finished:
         return path
-    return exporting.bundle_for(Checkpoint(path), cell.options, bundles).root
+    return exporter.bundle_for(Checkpoint(path), cell.options, bundles).root
 
 
 def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:

@@ -17,7 +17,7 @@ from workbench import Bundle, Decoder, InputError
 from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, X
 from workbench.bundle.presets import PRESETS
 from workbench.check.program import program_gate
-from workbench.export import export, options
+from workbench.exporter import export, options
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import AttentionGeometry
 
@@ -109,7 +109,7 @@ def test_two_processes_make_the_same_bytes(exports, tmp_path):
     checkpoint = exports.checkpoint("zaya")  # of which Apple's passes fold a weight
     how = {"max_seq_len": 32, "target": "coreai-fp32", "compress": "fp16"}
     apple = exports.bundle(checkpoint, **how)
-    code = f"""from workbench.export import export
+    code = f"""from workbench.exporter import export
 export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, **{how!r})"""
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
     assert Bundle.open(tmp_path / "b").identity == apple.identity

@@ -18,7 +18,7 @@ from workbench.check.gates import Gate
 from workbench.check.golden import check_exported_from, make_golden, stored_weights
 from workbench.check.validate import measure, measure_budget
 from workbench.decode import Decoder
-from workbench.export import bundle_for, options
+from workbench.exporter import bundle_for, options
 from workbench.models.checkpoint import Checkpoint
 
 # portable precision → target of the twin, largest 1 − cosine of an isolated update,

@@ -22,8 +22,8 @@ from torch import nn
 from miltorch.quiet import quiet
 from workbench.bundle import FileEntry, Options, file_entries
 from workbench.bundle.presets import Preset
-from workbench.export.shards import LayerStack, Spec
-from workbench.export.weights import WeightSource, blank, packed
+from workbench.exporter.shards import LayerStack, Spec
+from workbench.exporter.weights import WeightSource, blank, packed
 from workbench.models.family import Plan
 from workbench_coreai.aimodel import PROGRAM, apple, size_of_t
 
@@ -57,7 +57,7 @@ class CoreAITemplate:
     def write(
         self, package: Path, weights: list[WeightSource], load: Callable
     ) -> tuple[list[FileEntry], dict[str, str]]:
-        """Writes the program with `weights`; see `workbench.export.template`."""
+        """Writes the program with `weights`; see `workbench.exporter.template`."""
         dtype = DTYPES[self.options.program_dtype]
         stored = {w.path: shaped(w, load(w), dtype) for w in weights}
         with ONE_AT_A_TIME, quiet():

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, FileEntry, file_entries
-from workbench.export import export, read_plan, template
-from workbench.export.shards import specs
-from workbench.export.template import read_package
-from workbench.export.weights import blank, load_values, weight_sources
+from workbench.exporter import export, read_plan, template
+from workbench.exporter.shards import specs
+from workbench.exporter.template import read_package
+from workbench.exporter.weights import blank, load_values, weight_sources
 from workbench.models.checkpoint import Checkpoint
 
 

@@ -17,8 +17,7 @@ from in_process import cli
 from refusal import refused
 from tiny import ROOT, WEIGHTS
 
-from workbench import Bundle
-from workbench import export as exporting
+from workbench import Bundle, exporter
 from workbench.models.checkpoint import Checkpoint
 
 
@@ -133,7 +132,7 @@ def test_exports_killed_at_any_moment_leave_nothing_once_run_again(
     exports, tmp_path, moments
 ):
     source = exports.checkpoint("llama", num_hidden_layers=12, vocab_size=40_000)
-    command = [sys.executable, "-m", "tests.export.kills"]
+    command = [sys.executable, "-m", "tests.exporter.kills"]
     command += [source, tmp_path, str(moments)]
     subprocess.run(command, check=True, cwd=ROOT)
 
@@ -159,14 +158,14 @@ def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(
 def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(
     copy, tmp_path, monkeypatch
 ):
-    real = exporting.Template
+    real = exporter.Template
 
     def shrink(*arguments):
         template = real(*arguments)  # meanwhile the embeddings are read
         (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:5000])
         return template
 
-    monkeypatch.setattr(exporting, "Template", shrink)
+    monkeypatch.setattr(exporter, "Template", shrink)
     with refused(f"{WEIGHTS}.*no whole safetensors"):
         small(copy, tmp_path / "b")
 
@@ -176,7 +175,7 @@ def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(
     exports, llama, tmp_path
 ):
     bundle = shutil.copytree(exports.bundle(llama).root, tmp_path / "moved")
-    code = "import sys\nfor room in ('export', 'models'):\n"
+    code = "import sys\nfor room in ('exporter', 'models'):\n"
     code += "    sys.modules[f'workbench.{room}'] = None\n"
     code += "from workbench import Decoder\n"
     code += f"decoder = Decoder({str(bundle)!r}, precision='exact')\n"
@@ -188,7 +187,7 @@ def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(
 def test_a_cache_longer_than_the_model_s_positions_is_refused(copy, tmp_path):
     tiny.edit_json(copy / "config.json", ("max_position_embeddings", 64))
     with refused("max_seq_len = 65.*at most 64, the max_position_embeddings"):
-        exporting.export(copy, tmp_path / "b", max_seq_len=65)
+        exporter.export(copy, tmp_path / "b", max_seq_len=65)
     assert not (tmp_path / "b").exists()
 
 

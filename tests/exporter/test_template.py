@@ -13,7 +13,7 @@ from workbench import Decoder
 from workbench.bundle import PRESETS
 from workbench.check.program import program_gate
 from workbench.check.weights import weights_gate
-from workbench.export import shards
+from workbench.exporter import shards
 from workbench.models.checkpoint import Checkpoint
 
 FOUR = {"num_hidden_layers": 4}

@@ -10,8 +10,6 @@ import json
 import math
 import shutil
 import struct
-import sys
-import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,9 +34,9 @@ from workbench.bundle import (
 from workbench.bundle.manifest import MANIFEST_VERSION, first_fault
 from workbench.bundle.names import HIDDEN, MATRIX_STATE, split_layer
 from workbench.errors import InputError
-from workbench.export.shards import Spec, specs
-from workbench.export.template import Template
-from workbench.export.weights import (
+from workbench.exporter.shards import Spec, specs
+from workbench.exporter.template import Template
+from workbench.exporter.weights import (
     WeightSource,
     check_shape,
     load_values,
@@ -327,14 +325,3 @@ def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
             for values in rounded(*table):
                 file.write(values.numpy())
     return file_entries(folder, path)[0]
-
-
-class _CallableModule(types.ModuleType):
-    """`from workbench import export` gives this module, and `export(CHECKPOINT)` calls
-    its function of the same name."""
-
-    def __call__(self, *args, **options) -> Bundle:
-        return export(*args, **options)
-
-
-sys.modules[__name__].__class__ = _CallableModule

@@ -29,8 +29,8 @@ from miltorch.quiet import coremltools, frozen, messages, no_progress, quiet
 from workbench.bundle import FileEntry, Options, file_entries
 from workbench.bundle.names import POS
 from workbench.bundle.presets import FP16, Preset
-from workbench.export.shards import Spec
-from workbench.export.weights import WeightSource, blank, packed
+from workbench.exporter.shards import Spec
+from workbench.exporter.weights import WeightSource, blank, packed
 from workbench.models.family import Plan
 
 # These passes fold neighbouring scales into convolution weights and round the product

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from refusal import refused
 
 from workbench import bundle
-from workbench.export import weights
-from workbench.export.weights import WeightSource
+from workbench.exporter import weights
+from workbench.exporter.weights import WeightSource
 
 # bits per weight
 PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}

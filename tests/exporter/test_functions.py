@@ -5,7 +5,7 @@ from refusal import refused
 
 from miltorch.quiet import coremltools
 from workbench.bundle import Options
-from workbench.export import options
+from workbench.exporter import options
 
 
 def test_coremltools_loads_each_function_and_leaves_the_bytes_as_they_were(exports):

@@ -1,4 +1,4 @@
-"""Kills exports at random moments, with SIGKILL, and runs each again: `python -m tests.export.kills
+"""Kills exports at random moments, with SIGKILL, and runs each again: `python -m tests.exporter.kills
 CHECKPOINT FOLDER 30`.
 
 Every export is a forked child of this process, so a moment costs no imports. Fails unless every
@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 from workbench.bundle import Bundle
-from workbench.export import export
+from workbench.exporter import export
 
 OPTIONS = {"max_seq_len": 16, "compress": "int8-tensor"}
 

@@ -7,7 +7,7 @@ k-means over the distinct values, weighted by how often they occur, by coremltoo
 exact solver, for tensors of every size. By default coremltools passes tensors below
 10,000 values to scikit-learn, whose tables had 5% to 23% more squared error on normal
 draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits).
-tests/export/test_compress.py compares the bytes with coremltools' own."""
+tests/exporter/test_compress.py compares the bytes with coremltools' own."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16
 from workbench.bundle.presets import FP16, Preset
 from workbench.errors import InputError
-from workbench.export.shards import LayerStack, Spec
+from workbench.exporter.shards import LayerStack, Spec
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
