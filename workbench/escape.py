@@ -17,7 +17,7 @@ BRACES = re.compile(r"[{}]")
 # characters with a meaning anywhere in a line of Markdown, GitHub's extensions included
 INLINE = re.compile(r"[\\`*\[\]<>&|~$]")
 # what gives a whole line another meaning: a heading, a list, a ruler, a table's second row
-LINE_START = re.compile(r"[#+\-=:]|\d+(?=[.)])")
+LINE_START = re.compile(r"[#+\-=:]|\d+(?=[.)](?:\s|$))")
 LINE_END = re.compile(r"\r\n|\r|\n")
 UNDERSCORES = re.compile(r"_+")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -180,13 +180,18 @@ def markdown(text: object) -> str:
 
 def markdown_cell(text: object) -> str:
     """Text of a table's cell, in one line."""
+    # no cell begins a line, so that a number or a dash at its start keeps its meaning
     lines = LINE_END.split(str(text).strip())
-    return "<br>".join(_markdown_line(line.strip()) for line in lines)
+    return "<br>".join(_markdown_inline(line.strip()) for line in lines)
+
+
+def _markdown_inline(line: str) -> str:
+    escaped = INLINE.sub(r"\\\g<0>", line)
+    return UNDERSCORES.sub(_markdown_underscores, escaped)
 
 
 def _markdown_line(line: str) -> str:
-    escaped = INLINE.sub(r"\\\g<0>", line)
-    escaped = UNDERSCORES.sub(_markdown_underscores, escaped)
+    escaped = _markdown_inline(line)
     if start := LINE_START.match(escaped):
         behind = start.end() if start[0].isdigit() else 0
         return f"{escaped[:behind]}\\{escaped[behind:]}"

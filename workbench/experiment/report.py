@@ -81,7 +81,7 @@ def _alt(part: Mapping) -> str:
 
 def _link(path: str) -> str:
     """A relative path as the address of a link in Markdown."""
-    return re.sub(r"[\s()<>\\%#?\"'*_`\[\]&|~$]", _percent, path)
+    return re.sub(r"[\s()<>\\%#?\"'*`\[\]&|~$]", _percent, path)
 
 
 def _percent(character: re.Match) -> str:
