@@ -5,9 +5,9 @@
 Nothing of the package's statistics is used: files are read with pandas, and the formulas
 are written out here. Checked are, of every report below `experiments/`: its tables
 against the stored ones; figures and tables of times against the samples of their runs;
-axis labels against what the values are; the sentences of the Answer about times. Of the
-shipped log: units, the summed columns of `runs`, the ratio of every row of `fidelity`,
-and rows of an older definition. The exit code is 1 if anything differs, and 2 if
+axis labels against what the values are; the numbers of the Answers. Of the shipped log:
+units, the summed columns of `runs`, the ratio of every row of `fidelity`, and rows of an
+older definition. The exit code is 1 if anything differs, and 2 if
 PROJECT has no shipped log."""
 
 import json
@@ -21,6 +21,9 @@ import numpy as np
 import pandas as pd
 
 from workbench.errors import InputError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from audit_answers import check_sentences  # beside this script
 
 TOLERANCE = 1e-3  # relative: tables print four digits
 HALF_ULP_SQUARED = 2.0**-22
@@ -69,8 +72,9 @@ def audit(project: Path) -> list[Finding]:
             step = "give the folder of a checkout: python tools/audit.py PROJECT"
             raise InputError(folder, f"no file of {table}", "the shipped log", step)
     log = read_log(folder)
-    found = check_log(log)
-    for path in sorted((project / "experiments").glob("*/run.json")):
+    reports = sorted((project / "experiments").glob("*/run.json"))
+    found = check_log(log, {path.parent.name[:2] for path in reports})
+    for path in reports:
         found += check_report(path.parent, log)
     return found
 
@@ -114,7 +118,9 @@ def of_process(log: dict[str, pd.DataFrame], run_id: str, phase: str) -> float:
     return float(np.median(rows["value"]))
 
 
-def check_log(log: dict[str, pd.DataFrame]) -> list[Finding]:
+def check_log(log: dict[str, pd.DataFrame], reported: set[str]) -> list[Finding]:
+    """Units, rates and ratios of every row; old definitions in the rows of experiments
+    that are published: no report shows those of the others, and readers refuse them."""
     found = []
     samples = log["samples"]
     for phase, unit in UNITS.items():
@@ -155,6 +161,9 @@ def check_log(log: dict[str, pd.DataFrame]) -> list[Finding]:
         definition = fidelity.get("definition", pd.Series(np.nan, fidelity.index))
         stale = definition.fillna(1).lt(DEFINITION)
         stale &= fidelity["mode"].eq("chained") & fidelity["tensor"].eq("update")
+        experiments = log["runs"].set_index("run_id").reindex(columns=["experiment"])
+        experiment = fidelity["run_id"].map(experiments["experiment"].to_dict())
+        stale &= experiment.isna() | experiment.isin(reported)
         if stale.any():
             runs = fidelity.loc[stale, "run_id"].nunique()
             label = f"chained updates, {stale.sum()} rows of {runs} runs"
@@ -167,10 +176,11 @@ def check_log(log: dict[str, pd.DataFrame]) -> list[Finding]:
 def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
     run = json.loads((folder / "run.json").read_text())
     report = (folder / "report.md").read_text()
-    found, processes = [], {}
+    found, processes, tables = [], {}, {}
     for path in sorted(folder.glob("*/*.json")):
         part = json.loads(path.read_text())
         data = pd.read_parquet(path.with_suffix(".parquet"))
+        tables[f"{path.parent.name}/{path.stem}"] = data
         place = f"{folder.name}/{path.parent.name}/{path.stem}"
         if part["kind"] == "tables":
             found += check_printed(place, data, report)
@@ -180,7 +190,20 @@ def check_report(folder: Path, log: dict[str, pd.DataFrame]) -> list[Finding]:
             found += check_times(place, part, data, log)
             processes[path.stem] = data
     if processes:
-        found += check_answer(f"{folder.name}/Answer", run["conclusion"], processes)
+        named = tables.get("tables/processes")
+        found += check_answer(
+            f"{folder.name}/Answer", run["conclusion"], processes, named
+        )
+    differences, _ = check_sentences(folder.name[:2], run["conclusion"], tables)
+    for difference in differences:
+        found.append(
+            Finding(
+                f"{folder.name}/Answer",
+                difference.label,
+                difference.printed,
+                difference.computed,
+            )
+        )
     return found
 
 
@@ -274,10 +297,17 @@ def check_times(place: str, part: dict, data: pd.DataFrame, log: dict) -> list[F
 
 
 def check_answer(
-    place: str, text: str, processes: dict[str, pd.DataFrame]
+    place: str,
+    text: str,
+    processes: dict[str, pd.DataFrame],
+    named: pd.DataFrame | None = None,
 ) -> list[Finding]:
     """Every listed setting against medians over processes, every ratio against paired
-    rounds, and its direction."""
+    rounds, and its direction; settings that have a name against `named`, the table of
+    their processes."""
+    found = []
+    if named is not None:
+        found, text = check_named(place, text, named)
     groups, pairs = set(), {}
     for data in processes.values():
         keys = [name for name in ("max_seq_len", "T", "rows") if name in data]
@@ -300,7 +330,6 @@ def check_answer(
             for low, high, sign in ((first, second, 1), (second, first, -1)):
                 names = str(low[changed[0]]), str(high[changed[0]])
                 pairs.setdefault(names, set()).add(f"{np.exp(sign * logs.mean()):.3g}")
-    found = []
     if "median" in text and not LISTED.search(text):
         found.append(
             Finding(place, "times", "no number of processes", "a median over processes")
@@ -328,6 +357,24 @@ def check_answer(
                 )
             )
     return found
+
+
+def check_named(
+    place: str, text: str, processes: pd.DataFrame
+) -> tuple[list[Finding], str]:
+    """Medians and ranges of settings that have a name, and the text without them."""
+    found = []
+    for name, rows in processes[processes["disturbed"].isna()].groupby("name"):
+        values, figures = rows["value"], r"([\d.e+]+) \(([\d.e+]+) to ([\d.e+]+), "
+        pattern = rf"{re.escape(name)}: {figures}(\d+) process(?:es)?\)"
+        for match in re.finditer(pattern, text):
+            computed = [values.median(), values.min(), values.max()]
+            computed = (*(f"{value:.4g}" for value in computed), str(len(values)))
+            if match.groups() != computed:
+                printed, right = " ".join(match.groups()), " ".join(computed)
+                found.append(Finding(place, f"median of {name}", printed, right))
+        text = re.sub(pattern, "", text)
+    return found, text
 
 
 def _finding(place: str, label: str, published: float, computed: float) -> Finding:

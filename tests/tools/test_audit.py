@@ -198,7 +198,14 @@ def test_a_project_without_a_log_is_refused(project, lacking, monkeypatch, capsy
 
 
 def test_what_this_project_publishes():
-    """Reports of 34 and the updates in the shipped log are older than the statistic and
-    the definition; `workbench run 34 --publish` and the others replace them."""
-    for finding in audit.audit(ROOT):
-        assert finding.place.startswith(("34_decode_sweep/", "log/fidelity")), finding
+    assert audit.audit(ROOT) == []
+
+
+def test_old_rows_of_an_experiment_that_is_not_published_are_left(project):
+    age(project)
+
+    def name_experiment(frame):
+        frame["experiment"] = "29"
+
+    change(project, "log/shipped/runs/002-x.parquet", name_experiment)
+    assert audit.audit(project) == []

@@ -1,0 +1,74 @@
+"""Every number of an Answer that a claim covers is computed again, and a changed one is
+named."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from tiny import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import audit_answers  # beside the scripts
+
+pytestmark = pytest.mark.wide
+REPORTS = sorted((ROOT / "experiments").glob("*/run.json"))
+NUMBERS = {path.parent.name[:2]: path.parent for path in REPORTS}
+
+
+def read_report(number: str) -> tuple[str, dict[str, pd.DataFrame]]:
+    folder = NUMBERS[number]
+    tables = {
+        f"{path.parent.name}/{path.stem}": pd.read_parquet(path)
+        for path in folder.glob("*/*.parquet")
+    }
+    return json.loads((folder / "run.json").read_text())["conclusion"], tables
+
+
+def change_number(text: str) -> str:
+    """A number of the same form, far enough from it that no rounding hides the step."""
+    value, percent = float(text.replace(",", "").rstrip("%")), "%" * text.endswith("%")
+    return f"{value * 1.5 + 1:.6g}{percent}"
+
+
+@pytest.mark.parametrize("number", sorted(audit_answers.CLAIMS))
+def test_published_answers_hold_and_every_changed_number_is_named(number):
+    answer, tables = read_report(number)
+    differences, count = audit_answers.check_sentences(number, answer, tables)
+    assert differences == [] and count > 0
+    for claim in audit_answers.CLAIMS[number]:
+        match = re.search(claim.pattern, answer)
+        if not match:
+            continue  # an Answer leaves out what did not happen
+        named = set(match.re.groupindex.values())
+        for group in range(1, len(match.groups()) + 1):
+            if group in named or match[group] is None:
+                continue
+            start, end = match.span(group)
+            changed = answer[:start] + change_number(match[group]) + answer[end:]
+            differences, _ = audit_answers.check_sentences(number, changed, tables)
+            assert claim.label in {difference.label for difference in differences}, (
+                match[0]
+            )
+
+
+@pytest.mark.parametrize(
+    ("printed", "computed", "right"),
+    [
+        ("0.034", 0.0336, True),
+        ("0.034", 0.0346, False),
+        ("98.1%", 0.98133, True),
+        ("98.1%", 0.9826, False),
+        ("1,602", 1602.4, True),
+        ("3.9e-07", 3.93e-7, True),
+        ("3.9e-07", 4.1e-7, False),
+        ("72", 73, False),
+        ("0.5", np.nan, False),
+    ],
+)
+def test_a_number_agrees_where_it_rounds_to_the_printed_digits(
+    printed, computed, right
+):
+    assert audit_answers.agrees(printed, computed) is right
