@@ -102,6 +102,15 @@ DONE = f"""{RESTS} && (cells => cells.every(c => c.execution_count) ||
     cells.some(c => c.outputs.some(o => o.output_type === 'error'))
 )({SHOWN}.content.model.sharedModel.cells.filter(c => c.cell_type === 'code'))"""
 
+CELLS = f"{SHOWN}.content.widgets"
+EDIT = f"""([id, source]) => {CELLS}.find(c => c.model.id === id)
+    .model.sharedModel.setSource(source)"""
+RUN_CELL = f"""async id => {{
+    const notebook = {SHOWN}.content;
+    notebook.activeCellIndex = notebook.widgets.findIndex(c => c.model.id === id);
+    await window.jupyterapp.commands.execute("notebook:run-cell");
+}}"""
+
 
 def open_lab(page, address: str):
     """JupyterLab in a page, without a notebook."""
@@ -136,6 +145,15 @@ class Notebook:
         self.page.click(".lm-MenuBar-itemLabel:text-is('Run')")
         self.page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
         self.page.wait_for_function(DONE)
+
+    def edit_cell(self, identifier: str, source: str) -> None:
+        """Replaces the text of the code cell with this id."""
+        self.page.evaluate(EDIT, [identifier, source])
+
+    def run_cell(self, identifier: str) -> None:
+        """Runs the code cell with this id, until the kernel rests."""
+        self.page.evaluate(RUN_CELL, identifier)
+        self.rest()
 
     def errors(self) -> list[str]:
         """What went wrong, in the copy with outputs that saving writes: error outputs of

@@ -8,6 +8,8 @@ from browser.lab import FLAGS, SIZE, Notebook, Widget, chromium, open_lab, serve
 from experiment import small
 from tiny import ROOT
 
+from workbench.experiment import notebooks
+
 pytestmark = [
     pytest.mark.wide,
     pytest.mark.skipif(
@@ -71,3 +73,50 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, small_project):
     assert len([*saved]) == 5  # drawings, data and options
     cut = "all => all.filter(x => x.scrollWidth > x.clientWidth).map(x => x.innerText)"
     assert explorer.box.locator("button").evaluate_all(cut) == []
+
+
+NAME = "32_fp16_overflow"
+GATE = """from workbench.check.gates import Gate
+experiment.add_gates([Gate("planted", "{verdict}", 1.0, 1.0, "added by hand")])
+experiment.conclude("{answer}")"""
+
+
+def written(project) -> dict[str, bytes]:
+    """The files of the finished run of notebook 32."""
+    (folder,) = (project / "build" / "experiments" / NAME).glob("run")
+    return {str(path): path.read_bytes() for path in folder.rglob("*.*")}
+
+
+@pytest.mark.slow("a browser runs a notebook three times")
+def test_a_cell_is_corrected_fails_and_is_copied(lab, small_project, monkeypatch):
+    notebook = lab(NAME)
+    notebook.run_all()
+    assert notebook.errors() == []
+    # a gate that is RED by mistake, then corrected in the same cell
+    report = small_project / "build" / "experiments" / NAME / "run" / "report.md"
+    for verdict in ("RED", "GREEN"):
+        notebook.edit_cell("conclude", GATE.format(verdict=verdict, answer=verdict))
+        notebook.run_cell("conclude")
+        assert notebook.errors() == []
+        rows = [line for line in report.read_text().splitlines() if "| planted" in line]
+        assert len(rows) == 1 and verdict in rows[0]
+    # a cell that fails leaves the write-up of the finished run as it was
+    before = written(small_project)
+    notebook.edit_cell("cell-4", 'raise ValueError("planted")')
+    notebook.run_all()
+    assert notebook.errors() == ["ValueError: planted"]
+    assert written(small_project) == before
+    # Duplicate in the file browser: the copy runs by itself, the number means the original
+    small.git(small_project, "checkout", "--", "notebooks")
+    notebook.page.evaluate(
+        f"window.jupyterapp.serviceManager.contents.copy('notebooks/{NAME}.ipynb', "
+        "'notebooks').then(() => true)"
+    )
+    copy = lab(f"{NAME}-Copy1")
+    try:
+        copy.run_all()
+        assert copy.errors() == []
+        monkeypatch.chdir(small_project)
+        assert notebooks.find_notebook("32").stem == NAME
+    finally:
+        copy.path.unlink()
