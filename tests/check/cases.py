@@ -88,7 +88,7 @@ SOUND = {
     "base": "the bundles of faults",
 }
 # Code that exported bundles depend on, and what verdicts depend on besides.
-EXPORT = ("workbench/bundle", "workbench/models", "workbench/export", "tests/tiny.py")
+EXPORT = ("workbench/bundle", "workbench/models", "workbench/exporter", "tests/tiny.py")
 ROOMS = ("runtime", "decode", "check")
 GATES = ("miltorch", *(f"workbench/{room}" for room in ROOMS), "tests/check")
 PROMPT = 24  # tokens of the golden behind `budget` and `device`
