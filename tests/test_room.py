@@ -13,7 +13,7 @@ from workbench import Bundle
 from workbench.errors import InputError, is_full_disk
 from workbench.exporter import export
 from workbench.files import check_room
-from workbench.runtime import coreml, load_shard
+from workbench.runtime import Settings, coreml, load_shard
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def test_a_shard_is_not_compiled_where_its_copies_have_no_room(
     shard = bundle.shards("layers")[0]
     free(2 * shard.bytes - 1)
     with refused(f"copy of shard {shard.name}.*another disk"):
-        load_shard(bundle, shard, "coreml")
+        load_shard(bundle, shard, Settings("coreml"))
     assert not coreml.compiled_path(bundle, shard).parent.exists()
     free(2 * shard.bytes)
-    load_shard(bundle, shard, "coreml")
+    load_shard(bundle, shard, Settings("coreml"))
     free(0)
-    load_shard(bundle, shard, "coreml")  # it is compiled already
+    load_shard(bundle, shard, Settings("coreml"))  # it is compiled already
 
 
 def test_folders_are_named_only_on_the_disk_that_is_full(

@@ -230,11 +230,11 @@ def chained(
 ) -> np.ndarray:
     """Logits [T, V] of a whole prompt decoded in chunks of `sizes`, cycled, batch 1, each with
     dummy columns up to `width`."""
-    seqs, sizes, hidden = decoder.fresh(), cycle(sizes), []
+    seqs, sizes, hidden = decoder.new_sequences(), cycle(sizes), []
     while ids:
         size = next(sizes)
         chunk, ids = ids[:size], ids[size:]
-        made, _ = decoder.advance(seqs, [chunk], T=width)
+        made, _ = seqs.advance([chunk], T=width)
         hidden.append(made[:, :, : len(chunk)])
     return decoder.logits(np.concatenate(hidden, axis=2))[0]
 

@@ -30,6 +30,7 @@ from registry import in_memory
 
 from miltorch.program import Ref
 from workbench import Decoder
+from workbench.decode import Sequences
 
 
 def steps(decoder: Decoder, layer: int, kind: str, module: str = "") -> list:
@@ -137,6 +138,19 @@ def host(
         return made
 
     decoder.host.inputs = inputs
+
+
+def every_sequences(decoder: Decoder, change: Callable[[Sequences], None]) -> None:
+    """Changes the current sequences of a decoder and all that it makes from now on."""
+    original = decoder.new_sequences
+
+    def new_sequences(after=None):
+        seqs = original(after)
+        change(seqs)
+        return seqs
+
+    change(decoder.seqs)
+    decoder.new_sequences = new_sequences
 
 
 def inputs(decoder: Decoder, names: str, change: Callable) -> None:

@@ -8,11 +8,11 @@ stand on.
 from dataclasses import replace
 
 import numpy as np
-from faults import host
+from faults import every_sequences, host
 
 from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, is_cache
+from workbench.decode import Sequences, store
 from workbench.decode import snapshot as snapshots
-from workbench.decode import store
 from workbench.decode.snapshot import Snapshot
 
 FAULTS, ZAYA = {}, {"side_states_are_not_saved"}  # name → plant; those of side states
@@ -43,12 +43,12 @@ def instead_of(place, name: str):
     return register
 
 
-@instead_of(snapshots, "put")
+@instead_of(Sequences, "put")
 def merge_breaks_at_unaligned_lengths(put, seqs, seq, snapshot):
     """The batch-2 report: after a merge at a length no step divides, the first token is another
     one."""
     put(seqs, seq, snapshot)
-    is_merge = snapshot and seqs.manifest.options.batch > 1
+    is_merge = snapshot and len(seqs.ids) > 1
     for state, name in seqs.named_states if is_merge and snapshot.offset % 7 else ():
         if is_cache(name):
             value = state.read(name)
@@ -140,23 +140,26 @@ def slots_see_each_other(decoder, together):
 
 @fault
 def slots_are_swapped_on_restore(decoder, together):
-    fresh = together.fresh
+    new_sequences = together.new_sequences
 
     def swapped(after=None):
-        return fresh(after[::-1] if isinstance(after, list) else after)
+        return new_sequences(after[::-1] if isinstance(after, list) else after)
 
-    together.fresh = swapped
+    together.new_sequences = swapped
 
 
 @fault
 def an_ended_row_keeps_decoding(decoder, together):
-    step = together.step
+    def change(seqs):
+        step = seqs.step
 
-    def all_rows(seqs, chunk):
-        logits, times = step(seqs, [tokens or [0] for tokens in chunk])
-        return logits[::-1], times
+        def all_rows(chunk):
+            logits, times = step([tokens or [0] for tokens in chunk])
+            return logits[::-1], times
 
-    together.step = all_rows
+        seqs.step = all_rows
+
+    every_sequences(together, change)
 
 
 @instead_of(store, "decode")
@@ -165,14 +168,14 @@ def scales_of_another_head(decode, tensors):
     return decode({n: v[::-1] if n.endswith(store.SCALE) else v for n, v in pairs})
 
 
-@instead_of(snapshots, "take")
-def side_states_are_not_saved(take, *of):
-    snapshot = take(*of)
+@instead_of(Sequences, "snapshot")
+def side_states_are_not_saved(take, *arguments):
+    snapshot = take(*arguments)
     states = {n: v * is_cache(n) for n, v in snapshot.states.items()}
     return replace(snapshot, states=states)
 
 
-@instead_of(snapshots, "put")
+@instead_of(Sequences, "put")
 def positions_start_again(put, seqs, seq, snapshot):
     put(seqs, seq, snapshot)
     if snapshot:
@@ -190,11 +193,11 @@ def strided_view(fill, target, rows, offset):
 def dropped_tokens(alone, decoder):
     """A merged buffer has no room, and tokens that do not fit are dropped: min(new, room)."""
 
-    fresh = decoder.fresh
+    new_sequences = decoder.new_sequences
     room = [decoder.options.max_seq_len]
 
     def merged(after=None):
-        seqs = fresh(after)
+        seqs = new_sequences(after)
         room[0] = int(seqs.offsets.max()) or decoder.options.max_seq_len
         return seqs
 
@@ -203,11 +206,11 @@ def dropped_tokens(alone, decoder):
             if name.startswith(KV_WRITE_MASK):
                 made[name][:, :, room[0] :] = 0
 
-    decoder.fresh = merged
+    decoder.new_sequences = merged
     host(decoder, short)
 
 
-@instead_of(snapshots, "put")
+@instead_of(Sequences, "put")
 def aliased_entry(put, seqs, seq, snapshot):
     """Memory hands out the stored arrays themselves, and a request clears what it has taken in."""
     put(seqs, seq, snapshot)

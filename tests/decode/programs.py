@@ -16,7 +16,7 @@ import numpy as np
 
 from workbench import Decoder, InputError
 from workbench.decode import Sequences, Snapshot, store
-from workbench.decode.snapshot import floor, take
+from workbench.decode.snapshot import floor
 
 B, S, T_MAX, STEPS = 3, 28, 4, 12
 OPERATIONS = {  # how often each is drawn
@@ -161,19 +161,19 @@ class Program:
     def faults(self) -> Iterator[str]:
         """How what is left differs from each sequence's tokens alone."""
         decoder, last = self.decoder, [self.tokens(1) for _ in range(B)]
-        hidden, _ = decoder.advance(decoder.seqs, last)
+        hidden, _ = decoder.seqs.advance(last)
         left = [decoder.snapshot(seq) for seq in range(B)]
         for seq, lineage in enumerate(self.lineages):
-            seqs, before = decoder.fresh(), seq
+            seqs, before = decoder.new_sequences(), seq
             for T, tokens, place in [*lineage.calls, [1, last[seq], seq]]:
                 if tokens:
                     move(seqs, before, place)
                     chunk = [tokens if s == place else [] for s in range(B)]
-                    alone, _ = decoder.advance(seqs, chunk, T=T)
+                    alone, _ = seqs.advance(chunk, T=T)
                     before = place
             if not np.array_equal(alone[seq, :, 0], hidden[seq, :, 0]):
                 yield f"the hidden state of sequence {seq}"
-            for name in differing(left[seq], take(seqs, seq)):
+            for name in differing(left[seq], seqs.snapshot(seq)):
                 yield f"{name} of sequence {seq}"
 
 

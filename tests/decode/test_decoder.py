@@ -85,8 +85,8 @@ def foreign(decoder) -> Snapshot:
         (lambda d: d.add(0, foreign(d)), "identity"),
         (lambda d: d.begin(foreign(d)), "identity"),
         (lambda d: d.begin([None] * 2), "a value for each sequence"),
-        (lambda d: d.advance(d.seqs, [[1] * 5]), "5 tokens.*t_max = 4"),
-        (lambda d: d.advance(d.seqs, [[1]], T=5), "5 tokens.*t_max = 4"),
+        (lambda d: d.seqs.advance([[1] * 5]), "5 tokens.*t_max = 4"),
+        (lambda d: d.seqs.advance([[1]], T=5), "5 tokens.*t_max = 4"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_and_changes_nothing(llama, call, found):
@@ -118,7 +118,7 @@ def test_after_an_interrupted_call_a_recurrent_state_is_refused(
     if not goes_on:
         decoder.add(0, before)
     with refused("5 tokens"):  # before anything runs
-        decoder.advance(decoder.seqs, [[1] * 5])
+        decoder.seqs.advance([[1] * 5])
     assert np.array_equal(step(), expected)
 
 

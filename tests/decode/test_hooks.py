@@ -63,10 +63,10 @@ def test_a_hook_sees_every_operation_of_its_call_alone_and_replaces_values(
         if shard is last and [name for name, _ in op.outputs] == [HIDDEN]:
             return [outputs[0] * 2]
 
-    doubled, _ = decoder.advance(decoder.fresh(), [IDS[:3]], hook)
+    doubled, _ = decoder.new_sequences().advance([IDS[:3]], hook)
     assert seen == {model.shard.name for model in decoder.layers}
     seen.clear()
-    plain, _ = decoder.advance(decoder.fresh(), [IDS[:3]])
+    plain, _ = decoder.new_sequences().advance([IDS[:3]])
     assert np.array_equal(doubled, plain * np.float32(2)) and not seen
     decoder.logits(plain, hook=hook)
     assert seen == {model.shard.name for model in decoder.heads}

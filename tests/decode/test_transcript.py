@@ -13,6 +13,7 @@ from refusal import refused
 from tiny import DATA, edit_json
 from tokenizers import Tokenizer
 
+from workbench.decode import Sequences
 from workbench.decode import transcript as transcripts
 from workbench.decode.transcript import (
     encode_text,
@@ -43,7 +44,7 @@ def test_a_transcript_that_cannot_be_kept_is_refused_before_a_token_is_decoded(
     decoder, tmp_path, monkeypatch, max_new, name, found
 ):
     monkeypatch.setattr(
-        decoder, "advance", lambda *_: pytest.fail("a token is decoded")
+        Sequences, "advance", lambda *_: pytest.fail("a token is decoded")
     )
     with refused(found):
         transcript(decoder, IDS, max_new, tmp_path / name if name else None)
@@ -78,7 +79,7 @@ def test_without_a_file_no_logits_are_kept_and_calls_are_those_that_ran(
 def test_calls_that_compile_are_in_no_figure_and_are_counted(exports, monkeypatch):
     """The first call of each width takes 300 ms longer, as one that compiles."""
     decoder = exports.decoder("smollm3", max_seq_len=S, tokens="1-4")
-    advance, compiled = decoder.advance, set()
+    advance, compiled = Sequences.advance, set()
 
     def compiling(seqs, chunk, *rest, **more):
         width = len(chunk[0])
@@ -87,7 +88,7 @@ def test_calls_that_compile_are_in_no_figure_and_are_counted(exports, monkeypatc
             time.sleep(0.3)
         return advance(seqs, chunk, *rest, **more)
 
-    monkeypatch.setattr(decoder, "advance", compiling)
+    monkeypatch.setattr(Sequences, "advance", compiling)
     found = transcript(decoder, IDS, 4)
     prefill, decode = found["prefill"], found["decode"]
     assert prefill["ms"] < 300 and prefill["first_calls"] == 2  # of 4 and of 2 tokens

@@ -64,7 +64,7 @@ def test_a_call_of_one_token_keeps_nothing(exports, family):
     decoder = exports.decoder(family)
     decoder.prefill([1, 2, 3])
     decoder.decode_one_token(4)
-    assert not decoder.seqs.kept
+    assert decoder.seqs.last_call is None
     with refused("1 to undo; needs at most 0: .*earlier snap"):
         decoder.trim(1)
 

@@ -14,7 +14,7 @@ from miltorch.steps import Constants
 from workbench import Decoder
 from workbench.check import gates
 from workbench.explain import trace
-from workbench.runtime import Model, open_model
+from workbench.runtime import Model, Settings, load_package
 
 IDS = prompt(97, 7)
 
@@ -101,7 +101,8 @@ class Pair(Model):
     def __init__(self, *layers):
         self.shard = layers[0].shard
         packages = [layer.package for layer in layers]
-        self.models = [{None: open_model(each, "portable")} for each in packages]
+        settings = Settings("portable")
+        self.models = [{None: load_package(each, settings)} for each in packages]
 
     def make_state(self):
         return [own.make_state() for own in trace.packages(self)]

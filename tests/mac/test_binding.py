@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
-from workbench.runtime import load_shard
+from workbench.runtime import Settings, load_shard
 
 RUNTIMES = [
     pytest.param("coreml", marks=pytest.mark.mac),
@@ -45,9 +45,11 @@ def loaded(request, llama_bundle):
     """(coremltools' model of a shard on the CPU, an MLState, its first tensor's name and
     shape, inputs of a call)."""
     shard = llama_bundle.shards("layers")[0]
-    model = load_shard(llama_bundle, shard, request.param, compute_units="CPU_ONLY")
+    model = load_shard(
+        llama_bundle, shard, Settings(request.param, compute_units="CPU_ONLY")
+    )
     entry = next(iter(shard.states.values()))
-    mlstate, inputs = model.make_state().raw.mlstate, tiny.filled(shard, 1, 1.0)
+    mlstate, inputs = model.make_state().mlstate, tiny.filled(shard, 1, 1.0)
     loaded = model._model(min(model.models))
     return loaded, mlstate, entry.tensor, entry.shape, inputs
 

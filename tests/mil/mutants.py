@@ -26,7 +26,7 @@ from miltorch.ops import OPERATIONS
 from miltorch.program import NUMPY, Op, Program, Ref, Type
 from workbench.check.compare import relative_rms
 from workbench.errors import InputError
-from workbench.runtime.base import typed
+from workbench.runtime.base import native_inputs
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import tiny  # noqa: E402
@@ -118,7 +118,7 @@ def programs_of(exports, families: list) -> list[tuple[Program, list[dict]]]:
             io = decoder.host.inputs(np.array([position]), np.array([T]), T)
             own = tiny.filled(model.shard, T)
             x = random.normal(size=own["x"].shape).astype(np.float16)
-            own = typed({name: io.get(name, x) for name in own})
+            own = native_inputs({name: io.get(name, x) for name in own})
             calls.append({name: torch.from_numpy(x) for name, x in own.items()})
         found.append((miltorch.read(model.package), calls))
     return found

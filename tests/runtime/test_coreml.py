@@ -17,10 +17,11 @@ from miltorch import shim
 from miltorch.quiet import coremltools
 from workbench import Decoder
 from workbench.ane import placement
-from workbench.runtime import coreml, load_shard, resolve
+from workbench.runtime import Settings, coreml, load_package, load_shard, resolve
 
 pytestmark = [pytest.mark.shim, pytest.mark.usefixtures("shimmed")]
 OPTIONS = {"max_seq_len": 16, "tokens": "1-4", "compress": "int8-channel"}
+COREML = Settings("coreml")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_core_ml_is_refused_where_neither_it_nor_the_shim_is(bundle, shard):
     for use in (
         lambda: resolve("coreml"),
         lambda: Decoder(bundle, "coreml"),
-        lambda: load_shard(bundle, shard, "coreml"),
+        lambda: load_shard(bundle, shard, COREML),
     ):
         with refused("runtime 'coreml'.*macOS 15"):
             use()
@@ -77,7 +78,7 @@ NATIVE = {  # step → the native function that fails
 def test_an_error_of_core_ml_is_one_message_of_one_line(
     bundle, shard, monkeypatch, step
 ):
-    model = load_shard(bundle, shard, "coreml")
+    model = load_shard(bundle, shard, COREML)
     state, (name, entry) = model.make_state(), next(iter(shard.states.items()))
     uses = {
         "make_state": model.make_state,
@@ -94,7 +95,7 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(
     shutil.rmtree(model.compiled)
     monkeypatch.setattr(*NATIVE[step], fail)
     with refused(shard.name) as refusal:
-        uses.get(step, lambda: load_shard(bundle, shard, "coreml"))()
+        uses.get(step, lambda: load_shard(bundle, shard, COREML))()
     assert "\n" not in str(refusal.value)
     words = f'NSLocalizedDescription = "\\"{text}\\""'
     assert refusal.value.actual == (text if step == "disk" else words)
@@ -107,7 +108,7 @@ def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard):
     with mock.patch.object(
         shim.Proxy, "compileModel", side_effect=shim.Proxy.compileModel
     ) as compile_model:
-        first, second = (load_shard(bundle, shard, "coreml") for _ in range(2))
+        first, second = (load_shard(bundle, shard, COREML) for _ in range(2))
     compile_model.assert_called_once()
     path = coreml.compiled_path(bundle, shard)
     assert first.compiled == second.compiled == path
@@ -128,7 +129,7 @@ def test_a_load_is_cold_for_units_and_hints_that_a_compiled_shard_was_not_loaded
     for units, own in (("CPU_ONLY", {}), ("CPU_AND_NE", {}), ("CPU_AND_NE", hints)):
         how = {"compute_units": units, "hints": own}
         for cold in (True, False):
-            ms = load_shard(bundle, shard, "coreml", **how).loading_ms
+            ms = load_shard(bundle, shard, Settings("coreml", **how)).loading_ms
             found = ms["cold_load"] is not None, ms["load"] is None
             assert found == (cold, cold), how
 
@@ -152,10 +153,10 @@ def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(
 ):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "rename", mock.Mock(side_effect=KeyboardInterrupt))
-        load_shard(bundle, shard, "coreml")
+        load_shard(bundle, shard, COREML)
     folder = coreml.compiled_path(bundle, shard).parent
     assert not list(folder.glob(f"{shard.name}*"))
-    load_shard(bundle, shard, "coreml")
+    load_shard(bundle, shard, COREML)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard):
     with mock.patch.object(
         shim.Proxy, "__init__", autospec=True, side_effect=shim.Proxy.__init__
     ) as loaded:
-        load_shard(bundle, shard, "coreml", function="main")
+        load_package(bundle.package(shard), COREML, "main")
         Decoder(bundle, "coreml", compute_units="CPU_ONLY", hints=hints)
     texts = {name: str(value) for name, value in hints.items()}
     own, *others = (call.args[2:5] for call in loaded.call_args_list)
@@ -178,7 +179,7 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard):
     assert all(each[::2] == ("CPU_ONLY", texts) for each in others)
     for wrong in ({"speed": "fast"}, {"reshapeFrequency": "Often"}):
         with refused("speed|Often"):
-            load_shard(bundle, shard, "coreml", hints=wrong)
+            load_shard(bundle, shard, Settings("coreml", hints=wrong))
 
 
 # --- compute plan, faked --------------------------------------------------------------------------

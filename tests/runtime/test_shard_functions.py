@@ -12,8 +12,8 @@ from refusal import refused
 from workbench import Bundle, Decoder
 from workbench.check import states
 from workbench.exporter import template
-from workbench.runtime import load_shard
-from workbench.runtime.coreml import CoreMLModel
+from workbench.runtime import Settings, load_shard
+from workbench.runtime.coreml import CoreMLState
 from workbench.sweep import timing
 
 PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
@@ -62,12 +62,11 @@ def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, moe
 
 
 def test_a_state_that_is_not_copied_turns_a_gate_red(shimmed, bundle, monkeypatch):
-    def fresh(self, handle, T):
-        if handle.T != T:
-            handle.mlstate, handle.T = self.models[T].make_state(), T
-        return handle.mlstate
+    def move_without_values(self, T):
+        if self.T != T:
+            self.mlstate, self.T = self.model.models[T].make_state(), T
 
-    monkeypatch.setattr(CoreMLModel, "_mlstate", fresh)
+    monkeypatch.setattr(CoreMLState, "move_to", move_without_values)
     gates = states.state_gates(Decoder(bundle, "coreml"))
     assert {g.name: g.verdict for g in gates}["write_address"] == "RED"
 
@@ -83,7 +82,7 @@ def test_every_function_is_checked_against_the_manifest(
     del model.mlProgram.functions["t4"]
     path.write_bytes(template.serialize(model))
     with refused("no function 't4'"):
-        load_shard(damaged, shard, "portable")
+        load_shard(damaged, shard, Settings("portable"))
     with refused("differ|bytes"):
         Bundle.open(tmp_path / "b")
 

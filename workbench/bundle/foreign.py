@@ -114,17 +114,22 @@ class Foreign(ManifestModel):
             yield best, done + np.arange(size)
             done += size
 
-    def moved(self, rows: int, end: int) -> int:
-        """What the row of a bundle's cache of `rows` rows is above the package's,
-        modulo `rows`, after `end` tokens."""
-        up = {"shift": max(0, end - rows), "right": end - rows}
-        return up.get(self.moves.get(rows), 0)
+    def row_shift(self, rows: int, end: int) -> int:
+        """How many rows a row of a bundle's cache of `rows` rows is above the same row
+        of the package's cache after `end` tokens, modulo `rows`."""
+        match self.moves.get(rows):
+            case "shift":
+                return max(0, end - rows)
+            case "right":
+                return end - rows
+            case _:
+                return 0
 
     def positions(self, rows: int, end: int) -> np.ndarray:
         """The position in each row [rows] after `end` tokens, `end` in an empty one."""
-        places = np.arange(rows) + self.moved(rows, end)
-        held = end - 1 - (end - 1 - places) % rows
-        return np.where(held < 0, end, held)
+        places = np.arange(rows) + self.row_shift(rows, end)
+        stored = end - 1 - (end - 1 - places) % rows
+        return np.where(stored < 0, end, stored)
 
 
 def caches(state: int | None, tensors: dict) -> dict[str, list[int]]:

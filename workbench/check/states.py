@@ -23,7 +23,6 @@ from workbench.check.gates import Gate
 from workbench.check.hf import Values
 from workbench.check.interface import sizes
 from workbench.decode import Decoder, Sequences, Snapshot
-from workbench.decode.snapshot import take
 from workbench.errors import InputError
 from workbench.runtime import Model, State
 
@@ -77,12 +76,12 @@ def _lifetime_faults(decoder: Decoder) -> Iterator[str]:
     T = callable_ts(decoder.options)[0]
 
     def run(seqs: Sequences, token: int) -> np.ndarray:
-        return decoder.advance(seqs, [[token] * T] * B)[0]
+        return seqs.advance([[token] * T] * B)[0]
 
     def is_written(seqs: Sequences) -> bool:
         return any(np.any(state.read(name)) for state, name in seqs.named_states)
 
-    alone, mixed, other = (decoder.fresh() for _ in range(3))
+    alone, mixed, other = (decoder.new_sequences() for _ in range(3))
     if is_written(other):
         yield "a new state is not zeros"
     if 2 * T <= S:  # else nothing is read of an earlier call
@@ -92,7 +91,7 @@ def _lifetime_faults(decoder: Decoder) -> Iterator[str]:
         run(other, 1)
         if not np.array_equal(run(mixed, 0), expected):
             yield "two states of one shard are mixed"
-    seqs = decoder.fresh()
+    seqs = decoder.new_sequences()
     seqs.ids = [[0] * S for _ in range(B)]
     try:
         run(seqs, 0)
@@ -286,9 +285,9 @@ def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[st
     total = ends[-1]
     before = [_random_snapshot(decoder, start, rng) for _ in range(B)]
     tokens = rng.integers(0, decoder.manifest.dims.V, (B, total + most)).tolist()
-    mixed, alone = decoder.fresh(before), decoder.fresh(before)
+    mixed, alone = (decoder.new_sequences(before) for _ in range(2))
     for a, b in pairwise(ends):
-        decoder.advance(mixed, [row[a:b] for row in tokens], keep=True)
+        mixed.advance([row[a:b] for row in tokens], keep=True)
     left = []
     for seq in range(B):
         count = total
@@ -297,19 +296,19 @@ def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[st
         count = min(count, len(mixed.ids[seq]) - mixed.floors[seq])
         if options.kv_write == "slice":
             count = max(total - end for end in ends if total - end <= count)
-        decoder.trim(count, seq, mixed)
+        mixed.trim(count, seq)
         left.append(total - count)
     for a, b in pairwise(ends):
         chunk = [row[a : min(b, n)] for row, n in zip(tokens, left)]
         if any(chunk):
-            decoder.advance(alone, chunk, T=b - a)
+            alone.advance(chunk, T=b - a)
     if start + total + most <= S:
         chunk = [row[-most:] for row in tokens]
-        hidden = [decoder.advance(seqs, chunk)[0] for seqs in (mixed, alone)]
+        hidden = [seqs.advance(chunk)[0] for seqs in (mixed, alone)]
         if not np.array_equal(*hidden, equal_nan=True):
             yield "hidden states"
     for seq in range(B):
-        undone, expected = take(mixed, seq), take(alone, seq)
+        undone, expected = mixed.snapshot(seq), alone.snapshot(seq)
         if undone.ids != expected.ids:
             yield "the tokens"
             continue
@@ -321,9 +320,9 @@ def _undo_faults(decoder: Decoder, start: int, Ts: Sequence[int]) -> Iterator[st
 def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
     """A snapshot of so many tokens that holds random values, none of them to be
     undone."""
-    seqs = decoder.fresh()
+    seqs = decoder.new_sequences()
     seqs.append([[0] * tokens] * decoder.options.batch)
-    snapshot = take(seqs)
+    snapshot = seqs.snapshot()
     states = {}
     for name, value in snapshot.states.items():
         states[name] = rng.standard_normal(value.shape).astype(np.float16)

@@ -1,4 +1,4 @@
-"""Checks of what a user gives, before anything changes: token ids, sequences, counts."""
+"""Checks of token ids, sequences and counts that a user gives, before anything changes."""
 
 from collections.abc import Iterable
 from operator import index
@@ -27,13 +27,14 @@ def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
 
 
 def prompts(ids, batch: int, V: int) -> list[list[int]]:
-    """The prompt of each sequence, from those or, as plain ids, that of the only
-    one."""
-    lists = [ids] if len(ids) and np.ndim(ids[0]) == 0 else ids
+    """The prompt of each of `batch` sequences. `ids` has one list per sequence; plain
+    ids are the prompt of a single sequence."""
+    is_plain = len(ids) and np.ndim(ids[0]) == 0
+    lists = [ids] if is_plain else ids
     if len(lists) != batch or not any(map(len, lists)):
         raise InputError(
             "tokens",
-            f"{len(lists)} sequences of {[len(p) for p in lists]} tokens",
+            f"{len(lists)} sequences of {[len(prompt) for prompt in lists]} tokens",
             f"{batch}, one of them of at least one token",
             "give a list for each sequence",
         )

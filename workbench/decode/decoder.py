@@ -1,12 +1,14 @@
-"""The decoder: token ids in, logits and tokens out, one state per shard and batch of
-sequences.
+"""The decoder: token ids in, logits and tokens out.
 
-Each sequence of the batch has an index `seq` and a position of its own, and can be
-replaced by a snapshot; no sequence affects another."""
+`Decoder` holds the loaded shards of a bundle, its weights. `Sequences` holds what one
+batch of sequences has run: one state per layer shard and the token ids. Every sequence
+of a batch has an index `seq` and a position of its own, and no sequence affects
+another."""
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -22,42 +24,292 @@ from workbench.bundle.names import (
     ROUTER_STATE,
     ROUTER_STATE_OUT,
     X,
+    is_cache,
 )
-from workbench.decode import checks
-from workbench.decode import snapshot as snapshots
+from workbench.decode import checks, snapshot
 from workbench.decode.checks import whole_number
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
-from workbench.decode.snapshot import Sequences, Snapshot
+from workbench.decode.snapshot import Snapshot
+from workbench.decode.times import Times, clock
 from workbench.errors import InputError
-from workbench.runtime import Model, State
+from workbench.runtime import Model, Settings, State
+from workbench.runtime.base import interrupted
 
 GREEDY = Sampling()
-# by the name of an output of a layer shard, the input that it is of the next one
-LINKS = {HIDDEN: X, LOGITS: X, ROUTER_STATE_OUT: ROUTER_STATE}
+# output of a layer shard → input of the next shard
+NEXT_INPUTS = {HIDDEN: X, LOGITS: X, ROUTER_STATE_OUT: ROUTER_STATE}
 Hook = Callable[[Shard, object, list], list | None]
 
 
-@dataclass
-class Times:
-    """Milliseconds of one call: `parts` has for every layer shard and then for the head
-    the time on the host's clock, CPU time of the calling thread, and Core ML's own share
-    (None if unknown); `total` is the whole call's."""
+@dataclass(frozen=True)
+class LastCall:
+    """The last call of a prompt, into which recurrent states can go back.
 
-    parts: list[tuple[float, float, float | None]] = field(default_factory=list)
-    total: float = 0.0
+    Args:
+        before: a snapshot of each sequence from before the call. It is not used for a
+            sequence that a snapshot has replaced since, whose floor is its length.
+        T: columns of the call.
+    """
 
-    def add(self, start: tuple[float, float], native_ms: list[float | None]) -> None:
-        """Adds what began at `clock()` and made predictions of these native times."""
-        ms, cpu_ms = (1e3 * (now - then) for now, then in zip(clock(), start))
-        native = None if None in native_ms else sum(native_ms)
-        self.parts.append((ms, cpu_ms, native))
+    before: list[Snapshot]
+    T: int
 
 
-def clock() -> tuple[float, float]:
-    """Seconds of the host's clock, and of this thread's CPU."""
-    return time.perf_counter(), time.thread_time()
+@dataclass(eq=False)
+class Sequences:
+    """What one batch of sequences has run, and the methods that continue it.
+
+    Args:
+        decoder: holds the weights that run the sequences.
+        states: one of each layer shard; a state works with its own model alone.
+        ids: the tokens that each sequence has run.
+        floors: the fewest tokens that each sequence can go back to. A call raises them
+            before it runs, so that a sequence whose recurrent states an interrupted
+            call has advanced has fewer tokens than its floor.
+        last_call: kept where states are recurrent, for `trim`.
+    """
+
+    decoder: "Decoder"
+    states: list[State]
+    ids: list[list[int]]
+    floors: list[int]
+    last_call: LastCall | None = None
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """[B] tokens in the caches of each sequence: the position of its next token."""
+        return np.array([len(ids) for ids in self.ids])
+
+    @property
+    def named_states(self) -> list[tuple[State, str]]:
+        """(state of a shard, logical name) for every state of every shard."""
+        return [(state, name) for state in self.states for name in state.shard.states]
+
+    def check_tokens(self, ids) -> list[list[int]]:
+        """Token ids of the next call or prompt as one list of plain ints per sequence;
+        plain ids are those of a single sequence.
+
+        Raises:
+            InputError: another number of lists than sequences, no token at all, an id
+                outside the vocabulary.
+        """
+        return checks.prompts(ids, len(self.ids), self.decoder.manifest.dims.V)
+
+    def check_whole(self) -> None:
+        """Raises an InputError for a sequence whose states an interrupted call has
+        advanced in part."""
+        for seq, ids in enumerate(self.ids):
+            if self.floors[seq] > len(ids):
+                raise interrupted(f"sequence {seq}")
+
+    def advance(
+        self,
+        chunk: Sequence[Sequence[int]],
+        hook: Hook | None = None,
+        T: int = 0,
+        keep: bool = False,
+    ) -> tuple[np.ndarray, Times]:
+        """Runs every layer shard once over the next tokens of each sequence.
+
+        Args:
+            chunk: token ids of each sequence, from none to t_max.
+            hook: called as hook(shard, op, outputs) after every operation of a program,
+                whose outputs it may replace by returning others.
+            T: the fewest columns of the call.
+            keep: whether `trim` can go back into the call where states are recurrent
+                and a mask writes the caches.
+
+        Returns:
+            Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
+            nothing, and the times without the head's.
+
+        Raises:
+            InputError: more than t_max tokens, a position past max_seq_len, a hook on a
+                runtime that shows no operation, a sequence that an interrupted call has
+                advanced in part; nothing is changed then.
+        """
+        decoder, options = self.decoder, self.decoder.options
+        if hook and decoder.is_device:
+            raise InputError(
+                "hook",
+                f"runtime {decoder.runtime}",
+                "the portable runtime, which shows each operation",
+                "open the bundle with runtime='portable'",
+            )
+        counts = np.array([len(tokens) for tokens in chunk])
+        columns = max(T, *counts)
+        if columns > options.t_max:
+            raise InputError(
+                "call",
+                f"{columns} tokens",
+                f"at most t_max = {options.t_max}",
+                "make several calls, or export with more --tokens",
+            )
+        T = options.width(columns)
+        io, times = decoder.inputs(self.offsets, chunk, T), Times()
+        self.check_whole()
+        self.last_call = None
+        if keep and max(counts) > 1 and options.kv_write == "mask":
+            self._keep_last_call(T)
+        self._raise_floors(counts)
+        for model, state in zip(decoder.layers, self.states, strict=True):
+            start = clock()
+            (io,) = decoder.run_calls(model, [io], [counts], [state], [hook])
+            native = [model.last_native_ms]
+            if model.shard.kind == "router":
+                native += decoder.experts.native_ms
+            times.add(start, native)
+        self.append(chunk)
+        if self.last_call:
+            self.floors = [before.offset for before in self.last_call.before]
+        return io[X].reshape(len(chunk), -1, T), times
+
+    def _keep_last_call(self, T: int) -> None:
+        """Keeps a snapshot of every sequence where a state is recurrent: a call
+        overwrites such a state, and only a copy from before leads back."""
+        if snapshot.floor(self.decoder.manifest, 1):
+            before = [self.snapshot(seq) for seq in range(len(self.ids))]
+            self.last_call = LastCall(before, T)
+
+    def _raise_floors(self, counts: np.ndarray) -> None:
+        """Raises the floors to what a call of `counts` [B] tokens leaves."""
+        for seq, end in enumerate(self.offsets + counts):
+            lowest = snapshot.floor(self.decoder.manifest, int(end))
+            self.floors[seq] = max(self.floors[seq], lowest)
+
+    def append(self, chunk: Sequence[Sequence[int]]) -> None:
+        """Adds the tokens of a call that has run."""
+        for ids, tokens in zip(self.ids, chunk):
+            ids += map(int, tokens)
+
+    def advance_calls(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tile: int | None = None,
+        hook: Hook | None = None,
+    ) -> Iterator[tuple[list[Sequence[int]], np.ndarray]]:
+        """Runs prompts call by call, `tile` tokens a call (default t_max): yields the
+        tokens of each call and their hidden states [B, C, T]."""
+        stop = max(map(len, prompts))
+        for start, end in self.decoder.options.calls(stop, tile):
+            chunk = [prompt[start:end] for prompt in prompts]
+            hidden, _ = self.advance(chunk, hook, keep=end == stop)
+            yield chunk, hidden
+
+    def prefill(self, ids, tile: int | None = None) -> np.ndarray:
+        """Runs the prompt of each sequence, `tile` tokens a call (default t_max).
+
+        Args:
+            ids: one list of token ids per sequence, an empty one for a sequence that
+                waits; plain ids for a single sequence.
+
+        Returns:
+            Logits [B, V] after the last token of each sequence.
+
+        Raises:
+            InputError: ids or positions that cannot be run, before anything runs.
+        """
+        decoder = self.decoder
+        prompts = self.check_tokens(ids)
+        tile = whole_number(tile or decoder.options.t_max, "tile")
+        decoder.host.check(self.offsets, [*map(len, prompts)])
+        last = 0.0
+        for chunk, hidden in self.advance_calls(prompts, tile):
+            has_tokens = np.array([[[len(tokens) > 0]] for tokens in chunk])
+            last = np.where(has_tokens, _last_columns(hidden, chunk), last)
+        return decoder.logits(last)[:, -1]
+
+    def step(self, ids) -> tuple[np.ndarray, Times]:
+        """One call of the layers and, for the last token of each sequence, of the head.
+
+        Args:
+            ids: as of `prefill`, at most t_max of each sequence.
+
+        Returns:
+            Logits [B, V] and the times of the call.
+        """
+        start = time.perf_counter()
+        chunk = self.check_tokens(ids)
+        hidden, times = self.advance(chunk)
+        logits = self.decoder.logits(_last_columns(hidden, chunk), times)[:, -1]
+        times.total = (time.perf_counter() - start) * 1e3
+        return logits, times
+
+    def snapshot(self, seq: int = 0) -> Snapshot:
+        """A detached copy of one sequence."""
+        seq = whole_number(seq, "sequence", len(self.ids))
+        self.check_whole()
+        manifest, offset = self.decoder.manifest, len(self.ids[seq])
+        lowest = max(self.floors[seq], snapshot.floor(manifest, offset))
+        states = {}
+        for state, name in self.named_states:
+            value, first = state.read(name)[seq], 0
+            if state.shard.states[name].ring:
+                first = max(0, lowest - snapshot.window(manifest, name) + 1)
+            if is_cache(name):
+                value = value[:, np.arange(first, offset) % value.shape[1]]
+            states[name] = value
+        return Snapshot(tuple(self.ids[seq]), self.decoder.identity, states, lowest)
+
+    def put(self, seq: int, stored: Snapshot | None) -> None:
+        """Replaces one sequence by a snapshot (None: by one without a token); the
+        others are unchanged.
+
+        Raises:
+            InputError: a snapshot of another bundle, or of more tokens than a cache
+                holds; nothing is changed then.
+        """
+        seq = whole_number(seq, "sequence", len(self.ids))
+        manifest = self.decoder.manifest
+        if stored:
+            stored.check_fits(self.decoder.identity, manifest.options.max_seq_len)
+        for state, name in self.named_states:
+            batch = state.read(name)
+            batch[seq] = 0
+            if stored and is_cache(name):
+                snapshot.fill(batch[seq], stored.states[name], stored.offset)
+            elif stored:
+                batch[seq] = stored.states[name]
+            state.write(name, batch)
+        ids, lowest = (stored.ids, stored.floor) if stored else ((), 0)
+        self.ids[seq] = list(ids)
+        self.floors[seq] = max(lowest, snapshot.floor(manifest, len(ids)))
+
+    def trim(self, count: int, seq: int = 0) -> int:
+        """Takes back the last `count` tokens of a sequence, as if they had never run
+        (all of them, if it has fewer); returns the number taken back.
+
+        Rows of a cache go back to any token, rings t_max tokens from the most that the
+        sequence has had. Recurrent states (convolutions, DeltaNet, Mamba) go back into
+        a prompt's last call of several tokens, or one to `keep`: the sequence before it
+        is restored, and the tokens that stay run again.
+
+        Raises:
+            InputError: a state that does not go back that far, which is then unchanged;
+                a negative count.
+        """
+        self.check_whole()
+        ids = self.ids[whole_number(seq, "sequence", len(self.ids))]
+        count = snapshot.trimmed(count, len(ids), self.floors[seq])
+        remaining = ids[: len(ids) - count]
+        if count and self.last_call:
+            self._run_again(seq, remaining)
+        self.ids[seq] = remaining
+        return count
+
+    def _run_again(self, seq: int, ids: list[int]) -> None:
+        """Restores a sequence from before the last call, and runs those of its tokens
+        `ids` that belong to the call once more, in as many columns."""
+        last_call, floors = self.last_call, list(self.floors)
+        before = last_call.before[seq]
+        self.put(seq, before)
+        chunk: list[list[int]] = [[] for _ in self.ids]
+        chunk[seq] = ids[before.offset :]
+        if chunk[seq]:
+            self.advance(chunk, T=last_call.T)
+        self.last_call, self.floors = last_call, floors
 
 
 @dataclass
@@ -72,11 +324,11 @@ class Record:
 
 
 class Decoder:
-    """Runs a bundle.
+    """The loaded shards of a bundle, and the sequences that they currently run.
 
-    `fresh` gives sequences, `advance` and `step` run one call of them. `begin`,
-    `prefill`, `decode_one_token`, `snapshot`, `add`, `remove` and `trim` do the same to
-    the decoder's current sequences, `seqs`; `stream` and `generate` begin new ones.
+    `new_sequences` gives sequences that stand by themselves (see `Sequences`). `begin`,
+    `prefill`, `decode_one_token`, `snapshot`, `add`, `remove` and `trim` call the
+    methods of the current sequences, `seqs`; `stream` and `generate` begin new ones.
 
     Args:
         bundle: an opened bundle or its path.
@@ -89,6 +341,9 @@ class Decoder:
             hold tokens, or `all`, as the program does.
         compute_units: Core ML's compute units.
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
+
+    Raises:
+        InputError: no whole bundle, no such runtime here, a shard that does not load.
     """
 
     def __init__(
@@ -111,11 +366,12 @@ class Decoder:
         self.precision = plugin.precision if plugin else precision
         self.fast, self.reads = fast, reads
         self.compute_units, self.hints = compute_units, hints or {}
-        # nothing here may hold the decoder itself: one that is dropped shall give its
-        # memory back at once
-        self.how = {"runtime": self.runtime, "precision": self.precision}
-        self.how |= {"compute_units": compute_units, "hints": self.hints}
-        load = partial(runtimes.load_shard, bundle, fast=fast, reads=reads, **self.how)
+        self.settings = Settings(
+            self.runtime, self.precision, fast, reads, compute_units, self.hints
+        )
+        # Nothing here may refer to the decoder itself: a decoder that is dropped shall
+        # give its memory back at once, without the garbage collector.
+        load = partial(runtimes.load_shard, bundle, settings=self.settings)
         kinds = "layers", "router"
         self.layers = [load(s) for s in self.manifest.shards if s.kind in kinds]
         self.heads = [load(s) for s in bundle.shards("head")]
@@ -136,92 +392,40 @@ class Decoder:
     @cached_property
     def identity(self) -> str:
         """What snapshots of this decoder are bound to; see `snapshot.identity`."""
-        how = self.runtime if self.is_device else self.precision
-        return snapshots.identity(self.manifest, how)
+        arithmetic = self.runtime if self.is_device else self.precision
+        return snapshot.identity(self.manifest, arithmetic)
 
     @cached_property
     def plain(self) -> "Decoder":
         """A decoder of the same bundle that fuses nothing: itself, unless it is
         `fast`."""
-        return type(self)(self.bundle, **self.how) if self.fast else self
+        if not self.fast:
+            return self
+        return type(self)(self.bundle, **asdict(replace(self.settings, fast=False)))
 
-    def fresh(self, after=None) -> Sequences:
-        """New sequences, one make_state per shard: without a token, or `after` a
-        snapshot (batch > 1: one for all, or a list with one or None each).
+    def new_sequences(self, after=None) -> Sequences:
+        """New sequences, one `make_state` per shard.
+
+        Args:
+            after: what they continue: None for nothing, a snapshot for every sequence,
+                or a list with a snapshot or None for each.
 
         Raises:
             InputError: a snapshot that does not fit.
         """
-        states, B = [model.make_state() for model in self.layers], self.options.batch
-        ids = [[] for _ in range(B)]
-        seqs = Sequences(self.manifest, self.identity, states, ids, [0] * B)
-        for seq, snapshot in enumerate(per_sequence(after, B)):
-            if snapshot is not None:
-                snapshots.put(seqs, seq, snapshot)
+        B = self.options.batch
+        states = [model.make_state() for model in self.layers]
+        seqs = Sequences(self, states, [[] for _ in range(B)], [0] * B)
+        for seq, stored in enumerate(per_sequence(after, B)):
+            if stored is not None:
+                seqs.put(seq, stored)
         return seqs
 
-    def advance(
-        self,
-        seqs: Sequences,
-        chunk: Sequence[Sequence[int]],
-        hook: Hook | None = None,
-        T: int = 0,
-        keep: bool = False,
-    ) -> tuple[np.ndarray, Times]:
-        """Runs every layer shard once over the next tokens of each sequence.
-
-        Args:
-            chunk: token ids of each sequence, from none to t_max.
-            hook: called as hook(shard, op, outputs) after every operation of a program,
-                whose outputs it may replace by those that it returns.
-            T: columns of the call at least.
-            keep: whether `trim` can go back into the call where states are recurrent
-                and a mask writes the caches.
-
-        Returns:
-            Hidden states [B, C, T], whose columns beyond a sequence's tokens mean
-            nothing, and the times without the head's.
-
-        Raises:
-            InputError: more than t_max tokens, a position past max_seq_len, a hook on a
-                runtime that shows no operation, a sequence that an interrupted call has
-                advanced in part; nothing is changed then.
-        """
-        if hook and self.is_device:
-            raise InputError(
-                "hook",
-                f"runtime {self.runtime}",
-                "the portable runtime, which shows each operation",
-                "open the bundle with runtime='portable'",
-            )
-        counts = np.array([*map(len, chunk)])
-        most = self.options.t_max
-        if max(T, *counts) > most:
-            raise InputError(
-                "call",
-                f"{max(T, *counts)} tokens",
-                f"at most t_max = {most}",
-                "make several calls, or export with more --tokens",
-            )
-        T = self.options.width(max(T, *counts))
-        io, times = self.inputs(seqs.offsets, chunk, T), Times()
-        seqs.check()
-        seqs.kept, seqs.T = [], T
-        keep = keep and self.options.kv_write == "mask" and max(counts) > 1
-        if keep and snapshots.floor(self.manifest, 1):
-            seqs.kept = [snapshots.take(seqs, seq) for seq in range(len(chunk))]
-        seqs.raise_floors(counts)
-        for model, state in zip(self.layers, seqs.states, strict=True):
-            start = clock()
-            (io,) = self.run_calls(model, [io], [counts], [state], [hook])
-            native = [model.last_native_ms]
-            if model.shard.kind == "router":
-                native += self.experts.native_ms
-            times.add(start, native)
-        seqs.append(chunk)
-        for seq, before in enumerate(seqs.kept):
-            seqs.floors[seq] = before.offset
-        return io[X].reshape(len(chunk), -1, T), times
+    def _continue_with(self, seqs: Sequences) -> None:
+        """Makes sequences the current ones. They refer to the decoder weakly, because
+        the decoder refers to them (see `__init__`)."""
+        seqs.decoder = weakref.proxy(self)
+        self.seqs = seqs
 
     def inputs(
         self, offsets: np.ndarray, chunk: Sequence[Sequence[int]], T: int
@@ -229,7 +433,8 @@ class Decoder:
         """What the first shard reads in a call of T columns: the host's inputs, and the
         embeddings of the tokens as `x`."""
         ids = np.array([[*tokens, *[0] * (T - len(tokens))] for tokens in chunk])
-        io = self.host.inputs(offsets, np.array([*map(len, chunk)]), T)
+        counts = np.array([len(tokens) for tokens in chunk])
+        io = self.host.inputs(offsets, counts, T)
         x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
         return io | {X: x, IDS: ids}
 
@@ -243,9 +448,9 @@ class Decoder:
     ) -> list[dict[str, np.ndarray]]:
         """Runs a layer shard, routed experts included, for one call after another.
 
-        The portable runtime reads each weight once for all of them, but where a state
-        is a matrix: it carries the rounding of every earlier token on, so that its sums
-        must be those of decoding.
+        The portable runtime reads each weight once for all of them, except where a
+        state is a matrix: a matrix carries the rounding of every earlier token on, so
+        that its sums must be those of decoding.
 
         Args:
             ios: what the shard reads in each call, and perhaps more.
@@ -253,21 +458,23 @@ class Decoder:
             states, hooks: of each call.
 
         Returns:
-            `ios` for the next shard: `x` is this one's hidden output, `router_state` the
-            state that it hands on where the family has one.
+            `ios` for the next shard: `x` is this shard's hidden output, `router_state`
+            its router state where the family has one.
         """
         shard, results = model.shard, []
         inputs = [{name: io[name] for name in shard.inputs} for io in ios]
         calls = inputs, states, [hook and partial(hook, shard) for hook in hooks]
         if any(name.endswith(MATRIX_STATE) for name in shard.states):
-            outputs = list(map(model.predict, *calls))
+            outputs = [model.predict(*call) for call in zip(*calls, strict=True)]
         else:
             outputs = model.predict_calls(*calls)
         for io, out, count, hook in zip(ios, outputs, counts, hooks, strict=True):
             if shard.kind == "router":
                 out[HIDDEN] = self.experts.run(shard.layers[0], out, count, hook)
-            handed_on = {name: out[key] for key, name in LINKS.items() if key in out}
-            results.append(io | handed_on)
+            for name, next_input in NEXT_INPUTS.items():
+                if name in out:
+                    io = io | {next_input: out[name]}
+            results.append(io)
         return results
 
     def logits(
@@ -276,84 +483,45 @@ class Decoder:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call; adds the
         head's times to `times`. Where the layers' packages contain the head, `hidden`
         has the logits [B, V, T] already."""
-        start, t_max, native = clock(), self.options.t_max, [None]
+        start, native = clock(), [None]
         if self.heads:
-            parts = np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2)
-            ios = []
-            for part in parts:
-                T = part.shape[2]
-                dummies = 0, self.options.width(T) - T
-                io = np.pad(part, ((0, 0), (0, 0), dummies))
-                ios.append({X: self.plane(io)})
-            slices, native = [], []
-            for model in self.heads:
-                own = hook and partial(hook, model.shard)
-                calls = ios, [None] * len(ios), [own] * len(ios)
-                outputs = [out[LOGITS] for out in model.predict_calls(*calls)]
-                native.append(model.last_native_ms)
-                rows = [
-                    each.reshape(*each.shape[:2], -1)[:, :, : part.shape[2]]
-                    for each, part in zip(outputs, parts)
-                ]
-                slices.append(np.concatenate(rows, axis=2))
-            hidden = np.concatenate(slices, axis=1)
+            hidden, native = self._run_heads(hidden, hook)
         if times:
             times.add(start, native)
         return np.ascontiguousarray(hidden.transpose(0, 2, 1))
 
-    def step(
-        self, seqs: Sequences, chunk: Sequence[Sequence[int]], hook: Hook | None = None
-    ) -> tuple[np.ndarray, Times]:
-        """One call of the layers and, for the last token of each sequence, of the head:
-        logits [B, V] and the call's times."""
-        start = time.perf_counter()
-        hidden, times = self.advance(seqs, chunk, hook)
-        logits = self.logits(_last(hidden, chunk), times, hook)[:, -1]
-        times.total = (time.perf_counter() - start) * 1e3
-        return logits, times
+    def _run_heads(
+        self, hidden: np.ndarray, hook: Hook | None
+    ) -> tuple[np.ndarray, list[float | None]]:
+        """Logits [B, V, T] of all slices of the vocabulary, and Core ML's own time of
+        each."""
+        t_max, ios, widths = self.options.t_max, [], []
+        for part in np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2):
+            T = part.shape[2]
+            dummies = 0, self.options.width(T) - T
+            ios.append({X: self.plane(np.pad(part, ((0, 0), (0, 0), dummies)))})
+            widths.append(T)
+        slices, native = [], []
+        for model in self.heads:
+            of_shard = hook and partial(hook, model.shard)
+            outputs = model.predict_calls(ios, [None] * len(ios), [of_shard] * len(ios))
+            native.append(model.last_native_ms)
+            rows = []
+            for output, T in zip(outputs, widths):
+                logits = output[LOGITS]
+                rows.append(logits.reshape(*logits.shape[:2], -1)[:, :, :T])
+            slices.append(np.concatenate(rows, axis=2))
+        return np.concatenate(slices, axis=1), native
 
     def begin(self, snapshot=None) -> None:
-        """Makes `fresh` sequences the current ones; if a snapshot is refused, what ran
+        """Makes `new_sequences` the current ones; if a snapshot is refused, what ran
         before is untouched."""
-        self.seqs = self.fresh(snapshot)
+        self._continue_with(self.new_sequences(snapshot))
 
-    def prefill(
-        self, ids, tile: int | None = None, seqs: Sequences | None = None
-    ) -> np.ndarray:
-        """Runs the prompt of each sequence, `tile` tokens a call (default t_max).
-
-        Args:
-            ids: token ids, or one list of ids per sequence when batch > 1 (an empty one
-                for a sequence that waits).
-            seqs: the sequences (default: the current ones).
-
-        Returns:
-            Logits after the last token: [V], or [B, V] when batch > 1.
-        """
-        seqs = seqs or self.seqs
-        prompts = checks.prompts(ids, self.options.batch, self.manifest.dims.V)
-        tile = whole_number(tile or self.options.t_max, "tile")
-        self.host.check(seqs.offsets, [*map(len, prompts)])
-        last = 0.0
-        for chunk, hidden in self.advanced(seqs, prompts, tile):
-            runs = np.array([[[len(tokens) > 0]] for tokens in chunk])
-            last = np.where(runs, _last(hidden, chunk), last)
-        return self._shape(self.logits(last)[:, -1])
-
-    def advanced(
-        self,
-        seqs: Sequences,
-        prompts: list,
-        tile: int | None = None,
-        hook: Hook | None = None,
-    ) -> Iterator[tuple[list[list[int]], np.ndarray]]:
-        """The tokens of one call of the prompts after another, and their hidden
-        states."""
-        stop = max(map(len, prompts))
-        for start, end in self.options.calls(stop, tile):
-            chunk = [prompt[start:end] for prompt in prompts]
-            hidden, _ = self.advance(seqs, chunk, hook, keep=end == stop)
-            yield chunk, hidden
+    def prefill(self, ids, tile: int | None = None) -> np.ndarray:
+        """Runs the prompt of each current sequence; see `Sequences.prefill`. Returns
+        logits after the last token: [V], or [B, V] when batch > 1."""
+        return self._of_batch(self.seqs.prefill(ids, tile))
 
     def decode_one_token(self, token) -> np.ndarray:
         """Continues each current sequence by one token (batch > 1: a list, None for a
@@ -364,9 +532,9 @@ class Decoder:
                 sequences; nothing is changed then.
         """
         tokens = [token] if np.ndim(token) == 0 else token
-        chunk = [[] if each is None else [each] for each in tokens]
-        chunk = checks.prompts(chunk, self.options.batch, self.manifest.dims.V)
-        return self._shape(self.step(self.seqs, chunk)[0])
+        chunk = [[] if one is None else [one] for one in tokens]
+        logits, _ = self.seqs.step(chunk)
+        return self._of_batch(logits)
 
     def stream(
         self, ids, max_new, *, after=None, stop=None, sampling=GREEDY
@@ -379,8 +547,8 @@ class Decoder:
                 waits.
             max_new: new tokens at most; like `sampling`, one for all sequences or a
                 list with one for each.
-            after: what to continue: None for nothing, or snapshots (see `begin`). The
-                new sequences become the current ones.
+            after: what to continue: None for nothing, or snapshots (see
+                `new_sequences`). The new sequences become the current ones.
             stop: tokens that end a sequence once they are yielded (default: the
                 bundle's end-of-sequence tokens).
 
@@ -388,20 +556,22 @@ class Decoder:
             InputError: prompts that cannot be run, before anything runs.
         """
         B = self.options.batch
-        prompts = checks.prompts(ids, B, self.manifest.dims.V)
-        samplings = per_sequence(sampling, B)
         stop = self.manifest.tokens.eos if stop is None else stop
+        samplings = per_sequence(sampling, B)
         limits = [whole_number(n, "new tokens") for n in per_sequence(max_new, B)]
-        seqs = self.fresh(after)
-        if any(ids and not prompt for ids, prompt in zip(seqs.ids, prompts)):
-            needed = "at least one token, whose logits give the next one"
-            step = "trim the snapshot by a token and give that one"
-            raise InputError("prompt after a snapshot", "no token", needed, step)
-        # the last new token does not run
-        counts = [len(p) and len(p) + max(n - 1, 0) for p, n in zip(prompts, limits)]
+        seqs = self.new_sequences(after)
+        prompts = seqs.check_tokens(ids)
+        counts = []
+        for prompt, limit, earlier in zip(prompts, limits, seqs.ids):
+            if earlier and not prompt:
+                needed = "at least one token, whose logits give the next one"
+                step = "trim the snapshot by a token and give that one"
+                raise InputError("prompt after a snapshot", "no token", needed, step)
+            # the last new token does not run
+            counts.append(len(prompt) + max(limit - 1, 0) if prompt else 0)
         self.host.check(seqs.offsets, counts)
-        self.seqs = seqs
-        logits, times = self.prefill(prompts, seqs=seqs).reshape(B, -1), Times()
+        self._continue_with(seqs)
+        logits, times = seqs.prefill(prompts), Times()
         tokens: list[list[int]] = [[] for _ in range(B)]
         live = [seq for seq in range(B) if prompts[seq] and limits[seq]]
         for done in range(1, max(limits) + 1):
@@ -411,69 +581,47 @@ class Decoder:
                 tokens[seq] = [token]
                 if done >= limits[seq] or token in stop:
                     live.remove(seq)
-                    if self.options.kv_write == "mask":  # a slice moves every one on
+                    # a slice write moves every sequence on
+                    if self.options.kv_write == "mask":
                         tokens[seq] = []
             if not live:
                 return
-            logits, times = self.step(seqs, tokens)
+            logits, times = seqs.step(tokens)
 
     def generate(self, ids, max_new, **options) -> list:
         """All tokens of `stream`: a list, or one list per sequence when batch > 1."""
         tokens: list[list[int]] = [[] for _ in range(self.options.batch)]
         for record in self.stream(ids, max_new, **options):
             tokens[record.seq].append(record.token)
-        return tokens if self.options.batch > 1 else tokens[0]
+        return self._of_batch(tokens)
 
     def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
-        """Logits [B, count, V] of the last `count` tokens of fresh sequences of one
+        """Logits [B, count, V] of the last `count` tokens of new sequences of one
         length, one for each of the batch."""
-        advanced = self.advanced(self.fresh(), sequences)
-        parts = [hidden[:, :, : len(chunk[0])] for chunk, hidden in advanced]
+        calls = self.new_sequences().advance_calls(sequences)
+        parts = [hidden[:, :, : len(chunk[0])] for chunk, hidden in calls]
         return self.logits(np.concatenate(parts, axis=2)[:, :, -count:])
 
     def snapshot(self, seq: int = 0) -> Snapshot:
         """A detached copy of one of the current sequences."""
-        return snapshots.take(self.seqs, seq)
+        return self.seqs.snapshot(seq)
 
     def add(self, seq: int, snapshot: Snapshot) -> None:
-        """Puts a snapshot in place of a current sequence; see `snapshot.put`."""
-        snapshots.put(self.seqs, seq, snapshot)
+        """Puts a snapshot in place of a current sequence; see `Sequences.put`."""
+        self.seqs.put(seq, snapshot)
 
     def remove(self, seq: int) -> None:
         """Ends a current sequence and clears its states."""
-        snapshots.put(self.seqs, seq, None)
+        self.seqs.put(seq, None)
 
-    def trim(self, count: int, seq: int = 0, seqs: Sequences | None = None) -> int:
-        """Takes back the last `count` tokens of a sequence (of `seqs`, by default the
-        current ones), as if they had never run; returns how many there were.
+    def trim(self, count: int, seq: int = 0) -> int:
+        """Takes back the last tokens of a current sequence; see `Sequences.trim`."""
+        return self.seqs.trim(count, seq)
 
-        Rows of a cache go back to any token, rings t_max tokens from the most that the
-        sequence has had. Recurrent states (convolutions, DeltaNet, Mamba) go back into
-        a prompt's last call of several tokens, or one to `keep`: the sequence before it
-        is restored, and the tokens that stay run again.
-
-        Raises:
-            InputError: a state does not go back that far, which is then unchanged; a
-                negative count.
-        """
-        seqs = seqs or self.seqs
-        seqs.check()
-        ids = seqs.ids[whole_number(seq, "sequence", self.options.batch)]
-        count = snapshots.trimmed(count, len(ids), seqs.floors[seq])
-        left, kept, T = ids[: len(ids) - count], seqs.kept, seqs.T
-        if count and kept:
-            floors = [*seqs.floors]
-            snapshots.put(seqs, seq, kept[seq])
-            again = [[] for _ in kept]
-            again[seq] = left[kept[seq].offset :]
-            if again[seq]:
-                self.advance(seqs, again, T=T)
-            seqs.kept, seqs.T, seqs.floors = kept, T, floors
-        seqs.ids[seq] = left
-        return count
-
-    def _shape(self, logits: np.ndarray) -> np.ndarray:
-        return logits if self.options.batch > 1 else logits[0]
+    def _of_batch(self, values):
+        """One value per sequence as the public methods return it: that of the single
+        sequence where the batch is 1."""
+        return values if self.options.batch > 1 else values[0]
 
 
 def per_sequence(value, B: int) -> list:
@@ -490,7 +638,7 @@ def per_sequence(value, B: int) -> list:
     return list(value)
 
 
-def _last(hidden: np.ndarray, chunk: Sequence[Sequence[int]]) -> np.ndarray:
+def _last_columns(hidden: np.ndarray, chunk: Sequence[Sequence[int]]) -> np.ndarray:
     """[B, C, 1]: of hidden states [B, C, T] the column of each sequence's last token."""
     ends = [max(len(tokens), 1) - 1 for tokens in chunk]
     return hidden[np.arange(len(chunk)), :, ends][:, :, None]

@@ -14,8 +14,9 @@ import numpy as np
 from workbench import paths
 from workbench.decode import checks
 from workbench.decode.checks import whole_number
-from workbench.decode.decoder import GREEDY, Decoder, Times
+from workbench.decode.decoder import GREEDY, Decoder
 from workbench.decode.sampling import Sampling
+from workbench.decode.times import Times
 from workbench.errors import InputError, one_line
 from workbench.files import check_folder, write_whole
 
@@ -225,7 +226,7 @@ def _warm_up(decoder: Decoder, ids: list[int]) -> list[float]:
     spent = []
     for size in firsts.values():
         began = time.perf_counter()
-        decoder.prefill(ids[:size], seqs=decoder.fresh())
+        decoder.new_sequences().prefill(ids[:size])
         spent.append((time.perf_counter() - began) * 1e3)
     return spent
 

@@ -50,8 +50,8 @@ def questions(
         (inputs,), (state,) = calls, states
         asked = layer is None or layer in range(*shard.layers)
         if asked and (position is None or start <= position < start + where["T"]):
-            key = own.package, own.functions[own.of_call(inputs)]
-            before = {name: state.raw.read(name) for name in own.program.states}
+            key = own.package, own.functions[own.T_of(inputs)]
+            before = {name: state.read_tensor(name) for name in own.program.states}
             about = {"shard": own.package.stem} | where
             modules = (own.shard or shard).modules
             found.setdefault(key, (modules, []))[1].append((inputs | before, about))

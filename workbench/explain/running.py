@@ -11,7 +11,7 @@ import torch
 from workbench import process
 from workbench.check.hf import Values
 from workbench.errors import InputError
-from workbench.runtime import Model, is_device, open_model
+from workbench.runtime import Model, Settings, is_device, load_package
 
 
 def evaluate(model: Model, arrays: Values, hook: Callable | None = None) -> Values:
@@ -19,10 +19,10 @@ def evaluate(model: Model, arrays: Values, hook: Callable | None = None) -> Valu
     after it, in float32."""
     state = model.make_state()
     for name in model.program.states:
-        state.raw.write(name, arrays[name])
+        state.write(name, arrays[name])
     inputs = {name: arrays[name] for name in model.program.inputs}
     found = model.predict(inputs, state, hook)
-    after = {name: np.float32(state.raw.read(name)) for name in model.program.states}
+    after = {name: np.float32(state.read(name)) for name in model.program.states}
     return found | after
 
 
@@ -48,7 +48,8 @@ def predict(
     Raises:
         InputError: a package that the runtime does not compile or load on `units`.
     """
-    model = open_model(package, runtime, compute_units=units, function=function)
+    settings = Settings(runtime, compute_units=units)
+    model = load_package(package, settings, function)
     return [evaluate(model, arrays) for arrays in calls]
 
 

@@ -24,7 +24,7 @@ from workbench.check.validate import DEVICE_FACTOR, device_room
 from workbench.explain.cut import Flow, cut
 from workbench.explain.running import Runner, every_value
 from workbench.explain.trace import place
-from workbench.runtime import open_model
+from workbench.runtime import Settings, load_package
 
 MAX_OPS = 10  # that are taken together
 Call = tuple[Values, dict]  # inputs and states; see `Finding.where`
@@ -192,8 +192,10 @@ class Search:
         return None
 
     def _models(self, package: Path, function: str | None = None) -> list:
-        how = {"runtime": "portable", "function": function}
-        return [open_model(package, precision=p, **how) for p in (self.base, "narrow")]
+        return [
+            load_package(package, Settings("portable", precision), function)
+            for precision in (self.base, "narrow")
+        ]
 
     def _ops(self, ops: Sequence[int]) -> list[dict]:
         found = []

@@ -20,7 +20,7 @@ from workbench.bundle import Bundle
 from workbench.bundle.names import MAX_FP16
 from workbench.check import gates
 from workbench.decode import Decoder
-from workbench.runtime import Model, open_model
+from workbench.runtime import Model, Settings, load_package
 
 # what a precision that rounds does to sums
 SUMS = {
@@ -140,7 +140,7 @@ def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
         for own in packages(model):
             ranges.note(own)
     prompts = [list(ids)] * decoder.options.batch
-    calls = decoder.advanced(decoder.fresh(), prompts, hook=ranges.add)
+    calls = decoder.new_sequences().advance_calls(prompts, hook=ranges.add)
     for chunk, hidden in calls:
         decoder.logits(hidden[:, :, : len(chunk[0])], hook=ranges.add)
     return ranges
@@ -164,7 +164,7 @@ def trace_package(
     traced = {}
     for precision in PRECISIONS:
         traced[precision] = ranges = Ranges()
-        model = open_model(Path(path), "portable", precision=precision)
+        model = load_package(Path(path), Settings("portable", precision))
         values = random_inputs(model.program) | (inputs or {})
         ranges.note(model, values.items())
         model.predict(values, model.make_state(), partial(ranges.add, None))

@@ -1,14 +1,14 @@
 """The runtimes that execute shards: `portable` anywhere, `coreml` on macOS 15 or later,
 and elsewhere `stand-in`, the same code over a strict imitation of Core ML's binding.
-An argument selects one; `auto` reads the
-variable WORKBENCH_RUNTIME where it is set. Programs of a plug-in's target run on its
-runtime and on no other."""
+
+An argument selects the runtime; `auto` reads the variable WORKBENCH_RUNTIME where it is
+set. Programs of a plug-in's target run on its runtime and on no other."""
 
 import os
 import platform
 import sys
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -18,15 +18,38 @@ from workbench import plugins
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, check_choice
 from workbench.plugins import Target
-from workbench.runtime.base import Model
-from workbench.runtime.base import State as State
+from workbench.runtime.base import (
+    COMPUTE_UNITS,
+    Model,
+    Package,
+    Settings,
+    State,
+    check_compute_units,
+)
 
-MODELS = {  # name → the module of its models, and their class
+__all__ = [
+    "COMPUTE_UNITS",
+    "Model",
+    "Package",
+    "Settings",
+    "State",
+    "check_compute_units",
+    "check_runtime",
+    "constants",
+    "coreml_available",
+    "is_device",
+    "load_package",
+    "load_shard",
+    "model_class",
+    "resolve",
+]
+
+MODELS = {  # runtime → the module of its models, and their class
     "portable": ("portable", "PortableModel"),
     "coreml": ("coreml", "CoreMLModel"),
     "stand-in": ("standin", "StandInModel"),
 }
-COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
+DEFAULTS = Settings()
 
 
 def coreml_available() -> bool:
@@ -60,105 +83,111 @@ def is_device(runtime: str) -> bool:
 
 
 def resolve(runtime: str = "auto", target: Target | None = None) -> str:
-    """The runtime to load shards with: the one named, if this machine has it; what
-    `auto` stands for here. `target` is the plug-in's whose programs the bundle holds
-    (None: Core ML's).
+    """The runtime to load shards with: the named one, if this machine has it, or the
+    one that `auto` stands for here.
+
+    Args:
+        target: the plug-in's target whose programs the bundle holds (None: Core ML's).
 
     Raises:
         InputError: no such runtime; `coreml` where there is none, `stand-in` where
             there is; a runtime for programs of another target.
     """
-    name, own = check_runtime(runtime), target.runtime if target else None
-    if own and name in ("auto", own):
-        return own
-    if own or (name in plugins.offered("runtimes") and not is_device(name)):
-        raise InputError(
-            f"runtime {runtime!r}",
-            f"a bundle whose programs run on {own or 'Core ML and portable'}",
-            "the runtime of the target that the bundle was exported for",
-            "leave out --runtime, or export with another --target",
-        )
+    name = check_runtime(runtime)
+    if target:
+        if name in ("auto", target.runtime):
+            return target.runtime
+        raise _wrong_target(runtime, target.runtime)
+    if name in plugins.offered("runtimes") and not is_device(name):
+        raise _wrong_target(runtime, "Core ML and portable")
     if name == "auto":
         chosen = check_runtime(os.environ.get("WORKBENCH_RUNTIME", "auto"))
-        here = "coreml" if coreml_available() else "portable"
-        return here if chosen == "auto" else resolve(chosen)
-    found, needed, is_mac = platform.platform(), "", platform.system() == "Darwin"
+        if chosen != "auto":
+            return resolve(chosen)
+        return "coreml" if coreml_available() else "portable"
+    is_mac = platform.system() == "Darwin"
     # off a Mac only the shim provides this module
     is_shimmed = not is_mac and "coremltools.libcoremlpython" in sys.modules
     if name == "coreml" and not (coreml_available() or is_shimmed):
-        needed = "macOS 15 or later"
+        raise _unavailable(runtime, platform.platform(), "macOS 15 or later")
     if name == "stand-in" and is_mac:
-        found, needed = "macOS, which has Core ML itself", "a machine without Core ML"
-    if needed:
-        step = "choose portable, or run this on such a machine"
-        raise InputError(f"runtime {runtime!r}", found, needed, step)
+        actual = "macOS, which has Core ML itself"
+        raise _unavailable(runtime, actual, "a machine without Core ML")
     return runtime
 
 
-def check_compute_units(name: str) -> None:
-    """Raises an InputError unless the name is one of Core ML's compute units."""
-    check_choice("compute units", name, COMPUTE_UNITS, "choose one")
+def _wrong_target(runtime: str, right: str) -> InputError:
+    return InputError(
+        f"runtime {runtime!r}",
+        f"a bundle whose programs run on {right}",
+        "the runtime of the target that the bundle was exported for",
+        "leave out --runtime, or export with another --target",
+    )
 
 
-def open_model(
-    package: Path,
-    runtime: str = "auto",
-    *shard,
-    precision: str = "declared",
-    fast: bool = False,
-    reads: str = "used",
-    compute_units: str = "CPU_AND_NE",
-    hints: dict | None = None,
-    function: str | None = None,
-    compiled: Path | None = None,
+def _unavailable(runtime: str, actual: str, needed: str) -> InputError:
+    step = "choose portable, or run this on such a machine"
+    return InputError(f"runtime {runtime!r}", actual, needed, step)
+
+
+def load_package(
+    path: Path, settings: Settings = DEFAULTS, function: str | None = None
 ) -> Model:
-    """Loads a package.
+    """Loads a package by itself, whose states have the names of its tensors.
 
     Args:
-        shard: the shard that it is and the bundle's t_max, unless it is of no bundle.
-        precision, fast, reads: see `PortableModel`.
-        compute_units, hints, compiled: see `CoreMLModel`.
-        function: the one function to run (default: that of each call's T, or the
-            package's own default).
+        function: the one function to run (default: the package's own).
 
     Raises:
         InputError: no such package or function, an operation or a state that the runtime
             does not know.
     """
-    name = resolve(runtime)
-    check_compute_units(compute_units)
-    model = partial(model_class(name), package, *(shard or (None, 0)), function)
-    if name == "portable":
-        return model(precision=precision, fast=fast, reads=reads)
-    return model(compute_units=compute_units, hints=hints, compiled=compiled)
+    return _load(Package(path, function=function), settings)
 
 
-def load_shard(bundle: Bundle, shard: Shard, runtime: str = "auto", **how) -> Model:
+def load_shard(bundle: Bundle, shard: Shard, settings: Settings = DEFAULTS) -> Model:
     """Loads one shard of a bundle, or the packages of another exporter that together
-    are one; options as of `open_model`. What a device compiles is kept beside the
-    bundle."""
+    are one. What a device compiles is kept beside the bundle.
+
+    Raises:
+        InputError: see `load_package`; an interface that is not as the manifest says.
+    """
     options = bundle.manifest.options
-    runtime = resolve(runtime, options.plugin)
+    settings = replace(settings, runtime=resolve(settings.runtime, options.plugin))
     if options.plugin:
-        return model_class(runtime)(bundle, shard)
+        return model_class(settings.runtime)(bundle, shard)
 
-    def load(package: Path, *about, **more) -> Model:
-        if is_device(runtime):
-            from workbench.runtime.coreml import compiled_path
+    def compiled(path: Path) -> Path | None:
+        if not is_device(settings.runtime):
+            return None
+        from workbench.runtime.coreml import compiled_path
 
-            more["compiled"] = compiled_path(bundle, shard, package)
-        return open_model(package, runtime, *about, **how | more)
+        return compiled_path(bundle, shard, path)
 
-    if shard.foreign:
-        from workbench.runtime.foreign import ForeignModel
+    path = bundle.package(shard)
+    if not shard.foreign:
+        package = Package(path, shard, options.t_max, compiled=compiled(path))
+        return _load(package, settings)
+    from workbench.runtime.foreign import ForeignModel
 
-        return ForeignModel(bundle, shard, load, how.get("fast", False))
-    return load(bundle.package(shard), shard, options.t_max)
+    models = []
+    for part in shard.foreign.parts:
+        of_part = path / part.package
+        packages = {
+            name: Package(of_part, function=name, compiled=compiled(of_part))
+            for name in shard.foreign.functions_of(part)
+        }
+        models.append({name: _load(one, settings) for name, one in packages.items()})
+    return ForeignModel(bundle, shard, models, settings.fast)
+
+
+def _load(package: Package, settings: Settings) -> Model:
+    return model_class(resolve(settings.runtime))(package, settings)
 
 
 def constants(bundle: Bundle, shard: Shard) -> Callable:
-    """Place of a weight in a shard, as the manifest names it → its values [rows, ..] as
-    a tensor, decompressed, fp16 or float32."""
+    """A function from the place of a weight in a shard, as the manifest names it, to
+    its values [rows, ..] as a tensor, decompressed, fp16 or float32."""
     if shard.foreign:
         from workbench.runtime import foreign
 

@@ -6,8 +6,9 @@ NumPy arrays at the boundary, float32 in and out; states under their logical nam
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,31 +16,116 @@ import numpy as np
 import miltorch
 from workbench.bundle import Shard
 from workbench.bundle.names import POS
-from workbench.errors import InputError
+from workbench.errors import InputError, check_choice
 
+COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
 UNKNOWN = miltorch.Type("")  # of an output that no operation computes
 
 
-class Model:
-    """One loaded package, with one function for every T, or one for each.
+@dataclass(frozen=True)
+class Settings:
+    """How packages are loaded and run. Each runtime reads the fields that apply to it.
 
     Args:
-        shard: the shard that it is; None for a package of no bundle, whose states have
-            the names of its tensors.
-        t_max: the bundle's.
-        function: the one function to run (default: of a shard that names functions,
-            that of each call's T; of others, the package's own default).
+        runtime: `auto`, `portable`, `coreml`, `stand-in` or a plug-in's.
+        precision, fast, reads: of the portable runtime; see `PortableModel`.
+        compute_units, hints: of Core ML; see `CoreMLModel`.
+
+    Raises:
+        InputError: no such compute units.
+    """
+
+    runtime: str = "auto"
+    precision: str = "declared"
+    fast: bool = False
+    reads: str = "used"
+    compute_units: str = "CPU_AND_NE"
+    hints: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        check_compute_units(self.compute_units)
+
+
+def check_compute_units(name: str) -> None:
+    """Raises an InputError unless the name is one of Core ML's compute units."""
+    check_choice("compute units", name, COMPUTE_UNITS, "choose one")
+
+
+@dataclass(frozen=True)
+class Package:
+    """One package to load.
+
+    Args:
+        path: the `.mlpackage`.
+        shard: the shard of a bundle that the package is, whose manifest entry its
+            interface must have (None: a package of no bundle, or one of several that
+            another exporter's shard consists of; its states have the names of their
+            tensors).
+        t_max: the most tokens of a call of the shard.
+        function: the one function to run. By default a shard that names functions runs
+            each call with the function of its T, and any other package runs its own
+            default function.
+        compiled: where a device keeps the compiled package (None: only as long as the
+            model).
+    """
+
+    path: Path
+    shard: Shard | None = None
+    t_max: int = 0
+    function: str | None = None
+    compiled: Path | None = None
+
+
+class State(ABC):
+    """The states of one model for one batch of sequences.
+
+    A runtime implements `read_tensor` and `write_tensor`, which take whole tensors under
+    the package's own names. Everyone else reads and writes by logical name.
+
+    Args:
+        shard: maps logical names (`layers.3.k_state`) to the names of tensors; None:
+            the two are the same.
+    """
+
+    def __init__(self, shard: Shard | None):
+        self.shard = shard
+
+    def read(self, name: str) -> np.ndarray:
+        """A copy of a state."""
+        return np.array(self.read_tensor(self._tensor(name)))
+
+    def write(self, name: str, value: np.ndarray) -> None:
+        """Replaces a state; shape and dtype as `read` gives them."""
+        self.write_tensor(self._tensor(name), value)
+
+    @abstractmethod
+    def read_tensor(self, tensor: str) -> np.ndarray:
+        """A state tensor, or a view of it."""
+
+    @abstractmethod
+    def write_tensor(self, tensor: str, value: np.ndarray) -> None:
+        """Replaces a state tensor."""
+
+    def _tensor(self, name: str) -> str:
+        return self.shard.states[name].tensor if self.shard else name
+
+
+class Model(ABC):
+    """One loaded package, with one function for every T, or one for each.
 
     Attributes:
+        package: its path.
+        shard: see `Package`.
         functions: names by the T of the calls that they run; 0: every T.
         program: the interface of a function.
         loading_ms: compile, cold_load, load, first_predict; None where it did not
             happen or is not known.
-        is_device: whether its values depend on the hardware that runs it. The models
+        is_device: whether its values depend on the hardware that runs it. Only models
             of other runtimes take hooks.
         shows_inner_layers: whether a hook sees every operation and may replace its
             value.
-        last_native_ms: Core ML's own share of the last call; None where nothing says.
+        last_native_ms: Core ML's own share of the last call; None where the runtime
+            reports none.
 
     Raises:
         InputError: a function that the package lacks, or whose interface is not as the
@@ -50,91 +136,72 @@ class Model:
     last_native_ms: float | None = None
     loading_ms: dict[str, float | None]
 
-    def __init__(
-        self,
-        package: Path,
-        shard: Shard | None = None,
-        t_max: int = 0,
-        function: str | None = None,
-    ):
-        self.package, self.shard = package, shard
-        named = shard.functions if shard else {}
-        self.functions: dict[int, str | None] = {0: function}
-        if named and not function:
-            self.functions = {T: name for name, T in named.items()}
+    def __init__(self, package: Package, settings: Settings):
+        self.package, self.shard, self.settings = package.path, package.shard, settings
+        function_names = self.shard.functions if self.shard else {}
+        self.functions: dict[int, str | None] = {0: package.function}
+        if function_names and not package.function:
+            self.functions = {T: name for name, T in function_names.items()}
         for T, name in self.functions.items():
-            program = miltorch.read(package, name)
-            if shard:
-                check_interface(shard, program, T or named.get(name, t_max))
+            program = miltorch.read(self.package, name)
+            if self.shard:
+                t_max = T or function_names.get(name, package.t_max)
+                check_interface(self.shard, program, t_max)
             # without its operations, so that its weights are mapped no longer
             self.program = replace(program, block=None)
 
-    def of_call(self, inputs: dict[str, np.ndarray]) -> int:
-        """The T of the function that runs a call."""
+    def T_of(self, inputs: dict[str, np.ndarray]) -> int:
+        """The T of the function that runs a call, a key of `functions`."""
         if 0 in self.functions:
             return 0
-        shapes = self.shard.inputs.items()
-        name, axis = next((name, s.index("T")) for name, s in shapes if "T" in s)
-        return inputs[name].shape[axis]
+        for name, shape in self.shard.inputs.items():
+            if "T" in shape:
+                return inputs[name].shape[shape.index("T")]
+        raise AssertionError(f"shard {self.shard.name} has no input with an axis T")
 
-    def make_state(self) -> "State":
-        """Fresh state, zeros; it belongs to this model alone."""
-        raise NotImplementedError
+    @abstractmethod
+    def make_state(self) -> State:
+        """Fresh states, zeros, for this model alone."""
 
+    @abstractmethod
     def predict(
         self,
         inputs: dict[str, np.ndarray],
-        state: "State | None" = None,
+        state: State | None = None,
         hook: Callable | None = None,
     ) -> dict[str, np.ndarray]:
-        """Runs the package once and advances `state`. Unless it is a device, `hook` is
-        called as hook(op, outputs) after each operation."""
-        (outputs,) = self.predict_calls([inputs], [state], [hook])
-        return outputs
+        """Runs the package once and advances `state`.
+
+        Args:
+            inputs: arrays by name, in the shapes that the manifest states.
+            hook: called as hook(op, outputs) after each operation; a device takes none.
+
+        Returns:
+            float32 arrays by name.
+        """
 
     def predict_calls(
         self,
         calls: Sequence[dict[str, np.ndarray]],
-        states: "Sequence[State | None]",
+        states: Sequence[State | None],
         hooks: Sequence[Callable | None],
     ) -> list[dict[str, np.ndarray]]:
-        """What `predict` returns for one call after another, each on its state and with
-        a hook of its own. A runtime has one of the two."""
-        return list(map(self.predict, calls, states, hooks))
-
-
-class State:
-    """Logical states of one model for one batch of sequences, over a runtime's `raw`
-    state.
-
-    A raw state has `read(tensor)` and `write(tensor, value)` for whole tensors under
-    Core ML's names. `read(name)` copies a state out; `write(name, value)` replaces it
-    (shape and dtype as `read` gives them)."""
-
-    def __init__(self, shard: Shard | None, raw):
-        self.shard, self.raw = shard, raw
-
-    def read(self, name: str) -> np.ndarray:
-        return np.array(self.raw.read(self._tensor(name)))
-
-    def write(self, name: str, value: np.ndarray) -> None:
-        self.raw.write(self._tensor(name), value)
-
-    def _tensor(self, name: str) -> str:
-        return self.shard.states[name].tensor if self.shard else name
+        """What `predict` returns for each of several calls, which run in this order. A
+        runtime overrides it where several calls at once cost less."""
+        return [self.predict(*call) for call in zip(calls, states, hooks, strict=True)]
 
 
 def interrupted(subject: str) -> InputError:
-    """What is raised for states that cannot be gone on with."""
-    found = "states that an interrupted call has advanced in part"
+    """The error for states with which no call can continue."""
+    actual = "states that an interrupted call has advanced in part"
     step = "begin again, or from a snapshot"
-    return InputError(subject, found, "states after all of its tokens", step)
+    return InputError(subject, actual, "states after all of its tokens", step)
 
 
-def typed(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Inputs as Core ML's binding takes them: contiguous, writeable, int32 as they are
-    and all others in float32, which Core ML rounds to the float16 of its inputs,
-    once."""
+def native_inputs(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Inputs as Core ML's binding takes them: contiguous and writeable, int32 as they
+    are and all others in float32, which Core ML rounds once, to the float16 of its
+    inputs."""
     return {
         name: np.require(x, np.int32 if x.dtype == np.int32 else np.float32, "CW")
         for name, x in inputs.items()
@@ -144,9 +211,9 @@ def typed(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def check_outputs(
     shard: Shard, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
 ) -> None:
-    """Raises an InputError for outputs of another shape than the manifest says. Core ML
-    was reported to return a batch of 1 without an error (CT#2730)."""
-    sizes = {}  # the size of each axis as the manifest names it
+    """Raises an InputError for outputs of another shape than the manifest states. Core
+    ML was reported to return a batch of 1 without an error (coremltools issue 2730)."""
+    sizes = {}  # of each axis, as the manifest names it
     for name, shape in shard.inputs.items():
         sizes.update(zip(shape, inputs[name].shape))
     for name, shape in shard.outputs.items():
@@ -183,50 +250,56 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
         for value in getattr(program.description, "input", ())
     }
     states = {entry.tensor: entry.shape for entry in shard.states.values()}
-    titles = {entry.tensor: name for name, entry in shard.states.items()}
-
-    def check(agrees: bool, subject: str, packaged: object, declared: object) -> None:
-        if not agrees:
-            raise InputError(
-                f"{subject} of shard {shard.name}",
-                f"{packaged} in the package",
-                f"{declared}, as bundle.json says",
-                "export or copy the bundle again",
-            )
-
-    for what, declared, packaged in (
+    logical_names = {entry.tensor: name for name, entry in shard.states.items()}
+    for role, declared, packaged in (
         ("input", shard.inputs, program.inputs),
         ("output", shard.outputs, program.outputs),
         ("state", states, program.states),
     ):
-        names = ", ".join(sorted(packaged)), ", ".join(sorted(declared))
-        check(declared.keys() == set(packaged), f"{what}s", *names)
+        if declared.keys() != set(packaged):
+            names = ", ".join(sorted(packaged)), ", ".join(sorted(declared))
+            raise _disagreement(shard, f"{role}s", *names)
         for name, shape in declared.items():
-            subject, kind = (
-                f"{what} {titles.get(name, name)!r}",
-                types.get(name, UNKNOWN),
-            )
-            if what == "input":
+            subject = f"{role} {logical_names.get(name, name)!r}"
+            packaged_type = types.get(name, UNKNOWN)
+            if role == "input":
                 dtypes = ("INT32",) if name == POS else ("FLOAT16", "FLOAT32")
-                check(kind.dtype in dtypes, subject, kind.dtype, " or ".join(dtypes))
-            sizes = [_range(axis) for axis in ranges.get(name, ())] or [None] * 9
-            sizes = [n or size for n, size in zip(kind.shape, sizes)]
+                if packaged_type.dtype not in dtypes:
+                    needed = " or ".join(dtypes)
+                    raise _disagreement(shard, subject, packaged_type.dtype, needed)
+            sizes = list(packaged_type.shape)
+            if flexible := ranges.get(name):
+                # the type has None for a size that the description gives a range
+                bounds = map(_bounds, flexible)
+                sizes = [size or bound for size, bound in zip(sizes, bounds)]
             agrees = len(sizes) == len(shape) and all(
-                _agrees(size, n, t_max, what) for size, n in zip(sizes, shape)
+                _agrees(size, n, t_max, role) for size, n in zip(sizes, shape)
             )
-            declaration = f"{shape}, T from 1 to {t_max}"
-            check(agrees, subject, f"shape {sizes}", declaration)
+            if not agrees:
+                needed = f"{shape}, T from 1 to {t_max}"
+                raise _disagreement(shard, subject, f"shape {sizes}", needed)
 
 
-def _range(axis) -> tuple[int, float]:
+def _disagreement(
+    shard: Shard, subject: str, packaged: object, declared: object
+) -> InputError:
+    return InputError(
+        f"{subject} of shard {shard.name}",
+        f"{packaged} in the package",
+        f"{declared}, as bundle.json says",
+        "export or copy the bundle again",
+    )
+
+
+def _bounds(axis) -> tuple[int, float]:
     """Lowest and highest size of a flexible axis of an input."""
     return axis.lowerBound, axis.upperBound if axis.upperBound >= 0 else math.inf
 
 
-def _agrees(size, declared, t_max: int, what: str) -> bool:
+def _agrees(size, declared: int | str, t_max: int, role: str) -> bool:
     """Whether a size in a package is as declared: the same one, t_max for T, or a range
-    that holds every T. One that is not known, None, agrees where it is an output's."""
+    that holds every T. An unknown size, None, agrees where it is an output's."""
     if isinstance(size, tuple):
         return declared == "T" and size[0] <= 1 and size[1] >= t_max
-    wanted = t_max if declared == "T" else declared
-    return size == wanted or (size is None and what == "output")
+    expected = t_max if declared == "T" else declared
+    return size == expected or (size is None and role == "output")

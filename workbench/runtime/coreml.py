@@ -26,7 +26,14 @@ from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, check_choice, one_line
 from workbench.files import check_room
-from workbench.runtime.base import Model, State, check_outputs, typed
+from workbench.runtime.base import (
+    Model,
+    Package,
+    Settings,
+    State,
+    check_outputs,
+    native_inputs,
+)
 
 # hint → coremltools' enumeration; None: a bool
 HINTS = {
@@ -40,8 +47,8 @@ KINDS = {
     "MLGPUComputeDevice": "gpu",
     "MLCPUComputeDevice": "cpu",
 }
-# of a shard, once it runs: the compiled model, and what Core ML makes of it for a
-# device
+# copies on the disk of a shard that runs: the compiled model, and the program that Core
+# ML makes of it for a device
 COPIES = 2
 
 
@@ -70,50 +77,59 @@ def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Context manager that redirects what native code writes to the standard output of
-    the process to its standard error."""
+    """Context manager that redirects what native code writes from the standard output
+    of the process to its standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        # what C's own buffers still hold belongs there too
+        # C's own buffers still hold text that belongs to the standard error, too
         ctypes.CDLL(None).fflush(None)
         os.dup2(stdout, 1)
         os.close(stdout)
 
 
-class Handle:
-    """Raw state over coremltools' MLState: float16, as Core ML holds it. An MLState
-    belongs to the loaded function that made it, that of calls of `T`.
+class CoreMLState(State):
+    """coremltools' MLState: float16, as Core ML holds it. An MLState belongs to the
+    loaded function that made it, the function of calls of `T`.
 
     The binding reads states as float32, and writes neither float16 nor read-only
     arrays."""
 
     def __init__(self, model: "CoreMLModel", T: int):
+        super().__init__(model.shard)
         self.model, self.T = model, T
         with model.one_message():
             self.mlstate = model.models[T].make_state()
 
-    def read(self, tensor: str) -> np.ndarray:
+    def read_tensor(self, tensor: str) -> np.ndarray:
         with self.model.one_message():
             return self.mlstate.read_state(tensor).astype(np.float16)
 
-    def write(self, tensor: str, value: np.ndarray) -> None:
+    def write_tensor(self, tensor: str, value: np.ndarray) -> None:
         with self.model.one_message():
             self.mlstate.write_state(tensor, np.require(value, np.float32, "CW"))
+
+    def move_to(self, T: int) -> None:
+        """Copies every state into a new MLState of the function of T."""
+        if self.T == T:
+            return
+        target = CoreMLState(self.model, T)
+        for tensor in self.model.program.states:
+            target.write_tensor(tensor, self.read_tensor(tensor))
+        self.mlstate, self.T = target.mlstate, T
 
 
 class CoreMLModel(Model):
     """A package as a `CompiledMLModel` for each function, loaded when a call first needs
     it; a call of another T than the last begins by copying every state.
 
-    Args:
+    Of the settings it reads:
         compute_units: a name of coremltools' ComputeUnit.
         hints: optimization hints by Core ML's names, values as their enumerations spell
             them.
-        compiled: where the compiled package is kept (default: as long as the model).
 
     Raises:
         InputError: a package that Core ML does not compile, load or run, with Core ML's
@@ -122,41 +138,34 @@ class CoreMLModel(Model):
 
     is_device = True
     plan_source = "measured"
-    # what compiling, loading and asking for a plan run within
+    # context manager around compiling, loading and asking for a plan
     native_layer = nullcontext
 
-    def __init__(
-        self,
-        package: Path,
-        shard: Shard | None = None,
-        t_max: int = 0,
-        function: str | None = None,
-        *,
-        compute_units: str = "CPU_AND_NE",
-        hints: dict | None = None,
-        compiled: Path | None = None,
-    ):
-        super().__init__(package, shard, t_max, function)
+    def __init__(self, package: Package, settings: Settings):
+        super().__init__(package, settings)
         ct = coremltools()
-        self.units, self.hints = ct.ComputeUnit[compute_units], _hints(ct, hints or {})
-        steps = "compile", "cold_load", "load", "first_predict"
-        self.loading_ms = dict.fromkeys(steps)
+        self.units = ct.ComputeUnit[settings.compute_units]
+        self.hints = _hints(ct, settings.hints)
+        stages = "compile", "cold_load", "load", "first_predict"
+        self.loading_ms = dict.fromkeys(stages)
         self.models: dict[int, object] = {}  # T → the function that runs it
-        if compiled is None:
+        self.compiled = package.compiled
+        if self.compiled is None:
             folder = Path(tempfile.mkdtemp(prefix="workbench-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            compiled = folder / f"{package.stem}.mlmodelc"
-        self.compiled = compiled
+            self.compiled = folder / f"{package.path.stem}.mlmodelc"
         with self.one_message(), self.native_layer():
-            self.loading_ms["compile"] = compile_package(package, compiled)
+            ms = compile_package(package.path, self.compiled)
+        self.loading_ms["compile"] = ms
         self._model(min(self.functions))
 
     def one_message(self):
         """Context manager that turns errors of Core ML's binding into InputErrors."""
+        subject = f"package {self.package.name}"
+        if self.shard:
+            subject = f"shard {self.shard.name}"
         return one_message(
-            f"shard {self.shard.name}"
-            if self.shard
-            else f"package {self.package.name}",
+            subject,
             f"a model that Core ML runs on {self.units.name}",
             "see the message; try other --compute-units, or a copy of the bundle in a "
             "folder that can be written",
@@ -172,13 +181,13 @@ class CoreMLModel(Model):
         settings = self.units, self.functions[T], sorted(self.hints.items())
         key = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
         mark = self.compiled.with_suffix(f".{key}.loaded")
-        warm = self.loading_ms["compile"] is None and mark.exists()
+        was_loaded = self.loading_ms["compile"] is None and mark.exists()
         path, start = str(self.compiled), time.perf_counter()
         with self.one_message(), self.native_layer():
             self.models[T] = coremltools().models.CompiledMLModel(
                 path, self.units, self.functions[T], self.hints or None
             )
-        self._add_ms("load" if warm else "cold_load", start)
+        self._add_ms("load" if was_loaded else "cold_load", start)
         with suppress(OSError):  # a folder that cannot be written
             mark.touch()
         return self.models[T]
@@ -188,31 +197,22 @@ class CoreMLModel(Model):
         ms = (time.perf_counter() - start) * 1e3
         self.loading_ms[stage] = (self.loading_ms[stage] or 0.0) + ms
 
-    def make_state(self) -> State:
-        return State(self.shard, Handle(self, min(self.models)))
-
-    def _mlstate(self, handle: Handle, T: int):
-        """The MLState on which the function of T runs: that of the last call, or a copy
-        in a fresh one of that function."""
-        if handle.T != T:
-            fresh = Handle(self, T)
-            for tensor in self.program.states:
-                fresh.write(tensor, handle.read(tensor))
-            handle.mlstate, handle.T = fresh.mlstate, T
-        return handle.mlstate
+    def make_state(self) -> CoreMLState:
+        return CoreMLState(self, min(self.models))
 
     def predict(
-        self, inputs: dict[str, np.ndarray], state: State | None = None, hook=None
+        self, inputs: dict[str, np.ndarray], state: CoreMLState | None = None, hook=None
     ) -> dict[str, np.ndarray]:
-        T, mlstate = self.of_call(inputs), None
-        first = T not in self.models or self.loading_ms["first_predict"] is None
+        T, mlstate = self.T_of(inputs), None
+        is_first = T not in self.models or self.loading_ms["first_predict"] is None
         model = self._model(T)
         if state and self.program.states:
-            mlstate = self._mlstate(state.raw, T)
+            state.move_to(T)
+            mlstate = state.mlstate
         start = time.perf_counter()
         with self.one_message():
-            outputs = model.predict(typed(inputs), mlstate)
-        if first:
+            outputs = model.predict(native_inputs(inputs), mlstate)
+        if is_first:
             self._add_ms("first_predict", start)
         native = model._proxy.get_last_predict_duration_in_nano_seconds()
         self.last_native_ms = None if native is None else native / 1e6
@@ -222,8 +222,9 @@ class CoreMLModel(Model):
 
 
 def compile_package(package: Path, target: Path) -> float | None:
-    """Compiles a package into `target`, whole or not at all, unless it is there; the ms
-    that it took (None: it was there). Core ML's messages go to the standard error."""
+    """Compiles a package into `target`, whole or not at all, unless it is there. Returns
+    the milliseconds that it took (None: it was there). Core ML's messages go to the
+    standard error."""
     if target.exists():
         return None
     size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
@@ -247,9 +248,9 @@ def compile_package(package: Path, target: Path) -> float | None:
 def compute_plan(
     package: Path, compiled: Path, compute_units: str, function: str = "main"
 ) -> list[Placed]:
-    """Where Core ML plans to run every compute operation of a package that is, or will
-    be, compiled at a path: nested blocks included; constants are left out. Core ML may
-    abort the process that calls this.
+    """Where Core ML plans to run every compute operation of a package, nested blocks
+    included; constants are left out. The package is compiled at `compiled` unless it is
+    there. Core ML may abort the process that calls this.
 
     Raises:
         InputError: Core ML compiles no such model, or gives no plan.
@@ -273,7 +274,8 @@ def compute_plan(
 
 def compiled_path(bundle: Bundle, shard: Shard, package: Path | None = None) -> Path:
     """Path of the compiled model of a shard, or of one of its packages, beside the
-    bundle; its name has a hash of the package's files, coremltools, macOS."""
+    bundle; its name has a hash of the package's files and of the versions of coremltools
+    and macOS."""
     package = package or bundle.package(shard)
     versions = coremltools().__version__, platform.mac_ver()[0], platform.version()
     files = [f for f in shard.files if package in (bundle.root / f.path).parents]

@@ -1,9 +1,9 @@
 """Packages of another exporter as one shard: a model with the interface of the
-workbench's own shards, which translates every call, and a state that shows their caches
-under the names and in the row order of a bundle."""
+workbench's own shards, which translates every call, and a state that shows the caches
+of the packages under the names and in the row order of a bundle."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -17,57 +17,58 @@ from workbench.bundle.names import LOGITS, MASKED, POS, X
 from workbench.runtime.base import Model, State, interrupted
 
 
-class ForeignState:
-    """The states of all parts, read and written as `layers.i.k_state` and
-    `layers.i.v_state` [1, H_kv, rows, D].
+class ForeignState(State):
+    """The states of all parts under the logical names of a bundle, `layers.i.k_state`
+    and `layers.i.v_state` [1, H_kv, rows, D].
 
     Attributes:
-        raws: the packages' states, by their numbers.
+        of_parts: the packages' states, by their numbers.
         tensors: (state, its name there) of every tensor, by `number/name`.
-        end: the tokens after which the rows stand where the packages have them; after 0
-            the order is the bundle's. None while they move.
+        end: the number of tokens after which the rows are where the packages have
+            them; after 0 the order is the bundle's. None while the rows move.
     """
 
     def __init__(self, model: "ForeignModel"):
+        super().__init__(model.shard)
         self.foreign = model.foreign
         self.end: int | None = 0
-        self.raws: dict[int | None, State] = {}
+        self.of_parts: dict[int | None, State] = {}
         self.tensors: dict[str, tuple[State, str]] = {}
         for part, models in zip(self.foreign.parts, model.models):
-            if part.state is None or part.state in self.raws:
+            if part.state is None or part.state in self.of_parts:
                 continue
             first = next(iter(models.values()))
-            raw = self.raws[part.state] = first.make_state()
+            state = self.of_parts[part.state] = first.make_state()
             for name in first.program.states:
-                self.tensors[f"{part.state}/{name}"] = raw, name
+                self.tensors[f"{part.state}/{name}"] = state, name
 
-    def read(self, tensor: str) -> np.ndarray:
+    def read_tensor(self, tensor: str) -> np.ndarray:
         self.settle(0)
         packed, _, plane = tensor.rpartition("/")
-        raw, name = self.tensors[packed]
-        value = raw.read(name)
+        state, name = self.tensors[packed]
+        value = state.read(name)
         return value.reshape(-1, *value.shape[-3:])[[int(plane)]]
 
-    def write(self, tensor: str, value: np.ndarray) -> None:
+    def write_tensor(self, tensor: str, value: np.ndarray) -> None:
         self.settle(0)
         packed, _, plane = tensor.rpartition("/")
-        raw, name = self.tensors[packed]
-        whole = raw.read(name)
-        whole.reshape(-1, *whole.shape[-3:])[int(plane)] = value[0]
-        raw.write(name, whole)
+        state, name = self.tensors[packed]
+        planes = state.read(name)
+        planes.reshape(-1, *planes.shape[-3:])[int(plane)] = value[0]
+        state.write(name, planes)
 
     def settle(self, end: int) -> None:
-        """Puts every row where the packages have it after `end` tokens."""
-        moved = self.foreign.moved
+        """Moves every row to where the packages have it after `end` tokens."""
         if self.foreign.moves and end != self.end:
             before, self.end = self.end, None
             if before is None:
                 raise interrupted("sequence")
-            for raw, name in self.tensors.values():
-                value = raw.read(name)
+            shift = self.foreign.row_shift
+            for state, name in self.tensors.values():
+                value = state.read(name)
                 rows = value.shape[-2]
-                up = moved(rows, before) - moved(rows, end)
-                raw.write(name, np.roll(value, up, axis=-2))
+                up = shift(rows, before) - shift(rows, end)
+                state.write(name, np.roll(value, up, axis=-2))
         self.end = end
 
 
@@ -75,78 +76,95 @@ class ForeignModel(Model):
     """The packages of one shard, run part after part; see `base.Model`.
 
     Args:
-        load: opens a package, called as load(path, function=name).
-        fast: whether the columns that a function keeps to itself, as a prefill that
-            only fills the cache does, may be nan. Otherwise other functions compute
-            them first. The last column is always there.
+        models: the models of each part's package by the names of its functions.
+        fast: whether columns whose logits a function does not give, as a prefill that
+            only fills the cache, may be nan. Otherwise other functions compute them
+            first. The last column always has its logits.
 
     Raises:
         InputError: a description that the packages contradict.
     """
 
     def __init__(
-        self, bundle: Bundle, shard: Shard, load: Callable[..., Model], fast=False
+        self,
+        bundle: Bundle,
+        shard: Shard,
+        models: list[dict[str | None, Model]],
+        fast: bool = False,
     ):
         self.shard, self.foreign, self.fast = shard, shard.foreign, fast
         self.V = bundle.manifest.dims.V
-        self.models: list[dict[str | None, Model]] = []
-        packaged = set()
-        for part in self.foreign.parts:
-            package = bundle.package(shard) / part.package
-            models = {
-                name: load(package, function=name)
-                for name in self.foreign.functions_of(part)
-            }
-            self.models.append(models)
-            for model in models.values():
-                program = model.program
-                packaged |= {*program.inputs, *program.outputs}
-                held = caches(part.state, program.states)
-                packaged |= {f"{tensor} {shape}" for tensor, shape in held.items()}
-        described = {f"{each.tensor} {each.shape}" for each in shard.states.values()}
-        if wrong := packaged ^ (described | self.foreign.roles.keys()):
-            found = f"{sorted(wrong)} on one side alone"
-            refuse("names", found, "those of the packages")
-        giving = Counter(
-            self.foreign.roles[name]
-            for models in self.models
-            for name in {n for m in models.values() for n in m.program.outputs}
-        )
-        if giving["top"] > max(1, giving["top_value"]):
-            found = f"{giving['top']} slices of top, {giving['top_value']} of top_value"
-            refuse("roles", found, "top_value of each slice")
-        every = [model for models in self.models for model in models.values()]
-        self.is_device = every[0].is_device
+        self.models = models
+        self._check_names()
+        self._check_slices()
+        packages = [model for functions in models for model in functions.values()]
+        self.is_device = packages[0].is_device
         self.loading_ms = {
-            stage: total([model.loading_ms[stage] for model in every])
-            for stage in every[0].loading_ms
+            stage: total([model.loading_ms[stage] for model in packages])
+            for stage in packages[0].loading_ms
         }
 
-    def make_state(self) -> State:
-        return State(self.shard, ForeignState(self))
+    def _check_names(self) -> None:
+        """Refuses a description without some input, output or cache of the packages, or
+        with one that no package has."""
+        packaged = set()
+        for part, functions in zip(self.foreign.parts, self.models):
+            for model in functions.values():
+                program = model.program
+                packaged |= {*program.inputs, *program.outputs}
+                for tensor, shape in caches(part.state, program.states).items():
+                    packaged.add(f"{tensor} {shape}")
+        described = {f"{one.tensor} {one.shape}" for one in self.shard.states.values()}
+        if different := packaged ^ (described | self.foreign.roles.keys()):
+            actual = f"{sorted(different)} on one side alone"
+            refuse("names", actual, "those of the packages")
+
+    def _check_slices(self) -> None:
+        """Refuses several slices of `top` tokens without the logit of each."""
+        outputs = Counter()
+        for functions in self.models:
+            names = {n for model in functions.values() for n in model.program.outputs}
+            outputs.update(self.foreign.roles[name] for name in names)
+        if outputs["top"] > max(1, outputs["top_value"]):
+            slices, values = outputs["top"], outputs["top_value"]
+            actual = f"{slices} slices of top, {values} of top_value"
+            refuse("roles", actual, "top_value of each slice")
+
+    def make_state(self) -> ForeignState:
+        return ForeignState(self)
 
     def predict(
-        self, inputs: dict[str, np.ndarray], state: State, hook=None
+        self, inputs: dict[str, np.ndarray], state: ForeignState, hook=None
     ) -> dict[str, np.ndarray]:
         """Runs a call of T tokens, in as many calls of the packages as their functions
         need: logits [1, V, T, 1], −inf for ids that an argmax inside did not pick."""
-        raw, self.last_native_ms = state.raw, 0.0
+        self.last_native_ms = 0.0
         start, T = int(inputs[POS][0]), inputs[X].shape[2]
         logits = np.full((1, self.V, T, 1), np.nan, np.float32)
         calls = list(self.foreign.calls(start, T))
         if not self.fast and not all(function.logits for function, _ in calls):
-            end, tensors = raw.end, raw.tensors.values()
-            before = [tensor.read(name) for tensor, name in tensors]
-            loud = self.foreign.calls(start, T, silent=False)
-            self._run(loud, inputs, raw, hook, logits)
-            for (tensor, name), value in zip(tensors, before):
-                tensor.write(name, value)
-            raw.end = end
-        self._run(calls, inputs, raw, hook, logits)
+            # once for the logits of all columns, and again as the packages are meant to
+            # be called, from the same states
+            end, tensors = state.end, state.tensors.values()
+            before = [of_part.read(name) for of_part, name in tensors]
+            with_logits = self.foreign.calls(start, T, silent=False)
+            self._run(with_logits, inputs, state, hook, logits)
+            for (of_part, name), value in zip(tensors, before):
+                of_part.write(name, value)
+            state.end = end
+        self._run(calls, inputs, state, hook, logits)
         return {LOGITS: logits}
 
-    def _run(self, calls, inputs, state: ForeignState, hook, logits: np.ndarray):
-        """Runs calls, and keeps what functions give in `logits` [1, V, T, 1]."""
+    def _run(
+        self,
+        calls: Iterable[tuple[Function, np.ndarray]],
+        inputs: dict[str, np.ndarray],
+        state: ForeignState,
+        hook,
+        logits: np.ndarray,
+    ) -> None:
+        """Runs calls, and writes the logits of functions that give any into their
+        columns of `logits` [1, V, T, 1]."""
         start = int(inputs[POS][0])
         for function, tokens in calls:
             io = {
@@ -155,28 +173,33 @@ class ForeignModel(Model):
             }
             state.settle(start + tokens[0])
             state.end = None
-            found = self._call(function, io, start + tokens, state, hook)
+            outputs = self._call(function, io, start + tokens, state, hook)
             state.end = start + tokens[-1] + 1
             if function.logits:
-                logits[0, :, tokens, 0] = self._scores(found).T
+                logits[0, :, tokens, 0] = self._scores(outputs).T
 
     def _call(
-        self, function: Function, io, at: np.ndarray, state: ForeignState, hook
+        self,
+        function: Function,
+        io: dict[str, np.ndarray],
+        positions: np.ndarray,
+        state: ForeignState,
+        hook,
     ) -> dict[str, np.ndarray]:
-        """One call of every part for tokens at the positions `at` [T]. What comes out by
-        role, [rows, T], slices of the vocabulary joined."""
-        T = len(at)
+        """One call of every part for tokens at `positions` [T]. Returns outputs
+        [rows, T] by role, slices of the vocabulary joined."""
+        T = len(positions)
         parts = [*zip(self.foreign.parts, self.models)]
         while not function.logits and parts[-1][0].state is None:
             del parts[-1]  # the head
-        found: dict[str, list[np.ndarray]] = defaultdict(list)
+        outputs: dict[str, list[np.ndarray]] = defaultdict(list)
         for part, models in parts:
             model = models[None if part.state is None else function.name]
             feeds = {
-                name: self._feed(name, kind, io, at, hook)
-                for name, kind in model.program.inputs.items()
+                name: self._feed(name, type_, io, positions, hook)
+                for name, type_ in model.program.inputs.items()
             }
-            results = model.predict(feeds, state.raws.get(part.state), hook)
+            results = model.predict(feeds, state.of_parts.get(part.state), hook)
             self.last_native_ms = total([self.last_native_ms, model.last_native_ms])
             for name, role in self.foreign.roles.items():
                 if name in results:
@@ -186,27 +209,34 @@ class ForeignModel(Model):
                         value = value[0, :, :, 0]
                     else:
                         value = value.reshape(-1, value.shape[-1]).T
-                    found[role].append(value[:, :T])
-            if X in found:
-                io[X] = found[X][-1][None, :, :, None]
-        return {role: np.concatenate(values) for role, values in found.items()}
+                    outputs[role].append(value[:, :T])
+            if X in outputs:
+                io[X] = outputs[X][-1][None, :, :, None]
+        return {role: np.concatenate(values) for role, values in outputs.items()}
 
-    def _feed(self, name: str, kind: miltorch.Type, io, at: np.ndarray, hook):
-        """The array of an input for a call of tokens at the positions `at`."""
-        shape, role = kind.shape, self.foreign.roles[name]
-        T, end = len(at), at[-1] + 1
+    def _feed(
+        self,
+        name: str,
+        type_: miltorch.Type,
+        io: dict[str, np.ndarray],
+        positions: np.ndarray,
+        hook,
+    ) -> np.ndarray:
+        """The array of an input for a call of tokens at `positions` [T]."""
+        shape, role = type_.shape, self.foreign.roles[name]
+        T, end = len(positions), positions[-1] + 1
         if role == "positions":
-            value = at
+            value = positions
         elif role == "start":
-            value = at[:1]
+            value = positions[:1]
         elif role in ("write", "mask", "mask_inf"):
             rows = shape[-2] if role == "write" else shape[-1]
-            away = at[:, None] - self.foreign.positions(rows or end, end)
-            # with a hook no inf, which would be no result of an operation
+            distance = positions[:, None] - self.foreign.positions(rows or end, end)
+            # A hook looks for the first inf of the operations: the mask has none then.
             blocked = MASKED if role == "mask" or hook else -np.inf
-            value = np.where(away < 0, blocked, 0.0)
+            value = np.where(distance < 0, blocked, 0.0)
             if role == "write":
-                value = away.T == 0
+                value = distance.T == 0
         elif role == "zeros":
             value = np.zeros([size or T for size in shape])
         elif role in io:
@@ -222,37 +252,39 @@ class ForeignModel(Model):
         else:
             refuse(name, f"role {role!r}", f"one of {[*io, *TOKENS, 'start']}")
         shape = ((1,) * len(shape) + value.shape)[-len(shape) :]
-        dtype = np.int32 if kind.dtype.startswith("INT") else np.float32
+        dtype = np.int32 if type_.dtype.startswith("INT") else np.float32
         return value.reshape(shape).astype(dtype)
 
-    def _scores(self, found: dict[str, np.ndarray]) -> np.ndarray:
-        """Logits [V, T]; where the argmax is inside, of its tokens alone."""
-        if "top" not in found:
-            return found["logits"]
+    def _scores(self, outputs: dict[str, np.ndarray]) -> np.ndarray:
+        """Logits [V, T]; where the packages contain the argmax, of its tokens alone."""
+        if "top" not in outputs:
+            return outputs["logits"]
         # ids count from the first token of their slice of the vocabulary
-        slices = np.array_split(np.arange(self.V), len(found["top"]))
-        top = found["top"].astype(int) + [rows[:1] for rows in slices]
+        slices = np.array_split(np.arange(self.V), len(outputs["top"]))
+        top = outputs["top"].astype(int) + [rows[:1] for rows in slices]
         scores = np.full((self.V, top.shape[1]), -np.inf, np.float32)
-        values = found.get("top_value", np.zeros(top.shape))
+        values = outputs.get("top_value", np.zeros(top.shape))
         np.put_along_axis(scores, top, values, axis=0)
         return scores
 
 
 def constants(bundle: Bundle, shard: Shard) -> Callable:
-    """A checkpoint's matrix from its pieces in the packages of a shard, decompressed."""
+    """A function from the places of the pieces of a checkpoint's matrix in the packages
+    of a shard to the matrix, decompressed."""
 
     @cache
-    def opened(part: str) -> Constants:
+    def constants_of(part: str) -> Constants:
         package = shard.foreign.parts[int(part)].package
         return Constants(miltorch.read(bundle.package(shard) / package))
 
     def matrix(pieces: Sequence[str]) -> torch.Tensor:
         """The constants `part/name`, whose rows are those of the matrix in order."""
         places = [piece.split("/", 1) for piece in pieces]
-        return torch.cat([opened(part)[name].squeeze() for part, name in places])
+        return torch.cat([constants_of(part)[name].squeeze() for part, name in places])
 
     return matrix
 
 
 def total(values: Sequence[float | None]) -> float | None:
+    """The sum of times; None where one of them is unknown."""
     return None if None in values else sum(values)

@@ -15,19 +15,20 @@ from miltorch.execute import Hook
 from miltorch.quiet import messages
 from workbench.bundle import Shard
 from workbench.errors import InputError
-from workbench.runtime.base import Model, State, typed
+from workbench.runtime.base import Model, Package, Settings, State, native_inputs
 
 
-class Cells:
-    """Raw state of the portable runtime: one replaceable cell per state tensor."""
+class PortableState(State):
+    """One replaceable cell of `miltorch` per state tensor."""
 
-    def __init__(self, cells: dict):
+    def __init__(self, shard: Shard | None, cells: dict):
+        super().__init__(shard)
         self.cells = cells
 
-    def read(self, tensor: str) -> np.ndarray:
+    def read_tensor(self, tensor: str) -> np.ndarray:
         return self.cells[tensor].value.numpy()
 
-    def write(self, tensor: str, value: np.ndarray) -> None:
+    def write_tensor(self, tensor: str, value: np.ndarray) -> None:
         cell = self.cells[tensor]
         cell.value = torch.tensor(value, dtype=cell.value.dtype)
 
@@ -35,7 +36,7 @@ class Cells:
 class PortableModel(Model):
     """A package, executed operation by operation.
 
-    Args:
+    Of the settings it reads:
         precision: `declared`, `exact` or `narrow`. States are float16, in `exact`
             float32.
         fast: whether groups of operations run as one step each (`miltorch.fuse`) in
@@ -49,79 +50,78 @@ class PortableModel(Model):
 
     shows_inner_layers = True
 
-    def __init__(
-        self,
-        package: Path,
-        shard: Shard | None = None,
-        t_max: int = 0,
-        function: str | None = None,
-        *,
-        precision: str = "declared",
-        fast: bool = False,
-        reads: str = "used",
-    ):
+    def __init__(self, package: Package, settings: Settings):
         messages("Model_pb2")  # import first, so that the load time excludes it
         start = time.perf_counter()
-        self.sizes = _read_ahead(package)
-        super().__init__(package, shard, t_max, function)
-        self.precision, self.reads = precision, reads
-        self.fast = fast and precision == "declared"
+        self.weight_bytes = _read_ahead(package.path)
+        super().__init__(package, settings)
+        self.precision, self.reads = settings.precision, settings.reads
+        self.fast = settings.fast and self.precision == "declared"
         self.executables: dict[tuple[int, bool], miltorch.Executable] = {}
-        self.runs(min(self.functions), self.fast)
+        self.executable_for(min(self.functions), self.fast)
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
 
-    def runs(self, T: int, fused: bool) -> miltorch.Executable:
-        """What runs calls of the function of T, made when it is first needed."""
+    def executable_for(self, T: int, fused: bool) -> miltorch.Executable:
+        """The executable of the function of T, built when it is first needed."""
         key = T, fused
         if key not in self.executables:
             program = miltorch.read(self.package, self.functions[T])
-            made = miltorch.Executable(program, self.precision, fused, self.reads)
-            self.executables[key] = made.release() if fused else made
+            executable = miltorch.Executable(program, self.precision, fused, self.reads)
+            self.executables[key] = executable.release() if fused else executable
         return self.executables[key]
 
     @property
     def executable(self) -> miltorch.Executable:
-        """Of the function of the smallest T, nothing fused."""
-        return self.runs(min(self.functions), False)
+        """The executable of the function of the smallest T, nothing fused."""
+        return self.executable_for(min(self.functions), False)
 
-    def make_state(self) -> State:
+    def make_state(self) -> PortableState:
         cells = miltorch.make_state(self.program, self.precision)
-        return State(self.shard, Cells(cells))
+        return PortableState(self.shard, cells)
+
+    def predict(
+        self,
+        inputs: dict[str, np.ndarray],
+        state: PortableState | None = None,
+        hook: Hook | None = None,
+    ) -> dict[str, np.ndarray]:
+        (outputs,) = self.predict_calls([inputs], [state], [hook])
+        return outputs
 
     def predict_calls(
         self,
         calls: Sequence[dict[str, np.ndarray]],
-        states: Sequence[State | None],
+        states: Sequence[PortableState | None],
         hooks: Sequence[Hook | None],
     ) -> list[dict[str, np.ndarray]]:
-        """Each weight is read once for all calls of a function that follow one
-        another.
+        """Reads each weight once for all calls of a function that follow one another.
 
         Raises:
             InputError: a file of weights is no longer as long as when it was opened.
         """
         results = []
-        called = zip(calls, states, hooks, strict=True)
-        for T, group in groupby(called, lambda call: self.of_call(call[0])):
-            each, own, hooks = zip(*group)
-            tensors = [
-                {name: torch.from_numpy(value) for name, value in typed(inputs).items()}
-                for inputs in each
-            ]
-            cells = [state.raw.cells if state else {} for state in own]
-            fused = self.fast and not any(hooks)
+        zipped = zip(calls, states, hooks, strict=True)
+        for T, group in groupby(zipped, lambda call: self.T_of(call[0])):
+            tensors, cells, group_hooks = [], [], []
+            for inputs, state, hook in group:
+                arrays = native_inputs(inputs)
+                tensors.append({n: torch.from_numpy(x) for n, x in arrays.items()})
+                cells.append(state.cells if state else {})
+                group_hooks.append(hook)
+            fused = self.fast and not any(group_hooks)
             if not fused:
-                self._check_sizes()
-            runs = self.runs(T, fused)
-            for outputs in runs.run_calls(tensors, cells, hooks):
+                self._check_weight_files()
+            executable = self.executable_for(T, fused)
+            for outputs in executable.run_calls(tensors, cells, group_hooks):
                 results.append({n: value.numpy() for n, value in outputs.items()})
         return results
 
-    def _check_sizes(self) -> None:
-        """Plain steps read the mapped files: reading a part that was cut off would end
-        the process."""
-        for path, size in self.sizes.items():
+    def _check_weight_files(self) -> None:
+        """Raises an InputError for a weight file that is shorter than it was. Plain
+        steps read the mapped files: reading a part that was cut off would end the
+        process."""
+        for path, size in self.weight_bytes.items():
             if not path.is_file() or path.stat().st_size < size:
                 step = "copy the bundle again, and open it again"
                 needed = f"the {size} bytes that were there when it was opened"
@@ -130,7 +130,7 @@ class PortableModel(Model):
 
 def _read_ahead(package: Path) -> dict[Path, int]:
     """Advises the operating system to read all weights ahead, where it supports this;
-    page by page a disk takes twice as long. Returns the size of each file of them."""
+    page by page a disk takes twice as long. Returns the size of each weight file."""
     sizes = {}
     for path in filter(Path.is_file, package.rglob("*.bin")):
         sizes[path] = path.stat().st_size

@@ -63,17 +63,20 @@ def measure_speed(
     calls = check_size(decoder.options, T, depth, n_gen)
     rng, rows = np.random.default_rng(0), []
     if decoder.is_device:
-        seqs = decoder.fresh()
+        seqs = decoder.new_sequences()
         for _ in range(RAMP_CALLS):
-            decoder.advance(seqs, _ids(decoder, rng, T))
+            seqs.advance(_ids(decoder, rng, T))
     sequences = max(repetitions, math.ceil((min_tokens or 0) / (calls * T)))
     began, elapsed_s = time.perf_counter(), 0.0
     repetition = order = 0
     while repetition < sequences or elapsed_s < (min_seconds or 0):
-        seqs, about = decoder.fresh(), {"repetition": repetition, "n_prompt": depth}
+        seqs, about = (
+            decoder.new_sequences(),
+            {"repetition": repetition, "n_prompt": depth},
+        )
         if depth:
             start = time.perf_counter()
-            decoder.prefill(_ids(decoder, rng, depth), seqs=seqs)
+            seqs.prefill(_ids(decoder, rng, depth))
             prefill = {"phase": "prefill", "value": (time.perf_counter() - start) * 1e3}
             prefill["warmup"] = repetition == 0
             rows.append(about | prefill)
@@ -128,7 +131,7 @@ def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list
     """The phases of one call, ms: the whole call, each layer shard, the head, and the
     host."""
     start = time.thread_time()
-    _, times = decoder.step(seqs, ids)
+    _, times = seqs.step(ids)
     cpu = (time.thread_time() - start) * 1e3
     ms, cpu_ms, native_ms = zip(*times.parts)
     native = None if None in native_ms else sum(native_ms)
@@ -184,12 +187,12 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
 
     for key in decoder.experts.shards:
         decoder.experts.model(*key)
-    rng, seqs = np.random.default_rng(0), decoder.fresh()
+    rng, seqs = np.random.default_rng(0), decoder.new_sequences()
     if depth:
-        decoder.prefill(_ids(decoder, rng, depth), seqs=seqs)
+        seqs.prefill(_ids(decoder, rng, depth))
     for call in range(calls + 1):
         ids, last = _ids(decoder, rng, 1), time.perf_counter()
-        decoder.advance(seqs, ids, partial(clock, call))
+        seqs.advance(ids, partial(clock, call))
     timed = pd.DataFrame(rows).query("call > 0").groupby(["call", "module", "op"])["ms"]
     # whichever expert ran
     medians = timed.sum().groupby(["module", "op"]).median().reset_index()

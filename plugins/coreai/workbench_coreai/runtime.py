@@ -43,18 +43,19 @@ def no_stderr() -> Iterator[None]:
             os.close(stderr)
 
 
-class Arrays:
-    """Raw state: one array per state tensor, which calls change in place."""
+class CoreAIState(State):
+    """One array per state tensor, which calls change in place."""
 
-    def __init__(self, shapes: dict[str, list[int]], dtype: type):
+    def __init__(self, shard: Shard, dtype: type):
+        super().__init__(shard)
         self.dtype, self.arrays = dtype, {}
-        for tensor, shape in shapes.items():
-            self.write(tensor, np.zeros(shape))
+        for entry in shard.states.values():
+            self.write_tensor(entry.tensor, np.zeros(entry.shape))
 
-    def read(self, tensor: str) -> np.ndarray:
+    def read_tensor(self, tensor: str) -> np.ndarray:
         return self.arrays[tensor].numpy()
 
-    def write(self, tensor: str, value: np.ndarray) -> None:
+    def write_tensor(self, tensor: str, value: np.ndarray) -> None:
         self.arrays[tensor] = ndarray(value, self.dtype)
 
 
@@ -84,13 +85,13 @@ class CoreAIModel(Model):
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
 
-    def make_state(self) -> State:
-        return State(self.shard, Arrays(self.states, self.dtype))
+    def make_state(self) -> CoreAIState:
+        return CoreAIState(self.shard, self.dtype)
 
     def predict(
         self,
         inputs: dict[str, np.ndarray],
-        state: State | None = None,
+        state: CoreAIState | None = None,
         hook: Hook | None = None,
     ) -> dict[str, np.ndarray]:
         """Runs the shard once.
@@ -106,7 +107,7 @@ class CoreAIModel(Model):
             )
         self._check(inputs)
         given = {name: ndarray(inputs[name], self.dtype) for name in self.shard.inputs}
-        arrays = state.raw.arrays if state else {}
+        arrays = state.arrays if state else {}
         with self._one_message():
             results = wait(_call(self.function, given, arrays))
         outputs = {n: np.array(v.numpy(), np.float32) for n, v in results.items()}
