@@ -7,7 +7,7 @@ from refusal import refused
 
 from workbench import Decoder, InputError, plugins
 from workbench.ane import memory
-from workbench.exporter import export, options
+from workbench.exporter import export, make_options
 
 
 def test_a_target_that_nothing_offers_is_refused_by_name(tmp_path, tiny_llama):
@@ -25,17 +25,20 @@ def test_a_bundle_says_nothing_of_targets_and_runs_on_no_plug_in(
 
 
 def test_a_target_decides_runtime_dtype_and_options(other_target):
-    chosen = options(target="other")
+    chosen = make_options(target="other")
     assert (chosen.interpreter, chosen.program_dtype) == ("other", "fp32")
-    assert (options().interpreter, options().program_dtype) == ("portable", "fp16")
+    assert (make_options().interpreter, make_options().program_dtype) == (
+        "portable",
+        "fp16",
+    )
     other_target.check = lambda options: refuse()
     with refused("kv_write"):
-        options(target="other")
+        make_options(target="other")
 
 
 def test_states_and_buffers_of_fp32_programs_count_twice(tiny_llama, other_target):
-    half = memory.budget(tiny_llama, options())
-    whole = memory.budget(tiny_llama, options(target="other"))
+    half = memory.budget(tiny_llama, make_options())
+    whole = memory.budget(tiny_llama, make_options(target="other"))
     for name in ("kv", "buffers"):
         assert whole[name] == 2 * half[name]
     assert whole["weights"] == half["weights"]  # as they are stored

@@ -32,7 +32,7 @@ import workbench
 from workbench.ane.memory import peak_rss
 from workbench.bundle import PRESETS
 from workbench.cli.common import table
-from workbench.exporter import options, shards, template, weights
+from workbench.exporter import make_options, shards, template, weights
 from workbench.models import checkpoint as checkpoints
 
 QWEN2 = {
@@ -234,7 +234,7 @@ def export_rows(source: Path, folder: Path, compress: str, rounds: int) -> list[
 def plain_seconds(source: Path, compress: str) -> float:
     """Seconds that coremltools takes to convert, compress and save all shards, of which
     one of each kind is converted twice, and the second time counts."""
-    how = options(compress=compress)
+    how = make_options(compress=compress)
     whole = checkpoints.Checkpoint(source)
     plan = workbench.exporter.read_plan(whole, how)
     specs = list(shards.specs(plan, how))
@@ -341,12 +341,14 @@ def main(
         if what == "export":
             rows = export_rows(path, folder / "export", compress, rounds)
         elif what == "validate":
-            bundle = made(options(max_seq_len=128, compress=compress))
+            bundle = made(make_options(max_seq_len=128, compress=compress))
             rows = validate_rows(bundle, path, 64, rounds)
         else:
             torch.set_num_threads(os.cpu_count())
             how = {"max_seq_len": 512, "tokens": "1-64"}
-            bundles = {name: made(options(compress=name, **how)) for name in PRESETS}
+            bundles = {
+                name: made(make_options(compress=name, **how)) for name in PRESETS
+            }
             timed = {"decode": decode_rows, "prompt": prompt_rows}[what]
             rows = timed(bundles, path, rounds)
     medians = [{n: row[n] for n in row if n != "samples"} for row in rows]

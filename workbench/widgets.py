@@ -21,7 +21,7 @@ from workbench.ane import memory, roofline
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
 from workbench.experiment import Experiment, show
-from workbench.exporter import options as export_options
+from workbench.exporter import make_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
 from workbench.sweep.error_split import find_operation, measure_split, stored_split
@@ -600,7 +600,7 @@ def planner(checkpoint: str | Path) -> ui.Widget:
     def table(S: int, T: int, chip: str, gib: int) -> None:
         rows = []
         for compress in memory.PRESETS:
-            options = export_options(max_seq_len=S, tokens=f"1-{T}", compress=compress)
+            options = make_options(max_seq_len=S, tokens=f"1-{T}", compress=compress)
             sizes = memory.budget(source, options)
             row = {f"{name}, MiB": size / 2**20 for name, size in sizes.items()}
             row["fits"] = memory.fits(sizes["total"], gib << 30)["fits_mac"]

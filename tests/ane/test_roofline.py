@@ -7,7 +7,7 @@ from refusal import refused
 
 from workbench.ane import memory, roofline
 from workbench.bundle import PRESETS
-from workbench.exporter import options
+from workbench.exporter import make_options
 from workbench.models.checkpoint import Checkpoint
 
 WORK = {"name": "", "weight_bytes": 1e9, "state_bytes": 1e7, "flops": 1e9}
@@ -79,7 +79,7 @@ def test_more_bytes_states_dispatches_and_slower_chips_take_longer(more):
 def test_routed_experts_read_one_of_a_layer(exports):
     source = Checkpoint(exports.checkpoint("zaya"))
     dense, routed = (
-        memory.work(source, options(moe=kind)) for kind in ("dense", "routed")
+        memory.work(source, make_options(moe=kind)) for kind in ("dense", "routed")
     )
     assert routed["weight_bytes"].sum() < dense["weight_bytes"].sum()
     assert (len(routed), len(dense)) == (2 * 3 + 1, 3 + 1)

@@ -11,7 +11,7 @@ from refusal import refused
 
 from workbench import InputError
 from workbench.bundle.names import is_cache
-from workbench.exporter import export, options
+from workbench.exporter import export, make_options
 
 CHOICES = {
     "kv_write": ["mask", "slice"],
@@ -34,7 +34,7 @@ LENGTH, MORE = 8, 3
 
 def allowed(chosen: dict) -> bool:
     try:
-        options(max_seq_len=16, **chosen)
+        make_options(max_seq_len=16, **chosen)
     except InputError:
         return False
     return True
@@ -74,7 +74,7 @@ def test_pairs_of_options_agree_with_hugging_face(exports, family, chosen):
     made, B = decoder.options, decoder.options.batch
     goldens = [exports.golden(checkpoint, LENGTH + MORE, seed) for seed in range(B)]
     logits = [decoder.prefill([g.ids[:LENGTH] for g in goldens])]
-    if made.width(1) == 1 or made.kv_write == "mask":
+    if made.tiling.width(1) == 1 or made.kv_write == "mask":
         for i in range(LENGTH, LENGTH + MORE):
             logits.append(decoder.decode_one_token([g.ids[i] for g in goldens]))
     for seq, g in enumerate(goldens):

@@ -62,7 +62,7 @@ def conversions(
         module.requires_grad_(False).eval()
         with ExitStack() as stack:
             exact_tables(stack)
-            for name, T in (options.functions or {"main": None}).items():
+            for name, T in (options.tiling.functions or {"main": None}).items():
                 model = template.to_program(module, spec, options, weights, T)
                 programs[name] = folder / "parts" / f"{name}.mlpackage"
                 shutil.rmtree(programs[name], ignore_errors=True)

@@ -5,7 +5,7 @@ from refusal import refused
 
 from miltorch.quiet import coremltools
 from workbench.bundle import Options
-from workbench.exporter import options
+from workbench.exporter import make_options
 
 
 def test_coremltools_loads_each_function_and_leaves_the_bytes_as_they_were(exports):
@@ -22,15 +22,15 @@ def test_coremltools_loads_each_function_and_leaves_the_bytes_as_they_were(expor
 
 def test_tokens_say_what_a_call_may_have():
     for tokens, t_max, shapes in (("1-4", 4, ()), ("4", 4, (4,)), ("1,8", 8, (1, 8))):
-        chosen = options(tokens=tokens)
+        chosen = make_options(tokens=tokens)
         assert (chosen.t_max, chosen.shapes) == (t_max, shapes)
         assert Options.model_validate_json(chosen.model_dump_json()) == chosen
-    assert options(tokens=4) == options(tokens="4")
-    assert options(tokens="1,8").functions == {"t1": 1, "t8": 8}
+    assert make_options(tokens=4) == make_options(tokens="4")
+    assert make_options(tokens="1,8").tiling.functions == {"t1": 1, "t8": 8}
     # calls of other numbers of tokens have dummies, or are several where those cannot be
-    assert [options(tokens="1,8").width(T) for T in (1, 2, 8)] == [1, 8, 8]
-    sliced = options(tokens="1,4", kv_write="slice")
-    assert [sliced.taken(n) for n in (1, 3, 4, 7)] == [1, 1, 4, 4]
+    assert [make_options(tokens="1,8").tiling.width(T) for T in (1, 2, 8)] == [1, 8, 8]
+    sliced = make_options(tokens="1,4", kv_write="slice")
+    assert [sliced.tiling.call_size(n) for n in (1, 3, 4, 7)] == [1, 1, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,4 @@ def test_tokens_say_what_a_call_may_have():
 )
 def test_tokens_that_mean_nothing_are_refused(tokens):
     with refused("tokens"):
-        options(tokens=tokens)
+        make_options(tokens=tokens)

@@ -11,7 +11,7 @@ from test_machines import CHECKPOINT, HASH
 
 from workbench import log, sweep
 from workbench.bundle import Options
-from workbench.exporter import options
+from workbench.exporter import make_options
 from workbench.sweep.grid import Run
 from workbench.widgets import Explorer
 
@@ -74,7 +74,7 @@ def test_every_option_has_a_column_and_another_value_here():
 @pytest.mark.parametrize("axis", [*Options.model_fields, *AXES])
 def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     root = tmp_path / "experiments" / "log"
-    first = 16 if axis == "max_seq_len" else getattr(options(), axis, None)
+    first = 16 if axis == "max_seq_len" else getattr(make_options(), axis, None)
     values = AXES.get(axis) or [first, OTHER[axis]]
     for i, value in enumerate(values):
         runtime = RUNTIMES.get(axis, ["portable"] * 2)[i]

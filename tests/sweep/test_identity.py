@@ -5,7 +5,7 @@ from tiny import ROOT
 
 from workbench import log
 from workbench.bundle import Options
-from workbench.exporter import options
+from workbench.exporter import make_options
 from workbench.sweep import identity
 
 SHIPPED = ROOT / "experiments" / "log"
@@ -20,7 +20,7 @@ RUN = {
 
 
 def test_the_default_preset_has_a_scale_for_each_channel():
-    assert options().compress == "int8-channel"
+    assert make_options().compress == "int8-channel"
 
 
 @pytest.mark.parametrize(

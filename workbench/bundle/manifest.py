@@ -3,7 +3,6 @@ gate `interface` compares what the parts say of each other."""
 
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +25,7 @@ from workbench.bundle.names import (
     STATES,
 )
 from workbench.bundle.presets import PRESETS, Preset
+from workbench.bundle.tiling import Tiling
 from workbench.plugins import Target
 
 MANIFEST_VERSION = 2
@@ -107,24 +107,23 @@ class Options(ManifestModel):
         return self
 
     @property
+    def tiling(self) -> Tiling:
+        """The calls that the shards take."""
+        return Tiling.parse(self.tokens, takes_dummies=self.kv_write == "mask")
+
+    @property
     def shapes(self) -> tuple[int, ...]:
-        """The only T with which shards can be called; empty if any T up to t_max is
-        possible."""
-        return () if "-" in self.tokens else tuple(map(int, self.tokens.split(",")))
+        """See `Tiling`."""
+        return self.tiling.shapes
 
     @property
     def t_max(self) -> int:
-        """The most tokens of a call."""
-        return int(re.split("[-,]", self.tokens)[-1])
-
-    @property
-    def functions(self) -> dict[str, int]:
-        """The functions of a shard, name → T; none: the program has `main` alone."""
-        return {f"t{T}": T for T in self.shapes} if len(self.shapes) > 1 else {}
+        """See `Tiling`."""
+        return self.tiling.t_max
 
     @property
     def plugin(self) -> Target | None:
-        """What the plug-in says of its programs; None: they are Core ML's.
+        """The plug-in's description of its programs; None: they are Core ML's.
 
         Raises:
             InputError: no installed package offers the target.
@@ -148,37 +147,18 @@ class Options(ManifestModel):
     def preset(self) -> Preset:
         return PRESETS[self.compress]
 
-    def width(self, T: int) -> int:
-        """Columns of a call of `T` tokens: T of them, or as many as the next fixed
-        shape has."""
-        return next((n for n in self.shapes if n >= T), T)
-
-    def taken(self, limit: int) -> int:
-        """How many of `limit` tokens the next call takes: all of them, or, for a slice
-        write, which takes no dummy columns, as many as the largest fixed shape that is
-        not larger."""
-        fitting = [n for n in self.shapes if n <= limit and self.kv_write == "slice"]
-        return max(fitting, default=limit)
-
-    def calls(self, count: int, tile: int | None = None) -> Iterator[tuple[int, int]]:
-        """The start and the end of each call that `count` tokens take, `tile` tokens a
-        call at most (default t_max)."""
-        start = 0
-        while start < count:
-            end = start + self.taken(min(tile or self.t_max, count - start))
-            yield start, end
-            start = end
-
-    def slots(self, window: int | None) -> int:
+    def cache_rows(self, window: int | None) -> int:
         """Rows of the cache of a layer that attends to `window` tokens (None: all)."""
-        return self.ring(window) or self.max_seq_len
+        return self.ring_rows(window) or self.max_seq_len
 
-    def ring(self, window: int | None) -> int | None:
+    def ring_rows(self, window: int | None) -> int | None:
         """Rows of that cache if it is a ring buffer, else None."""
         if not window or self.sliding == "mask":
             return None
-        more = self.t_max - 1 if self.sliding == "ring" else 0
-        return min(self.max_seq_len, window + more)
+        rows = window
+        if self.sliding == "ring":
+            rows += self.t_max - 1
+        return min(self.max_seq_len, rows)
 
     def plane(self, width: int) -> list[int | str]:
         """The shape of an activation of `width` channels: [B, width, T, 1] or [B,
@@ -190,8 +170,8 @@ class Options(ManifestModel):
     def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
         """Shapes of the rotary tables (`half` = D_rotary / 2) and masks of a layer; a
         ring has a separate write mask."""
-        B, rows, suffix = self.batch, self.slots(layer.window), layer.suffix
-        write_mask = KV_WRITE_MASK + (suffix if self.ring(layer.window) else "")
+        B, rows, suffix = self.batch, self.cache_rows(layer.window), layer.suffix
+        write_mask = KV_WRITE_MASK + (suffix if self.ring_rows(layer.window) else "")
         return {
             ROPE_COS + suffix: [B, 1, "T", half],
             ROPE_SIN + suffix: [B, 1, "T", half],

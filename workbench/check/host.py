@@ -70,7 +70,7 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
         positions = np.arange(start, start + T)
         inputs = decoder.host.inputs(start * every, T * every, T)
         for kind in kinds:
-            mask = kind.mask(positions, options.slots(kind.layer.window)) * MASKED
+            mask = kind.mask(positions, options.cache_rows(kind.layer.window)) * MASKED
             cos, sin = kind.cos[positions], kind.sin[positions]
             for name, expected, scale in (
                 (ROPE_COS, cos, 1.0),

@@ -133,8 +133,8 @@ def _shapes(m: Manifest, shard: Shard) -> Facts:
             shapes |= {} if masked else {POS: [1]}
             for leaf in (K_STATE, V_STATE):
                 cache = f"layers.{i}.{leaf}"
-                shapes[cache] = [o.batch, d.H_kv, o.slots(layer.window), d.D]
-                shapes[f"ring of {cache}"] = o.ring(layer.window)
+                shapes[cache] = [o.batch, d.H_kv, o.cache_rows(layer.window), d.D]
+                shapes[f"ring of {cache}"] = o.ring_rows(layer.window)
     return shapes
 
 

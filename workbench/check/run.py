@@ -136,8 +136,10 @@ class Pass:
         while stops.min() < n:
             turns = len(self.calls) + ragged * np.arange(len(ids))
             most = np.minimum([sizes[turn % len(sizes)] for turn in turns], n - stops)
-            counts = np.array([options.taken(size) for size in most.tolist()])
-            width = options.width(max(columns, int(counts.max())))
+            counts = np.array(
+                [options.tiling.call_size(size) for size in most.tolist()]
+            )
+            width = options.tiling.width(max(columns, int(counts.max())))
             seq, column = np.nonzero(np.arange(width) < counts[:, None])
             call = Call(counts, width, seq, column, stops[seq] + column)
             self.calls.append(call)

@@ -232,7 +232,7 @@ def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Values:
     """The inputs of one call of T tokens at `pos` in every sequence: real masks and
     tables and random activations, the same for the same pos."""
     B = decoder.options.batch
-    width = decoder.options.width(T)
+    width = decoder.options.tiling.width(T)
     io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
     rng = np.random.default_rng(pos)
     inputs = {}

@@ -186,7 +186,7 @@ def plan(
         subject, chosen = [bundle], bundle.manifest.options
     else:
         source = opened(path)
-        chosen = exporter.options(**asdict(options))
+        chosen = exporter.make_options(**asdict(options))
         exporter.read_plan(source, chosen)  # refuses what the export does
         subject = source, chosen
     sizes = budgets.budget(*subject) | {"machine": machine}

@@ -147,7 +147,7 @@ class Sequences:
                 f"at most t_max = {options.t_max}",
                 "make several calls, or export with more --tokens",
             )
-        T = options.width(columns)
+        T = options.tiling.width(columns)
         io, times = decoder.inputs(self.offsets, chunk, T), Times()
         self.check_whole()
         self.last_call = None
@@ -193,7 +193,7 @@ class Sequences:
         """Runs prompts call by call, `tile` tokens a call (default t_max): yields the
         tokens of each call and their hidden states [B, C, T]."""
         stop = max(map(len, prompts))
-        for start, end in self.decoder.options.calls(stop, tile):
+        for start, end in self.decoder.options.tiling.calls(stop, tile):
             chunk = [prompt[start:end] for prompt in prompts]
             hidden, _ = self.advance(chunk, hook, keep=end == stop)
             yield chunk, hidden
@@ -498,7 +498,7 @@ class Decoder:
         t_max, ios, widths = self.options.t_max, [], []
         for part in np.split(hidden, range(t_max, hidden.shape[2], t_max), axis=2):
             T = part.shape[2]
-            dummies = 0, self.options.width(T) - T
+            dummies = 0, self.options.tiling.width(T) - T
             ios.append({X: self.plane(np.pad(part, ((0, 0), (0, 0), dummies)))})
             widths.append(T)
         slices, native = [], []

@@ -99,7 +99,7 @@ class Host:
             angles = np.float32(positions)[:, None, :, None] * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
             inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
-            rows, ring = self.options.slots(window), self.options.ring(window)
+            rows, ring = self.options.cache_rows(window), self.options.ring_rows(window)
             seen = _visible(positions, offsets + counts, rows, window)
             inputs[ATTN_MASK + suffix] = np.where(seen, 0, MASKED)[:, None]
             # one-hot columns: the row of each valid token; dummies have none

@@ -192,7 +192,7 @@ def transcript(
         write_whole(logits, partial(np.save, arr=np.stack(rows).astype(np.float32)))
     prefill = {
         "tokens": len(ids),
-        "calls": len([*decoder.options.calls(len(ids))]),
+        "calls": len([*decoder.options.tiling.calls(len(ids))]),
         "ms": prefill_ms,
         "tokens_per_s": prefill_ms and len(ids) / prefill_ms * 1e3,
         "first_calls": len(first_calls_ms),
@@ -221,8 +221,8 @@ def _warm_up(decoder: Decoder, ids: list[int]) -> list[float]:
     if decoder.options.batch > 1:
         return []
     options = decoder.options
-    sizes = [end - start for start, end in options.calls(len(ids))]
-    firsts = {options.width(size): size for size in sizes}
+    sizes = [end - start for start, end in options.tiling.calls(len(ids))]
+    firsts = {options.tiling.width(size): size for size in sizes}
     spent = []
     for size in firsts.values():
         began = time.perf_counter()

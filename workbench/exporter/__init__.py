@@ -1,9 +1,9 @@
 """Exports a checkpoint as a bundle: stateful Core ML shards, host tables and manifest.
 Nothing here depends on how shards are run.
 
-Each shape of shard is converted once, with placeholder weights. Then threads write
-every shard from the program of its shape, with the shard's own weights. coremltools
-itself never runs in two threads."""
+Shards of one shape share a program: it is converted once, with placeholder weights.
+Then threads write every shard from that program, with the shard's own weights.
+coremltools itself never runs in two threads."""
 
 import hashlib
 import json
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from pydantic import ValidationError
@@ -50,49 +51,53 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 from workbench.progress import bar
 
-MAX_THREADS = 2  # writing is bound by memory and disk: more gain little
+MAX_THREADS = 2  # writing is bound by memory and disk: more threads gain little
 MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
 
 
-def options(**chosen) -> Options:
-    """Export options from keywords; a value that is out of range or unknown is refused
-    by name."""
+def make_options(**fields) -> Options:
+    """Export options from keywords.
+
+    Raises:
+        InputError: an unknown option, a value out of range, options that exclude each
+            other, or that the target's plug-in refuses.
+    """
     try:
-        settings = Options(**chosen)
+        options = Options(**fields)
     except ValidationError as problem:
         name, error = first_fault(problem, "export options")
-        found, step = repr(error.get("input")), "see: workbench export --help"
-        raise InputError(name, found, error["msg"], step) from None
-    if settings.plugin:
-        settings.plugin.check(settings)
-    return settings
+        actual, step = repr(error.get("input")), "see: workbench export --help"
+        raise InputError(name, actual, error["msg"], step) from None
+    if options.plugin:
+        options.plugin.check(options)
+    return options
 
 
 def export(
-    checkpoint: str | Path, bundle: str | Path | None = None, **chosen
+    checkpoint: str | Path, bundle: str | Path | None = None, **fields
 ) -> Bundle:
-    """Exports the Hugging Face folder `checkpoint` to the new folder `bundle`, or opens
-    the bundle of that checkpoint and these options in `data/bundles`, where it is
-    exported if it is missing.
+    """Exports a Hugging Face checkpoint as a bundle.
 
     Args:
         checkpoint: folder with config.json and safetensors (fp32, fp16 or bf16, whole
             or sharded).
-        bundle: where the bundle shall be; it is there as a whole or not at all.
-        chosen: fields of `workbench.bundle.Options`.
+        bundle: the new folder, which is written as a whole or not at all. By default
+            the bundle of this checkpoint and these options in `data/bundles`, which is
+            opened if it is there.
+        fields: fields of `workbench.bundle.Options`.
 
     Returns:
         The opened bundle.
 
     Raises:
-        InputError: unusable checkpoint, unsupported family or option, target that is
-            taken, no room on the disk.
+        InputError: unusable checkpoint, unsupported family or option, a target where
+            something is already, no space on the disk.
     """
-    settings = options(**chosen)
+    options = make_options(**fields)
     source = Checkpoint(paths.find(checkpoint))
     if bundle is None:
-        return bundle_for(source, settings, output_root() / "data" / "bundles")
-    return _export(source, settings, Path(bundle))
+        return bundle_for(source, options, output_root() / "data" / "bundles")
+    return _export(source, options, Path(bundle))
 
 
 def _export(source: Checkpoint, options: Options, bundle: Path) -> Bundle:
@@ -110,8 +115,8 @@ def _export(source: Checkpoint, options: Options, bundle: Path) -> Bundle:
 
 
 def bundle_name(checkpoint: str, identity: str, options: Options) -> str:
-    """Checkpoint and a hash of everything that decides a bundle's bytes but its
-    tokenizer's."""
+    """The name of a bundle's folder in `data/bundles`: the checkpoint's name and a hash
+    of everything that decides the bundle's bytes, except those of its tokenizer."""
     parts = [MANIFEST_VERSION, identity, options.model_dump(), versions(options)]
     text = json.dumps(parts, sort_keys=True)
     return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
@@ -121,19 +126,19 @@ def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path) -> Bundle
     """The bundle of a checkpoint and options, exported into `folder` by one process at
     a time.
 
-    An existing bundle is opened; a damaged one is exported again, with a warning that
-    has the reason."""
+    An existing bundle is opened. A damaged one, and one with another tokenizer than the
+    checkpoint's, is exported again, with a warning that states the reason."""
     path = folder / bundle_name(checkpoint.name, checkpoint.sha256, options)
     with locked(path.with_name(f".{path.name}.lock")):
         reason = "the checkpoint has another tokenizer now"
         try:
-            made = Bundle.open(path)
-            held = {Path(e.path).name: e.sha256 for e in made.manifest.tokens.files}
-            own = {file.name: sha256(file) for file in checkpoint.tokenizer_files()}
-            if held == own:
-                return made
+            cached = Bundle.open(path)
+            stored = {Path(e.path).name: e.sha256 for e in cached.manifest.tokens.files}
+            current = {file.name: sha256(file) for file in checkpoint.tokenizer_files()}
+            if stored == current:
+                return cached
         except InputError as problem:
-            if isinstance(problem.__cause__, OSError):  # it may be whole
+            if isinstance(problem.__cause__, OSError):  # unreadable, perhaps whole
                 raise
             reason = problem
         if path.exists():
@@ -144,58 +149,74 @@ def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path) -> Bundle
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
-    """The family's plan for a checkpoint. Raises an InputError for options that do not
-    apply to the family."""
+    """The family's plan for a checkpoint, once `check_options` has accepted the
+    options: no weight is read before.
+
+    Raises:
+        InputError: a family or configuration that is not supported; see
+            `check_options`.
+    """
     family = family_of(source.config)
     try:
         plan = family.plan(source.config)
     except ValidationError as problem:
         name, error = first_fault(problem, "config.json")
-        found, step = repr(error.get("input")), "check config.json"
-        raise InputError(name, found, error["msg"], step) from None
+        actual, step = repr(error.get("input")), "check config.json"
+        raise InputError(name, actual, error["msg"], step) from None
     except TypeError as problem:  # null in place of a number
         needed, step = "a number wherever the family reads one", "check config.json"
         raise InputError("config.json", str(problem), needed, step) from problem
-    windows = any(layer.window for layer in plan.layers)
-    matrices = any(MATRIX_STATE in states for states in plan.side_states)
-    scaled = plan.max_positions or options.max_seq_len
-    trained = getattr(source.config, "max_position_embeddings", None)
+    check_options(options, plan)
+    return family.settle(plan, source) if hasattr(family, "settle") else plan
+
+
+def check_options(options: Options, plan: Plan) -> None:
+    """Raises an InputError for options that do not apply to a family or to its
+    configuration."""
+    config = plan.config
+
+    def refuse(actual: str, needed: str, next_step: str) -> NoReturn:
+        subject = f"a {config.model_type} checkpoint"
+        raise InputError(actual, subject, needed, next_step)
+
     if options.sliding == "window":
-        found, step = "sliding = window", "leave out --sliding"
         needed = "mask or ring: only other exporters' packages have such a cache"
-    elif options.sliding == "ring" and not windows:
-        found, step = "sliding = ring", "leave out --sliding"
+        refuse("sliding = window", needed, "leave out --sliding")
+    if options.sliding == "ring" and not any(layer.window for layer in plan.layers):
         needed = "a family with sliding attention"
-    elif options.moe == "routed" and not plan.experts:
-        found, step = "moe = routed", "leave out --moe"
-        needed = "a family with experts"
-    elif options.t_max > MATRIX_T_MAX and matrices:
-        found = f"tokens = {options.tokens}"
+        refuse("sliding = ring", needed, "leave out --sliding")
+    if options.moe == "routed" and not plan.experts:
+        refuse("moe = routed", "a family with experts", "leave out --moe")
+    has_matrix = any(MATRIX_STATE in states for states in plan.side_states)
+    if has_matrix and options.t_max > MATRIX_T_MAX:
         needed = f"at most {MATRIX_T_MAX}: fp16 cannot hold what more do to a matrix"
         step = f"export with --tokens 1-{MATRIX_T_MAX} or fewer"
-    elif options.max_seq_len > scaled:
-        found = f"max_seq_len = {options.max_seq_len}"
-        needed = f"at most {scaled}, the length beyond which its positions are scaled"
-        step = "export with a smaller --max-seq-len"
-    elif trained and options.max_seq_len > trained:
-        found = f"max_seq_len = {options.max_seq_len}"
+        refuse(f"tokens = {options.tokens}", needed, step)
+    max_seq_len = f"max_seq_len = {options.max_seq_len}"
+    if plan.max_positions and options.max_seq_len > plan.max_positions:
+        needed = (
+            f"at most {plan.max_positions}, the length beyond which its positions are "
+            "scaled"
+        )
+        refuse(max_seq_len, needed, "export with a smaller --max-seq-len")
+    trained = getattr(config, "max_position_embeddings", None)
+    if trained and options.max_seq_len > trained:
         needed = f"at most {trained}, the max_position_embeddings of its config.json"
         step = (
             f"export with --max-seq-len {trained} or less; a model that was trained on "
             "longer texts states it there"
         )
-    else:
-        return family.settle(plan, source) if hasattr(family, "settle") else plan
-    raise InputError(found, f"a {source.config.model_type} checkpoint", needed, step)
+        refuse(max_seq_len, needed, step)
 
 
 def write_bundle(
     folder: Path, source: Checkpoint, plan: Plan, options: Options
 ) -> Manifest:
-    """Writes every file of a bundle to `folder` but its manifest, which it returns.
+    """Writes every file of a bundle except its manifest to `folder`; returns the
+    manifest.
 
     Raises:
-        InputError: a tensor that is missing or does not fit, no room on the disk.
+        InputError: a tensor that is missing or does not fit, no space on the disk.
     """
     shards = [
         (s, weight_sources(s, source, plan, options)) for s in specs(plan, options)
@@ -205,32 +226,33 @@ def write_bundle(
     check_room(folder, needed, f"bundle in {folder.parent}")
     convert = options.plugin.template if options.plugin else Template
     templates = {}
-    # torch in one thread in each: more would only wait for these, and spin meanwhile
+    # One thread of torch in each thread of the pool: more would only wait for the
+    # pool's, and spin meanwhile.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone = {"initializer": torch.set_num_threads, "initargs": (1,)}
-    pool = ThreadPoolExecutor(min(threads, MAX_THREADS), **alone)
+    pool = ThreadPoolExecutor(
+        min(threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)
+    )
     try:
         facts = pool.submit(lambda: source.facts)
         table = pool.submit(write_embedding, source, plan, folder)
-        written = []
+        pending = []
         shapes = [_shape(spec, plan, weights) for spec, weights in shards]
         total = len(set(shapes)) + len(shards)
-        about = {"desc": "export", "unit": "program", "leave": False}
-        shown = bar(total=total, **about)
+        progress = bar(total=total, desc="export", unit="program", leave=False)
         for (spec, weights), shape in zip(shards, shapes):
             if shape not in templates:
-                shown.set_postfix_str(f"converting {spec.name}")
+                progress.set_postfix_str(f"converting {spec.name}")
                 templates[shape] = convert(spec, plan, options, weights)
-                shown.update()
-            part = folder, spec, templates[shape], weights, source, options
-            written.append(pool.submit(_write_shard, *part))
-        shown.set_postfix_str("writing")
+                progress.update()
+            arguments = folder, spec, templates[shape], weights, source, options
+            pending.append(pool.submit(_write_shard, *arguments))
+        progress.set_postfix_str("writing")
         entries = []
-        for one in written:
-            entries.append(one.result())
-            shown.update()
-        shown.close()
+        for future in pending:
+            entries.append(future.result())
+            progress.update()
+        progress.close()
         return Manifest(
             family=source.config.model_type,
             dims=plan.dims,
@@ -258,11 +280,11 @@ def versions(options: Options) -> dict[str, str]:
 
 
 def _shape(spec: Spec, plan: Plan, weights: list[WeightSource]) -> str:
-    """Equal for shards whose programs are equal."""
+    """A text that is equal for shards whose programs are equal."""
     layers = plan.layers[slice(*spec.layers)]
     states = list(spec.states.values())
-    held = [replace(weight, tensor=None, rows=None) for weight in weights]
-    return repr([spec.kind, spec.inputs, spec.outputs, states, layers, held])
+    parameters = [replace(weight, tensor=None, rows=None) for weight in weights]
+    return repr([spec.kind, spec.inputs, spec.outputs, states, layers, parameters])
 
 
 def _write_shard(
@@ -286,36 +308,40 @@ def _write_shard(
             path = f"layers.{first + index}.{rest}".rstrip(".")
             taps[first + index] = value
         modules[value] = path
-    # programs of a plug-in show no inner values
-    shown = spec.kind == "layers" and not options.plugin
-    held = [weight for weight in weights if weight.tensor and weight.path in places]
+    # a plug-in's programs show no inner values
+    has_taps = spec.kind == "layers" and not options.plugin
+    located = [weight for weight in weights if weight.tensor and weight.path in places]
     return Shard(
         **vars(spec),
         path=package.name,
         template=template.name,
-        functions=options.functions,
+        functions=options.tiling.functions,
         bytes=sum(file.bytes for file in files),
         files=files,
-        weights={weight.tensor: places[weight.path] for weight in held},
-        offsets={weight.tensor: weight.offset for weight in held if weight.offset},
+        weights={weight.tensor: places[weight.path] for weight in located},
+        offsets={weight.tensor: weight.offset for weight in located if weight.offset},
         modules=modules,
-        taps=taps | {last - 1: HIDDEN} if shown else {},
+        taps=taps | {last - 1: HIDDEN} if has_taps else {},
     )
 
 
 def write_embedding(source: Checkpoint, plan: Plan, folder: Path) -> FileEntry:
-    """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors
-    file, never whole in memory."""
+    """Writes the embedding table as fp16, and the vectors that are applied to it as
+    fp32, to a safetensors file, never holding the table whole in memory."""
     tables, header, end = [], {}, 0
     for key, name in ({"weight": "embed_tokens.weight"} | plan.embedding).items():
         dtype = torch.float16 if key == "weight" else torch.float32
-        shape = [plan.dims.V, plan.dims.C][-1 if key != "weight" else 0 :]
+        shape = [plan.dims.V, plan.dims.C] if key == "weight" else [plan.dims.C]
         weight = WeightSource(key, source.prefix + name, tuple(shape))
         check_shape(weight, source)
         start = end
         end += math.prod(shape) * dtype.itemsize
-        kind = f"F{8 * dtype.itemsize}"
-        header[key] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+        stored_dtype = f"F{8 * dtype.itemsize}"
+        header[key] = {
+            "dtype": stored_dtype,
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
         tables.append((weight, source, dtype))
     path = folder / "embedding.safetensors"
     text = json.dumps(header).encode()

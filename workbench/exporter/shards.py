@@ -112,7 +112,7 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     for i in range(first, last):
         prefix = f"layers_{i - first}_" if last - first > 1 else ""
         for leaf, sizes in plan.states(i, options).items():
-            ring = options.ring(plan.layers[i].window) if is_cache(leaf) else None
+            ring = options.ring_rows(plan.layers[i].window) if is_cache(leaf) else None
             entry = StateEntry(tensor=prefix + leaf, shape=[B, *sizes], ring=ring)
             states[f"layers.{i}.{leaf}"] = entry
     return Spec(name, kind, inputs, outputs, (first, last), states=states)

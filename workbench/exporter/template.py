@@ -88,7 +88,7 @@ class Template:
             parameter.uniform_(low, low + 1, generator=generator)
         programs = {}
         with tempfile.TemporaryDirectory() as folder, frozen(), _no_search():
-            for name, T in (options.functions or {"main": None}).items():
+            for name, T in (options.tiling.functions or {"main": None}).items():
                 model = to_program(module, spec, options, weights, T)
                 programs[name] = Path(folder, f"{name}.mlpackage")
                 model.save(str(programs[name]))

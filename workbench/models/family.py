@@ -54,7 +54,7 @@ class Plan:
         layer = self.layers[index]
         states = {}
         if layer.attends:
-            cache = d.H_kv, options.slots(layer.window), d.D
+            cache = d.H_kv, options.cache_rows(layer.window), d.D
             states = {K_STATE: cache, V_STATE: cache}
         if self.side_states:
             states |= self.side_states[index]
@@ -65,7 +65,7 @@ class Plan:
         d = self.dims
         layer = self.layers[index]
         (half,) = (len(one.inv_freq) for one in self.rope if one.name == layer.rope)
-        sizes = options.batch, d.H, d.H_kv, d.D, options.slots(layer.window)
+        sizes = options.batch, d.H, d.H_kv, d.D, options.cache_rows(layer.window)
         return AttentionGeometry(*sizes, options.layout, 2 * half, layer.suffix)
 
 

@@ -264,7 +264,7 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
             known = log.load("runs", root, {"checkpoint": name})["checkpoint_hash"]
             sha256 = next(iter(known.dropna()[::-1]), None)
         for values in itertools.product(*grid.export.values()):
-            options = exporter.options(**dict(zip(grid.export, values)))
+            options = exporter.make_options(**dict(zip(grid.export, values)))
             yield Source(path, False, name, sha256, sha256, path), options
 
 

@@ -17,7 +17,7 @@ from workbench import Bundle, Decoder, InputError
 from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, X
 from workbench.bundle.presets import PRESETS
 from workbench.check.program import program_gate
-from workbench.exporter import export, options
+from workbench.exporter import export, make_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import AttentionGeometry
 
@@ -41,7 +41,7 @@ PROMPT = "--prompt-ids", ",".join(map(str, IDS))
 )
 def test_options_that_core_ai_lacks_are_refused_by_name(chosen, message):
     with pytest.raises(InputError, match=message):
-        options(**chosen)
+        make_options(**chosen)
 
 
 class Product(torch.nn.Module):

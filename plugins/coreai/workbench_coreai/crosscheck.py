@@ -18,7 +18,7 @@ from workbench.check.gates import Gate
 from workbench.check.golden import check_exported_from, make_golden, stored_weights
 from workbench.check.validate import measure, measure_budget
 from workbench.decode import Decoder
-from workbench.exporter import bundle_for, options
+from workbench.exporter import bundle_for, make_options
 from workbench.models.checkpoint import Checkpoint
 
 # portable precision → target of the twin, largest 1 − cosine of an isolated update,
@@ -60,7 +60,7 @@ def crosscheck(
         chosen["tokens"] = f"1-{own.t_max}"
     errors, runtimes, checks = [], [], []
     for precision, (target, limit) in ARITHMETICS.items():
-        twin = options(**chosen | {"target": target})
+        twin = make_options(**chosen | {"target": target})
         twin = bundle_for(checkpoint, twin, folder or bundle.root.parent)
         portable = Decoder(bundle, "portable", precision)
         for name, decoder in (("portable", portable), ("Apple", Decoder(twin))):

@@ -33,7 +33,7 @@ class Target:
         if options.kv_write == "slice":
             needed = "kv_write = mask: its exporter supports no index that is an input"
             raise InputError(subject, "kv_write = slice", needed, step)
-        if options.functions:
+        if options.tiling.functions:
             needed = "one range: its programs run every T"
             raise InputError(subject, f"tokens = {options.tokens}", needed, step)
 

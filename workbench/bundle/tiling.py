@@ -1,0 +1,52 @@
+"""The calls that tokens are cut into. A leaf."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The sizes of calls that the shards of a bundle take.
+
+    Args:
+        t_max: the most tokens of a call.
+        shapes: the only T that a call can have, ascending; empty: any up to t_max.
+        takes_dummies: whether a call may have columns without a token, which write
+            nothing. A slice write takes none.
+    """
+
+    t_max: int
+    shapes: tuple[int, ...]
+    takes_dummies: bool
+
+    @classmethod
+    def parse(cls, tokens: str, takes_dummies: bool) -> "Tiling":
+        """Of the option `tokens`: `1-4`, `4` or `1,64`."""
+        sizes = tuple(int(size) for size in re.split("[-,]", tokens))
+        return cls(sizes[-1], () if "-" in tokens else sizes, takes_dummies)
+
+    @property
+    def functions(self) -> dict[str, int]:
+        """The functions of a shard, name → T; empty: the program has `main` alone."""
+        return {f"t{T}": T for T in self.shapes} if len(self.shapes) > 1 else {}
+
+    def width(self, T: int) -> int:
+        """Columns of a call of `T` tokens: T, or the next fixed shape."""
+        return next((n for n in self.shapes if n >= T), T)
+
+    def call_size(self, limit: int) -> int:
+        """How many of `limit` tokens the next call takes: all of them or, without dummy
+        columns, the largest fixed shape that they fill."""
+        if self.takes_dummies:
+            return limit
+        return max((n for n in self.shapes if n <= limit), default=limit)
+
+    def calls(self, count: int, tile: int | None = None) -> Iterator[tuple[int, int]]:
+        """The start and the end of each call that `count` tokens take, `tile` tokens a
+        call at most (default t_max)."""
+        start = 0
+        while start < count:
+            end = start + self.call_size(min(tile or self.t_max, count - start))
+            yield start, end
+            start = end
