@@ -174,6 +174,6 @@ def test_a_full_disk_is_said_and_keeps_the_old_snapshot(tmp_path, monkeypatch):
         raise OSError("No space left")
 
     monkeypatch.setattr(os, "replace", full)
-    with refused("No space left.*free some room"):
+    with refused("No space left.*free some space"):
         store.save(tmp_path, "chat", made(IDS[:12]))
     assert same(store.load(tmp_path, "chat"), made(IDS[:9]))

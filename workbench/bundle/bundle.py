@@ -1,5 +1,5 @@
-"""Bundles, made as a whole or not at all, and opened: every file is compared with the
-manifest's size of it before anything reads it, and with its SHA-256 when the bundle is
+"""Bundles: written as a whole or not at all, and opened. Every file is compared with its
+size in the manifest before anything reads it, and with its SHA-256 when the bundle is
 validated."""
 
 import hashlib
@@ -25,8 +25,10 @@ from workbench.bundle.manifest import (
 from workbench.errors import InputError
 from workbench.files import is_lfs_pointer, is_noted, locked, note, read_bytes, sha256
 
-NOTES = "contents"  # the folder of this checkout's notes on files with right hashes
-NOTED_BYTES = 1 << 24  # a bundle of fewer is hashed whenever a decoder opens it
+NOTES = (
+    "contents"  # the folder of this checkout's notes on files whose hashes are right
+)
+NOTED_BYTES = 1 << 24  # a smaller bundle is hashed whenever a decoder opens it
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
@@ -46,9 +48,9 @@ def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
 class Bundle:
     """An opened bundle: its manifest, its folder, its embedding table.
 
-    Opening checks that every file is there with its size, `verify` also every SHA-256,
-    and `check_contents`, before anything runs, those of files that have changed since
-    and the embedding table."""
+    `open` checks that every file is there with its size; `verify` also checks every
+    SHA-256; `check_contents` checks, before anything runs, the hashes of files that may
+    have changed, and the embedding table."""
 
     def __init__(self, root: Path, manifest: Manifest):
         self.root = root
@@ -62,7 +64,7 @@ class Bundle:
             InputError: no bundle there, another version, a file missing, of another
                 size, or outside the folder.
         """
-        # `.` has no name to call the files beside it after
+        # files beside the bundle are named after its folder, and `.` has no name
         root = paths.bundle(path).resolve()
         try:
             bundle = cls(root, read_manifest(root / paths.BUNDLE))
@@ -93,13 +95,13 @@ class Bundle:
 
         Equal for bundles that compute the same: versions of packages and the name of
         the checkpoint's folder are left out."""
-        aside = {"packages": True, "checkpoint": {"name"}}
-        fields = self.manifest.model_dump(mode="json", exclude=aside)
+        left_out = {"packages": True, "checkpoint": {"name"}}
+        fields = self.manifest.model_dump(mode="json", exclude=left_out)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @property
     def tokenizer(self) -> Path:
-        """The folder that the tokenizer is in, if the bundle has one."""
+        """The folder of the tokenizer, if the bundle has one."""
         return self.root / "tokenizer"
 
     def shards(self, kind: str) -> list[Shard]:
@@ -109,8 +111,7 @@ class Bundle:
         return self.root / shard.path
 
     def packages(self, shard: Shard) -> dict[str, Path]:
-        """The packages that a shard consists of, by name: one, or those of another
-        exporter."""
+        """The packages of a shard by name: one, or several of another exporter."""
         if not shard.foreign:
             return {shard.name: self.package(shard)}
         names = [part.package for part in shard.foreign.parts]
@@ -121,8 +122,8 @@ class Bundle:
         other dimensions, before they are run.
 
         Hashes of large bundles are not computed again while size, times and inode of
-        every file are those that this checkout noted when they were right. The time of
-        a file's last change of status is among them, which no program can set.
+        every file are as this checkout noted them when the hashes were right. One of
+        the times is that of the last change of status, which no program can set.
 
         Raises:
             InputError: see `verify`.
@@ -132,7 +133,7 @@ class Bundle:
         self._check_embedding()
 
     def _stamp(self) -> dict[str, str]:
-        """What tells the files from others at the same paths without reading them."""
+        """A fingerprint of the files that needs no reading of their contents."""
         stamps = []
         for entry in self.files:
             _check_size(self.root, entry)
@@ -143,8 +144,9 @@ class Bundle:
         return {"bundle": self.identity, "files": digest}
 
     def verify(self) -> None:
-        """Raises an InputError for a file whose SHA-256 is not the manifest's, and for
-        one in a package or beside the tokenizer's that the manifest does not list."""
+        """Raises an InputError for a file whose SHA-256 is not the manifest's, and for a
+        file in a package or in the tokenizer's folder that the manifest does not
+        list."""
         stamp = self._stamp()
         listed = {entry.path: entry for entry in self.files}
         folders = [self.package(shard) for shard in self.manifest.shards]
@@ -160,7 +162,7 @@ class Bundle:
             note(NOTES, stamp)
 
     def _check_embedding(self) -> None:
-        """Refuses a file of other tables than the manifest's dimensions need."""
+        """Refuses tables that do not have the manifest's dimensions."""
         from safetensors import SafetensorError, safe_open
 
         dims = self.manifest.dims
@@ -170,13 +172,15 @@ class Bundle:
         try:
             with safe_open(path, "np") as file:
                 tables = {name: file.get_slice(name) for name in file.keys()}
-                found = {n: (t.get_dtype(), t.get_shape()) for n, t in tables.items()}
+                stored = {n: (t.get_dtype(), t.get_shape()) for n, t in tables.items()}
         except SafetensorError as problem:
             raise _damaged(path, f"no whole safetensors file ({problem})") from None
-        right = {"weight"}, {"weight", "bias", "scale"}
-        if found.keys() not in right or any(allowed[n] != found[n] for n in found):
+        sets_of_names = {"weight"}, {"weight", "bias", "scale"}
+        if stored.keys() not in sets_of_names or any(
+            allowed[name] != entry for name, entry in stored.items()
+        ):
             step = "export again, or copy the bundle again"
-            raise InputError(str(path), str(found), f"tables of {allowed}", step)
+            raise InputError(str(path), str(stored), f"tables of {allowed}", step)
 
     @cached_property
     def embedding(self) -> dict[str, np.ndarray]:
@@ -185,7 +189,8 @@ class Bundle:
         from safetensors import safe_open
 
         path = self.root / self.manifest.embedding.file.path
-        # as torch's tensors, which stay in the file; reading slices takes longer
+        # torch's tensors stay in the file; NumPy's would be read whole, and reading
+        # slices takes longer
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name).numpy() for name in file.keys()}
 
@@ -193,8 +198,8 @@ class Bundle:
         """Token ids [B, T] → hidden [B, T, C] float32, the input of the first shard.
 
         Raises:
-            InputError: the file of the table has another size than it had when it was
-                opened. (Reading the lost part would end the process.)
+            InputError: the file of the table no longer has the size that it had when
+                it was opened. (Reading the lost part would end the process.)
         """
         _check_size(self.root, self.manifest.embedding.file)
         table = self.embedding
@@ -206,17 +211,17 @@ class Bundle:
 
 @contextmanager
 def new_bundle(target: Path) -> Iterator[Path]:
-    """Context manager around the making of one bundle: gives an empty folder beside
-    `target`, which is renamed to it at the end.
+    """Context manager in which one bundle is written: gives an empty folder beside
+    `target`, which is renamed to `target` at the end.
 
-    The folder is locked while a process writes to it: the lock ends with the process.
-    What a killed export has left there is removed first, and an exception removes the
-    folder.
+    The folder is locked while a process writes to it; the lock ends with the process.
+    Files that a killed export has left there are removed first, and an exception
+    removes the folder.
 
     Raises:
         InputError: something is at `target`, or another process is exporting to it.
     """
-    another = InputError(
+    second_export = InputError(
         f"bundle {target}",
         "another export writing to it",
         "one export to one target",
@@ -224,7 +229,7 @@ def new_bundle(target: Path) -> Iterator[Path]:
     )
     folder = paths.partial(target)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, another):
+    with locked(folder, second_export):
         try:
             paths.new(target)
             for path in folder.iterdir():
@@ -234,7 +239,7 @@ def new_bundle(target: Path) -> Iterator[Path]:
         except BaseException as problem:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(problem, KeyboardInterrupt):
-                problem.add_note("nothing was kept; the same command starts anew")
+                problem.add_note("nothing was kept; the same command starts again")
             raise
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -24,18 +24,18 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no lar
 # role of an input → its axis with one entry for each token of a call
 TOKENS = {
     "ids": -1,  # token ids
-    "x": -2,  # [1, C, T, 1] or [1, T, C]: embeddings, or what the part before gives
+    "x": -2,  # [1, C, T, 1] or [1, T, C]: embeddings, or the output of the part before
     "positions": -1,  # the position of every token
     "write": -1,  # [S, T], one-hot: the row that each token is written to
-    # [T, S], added to attention scores: −1e4, or −inf, where a token must not look
+    # [T, S], added to attention scores: −1e4, or −inf, at rows that a token must not see
     "mask": -2,
     "mask_inf": -2,
     "rope_cos": -2,  # [T, D] or [T, D / 2], the bundle's rope table
     "rope_sin": -2,
 }
-# `start`: the position of the first token. `zeros`: no role that is known. Outputs
-# give `x` or, for the whole vocabulary or a slice, `logits`; or, for each slice, the
-# token `top` with the largest logit and that logit, `top_value`.
+# `start`: the position of the first token. `zeros`: an input of no known role. Outputs
+# are `x`; `logits` of the vocabulary or of a slice; or, of each slice, the token `top`
+# with the largest logit and that logit, `top_value`.
 Role = Literal[*TOKENS, "start", "zeros", "logits", "top", "top_value"]
 
 
@@ -44,9 +44,15 @@ class ManifestModel(BaseModel):
 
 
 class Function(ManifestModel):
-    """One way to call the packages that have states: their function of this name (None:
-    they have one only), the numbers of tokens and the positions that it takes (a call
-    ends at or before `until`). Where `logits` is false it only fills the cache."""
+    """One way to call the packages that have states.
+
+    Args:
+        name: the function of the packages (None: they have only one).
+        t_min, t_max: the numbers of tokens that a call takes.
+        first, until: the first position of a call; the position that it ends at or
+            before.
+        logits: whether a call outputs logits, or only fills the cache.
+    """
 
     name: str | None = None
     t_min: Count = 1
@@ -56,8 +62,8 @@ class Function(ManifestModel):
     logits: bool = True
 
     def size(self, left: int, start: int) -> int:
-        """The most of `left` tokens that one call from position `start` on takes; 0: it
-        takes none. The last token needs logits."""
+        """How many of the remaining `left` tokens one call from position `start` on
+        takes, 0 where it takes none. The last token needs logits."""
         most = min(self.t_max, left if self.logits else left - 1)
         if self.until is not None:
             most = min(most, self.until - start)
@@ -65,25 +71,28 @@ class Function(ManifestModel):
 
 
 class Part(ManifestModel):
-    """One package in the folder of its shard, and the number of its state, which parts
-    may share; None: it has neither a state nor functions."""
+    """One package in the folder of its shard, and the number of its state, which several
+    parts may share. None: the package has neither a state nor functions."""
 
     package: RelativePath
     state: Position | None = None
 
 
 class Foreign(ManifestModel):
-    """Packages of another exporter that together are one shard, in the order they run
-    in, and the ways to call them. `StateEntry.tensor` of its caches is a plane of a
-    state: `0/kv_cache/3` is plane 3 of `kv_cache` in state number 0.
+    """Packages of another exporter that together are one shard, in the order in which
+    they run, and the ways to call them.
+
+    `StateEntry.tensor` of the shard's caches names a plane of a state: `0/kv_cache/3` is
+    plane 3 of `kv_cache` in state number 0.
 
     Args:
-        roles: of every input and output of the packages by its name, slices of the
-            vocabulary in their order.
-        moves: how rows move in caches, masks and write addresses of so many rows.
-            `shift`: rows fill from 0 on; once all are full, every call moves them up
-            and writes at the end. `right`: it does from the first token on. Otherwise
-            position p is in row p modulo their number.
+        roles: the role of every input and output of the packages by its name, slices of
+            the vocabulary in their order.
+        moves: number of rows → how rows move in caches, masks and write addresses that
+            have so many. `shift`: rows fill from 0 on; once all are full, every call
+            moves them up and writes at the end. `right`: every call moves them up from
+            the first token on. Where a number is missing, position p is in row p modulo
+            the number.
     """
 
     parts: Annotated[tuple[Part, ...], Field(min_length=1)]
@@ -100,8 +109,14 @@ class Foreign(ManifestModel):
     def calls(
         self, start: int, T: int, silent: bool = True
     ) -> Iterator[tuple[Function, np.ndarray]]:
-        """The calls for `T` tokens from position `start` on: the function, and which of
-        them it takes; `silent`: with functions that give no logits."""
+        """The calls for `T` tokens from position `start` on.
+
+        Args:
+            silent: whether functions that output no logits are used.
+
+        Yields:
+            The function of a call, and the indices of its tokens among the T.
+        """
         functions = [f for f in self.functions if silent or f.logits]
         done = 0
         while done < T:
@@ -133,8 +148,13 @@ class Foreign(ManifestModel):
 
 
 def caches(state: int | None, tensors: dict) -> dict[str, list[int]]:
-    """`StateEntry.tensor` and the shape [1, H_kv, rows, D] of every cache in the state
-    of a package, whose `tensors` [.., H_kv, rows, D] are named."""
+    """`StateEntry.tensor` → shape [1, H_kv, rows, D] of every cache in a state of a
+    package.
+
+    Args:
+        state: the number of the state.
+        tensors: its tensors [.., H_kv, rows, D] by name.
+    """
     return {
         f"{state}/{name}/{plane}": [1, *tensor.shape[-3:]]
         for name, tensor in tensors.items()
@@ -142,10 +162,11 @@ def caches(state: int | None, tensors: dict) -> dict[str, list[int]]:
     }
 
 
-def refuse(where: str, found: object, needed: object) -> None:
+def refuse(place: str, actual: object, needed: object) -> NoReturn:
+    """Raises an InputError for a description that the packages contradict."""
     raise InputError(
-        f"foreign: {where}",
-        str(found),
+        f"foreign: {place}",
+        str(actual),
         str(needed),
         "correct it in bundle.json, or adopt all packages with their own checkpoint",
     )

@@ -1,5 +1,5 @@
 """The contents of `bundle.json`: one pydantic model per part. `names` explains the axes;
-gate `interface` compares what the parts say of each other."""
+gate `interface` compares the parts with each other."""
 
 import itertools
 import re
@@ -30,8 +30,8 @@ from workbench.plugins import Target
 
 MANIFEST_VERSION = 2
 COREML = "coreml"  # the target of Core ML programs
-# The constants of sound packages of five exporters, in fp16, cost at most 0.01 (1 − cosine
-# of 5e-5); the smallest fault measured in published ones costs 0.23.
+# Relative RMS. The fp16 constants of sound packages of five exporters cost at most 0.01
+# (1 − cosine of 5e-5); the smallest fault measured in published packages costs 0.23.
 FOREIGN_ERROR = 0.02
 # more tokens than any model is made for; masks are as long as the cache
 MAX_SEQ_LEN = 1 << 24
@@ -66,16 +66,23 @@ class Dims(ManifestModel):
 class Options(ManifestModel):
     """The export options.
 
-    `tokens` are those of a call: 1-4 any number up to 4 (RangeDim), 4 always four, 1,64
-    one or 64, with a function for each in every shard.
-
-    `sliding` = ring gives layers with an attention window a cache of `window + t_max -
-    1` rows, just enough for a call of t_max tokens not to overwrite a row that its own
-    first token still attends to; window one of exactly `window` rows, as packages of
-    other exporters have that move their rows.
-
-    `target` names the kind of programs that an installed plug-in makes; it is written
-    only where they are not Core ML's."""
+    Args:
+        tokens: the tokens of a call. `1-4`: any number up to 4 (RangeDim); `4`: always
+            four; `1,64`: one or 64, with a function for each in every shard.
+        layers_per_shard: decoder layers in one package.
+        compress: how weights are stored, a name of `PRESETS`.
+        kv_write: how a call writes its cache rows: by a one-hot `mask`, or as a `slice`
+            at `pos`.
+        layout: the axes of activations: [B, C, T, 1] or [B, C, 1, T].
+        moe: whether a graph holds all experts (`dense`) or the host picks expert shards
+            (`routed`).
+        sliding: the cache of layers with an attention window. `mask`: max_seq_len rows.
+            `ring`: `window + t_max - 1` rows, just enough for a call of t_max tokens not
+            to overwrite a row that its first token still attends to. `window`: exactly
+            `window` rows, which packages of other exporters move.
+        target: the kind of programs that an installed plug-in makes; written only where
+            they are not Core ML's.
+    """
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
     tokens: TokensOfCall = "1-4"
@@ -134,14 +141,14 @@ class Options(ManifestModel):
 
     @property
     def interpreter(self) -> str:
-        """The runtime that runs the programs as they are written, on no device."""
+        """The runtime that runs the programs as they are written and is no device."""
         return self.plugin.runtime if self.plugin else "portable"
 
     @property
     def program_dtype(self) -> str:
-        """`fp16` or `fp32`, of a program's inputs, states and results."""
-        exact = self.plugin and self.plugin.precision == "exact"
-        return "fp32" if exact else "fp16"
+        """The dtype of a program's inputs, states and results: `fp16` or `fp32`."""
+        is_exact = self.plugin and self.plugin.precision == "exact"
+        return "fp32" if is_exact else "fp16"
 
     @property
     def preset(self) -> Preset:
@@ -181,11 +188,14 @@ class Options(ManifestModel):
 
 
 class Rope(ManifestModel):
-    """One rotary table, made by the host: angle = position · inv_freq, cos and sin
-    times `scale`.
+    """One rotary table, which the host computes: angle = position · inv_freq, cos and
+    sin times `scale`.
 
-    `name` is "" or the suffix of its inputs (`rope_cos_local`), `nope` for layers that
-    turn nothing; `inv_freq` has D_rotary / 2 entries (radians per token)."""
+    Args:
+        name: "" or the suffix of its inputs (`local` of `rope_cos_local`); `nope` for
+            layers that rotate nothing.
+        inv_freq: D_rotary / 2 entries, radians per token.
+    """
 
     name: RopeName = ""
     inv_freq: Annotated[list[Finite], Field(min_length=1)]
@@ -193,12 +203,17 @@ class Rope(ManifestModel):
 
 
 class Layer(ManifestModel):
-    """What the host needs for one decoder layer: its attention window in tokens (None:
-    all) and its rope table.
+    """What the host needs for one decoder layer.
 
     Layers with one rope table have one window, so that `suffix` names the inputs of
-    both (`rope_cos_local`, `attn_mask_local`). A layer that does not attend has no
-    cache and takes none of these inputs."""
+    both (`rope_cos_local`, `attn_mask_local`).
+
+    Args:
+        window: the attention window in tokens (None: all).
+        rope: the name of the rope table.
+        attends: whether the layer attends; one that does not has no cache and takes
+            none of these inputs.
+    """
 
     window: Count | None = None
     rope: RopeName = ""
@@ -217,7 +232,7 @@ class FileEntry(ManifestModel):
 
 class StateEntry(ManifestModel):
     """A logical state: the Core ML state `tensor` that holds it, and its shape. `ring`
-    is the number of rows of a ring buffer: position p lives in row p mod ring."""
+    is the number of rows of a ring buffer, in which position p is in row p mod ring."""
 
     tensor: str
     shape: list[Count]
@@ -225,11 +240,11 @@ class StateEntry(ManifestModel):
 
 
 class Shard(ManifestModel):
-    """One `.mlpackage`, or a plug-in's package: its interface, its files, and where its contents
-    came from.
+    """One `.mlpackage`, or a plug-in's package: its interface, its files, and the origin
+    of its contents.
 
-    `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it
-    holds in part: vocabulary rows of a head slice, the one expert of an expert shard.
+    `rows` are the rows [start, stop) of the checkpoint tensors that the shard holds in
+    part: vocabulary rows of a head slice, the one expert of an expert shard.
     """
 
     name: str
@@ -237,19 +252,19 @@ class Shard(ManifestModel):
     path: RelativePath
     layers: tuple[int, int] = (0, 0)  # decoder layers [start, stop)
     rows: tuple[int, int] = (0, 0)
-    # how to run packages of another exporter, all of them below `path`
+    # describes packages of another exporter, all of them below `path`
     foreign: Foreign | None = None
     inputs: Shapes
     outputs: Shapes
     states: dict[StateName, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
-    # checkpoint tensor → name of the constant that holds it, or those of packages
+    # checkpoint tensor → name of the constant that holds it, or names of its pieces
     weights: dict[str, str | list[str]] = {}
     # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
     offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module
     template: str  # the shard whose shape was converted
-    # program's function → the T that it takes; none: the program has `main` alone
+    # program's function → the T that it takes; empty: the program has `main` alone
     functions: dict[str, Count] = {}
     bytes: Position
     files: Annotated[list[FileEntry], Field(min_length=1)]
@@ -291,42 +306,46 @@ class Manifest(ManifestModel):
 
     @property
     def foreign(self) -> Foreign | None:
-        """How to run packages of another exporter, if they are what the bundle has."""
+        """The description of another exporter's packages, if the bundle consists of
+        them."""
         return self.shards[0].foreign
 
     @property
     def shows_hidden(self) -> bool:
-        """Whether every shard of layers gives the output of its last layer, and reads
-        that of the layer before: otherwise only caches and logits can be compared."""
+        """Whether every shard of layers outputs the hidden state of its last layer and
+        reads that of the layer before; otherwise only caches and logits can be
+        compared."""
         return self.foreign is None
 
     @property
     def gives_logits(self) -> bool:
-        """Whether logits of every token come out, or the top tokens alone."""
+        """Whether the packages output logits, not only the top tokens."""
         return not self.foreign or "top" not in self.foreign.roles.values()
 
     @property
     def constants_error(self) -> float:
-        """Relative RMS of keys and values that constants of the programs, which the
-        manifest does not show (rope tables, scales), may cost beside the weights."""
+        """Relative RMS of keys and values that constants of the programs may cost
+        beside the weights, where the manifest does not show them (rope tables,
+        scales)."""
         return FOREIGN_ERROR if self.foreign else 0.0
 
     @property
     def stream_scale(self) -> float:
-        """What `x` and `hidden` of every shard are divided by, a power of two."""
+        """The power of two by which `x` and `hidden` of every shard are divided."""
         return 2.0**self.residual_exponent
 
     @model_validator(mode="after")
     def _whole(self):
         layers = [s.layers for s in self.shards if s.kind in ("layers", "router")]
         rows = [s.rows for s in self.shards if LOGITS in s.outputs]
-        for what, parts, count in (
+        for part, ranges, count in (
             ("layer", layers, self.dims.L),
             ("row of the vocabulary", rows, self.dims.V),
         ):
-            edges = [0, *itertools.chain.from_iterable(parts), count]
+            # each range begins where the one before ends
+            edges = [0, *itertools.chain.from_iterable(ranges), count]
             if edges[::2] != edges[1::2]:
-                raise ValueError(f"the shards do not hold every {what} once, in order")
+                raise ValueError(f"the shards do not hold every {part} once, in order")
         used = {layer.rope for layer in self.layers}
         if len(self.layers) != self.dims.L or used - {rope.name for rope in self.rope}:
             raise ValueError("layers and rope tables are not those of L layers")
@@ -338,8 +357,8 @@ class Manifest(ManifestModel):
 
 
 def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:
-    """Name of the field that pydantic refuses first (`whole` for the model itself), and
-    its error: `msg`, `input`, `type`."""
+    """The name of the field that pydantic refuses first (`whole` for the model itself),
+    and the error: `msg`, `input`, `type`."""
     error = problem.errors(include_url=False)[0]
     error["msg"] = re.sub("^(Value error, |Input should be )", "", error["msg"])
     return ".".join(map(str, error["loc"])) or whole, error

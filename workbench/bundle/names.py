@@ -10,8 +10,8 @@ import re
 
 X, HIDDEN = "x", "hidden"  # [B, C, T, 1]: input of a shard, output of decoder layers
 LOGITS = "logits_k"  # [B, rows, T, 1]: one slice of the vocabulary
-IDS = "ids"  # [B, T]: what packages of another exporter may read in place of x
-EMBEDDING = "embedding"  # the table that such packages look ids up in, as a weight
+IDS = "ids"  # [B, T]: packages of another exporter may read ids in place of x
+EMBEDDING = "embedding"  # the weight in which such packages look ids up
 # [B, 1, T, D_rotary / 2]; plus the suffix of the layer's rope table
 ROPE_COS = "rope_cos"
 ROPE_SIN = "rope_sin"
@@ -19,8 +19,8 @@ ATTN_MASK = "attn_mask"  # [B, 1, T, S], added to scores; plus the suffix
 # [B, 1, S, T], one-hot columns: the cache row that each token takes
 KV_WRITE_MASK = "kv_write_mask"
 POS = "pos"  # [1] int32: the cache row of the first token, with kv_write = slice
-# [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among a call's
-# valid columns and, where these are fewer, among the n that a state holds
+# [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among the valid
+# columns of a call and, where these are fewer, among the n rows of the state
 TAIL_SELECT = "tail_select"
 TAIL_KEEP = "tail_keep"
 ORDER = "order"  # [B, 1, T, 1]: 1, 2, … for valid columns, 0 for others
@@ -35,7 +35,7 @@ EXPERT_WEIGHT, ACC = ("expert_weight", "acc")
 # call writes its own rows, so that a sequence goes back by moving its offset (in a ring
 # at most by t_max tokens).
 K_STATE, V_STATE = "k_state", "v_state"
-# A call replaces the others, and only a copy from before it leads back.
+# A call overwrites the other states, and only a copy from before it leads back:
 # a convolution's last n inputs: [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
 CONV_STATE, V_DELAYED_STATE = ("conv_state", "v_delayed_state")
 MATRIX_STATE = "matrix_state"  # [B, H, K, V], a sum over all tokens, which decays
@@ -57,7 +57,7 @@ def split_layer(name: str) -> tuple[int | None, str]:
     """Decoder layer in a dotted name and what follows it: `model.layers.3.mlp.up` → (3,
     "mlp.up").
 
-    The names of tensors, states and modules have at most one layer; without one it is
-    (None, name)."""
+    The names of tensors, states and modules have at most one layer; a name without one
+    gives (None, name)."""
     match = re.fullmatch(r"(?:.+\.)?layers\.(\d{1,9})(?:\.(.*))?", name)
     return (int(match[1]), match[2] or "") if match else (None, name)

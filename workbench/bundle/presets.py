@@ -1,5 +1,4 @@
-"""The presets of `--compress`: the one table of their names, bits and scales. A
-leaf."""
+"""The presets of `--compress`: their names, bits and scales, in one table. A leaf."""
 
 from dataclasses import dataclass
 
@@ -8,9 +7,12 @@ from dataclasses import dataclass
 class Preset:
     """How the matrices of a bundle are stored.
 
-    `bits` are those of a stored element. An integer preset has fp16 scales, at
-    coremltools' `granularity`, of `block` inputs each for `per_block`. A lookup table
-    has neither; fp16 neither."""
+    Args:
+        bits: of a stored element.
+        granularity: of an integer preset: for what coremltools has one fp16 scale, such
+            as `per_channel`. None: a lookup table, or fp16.
+        block: inputs for which `per_block` has one scale.
+    """
 
     name: str
     bits: int
@@ -24,8 +26,8 @@ class Preset:
 
     @property
     def stored_bits(self) -> float:
-        """Bits per weight with the scales of blocks; those of tensors, channels and
-        tables are few."""
+        """Bits per weight, scales of blocks included; scales of tensors and channels
+        and the values of tables are few."""
         return self.bits + 16 / self.block if self.block else self.bits
 
 

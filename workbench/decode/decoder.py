@@ -503,8 +503,8 @@ class Decoder:
             widths.append(T)
         slices, native = [], []
         for model in self.heads:
-            of_shard = hook and partial(hook, model.shard)
-            outputs = model.predict_calls(ios, [None] * len(ios), [of_shard] * len(ios))
+            hooks = [hook and partial(hook, model.shard)] * len(ios)
+            outputs = model.predict_calls(ios, [None] * len(ios), hooks)
             native.append(model.last_native_ms)
             rows = []
             for output, T in zip(outputs, widths):

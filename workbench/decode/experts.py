@@ -26,6 +26,11 @@ class RoutedExperts:
         bundle: an opened bundle.
         load: loads one shard.
         plane: [B, C, T] → the bundle's layout.
+
+    Attributes:
+        fixed: whether expert shards take fixed numbers of columns.
+        shards: by (layer, expert).
+        native_ms: Core ML's times of the predictions of the last run.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class RoutedExperts:
         self.fixed = bool(bundle.manifest.options.shapes)
         self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
         self.models: dict[tuple[int, int], Model] = {}
-        self.native_ms: list[float | None] = []  # of the last run's predictions
+        self.native_ms: list[float | None] = []
 
     def run(
         self,
@@ -47,12 +52,20 @@ class RoutedExperts:
         counts: np.ndarray,
         hook: Callable | None = None,
     ) -> np.ndarray:
-        """Finishes a layer from its router shard's outputs; `counts` [B] valid columns,
-        `hook` as of `Decoder.advance`. Returns hidden as a plane.
+        """Finishes a layer from the outputs of its router shard.
 
         The expert with the best score runs, weighted by its probability; the class
         after the last expert runs none. Columns are grouped by expert; a model of fixed
-        T takes all of them, with weight zero for other experts' columns."""
+        T takes all columns, those of other experts with weight zero.
+
+        Args:
+            routed: the router shard's outputs by name.
+            counts: [B] valid columns.
+            hook: see `Sequences.advance`.
+
+        Returns:
+            The hidden states as a plane.
+        """
         flat = {
             name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()
         }
@@ -64,20 +77,23 @@ class RoutedExperts:
         for expert in np.unique(choice):
             if (layer, expert) not in self.shards:
                 continue
-            own = choice == expert
-            columns = own.any(0) | self.fixed
-            io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None]}
-            io[ACC] = hidden
+            is_chosen = choice == expert  # [B, T]
+            columns = is_chosen.any(0) | self.fixed
+            io = {
+                EXPERT_IN: flat[EXPERT_IN],
+                EXPERT_WEIGHT: weights * is_chosen[:, None],
+                ACC: hidden,
+            }
             io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
             model = self.model(layer, expert)
-            of_shard = hook and partial(hook, model.shard)
-            output = model.predict(io, None, of_shard)[HIDDEN]
+            shard_hook = hook and partial(hook, model.shard)
+            output = model.predict(io, None, shard_hook)[HIDDEN]
             self.native_ms.append(model.last_native_ms)
             hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)
 
     def model(self, layer: int, expert: int) -> Model:
-        """The expert's model, loaded if it was not yet."""
+        """The model of an expert, loaded when it is first asked for."""
         if (layer, expert) not in self.models:
             self.models[layer, expert] = self.load(self.shards[layer, expert])
         return self.models[layer, expert]

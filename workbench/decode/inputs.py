@@ -22,10 +22,18 @@ from workbench.errors import InputError
 
 
 class Host:
-    """Call inputs of a bundle, for B sequences each at its own position.
+    """Computes the inputs of calls of a bundle, for B sequences at positions of their
+    own.
 
     Every cache is addressed as a ring of n rows: position p is stored in row p mod n. A
-    cache of max_seq_len rows never wraps."""
+    cache of max_seq_len rows never wraps.
+
+    Attributes:
+        names: the inputs of all shards.
+        tail: rows of a tail state, n of `tail_select`.
+        tables: (suffix of the inputs' names, rope table, attention window) of every
+            kind of attending layer.
+    """
 
     def __init__(self, manifest: Manifest):
         self.options = manifest.options
@@ -43,8 +51,13 @@ class Host:
         ]
 
     def check(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
-        """Raises an InputError, before anything is written, for a call with a token at
-        a position past max_seq_len."""
+        """Raises an InputError for a token at a position past max_seq_len, before
+        anything is written.
+
+        Args:
+            offsets: [B] tokens already in each sequence's cache.
+            counts: [B] tokens of the call.
+        """
         S = self.options.max_seq_len
         for seq, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
             if count and offset + count > S:
@@ -65,7 +78,7 @@ class Host:
     def inputs(
         self, offsets: np.ndarray, counts: np.ndarray, T: int
     ) -> dict[str, np.ndarray]:
-        """Shared inputs of one call, those that a shard reads.
+        """The inputs of one call that at least one shard reads, whatever the layer.
 
         Args:
             offsets: [B] tokens already in each sequence's cache.
@@ -74,11 +87,16 @@ class Host:
             T: columns of the call.
 
         Returns:
-            tail_select [B, n, T] and tail_keep [B, n, n], n being the rows of a tail;
-            order [B, 1, T, 1]; router_state of zeros, which the first layer takes; pos
-            [1] or kv_write_mask [B, 1, rows, T]; and for each rope table, under its
-            suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
-            kv_write_mask where its caches are rings.
+            Arrays by name, float32 but for `pos`: tail_select [B, n, T] and tail_keep
+            [B, n, n], where a tail has n rows; order [B, 1, T, 1]; router_state of
+            zeros, which the first layer reads; pos [1] int32 or kv_write_mask [B, 1,
+            rows, T]; and for each rope table, under its suffix, rope_cos and rope_sin
+            [B, 1, T, rope_half], attn_mask [B, 1, T, rows], and kv_write_mask where its
+            caches are rings.
+
+        Raises:
+            InputError: a position past max_seq_len; unequal positions or dummies for a
+                slice write.
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
@@ -87,14 +105,14 @@ class Host:
         if ORDER in self.names:
             inputs[ORDER] = (np.arange(1, T + 1) * valid)[:, None, :, None]
         if TAIL_SELECT in self.names:
-            # of each row of a tail the place among the old ones and the columns
+            # Each row of a tail takes the input at this place, counted from the oldest
+            # row through the old rows and then the columns of the call.
             place = counts[:, None, None] + np.arange(self.tail)[:, None]
             inputs[TAIL_SELECT] = np.arange(T) == place - self.tail
             inputs[TAIL_KEEP] = np.arange(self.tail) == place
         if self.router_state:
-            inputs[ROUTER_STATE] = np.zeros(
-                [{"T": T}.get(n, n) for n in self.router_state]
-            )
+            shape = [T if n == "T" else n for n in self.router_state]
+            inputs[ROUTER_STATE] = np.zeros(shape)
         for suffix, rope, window in self.tables:
             angles = np.float32(positions)[:, None, :, None] * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
@@ -102,10 +120,10 @@ class Host:
             rows, ring = self.options.cache_rows(window), self.options.ring_rows(window)
             seen = _visible(positions, offsets + counts, rows, window)
             inputs[ATTN_MASK + suffix] = np.where(seen, 0, MASKED)[:, None]
-            # one-hot columns: the row of each valid token; dummies have none
-            own = np.arange(rows)[:, None] == (positions % rows)[:, None]
-            write = KV_WRITE_MASK + suffix if ring else KV_WRITE_MASK
-            inputs[write] = (own & valid[:, None])[:, None]
+            # one-hot columns: the row of each valid token; a dummy writes no row
+            is_row = np.arange(rows)[:, None] == (positions % rows)[:, None]
+            write_mask = KV_WRITE_MASK + suffix if ring else KV_WRITE_MASK
+            inputs[write_mask] = (is_row & valid[:, None])[:, None]
         if self.options.kv_write == "slice":
             if len(set(offsets.tolist())) > 1 or not valid.all():
                 raise InputError(
@@ -126,10 +144,10 @@ def _visible(
     positions: np.ndarray, ends: np.ndarray, rows: int, window: int | None
 ) -> np.ndarray:
     """Whether each token attends to each row [B, T, rows] once this call's tokens are
-    written, `ends` [B] tokens in all.
+    written, after which the sequences have `ends` [B] tokens.
 
-    Row r then holds the last position up to `ends` − 1 that is r modulo `rows`, or,
-    where that is negative, nothing."""
+    Row r then holds the last position up to `ends` − 1 that is r modulo `rows`; where
+    that position is negative, the row is empty."""
     last = ends[:, None] - 1
     stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row
     # [B, T, rows]: from each query back to each row

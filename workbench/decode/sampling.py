@@ -46,12 +46,12 @@ class Sampling:
         that are not finite."""
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # a NaN is the largest of all here
-            raise InputError(
-                f"logits for position {position}",
-                str(logits[best]),
-                "finite values",
-                "run workbench explain --only ranges: it names the first operation with inf or NaN",
+            step = (
+                "run workbench explain --only ranges: it names the first operation with "
+                "inf or NaN"
             )
+            subject = f"logits for position {position}"
+            raise InputError(subject, str(logits[best]), "finite values", step)
         if self.temperature == 0:
             return best
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]

@@ -8,9 +8,9 @@ stores 4 bits per value of K and V:
     codes  [H, rows, D / 2]       uint8, two values per byte, the first in the low half
     scale  [H, rows, D / group]   fp16, like `low`; group: the largest common divisor of D and 64
 
-Groups run along head_dim alone, so that any slice of tokens is exact. Other states are
-stored unchanged. So is a cache whose q4 error exceeds a quarter of its deviation from
-the mean token, since a few large channels use up the range of its groups."""
+Groups run along head_dim alone, so that a slice of tokens has the same codes. Other
+states are stored unchanged. So is a cache whose q4 error exceeds a quarter of its
+deviation from the mean token: a few large channels use up the range of its groups."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ def save(
     """Writes a snapshot under a name, in place of an earlier one; returns its file.
 
     Raises:
-        InputError: an unusable name, format or value, or no room on the disk; the
+        InputError: an unusable name, format or value, or no space on the disk; the
             earlier snapshot of the name stays.
     """
     check_choice("snapshot format", format, FORMATS, "choose one of these")
@@ -50,7 +50,8 @@ def save(
         if format == "q4" and is_cache(state) and value.size:
             parts = quantize(value)
             if is_near(value, dequantize(*parts)):
-                tensors |= {state + part: own for part, own in zip(PARTS, parts)}
+                for suffix, part in zip(PARTS, parts):
+                    tensors[state + suffix] = part
                 del tensors[state]
     header = {"version": VERSION, "identity": snapshot.identity}
     header["floor"] = str(snapshot.floor)
@@ -58,19 +59,19 @@ def save(
         path.parent.mkdir(parents=True, exist_ok=True)
         save_arrays(path, tensors, header)
     except (OSError, SafetensorError) as problem:
-        needed = "a folder that can be written, with room for it"
-        step = "free some room, or choose another folder"
+        needed = "a folder that can be written, with enough space"
+        step = "free some space, or choose another folder"
         raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
     return path
 
 
 def load(folder: str | Path, name: str) -> Snapshot:
-    """The snapshot of a name, in new arrays; quantized caches in float16.
+    """Reads the snapshot of a name into new arrays; quantized caches in float16.
 
     Raises:
         InputError: no such name; a damaged file, or one of another version.
     """
-    with _opened(_path(folder, name)) as (header, file):
+    with _open(_path(folder, name)) as (header, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}
         ids = tuple(tensors.pop(IDS).tolist())
         return Snapshot(ids, header["identity"], decode(tensors), int(header["floor"]))
@@ -79,25 +80,25 @@ def load(folder: str | Path, name: str) -> Snapshot:
 def find(
     folder: str | Path, ids: Sequence[int], identity: str
 ) -> tuple[Snapshot, list[int]] | None:
-    """The snapshot of a decoder's `identity` with the longest beginning of a prompt,
-    trimmed to it, and the rest of the prompt; None if no snapshot has one.
+    """The stored snapshot that shares the longest beginning with a prompt, trimmed to
+    it, and the rest of the prompt; None if no snapshot shares any.
 
-    At least one token remains, since its logits are needed: of a prompt that is stored
-    whole the last token runs again. A snapshot that cannot be trimmed so far is left
-    out.
+    Only snapshots of a decoder's `identity` count, and only those that can be trimmed
+    so far. At least one token remains, because its logits are needed: the last token of
+    a prompt that is stored whole runs again.
 
     Raises:
         InputError: a damaged file.
     """
     best, longest, prompt = None, 0, np.array(ids[:-1], np.int32)
     for path in sorted(Path(folder).glob("[!.]*.safetensors")):
-        with _opened(path) as (header, file):
+        with _open(path) as (header, file):
             stored = file.get_tensor(IDS)
             usable, lowest = header["identity"] == identity, int(header["floor"])
         shorter = min(len(stored), len(prompt))
-        same = np.logical_and.accumulate(stored[:shorter] == prompt[:shorter])
-        if usable and same.sum() >= max(lowest, longest + 1):
-            best, longest = path.stem, int(same.sum())
+        equal = np.logical_and.accumulate(stored[:shorter] == prompt[:shorter])
+        if usable and equal.sum() >= max(lowest, longest + 1):
+            best, longest = path.stem, int(equal.sum())
     if best is None:
         return None
     snapshot = load(folder, best)
@@ -112,8 +113,12 @@ def _path(folder: str | Path, name: str) -> Path:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[dict, safe_open]]:
-    """The header of a file, and the open file."""
+def _open(path: Path) -> Iterator[tuple[dict, safe_open]]:
+    """Context manager that gives the header of a file, and the open file.
+
+    Raises:
+        InputError: no such file, a damaged one, or one of another version.
+    """
     try:
         with safe_open(path, framework="np") as file:
             header = file.metadata()
@@ -127,18 +132,22 @@ def _opened(path: Path) -> Iterator[tuple[dict, safe_open]]:
 
 
 def decode(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The states of a file's tensors; quantized caches in float16."""
+    """States from the tensors of a file; quantized caches in float16."""
     states = dict(tensors)
     for codes in [name for name in tensors if name.endswith(CODES)]:
         state = codes.removesuffix(CODES)
-        value = dequantize(*(states.pop(state + part) for part in PARTS))
-        states[state] = value.astype(np.float16)
+        parts = [states.pop(state + suffix) for suffix in PARTS]
+        states[state] = dequantize(*parts).astype(np.float16)
     return states
 
 
 def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows [..., D] → codes [..., D / 2] uint8, scale and low [..., D / group] fp16
-    (see above)."""
+    """Rows [..., D] → codes [..., D / 2] uint8, scale and low [..., D / group] fp16, as
+    the module's docstring defines them.
+
+    Raises:
+        InputError: values beyond fp16, an odd D.
+    """
     D = rows.shape[-1]
     if D % 2 or not (np.abs(rows) <= MAX_FP16).all():
         needed = "finite values in fp16's range and an even head_dim"
@@ -147,7 +156,7 @@ def quantize(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     grouped = rows.reshape(*rows.shape[:-1], -1, gcd(D, GROUP))
     low = grouped.min(-1)  # an fp16 number
     scale = ((grouped.max(-1) - low) / 15).astype(np.float16)
-    # the number above, so that 15 steps reach the largest value
+    # the next fp16 number, so that 15 steps reach the largest value
     scale = np.nextafter(scale, np.float16(np.inf))
     steps = scale.astype(np.float32)
     codes = np.rint((grouped - low[..., None]) / steps[..., None])

@@ -20,12 +20,15 @@ from workbench.decode.times import Times
 from workbench.errors import InputError, one_line
 from workbench.files import check_folder, write_whole
 
-TEMPLATE_SECONDS = 10.0  # of a chat template; real ones take milliseconds
+TEMPLATE_SECONDS = 10.0  # limit for a chat template; real ones take milliseconds
 
 
 def load_tokenizer(folder: str | Path):
-    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder; refuses a
-    folder that has none, or a damaged one."""
+    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder.
+
+    Raises:
+        InputError: no tokenizer in the folder, or a damaged one.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if not (Path(folder) / "tokenizer.json").is_file():
@@ -40,7 +43,7 @@ def load_tokenizer(folder: str | Path):
         return PreTrainedTokenizerFast.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as problem:  # tokenizers raises no other class
+    except Exception as problem:  # tokenizers raises nothing more precise
         raise InputError(
             f"tokenizer {folder}",
             one_line(problem),
@@ -50,12 +53,12 @@ def load_tokenizer(folder: str | Path):
 
 
 def encode_text(folder: str | Path, text: str) -> list[int]:
-    """Token ids of a text: those that the tokenizer in `folder` gives, with the special
-    tokens that it adds and no others. Where the text itself begins with the
+    """Token ids of a text by the tokenizer in `folder`, with the special tokens that
+    the tokenizer adds and no others. Where the text itself begins with the
     beginning-of-sequence token that the tokenizer adds, the token stands once."""
     tokenizer = load_tokenizer(folder)
-    # verbose: it warns of texts longer than the model's context, which are read in
-    # windows
+    # Not verbose: the tokenizer would warn of texts longer than the model's context,
+    # which are read in windows.
     ids = tokenizer.encode(text, verbose=False)
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
@@ -64,8 +67,8 @@ def encode_text(folder: str | Path, text: str) -> list[int]:
 
 
 def text_of(folder: Path, ids: Sequence[int]) -> str:
-    """The text of token ids, special tokens left out; without a tokenizer in `folder`
-    the ids themselves."""
+    """The text of token ids without special tokens; the ids themselves where `folder`
+    has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return ", ".join(map(str, ids))
     return load_tokenizer(folder).decode(ids, skip_special_tokens=True)
@@ -77,17 +80,17 @@ def unknown_share(folder: Path, ids: Sequence[int]) -> float:
     if not (folder / "tokenizer.json").is_file():
         return 0.0
     unknown = load_tokenizer(folder).unk_token_id
-    return sum(i == unknown for i in ids) / max(1, len(ids))
+    return sum(token == unknown for token in ids) / max(1, len(ids))
 
 
 def token_labels(folder: Path | None, ids: Sequence[int]) -> list[str]:
     """The text of each token for an axis: white space visible, at most 12 characters;
-    the id itself without a tokenizer in `folder`."""
+    the id itself where `folder` has no tokenizer."""
     if folder is None or not (folder / "tokenizer.json").is_file():
-        return [str(i) for i in ids]
+        return [str(token) for token in ids]
     decode = load_tokenizer(folder).decode
-    white = str.maketrans(" \n\t", "·↵⇥")
-    texts = [decode([int(i)]).translate(white) for i in ids]
+    visible_space = str.maketrans(" \n\t", "·↵⇥")
+    texts = [decode([int(token)]).translate(visible_space) for token in ids]
     return [text if len(text) <= 12 else f"{text[:11]}…" for text in texts]
 
 
@@ -100,14 +103,17 @@ def encode_chat(folder: str | Path, message: str) -> list[int]:
             rendered.
     """
     turns = [{"role": "user", "content": message}]
-    how = {"add_generation_prompt": True, "return_dict": False}
     try:
         tokenizer = load_tokenizer(folder)
-        with _limited(TEMPLATE_SECONDS):
-            return tokenizer.apply_chat_template(turns, **how)
+        with _time_limit(TEMPLATE_SECONDS):
+            return tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=False
+            )
     except InputError:
         raise
-    except Exception as problem:  # whatever its statements raise; ValueError: none
+    # A template is a program, whose statements may raise anything; transformers raises
+    # a ValueError where there is no template.
+    except Exception as problem:
         subject = f"chat template of tokenizer {folder}"
         needed = "a checkpoint that was trained for chat, with its template"
         step = "leave --chat out, or export a checkpoint that has one"
@@ -116,10 +122,10 @@ def encode_chat(folder: str | Path, message: str) -> list[int]:
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raises a TimeoutError in the block after `seconds`, between two statements of
-    Python: a template is a program, and may loop for ever. Only a main thread has such
-    an alarm; in another one the block is not limited."""
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Context manager that raises a TimeoutError in its block after `seconds`, between
+    two statements of Python: a template is a program, and may loop for ever. Only a
+    main thread has such an alarm; in another thread the block has no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -144,23 +150,25 @@ def transcript(
     sampling: Sampling = GREEDY,
     on_text: Callable[[str], None] | None = None,
 ) -> dict:
-    """Decodes one prompt and sums up.
+    """Decodes one prompt and measures it.
 
     Args:
         logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row
             per generated token.
-        on_text: is called with the text of each token as soon as it is decoded, where
-            the bundle has a tokenizer; the pieces add up to `text`.
+        on_text: called with the text of each token as soon as it is decoded, where the
+            bundle has a tokenizer; the pieces add up to `text`.
 
     Returns:
         The JSON of `workbench generate`. First calls compile and allocate, and no figure
         contains them: the first call of each width of the prompt runs once more, on
-        sequences of its own, before the prompt is timed (`prefill.first_calls`,
+        separate sequences, before the prompt is timed (`prefill.first_calls`,
         `first_calls_ms`); the first step after the prompt is in `samples_ms` alone
-        (`decode.first_calls`), and the figures of `decode` are None without another.
+        (`decode.first_calls`), and the figures of `decode` are None without another
+        step.
 
     Raises:
-        InputError: what cannot be decoded, or kept, before any token is.
+        InputError: a prompt that cannot be decoded, a file that cannot be written;
+            before any token is decoded.
     """
     max_new = whole_number(max_new, "new tokens")
     _check_options(decoder, logits, sampling)
@@ -171,8 +179,9 @@ def transcript(
         tokenizer = load_tokenizer(decoder.bundle.tokenizer)
         pieces = DecodeStream(skip_special_tokens=False)
     eos = decoder.manifest.tokens.eos
-    # a step more for the logits after the last token
-    new, stop = (max_new + 1, ()) if logits else (max_new, eos)
+    new, stop = max_new, eos
+    if logits:  # one step more, for the logits after the last token
+        new, stop = max_new + 1, ()
     _check_length(decoder, ids, new)
     first_calls_ms = _warm_up(decoder, ids)
     tokens, times, rows, start = [], [], [], time.perf_counter()
@@ -209,31 +218,33 @@ def transcript(
 
 
 def _check_length(decoder: Decoder, ids: list[int], new: int) -> None:
-    """Refuses what `Decoder.stream` refuses, before anything runs."""
+    """Raises the InputError of `Decoder.stream` for a prompt that cannot be decoded,
+    before anything runs."""
     if decoder.options.batch == 1:
         prompts = checks.prompts(ids, 1, decoder.manifest.dims.V)
         decoder.host.check([0], [len(prompts[0]) + max(new - 1, 0)])
 
 
 def _warm_up(decoder: Decoder, ids: list[int]) -> list[float]:
-    """Runs the first call of each width that the prompt needs on fresh sequences;
-    returns the ms of each."""
+    """Runs the first call of each width that the prompt needs on new sequences;
+    returns the milliseconds of each."""
     if decoder.options.batch > 1:
         return []
     options = decoder.options
     sizes = [end - start for start, end in options.tiling.calls(len(ids))]
-    firsts = {options.tiling.width(size): size for size in sizes}
-    spent = []
-    for size in firsts.values():
-        began = time.perf_counter()
+    size_of_width = {options.tiling.width(size): size for size in sizes}
+    durations_ms = []
+    for size in size_of_width.values():
+        start = time.perf_counter()
         decoder.new_sequences().prefill(ids[:size])
-        spent.append((time.perf_counter() - began) * 1e3)
-    return spent
+        durations_ms.append((time.perf_counter() - start) * 1e3)
+    return durations_ms
 
 
 def _step_times(times: list[Times]) -> dict:
-    """The ms of all decoding steps. Without the first one: tokens over the time of the
-    steps, and medians of the parts in ms; None where there is no other step."""
+    """The milliseconds of all decoding steps (`samples_ms`); of the steps after the
+    first one the tokens per second and the medians of the parts in milliseconds, None
+    where there is only one step."""
     samples = [t.total for t in times]
     figures = dict.fromkeys(("tokens_per_s", "layer_ms", "head_ms"))
     if later := times[1:]:
@@ -246,8 +257,8 @@ def _step_times(times: list[Times]) -> dict:
 
 
 def _check_options(decoder: Decoder, logits: Path | None, sampling: Sampling) -> None:
-    """Raises an InputError for an option that needs logits, if the packages give none,
-    and for a file of logits that cannot be written."""
+    """Raises an InputError for an option that needs logits where the packages give
+    none, and for a file of logits that cannot be written."""
     options = {"--logits": logits, "--temperature": sampling.temperature}
     for option, value in options.items():
         if value and not decoder.manifest.gives_logits:
