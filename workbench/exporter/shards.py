@@ -37,7 +37,7 @@ HEAD_ROWS = 16_384
 
 @dataclass
 class Spec:
-    """One shard to make: its contents and the interface of its module.
+    """One shard to write: its contents and the interface of its module.
 
     Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state
     (`layers.3.k_state`) to its entry.
@@ -53,7 +53,7 @@ class Spec:
 
 
 def specs(plan: Plan, options: Options) -> Iterator[Spec]:
-    """Every shard of the model, in the order the decoder runs them."""
+    """Every shard of the model, in the order in which the decoder runs them."""
     L = plan.dims.L
     C = options.plane(plan.dims.C)
     V = plan.dims.V
@@ -77,12 +77,12 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     to its router.
 
     Its inputs are x, each rope table with its masks, write addresses, side inputs. Each
-    state is a tensor of its own, named by its layer in the shard where that has
-    several."""
+    state is a separate tensor; in a shard of several layers its name begins with the
+    number of its layer in the shard."""
     C = options.plane(plan.dims.C)
     E = options.plane(plan.experts + 1)
     B = options.batch
-    attending = {x.rope: x for x in plan.layers[first:last] if x.attends}
+    attending = {one.rope: one for one in plan.layers[first:last] if one.attends}
     inputs = {X: C}
     for rope in plan.rope:
         if rope.name in attending:
@@ -119,8 +119,8 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
 
 
 class LayerStack(nn.Module):
-    """Decoder layers run one after the other, each on its own states; inputs and
-    outputs in the order of the spec."""
+    """Decoder layers that run one after the other, each on the states of its layer;
+    inputs and outputs are in the order of the spec."""
 
     def __init__(self, blocks: list[nn.Module], spec: Spec):
         super().__init__()

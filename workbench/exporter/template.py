@@ -1,15 +1,15 @@
 """The shards of one shape: their programs are equal, and only weight bytes differ.
 
 coremltools converts one shard of each shape. Its weights are placeholders, so that the
-program depends on shapes and options alone: random, because coremltools drops a product
-with ones and merges equal constants. A `Template` knows where in the weight file and in
-the program each parameter lies; `write` makes a shard by putting the shard's own
-weights in these places.
+program depends on shapes and options alone. They are random, because coremltools drops
+a product with ones and merges equal constants. A `Template` knows where each parameter
+is in the weight file and in the program; `write` writes a shard by putting the shard's
+own weights in these places.
 
-Equal programs and weights give equal bytes. coremltools writes a fresh date, random
-identifiers and map entries in any order; here the date is pinned, identifiers follow
-from what they name, and the model is serialized in canonical order. Two shards are
-therefore equal if their manifest entries (path, size, SHA-256) are."""
+Equal programs and weights give equal bytes. coremltools writes the current date, random
+identifiers and map entries in any order; here the date is fixed, identifiers are
+computed from the paths that they name, and the model is serialized in canonical order.
+Two shards are therefore equal if their manifest entries (path, size, SHA-256) are."""
 
 import json
 import struct
@@ -51,9 +51,9 @@ MANIFEST = "Manifest.json"
 RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, their offset
 
 
-class Slot(NamedTuple):
-    """The place of one stored array of a parameter: [start, stop) of the weight file;
-    0, 0: in operation `op` of `operations(model)`."""
+class StoredArray(NamedTuple):
+    """The place of one stored array of a parameter: bytes [start, stop) of the weight
+    file; 0, 0: the array is in operation `op` of `operations(model)`."""
 
     role: str
     op: int
@@ -65,11 +65,16 @@ class Template:
     """The program of a shard, into which the weights of every shard of its shape can be
     written.
 
-    `name` is that of the shard; `modules` maps program values to module paths, layers
-    counted from the shard's first.
+    Attributes:
+        name: of the shard that was converted.
+        modules: program value → module path, layers counted from the shard's first.
+        constants: parameter's path → name of the constant that holds it.
+        arrays: parameter's path → its stored arrays.
+        others: (place, bytes) of the rest of the weight file: headers, records,
+            padding, constants that are no parameters.
 
     Raises:
-        OSError: no room for coremltools' temporary files.
+        OSError: no space for coremltools' temporary files.
     """
 
     suffix = ".mlpackage"
@@ -82,7 +87,7 @@ class Template:
         module = blank(spec, plan, options).requires_grad_(False).eval()
         generator = torch.Generator().manual_seed(0)
         for i, weight in enumerate(weights):
-            # a range of its own: functions share equal lookup tables, too
+            # A separate range for each parameter: functions share equal lookup tables.
             low = 0.5 + i / 64
             parameter = module.get_parameter(weight.path)
             parameter.uniform_(low, low + 1, generator=generator)
@@ -97,17 +102,21 @@ class Template:
             self.model = read_package(package)
             self.manifest = pinned_manifest(package)
             file = package / WEIGHTS
-            blob = file.read_bytes() if file.is_file() else b""  # none: small constants
-        slots = find_slots(self.model, blob)
+            # without a file, all constants are small and in the program
+            blob = file.read_bytes() if file.is_file() else b""
+        arrays = find_arrays(self.model, blob)
         # fp16 cast and compression append to the parameter's name
-        names = {name.split("_to_fp16")[0]: name for name in slots}
+        names = {name.split("_to_fp16")[0]: name for name in arrays}
         self.constants = {w.path: names[w.path.replace(".", "_")] for w in weights}
-        self.slots = {path: slots[name] for path, name in self.constants.items()}
-        # headers, records, padding, constants that are no parameters: place, bytes
+        self.arrays = {path: arrays[name] for path, name in self.constants.items()}
         self.others = []
         end = 0
-        filled = sorted(slot[2:] for each in self.slots.values() for slot in each)
-        for start, stop in [*filled, (len(blob), 0)]:
+        spans = sorted(
+            (array.start, array.stop)
+            for stored in self.arrays.values()
+            for array in stored
+        )
+        for start, stop in [*spans, (len(blob), 0)]:
             assert start >= end, "parameters that share bytes"
             self.others.append((end, blob[end:start]))
             end = stop
@@ -115,11 +124,13 @@ class Template:
     def write(
         self, package: Path, weights: list[WeightSource], load: Callable
     ) -> tuple[list[FileEntry], dict[str, str]]:
-        """Writes this program with `weights` to the new folder `package`. Returns its
-        files and the place of each parameter.
+        """Writes this program with `weights` to the new folder `package`.
 
         Args:
-            load: weight → by role, the arrays that are stored for it.
+            load: weight → the arrays that store it, by role.
+
+        Returns:
+            The files, and the constant of each parameter by its path.
 
         Raises:
             InputError: a weight of another shape, or one that fp16 or the compression
@@ -134,19 +145,19 @@ class Template:
                 whole.seek(start)
                 whole.write(others)
             for weight in weights:
-                arrays = load(weight)
-                for slot in self.slots[weight.path]:
-                    payload = packed(arrays[slot.role], weight.preset.bits)
-                    size = slot.stop - slot.start
-                    if slot.stop:
-                        whole.seek(slot.start)
+                values = load(weight)
+                for array in self.arrays[weight.path]:
+                    payload = packed(values[array.role], weight.preset.bits)
+                    size = array.stop - array.start
+                    if array.stop:
+                        whole.seek(array.start)
                         whole.write(payload)
                     else:
-                        value = values_of(ops[slot.op])[slot.role]
+                        value = values_of(ops[array.op])[array.role]
                         inline = value.immediateValue.tensor.bytes
                         size = len(inline.values)
                         inline.values = payload.tobytes()
-                    assert len(payload) == size, (weight, slot)
+                    assert len(payload) == size, (weight, array)
         if not file.stat().st_size:
             file.unlink()
             file.parent.rmdir()
@@ -156,9 +167,9 @@ class Template:
 
 
 def _no_search():
-    """Context manager around conversions of programs without constants beyond fp16:
-    coremltools 9.0 looks for them with 40 bytes of memory for every element of every
-    weight."""
+    """Context manager around conversions, in which coremltools does not search for
+    constants beyond fp16. There are none, and version 9.0 searches with 40 bytes of
+    memory for every element of every weight."""
     from coremltools.converters.mil.mil.passes.defs import quantization
 
     cast = quantization.FP16ComputePrecision
@@ -177,14 +188,14 @@ def to_program(
 
     Args:
         weights: the parameters; those that no preset compresses stay fp16.
-        T: the tokens of a call, for a program of this one T (default: as the options
-            say).
+        T: the tokens of a call, for a program of this one T (default: those of the
+            options).
 
     Returns:
         coremltools' MLModel, not loaded, with its pymil program attached.
 
     Raises:
-        OSError: no room for its temporary files.
+        OSError: no space for its temporary files.
     """
     ct = coremltools()
     from coremltools.converters.mil.mil import Builder
@@ -192,8 +203,8 @@ def to_program(
     examples, inputs = _inputs(spec, options, T)
     states = []
     for state in spec.states.values():
-        kind = ct.TensorType(shape=state.shape, dtype=np.float16)
-        states.append(ct.StateType(kind, name=state.tensor))
+        tensor_type = ct.TensorType(shape=state.shape, dtype=np.float16)
+        states.append(ct.StateType(tensor_type, name=state.tensor))
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
     if options.preset != FP16:
@@ -216,7 +227,7 @@ def to_program(
         except RuntimeError as problem:
             if "FileWriter" not in str(problem):
                 raise
-            # its writer of weight files gives no other reason
+            # the writer of weight files gives no other reason
             reason = f"coremltools could not write to {tempfile.gettempdir()}"
             raise OSError(reason) from problem
 
@@ -226,18 +237,17 @@ def _inputs(spec: Spec, options: Options, T: int | None) -> tuple[list, list]:
     ct = coremltools()
     size = length = T or options.t_max
     if options.t_max > 1 and not options.shapes:
-        # one symbol for every T: coremltools would take unrelated ranges without
-        # complaint
+        # One symbol for every T: coremltools would accept unrelated ranges silently.
         size, length = ct.RangeDim(1, options.t_max, default=1), 2
     examples, inputs = [], []
     for name, shape in spec.inputs.items():
-        traced, stored = torch.float32, np.float16
+        traced_dtype, stored_dtype = torch.float32, np.float16
         if name == POS:
-            traced, stored = torch.int32, np.int32
+            traced_dtype, stored_dtype = torch.int32, np.int32
         example = [length if n == "T" else n for n in shape]
-        examples.append(torch.zeros(example, dtype=traced))
+        examples.append(torch.zeros(example, dtype=traced_dtype))
         sizes = [size if n == "T" else n for n in shape]
-        inputs.append(ct.TensorType(name, sizes, dtype=stored))
+        inputs.append(ct.TensorType(name, sizes, dtype=stored_dtype))
     return examples, inputs
 
 
@@ -251,7 +261,7 @@ def _compress(pipeline, preset: Preset, weights: list[WeightSource]) -> None:
 
     if preset.is_integer:
         name = "compression::linear_quantize_weights"
-        how = cto.OpLinearQuantizerConfig(
+        op_config = cto.OpLinearQuantizerConfig(
             mode="linear_symmetric",
             dtype=f"int{preset.bits}",
             granularity=preset.granularity,
@@ -260,17 +270,19 @@ def _compress(pipeline, preset: Preset, weights: list[WeightSource]) -> None:
         )
     else:
         name = "compression::palettize_weights"
-        how = cto.OpPalettizerConfig("uniform", preset.bits, weight_threshold=0)
-    kept = {f"{w.path}_to_fp16": None for w in weights if w.preset == FP16}
-    config = cto.OptimizationConfig(op_type_configs={"conv": how}, op_name_configs=kept)
+        op_config = cto.OpPalettizerConfig("uniform", preset.bits, weight_threshold=0)
+    uncompressed = {f"{w.path}_to_fp16": None for w in weights if w.preset == FP16}
+    config = cto.OptimizationConfig(
+        op_type_configs={"conv": op_config}, op_name_configs=uncompressed
+    )
     pipeline.append_pass(name)
     pipeline.set_options(name, {"config": config})
 
 
 def joined(programs: dict[str, Path]) -> Path:
     """A package with one function for each of `programs` (name → package with `main`),
-    the first one the default; coremltools stores weights that functions share once. One
-    program stays as it is."""
+    the first one the default; coremltools stores weights that functions share once. A
+    single program is returned as it is."""
     from coremltools.converters.mil.mil import Builder
     from coremltools.models import utils
 
@@ -289,8 +301,8 @@ def joined(programs: dict[str, Path]) -> Path:
 
 
 def modules_of(model) -> dict[str, str]:
-    """Program value → path of the torch module it came from; layers counted from the
-    shard's first."""
+    """Program value → path of the torch module that it came from, layers counted from
+    the shard's first."""
     from coremltools.converters.mil.mil.scope import ScopeSource
 
     paths = {}
@@ -305,7 +317,7 @@ def modules_of(model) -> dict[str, str]:
 
 
 def values_of(op) -> dict:
-    """Role → Value message of a constant operation."""
+    """Role → Value message of an operation that holds constants."""
     if op.type == "const":
         return {"val": op.attributes["val"]}
     inputs = op.inputs if op.type.startswith("constexpr_") else {}
@@ -318,27 +330,29 @@ def operations(model) -> list:
     return [op for f in functions for op in f.block_specializations[f.opset].operations]
 
 
-def find_slots(model, blob: bytes) -> dict[str, list[Slot]]:
-    """Where the values of each constant operation lie in the weight file `blob` or in
-    the program, by the name of its result.
+def find_arrays(model, blob: bytes) -> dict[str, list[StoredArray]]:
+    """The places of the values of each constant operation in the weight file `blob` or
+    in the program, by the name of the operation's result.
 
-    Functions share what is in the weight file, and each has inline values of its own.
+    Functions share arrays in the weight file; inline arrays belong to one function.
     """
-    slots = {}
+    arrays = {}
     for index, op in enumerate(operations(model)):
         for role, value in sorted(values_of(op).items()):
             start = size = 0
             if value.HasField("blobFileValue"):
-                at = value.blobFileValue.offset
-                _, _, size, start = RECORD.unpack_from(blob, at)
-            places = slots.setdefault(op.outputs[0].name, {})
-            places[role, start or index] = Slot(role, index, start, start + size)
-    return {name: list(places.values()) for name, places in slots.items()}
+                record = value.blobFileValue.offset
+                _, _, size, start = RECORD.unpack_from(blob, record)
+            by_place = arrays.setdefault(op.outputs[0].name, {})
+            array = StoredArray(role, index, start, start + size)
+            by_place[role, start or index] = array
+    return {name: list(by_place.values()) for name, by_place in arrays.items()}
 
 
 def pinned_manifest(package: Path) -> str:
-    """The text of a package's own manifest, its identifiers made of the paths that they
-    name; in the form in which coremltools rewrites it when it opens a package."""
+    """The text of a package's own manifest with identifiers that are computed from the
+    paths that they name, in the form in which coremltools rewrites it when it opens a
+    package."""
     text = (package / MANIFEST).read_text()
     for identifier, item in json.loads(text)["itemInfoEntries"].items():
         pinned = str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper()
@@ -352,7 +366,7 @@ def read_package(package: Path):
 
 
 def serialize(spec) -> bytes:
-    """A Model protobuf as canonical bytes, its date pinned."""
+    """A Model protobuf as canonical bytes, with a fixed date."""
     if DATE_KEY in spec.description.metadata.userDefined:
         spec.description.metadata.userDefined[DATE_KEY] = DATE
     return spec.SerializeToString(deterministic=True)

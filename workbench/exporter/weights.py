@@ -3,10 +3,10 @@ the arrays that coremltools 9.0 stores for them, bit for bit.
 
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output
 channel or block of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables:
-k-means over the distinct values, weighted by how often they occur, by coremltools'
-exact solver, for tensors of every size. By default coremltools passes tensors below
-10,000 values to scikit-learn, whose tables had 5% to 23% more squared error on normal
-draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits).
+k-means over the distinct values, weighted by the number of times that they occur, by
+coremltools' exact solver, for tensors of every size. By default coremltools passes
+tensors below 10,000 values to scikit-learn, whose tables had 5% to 23% more squared
+error on normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits).
 tests/exporter/test_compress.py compares the bytes with coremltools' own."""
 
 import math
@@ -28,14 +28,21 @@ from workbench.models.family import Plan
 
 # coremltools doubles the largest weight in fp16 on the way to an integer scale
 MAX_SCALED = 32752.0
-ROUTER = ".mlp.gate."  # in paths of parameters
+ROUTER = ".mlp.gate."  # in the path of every parameter of a router
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """One parameter of a shard's module: `path` in the module, the checkpoint `tensor`
-    it comes from (None: zeros) or some `rows` of it, its shape there, what storage adds
-    to it, and how it is compressed."""
+    """One parameter of a shard's module, and the checkpoint tensor that it comes from.
+
+    Args:
+        path: of the parameter in the module.
+        tensor: name of the checkpoint's tensor (None: the values are zeros).
+        shape: of the parameter.
+        rows: the rows of the tensor that the parameter holds (None: all).
+        offset: what storage adds to the tensor's values.
+        preset: how the values are stored.
+    """
 
     path: str
     tensor: str | None
@@ -46,13 +53,13 @@ class WeightSource:
 
     @property
     def bytes(self) -> int:
-        """Bytes in a weight file, but for the few scales that are not of blocks, and
-        tables."""
+        """Bytes in a weight file, without lookup tables and the few scales that are not
+        of blocks."""
         return int(math.prod(self.shape) * self.preset.stored_bits / 8)
 
 
 def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
-    """The module of one shard with weights of zeros."""
+    """The module of one shard, with weights of zeros."""
     family = family_of(plan.config)
     if spec.kind == "head":
         return family.head(plan, spec.rows[1] - spec.rows[0])
@@ -65,10 +72,10 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
 def weight_sources(
     spec: Spec, source: Checkpoint, plan: Plan, options: Options
 ) -> list[WeightSource]:
-    """Every parameter of one shard.
+    """The source of every parameter of one shard.
 
-    Compressed are the weights of 1×1 convolutions outside routers: routers are small,
-    and a changed choice of expert is the largest error there is.
+    A preset compresses the weights of 1×1 convolutions outside routers: routers are
+    small, and another choice of expert is the largest of all errors.
 
     Raises:
         InputError: a tensor that is missing, has another shape than its parameter, or
@@ -110,13 +117,14 @@ def _tensor_name(path: str, spec: Spec, source: Checkpoint, plan: Plan) -> str:
 
 
 def check_shape(weight: WeightSource, source: Checkpoint) -> None:
-    """Raises an InputError for a tensor that does not have the values of a parameter,
-    a matrix with its inputs last, or whose inputs a preset's blocks do not divide."""
+    """Raises an InputError for a tensor with another number of values than its
+    parameter, for a matrix without its inputs on the last axis, and for inputs that a
+    preset's blocks do not divide."""
     subject = f"tensor {weight.tensor!r}"
     stored = source.shape(weight.tensor, weight.rows)
     is_matrix = weight.shape[2:] == (1, 1) and len(stored) > 1
-    turned = is_matrix and stored[-1] != weight.shape[1]
-    if turned or math.prod(stored) != math.prod(weight.shape):
+    is_transposed = is_matrix and stored[-1] != weight.shape[1]
+    if is_transposed or math.prod(stored) != math.prod(weight.shape):
         raise InputError(
             subject,
             f"shape {source.shape(weight.tensor)}",
@@ -136,14 +144,14 @@ def check_shape(weight: WeightSource, source: Checkpoint) -> None:
 def rounded(
     weight: WeightSource, source: Checkpoint, dtype: torch.dtype
 ) -> Iterator[torch.Tensor]:
-    """The values of a weight in flat pieces of a dtype.
+    """Yields the values of a weight in flat pieces of a dtype.
 
     Raises:
         InputError: a value that fp16 or the compression cannot hold.
     """
     limit = MAX_SCALED if weight.preset.is_integer else MAX_FP16
     for chunk in source.chunks(weight.tensor, weight.rows):
-        # through float32, which is faster than from bfloat16 at once
+        # through float32, which is faster than straight from bfloat16
         values = chunk.float()
         if weight.offset:
             values = values + weight.offset
@@ -160,18 +168,21 @@ def rounded(
 
 
 def load_values(weight: WeightSource, source: Checkpoint) -> torch.Tensor:
-    """The values of a weight, flat, fp16; raises as `rounded` does."""
+    """The values of a weight, flat, fp16; raises the InputErrors of `rounded`."""
     values = torch.zeros(math.prod(weight.shape), dtype=torch.float16)
+    if weight.tensor is None:
+        return values
     start = 0
-    for piece in rounded(weight, source, torch.float16) if weight.tensor else ():
+    for piece in rounded(weight, source, torch.float16):
         values[start : start + len(piece)] = piece
         start += len(piece)
     return values
 
 
 def stored(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
-    """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as
-    stored, one array element per weight. `values`, fp16, flat, are overwritten."""
+    """The arrays that store a weight, by their role in the program: `val`; `data`,
+    `scale`; `indices`, `lut`. One element per weight. `values`, fp16, flat, are
+    overwritten."""
     preset = weight.preset
     if preset == FP16:
         return {"val": values.numpy()}
@@ -203,8 +214,9 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     present = np.flatnonzero(counts).astype(np.uint16)
     present = present[np.argsort(present.view(np.float16))]
     count = min(len(present), 1 << bits)
-    found = present.view(np.float16)
-    clusters = kmeans1d.cluster(found, count, weights=counts[present])
+    clusters = kmeans1d.cluster(
+        present.view(np.float16), count, weights=counts[present]
+    )
     lut = np.zeros(1 << bits, np.float16)
     lut[:count] = clusters.centroids
     table = np.zeros(1 << 16, np.uint8)
@@ -213,8 +225,8 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
 
 
 def packed(array: np.ndarray, bits: int) -> np.ndarray:
-    """Values as bytes. Of integers only the lowest `bits` are kept, those of one value
-    after those of another, the lowest first."""
+    """Values as bytes. Integers are packed with their lowest `bits` alone, value after
+    value, the lowest bit first."""
     if array.itemsize > 1 or bits == 8:
         return array.view(np.uint8)
     values = array.view(np.uint8) & ((1 << bits) - 1)
