@@ -2,15 +2,15 @@
 depends on Core ML.
 
 A family is a module, or an entry of the table in `llama`, with `plan(config)`,
-`layer(plan, index, options)` and `head(plan, rows)`; with experts, also `expert(plan,
-options)`. `settle(plan, source)`, where there is one, completes a plan from the
-weights. Parameters are named as in the checkpoint, so that loading them needs no
-table."""
+`layer(plan, index, options)` and `head(plan, rows)`; a family with experts also has
+`expert(plan, options)`. A family whose plan depends on the weights has `settle(plan,
+source)`, which completes it. Parameters are named as in the checkpoint, so that loading
+them needs no table."""
 
 from workbench.models import gemma3, granitemoehybrid, lfm2, llama, qwen3_5, zaya
 from workbench.models.family import refuse
 
-# by model_type of the (text) configuration
+# model_type of the (text) configuration → family
 FAMILIES = llama.LLAMAS | {
     "gemma3_text": gemma3,
     "granitemoehybrid": granitemoehybrid,

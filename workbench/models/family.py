@@ -16,19 +16,29 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Plan:
-    """A family's reading of a configuration: all that the export and the host need
-    beyond the layers themselves.
+    """A family's reading of a configuration: everything that the export and the host
+    need beyond the layers themselves.
 
-    `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors
-    [C] `bias` and `scale` applied as (e + bias) · scale. `side_states` maps, for each
-    layer, a further state's name to its shape after the batch axis (none: no layer has
-    any). `router_width` R and `experts` E are those of a mixture of experts. The
-    residual stream is kept as 2^-residual_exponent of the model's. `names` maps a part
-    of a parameter's path (`q_norm`) to the checkpoint's name for it, where that is
-    another one. The plan holds for caches of up to `max_positions` tokens (None: any).
-    `norm_offset` is that of its norms."""
+    Args:
+        config: transformers' configuration.
+        rope: the rotary tables.
+        layers: attention window and rope table of every decoder layer.
+        embedding_scale: multiplies embeddings.
+        embedding: names of the checkpoint's vectors [C] `bias` and `scale`, applied as
+            (e + bias) · scale.
+        side_states: for each layer, further states: name → shape after the batch axis.
+            Empty: no layer has any.
+        router_width: R of a mixture of experts.
+        experts: E of a mixture of experts.
+        residual_exponent: shards hold the residual stream as 2^-residual_exponent of
+            the model's.
+        names: part of a parameter's path (`q_norm`) → the checkpoint's name for it,
+            where the two differ.
+        max_positions: the longest cache for which the plan holds (None: any).
+        norm_offset: what the stored weights of norms add to the checkpoint's.
+    """
 
-    config: object  # transformers' own
+    config: object
     dims: Dims
     rope: list[Rope]
     layers: list[Layer]
@@ -42,11 +52,11 @@ class Plan:
     max_positions: int | None = None
     norm_offset: float = 0.0
 
-    def norm(self, width: int, **own) -> RMSNorm:
-        """An RMSNorm over `width` entries with the configuration's epsilon; `own` are
-        its other keywords."""
+    def norm(self, width: int, **keywords) -> RMSNorm:
+        """An RMSNorm over `width` entries with the configuration's epsilon; `keywords`
+        are further arguments of `RMSNorm`."""
         eps = self.config.rms_norm_eps
-        return RMSNorm(width, eps, **{"offset": self.norm_offset} | own)
+        return RMSNorm(width, eps, **{"offset": self.norm_offset} | keywords)
 
     def states(self, index: int, options: Options) -> dict[str, tuple[int, ...]]:
         """The states of decoder layer `index`: name → shape after the batch axis."""
@@ -64,12 +74,14 @@ class Plan:
         """Sizes of the attention of decoder layer `index`."""
         d = self.dims
         layer = self.layers[index]
-        (half,) = (len(one.inv_freq) for one in self.rope if one.name == layer.rope)
+        (half,) = (len(r.inv_freq) for r in self.rope if r.name == layer.rope)
         sizes = options.batch, d.H, d.H_kv, d.D, options.cache_rows(layer.window)
         return AttentionGeometry(*sizes, options.layout, 2 * half, layer.suffix)
 
 
 def refuse(config, actual: str, needed: str) -> NoReturn:
+    """Raises an InputError for a configuration that the family's layers cannot
+    compute."""
     raise InputError(
         f"{config.model_type} checkpoint",
         actual,
@@ -79,16 +91,21 @@ def refuse(config, actual: str, needed: str) -> NoReturn:
 
 
 def flag(config, name: str) -> bool:
-    """A flag that the family's configuration class has: transformers ignores it in
-    others."""
+    """The value of a flag of the family's configuration class; False where the class
+    has no such flag, because transformers then ignores it."""
     return hasattr(type(config), name) and bool(getattr(config, name))
 
 
 def rope(
     config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES
 ) -> Rope:
-    """The rotary table of a configuration (of one layer type, where it has several), by
-    transformers' own functions; rope types beside `kinds` are refused."""
+    """The rotary table of a configuration, by transformers' own functions.
+
+    Args:
+        layer_type: the layer type, where the configuration has a table for each.
+        name: the name of the table.
+        kinds: the rope types that the family supports; others are refused.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
@@ -103,7 +120,7 @@ def rope(
         refuse(config, f"a rotary width of {width}", needed)
     if kind in ("default", "dynamic"):
         theta = parameters["rope_theta"]
-        if kind == "dynamic":  # HunYuan's, which no length changes
+        if kind == "dynamic":  # of HunYuan, where the length changes nothing
             theta *= parameters["alpha"] ** (width / (width - 2))
         exponents = torch.arange(0, width, 2, dtype=torch.float) / width
         inv_freq, scale = 1.0 / theta**exponents, 1.0
@@ -114,7 +131,7 @@ def rope(
 
 
 def no_rope(config) -> Rope:
-    """The table of layers that turn nothing: cos is 1 and sin 0."""
+    """The table of layers that rotate nothing: cos is 1 and sin 0."""
     return Rope(name="nope", inv_freq=[0.0] * (head_dim(config) // 2))
 
 
@@ -142,9 +159,17 @@ def hybrid(
     config, recurrent: str, taps: int, width: int, *matrix: int, table: str = ""
 ) -> dict:
     """`layers` and `side_states` of a configuration whose `layer_types` are full
-    attention, with a rope table, or another kind, whose convolution has `taps` taps
-    over `width` channels and which may keep a matrix of a shape; refuses others, and
-    models without attention."""
+    attention or a recurrent kind.
+
+    Args:
+        recurrent: the name of the recurrent layer type.
+        taps, width: of its convolution.
+        matrix: the shape [H, D_k, D_v] of its matrix state, if it keeps one.
+        table: the name of the rope table of the attending layers.
+
+    Raises:
+        InputError: another layer type, or no attending layer.
+    """
     state = {CONV_STATE: (taps - 1, width)}
     if matrix:
         state[MATRIX_STATE] = matrix
@@ -155,17 +180,19 @@ def hybrid(
     if not any(attends):
         needed = "a layer of full_attention, at least"
         refuse(config, f"layers of {recurrent} alone", needed)
-    layers = [Layer(attends=each, rope=table) for each in attends]
-    sides = [{} if each else state for each in attends]
+    layers = [Layer(attends=attending, rope=table) for attending in attends]
+    sides = [{} if attending else state for attending in attends]
     return {"layers": layers, "side_states": sides}
 
 
 def head_dim(config) -> int:
+    """The width of an attention head."""
     width = getattr(config, "head_dim", None)
     return width or config.hidden_size // config.num_attention_heads
 
 
 def dims(config) -> Dims:
+    """The sizes of a model; refuses query heads that key heads do not divide."""
     H, H_kv = config.num_attention_heads, config.num_key_value_heads
     if H_kv and H % H_kv:
         refuse(config, f"{H} heads, {H_kv} of keys", "a multiple of those of keys")

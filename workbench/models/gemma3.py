@@ -1,9 +1,9 @@
 """Gemma 3 (text): four norms of 1 + γ, per-head q/k norm, local and global attention
 with a rotary base each.
 
-Its residual stream outgrows fp16 (peaks of 292,969 are reported), so shards keep it as
-2^-exponent of the model's: embeddings and whatever a layer adds are scaled down by a
-power of two, and the norms that read it scale eps along."""
+Its residual stream outgrows fp16 (peaks of 292,969 are reported), so shards hold it as
+2^-exponent of the model's: embeddings and the updates of layers are scaled down by a
+power of two, and the norms that read the stream scale eps alike."""
 
 import math
 from dataclasses import replace
@@ -18,10 +18,10 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan, alternating, refuse
 from workbench.models.layers import NORMAL
 
-# what they return joins the residual stream
+# the norms whose results are added to the residual stream
 ADDING = "post_attention_layernorm", "post_feedforward_layernorm"
 NORMS = "input_layernorm", ADDING[0], "pre_feedforward_layernorm", ADDING[1]
-CHUNK = 16_384  # rows of the embedding table read at a time
+CHUNK = 16_384  # rows of the embedding table that are read at a time
 head = llama.head
 
 
@@ -42,10 +42,10 @@ def plan(config) -> Plan:
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
     """The plan with the smallest residual exponent that keeps the stream inside fp16
-    whatever the input.
+    for every input.
 
-    No channel of an RMSNorm over C exceeds √C · |weight|, so embeddings and adding norms bound
-    every channel.
+    No channel of an RMSNorm over C exceeds √C · |weight|, so embeddings and adding
+    norms bound every channel.
     """
     table = f"{source.prefix}embed_tokens.weight"
     bound = torch.zeros(plan.dims.C)
@@ -65,5 +65,6 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     gelu = partial(nn.functional.gelu, approximate="tanh")
     scale = plan.config.query_pre_attn_scalar**-0.5
-    own = {"norms": NORMS, "act": gelu, "norm_at": "heads", "scale": scale}
-    return llama.layer(plan, index, options, **own)
+    return llama.layer(
+        plan, index, options, norms=NORMS, act=gelu, norm_at="heads", scale=scale
+    )

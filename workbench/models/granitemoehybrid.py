@@ -99,11 +99,11 @@ def plan(config) -> Plan:
     sizes = config.mamba_d_conv, H * P + 2 * config.mamba_n_groups * N, H, P, N
     has_rope = config.position_embedding_type == "rope"
     table = rope(config) if has_rope else no_rope(config)
-    own = hybrid(config, "linear_attention", *sizes, table=table.name)
+    fields = hybrid(config, "linear_attention", *sizes, table=table.name)
     dense = copy.copy(config)
     dense.intermediate_size = config.shared_intermediate_size
     scale = float(config.embedding_multiplier)
-    return llama.plan(dense, rope=[table], names=NAMES, embedding_scale=scale, **own)
+    return llama.plan(dense, rope=[table], names=NAMES, embedding_scale=scale, **fields)
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:

@@ -1,9 +1,13 @@
 """Transformer parts in the shape that suits the Neural Engine: rank 4, channels on axis
-1, linear layers as 1×1 convolutions. Every module accepts x [B, C, T, 1] or [B, C, 1,
-T]: it relies on the channel axis alone and gets T by reshaping. Constants that fp16
-would round are kept as a product of two or three that it holds (`split`), so that the
-exported arithmetic differs from the original's only by what the stored weights differ.
-"""
+1, linear layers as 1×1 convolutions (the form that Apple published for its
+Transformers on the Neural Engine, github.com/apple/ml-ane-transformers).
+
+Every module accepts x [B, C, T, 1] or [B, C, 1, T]: it relies on the channel axis alone
+and gets T by reshaping. A constant that fp16 would round is kept as a product of two or
+three constants that fp16 holds (`split`), so that the exported arithmetic differs from
+the original's only by the rounding of the stored weights. Names of local variables in
+`forward` methods are part of a bundle's bytes where they name values of the traced
+program."""
 
 import math
 from dataclasses import dataclass, replace
@@ -31,9 +35,9 @@ NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
 
 @lru_cache
 def split(value: float) -> tuple[float, ...]:
-    """fp16 factors of `value`: itself when fp16 holds it, else two whose product is
-    within 1e-6 of it; where there are none, as of 1e-5, the nearest three of which the
-    last is from 1 to 2."""
+    """fp16 factors of `value`: the value itself where fp16 holds it, else two factors
+    whose product is within a relative 1e-6 of it. Where no two are, as for 1e-5, the
+    nearest three, the last of which is from 1 to 2."""
     if float(np.float16(value)) == value:
         return (value,)
     start = np.float16(abs(value) ** 0.5).view(np.uint16)
@@ -56,21 +60,21 @@ def split(value: float) -> tuple[float, ...]:
 
 
 def scaled(x, value: float):
-    """x · value through `split`: one or two multiplications."""
+    """x · value, as multiplications by the factors of `split`."""
     for factor in split(value):
         x = x if factor == 1 else x * factor
     return x
 
 
 def by_peak(x, dim: int):
-    """x divided by its largest magnitude along `dim`, and that magnitude; squares of
-    the quotient are in [0, 1]."""
+    """x divided by its largest magnitude along `dim`, and that magnitude. Squares of
+    the quotient are in [0, 1], so that no sum of them overflows fp16."""
     peak = x.abs().amax(dim, keepdim=True).clamp(*NORMAL)
     return x / peak, peak
 
 
 def cut(x, *widths: int) -> list:
-    """The channels of x [B, C, ...] in parts of these widths."""
+    """Cuts the channels of x [B, C, ...] into parts of these widths."""
     edges = accumulate(widths, initial=0)
     return [x[:, start:stop] for start, stop in pairwise(edges)]
 
@@ -103,13 +107,14 @@ class Conv(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over `dim`, safe in fp16 for every finite x.
+    """x / sqrt(mean(x²) + eps) · weight over `dim`, safe in fp16 for every finite x
+    (arXiv 1910.07467).
 
     Args:
         offset: what the stored weight adds to the checkpoint's (1 for Gemma's `1 + γ`).
-        exponent: x is 2^-exponent of the model's, so eps is scaled along and the result
+        exponent: x is 2^-exponent of the model's, so eps is scaled alike and the result
             is the model's.
-        gain: power of two that multiplies the result before its weight does.
+        gain: power of two that multiplies the result before the weight does.
     """
 
     def __init__(

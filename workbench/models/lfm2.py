@@ -1,5 +1,5 @@
-"""LFM 2: Llama whose layers are short convolutions but for a few, with an RMSNorm on
-every head of q and k."""
+"""LFM 2: Llama with short convolutions in most layers, and an RMSNorm on every head of q
+and k."""
 
 import copy
 
@@ -48,7 +48,7 @@ class ShortConv(nn.Module):
 def plan(config) -> Plan:
     """The plan of an LFM 2 model; its configuration is given Llama's names for the
     fields that LFM 2 names differently."""
-    own = hybrid(config, "conv", config.conv_L_cache, config.hidden_size)
+    fields = hybrid(config, "conv", config.conv_L_cache, config.hidden_size)
     if config.conv_L_cache < 2:
         refuse(config, f"conv_L_cache = {config.conv_L_cache}", "at least two taps")
     as_llama = copy.copy(config)
@@ -58,7 +58,7 @@ def plan(config) -> Plan:
         width = int(2 * config.intermediate_size / 3)
         width = int(config.block_ffn_dim_multiplier * width)
         as_llama.intermediate_size = -(-width // unit) * unit
-    return llama.plan(as_llama, names=NAMES, **own)
+    return llama.plan(as_llama, names=NAMES, **fields)
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:

@@ -1,6 +1,6 @@
-"""Llama (2, 3, 3.1, 3.2; pre-norm, grouped queries, SwiGLU) and, as one table, the
-families that are Llama with other settings: what differs in the layers' attention, rope
-tables, windows and names."""
+"""Llama (2, 3, 3.1, 3.2; pre-norm, grouped queries, SwiGLU) and, in one table, the
+families that are Llama with other settings: each entry states the differences in
+attention, rope tables, windows and names."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from workbench.models.layers import Attention, GatedMLP, Head, scaled
 YARN = *ROPE_TYPES, "yarn"
 GROWTH = "llama_4_scaling_beta"
 LENGTH = "original_max_position_embeddings"
-# norms before and behind attention, before and behind the MLP
+# norms before and after attention, before and after the MLP
 PRE = "input_layernorm", "", "post_attention_layernorm", ""
 
 
@@ -32,12 +32,12 @@ class DecoderLayer(nn.Module):
     2^-residual_exponent of the model's.
 
     Args:
-        norms: names of the norms before and behind attention, before and behind the
-            MLP; "" where there is none.
-        act: of the MLP.
-        fused_mlp: as `fused` of `GatedMLP`.
-        mixer: name and module of what stands in place of attention, if anything does.
-        gain: multiplies what attention and MLP add.
+        norms: names of the norms before and after attention, before and after the MLP;
+            "" where there is none.
+        act: the activation of the MLP.
+        fused_mlp: see `fused` of `GatedMLP`.
+        mixer: name and module of another mixer in place of attention.
+        gain: multiplies the updates of attention and MLP.
         attention: further keywords of `Attention`.
     """
 
@@ -58,23 +58,26 @@ class DecoderLayer(nn.Module):
         config = plan.config
         C = plan.dims.C
         e = plan.residual_exponent
-        for name, own in zip(norms, ({"exponent": e}, {"gain": 2.0**-e}) * 2):
+        # Norms before read the scaled stream; norms after scale what joins it.
+        scalings = ({"exponent": e}, {"gain": 2.0**-e}) * 2
+        for name, scaling in zip(norms, scalings):
             if name:
-                self.add_module(name, plan.norm(C, **own))
-        bias = flag(config, "attention_bias")
-        own = {"scale": plan.dims.D**-0.5, "qkv_bias": bias, "o_bias": bias}
-        own |= {"norm": plan.norm} | attention
+                self.add_module(name, plan.norm(C, **scaling))
         self.norms = norms
-        self.mixer, module = mixer or (
-            "self_attn",
-            Attention(C, plan.shape(index, options), **own),
-        )
+        if mixer is None:
+            bias = flag(config, "attention_bias")
+            keywords = {"scale": plan.dims.D**-0.5, "qkv_bias": bias, "o_bias": bias}
+            keywords |= {"norm": plan.norm} | attention
+            shape = plan.shape(index, options)
+            mixer = "self_attn", Attention(C, shape, **keywords)
+        self.mixer, module = mixer
         self.add_module(self.mixer, module)
         inner = config.intermediate_size
         self.mlp = GatedMLP(C, inner, act, flag(config, "mlp_bias"), fused_mlp)
         self.gain = gain
 
     def normed(self, norm: int, x):
+        """x through one of the four norms, if the family has it."""
         name = self.norms[norm]
         return self.get_submodule(name)(x) if name else x
 
@@ -84,21 +87,28 @@ class DecoderLayer(nn.Module):
         return x + scaled(self.normed(3, self.mlp(self.normed(2, x))), self.gain)
 
 
-def plan(config, *, partial_rotary: bool = False, act: str = "silu", **own) -> Plan:
-    """The plan of a family like Llama; `own` are its fields of `Plan` where they differ
-    from one rope table and no window."""
+def plan(config, *, partial_rotary: bool = False, act: str = "silu", **fields) -> Plan:
+    """The plan of a family like Llama.
+
+    Args:
+        partial_rotary: whether a rope table may be narrower than a head.
+        act: the only activation that the family's layers compute.
+        fields: fields of `Plan`; by default one rope table and no window.
+    """
     if not getattr(config, "is_causal", True):
         refuse(config, "is_causal = false", "causal attention")
-    fields = {"layers": [Layer()] * config.num_hidden_layers} | own
-    if "rope" not in own:
+    fields = {"layers": [Layer()] * config.num_hidden_layers} | fields
+    if "rope" not in fields:
         fields["rope"] = [rope(config)]
     d = dims(config)
-    full = all(2 * len(table.inv_freq) == d.D for table in fields["rope"])
-    if not (partial_rotary or full):
+    is_full = all(2 * len(table.inv_freq) == d.D for table in fields["rope"])
+    if not (partial_rotary or is_full):
         refuse(config, "a partial rotary factor", "full rotary dimensions")
-    found = getattr(config, "hidden_activation", getattr(config, "hidden_act", act))
-    if found != act:
-        refuse(config, f"activation {found!r}", act)
+    activation = getattr(
+        config, "hidden_activation", getattr(config, "hidden_act", act)
+    )
+    if activation != act:
+        refuse(config, f"activation {activation!r}", act)
     return Plan(config, d, **fields)
 
 
@@ -106,6 +116,7 @@ layer = DecoderLayer
 
 
 def head(plan: Plan, rows: int, divisor: float = 1.0) -> nn.Module:
+    """Final norm and `rows` rows of the vocabulary; `divisor` divides the logits."""
     C = plan.dims.C
     return Head(plan.norm(C, exponent=plan.residual_exponent), C, rows, divisor)
 
@@ -114,8 +125,8 @@ class Family(NamedTuple):
     """A family that is Llama with other settings.
 
     Args:
-        read: configuration → keywords of `llama.plan`. Refuses what the family's layers
-            cannot do.
+        read: configuration → keywords of `llama.plan`. Refuses configurations that the
+            family's layers cannot compute.
         layers: keywords of `DecoderLayer` and `Attention`.
     """
 
@@ -152,8 +163,8 @@ def ministral3(config) -> dict:
     length⌋), which is 1 wherever the plan holds."""
     growth, length = (config.rope_parameters.get(name) for name in (GROWTH, LENGTH))
     if growth is None or length is None:
-        found = f"{GROWTH} = {growth}, {LENGTH} = {length}"
-        refuse(config, found, "numbers in rope_parameters")
+        actual = f"{GROWTH} = {growth}, {LENGTH} = {length}"
+        refuse(config, actual, "numbers in rope_parameters")
     return mistral(config, YARN) | {"max_positions": length if growth else None}
 
 
@@ -177,12 +188,12 @@ def olmo3(config) -> dict:
 
 def phi3(config) -> dict:
     """Mistral with rope on a part of each head. Longrope has another table, for all
-    positions, of sequences beyond an original length. There transformers begins its
-    cache anew, so the plan holds up to that length."""
-    own = mistral(config, ("default", "longrope")) | {"partial_rotary": True}
+    positions, of sequences beyond an original length. There transformers starts its
+    cache again, so the plan holds up to that length."""
+    fields = mistral(config, ("default", "longrope")) | {"partial_rotary": True}
     if config.rope_parameters["rope_type"] == "longrope":
-        own["max_positions"] = config.rope_parameters.get(LENGTH)
-    return own
+        fields["max_positions"] = config.rope_parameters.get(LENGTH)
+    return fields
 
 
 def hunyuan(config) -> dict:
@@ -197,8 +208,8 @@ def hunyuan(config) -> dict:
     return {"rope": [rope(config, kinds=kinds)], "names": names}
 
 
-# OLMo's norms stand behind attention and MLP. Nothing bounds what these read: `workbench
-# explain` shows how much of fp16 a checkpoint's stream leaves.
+# OLMo's norms come after attention and MLP. Nothing bounds the stream that attention and
+# MLP read: `workbench explain` shows how much of fp16's range a checkpoint leaves.
 OLMO = {
     "norms": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "norm_at": "channels",

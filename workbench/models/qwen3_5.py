@@ -1,5 +1,5 @@
 """Qwen 3.5 (text): gated DeltaNet in most layers, gated attention with q/k norm in the
-others; norms of 1 + γ, but for that of DeltaNet's own outputs."""
+others; norms of 1 + γ, except the norm of DeltaNet's outputs."""
 
 from dataclasses import replace
 
@@ -90,13 +90,12 @@ def plan(config) -> Plan:
     D_v = config.linear_value_head_dim
     width = 2 * config.linear_num_key_heads * D_k + H * D_v
     sizes = config.linear_conv_kernel_dim, width, H, D_k, D_v
-    own = hybrid(config, "linear_attention", *sizes)
-    return llama.plan(config, partial_rotary=True, norm_offset=1.0, **own)
+    fields = hybrid(config, "linear_attention", *sizes)
+    return llama.plan(config, partial_rotary=True, norm_offset=1.0, **fields)
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     mixer = None
     if not plan.layers[index].attends:
         mixer = "linear_attn", GatedDeltaNet(plan, index, options)
-    own = {"gated": True, "norm_at": "heads"}
-    return llama.layer(plan, index, options, mixer=mixer, **own)
+    return llama.layer(plan, index, options, mixer=mixer, gated=True, norm_at="heads")

@@ -1,6 +1,6 @@
 """Layers that keep other states than keys and values: the last inputs of a short
-convolution over time; a matrix, with the decays of T tokens at once and functions that
-fp16 needs written out.
+convolution over time, or a matrix. Here are the decays of T tokens at once, and
+functions that are written out because fp16 needs them so.
 
 A matrix S [B, H, D_k, D_v] takes token t as S ← e^g S + k vᵀ, g ≤ 0 being the logarithm
 of its decay. For the T tokens of a call, with the `Decays` of their g,
@@ -9,7 +9,7 @@ of its decay. For the T tokens of a call, with the `Decays` of their g,
     S ← S + S ∘ expm1(total) + (k ∘ leave)ᵀ v
 
 Columns that hold no token have order 0: they decay nothing, and their k or v must be
-    zeros."""
+zeros."""
 
 from typing import NamedTuple
 
@@ -26,17 +26,19 @@ from workbench.models.layers import (
     vector,
 )
 
-# channels from which on a depthwise convolution leaves the Neural Engine (lint rule S7)
+# from this number of channels on, a depthwise convolution runs on another unit than the
+# Neural Engine (lint rule S7)
 WIDE = 1024
 
 
 def extended(B: int, x, old, select, keep=None):
-    """x of W channels behind the n columns that the state `old` [B, n, W] kept: [B, W,
-    1, n + T]; the state takes the last n.
+    """Puts x of W channels behind the n columns of the state `old` [B, n, W]: [B, W, 1,
+    n + T]. The state then holds the last n columns.
 
-    `select` [B, n, T] has a one-hot row for each of the last n columns that are valid,
-    zeros where there are fewer: invalid columns are never stored in the state. `keep`
-    [B, n, n] likewise says which old ones stay; up to n = 2 that follows from `select`.
+    `select` [B, n, T] has a one-hot row for each of the last n valid columns, zeros
+    where there are fewer: invalid columns are never stored in the state. `keep` [B, n,
+    n] likewise selects the old columns that stay; up to n = 2 these follow from
+    `select`.
     """
     width = x.shape[1]
     joined = torch.cat(
@@ -56,9 +58,9 @@ def extended(B: int, x, old, select, keep=None):
 class Depthwise(Conv):
     """A convolution over time with `taps` taps for each channel: x → [B, width, 1, T].
 
-    Its layer keeps `conv_state` [B, taps - 1, width], the last inputs, oldest first,
-    zeros at the start. The Neural Engine takes no depthwise convolution of many
-    channels: there it is a sum of products with shifted inputs."""
+    The layer keeps `conv_state` [B, taps - 1, width], the last inputs, oldest first,
+    zeros at the start. The Neural Engine runs no depthwise convolution of many channels:
+    a wide one is a sum of products with shifted inputs."""
 
     def __init__(self, B: int, width: int, taps: int, bias: bool = False):
         super().__init__(width, width, bias, kernel=(1, taps), groups=width)
@@ -82,10 +84,12 @@ class Depthwise(Conv):
 
 
 class Decays(NamedTuple):
-    """Decay factors among the T tokens of a call: from token j to a later token i in
-    `between` [B, H, T, T] (zeros elsewhere); from the state to token i in `enter`, from
-    token j to the end in `leave`, both [B, H, T, 1]. `total` [B, H, 1, 1] is the
-    logarithm of the state's own decay."""
+    """Decay factors among the T tokens of a call.
+
+    `between` [B, H, T, T] has the factor from token j to a later token i, zeros
+    elsewhere; `enter` [B, H, T, 1] the factor from the state to token i; `leave` [B, H,
+    T, 1] the factor from token j to the end. `total` [B, H, 1, 1] is the logarithm of
+    the decay of the state itself."""
 
     between: torch.Tensor
     enter: torch.Tensor
@@ -98,7 +102,7 @@ def decays(g, order) -> Decays:
     T, 1], 1, 2, … and 0 for columns without one.
 
     Every sum runs over the tokens between two others alone: differences of sums from
-    the start cancel, and above the diagonal they overflow."""
+    the start would cancel, and above the diagonal they would overflow."""
     g = g * order.clamp(0, 1)
     # [B, 1, T, T]: 1 where column j is earlier
     before = (order - order.transpose(2, 3)).clamp(0, 1)
@@ -116,35 +120,38 @@ def add_tokens(matrix, k, v, among: Decays) -> None:
 
 
 def recall(q, k, v, matrix, among: Decays):
-    """What the tokens of a call read [B, H, T, V]: from the state `matrix` [B, H, K,
-    V], from one another, and from themselves."""
+    """The values [B, H, T, V] that the tokens of a call read: from the state `matrix`
+    [B, H, K, V], from earlier tokens of the call, and from themselves."""
     earlier = ((q @ k.transpose(2, 3)) * among.between) @ v
     own = (q * k).sum(-1, keepdim=True) * v
     return (q @ matrix) * among.enter + (earlier + own)
 
 
 def repeated(x, shape: AttentionGeometry, times: int):
-    """The heads x [B, H, T, D] of `shape` → [B, H · times, T, D], each `times` times in
-    a row."""
+    """The heads x [B, H, T, D] of `shape`, every head `times` times in a row: [B, H ·
+    times, T, D]."""
     if times == 1:
         return x
     return torch.cat([x] * times, 2).reshape(shape.B, shape.H * times, -1, shape.D)
 
 
 def log_decay(A_log, step):
-    """-e^A · step, of `step` [B, H, T, 1]. step - step: zeros that keep e^A, which fp16
-    would round, out of the stored weights."""
+    """-e^A · step, of `step` [B, H, T, 1].
+
+    `step - step` is zeros: it keeps the converter from storing e^A, which fp16 would
+    round, as a weight."""
     return -torch.exp(A_log + (step - step)) * step
 
 
 def expm1(x):
-    """e^x - 1 without cancellation: S + S·expm1(g) keeps a slow decay, where fp16 has
-    no number between e^g and 1."""
+    """e^x - 1 without cancellation. S + S·expm1(g) preserves a slow decay, for which
+    fp16 has no number between e^g and 1."""
     return torch.tanh(x * 0.5) * (torch.exp(x) + 1)
 
 
 def softplus(x):
-    """ln(1 + e^x), the logarithm as a series: 1 + e^-|x| is 1 in fp16 from |x| = 8 on."""
+    """ln(1 + e^x), the logarithm as a series of atanh, because 1 + e^-|x| is 1 in fp16
+    from |x| = 8 on."""
     e = torch.exp(-x.abs())
     s = e / (e + 2)
     square = s * s

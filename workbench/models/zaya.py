@@ -3,7 +3,7 @@ both sides of every residual sum.
 
 A router has a state from the layer before. Experts are stacked, and run all together,
 weighted by one-hot probabilities (dense), or one by one as the host picks them
-(routed). The class after the last expert is the skip class: it adds nothing."""
+(routed). The class after the last expert is the skip class, which adds nothing."""
 
 import torch
 from torch import nn
@@ -153,7 +153,7 @@ class Router(nn.Module):
         R = plan.router_width
         self.down_proj = Conv(plan.dims.C, R, True)
         self.router_mlp = RouterMLP(plan)
-        # without gradient: stays zero, and no checkpoint holds it
+        # without a gradient it stays zero, and no checkpoint holds it
         self.router_states_scale = vector(R).requires_grad_(not first)
         self.balancing_biases = vector(plan.experts + 1)
 
@@ -192,7 +192,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The router and, unless the host runs them, the experts."""
+    """The router and, unless the host runs the experts, these."""
 
     def __init__(self, gate: Router, experts: Experts | None):
         super().__init__()
@@ -286,8 +286,8 @@ def plan(config) -> Plan:
     if config.attention_bias or config.lm_head_bias:
         refuse(config, "attention_bias or lm_head_bias", "neither, as in ZAYA1")
     if config.cca_time0 != TAPS or config.cca_time1 != TAPS:
-        found = f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}"
-        refuse(config, found, f"{TAPS} and {TAPS}")
+        actual = f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}"
+        refuse(config, actual, f"{TAPS} and {TAPS}")
     d = dims(config)
     side = {
         CONV_STATE: (2 * TAPS - 2, (d.H + d.H_kv) * d.D),
