@@ -11,7 +11,7 @@ from tiny import DATA
 
 from workbench.check.golden import Golden
 from workbench.cli.common import Prompt, show
-from workbench.explain import trace
+from workbench.explain import ranges
 from workbench.runtime.portable import PortableModel
 
 TINY = DATA / "tiny-llama"
@@ -163,13 +163,13 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
         found = invoke("explain", source, "--only", "ranges")["ranges"]
         assert not lacks(found, "ranges") and found["first_inf"] is None
         assert found["worst"][0].keys() >= {"op", "module", "max_abs"}
-    inputs = trace.random_inputs
+    inputs = ranges.random_inputs
 
     def overflowing(*arguments):
         made = inputs(*arguments)
         return made | {"rope_cos": np.full_like(made["rope_cos"], 6e4)}
 
-    monkeypatch.setattr(trace, "random_inputs", overflowing)
+    monkeypatch.setattr(ranges, "random_inputs", overflowing)
     result = cli("explain", package)
     first, second, *_ = result.stdout.splitlines()
     assert (result.exit_code, first) == (1, "RED") and "first inf at" in second

@@ -12,13 +12,13 @@ from miltorch import Executable
 from workbench import Decoder
 from workbench.bundle.names import HIDDEN
 from workbench.check import run, validate
-from workbench.explain import trace
+from workbench.explain import ranges
 from workbench.sweep import timing
 
 IDS = prompt(97, 7)
 LOOKS = {
     "validation": validate.validate,
-    "trace": lambda decoder, _: trace.trace_decoder(decoder, IDS),
+    "ranges": lambda decoder, _: ranges.measure_decoder(decoder, IDS),
     "profile": lambda decoder, _: timing.profile(decoder, depth=2, calls=2),
 }
 
@@ -74,7 +74,7 @@ def test_a_hook_sees_every_operation_of_its_call_alone_and_replaces_values(
 
 def test_core_ml_has_no_hooks_and_says_so(shimmed, llama_bundle, llama_golden):
     decoder = Decoder(llama_bundle, "coreml")
-    for look in (LOOKS["trace"], LOOKS["profile"]):
+    for look in (LOOKS["ranges"], LOOKS["profile"]):
         with refused("runtime coreml.*portable"):
             look(decoder, None)
     run.run_golden(decoder, llama_golden, (2, "isolated"))  # sees what Core ML shows

@@ -133,7 +133,7 @@ def test_the_costliest_tensor_is_found(
         return value
 
     monkeypatch.setattr(weights, "stored_weights", lambda *_: worse)
-    ranked, _ = weights.costs(int8_bundle, tiny_llama, llama_golden)
+    ranked, _ = weights.measure_costs(int8_bundle, tiny_llama, llama_golden)
     worst = ranked[ranked["layer"] == 1].iloc[0]
     assert worst["tensor"] == "mlp.up_proj.weight"
     assert worst["share"] > 0.5
@@ -143,7 +143,7 @@ def test_the_costliest_tensor_is_found(
 def test_the_worst_few_at_fp16_buy_what_it_says(
     int8_bundle, tiny_llama, llama_golden, worst
 ):
-    _, found = weights.costs(int8_bundle, tiny_llama, llama_golden, worst)
+    _, found = weights.measure_costs(int8_bundle, tiny_llama, llama_golden, worst)
     assert (found["error"] > 1e-4).all()
     assert (found["fp16"] < found["error"]).all()
     assert worst == 2 or not found["fp16"].any()  # all of them
@@ -152,6 +152,6 @@ def test_the_worst_few_at_fp16_buy_what_it_says(
 def test_a_layer_has_no_row_of_a_tensor_that_others_have(exports):
     source = Checkpoint(exports.checkpoint("qwen3_5_text"))
     bundle = exports.bundle(source.path, compress="int8-tensor")
-    ranked, _ = weights.costs(bundle, source, golden.make_golden(source, IDS))
+    ranked, _ = weights.measure_costs(bundle, source, golden.make_golden(source, IDS))
     for row in ranked.itertuples():
         assert f"{source.prefix}layers.{row.layer}.{row.tensor}" in source

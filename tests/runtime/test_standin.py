@@ -290,8 +290,9 @@ def test_values_of_a_unit_that_fell_back_are_not_the_unit_s(
     reference = golden.make_golden(source, IDS)
     found = units.validate_units(bundle, reference, runtime="stand-in")
     assert set(found["verdict"]) == {"RED"} and set(found["reason"]) == {line}
-    found, why = Runner("stand-in", "CPU_ONLY")(bundle.root, None, [])
-    assert found == [] and line in why and "--compute-units" in why
+    run = Runner("stand-in", "CPU_ONLY").run(bundle.root, None, [])
+    assert run.values == [] and line in run.failure
+    assert "--compute-units" in run.failure
 
 
 @pytest.mark.matrix(1, wide=1)

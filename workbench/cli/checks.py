@@ -167,11 +167,11 @@ def explain(
     if paths.is_package(bundle_or_package) and only in (None, "ranges") and not op:
         needed = "a bundle in place of a package"
         unread(needed, prompt, device, checkpoint=checkpoint)
-        from workbench.explain import trace
+        from workbench.explain import ranges
 
-        traced = trace.trace_package(bundle_or_package)
-        ranges = {"ranges": trace.summary(traced)}
-        return show(judged(trace.finite_gates(traced)) | ranges, json)
+        measured = ranges.measure_package(bundle_or_package)
+        result = {"ranges": ranges.summarize(measured)}
+        return show(judged(ranges.finite_gates(measured)) | result, json)
     bundle = workbench.Bundle.open(bundle_or_package)
     if not checkpoint and only != "ranges" and not op:
         needed, step = "what was exported", "give --checkpoint, or --only ranges"
@@ -201,15 +201,15 @@ def explain(
             decoder = workbench.Decoder(bundle, "portable", "exact")
             S = bundle.manifest.options.max_seq_len
             reference = workbench.golden.make_golden(source, ids[:S], head=False)
-            found["faults"] = calls.call_faults(decoder, reference)
+            found["faults"] = calls.find_call_faults(decoder, reference)
         found["variants"] = gates.records(frame)
     if only == "ranges" or not only and not bundle.manifest.options.plugin:
-        from workbench.explain import trace
+        from workbench.explain import ranges
 
         stage("explain: ranges")
-        traced = trace.trace_bundle(bundle, ids)
-        checks += trace.finite_gates(traced)
-        found["ranges"] = trace.summary(traced)
+        measured = ranges.measure_bundle(bundle, ids)
+        checks += ranges.finite_gates(measured)
+        found["ranges"] = ranges.summarize(measured)
     show((judged(checks) if checks else {}) | found, json)
 
 
@@ -218,11 +218,11 @@ def _operation(bundle, ids: list[int], **how) -> dict:
     from workbench.explain import operation
     from workbench.progress import bar
 
-    count, seconds = operation.cost(bundle, how["layer"])
-    cost = f"about {seconds:.0f} s, and {operation.MORE} packages more for a wrong one"
+    count, seconds = operation.estimate_cost(bundle, how["layer"])
+    cost = f"about {seconds:.0f} s, and {operation.EXTRA_PACKAGES} packages more for a wrong one"
     with bar(desc=cost, total=count, unit="package") as shown:
         found = operation.find(bundle, ids, **how, report=lambda count: shown.update())
-    result = asdict(found)
+    result = found.json()
     verdict = "GREEN" if found.verdict == "none" else "RED"
     return {"verdict": verdict, "reduced": result.pop("reduced"), "operation": result}
 

@@ -35,7 +35,7 @@ from workbench.decode.snapshot import Snapshot
 from workbench.decode.times import Times, clock
 from workbench.errors import InputError
 from workbench.runtime import Model, Settings, State
-from workbench.runtime.base import interrupted
+from workbench.runtime.base import OnCall, interrupted
 
 GREEDY = Sampling()
 # output of a layer shard → input of the next shard
@@ -445,6 +445,7 @@ class Decoder:
         counts: Sequence[np.ndarray],
         states: Sequence[State],
         hooks: Sequence[Hook | None],
+        on_call: OnCall | None = None,
     ) -> list[dict[str, np.ndarray]]:
         """Runs a layer shard, routed experts included, for one call after another.
 
@@ -456,6 +457,9 @@ class Decoder:
             ios: what the shard reads in each call, and perhaps more.
             counts: [B] valid columns of each call.
             states, hooks: of each call.
+            on_call: called before every call of a package, those of experts and of the
+                parts of another exporter's shard included. The calls then run one by
+                one, so that it sees the states from which each of them starts.
 
         Returns:
             `ios` for the next shard: `x` is this shard's hidden output, `router_state`
@@ -464,13 +468,16 @@ class Decoder:
         shard, results = model.shard, []
         inputs = [{name: io[name] for name in shard.inputs} for io in ios]
         calls = inputs, states, [hook and partial(hook, shard) for hook in hooks]
-        if any(name.endswith(MATRIX_STATE) for name in shard.states):
+        if on_call:
+            outputs = [_observed(model, *call, on_call) for call in zip(*calls)]
+        elif any(name.endswith(MATRIX_STATE) for name in shard.states):
             outputs = [model.predict(*call) for call in zip(*calls, strict=True)]
         else:
             outputs = model.predict_calls(*calls)
         for io, out, count, hook in zip(ios, outputs, counts, hooks, strict=True):
             if shard.kind == "router":
-                out[HIDDEN] = self.experts.run(shard.layers[0], out, count, hook)
+                layer = shard.layers[0]
+                out[HIDDEN] = self.experts.run(layer, out, count, hook, on_call)
             for name, next_input in NEXT_INPUTS.items():
                 if name in out:
                     io = io | {next_input: out[name]}
@@ -622,6 +629,20 @@ class Decoder:
         """One value per sequence as the public methods return it: that of the single
         sequence where the batch is 1."""
         return values if self.options.batch > 1 else values[0]
+
+
+def _observed(
+    model: Model,
+    inputs: dict[str, np.ndarray],
+    state: State,
+    hook: Callable | None,
+    on_call: OnCall,
+) -> dict[str, np.ndarray]:
+    """Runs one call of a shard, with `on_call` before every call of a package."""
+    if model.shard.foreign:
+        return model.predict(inputs, state, hook, on_call)
+    on_call(model, inputs, state)
+    return model.predict(inputs, state, hook)
 
 
 def per_sequence(value, B: int) -> list:

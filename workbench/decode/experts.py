@@ -17,6 +17,7 @@ from workbench.bundle.names import (
     ROUTER_SCORES,
 )
 from workbench.runtime import Model
+from workbench.runtime.base import OnCall
 
 
 class RoutedExperts:
@@ -51,6 +52,7 @@ class RoutedExperts:
         routed: dict[str, np.ndarray],
         counts: np.ndarray,
         hook: Callable | None = None,
+        on_call: OnCall | None = None,
     ) -> np.ndarray:
         """Finishes a layer from the outputs of its router shard.
 
@@ -87,6 +89,8 @@ class RoutedExperts:
             io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
             model = self.model(layer, expert)
             shard_hook = hook and partial(hook, model.shard)
+            if on_call:
+                on_call(model, io, None)
             output = model.predict(io, None, shard_hook)[HIDDEN]
             self.native_ms.append(model.last_native_ms)
             hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)

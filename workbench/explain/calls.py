@@ -1,4 +1,4 @@
-"""Calls of several tokens whose caches are not those of calls of one, and why."""
+"""Finds calls of several tokens that leave other caches than calls of one token do."""
 
 from dataclasses import replace
 
@@ -8,23 +8,25 @@ from workbench.check.run import run_golden
 from workbench.check.states import default_ts
 from workbench.decode import Decoder
 
-SAME = 1e-3  # relative RMS that sums in another order, and other functions, explain
+# Largest relative RMS of a difference that rounding explains: another function of a
+# package, or another number of columns, adds up the same terms in another order.
+SUMMATION_ORDER = 1e-3
 
 
-def call_faults(decoder: Decoder, golden: Golden) -> list[str]:
-    """What is wrong with calls of each T > 1 over the golden's tokens, in a sentence
-    for the first such call of each T; nothing where keys and values are those of calls
-    of one token.
+def find_call_faults(decoder: Decoder, golden: Golden) -> list[str]:
+    """One sentence for every T > 1 whose calls leave other keys or values than calls of
+    one token: where they first differ, and whether the attention is not causal.
 
     Args:
         decoder: of batch 1, in `exact` arithmetic.
+        golden: the tokens to run.
     """
     faults = []
-    (one,) = run_golden(decoder, golden, (1, "chained"))
+    (single,) = run_golden(decoder, golden, (1, "chained"))
     for T in sorted({*default_ts(decoder.options)} - {1}):
-        (many,) = run_golden(decoder, golden, (T, "chained"))
-        rows = compare.compare(one, many, tensors=("k", "v"), similar=False)
-        wrong = rows[~(rows["error"] <= SAME)]
+        (several,) = run_golden(decoder, golden, (T, "chained"))
+        rows = compare.compare(single, several, tensors=("k", "v"), similar=False)
+        wrong = rows[~(rows["error"] <= SUMMATION_ORDER)]
         if wrong.empty:
             continue
         first = wrong.loc[wrong["position"].idxmin()]
@@ -32,12 +34,14 @@ def call_faults(decoder: Decoder, golden: Golden) -> list[str]:
             "calls of T = {} differ from calls of one token, first at position "
             "{position}: {tensor}.{layer} by {error:.2g} (relative RMS)"
         ).format(T, **first)
-        later, ids = int(first["position"]) + 1, golden.ids.copy()
-        ids[later:] = (ids[later:] + 1) % decoder.manifest.dims.V
+        # rows up to the first wrong one must not depend on the tokens after it
+        end = int(first["position"]) + 1
+        ids = golden.ids.copy()
+        ids[end:] = (ids[end:] + 1) % decoder.manifest.dims.V
         changed = replace(golden, ids=ids)
         (other,) = run_golden(decoder, changed, (T, "chained"))
-        rows = compare.compare(many, other, tensors=("k", "v"), similar=False)
-        if rows[rows["position"] < later]["error"].any():
-            fault += "; they see the future: later tokens change earlier rows"
+        rows = compare.compare(several, other, tensors=("k", "v"), similar=False)
+        if rows[rows["position"] < end]["error"].any():
+            fault += "; they are not causal: later tokens change earlier rows"
         faults.append(fault)
     return faults

@@ -1,4 +1,4 @@
-"""Packages of some operations of a program, built again for given arrays."""
+"""Builds packages of some operations of a program, for given arrays."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,23 +11,24 @@ from miltorch.program import Op, Ref, read_spec
 from miltorch.quiet import coremltools, frozen, messages, no_progress, quiet
 from miltorch.steps import Constants
 
-# dtype of values that are inputs in int32 → what an operation `cast` calls it
-CASTS = {"BOOL": "bool", "INT8": "int8", "UINT8": "uint8", "INT16": "int16"}
+# A package takes values of these dtypes as int32, and casts them to what the operation
+# `cast` calls them.
+CAST_DTYPES = {"BOOL": "bool", "INT8": "int8", "UINT8": "uint8", "INT16": "int16"}
 MAX_RANK = 5  # of an output
 WRITERS = "write_state", "coreml_update_state"
-IOS16 = 7  # the first version of packages with inputs in fp16
+IOS16 = 7  # the first version of packages that takes inputs in fp16
 
 
 class Flow(Graph):
-    """What the operations of a program make of what; each is named by its index in
-    `ops`. `constants`: by name."""
+    """The data flow between the operations of a program. Each operation is named by its
+    index in `ops`. `constants`: by name."""
 
     def __init__(self, program: miltorch.Program):
         super().__init__(program)
         self.constants = Constants(program)
 
     def results(self, index: int) -> list[str]:
-        """The values that an operation makes, and the state that it writes."""
+        """The values that an operation computes, and the state that it writes."""
         op = self.ops[index]
         names = [name for name, _ in op.outputs]
         if op.kind in WRITERS:
@@ -35,21 +36,26 @@ class Flow(Graph):
         return names
 
     def before(self, ops: Collection[int]) -> set[int]:
-        """The operations whose results, or state, each of some operations reads."""
-        found = set()
+        """The operations whose results or states any of `ops` reads."""
+        producers = set()
         for index in ops:
-            read = {*self.ops[index].reads()}
-            found |= {i for i in range(index) if not read.isdisjoint(self.results(i))}
-        return found
+            operands = {*self.ops[index].reads()}
+            for earlier in range(index):
+                if not operands.isdisjoint(self.results(earlier)):
+                    producers.add(earlier)
+        return producers
 
     def operands(self, ops: Collection[int]) -> list[str]:
-        """Names of what operations read and do not make, constants included."""
-        made = {name for index in ops for name, _ in self.ops[index].outputs}
-        return sorted({n for index in ops for n in self.ops[index].reads()} - made)
+        """Names of the values that `ops` read and none of them computes, constants
+        included."""
+        results = {name for index in ops for name, _ in self.ops[index].outputs}
+        read = {name for index in ops for name in self.ops[index].reads()}
+        return sorted(read - results)
 
-    def held(self, name: str, ops: Collection[int]) -> str:
-        """What has the value of an operand of some operations: of a state, the result
-        of the first of them if that reads it, which others may have written before."""
+    def source(self, name: str, ops: Collection[int]) -> str:
+        """The value that an operand of `ops` has before they run. For a state that is
+        the result of the first operation that reads it, where this is a `read_state`:
+        operations before it may have written the state."""
         first = next(self.ops[i] for i in ops if name in self.ops[i].reads())
         return first.outputs[0][0] if first.kind == "read_state" else name
 
@@ -57,100 +63,161 @@ class Flow(Graph):
 def cut(
     flow: Flow, ops: Collection[int], arrays: Mapping[str, np.ndarray], target: Path
 ) -> Path:
-    """Writes a package of some operations, which shows what none of them reads. Weights
-    stay compressed.
+    """Writes a package of some operations. Its outputs are the results that none of
+    them reads. Weights stay compressed.
 
     Args:
         ops: indices, in order.
-        arrays: what they read and do not make: inputs and states, of these shapes, and
-            constants that take the place of the program's.
+        arrays: the values that `ops` read and do not compute: inputs and states, of
+            these shapes, and constants that take the place of the program's.
 
     Raises:
         Exception: of coremltools, for arrays that do not fit and operations with blocks.
     """
     ct = coremltools()
-    from coremltools.converters.mil.mil import Builder, Function, Program, types
+    from coremltools.converters.mil.mil import Builder, Program
 
-    Builder.name_count.clear()  # the same program has the same names
-    spec = read_spec(flow.program.package)
-    version = ct.target(max(spec.specificationVersion, IOS16))
-    source = spec.mlProgram.functions[flow.program.function]
-    operations = source.block_specializations[source.opset].operations
-    stored = {output.name: op for op in operations for output in op.outputs}
-    inputs = {}
-    values = {}
-
-    def builtin(name: str):
-        dtype = messages("MIL_pb2").DataType.Value(flow.types[name].dtype)
-        return types.PROTO_TO_BUILTIN_TYPE[dtype]
-
-    def typed(value, builtin):
-        """A constant in a dtype of coremltools, which has some of less than a byte."""
-        if isinstance(value, (np.ndarray, np.generic)):
-            value = value.astype(types.nptype_from_builtin(builtin))[()]
-        return value
-
-    def argument(source):
-        if isinstance(source, list):
-            return [argument(each) for each in source]
-        if not isinstance(source, Ref):
-            return source[()] if isinstance(source, np.ndarray) else source
-        name = source.name
-        if name not in values:
-            op = flow.producers[name]
-            if op.kind == "const":
-                values[name] = typed(op.inputs["val"], builtin(name))
-            else:
-                values[name] = made(op)
-        return values[name]
-
-    def made(op: Op):
-        given = {name: argument(source) for name, source in op.inputs.items()}
-        if op.kind == "write_state":
-            state, value = given["input"], given["data"]
-            return Builder.coreml_update_state(state=state, value=value)
-        for name, bound in stored[op.key].inputs.items() if op.constant else ():
-            dtype = bound.arguments[0].value.type.tensorType.dataType
-            if dtype:
-                given[name] = typed(given[name], types.PROTO_TO_BUILTIN_TYPE[dtype])
-        return getattr(Builder, op.kind)(**given, name=op.name)
-
-    for name, array in arrays.items():
-        if name in flow.constants.ops:
-            values[name] = typed(array, builtin(name))
-            continue
-        placeholder = Builder.placeholder
-        if name in flow.program.states:
-            placeholder = Builder.state_tensor_placeholder
-        is_cast = flow.types[name].dtype in CASTS
-        inputs[name] = placeholder(
-            array.shape, types.int32 if is_cast else builtin(name)
-        )
-    with Function(inputs, opset_version=version) as function:
-        for name, value in function.inputs.items():
-            dtype = CASTS.get(flow.types[name].dtype)
-            values[name] = Builder.cast(x=value, dtype=dtype) if dtype else value
-        results = {}
-        for index in ops:
-            op = flow.ops[index]
-            new = made(op)
-            new = new if isinstance(new, (list, tuple)) else [new]
-            written = f"{flow.results(index)[0]}_written"  # of a state
-            for name, value in zip([*dict(op.outputs)] or [written], new):
-                value.name = name
-                values[name] = results[name] = value
-        read = {name for index in ops for name in flow.ops[index].reads()}
-        can = [n for n, value in results.items() if 0 < value.rank <= MAX_RANK]
-        shown = []
-        for name in [name for name in can if name not in read] or can[-1:]:
-            value = results[name]
-            is_cast = value.dtype not in (types.fp16, types.fp32, types.int32)
-            shown.append(Builder.cast(x=value, dtype="int32") if is_cast else value)
-        function.set_outputs(shown)
+    Builder.name_count.clear()  # so that equal programs get equal names
     program = Program()
-    program.add_function("main", function)
-    how = {"skip_model_load": True, "minimum_deployment_target": version}
+    builder = _FunctionBuilder(flow)
+    program.add_function("main", builder.build(ops, arrays))
+    options = {
+        "skip_model_load": True,
+        "minimum_deployment_target": builder.version,
+        "pass_pipeline": ct.PassPipeline.EMPTY,
+    }
     with quiet(), no_progress(), frozen():
-        model = ct.convert(program, pass_pipeline=ct.PassPipeline.EMPTY, **how)
+        model = ct.convert(program, **options)
     model.save(str(target))
     return target
+
+
+class _FunctionBuilder:
+    """Builds coremltools' function of some operations of a program.
+
+    Attributes:
+        version: of packages, at least that of the program's.
+        values: coremltools' values by the program's names.
+    """
+
+    def __init__(self, flow: Flow):
+        spec = read_spec(flow.program.package)
+        source = spec.mlProgram.functions[flow.program.function]
+        operations = source.block_specializations[source.opset].operations
+        self.flow = flow
+        self.version = coremltools().target(max(spec.specificationVersion, IOS16))
+        self.stored = {output.name: op for op in operations for output in op.outputs}
+        self.values = {}
+
+    def build(self, ops: Collection[int], arrays: Mapping[str, np.ndarray]):
+        """The function of the operations `ops`, called with `arrays`."""
+        from coremltools.converters.mil.mil import Builder, Function
+
+        inputs = {}
+        for name, array in arrays.items():
+            if name in self.flow.constants.ops:
+                self.values[name] = _as_dtype(array, self._dtype(name))
+            else:
+                inputs[name] = self._placeholder(name, array.shape)
+        with Function(inputs, opset_version=self.version) as function:
+            for name, value in function.inputs.items():
+                dtype = CAST_DTYPES.get(self.flow.types[name].dtype)
+                if dtype:
+                    value = Builder.cast(x=value, dtype=dtype)
+                self.values[name] = value
+            function.set_outputs(self._outputs(ops, self._results(ops)))
+        return function
+
+    def _dtype(self, name: str):
+        """coremltools' dtype of a value of the program."""
+        from coremltools.converters.mil.mil import types
+
+        dtype = messages("MIL_pb2").DataType.Value(self.flow.types[name].dtype)
+        return types.PROTO_TO_BUILTIN_TYPE[dtype]
+
+    def _placeholder(self, name: str, shape: tuple[int, ...]):
+        """An input or a state of the function."""
+        from coremltools.converters.mil.mil import Builder, types
+
+        dtype = self._dtype(name)
+        if self.flow.types[name].dtype in CAST_DTYPES:
+            dtype = types.int32
+        if name in self.flow.program.states:
+            return Builder.state_tensor_placeholder(shape, dtype)
+        return Builder.placeholder(shape, dtype)
+
+    def _results(self, ops: Collection[int]) -> dict:
+        """Adds the operations to the function; their results by name."""
+        results = {}
+        for index in ops:
+            op = self.flow.ops[index]
+            added = self._add(op)
+            if not isinstance(added, (list, tuple)):
+                added = [added]
+            names = list(dict(op.outputs))
+            if not names:  # a write to a state, which has a result here
+                names = [f"{self.flow.results(index)[0]}_written"]
+            for name, value in zip(names, added):
+                value.name = name
+                self.values[name] = results[name] = value
+        return results
+
+    def _outputs(self, ops: Collection[int], results: dict) -> list:
+        """The results that no operation of `ops` reads; the last one if all are
+        read."""
+        from coremltools.converters.mil.mil import Builder, types
+
+        read = {name for index in ops for name in self.flow.ops[index].reads()}
+        possible = [n for n, value in results.items() if 0 < value.rank <= MAX_RANK]
+        unread = [name for name in possible if name not in read]
+        outputs = []
+        for name in unread or possible[-1:]:
+            value = results[name]
+            if value.dtype not in (types.fp16, types.fp32, types.int32):
+                value = Builder.cast(x=value, dtype="int32")
+            outputs.append(value)
+        return outputs
+
+    def _add(self, op: Op):
+        """Adds one operation of the program to the function."""
+        from coremltools.converters.mil.mil import Builder, types
+
+        arguments = {n: self._argument(source) for n, source in op.inputs.items()}
+        if op.kind == "write_state":
+            state, value = arguments["input"], arguments["data"]
+            return Builder.coreml_update_state(state=state, value=value)
+        if op.constant:
+            # compressed weights keep the dtype in which the package stores them
+            for name, bound in self.stored[op.key].inputs.items():
+                dtype = bound.arguments[0].value.type.tensorType.dataType
+                if dtype:
+                    builtin = types.PROTO_TO_BUILTIN_TYPE[dtype]
+                    arguments[name] = _as_dtype(arguments[name], builtin)
+        return getattr(Builder, op.kind)(**arguments, name=op.name)
+
+    def _argument(self, source):
+        """An argument of an operation, as coremltools takes it."""
+        if isinstance(source, list):
+            return [self._argument(part) for part in source]
+        if isinstance(source, np.ndarray):
+            return source[()]
+        if not isinstance(source, Ref):
+            return source
+        name = source.name
+        if name not in self.values:
+            op = self.flow.producers[name]
+            if op.kind == "const":
+                value = _as_dtype(op.inputs["val"], self._dtype(name))
+            else:
+                value = self._add(op)
+            self.values[name] = value
+        return self.values[name]
+
+
+def _as_dtype(value, builtin):
+    """A constant in one of coremltools' dtypes, some of which have less than a byte."""
+    from coremltools.converters.mil.mil import types
+
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.astype(types.nptype_from_builtin(builtin))[()]
+    return value

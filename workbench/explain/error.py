@@ -10,7 +10,7 @@ difference to every layer's update:
     precision     every result rounded to the dtype it declares        portable, declared
     runtime       the device in place of the portable runtime          Core ML, on a Mac alone
 
-Of a plug-in's target in fp32, the first three parts are all.
+A plug-in's target in fp32 has the first three parts alone.
 
 The vectors add up to the total; their norms do not. A fault of the bundle's program is
 re-authoring error in whatever format the weights are stored."""
@@ -38,8 +38,8 @@ MODES = ("isolated", "chained")
 
 @dataclass
 class Split:
-    """Hugging Face's updates [L, n, C] of one mode, `reference`, and the difference that
-    each part makes; a part that was not measured is absent."""
+    """The error in one mode: Hugging Face's updates [L, n, C] in `reference`, and the
+    difference [L, n, C] that each measured part adds, by name."""
 
     reference: np.ndarray
     parts: dict[str, np.ndarray]
@@ -67,7 +67,8 @@ class Split:
         columns = dict(zip(("layer", "position"), np.indices(scale.shape)))
         for name, part in (self.parts | {"total": self.total}).items():
             columns[name] = compare.over(compare.rms(part.reshape(shape)), scale)
-        return pd.DataFrame({name: column.ravel() for name, column in columns.items()})
+        columns = {name: column.ravel() for name, column in columns.items()}
+        return pd.DataFrame(columns)
 
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part
@@ -91,62 +92,86 @@ def split_error(
     input) and chained, in calls of t_max tokens.
 
     Args:
-        reference: the checkpoint's golden of `ids` (default: made now).
-        runtime: the device whose part is measured, on `compute_units`; `portable`, and
-            any runtime of a plug-in's target: no device.
+        reference: the checkpoint's golden of `ids` (default: computed now).
+        runtime: the device whose part is measured, on `compute_units`. With `portable`
+            and with the runtime of a plug-in's target no device is measured.
 
     Raises:
-        InputError: a runtime that is not here, one that does not show what every layer
-            adds; see also `exact_runtime`.
+        InputError: a runtime that this machine lacks, or one that does not give the
+            update of every layer; see also `exact_runtime`.
     """
-    options = bundle.manifest.options
-    runs = {"reauthoring": (exact_runtime(bundle), "exact")}
-    if not options.plugin:
-        runs["precision"] = "portable", "declared"
-        if (device := resolve(runtime)) != "portable":
-            runs["runtime"] = device, "declared"
-    subject = f"updates of {bundle.root.name}"
-    if not bundle.manifest.shows_hidden:
-        actual = "packages of another exporter, which show caches and logits alone"
-        step = "run: workbench explain with --only variant, or --only ranges"
-        raise InputError(subject, actual, "a bundle of workbench export", step)
-    blind = [name for name, _ in runs.values() if name != "portable"]
-    if blind and options.layers_per_shard > 1:
-        actual = f"layers inside a shard that {blind[0]} does not show"
-        step = "export with --layers-per-shard 1"
-        raise InputError(subject, actual, "one layer a shard", step)
+    runs = plan_runs(bundle, runtime)
     source = reference or golden.make_golden(checkpoint, ids)
     golden.check_exported_from(source, bundle)
     weights = {
         "storage": fp16_weights(checkpoint, bundle),
         "quantization": golden.stored_weights(checkpoint, bundle),
     }
-    # of each mode, once the cause of a part is there
-    stages = [[updates(source.values)] * 2]
-    for part in bar([*weights, *runs], "error", unit="stage"):
+    parts = [*weights, *runs]
+    # mode → updates before the first part, and once the cause of each part is there
+    stages = {mode: [updates(source.values)] for mode in MODES}
+    for part in bar(parts, "error", unit="stage"):
         if part in weights:
             model = Reference(checkpoint, weights[part])
-            feeds = source.values, None
-            fed = [model.run(source.ids, feed=feed, head=False) for feed in feeds]
-            stages.append(list(map(updates, fed)))
         else:
-            decoder = Decoder(bundle, *runs[part], compute_units=compute_units)
-            stages.append([run_updates(decoder, source, mode) for mode in MODES])
+            run = runs[part]
+            decoder = Decoder(
+                bundle, run.runtime, run.precision, compute_units=compute_units
+            )
+        for mode in MODES:
+            if part in weights:
+                feed = source.values if mode == "isolated" else None
+                values = model.run(source.ids, feed=feed, head=False)
+                stages[mode].append(updates(values))
+            else:
+                stages[mode].append(run_updates(decoder, source, mode))
     splits = {}
-    for mode, values in zip(MODES, np.swapaxes(stages, 0, 1)):
-        parts = dict(zip([*weights, *runs], np.diff(values, axis=0)))
-        splits[mode] = Split(values[0], parts)
+    for mode, values in stages.items():
+        differences = np.diff(values, axis=0)
+        splits[mode] = Split(values[0], dict(zip(parts, differences)))
     return splits
 
 
+@dataclass(frozen=True)
+class Run:
+    """How a decoder runs the bundle to measure a part."""
+
+    runtime: str
+    precision: str
+
+
+def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Run]:
+    """Part → how it is measured, for the parts that need a run of the bundle; see
+    `split_error`."""
+    options = bundle.manifest.options
+    runs = {"reauthoring": Run(exact_runtime(bundle), "exact")}
+    if not options.plugin:
+        runs["precision"] = Run("portable", "declared")
+        if (device := resolve(runtime)) != "portable":
+            runs["runtime"] = Run(device, "declared")
+    subject = f"updates of {bundle.root.name}"
+    if not bundle.manifest.shows_hidden:
+        actual = "packages of another exporter, which output caches and logits alone"
+        step = "run: workbench explain with --only variant, or --only ranges"
+        raise InputError(subject, actual, "a bundle of workbench export", step)
+    # others give the output of a shard's last layer alone
+    blind = [run.runtime for run in runs.values() if run.runtime != "portable"]
+    if blind and options.layers_per_shard > 1:
+        actual = f"layers inside a shard that {blind[0]} does not show"
+        step = "export with --layers-per-shard 1"
+        raise InputError(subject, actual, "one layer a shard", step)
+    return runs
+
+
 def updates(values: Values) -> np.ndarray:
-    """What each layer adds, [L, n, C] float64."""
+    """The updates of all layers, [L, n, C] float64."""
     layers = sum(name.startswith("update.") for name in values)
     return np.float64([values[f"update.{layer}"] for layer in range(layers)])
 
 
 def run_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarray:
-    """What each layer of a bundle adds over the golden's tokens in calls of t_max."""
+    """The updates of a bundle's layers over the golden's tokens in calls of t_max, [L,
+    n, C] float64."""
     T = decoder.options.t_max
     (values,) = run.run_golden(decoder, source, (T, mode), forced=False)
     return updates(values)
@@ -154,7 +179,7 @@ def run_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarra
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
     """The checkpoint's values rounded to fp16 as an uncompressed bundle would store
-    them, with the offsets that `bundle` adds."""
+    them: with the offset that `bundle` adds to a tensor, which is taken off again."""
     offsets = {}
     for shard in bundle.manifest.shards:
         offsets |= shard.offsets

@@ -1,100 +1,151 @@
-"""Finds the operation of a bundle, or of any package, that a runtime computes wrongly;
-see `search`."""
+"""Finds the operation of a bundle, or of any package, that a runtime computes wrongly.
+
+`record_calls` runs a prompt on the portable runtime and keeps what every package was
+called with; `search.Search` gives these calls to the runtime that is tested."""
 
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import X
-from workbench.check.golden import Golden
-from workbench.check.hf import Values
-from workbench.check.run import Pass
 from workbench.check.states import default_ts
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.explain.reduced import reduce
-from workbench.explain.running import Runner
-from workbench.explain.search import Call, Finding, Search
-from workbench.explain.trace import packages
-from workbench.runtime import Model, check_compute_units, is_device, resolve
+from workbench.explain.running import Arrays, Runner
+from workbench.explain.search import CallPlace, Finding, PackageCall, Search
+from workbench.runtime import Model, State, check_compute_units, is_device, resolve
 
-MORE = 20  # packages, about, that a wrong shard needs beside its own
-SECONDS = 6.0  # that a process takes until it has loaded a small package
+# About how many packages a search runs inside a wrong shard, beside the shard itself.
+EXTRA_PACKAGES = 20
+# Until a new process has loaded and run a small package.
+SECONDS_PER_PACKAGE = 6.0
 
 
-def questions(
+@dataclass
+class RecordedCalls:
+    """The calls of one function of a package.
+
+    Attributes:
+        function: its name; None for the package's default.
+        modules: value of the program → source module.
+    """
+
+    package: Path
+    function: str | None
+    modules: dict[str, str]
+    calls: list[PackageCall] = field(default_factory=list)
+
+
+@dataclass
+class PromptCall:
+    """One call of the layers over a prompt.
+
+    Attributes:
+        start: position of its first token.
+        width: columns, those without a token included.
+        counts: [B] tokens of each sequence.
+        inputs: what the next shard reads.
+    """
+
+    start: int
+    width: int
+    counts: np.ndarray
+    inputs: Arrays
+
+
+def plan_calls(decoder: Decoder, ids: Sequence[int], T: int) -> Iterator[PromptCall]:
+    """The calls of at most T tokens over a prompt that every sequence of the batch
+    runs."""
+    B = decoder.options.batch
+    for start, end in decoder.options.tiling.calls(len(ids), T):
+        width = decoder.options.tiling.width(end - start)
+        chunk = [list(ids[start:end])] * B
+        inputs = decoder.inputs(np.full(B, start), chunk, width)
+        yield PromptCall(start, width, np.full(B, end - start), inputs)
+
+
+def record_calls(
     decoder: Decoder,
     ids: Sequence[int],
     Ts: Sequence[int],
     layer: int | None = None,
     position: int | None = None,
-) -> Iterator[tuple[Path, str | None, dict, list[Call]]]:
-    """(package, function, source modules by value, calls) of every package that a
-    prompt in calls of each T runs, experts and the parts of foreign shards included;
-    one shard's calls are in memory at a time."""
-    goldens = [Golden(np.array(ids), {}, {})] * decoder.options.batch
-    steps = []
-    for T in Ts:
-        chunks = Pass(decoder, goldens, T, isolated=False)
-        steps += zip(chunks.calls, chunks.ios)
-    found: dict[tuple, tuple[dict, list[Call]]] = {}
-    where: dict = {}
+) -> Iterator[RecordedCalls]:
+    """Runs a prompt in calls of each T and yields the calls of every function of a
+    package, experts and the parts of another exporter's shard included. The calls of
+    one shard are in memory at a time.
 
-    def keep(own, run, calls, states, hooks):
-        start = where["position"]
-        (inputs,), (state,) = calls, states
-        asked = layer is None or layer in range(*shard.layers)
-        if asked and (position is None or start <= position < start + where["T"]):
-            key = own.package, own.functions[own.T_of(inputs)]
-            before = {name: state.read_tensor(name) for name in own.program.states}
-            about = {"shard": own.package.stem} | where
-            modules = (own.shard or shard).modules
-            found.setdefault(key, (modules, []))[1].append((inputs | before, about))
-        return run(calls, states, hooks)
-
-    def watched(own: Model) -> Model:
-        own.predict_calls = partial(keep, own, own.predict_calls)
-        return own
-
-    experts = decoder.experts
-    load = experts.load
-    experts.load = lambda shard: watched(load(shard))
+    Args:
+        layer: record the shards of this layer alone, and no head.
+        position: record the calls that contain this position alone.
+    """
+    prompt_calls = [call for T in Ts for call in plan_calls(decoder, ids, T)]
     for model in (*decoder.layers, *decoder.heads):
         shard = model.shard
-        for own in packages(model):
-            watched(own)
-        for call, io in steps:
-            start = int(call.position[0])
-            where |= {"position": start, "T": call.width}
-            where["layers"] = [*range(*shard.layers)]
-            if not start:
+        is_wanted = layer is None or layer in range(*shard.layers)
+        recorded: dict[tuple[Path, str | None], RecordedCalls] = {}
+        state = None
+        for call in prompt_calls:
+            if call.start == 0:
                 state = model.make_state()
-            if shard.kind == "head":  # every one reads the same
-                model.predict({X: io[X]})
-            else:
-                run = decoder.run_calls
-                io |= run(model, [io], [call.counts], [state], [None])[0]
-        yield from ((*key, *about) for key, about in found.items())
-        found.clear()
-        experts.models.clear()
+            has_position = position is None or (
+                call.start <= position < call.start + call.width
+            )
+            on_call = None
+            if is_wanted and has_position:
+                on_call = partial(record_call, recorded, shard, call)
+            if shard.kind != "head":
+                (call.inputs,) = decoder.run_calls(
+                    model, [call.inputs], [call.counts], [state], [None], on_call
+                )
+            elif on_call:
+                # every head slice reads the last hidden state; its logits are not needed
+                on_call(model, {X: call.inputs[X]}, None)
+        yield from recorded.values()
+        # an expert belongs to one layer: its weights are not needed again
+        decoder.experts.models.clear()
 
 
-def cost(bundle: Bundle, layer: int | None = None) -> tuple[int, float]:
-    """Packages that a search of a sound bundle runs, and about how many seconds on a
-    device; a wrong shard takes about `MORE` packages beside them."""
+def record_call(
+    recorded: dict[tuple[Path, str | None], RecordedCalls],
+    shard: Shard,
+    call: PromptCall,
+    model: Model,
+    inputs: Arrays,
+    state: State | None,
+) -> None:
+    """Adds a call of a package to `recorded`: the `on_call` of `Decoder.run_calls`."""
+    key = model.package, model.functions[model.T_of(inputs)]
+    if key not in recorded:
+        # the packages of another exporter are parts of one shard
+        modules = (model.shard or shard).modules
+        recorded[key] = RecordedCalls(*key, modules)
+    before = {name: state.read_tensor(name) for name in model.program.states}
+    layers = list(range(*shard.layers))
+    place = CallPlace(model.package.stem, call.start, call.width, layers)
+    recorded[key].calls.append(PackageCall(inputs | before, place))
+
+
+def estimate_cost(bundle: Bundle, layer: int | None = None) -> tuple[int, float]:
+    """How many packages a search of a sound bundle runs, and about how many seconds
+    that takes on a device. A wrong shard adds about `EXTRA_PACKAGES`."""
     count = 0
     for shard in bundle.manifest.shards:
-        if layer is None or layer in range(*shard.layers):
-            functions = len(shard.functions) or 1
-            if foreign := shard.foreign:
-                functions = sum(len(foreign.functions_of(p)) for p in foreign.parts)
-            count += functions
-    return count, SECONDS * count
+        if layer is not None and layer not in range(*shard.layers):
+            continue
+        if shard.foreign:
+            parts = shard.foreign.parts
+            count += sum(len(shard.foreign.functions_of(part)) for part in parts)
+        else:
+            count += len(shard.functions) or 1
+    return count, SECONDS_PER_PACKAGE * count
 
 
 def find(
@@ -108,55 +159,60 @@ def find(
     T: int | None = None,
     out: Path | None = None,
     stop: threading.Event | None = None,
-    report: Callable[[int], None] = lambda count: None,
+    report: Callable[[int], None] | None = None,
 ) -> Finding:
     """The first shard, call and operation that `runtime` computes wrongly over `ids`.
     The portable runtime's `declared` arithmetic is compared with `exact`, any other
     runtime with `declared`.
 
     Args:
-        layer: searches the shards of this layer alone.
-        position: searches the calls of this position alone.
-        T: searches calls of so many tokens alone.
+        layer: search the shards of this layer alone.
+        position: search the calls that contain this position alone.
+        T: search calls of this many tokens alone.
         out: a folder for the smallest package that shows the fault.
         stop: an event; once it is set, the search is cancelled.
-        report: called after every package with the number so far (see `cost`).
+        report: called after every package with the number of packages so far (see
+            `estimate_cost`).
 
     Raises:
-        InputError: no such runtime or units, no such cell, programs of another target.
+        InputError: no such runtime or compute units, no such cell, programs of another
+            target.
         process.Cancelled: `stop` was set.
     """
     runtime = resolve(runtime)
     check_compute_units(compute_units)
     base = "declared" if is_device(runtime) else "exact"
-    run = Runner(runtime, compute_units, stop, report)
+    runner = Runner(runtime, compute_units, stop, report)
     decoder = Decoder(bundle, "portable", base)
-    cell = [T] if T else default_ts(decoder.options), layer, position
-    found = None
+    Ts = [T] if T else default_ts(decoder.options)
+    finding = None
     with tempfile.TemporaryDirectory() as folder:
-        for *program, calls in questions(decoder, ids, *cell):
-            search = Search(*program, run, base, folder)
-            found = search.find(calls)
-            if found.verdict != "none":
+        for program in record_calls(decoder, ids, Ts, layer, position):
+            search = Search(
+                program.package, program.function, program.modules, runner, base, folder
+            )
+            finding = search.find(program.calls)
+            if finding.verdict != "none":
                 break
-        if not found:
+        if not finding:
             actual = f"layer {layer}, position {position}, T {T}"
             needed = "one of the bundle and the prompt"
             raise InputError("cell", actual, needed, "see --help")
-        found.packages = run.packages
+        finding.packages = runner.packages
         if out and search.proof:
-            found.reduced = reduce(search, found, out)
-    return found
+            finding.reduced = reduce(search, finding, out)
+    return finding
 
 
-def find_in_package(package: Path, inputs: Values) -> Finding:
+def find_in_package(package: Path, inputs: Arrays) -> Finding:
     """The operation of any package that `declared` arithmetic computes wrongly in one
-    call from an empty state; see `find`."""
-    run = Runner("portable", "CPU_AND_NE")
+    call from a state of zeros; see `find`."""
+    runner = Runner("portable", "CPU_AND_NE")
     with tempfile.TemporaryDirectory() as folder:
-        search = Search(package, None, {}, run, "exact", folder)
-        states = search.flow.program.states.items()
-        empty = {name: np.zeros(kind.shape, np.float32) for name, kind in states}
-        found = search.find([(inputs | empty, {})])
-    found.packages = run.packages
-    return found
+        search = Search(package, None, {}, runner, "exact", folder)
+        zeros = {}
+        for name, kind in search.flow.program.states.items():
+            zeros[name] = np.zeros(kind.shape, np.float32)
+        finding = search.find([PackageCall(inputs | zeros)])
+    finding.packages = runner.packages
+    return finding

@@ -1,4 +1,5 @@
-"""Runs calls of packages on any runtime, each package in a process of its own."""
+"""Runs calls of packages on any runtime. On a device each package runs in a process of
+its own, since a faulty one may end the process."""
 
 import threading
 from collections.abc import Callable
@@ -9,41 +10,44 @@ import numpy as np
 import torch
 
 from workbench import process
-from workbench.check.hf import Values
 from workbench.errors import InputError
 from workbench.runtime import Model, Settings, is_device, load_package
 
+Arrays = dict[
+    str, np.ndarray
+]  # by the names of inputs, states and results in a package
 
-def evaluate(model: Model, arrays: Values, hook: Callable | None = None) -> Values:
-    """The outputs of a call with these inputs and states, and what the states hold
-    after it, in float32."""
+
+def evaluate(model: Model, arrays: Arrays, hook: Callable | None = None) -> Arrays:
+    """The outputs of a call with these inputs and states, and the states after it, in
+    float32."""
     state = model.make_state()
     for name in model.program.states:
         state.write(name, arrays[name])
     inputs = {name: arrays[name] for name in model.program.inputs}
-    found = model.predict(inputs, state, hook)
+    outputs = model.predict(inputs, state, hook)
     after = {name: np.float32(state.read(name)) for name in model.program.states}
-    return found | after
+    return outputs | after
 
 
-def every_value(model: Model, arrays: Values) -> Values:
-    """Every value of a call on the portable runtime, in float32 or int32, and the states
-    after it."""
-    found = {}
+def evaluate_every_value(model: Model, arrays: Arrays) -> Arrays:
+    """The result of every operation in a call on the portable runtime, in float32 or
+    int32, and the states after it."""
+    values = {}
 
-    def keep(op, outputs) -> None:
-        for (name, _), x in zip(op.outputs, outputs):
+    def record(op, results) -> None:
+        for (name, _), x in zip(op.outputs, results):
             if isinstance(x, torch.Tensor):
-                found[name] = (x if x.is_floating_point() else x.int()).numpy()
+                values[name] = (x if x.is_floating_point() else x.int()).numpy()
 
-    return found | evaluate(model, arrays, keep)
+    return values | evaluate(model, arrays, record)
 
 
 def predict(
-    runtime: str, units: str, package: Path, function: str | None, calls: list[Values]
-) -> list[Values]:
-    """What `evaluate` gives for each call of one loaded package; an importable function
-    for `process.call`.
+    runtime: str, units: str, package: Path, function: str | None, calls: list[Arrays]
+) -> list[Arrays]:
+    """What `evaluate` gives for each call of one loaded package. It can be imported by
+    name, as `process.call` needs.
 
     Raises:
         InputError: a package that the runtime does not compile or load on `units`.
@@ -54,36 +58,55 @@ def predict(
 
 
 @dataclass
+class PackageRun:
+    """The result of running calls of a package: the values of each call (see
+    `evaluate`), or no values and the reason in words, `failure`."""
+
+    values: list[Arrays]
+    failure: str = ""
+
+
+@dataclass
 class Runner:
-    """Runs each package in a process of its own; the portable runtime, which cannot
-    crash it, in this one.
+    """Runs each package in a process of its own; the portable runtime, which a package
+    cannot crash, in this one.
 
     Attributes:
         stop: an event; once it is set, `process.Cancelled` is raised.
-        report: called after every package with the number so far, `packages`.
+        report: called after every package with the number of packages so far.
+        packages: that number.
     """
 
     runtime: str
     units: str
     stop: threading.Event | None = None
-    report: Callable[[int], None] = lambda count: None
+    report: Callable[[int], None] | None = None
     packages: int = 0
 
-    def __call__(
-        self, package: Path, function: str | None, calls: list[Values]
-    ) -> tuple[list[Values], str]:
-        """The values of each call (see `evaluate`), and why there are none."""
-        question = self.runtime, self.units, package, function, calls
+    def run(
+        self, package: Path, function: str | None, calls: list[Arrays]
+    ) -> PackageRun:
+        """Runs all calls of one function of a package."""
+        arguments = self.runtime, self.units, package, function, calls
         if self.stop and self.stop.is_set():
             raise process.Cancelled
         if is_device(self.runtime):
-            outcome = process.call(predict, *question, stop=self.stop)
+            outcome = process.call(predict, *arguments, stop=self.stop)
         else:
-            outcome = process.Outcome(predict(*question))
+            outcome = process.Outcome(predict(*arguments))
         self.packages += 1
-        self.report(self.packages)
-        failure, refused = outcome.failure or "", process.invalidating(outcome)
-        if refused and not failure:
-            found = f"package {package.name}", refused, self.units
-            failure = str(InputError(*found, "try other --compute-units"))
-        return [] if failure else outcome.value, failure
+        if self.report:
+            self.report(self.packages)
+        refusal = process.invalidating(outcome)
+        if outcome.failure:
+            return PackageRun([], outcome.failure)
+        if refusal:
+            # Core ML could not compile for these units and went on without them
+            problem = InputError(
+                f"package {package.name}",
+                refusal,
+                self.units,
+                "try other --compute-units",
+            )
+            return PackageRun([], str(problem))
+        return PackageRun(outcome.value)

@@ -1,17 +1,18 @@
 """Searches a package for the operation that a runtime computes wrongly.
 
-In the first call whose outputs are wrong, packages of its first operations show where
-the first wrong value is: one further from portable arithmetic than fp16 rounding
-explains, by the rule of gate `device`, or none because the package does not run. That
-operation is named only if a package of it alone, fed with portable values, is wrong as
-well. Where it is right, operations before it are added until the fault shows, and all
-that can be are left out again."""
+In the first call whose outputs are wrong, packages of the program's first operations
+locate the first wrong value by bisection. A value is wrong if its distance from
+portable arithmetic is larger than fp16 rounding explains, by the rule of gate `device`,
+or if the package does not run. The operation that computes this value is named only if
+a package of this operation alone, fed with portable values, is wrong as well. If that
+package is right, operations before it are added until the fault shows, and then as many
+as possible are left out again."""
 
 import shutil
 import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,57 +20,105 @@ import numpy as np
 import miltorch
 from workbench.bundle.names import MASKED
 from workbench.check import compare
-from workbench.check.hf import Values
 from workbench.check.validate import DEVICE_FACTOR, device_room
 from workbench.explain.cut import Flow, cut
-from workbench.explain.running import Runner, every_value
-from workbench.explain.trace import place
-from workbench.runtime import Settings, load_package
+from workbench.explain.ranges import OperationPlace
+from workbench.explain.running import Arrays, Runner, evaluate_every_value
+from workbench.runtime import Model, Settings, load_package
 
-MAX_OPS = 10  # that are taken together
-Call = tuple[Values, dict]  # inputs and states; see `Finding.where`
+MAX_OPS = 10  # in the largest package that is tried as an explanation
+
+
+@dataclass(frozen=True)
+class CallPlace:
+    """Where a call of a package stands in the run of a prompt.
+
+    Attributes:
+        shard: the package's file without its suffix.
+        position: of the call's first token.
+        T: columns of the call.
+        layers: all layers of the shard.
+    """
+
+    shard: str
+    position: int
+    T: int
+    layers: list[int]
+
+
+@dataclass(frozen=True)
+class PackageCall:
+    """One call of a package: `arrays`, its inputs and its states before the call, by
+    their names in the package; `place`, None for a call that belongs to no prompt."""
+
+    arrays: Arrays
+    place: CallPlace | None = None
+
+
+@dataclass(frozen=True)
+class WrongOperation(OperationPlace):
+    """An operation that is wrong, and the name of its first result, `value`."""
+
+    value: str
 
 
 @dataclass
 class Finding:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        verdict: `none` (nothing is outside), `operation`, `together` (operations that
-            are wrong in one package, and right without any of them), `breaks` (no
-            package with the operation compiles or runs), `uncertain`.
-        ops: the operations, earliest first: op (its name), kind, module, value, shard.
-        times: the error over what rounding explains, inf where one side is finite.
-        where: the call: shard, all its layers, position, T.
-        packages: compiled and run.
-        reduced: what `reduced.reduce` wrote.
+        verdict: `none` (every value is within rounding), `operation` (one is wrong),
+            `together` (operations that are wrong in one package, and right if any of
+            them is left out), `breaks` (no package with the operation compiles or
+            runs), `uncertain`.
+        ops: the operations, earliest first.
+        times: the error over what rounding explains; inf where one side alone is
+            finite.
+        where: the call.
+        packages: how many were compiled and run.
+        reduced: the result of `reduced.reduce`.
     """
 
     verdict: str
     reason: str
-    ops: list[dict] = field(default_factory=list)
+    ops: list[WrongOperation] = field(default_factory=list)
     times: float | None = None
-    where: dict = field(default_factory=dict)
+    where: CallPlace | None = None
     packages: int = 0
     reduced: dict | None = None
+
+    def json(self) -> dict:
+        """The finding as `workbench explain` prints it."""
+        return asdict(self) | {"where": asdict(self.where) if self.where else {}}
 
     @property
     def words(self) -> str:
         """The conclusion in one line."""
-        ops = ", ".join(map(place, self.ops)) or "no operation"
-        where = ", ".join(f"{name} {value}" for name, value in self.where.items())
-        return f"{self.verdict}: {ops}; {self.reason} {where and f'({where})'}".strip()
+        ops = ", ".join(map(str, self.ops)) or "no operation"
+        sentence = f"{self.verdict}: {ops}; {self.reason}"
+        if self.where:
+            place = asdict(self.where).items()
+            sentence += f" ({', '.join(f'{name} {value}' for name, value in place)})"
+        return sentence
 
 
 @dataclass
 class Proof:
-    """A package of operations, from `arrays`, whose values `wrong` are outside (see
-    `outside`); none are where it does not run, which `failure` says."""
+    """A package that shows a fault.
+
+    Attributes:
+        ops: its operations, by their indices in the program.
+        arrays: what it was called with.
+        expected: its values in portable arithmetic.
+        wrong: values that rounding does not explain (see `beyond_rounding`); empty
+            where the package does not run.
+        failure: why it does not run.
+    """
 
     package: Path
     ops: list[int]
-    arrays: Values
-    expected: Values
+    arrays: Arrays
+    expected: Arrays
     wrong: dict[str, float]
     failure: str
 
@@ -83,81 +132,95 @@ class Search:
     """Searches one function of a package.
 
     Args:
-        modules: value → source module.
+        modules: value of the program → source module.
+        runner: runs packages on the runtime that is tested.
         base: precision of the portable arithmetic that the runtime is compared with.
-        folder: for the packages that are made.
+        folder: for the packages that the search writes.
 
     Attributes:
-        proof: of what `find` found.
+        has_run: whether any package has run.
+        proof: of the finding.
+        values: every value of the wrong call, in portable arithmetic.
     """
 
     package: Path
     function: str | None
     modules: Mapping[str, str]
-    run: Runner
+    runner: Runner
     base: str
     folder: str
-    has_run: bool = False  # any package
+    has_run: bool = False
     proof: Proof | None = None
+    values: Arrays = field(default_factory=dict)
 
     def __post_init__(self):
         self.flow = Flow(miltorch.read(self.package, self.function))
 
-    def find(self, calls: Sequence[Call]) -> Finding:
-        """The earliest operation that is wrong in the first call that has one."""
-        call = self.wrong_call(calls)
+    def find(self, calls: Sequence[PackageCall]) -> Finding:
+        """The earliest operation that is wrong in the first call with a wrong value."""
+        call = self.first_wrong_call(calls)
         if not call:
             return Finding("none", "it runs as the program says, within fp16 rounding")
-        arrays, where = call
-        model = self._models(self.package, self.function)[0]
-        self.values = every_value(model, arrays) | arrays
+        model = self._open_portable(self.package, self.function)[0]
+        self.values = evaluate_every_value(model, call.arrays) | call.arrays
         count = len(self.flow.ops)
 
         def is_wrong(end: int) -> bool:
+            """Whether the package of the operations up to number `end` is wrong."""
             return bool(self.test(range(end + 1)))
 
         end = bisect_left(range(count), True, key=is_wrong)
         if end == count:
             reason = "packages of its operations are right"
-            return Finding("uncertain", reason, where=where)
-        while not (proof := self._smallest({end})):
-            # an operand is wrong where another value that shows hides it
-            wrong = next(filter(is_wrong, sorted(self.flow.before({end}))), None)
+            return Finding("uncertain", reason, where=call.place)
+        proof = self._find_smallest({end})
+        while not proof:
+            # a wrong operand may be hidden by another value that the package outputs
+            operands = sorted(self.flow.before({end}))
+            wrong = next(filter(is_wrong, operands), None)
             if wrong is None:
                 break
             end = bisect_left(range(wrong), True, key=is_wrong)
+            proof = self._find_smallest({end})
         failure = proof.failure if proof else ""
         if failure and not self.has_run and self.test([count - 1]):
             reason = f"no package runs: {failure}"
-            return Finding("uncertain", reason, where=where)
+            return Finding("uncertain", reason, where=call.place)
         if not proof:
-            ops = self._ops([end])
-            reason = "values are outside from here on; alone it is right"
-            return Finding("uncertain", reason, ops, None, where)
+            reason = "wrong from this operation on; correct in isolation"
+            ops = self._describe([end])
+            return Finding("uncertain", reason, ops, None, call.place)
         self.proof = proof
-        verdict = "together" if len(proof.ops) > 1 else "operation"
-        reason = f"alone, it is {proof.times:.3g} times off rounding"
+        ops = self._describe(proof.ops)
         if failure:
-            verdict = "breaks"
             reason = f"alone, it fails: {failure}"
-        return Finding(verdict, reason, self._ops(proof.ops), proof.times, where)
+            return Finding("breaks", reason, ops, proof.times, call.place)
+        reason = f"alone, it is {proof.times:.3g} times off rounding"
+        verdict = "together" if len(ops) > 1 else "operation"
+        return Finding(verdict, reason, ops, proof.times, call.place)
 
-    def wrong_call(self, calls: Sequence[Call]) -> Call | None:
-        """The first call for which the package does not run or shows a value outside."""
-        whole = self.package, self.function
-        shown, failure = self.run(*whole, [arrays for arrays, _ in calls])
-        if failure:  # of any of them
-            fails = (call for call in calls if self.run(*whole, [call[0]])[1])
-            return next(fails, calls[0])
+    def first_wrong_call(self, calls: Sequence[PackageCall]) -> PackageCall | None:
+        """The first call for which the package does not run or gives a wrong value."""
+        arrays = [call.arrays for call in calls]
+        run = self.runner.run(self.package, self.function, arrays)
+        if run.failure:
+            # of any of the calls: each runs once more, alone
+            for call in calls:
+                alone = [call.arrays]
+                if self.runner.run(self.package, self.function, alone).failure:
+                    return call
+            return calls[0]
         self.has_run = True
-        models = self._models(*whole)
-        for call, values in zip(calls, shown):
-            if outside([every_value(model, call[0]) for model in models], values):
+        models = self._open_portable(self.package, self.function)
+        for call, values in zip(calls, run.values):
+            pair = [evaluate_every_value(model, call.arrays) for model in models]
+            if beyond_rounding(pair, values):
                 return call
         return None
 
-    def _smallest(self, ops: set[int]) -> Proof | None:
-        """Of as few operations as show the fault, these or some before them."""
+    def _find_smallest(self, ops: set[int]) -> Proof | None:
+        """The proof with the fewest operations: `ops`, and operations before them where
+        `ops` alone are right."""
         while not (proof := self.test(sorted(ops))):
             more = ops | self.flow.before(ops)
             if more == ops or len(more) > MAX_OPS:
@@ -165,72 +228,97 @@ class Search:
             ops = more
         for index in sorted(ops):
             rest = sorted({*proof.ops} - {index})
-            proof = (rest and self.test(rest)) or proof
+            if not rest:
+                continue
+            smaller = self.test(rest)
+            if smaller:
+                proof = smaller
         return proof
 
-    def test(self, ops: Sequence[int], arrays: Values | None = None) -> Proof | None:
+    def test(self, ops: Sequence[int], arrays: Arrays | None = None) -> Proof | None:
         """The proof that a package of operations is wrong, if it is.
 
         Args:
-            arrays: what they read, if it is not as in the call.
+            arrays: its inputs and states (default: their values in the wrong call).
         """
-        operands = self.flow.operands(ops)
-        values = {n: self.values.get(self.flow.held(n, ops)) for n in operands}
-        arrays = arrays or {n: x for n, x in values.items() if np.ndim(x)}
+        if not arrays:
+            arrays = {}
+            for name in self.flow.operands(ops):
+                value = self.values.get(self.flow.source(name, ops))
+                if np.ndim(value):
+                    arrays[name] = value
         target = Path(tempfile.mkdtemp(dir=self.folder)) / "cut.mlpackage"
         try:
             package = cut(self.flow, ops, arrays, target)
-            pair = [every_value(model, arrays) for model in self._models(package)]
+            models = self._open_portable(package)
+            pair = [evaluate_every_value(model, arrays) for model in models]
         except Exception:  # of coremltools or PyTorch: arrays do not fit
             return None
-        shown, failure = self.run(package, None, [arrays])
-        wrong = {} if failure else outside(pair, shown[0])
-        self.has_run |= not failure
-        if wrong or failure:
-            return Proof(package, ops, arrays, pair[0], wrong, failure)
+        run = self.runner.run(package, None, [arrays])
+        wrong = {}
+        if not run.failure:
+            wrong = beyond_rounding(pair, run.values[0])
+            self.has_run = True
+        if wrong or run.failure:
+            return Proof(package, ops, arrays, pair[0], wrong, run.failure)
         shutil.rmtree(target)
         return None
 
-    def _models(self, package: Path, function: str | None = None) -> list:
+    def _open_portable(self, package: Path, function: str | None = None) -> list[Model]:
+        """The package in the arithmetic that the runtime is compared with, and in
+        `narrow`, whose distance from it is what rounding explains."""
         return [
             load_package(package, Settings("portable", precision), function)
             for precision in (self.base, "narrow")
         ]
 
-    def _ops(self, ops: Sequence[int]) -> list[dict]:
-        found = []
+    def _describe(self, ops: Sequence[int]) -> list[WrongOperation]:
+        places = []
         for index in ops:
-            op = self.flow.ops[index]
-            name = self.flow.results(index)[0]
-            at = {"op": op.name, "kind": op.kind, "module": self.modules.get(name, "")}
-            found.append(at | {"value": name, "shard": self.package.stem})
-        return found
+            op, value = self.flow.ops[index], self.flow.results(index)[0]
+            module = self.modules.get(value, "")
+            shard = self.package.stem
+            places.append(WrongOperation(shard, op.name, op.kind, module, value))
+        return places
 
 
-def outside(pair: Sequence[Values], shown: Values) -> dict[str, float]:
-    """Shown values that rounding does not explain, and how far each is from the first
-    of a pair, over what rounding explains: the distance of the pair, at least half a
-    unit of an fp16 result, as RMS. Masked scores are judged apart, since beside them
-    an error of the others is small. Inf where one side alone is finite, or where the
-    shapes differ."""
-    found = {}
-    for name, value in shown.items():
-        if value.shape != pair[0][name].shape:
-            found[name] = np.inf
+def beyond_rounding(pair: Sequence[Arrays], actual: Arrays) -> dict[str, float]:
+    """The values in `actual` that rounding does not explain, and how many times what
+    rounding explains each of them is away from the first of a pair.
+
+    Rounding explains the RMS distance of the pair, and at least half a unit of an fp16
+    result. Masked scores are compared separately: beside them an error of the other
+    scores is small. The figure is inf where one side alone is finite, or where the
+    shapes differ.
+
+    Args:
+        pair: the values in two arithmetics.
+        actual: values by the same names.
+    """
+    wrong = {}
+    for name, value in actual.items():
+        base, other = pair[0][name], pair[1][name]
+        if value.shape != base.shape:
+            wrong[name] = np.inf
             continue
-        base, other, value = map(np.ravel, (*(of[name] for of in pair), value))
+        base, other, value = base.ravel(), other.ravel(), value.ravel()
         finite = np.isfinite(base)
         masked = finite & (base < MASKED / 2)
         times = 0.0
         if not np.array_equal(base[~finite], value[~finite], equal_nan=True):
             times = np.inf
-        for part in filter(np.any, (masked, finite & ~masked)):
-            right, moved = base[part], other[part]
-            moved = np.where(np.isfinite(moved), moved, right)
-            scale = compare.rms(right) * (base.dtype.kind == "f")
-            room = device_room(compare.rms(right, moved), scale)
-            off = compare.over(compare.rms(right, value[part]), room)
-            times = max(times, np.nan_to_num(off, nan=np.inf, posinf=np.inf))
+        for part in (masked, finite & ~masked):
+            if not part.any():
+                continue
+            expected, perturbed = base[part], other[part]
+            perturbed = np.where(np.isfinite(perturbed), perturbed, expected)
+            size = compare.rms(expected)
+            if base.dtype.kind != "f":
+                size = 0.0 * size  # integers are not rounded
+            tolerance = device_room(compare.rms(expected, perturbed), size)
+            distance = compare.rms(expected, value[part])
+            ratio = compare.over(distance, tolerance)
+            times = max(times, np.nan_to_num(ratio, nan=np.inf, posinf=np.inf))
         if value.size and times > DEVICE_FACTOR:
-            found[name] = float(times)
-    return found
+            wrong[name] = float(times)
+    return wrong

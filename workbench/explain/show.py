@@ -1,5 +1,5 @@
-"""Runs a reduced package beside this file with coremltools alone, and prints what it
-computes and what it should."""
+"""Runs the reduced package beside this file with coremltools alone, and prints what it
+computes beside what it should compute."""
 
 import sys
 from pathlib import Path
@@ -19,9 +19,9 @@ def main(units: str) -> None:
     state = model.make_state() if states else None
     for name, value in states.items():
         state.write_state(name, value)
-    found = model.predict(inputs, state)
+    outputs = model.predict(inputs, state)
     for name, value in expected.items():
-        actual = found[name] if name in found else state.read_state(name)
+        actual = outputs[name] if name in outputs else state.read_state(name)
         print(name, "expected", value.ravel()[:8], "found", actual.ravel()[:8])
         print("largest difference", np.abs(actual.reshape(value.shape) - value).max())
 

@@ -1,10 +1,11 @@
-"""Measures the error of each compressed weight, and of storing the worst few in a
-better format.
+"""Measures how much of a layer's error each compressed weight causes, and what storing
+the worst few in fp16 would save.
 
-Hugging Face's model runs on the values that the bundle stores, one tensor at a time
-replaced by its fp16 value, and every layer's update is measured again on the golden's
-input. Isolated layers are independent, so one pass tries the same tensor in all of
-them. Gate `program` shows that the bundle computes the same."""
+Hugging Face's model runs on the values that the bundle stores, with one tensor at a
+time replaced by its fp16 value, and every layer's update is measured again on the
+golden's input. Layers that are fed the golden's input are independent, so one pass
+tries the same tensor in all of them. Gate `program` shows that the bundle computes the
+same."""
 
 from collections.abc import Collection
 
@@ -22,11 +23,11 @@ from workbench.explain.error import fp16_weights, updates
 from workbench.models.checkpoint import Checkpoint
 
 
-def costs(
+def measure_costs(
     bundle: Bundle, checkpoint: Checkpoint, golden: Golden, worst: int = 2
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What the compression of each weight costs, and what storing the `worst` few of
-    every layer as fp16 would buy.
+    """The error that the compression of each weight causes, and the error that remains
+    with the `worst` few tensors of every layer in fp16.
 
     Returns:
         One row per layer and compressed tensor, costliest first in each layer: `error`,
@@ -43,38 +44,40 @@ def costs(
     stored = stored_weights(checkpoint, bundle)
     fp16 = fp16_weights(checkpoint, bundle)
     names = set().union(*(shard.weights for shard in bundle.manifest.shards))
-    tensors = set()
+    compressed = set()  # (layer, tensor)
     for name in names:
-        layer, kind = split_layer(name)
+        layer, tensor = split_layer(name)
         if layer is not None and not torch.equal(stored(name), fp16(name)):
-            tensors.add((layer, kind))
-    if not tensors:
-        found = "no weight was compressed"
+            compressed.add((layer, tensor))
+    if not compressed:
+        actual = "no weight was compressed"
         step = "give one of another --compress"
-        raise InputError(bundle.root.name, found, "a compressed bundle", step)
+        raise InputError(bundle.root.name, actual, "a compressed bundle", step)
 
-    def rows(better: Collection[tuple[int, str]]) -> np.ndarray:
-        """Updates of each layer [L, n · C] with these tensors at fp16."""
-        model.weights = lambda name: (
-            fp16(name) if split_layer(name) in better else stored(name)
-        )
+    def run_updates(in_fp16: Collection[tuple[int, str]]) -> np.ndarray:
+        """Updates of each layer [L, n · C] with these tensors in fp16."""
+
+        def read(name: str) -> torch.Tensor:
+            return fp16(name) if split_layer(name) in in_fp16 else stored(name)
+
+        model.weights = read
         values = model.run(golden.ids, feed=golden.values, head=False)
         return updates(values).reshape(golden.layers, -1)
 
-    reference = rows(tensors)
+    reference = run_updates(compressed)
 
-    def errors(better: Collection[tuple[int, str]]) -> np.ndarray:
-        return compare.over(
-            compare.rms(reference, rows(better)), compare.rms(reference)
-        )
+    def errors(in_fp16: Collection[tuple[int, str]]) -> np.ndarray:
+        """Relative RMS [L] of the updates with these tensors in fp16."""
+        distance = compare.rms(reference, run_updates(in_fp16))
+        return compare.over(distance, compare.rms(reference))
 
     as_stored = errors(())
     parts = []
-    for kind in sorted({kind for _, kind in tensors}):
-        own = [layer for layer, each in tensors if each == kind]
-        without = errors({(layer, kind) for layer in own})
-        part = {"tensor": kind, "layer": own, "error": as_stored[own]}
-        parts.append(pd.DataFrame(part | {"without": without[own]}))
+    for tensor in sorted({tensor for _, tensor in compressed}):
+        layers = [layer for layer, name in compressed if name == tensor]
+        without = errors({(layer, tensor) for layer in layers})
+        part = {"tensor": tensor, "layer": layers, "error": as_stored[layers]}
+        parts.append(pd.DataFrame(part | {"without": without[layers]}))
     frame = pd.concat(parts)
     share = 1 - (frame["without"] / frame["error"]) ** 2
     frame["share"] = share.where(frame["error"] > 0, 0.0)
@@ -83,5 +86,5 @@ def costs(
     few = frame.groupby("layer").head(worst)
     by_layer = few.groupby("layer", as_index=False)
     remedies = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
-    better = errors(set(zip(few["layer"], few["tensor"])))
-    return frame, remedies.assign(fp16=better[remedies["layer"]])
+    remaining = errors(set(zip(few["layer"], few["tensor"])))
+    return frame, remedies.assign(fp16=remaining[remedies["layer"]])

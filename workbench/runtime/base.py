@@ -20,6 +20,9 @@ from workbench.errors import InputError, check_choice
 
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
 UNKNOWN = miltorch.Type("")  # of an output that no operation computes
+# Called as on_call(model, inputs, state) before a package is called: the model of that
+# package, its inputs by name, and its state as it is before the call.
+OnCall = Callable[["Model", dict[str, np.ndarray], "State | None"], None]
 
 
 @dataclass(frozen=True)

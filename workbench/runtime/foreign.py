@@ -14,7 +14,7 @@ from miltorch.steps import Constants
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.foreign import TOKENS, Function, caches, refuse
 from workbench.bundle.names import LOGITS, MASKED, POS, X
-from workbench.runtime.base import Model, State, interrupted
+from workbench.runtime.base import Model, OnCall, State, interrupted
 
 
 class ForeignState(State):
@@ -134,10 +134,15 @@ class ForeignModel(Model):
         return ForeignState(self)
 
     def predict(
-        self, inputs: dict[str, np.ndarray], state: ForeignState, hook=None
+        self,
+        inputs: dict[str, np.ndarray],
+        state: ForeignState,
+        hook=None,
+        on_call: OnCall | None = None,
     ) -> dict[str, np.ndarray]:
         """Runs a call of T tokens, in as many calls of the packages as their functions
-        need: logits [1, V, T, 1], −inf for ids that an argmax inside did not pick."""
+        need: logits [1, V, T, 1], −inf for ids that an argmax inside did not pick.
+        `on_call` is called before every call of a package."""
         self.last_native_ms = 0.0
         start, T = int(inputs[POS][0]), inputs[X].shape[2]
         logits = np.full((1, self.V, T, 1), np.nan, np.float32)
@@ -148,11 +153,11 @@ class ForeignModel(Model):
             end, tensors = state.end, state.tensors.values()
             before = [of_part.read(name) for of_part, name in tensors]
             with_logits = self.foreign.calls(start, T, silent=False)
-            self._run(with_logits, inputs, state, hook, logits)
+            self._run(with_logits, inputs, state, hook, on_call, logits)
             for (of_part, name), value in zip(tensors, before):
                 of_part.write(name, value)
             state.end = end
-        self._run(calls, inputs, state, hook, logits)
+        self._run(calls, inputs, state, hook, on_call, logits)
         return {LOGITS: logits}
 
     def _run(
@@ -161,6 +166,7 @@ class ForeignModel(Model):
         inputs: dict[str, np.ndarray],
         state: ForeignState,
         hook,
+        on_call: OnCall | None,
         logits: np.ndarray,
     ) -> None:
         """Runs calls, and writes the logits of functions that give any into their
@@ -173,7 +179,8 @@ class ForeignModel(Model):
             }
             state.settle(start + tokens[0])
             state.end = None
-            outputs = self._call(function, io, start + tokens, state, hook)
+            positions = start + tokens
+            outputs = self._call(function, io, positions, state, hook, on_call)
             state.end = start + tokens[-1] + 1
             if function.logits:
                 logits[0, :, tokens, 0] = self._scores(outputs).T
@@ -185,6 +192,7 @@ class ForeignModel(Model):
         positions: np.ndarray,
         state: ForeignState,
         hook,
+        on_call: OnCall | None,
     ) -> dict[str, np.ndarray]:
         """One call of every part for tokens at `positions` [T]. Returns outputs
         [rows, T] by role, slices of the vocabulary joined."""
@@ -199,7 +207,10 @@ class ForeignModel(Model):
                 name: self._feed(name, type_, io, positions, hook)
                 for name, type_ in model.program.inputs.items()
             }
-            results = model.predict(feeds, state.of_parts.get(part.state), hook)
+            part_state = state.of_parts.get(part.state)
+            if on_call:
+                on_call(model, feeds, part_state)
+            results = model.predict(feeds, part_state, hook)
             self.last_native_ms = total([self.last_native_ms, model.last_native_ms])
             for name, role in self.foreign.roles.items():
                 if name in results:

@@ -1,0 +1,146 @@
+"""Ranges name the operation and the module that produce the first inf or NaN, and the
+headroom is that of the true values."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny import prompt
+
+import miltorch
+from miltorch.program import Op
+from miltorch.steps import Constants
+from workbench import Decoder
+from workbench.check import gates
+from workbench.explain import ranges
+from workbench.explain.ranges import OperationPlace
+from workbench.runtime import Model, Settings, load_package
+
+IDS = prompt(97, 7)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_write": "slice", "tokens": "1,4"}])
+def test_every_shard_has_rows_and_every_projection_a_module(exports, options):
+    bundle = exports.bundle("llama", **options)
+    frame = ranges.measure_bundle(bundle, IDS)["exact"].frame()
+    assert set(frame["shard"]) == {s.name for s in bundle.manifest.shards}
+    modules = frame.loc[frame["kind"] == "conv", "module"]
+    assert modules.str.contains("proj|lm_head").all()
+
+
+def plant(decoder, layer, kind, change):
+    """Changes the result of a layer's first operation of a kind; returns the operation's
+    name."""
+    steps = decoder.layers[layer].executable.body.steps
+    step = next(s for s in steps if s.op.kind == kind)
+    sound = step.function
+    step.function = lambda **arguments: change(sound(**arguments))
+    return step.op.name
+
+
+@pytest.mark.parametrize("precision", ["declared", "narrow"])
+def test_the_first_inf_is_named_with_its_module(llama_bundle, precision):
+    decoder = Decoder(llama_bundle, "portable", precision)
+    name = plant(decoder, 2, "silu", lambda y: y * 1e6)
+    first = ranges.measure_decoder(decoder, IDS).first
+    assert first["inf"] == OperationPlace("layers_02_02", name, "silu", "layers.2.mlp")
+    assert first["nan"] is not None
+
+
+def test_a_nan_is_not_taken_for_an_inf(llama_bundle):
+    decoder = Decoder(llama_bundle, "portable", "exact")
+    plant(decoder, 1, "softmax", lambda y: y.masked_fill(y > 0.5, float("nan")))
+    first = ranges.measure_decoder(decoder, IDS).first
+    assert first["nan"].kind == "softmax" and first["inf"] is None
+
+
+def range_of(*values):
+    """The row of an operation with these results, one per call."""
+    op = Op("add", "op", {}, [("v", None)])
+    measured = ranges.Ranges()
+    for x in values:
+        shard = SimpleNamespace(name="s", modules={})
+        measured.add(shard, op, [torch.as_tensor(x)])
+    return measured.frame().iloc[0]
+
+
+def test_counts_of_a_range_are_exact():
+    inf = float("inf")
+    row = range_of([1.0, -3.0, 0.0, 1e-6], [inf, -inf, float("nan"), 2.0])
+    assert (row["max_abs"], row["inf"], row["nan"]) == (3.0, 2, 1)
+    assert row["headroom_bits"] == -inf
+    assert 2.0 ** range_of([1.0, -3.0])["headroom_bits"] * 3 == pytest.approx(65504)
+
+
+def test_a_package_is_measured_alone_with_the_same_random_inputs(llama_bundle):
+    package = llama_bundle.root / "layers_00_00.mlpackage"
+    frames = [ranges.measure_package(package)["exact"].frame() for _ in range(2)]
+    assert frames[0].equals(frames[1])
+
+
+@pytest.mark.parametrize(
+    "scale, verdict, kind", [(1.0, "GREEN", None), (6e4, "RED", "mul")]
+)
+def test_an_inf_in_a_mask_is_no_fault_and_an_overflow_beside_it_is(
+    llama_bundle, scale, verdict, kind
+):
+    package = llama_bundle.root / "layers_00_00.mlpackage"
+    inputs = ranges.random_inputs(miltorch.read(package))
+    inputs["rope_cos"] *= scale
+    inputs["attn_mask"][..., 1:] = -np.inf
+    measured = ranges.measure_package(package, inputs)
+    assert gates.verdict(ranges.finite_gates(measured)) == verdict
+    summary = ranges.summarize(measured)
+    assert (summary["first_inf"] or {}).get("kind") == kind
+    assert summary["first_nan"] is None or kind
+
+
+class Pair(Model):
+    """Two packages of layers as a shard of another exporter's."""
+
+    def __init__(self, *layers):
+        self.shard = layers[0].shard
+        packages = [layer.package for layer in layers]
+        settings = Settings("portable")
+        self.models = [{None: load_package(path, settings)} for path in packages]
+
+    def make_state(self):
+        return [part.make_state() for part in ranges.packages(self)]
+
+    def predict(self, inputs, state, hook):
+        for part, cells in zip(ranges.packages(self), state):
+            inputs = inputs | part.predict(inputs, cells, hook)
+            inputs["x"] = inputs["hidden"]
+        return inputs
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_an_inf_of_a_constant_is_no_fault_in_any_shard(
+    llama_bundle, monkeypatch, foreign
+):
+    """Each package of another exporter's shard has rows of its own."""
+    sound = Constants._made
+
+    def infinite(constants, op):
+        values = sound(constants, op)
+        if "layernorm_eps0" in op.key:
+            return {name: x * np.inf for name, x in values.items()}
+        return values
+
+    monkeypatch.setattr(Constants, "_made", infinite)
+    decoder = Decoder(llama_bundle, "portable")
+    first, second, *others = decoder.layers
+    if foreign:
+        decoder.layers = [Pair(first, second), *others]
+    measured = ranges.measure_decoder(decoder, IDS)
+    assert not any(measured.first.values())
+    frame = measured.frame()
+    assert frame["inf"].any()
+    assert set(frame["shard"]) == {s.name for s in llama_bundle.manifest.shards}
+
+
+def test_experts_that_load_late_are_measured_too(exports):
+    bundle = exports.bundle("zaya", moe="routed")
+    frame = ranges.measure_bundle(bundle, [1, 2, 3, 4, 5, 6])["exact"].frame()
+    assert frame["shard"].str.startswith("expert").any()

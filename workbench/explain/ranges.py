@@ -1,0 +1,243 @@
+"""Measures the range of every operation's results against fp16's limits.
+
+A hook sees every result. The arithmetic of a device depends on its compute unit, so the
+program runs in three precisions: `exact` gives the true magnitudes, `declared` rounds
+each result once, and `narrow` also rounds partial sums."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+import miltorch
+from workbench.bundle import Bundle
+from workbench.bundle.names import MAX_FP16
+from workbench.check import gates
+from workbench.decode import Decoder
+from workbench.runtime import Model, Settings, load_package
+
+# precision that rounds → how it adds up terms, in words
+SUMS = {
+    "declared": "one rounding per result",
+    "narrow": "sums rounded to fp16 every 32 terms",
+}
+PRECISIONS = "exact", *SUMS
+NON_FINITE = "inf", "nan"
+
+
+@dataclass(frozen=True)
+class OperationPlace:
+    """An operation: the name of its shard, its own in the program (`op`), its kind, and
+    the source module that it was converted from ("": unknown)."""
+
+    shard: str
+    op: str
+    kind: str
+    module: str
+
+    def __str__(self) -> str:
+        source = ", ".join(filter(None, (self.kind, self.module)))
+        return f"{self.op} ({source}) of {self.shard}"
+
+
+@dataclass
+class ResultRange:
+    """The range of one floating-point result over all calls: its `value`'s name, the
+    largest finite magnitude, and the counts of inf and NaN."""
+
+    place: OperationPlace
+    value: str
+    max_abs: float = 0.0
+    inf: int = 0
+    nan: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What names the operations of a package: its shard, and the source modules of its
+    values."""
+
+    shard: str
+    modules: Mapping[str, str]
+
+
+class Ranges:
+    """The ranges of all floating-point results in one precision.
+
+    Attributes:
+        rows: by shard and name of the value, in order of execution.
+        first: `inf` and `nan` → the operation that produced the first one, which is the
+            first with such a result and no such operand. An inf that an input or a
+            constant contains, such as a mask's, is no overflow. None: there is none.
+    """
+
+    def __init__(self):
+        self.rows: dict[tuple[str, str], ResultRange] = {}
+        self.first: dict[str, OperationPlace | None] = dict.fromkeys(NON_FINITE)
+        # the values, by shard and name, that contained one when they were last computed
+        self.tainted: dict[str, set] = {kind: set() for kind in NON_FINITE}
+        self.programs: dict[int, Program] = {}  # by id of an operation
+
+    def register(self, model: Model, inputs: Iterable[tuple[str, object]] = ()) -> None:
+        """Registers the operations of a package under its shard's name, and notes which
+        of its constants and inputs are infinite."""
+        program = Program(model.package.stem, {})
+        if model.shard:
+            program = Program(model.shard.name, model.shard.modules)
+        for op in model.executable.program.block.walk():
+            self.programs[id(op)] = program
+        for name, value in chain(model.executable.constants.read(), inputs):
+            # integers are always finite, and some constants are text
+            if not isinstance(value, str) and torch.as_tensor(value).isinf().any():
+                self.tainted["inf"].add((program.shard, name))
+
+    def add(self, shard, op, outputs) -> None:
+        """Adds the floating-point results of an operation: a hook of `Decoder.advance`.
+        A shard of another exporter has several packages, each registered under a name
+        of its own; an expert's shard, which is loaded late, may not be registered."""
+        program = self.programs.get(id(op))
+        if program is None:
+            program = Program(shard.name, shard.modules)
+        operands = {(program.shard, name) for name in op.reads()}
+        for (name, _), x in zip(op.outputs, outputs, strict=True):
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                continue
+            key = program.shard, name
+            if key not in self.rows:
+                module = program.modules.get(name, "")
+                place = OperationPlace(program.shard, op.name, op.kind, module)
+                self.rows[key] = ResultRange(place, name)
+            row = self.rows[key]
+            finite = x[x.isfinite()].abs()
+            if finite.numel():
+                row.max_abs = max(row.max_abs, float(finite.max()))
+            infinite, undefined = int(torch.isinf(x).sum()), int(torch.isnan(x).sum())
+            row.inf += infinite
+            row.nan += undefined
+            self._taint("inf", infinite > 0, key, operands, row.place)
+            self._taint("nan", undefined > 0, key, operands, row.place)
+
+    def _taint(
+        self, kind: str, is_tainted: bool, key, operands: set, place: OperationPlace
+    ) -> None:
+        """Notes whether a result has an inf, or a NaN, and where the first one came
+        from."""
+        tainted = self.tainted[kind]
+        tainted.discard(key)
+        if not is_tainted:
+            return
+        if operands.isdisjoint(tainted) and self.first[kind] is None:
+            self.first[kind] = place
+        tainted.add(key)
+
+    def frame(self) -> pd.DataFrame:
+        """One row per result in order of execution, with `headroom_bits`: log2(65504 /
+        max_abs), inf if all values are zero, -inf if one is inf."""
+        rows = []
+        for row in self.rows.values():
+            columns = asdict(row)
+            rows.append(columns.pop("place") | columns)
+        frame = pd.DataFrame(rows)
+        with np.errstate(divide="ignore"):
+            bits = np.log2(MAX_FP16 / frame["max_abs"])
+        frame["headroom_bits"] = bits.mask(frame["inf"] > 0, -np.inf)
+        return frame
+
+
+RangesByPrecision = dict[str, Ranges]
+
+
+def finite_gates(measured: RangesByPrecision) -> list[gates.Gate]:
+    """Gates: every value is finite in `declared`, and in `narrow`."""
+    results = []
+    for precision, sums in SUMS.items():
+        firsts = measured[precision].first.items()
+        faults = [f"first {kind} at {place}" for kind, place in firsts if place]
+        fine = f"{sums}: every value is finite"
+        results.append(gates.none(f"{precision}_is_finite", faults, fine, f"{sums}: "))
+    return results
+
+
+def summarize(measured: RangesByPrecision) -> dict:
+    """The ranges as `workbench explain` prints them."""
+    frame = measured["exact"].frame()
+    columns = ["shard", "op", "kind", "module", "max_abs", "headroom_bits"]
+    first = {}
+    for kind, place in measured["declared"].first.items():
+        first[kind] = asdict(place) if place else None
+    return {
+        "ops": len(frame),
+        "first_inf": first["inf"],
+        "first_nan": first["nan"],
+        "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())),
+        "worst": gates.records(frame.nlargest(10, "max_abs")[columns]),
+    }
+
+
+def measure_bundle(bundle: Bundle, ids: Sequence[int]) -> RangesByPrecision:
+    """The ranges of every shard of a bundle over `ids`."""
+    measured = {}
+    for precision in PRECISIONS:
+        decoder = Decoder(bundle, "portable", precision)
+        measured[precision] = measure_decoder(decoder, ids)
+    return measured
+
+
+def measure_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
+    """The ranges over `ids` on fresh sequences, t_max tokens a call.
+
+    Raises:
+        InputError: a device, which shows no operation.
+    """
+    ranges = Ranges()
+    if not decoder.is_device:  # `advance` refuses one
+        for model in (*decoder.layers, *decoder.heads):
+            for part in packages(model):
+                ranges.register(part)
+    prompts = [list(ids)] * decoder.options.batch
+    calls = decoder.new_sequences().advance_calls(prompts, hook=ranges.add)
+    for chunk, hidden in calls:
+        decoder.logits(hidden[:, :, : len(chunk[0])], hook=ranges.add)
+    return ranges
+
+
+def packages(model: Model) -> list[Model]:
+    """The models of a shard's packages; another exporter's shard has several."""
+    parts = getattr(model, "models", [{None: model}])
+    return [part for functions in parts for part in functions.values()]
+
+
+def measure_package(
+    path: str | Path, inputs: Mapping[str, np.ndarray] | None = None
+) -> RangesByPrecision:
+    """The ranges in one call of any ML Program package from a state of zeros.
+
+    Args:
+        inputs: values by name; missing inputs are random normal, or zero if integers,
+            at the default shape.
+    """
+    measured = {}
+    for precision in PRECISIONS:
+        measured[precision] = ranges = Ranges()
+        model = load_package(Path(path), Settings("portable", precision))
+        values = random_inputs(model.program) | (inputs or {})
+        ranges.register(model, values.items())
+        model.predict(values, model.make_state(), partial(ranges.add, None))
+    return measured
+
+
+def random_inputs(program: miltorch.Program) -> dict[str, np.ndarray]:
+    """Random normal inputs of a program at their default shapes, zeros for integers."""
+    rng = np.random.default_rng(0)
+    values = {}
+    for entry in program.description.input:
+        shape = list(entry.type.multiArrayType.shape)
+        values[entry.name] = np.zeros(shape, np.int32)
+        if program.inputs[entry.name].dtype.startswith("FLOAT"):
+            values[entry.name] = rng.standard_normal(shape, np.float32)
+    return values
