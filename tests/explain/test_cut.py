@@ -9,15 +9,15 @@ import tiny
 import miltorch
 from workbench.bundle import PRESETS
 from workbench.explain.cut import Flow, cut
-from workbench.explain.running import evaluate, every_value
-from workbench.runtime import Settings, load_package
+from workbench.explain.running import evaluate, evaluate_every_value
+from workbench.runtime import open_model
 
 
 def check(package, function, T, folder, step=40):
     """Two calls of seeded normals: some packages of first operations, and one of each kind
     of operation alone."""
     flow = Flow(miltorch.read(package, function))
-    whole = load_package(package, Settings("portable"), function)
+    whole = open_model(package, "portable", function=function)
     rng, calls = np.random.default_rng(0), []
     states = {n: np.zeros(t.shape, np.float32) for n, t in flow.program.states.items()}
     for _ in range(2):
@@ -25,7 +25,7 @@ def check(package, function, T, folder, step=40):
         for name, kind in flow.program.inputs.items():
             shape = [T if n is None else n for n in kind.shape]
             inputs[name] = np.float32(np.float16(rng.standard_normal(shape)))
-        after = every_value(whole, inputs | states)
+        after = evaluate_every_value(whole, inputs | states)
         calls.append((inputs | states, after))
         states = {name: after[name] for name in states}
     kinds = {op.kind: [index] for index, op in enumerate(flow.ops)}
@@ -40,7 +40,7 @@ def check(package, function, T, folder, step=40):
             own = flow.operands(ops)
             arrays = {n: values[n] for n in own if np.ndim(values.get(n))}
             made = made or cut(flow, ops, arrays, folder / f"{number}.mlpackage")
-            found = evaluate(load_package(made, Settings("portable")), arrays)
+            found = evaluate(open_model(made, "portable"), arrays)
             assert found
             unwritten = {n: x for n, x in before.items() if n not in written}
             expected = after | unwritten

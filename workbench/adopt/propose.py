@@ -1,14 +1,18 @@
 """Makes a bundle of another exporter's packages: they are linked into its folder, and
 its manifest describes them.
 
-Inputs, outputs and functions are recognised by their names. Which cache each plane of a
-state is, and whether rows move, is recognised by values: the keys and values of one
-token are compared with the checkpoint's. At position 0 neither rope nor masks matter,
-so that a fault of an export rarely hides them."""
+Inputs, outputs and functions are recognised by their names. Which cache a plane of a
+state holds is recognised by values: the keys and values of one token are compared with
+the checkpoint's. At position 0 neither rope nor masks matter, so that a fault of the
+export rarely prevents this.
+
+For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch where
+`describe_functions`, `describe_rows` or `count_tokens` decide by names."""
 
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +20,7 @@ import numpy as np
 import miltorch
 from miltorch.program import files, read_spec
 from workbench import paths
-from workbench.adopt.weights import found_weights
+from workbench.adopt.weights import find_weights
 from workbench.bundle import (
     PRESETS,
     Bundle,
@@ -60,32 +64,52 @@ OUTPUTS = {
     "logit": "logits",
     "": "x",
 }
+# a file that ANEMLL writes beside its packages, whose causal masks are of 0 and −inf
+ANEMLL_FILE = "meta.yaml"
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """What the manifest says of `about` that no interface states: `assumed`, because of
+    `why`."""
+
+    about: str
+    assumed: str
+    why: str
 
 
 class Package:
-    """A package, its functions, and the place in the order that packages run in: one
-    that looks tokens up, those with states, the head; then by numbers in names."""
+    """A package of another exporter.
+
+    Attributes:
+        programs: by the names of its functions; None: it has one function alone.
+        program: of the default function.
+        roles: of its inputs and outputs by their names.
+        order: sorts packages as they run: first one that looks tokens up, then those
+            with states, then the head; among these by the numbers in their names.
+    """
 
     def __init__(self, path: Path):
         names = sorted(read_spec(path).mlProgram.functions)
-        names = names if len(names) > 1 else [None]
+        if len(names) == 1:
+            names = [None]
         self.path = path.resolve()
         self.programs = {name: miltorch.read(path, name) for name in names}
         self.program = miltorch.read(path)
         inputs = INPUTS
-        if (self.path.parent / "meta.yaml").is_file():  # of ANEMLL, which masks by −inf
+        if (self.path.parent / ANEMLL_FILE).is_file():
             inputs = INPUTS | {"mask": "mask_inf"}
-        self.roles = {name: recognised(inputs, name) for name in self.program.inputs}
+        self.roles = {name: find_role(inputs, name) for name in self.program.inputs}
         looks_up = "ids" in self.roles.values()
-        self.order = not looks_up, not self.program.states, natural(path.name)
-        for name in sorted(self.program.outputs, key=natural):
-            self.roles[name] = recognised(OUTPUTS, name)
+        self.order = not looks_up, not self.program.states, natural_key(path.name)
+        for name in sorted(self.program.outputs, key=natural_key):
+            self.roles[name] = find_role(OUTPUTS, name)
 
 
 def propose(
     packages: Sequence[Path], checkpoint: Checkpoint, out: Path
 ) -> tuple[Bundle, list[dict]]:
-    """The bundle of `packages`, or those in folders, at `out`, and what was assumed:
+    """The bundle of `packages`, or of those in folders, at `out`, and what was assumed:
     `about`, `assumed`, `why` of each row.
 
     Raises:
@@ -93,79 +117,65 @@ def propose(
             checkpoint's model; a model family that bundles do not have; something is at
             `out`.
     """
-    found = []
+    opened = []
     for source in packages:
-        inside = source.glob("[!.]*.mlpackage")
-        found += map(Package, [source] if paths.is_package(source) else inside)
-    found.sort(key=lambda package: package.order)
-    names = [package.path.name for package in found]
+        paths_of_source = [source]
+        if not paths.is_package(source):
+            paths_of_source = source.glob("[!.]*.mlpackage")
+        opened += map(Package, paths_of_source)
+    opened.sort(key=lambda package: package.order)
+    names = [package.path.name for package in opened]
     if len({*names}) < len(names):
         step = "rename one of them, or leave it out"
         raise InputError("packages", str(names), "a name for each", step)
     # a vision model's text has the configuration of the text model alone
     config = hf.empty_model(checkpoint.config).config
+    plan = family_of(config).plan(config)
     with new_bundle(out) as root:
-        manifest = described(found, checkpoint, family_of(config).plan(config), root)
-        manifest, error = probed(manifest, checkpoint, root)
+        manifest = describe(opened, checkpoint, plan, root)
+        manifest, error = match_caches(manifest, checkpoint, root)
         manifest.save(root)
-    return Bundle.open(out), assumed(manifest, checkpoint, error)
+    assumptions = list_assumptions(manifest, checkpoint, error)
+    return Bundle.open(out), [asdict(row) for row in assumptions]
 
 
-def described(
+def describe(
     packages: list[Package], checkpoint: Checkpoint, plan: Plan, root: Path
 ) -> Manifest:
-    """The manifest of packages, which are linked into the folder `root`, with their
-    caches in any order."""
-    parts, held, roles = [], {}, {}
+    """Links packages into the folder `root` and describes them; their caches are still
+    in any order."""
+    parts, cache_shapes, roles = [], {}, {}
     for index, package in enumerate(packages):
         states = package.program.states
         # packages that each declare all caches share one state
-        number = 0 if len(caches(0, states)) == 2 * plan.dims.L else index
-        held |= caches(number, states)
+        is_shared = len(caches(0, states)) == 2 * plan.dims.L
+        number = 0 if is_shared else index
+        cache_shapes |= caches(number, states)
         name = package.path.name
         parts.append(Part(package=name, state=number if states else None))
-        for file in files(package.path):
-            target = root / "layers" / name / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            link(str(package.path / file), str(target))
+        link_package(package.path, root / "layers" / name)
         roles |= package.roles
-    found = [tuple(shape[1::2]) for shape in held.values()]
-    if found != [(plan.dims.H_kv, plan.dims.D)] * 2 * plan.dims.L:
-        raise InputError(
-            "packages",
-            f"{len(found)} caches, of heads and widths {sorted(set(found))}",
-            f"{2 * plan.dims.L} of {plan.dims.H_kv} heads of width {plan.dims.D}",
-            "name all packages, and the checkpoint that was exported",
-        )
-    windows = [layer.window for layer in plan.layers if layer.window]
-    body = next(package for package in packages if package.program.states)
-    window = max(windows, default=None)
-    functions = called(body.programs, window)
-    rows = [shape[2] for shape in held.values()]
-    given, moves = {*roles.values()}, {}
-    if functions[0].until:
-        moves = {window: "shift"}
-    elif "mask" in given and not given & {"start", "write"}:
-        moves = {max(rows): "right"}  # nothing says where to write
+    check_caches(cache_shapes, plan)
+    functions, moves = describe_rows(packages, plan, cache_shapes, {*roles.values()})
+    rows = [shape[2] for shape in cache_shapes.values()]
     entries = file_entries(root, root / "layers")
-    stored = sum(file.bytes for file in entries if file.path.endswith(".bin"))
-    bits = 8 * stored / sum(map(math.prod, map(checkpoint.shape, checkpoint.header)))
     # the last token of a call goes through a function that gives logits
     largest = max(f.t_max + (not f.logits) for f in functions)
     options = Options(
         max_seq_len=max(rows),
         tokens=f"1-{min(largest, max(rows))}",
         kv_write="slice",
-        compress=min(PRESETS, key=lambda name: abs(PRESETS[name].stored_bits - bits)),
+        compress=nearest_preset(entries, checkpoint),
         sliding="mask" if min(rows) == max(rows) else "window",
         layers_per_shard=plan.dims.L,
     )
     spec = layers_spec(plan, options, 0, plan.dims.L)
-    theirs = sorted(held, key=held.get)
-    ours = sorted(spec.states.items(), key=lambda state: state[1].shape)
+    # a first assignment by shape alone, which `match_caches` corrects
+    tensors = sorted(cache_shapes, key=cache_shapes.get)
+    states = sorted(spec.states.items(), key=lambda state: state[1].shape)
     spec.states = {
         name: entry.model_copy(update={"tensor": tensor})
-        for (name, entry), tensor in zip(ours, theirs)
+        for (name, entry), tensor in zip(states, tensors)
     }
     spec.inputs = {n: shape for n, shape in spec.inputs.items() if "mask" not in n}
     spec.inputs[IDS] = [1, "T"]
@@ -176,7 +186,7 @@ def described(
         path="layers",
         template="layers",
         foreign=Foreign(parts=parts, roles=roles, functions=functions, moves=moves),
-        weights=found_weights([package.program for package in packages], checkpoint),
+        weights=find_weights([package.program for package in packages], checkpoint),
         bytes=sum(file.bytes for file in entries),
         files=entries,
     )
@@ -195,16 +205,66 @@ def described(
     )
 
 
-def called(
+def link_package(source: Path, target: Path) -> None:
+    """Links every file of a package into the folder `target`."""
+    for file in files(source):
+        path = target / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        link(str(source / file), str(path))
+
+
+def check_caches(shapes: dict[str, tuple[int, ...]], plan: Plan) -> None:
+    """Raises an InputError unless there are keys and values of every layer, of the
+    model's heads and head width."""
+    dims = plan.dims
+    sizes = [tuple(shape[1::2]) for shape in shapes.values()]
+    if sizes != [(dims.H_kv, dims.D)] * (2 * dims.L):
+        raise InputError(
+            "packages",
+            f"{len(sizes)} caches, of heads and widths {sorted(set(sizes))}",
+            f"{2 * dims.L} of {dims.H_kv} heads of width {dims.D}",
+            "name all packages, and the checkpoint that was exported",
+        )
+
+
+def describe_rows(
+    packages: list[Package],
+    plan: Plan,
+    cache_shapes: dict[str, tuple[int, ...]],
+    roles: set[str],
+) -> tuple[list[Function], dict[int, str]]:
+    """The functions of the packages with states, and how the rows of caches move: number
+    of rows → `shift` or `right` (see `Foreign`)."""
+    windows = [layer.window for layer in plan.layers if layer.window]
+    window = max(windows, default=None)
+    body = next(package for package in packages if package.program.states)
+    functions = describe_functions(body.programs, window)
+    if functions[0].until:
+        return functions, {window: "shift"}
+    if "mask" in roles and not roles & {"start", "write"}:
+        # nothing says where to write: the newest row is always the last one
+        return functions, {max(shape[2] for shape in cache_shapes.values()): "right"}
+    return functions, {}
+
+
+def nearest_preset(entries: Sequence, checkpoint: Checkpoint) -> str:
+    """The preset whose bits per weight are nearest to those of files of weights."""
+    stored = sum(file.bytes for file in entries if file.path.endswith(".bin"))
+    count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.header)
+    bits = 8 * stored / count
+    return min(PRESETS, key=lambda name: abs(PRESETS[name].stored_bits - bits))
+
+
+def describe_functions(
     programs: dict[str | None, miltorch.Program], window: int | None
 ) -> list[Function]:
-    """The ways to call the functions of packages with states, those that rotate caches
-    from position `window` on."""
+    """How to call the functions of packages with states, some of which may rotate
+    caches from position `window` on."""
     rotates = any("rotate" in str(name) for name in programs)
     functions = []
     for name, program in programs.items():
-        least, most = tokens(program)
-        limits = {"t_min": least, "t_max": most}
+        fewest, most = count_tokens(program)
+        limits = {"t_min": fewest, "t_max": most}
         if rotates:
             limits["first" if "rotate" in name else "until"] = window
         logits = "prefill" not in str(name)
@@ -212,10 +272,10 @@ def called(
     return functions
 
 
-def tokens(program: miltorch.Program) -> tuple[int, int]:
+def count_tokens(program: miltorch.Program) -> tuple[int, int]:
     """The fewest and the most tokens that a program takes."""
     for feature in program.description.input:
-        axis = TOKENS.get(recognised(INPUTS, feature.name))
+        axis = TOKENS.get(find_role(INPUTS, feature.name))
         if axis is None:
             continue
         if size := program.inputs[feature.name].shape[axis]:
@@ -223,16 +283,16 @@ def tokens(program: miltorch.Program) -> tuple[int, int]:
         ranges = feature.type.multiArrayType.shapeRange.sizeRanges
         most = ranges[axis].upperBound if ranges else LARGEST_CALL
         return 1, most if 0 < most < LARGEST_CALL else LARGEST_CALL
-    found, needed = [*program.inputs], "names such as input_ids, hidden_states"
-    step = "add a pattern to INPUTS in adopt/propose.py"
-    raise InputError("inputs", str(found), needed, step)
+    actual, needed = [*program.inputs], "names such as input_ids, hidden_states"
+    step = "for a new convention add a pattern to INPUTS in adopt/propose.py"
+    raise InputError("inputs", str(actual), needed, step)
 
 
-def probed(
+def match_caches(
     manifest: Manifest, checkpoint: Checkpoint, root: Path
 ) -> tuple[Manifest, float]:
-    """The manifest with every cache in the plane whose row of one token is nearest to
-    the checkpoint's, and the largest relative RMS."""
+    """The manifest with every cache assigned to the plane whose row of one token is
+    nearest to the checkpoint's, and the largest relative RMS of these rows."""
     from scipy.optimize import linear_sum_assignment
 
     token = manifest.dims.V // 2
@@ -252,29 +312,44 @@ def probed(
     return manifest, errors[nearest].max()
 
 
-def assumed(manifest: Manifest, checkpoint: Checkpoint, error: float) -> list[dict]:
-    """What no interface tells, by `about`, `assumed`, `why`."""
+def list_assumptions(
+    manifest: Manifest, checkpoint: Checkpoint, error: float
+) -> list[Assumption]:
+    """What the manifest says that no interface states.
+
+    Args:
+        error: of the rows by which caches were recognised, see `match_caches`.
+    """
     (shard,) = manifest.shards
     foreign = shard.foreign
-    why = f"a token's keys and values, {error:.2g} off the checkpoint's"
-    rows = [(name, role, "its name and shape") for name, role in foreign.roles.items()]
+    rows = []
+    for name, role in foreign.roles.items():
+        rows.append(Assumption(name, role, "its name and shape"))
     for function in foreign.functions:
         takes = function.model_dump_json(exclude_defaults=True)
-        rows.append((f"function {function.name}", takes, "its inputs and name"))
+        rows.append(
+            Assumption(f"function {function.name}", takes, "its inputs and name")
+        )
     for count, move in foreign.moves.items():
-        rows.append((f"caches of {count} rows", move, "names of functions and inputs"))
-    rows += [(name, entry.tensor, why) for name, entry in shard.states.items()]
-    rows.append(("options.compress", manifest.options.compress, "the stored bits"))
+        why = "names of functions and inputs"
+        rows.append(Assumption(f"caches of {count} rows", move, why))
+    why = f"a token's keys and values, {error:.2g} off the checkpoint's"
+    for name, entry in shard.states.items():
+        rows.append(Assumption(name, entry.tensor, why))
+    compress = manifest.options.compress
+    rows.append(Assumption("options.compress", compress, "the stored bits"))
     for name in checkpoint.matrices:
         if name not in shard.weights:
-            rows.append((name, "the checkpoint's values", "not among the constants"))
-    return [dict(zip(("about", "assumed", "why"), row)) for row in rows]
+            why = "not among the constants"
+            rows.append(Assumption(name, "the checkpoint's values", why))
+    return rows
 
 
-def recognised(roles: dict[str, str], name: str) -> str:
-    """The first role whose pattern is in a name."""
+def find_role(roles: dict[str, str], name: str) -> str:
+    """The first role whose pattern occurs in a name."""
     return next(role for p, role in roles.items() if re.search(p, name.lower()))
 
 
-def natural(name: str) -> list:
+def natural_key(name: str) -> list:
+    """Sorts names by the numbers in them: 2 before 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
