@@ -38,7 +38,7 @@ SOUND = {
     "newest": ("qwen3", styles.host, {"moves": True}),
 }
 FAULTS = {
-    # a rotated prefill sees the future
+    # a rotated prefill is not causal
     "future": ("gemma3_text", styles.chunks, ROTATING | {"future": True}),
     # rope scaling is replaced by theta times factor
     "theta": ("llama", styles.recipe, {}),
@@ -91,9 +91,11 @@ class Adoptions:
         source, (_, make, options) = self.checkpoint(style), STYLES[style]
         if style in MISREAD:
             edits, names = MISREAD[style]
-            about = config_of(source) | edits, names
+            config = config_of(source) | edits
             target = self.root / f"read-{style}"
-            source = tiny.once(target, lambda path: relabelled(source, path, *about))
+            source = tiny.once(
+                target, lambda path: relabelled(source, path, config, names)
+            )
 
         def made(path):
             path.mkdir()
@@ -103,9 +105,12 @@ class Adoptions:
 
     def folder(self, style: str) -> Path:
         """The bundle that `workbench adopt` makes, nothing in it changed."""
-        about = [self.packages(style)], Checkpoint(self.checkpoint(style))
+        packages, checkpoint = (
+            [self.packages(style)],
+            Checkpoint(self.checkpoint(style)),
+        )
         target = self.root / "adopted" / style
-        return tiny.once(target, lambda path: propose(*about, path))
+        return tiny.once(target, lambda path: propose(packages, checkpoint, path))
 
     def stored_logits(self, style: str, ids: list[int]):
         """Those [T, V] of Hugging Face's model on the weights that the packages hold."""

@@ -1,5 +1,5 @@
-"""Gate `weights`: RED by name on what is damaged or missing. test_faults has every fault and
-what is GREEN."""
+"""Gate `weights` is RED on damaged or missing weights and names them. test_faults plants
+every fault, and has the GREEN bundles."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def rounded_embedding(copy):
 @pytest.mark.parametrize(
     ("plant", "place"),
     [
-        (unplaced, "nothing covers tensor model.layers.1.mlp.up_proj.weight"),
+        (unplaced, "no shard stores model.layers.1.mlp.up_proj.weight"),
         (operands_that_do_not_fit, "layers.1.self_attn.v_proj.weight"),
         (half_a_file, "layers_00_00"),
         (rounded_embedding, "host: model.embed_tokens"),

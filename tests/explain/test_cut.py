@@ -14,8 +14,8 @@ from workbench.runtime import open_model
 
 
 def check(package, function, T, folder, step=40):
-    """Two calls of seeded normals: some packages of first operations, and one of each kind
-    of operation alone."""
+    """Cuts a program, and compares each package with the program on two calls of seeded
+    normals: packages of its first operations, and one of each kind of operation alone."""
     flow = Flow(miltorch.read(package, function))
     whole = open_model(package, "portable", function=function)
     rng, calls = np.random.default_rng(0), []
@@ -34,23 +34,25 @@ def check(package, function, T, folder, step=40):
     firsts = [range(end) for end in ends]
     for number, ops in enumerate([*firsts, *kinds.values()]):
         written = {name for index in ops for name in flow.results(index)}
-        made = None
+        part = None
         for before, after in calls:
             values = after | before
-            own = flow.operands(ops)
-            arrays = {n: values[n] for n in own if np.ndim(values.get(n))}
-            made = made or cut(flow, ops, arrays, folder / f"{number}.mlpackage")
-            found = evaluate(open_model(made, "portable"), arrays)
-            assert found
+            operands = flow.operands(ops)
+            arrays = {n: values[n] for n in operands if np.ndim(values.get(n))}
+            part = part or cut(flow, ops, arrays, folder / f"{number}.mlpackage")
+            actual = evaluate(open_model(part, "portable"), arrays)
+            assert actual
             unwritten = {n: x for n, x in before.items() if n not in written}
             expected = after | unwritten
-            for name in found.keys() & expected.keys():
-                assert np.array_equal(found[name], expected[name], equal_nan=True), name
+            for name in actual.keys() & expected.keys():
+                assert np.array_equal(actual[name], expected[name], equal_nan=True), (
+                    name
+                )
         if len(ops) == len(flow.ops) and function is None:
-            assert weight(made) == pytest.approx(weight(package), rel=0.2)
+            assert weight_bytes(part) == pytest.approx(weight_bytes(package), rel=0.2)
 
 
-def weight(package) -> int:
+def weight_bytes(package) -> int:
     return sum(file.stat().st_size for file in package.rglob("*.bin"))
 
 

@@ -1,5 +1,5 @@
-"""The parts of an error add up, each answers to its own cause, and the costliest weights are
-found."""
+"""The parts of an error add up, each part follows its own cause alone, and the costliest
+weights are ranked first."""
 
 import numpy as np
 import pytest
@@ -33,8 +33,8 @@ def test_parts_add_up_to_the_total_and_their_shares_to_one(
 ):
     split = splits[mode]
     assert split.shares().to_numpy().sum() == pytest.approx(1)
-    own = Decoder(int8_bundle, "portable")
-    whole = error.run_updates(own, golden.make_golden(tiny_llama, IDS), mode)
+    decoder = Decoder(int8_bundle, "portable")
+    whole = error.run_updates(decoder, golden.make_golden(tiny_llama, IDS), mode)
     assert np.allclose(split.reference + split.total, whole, atol=1e-6)
 
 
@@ -63,7 +63,7 @@ def test_every_position_of_a_layer_makes_up_the_layer(splits):
 def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     exports, tmp_path, monkeypatch, compress
 ):
-    # the program's eps is 10,000 times the checkpoint's: never booked as quantization
+    # the program's eps is 10,000 times the checkpoint's
     source = Checkpoint(exports.checkpoint("llama"))
     clean = exports.bundle(source.path, compress=compress)
     parts = error.split_error(source, clean, IDS)["isolated"].layers()
@@ -75,9 +75,9 @@ def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
     )
     faulty = export(source.path, tmp_path / "b", max_seq_len=32, compress=compress)
     splits = error.split_error(source, faulty, IDS)
-    found = splits["isolated"].layers()
-    assert (found["reauthoring"] > 100 * gates.REAUTHORING).any()
-    assert np.array_equal(found["quantization"], parts["quantization"])
+    layers_of_fault = splits["isolated"].layers()
+    assert (layers_of_fault["reauthoring"] > 100 * gates.REAUTHORING).any()
+    assert np.array_equal(layers_of_fault["quantization"], parts["quantization"])
     assert gates.verdict(error.error_gates(splits)) == "RED"
 
 
@@ -110,8 +110,8 @@ def test_the_parts_of_an_uncompressed_bundle_are_rounding_alone(
     """And what fp16 costs is the same beside any compression."""
     source = Checkpoint(exports.checkpoint(family, dtype="float32", **sizes))
     plain, int8 = (
-        error.split_error(source, exports.bundle(source.path, **how), [1, 2, 3])
-        for how in (options, options | {"compress": "int8-tensor"})
+        error.split_error(source, exports.bundle(source.path, **preset), [1, 2, 3])
+        for preset in (options, options | {"compress": "int8-tensor"})
     )
     split = plain["isolated"]
     assert not split.parts["quantization"].any()
@@ -143,10 +143,11 @@ def test_the_costliest_tensor_is_found(
 def test_the_worst_few_at_fp16_buy_what_it_says(
     int8_bundle, tiny_llama, llama_golden, worst
 ):
-    _, found = weights.measure_costs(int8_bundle, tiny_llama, llama_golden, worst)
-    assert (found["error"] > 1e-4).all()
-    assert (found["fp16"] < found["error"]).all()
-    assert worst == 2 or not found["fp16"].any()  # all of them
+    _, remedies = weights.measure_costs(int8_bundle, tiny_llama, llama_golden, worst)
+    assert (remedies["error"] > 1e-4).all()
+    assert (remedies["fp16"] < remedies["error"]).all()
+    # with all tensors in fp16 no error is left
+    assert worst == 2 or not remedies["fp16"].any()
 
 
 def test_a_layer_has_no_row_of_a_tensor_that_others_have(exports):

@@ -284,7 +284,7 @@ def test_a_result_of_another_shape_is_found(search):
 
 
 @pytest.mark.matrix(2, wide=4)
-@pytest.mark.parametrize("expected, plant", cases())
+@pytest.mark.parametrize("expected, plant", list(cases()))
 def test_a_fault_is_found_and_reduced(search, expected, plant, tmp_path, capsys):
     finding, fault = search(plant, out=tmp_path)
     print(finding, fault)

@@ -1,6 +1,5 @@
-"""Faults of the model kind: another configuration or another module exported under the checkpoint's
-name. The variant golden names each one first, and says so where nothing it tries explains a
-bundle."""
+"""Bundles of another configuration or another module under the checkpoint's name: the
+variant that they compute is named first; where no variant fits, none is named."""
 
 import itertools
 import shutil
@@ -22,26 +21,24 @@ DIMS = {"llama": {"num_hidden_layers": 3}}
 
 @pytest.fixture
 def checkpoint_of(exports):
-    """Family and what changes in its configuration, never in its weights → checkpoint."""
+    """Family, and changes of its configuration that leave the weights as they are →
+    checkpoint."""
     return lambda family, **changed: exports.checkpoint(
         family, **DIMS.get(family, {}) | changed
     )
 
 
 def relabelled(source, exported_from, folder, **options):
-    """A bundle of `exported_from` that says it is of `source`."""
-    bundle = export(
-        exported_from,
-        folder / "own",
-        **{"max_seq_len": 32, "compress": "fp16"} | options,
-    )
+    """A bundle of `exported_from` whose manifest names the checkpoint `source`."""
+    options = {"max_seq_len": 32, "compress": "fp16"} | options
+    bundle = export(exported_from, folder / "exported", **options)
     label = "checkpoint/sha256", Checkpoint(source).sha256
     return tiny.edited(bundle, folder / "relabelled", label)
 
 
-def named(bundle, source, clearly: bool = False) -> str | None:
-    """The variant that explains a bundle, `clearly` if the next one errs ten times as
-    much."""
+def best_variant(bundle, source, clearly: bool = False) -> str | None:
+    """The variant that explains a bundle; `clearly`: the error of the next one must be
+    ten times as large."""
     frame, fits = variants.explain_bundle(bundle, Checkpoint(source))
     print(frame.head(4).to_string(), variants.conclusion(fits))
     errors = frame["relative_rms"]
@@ -88,18 +85,20 @@ CONFIGURATIONS = {
 def test_another_configuration_is_named_first(checkpoint_of, tmp_path, name):
     family, changes = CONFIGURATIONS[name]
     source, changed = checkpoint_of(family), checkpoint_of(family, **changes)
-    assert named(relabelled(source, changed, tmp_path), source, True) == name
+    assert best_variant(relabelled(source, changed, tmp_path), source, True) == name
 
 
-def test_what_fits_the_first_layers_alone_is_not_named(
+def test_what_fits_the_first_layers_alone_is_not_best_variant(
     checkpoint_of, tmp_path, monkeypatch
 ):
     source = checkpoint_of("smollm3")
     flags = {"some": [1, 1, 0], "as many": [1, 1, 0], "all": [1, 1, 1]}
-    tried = {name: {"config": {"no_rope_layers": own}} for name, own in flags.items()}
-    monkeypatch.setattr(variants, "variants", lambda trial: tried)
+    tried = {}
+    for name, layers_with_rope in flags.items():
+        tried[name] = variants.Variant(config={"no_rope_layers": layers_with_rope})
+    monkeypatch.setattr(variants, "list_variants", lambda trial: tried)
     changed = checkpoint_of("smollm3", no_rope_layers=flags["all"])
-    assert named(relabelled(source, changed, tmp_path), source) == "all"
+    assert best_variant(relabelled(source, changed, tmp_path), source) == "all"
 
 
 GEOMETRY, ATTENTION = layers.AttentionGeometry, layers.Attention
@@ -179,7 +178,7 @@ def test_another_module_is_named_first(
     source = checkpoint_of(family)
     monkeypatch.setattr(*change)
     bundle = relabelled(source, source, tmp_path, compress=compress)
-    assert named(bundle, source, True) == name
+    assert best_variant(bundle, source, True) == name
 
 
 @pytest.mark.matrix(1, wide=2)
@@ -193,8 +192,8 @@ def test_exchanged_layers_are_named_first(checkpoint_of, tmp_path, compress):
             other = name.replace(*pair)
             tensors[name], tensors[other] = tensors[other], tensors[name]
     bundle = relabelled(source, changed, tmp_path, compress=compress)
-    found = named(bundle, source)
-    assert found == "layer order: 1 has 2's weights, 2 has 1's weights"
+    variant = best_variant(bundle, source)
+    assert variant == "layer order: 1 has 2's weights, 2 has 1's weights"
 
 
 def cut(table):
@@ -207,14 +206,14 @@ def test_a_table_of_frequencies_of_no_model_is_named(exports, checkpoint_of, tmp
     bundle = tiny.edited(
         exports.bundle(source), tmp_path / "bundle", ("rope/0/inv_freq", cut)
     )
-    assert named(bundle, source) == "rope frequencies of the bundle's manifest"
+    assert best_variant(bundle, source) == "rope frequencies of the bundle's manifest"
 
 
 def test_a_fault_of_another_kind_has_no_variant(checkpoint_of, tmp_path, monkeypatch):
     source = checkpoint_of("llama")
     monkeypatch.setattr(ATTENTION, "forward", half_of_attention)
     bundle = relabelled(source, source, tmp_path)
-    assert named(bundle, source) is None
+    assert best_variant(bundle, source) is None
     where = bundle.root, "--checkpoint", source, "--only", "variant"
     result = cli("explain", *where)
     assert result.exit_code == 0
@@ -224,7 +223,7 @@ def test_a_fault_of_another_kind_has_no_variant(checkpoint_of, tmp_path, monkeyp
 def test_two_faults_at_once_have_no_variant(checkpoint_of, tmp_path):
     source = checkpoint_of("llama")
     changed = checkpoint_of("llama", rms_norm_eps=1e-3, **rope(rope_theta=5e5))
-    assert named(relabelled(source, changed, tmp_path), source) is None
+    assert best_variant(relabelled(source, changed, tmp_path), source) is None
 
 
 @pytest.mark.matrix(2, wide=2)
@@ -232,12 +231,12 @@ def test_two_faults_at_once_have_no_variant(checkpoint_of, tmp_path):
 def test_a_sound_bundle_of_any_family_is_as_configured(exports, checkpoint_of, family):
     source = checkpoint_of(family)
     bundle = exports.bundle(source, compress="int8-tensor")
-    assert named(bundle, source) == variants.CONFIGURED
+    assert best_variant(bundle, source) == variants.CONFIGURED
 
 
 def test_without_biases_tokens_are_looked_up_as_the_bundle_does(checkpoint_of, exports):
     source = checkpoint_of("qwen2")
     trial = variants.Trial(exports.bundle(source), Checkpoint(source))
     trial.read.embedding = table = object()
-    unbiased = variants.variants(trial)["biases left out"]
-    assert unbiased["read"].embedding is table
+    unbiased = variants.list_variants(trial)["biases left out"]
+    assert unbiased.read.embedding is table

@@ -1,4 +1,5 @@
-"""A stand-in for Core ML that computes one operation wrongly: whatever package it loads."""
+"""A stand-in for Core ML that computes one operation wrongly, in every package that has
+it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +15,19 @@ WRITES = ("write_state", "coreml_update_state")
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong.
+    """A fault of one operation.
 
     Attributes:
-        op: name of the operation; of a write, of its state.
-        change: what becomes of its result.
+        op: name of the operation, or of its result; for a write, of its state.
+        change: the result → the wrong result.
         units: the compute units that are wrong; "": all.
         T: tokens of the calls that are wrong; 0: all.
         above: elements of the smallest result that is wrong.
-        fused: results that a package must compute and not show, or nothing is wrong.
-    how: `result`, `compile`, `kill`, or of a state `lost`, `late`.
+        fused: the fault shows only in packages that compute these values and do not
+            output them.
+        how: `result`: a wrong result; `compile`: the package does not compile; `kill`:
+            the call fails; for a state `lost` or `late`: a write is left out, or takes
+            effect in the next call.
     """
 
     op: str
@@ -43,12 +47,12 @@ def layer_of(fault: Fault) -> type[Proxy]:
             super().__init__(path, compute_units, *rest)
             self.units, self.late = compute_units, []
             program = self.executable.program
-            shown = set(program.outputs)
-            made = {name for s in self.executable.body.steps for name, _ in s.outputs}
-            self.on = set(fault.fused) <= made - shown
-            self.on &= fault.units in ("", compute_units)
-            for step in self.executable.body.steps:
-                if named(step, fault) and self.on:
+            steps = self.executable.body.steps
+            results = {name for step in steps for name, _ in step.outputs}
+            is_planted = set(fault.fused) <= results - set(program.outputs)
+            is_planted &= fault.units in ("", compute_units)
+            for step in steps:
+                if has_fault(step, fault) and is_planted:
                     if fault.how == "compile":
                         raise _error("Failed to build the model execution plan: -14")
                     self.plant(step)
@@ -94,7 +98,7 @@ def tokens(description, data) -> list[int]:
     return sizes
 
 
-def named(step, fault: Fault) -> bool:
+def has_fault(step, fault: Fault) -> bool:
     if step.op.kind in WRITES and fault.how in ("lost", "late"):
         return fault.op in step.op.reads()
     return step.op.name == fault.op or any(n == fault.op for n, _ in step.outputs)

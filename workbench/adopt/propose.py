@@ -12,7 +12,7 @@ For a new convention add a pattern to `INPUTS` or `OUTPUTS`, and a branch where
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -70,12 +70,16 @@ ANEMLL_FILE = "meta.yaml"
 
 @dataclass(frozen=True)
 class Assumption:
-    """What the manifest says of `about` that no interface states: `assumed`, because of
-    `why`."""
+    """A statement of the manifest that no interface gives: `value` of `subject`, because
+    of `reason`."""
 
-    about: str
-    assumed: str
-    why: str
+    subject: str
+    value: str
+    reason: str
+
+    def json(self) -> dict:
+        """The row as `workbench adopt` prints it."""
+        return {"about": self.subject, "assumed": self.value, "why": self.reason}
 
 
 class Package:
@@ -136,7 +140,7 @@ def propose(
         manifest, error = match_caches(manifest, checkpoint, root)
         manifest.save(root)
     assumptions = list_assumptions(manifest, checkpoint, error)
-    return Bundle.open(out), [asdict(row) for row in assumptions]
+    return Bundle.open(out), [row.json() for row in assumptions]
 
 
 def describe(
@@ -331,17 +335,17 @@ def list_assumptions(
             Assumption(f"function {function.name}", takes, "its inputs and name")
         )
     for count, move in foreign.moves.items():
-        why = "names of functions and inputs"
-        rows.append(Assumption(f"caches of {count} rows", move, why))
-    why = f"a token's keys and values, {error:.2g} off the checkpoint's"
+        reason = "names of functions and inputs"
+        rows.append(Assumption(f"caches of {count} rows", move, reason))
+    reason = f"a token's keys and values, {error:.2g} off the checkpoint's"
     for name, entry in shard.states.items():
-        rows.append(Assumption(name, entry.tensor, why))
+        rows.append(Assumption(name, entry.tensor, reason))
     compress = manifest.options.compress
     rows.append(Assumption("options.compress", compress, "the stored bits"))
     for name in checkpoint.matrices:
         if name not in shard.weights:
-            why = "not among the constants"
-            rows.append(Assumption(name, "the checkpoint's values", why))
+            reason = "not among the constants"
+            rows.append(Assumption(name, "the checkpoint's values", reason))
     return rows
 
 

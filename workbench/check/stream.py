@@ -28,18 +28,20 @@ CHANGE = 0.1  # of the largest value: a layer that changes it by more is named
 
 
 def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
-    """The residual stream behind each layer at each position: layer, position; its
-    `rms`, and `times` the median position's of that layer; its `largest` magnitude, and
-    the `step` between that and the next fp16 number; the `value` of one `channel`, and
-    what the layer `added` to it. The channel of a position is the one that has the
-    largest magnitude behind any layer.
-
-    `update_moved` is the relative RMS by which the layer's update differs where the
-    stream is rounded to fp16 in front of the layer and behind it, and nothing else is
-    rounded.
+    """The residual stream behind each layer at each position: one row per layer and
+    position.
 
     Args:
-        stream_scale: of a bundle, which holds the stream divided by it.
+        stream_scale: a bundle stores the stream divided by this number.
+
+    Returns:
+        layer, position; `rms`, and `times`, its multiple of the median position's in
+        that layer; `largest`, the largest magnitude, and `step`, the distance from it
+        to the next fp16 number; `value`, that of one `channel`, and `added`, the layer's
+        update of it. The channel of a position is the one with the largest magnitude
+        behind any layer. `update_moved` is the relative RMS by which the layer's update
+        changes if the stream is rounded to fp16 before and behind the layer, and
+        nothing else is rounded.
     """
     rounded = half(stream_scale)
     hidden = np.stack([golden[f"hidden.{i}"] for i in range(golden.layers)])
@@ -73,22 +75,23 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
 
 def attention_received(checkpoint: Checkpoint, ids: Sequence[int]) -> pd.DataFrame:
     """The `attention` that each position receives, by layer and position: the weight
-    that later positions give it in Hugging Face's model, as the mean of these and of
-    the heads. The last position, and layers without attention, have no row."""
+    that a later position gives it in Hugging Face's model, averaged over later positions
+    and heads. The last position, and layers without attention, have no row."""
     reference = Reference(checkpoint)
     weights: dict[int, np.ndarray] = {}
 
-    def note(index: int):
-        def hook(module, arguments, outputs) -> None:
+    def record_layer(index: int):
+        def record(module, arguments, outputs) -> None:
+            # eager attention also returns its weights [B, H, n, n]
             if isinstance(outputs, tuple) and len(outputs) > 1:
                 if torch.is_tensor(outputs[1]) and outputs[1].ndim == 4:
                     weights[index] = outputs[1][0].mean(0).numpy()
 
-        return hook
+        return record
 
     for index, wrapper in enumerate(reference.base.layers):
         if has_attention(wrapper.layer):
-            wrapper.layer.self_attn.register_forward_hook(note(index))
+            wrapper.layer.self_attn.register_forward_hook(record_layer(index))
     reference.run(ids, head=False)
     parts = []
     for layer, matrix in weights.items():
@@ -96,15 +99,17 @@ def attention_received(checkpoint: Checkpoint, ids: Sequence[int]) -> pd.DataFra
         received = [matrix[i + 1 :, i].mean() for i in positions]
         part = {"layer": layer, "position": positions, "attention": received}
         parts.append(pd.DataFrame(part))
-    columns = {"layer": int, "position": int, "attention": float}
     if not parts:
-        return pd.DataFrame({name: pd.Series(dtype=of) for name, of in columns.items()})
+        dtypes = {"layer": int, "position": int, "attention": float}
+        columns = {name: pd.Series(dtype=dtype) for name, dtype in dtypes.items()}
+        return pd.DataFrame(columns)
     return pd.concat(parts, ignore_index=True)
 
 
 def panels(sizes: pd.DataFrame, received: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `stream_sizes` and `attention_received` as a figure of lines: layer,
-    `shown`, its `quantity`, and whether the `token` is the first one."""
+    """The rows of `stream_sizes` and `attention_received` for a figure of lines: layer,
+    position, the value `shown` and its `quantity`, and whether the `token` is the first
+    one."""
     quantities = {
         "largest |value|": sizes.assign(shown=sizes["largest"]),
         "attention received": received.assign(shown=received["attention"]),
@@ -125,8 +130,8 @@ def largest_token(
 ) -> pd.DataFrame:
     """One row per layer for the token whose stream is the largest multiple of the
     median token's: the columns of `stream_sizes`; `others_moved`, the largest
-    `update_moved` of any other token; the `attention` that the token receives, null
-    where the layer has none, and the `even` share, which equal weights would give it."""
+    `update_moved` of any other token; the `attention` that the token receives, null in
+    layers without attention, and `even`, the share that equal weights would give it."""
     position = int(sizes.loc[sizes["times"].idxmax(), "position"])
     is_token = sizes["position"] == position
     others = sizes[~is_token].groupby("layer")["update_moved"].max()
@@ -142,8 +147,8 @@ def largest_token(
 
 def describe_stream(table: pd.DataFrame) -> list[str]:
     """Sentences about the token of `largest_token`: how large its stream is, which
-    layers write its largest value and take it away, what fp16's steps do to its
-    updates, and whether it is an attention sink."""
+    layers write its largest value and remove it, how far fp16's steps move its updates,
+    and whether it is an attention sink."""
     peak = table.loc[table["times"].idxmax()]
     worst = table.loc[table["update_moved"].idxmax()]
     others = table["others_moved"].max()
@@ -188,10 +193,11 @@ def describe_stream(table: pd.DataFrame) -> list[str]:
 
 
 def _layers(added: pd.Series, verb: str, verb_of_one: str) -> str:
-    """The layers of `added` and what each adds, as the subject of a verb."""
-    each = [f"{layer} ({value:+,.0f})" for layer, value in added.items()]
-    if not each:
+    """The layers in `added`, each with the value that it adds, as the subject of a
+    verb."""
+    layers = [f"{layer} ({value:+,.0f})" for layer, value in added.items()]
+    if not layers:
         return f"no layer alone {verb_of_one}"
-    if len(each) == 1:
-        return f"layer {each[0]} {verb_of_one}"
-    return f"layers {', '.join(each[:-1])} and {each[-1]} {verb}"
+    if len(layers) == 1:
+        return f"layer {layers[0]} {verb_of_one}"
+    return f"layers {', '.join(layers[:-1])} and {layers[-1]} {verb}"

@@ -1,5 +1,5 @@
-"""Known-answer prompts: with a damaged cache the bundle gives wrong answers where
-Hugging Face's model gives right ones."""
+"""Prompts with known answers. A bundle with a damaged cache answers them wrong, and
+Hugging Face's model answers them right."""
 
 import copy
 import json
@@ -21,17 +21,17 @@ from workbench.errors import InputError, one_line
 from workbench.models.checkpoint import Checkpoint
 
 EVALUATION = "evaluation.json"
-"""Lies beside a checkpoint that was trained on `TASKS`: its accuracy on them."""
+"""A file beside a checkpoint that was trained on `TASKS`, with its accuracy on them."""
 
 ACCURACY = "heldout_right"
-"""In that file: how many of `TASKS` the model answers."""
+"""The key in that file of the number of `TASKS` that the model answers right."""
 
 
 def load_tasks(path: str | Path) -> list[dict]:
     """Prompts of a JSON-lines file: `task`, `distance`, `prompt`, `answer`.
 
     Raises:
-        InputError: no file that can be read, or a line that is none; names the line.
+        InputError: a file that cannot be read, or a line without a task, by its number.
     """
     needed = "JSON lines with task, distance, and as text prompt and answer"
     subject, step = f"tasks {path}", "see data/README.md"
@@ -64,8 +64,8 @@ def prompt_ids(checkpoint: str | Path, count: int, text: str = "") -> list[int]:
 
     Args:
         checkpoint: a Hugging Face folder (see `paths.find`).
-        text: the prompt, or the path of a file that holds it; by default that of
-            `default_ids`.
+        text: the prompt, or the path of a file with it (default: the text of
+            `default_ids`).
 
     Raises:
         InputError: a `text` without a tokenizer, or a file that is not UTF-8.
@@ -82,9 +82,9 @@ def prompt_ids(checkpoint: str | Path, count: int, text: str = "") -> list[int]:
 
 
 def untrained(checkpoint: Checkpoint, tasks: Sequence[dict]) -> str:
-    """Why the checkpoint was not trained on `tasks`, so that a wrong answer would say
-    nothing about its cache; "" where it was: its folder records its accuracy on them,
-    and its tokenizer knows every word."""
+    """Why the checkpoint was not trained on `tasks`, so that a wrong answer says nothing
+    about its cache; "" if it was. A trained checkpoint has a file with its accuracy on
+    the tasks, and its tokenizer knows every word of them."""
     folder = checkpoint.path
     if not (folder / "tokenizer.json").is_file():
         return "the checkpoint has no tokenizer"
@@ -98,7 +98,7 @@ def untrained(checkpoint: Checkpoint, tasks: Sequence[dict]) -> str:
     texts = [task[name] for task in tasks for name in ("prompt", "answer")]
     words = {word for text in texts for word in text.split()}
     ids = coder(sorted(words), add_special_tokens=False)["input_ids"]
-    if any(coder.unk_token_id in own for own in ids):
+    if any(coder.unk_token_id in word_ids for word_ids in ids):
         return "the checkpoint's tokenizer does not know all words of these tasks"
     return ""
 
@@ -106,8 +106,8 @@ def untrained(checkpoint: Checkpoint, tasks: Sequence[dict]) -> str:
 def trained_answers_gate(
     decoder: Decoder, checkpoint: Checkpoint, path: str | Path = "", every: int = 1
 ) -> gates.Gate:
-    """`answers_gate` on the tasks of the file `path`; without one on every
-    `every`th of `TASKS`, and not run for a checkpoint that was not trained on them."""
+    """`answers_gate` on the tasks of the file `path`. Without a file, the gate runs on
+    every `every`th of `TASKS`, and only for a checkpoint that was trained on them."""
     if path:
         return answers_gate(decoder, checkpoint, load_tasks(paths.find(path)))
     tasks = load_tasks(paths.find(TASKS))[::every]
@@ -141,9 +141,9 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
     model = whole_model(checkpoint)
 
     def generate(ids: list[int], n: int) -> list[int]:
-        how = {"min_new_tokens": n, "max_new_tokens": n, "do_sample": False}
+        length = {"min_new_tokens": n, "max_new_tokens": n}
         with torch.inference_mode():
-            tokens = model.generate(torch.tensor([ids]), **how)
+            tokens = model.generate(torch.tensor([ids]), do_sample=False, **length)
         return tokens[0, len(ids) :].tolist()
 
     return right_answers(checkpoint.tokenizer, tasks, generate)
@@ -152,8 +152,9 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
 def answers_gate(
     decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
 ) -> gates.Gate:
-    """Gate `answers`: the bundle, with the tokenizer it carries, answers at least as many
-    prompts as Hugging Face's model. Prompts that do not fit max_seq_len are left out."""
+    """Gate `answers`: the bundle, with the tokenizer in its folder, answers at least as
+    many prompts as Hugging Face's model. Prompts that do not fit max_seq_len are left
+    out."""
     encode = load_tokenizer(checkpoint.tokenizer).encode
     S = decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
@@ -164,11 +165,12 @@ def answers_gate(
     if not golden:
         reason = f"Hugging Face's model answers none of the {count} questions"
         return gates.not_run("answers", reason)
-    # a copy, whose current sequences are its own
-    own, B = copy.copy(decoder.plain), decoder.options.batch
+    # the caller's decoder keeps its current sequences
+    answering = copy.copy(decoder.plain)
+    B = decoder.options.batch
 
     def generate(ids: list[int], n: int) -> list[int]:
-        records = own.stream([ids] * B, n, stop=())
+        records = answering.stream([ids] * B, n, stop=())
         return [record.token for record in records if record.seq == 0]
 
     right = sum(right_answers(decoder.bundle.root / "tokenizer", tasks, generate))

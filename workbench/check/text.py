@@ -1,9 +1,9 @@
-"""The text on which a model is judged where the user names none: English, or the
-language of the small trained models in `data`.
+"""The text on which a model is judged if the user gives none: English, or the language
+of the small trained models in `data`.
 
 Random token ids are no text: a language model's distributions on them are flat, and its
-layers work outside the range that they were trained for, so that what compression costs
-on them says little about its cost in use."""
+layers work outside the range for which they were trained. The cost of compression on
+random ids says little about its cost in use."""
 
 import json
 from importlib.resources import files
@@ -16,11 +16,11 @@ from workbench.decode.transcript import encode_text, load_tokenizer
 from workbench.models.checkpoint import Checkpoint
 
 COUNT = 48
-"""Tokens of a prompt that nobody chose."""
+"""Tokens of the default prompt."""
 TASKS = "data/tasks/heldout.jsonl"
-"""Text of the small trained models, whose 256 words are no English."""
+"""Text of the small trained models, whose 256 words are not English."""
 UNKNOWN_SHARE = 0.1
-"""A text of which more tokens are unknown is in a language that the tokenizer lacks."""
+"""A tokenizer with a larger share of unknown tokens lacks the text's language."""
 
 
 def paragraphs() -> str:
@@ -30,11 +30,11 @@ def paragraphs() -> str:
 
 def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
     """At most `count` token ids on which the model of a checkpoint or of a bundle is
-    judged: those of `paragraphs`, or, where its tokenizer does not know English, of the
-    held-out tasks of the small trained models.
+    judged: of `paragraphs`, or, if its tokenizer does not know English, of the held-out
+    tasks of the small trained models.
 
-    Without a tokenizer, or with one that knows neither: seeded random ids behind the
-    beginning-of-sequence token, if the model has one."""
+    Without a tokenizer, or with one that knows neither text: seeded random ids, after
+    the beginning-of-sequence token if the model has one."""
     if isinstance(source, Bundle):
         manifest = source.manifest
         folder, V, bos = source.tokenizer, manifest.dims.V, manifest.tokens.bos
@@ -45,8 +45,8 @@ def default_ids(source: Checkpoint | Bundle, count: int = COUNT) -> list[int]:
         unknown = load_tokenizer(folder).unk_token_id
         for text in (paragraphs(), task_text()):
             ids = encode_text(folder, text)[:count]
-            known = [id for id in ids if id != unknown and id < V]
-            if ids and len(known) >= (1 - UNKNOWN_SHARE) * len(ids):
+            words = [id for id in ids if id != unknown and id < V]
+            if ids and len(words) >= (1 - UNKNOWN_SHARE) * len(ids):
                 return ids
     ids = np.random.default_rng(0).integers(0, V, count).tolist()
     return ids if bos is None else [bos, *ids[1:]]

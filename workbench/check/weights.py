@@ -1,8 +1,8 @@
 """Gate `weights`: every weight that a bundle stores is the checkpoint's, within the
 loss of its preset.
 
-The loss that is allowed is computed from the checkpoint's tensor v and the preset
-alone, never from what is stored:
+The tolerance is computed from the checkpoint's tensor v and the preset alone, never
+from what is stored:
 
     fp16      half a unit in the last place of fp16 at v (with the offset that storage adds)
     integers  half a step, which is amax / (2^(bits−1) − 1) of the tensor, channel or block, in
@@ -11,10 +11,10 @@ alone, never from what is stored:
     tables    the distance to the nearest entry, and half a unit in the last place of each of the
               two entries that compete
 
-Compressed weights are compared with v rounded to fp16, which precedes compression. A
-table must also come within 0.1% of the squared error of the best table there is (exact
-k-means in one dimension); rounding its entries to fp16 adds at most the square of half
-a unit for each weight, which is taken off first."""
+Compressed weights are compared with v rounded to fp16, which precedes compression. The
+squared error of a table must also be within 0.1% of that of the best table (exact
+k-means in one dimension). Rounding the entries to fp16 adds at most the square of half
+a unit for each weight, which is subtracted first."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,18 +35,18 @@ from workbench.check.hf import empty_model
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
-# Parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least
-# 2.
+# Largest deviation in tolerances: 1 but for float32 arithmetic. A weight that is wrong
+# by one step deviates by at least 2.
 LIMIT = 1.05
-# Distance over the nearest entry's, and squared error over that of the best table.
+# Largest distance over the nearest entry's, and squared error over the best table's.
 TABLE_LIMIT = 1.001
-Parts = dict[
-    str, np.ndarray
-]  # of a stored weight, by role: val; data, scale; indices, lut
-# What operands that do not fit raise; InputError is a ValueError.
+# The arrays of a stored weight by their roles: val; data, scale, offset; indices, lut.
+Parts = dict[str, np.ndarray]
+# Raised for arrays that do not fit together; InputError is a ValueError.
 DAMAGED = (KeyError, IndexError, ValueError)
 EXPONENT = 0x7F800000  # bits of a float32's exponent
-# Tables of the file of embeddings, in the checkpoint.
+MAX_PROBLEMS = 8  # that the gate's reason names
+# Tables in the file of embeddings → tensors of the checkpoint.
 HOST_TENSORS = {
     "weight": "embed_tokens.weight",
     "bias": "input_hidden_states_bias",
@@ -56,67 +56,75 @@ HOST_TENSORS = {
 
 def weights_gate(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
     """Compares every stored weight and the host's table of embeddings with the
-    checkpoint's, and looks for tensors that nothing covers."""
+    checkpoint's, and looks for tensors that no shard stores."""
     manifest = bundle.manifest
     if manifest.foreign:
         return _recognised(bundle, checkpoint)
     preset = manifest.options.preset
-    found = []
+    deviations = []
     problems = []
-    covered = {}
+    rows_stored: dict[str, set[int]] = {}
     tensors = text_tensors(checkpoint) | {checkpoint.head}
     for name, table in bundle.embedding.items():
         tensor = checkpoint.prefix + HOST_TENSORS[name]
         if tensor != checkpoint.head:
             tensors.discard(tensor)
-        found.append(_host_deviation(checkpoint, tensor, torch.from_numpy(table)))
+        table = torch.from_numpy(table)
+        deviations.append(_host_deviation(checkpoint, tensor, table))
     programs = []
     for shard in manifest.shards:
         programs += [(shard, function) for function in shard.functions or [None]]
     for shard, function in bar(programs, "weights", unit="program"):
         place = shard.name
         try:
-            parts_of = stored_parts(bundle, shard, function)
+            read_parts = open_parts(bundle, shard, function)
             for tensor in shard.weights:
                 place = f"{shard.name}: {tensor}"
-                parts = parts_of(tensor)
+                parts = read_parts(tensor)
                 stored = torch.from_numpy(dense(parts, preset))
                 size = stored.numel()
                 values, rows = checkpoint_values(checkpoint, shard, tensor, size)
                 stored = stored.reshape(values.shape)
-                found.append(worst_deviation(place, parts, stored, values, preset))
-                covered.setdefault(tensor, set()).update(rows)
-        except DAMAGED as problem:  # nor is what follows in this package compared
+                deviations.append(worst_deviation(place, parts, stored, values, preset))
+                rows_stored.setdefault(tensor, set()).update(rows)
+        except DAMAGED as problem:
+            # the other tensors of this package are not compared
             problems.append(f"{place}: {problem}")
-    for tensor in () if problems else sorted(tensors):
-        rows = (checkpoint.shape(tensor) or [1])[0]
-        if len(covered.get(tensor, ())) < rows and not (
-            manifest.options.plugin and _is_constant(checkpoint.tensor(tensor).half())
-        ):
-            problems.append(f"nothing covers tensor {tensor}")
+    if not problems:
+        for tensor in sorted(tensors):
+            rows = (checkpoint.shape(tensor) or [1])[0]
+            if len(rows_stored.get(tensor, ())) >= rows:
+                continue
+            # a plug-in's conversion leaves out products with ones and sums with zeros
+            is_dropped = manifest.options.plugin and _is_constant(
+                checkpoint.tensor(tensor).half()
+            )
+            if not is_dropped:
+                problems.append(f"no shard stores {tensor}")
     nothing = deviation("no weights", inf, LIMIT, "")
-    worst = max(found, key=_excess, default=nothing)
-    problems += [each.reason for each in found if each.verdict == gates.RED]
+    worst = max(deviations, key=_excess, default=nothing)
+    problems += [gate.reason for gate in deviations if gate.verdict == gates.RED]
     fine = (
-        f"{len(found)} stored tensors equal the checkpoint's within the rounding of "
-        f"their preset; worst: {worst.reason}"
+        f"{len(deviations)} stored tensors equal the checkpoint's within the rounding "
+        f"of their preset; worst: {worst.reason}"
     )
-    if problems[8:]:
-        problems[8:] = ["…"]
+    if len(problems) > MAX_PROBLEMS:
+        problems[MAX_PROBLEMS:] = ["…"]
     gate = gates.none("weights", problems, fine, sep="; ")
     return replace(gate, value=worst.value, threshold=worst.threshold)
 
 
-def _excess(found: Gate) -> float:
-    return inf if isnan(found.value) else found.value / found.threshold
+def _excess(gate: Gate) -> float:
+    """A deviation over its limit; nan counts as inf."""
+    return inf if isnan(gate.value) else gate.value / gate.threshold
 
 
 def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
-    """The gate where the loss of a compression is not known: how many of the
-    checkpoint's matrices were found in the packages."""
-    found = set().union(*(shard.weights for shard in bundle.manifest.shards))
+    """The gate for packages of another exporter, whose compression is unknown: how many
+    of the checkpoint's matrices were recognised in them."""
+    names = set().union(*(shard.weights for shard in bundle.manifest.shards))
     matrices = checkpoint.matrices
-    count = len(found.intersection(matrices))
+    count = len(names.intersection(matrices))
     return gates.not_run(
         "weights",
         "how another exporter compresses is not known; "
@@ -126,25 +134,27 @@ def _recognised(bundle: Bundle, checkpoint: Checkpoint) -> Gate:
 
 
 def _host_deviation(checkpoint: Checkpoint, tensor: str, table: torch.Tensor) -> Gate:
-    """What a table of the host deviates by from `tensor`, read some rows at a time."""
-    found = []
+    """The deviation of a table of the host from the checkpoint's `tensor`, which is read
+    some rows at a time."""
+    deviations = []
     for rows in blocks(table):
         stored = table[rows].reshape(-1, table.shape[-1])
         values = checkpoint.tensor(tensor, rows).reshape(stored.shape)
-        found.append(fp16_deviation(f"host: {tensor}", stored, values))
-    return max(found, key=_excess)
+        deviations.append(fp16_deviation(f"host: {tensor}", stored, values))
+    return max(deviations, key=_excess)
 
 
 def _is_constant(values: torch.Tensor) -> bool:
-    """Whether a plug-in's conversion drops a tensor: all zeros, or all ones."""
+    """Whether a tensor is all zeros, or all ones."""
     return bool((values == 0).all() or (values == 1).all())
 
 
-def stored_parts(
+def open_parts(
     bundle: Bundle, shard: Shard, function: str | None = None
 ) -> Callable[[str], Parts]:
-    """The parts of each checkpoint tensor that one shard's program, or one function of
-    it, stores, read from its package, none of them computed by `miltorch`."""
+    """A reader of the parts in which one shard's program, or one function of it, stores
+    a tensor of the checkpoint. They are read from its package; `miltorch` computes none
+    of them."""
     package = bundle.package(shard)
     if target := bundle.manifest.options.plugin:
         return lambda tensor: target.parts(package, shard.weights[tensor])
@@ -170,8 +180,8 @@ def stored_parts(
 def worst_deviation(
     place: str, parts: Parts, stored: torch.Tensor, values: torch.Tensor, preset: Preset
 ) -> Gate:
-    """How far `stored` [rows, columns], the dense form of `parts`, is from `values`, the
-    checkpoint's with their offset."""
+    """The deviation of `stored` [rows, columns], the dense form of `parts`, from
+    `values`, the checkpoint's with their offset."""
     if "val" in parts:
         return fp16_deviation(place, stored, values)
     if preset.is_integer:
@@ -195,13 +205,12 @@ def fp16_deviation(place: str, stored: torch.Tensor, values: torch.Tensor) -> Ga
 
 
 def deviation(place: str, value: float, limit: float, unit: str) -> Gate:
-    """The worst weight of one stored tensor, in parts of what its preset must lose
-    there."""
+    """The deviation of a tensor's worst weight, in tolerances, as a gate."""
     return gates.at_most("weights", value, limit, f"{place}: {value:.4g} {unit}")
 
 
 def dense(parts: Parts, preset: Preset) -> np.ndarray:
-    """The stored values, float32: dequantized, but not rounded to fp16 again."""
+    """The stored values in float32, dequantized and not rounded to fp16 again."""
     if "val" in parts:
         return np.array(parts["val"], np.float32)
     if "data" in parts and preset.is_integer:
@@ -218,9 +227,9 @@ def dense(parts: Parts, preset: Preset) -> np.ndarray:
 def checkpoint_values(
     checkpoint: Checkpoint, shard: Shard, tensor: str, size: int
 ) -> tuple[torch.Tensor, range]:
-    """The checkpoint's values of what `shard` stores of `tensor`, `size` elements,
-    float32 [rows, columns] with their offset, and which rows of the tensor they are.
-    """
+    """The values in the checkpoint of the `size` elements of `tensor` that `shard`
+    stores, float32 [rows, columns] with the shard's offset, and the rows of the tensor
+    that they are."""
     if tensor not in checkpoint:
         raise ValueError("no such tensor in the checkpoint")
     shape = checkpoint.shape(tensor)
@@ -230,8 +239,8 @@ def checkpoint_values(
     if size != prod(checkpoint.shape(tensor, rows)):
         raise ValueError(f"{size} stored values for those of shape {shape}")
     values = checkpoint.tensor(tensor, rows) + shard.offsets.get(tensor, 0.0)
-    covered = range(*(rows or slice(None)).indices((shape or [1])[0]))
-    return values.reshape(-1, shape[-1] if shape else 1), covered
+    numbers = range(*(rows or slice(None)).indices((shape or [1])[0]))
+    return values.reshape(-1, shape[-1] if shape else 1), numbers
 
 
 def text_tensors(checkpoint: Checkpoint) -> set[str]:
@@ -252,22 +261,22 @@ def half_ulp(values: torch.Tensor) -> torch.Tensor:
 
 
 def worst_ratio(
-    room: Callable, stored: torch.Tensor, values: torch.Tensor, *more: torch.Tensor
+    tolerance: Callable, stored: torch.Tensor, values: torch.Tensor, *more: torch.Tensor
 ) -> float:
-    """Largest |stored − values| over room(values, more) of matrices with the same rows;
-    nan if a value is nan."""
+    """Largest |stored − values| over tolerance(values, more) of matrices with the same
+    rows; nan if a value is nan."""
     worst = [0.0]
-    for part, some, *rest in _pieces(stored, values, *more):
-        some = some.float()
-        off = (part - some).abs()
-        ratios = torch.where(off == 0, 0.0, off / room(some, *rest))
+    for part, expected, *rest in _pieces(stored, values, *more):
+        expected = expected.float()
+        distance = (part - expected).abs()
+        ratios = torch.where(distance == 0, 0.0, distance / tolerance(expected, *rest))
         worst.append(float(ratios.max()))
     return float(np.max(worst))
 
 
 def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -> float:
-    """Largest deviation of integers times a scale, in parts of what `preset` must lose
-    on `rounded` (fp16) [rows, n]."""
+    """Largest deviation of integers times a scale from `rounded` (fp16) [rows, n], in
+    the tolerances of `preset`."""
     width = preset.block or stored.shape[1]
     stored = stored.reshape(-1, width)
     rounded = rounded.reshape(-1, width)
@@ -277,11 +286,11 @@ def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -
         peak = peak.amax().expand(len(rounded), 1)
     steps = (peak / largest).half().float()
 
-    def room(values: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    def tolerance(values: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         size = values.abs()
         return step / 2 + size * 2.0**-11 + (size - largest * step).clamp(min=0)
 
-    return worst_ratio(room, stored, rounded, steps)
+    return worst_ratio(tolerance, stored, rounded, steps)
 
 
 def table_ratios(
@@ -298,11 +307,11 @@ def table_ratios(
     for used, values in _pieces(stored, rounded):
         values = values.float()
         nearest = entries[torch.bucketize(values, middles)]
-        off = (used - values).abs()
+        distance = (used - values).abs()
         least = (nearest - values).abs()
-        room = least + half_ulp(used) + half_ulp(nearest)
-        worst.append(float((off / room).max()))
-        error += float((off.double() ** 2).sum())
+        tolerance = least + half_ulp(used) + half_ulp(nearest)
+        worst.append(float((distance / tolerance).max()))
+        error += float((distance.double() ** 2).sum())
         rounding += float((half_ulp(used).double() ** 2).sum())
     best = least_squared_error(rounded, len(table))
     above = max(0.0, error - rounding)
@@ -310,8 +319,7 @@ def table_ratios(
 
 
 def least_squared_error(values: torch.Tensor, count: int) -> float:
-    """Sum of squared distances of fp16 `values` to the best `count` points there
-    are."""
+    """Sum of squared distances of fp16 `values` to the best `count` points."""
     from coremltools._deps import kmeans1d
 
     distinct, counts = np.unique(values.numpy(), return_counts=True)
@@ -330,8 +338,8 @@ def _pieces(*matrices: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """`factor`, float32, repeated to line up with `shape`: each of its axes divides
-    that of `shape`."""
+    """`factor` in float32, repeated along each axis to the size of `shape`, of which its
+    own size is a divisor."""
     factor = np.float32(factor)
     for axis, size in enumerate(shape):
         if factor.shape[axis] not in (1, size):

@@ -4,12 +4,13 @@ The bundle's program runs in exact arithmetic on its stored weights. Hugging Fac
 model runs on the same weights, as configured and then with one thing changed at a time:
 rope, q/k norms, eps, window, scale, activation, biases, order of heads. The variant
 whose updates, K and V equal the bundle's within rounding is the cause; if there is
-none, the fault is of another kind. Embeddings are the gate `host`'s."""
+none, the fault is of another kind. Gate `host` checks the embeddings."""
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from unittest import mock
@@ -26,15 +27,16 @@ from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import bar
 
-# changes a built model in place, or also gives what has to be entered while it runs
+# Changes a built model in place; may return a context to enter while the model runs.
 Change = Callable[[nn.Module], AbstractContextManager | None]
-# relative RMS above which weights are another layer's; compression stays below it
-UNLIKE = 0.5
-# An update is measured against so much of the stream at least, whose rounding in fp32
-# enters it.
-STREAM = 2.0**-5
-# the first of them that is there is a matrix that every layer of a family has
-OWN = (
+# Relative RMS above which a layer's weights are another layer's. A compressed copy is
+# nearer than that.
+UNRELATED = 0.5
+# An update counts as at least this part of the stream: both sides round the stream in
+# fp32, and the rounding enters the update.
+STREAM_SHARE = 2.0**-5
+# First match: a matrix present in every layer of a family.
+MATRICES = (
     "mlp.down_proj.weight",
     "shared_mlp.input_linear.weight",
     "feed_forward.w2.weight",
@@ -45,9 +47,10 @@ FITS = 1e-5  # relative RMS that fp32 rounding explains
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 EPSILONS = 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
-# names in transformers' modules: of what rotates q and k, and of the norms of q and k;
-# the family of the second pair has them after rope
+# The function in transformers' modules that rotates q and k.
 ROTATE = "apply_rotary_pos_emb"
+# Names of the norms of q and k in transformers' modules. Hunyuan, which uses the second
+# pair, applies them after rope.
 QK_NORMS = (
     ("q_norm", "k_norm"),
     ("query_layernorm", "key_layernorm"),
@@ -63,6 +66,21 @@ LLAMA3 = {
 Settings = Iterator[tuple[str, dict]]  # name, attributes of the configuration
 
 
+@dataclass(frozen=True)
+class Variant:
+    """One thing that is changed in Hugging Face's model.
+
+    Attributes:
+        config: attributes of the configuration to set.
+        change: of the built model.
+        read: the weights (default: those that the bundle stores).
+    """
+
+    config: dict = field(default_factory=dict)
+    change: Change | None = None
+    read: hf.Weights | None = None
+
+
 def explain_bundle(
     bundle: Bundle, checkpoint: Checkpoint
 ) -> tuple[pd.DataFrame, str | None]:
@@ -70,40 +88,43 @@ def explain_bundle(
     that fits: the best, if rounding explains its error.
 
     `relative_rms` is the worst of the updates, K and V of the layers. Variants are tried
-    on the first layers, those that fit there on all of them; none is where the model
-    as configured fits, or layers hold the weights of others.
+    on the first layers, and those that fit there on all layers. No variant is tried
+    where the model as configured fits, or where layers store the weights of others.
 
     Raises:
         InputError: a bundle of another checkpoint.
     """
     trial = Trial(bundle, checkpoint)
-    # or what the constants of programs of another exporter may cost
+    # the constants of another exporter's programs may be further from the weights
     fits = max(FITS, bundle.manifest.constants_error)
     L = bundle.manifest.dims.L
 
     configured = trial.errors(L)
     worst = float(configured.max())
-    found = {CONFIGURED: worst}
-    if order := trial.order():
+    errors = {CONFIGURED: worst}
+    if order := trial.layer_order():
         pairs = [f"{layer} has {other}'s weights" for layer, other in order.items()]
-        found = {f"layer order: {', '.join(pairs)}": worst}
+        errors = {f"layer order: {', '.join(pairs)}": worst}
     elif worst > fits:
         wrong = np.flatnonzero(configured > fits).tolist()
-        # the first layers that include every kind, and the wrong ones of some
-        types = getattr(checkpoint.config, "layer_types", None) or [""] * L
-        needed = [1, *map(types.index, types), *(wrong if len(wrong) < L else ())]
-        few = min(L, max(needed) + 1)
-        tried = variants(trial)
+        # the first layers: at least one of every kind, and all that are wrong unless
+        # every layer is
+        kinds = getattr(checkpoint.config, "layer_types", None) or [""] * L
+        needed = [1, *map(kinds.index, kinds)]
+        if len(wrong) < L:
+            needed += wrong
+        count = min(L, max(needed) + 1)
+        tried = list_variants(trial)
         for name in bar(tried, "explain", unit="variant"):
-            found[name] = float(trial.errors(few, **tried[name]).max())
-        for name in tried:
-            if found[name] <= fits:
-                found[name] = float(trial.errors(L, **tried[name]).max())
-        if min(map(found.get, tried)) > fits:
-            change = partial(_own_tables, bundle.manifest, checkpoint.config)
-            error = float(trial.errors(L, change=change).max())
-            found["rope frequencies of the bundle's manifest"] = error
-    frame = pd.DataFrame(found.items(), columns=["name", "relative_rms"])
+            errors[name] = float(trial.errors(count, tried[name]).max())
+        for name, variant in tried.items():
+            if errors[name] <= fits:
+                errors[name] = float(trial.errors(L, variant).max())
+        if min(errors[name] for name in tried) > fits:
+            change = partial(_set_tables, bundle.manifest, checkpoint.config)
+            error = float(trial.errors(L, Variant(change=change)).max())
+            errors["rope frequencies of the bundle's manifest"] = error
+    frame = pd.DataFrame(errors.items(), columns=["name", "relative_rms"])
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
     name, error = frame.iloc[0]
     return frame, name if error <= fits else None
@@ -129,63 +150,58 @@ class Trial:
         self.checkpoint = checkpoint
         self.read = golden.stored_weights(checkpoint, bundle)
         ids = _prompt(bundle, checkpoint)
-        about = ids, self.read, "stored"
-        self.source = golden.make_golden(checkpoint, *about, head=False)
-        # where layers show no hidden state, caches of a chained run are all there is
+        self.source = golden.make_golden(
+            checkpoint, ids, self.read, "stored", head=False
+        )
+        # without hidden states only the caches of a chained run can be compared
         self.isolated = bundle.manifest.shows_hidden
-        how = (decoder.options.t_max, "isolated") if self.isolated else (1, "chained")
-        (self.outputs,) = run.run_golden(decoder, self.source, how)
+        pass_of = (1, "chained")
+        if self.isolated:
+            pass_of = (decoder.options.t_max, "isolated")
+        (self.outputs,) = run.run_golden(decoder, self.source, pass_of)
 
-    def errors(
-        self,
-        count: int,
-        *,
-        config: dict | None = None,
-        change: Change = lambda base: None,
-        read: hf.Weights | None = None,
-    ) -> np.ndarray:
-        """Relative RMS [count] of the first layers of a variant, of each the worst of
-        update, K and V; inf where a value is not finite.
-
-        Args:
-            config: attributes of the configuration to set.
-            read: the weights (default: those that the bundle stores).
-        """
+    def errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
+        """Relative RMS [count] of the first layers of a variant: in each layer the
+        worst of update, K and V; inf where a value is not finite."""
         feed = self.source.values if self.isolated else None
-        configuration = copy.deepcopy(self.checkpoint.config)
-        for name, value in (config or {}).items():
-            setattr(configuration, name, copy.deepcopy(value))
-        model = hf.empty_model(configuration)
+        config = copy.deepcopy(self.checkpoint.config)
+        for name, value in variant.config.items():
+            setattr(config, name, copy.deepcopy(value))
+        model = hf.empty_model(config)
         model.model.layers = model.model.layers[:count]
-        with change(model.model) or nullcontext():
-            weights = read or self.read
+        context = variant.change(model.model) if variant.change else None
+        with context or nullcontext():
+            weights = variant.read or self.read
             reference = hf.Reference(self.checkpoint, weights, model=model)
             values = reference.run(self.source.ids, feed=feed, head=False)
         sizes = {}
         for layer in range(count):
-            sizes[f"update.{layer}"] = STREAM * compare.rms(values[f"x.{layer}"])
-        how = {"sizes": sizes, "tensors": ("update", "k", "v"), "similar": False}
-        rows = compare.compare(values, self.outputs, **how)
+            sizes[f"update.{layer}"] = STREAM_SHARE * compare.rms(values[f"x.{layer}"])
+        tensors = ("update", "k", "v")
+        rows = compare.compare(
+            values, self.outputs, sizes=sizes, tensors=tensors, similar=False
+        )
         squares = rows["error"].fillna(np.inf) ** 2
         means = squares.groupby([rows["layer"], rows["tensor"]]).mean()
         layers = means.groupby("layer").max().reindex(range(count), fill_value=0.0)
         return layers.to_numpy() ** 0.5
 
-    def order(self) -> dict[int, int]:
-        """Layer → the neighbour in the checkpoint whose weights it stores, where it is
-        another."""
-        name = f"{self.checkpoint.prefix}layers.{{}}."
-        name += next(own for own in OWN if name.format(0) + own in self.checkpoint)
+    def layer_order(self) -> dict[int, int]:
+        """Layer → the neighbour in the checkpoint whose weights it stores, for layers
+        that store another one's."""
+        prefix = f"{self.checkpoint.prefix}layers.{{}}."
+        names = [prefix + matrix for matrix in MATRICES]
+        name = next(name for name in names if name.format(0) in self.checkpoint)
         L = self.manifest.dims.L
         order = {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
             errors = {}
             for other in range(max(0, layer - 1), min(L, layer + 2)):
-                own = self.checkpoint.tensor(name.format(other)).numpy()
-                errors[other] = compare.relative_rms(own, stored)
+                values = self.checkpoint.tensor(name.format(other)).numpy()
+                errors[other] = compare.relative_rms(values, stored)
             best = min(errors, key=errors.get)
-            if errors[layer] > UNLIKE > errors[best]:
+            if errors[layer] > UNRELATED > errors[best]:
                 order[layer] = best
         return order
 
@@ -200,37 +216,41 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
     return ids.tolist()
 
 
-def variants(trial: Trial) -> dict[str, dict]:
-    """All variants of a checkpoint's model, as keywords of `Trial.errors`; bases and
-    factors are fitted to the bundle's rope tables too."""
+def list_variants(trial: Trial) -> dict[str, Variant]:
+    """All variants of a checkpoint's model by name. Some bases and factors of rope are
+    fitted to the bundle's tables."""
     config, read = trial.checkpoint.config, trial.read
     tables = [rope.inv_freq for rope in trial.manifest.rope]
-    found = {}
-    for name, own in chain(_ropes(config.rope_parameters, tables), _settings(config)):
-        found[name] = {"config": own}
+    variants = {}
+    settings = chain(_ropes(config.rope_parameters, tables), _settings(config))
+    for name, attributes in settings:
+        variants[name] = Variant(config=attributes)
     for name, change in _changes(config):
-        found[name] = {"change": change}
+        variants[name] = Variant(change=change)
 
     def unbiased(name: str) -> torch.Tensor:
         return read(name) * (not name.endswith(".bias"))
 
     unbiased.embedding = read.embedding
-    return found | {"biases left out": {"read": unbiased}}
+    return variants | {"biases left out": Variant(read=unbiased)}
 
 
 def _ropes(parameters: dict, tables: list[list[float]]) -> Settings:
-    """Other `rope_parameters`: of a model with several sets of them for all and for
-    each."""
-    several = all(isinstance(own, dict) for own in parameters.values())
-    every = parameters if several else {"": parameters}
-    for name, change in _rope_changes(every.values(), tables):
-        for chosen in [every, *([kind] for kind in every if len(every) > 1)]:
-            changed = every | {kind: every[kind] | change for kind in chosen}
-            where = "" if chosen is every else f" in {chosen[0]}"
+    """Other `rope_parameters`. A model with a set of them for each kind of layer is
+    changed in all sets, and in each set alone."""
+    has_kinds = all(isinstance(value, dict) for value in parameters.values())
+    sets = parameters if has_kinds else {"": parameters}
+    for name, change in _rope_changes(sets.values(), tables):
+        choices = [list(sets)]
+        if len(sets) > 1:
+            choices += [[kind] for kind in sets]
+        for kinds in choices:
+            changed = sets | {kind: sets[kind] | change for kind in kinds}
+            where = "" if len(kinds) == len(sets) else f" in {kinds[0]}"
             yield name + where, {"rope_parameters": changed.get("", changed)}
 
 
-def _rope_changes(parameters, tables: list[list[float]]) -> Settings:
+def _rope_changes(sets: Iterable[dict], tables: list[list[float]]) -> Settings:
     """Bases, some of them fitted to the ends of a table of inverse frequencies, and
     scalings."""
     thetas = {*THETAS}
@@ -244,24 +264,24 @@ def _rope_changes(parameters, tables: list[list[float]]) -> Settings:
     for theta in sorted(thetas):
         yield f"rope theta {theta:.7g}", {"rope_theta": theta}
     yield "rope scaling none", {"rope_type": "default"}
-    kinds = {"linear": {"rope_type": "linear"}, "llama3": LLAMA3}
-    for own in parameters:
-        if "yarn" in own.values():
-            kinds["yarn"] = own
-            unscaled = own | {"attention_factor": 1.0}
+    scalings = {"linear": {"rope_type": "linear"}, "llama3": LLAMA3}
+    for parameters in sets:
+        if "yarn" in parameters.values():
+            scalings["yarn"] = parameters
+            unscaled = parameters | {"attention_factor": 1.0}
             yield "yarn without its factor of cos and sin", unscaled
-        if "factor" in own:
-            theta = own["rope_theta"] * own["factor"]
+        if "factor" in parameters:
+            theta = parameters["rope_theta"] * parameters["factor"]
             name = f"rope scaling replaced by theta × factor, theta {theta:.7g}"
             yield name, {"rope_type": "default", "rope_theta": theta}
     for factor in sorted(factors - {1.0}):
-        for kind, own in kinds.items():
-            yield f"rope scaling {kind} {factor:.7g}", own | {"factor": factor}
+        for kind, scaling in scalings.items():
+            yield f"rope scaling {kind} {factor:.7g}", scaling | {"factor": factor}
 
 
 def _settings(config) -> Settings:
-    """Other attributes of the configuration: eps, activation, the windows of the layers
-    that have one, and which layers have a window or rope."""
+    """Other attributes of the configuration: eps, activation, the size of windows, and
+    which layers have a window or rope."""
     key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
     eps = getattr(config, key)
     for value in sorted({*EPSILONS} - {eps}):
@@ -284,12 +304,12 @@ def _settings(config) -> Settings:
         "one less": window - 1,
         "one more": window + 1,
     }
-    for words, size in sizes.items():
-        yield f"window {size}, {words}", {"sliding_window": max(size, 1)}
+    for description, size in sizes.items():
+        yield f"window {size}, {description}", {"sliding_window": max(size, 1)}
     yield "no window", {"sliding_window": 1 << 30}
     if len({*types}) == 2:
-        a, b = {*types}
-        exchanged = [b if kind == a else a for kind in types]
+        first, second = {*types}
+        exchanged = [second if kind == first else first for kind in types]
         yield "layers with and without window exchanged", {"layer_types": exchanged}
 
 
@@ -299,20 +319,20 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
     yield "rope pairs interleaved", _patched(ROTATE, _interleaved)
     yield "rope turned the other way", _patched(ROTATE, _turned(-1.0))
     yield "rope left out", _patched(ROTATE, _turned(0.0))
-    tiled = _patched("repeat_kv", lambda _: lambda x, n: x.repeat(1, n, 1, 1))
+    tiled = _patched("repeat_kv", _tiled)
     yield "key/value heads tiled over the query heads", tiled
     layer = next(filter(hf.has_attention, hf.empty_model(config).model.layers))
     attention = layer.self_attn
     for names in QK_NORMS:
         if not hasattr(attention, names[0]):
             continue
-        yield "q/k norm left out", partial(_norms_moved, names, "")
+        yield "q/k norm left out", partial(_place_norms, names, "")
         if getattr(attention, names[0]).weight.numel() == attention.head_dim:
             side = "before" if names == QK_NORMS[1] else "after"
-            yield f"q/k norm {side} rope", partial(_norms_moved, names, side)
+            yield f"q/k norm {side} rope", partial(_place_norms, names, side)
     D = attention.head_dim
     C = config.hidden_size
-    scales = {  # of equal ones the last name is kept
+    scales = {  # where two are equal, the last name counts
         C**-0.5: "1/√hidden_size",
         1.0 / D: "1/head_dim",
         1.0: "1",
@@ -321,8 +341,8 @@ def _changes(config) -> Iterator[tuple[str, Change]]:
         D**-0.5: "1/√head_dim",
     }
     for scale, name in scales.items():
-        if scale != attention.scaling:  # which no other one may name
-            yield f"attention scale {name}", partial(_scaled, scale)
+        if scale != attention.scaling:  # the configured one is no variant
+            yield f"attention scale {name}", partial(_set_scale, scale)
 
 
 def _patched(name: str, wrap: Callable[[Callable], Callable]) -> Change:
@@ -335,9 +355,18 @@ def _patched(name: str, wrap: Callable[[Callable], Callable]) -> Change:
     return change
 
 
+def _tiled(repeat: Callable) -> Callable:
+    """Repeats the key/value heads one after another: 0 1 0 1, not 0 0 1 1."""
+    return lambda x, n: x.repeat(1, n, 1, 1)
+
+
 def _turned(turn: float) -> Callable[[Callable], Callable]:
     """A rotation by the angle times `turn`, which is −1 or 0."""
-    return lambda rotate: lambda q, k, cos, sin: rotate(q, k, cos**-turn, sin * turn)
+
+    def wrap(rotate: Callable) -> Callable:
+        return lambda q, k, cos, sin: rotate(q, k, cos**-turn, sin * turn)
+
+    return wrap
 
 
 def _interleaved(rotate: Callable) -> Callable:
@@ -354,13 +383,13 @@ def _interleaved(rotate: Callable) -> Callable:
     return rotation
 
 
-def _scaled(scale: float, base: nn.Module) -> None:
+def _set_scale(scale: float, base: nn.Module) -> None:
     for layer in filter(hf.has_attention, base.layers):
         layer.self_attn.scaling = scale
 
 
-def _norms_moved(names: tuple[str, str], side: str, base: nn.Module):
-    """Applies the norms of q and k on this side of rope, or not at all."""
+def _place_norms(names: tuple[str, str], side: str, base: nn.Module):
+    """Applies the norms of q and k `before` or `after` rope, or not at all."""
     running = {}  # the norms of the layer that runs
     for layer in filter(hf.has_attention, base.layers):
         norms = {}
@@ -372,27 +401,29 @@ def _norms_moved(names: tuple[str, str], side: str, base: nn.Module):
             lambda module, args, norms=norms: running.update(norms)
         )
 
-    def normed(*heads):
+    def normalize(*heads):
         return [running[name](x) for name, x in zip(names, heads)]
 
     def wrap(rotate):
         def rotated(q, k, *tables):
             if side == "before":
-                q, k = normed(q, k)
+                q, k = normalize(q, k)
             q, k = rotate(q, k, *tables)
-            return normed(q, k) if side == "after" else (q, k)
+            return normalize(q, k) if side == "after" else (q, k)
 
         return rotated
 
     return _patched(ROTATE, wrap)(base)
 
 
-def _own_tables(manifest, config, base: nn.Module) -> None:
+def _set_tables(manifest, config, base: nn.Module) -> None:
     """Gives Hugging Face's model the rope tables of the bundle."""
     kinds = getattr(config, "layer_types", None) or [""] * len(manifest.layers)
     tables = {rope.name: torch.tensor(rope.inv_freq) for rope in manifest.rope}
     for layer, kind in zip(manifest.layers, kinds, strict=True):
         if layer.rope != "nope":
-            own = f"{kind}_inv_freq"
-            name = own if hasattr(base.rotary_emb, own) else "inv_freq"
+            # a model with two kinds of rope has a table for each
+            name = f"{kind}_inv_freq"
+            if not hasattr(base.rotary_emb, name):
+                name = "inv_freq"
             setattr(base.rotary_emb, name, tables[layer.rope])
