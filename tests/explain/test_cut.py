@@ -10,14 +10,14 @@ import miltorch
 from workbench.bundle import PRESETS
 from workbench.explain.cut import Flow, cut
 from workbench.explain.running import evaluate, evaluate_every_value
-from workbench.runtime import open_model
+from workbench.runtime import Settings, load_package
 
 
 def check(package, function, T, folder, step=40):
     """Cuts a program, and compares each package with the program on two calls of seeded
     normals: packages of its first operations, and one of each kind of operation alone."""
     flow = Flow(miltorch.read(package, function))
-    whole = open_model(package, "portable", function=function)
+    whole = load_package(package, Settings("portable"), function)
     rng, calls = np.random.default_rng(0), []
     states = {n: np.zeros(t.shape, np.float32) for n, t in flow.program.states.items()}
     for _ in range(2):
@@ -40,7 +40,7 @@ def check(package, function, T, folder, step=40):
             operands = flow.operands(ops)
             arrays = {n: values[n] for n in operands if np.ndim(values.get(n))}
             part = part or cut(flow, ops, arrays, folder / f"{number}.mlpackage")
-            actual = evaluate(open_model(part, "portable"), arrays)
+            actual = evaluate(load_package(part, Settings("portable")), arrays)
             assert actual
             unwritten = {n: x for n, x in before.items() if n not in written}
             expected = after | unwritten

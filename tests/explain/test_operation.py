@@ -24,7 +24,7 @@ from workbench.bundle import PRESETS
 from workbench.explain import operation
 from workbench.explain.cut import Flow
 from workbench.explain.running import evaluate
-from workbench.runtime import open_model
+from workbench.runtime import Settings, load_package
 from workbench.runtime.standin import StandInModel
 
 pytestmark = [
@@ -425,7 +425,7 @@ def test_recorded_calls_replay_the_prompt(exports):
     packages = set()
     for program in operation.record_calls(decoder, IDS, [2]):
         packages.add(program.package.name)
-        model = open_model(program.package, "portable", precision="exact")
+        model = load_package(program.package, Settings("portable", "exact"))
         for call, following in pairwise(program.calls):
             after = evaluate(model, call.arrays)
             for name in model.program.states:
