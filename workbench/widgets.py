@@ -18,6 +18,9 @@ from matplotlib.patches import Rectangle
 
 from workbench import escape, log, plots, process, sweep
 from workbench.ane import memory, roofline
+from workbench.ane.chips import chips
+from workbench.ane.work import call_work
+from workbench.bundle import PRESETS
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
 from workbench.experiment import Experiment, show
@@ -593,26 +596,35 @@ def planner(checkpoint: str | Path) -> ui.Widget:
     under sliders for max_seq_len, T, chip and memory. Nothing in it is measured."""
     source = Checkpoint(find(checkpoint))
     caption = (
-        f"{source.name} on a Mac, predicted by a roofline; nothing here is measured. "
+        f"{source.name} on a Mac, predicted by a formula; nothing here is measured. "
         f"{roofline.describe_fit()}"
     )
 
     def table(S: int, T: int, chip: str, gib: int) -> None:
-        rows = []
-        for compress in memory.PRESETS:
+        rows, reasons = [], {}
+        for compress in PRESETS:
             options = make_options(max_seq_len=S, tokens=f"1-{T}", compress=compress)
             sizes = memory.budget(source, options)
             row = {f"{name}, MiB": size / 2**20 for name, size in sizes.items()}
             row["fits"] = memory.fits(sizes["total"], gib << 30)["fits_mac"]
-            speeds = roofline.by_chip(memory.work(source, options, T))
-            row["tok/s"] = 1e3 * T / speeds.set_index("chip")["ms"][chip]
+            speed = roofline.by_chip(call_work(source, options, T), [chip])
+            for name, column in (
+                ("", "ms"),
+                (" at least", "high_ms"),
+                (" at most", "low_ms"),
+            ):
+                row[f"tok/s{name}"] = 1e3 * T / speed[column].item()
             rows.append({"compress": compress} | row)
-        display(show(pd.DataFrame(rows)).set_caption(caption))
+            for reason in speed["extrapolates"].item().values():
+                reasons.setdefault(reason, []).append(compress)
+        beyond = [f"{', '.join(names)}: {text}" for text, names in reasons.items()]
+        words = " ".join([caption, *(f"Extrapolated: {text}." for text in beyond)])
+        display(show(pd.DataFrame(rows)).set_caption(words))
 
     controls = {
         "S": _control("tokens in the cache (max_seq_len)", [512, *LENGTHS]),
         "T": _control("tokens a call (T)", [4, *range(1, 33)]),
-        "chip": _control("chip", sorted(roofline.chips()["chip"])),
+        "chip": _control("chip", sorted(chips()["chip"])),
         "gib": _control("memory of the Mac, GiB", [16, *range(4, 193, 4)]),
     }
     for control in controls.values():  # room for a slider beside its label

@@ -68,6 +68,12 @@ BLEND = (
     op("add", KV, x="mul_out", y="x"),
     op("write_state", None, data="add_out", input="k_state"),
 )
+SLICED = (
+    op("read_state", KV, input="k_state"),
+    op("slice_update", KV, x="read_state_out", update="x"),
+    op("write_state", None, data="slice_update_out", input="k_state"),
+)
+MASKED = {"query": "x", "key": "x", "value": "x", "attn_mask": "x"}
 # rule → (a program that breaks it, what must be named)
 BROKEN = {
     "T1": (graph(op("add", FULL, x="x", y="x")), "add"),
@@ -89,16 +95,24 @@ BROKEN = {
     "K13": (graph(states=STATE), "k_state"),
     "K14": (graph(*BLEND, states=STATE), "write_state"),
     "K15": (graph(states=STATE), "k_state"),
+    "K16": (graph(*SLICED, states=STATE), "write_state"),
     "O1": (graph(op("cumsum", x="x")), "cumsum"),
     "O3": (graph(op("cos", x="x"), generation=2), "cos"),
     "O15": (graph(op("softmax", x="x", axis=np.array(-1))), "softmax"),
+    "O16": (
+        graph(op("scaled_dot_product_attention", **MASKED)),
+        "scaled_dot_product_attention",
+    ),
     "G1": (graph(weights=100_000), "conv"),
     "G2": (graph(weights=3_000_000_000), "conv"),
     "G3": (graph(programs=697), "conv"),  # ZAYA1's routers, experts, slices of the head
     "G4": (graph(weights=1_100_000_000), "conv"),
+    "G5": (graph(weights=3_000_000_000), "conv"),
+    "G6": (graph(weights=1_800_000_000), "conv"),
     "Q3": (compressed(INT4), "matmul"),
     "Q4": (compressed(INT8), "matmul"),
     "Q5": (palette(16), "constexpr_lut_to_dense"),
+    "Q7": (palette(8, 1, 16, 1), "constexpr_lut_to_dense"),
     "Q6": (compressed(INT8, generation=1), "constexpr_blockwise_shift_scale"),
     "N7": (graph(op("softplus", x="x")), "softplus"),
 }
@@ -128,6 +142,22 @@ def test_a_program_that_breaks_none_is_clean():
     assert found(held).keys() == {"K13", "K15"}
     bare = program([op("relu", x="x")], {"x": X}, ["relu_out"], STATE)
     assert "K4" not in found(rules.LintGraph(bare, 5_000_000, functions=2))
+
+
+def test_new_rules_are_silent_on_what_their_sources_ran():
+    """Weights split into files of 1.2 GB, a fused attention without a mask, groups of 16
+    channels, a state that is written as a whole."""
+    split = graph(weights=2_400_000_000, largest_file=1_200_000_000)
+    unmasked = {name: "x" for name in ("query", "key", "value")}
+    assert "G5" not in found(split)
+    assert "O16" not in found(graph(op("scaled_dot_product_attention", **unmasked)))
+    assert "Q7" not in found(palette(4, 1, 16, 1))
+    assert "Q7" not in found(palette(8, 1, 64, 1))
+    read, _, write = SLICED
+    whole = op("slice_update", KV, x="read_state_out", update="read_state_out")
+    assert "K16" not in found(graph(read, whole, write, states=STATE))
+    assert "K16" not in found(graph(*BLEND, states=STATE))
+    assert "G6" not in found(graph(weights=1_700_000_000))
 
 
 def test_every_rule_says_where_it_is_from_and_what_to_do():

@@ -176,7 +176,7 @@ def test_ranges_take_bundles_and_packages_and_an_overflow_is_red(small, monkeypa
 
 
 def test_a_checkpoint_is_planned_and_so_is_its_bundle_with_placement(llama_bundle):
-    """tests/ane/test_roofline.py compares the two."""
+    """tests/ane/test_work.py compares the two."""
     for source in ([TINY, "--max-seq-len", 32], [llama_bundle.root]):
         plan = invoke("plan", *source)
         assert not lacks(plan, "plan") and plan["predicted_misfit"] <= 0.3

@@ -13,9 +13,10 @@ DOCUMENTS = ["chapter5", "experiment30", "batch2_cache_bug", "llama_ane"]
 KEYS = {
     **dict.fromkeys(DOCUMENTS, ["quantity", "condition"]),
     "chips": ["chip", "quantity", "condition"],
-    "weight_streams": ["compress"],
+    "weight_streams": ["format"],
     "decode_speeds": ["model", "machine", "condition"],
-    "ane_decode": ["model", "part"],
+    "ane_points": ["id"],
+    "speculation": ["model", "program", "tokens", "condition"],
     "other_exporters": ["exporter", "package"],
 }
 
@@ -146,16 +147,72 @@ def test_only_streamed_decode_speeds_leave_the_prefill_out():
 
 
 def test_times_on_the_neural_engine_follow_from_experiment_30():
-    rows = read("ane_decode")
-    sizes = rows[["weight_bytes", "flops", "dispatches", "ms"]]
-    assert (sizes > 0).all(axis=None) and (rows["state_bytes"] >= 0).all()
-    ms, states = (rows.set_index("part")[name] for name in ("ms", "state_bytes"))
+    rows = read("ane_points").set_index("model")
     f, corrected = figures("experiment30")
     attention = f("attention per layer", "experiment 30")
     layers = f("layers per token", "experiment 30")
     rest = layers - f("attention layers") * attention
     assert corrected("MoE per token") == pytest.approx(rest)
-    assert ms["attention shard"] == attention
-    assert ms["MoE shard"] == (layers - 40 * attention) / 40
+    shard = rows.loc["ZAYA1-8B, attention shard"]
+    assert float(shard["ms"]) == attention
+    moe_ms = float(rows.loc["ZAYA1-8B, MoE shard", "ms"])
+    assert moe_ms == (layers - 40 * attention) / 40
     cache = 2 * f("KV heads") * f("max_seq_len") * f("head_dim") * 2
-    assert states["attention shard"] == cache
+    assert float(shard["cache_mb"]) * 1e6 == pytest.approx(cache, rel=1e-4)
+
+
+def test_points_have_features_or_say_why_they_calibrate_nothing():
+    rows = pd.read_csv(FOLDER / "ane_points.csv")
+    assert set(rows["use"]) == {"fit", "check", "route", "no"}
+    assert (rows["ms"] > 0).all()
+    assert (rows["why"].isna() == (rows["use"] == "fit")).all()
+    features = ["streamed_gb", "weights_g", "cache_mb", "spread_mb", "recurrent_mb"]
+    used = rows[rows["use"] != "no"]
+    assert used[[*features, "format", "calls", "rows"]].notna().all(axis=None)
+    fitted = rows[rows["use"] == "fit"]
+    assert (fitted["T"] == 1).all() and (fitted["route"] == "Core ML").all()
+    assert (used["cache_mb"] <= used["spread_mb"] + 1e-3).all()
+    assert not rows["note"].fillna("").str.contains("NEW|HAVE").any()
+
+
+def test_the_ms_of_a_point_are_those_of_its_published_speed():
+    rows = pd.read_csv(FOLDER / "ane_points.csv")
+    rows = rows[(rows["decode_tok_s"] > 0) & (rows["use"] != "no")]
+    assert len(rows) > 40
+    speeds = 1e3 / rows["ms"]
+    assert speeds.tolist() == pytest.approx(rows["decode_tok_s"].tolist(), rel=1e-4)
+
+
+# layers, hidden, query heads, key heads, head size, MLP, vocabulary: public configurations
+DENSE = {
+    "Qwen3-VL-2B": (28, 2048, 16, 8, 128, 6144, 151936),
+    "Qwen3-0.6B": (28, 1024, 16, 8, 128, 3072, 151936),
+    "Hy-MT 1.8B": (32, 2048, 16, 4, 128, 6144, 120818),
+    "Llama-2-7B": (32, 4096, 32, 32, 128, 11008, 32000),
+}
+
+
+@pytest.mark.parametrize("model", DENSE)
+def test_features_follow_from_the_public_configuration(model):
+    L, C, H, K, D, F, V = DENSE[model]
+    rows = pd.read_csv(FOLDER / "ane_points.csv")
+    rows = rows[rows["model"].str.startswith(model) & (rows["use"] != "no")]
+    rows = rows[rows["head_g"] > 0]  # not those whose host computes the head
+    weights = L * (2 * C * H * D + 2 * C * K * D + 3 * C * F) + C * V
+    assert len(rows)
+    for row in rows.itertuples():
+        assert row.weights_g * 1e9 == pytest.approx(weights, rel=1e-3)
+        bits = 16 if row.format == "int4-channel" else row.bits  # unpacked when loaded
+        assert row.streamed_gb * 8e9 == pytest.approx(bits * weights, rel=1e-3)
+        assert row.cache_mb * 1e6 == pytest.approx(L * K * D * row.rows * 4, rel=1e-3)
+        assert row.spread_mb == pytest.approx(row.cache_mb * H / K, rel=1e-3)
+
+
+def test_speculation_names_points_and_costs_of_its_own_tokens():
+    ids = set(read("ane_points")["id"])
+    rows = pd.read_csv(FOLDER / "speculation.csv")
+    assert all(set(names.split()) <= ids for names in rows["points"])
+    assert (rows["tokens"] > 1).all()
+    assert rows["acceptance"].dropna().between(0, 1).all()
+    losses = rows[rows["acceptance"].notna()]
+    assert len(losses) == 4 and (losses["gain"] < 1).all()

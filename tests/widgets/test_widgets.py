@@ -18,6 +18,7 @@ from ipywidgets.widgets.widget import _instances
 from tiny import DATA
 
 from workbench import plots, process, widgets
+from workbench.bundle import PRESETS
 from workbench.experiment import Experiment
 from workbench.explain import operation
 from workbench.widgets import Explorer, planner
@@ -215,7 +216,11 @@ def test_the_planner_has_a_row_for_each_compression(monkeypatch):
     made = planner(DATA / "tiny-llama")
     made.update()
     table = shown[-1].data
-    assert set(table["compress"]) == {*widgets.memory.PRESETS}
+    assert set(table["compress"]) == {*PRESETS}
+    assert (table["tok/s at least"] < table["tok/s"]).all()
+    assert (table["tok/s"] < table["tok/s at most"]).all()
+    caption = shown[-1].caption
+    assert "int4-block32: no decode row with int4-block32 weights" in caption
     made.children[0].value, made.children[1].value = 1 << 15, 1
     made.update()
     assert (shown[-1].data["tok/s"] < table["tok/s"]).all()

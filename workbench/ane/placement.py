@@ -47,9 +47,15 @@ def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
     programs, placements = list(loaded(bundle, bundle.manifest.shards)), []
     counts = Counter(package for _, _, package, _ in programs)
     for title, _, package, function in programs:
-        weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
-        about = weights, counts[package], generation, len(programs)
-        graph = LintGraph(miltorch.read(package, function), *about)
+        files = [file.stat().st_size for file in package.rglob("*.bin")]
+        graph = LintGraph(
+            miltorch.read(package, function),
+            sum(files),
+            counts[package],
+            generation,
+            len(programs),
+            max(files, default=0),
+        )
         placements.append(place_operations(title, graph))
     return placements
 

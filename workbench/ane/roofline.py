@@ -1,159 +1,408 @@
-"""Predicts the milliseconds of a shard on a Neural Engine from its bytes, products and
-dispatches.
+"""Predicts the milliseconds of one call on a Neural Engine, and says how wrong the
+prediction may be.
 
-    t    = dispatches · t_dispatch + max(FLOP / peak, stream) / share
-    stream = weights / weight rate + 2 · states / activation rate
+    ms = calls · call + max(stream, products) + cache + state
 
-Weights are read once per call; states are read and written once. A chip reads weights
-as they are stored if `weight_streams.csv` says so of their format; other formats are
-unpacked to fp16 when the model is loaded. Rates and peaks are published per chip.
-`t_dispatch` and `share`, the part of the rates that decoding reaches, are fitted to the
-published times of one chip (`CALIBRATED_ON`, in `data/sources/ane_decode.csv`);
-`misfits` compares the fit with figures left out of it, those of other chips included.
-The result is a prediction and does not depend on this machine.
+    stream    streamed bytes ÷ the chip's published rate; weights in lookup tables take
+              at least their number ÷ unpack; formats that the chip unpacks when it
+              loads them count as fp16
+    products  2 · multiply-adds ÷ half the chip's published peak
+    cache     bytes of K and V that the attention products read ÷ attend
+    state     bytes of recurrent states ÷ recur
 
-Work is a table with a row for each shard that one call runs: name, weight_bytes (as
-stored in the format `compress`, a key of `PRESETS`), state_bytes, flops (two for a
-multiply-add), dispatches (predictions in sequence)."""
+The four constants call, unpack, attend and recur are fitted to public measurements of
+decoding (`data/sources/ane_points.csv`, the rows whose `use` is "fit"). Each row's own
+prediction, and with them the width of every interval, comes from a fit without the rows
+of its source or of its author. The result does not depend on this machine.
 
+A row of measurements, or of predictions, has the columns `FEATURES`: chip; T; format
+(that of most weights); table (whether weights are in lookup tables); calls in sequence;
+weights_g and head_g (10⁹ weights, of the head alone); streamed_gb; rows of the cache;
+cache_mb (K and V as stored), spread_mb (the same for each query head); recurrent_mb.
+Published exporters repeat K and V for each query head, so that their attention products
+read spread_mb; where a column `repeats` is False, they read cache_mb. Bytes are decimal.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from workbench.bundle import PRESETS
-from workbench.errors import InputError, check_choice
+from workbench.ane.chips import chips, generation, published
+from workbench.ane.work import Work, stored_bits
 
-FIGURE_SOURCES = Path(__file__).parents[2] / "data" / "sources"
-CALIBRATED_ON = "M4 Max"
-TERMS = ["dispatches", "busy_ms"]
-QUANTITIES = {
-    "weight stream through Core ML": "weights_gb_s",
-    "activation stream": "states_gb_s",
-    "fp16 convolution": "tflops",
-}
+ROUTE = "Core ML"
+"""The way to the Neural Engine whose rows are fitted; other ways have other costs."""
+HALF = 0.5
+"""Of the published peak, that products reach (two rows: M1 Max at T = 64, M5 Pro at T =
+128)."""
+LEVEL = 0.9
+"""Of an interval: the share of measurements that it is meant to contain."""
+SPREAD = 0.15
+"""Of the logarithm of a row: beyond it a misfit counts by its size, not its square. The
+same package was published with times that differ by 2 to 26%."""
+FEATURES = """chip T format table calls weights_g head_g streamed_gb rows cache_mb
+spread_mb recurrent_mb""".split()
+
+
+@dataclass(frozen=True)
+class Constants:
+    """call: ms of a call. unpack: 10⁹ weights a second from lookup tables. attend, recur:
+    GB/s of caches and recurrent states. Each default leaves its term out."""
+
+    call: float = 0.0
+    unpack: float = np.inf
+    attend: float = np.inf
+    recur: float = np.inf
+
+
+# `chips.csv` has 0.5 to 2.3 ms for a call and 22 GB/s of activations on an M4 Max; the
+# other two are orders of magnitude
+PRIORS = Constants(call=1.0, unpack=100.0, attend=22.0, recur=5.0)
+"""Medians of the constants before any row is seen."""
+PRIOR_SPREAD = 3.0
+"""Of their logarithms: so wide that they decide only where no row left has the term."""
+NAMES = ("call", "unpack", "attend", "recur")
 
 
 @cache
-def published(name: str) -> pd.DataFrame:
-    """A table of published figures; empty fields are empty texts."""
-    path = FIGURE_SOURCES / name
-    if not path.is_file():
-        needed = "the published figures in data/sources"
-        raise InputError("plan", f"no {path}", needed, "run from a checkout")
-    return pd.read_csv(path, keep_default_na=False)
+def points() -> pd.DataFrame:
+    """All public measurements with their features; `ms` of one call. Those that others
+    published come first, then those that packed logs of Macs brought."""
+    rows = published("ane_points.csv").assign(repeats=True)
+    logged = published("public_points.csv")
+    if len(logged):
+        rows = pd.concat([rows, logged], ignore_index=True)
+    rows["repeats"] = rows["repeats"].astype(str) == "True"
+    return with_rates(rows.replace("", np.nan))
+
+
+def with_rates(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with the rates of their chips: weights_gb_s, tflops; measured_rate (whether
+    somebody measured that of weights); and read_mb, the MB that attention products
+    read. Chips without a rate have that of the first chip of their generation, or of
+    the latest one."""
+    rated = chips().set_index("chip")
+    rated["measured_rate"] = ~rated["assumed"].str.contains("weights_gb_s")
+    names = rows["chip"].map(lambda name: _rated(str(name), rated.index))
+    rates = rated.loc[names, ["weights_gb_s", "tflops", "measured_rate"]]
+    rates = rates.set_axis(rows.index)
+    rates["measured_rate"] &= names == rows["chip"]
+    numbers = [c for c in FEATURES + ["ms"] if c in rows and c not in TEXTS]
+    rows = rows.assign(**{c: pd.to_numeric(rows[c]) for c in numbers})
+    repeats = rows["repeats"] if "repeats" in rows else pd.Series(True, rows.index)
+    read_mb = rows["spread_mb"].where(repeats, rows["cache_mb"])
+    return rows.assign(**rates, repeats=repeats, read_mb=read_mb)
+
+
+TEXTS = ("chip", "format", "table")
+
+
+def _rated(chip: str, rated: Iterable[str]) -> str:
+    """The chip itself where it has a rate, else the first one of the same generation,
+    else the latest of the M series."""
+    same = [name for name in rated if name.split()[0] == chip.split()[0]]
+    return chip if chip in rated else (same or [max(rated)])[0]
+
+
+def terms(rows: Mapping, constants: Constants) -> dict[str, np.ndarray]:
+    """The ms of every term of the formula, for columns of `FEATURES` and rates, and
+    `read_mb`, the MB of K and V that the attention products read."""
+    k = constants
+    tables = np.where(rows["table"], rows["weights_g"], 0) / k.unpack
+    body_g = rows["weights_g"] - rows["head_g"]
+    products_g = body_g * rows["T"] + rows["head_g"]  # the head of one token
+    return {
+        "call": k.call * rows["calls"],
+        "stream": 1e3 * rows["streamed_gb"] / rows["weights_gb_s"],
+        "unpack": 1e3 * tables,
+        "products": 2 * products_g / (HALF * rows["tflops"]),
+        "cache": rows["read_mb"] / k.attend,
+        "state": rows["recurrent_mb"] / k.recur,
+    }
+
+
+def milliseconds(rows: Mapping, constants: Constants):
+    """The predicted ms of one call for each row (see `terms`)."""
+    ms = terms(rows, constants)
+    weights = np.maximum(np.maximum(ms["stream"], ms["unpack"]), ms["products"])
+    return ms["call"] + weights + ms["cache"] + ms["state"]
+
+
+def fit(
+    rows: pd.DataFrame, names: tuple[str, ...] = NAMES, base: Constants = Constants()
+) -> Constants:
+    """The constants `names` by robust least squares of log(predicted ÷ published); the
+    others are those of `base`.
+
+    The n rows of one author weigh as √n rows."""
+    from scipy.optimize import least_squares
+
+    medians = np.log([getattr(PRIORS, name) for name in names])
+    rows = rows.assign(table=is_table(rows))
+    columns = [name for name in FEATURES if name not in ("chip", "format")]
+    columns += ["weights_gb_s", "tflops", "read_mb"]
+    arrays = {name: rows[name].to_numpy() for name in columns}
+    published_log = np.log(rows["ms"].to_numpy())
+    weight = rows.groupby("author")["ms"].transform("size").to_numpy() ** -0.25
+
+    def residuals(logs):
+        constants = replace(base, **dict(zip(names, np.exp(logs))))
+        misfit = (np.log(milliseconds(arrays, constants)) - published_log) / SPREAD
+        # pseudo-Huber: a square near 0, a line far from it
+        robust = np.sign(misfit) * np.sqrt(2 * (np.sqrt(1 + misfit**2) - 1))
+        return np.concatenate([weight * robust, (logs - medians) / PRIOR_SPREAD])
+
+    solution = least_squares(residuals, medians)
+    return replace(base, **dict(zip(names, np.exp(solution.x).tolist())))
+
+
+def is_table(rows: pd.DataFrame) -> np.ndarray:
+    """Whether the weights of each row are in lookup tables; tables of text say so with
+    True."""
+    return rows["table"].astype(str).eq("True").to_numpy()
+
+
+def predicted(rows: pd.DataFrame, constants: Constants) -> pd.Series:
+    """The predicted ms of every row of `with_rates`."""
+    return milliseconds(rows.assign(table=is_table(rows)), constants)
+
+
+def left_out(
+    rows: pd.DataFrame, by: str, names=NAMES, base: Constants = Constants()
+) -> pd.Series:
+    """The ms of every row, predicted by a fit without the rows that share its value of
+    the column `by`."""
+    result = pd.Series(np.nan, rows.index)
+    for _, group in rows.groupby(by, sort=False):
+        others = rows.drop(group.index)
+        if len(others):
+            result[group.index] = predicted(group, fit(others, names, base))
+    return result
+
+
+def factor_of(misfits: pd.Series, level: float = LEVEL) -> float:
+    """The factor f so that [predicted ÷ f, predicted · f] contains the share `level` of
+    rows and of one row more, from the logarithms of predicted ÷ published."""
+    sizes = misfits.abs().dropna()
+    share = min(1.0, level * (len(sizes) + 1) / len(sizes))
+    return float(np.exp(sizes.quantile(share)))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fit to all rows, and how wrong it is where rows are left out.
+
+    Args:
+        rows: the fitted rows; `source_ms` and `author_ms` are predicted without the
+            rows of the same source or author.
+        factor: of the 90% interval of a prediction between the fitted rows.
+        widths: reason → logarithm of the further factor of a prediction beyond them.
+    """
+
+    constants: Constants
+    rows: pd.DataFrame
+    factor: float
+    widths: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def median_error(self) -> float:
+        """The median error of rows predicted without those of their author."""
+        return float((self.rows["author_ms"] / self.rows["ms"] - 1).abs().median())
+
+
+def fitted_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows that calibrate."""
+    return rows[rows["use"] == "fit"].reset_index(drop=True)
 
 
 @cache
-def chips() -> pd.DataFrame:
-    """Chips whose weight rate is published. A missing rate is that of the same
-    generation, else of the latest one before it.
+def calibration() -> Calibration:
+    """The calibration on the published rows."""
+    return calibrate(points())
+
+
+def calibrate(everything: pd.DataFrame) -> Calibration:
+    """The calibration on the rows of a table whose `use` is "fit".
+
+    The interval is the wider one of those by source and by author. Its further widths
+    are measured, too: by format and by model from fits without the rows of the same one;
+    by context from fits without the shortest or the longest caches; by chip from the
+    rows that check chips without a fitted row."""
+    rows = fitted_rows(everything)
+    constants = fit(rows)
+    logs = {}
+    for by in ("source", "author", "format", "rows", "model"):
+        rows[f"{by}_ms"] = left_out(rows, by)
+        logs[by] = np.log(rows[f"{by}_ms"] / rows["ms"])
+    is_end = rows["rows"].isin([rows["rows"].min(), rows["rows"].max()])
+    is_check = (everything["use"] == "check") & (everything["T"] == 1)
+    checks = everything[is_check & ~everything["chip"].isin(rows["chip"])]
+    checks = checks[pd.to_numeric(checks["layers"]) > 0]
+    chip = np.log(predicted(checks, constants) / checks["ms"]).abs().max()
+    widths = {
+        "chip": float(chip),
+        "format": np.log(factor_of(logs["format"])),
+        "context": np.log(factor_of(logs["rows"][is_end])),
+        "program": np.log(factor_of(logs["model"])),
+    }
+    factor = max(factor_of(logs["source"]), factor_of(logs["author"]))
+    return Calibration(constants, rows, factor, widths)
+
+
+def extrapolations(row: Mapping, fitted: Calibration) -> dict[str, str]:
+    """Why no fitted row is like this one: chip, format, context, attention or program →
+    the reason in words."""
+    rows, reasons = fitted.rows, {}
+    chip = row["chip"]
+    if chip not in set(rows["chip"]):
+        rate = "" if row["measured_rate"] else ", and its rate of weights is assumed"
+        reasons["chip"] = f"no decode row on {chip}{rate}"
+    if row["format"] not in set(rows["format"]):
+        reasons["format"] = f"no decode row with {row['format']} weights"
+    least, most = rows["rows"].min(), rows["rows"].max()
+    if row["cache_mb"] and not least <= row["rows"] <= most:
+        reasons["context"] = (
+            f"a cache of {row['rows']:.0f} rows; rows have {least:.0f} to {most:.0f}"
+        )
+    programs, states = [], rows["recurrent_mb"].max()
+    if row["recurrent_mb"] > states * (1 + 1e-6):
+        programs.append(
+            f"{row['recurrent_mb']:.1f} MB of recurrent states; rows have {states:.1f}"
+        )
+    if row["calls"] > rows["calls"].max():
+        most = rows["calls"].max()
+        programs.append(f"{row['calls']:.0f} calls; rows have at most {most:.0f}")
+    ms = terms(row, fitted.constants)
+    if ms["products"] > max(ms["stream"], ms["unpack"]):
+        programs.append(f"products decide at T = {row['T']:.0f}")
+    if row.get("route", ROUTE) != ROUTE:
+        programs.append(f"not a program of {ROUTE}")
+    is_grouped = not row["repeats"] and row["spread_mb"] > row["cache_mb"]
+    if is_grouped and rows["repeats"].all():
+        reasons["attention"] = (
+            "attention that repeats no K and V, which no row measures: the interval "
+            "reaches from K and V as stored to K and V for each query head"
+        )
+    if programs:
+        reasons["program"] = "no decode row like its program: " + "; ".join(programs)
+    return reasons
+
+
+def predict(rows: pd.DataFrame, fitted: Calibration | None = None) -> pd.DataFrame:
+    """The prediction of every row, with its 90% interval.
+
+    Attention products that read K and V as they are stored are in no public row so far:
+    the interval of such an export reaches from that to K and V for each query head.
 
     Returns:
-        chip, weights_gb_s, states_gb_s, tflops, assumed (the rates of a related chip).
+        ms, low_ms, high_ms (null where a feature is); extrapolates: the reasons why no
+        fitted row is like this one, by kind.
     """
-    rows = published("chips.csv")
-    rows = rows.assign(
-        chip=rows["chip"].str.split(" and "),  # a row may be of several chips
-        quantity=rows["quantity"].map(QUANTITIES),  # null: another quantity
-        mean=rows[["low", "high"]].mean(axis="columns"),
-    )
-    rates = rows.explode("chip").pivot_table("mean", "chip", "quantity")
-    rates = rates.rename({"Ultra": "M1 Ultra"}).sort_index()
-    unknown = rates.isna()
-    # alphabetical order is that of generations, the base chip first
-    base = rates.groupby(rates.index.str[:2]).transform("first").ffill()
-    assumed = unknown.apply(lambda row: ", ".join(row.index[row]), axis="columns")
-    rates = rates.fillna(base).assign(assumed=assumed)
-    return rates[~unknown["weights_gb_s"]].reset_index()
+    fitted = fitted or calibration()
+    out = []
+    for _, row in with_rates(rows).iterrows():
+        row = row.to_dict() | {"table": str(row["table"]) == "True"}
+        if pd.isna([row[name] for name in FEATURES]).any():
+            out.append({"ms": np.nan, "low_ms": np.nan, "high_ms": np.nan})
+            out[-1]["extrapolates"] = {"program": "features are missing"}
+            continue
+        reasons = extrapolations(row, fitted)
+        squares = [np.log(fitted.factor) ** 2]
+        squares += [fitted.widths.get(kind, 0.0) ** 2 for kind in reasons]
+        factor = np.exp(np.sqrt(sum(squares)))
+        ms = spread_ms = float(milliseconds(row, fitted.constants))
+        if "attention" in reasons:
+            spread = row | {"read_mb": row["spread_mb"]}
+            spread_ms = float(milliseconds(spread, fitted.constants))
+        interval = {"low_ms": ms / factor, "high_ms": spread_ms * factor}
+        out.append({"ms": ms} | interval | {"extrapolates": reasons})
+    return pd.DataFrame(out, rows.index)
 
 
-def generation(chip: str) -> int:
-    """The generation of a chip's M series."""
-    check_choice("chip", chip, sorted(chips()["chip"]))
-    return int(chip[1])
+# --- exports
 
 
-def on_chips(works: pd.DataFrame) -> pd.DataFrame:
-    """Work on the chip that its column `chip` names.
+def on_chip(work: Work, chip: str) -> dict:
+    """The row of an export's call on a chip: `FEATURES`, `repeats`, and `weights`, the
+    format of most weights as stored and as streamed.
+
+    The head computes every token of the call, as a verification of drafts needs it."""
+    streams_from = published("weight_streams.csv").set_index("format")
+    streams_from = streams_from["from_generation"].to_dict()
+    age, streamed_bytes, streams = generation(chip), 0.0, {}
+    for format, count in work.weights.items():
+        as_stored = age >= streams_from.get(format, np.inf)
+        streams[format] = format if as_stored else "fp16"
+        streamed_bytes += count * stored_bits(streams[format]) / 8
+    most = max(work.weights, key=work.weights.get)
+    return {
+        "chip": chip,
+        "T": work.T * work.batch,
+        "format": most,
+        "table": any(format.startswith("lut") for format in streams.values()),
+        "calls": work.calls,
+        "weights_g": sum(work.weights.values()) / 1e9,
+        "head_g": 0.0,
+        "streamed_gb": streamed_bytes / 1e9,
+        "rows": work.cache_rows,
+        "cache_mb": work.cache_bytes / 1e6,
+        "spread_mb": work.spread_bytes / 1e6,
+        "recurrent_mb": work.recurrent_bytes / 1e6,
+        "repeats": False,
+        "weights": f"{most} streamed as {streams[most]}",
+    }
+
+
+def by_chip(work: Work, names: Iterable[str] | None = None) -> pd.DataFrame:
+    """The prediction of one call on every chip (or on those that are named), without
+    host time.
 
     Returns:
-        The columns of `works` and `chips`; weights (the formats stored and streamed);
-        streamed_bytes (of weights); busy_ms (at the full rates, without dispatches).
+        chip, ms, low_ms, high_ms, tokens_per_s (at one token a call), weights (the
+        format stored and streamed), streamed_mib (per call), assumed (figures that
+        nobody measured on the chip), extrapolates (the reasons why no public row is
+        like this export, by kind).
     """
-    formats = published("weight_streams.csv")[["compress", "from_generation"]]
-    rows = works.merge(chips(), on="chip").merge(formats, on="compress")
-    as_stored = rows["chip"].str[1].astype(int) >= rows["from_generation"]
-    streams = rows["compress"].where(as_stored, "fp16")
-    bits = {name: preset.stored_bits for name, preset in PRESETS.items()}
-    streamed = rows["weight_bytes"] * streams.map(bits) / rows["compress"].map(bits)
-    states_ns = 2 * rows["state_bytes"] / rows["states_gb_s"]
-    stream_ns = streamed / rows["weights_gb_s"] + states_ns
-    products_ns = rows["flops"] / rows["tflops"] / 1e3
-    return rows.assign(
-        weights=rows["compress"] + " streamed as " + streams,
-        streamed_bytes=streamed,
-        busy_ms=np.maximum(stream_ns, products_ns) / 1e6,
-    )
+    selected = chips() if names is None else chips()[chips()["chip"].isin(list(names))]
+    rows = pd.DataFrame([on_chip(work, chip) for chip in selected["chip"]])
+    table = pd.concat([rows[["chip"]], predict(rows)], axis="columns")
+    table.insert(4, "tokens_per_s", 1e3 / table["ms"])
+    table["weights"] = rows["weights"]
+    table["streamed_mib"] = rows["streamed_gb"] * 1e9 / 2**20
+    table["assumed"] = selected["assumed"].tolist()
+    return table
 
 
-def figures() -> pd.DataFrame:
-    """Every published time `ms`, of all chips, with its work (see `on_chips`)."""
-    return on_chips(published("ane_decode.csv"))
-
-
-def fit(figures: pd.DataFrame) -> np.ndarray:
-    """The coefficients of `TERMS`, which are t_dispatch in ms and 1 / share, of the
-    least squares of the relative errors.
-
-    Only the figures of the chip `CALIBRATED_ON` enter, so that times of two chips are
-    not mixed."""
-    own = figures[figures["chip"] == CALIBRATED_ON]
-    terms = own[TERMS].div(own["ms"], axis="index")
-    return np.linalg.lstsq(terms, np.ones(len(own)), rcond=None)[0]
-
-
-def misfits() -> pd.DataFrame:
-    """Every figure, predicted by a fit without it.
-
-    Returns:
-        The columns of `figures`, `ms` as published_ms; predicted_ms; misfit (predicted
-        over published, less 1).
-    """
-    rows = figures().rename(columns={"ms": "published_ms"})
-    rows["predicted_ms"] = [
-        rows.loc[i, TERMS] @ fit(figures().drop(i)) for i in rows.index
-    ]
-    return rows.assign(misfit=rows["predicted_ms"] / rows["published_ms"] - 1)
+def describe_extrapolations(speeds: pd.DataFrame) -> list[str]:
+    """What no public row is like, a line for each reason with the chips that it holds
+    for (see `by_chip`)."""
+    chips_of = {}
+    for row in speeds.itertuples():
+        for kind, reason in row.extrapolates.items():
+            # one line for all chips without a row
+            text = "no decode row on the chip" if kind == "chip" else reason
+            chips_of.setdefault(text, []).append(row.chip)
+    lines = []
+    for text, names in chips_of.items():
+        where = "" if len(names) == len(speeds) > 1 else f"{', '.join(names)}: "
+        lines.append(f"extrapolated: {where}{text}")
+    return lines
 
 
 def describe_fit() -> str:
-    """What the predictions assume and how far they were from published times."""
-    found = misfits()
-    sizes = found["misfit"].abs()
-    worst = found.loc[sizes.idxmax()]
+    """What the predictions assume, and how far they were from public measurements."""
+    fitted = calibration()
+    rows = fitted.rows
     return (
         "ms and tok/s by chip assume that every operation runs on the Neural Engine, "
-        "whatever the placement says. Each of "
-        f"{len(found)} published times was predicted from the others: the prediction is "
-        f"off by {sizes.median():.1%} in the median and by {worst['misfit']:+.0%} at worst "
-        f"({worst['model']}, {worst['part']})."
+        f"whatever the placement says. {len(rows)} public measurements, of "
+        f"{rows['author'].nunique()} authors on {rows['chip'].nunique()} chips, were "
+        "each predicted without the rows of their author: the prediction is off by "
+        f"{fitted.median_error:.0%} in the median. low_ms to high_ms is meant to contain "
+        f"{LEVEL:.0%}: a factor of {fitted.factor:.2f} both ways, more where no "
+        "measurement is like the export, and up to K and V read for each query head, as "
+        "the measured programs read them."
     )
-
-
-def by_chip(works: pd.DataFrame) -> pd.DataFrame:
-    """The prediction of every chip for all work, one after the other, without host time.
-
-    Returns:
-        chip, ms (of one call), tokens_per_s (at one token per call), weights (the
-        formats stored and streamed), streamed_mib (per call), assumed (the rates of a
-        related chip).
-    """
-    rows = on_chips(works.merge(chips()[["chip"]], how="cross"))
-    rows["ms"] = rows[TERMS] @ fit(figures())
-    rows["streamed_mib"] = rows["streamed_bytes"] / 2**20
-    sums = {"ms": "sum", "weights": "first", "streamed_mib": "sum", "assumed": "first"}
-    table = rows.groupby("chip", sort=False).agg(sums).reset_index()
-    table.insert(2, "tokens_per_s", 1e3 / table["ms"])
-    return table

@@ -25,7 +25,8 @@ import numpy as np
 from miltorch import Program, Type
 from miltorch.graph import Graph
 from miltorch.program import Op
-from workbench.ane.roofline import published
+from workbench.ane.chips import published
+from workbench.ane.work import is_blocked, is_int4, palette_entries
 
 RULE_SOURCES = {
     "NER": "Apple's published models, Neural Engine rules",
@@ -41,6 +42,8 @@ RULE_SOURCES = {
     "DR": "arXiv 2606.22283, by the direct route past Core ML",
     "MOB": "FluidInference/mobius",
     "SC": "huggingface/swift-chat",
+    "GCC": "gemma-coreml-chat",
+    "ZOO": "cards of john-rocky's model zoo",
 }
 # AF, one minimal program each; state and slice ops by K1 and K5
 ON_ANE = frozenset(
@@ -70,6 +73,7 @@ class LintGraph(Graph):
         functions: number of the package's functions.
         generation: the chip's generation of the M series.
         programs: number of programs that a process loads to run the whole bundle.
+        largest_file: bytes of its largest weight file; default: it has one.
     """
 
     def __init__(
@@ -79,8 +83,10 @@ class LintGraph(Graph):
         functions: int = 1,
         generation: int = 4,
         programs: int = 1,
+        largest_file: int | None = None,
     ):
         super().__init__(program)
+        self.largest_file = weight_bytes if largest_file is None else largest_file
         self.weight_bytes, self.functions = weight_bytes, functions
         self.generation, self.programs = generation, programs
 
@@ -171,6 +177,24 @@ def _is_blended(g, op) -> bool:
     return any(_is_state(g, value) for each in products for value in each.values())
 
 
+def _is_sliced(g, op) -> bool:
+    """Whether a part of a state is written in place. A write of all of it leaves no row
+    of the buffer before."""
+    made = g.producer(op.inputs.get("data"))
+    if made is None or made.kind != "slice_update":
+        return False
+    return g.shape(made, "update") != g.shape(made, "x")
+
+
+def _channels_of_group(g, op) -> int:
+    """The number of output channels that share a palette [groups, …, entries, vector];
+    0: one palette serves the whole weight."""
+    lut, weight = g.shape(op, "lut"), op.outputs[0][1].shape
+    if len(lut) < 3 or lut[0] == 1:
+        return 0
+    return weight[0] // lut[0]
+
+
 def _columns(g, op) -> int:
     """The number of columns, such as tokens, of a product by a weight; a size that
     varies counts as 2."""
@@ -182,26 +206,6 @@ def _is_spatial(g, op) -> bool:
     axis = g.constant(op, "axis")
     axis = -1 if axis is None else int(np.ravel(axis)[0])
     return axis % max(len(g.shape(op, "x")), 1) != 1
-
-
-def _entries(g, op) -> int:
-    """The number of entries of a palette [groups…, entries, vector] or [entries]."""
-    return sum(g.shape(op, "lut")[-2:][:1])
-
-
-def _is_blocked(g, op) -> bool:
-    """Whether a weight's scales vary along more than its output channels."""
-    return sum(n > 1 for n in g.shape(op, "scale")) > 1
-
-
-def _is_int4(g, op) -> bool:
-    """Whether a weight is stored in 4 bits, by the range of its values, since the
-    program's reader returns one value per byte."""
-    data = g.constant(op, "data")
-    if data is None or not data.size:
-        return False
-    largest = 15 if data.dtype == np.uint8 else 7
-    return -8 <= int(data.min()) and int(data.max()) <= largest
 
 
 # float32 breaks T1 instead
@@ -236,18 +240,23 @@ TESTS = {
         )
         > 1
     ),
-    "K10": lambda g, op: g.program.states and _entries(g, op) == 16,
+    "K10": lambda g, op: g.program.states and palette_entries(g, op) == 16,
     "K12": lambda g, t: len(t.shape) == 4 and (t.shape[2] or 0) > 1024,
     "K14": _is_blended,
     "O1": lambda g, op: op.kind not in ON_ANE,
     "O3": lambda g, op: g.generation < (2 if op.kind == "topk" else 3),
+    "K16": _is_sliced,
     "O15": _is_spatial,
+    "O16": lambda g, op: "attn_mask" in op.inputs,
     "G1": lambda g, op: g.weight_bytes < 600_000,
     "G2": lambda g, op: g.weight_bytes > 2_000_000_000,
     "G3": lambda g, op: g.programs > 128,
     "G4": lambda g, op: g.weight_bytes > 1_000_000_000,
-    "Q3": lambda g, weight: _is_blocked(g, weight) and _is_int4(g, weight),
-    "Q4": lambda g, weight: not _is_int4(g, weight),
-    "Q5": lambda g, op: _entries(g, op) == 16,
-    "Q6": lambda g, op: g.generation == 1 and not _is_int4(g, op),
+    "G5": lambda g, op: g.largest_file > 2**31,
+    "G6": lambda g, op: g.weight_bytes > 1_700_000_000,
+    "Q3": lambda g, weight: is_blocked(g.shape(weight, "scale")) and is_int4(g, weight),
+    "Q4": lambda g, weight: not is_int4(g, weight),
+    "Q5": lambda g, op: palette_entries(g, op) == 16,
+    "Q6": lambda g, op: g.generation == 1 and not is_int4(g, op),
+    "Q7": lambda g, op: palette_entries(g, op) == 16 and _channels_of_group(g, op) == 8,
 }

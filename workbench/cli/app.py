@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from cyclopts import App, Group, Parameter
 
 from workbench import plugins
-from workbench.cli import bundles, checks, experiments
+from workbench.cli import bundles, checks, experiments, planning
 from workbench.cli.common import libraries_on_stderr
 from workbench.errors import InputError, visible
 
@@ -21,7 +21,7 @@ COMMANDS = {
     "Experiments and their log": [
         *(experiments.run, experiments.report, experiments.sweep, experiments.log)
     ],
-    "Machine": [bundles.plan, bundles.doctor],
+    "Machine": [planning.plan, bundles.doctor],
     "Plug-ins": [entry.load() for entry in plugins.offered("commands").values()],
 }
 # a switch has no `--no` form, and a list is given by naming its option again

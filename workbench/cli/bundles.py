@@ -1,6 +1,6 @@
 """`export` makes a bundle of a checkpoint, `adopt` one of other exporters' packages,
-`golden` the values that it is compared with; `plan` and `doctor` say what a machine can
-do with it."""
+`golden` the values that it is compared with; `doctor` says what a machine can do with
+it."""
 
 import time
 from dataclasses import asdict, replace
@@ -8,21 +8,8 @@ from pathlib import Path
 
 import workbench
 from workbench import paths
-from workbench.cli.common import (
-    Device,
-    Json,
-    Options,
-    Prompt,
-    judged,
-    opened,
-    show,
-    text,
-    unread,
-)
+from workbench.cli.common import Json, Options, Prompt, judged, opened, show, text
 from workbench.progress import stage
-
-PLACED_ON = "M4 Max"
-"""The chip whose placement is predicted where none is named."""
 
 
 def export(
@@ -137,88 +124,3 @@ def doctor(*, json: Json = False) -> None:
     from workbench.doctor import examine
 
     show(examine(), json)
-
-
-def plan(
-    bundle_or_checkpoint: Path,
-    /,
-    *,
-    options: Options = Options(),
-    device: Device = Device(),
-    memory: str | None = None,
-    chip: str | None = None,
-    json: Json = False,
-) -> None:
-    """Bytes against a machine's memory, the decode speed predicted for each chip, and
-    the compute unit of every operation of a bundle.
-
-    Placement is Core ML's own plan on a Mac, elsewhere a prediction from published
-    rules. The options are those of an export that a checkpoint would have; a bundle has
-    its own.
-
-    Example: workbench plan data/tiny-llama --max-seq-len 4096 --memory 16G
-
-    Args:
-        memory: Memory of the target machine, such as 16G; default: this one's.
-        chip: The chip to predict for, such as M1 or M4 Max; default: the speed of every
-            chip, and the placement on M4 Max.
-    """
-    path, bundle = bundle_or_checkpoint, None
-    if (path / paths.BUNDLE).exists():
-        bundle = workbench.Bundle.open(path)
-        unread("a checkpoint in place of a bundle", options)
-    else:
-        unread("a bundle", device)
-        paths.check_family(paths.checkpoint(path))
-    import psutil
-
-    from workbench import exporter, process
-    from workbench.ane import memory as budgets
-    from workbench.ane import placement, roofline
-    from workbench.runtime import resolve
-
-    placed_on = chip or PLACED_ON
-    generation = roofline.generation(placed_on)
-    machine = psutil.virtual_memory().total
-    if memory is not None:
-        machine = budgets.parse_bytes(memory)
-    if bundle:
-        subject, chosen = [bundle], bundle.manifest.options
-    else:
-        source = opened(path)
-        chosen = exporter.make_options(**asdict(options))
-        exporter.read_plan(source, chosen)  # refuses what the export does
-        subject = source, chosen
-    sizes = budgets.budget(*subject) | {"machine": machine}
-    found = budgets.fits(sizes["total"], machine)
-    found |= {"bytes": sizes, "chips": [], "predicted_misfit": None, "assumes": None}
-    placements, known = [], []
-    if not chosen.plugin:  # the rules and speeds are those of Core ML programs
-        speeds = roofline.by_chip(budgets.work(*subject))
-        if chip:
-            speeds = speeds[speeds["chip"] == chip]
-        found["chips"] = speeds.to_dict("records")
-        found["predicted_misfit"] = float(roofline.misfits()["misfit"].abs().median())
-        found["assumes"] = roofline.describe_fit()
-    if bundle and not chosen.plugin:
-        units, runtime = device.compute_units, resolve(device.runtime)
-        if runtime != "portable":
-            about = bundle.root, bundle.manifest.shards, runtime, units
-            made = process.call(placement.plan, *about)
-            placements = made.value
-            if made.failure:
-                known = [f"Predicted, since Core ML gave no plan: {made.failure}"]
-        if not placements:
-            placements = placement.predicted_placement(bundle, generation)
-    # the sentence says what the number is
-    lines, source = text(found | {"predicted_misfit": None}), "predicted"
-    if placements:
-        source = placements[0].source
-        lines += ["", *placement.lines(placements), *known]
-    found |= {
-        "source": source,
-        "chip": placed_on if source == "predicted" else None,
-        "known": known,
-        "shards": [placed.json() for placed in placements],
-    }
-    show(found, json, lines)

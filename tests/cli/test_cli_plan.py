@@ -1,0 +1,74 @@
+"""`workbench plan`: every predicted time has an interval, faster exports are named, and
+speculation has a gain where the formula knows one."""
+
+import pytest
+from in_process import cli, invoke
+from tiny import DATA
+
+TINY = DATA / "tiny-llama"
+DRAFTS = "--draft-acceptance", "0.7", "--verify"
+
+
+def test_every_time_has_an_interval_and_says_what_no_row_is_like(llama_bundle):
+    for source in ([TINY, "--max-seq-len", 32], [llama_bundle.root]):
+        plan = invoke("plan", *source)
+        assert {"M4 Max", "A17 Pro", "A19 Pro"} <= {
+            row["chip"] for row in plan["chips"]
+        }
+        for row in plan["chips"]:
+            assert row["low_ms"] < row["ms"] < row["high_ms"]
+            assert (
+                "attention" in row["extrapolates"]
+            )  # two query heads for each key head
+        by_chip = {row["chip"]: row["extrapolates"] for row in plan["chips"]}
+        assert "chip" in by_chip["M1"] and "chip" not in by_chip["M4 Max"]
+        assert "context" in by_chip["M4 Max"]  # 32 rows are fewer than any row has
+    output = cli("plan", TINY).output
+    assert "extrapolated: " in output and "repeats no K and V" in output
+
+
+def test_a_faster_export_is_named_with_both_times():
+    """Of a model this small a call costs more than its bytes."""
+    plan = invoke("plan", TINY, "--chip", "M4 Max")
+    (fewer,) = plan["advice"]
+    assert (fewer["option"], fewer["value"]) == ("layers_per_shard", 4)
+    assert fewer["ms"] < fewer["ms_now"] / 1.5
+    better = invoke("plan", TINY, "--layers-per-shard", 4, "--chip", "M4 Max")
+    assert better["advice"] == []
+    assert better["chips"][0]["ms"] == pytest.approx(fewer["ms"])
+    text = cli("plan", TINY).output
+    assert "faster by more than the interval" in text
+    assert "layers_per_shard 4: " in text
+
+
+def test_speculation_has_its_gain_and_where_it_pays():
+    plan = invoke("plan", TINY, *DRAFTS, 4, "--draft-cost", 0.1)
+    result = plan["speculation"]
+    expected = (1 - 0.7**4) / (0.3 * (result["verify_cost"] + 3 * 0.1))
+    assert result["gain"] == pytest.approx(expected)
+    assert 0 < result["pays_from"] < 0.7
+    assert "times plain decoding" in cli("plan", TINY, *DRAFTS, 4).output
+    assert invoke("plan", TINY)["speculation"] is None
+
+
+def test_experts_of_a_range_have_no_gain(exports):
+    path = exports.checkpoint("zaya")
+    result = invoke("plan", path, *DRAFTS, 4)["speculation"]
+    assert result["gain"] is None and "D3" in result["reason"]
+    fixed = invoke("plan", path, "--tokens", "1,4", *DRAFTS, 4)["speculation"]
+    assert fixed["gain"] > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--draft-acceptance", "0.7"], "--verify"),
+        (["--verify", "4"], "--draft-acceptance"),
+        (["--draft-acceptance", "1.5", "--verify", "4"], "1.5"),
+        (["--draft-acceptance", "0.7", "--verify", "1"], "1"),
+        ([*DRAFTS, "8"], "--tokens 1,8"),
+    ],
+)
+def test_a_gain_needs_all_of_its_numbers(options, words):
+    ended = cli("plan", TINY, *options)
+    assert ended.exit_code == 2 and words in ended.output

@@ -1,0 +1,175 @@
+"""Exports that the formula predicts to be faster than one, by more than its interval: fewer
+calls, a shorter cache, another format of weights."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from workbench.ane.roofline import (
+    calibration,
+    milliseconds,
+    on_chip,
+    predict,
+    with_rates,
+)
+from workbench.ane.work import ShardWork, Work, stored_bits, stored_format
+from workbench.bundle import PRESETS, Options
+
+MOST_BYTES = 1_000_000_000
+"""Of the weights of a shard: rule G4 reports packages above it on the GPU."""
+SHORTEST = 256
+"""Rows of the shortest cache that is proposed."""
+SAME = 1.05
+"""Times that differ by less are called the same."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """An export with another value of one option, and both predicted times."""
+
+    option: str
+    value: str | int
+    reason: str
+    ms: float
+    low_ms: float
+    high_ms: float
+    ms_now: float
+    low_ms_now: float
+    high_ms_now: float
+
+    def sentence(self, chip: str) -> str:
+        """The advice in words, for the chip that it was predicted for."""
+        return (
+            f"{self.option} {self.value}: {self.ms:.3g} ms a call on {chip} "
+            f"({self.low_ms:.3g} to {self.high_ms:.3g}) in place of {self.ms_now:.3g} "
+            f"({self.low_ms_now:.3g} to {self.high_ms_now:.3g}): {self.reason}"
+        )
+
+
+def advise(work: Work, options: Options, chip: str) -> list[Advice]:
+    """Other exports whose time, with attention as stored and with K and V for each query
+    head, is shorter by more than the factor of the 90% interval; a finer lookup table
+    also where it takes the same time.
+
+    What makes both predictions wrong alike, such as an unmeasured chip, does not enter
+    the comparison."""
+    now, advice = _times(work, chip), []
+    factor = calibration().factor
+    for option, value, reason, other in _alternatives(work, options, chip):
+        then = _times(other, chip)
+        faster = min(now["stored"] / then["stored"], now["spread"] / then["spread"])
+        if option == "compress" and _is_finer(value, options.compress):
+            is_better = faster > 1 / SAME
+            reason = "the same time within 5% with finer weights"
+        else:
+            is_better = faster > factor
+        if is_better and not any(one.option == option for one in advice):
+            before, after = now["prediction"], then["prediction"]
+            advice.append(Advice(option, value, reason, **after, **_as_now(before)))
+    return advice
+
+
+def _as_now(prediction: dict) -> dict:
+    """The names of a prediction's fields for the export as it is."""
+    return {f"{name}_now": value for name, value in prediction.items()}
+
+
+def _is_finer(value: str, compress: str) -> bool:
+    """Whether both are lookup tables and the first has more entries."""
+    tables = value.startswith("lut") and compress.startswith("lut")
+    return tables and PRESETS[value].bits > PRESETS[compress].bits
+
+
+def _times(work: Work, chip: str) -> dict:
+    """The predicted ms of a call, with K and V as stored and for each query head, and
+    the prediction with its interval."""
+    row = pd.DataFrame([on_chip(work, chip)])
+    best = predict(row)[["ms", "low_ms", "high_ms"]].iloc[0].to_dict()
+    spread_row = with_rates(row.assign(repeats=True)).iloc[0]
+    spread = float(milliseconds(spread_row, calibration().constants))
+    return {"stored": best["ms"], "spread": spread, "prediction": best}
+
+
+def _alternatives(
+    work: Work, options: Options, chip: str
+) -> Iterator[tuple[str, str | int, str, Work]]:
+    """The option, its value, what it saves, and the work of each other export. The first
+    that is faster counts: the longest cache, the format with most bits."""
+    layers = [shard for shard in work.shards if not shard.name.startswith("head")]
+    if options.moe == "dense" and len(layers) > 1:
+        stacked = _stacked(layers, options)
+        if len(stacked) < len(layers):
+            count = -(-len(layers) * options.layers_per_shard // len(stacked))
+            heads = tuple(shard for shard in work.shards if shard not in layers)
+            fewer = replace(work, shards=(*stacked, *heads))
+            yield (
+                "layers_per_shard",
+                count,
+                f"{work.calls} calls to {fewer.calls}",
+                fewer,
+            )
+    rows = options.max_seq_len // 2
+    while rows >= max(SHORTEST, options.t_max):
+        shorter = replace(
+            work,
+            shards=tuple(_shortened(shard, options, rows) for shard in work.shards),
+        )
+        yield "max_seq_len", rows, "every call reads all rows of the cache", shorter
+        rows //= 2
+    # of presets with equal bits the one with more scales
+    presets = sorted(reversed(PRESETS.values()), key=lambda preset: -preset.stored_bits)
+    for preset in presets:
+        shards = tuple(_stored_as(shard, options, preset) for shard in work.shards)
+        other = replace(work, shards=shards)
+        yield "compress", preset.name, "less time for weights", other
+
+
+def _stacked(layers: list[ShardWork], options: Options) -> list[ShardWork]:
+    """The layers in as few shards of equal numbers of them as `MOST_BYTES` allows."""
+    sizes = [
+        sum(n * stored_bits(f) / 8 for f, n in layer.weights.items())
+        for layer in layers
+    ]
+    per_shard = max(1, int(MOST_BYTES // max(sizes)))
+    stacked = []
+    for start in range(0, len(layers), per_shard):
+        group = layers[start : start + per_shard]
+        weights = Counter()
+        for layer in group:
+            weights.update(layer.weights)
+        stacked.append(
+            ShardWork(
+                group[0].name,
+                dict(weights),
+                sum(layer.cache_bytes for layer in group),
+                sum(layer.spread_bytes for layer in group),
+                sum(layer.recurrent_bytes for layer in group),
+                max(layer.cache_rows for layer in group),
+            )
+        )
+    return stacked
+
+
+def _shortened(shard: ShardWork, options: Options, rows: int) -> ShardWork:
+    """A shard whose caches of `max_seq_len` rows have `rows`; shorter ones, of a sliding
+    window, stay."""
+    if shard.cache_rows < options.max_seq_len:
+        return shard
+    share = rows / options.max_seq_len
+    return replace(
+        shard,
+        cache_bytes=int(shard.cache_bytes * share),
+        spread_bytes=int(shard.spread_bytes * share),
+        cache_rows=rows,
+    )
+
+
+def _stored_as(shard: ShardWork, options: Options, preset) -> ShardWork:
+    """A shard with the weights of its preset stored by another one."""
+    now = stored_format(options.preset)
+    weights = Counter()
+    for format, count in shard.weights.items():
+        weights[stored_format(preset) if format == now else format] += count
+    return replace(shard, weights=dict(weights))

@@ -1,0 +1,109 @@
+"""Whether speculative decoding pays: k drafts a round, which one call of k + 1 tokens
+verifies.
+
+    gain = (1 − α^(k+1)) ÷ ((1 − α) · (V + k·d))
+
+α is the chance that a draft is accepted, V the time of the verification and d that of
+one draft, both in calls of one token. At α = 1 the gain is (k + 1) ÷ (V + k·d). The
+numerator is the mean number of tokens of a round (Leviathan et al., arXiv 2211.17192).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.ane.roofline import by_chip
+from workbench.ane.work import Work
+
+RANGED = (
+    "experts in one program that takes a range of T: published verifications cost 4.3 to "
+    "4.5 plain tokens, as rule D3 says; a fixed --tokens 1,T has a figure"
+)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What speculation gains on one chip; None: there is no figure, `reason` says why.
+
+    Args:
+        acceptance: α.
+        tokens: of a verification, k + 1.
+        verify_cost: V, from the formula.
+        draft_cost: d.
+        gain: tokens per second over those of plain decoding.
+        pays_from: the least acceptance at which the gain is 1; None: it never is.
+    """
+
+    chip: str
+    acceptance: float
+    tokens: int
+    draft_cost: float
+    verify_cost: float | None
+    gain: float | None
+    pays_from: float | None
+    reason: str = ""
+
+    def sentence(self) -> str:
+        """The prediction in words."""
+        if self.gain is None:
+            return f"speculation: no figure: {self.reason}"
+        least = "never"
+        if self.pays_from is not None:
+            least = f"from an acceptance of {self.pays_from:.2f}"
+        return (
+            f"speculation on {self.chip}: {self.gain:.2f} times plain decoding at an "
+            f"acceptance of {self.acceptance:g}; a verification of {self.tokens} tokens "
+            f"costs {self.verify_cost:.2f} plain ones; it pays {least}"
+        )
+
+
+def gain(acceptance, drafts: int, verify_cost: float, draft_cost: float = 0.0):
+    """Tokens per second over those of plain decoding (see the module)."""
+    # the sum of α^i for i = 0 … k, which α = 1 does not divide by zero
+    tokens = sum(np.asarray(acceptance, float) ** i for i in range(drafts + 1))
+    return tokens / (verify_cost + drafts * draft_cost)
+
+
+def implied_acceptance(
+    gained: float, drafts: int, verify_cost: float, draft_cost: float = 0.0
+) -> float | None:
+    """The acceptance at which speculation gains `gained`; 0 if it gains more without any
+    draft accepted, None if it gains less with all."""
+    costs = drafts, verify_cost, draft_cost
+    if gain(0.0, *costs) >= gained:
+        return 0.0
+    if gain(1.0, *costs) < gained:
+        return None
+    low, high = 0.0, 1.0
+    while high - low > 1e-9:  # the gain grows with the acceptance
+        middle = (low + high) / 2
+        if gain(middle, *costs) < gained:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def pays_from(drafts: int, verify_cost: float, draft_cost: float = 0.0) -> float | None:
+    """The least acceptance at which speculation is no slower than plain decoding."""
+    return implied_acceptance(1.0, drafts, verify_cost, draft_cost)
+
+
+def speculate(
+    plain: Work,
+    verification: Work,
+    chip: str,
+    acceptance: float,
+    draft_cost: float = 0.0,
+) -> Speculation:
+    """What speculation gains on a chip, for the work of a call of one token and of a
+    verification."""
+    T = verification.T
+    if verification.ranged_experts:
+        return Speculation(chip, acceptance, T, draft_cost, None, None, None, RANGED)
+    times = [by_chip(work, [chip])["ms"].item() for work in (plain, verification)]
+    verify_cost = times[1] / times[0]
+    costs = T - 1, verify_cost, draft_cost
+    gained = float(gain(acceptance, *costs))
+    least = pays_from(*costs)
+    return Speculation(chip, acceptance, T, draft_cost, verify_cost, gained, least)

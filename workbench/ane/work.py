@@ -1,0 +1,316 @@
+"""What one call of an export reads and computes: of a bundle read off the programs in
+its packages, of a checkpoint computed from its configuration.
+
+Weights are those of products (convolutions, linear layers, products with a constant
+matrix), counted as elements of each storage format. Embeddings are looked up, not
+streamed, and norms, biases and rotary tables are too small to count. Recurrent bytes
+are those of matrix states; the states of short convolutions are a few kB."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from math import prod
+
+import numpy as np
+
+import miltorch
+from miltorch import Program
+from miltorch.graph import Graph
+from miltorch.program import Op, Ref
+from workbench.bundle import PRESETS, Bundle, Options, Shard
+from workbench.bundle.names import MATRIX_STATE, ROUTER_STATE, is_cache
+from workbench.bundle.presets import Preset
+
+VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
+FORMATS = {name: "int8" for name in PRESETS if name.startswith("int8")}
+"""Preset → format, where presets differ only in how many scales they have."""
+WEIGHT_OF = {"conv": "weight", "conv_transpose": "weight", "linear": "weight"}
+# operations that pass rows of a cache on: they move values, or write new rows by a mask
+CARRIES = frozenset(
+    """
+    read_state coreml_update_state slice_update slice_by_index slice_by_size select split
+    concat stack tile expand_dims squeeze reshape reshape_like transpose identity cast
+    add sub mul
+""".split()
+)
+
+
+@dataclass(frozen=True)
+class ShardWork:
+    """The work of one call of a shard.
+
+    Args:
+        weights: format → elements of the weights of products.
+        cache_bytes: bytes of K and V that the attention products read, as the program
+            builds them.
+        spread_bytes: the same, if K and V were repeated for each query head.
+        recurrent_bytes: bytes of matrix states.
+        cache_rows: the longest cache, in rows.
+        calls: calls that wait for each other.
+    """
+
+    name: str
+    weights: dict[str, int]
+    cache_bytes: int = 0
+    spread_bytes: int = 0
+    recurrent_bytes: int = 0
+    cache_rows: int = 0
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one call of `T` tokens for each of `batch` sequences through all
+    shards. `ranged`: experts in one program that takes a range of T."""
+
+    shards: tuple[ShardWork, ...]
+    T: int = 1
+    batch: int = 1
+    ranged_experts: bool = False
+
+    json = asdict
+
+    @classmethod
+    def from_json(cls, fields: dict) -> "Work":
+        """The work that `json` gave."""
+        shards = tuple(ShardWork(**shard) for shard in fields["shards"])
+        return cls(**fields | {"shards": shards})
+
+    @property
+    def calls(self) -> int:
+        """Calls that wait for each other."""
+        return sum(shard.calls for shard in self.shards)
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Format → elements."""
+        total = Counter()
+        for shard in self.shards:
+            total.update(shard.weights)
+        return dict(total)
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(shard.cache_bytes for shard in self.shards)
+
+    @property
+    def spread_bytes(self) -> int:
+        return sum(shard.spread_bytes for shard in self.shards)
+
+    @property
+    def recurrent_bytes(self) -> int:
+        return sum(shard.recurrent_bytes for shard in self.shards)
+
+    @property
+    def cache_rows(self) -> int:
+        return max(shard.cache_rows for shard in self.shards)
+
+
+def stored_format(preset: Preset) -> str:
+    """The format that a preset stores matrices in."""
+    return FORMATS.get(preset.name, preset.name)
+
+
+def stored_bits(format: str) -> float:
+    """Bits of a weight as stored, with the scales of blocks: `int4-block32` has 4.5."""
+    kind, _, block = format.partition("-block")
+    bits = int(kind.partition("-")[0].lstrip("fpintlu"))
+    return bits + 16 / int(block) if block else bits
+
+
+def call_work(source, options: Options | None = None, T: int = 1) -> Work:
+    """The work of one call of T tokens: of a bundle, or of a checkpoint's export with
+    `options`. Slices of the head are one call; of routed experts, each layer calls its
+    largest one for each token of the call."""
+    if isinstance(source, Bundle):
+        options = source.manifest.options
+        shards = [(s, _bundle_shard(source, s, T)) for s in source.manifest.shards]
+    else:
+        shards = list(_planned_shards(source, source_plan(source), options))
+    experts = max((s.rows[1] for s, _ in shards if s.kind == "expert"), default=0)
+    is_mixture = any(ROUTER_STATE in shard.inputs for shard, _ in shards)
+    joined = []
+    for name, group in groupby(shards, key=lambda pair: joined_name(pair[0])):
+        works = [work for _, work in group]
+        if name.startswith("expert"):
+            largest = max(works, key=lambda work: sum(work.weights.values()))
+            calls = min(T * options.batch, experts)
+            weights = {f: n * calls for f, n in largest.weights.items()}
+            joined.append(ShardWork(name, weights, calls=calls))
+        else:
+            joined.append(_joined(name, works))
+    # other exporters may have the head in the last layer's package
+    joined = [work for work in joined if work.weights]
+    ranged = is_mixture and options.moe == "dense" and not options.shapes
+    return Work(tuple(joined), T, options.batch, ranged)
+
+
+def joined_name(shard) -> str:
+    """The name of a shard, one for all slices of the head and for all experts of a
+    layer."""
+    names = {"head": "head", "expert": f"expert of layer {shard.layers[0]}"}
+    return names.get(shard.kind, shard.name)
+
+
+def _joined(name: str, works: list[ShardWork]) -> ShardWork:
+    """Shards that are called at once, as one."""
+    weights = Counter()
+    for work in works:
+        weights.update(work.weights)
+    return ShardWork(
+        name,
+        dict(weights),
+        sum(work.cache_bytes for work in works),
+        sum(work.spread_bytes for work in works),
+        sum(work.recurrent_bytes for work in works),
+        max(work.cache_rows for work in works),
+    )
+
+
+# --- of a checkpoint
+
+
+def source_plan(checkpoint):
+    """The plan of a checkpoint's family."""
+    from workbench.models import family_of
+
+    return family_of(checkpoint.config).plan(checkpoint.config)
+
+
+def _planned_shards(source, plan, options: Options) -> Iterable[tuple]:
+    """Every shard that an export would write, and its work."""
+    from workbench.exporter.shards import specs
+    from workbench.exporter.weights import weight_sources
+
+    for spec in specs(plan, options):
+        weights = Counter()
+        for weight in weight_sources(spec, source, plan, options):
+            if is_matrix(weight.shape):
+                weights[stored_format(weight.preset)] += prod(weight.shape)
+        yield spec, _with_states(spec, dict(weights), plan.dims, options)
+
+
+def _with_states(shard, weights: dict, dims, options: Options) -> ShardWork:
+    """The work of a shard whose attention products read every cache as it is stored."""
+    size = VALUE_BYTES[options.program_dtype]
+    caches, recurrent, rows = 0, 0, 0
+    for name, state in shard.states.items():
+        if is_cache(name):
+            caches += size * prod(state.shape)
+            rows = max(rows, state.shape[-2])
+        elif name.endswith(f".{MATRIX_STATE}"):
+            recurrent += size * prod(state.shape)
+    spread = caches * dims.H // dims.H_kv
+    return ShardWork(shard.name, weights, caches, spread, recurrent, rows)
+
+
+# --- of a package
+
+
+def _bundle_shard(bundle: Bundle, shard: Shard, T: int) -> ShardWork:
+    """The work of a shard, read off its programs."""
+    dims, options = bundle.manifest.dims, bundle.manifest.options
+    states = {"cache": set(), "matrix": set()}
+    for name, state in shard.states.items():
+        # a plane of another exporter's state: 0/kv_cache/3
+        tensor = state.tensor.split("/")[1] if shard.foreign else state.tensor
+        if is_cache(name):
+            states["cache"].add(tensor)
+        elif name.endswith(f".{MATRIX_STATE}"):
+            states["matrix"].add(tensor)
+    width = options.tiling.width(T)
+    function = next((f for f, n in shard.functions.items() if n == width), None)
+    packages = bundle.packages(shard).values()
+    works = [
+        program_work(miltorch.read(package, function), **states) for package in packages
+    ]
+    work = _joined(shard.name, works)
+    entries = [s for name, s in shard.states.items() if is_cache(name)]
+    rows = max((entry.shape[-2] for entry in entries), default=0)
+    stored = VALUE_BYTES[options.program_dtype] * sum(prod(e.shape) for e in entries)
+    spread = max(work.cache_bytes, stored * dims.H // dims.H_kv)
+    return replace(work, spread_bytes=spread, cache_rows=rows, calls=len(works))
+
+
+def program_work(program: Program, cache: set[str], matrix: set[str]) -> ShardWork:
+    """The work of one program: its products' weights, the operands of its attention
+    products, its matrix states.
+
+    Args:
+        cache: names of the states that hold keys or values.
+        matrix: names of the matrix states.
+    """
+    graph = Graph(program)
+    weights, counted = Counter(), set()
+    carried, operands = set(cache), 0
+    for op in graph.ops:
+        for source in _constant_operands(graph, op):
+            if source.name not in counted and is_matrix(graph.shape_of(source)):
+                counted.add(source.name)
+                format = weight_format(graph, graph.producer(source))
+                weights[format] += prod(graph.shape_of(source))
+        if op.kind in CARRIES and carried.intersection(op.reads()):
+            carried.update(name for name, _ in op.outputs)
+        elif op.kind in ("matmul", "scaled_dot_product_attention"):
+            for name in carried.intersection(op.reads()):
+                operands += _bytes(graph.types[name])
+    recurrent = sum(
+        _bytes(program.states[name]) for name in matrix if name in program.states
+    )
+    return ShardWork(program.function, dict(weights), operands, 0, recurrent)
+
+
+def _constant_operands(graph: Graph, op: Op) -> list[Ref]:
+    """Operands of a product that are constants or compressed weights."""
+    names = [WEIGHT_OF[op.kind]] if op.kind in WEIGHT_OF else []
+    if op.kind == "matmul":
+        names = ["x", "y"]
+    sources = [op.inputs.get(name) for name in names]
+    producers = [graph.producer(source) for source in sources]
+    return [s for s, op in zip(sources, producers) if op and op.constant]
+
+
+def _bytes(type: miltorch.Type) -> int:
+    """The bytes of a value; a size that varies counts as 1."""
+    return prod(n or 1 for n in type.shape) * (4 if "32" in type.dtype else 2)
+
+
+def is_matrix(shape: tuple) -> bool:
+    """Whether a product's weight of this shape, outputs first, has several outputs and
+    several inputs."""
+    return len(shape) > 1 and shape[0] > 1 and sum(n > 1 for n in shape) > 1
+
+
+def weight_format(graph: Graph, weight: Op) -> str:
+    """The format of a constant or compressed weight, such as lut4 or int4-block32."""
+    if weight.kind == "constexpr_lut_to_dense":
+        return f"lut{(palette_entries(graph, weight) - 1).bit_length()}"
+    if weight.kind == "const":
+        return "fp16"
+    bits = 4 if is_int4(graph, weight) else 8
+    scale = graph.shape_of(weight.inputs.get("scale"))
+    if not is_blocked(scale):
+        return "int8" if bits == 8 else "int4-channel"
+    inputs = graph.shape_of(weight.inputs["data"])
+    return f"int{bits}-block{max(n // m for n, m in zip(inputs, scale))}"
+
+
+def palette_entries(graph: Graph, weight: Op) -> int:
+    """The number of entries of a palette [groups…, entries, vector] or [entries]."""
+    return sum(graph.shape_of(weight.inputs.get("lut"))[-2:][:1])
+
+
+def is_blocked(scale: tuple) -> bool:
+    """Whether scales of a shape vary along more than the output channels."""
+    return sum(n > 1 for n in scale) > 1
+
+
+def is_int4(graph: Graph, weight: Op) -> bool:
+    """Whether a weight is stored in 4 bits, by the range of its values, since the
+    program's reader returns one value per byte."""
+    data = graph.literal(weight.inputs.get("data"))
+    if data is None or not data.size:
+        return False
+    largest = 15 if data.dtype == np.uint8 else 7
+    return -8 <= int(data.min()) and int(data.max()) <= largest

@@ -1,0 +1,191 @@
+"""`plan`: the memory that an export needs, the speed that is predicted for it, and the
+compute unit of every operation."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+import workbench
+from workbench import paths
+from workbench.cli.common import Device, Json, Options, opened, show, text, unread
+from workbench.errors import InputError
+
+PLACED_ON = "M4 Max"
+"""The chip whose placement is predicted where none is named."""
+
+
+@Parameter("*")
+@dataclass(frozen=True)
+class Drafts:
+    """Speculative decoding, whose gain is predicted.
+
+    Args:
+        draft_acceptance: The chance that a draft is accepted, from 0 to 1.
+        verify: Tokens of a verification: the drafts of a round and one.
+        draft_cost: The time of one draft, in calls of one token.
+    """
+
+    draft_acceptance: Annotated[
+        float | None, Parameter(validator=Number(gte=0, lte=1))
+    ] = None
+    verify: Annotated[int | None, Parameter(validator=Number(gte=2))] = None
+    draft_cost: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0
+
+
+def plan(
+    bundle_or_checkpoint: Path,
+    /,
+    *,
+    options: Options = Options(),
+    device: Device = Device(),
+    drafts: Drafts = Drafts(),
+    memory: str | None = None,
+    chip: str | None = None,
+    json: Json = False,
+) -> None:
+    """Bytes against a machine's memory, the decode speed predicted for each chip, and
+    the compute unit of every operation of a bundle.
+
+    Placement is Core ML's own plan on a Mac, elsewhere a prediction from published
+    rules. The options are those of an export that a checkpoint would have; a bundle has
+    its own. Every predicted time has an interval, and says what no public measurement
+    is like. Exports that are predicted to be faster by more than it are named.
+
+    Example: workbench plan data/tiny-llama --max-seq-len 4096 --memory 16G
+
+    Args:
+        memory: Memory of the target machine, such as 16G; default: this one's.
+        chip: The chip to predict for, such as M1 or M4 Max; default: the speed of every
+            chip, and placement, advice and gains on M4 Max.
+    """
+    path, bundle = bundle_or_checkpoint, None
+    if (path / paths.BUNDLE).exists():
+        bundle = workbench.Bundle.open(path)
+        unread("a checkpoint in place of a bundle", options)
+    else:
+        unread("a bundle", device)
+        paths.check_family(paths.checkpoint(path))
+    _check_drafts(drafts)
+    import psutil
+
+    from workbench import exporter
+    from workbench.ane import chips, placement
+    from workbench.ane import memory as budgets
+
+    placed_on = chip or PLACED_ON
+    generation = chips.generation(placed_on)
+    machine = psutil.virtual_memory().total
+    if memory is not None:
+        machine = budgets.parse_bytes(memory)
+    if bundle:
+        source, chosen = bundle, bundle.manifest.options
+    else:
+        source = opened(path)
+        chosen = exporter.make_options(**asdict(options))
+        exporter.read_plan(source, chosen)  # refuses what the export refuses
+    sizes = budgets.budget(source, chosen) | {"machine": machine}
+    result = budgets.fits(sizes["total"], machine) | {"bytes": sizes}
+    lines, speed = _predicted_speed(source, chosen, drafts, chip)
+    lines = text(result) + lines
+    result |= speed
+    placements, notes = [], []
+    if bundle and not chosen.plugin:
+        placements, notes = _measured_placement(bundle, device)
+        if not placements:
+            placements = placement.predicted_placement(bundle, generation)
+    source_of_units = "predicted"
+    if placements:
+        source_of_units = placements[0].source
+        lines += ["", *placement.lines(placements), *notes]
+    result |= {
+        "source": source_of_units,
+        "chip": placed_on if source_of_units == "predicted" else None,
+        "known": notes,
+        "shards": [placed.json() for placed in placements],
+    }
+    show(result, json, lines)
+
+
+def _check_drafts(drafts: Drafts) -> None:
+    """Refuses half of what a gain needs."""
+    if drafts.draft_acceptance is None:
+        unread(
+            "--draft-acceptance",
+            verify=drafts.verify,
+            draft_cost=drafts.draft_cost or None,
+        )
+    elif drafts.verify is None:
+        raise InputError(
+            "--draft-acceptance",
+            "no --verify",
+            "the tokens of a verification",
+            "add, for three drafts a round, --verify 4",
+        )
+
+
+def _predicted_speed(source, options, drafts: Drafts, chip: str | None):
+    """The predicted times of an export as lines and as JSON: by chip, with what no public
+    measurement is like; faster exports; the gain of speculation."""
+    result = {"chips": [], "predicted_misfit": None, "assumes": None}
+    result |= {"advice": [], "speculation": None}
+    if options.plugin:  # rules and speeds are those of Core ML programs
+        return [], result
+    from workbench.ane import advice, roofline, speculation
+    from workbench.ane.work import call_work
+
+    placed_on = chip or PLACED_ON
+    work = call_work(source, options)
+    speeds = roofline.by_chip(work, chip and [chip])
+    result["chips"] = speeds.to_dict("records")
+    result["predicted_misfit"] = roofline.calibration().median_error
+    result["assumes"] = roofline.describe_fit()
+    table = speeds.drop(columns="extrapolates").to_dict("records")
+    lines = text({"chips": table, "assumes": result["assumes"]})
+    lines += ["", *roofline.describe_extrapolations(speeds)]
+    proposals = advice.advise(work, options, placed_on)
+    result["advice"] = [asdict(proposal) for proposal in proposals]
+    if proposals:
+        lines += ["", "faster by more than the interval"]
+        lines += [f"- {proposal.sentence(placed_on)}" for proposal in proposals]
+    if drafts.draft_acceptance is not None:
+        if drafts.verify > options.t_max:
+            raise InputError(
+                "--verify",
+                f"{drafts.verify} tokens",
+                f"at most {options.t_max}, the most tokens of a call of this export",
+                f"add --tokens 1,{drafts.verify}",
+            )
+        verification = call_work(source, options, drafts.verify)
+        gains = speculation.speculate(
+            work, verification, placed_on, drafts.draft_acceptance, drafts.draft_cost
+        )
+        result["speculation"] = asdict(gains)
+        lines += ["", gains.sentence()]
+    return lines, result
+
+
+def _measured_placement(bundle, device: Device) -> tuple[list, list[str]]:
+    """Core ML's own placement of a bundle's operations, and notes on it; no placement on
+    the portable runtime, and none where Core ML gives no plan."""
+    from workbench import process
+    from workbench.ane import placement
+    from workbench.runtime import resolve
+
+    runtime = resolve(device.runtime)
+    if runtime == "portable":
+        return [], []
+    # in a process of its own, because reading a plan has aborted a process
+    outcome = process.call(
+        placement.plan,
+        bundle.root,
+        bundle.manifest.shards,
+        runtime,
+        device.compute_units,
+    )
+    if outcome.failure:
+        reason = f"Predicted, since Core ML gave no plan: {outcome.failure}"
+        return outcome.value or [], [reason]
+    return outcome.value, []
