@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from workbench import exporter, log, process
+from workbench.ane.work import call_work
 from workbench.bundle import Bundle
 from workbench.check.gates import jsonable
 from workbench.decode import Decoder
@@ -293,6 +294,11 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
         config["gates"] = [gate.json() for gate in result.gates]
         config["price"] = jsonable(result.cost.json())
         row["kl_mean"] = config["price"]["kl"]["mean"]
+    manifest = bundle.manifest
+    has_features = not (manifest.foreign or manifest.options.plugin)
+    if is_device(row["runtime"]) and has_features:
+        # what a table of predictions needs beside the time
+        config["work"] = call_work(bundle, T=run["T"]).json()
     return row, tables
 
 
