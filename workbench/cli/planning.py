@@ -148,7 +148,7 @@ def _predicted_speed(source, options, drafts: Drafts, chip: str | None):
     proposals = advice.advise(work, options, placed_on)
     result["advice"] = [asdict(proposal) for proposal in proposals]
     if proposals:
-        lines += ["", "faster by more than the interval"]
+        lines += ["", "proposed exports"]
         lines += [f"- {proposal.sentence(placed_on)}" for proposal in proposals]
     if drafts.draft_acceptance is not None:
         if drafts.verify > options.t_max:
