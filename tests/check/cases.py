@@ -34,8 +34,9 @@ from workbench import Bundle, Decoder, InputError  # noqa: E402
 from workbench.check import host, interface, program, states, weights  # noqa: E402
 from workbench.check.gates import RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
-from workbench.check.hf import Values  # noqa: E402
+from workbench.check.trace import Trace  # noqa: E402
 from workbench.check.validate import (  # noqa: E402
+    DeviceReference,
     device_gate,
     device_reference,
     measure,
@@ -249,7 +250,7 @@ STEPS = {
     ("weights",): lambda it: [weights.weights_gate(it.bundle, it.checkpoint)],
     ("host",): lambda it: [host.host_gate(it.decoder(), it.checkpoint)],
     ("program",): lambda it: [program.program_gate(it.decoder("exact"), it.checkpoint)],
-    states.STATE_GATES: lambda it: states.state_gates(it.decoder()),
+    tuple(states.STATE_GATES): lambda it: states.state_gates(it.decoder()),
     ("budget",): budget_gates,
     ("device",): device_gates,
 }
@@ -269,13 +270,13 @@ def golden_of_ids(checkpoint: Path, ids: tuple[int, ...]) -> Golden:
 
 
 @lru_cache(maxsize=8)
-def budget_of(bundle: Path, checkpoint: Path) -> Values:
+def budget_of(bundle: Path, checkpoint: Path) -> Trace:
     golden = golden_of(bundle, checkpoint)
     return measure_budget(Bundle.open(bundle), Checkpoint(checkpoint), golden)
 
 
 @lru_cache(maxsize=8)
-def reference_of(bundle: Path, checkpoint: Path) -> Values:
+def reference_of(bundle: Path, checkpoint: Path) -> DeviceReference:
     return device_reference(Bundle.open(bundle), golden_of(bundle, checkpoint))
 
 

@@ -1,5 +1,7 @@
 """Distances against independent formulas, and at the corners where formulas break."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.special import rel_entr, softmax
 
 from workbench.check import compare
+from workbench.check.trace import LayerTrace, Trace
 
 vectors = hnp.arrays(np.float32, 9, elements=st.floats(-100, 100, width=32))
 
@@ -37,14 +40,23 @@ def test_kl_is_scipy_s(a, b):
 
 def test_updates_of_other_experts_are_not_compared():
     """Position 0: the budget picks another expert; without its own choice, a close one."""
-    n = {"update.0": np.ones((3, 8)), "T": np.ones(3)}
-    experts = [np.float32([[a], [1], [1]]) for a in (0, 1)]
-    reference = n | {"expert.0": experts[0], "margin.0": np.float32([[1], [0.01], [1]])}
-    shown = compare.compare(reference, n | {"expert.0": experts[0]}, n | reference)
-    assert not shown["routing_tie"].any()
-    other = n | {"expert.0": experts[1]}
-    rows = compare.compare(reference, n | {"expert.0": experts[0]}, other)
-    assert rows["routing_tie"].tolist() == [True, False, False]
-    rows = compare.compare(reference, n)
-    assert rows["routing_tie"].tolist() == [False, True, False]
+
+    def routed(expert=None, margin=None):
+        """A layer that adds ones."""
+        layer = LayerTrace(np.zeros((3, 8)), np.ones((3, 8)))
+        if expert is not None:
+            layer.expert = np.float32([[expert], [1], [1]])
+        return Trace([replace(layer, margin=margin)], T=np.ones(3, int))
+
+    def ties(*traces):
+        rows = compare.errors(*traces[:2], ["update"])
+        return compare.with_ties(rows, *traces)["routing_tie"]
+
+    reference = routed(0, np.float32([[1], [0.01], [1]]))
+    assert not ties(reference, routed(0), reference).any()
+    found = ties(reference, routed(0), routed(1))
+    assert found.tolist() == [True, False, False]
+    assert ties(reference, routed()).tolist() == [False, True, False]
+    rows = compare.errors(reference, routed(), ["update"])
+    rows = compare.with_ties(rows, reference, routed())
     assert len(compare.compared(rows.assign(mode="isolated"))) == 2

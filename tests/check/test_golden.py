@@ -11,6 +11,7 @@ from tiny import DIMS
 from workbench import Decoder, validate
 from workbench.check import golden
 from workbench.check.golden import Golden
+from workbench.check.trace import parse_name
 from workbench.files import load_arrays, save_arrays
 from workbench.models.checkpoint import Checkpoint
 
@@ -30,7 +31,8 @@ def test_layer_by_layer_equals_the_whole_model(family, exports):
     for layer in range(1, found.layers):
         expected = whole.hidden_states[layer][0].numpy()
         assert np.array_equal(found[f"x.{layer}"], expected)
-    rows = [v for name, v in found.values.items() if name[:2] in ("k.", "v.")]
+    caches = [(layer.k, layer.v) for layer in found.trace.layers]
+    rows = [value for pair in caches for value in pair if value is not None]
     assert rows and {len(value) for value in rows} == {len(IDS)}
 
 
@@ -48,10 +50,12 @@ def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
     def is_kept():
         kept = Golden.of(source, IDS, folder)
         assert kept.source is source and kept.meta == first.meta
-        assert (
-            np.array_equal(kept.ids, IDS) and kept.values.keys() == first.values.keys()
+        assert np.array_equal(kept.ids, IDS)
+        arrays = kept.trace.arrays(), first.trace.arrays()
+        assert arrays[0].keys() == arrays[1].keys()
+        assert all(
+            np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0]
         )
-        assert all(np.array_equal(v, kept[name]) for name, v in first.values.items())
 
     is_kept()
     assert len(made) == 1
@@ -134,7 +138,9 @@ def test_arrays_of_another_form_are_refused_when_a_golden_is_read(
 def test_a_golden_that_is_not_finite_is_never_green(exports, name):
     bundle = exports.bundle("llama")
     whole = golden.make_golden(exports.checkpoint("llama"), IDS)
-    whole.values[name] = np.full_like(whole[name], np.nan)
+    tensor, layer = parse_name(name)
+    owner = whole.trace if layer is None else whole.trace.layers[layer]
+    setattr(owner, tensor, np.full_like(whole[name], np.nan))
     whole.meta["checkpoint"] = bundle.manifest.checkpoint["sha256"]
     with refused(f"{name}.*inf or nan"):
         validate(Decoder(bundle, "portable"), whole)

@@ -3,7 +3,7 @@ import pytest
 import tiny
 
 from workbench.check.golden import make_golden
-from workbench.check.run import run_golden
+from workbench.check.run import trace_bundle
 from workbench.models.checkpoint import Checkpoint
 
 
@@ -12,10 +12,9 @@ def test_layers_within_a_shard_and_choices_of_experts_are_seen(exports):
     path = exports.checkpoint("zaya")
     golden = make_golden(Checkpoint(path), [3, 1, 4, 1, 5])
     decoder = exports.decoder(path, layers_per_shard=2)
-    values, chained = run_golden(decoder, golden, (2, "isolated"), (2, "chained"))
-    own = {name for name in golden.values if name.startswith(("update.", "expert."))}
-    assert own <= values.keys()
-    for name in own:
-        assert tiny.relative(values[name], golden[name]) < 1e-5, name
-    added = chained["hidden.2"] - chained["hidden.1"]
-    assert np.array_equal(chained["update.2"], added)
+    isolated, chained = trace_bundle(decoder, golden, (2, "isolated"), (2, "chained"))
+    for found, expected in zip(isolated.layers, golden.trace.layers, strict=True):
+        assert tiny.relative(found.update, expected.update) < 1e-5
+        assert np.array_equal(found.expert, expected.expert)
+    added = chained.layers[2].hidden - chained.layers[1].hidden
+    assert np.array_equal(chained.layers[2].update, added)

@@ -10,7 +10,8 @@ from tiny import prompt
 
 from workbench.check import stream
 from workbench.check.golden import make_golden
-from workbench.check.hf import updates, whole_model
+from workbench.check.hf import whole_model
+from workbench.check.trace import LayerTrace, Trace
 from workbench.models.checkpoint import Checkpoint
 
 N, C, LAYERS = 48, 64, 5
@@ -21,23 +22,17 @@ def recorded(sink_position: int | None, seed: int = 0):
     """Values of five layers that add small updates; the second one writes `SINK` into channel 7 of
     one token, the third takes 9 of it away, the fourth the rest."""
     rng = np.random.default_rng(seed)
-    values, x = {}, 0.02 * rng.standard_normal((N, C)).astype(np.float32)
+    layers, x = [], 0.02 * rng.standard_normal((N, C)).astype(np.float32)
     for layer in range(LAYERS):
         added = 0.02 * rng.standard_normal((N, C)).astype(np.float32)
         if sink_position is not None and layer in (1, 3):
             added[sink_position, 7] += SINK if layer == 1 else -SINK
         if sink_position is not None and layer == 2:
             added[sink_position, 7] -= 9  # about half a step of fp16
-        values |= {f"x.{layer}": x, f"hidden.{layer}": x + added}
+        layers.append(LayerTrace(x, x + added))
         x = x + added
-    values |= updates(values)
     tokens = [f"t{i}" for i in range(N)]
-
-    class Recorded(SimpleNamespace):
-        def __getitem__(self, name):
-            return self.values[name]
-
-    return Recorded(values=values, layers=LAYERS, tokens=tokens, ids=np.arange(N))
+    return SimpleNamespace(trace=Trace(layers), tokens=tokens)
 
 
 def attended(position: int | None) -> pd.DataFrame:
@@ -80,7 +75,8 @@ def test_a_bundle_that_holds_the_stream_scaled_has_the_steps_of_the_scaled_value
     behind = plain["layer"].eq(1) & plain["position"].eq(0)
     assert (plain[behind]["step"] == 16).all() and (scaled[behind]["step"] == 16).all()
     overflowing = recorded(0)
-    overflowing.values = {name: 4 * x for name, x in overflowing.values.items()}
+    for layer in overflowing.trace.layers:
+        layer.x, layer.hidden = 4 * layer.x, 4 * layer.hidden
     moved = [stream.stream_sizes(overflowing, s)["update_moved"] for s in (1.0, 8.0)]
     assert not np.isfinite(moved[0]).all() and np.isfinite(moved[1]).all()
 

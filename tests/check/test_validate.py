@@ -19,7 +19,7 @@ from workbench import Decoder
 from workbench.check import gates, golden, states
 from workbench.check import validate as validation
 from workbench.check.compare import compared, furthest
-from workbench.check.run import run_golden
+from workbench.check.run import trace_bundle
 from workbench.check.validate import (
     BUG_GATES,
     Validation,
@@ -125,7 +125,7 @@ def test_a_golden_of_another_checkpoint_is_refused(
     decoder = Decoder(llama_bundle, "portable")
     for ask in (
         lambda: validate(decoder, other, (1,)),
-        lambda: run_golden(decoder, other, (1, "isolated")),
+        lambda: trace_bundle(decoder, other, (1, "isolated")),
         lambda: error.split_error(tiny_llama, llama_bundle, [], reference=other),
     ):
         with refused("golden's checkpoint: found 000000000000"):
@@ -339,13 +339,16 @@ def test_a_reference_is_made_once_for_a_bundle_and_a_golden_s_values(
     assert device_reference(llama_bundle, saved, alone=True) is None
     first = device_reference(llama_bundle, saved)
     with monkeypatch.context() as patch:
-        patch.setattr(validation, "device_values", None)
+        patch.setattr(validation, "trace_device", None)
         again = device_reference(llama_bundle, saved, alone=True)
-    assert again.keys() == first.keys()
-    scaled = saved.values | {"x.0": 2 * saved["x.0"]}
-    for other in (replace(saved, ids=saved.ids[::-1]), replace(saved, values=scaled)):
+    assert again.arrays().keys() == first.arrays().keys()
+    layers = saved.trace.layers
+    doubled = [replace(layers[0], x=2 * layers[0].x), *layers[1:]]
+    scaled = replace(saved.trace, layers=doubled)
+    for other in (replace(saved, ids=saved.ids[::-1]), replace(saved, trace=scaled)):
         other.save(saved.file)
         assert device_reference(llama_bundle, other, alone=True) is None
     (file,) = tmp_path.glob("*.reference.safetensors")
     file.write_bytes(b"nonsense")
-    assert device_reference(llama_bundle, saved).keys() == first.keys()
+    found = device_reference(llama_bundle, saved)
+    assert found.arrays().keys() == first.arrays().keys()

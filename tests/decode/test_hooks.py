@@ -77,4 +77,4 @@ def test_core_ml_has_no_hooks_and_says_so(shimmed, llama_bundle, llama_golden):
     for look in (LOOKS["ranges"], LOOKS["profile"]):
         with refused("runtime coreml.*portable"):
             look(decoder, None)
-    run.run_golden(decoder, llama_golden, (2, "isolated"))  # sees what Core ML shows
+    run.trace_bundle(decoder, llama_golden, (2, "isolated"))  # sees what Core ML shows

@@ -34,7 +34,7 @@ from workbench.bundle import (
 from workbench.bundle.foreign import TOKENS, Foreign, Function, Part, caches
 from workbench.bundle.names import IDS, LOGITS
 from workbench.check import compare, hf
-from workbench.check.program import value_name
+from workbench.check.program import state_rows
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.exporter import versions, write_embedding
@@ -300,13 +300,13 @@ def match_caches(
     from scipy.optimize import linear_sum_assignment
 
     token = manifest.dims.V // 2
-    values = hf.Reference(checkpoint).run([token], head=False)
+    trace = hf.trace_reference(checkpoint, None, [token], head=False)
     decoder = Decoder(Bundle(root, manifest), "portable", "exact")
     decoder.decode_one_token(token)
     (state,), (shard,) = decoder.seqs.states, manifest.shards
     names, entries = zip(*shard.states.items())
     rows = [state.read(name)[0, :, 0] for name in names]
-    expected = [values[value_name(name)] for name in names]
+    expected = [state_rows(trace, name) for name in names]
     errors = [[compare.relative_rms(e, row) for row in rows] for e in expected]
     errors = np.nan_to_num(errors, nan=1e9, posinf=1e9)
     nearest = linear_sum_assignment(errors)

@@ -1,6 +1,6 @@
-"""Distances between arrays, whose last axis is the vector that is compared, and one
-table for every comparison of values with a reference and with what rounding alone would
-make of it."""
+"""Distances between arrays, whose last axis is the vector that is compared, and the
+one table in which every comparison of two traces stands: `errors`, to which
+`with_tolerance` and `with_similarity` add columns."""
 
 import hashlib
 import math
@@ -10,14 +10,16 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.check.hf import Values
+from workbench.check.trace import Trace
 
 BLOCK = 1 << 18  # numbers that are compared at a time
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
 NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 SHOWN = ("hidden", "update", "k", "v", "logits")
-# (distance to the moved reference, size of the reference) → how far rounding may move
-Room = Callable[[np.ndarray, np.ndarray], np.ndarray]
+OF_LAYERS = ("expert", "hidden", "router", "k", "v")
+# (RMS distance of the perturbed reference from the reference, RMS of the reference) →
+# the RMS distance that an actual value may have
+Tolerance = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def rms(reference: np.ndarray, actual: np.ndarray | None = None) -> np.ndarray:
@@ -101,82 +103,181 @@ def digests(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(b"".join(hashes), dtype=np.int64)
 
 
-def compare(
-    reference: Values,
-    actual: Values,
-    moved: Values | None = None,
-    *,
-    room: Room = lambda apart, size: np.hypot(apart, HALF_ULP * size),
-    sizes: Values | None = None,
-    tensors: Sequence[str] = SHOWN,
-    similar: bool = True,
-) -> pd.DataFrame:
-    """One row for each position of the `tensors` that both have: tensor, layer (−1:
-    logits), position and T of `actual`; relative RMS `error`.
+def rounding_tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """The rounding of a result to fp16 beside the perturbation of the reference."""
+    return np.hypot(distance, HALF_ULP * size)
 
-    A value with fewer rows than its reference has the last ones, as a ring does.
+
+def errors(
+    reference: Trace,
+    actual: Trace,
+    tensors: Sequence[str] = SHOWN,
+    *,
+    update_sizes: Sequence[np.ndarray] | None = None,
+) -> pd.DataFrame:
+    """One row for each position of every tensor that both traces have.
+
+    An actual array with fewer rows than its reference has the last ones, as a ring
+    does.
 
     Args:
-        moved: the reference after the rounding that is allowed. `budget` is its relative
-            RMS distance from the reference, and `ratio` the error over the `room`; both
-            are null where it lacks a value.
-        room: by default what moves the reference, and the rounding of a result to fp16.
-        sizes: magnitudes [n] that a value's relative figures refer to where they are
-            larger than its RMS.
-        similar: also the figures of `similarity`, and `digest` (see `digests`).
+        tensors: fields of `LayerTrace`, `update`, and `logits`.
+        update_sizes: by layer the least magnitudes [n] to which the error of an update
+            is relative.
 
-    `routing_tie` is true where an update may be another expert's: where `moved` picked
-    another one than the reference, or the reference's choice was close and `actual` does
-    not show its own. No gate compares these.
+    Returns:
+        Columns tensor, layer (null: logits), position, T of `actual`; `distance`, the
+        RMS of actual − reference; `size`, the RMS of the reference; `error`, the
+        distance over the size; `budget` and `ratio`, null (see `with_tolerance`).
     """
-    moved = moved or {}
-    sizes = sizes or {}
     parts = []
-    for name, values in actual.items():
-        tensor, _, layer = name.partition(".")
-        if tensor not in tensors or name not in reference:
+    for tensor, layer in _fields(tensors, len(actual.layers)):
+        value = actual.value(tensor, layer)
+        expected = None
+        if value is not None:
+            expected = _reference_value(reference, tensor, layer)
+        if expected is None:
             continue
-        positions = np.arange(len(reference[name]))[-len(values) :]
-        for block in blocks(values):
-            rows, own = positions[block], np.float64(values[block])
-            expected = np.float64(reference[name][rows])
-            error = rms(expected, own)
-            size = rms(expected)
-            if name in sizes:
-                size = np.maximum(size, sizes[name][rows])
-            part = {
-                "tensor": tensor,
-                "layer": int(layer or -1),
-                "position": rows,
-                "T": actual["T"][-len(values) :][block],
-                "error": over(error, size),
-                "budget": np.nan,
-                "ratio": np.nan,
-                "routing_tie": False,
-            }
-            if name in moved:
-                apart = rms(expected, moved[name][rows])
-                ratio = over(error, room(apart, size))
-                part["budget"] = over(apart, size)
-                part["ratio"] = np.nan_to_num(ratio, nan=np.inf)
-            if tensor == "update" and f"expert.{layer}" in reference:
-                part["routing_tie"] = _ties(reference, actual, moved, layer)[rows]
-            if similar:
-                part |= similarity(expected, own)
-                part["digest"] = digests(values[block])
-            part = {key: np.broadcast_to(x, len(rows)) for key, x in part.items()}
-            parts.append(part)
-    names = parts[0] if parts else ()
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in names}
-    return pd.DataFrame(columns)
+        positions = np.arange(len(expected))[-len(value) :]
+        least = None
+        if tensor == "update" and update_sizes is not None:
+            least = update_sizes[layer][positions]
+        columns = {"tensor": tensor, "position": positions}
+        columns["T"] = actual.T[-len(value) :]
+        columns |= vector_errors(expected[positions], value, least)
+        part = pd.DataFrame(columns)
+        part.insert(1, "layer", pd.array([layer] * len(value), "Int64"))
+        parts.append(part)
+    if not parts:  # programs of another exporter may show states alone
+        return pd.DataFrame()
+    return pd.concat(parts, ignore_index=True)
 
 
-def _ties(reference: Values, actual: Values, moved: Values, layer: str) -> np.ndarray:
-    """`routing_tie` [n] of a layer with experts."""
-    name = f"expert.{layer}"
-    if name not in actual:
-        return reference[f"margin.{layer}"][:, 0] < NEAR_TIE
-    return (moved.get(name, reference[name]) != reference[name])[:, 0]
+def _fields(tensors: Sequence[str], L: int) -> Iterator[tuple[str, int | None]]:
+    """The (tensor, layer) of each array in the order of the rows of `errors`."""
+    for layer in range(L):
+        yield from ((tensor, layer) for tensor in OF_LAYERS if tensor in tensors)
+    if "logits" in tensors:
+        yield "logits", None
+    if "update" in tensors:
+        yield from (("update", layer) for layer in range(L))
+
+
+def _reference_value(
+    reference: Trace, tensor: str, layer: int | None
+) -> np.ndarray | None:
+    """A field of the reference, which may have fewer layers."""
+    if layer is not None and layer >= len(reference.layers):
+        return None
+    return reference.value(tensor, layer)
+
+
+def vector_errors(
+    expected: np.ndarray, actual: np.ndarray, least_size: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """`distance`, `size`, `error`, `budget` and `ratio` of `errors` for the rows of two
+    arrays [n, W]; `least_size` [n]: the least magnitude to which an error is
+    relative."""
+    size = distances(expected)
+    if least_size is not None:
+        size = np.maximum(size, least_size)
+    distance = distances(expected, actual)
+    unknown = np.full(len(actual), np.nan)
+    return {
+        "distance": distance,
+        "size": size,
+        "error": over(distance, size),
+        "budget": unknown,
+        "ratio": unknown,
+    }
+
+
+def distances(expected: np.ndarray, actual: np.ndarray | None = None) -> np.ndarray:
+    """`rms` along the last axis of arrays [n, W], some rows at a time: [n]."""
+    parts = []
+    for rows in blocks(expected):
+        parts.append(rms(expected[rows], None if actual is None else actual[rows]))
+    return np.concatenate(parts)
+
+
+def with_tolerance(
+    rows: pd.DataFrame,
+    reference: Trace,
+    perturbed: Trace,
+    tolerance: Tolerance = rounding_tolerance,
+) -> pd.DataFrame:
+    """Rows of `errors` with their `budget`, the relative distance of the `perturbed`
+    reference from the reference, and their `ratio`, the distance over the tolerance;
+    both stay null where `perturbed` lacks an array."""
+    budget, ratio = (rows[name].to_numpy(copy=True) for name in ("budget", "ratio"))
+    for tensor, layer, at in _groups(rows):
+        value = _reference_value(perturbed, tensor, layer)
+        if value is None:
+            continue
+        positions = rows["position"].to_numpy()[at]
+        expected = reference.value(tensor, layer)[positions]
+        distance, size = (rows[name].to_numpy()[at] for name in ("distance", "size"))
+        budget[at], ratio[at] = budget_and_ratio(
+            distance, size, distances(expected, value[positions]), tolerance
+        )
+    return rows.assign(budget=budget, ratio=ratio)
+
+
+def budget_and_ratio(
+    distance: np.ndarray, size: np.ndarray, perturbed: np.ndarray, tolerance: Tolerance
+) -> tuple[np.ndarray, np.ndarray]:
+    """`budget` and `ratio` of `with_tolerance` from distances [n] of the actual values
+    and of the perturbed reference, and from sizes [n]. What is no number is far."""
+    ratio = over(distance, tolerance(perturbed, size))
+    return over(perturbed, size), np.nan_to_num(ratio, nan=np.inf)
+
+
+def with_similarity(
+    rows: pd.DataFrame, reference: Trace, actual: Trace
+) -> pd.DataFrame:
+    """Rows of `errors` with the figures of `similarity`, and `digest` (see
+    `digests`)."""
+    parts = []
+    for tensor, layer, at in _groups(rows):
+        value = actual.value(tensor, layer)
+        expected = reference.value(tensor, layer)[-len(value) :]
+        for block in blocks(value):
+            part = similarity(expected[block], value[block])
+            part["digest"] = digests(value[block])
+            parts.append(pd.DataFrame(part, rows.index[at[block]]))
+    return pd.concat([rows, pd.concat(parts)], axis=1) if parts else rows
+
+
+def with_ties(
+    rows: pd.DataFrame, reference: Trace, actual: Trace, perturbed: Trace | None = None
+) -> pd.DataFrame:
+    """Rows of `errors` with `routing_tie`: whether an update may be another expert's.
+
+    It is where `perturbed` chose another expert than the reference, or, where `actual`
+    does not show its own choice, where the reference's was close. No gate compares
+    these."""
+    ties = np.zeros(len(rows), bool)
+    for tensor, layer, at in _groups(rows):
+        values = reference.value("expert", layer) if layer is not None else None
+        if tensor != "update" or values is None:
+            continue
+        if actual.layers[layer].expert is None:
+            tied = reference.layers[layer].margin[:, 0] < NEAR_TIE
+        else:
+            other = perturbed and perturbed.layers[layer].expert
+            tied = (values if other is None else other)[:, 0] != values[:, 0]
+        ties[at] = tied[rows["position"].to_numpy()[at]]
+    return rows.assign(routing_tie=ties)
+
+
+def _groups(rows: pd.DataFrame) -> Iterator[tuple[str, int | None, np.ndarray]]:
+    """The tensor, the layer, and the places [m] in the table of each array's rows."""
+    if rows.empty:
+        return
+    keys = [rows["tensor"], rows["layer"]]
+    places = pd.Series(np.arange(len(rows)), rows.index)
+    for (tensor, layer), part in places.groupby(keys, dropna=False, sort=False):
+        yield tensor, None if pd.isna(layer) else int(layer), part.to_numpy()
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
@@ -186,9 +287,10 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def furthest(rows: pd.DataFrame) -> dict:
-    """layer, T and tensor of a table of `compare` where the RMS over positions of
+    """layer, T and tensor of a table of `errors` where the RMS over positions of
     `ratio` is largest, and that `ratio`; a null is infinite."""
     squares = rows["ratio"].fillna(np.inf) ** 2
-    means = squares.groupby([rows[name] for name in ("layer", "T", "tensor")]).mean()
+    keys = [rows[name] for name in ("layer", "T", "tensor")]
+    means = squares.groupby(keys, dropna=False).mean()
     ratios = (means**0.5).sort_values(ascending=False).reset_index()
     return ratios.iloc[0].to_dict()

@@ -16,32 +16,36 @@ from safetensors import SafetensorError
 from workbench import paths
 from workbench.bundle import Bundle
 from workbench.bundle.names import EMBEDDING
-from workbench.check.hf import Reference, Values, Weights, updates
+from workbench.check.hf import Weights, trace_reference
 from workbench.check.text import default_ids
+from workbench.check.trace import STORED, Arrays, Trace, parse_name
 from workbench.decode.transcript import token_labels
 from workbench.errors import InputError
 from workbench.files import load_arrays, output_root, save_arrays
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import constants
 
-# what a golden may also have of a layer
-PER_LAYER = "x", "hidden", "k", "v", "router", "expert", "margin"
 VERDICT_HASH = "verdict_sha256"  # in `Golden.meta`
 FORMAT = 2  # of the stored file: raised when `make_golden` changes
 
 
 @dataclass(frozen=True)
 class Golden:
-    """`values` of Hugging Face's model for token ids `ids` [n]: see `Reference.run`;
-    `golden["k.3"]` is one of them.
+    """The trace of Hugging Face's model over token ids; `golden["k.3"]` and
+    `golden["update.3"]` are arrays of it by their names in files.
 
-    `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity),
-    transformers (version), and `VERDICT_HASH` where it was written for a bundle.
-    `source`: the checkpoint, with which `validate` runs the gates
-    that need it; `file`: where the golden is stored."""
+    Attributes:
+        ids: [n].
+        trace: see `Reference.run`.
+        meta: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity),
+            transformers (version), and `VERDICT_HASH` where it was written for a
+            bundle.
+        source: the checkpoint, with which `validate` runs the gates that need it.
+        file: where the golden is stored.
+    """
 
     ids: np.ndarray
-    values: Values
+    trace: Trace
     meta: dict[str, str]
     source: Checkpoint | None = None
     file: Path | None = None
@@ -89,17 +93,20 @@ class Golden:
 
     @property
     def layers(self) -> int:
-        return sum(name.startswith("x.") for name in self.values)
+        """How many layers the model has."""
+        return len(self.trace.layers)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self.values[name]
+        value = self.trace.value(*parse_name(name))
+        if value is None:
+            raise KeyError(name)
+        return value
 
     def save(self, path: str | Path) -> Path:
         """Writes one safetensors file, whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = {n: x for n, x in self.values.items() if not n.startswith("update.")}
-        arrays = kept | {"ids": self.ids}
+        arrays = self.trace.arrays() | {"ids": self.ids}
         save_arrays(path, arrays, {"workbench-golden": json.dumps(self.meta)})
         return path
 
@@ -110,9 +117,9 @@ class Golden:
         if not Path(path).is_file():
             raise InputError(subject, "no such file", "a golden store", step)
         try:
-            values, metadata = load_arrays(path)
+            arrays, metadata = load_arrays(path)
             meta = json.loads(metadata["workbench-golden"])
-            ids = values.pop("ids")
+            ids = arrays.pop("ids")
             if not isinstance(meta["checkpoint"], str):
                 raise TypeError
         except InputError:  # no regular file
@@ -121,47 +128,52 @@ class Golden:
             actual = f"no golden ({type(problem).__name__})"
             needed = "a file that workbench golden wrote"
             raise InputError(subject, actual, needed, step) from None
-        if fault := first_fault(ids, values):
+        if fault := first_fault(ids, arrays):
             raise InputError(subject, *fault, step)
-        return cls(ids, values | updates(values), meta, file=Path(path))
+        trace = Trace.from_arrays(arrays, count_layers(arrays))
+        return cls(ids, trace, meta, file=Path(path))
+
+
+def count_layers(arrays: Arrays) -> int:
+    """How many layers have an input among the arrays of a golden."""
+    return sum(bool(re.fullmatch(r"x\.\d{1,9}", name)) for name in arrays)
 
 
 def first_fault(
-    ids: np.ndarray, values: Values, head: bool = True
+    ids: np.ndarray, arrays: Arrays, head: bool = True
 ) -> tuple[str, str] | None:
     """The first fault of a golden's arrays, and what they should be; None if they have
-    the form in which Hugging Face's model gives them: token ids of the vocabulary, of
-    every layer its input and output and both rows of its cache or neither, with a
-    `head` the logits, one row for each id, and finite numbers alone."""
+    the form of a trace of Hugging Face's model: token ids of the vocabulary; for every
+    layer its input, its output, and the rows of both caches or of neither; with a
+    `head`, the logits; one row for each id, and finite numbers alone."""
     if ids.dtype.kind not in "iu" or ids.ndim != 1 or not len(ids):
         return f"ids {ids.dtype} {[*ids.shape]}", "token ids, whole numbers [n]"
-    layers = {int(n[2:]) for n in values if re.fullmatch(r"x\.\d{1,9}", n)}
-    L = max(len(layers), 1)
+    L = max(count_layers(arrays), 1)
     names = {f"{name}.{layer}" for name in ("x", "hidden") for layer in range(L)}
     if head:
         names.add("logits")
     for layer in range(L):
-        if values.keys() & {f"k.{layer}", f"v.{layer}"}:
+        if arrays.keys() & {f"k.{layer}", f"v.{layer}"}:
             names |= {f"k.{layer}", f"v.{layer}"}
-    others = {f"{name}.{i}" for name in PER_LAYER for i in range(L)} | {"normed"}
-    if missing := names - values.keys():
+    others = {f"{name}.{i}" for name in STORED for i in range(L)} | {"normed"}
+    if missing := names - arrays.keys():
         return (
             f"no {min(missing)!r}",
             f"{', '.join(sorted(names)[:4])} … of every layer",
         )
-    if more := values.keys() - names - others:
+    if more := arrays.keys() - names - others:
         return f"an array {min(more)!r}", "the arrays of its layers alone"
-    for name, value in values.items():
+    for name, value in arrays.items():
         form = f"{name!r} {value.dtype} {[*value.shape]}"
         if value.dtype.kind != "f" or value.ndim != 2 or len(value) != len(ids):
             return form, f"numbers [{len(ids)}, width], a row for each id"
         wide = name.startswith(("x.", "hidden."))
-        if wide and value.shape != values["x.0"].shape:
-            return form, f"the shape {[*values['x.0'].shape]} of x.0"
+        if wide and value.shape != arrays["x.0"].shape:
+            return form, f"the shape {[*arrays['x.0'].shape]} of x.0"
         if not np.isfinite(value).all():
             row = int(np.flatnonzero(~np.isfinite(value).all(-1))[0])
             return f"{name!r}: inf or nan in row {row}", "finite numbers"
-    V = values["logits"].shape[1] if head else 1 << 31
+    V = arrays["logits"].shape[1] if head else 1 << 31
     if ids.min() < 0 or ids.max() >= V:
         return f"ids from {ids.min()} to {ids.max()}", f"ids from 0 to {V - 1}"
     return None
@@ -188,14 +200,14 @@ def check_fits(golden: Golden, bundle: Bundle) -> None:
     max_seq_len."""
     check_exported_from(golden, bundle)
     subject = f"golden {golden.file or ''}".strip()
-    values = {n: x for n, x in golden.values.items() if not n.startswith("update.")}
+    arrays = golden.trace.arrays()
     step = "run: workbench golden CHECKPOINT"
-    head = "logits" in values
-    if fault := first_fault(golden.ids, values, head):
+    head = "logits" in arrays
+    if fault := first_fault(golden.ids, arrays, head):
         raise InputError(subject, *fault, step)
     dims = bundle.manifest.dims
-    V = values["logits"].shape[1] if head else dims.V
-    found = golden.layers, values["x.0"].shape[1], V
+    V = arrays["logits"].shape[1] if head else dims.V
+    found = golden.layers, arrays["x.0"].shape[1], V
     if found != (dims.L, dims.C, dims.V):
         needed = f"those of the bundle, {(dims.L, dims.C, dims.V)}"
         raise InputError(subject, f"layers, width, vocabulary {found}", needed, step)
@@ -206,42 +218,65 @@ def check_fits(golden: Golden, bundle: Bundle) -> None:
         raise InputError("golden", f"{n} tokens", f"at most max_seq_len = {S}", step)
 
 
+@dataclass(frozen=True)
+class StoredWeights:
+    """Reads checkpoint tensors as a bundle stores them, decompressed.
+
+    Attributes:
+        slices: the stored values of each tensor, in the order of their rows.
+        offsets: what was added to a tensor before it was stored (Gemma's 1 + γ), which
+            is subtracted again.
+        half: whether matrices stay in the dtype in which they are stored, which holds
+            them exactly; they are float32 otherwise.
+    """
+
+    checkpoint: Checkpoint
+    slices: dict[str, list[torch.Tensor]]
+    offsets: dict[str, float]
+    half: bool
+
+    @property
+    def embedding(self) -> torch.Tensor | None:
+        """The table [V, C] in which packages look tokens up; None where the host
+        does."""
+        return self.slices[EMBEDDING][0] if EMBEDDING in self.slices else None
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """A tensor by its name in the checkpoint; one that no shard stores as such is
+        the checkpoint's, rounded to fp16."""
+        shape = self.checkpoint.shape(name)
+        if name not in self.slices:
+            return self.checkpoint.tensor(name).half().float()
+        rows = [part.reshape(-1, *shape[1:]) for part in self.slices[name]]
+        if rows[0].numel() == np.prod(shape):
+            # every slice of a head has the whole final norm
+            value = rows[0].reshape(shape)
+        else:
+            value = torch.cat(rows)
+        if offset := self.offsets.get(name):
+            return value.float() - offset
+        return value if self.half else value.float()
+
+
 def stored_weights(
     checkpoint: Checkpoint, bundle: Bundle, *, half: bool = False
-) -> Weights:
-    """The values `bundle` stores, decompressed, as float32; tensors its shards do not
-    hold as such are the fp16-rounded ones.
+) -> StoredWeights:
+    """The weights of a bundle; see `StoredWeights` for `half`.
 
-    A weight stored with an offset (Gemma's 1 + γ) is handed back without it. `half`:
-    matrices stay in the dtype in which they are stored, which holds them exactly. The
-    reader's `embedding` is the table [V, C] that packages look tokens up in, None where
-    the host does.
+    Raises:
+        InputError: a bundle that was exported from another checkpoint.
     """
     check_exported_from(checkpoint, bundle)
     slices: dict[str, list[torch.Tensor]] = {}
     offsets: dict[str, float] = {}
     for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
-        constant_of = constants(bundle, shard) if shard.weights else None
         offsets |= shard.offsets
+        if not shard.weights:
+            continue
+        constant_of = constants(bundle, shard)
         for tensor, constant in shard.weights.items():
             slices.setdefault(tensor, []).append(constant_of(constant))
-
-    def read(name: str) -> torch.Tensor:
-        shape = checkpoint.shape(name)
-        if name not in slices:
-            return checkpoint.tensor(name).half().float()
-        rows = [part.reshape(-1, *shape[1:]) for part in slices[name]]
-        if rows[0].numel() == np.prod(shape):
-            # every head slice has the whole final norm
-            value = rows[0].reshape(shape)
-        else:
-            value = torch.cat(rows)
-        if offset := offsets.get(name):
-            return value.float() - offset
-        return value if half else value.float()
-
-    read.embedding = slices[EMBEDDING][0] if EMBEDDING in slices else None
-    return read
+    return StoredWeights(checkpoint, slices, offsets, half)
 
 
 def make_golden(
@@ -249,15 +284,15 @@ def make_golden(
     ids: Sequence[int],
     weights: Weights | None = None,
     label: str = "source",
-    **how,
+    **options,
 ) -> Golden:
-    """Runs Hugging Face's model over `ids` [n] with `weights` (default: the
-    checkpoint's own); `how`: keywords of `Reference.run`.
+    """The golden of Hugging Face's model over `ids` [n] with `weights` (default: the
+    checkpoint's own). `label` names the weights; `options`: see `trace_reference`.
 
     Peak memory is one layer and one slice of the head, in float32."""
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
-    values = Reference(checkpoint, weights).run(ids, **how)
+    trace = trace_reference(checkpoint, weights, ids, **options)
     meta = {"checkpoint": checkpoint.sha256, "weights": label}
     meta |= {"transformers": version("transformers")}
-    return Golden(np.array(ids, np.int64), values, meta)
+    return Golden(np.array(ids, np.int64), trace, meta)

@@ -14,14 +14,17 @@ from torch import nn
 from torch.func import functional_call
 
 from miltorch.quiet import no_progress
+from workbench.check.trace import Trace
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.models.checkpoint import LOCAL, Checkpoint
 
-Values = dict[str, np.ndarray]  # "k.3" → [n, W], float32: one row for each position
-Weights = Callable[[str], torch.Tensor]  # name in the checkpoint → values
-Perturb = Callable[[torch.Tensor], torch.Tensor]  # what enters a layer → what it reads
-HEAD_ROWS = 4096  # of the head that are float32 at a time
+# The name of a tensor in the checkpoint → its values. A reader may have an attribute
+# `embedding`, the table [V, C] in which packages look tokens up.
+Weights = Callable[[str], torch.Tensor]
+# What enters a layer [.., n, C] → what the layer reads in its place.
+Perturb = Callable[[torch.Tensor], torch.Tensor]
+HEAD_ROWS = 4096  # rows of the head that are float32 at a time
 
 
 class Layer(nn.Module):
@@ -34,34 +37,39 @@ class Layer(nn.Module):
         self.reference = reference
         for module in layer.modules():
             if hasattr(module, "balancing_biases"):
-                module.register_forward_hook(self.note_choice)
+                module.register_forward_hook(self.record_choice)
 
     def __getattr__(self, name: str):
         try:
             return super().__getattr__(name)
-        except AttributeError:  # what transformers asks of its own layer
+        except AttributeError:  # transformers reads attributes of its own layer
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, *args, **kwargs):
         args = args or (kwargs.pop("hidden_states"),)
-        args = self.reference.entering(self.index, args)
+        args = self.reference.replace_inputs(self.index, args)
         read = self.reference.reader(f"layers.{self.index}.")
         weights = {name: read(name).float() for name in self.layer.state_dict()}
         output = functional_call(self.layer, weights, args, kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
-        self.note(x=args[0], **dict(zip(("hidden", "router"), outputs)))
+        self.record(x=args[0], **dict(zip(("hidden", "router"), outputs)))
         return output
 
-    def note_choice(self, module, args, output) -> None:
-        """Keeps the class of each token and its score less the second best."""
+    def record_choice(self, module, args, output) -> None:
+        """Hook of a router: records the expert of each token, and its score less the
+        second best."""
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
         best, second = scores.topk(2, -1).values.unbind(-1)
-        self.note(expert=scores.argmax(-1), margin=best - second)
+        self.record(expert=scores.argmax(-1), margin=best - second)
 
-    def note(self, **values: torch.Tensor | None) -> None:
-        for name, value in values.items():
-            if value is not None and self.reference.seen is not None:
-                self.reference.seen[f"{name}.{self.index}"] = value
+    def record(self, **tensors: torch.Tensor | None) -> None:
+        """Sets fields of this layer's record, where a trace is being made."""
+        trace = self.reference.trace
+        if trace is None:
+            return
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                setattr(trace.layers[self.index], name, self.reference.rows(tensor))
 
 
 class Reference:
@@ -70,7 +78,8 @@ class Reference:
     Args:
         weights: the checkpoint's own by default; others are the matrices of a bundle,
             whose embeddings are rounded to fp16.
-        model: what runs (default: `empty_model` of the checkpoint's configuration).
+        model: the module that runs (default: `empty_model` of the checkpoint's
+            configuration).
     """
 
     def __init__(
@@ -87,23 +96,33 @@ class Reference:
         self.base.embed_tokens.padding_idx = None
         for i, layer in enumerate(self.base.layers):
             self.base.layers[i] = Layer(layer, i, self)
-        self.fed: dict[str, torch.Tensor] = {}  # in place of what layers hand on
+        self.feed: Trace | None = None  # inputs of layers during `run`
         self.perturb: Perturb | None = None
-        # what entered and left layers; None where nothing is kept
-        self.seen: dict[str, torch.Tensor] | None = None
+        self.trace: Trace | None = None  # the trace that `run` makes
+        self.count = 0  # its positions
         norm = getattr(self.base, "norm", None) or self.base.embedding_norm
         L = len(self.base.layers)
-        norm.register_forward_pre_hook(lambda norm, args: self.entering(L, args))
+        norm.register_forward_pre_hook(lambda norm, args: self.replace_inputs(L, args))
 
-    def entering(self, index: int, args: tuple) -> tuple:
-        """What a layer, or the final norm behind the last one, reads in place of
-        `args`."""
-        names = [f"x.{index}"]
-        if index < len(self.base.layers):
-            names.append(f"router.{index - 1}")
-        fed = [self.fed[name] for name in names if name in self.fed]
-        x, *rest = *fed, *args[len(fed) :]
-        return self.perturb(x) if self.perturb else x, *rest
+    def replace_inputs(self, index: int, args: tuple) -> tuple:
+        """The arguments that layer `index` reads in place of `args`, or the final norm,
+        whose index follows the last layer's."""
+        x, *others = args
+        if self.feed is not None:
+            fed, router = self.feed.final_input, None
+            if index < len(self.base.layers):
+                fed = self.feed.layers[index].x
+                # a router's state comes from the layer before
+                router = self.feed.layers[index - 1].router if index else None
+            if fed is not None:
+                x = torch.from_numpy(fed)[None]
+            if router is not None:
+                others[:1] = [torch.from_numpy(router)[None]]
+        return self.perturb(x) if self.perturb else x, *others
+
+    def rows(self, tensor: torch.Tensor) -> np.ndarray:
+        """A tensor [1, n, …] as rows [n, W] in float32."""
+        return tensor.reshape(self.count, -1).float().numpy().copy()
 
     def reader(self, prefix: str) -> Weights:
         read = self.weights or self.checkpoint.tensor
@@ -115,35 +134,35 @@ class Reference:
         ids: Sequence[int],
         cache=None,
         *,
-        feed: Values | None = None,
+        feed: Trace | None = None,
         perturb: Perturb | None = None,
         head: bool = True,
-    ) -> Values:
-        """The values of `ids` [n] behind what `cache` holds: by layer `x`, `hidden`,
-        the `update` between them, `k` and `v` where it attends, `router`, `expert` and
-        `margin` where it routes; `normed`, what the head reads, and the `logits` it
-        gives.
+    ) -> Trace:
+        """The trace of `ids` [n], which follow the tokens that `cache` holds: `x` and
+        `hidden` of every layer, `k` and `v` where it attends, `router`, `expert` and
+        `margin` where it routes; `normed`, and the `logits`.
 
         Args:
-            feed: values whose `x` and `router` every layer reads in place of what the
-                one before hands on, and the final norm the `x` of one layer more.
+            feed: a trace whose `x` and `router` every layer reads in place of the
+                output of the layer before, and whose `final_input` the final norm
+                reads.
             perturb: changes what enters every layer and the final norm, such as `half`
                 or `nudge`.
             head: whether logits are computed.
         """
         cache = recording_cache(self.model.config) if cache is None else cache
         ids = check_ids(ids, self.model.config.vocab_size)
-        self.fed = {n: torch.from_numpy(x)[None] for n, x in (feed or {}).items()}
-        self.perturb, self.seen = perturb, {}
+        trace = Trace.empty(len(self.base.layers))
+        self.trace, self.count = trace, len(ids)
+        self.feed, self.perturb = feed, perturb
         last = self.last_hidden(ids[None], past_key_values=cache, use_cache=True)
-        values = {"normed": last} | self.seen | cache.rows
-        self.seen = None
+        self.trace = self.feed = self.perturb = None
+        for layer, (k, v) in cache.rows.items():
+            trace.layers[layer].k, trace.layers[layer].v = self.rows(k), self.rows(v)
+        trace.normed = self.rows(last)
         if head:
-            values["logits"] = self.logits(last)
-        arrays = {}
-        for name, value in values.items():
-            arrays[name] = value.reshape(len(ids), -1).float().numpy().copy()
-        return arrays | updates(arrays)
+            trace.logits = self.rows(self.logits(last))
+        return trace
 
     @torch.inference_mode()
     def last_hidden(self, ids: np.ndarray, **arguments) -> torch.Tensor:
@@ -184,16 +203,25 @@ class Reference:
         return torch.cat(parts, dim=-1).div_(float(divisor))
 
 
-def updates(values: Values) -> Values:
-    """What each layer adds, `update` [n, C], of values with its `hidden` output and
-    its input `x`."""
-    hidden = [name[7:] for name in values if name.startswith("hidden.")]
-    layers = [layer for layer in hidden if f"x.{layer}" in values]
-    return {f"update.{i}": values[f"hidden.{i}"] - values[f"x.{i}"] for i in layers}
+def trace_reference(
+    checkpoint: Checkpoint,
+    weights: Weights | None,
+    ids: Sequence[int],
+    *,
+    feed: Trace | None = None,
+    perturb: Perturb | None = None,
+    head: bool = True,
+) -> Trace:
+    """The trace of Hugging Face's model with `weights` (None: the checkpoint's own)
+    over `ids`; see `Reference.run`."""
+    return Reference(checkpoint, weights).run(
+        ids, feed=feed, perturb=perturb, head=head
+    )
 
 
 def half(scale: float) -> Perturb:
-    """Rounds to fp16 as a bundle's stream does that holds values / scale."""
+    """Rounds to fp16 as the stream of a bundle is rounded, which holds values divided
+    by `scale`."""
     return lambda x: (x / scale).half().float() * scale
 
 
@@ -209,18 +237,18 @@ def nudge(seed: int) -> Perturb:
 
 
 def recording_cache(config):
-    """transformers' cache, which also keeps the K and V rows [1, n, W] of the last call
-    in `rows`, as `k.3` (sliding layers forget theirs)."""
+    """transformers' cache, which also keeps in `rows`, by layer, the K and V rows
+    [1, n, W] of the last call (a sliding layer forgets its own)."""
     from transformers import DynamicCache
 
     class Recording(DynamicCache):
         def __init__(self, **arguments):
             super().__init__(**arguments)
-            self.rows: dict[str, torch.Tensor] = {}
+            self.rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            for name, heads in (("k", key_states), ("v", value_states)):
-                self.rows[f"{name}.{layer_idx}"] = heads.transpose(1, 2).flatten(2)
+            k, v = (heads.transpose(1, 2) for heads in (key_states, value_states))
+            self.rows[layer_idx] = k.flatten(2), v.flatten(2)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     return Recording(config=config)

@@ -17,20 +17,30 @@ smaller one."""
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle import Bundle, Manifest, Shard
+from workbench.bundle import Bundle, Manifest
 from workbench.bundle.names import is_cache, split_layer
-from workbench.check import gates, run
-from workbench.check.compare import compare, rms
+from workbench.check import gates
+from workbench.check.compare import (
+    budget_and_ratio,
+    distances,
+    errors,
+    rms,
+    vector_errors,
+    with_tolerance,
+)
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, stored_weights
-from workbench.check.hf import Reference, Values, nudge, recording_cache
+from workbench.check.golden import stored_weights
+from workbench.check.hf import Reference, nudge, recording_cache
+from workbench.check.run import Pass, plan_calls, program_inputs, run_passes
 from workbench.check.states import LARGE, SUBNORMAL, default_ts
+from workbench.check.trace import Trace, stack
 from workbench.decode import Decoder
 from workbench.decode.snapshot import fill
 from workbench.errors import InputError
@@ -40,14 +50,15 @@ from workbench.runtime import Model, State
 # One limit on the relative RMS of a difference, per layer, position, T and tensor. Both
 # sides sum the same terms in another order. Rounding n partial sums by 2^-24 each moves
 # a sum of n random terms by about sqrt(n) * 2^-24 of itself, 4e-6 for the n = 5,000 of
-# an MLP; what cancels further is what the floor below is for.
+# an MLP; the rounding of what cancels further is what `tolerance` adds.
 LIMIT = 1e-5
-# The floor, in steps of 2^-23 of the stream: about 16 roundings follow each other in a
-# layer, on both sides, each of 0.29 steps RMS, together sqrt(32) * 0.29 = 1.6, hence 2.
-# What a step becomes is measured: what Hugging Face's own model makes of inputs that
-# are one step off (`Stretch.moved`), or the step itself where that is larger.
-# An update is the difference of two values of the stream, each rounded on both sides:
-# one below `STEP / LIMIT` of a huge stream (a massive activation) counts as that large.
+# The rounding of the stream, in steps of 2^-23 of it: about 16 roundings follow each
+# other in a layer, on both sides, each of 0.29 steps RMS, together sqrt(32) * 0.29 =
+# 1.6, hence 2. The effect of one step is measured: the distance of Hugging Face's own
+# model on inputs that are one step off (`Stretch.perturbed`), or the step itself where
+# that is larger. An update is the difference of two values of the stream, each rounded
+# on both sides: one below `STEP / LIMIT` of a huge stream (a massive activation) counts
+# as that large.
 STEP = 2.0**-23
 STEPS = 2
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
@@ -57,28 +68,36 @@ GARBAGE = LARGE, SUBNORMAL  # magnitudes in rows without a token
 
 @dataclass
 class Stretch:
-    """Consecutive positions of one sequence from `start` on: Hugging Face's values in
-    `golden`, with recurrent states such as `conv.3` behind them, and those `before`
-    with the rows `k.3`, `v.3` [start, W] of the caches.
+    """Consecutive positions of one sequence.
 
-    `moved`: by mode (`isolated`, `chained`), the values where every layer's input was
-    changed by its last bit. `last` [n, C]: what the final norm reads."""
+    Attributes:
+        start: the first position.
+        ids: [n].
+        trace: of Hugging Face's model, with the recurrent states behind the last
+            position.
+        before: the states in front of the first position; `k` and `v` [start, W] are
+            all rows of the caches.
+        perturbed: by mode (`isolated`, `chained`), the trace where the last bit of
+            every layer's input was changed.
+        final_input: [n, C], what the final norm reads.
+    """
 
     start: int
-    golden: Golden
-    before: Values
-    moved: dict[str, Values]
-    last: np.ndarray
+    ids: np.ndarray
+    trace: Trace
+    before: Trace
+    perturbed: dict[str, Trace]
+    final_input: np.ndarray
 
     @property
     def end(self) -> int:
-        return self.start + len(self.golden.ids)
+        return self.start + len(self.ids)
 
 
-def room(apart: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """What an error is divided by: what it is relative to and, so that rounding of the
-    stream is no error, the floor."""
-    return size + STEPS / LIMIT * np.maximum(apart, STEP * size)
+def tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """What an error is divided by: its size and, so that rounding of the stream is no
+    error, `STEPS` times the effect of a step, over the limit."""
+    return size + STEPS / LIMIT * np.maximum(distance, STEP * size)
 
 
 def exact_runtime(bundle: Bundle) -> str:
@@ -101,144 +120,197 @@ def exact_runtime(bundle: Bundle) -> str:
 def program_gate(decoder: Decoder, checkpoint: Checkpoint) -> Gate:
     """The gate on a portable decoder in `exact` arithmetic. The constants of another
     exporter's programs have their own limit."""
-    errors = program_errors(decoder, checkpoint)
-    worst = errors.loc[errors["ratio"].idxmax()]
+    table = program_errors(decoder, checkpoint)
+    worst = table.loc[table["ratio"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
-    if worst["layer"] >= 0:
+    if pd.notna(worst["layer"]):
         place = f"layer {worst['layer']}, {place}"
     reason = (
         "relative RMS against Hugging Face's model with the stored weights, "
-        f"worst of {len(errors)}: {worst['tensor']}, {place}, T = {worst['T']}"
+        f"worst of {len(table)}: {worst['tensor']}, {place}, T = {worst['T']}"
     )
     limit = max(LIMIT, decoder.manifest.constants_error)
     return gates.at_most("program", float(worst["ratio"]), limit, reason)
 
 
 def program_errors(decoder: Decoder, checkpoint: Checkpoint) -> pd.DataFrame:
-    """Rows of `compare` with mode and sequence `seq`, for every layer, position, T and
+    """Rows of `errors` with mode and sequence `seq`, for every layer, position, T and
     tensor: updates (chained: hidden states), states, router states, logits, and choices
-    of experts, which may differ where the last bit of the input turns Hugging Face's.
+    of experts, which may differ where the last bit of the input changes Hugging Face's.
 
     Isolated, every layer is fed Hugging Face's input: all positions in calls of the
     smallest T, in calls of the largest, and in calls of the others in turn; scaled
-    inputs in calls of the largest. Chained, each layer is fed the one before, in calls
-    of every T in turn, and half of t_max tokens in t_max columns; where layers show no
-    hidden state, or inner ones cannot be fed, all are chained. Where T alternates,
-    sequences of a batch take different ones if the bundle allows it.
+    inputs in calls of the largest. Chained, each layer reads the output of the one
+    before, in calls of every T in turn, and half of t_max tokens in t_max columns; where
+    layers show no hidden state, or inner ones cannot be fed, all are chained. Where T
+    alternates, sequences of a batch take different ones if the bundle allows it.
     """
     options = decoder.options
     Ts = default_ts(options)
     *places, scaled = reference_stretches(decoder.bundle, checkpoint)
-    alone = sorted({tuple(sizes) for sizes in (Ts[:1], Ts[-1:], Ts[1:-1]) if sizes})
+    several = sorted({tuple(sizes) for sizes in (Ts[:1], Ts[-1:], Ts[1:-1]) if sizes})
     # the input of an inner layer is replaced where it shows
     fed = decoder.shows_inner_layers or options.layers_per_shard == 1
     isolated = decoder.manifest.shows_hidden and fed
-    plan = [(scaled, Ts[-1:], True, 0)] if isolated else []
-    for place in places:
-        plan += [(place, sizes, isolated, 0) for sizes in alone]
-        plan.append((place, Ts, False, 0))
+    plan = []
+    if isolated:
+        plan.append(StretchPlan(scaled, Ts[-1:], True))
+    for stretches in places:
+        plan += [StretchPlan(stretches, sizes, isolated) for sizes in several]
+        plan.append(StretchPlan(stretches, Ts, False))
     if options.kv_write == "mask":  # which takes dummy columns
-        plan.append((places[-1], [max(1, options.t_max // 2)], False, options.t_max))
-    passes = [StretchPass(decoder, *arguments) for arguments in plan]
-    run.run_passes(decoder, passes, "program")
-    tables = [table for each in passes for table in each.errors()]
-    return pd.concat(tables, ignore_index=True)
+        half = [max(1, options.t_max // 2)]
+        plan.append(StretchPlan(places[-1], half, False, options.t_max))
+    references = {id(each.stretches): each.stretches for each in plan}
+    stacked = {
+        key: stack([program_inputs(decoder, stretch.trace) for stretch in stretches])
+        for key, stretches in references.items()
+    }
+    passes = [each.plan(decoder, stacked[id(each.stretches)]) for each in plan]
+    tables: list[list[pd.DataFrame]] = [[] for _ in plan]
+
+    def compare_states(number: int, model: Model, state: State) -> None:
+        tables[number] += state_errors(plan[number], passes[number], model, state)
+
+    traces = run_passes(decoder, passes, "program", compare_states)
+    for each, own, table in zip(plan, traces, tables):
+        table += trace_errors(decoder, each, own)
+    return pd.concat([part for table in tables for part in table], ignore_index=True)
 
 
-class StretchPass(run.Pass):
-    """A pass over one stretch of each sequence, from states that hold what is before
-    it: in calls of `sizes` tokens in turn and so many `columns` at least."""
+@dataclass(frozen=True)
+class StretchPlan:
+    """A pass over one stretch of each sequence, from states that hold the tokens before
+    it.
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        stretches: Sequence[Stretch],
-        sizes: Sequence[int],
-        isolated: bool,
-        columns: int,
-    ):
-        starts = [stretch.start for stretch in stretches]
-        goldens = [stretch.golden for stretch in stretches]
-        ragged = decoder.options.kv_write == "mask"
-        how = dict(starts=starts, ragged=ragged, columns=columns)
-        super().__init__(decoder, goldens, sizes, isolated, **how)
-        self.stretches, self.sizes = stretches, sizes
-        self.mode = "isolated" if isolated else "chained"
-        self.tables = []
+    Attributes:
+        sizes: tokens a call, one after another.
+        isolated: see `Pass`.
+        columns: of a call at least.
+    """
 
-    def state_before(self, model: Model) -> State:
-        state = model.make_state()
-        for name, entry in model.shard.states.items():
-            shape = entry.shape[1:]
-            values = [held(shape, name, (s.before, s.start)) for s in self.stretches]
-            state.write(name, np.stack(values))
-        return state
+    stretches: Sequence[Stretch]
+    sizes: Sequence[int]
+    isolated: bool
+    columns: int = 0
 
-    def after(self, shard: Shard, ios: list[dict[str, np.ndarray]], state: State):
-        """Records also the errors of every row of a state, those without a token too,
-        whose positions are negative."""
-        super().after(shard, ios, state)
-        for name, entry in shard.states.items():
-            shape, key, count = entry.shape[1:], value_name(name), entry.shape[-2]
-            values = np.asarray(state.read(name), np.float32)
-            for seq, (stretch, value) in enumerate(zip(self.stretches, values)):
-                before = stretch.before, stretch.start
-                wanted = [
-                    held(shape, name, before, (each, stretch.end))
-                    for each in (stretch.golden.values, stretch.moved[self.mode])
-                ]
-                actual, *pair = [
-                    {key: np.moveaxis(each, -2, 0).reshape(count, -1)}
-                    for each in (value, *wanted)
-                ]
-                actual["T"] = np.full(count, self.values["T"][seq].max())
-                last = stretch.end - 1
-                places = last - (last - np.arange(count)) % count
-                self.add(seq, actual, [key.partition(".")[0]], places, *pair)
+    @property
+    def mode(self) -> str:
+        return "isolated" if self.isolated else "chained"
 
-    def errors(self) -> list[pd.DataFrame]:
-        """Errors of all that was computed."""
-        update = "update" if self.isolated else "hidden"
-        for seq, values in enumerate(self.finish()):
-            self.add(seq, values, [update, "router", "expert", "logits"])
-        scale = self.decoder.manifest.stream_scale
-        for T in self.sizes if self.isolated else ():
-            last = np.stack([s.last[-T:].T / scale for s in self.stretches])
-            for seq, logits in enumerate(self.decoder.logits(last)):
-                values = {"logits": logits, "T": np.full(len(logits), len(logits))}
-                self.add(seq, values, ["logits"])
-        return self.tables
+    def plan(self, decoder: Decoder, reference: Trace) -> Pass:
+        """The pass, with the stacked trace of its stretches."""
+        ids = np.stack([stretch.ids for stretch in self.stretches])
+        calls = plan_calls(
+            decoder.options,
+            ids.shape,
+            self.sizes,
+            ragged=decoder.options.kv_write == "mask",
+            columns=self.columns,
+        )
+        return Pass(
+            ids,
+            calls,
+            reference,
+            self.isolated,
+            starts=np.array([stretch.start for stretch in self.stretches]),
+            make_state=partial(state_before, self.stretches),
+        )
 
-    def add(
-        self,
-        seq: int,
-        actual: Values,
-        tensors: Sequence[str],
-        places: np.ndarray | None = None,
-        expected: Values | None = None,
-        moved: Values | None = None,
-    ) -> None:
-        """Adds the errors of `tensors` of a sequence, against its stretch unless told
-        otherwise, whose rows have the positions `places`; chained ones per layer that
-        they come from."""
-        stretch = self.stretches[seq]
-        golden, moved = stretch.golden, moved or stretch.moved[self.mode]
-        sizes = {
-            f"update.{i}": STEP / LIMIT * rms(golden[f"hidden.{i}"])
-            for i in range(golden.layers)
-        }
-        how = dict(room=room, sizes=sizes, tensors=tensors, similar=False)
-        rows = compare(expected or golden.values, actual, moved, **how)
-        if rows.empty:  # programs of another exporter may show states alone
-            return
-        if places is None:
-            places = np.arange(stretch.start, stretch.end)
-        rows["position"] = places[rows["position"]]
-        if not self.isolated:
-            # errors of the layers before, and of the layer itself, add up
-            L = self.decoder.manifest.dims.L
-            rows["ratio"] /= rows["layer"].where(rows["layer"] >= 0, L) + 1
-        self.tables.append(rows.assign(seq=seq, mode=self.mode))
+
+def state_before(stretches: Sequence[Stretch], model: Model) -> State:
+    """The state of a shard in front of the first positions of stretches."""
+    state = model.make_state()
+    for name, entry in model.shard.states.items():
+        shape = entry.shape[1:]
+        values = [expected_state(shape, name, (s.before, s.start)) for s in stretches]
+        state.write(name, np.stack(values))
+    return state
+
+
+def state_errors(
+    plan: StretchPlan, one: Pass, model: Model, state: State
+) -> list[pd.DataFrame]:
+    """Errors of every row of every state behind a pass. Rows without a token, which
+    must be as they were, have negative positions."""
+    tables = []
+    for name, entry in model.shard.states.items():
+        layer, leaf = split_layer(name)
+        shape, count = entry.shape[1:], entry.shape[-2]
+        values = np.asarray(state.read(name), np.float32)
+        for seq, (stretch, value) in enumerate(zip(plan.stretches, values)):
+            before = stretch.before, stretch.start
+            expected, perturbed, actual = (
+                np.moveaxis(each, -2, 0).reshape(count, -1)
+                for each in (
+                    expected_state(shape, name, before, (stretch.trace, stretch.end)),
+                    expected_state(
+                        shape, name, before, (stretch.perturbed[plan.mode], stretch.end)
+                    ),
+                    value,
+                )
+            )
+            last = stretch.end - 1
+            columns = {"tensor": leaf.removesuffix("_state")}
+            columns["position"] = last - (last - np.arange(count)) % count
+            calls = [call for call in one.calls if call.counts[seq]]
+            columns["T"] = max(call.counts.max() for call in calls)
+            columns |= vector_errors(expected, actual)
+            columns["budget"], columns["ratio"] = budget_and_ratio(
+                columns["distance"],
+                columns["size"],
+                distances(expected, perturbed),
+                tolerance,
+            )
+            table = pd.DataFrame(columns)
+            table.insert(1, "layer", pd.array([layer] * count, "Int64"))
+            tables.append(_finish(table, plan, seq, len(stretch.trace.layers)))
+    return tables
+
+
+def trace_errors(
+    decoder: Decoder, plan: StretchPlan, traces: Sequence[Trace]
+) -> list[pd.DataFrame]:
+    """Errors of the traces of a pass, and isolated of the head, which is fed the last
+    tokens of each stretch in calls of every size."""
+    update = "update" if plan.isolated else "hidden"
+    tensors = [update, "router", "expert", "logits"]
+    tables = []
+    for seq, trace in enumerate(traces):
+        tables += _sequence_errors(plan, seq, trace, tensors)
+    scale = decoder.manifest.stream_scale
+    for T in plan.sizes if plan.isolated else ():
+        last = np.stack([s.final_input[-T:].T / scale for s in plan.stretches])
+        for seq, logits in enumerate(decoder.logits(last)):
+            sizes = np.full(len(logits), len(logits))
+            trace = Trace([], logits=logits, T=sizes)
+            tables += _sequence_errors(plan, seq, trace, ["logits"])
+    return tables
+
+
+def _sequence_errors(
+    plan: StretchPlan, seq: int, trace: Trace, tensors: Sequence[str]
+) -> list[pd.DataFrame]:
+    """Errors of one sequence's trace against its stretch; none where programs of
+    another exporter show states alone."""
+    stretch = plan.stretches[seq]
+    reference = stretch.trace
+    least = [STEP / LIMIT * rms(layer.hidden) for layer in reference.layers]
+    rows = errors(reference, trace, tensors, update_sizes=least)
+    if rows.empty:
+        return []
+    rows = with_tolerance(rows, reference, stretch.perturbed[plan.mode], tolerance)
+    rows["position"] += stretch.start
+    return [_finish(rows, plan, seq, len(reference.layers))]
+
+
+def _finish(rows: pd.DataFrame, plan: StretchPlan, seq: int, L: int) -> pd.DataFrame:
+    """Rows with their sequence and mode; a chained ratio is one per layer that errors
+    come from."""
+    if not plan.isolated:
+        # errors of the layers before, and of the layer itself, add up
+        rows["ratio"] /= rows["layer"].fillna(L).astype(int) + 1
+    return rows.assign(seq=seq, mode=plan.mode)
 
 
 def plan_positions(manifest: Manifest) -> tuple[int, int, int, list[int]]:
@@ -280,7 +352,7 @@ def reference_stretches(
         first = run_stretch(reference, ids[:head], cache)
         row = [first]
         if tail:
-            before = extend(cache, first.golden.values, start)
+            before = extend(cache, first.trace, start)
             row.append(run_stretch(reference, ids[head:], cache, start, before))
         cache = recording_cache(reference.model.config)
         feed = scaled_inputs(first, count)
@@ -293,55 +365,66 @@ def run_stretch(
     ids: np.ndarray,
     cache,
     start: int = 0,
-    before: Values | None = None,
-    feed: Values | None = None,
+    before: Trace | None = None,
+    feed: Trace | None = None,
 ) -> Stretch:
-    """The stretch that continues `cache`, which it does too. With `feed` there is no
-    chained run."""
-    caches = [copy.deepcopy(cache) for _ in range(2)]
-
-    def values_of(cache, feed: Values | None, perturb=None) -> Values:
-        values = reference.run(ids, cache, feed=feed, perturb=perturb)
-        return values | recurrent_states(cache)
-
-    values = values_of(cache, feed)
+    """Runs `ids` after the tokens of `cache`, updating it in place. With `feed` there
+    is no chained run."""
     L = len(reference.base.layers)
-    last = feed[f"x.{L}"] if feed else values[f"hidden.{L - 1}"]
-    inputs = values | {f"x.{L}": last}
-    moved = {"isolated": values_of(caches[0], inputs, nudge(start))}
+    caches = [copy.deepcopy(cache) for _ in range(2)]
+    trace = _run(reference, ids, cache, feed)
+    final_input = feed.final_input if feed else trace.layers[-1].hidden
+    inputs = replace(trace, final_input=final_input)
+    isolated = _run(reference, ids, caches[0], inputs, nudge(start))
+    perturbed = {"isolated": isolated}
     if not feed:
-        moved["chained"] = values_of(caches[1], None, nudge(start + 1))
-    return Stretch(start, Golden(ids, values, {}), before or {}, moved, last)
+        chained = _run(reference, ids, caches[1], None, nudge(start + 1))
+        perturbed["chained"] = chained
+    return Stretch(start, ids, trace, before or Trace.empty(L), perturbed, final_input)
 
 
-def scaled_inputs(stretch: Stretch, count: int) -> Values:
+def _run(reference: Reference, ids, cache, feed: Trace | None, perturb=None) -> Trace:
+    """The trace of ids with the recurrent states behind them."""
+    trace = reference.run(ids, cache, feed=feed, perturb=perturb)
+    for layer, states in zip(trace.layers, recurrent_states(cache), strict=True):
+        layer.states = states
+    return trace
+
+
+def scaled_inputs(stretch: Stretch, count: int) -> Trace:
     """The first `count` inputs of every layer and of the final norm, scaled."""
-    golden = stretch.golden
-    inputs = {f"x.{i}": golden[f"x.{i}"] for i in range(golden.layers)}
-    inputs[f"x.{golden.layers}"] = stretch.last
     scales = np.exp2(np.linspace(SMALLEST, 0, count))[:, None]
-    for name in inputs:
-        x = inputs[name][:count]
+
+    def scale(x: np.ndarray) -> np.ndarray:
+        x = x[:count]
         size = np.sqrt(np.mean(np.square(x), -1, keepdims=True))
-        inputs[name] = np.float32(x / np.maximum(size, 1e-30) * scales)
-    return inputs
+        return np.float32(x / np.maximum(size, 1e-30) * scales)
+
+    feed = Trace.empty(len(stretch.trace.layers))
+    feed.final_input = scale(stretch.final_input)
+    for layer, given in zip(feed.layers, stretch.trace.layers):
+        layer.x = scale(given.x)
+    return feed
 
 
-def extend(cache, values: Values, start: int) -> Values:
-    """The states behind a head of these values, with rows of the head in random order
-    up to `start` tokens; `cache` likewise."""
-    before = recurrent_states(cache)
+def extend(cache, trace: Trace, start: int) -> Trace:
+    """The states behind a head of this trace, with rows of the head in random order up
+    to `start` tokens; `cache` likewise."""
+    before = Trace.empty(len(trace.layers))
+    for layer, states in zip(before.layers, recurrent_states(cache), strict=True):
+        layer.states = states
     rng = np.random.default_rng(start)
     for i, layer in enumerate(cache.layers):
-        if f"k.{i}" not in values:
+        if trace.layers[i].k is None:
             continue
-        head = len(values[f"k.{i}"])
+        head = len(trace.layers[i].k)
         # row 0 is left out: many copies of an attention sink would hide every other row
         drawn = rng.integers(min(1, head - 1), head, start - head)
         added = []
-        for name in (f"k.{i}", f"v.{i}"):
-            rows = values[name][drawn]
-            before[name] = np.concatenate([values[name], rows])
+        for field in ("k", "v"):
+            written = getattr(trace.layers[i], field)
+            rows = written[drawn]
+            setattr(before.layers[i], field, np.concatenate([written, rows]))
             planes = torch.from_numpy(rows).unflatten(1, (layer.keys.shape[1], -1))
             added.append(planes.transpose(0, 1)[None])
         if start > head:
@@ -349,43 +432,56 @@ def extend(cache, values: Values, start: int) -> Values:
     return before
 
 
-def recurrent_states(cache) -> Values:
-    """Convolutions, delayed values and matrices of Hugging Face's cache, as the
-    bundle's states are."""
-    values = {}
+def recurrent_states(cache) -> list[dict[str, np.ndarray]]:
+    """By layer, the convolutions, delayed values and matrices of Hugging Face's cache,
+    as the bundle's states are (see `LayerTrace.states`)."""
+    layers = []
     for i, layer in enumerate(cache.layers):
+        states = {}
+        layers.append(states)
         if not getattr(layer, "conv_states", None):
             continue
-        values[f"conv.{i}"] = cache.get_conv_state(i, state_idx=0)[0].T.numpy().copy()
+        states["conv"] = cache.get_conv_state(i, state_idx=0)[0].T.numpy().copy()
         if layer.is_recurrent_states_initialized[0]:
             state = cache.get_recurrent_state(i, state_idx=0)[0].numpy().copy()
             if state.ndim == 1:
-                values[f"v_delayed.{i}"] = state[None]
+                states["v_delayed"] = state[None]
             else:
-                values[f"matrix.{i}"] = state
-    return values
+                states["matrix"] = state
+    return layers
 
 
-def value_name(state: str) -> str:
-    """Where `Values` have a logical state: layers.3.k_state → k.3."""
-    layer, leaf = split_layer(state)
-    return f"{leaf.removesuffix('_state')}.{layer}"
+def state_rows(trace: Trace, name: str) -> np.ndarray | None:
+    """What a trace has of a logical state, such as `layers.3.k_state`: rows of a cache
+    [n, W], or a recurrent state behind the last position."""
+    layer, leaf = split_layer(name)
+    kind = leaf.removesuffix("_state")
+    if is_cache(name):
+        return trace.value(kind, layer)
+    return trace.layers[layer].states.get(kind)
 
 
-def held(shape: Sequence[int], name: str, *parts: tuple[Values, int]) -> np.ndarray:
-    """One sequence's logical state that parts were written to, each (values, tokens
-    until then): a ring holds the last ones, and so does the tail of a convolution, of
-    which transformers keeps one more. The other rows of a cache are garbage."""
+def expected_state(
+    shape: Sequence[int], name: str, *parts: tuple[Trace, int]
+) -> np.ndarray:
+    """One sequence's logical state after several traces wrote to it.
+
+    A ring holds the last rows, and so does the tail of a convolution, of which
+    transformers keeps one more. The other rows of a cache are garbage.
+
+    Args:
+        shape: of the state without the batch.
+        parts: each a trace and the number of tokens at its end.
+    """
     value = np.zeros(shape, np.float32)
-    key = value_name(name)
     if is_cache(name):
         rng = np.random.default_rng(shape)
         signs = rng.choice([-1, 1], shape)
         value[:] = rng.choice(GARBAGE, (shape[-2], 1)) * signs
-    for values, end in parts:
-        if key not in values:  # nothing is before the first token
+    for trace, end in parts:
+        rows = state_rows(trace, name)
+        if rows is None:  # nothing is before the first token
             continue
-        rows = values[key]
         if is_cache(name):
             planes = rows.reshape(len(rows), shape[0], -1).transpose(1, 0, 2)
             fill(value, planes, end)

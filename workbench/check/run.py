@@ -1,43 +1,46 @@
-"""What a bundle computes for a golden's tokens, by the names of the golden's values.
+"""Traces of a bundle over a prompt, to be compared with a golden's.
 
-Isolated: each layer is fed the golden's input, so its error is its own; one pass per T.
-Chained: each layer is fed the one before, so errors add up as they do in use; one pass
-whose calls take every T in turn. Inner layers of a multi-layer shard are fed and read
-through the portable runtime's hook; Core ML exposes only their K/V rows, so their other
-values are absent.
+Isolated: each layer is fed the golden's input, so its error is its own; one pass for
+each T. Chained: each layer is fed the one before, so errors add up as they do in use;
+the calls of one pass take every T in turn. Inner layers of a multi-layer shard are fed
+and read through the portable runtime's hook; Core ML exposes only their K/V rows, so
+their other values are absent.
 
 The choice of an expert is discontinuous: rounding that changes the order of two scores
 changes the layer's whole update. The portable runtime therefore records each choice and
-goes on with the golden's."""
+continues with the golden's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from workbench.bundle import Shard
+from workbench.bundle import Options, Shard
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
 from workbench.check.golden import Golden, check_fits
-from workbench.check.hf import Values, half, updates
+from workbench.check.hf import half
+from workbench.check.trace import LayerTrace, Trace, stack, unstack
 from workbench.decode import Decoder
 from workbench.progress import bar
 from workbench.runtime import Model, State
 
+Inputs = dict[str, np.ndarray]  # of one call, by name
 
-def run_golden(
+
+def trace_bundle(
     decoder: Decoder,
     golden: Golden,
     *runs: tuple[int | Sequence[int], str],
     forced: bool = True,
-) -> list[Values]:
-    """Runs the golden's tokens through every layer in chunks of T (last chunk partial),
-    from an empty cache, once for each of `runs`; see `Pass` for the values.
+) -> list[Trace]:
+    """Runs the golden's tokens through every layer in chunks of T (the last chunk may
+    be shorter), from an empty cache, once for each of `runs`.
 
     Args:
-        runs: T, tokens a call, of which several are taken in turn, and `isolated` or
+        runs: T, tokens a call (of a list, one T after another), and `isolated` or
             `chained`.
         forced: use the golden's choice of experts in place of the program's own
             (portable only).
@@ -46,33 +49,40 @@ def run_golden(
         InputError: see `check_fits`.
     """
     check_fits(golden, decoder.bundle)
-    decoder, goldens = decoder.plain, [golden] * decoder.options.batch
-    passes = [
-        Pass(decoder, goldens, T, mode == "isolated", forced=forced) for T, mode in runs
-    ]
-    run_passes(decoder, passes, "validate")
-    return [one.finish()[0] for one in passes]
+    decoder = decoder.plain
+    B = decoder.options.batch
+    reference = stack([program_inputs(decoder, golden.trace)] * B)
+    ids = np.tile(golden.ids, (B, 1))
+    passes = []
+    for T, mode in runs:
+        calls = plan_calls(decoder.options, ids.shape, T)
+        isolated = mode == "isolated"
+        passes.append(Pass(ids, calls, reference, isolated, forced))
+    return [traces[0] for traces in run_passes(decoder, passes, "validate")]
 
 
-def run_passes(decoder: Decoder, passes: Sequence["Pass"], title: str) -> None:
-    """Runs the calls of all passes, with a bar. All pass a shard before the next one
-    begins, so that the portable runtime reads each weight once for all."""
-    for model in bar(decoder.layers, title, unit="shard"):
-        ios, counts, hooks, states = [], [], [], []
-        for one in passes:
-            one.state = one.state_before(model)
-            hooks += one.hooks(model.shard)
-            ios += one.ios
-            counts += [call.counts for call in one.calls]
-            states += [one.state] * len(one.ios)
-        results = iter(decoder.run_calls(model, ios, counts, states, hooks))
-        for one in passes:
-            one.after(model.shard, list(islice(results, len(one.ios))), one.state)
+def program_inputs(decoder: Decoder, trace: Trace) -> Trace:
+    """A trace with the inputs of its layers as a program reads them: rounded to fp16
+    but in `exact` arithmetic."""
+    if decoder.precision == "exact":
+        return trace
+    rounded = half(decoder.manifest.stream_scale)
+    layers = []
+    for layer in trace.layers:
+        x = rounded(torch.from_numpy(layer.x)).numpy()
+        layers.append(replace(layer, x=x))
+    return replace(trace, layers=layers)
 
 
-class Call(NamedTuple):
-    """One call: `counts` [B] tokens in `width` columns; of every token its sequence,
-    column, and position in the golden."""
+@dataclass(frozen=True)
+class Call:
+    """One call of `width` columns.
+
+    Attributes:
+        counts: [B], the tokens of each sequence, in its first columns.
+        seq, column, position: of every token, its sequence, its column, and its
+            position in the prompt.
+    """
 
     counts: np.ndarray
     width: int
@@ -80,184 +90,297 @@ class Call(NamedTuple):
     column: np.ndarray
     position: np.ndarray
 
+    def rows(self, plane: np.ndarray) -> np.ndarray:
+        """The columns [tokens, W] of a plane [B, W, …] that hold tokens."""
+        flat = plane.reshape(*plane.shape[:2], -1)
+        return flat[self.seq, :, self.column]
 
-class Pass:
-    """One pass over the tokens of `goldens`, one of n positions per sequence: which of
-    their values replace the program's own, and the record of what was computed.
+    def columns(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of this call's tokens, of rows [B, n, W] of all positions, as
+        columns [B, W, width]; zeros where there is no token."""
+        columns = np.zeros((len(rows), rows.shape[2], self.width), np.float32)
+        columns[self.seq, :, self.column] = rows[self.seq, self.position]
+        return columns
 
-    `values` by name [B, n, W]: `T` [B, n], the most tokens of a sequence in the call of
-    each position; by layer `x`, its input: isolated the golden's, as the program read
-    it, chained what the layer before handed on; where they can be seen `hidden`, the
-    `update` that it adds to `x`, and the program's own choice of an `expert`; `k` and
-    `v`, the last rows where a ring has lost the first; the `router` state that the last
-    layer of a shard hands on. `handed`: what a shard hands on that shows no hidden
-    state; chained, the `logits`.
+
+def plan_calls(
+    options: Options,
+    shape: tuple[int, int],
+    T: int | Sequence[int],
+    *,
+    ragged: bool = False,
+    columns: int = 0,
+) -> list[Call]:
+    """The calls that prompts of `shape`, B sequences of n tokens, take.
 
     Args:
-        T: tokens a call; several are taken in turn.
-        starts: [B] tokens that run before.
-        ragged: whether every sequence begins with another T.
-        columns: those of a call at least.
+        T: tokens a call; of a list, one after another.
+        ragged: whether every sequence begins with another T of the list.
+        columns: columns of a call at least.
+    """
+    sizes = [T] if isinstance(T, int) else list(T)
+    B, n = shape
+    ends = np.zeros(B, int)
+    calls = []
+    while ends.min() < n:
+        turns = np.full(B, len(calls))
+        if ragged:
+            turns += np.arange(B)
+        limits = np.minimum([sizes[turn % len(sizes)] for turn in turns], n - ends)
+        counts = np.array(
+            [options.tiling.call_size(limit) for limit in limits.tolist()]
+        )
+        width = options.tiling.width(max(columns, int(counts.max())))
+        seq, column = np.nonzero(np.arange(width) < counts[:, None])
+        calls.append(Call(counts, width, seq, column, ends[seq] + column))
+        ends = ends + counts
+    return calls
+
+
+def call_inputs(
+    decoder: Decoder,
+    ids: np.ndarray,
+    calls: Sequence[Call],
+    starts: np.ndarray | None = None,
+) -> list[Inputs]:
+    """What the first shard reads in each call over prompts `ids` [B, n], which follow
+    `starts` [B] tokens (default: none)."""
+    ends = np.zeros(len(ids), int)
+    if starts is None:
+        starts = ends
+    inputs = []
+    for call in calls:
+        chunk = [row[i : i + k] for row, i, k in zip(ids, ends, call.counts)]
+        inputs.append(decoder.inputs(starts + ends, chunk, call.width))
+        ends = ends + call.counts
+    return inputs
+
+
+def empty_state(model: Model) -> State:
+    """The state of a shard before its first token."""
+    return model.make_state()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the prompts of a batch.
+
+    Attributes:
+        ids: [B, n] token ids.
+        calls: see `plan_calls`.
+        reference: a stacked trace. Isolated, its inputs and router states are fed to
+            the layers.
+        isolated: whether layers are fed, or each reads the output of the one before.
+        forced: whether the reference's choice of experts replaces the program's own.
+        starts: [B], tokens that ran before; None: none did.
+        make_state: the state of a shard before the first call.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        goldens: Sequence[Golden],
-        T: int | Sequence[int],
-        isolated: bool,
-        *,
-        forced: bool = True,
-        starts: Sequence[int] | None = None,
-        ragged: bool = False,
-        columns: int = 0,
-    ):
-        self.decoder, self.isolated, self.forced = decoder, isolated, forced
-        self.starts = np.array(starts or [0] * len(goldens))
-        self.scale = decoder.manifest.stream_scale  # the bundle holds hidden / scale
-        self.handed = "hidden" if decoder.manifest.shows_hidden else "handed"
-        self.golden = {
-            name: np.stack([golden[name] for golden in goldens])
-            for name in goldens[0].values
-            if name.startswith(("x.", "router.", "expert."))
-        }
-        if isolated and decoder.precision != "exact":
-            for name in filter(lambda name: name[:2] == "x.", self.golden):
-                x = torch.from_numpy(self.golden[name])
-                self.golden[name] = half(self.scale)(x).numpy()
-        inputs = [name for name in self.golden if isolated and name[:2] == "x."]
-        self.values = {name: self.golden[name] for name in inputs}
-        ids = np.stack([golden.ids for golden in goldens])
-        self.values["T"] = np.zeros(ids.shape, int)
-        self.calls, self.ios = [], []
-        sizes = [T] if isinstance(T, int) else list(T)
-        n, options = ids.shape[1], decoder.options
-        stops = np.zeros(len(ids), int)
-        while stops.min() < n:
-            turns = len(self.calls) + ragged * np.arange(len(ids))
-            most = np.minimum([sizes[turn % len(sizes)] for turn in turns], n - stops)
-            counts = np.array(
-                [options.tiling.call_size(size) for size in most.tolist()]
-            )
-            width = options.tiling.width(max(columns, int(counts.max())))
-            seq, column = np.nonzero(np.arange(width) < counts[:, None])
-            call = Call(counts, width, seq, column, stops[seq] + column)
-            self.calls.append(call)
-            self.values["T"][seq, call.position] = counts.max()
-            chunk = [row[i : i + k] for row, i, k in zip(ids, stops, counts)]
-            io = decoder.inputs(self.starts + stops, chunk, width)
-            if not isolated:
-                self.record("x.0", call, io[X] * self.scale)
-            self.ios.append(io)
-            stops += counts
+    ids: np.ndarray
+    calls: list[Call]
+    reference: Trace
+    isolated: bool
+    forced: bool = True
+    starts: np.ndarray | None = None
+    make_state: Callable[[Model], State] = empty_state
 
-    def state_before(self, model: Model) -> State:
-        """The state of a shard before its first call."""
-        return model.make_state()
 
-    def hooks(self, shard: Shard) -> list:
-        """The hook of every call of a shard, which isolated reads the goldens' input
-        of its first layer."""
-        router = f"router.{shard.layers[0] - 1}"
-        for call, io in zip(self.calls, self.ios) if self.isolated else ():
-            io[X] = self.plane(f"x.{shard.layers[0]}", call)
-            if router in self.golden:
-                io[ROUTER_STATE] = self.plane(router, call)
+# called after the calls of a pass have run on a shard: number of the pass, model,
+# state behind the last call
+StateReader = Callable[[int, Model, State], None]
+
+
+def run_passes(
+    decoder: Decoder,
+    passes: Sequence[Pass],
+    title: str,
+    read_state: StateReader | None = None,
+) -> list[list[Trace]]:
+    """Runs the calls of all passes, with a bar. All pass a shard before the next one
+    begins, so that the portable runtime reads each weight once for all.
+
+    Returns:
+        For each pass the trace of every sequence. `x`: isolated the reference's;
+        chained the output of the layer before. `hidden` and `expert` (the program's own
+        choice) where they are visible; `k` and `v`: of a ring the last rows; `router`:
+        of the last layer of a shard; `output`; chained, the `logits`.
+    """
+    recorders = [_begin(decoder, one) for one in passes]
+    for model in bar(decoder.layers, title, unit="shard"):
+        inputs, counts, hooks, states = [], [], [], []
+        own_states = []
+        for one, recorder in zip(passes, recorders):
+            state = one.make_state(model)
+            own_states.append(state)
+            hooks += recorder.hooks(model.shard)
+            inputs += recorder.fed_inputs(model.shard)
+            counts += [call.counts for call in one.calls]
+            states += [state] * len(one.calls)
+        results = iter(decoder.run_calls(model, inputs, counts, states, hooks))
+        for number, recorder in enumerate(recorders):
+            recorder.inputs = list(islice(results, len(recorder.inputs)))
+            recorder.record_outputs(model.shard)
+            recorder.record_caches(model.shard, own_states[number])
+            if read_state:
+                read_state(number, model, own_states[number])
+    return [recorder.finished_traces() for recorder in recorders]
+
+
+def _begin(decoder: Decoder, one: Pass) -> "_Recorder":
+    """The recorder of a pass before the first shard."""
+    trace = Trace.empty(len(decoder.manifest.layers))
+    trace.T = np.zeros(one.ids.shape, int)
+    inputs = call_inputs(decoder, one.ids, one.calls, one.starts)
+    recorder = _Recorder(decoder, one, trace, inputs)
+    for call in one.calls:
+        trace.T[call.seq, call.position] = call.counts.max()
+    if one.isolated:
+        for layer, fed in zip(trace.layers, one.reference.layers):
+            layer.x = fed.x
+    else:
+        for call, first in zip(one.calls, inputs):
+            recorder.record(trace.layers[0], "x", call, first[X] * recorder.scale)
+    return recorder
+
+
+@dataclass
+class _Recorder:
+    """The stacked trace that a pass makes while it runs.
+
+    `inputs`: of each call, what the next shard reads."""
+
+    decoder: Decoder
+    one: Pass
+    trace: Trace
+    inputs: list[Inputs]
+
+    @property
+    def scale(self) -> float:
+        """The bundle holds hidden / scale."""
+        return self.decoder.manifest.stream_scale
+
+    def record(
+        self, record: Trace | LayerTrace, name: str, call: Call, plane: np.ndarray
+    ) -> None:
+        """Copies the valid columns of a plane [B, W, …] to the rows [B, n, W] of a
+        field."""
+        rows = call.rows(plane)
+        if getattr(record, name) is None:
+            shape = *self.one.ids.shape, rows.shape[1]
+            setattr(record, name, np.zeros(shape, rows.dtype))
+        getattr(record, name)[call.seq, call.position] = rows
+
+    def fed_inputs(self, shard: Shard) -> list[Inputs]:
+        """What a shard reads in each call: isolated, the reference's values for its
+        first layer."""
+        if not self.one.isolated:
+            return self.inputs
+        first = shard.layers[0]
+        reference = self.one.reference.layers
+        x = reference[first].x / self.scale
+        router = reference[first - 1].router if first else None
+        inputs = []
+        for call, before in zip(self.one.calls, self.inputs):
+            fed = {X: self.plane(call, x)}
+            if router is not None:
+                fed[ROUTER_STATE] = self.plane(call, router)
+            inputs.append(before | fed)
+        return inputs
+
+    def plane(self, call: Call, rows: np.ndarray) -> np.ndarray:
+        """The rows of a call's tokens in the bundle's layout."""
+        return self.decoder.plane(call.columns(rows))
+
+    def hooks(self, shard: Shard) -> list[Callable | None]:
+        """The hook of every call of a shard; None where nothing inside is read or
+        replaced."""
         last = shard.layers[1] - 1
         inner = {name: layer for layer, name in shard.taps.items() if layer < last}
-        looks = inner or "expert.0" in self.golden
-        if not looks or not self.decoder.shows_inner_layers:
-            return [None] * len(self.calls)
-        return [partial(self.replace, shard, inner, call) for call in self.calls]
+        routed = self.one.reference.layers[0].expert is not None
+        needs_hook = (inner or routed) and self.decoder.shows_inner_layers
+        if not needs_hook:
+            return [None] * len(self.one.calls)
+        return [
+            partial(self.read_operation, shard, inner, call) for call in self.one.calls
+        ]
 
-    def replace(
-        self, shard: Shard, inner: dict[str, int], call: Call, own, op, outputs
-    ):
+    def read_operation(
+        self, shard: Shard, inner: dict[str, int], call: Call, running, op, outputs
+    ) -> list[torch.Tensor] | None:
         """Hook: records the hidden output of a shard's `inner` layers and its choices of
-        experts, and replaces them by what the next layer reads isolated, and by the
-        goldens' choices."""
+        experts. Replaces the first, isolated, by the input of the next layer, the
+        second by the reference's choice.
+
+        `running` is the shard whose operation it is."""
         name = op.outputs[0][0] if op.outputs else ""
-        if own is not shard:  # an expert of this layer
+        if running is not shard:  # an expert of this layer
             return None
         if name in inner:
+            layer = inner[name]
             hidden = outputs[0].numpy() * self.scale
-            self.record(f"hidden.{inner[name]}", call, hidden)
-            if self.isolated:
-                x = self.plane(f"x.{inner[name] + 1}", call)
-                return [torch.from_numpy(x)]
+            self.record(self.trace.layers[layer], "hidden", call, hidden)
+            if self.one.isolated:
+                x = self.one.reference.layers[layer + 1].x / self.scale
+                return [torch.from_numpy(self.plane(call, x))]
         elif op.kind == "reduce_argmax" or name == ROUTER_SCORES:
-            expert = f"expert.{shard.modules[name].split('.')[1]}"
-            return self.expert_choice(expert, call, outputs[0])
+            layer = int(shard.modules[name].split(".")[1])
+            return self.choose_expert(layer, call, outputs[0])
         return None
 
-    def expert_choice(
-        self, name: str, call: Call, scores: torch.Tensor
+    def choose_expert(
+        self, layer: int, call: Call, scores: torch.Tensor
     ) -> list[torch.Tensor] | None:
         """Records the expert that an argmax picked, or that the host will pick from
-        scores; forced, both become the golden's."""
-        own, count = scores, scores.shape[1]
-        if count > 1:
-            own = scores.argmax(1, keepdim=True)
-        self.record(name, call, own.numpy())
-        if not self.forced:
+        scores; forced, gives what picks the reference's."""
+        count = scores.shape[1]
+        picked = scores.argmax(1, keepdim=True) if count > 1 else scores
+        self.record(self.trace.layers[layer], "expert", call, picked.numpy())
+        if not self.one.forced:
             return None
-        experts = torch.from_numpy(self.golden[name][call.seq, call.position]).long()
+        expert = self.one.reference.layers[layer].expert
+        chosen = torch.from_numpy(expert[call.seq, call.position]).long()
         if count > 1:
-            experts = experts == torch.arange(count)
+            chosen = chosen == torch.arange(count)
         replaced = scores.clone().flatten(2)
-        replaced[call.seq, :, call.column] = experts.to(replaced.dtype)
+        replaced[call.seq, :, call.column] = chosen.to(replaced.dtype)
         return [replaced.reshape(scores.shape)]
 
-    def after(self, shard: Shard, ios: list[dict[str, np.ndarray]], state: State):
-        """Records what a shard's calls computed, `ios`, and left in `state`: of cache
-        rows those of the pass, of a ring buffer the last ones."""
-        self.ios = ios
-        last = shard.layers[1] - 1
-        for call, io in zip(self.calls, ios, strict=True):
-            self.record(f"{self.handed}.{last}", call, io[X] * self.scale)
-            if ROUTER_STATE in io:
-                self.record(f"router.{last}", call, io[ROUTER_STATE])
-        B, n = self.values["T"].shape
+    def record_outputs(self, shard: Shard) -> None:
+        """Records what a shard returned in each call."""
+        last = self.trace.layers[shard.layers[1] - 1]
+        is_last_shard = shard.layers[1] == len(self.trace.layers)
+        for call, outputs in zip(self.one.calls, self.inputs, strict=True):
+            stream = outputs[X] * self.scale
+            if self.decoder.manifest.shows_hidden:
+                self.record(last, "hidden", call, stream)
+            if is_last_shard:
+                self.record(self.trace, "output", call, stream)
+            if ROUTER_STATE in outputs:
+                self.record(last, "router", call, outputs[ROUTER_STATE])
+
+    def record_caches(self, shard: Shard, state: State) -> None:
+        """Records the cache rows that the pass wrote; of a ring buffer the last ones."""
+        B, n = self.one.ids.shape
+        starts = np.zeros(B, int) if self.one.starts is None else self.one.starts
         for layer in range(*shard.layers):
             if not self.decoder.manifest.layers[layer].attends:
                 continue
-            for leaf, name in ((K_STATE, "k"), (V_STATE, "v")):
-                place = f"layers.{layer}.{leaf}"
-                cache = np.asarray(state.read(place), np.float32).swapaxes(1, 2)
-                S = state.shard.states[place].ring or cache.shape[1]
-                places = self.starts[:, None] + np.arange(max(0, n - S), n)
-                rows = cache[np.arange(B)[:, None], places % S]
-                self.values[f"{name}.{layer}"] = rows.reshape(*places.shape, -1)
+            for leaf, field in ((K_STATE, "k"), (V_STATE, "v")):
+                name = f"layers.{layer}.{leaf}"
+                cache = np.asarray(state.read(name), np.float32).swapaxes(1, 2)
+                S = state.shard.states[name].ring or cache.shape[1]
+                positions = starts[:, None] + np.arange(max(0, n - S), n)
+                rows = cache[np.arange(B)[:, None], positions % S]
+                rows = rows.reshape(*positions.shape, -1)
+                setattr(self.trace.layers[layer], field, rows)
 
-    def finish(self) -> list[Values]:
-        """The values of every sequence after the last shard."""
-        for name in [] if self.isolated else list(self.values):
-            tensor, _, layer = name.partition(".")
-            if tensor == "hidden":
-                self.values[f"x.{int(layer) + 1}"] = self.values[name]
-        if not self.isolated and self.decoder.manifest.gives_logits:
-            name = f"{self.handed}.{len(self.decoder.manifest.layers) - 1}"
-            last = self.values[name].swapaxes(1, 2)
-            self.values["logits"] = self.decoder.logits(last / self.scale)
-        made = []
-        for seq in range(len(self.starts)):
-            values = {name: value[seq] for name, value in self.values.items()}
-            made.append(values | updates(values))
-        return made
-
-    def record(self, name: str, call: Call, plane: np.ndarray) -> None:
-        """Copies the valid columns of a plane [B, W, T, 1] to rows of [B, n, W]."""
-        flat = plane.reshape(*plane.shape[:2], -1)
-        if name not in self.values:
-            shape = *self.values["T"].shape, flat.shape[1]
-            self.values[name] = np.zeros(shape, flat.dtype)
-        self.values[name][call.seq, call.position] = flat[call.seq, :, call.column]
-
-    def plane(self, name: str, call: Call) -> np.ndarray:
-        """The goldens' values of a call as the bundle's plane [B, W, width, 1], zero in
-        dummy columns; of `x` what the program reads."""
-        rows = self.golden[name][call.seq, call.position]
-        plane = np.zeros((len(call.counts), rows.shape[1], call.width), np.float32)
-        scale = self.scale if name.startswith("x.") else 1.0
-        plane[call.seq, :, call.column] = rows / scale
-        return self.decoder.plane(plane)
+    def finished_traces(self) -> list[Trace]:
+        """The trace of every sequence after the last shard."""
+        layers = self.trace.layers
+        if not self.one.isolated:
+            for before, layer in zip(layers, layers[1:]):
+                layer.x = before.hidden
+            if self.decoder.manifest.gives_logits:
+                hidden = self.trace.output.swapaxes(1, 2) / self.scale
+                self.trace.logits = self.decoder.logits(hidden)
+        return unstack(self.trace, len(self.one.ids))

@@ -1,7 +1,7 @@
 """Gates on the states of a bundle, which need neither a checkpoint nor a golden and run
 on any runtime: `state_life`, `write_address`, `stale_rows` and `undo`."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from unittest.mock import patch
@@ -20,14 +20,13 @@ from workbench.bundle.names import (
 )
 from workbench.check import gates
 from workbench.check.gates import Gate
-from workbench.check.hf import Values
 from workbench.check.interface import sizes
+from workbench.check.trace import Arrays
 from workbench.decode import Decoder, Sequences, Snapshot
 from workbench.errors import InputError
 from workbench.runtime import Model, State
 
-STATE_GATES = ("state_life", "write_address", "stale_rows", "undo")
-RESULTS = HIDDEN, BASE, LOGITS  # of which a shard of layers has one
+RESULTS = HIDDEN, BASE, LOGITS  # a shard of layers outputs exactly one of these
 SMALL = 32  # rows up to which every position of a cache is tried
 # magnitudes in rows without a token: large, and subnormal in fp16, of which a device
 # may make zeros
@@ -39,9 +38,20 @@ STATE_BYTES = 1 << 28
 
 
 def state_gates(decoder: Decoder) -> list[Gate]:
-    """The `STATE_GATES` of a decoder, in that order; its own sequences stay as they
-    are."""
+    """Runs `STATE_GATES` on a decoder; its own sequences stay as they are."""
     decoder = decoder.plain
+    return [gate(decoder) for gate in STATE_GATES.values()]
+
+
+def state_life_gate(decoder: Decoder) -> Gate:
+    return gates.none(
+        "state_life",
+        list(_lifetime_faults(decoder)),
+        "states start as zeros, stay apart, and refuse a token past max_seq_len",
+    )
+
+
+def write_address_gate(decoder: Decoder) -> Gate:
     records = write_probe(decoder)
     wrong = [
         "layer {layer} {state}, T = {T}, pos = {pos}: rows {changed} changed, "
@@ -49,25 +59,20 @@ def state_gates(decoder: Decoder) -> list[Gate]:
         for record in records
         if not record["right"]
     ]
-    return [
-        gates.none(
-            "state_life",
-            list(_lifetime_faults(decoder)),
-            "states start as zeros, stay apart, and refuse a token past max_seq_len",
-        ),
-        gates.none(
-            "write_address",
-            wrong[:1],
-            f"{len(records)} calls changed the rows of their own tokens and no others",
-            f"{len(wrong)} of {len(records)} calls; first: ",
-        ),
-        gates.none(
-            "stale_rows",
-            list(_reading_faults(decoder)),
-            "rows without a token change no bit of the output; an earlier token's NaN reaches it",
-        ),
-        undo_gate(decoder),
-    ]
+    return gates.none(
+        "write_address",
+        wrong[:1],
+        f"{len(records)} calls changed the rows of their own tokens and no others",
+        f"{len(wrong)} of {len(records)} calls; first: ",
+    )
+
+
+def stale_rows_gate(decoder: Decoder) -> Gate:
+    return gates.none(
+        "stale_rows",
+        list(_reading_faults(decoder)),
+        "rows without a token change no bit of the output; an earlier token's NaN reaches it",
+    )
 
 
 def _lifetime_faults(decoder: Decoder) -> Iterator[str]:
@@ -192,7 +197,7 @@ def write_probe(
     return records
 
 
-def _changed_rows(before: Values, state: State, T: int, pos: int) -> Iterator[dict]:
+def _changed_rows(before: Arrays, state: State, T: int, pos: int) -> Iterator[dict]:
     for name in filter(is_cache, before):
         differs = before[name] != state.read(name)
         changed = np.flatnonzero(differs.any((0, 1, 3))).tolist()
@@ -216,7 +221,7 @@ def _random_states(model: Model, garbage: float) -> dict[str, tuple]:
     return values
 
 
-def _fill(state: State, random: dict[str, tuple], tokens: int) -> Values:
+def _fill(state: State, random: dict[str, tuple], tokens: int) -> Arrays:
     """Writes `_random_states`, and in cache rows behind those of `tokens` tokens the
     garbage; returns what is written."""
     filled = {}
@@ -228,7 +233,7 @@ def _fill(state: State, random: dict[str, tuple], tokens: int) -> Values:
     return filled
 
 
-def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Values:
+def _inputs(decoder: Decoder, model: Model, pos: int, T: int) -> Arrays:
     """The inputs of one call of T tokens at `pos` in every sequence: real masks and
     tables and random activations, the same for the same pos."""
     B = decoder.options.batch
@@ -327,3 +332,12 @@ def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
     for name, value in snapshot.states.items():
         states[name] = rng.standard_normal(value.shape).astype(np.float16)
     return replace(snapshot, states=states, floor=tokens)
+
+
+# The gates on states, in the order in which they run.
+STATE_GATES: dict[str, Callable[[Decoder], Gate]] = {
+    "state_life": state_life_gate,
+    "write_address": write_address_gate,
+    "stale_rows": stale_rows_gate,
+    "undo": undo_gate,
+}

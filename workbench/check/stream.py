@@ -44,12 +44,13 @@ def stream_sizes(golden: Golden, stream_scale: float = 1.0) -> pd.DataFrame:
         nothing else is rounded.
     """
     rounded = half(stream_scale)
-    hidden = np.stack([golden[f"hidden.{i}"] for i in range(golden.layers)])
+    layers = golden.trace.layers
+    hidden = np.stack([layer.hidden for layer in layers])
     channel = np.abs(hidden).max(0).argmax(-1)  # [n]
     positions = np.arange(len(channel))
     parts = []
     for layer, behind in enumerate(hidden):
-        x, update = golden[f"x.{layer}"], golden[f"update.{layer}"]
+        x, update = layers[layer].x, layers[layer].update
         size = rms(behind)
         largest = np.abs(behind).max(-1)
         with np.errstate(over="ignore", invalid="ignore"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
+Arrays = dict[str, np.ndarray]  # by name
 # a layer's arrays in files, each with the layer's number: x.0, hidden.0, k.0
 STORED = ("x", "hidden", "k", "v", "router", "expert", "margin")
 STORED_ONCE = ("normed", "logits", "T")
@@ -44,7 +45,8 @@ class LayerTrace:
         """[n, C]: what the layer adds to the stream, `hidden − x`."""
         if self.hidden is None or self.x is None:
             return None
-        return self.hidden - self.x
+        with np.errstate(invalid="ignore"):  # inf − inf, beyond the range of fp16
+            return self.hidden - self.x
 
 
 @dataclass(eq=False)
@@ -80,7 +82,7 @@ class Trace:
         owner = self if layer is None else self.layers[layer]
         return getattr(owner, tensor)
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> Arrays:
         """The arrays by the names that they have in files."""
         named = {}
         for layer, values in enumerate(self.layers):

@@ -12,9 +12,10 @@ Another runtime may be as far from portable `declared` arithmetic as `narrow` is
 rounds sums to fp16 after every 32 products: that distance is measured for each bundle,
 not chosen."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +25,29 @@ from safetensors import SafetensorError
 
 from workbench.bundle import Bundle
 from workbench.check import gates, host, interface, program, states, weights
-from workbench.check.compare import HALF_ULP, NEAR_TIE, compare, compared, furthest, kl
+from workbench.check.compare import (
+    HALF_ULP,
+    NEAR_TIE,
+    compared,
+    errors,
+    furthest,
+    kl,
+    with_similarity,
+    with_ties,
+    with_tolerance,
+)
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden, check_exported_from, stored_weights
-from workbench.check.hf import Reference, Values, half, updates
-from workbench.check.run import run_golden
+from workbench.check.hf import Reference, half
+from workbench.check.run import trace_bundle
 from workbench.check.states import STATE_GATES, default_ts
+from workbench.check.trace import Arrays, LayerTrace, Trace, parse_name
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import load_arrays, save_arrays, sha256
 from workbench.models.checkpoint import Checkpoint
 from workbench.progress import stage
 
-BUG_GATES = ("interface", "weights", "host", "program", *STATE_GATES)
 # Times √(budget² + 2⁻²²) that an error may be. Inner results of a layer are rounded as well,
 # which the budget leaves out: the worst of 688 sound bundles, a random draw in fp16, reaches 3.5,
 # the worst trained checkpoint 2.6; tests/check/faults.md has the margins.
@@ -46,8 +57,8 @@ BUDGET_FACTOR = 6.0
 # seen as a device, is 2.0 distances away on the worst sound bundle (int4-block32, trained
 # ZAYA), and the mildest planted fault 10; tests/check/faults.md has the margins.
 DEVICE_FACTOR = 3.0
-PRECISIONS = "declared/", "narrow/"  # before the names in that file
-REFERENCE_FORMAT = 7  # of the device gate's file: raised when what it holds changes
+REFERENCE_FORMAT = 7  # of the device gate's file: raised when its content changes
+HEAD_LAYER = -1  # the layer of logits in the log's table `fidelity`
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class Cost:
     """What compression and fp16 cost: every layer × position × T of a bundle against a
     golden.
 
-    `rows`: those of `compare` with mode, runtime, precision and shard. `logits` [n, V]
+    `rows`: see `measure`. `logits` [n, V]
     of layers in a row, None where the bundle gives none. `kl` [n] nats from the golden to
     them, and `same_top`, the share of positions with the same top token: nan then.
     `over_rounding`, of each row: its error over what rounding alone causes, which ranks
@@ -189,48 +200,104 @@ def validate(
     return Validation([*bugs, device, *cost.gates(max_kl)], cost)
 
 
+@dataclass
+class Subject:
+    """A bundle whose bug gates run, and the decoders that they share.
+
+    Attributes:
+        decoder: runs the gates where it can; None: decoders are opened.
+    """
+
+    bundle: Bundle
+    checkpoint: Checkpoint
+    decoder: Decoder | None = None
+
+    @cached_property
+    def exact(self) -> Decoder:
+        """The decoder whose program is compared: in `exact` arithmetic where the
+        bundle's interpreter has it."""
+        decoder = self.decoder
+        if decoder and not decoder.is_device and decoder.precision == "exact":
+            return decoder
+        return Decoder(self.bundle, self.bundle.manifest.options.interpreter, "exact")
+
+    @cached_property
+    def tried(self) -> Decoder:
+        """The decoder whose host and states are checked. Those of a device are its own
+        gates (see `stored_gates`)."""
+        if self.decoder and not self.decoder.is_device:
+            return self.decoder
+        return self.exact
+
+
+def interface_gate(subject: Subject) -> Gate:
+    return interface.interface_gate(subject.bundle, subject.checkpoint)
+
+
+def weights_gate(subject: Subject) -> Gate:
+    return weights.weights_gate(subject.bundle, subject.checkpoint)
+
+
+def host_gate(subject: Subject) -> Gate:
+    return host.host_gate(subject.tried, subject.checkpoint)
+
+
+def program_gate(subject: Subject) -> Gate:
+    if subject.exact.precision == "exact":
+        return program.program_gate(subject.exact, subject.checkpoint)
+    target = subject.bundle.manifest.options.target
+    reason = f"needs fp32 arithmetic, which target {target} lacks"
+    return gates.not_run("program", reason)
+
+
+def state_gate(name: str, subject: Subject) -> Gate:
+    """One of `STATE_GATES`."""
+    return STATE_GATES[name](subject.tried.plain)
+
+
+# The gates that need no tuning, in the order in which they run.
+BUG_GATES: dict[str, Callable[[Subject], Gate]] = {
+    "interface": interface_gate,
+    "weights": weights_gate,
+    "host": host_gate,
+    "program": program_gate,
+} | {name: partial(state_gate, name) for name in STATE_GATES}
+
+
 def bug_gates(
     bundle: Bundle, checkpoint: Checkpoint, *, decoder: Decoder | None = None
 ) -> list[Gate]:
-    """Runs the bug gates, which are the same for every compression: `BUG_GATES`.
-
-    `decoder` is the one whose host and states are checked, and whose program is where
-    its arithmetic is `exact`; otherwise, and for a device, one of the bundle's
-    interpreter is opened.
+    """Runs `BUG_GATES`, which are the same for every compression.
 
     Where the bundle's interface is RED and no decoder opens or runs it, the gates that
     need one are not_run. A program that stops with an error is RED.
+
+    Args:
+        decoder: its host and states are checked, and its program where its arithmetic
+            is `exact`. In place of a device, and of other arithmetic, a decoder of the
+            bundle's interpreter is opened.
 
     Raises:
         InputError: a file whose SHA-256 is not the manifest's.
     """
     check_exported_from(checkpoint, bundle)
     bundle.verify()
-    results = [interface.interface_gate(bundle, checkpoint)]
-    try:
-        results.append(weights.weights_gate(bundle, checkpoint))
-        options = bundle.manifest.options
-        exact = tried = None if decoder and decoder.is_device else decoder
-        if not exact or exact.precision != "exact":
-            exact = Decoder(bundle, options.interpreter, "exact")
-        tried = tried or exact
-        stage("validate: host and program")
-        results.append(host.host_gate(tried, checkpoint))
-        if exact.precision == "exact":
-            results.append(program.program_gate(exact, checkpoint))
-        else:
-            reason = f"asks for fp32 arithmetic, which target {options.target} lacks"
-            results.append(gates.not_run("program", reason))
-        stage("validate: states")
-        results += states.state_gates(tried)
-    except InputError as problem:
-        names = BUG_GATES[len(results) :]
-        if results[0].verdict != gates.RED:
-            if names[0] not in ("program", *STATE_GATES):
-                raise  # the checkpoint or the bundle cannot be read
-            reason = f"the program does not run: {problem.subject}: {problem.actual}"
-            results.append(gates.holds(names[0], False, reason))
-        results += unopened_gates(problem, BUG_GATES[len(results) :])
+    subject = Subject(bundle, checkpoint, decoder)
+    results: list[Gate] = []
+    for name, gate in BUG_GATES.items():
+        stage(f"validate: {name}")
+        try:
+            results.append(gate(subject))
+        except InputError as problem:
+            runs_programs = name in ("program", *STATE_GATES)
+            if not results or results[0].verdict != gates.RED:
+                if not runs_programs:
+                    raise  # the checkpoint or the bundle cannot be read
+                reason = (
+                    f"the program does not run: {problem.subject}: {problem.actual}"
+                )
+                results.append(gates.holds(name, False, reason))
+            return results + unopened_gates(problem, [*BUG_GATES][len(results) :])
     return results
 
 
@@ -298,56 +365,76 @@ def _unknown_gates(bundle: Bundle, stored: gates.StoredVerdict | None) -> list[G
 
 def measure_budget(
     bundle: Bundle, checkpoint: Checkpoint, golden: Golden, inner: bool = True
-) -> Values:
+) -> Trace:
     """Runs Hugging Face's model twice over the golden's tokens with the weights that
-    `bundle` stores and a rounded stream: the values of layers that are fed the golden's
-    input, and the `logits` of layers in a row. `inner`: layers inside a shard are fed
-    too, as on runtimes that show them; else each continues the one before."""
+    `bundle` stores and a rounded stream: the trace of layers that are fed the golden's
+    inputs, with the `logits` of layers in a row. `inner`: layers inside a shard are fed
+    too, as on runtimes that show them; otherwise each reads the output of the one
+    before."""
     reference = Reference(checkpoint, stored_weights(checkpoint, bundle, half=True))
     rounded = half(bundle.manifest.stream_scale)
     chained = reference.run(golden.ids, perturb=rounded)
-    feed = golden.values
+    feed = golden.trace
     if not inner:
-        firsts = {shard.layers[0] for shard in bundle.manifest.shards}
-        fed = {f"x.{i}" for i in firsts} | {f"router.{i - 1}" for i in firsts}
-        feed = {name: feed[name] for name in fed & feed.keys()}
-    values = reference.run(golden.ids, feed=feed, perturb=rounded, head=False)
-    for name, value in values.items():  # as the bundle holds them
-        if name.startswith(("x.", "hidden.")):
-            value = golden[name] if name[0] == "x" else value
-            values[name] = rounded(torch.from_numpy(value)).numpy()
-        elif name.startswith(("k.", "v.")):
-            values[name] = np.float16(value)
-    return values | updates(values) | {"logits": chained["logits"]}
+        feed = Trace.empty(golden.layers)
+        for first in {shard.layers[0] for shard in bundle.manifest.shards}:
+            feed.layers[first].x = golden.trace.layers[first].x
+            if first:
+                router = golden.trace.layers[first - 1].router
+                feed.layers[first - 1].router = router
+    trace = reference.run(golden.ids, feed=feed, perturb=rounded, head=False)
+    stored = stored_stream(trace, golden.trace, bundle.manifest.stream_scale)
+    return replace(stored, logits=chained.logits)
+
+
+def stored_stream(trace: Trace, inputs: Trace, stream_scale: float) -> Trace:
+    """A trace as a bundle stores it: the outputs of its layers, and the inputs that
+    `inputs` has, rounded to fp16, the rows of its caches rounded once. No layer
+    computes with the rounded values."""
+    rounded = half(stream_scale)
+    layers = []
+    for layer, given in zip(trace.layers, inputs.layers, strict=True):
+        stored = replace(layer)
+        stored.x = rounded(torch.from_numpy(given.x)).numpy()
+        stored.hidden = rounded(torch.from_numpy(layer.hidden)).numpy()
+        if layer.k is not None:
+            stored.k, stored.v = np.float16(layer.k), np.float16(layer.v)
+        layers.append(stored)
+    return replace(trace, layers=layers)
 
 
 def measure(
     decoder: Decoder,
     golden: Golden,
     Ts: Sequence[int] | None = None,
-    budget: Values | None = None,
+    budget: Trace | None = None,
 ) -> Cost:
     """Runs every T isolated and all of them chained, and compares with the golden and,
     isolated, with the `budget` of `measure_budget`. Without it the cells are ranked by
-    what rounding the stream alone causes."""
+    what rounding the stream alone causes.
+
+    The rows of the cost are those of the log's table `fidelity`: `errors` with
+    similarity and routing ties, the layer of logits `HEAD_LAYER`, and mode, runtime,
+    precision and shard. Chained rows have no budget."""
     t_max = decoder.options.t_max
     Ts = list(Ts or default_ts(decoder.options))
     if over := [t for t in Ts if not 1 <= t <= t_max]:
         step = "export with more --tokens"
         raise InputError("T", f"{over}", f"1 to t_max = {t_max}", step)
     runs = [*((T, "isolated") for T in Ts), (Ts, "chained")]
-    *apart, chained = run_golden(decoder, golden, *runs)
+    *isolated, chained = trace_bundle(decoder, golden, *runs)
+    reference = golden.trace
+    # without Hugging Face's model no layer computes with the rounded stream
+    rounding = budget or stored_stream(
+        reference, reference, decoder.manifest.stream_scale
+    )
     frames, ratios = [], []
-    rounded = None
-    if budget is None:
-        rounded = round_stream(golden, decoder.manifest.stream_scale)
-    for T, values in zip(Ts, apart, strict=True):
-        frame = compare(golden.values, values, budget)
+    for T, trace in zip(Ts, isolated, strict=True):
+        frame = _fidelity(reference, trace, budget)
+        ranked = with_tolerance(errors(reference, trace), reference, rounding)
         frames.append(frame.assign(T=T, mode="isolated"))
-        if rounded is not None:
-            frame = compare(golden.values, values, rounded, similar=False)
-        ratios.append(frame["ratio"])
-    frames.append(compare(golden.values, chained).assign(mode="chained"))
+        ratios.append(ranked["ratio"])
+    frames.append(_fidelity(reference, chained).assign(mode="chained"))
     rows = pd.concat(frames, ignore_index=True)
     over_rounding = pd.concat(ratios, ignore_index=True).reindex(rows.index)
     inner = decoder.shows_inner_layers
@@ -359,13 +446,26 @@ def measure(
     for model in decoder.layers:
         names |= dict.fromkeys(range(*model.shard.layers), model.shard.name)
     rows["shard"] = rows["layer"].map(names).fillna("head")
-    expected, logits = golden["logits"], chained.get("logits")
+    rows["layer"] = rows["layer"].fillna(HEAD_LAYER).astype(int)
+    expected, logits = golden["logits"], chained.logits
     nats, same = np.full(len(expected), np.nan), np.nan
     if logits is not None:
         nats = kl(expected, logits)
         same = float(np.mean(expected.argmax(-1) == logits.argmax(-1)))
-    budget_kl = budget and kl(expected, budget["logits"])
+    budget_kl = budget and kl(expected, budget.logits)
     return Cost(rows, logits, nats, same, over_rounding, budget_kl)
+
+
+def _fidelity(
+    reference: Trace, actual: Trace, budget: Trace | None = None
+) -> pd.DataFrame:
+    """The columns of `measure` that follow from a trace."""
+    rows = errors(reference, actual)
+    if budget is not None:
+        rows = with_tolerance(rows, reference, budget)
+    rows = with_ties(rows, reference, actual, budget)
+    rows = with_similarity(rows, reference, actual)
+    return rows.drop(columns=["distance", "size"])
 
 
 def chained_kl(
@@ -374,24 +474,10 @@ def chained_kl(
     """KL [n] in nats from the golden's logits to those of layers in a row, as in
     `measure`; nan where the bundle gives none."""
     Ts = list(Ts or default_ts(decoder.options))
-    (values,) = run_golden(decoder, golden, (Ts, "chained"))
-    if "logits" not in values:
+    (trace,) = trace_bundle(decoder, golden, (Ts, "chained"))
+    if trace.logits is None:
         return np.full(len(golden.ids), np.nan)
-    return kl(golden["logits"], values["logits"])
-
-
-def round_stream(golden: Golden, stream_scale: float) -> Values:
-    """The golden's values with the stream rounded to fp16 where it enters and leaves a
-    layer, and the cache rows once; no layer computes with the rounded values. It needs
-    no checkpoint."""
-    rounded, values = half(stream_scale), {}
-    for name, value in golden.values.items():
-        if name.startswith(("x.", "hidden.")):
-            values[name] = rounded(torch.from_numpy(value)).numpy()
-        elif name.startswith(("k.", "v.")):
-            values[name] = np.float16(value)
-    with np.errstate(invalid="ignore"):  # inf − inf, beyond fp16's range
-        return values | updates(values)
+    return kl(golden["logits"], trace.logits)
 
 
 def summarize_kl(nats: Sequence[float]) -> dict[str, float]:
@@ -410,95 +496,128 @@ def reference_path(bundle: Bundle, golden: Golden) -> Path:
     return golden.file.with_name(name)
 
 
+@dataclass(frozen=True)
+class DeviceReference:
+    """What a device would show of a golden's tokens in portable `declared` and
+    `narrow` arithmetic; see `trace_device`."""
+
+    declared: Trace
+    narrow: Trace
+
+    def arrays(self) -> Arrays:
+        """The arrays by their names in the file: `declared/k.3`, `narrow/k.3`."""
+        named = {}
+        for precision, trace in (("declared", self.declared), ("narrow", self.narrow)):
+            for name, array in trace.arrays().items():
+                named[f"{precision}/{name}"] = array
+        return named
+
+    @classmethod
+    def from_arrays(cls, named: Arrays, golden: Golden) -> "DeviceReference":
+        """The inverse of `arrays`, for a golden.
+
+        Raises:
+            ValueError: arrays of another form, or other ones for the two arithmetics.
+        """
+        arrays: dict[str, Arrays] = {"declared": {}, "narrow": {}}
+        for name, array in named.items():
+            precision, _, tensor = name.partition("/")
+            if precision not in arrays:
+                raise ValueError(f"an array {name!r}")
+            arrays[precision][tensor] = array
+        traces = {
+            precision: Trace.from_arrays(own, golden.layers)
+            for precision, own in arrays.items()
+        }
+        for own in arrays.values():
+            for name, array in own.items():
+                expected = golden.trace.value(*parse_name(name))
+                width = array.shape[1:] if expected is None else expected.shape[1:]
+                fits = array.dtype.kind in "fi" and 1 <= array.ndim <= 2
+                fits = fits and 1 <= len(array) <= len(golden.ids)
+                if not fits or array.shape[1:] != width:
+                    raise ValueError(f"{name!r} {array.dtype} {[*array.shape]}")
+        if arrays["declared"].keys() != arrays["narrow"].keys():
+            raise ValueError("other arrays in narrow arithmetic")
+        if traces["declared"].T is None:
+            raise ValueError("no array 'T'")
+        return cls(**traces)
+
+
 def device_reference(
     bundle: Bundle, golden: Golden, alone: bool = False
-) -> Values | None:
-    """What a device shows of the golden's tokens in portable `declared` and `narrow`
-    arithmetic: "declared/k.3", "narrow/k.3". It is computed once where the golden has a
-    file in a folder that can be written; one decoder at a time is in memory. `alone`:
-    nothing is computed, None where there is no file of this bundle and golden."""
+) -> DeviceReference | None:
+    """The reference of gate `device`. It is computed once where the golden has a file
+    in a folder that can be written; one decoder at a time is in memory.
+
+    Args:
+        alone: nothing is computed; None where no file is of this bundle and golden.
+    """
     path = golden.file and reference_path(bundle, golden)
     key = path and f"{REFERENCE_FORMAT} {bundle.identity} {sha256(golden.file)}"
     if path and path.is_file():
-        with suppress(OSError, SafetensorError, AttributeError):
-            reference, metadata = load_arrays(path)
-            if metadata.get("key") == key and _is_reference(reference, golden):
-                return reference
+        with suppress(OSError, SafetensorError, AttributeError, ValueError):
+            arrays, metadata = load_arrays(path)
+            if metadata.get("key") == key:
+                return DeviceReference.from_arrays(arrays, golden)
     if alone:
         return None
-    reference = {}
-    for precision in ("declared", "narrow"):
-        for name, value in device_values(_blind(bundle, precision), golden).items():
-            reference[f"{precision}/{name}"] = value
+    declared = trace_device(_blind(bundle, "declared"), golden)
+    narrow = trace_device(_blind(bundle, "narrow"), golden)
+    reference = DeviceReference(declared, narrow)
     if path:
         with suppress(OSError, SafetensorError):
-            save_arrays(path, reference, {"key": key})
+            save_arrays(path, reference.arrays(), {"key": key})
     return reference
 
 
-def _is_reference(reference: Values, golden: Golden) -> bool:
-    """Whether arrays have the form of `device_reference`'s for this golden."""
-    for name, value in reference.items():
-        precision, _, tensor = name.partition("/")
-        expected = golden.values.get(tensor, value)
-        if precision not in ("declared", "narrow") or value.dtype.kind not in "fi":
-            return False
-        if not 1 <= value.ndim <= 2 or not 1 <= len(value) <= len(golden.ids):
-            return False
-        if value.shape[1:] != expected.shape[1:]:
-            return False
-    names = [{n[len(p) :] for n in reference if n.startswith(p)} for p in PRECISIONS]
-    return names[0] == names[1] and "T" in names[0]
-
-
 def _blind(bundle: Bundle, precision: str) -> Decoder:
-    """A portable decoder that shows what a device does: inner layers go on with what
-    the shard computed."""
+    """A portable decoder that shows what a device does: inner layers read what the
+    shard computed."""
     decoder = Decoder(bundle, "portable", precision)
     decoder.shows_inner_layers = False
     return decoder
 
 
-def device_values(decoder: Decoder, golden: Golden) -> Values:
-    """What a runtime shows of a pass over the golden's tokens: calls of every T in
-    turn, each shard fed the golden's input, the head the golden's last hidden state.
-    Packages that contain the head show the logits of that pass."""
-    (values,) = run_golden(decoder, golden, (default_ts(decoder.options), "isolated"))
-    shown = ("hidden.", "k.", "v.", "T")
-    found = {name: x for name, x in values.items() if name.startswith(shown)}
-    last, scale = golden.layers - 1, decoder.manifest.stream_scale
+def trace_device(decoder: Decoder, golden: Golden) -> Trace:
+    """What a runtime shows of a pass over the golden's tokens: `hidden`, `k`, `v` and
+    `T` of calls of every T in turn, each shard fed the golden's input, and the logits
+    of a head that is fed the golden's last hidden state. Packages that contain the head
+    show the logits of that pass."""
+    Ts = default_ts(decoder.options)
+    (trace,) = trace_bundle(decoder, golden, (Ts, "isolated"))
+    layers = [LayerTrace(hidden=at.hidden, k=at.k, v=at.v) for at in trace.layers]
+    shown = Trace(layers, T=trace.T)
+    scale = decoder.manifest.stream_scale
     if decoder.heads:
-        hidden = golden[f"hidden.{last}"].T / scale
+        hidden = golden.trace.layers[-1].hidden.T / scale
         logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))
-        found["logits"] = logits[0]
+        shown.logits = logits[0]
     elif decoder.manifest.gives_logits:
-        found["logits"] = values[f"handed.{last}"] / scale
-    return found
+        shown.logits = trace.output / scale
+    return shown
 
 
-def device_room(apart: np.ndarray, size: np.ndarray) -> np.ndarray:
+def device_tolerance(distance: np.ndarray, size: np.ndarray) -> np.ndarray:
     """The distance declared–narrow, at least half a unit of an fp16 result."""
-    return np.maximum(apart, HALF_ULP * size)
+    return np.maximum(distance, HALF_ULP * size)
 
 
-def device_gate(decoder: Decoder, golden: Golden, reference: Values) -> Gate:
+def device_gate(decoder: Decoder, golden: Golden, reference: DeviceReference) -> Gate:
     """GREEN if every layer's output, K, V and the logits are about as near to portable
     `declared` as `narrow` is.
 
     The value is the worst tensor's distance in units of that distance, at least half a
     unit of an fp16 result, as an RMS over positions."""
-    declared, narrow = (
-        {name[len(to) :]: x for name, x in reference.items() if name.startswith(to)}
-        for to in ("declared/", "narrow/")
-    )
-    values = device_values(decoder, golden)
-    rows = compare(declared, values, narrow, room=device_room, similar=False)
+    declared = reference.declared
+    rows = errors(declared, trace_device(decoder, golden))
+    rows = with_tolerance(rows, declared, reference.narrow, device_tolerance)
     rows = rows[~_tied(decoder, golden, rows)]
     if rows.empty:  # every choice of an expert was close
         return gates.not_run("device", "nothing is comparable")
     worst = furthest(rows.assign(T=0))
     place = worst["tensor"]
-    if worst["layer"] >= 0:
+    if pd.notna(worst["layer"]):
         place += f" of layer {worst['layer']}"
     reason = (
         f"distance from portable declared over that of portable narrow, worst: {place}"
@@ -507,18 +626,20 @@ def device_gate(decoder: Decoder, golden: Golden, reference: Values) -> Gate:
 
 
 def _tied(decoder: Decoder, golden: Golden, rows: pd.DataFrame) -> pd.Series:
-    """Rows that a near-tied choice of an expert, in their own shard, can have turned."""
+    """Rows that a near-tied choice of an expert, in their own shard, can have
+    changed."""
     tied = pd.Series(False, rows.index)
     caches = rows["tensor"].isin(["k", "v"])
     for model in decoder.layers:
         near = np.zeros(len(golden.ids), bool)
         for layer in range(*model.shard.layers):
             before = near
-            if f"margin.{layer}" in golden.values:
-                near = near | (golden[f"margin.{layer}"][:, 0] < NEAR_TIE)
+            margin = golden.trace.layers[layer].margin
+            if margin is not None:
+                near = near | (margin[:, 0] < NEAR_TIE)
             places = rows["position"]
-            turned = np.where(caches, before[places], near[places])
-            tied |= turned & (rows["layer"] == layer)
+            changed = np.where(caches, before[places], near[places])
+            tied |= changed & rows["layer"].eq(layer).fillna(False).astype(bool)
     return tied
 
 

@@ -120,7 +120,7 @@ def validate(
         own = interface_gate(exported)
         if own.verdict != gates.RED:
             raise
-        own = [own, *checks.unopened_gates(problem, checks.BUG_GATES[1:])]
+        own = [own, *checks.unopened_gates(problem, list(checks.BUG_GATES)[1:])]
         if source:
             own = checks.bug_gates(exported, source)
         empty = "worst", "min_cosine", "mean_cosine", "logits", "cost"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from workbench.check import compare
 from workbench.check.golden import Golden
-from workbench.check.run import run_golden
+from workbench.check.run import trace_bundle
 from workbench.check.states import default_ts
 from workbench.decode import Decoder
 
@@ -22,10 +22,10 @@ def find_call_faults(decoder: Decoder, golden: Golden) -> list[str]:
         golden: the tokens to run.
     """
     faults = []
-    (single,) = run_golden(decoder, golden, (1, "chained"))
+    (single,) = trace_bundle(decoder, golden, (1, "chained"))
     for T in sorted({*default_ts(decoder.options)} - {1}):
-        (several,) = run_golden(decoder, golden, (T, "chained"))
-        rows = compare.compare(single, several, tensors=("k", "v"), similar=False)
+        (several,) = trace_bundle(decoder, golden, (T, "chained"))
+        rows = compare.errors(single, several, ("k", "v"))
         wrong = rows[~(rows["error"] <= SUMMATION_ORDER)]
         if wrong.empty:
             continue
@@ -39,8 +39,8 @@ def find_call_faults(decoder: Decoder, golden: Golden) -> list[str]:
         ids = golden.ids.copy()
         ids[end:] = (ids[end:] + 1) % decoder.manifest.dims.V
         changed = replace(golden, ids=ids)
-        (other,) = run_golden(decoder, changed, (T, "chained"))
-        rows = compare.compare(several, other, tensors=("k", "v"), similar=False)
+        (other,) = trace_bundle(decoder, changed, (T, "chained"))
+        rows = compare.errors(several, other, ("k", "v"))
         if rows[rows["position"] < end]["error"].any():
             fault += "; they are not causal: later tokens change earlier rows"
         faults.append(fault)

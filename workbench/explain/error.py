@@ -24,8 +24,9 @@ import torch
 
 from workbench.bundle import Bundle
 from workbench.check import compare, gates, golden, run
-from workbench.check.hf import Reference, Values, Weights
+from workbench.check.hf import Reference, Weights
 from workbench.check.program import exact_runtime
+from workbench.check.trace import Trace
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
@@ -109,7 +110,7 @@ def split_error(
     }
     parts = [*weights, *runs]
     # mode → updates before the first part, and once the cause of each part is there
-    stages = {mode: [updates(source.values)] for mode in MODES}
+    stages = {mode: [updates(source.trace)] for mode in MODES}
     for part in bar(parts, "error", unit="stage"):
         if part in weights:
             model = Reference(checkpoint, weights[part])
@@ -120,9 +121,9 @@ def split_error(
             )
         for mode in MODES:
             if part in weights:
-                feed = source.values if mode == "isolated" else None
-                values = model.run(source.ids, feed=feed, head=False)
-                stages[mode].append(updates(values))
+                feed = source.trace if mode == "isolated" else None
+                trace = model.run(source.ids, feed=feed, head=False)
+                stages[mode].append(updates(trace))
             else:
                 stages[mode].append(run_updates(decoder, source, mode))
     splits = {}
@@ -163,18 +164,17 @@ def plan_runs(bundle: Bundle, runtime: str) -> dict[str, Run]:
     return runs
 
 
-def updates(values: Values) -> np.ndarray:
+def updates(trace: Trace) -> np.ndarray:
     """The updates of all layers, [L, n, C] float64."""
-    layers = sum(name.startswith("update.") for name in values)
-    return np.float64([values[f"update.{layer}"] for layer in range(layers)])
+    return np.float64([layer.update for layer in trace.layers])
 
 
 def run_updates(decoder: Decoder, source: golden.Golden, mode: str) -> np.ndarray:
     """The updates of a bundle's layers over the golden's tokens in calls of t_max, [L,
     n, C] float64."""
     T = decoder.options.t_max
-    (values,) = run.run_golden(decoder, source, (T, mode), forced=False)
-    return updates(values)
+    (trace,) = run.trace_bundle(decoder, source, (T, mode), forced=False)
+    return updates(trace)
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:

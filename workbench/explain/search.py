@@ -20,7 +20,7 @@ import numpy as np
 import miltorch
 from workbench.bundle.names import MASKED
 from workbench.check import compare
-from workbench.check.validate import DEVICE_FACTOR, device_room
+from workbench.check.validate import DEVICE_FACTOR, device_tolerance
 from workbench.explain.cut import Flow, cut
 from workbench.explain.ranges import OperationPlace
 from workbench.explain.running import Arrays, Runner, evaluate_every_value
@@ -315,7 +315,7 @@ def beyond_rounding(pair: Sequence[Arrays], actual: Arrays) -> dict[str, float]:
             size = compare.rms(expected)
             if base.dtype.kind != "f":
                 size = 0.0 * size  # integers are not rounded
-            tolerance = device_room(compare.rms(expected, perturbed), size)
+            tolerance = device_tolerance(compare.rms(expected, perturbed), size)
             distance = compare.rms(expected, value[part])
             ratio = compare.over(distance, tolerance)
             times = max(times, np.nan_to_num(ratio, nan=np.inf, posinf=np.inf))

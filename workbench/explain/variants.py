@@ -158,12 +158,12 @@ class Trial:
         pass_of = (1, "chained")
         if self.isolated:
             pass_of = (decoder.options.t_max, "isolated")
-        (self.outputs,) = run.run_golden(decoder, self.source, pass_of)
+        (self.outputs,) = run.trace_bundle(decoder, self.source, pass_of)
 
     def errors(self, count: int, variant: Variant = Variant()) -> np.ndarray:
         """Relative RMS [count] of the first layers of a variant: in each layer the
         worst of update, K and V; inf where a value is not finite."""
-        feed = self.source.values if self.isolated else None
+        feed = self.source.trace if self.isolated else None
         config = copy.deepcopy(self.checkpoint.config)
         for name, value in variant.config.items():
             setattr(config, name, copy.deepcopy(value))
@@ -173,14 +173,10 @@ class Trial:
         with context or nullcontext():
             weights = variant.read or self.read
             reference = hf.Reference(self.checkpoint, weights, model=model)
-            values = reference.run(self.source.ids, feed=feed, head=False)
-        sizes = {}
-        for layer in range(count):
-            sizes[f"update.{layer}"] = STREAM_SHARE * compare.rms(values[f"x.{layer}"])
-        tensors = ("update", "k", "v")
-        rows = compare.compare(
-            values, self.outputs, sizes=sizes, tensors=tensors, similar=False
-        )
+            trace = reference.run(self.source.ids, feed=feed, head=False)
+        sizes = [STREAM_SHARE * compare.rms(layer.x) for layer in trace.layers]
+        tensors = "update", "k", "v"
+        rows = compare.errors(trace, self.outputs, tensors, update_sizes=sizes)
         squares = rows["error"].fillna(np.inf) ** 2
         means = squares.groupby([rows["layer"], rows["tensor"]]).mean()
         layers = means.groupby("layer").max().reindex(range(count), fill_value=0.0)

@@ -61,8 +61,8 @@ def measure_costs(
             return fp16(name) if split_layer(name) in in_fp16 else stored(name)
 
         model.weights = read
-        values = model.run(golden.ids, feed=golden.values, head=False)
-        return updates(values).reshape(golden.layers, -1)
+        trace = model.run(golden.ids, feed=golden.trace, head=False)
+        return updates(trace).reshape(golden.layers, -1)
 
     reference = run_updates(compressed)
 
