@@ -10,6 +10,7 @@ import tiny
 import torch
 from in_process import cli
 
+from workbench.bundle.names import EMBEDDING
 from workbench.explain import variants
 from workbench.exporter import export
 from workbench.models import layers, llama
@@ -237,6 +238,7 @@ def test_a_sound_bundle_of_any_family_is_as_configured(exports, checkpoint_of, f
 def test_without_biases_tokens_are_looked_up_as_the_bundle_does(checkpoint_of, exports):
     source = checkpoint_of("qwen2")
     trial = variants.Trial(exports.bundle(source), Checkpoint(source))
-    trial.read.embedding = table = object()
+    table = object()
+    trial.read.slices[EMBEDDING] = [table]
     unbiased = variants.list_variants(trial)["biases left out"]
     assert unbiased.read.embedding is table
