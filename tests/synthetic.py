@@ -31,7 +31,7 @@ def add(
     """Logs every cell of a grid, as a sweep on `machine` would; `call_ms` maps options and run of a
     cell to its time. What is added later is newer."""
     made = sweep.make_grid(grid)
-    for cell in sweep.cells(made, root):
+    for cell in sweep.cells(made, root, [runtime]):
         hashes = dict.fromkeys(("checkpoint_hash", "contents"), checkpoint_hash)
         cell = replace(cell, source=replace(cell.source, **hashes))
         ms, T = call_ms(cell.options, cell.run), cell.run["T"]
@@ -41,18 +41,18 @@ def add(
             columns=["phase", "value", "unit"],
         )
         layers = pd.DataFrame({"layer": [0, 1], "layer_ms": ms / 4, "n": 3, "T": T})
-        places = product(range(2), range(len(cell.judge_ids)), made.run.T)
+        places = product(range(2), range(len(cell.validate_ids)), made.run.T)
         fidelity = pd.DataFrame(places, columns=["layer", "position", "T"])
         values = {"tensor": "update", "mode": "isolated", "runtime": runtime}
         values |= {"cosine": 0.99, "psnr_db": 60.0, "max_abs": 0.01, "finite": True}
         name = cell.source.name
         bundle = exporter.bundle_name(name, checkpoint_hash, cell.options)
-        row = cell.columns(runtime) | {
+        row = cell.columns() | {
             "checkpoint": name,
             "checkpoint_hash": checkpoint_hash,
             "bundle": bundle,
             "bundle_hash": bundle,
-            "verdict": "GREEN" if cell.judge_ids else None,
+            "verdict": "GREEN" if cell.validate_ids else None,
         }
         with mock.patch("workbench.log.runs.environment", lambda: machine):
             log.record(

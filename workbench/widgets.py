@@ -4,7 +4,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from workbench.exporter import make_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import identity
 from workbench.sweep.error_split import find_operation, measure_split, stored_split
-from workbench.sweep.grid import Cell, find
+from workbench.sweep.grid import Cell, find, stored_cells
 from workbench.sweep.run import run_cell
 
 FIRST = ("bundle", "max_seq_len", "T", "compress", "precision")
@@ -45,7 +45,7 @@ Place = tuple[int, int]
 """A layer, below 0 that of the logits, and a position."""
 Step = tuple[str, float, Callable[[], None]]
 """A measurement: what it is, about how many seconds it takes, what runs it."""
-RATIO = f"error ÷ {plots.ROOM}"
+RATIO = f"error ÷ {plots.BUDGET}"
 """By which cells and layers of one bundle are ranked."""
 NOTHING = "Nothing is missing"
 SPLIT = "relative RMS that each step adds"
@@ -82,16 +82,9 @@ class Explorer(ui.VBox):
         self.cell = _notebook_cell()
         self.closed = True  # until all is there
         _close_replaced(self)
-        cells = list(sweep.cells(self.grid, self.root))
-        # a column for each option and way to run it
-        self.cells = pd.DataFrame(
-            {"cell": cell, "bundle": cell.source.path.name}
-            | vars(cell.options)
-            | cell.run
-            | {"hints": str(cell.run["hints"])}
-            for cell in cells
-        )
-        source = cells[0].source
+        self.cells = _table(sweep.cells(self.grid, self.root))
+        self.stored_cells = _table(stored_cells(self.grid, self.root))
+        source = self.cells["cell"].iloc[0].source
         self.checkpoint = None  # of finished bundles, whose error is not split
         if not source.finished:
             self.checkpoint = Checkpoint(source.path)
@@ -239,7 +232,9 @@ class Explorer(ui.VBox):
 
     def _fitting(self, *free: str) -> list[Cell]:
         """The grid's cells at the controls' setting, whatever the axes `free` are."""
-        cells = self.cells
+        return self._at_setting(self.cells, free)
+
+    def _at_setting(self, cells: pd.DataFrame, free: tuple[str, ...]) -> list[Cell]:
         for name, control in self.axes.items():
             if name not in free:
                 cells = cells[cells[name] == control.value]
@@ -249,10 +244,8 @@ class Explorer(ui.VBox):
         """The rows of a table of `_fitting` cells, whatever runtime `auto` means;
         fidelity has rows of every T."""
         name = "values" if table == "fidelity" else "setting"
-        cells = self._fitting(*free)
-        hashes = {
-            cell.columns(auto)[name] for cell in cells for auto in identity.RUNTIMES
-        }
+        cells = self._at_setting(self.stored_cells, free)
+        hashes = {cell.columns()[name] for cell in cells}
         rows = self.stored[table]
         return rows[rows[name].isin(hashes)]
 
@@ -320,7 +313,7 @@ class Explorer(ui.VBox):
         if row["budget"] > 0:
             words += f", relative error {row['error']:.2g}, "
             words += f"{row['error'] / row['budget']:.2g} × the rounding floor, "
-            words += f"{RATIO} {_ratio(row):.2g}, limit {plots.LIMIT_FACTOR:g}"
+            words += f"{RATIO} {_ratio(row):.2g}, limit {plots.TOLERANCE_FACTOR:g}"
         return words
 
     def _ranks(self) -> str:
@@ -340,7 +333,7 @@ class Explorer(ui.VBox):
         layers = (squares**0.5).groupby("layer").max().nlargest(3)
         by_layer = [f"layer {layer}: {ratio:.2g}" for layer, ratio in layers.items()]
         return (
-            f"Largest {RATIO} (limit {plots.LIMIT_FACTOR:g}): {'; '.join(words)}. "
+            f"Largest {RATIO} (limit {plots.TOLERANCE_FACTOR:g}): {'; '.join(words)}. "
             f"RMS over positions: {'; '.join(by_layer)}."
         )
 
@@ -406,7 +399,9 @@ class Explorer(ui.VBox):
 
     def search(self) -> None:
         """Searches for the operation that is wrong in the chosen cell."""
-        about = self._fitting()[0], self.grid, self.root, self.chosen, self.stopped
+        layer, position = self.chosen
+        layer = None if layer < 0 else layer
+        about = self._fitting()[0], self.grid, self.root, layer, position, self.stopped
         place = self.setting(), self.chosen
 
         def answer() -> None:
@@ -518,6 +513,17 @@ class Explorer(ui.VBox):
         self.status.value = escape.html(
             f"saved {name} (svg, pdf, png, parquet) in {folder}"
         )
+
+
+def _table(cells: Iterable[Cell]) -> pd.DataFrame:
+    """Cells with a column for each option and way to run them."""
+    return pd.DataFrame(
+        {"cell": cell, "bundle": cell.source.path.name}
+        | vars(cell.options)
+        | cell.run
+        | {"hints": str(cell.run["hints"])}
+        for cell in cells
+    )
 
 
 def _ratio(rows):

@@ -58,9 +58,9 @@ def test_a_planted_fault_differs_from_sound_cells_by_two_decades_and_is_hatched(
 
 
 def test_a_cell_is_hatched_where_its_gate_would_be_red():
-    assert plots.LIMIT_FACTOR == validate.BUDGET_FACTOR
+    assert plots.TOLERANCE_FACTOR == validate.BUDGET_FACTOR
     assert plots.HALF_ULP == compare.HALF_ULP
-    limit = plots.LIMIT_FACTOR * np.hypot(0.003, plots.HALF_ULP)
+    limit = plots.TOLERANCE_FACTOR * np.hypot(0.003, plots.HALF_ULP)
     rows = fidelity(names=["sound"]).query("T == 1").head(10)
     rows = rows.assign(error=np.r_[[limit * 1.001] * 3, [limit * 0.999] * 7])
     figure = plots.heatmap(rows, metric="error")

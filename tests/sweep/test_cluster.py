@@ -82,6 +82,18 @@ def test_a_worker_with_other_code_is_refused(cluster_here, monkeypatch):
         cluster.connect(cluster_here.scheduler_address)
 
 
+def test_auto_is_what_it_stands_for_on_the_workers(cluster_here, monkeypatch):
+    client = cluster.connect(cluster_here.scheduler_address)
+    assert cluster.runtimes(client, ["portable"]) == []
+    assert cluster.runtimes(client, ["auto"]) == ["portable"]
+    monkeypatch.setattr(
+        client, "run", lambda *_, **__: {"a": "coreml", "b": "portable"}
+    )
+    with refused("auto is coreml and portable there.*name the runtime in the grid"):
+        cluster.runtimes(client, ["auto"])
+    assert client.status == "closed"
+
+
 def disk_is_full(job):
     raise OSError(28, "No space left on device")
 

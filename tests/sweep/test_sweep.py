@@ -19,7 +19,7 @@ from refusal import refused
 
 from workbench import log, process, sweep
 from workbench.sweep import cluster, run, summary
-from workbench.sweep.grid import find
+from workbench.sweep.grid import find, stored_cells
 from workbench.sweep.identity import RUNTIMES
 
 NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has it")
@@ -126,13 +126,32 @@ def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_inva
 def test_workers_say_what_is_done_and_what_auto_means_there(
     swept, grid, monkeypatch, measured
 ):
-    """The log has two of the four cells, of this machine."""
+    """This machine's log has the two cells of `portable`; workers measure them, too."""
     monkeypatch.setattr(cluster, "connect", bool)
-    ended = lambda _, run, todo: [("ok", None)] * len(todo)  # noqa: E731
-    monkeypatch.setattr(cluster, "run", ended)
+    monkeypatch.setattr(cluster, "runtimes", lambda client, named: ["coreml"])
+    measured_cells = []
+
+    def run(client, measure, cells):
+        measured_cells.extend(cells)
+        return [("ok", None)] * len(cells)
+
+    monkeypatch.setattr(cluster, "run", run)
     changed = grid | {"run": grid["run"] | {"runtime": ["auto", "portable"]}}
     counts = measured(changed, root=swept[0] / "log", scheduler="tcp://host:8786")
-    assert (counts["done"], len(counts["settings"])) == (4, 2 * len(RUNTIMES))
+    assert (counts["done"], len(counts["settings"])) == (4, 4)
+    runtimes = sorted(cell.run["runtime"] for cell in measured_cells)
+    assert runtimes == ["coreml", "coreml", "portable", "portable"]
+
+
+def test_a_cell_names_its_runtime_and_a_log_of_any_runtime_is_read(grid):
+    made = sweep.make_grid(grid)
+    assert made.run.runtime == ["auto"]
+    assert {cell.run["runtime"] for cell in sweep.cells(made)} == {"portable"}
+    stored = stored_cells(made)
+    assert {cell.run["runtime"] for cell in stored} == set(RUNTIMES)
+    assert len(stored) == len(RUNTIMES) * 2
+    named = sweep.make_grid(grid | {"run": grid["run"] | {"runtime": ["coreml"]}})
+    assert {cell.run["runtime"] for cell in stored_cells(named)} == {"coreml"}
 
 
 def test_a_cell_is_cancelled_while_its_machine_cools_down(swept, grid, tmp_path):

@@ -1,10 +1,10 @@
 """Cross products of options, measured cell by cell in fresh processes and logged.
 
-`grid` describes the cells, `run` measures those that the log lacks, `results` reads the
-log's tables of a grid, `summary` the whole log as one table. `timing` is one
-measurement, `cluster` runs cells elsewhere, `identity` gives a bundle and a decoder the
-columns and hashes of their rows. The names below are imported when they are first used,
-so that a child process starts without torch."""
+`grid` describes the cells, and `run` measures those that the log lacks. `results` reads
+the log's tables of a grid, `summary` the whole log as one table. `timing` makes one
+measurement, `cluster` runs cells on other machines, and `identity` computes the columns
+and the hashes of a run. The names below are imported when they are first used, so that
+a child process starts without torch."""
 
 from importlib import import_module
 

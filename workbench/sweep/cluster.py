@@ -1,27 +1,28 @@
-"""The same cells on the workers of a Dask cluster.
+"""The cells of a sweep on the workers of a Dask cluster.
 
-Workers that measure have the resource `ANE=1`; a job takes one, so that no worker
-measures two at once. Dask gives the job of a worker that died to another; a job is not
-measured again if the log has its row by then, of a machine of the same name with the
-same software. Workers on one machine measure one after the other (see `lock`)."""
+Workers that measure have the resource `ANE=1`. A job takes one, so that no worker
+measures two cells at once. When a worker dies, Dask gives its job to another worker,
+which does not measure it again if the log has the run by then, from a machine of the
+same name with the same software. Workers on one machine take turns (see `lock`)."""
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from workbench.errors import InputError
+from workbench.runtime import resolve
 
 RESOURCE = "ANE"
 CONNECT_S = 10
 WAIT_S = 10
-"""Between two looks at the cluster while no cell ends."""
+"""Seconds after which the workers are counted again while no cell ends."""
 
 
 def code_identity() -> str:
-    """A hash of the code of the workbench here. A worker whose code differs may read a
-    cell otherwise, and would log times of another program under the same setting."""
+    """A hash of the workbench's code here. A worker with other code could read a cell
+    differently, and would log times of another program under the same setting."""
     digest = hashlib.sha256()
     for package in ("miltorch", "workbench"):
         folder = Path(find_spec(package).origin).parent
@@ -34,27 +35,29 @@ def connect(address: str):
     """A client of the scheduler at `address` (tcp://host:port).
 
     Raises:
-        InputError: no Dask, no scheduler there, no worker with the resource, or one
-            with another version of the workbench.
+        InputError: no Dask, no scheduler there, no worker with the resource, or a
+            worker with another version of the workbench.
     """
     needed, step = "the address of a Dask scheduler", "start one: dask scheduler"
     try:
         from distributed import Client
         from distributed.comm.addressing import resolve_address
 
-        resolve_address(address)  # a client of no address does not close by itself
+        # a client of an invalid address would not close by itself
+        resolve_address(address)
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
         count, measuring = _workers(client)
-        others = _of_other_code(client, measuring)
-        if measuring and not others:
+        outdated = _workers_with_other_code(client, measuring)
+        if measuring and not outdated:
             return client
         client.close()
-        actual, needed = f"{count} workers, none with {RESOURCE}", "at least one"
-        step = f'start one: dask worker {address} --resources "{RESOURCE}=1"'
-        if others:
-            actual = f"another version of the workbench on {', '.join(others)}"
+        if outdated:
+            actual = f"another version of the workbench on {', '.join(outdated)}"
             needed = "the code of this checkout on every worker"
             step = "update the workbench there and start the worker again"
+        else:
+            actual, needed = f"{count} workers, none with {RESOURCE}", "at least one"
+            step = f'start one: dask worker {address} --resources "{RESOURCE}=1"'
     except ImportError:
         actual, needed = "no Dask here", "Dask"
         step = "run: pip install 'workbench[cluster]'; or split the grid with --part"
@@ -64,35 +67,55 @@ def connect(address: str):
     raise InputError(f"scheduler {address}", actual, needed, step)
 
 
-def run(client, measure: Callable, jobs: list) -> Iterator[tuple]:
-    """What `measure` returns of each job on a worker, as they end; closes the client.
-    While no worker is there that could measure, one line on stderr says so.
+def runtimes(client, named: Sequence[str]) -> list[str]:
+    """What the runtime `auto` stands for on the workers, if a grid names it.
 
     Raises:
-        InputError, OSError: that a worker raised, such as of a full disk; the jobs that
-            are left are cancelled.
+        InputError: it stands for different runtimes on two of them; the client is
+            closed.
+    """
+    if "auto" not in named:
+        return []
+    _, measuring = _workers(client)
+    names = sorted(set(client.run(resolve, workers=measuring).values()))
+    if len(names) > 1:
+        client.close()
+        actual, needed = f"auto is {' and '.join(names)} there", "one runtime"
+        step = "name the runtime in the grid, or start only workers of one kind"
+        raise InputError("workers of the scheduler", actual, needed, step)
+    return names
+
+
+def run(client, measure: Callable, jobs: list) -> Iterator[tuple]:
+    """Yields what `measure` returns for each job on a worker, in the order in which the
+    jobs end; closes the client at the end. While there is no worker that could measure,
+    one line on stderr says so.
+
+    Raises:
+        InputError, OSError: a worker raised it, such as for a full disk; the remaining
+            jobs are cancelled.
     """
     from distributed import wait
 
     with client, client.as_current():
-        how = {"resources": {RESOURCE: 1}, "pure": False}
-        left, announced = set(client.map(measure, jobs, **how)), False
-        while left:
+        options = {"resources": {RESOURCE: 1}, "pure": False}
+        pending, announced = set(client.map(measure, jobs, **options)), False
+        while pending:
             try:
-                ended = wait(left, WAIT_S, "FIRST_COMPLETED").done
+                ended = wait(pending, WAIT_S, "FIRST_COMPLETED").done
             except TimeoutError:
                 if not _workers(client)[1] and not announced:
-                    print(_no_worker(len(left)), file=sys.stderr, flush=True)
+                    print(_no_worker(len(pending)), file=sys.stderr, flush=True)
                     announced = True
                 continue
             announced = False
             for future in ended:
-                left.discard(future)
+                pending.discard(future)
                 problem = future.exception()
-                # Dask's own errors of connections are an OSError without a number
+                # Dask's own connection errors are OSErrors without a number
                 is_system = isinstance(problem, OSError) and problem.errno is not None
                 if is_system or isinstance(problem, InputError):
-                    client.cancel([*left])
+                    client.cancel([*pending])
                     raise problem
                 if problem:
                     yield "failed", f"the worker died or left: {problem}"
@@ -111,12 +134,13 @@ def _workers(client) -> tuple[int, list[str]]:
     return len(workers), measuring
 
 
-def _of_other_code(client, addresses: list[str]) -> list[str]:
-    """The workers whose code of the workbench differs from this, or is missing."""
+def _workers_with_other_code(client, addresses: list[str]) -> list[str]:
+    """The workers whose code of the workbench differs from this machine's, or that lack
+    the workbench."""
     if not addresses:
         return []
-    found = client.run(code_identity, workers=addresses, on_error="return")
-    return sorted(name for name, code in found.items() if code != code_identity())
+    codes = client.run(code_identity, workers=addresses, on_error="return")
+    return sorted(name for name, code in codes.items() if code != code_identity())
 
 
 def _no_worker(count: int) -> str:

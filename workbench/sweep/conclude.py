@@ -1,11 +1,12 @@
 """Sentences about measured times: every setting with its processes, and an order only
 where interleaved rounds decide it.
 
-In: a table with one row per process (see `results.processes`): run_id, value, disturbed
-(a reason, or null), and the columns that tell settings apart. Out: text. The argument
-`command` is what measures further rounds."""
+Input is a table with one row per process (see `results.processes`): run_id, value,
+disturbed (a reason, or null), and the columns that tell settings apart. Output is text.
+The argument `command` is the command that measures further rounds."""
 
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pandas as pd
@@ -16,7 +17,20 @@ from workbench.log.times import MIN_ROUNDS, Difference
 Series = dict[Hashable, pd.DataFrame]
 """The processes of each setting."""
 NOT_SET = "not set"
-"""How a null is called, as in the figures."""
+"""Stands for a null, as in the figures."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two settings: the difference of the second from the first, and the reasons why
+    nothing is concluded from it."""
+
+    difference: Difference
+    objections: list[str]
+
+    @property
+    def is_decided(self) -> bool:
+        return not self.objections
 
 
 def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -> str:
@@ -27,102 +41,117 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
     pairs = list(pairwise(keys))
     if len(keys) > 2:
         pairs.append((keys[0], keys[-1]))
-    listed = ", ".join(f"{key}: {_figures(settings[key])}" for key in keys)
-    words = [f"{axis} {listed} {unit}."]
+    medians = ", ".join(f"{key}: {_figures(settings[key])}" for key in keys)
+    sentences = [f"{axis} {medians} {unit}."]
     if not pairs:
-        return f"{words[0]} One value of {axis} was measured."
+        return f"{sentences[0]} One value of {axis} was measured."
     decided, undecided = [], []
     for first, second in pairs:
-        pair = {f"{axis} {key}": settings[key] for key in (first, second)}
-        reasons = _objections(pair)
-        found = log.difference(*map(_values, pair.values()))
-        if not reasons and found.is_decided:
-            more = "more" if found.ratio > 1 else "fewer"
-            decided.append(f"{second} has {more} than {first}, {_times(found)}")
+        comparison = _compare(
+            {f"{axis} {first}": settings[first], f"{axis} {second}": settings[second]}
+        )
+        if comparison.is_decided:
+            change = comparison.difference
+            more = "more" if change.ratio > 1 else "fewer"
+            decided.append(f"{second} has {more} than {first}, {_times(change)}")
         else:
-            undecided.append((f"{second} against {first}", reasons or [_why(found)]))
+            undecided.append((f"{second} against {first}", comparison.objections))
     if decided:
-        words.append(f"{'; '.join(decided)}.")
-    return " ".join([*words, *_say_undecided(undecided, command)])
+        sentences.append(f"{'; '.join(decided)}.")
+    return " ".join([*sentences, *_say_undecided(undecided, command)])
 
 
 def describe_fastest(processes: pd.DataFrame, command: str) -> str:
     """Which setting (column `name`) has the most tokens per second, by how much it is
-    ahead of each other one, and which ones are not told apart from it."""
+    ahead of each other setting, and which settings are not told apart from it."""
     settings = _by(processes, "name")
     medians = {name: _values(rows).median() for name, rows in settings.items()}
     order = sorted(settings, key=medians.get, reverse=True)
-    listed = "; ".join(f"{name}: {_figures(settings[name])} tok/s" for name in order)
+    speeds = "; ".join(f"{name}: {_figures(settings[name])} tok/s" for name in order)
     if len(order) < 2:
-        return f"{listed}. There is no other one."
+        return f"{speeds}. There is no other one."
     first, *others = order
     slower, undecided = [], []
     for name in others:
-        reasons = _objections({key: settings[key] for key in (first, name)})
-        found = log.difference(_values(settings[first]), _values(settings[name]))
-        if not reasons and found.is_decided and found.ratio < 1:
-            slower.append((name, found))
+        comparison = _compare({first: settings[first], name: settings[name]})
+        change = comparison.difference
+        if comparison.is_decided and change.ratio < 1:
+            slower.append((name, change))
         else:
-            undecided.append((name, reasons or [_why(found)]))
-    words = [f"{listed}."]
+            # a decided ratio above 1 contradicts the medians: nothing is concluded
+            undecided.append((name, comparison.objections or [_why(change)]))
+    sentences = [f"{speeds}."]
     if not undecided:
-        nearest, found = max(slower, key=lambda item: item[1].ratio)
-        words.append(
-            f"The fastest is {first}: the others have fewer in all {found.rounds} "
-            f"rounds, {nearest} the least so, {_times(found)}."
+        nearest, change = max(slower, key=lambda item: item[1].ratio)
+        sentences.append(
+            f"The fastest is {first}: the others have fewer in all {change.rounds} "
+            f"rounds, {nearest} the least so, {_times(change)}."
         )
-        return " ".join(words)
+        return " ".join(sentences)
     if slower:
         names = "; ".join(name for name, _ in slower)
-        words.append(f"Slower than {first} in every round: {names}.")
-    title = f"{first} against "
-    rest = [(f"{title if not i else ''}{n}", r) for i, (n, r) in enumerate(undecided)]
-    return " ".join([*words, *_say_undecided(rest, command)])
+        sentences.append(f"Slower than {first} in every round: {names}.")
+    name, objections = undecided[0]
+    undecided[0] = f"{first} against {name}", objections
+    return " ".join([*sentences, *_say_undecided(undecided, command)])
 
 
 def describe_choice(
     processes: pd.DataFrame, option: str, others: Iterable[str], command: str
 ) -> str:
-    """Whether one value of an option is faster than another: the settings that differ
-    in nothing else are compared in pairs, and the decided ones are counted."""
+    """Whether one value of an option is faster than another. Settings that differ in
+    nothing else are compared in pairs, and the decided pairs are counted.
+
+    Args:
+        others: the columns in which the settings of a pair are equal.
+    """
     others = list(others)
     column = processes[option].astype(object)
     values = list(dict.fromkeys(column.where(column.notna(), NOT_SET)))
-    words = []
+    sentences = []
     for first, second in pairwise(values):
-        counts, reasons = {"more": 0, "fewer": 0, "open": 0}, []
+        counts, objections = {"more": 0, "fewer": 0, "open": 0}, []
         for _, rows in processes.groupby(others, dropna=False, sort=False):
             settings = _by(rows, option)
             if not {first, second} <= settings.keys():
                 continue
-            pair = {key: settings[key] for key in (first, second)}
-            found = log.difference(*map(_values, pair.values()))
-            objections = _objections(pair) or (
-                [] if found.is_decided else [_why(found)]
-            )
-            side = "more" if found.ratio > 1 else "fewer"
-            counts["open" if objections else side] += 1
-            reasons += objections
+            comparison = _compare({first: settings[first], second: settings[second]})
+            objections += comparison.objections
+            if not comparison.is_decided:
+                counts["open"] += 1
+            elif comparison.difference.ratio > 1:
+                counts["more"] += 1
+            else:
+                counts["fewer"] += 1
         pairs = sum(counts.values())
         if not pairs:
             continue
-        words.append(
+        sentence = (
             f"{option} {second} has more tokens per second than {first} in "
             f"{counts['more']} of {pairs} pairs of settings that differ in nothing else, "
             f"fewer in {counts['fewer']}, and {counts['open']} are not decided"
-            + (
-                f" ({'; '.join(dict.fromkeys(reasons))}; decide with: {command})."
-                if reasons
-                else "."
-            )
         )
-    return " ".join(words)
+        if objections:
+            reasons = "; ".join(dict.fromkeys(objections))
+            sentence += f" ({reasons}; decide with: {command})"
+        sentences.append(f"{sentence}.")
+    return " ".join(sentences)
 
 
 def _by(processes: pd.DataFrame, column: str) -> Series:
-    """The processes of each value of a column; a null is a value, `NOT_SET`."""
+    """The processes of each value of a column. A null is a value, `NOT_SET`."""
     groups = processes.groupby(column, dropna=False)
     return {NOT_SET if pd.isna(key) else key: rows for key, rows in groups}
+
+
+def _compare(settings: Series) -> Comparison:
+    """The comparison of two settings, the second with the first."""
+    first, second = map(_values, settings.values())
+    difference = log.difference(first, second)
+    objections = _objections(settings)
+    if not objections and not difference.is_decided:
+        objections = [_why(difference)]
+    return Comparison(difference, objections)
 
 
 def _values(rows: pd.DataFrame) -> pd.Series:
@@ -131,16 +160,17 @@ def _values(rows: pd.DataFrame) -> pd.Series:
 
 def _figures(rows: pd.DataFrame) -> str:
     """The median over processes, the least, the most and their number."""
-    (found,) = log.summarize(rows.assign(all=0), "all").itertuples()
-    if found.n == 1:
-        return f"{found.median:.4g} (1 process)"
-    return f"{found.median:.4g} ({found.least:.4g} to {found.most:.4g}, {found.n} processes)"
+    (summary,) = log.summarize(rows.assign(all=0), "all").itertuples()
+    if summary.n == 1:
+        return f"{summary.median:.4g} (1 process)"
+    extent = f"{summary.least:.4g} to {summary.most:.4g}"
+    return f"{summary.median:.4g} ({extent}, {summary.n} processes)"
 
 
-def _times(found: Difference) -> str:
+def _times(change: Difference) -> str:
     return (
-        f"{found.ratio:.3g} times ({found.low:.3g} to {found.high:.3g}, paired over "
-        f"{found.rounds} rounds)"
+        f"{change.ratio:.3g} times ({change.low:.3g} to {change.high:.3g}, paired over "
+        f"{change.rounds} rounds)"
     )
 
 
@@ -149,31 +179,32 @@ def _objections(settings: Series) -> list[str]:
     reasons = []
     for key, rows in settings.items():
         if rows["disturbed"].notna().all():
-            words = rows["disturbed"].iloc[0]
-            reasons.append(f"every process of {key} was disturbed: {words}")
+            cause = rows["disturbed"].iloc[0]
+            reasons.append(f"every process of {key} was disturbed: {cause}")
         elif log.are_apart(rows["value"]):
             ratio = rows["value"].max() / rows["value"].min()
             reasons.append(f"the processes of {key} lie {ratio:.2f} times apart")
     return reasons
 
 
-def _why(found: Difference) -> str:
+def _why(change: Difference) -> str:
     """Why a difference is not decided."""
-    if found.rounds < MIN_ROUNDS:
-        measured = f"{found.rounds} interleaved round{'s' if found.rounds != 1 else ''}"
+    if change.rounds < MIN_ROUNDS:
+        plural = "" if change.rounds == 1 else "s"
+        measured = f"{change.rounds} interleaved round{plural}"
         return f"{measured} of {MIN_ROUNDS} that an order needs"
-    return f"{found.rounds} rounds do not agree"
+    return f"{change.rounds} rounds do not agree"
 
 
 def _say_undecided(pairs: list[tuple[str, list[str]]], command: str) -> list[str]:
-    """The comparisons that are not decided, those with equal reasons together, and the
-    command that decides them on an idle machine."""
+    """The comparisons that are not decided, grouped by their reasons, and the command
+    that decides them on an idle machine."""
+    if not pairs:
+        return []
     by_reason: dict[str, list[str]] = {}
     for name, reasons in pairs:
         by_reason.setdefault(" and ".join(reasons), []).append(name)
-    words = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
-    if not words:
-        return []
+    groups = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
     return [
-        f"Not decided: {'; '.join(words)}. On an idle machine decide with: {command}"
+        f"Not decided: {'; '.join(groups)}. On an idle machine decide with: {command}"
     ]

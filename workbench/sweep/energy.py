@@ -5,28 +5,39 @@ The library reads counters of the whole machine that are no public interface of 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Energy:
+    """What a measurement of energy says once its block has ended."""
+
+    ane_joules: float | None = None
+    """Joules of the Neural Engine; None: not measured."""
+    reason: str | None = None
+    """Why they were not measured; None where they were."""
 
 
 @contextmanager
-def metered() -> Iterator[dict]:
-    """Yields a dict that has after the block ``ane_joules``, None if they were not
-    measured, and ``reason``, None if they were."""
-    used = {"ane_joules": None, "reason": None}
-    monitor = None
+def metered() -> Iterator[Energy]:
+    """Measures the energy of the block; the yielded object is filled in as it ends."""
+    energy = Energy()
     try:
         from zeus_apple_silicon import AppleEnergyMonitor
 
         monitor = AppleEnergyMonitor()
         monitor.begin_window("run")
     except (ImportError, RuntimeError) as problem:
-        used["reason"] = str(problem)
-    yield used
-    if used["reason"]:
+        energy.reason = str(problem)
+        yield energy
         return
+    yield energy
     try:
         millijoules = monitor.end_window("run").ane_mj
-        used["ane_joules"] = millijoules / 1e3 if millijoules else None
-        stuck = "the Neural Engine's counter stayed at zero or is missing"
-        used["reason"] = None if millijoules else stuck
     except RuntimeError as problem:
-        used["reason"] = str(problem)
+        energy.reason = str(problem)
+        return
+    if millijoules:
+        energy.ane_joules = millijoules / 1e3
+    else:
+        energy.reason = "the Neural Engine's counter stayed at zero or is missing"

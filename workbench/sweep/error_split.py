@@ -1,5 +1,5 @@
-"""The error split of a checkpoint's bundle: measured in a child process, logged, read
-back; and the operation that is wrong in a cell of a heatmap."""
+"""The error split of a checkpoint's bundle: measured in a child process, logged, and
+read from the log; and the operation that computes a cell of a heatmap wrongly."""
 
 import json
 import threading
@@ -27,15 +27,19 @@ def measure_split(
     root: Path,
     stop: threading.Event | None = None,
 ) -> None:
-    """Splits the error over the prompt of a grid in a child process and logs it (see
-    `explain.error`).
+    """Splits the error over the prompt of a grid in a child process and logs the result
+    (see `explain.error`).
+
+    Args:
+        options: of the bundle's export.
 
     Raises:
         InputError: the child failed.
+        process.Cancelled: `stop` was set.
     """
-    about = checkpoint.path.resolve(), options, grid, root.resolve()
+    arguments = checkpoint.path.resolve(), options, grid, root.resolve()
     with measuring_alone(root, stop):
-        outcome = process.call(log_split, *about, stop=stop)
+        outcome = process.call(log_split, *arguments, stop=stop)
     if outcome.failure:
         needed, step = "a measurement", "see the reason"
         raise InputError("error split", outcome.failure, needed, step)
@@ -47,37 +51,62 @@ def log_split(path: Path, options: Options, grid: Grid, root: Path) -> None:
     checkpoint, folder = Checkpoint(path), log.project(root) / "data" / "bundles"
     bundle = bundle_for(checkpoint, options, folder)
     split = error.split_error(checkpoint, bundle, grid.validate_ids)["isolated"]
-    row = {"experiment": grid.experiment, "command": "error", "runtime": "portable"}
-    row["prompt"] = identity.prompt(grid.validate_ids)
-    row["config"] = {"parts": {"isolated": records(split.layers())}}
-    log.record(identity.describe(bundle) | row, root)
+    row = identity.describe(bundle) | {
+        "experiment": grid.experiment,
+        "command": "error",
+        "runtime": "portable",
+        "prompt": identity.prompt(grid.validate_ids),
+        "config": {"parts": {"isolated": records(split.layers())}},
+    }
+    log.record(row, root)
 
 
 def stored_split(
     checkpoint: Checkpoint, options: Options, grid: Grid, root: Path
 ) -> pd.DataFrame | None:
-    """Parts of every layer's isolated update over the prompt of a grid (see
-    `explain.error.Split.layers`), with run_id; None if the log has none."""
-    where = {"checkpoint_hash": checkpoint.sha256, "command": "error"}
-    where["prompt"] = identity.prompt(grid.validate_ids)
-    where |= identity.exported(options) | {"status": "ok"}
-    for run in log.load("runs", root, where)[::-1].itertuples():
-        parts = json.loads(run.config)["parts"]["isolated"]
-        return pd.DataFrame(parts).assign(run_id=run.run_id)
-    return None
+    """The parts of the error of every layer's isolated update over the prompt of a grid
+    (see `explain.error.Split.layers`) from the newest logged split, with its run_id;
+    None if the log has none."""
+    where = identity.exported(options) | {
+        "checkpoint_hash": checkpoint.sha256,
+        "command": "error",
+        "prompt": identity.prompt(grid.validate_ids),
+        "status": "ok",
+    }
+    runs = log.load("runs", root, where)
+    if runs.empty:
+        return None
+    newest = runs.iloc[-1]
+    parts = json.loads(newest["config"])["parts"]["isolated"]
+    return pd.DataFrame(parts).assign(run_id=newest["run_id"])
 
 
 def find_operation(
     cell: Cell,
     grid: Grid,
     root: Path,
-    place: tuple[int, int],
+    layer: int | None,
+    position: int,
     stop: threading.Event | None = None,
 ) -> str:
-    """What `explain.operation.find` says of a layer (below 0: all of them) and a
-    position at the setting of a cell."""
+    """The words in which `explain.operation.find` names the operation that is wrong at
+    the setting of a cell.
+
+    Args:
+        layer: None: all layers.
+
+    Raises:
+        process.Cancelled: `stop` was set.
+    """
     path = prepare(cell, log.project(root) / "data" / "bundles")
-    how = {name: cell.run[name] for name in ("runtime", "compute_units", "T")}
-    layer, how["position"] = place
-    how["layer"] = None if layer < 0 else layer
-    return operation.find(Bundle.open(path), grid.validate_ids, **how, stop=stop).words
+    result = operation.find(
+        Bundle.open(path),
+        grid.validate_ids,
+        runtime=cell.run["runtime"],
+        compute_units=cell.run["compute_units"],
+        T=cell.run["T"],
+        layer=layer,
+        position=position,
+        stop=stop,
+    )
+    return result.words

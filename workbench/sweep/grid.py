@@ -3,11 +3,11 @@
 import itertools
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import yaml
 from pydantic import (
@@ -40,7 +40,7 @@ MAX_CELLS = 100_000  # of a sweep, all rounds together
 MAX_GRID_BYTES = 1 << 22
 RUN_AXES = """runtime precision fast reads compute_units hints T depth""".split()
 """Fields of `Run` that are axes."""
-STEP = "see docs/guide.md: Sweeps"
+NEXT_STEP = "see docs/guide.md: Sweeps"
 
 
 class Hints(BaseModel, extra="forbid"):
@@ -54,10 +54,11 @@ class Hints(BaseModel, extra="forbid"):
 class Run(BaseModel, extra="forbid", allow_inf_nan=False):
     """How each bundle is run; every list is an axis.
 
-    `repetitions` are sequences within one process; `min_tokens` and `min_seconds` add
-    more. `rounds` are processes: each round measures every cell once, in an order of
-    its own, `cool_down_s` seconds apart. `reads` are the rows of a cache that attention
-    reads: those that are `used`, or `all`."""
+    `repetitions` counts the sequences that one process times; `min_tokens` and
+    `min_seconds` ask for more of them. `rounds` counts the processes of a cell: every
+    round measures each cell once, in a random order, `cool_down_s` seconds apart.
+    `reads` names the rows of a cache that attention reads: the `used` ones, or `all`.
+    The runtime `auto` stands for this machine's (see `cells`)."""
 
     T: Axis[Count] = [1]
     depth: Axis[NonNegativeInt] = [0]
@@ -80,12 +81,11 @@ class Run(BaseModel, extra="forbid", allow_inf_nan=False):
 
 
 class Grid(BaseModel, extra="forbid"):
-    """A sweep: bundles, the ways to run them, and the prompt on which each bundle is
-    validated.
+    """A sweep: its bundles, the ways to run them, and the prompt of their validation.
 
-    Bundles are exported from `checkpoint` with lists of options in `export`, or are the
-    finished ones in `bundle`, which are validated against the stored `golden` on its
-    prompt. `max_kl` is the user's limit on the mean KL in nats."""
+    The bundles are exported from `checkpoint` with the lists of options in `export`; or
+    they are the finished bundles in `bundle`, which the prompt of the stored `golden`
+    validates. `max_kl` is the user's limit on the mean KL in nats."""
 
     checkpoint: str = ""
     bundle: list[str] = []
@@ -114,113 +114,154 @@ class Grid(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint whose bundles are exported, or a finished bundle, at a path of this
-    machine: name and hash of the checkpoint (of one that is not at hand, the hash of the
-    newest run of its name), `contents`, the identity of a finished bundle, else the
-    same hash, and the folder of its tokenizer."""
+    """Where the bundles of a cell come from: a checkpoint, or one finished bundle."""
 
     path: Path
+    """The checkpoint or the bundle, on this machine."""
     finished: bool
+    """Whether `path` is a finished bundle."""
     name: str
+    """The checkpoint's name."""
     checkpoint_hash: str | None
+    """The checkpoint's hash. Where the checkpoint is not on this machine, the hash in
+    the newest logged run of a checkpoint of this name; None without such a run."""
     contents: str | None
+    """The identity of a finished bundle, otherwise the checkpoint's hash."""
     tokenizer: Path | None
+    """The folder of the tokenizer."""
+
+
+class Measurement(NamedTuple):
+    """Cells with equal measurements are one: one run serves them all."""
+
+    setting: str
+    round: int
+    prompt: str | None
+    """Of the validation; None for a cell that validates nothing."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One bundle, one way to run it, one round; `judge_ids` is the prompt if this cell
-    also validates its bundle, else empty."""
+    """One bundle, one way to run it, and one round."""
 
     source: Source
     options: Options
+    """Of the export."""
     run: dict
+    """A value for every field of `Run`; `runtime` is never `auto`."""
     round: int
-    judge_ids: tuple[int, ...]
+    validate_ids: tuple[int, ...]
+    """The prompt if this cell also validates its bundle, otherwise empty."""
 
-    def columns(self, auto: str | None = None) -> dict:
-        """The columns of `runs` that the cell decides, both hashes among them.
-
-        Args:
-            auto: the runtime that auto means; default: the one that it means here.
-        """
-        runtime = self.run["runtime"]
-        if runtime == "auto":
-            target = self.options.plugin
-            runtime = target.runtime if target else auto or resolve()
-        how = identity.executed(**self.run | {"runtime": runtime})
+    def columns(self) -> dict:
+        """The columns of `runs` that the cell decides, both hashes among them."""
+        executed = identity.executed(**self.run)
         counts = {name: self.run.get(name) for name in identity.COUNTS}
-        chosen, source = identity.chosen(self.options), self.source
+        options = identity.chosen(self.options)
+        source = self.source
         return identity.exported(self.options) | {
-            **how,
+            **executed,
             **counts,
-            "values": identity.values(source.checkpoint_hash, chosen, how),
-            "setting": identity.setting(source.contents, chosen, how, counts),
+            "values": identity.values(source.checkpoint_hash, options, executed),
+            "setting": identity.setting(source.contents, options, executed, counts),
             "round": self.round,
-            "prompt": identity.prompt(self.judge_ids),
+            "prompt": identity.prompt(self.validate_ids),
         }
+
+    def measurement(self) -> Measurement:
+        columns = self.columns()
+        return Measurement(columns["setting"], columns["round"], columns["prompt"])
 
 
 def load_grid(path: str | Path) -> Grid:
-    """Reads a grid; unknown keys and values are refused before anything runs."""
+    """Reads a grid from a YAML file.
+
+    Raises:
+        InputError: no YAML file, or an unknown key or value.
+    """
     try:
         mapping = yaml.safe_load(read_bytes(Path(path), MAX_GRID_BYTES).decode("utf-8"))
     except InputError:
         raise
     # ValueError: not UTF-8, or an invalid date
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
-        found = getattr(problem, "strerror", None) or " ".join(str(problem).split())
-        raise InputError(f"grid {path}", found, "a YAML file", STEP) from None
+        reason = getattr(problem, "strerror", None) or " ".join(str(problem).split())
+        raise InputError(f"grid {path}", reason, "a YAML file", NEXT_STEP) from None
     return make_grid(mapping, f"grid {path}")
 
 
 def make_grid(mapping: dict, subject: str = "grid") -> Grid:
-    """A grid from a mapping, every export option and value checked."""
+    """A grid from a mapping.
+
+    Args:
+        subject: what an error calls the mapping.
+
+    Raises:
+        InputError: an unknown key, option or value, bundles of one name, or a golden of
+            another checkpoint or prompt.
+    """
     try:
         grid = Grid.model_validate(mapping)
     except ValidationError as problem:
-        where, first = first_fault(problem, "the grid")
-        needed = first["msg"]
-        if first["type"] == "extra_forbidden":
-            part = {0: Grid, 1: Run}.get(where.count("."), Hints)
+        place, fault = first_fault(problem, "the grid")
+        needed = fault["msg"]
+        if fault["type"] == "extra_forbidden":
+            part = {0: Grid, 1: Run}.get(place.count("."), Hints)
             needed = f"one of the keys {', '.join(part.model_fields)}"
-        found = f"{where}: {reprlib.repr(first.get('input'))}"
-        raise InputError(subject, found, needed, STEP) from None
-    # refuses wrong values of export options
+        actual = f"{place}: {reprlib.repr(fault.get('input'))}"
+        raise InputError(subject, actual, needed, NEXT_STEP) from None
+    # listing the bundles refuses wrong values of export options
     sources = {source for source, _ in _bundles(grid, None)}
     if len({source.path.name for source in sources}) < len(grid.bundle):
         needed, step = "bundles of different names", "rename one"
         raise InputError(subject, f"bundle: {grid.bundle}", needed, step)
     if grid.golden:
-        from workbench.check.golden import Golden
-
-        golden = Golden.load(find(grid.golden).absolute())
-        ids, known = golden.ids.tolist(), {None, golden.sha256}
-        if others := {source.checkpoint_hash for source in sources} - known:
-            found = f"golden of checkpoint {golden.sha256[:12]}"
-            step = "run: workbench golden CHECKPOINT --out G"
-            raise InputError(subject, found, f"one of {min(others)[:12]}", step)
-        if grid.validate_ids not in ([], ids):
-            found, needed = f"validate_ids {grid.validate_ids}", f"the golden's {ids}"
-            raise InputError(subject, found, needed, "leave validate_ids out")
-        known = {"validate_ids": ids, "golden": str(golden.file)}
-        grid = grid.model_copy(update=known)
+        grid = _with_golden(grid, sources, subject)
     return grid
 
 
-def check_cells(every: list[Cell], grid: Grid, here: bool = True) -> None:
-    """Refuses a cell that its bundle could not run: T, depth, n_gen, validate_ids, and
-    a runtime that this machine lacks, if the cells run `here`."""
-    for cell in every:
+def _with_golden(grid: Grid, sources: set[Source], subject: str) -> Grid:
+    """The grid with the absolute path and the prompt of its golden.
+
+    Raises:
+        InputError: the golden is of another checkpoint, or the grid names another
+            prompt.
+    """
+    from workbench.check.golden import Golden
+
+    golden = Golden.load(find(grid.golden).absolute())
+    hashes = {source.checkpoint_hash for source in sources} - {None, golden.sha256}
+    if hashes:
+        actual = f"golden of checkpoint {golden.sha256[:12]}"
+        step = "run: workbench golden CHECKPOINT --out G"
+        raise InputError(subject, actual, f"one of {min(hashes)[:12]}", step)
+    ids = golden.ids.tolist()
+    if grid.validate_ids not in ([], ids):
+        actual, needed = f"validate_ids {grid.validate_ids}", f"the golden's {ids}"
+        raise InputError(subject, actual, needed, "leave validate_ids out")
+    return grid.model_copy(update={"validate_ids": ids, "golden": str(golden.file)})
+
+
+def check_cells(cells: list[Cell], grid: Grid, here: bool = True) -> None:
+    """Refuses a grid with a cell that cannot run.
+
+    Args:
+        here: whether the cells run on this machine, which then needs their runtimes.
+
+    Raises:
+        InputError: T, depth, n_gen or validate_ids do not fit the cell's bundle, or
+            this machine lacks the runtime.
+    """
+    for cell in cells:
         if here:
             resolve(cell.run["runtime"], cell.options.plugin)
         sizes = {name: cell.run[name] for name in ("T", "depth", "n_gen")}
         timing.check_size(cell.options, **sizes)
-        count, S = len(cell.judge_ids), cell.options.max_seq_len
+        count, S = len(cell.validate_ids), cell.options.max_seq_len
         if count > S:
             needed, step = f"at most max_seq_len = {S}", "validate on fewer tokens"
             raise InputError("grid, validate_ids", f"{count} tokens", needed, step)
-    for source in {cell.source for cell in every}:
+    for source in {cell.source for cell in cells}:
         if source.finished:
             V = Bundle.open(source.path).manifest.dims.V
         else:
@@ -228,32 +269,68 @@ def check_cells(every: list[Cell], grid: Grid, here: bool = True) -> None:
         token_ids(grid.validate_ids, V, "validate_ids of the grid")
 
 
-def cells(grid: Grid, root: log.Root = None) -> Iterator[Cell]:
-    """The cross product, round by round. In the first round, the cells of the smallest T
-    and depth also validate their bundle.
+def cells(
+    grid: Grid, root: log.Root = None, auto: Sequence[str] = ()
+) -> Iterator[Cell]:
+    """The cross product of a grid's axes, round by round.
+
+    In the first round, the cells of the smallest T and depth also validate their
+    bundle. The runtime `auto` is resolved here and nowhere else: programs of a
+    plug-in's target run on the target's runtime, all others on each one in `auto`.
 
     Args:
-        root: the log beside whose project relative paths may be.
+        root: the log; relative paths are looked up beside its project, too.
+        auto: default: the runtime of this machine.
     """
     run = grid.run.model_dump(exclude_none=True)
     axes = {name: run.pop(name) for name in RUN_AXES}
-    least = 0, min(axes["T"]), min(axes["depth"])
+    smallest = min(axes["T"]), min(axes["depth"])
     bundles = list(_bundles(grid, root))
     for round_, (source, options) in itertools.product(range(run["rounds"]), bundles):
-        for values in itertools.product(*axes.values()):
-            how = dict(zip(axes, values)) | run
-            validates = (round_, how["T"], how["depth"]) == least
+        runtimes = _resolved(grid.run.runtime, options, auto)
+        for values in itertools.product(*(axes | {"runtime": runtimes}).values()):
+            settings = dict(zip(axes, values)) | run
+            validates = round_ == 0 and (settings["T"], settings["depth"]) == smallest
             ids = tuple(grid.validate_ids) if validates else ()
-            yield Cell(source, options, how, round_, ids)
+            yield Cell(source, options, settings, round_, ids)
+
+
+def stored_cells(grid: Grid, root: log.Root = None) -> list[Cell]:
+    """The cells of a grid on every machine whose runs a log may hold: where the grid's
+    runtime is `auto`, a cell for each runtime that `auto` stands for somewhere."""
+    return list(cells(grid, root, identity.RUNTIMES))
+
+
+def _resolved(
+    runtimes: Sequence[str], options: Options, auto: Sequence[str]
+) -> list[str]:
+    """The runtimes of a bundle, each once, with those in `auto` (default: this
+    machine's) in place of the word `auto`."""
+    names = []
+    for runtime in runtimes:
+        if runtime != "auto":
+            names.append(runtime)
+        elif options.plugin:
+            names.append(options.plugin.runtime)
+        else:
+            names += auto or [resolve()]
+    return list(dict.fromkeys(names))
 
 
 def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
-    """The grid's bundles: where each comes from, and its export options."""
+    """The source and the export options of each bundle of a grid."""
     for path in grid.bundle:
         bundle = Bundle.open(find(path, root))
-        name, sha256 = (bundle.manifest.checkpoint[key] for key in ("name", "sha256"))
-        where = bundle.identity, bundle.tokenizer
-        yield Source(bundle.root, True, name, sha256, *where), bundle.manifest.options
+        checkpoint = bundle.manifest.checkpoint
+        source = Source(
+            path=bundle.root,
+            finished=True,
+            name=checkpoint["name"],
+            checkpoint_hash=checkpoint["sha256"],
+            contents=bundle.identity,
+            tokenizer=bundle.tokenizer,
+        )
+        yield source, bundle.manifest.options
     if grid.checkpoint:
         path = find(grid.checkpoint, root).absolute()
         name = paths.model_name(path)
@@ -261,16 +338,24 @@ def _bundles(grid: Grid, root: log.Root) -> Iterator[tuple[Source, Options]]:
             files = filter(Path.exists, sorted(path.iterdir()))  # a link may be broken
             sha256 = _sha256(path, tuple(map(_stamp, files)))
         else:
-            known = log.load("runs", root, {"checkpoint": name})["checkpoint_hash"]
-            sha256 = next(iter(known.dropna()[::-1]), None)
+            runs = log.load("runs", root, {"checkpoint": name})
+            sha256 = next(iter(runs["checkpoint_hash"].dropna()[::-1]), None)
+        source = Source(
+            path=path,
+            finished=False,
+            name=name,
+            checkpoint_hash=sha256,
+            contents=sha256,
+            tokenizer=path,
+        )
         for values in itertools.product(*grid.export.values()):
-            options = exporter.make_options(**dict(zip(grid.export, values)))
-            yield Source(path, False, name, sha256, sha256, path), options
+            yield source, exporter.make_options(**dict(zip(grid.export, values)))
 
 
 def _stamp(file: Path) -> tuple:
-    """What tells a file from another one at its path: a copying program may give both
-    the same time, and no program sets the time of the last change of status."""
+    """What tells a file from another one at its path. A copying program may give both
+    the same modification time; no program can set the time of the last status change
+    (`st_ctime_ns`)."""
     status = file.stat()
     times = status.st_mtime_ns, status.st_ctime_ns
     return file.name, status.st_size, *times, status.st_ino
@@ -278,13 +363,13 @@ def _stamp(file: Path) -> tuple:
 
 @lru_cache(maxsize=64)
 def _sha256(folder: Path, stamps: tuple) -> str:
-    """A checkpoint's hash, computed again when a file has changed."""
+    """A checkpoint's hash, computed again once the stamp of a file has changed."""
     return Checkpoint(folder).sha256
 
 
 def find(path: str | Path, root: log.Root = None) -> Path:
-    """The place of a grid's path, beside the project of the log at `root` too (see
-    `paths.find`)."""
+    """Where a path of a grid lies, which may be relative to the working folder or to
+    the project of the log at `root` (see `paths.find`)."""
     project = log.project(root)
     if project == output_root():
         project = checkout()

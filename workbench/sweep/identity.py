@@ -13,27 +13,27 @@ from workbench.runtime import is_device
 COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 """Columns that say how much a run measured."""
 HASH_BASE = Options().model_dump(mode="json") | {"compress": "fp16", "target": COREML}
-"""The options that the hashes of a log leave out. They are the defaults of an export
-but for the preset: `fp16` was the default when the first runs were logged, and another
-base would give their settings other hashes."""
+"""The option values that the hashes leave out. They are the defaults of an export, with
+the preset `fp16`, which was the default when the first runs were logged: another base
+would change the hashes of logged settings."""
 RUNTIMES = "coreml", "portable", "stand-in"
-"""What auto may mean, the preferred first."""
+"""The runtimes that `auto` may stand for, the preferred one first."""
 
 
 def digest(*parts) -> str:
-    """16 hexadecimal digits of the hash of JSON values."""
+    """16 hexadecimal digits of the SHA-256 of JSON values."""
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def prompt(ids: Sequence[int]) -> str | None:
-    """The column `prompt` of a validation on these token ids; None of no ids."""
+    """The column `prompt` for a validation on these token ids; None for no ids."""
     return digest(*ids)[:6] if ids else None
 
 
 def describe(subject: Bundle | Decoder) -> dict:
-    """The columns of `runs` for a bundle and, if it ran, its decoder; placement stays
-    null."""
+    """The columns of `runs` for a bundle and, given a decoder, for the way it runs; the
+    placement stays null."""
     bundle = subject if isinstance(subject, Bundle) else subject.bundle
     manifest = bundle.manifest
     row = exported(manifest.options) | {
@@ -45,21 +45,29 @@ def describe(subject: Bundle | Decoder) -> dict:
         "family": manifest.family,
     }
     if subject is not bundle:
-        row |= executed(**vars(subject))
+        decoder = subject
+        row |= executed(
+            runtime=decoder.runtime,
+            precision=decoder.precision,
+            fast=decoder.fast,
+            reads=decoder.reads,
+            compute_units=decoder.compute_units,
+            hints=decoder.hints,
+        )
         options = chosen(manifest.options)
         row["values"] = values(row["checkpoint_hash"], options, row)
     return row
 
 
 def exported(options: Options) -> dict:
-    """The columns of `runs` for export options; null is a default that is not
-    written."""
+    """The columns of `runs` for export options. An option that the manifest does not
+    store, since it has its default, is null."""
     return dict.fromkeys(Options.model_fields) | options.model_dump()
 
 
 def chosen(options: Options) -> dict:
-    """The options that differ from `HASH_BASE`. Hashes are made of these, so that an
-    option that comes or goes leaves those of all other bundles as they are."""
+    """The options that differ from `HASH_BASE`. Hashes contain these alone, so that
+    new options leave other hashes unchanged."""
     settings = options.model_dump(mode="json")
     return {name: value for name, value in settings.items() if value != HASH_BASE[name]}
 
@@ -73,12 +81,15 @@ def executed(
     hints: Mapping,
     **_,
 ) -> dict:
-    """The columns of `runs` for a decoder's arguments, null where the runtime has no
-    such thing. `reads` says which rows of a cache attention reads, `used` or `all`."""
+    """The columns of `runs` for a decoder's arguments.
+
+    A column is null where the runtime has no such setting. `reads` names the rows of a
+    cache that attention reads, `used` or `all`."""
     columns = dict.fromkeys(("precision", "fast", "reads", "compute_units", "hints"))
     columns["runtime"] = runtime
     if runtime == "portable":
         fuses = bool(fast and precision == "declared")
+        # only fused steps leave out the rows that hold no token yet
         reads = reads if fuses else "all"
         columns |= {"precision": precision, "fast": fuses, "reads": reads}
     elif is_device(runtime):
@@ -87,27 +98,32 @@ def executed(
     return columns
 
 
-def values(checkpoint_hash: str, options: Mapping, how: Mapping) -> str:
-    """The hash of everything that decides what an export's checkpoint, options and
-    runtime compute, on any machine; finished bundles are told apart by `bundle_hash`.
+def values(checkpoint_hash: str, options: Mapping, execution: Mapping) -> str:
+    """The hash of everything that decides what a run computes, on any machine. Finished
+    bundles are told apart by `bundle_hash`.
 
     Args:
-        checkpoint_hash: the checkpoint's hash.
-        options: those of the export that are not the default ones.
-        how: at least the columns runtime, precision, compute_units and hints.
+        options: of the export (see `chosen`).
+        execution: at least the columns runtime, precision, compute_units and hints.
     """
     names = ("runtime", "precision", "compute_units", "hints")
-    return digest(checkpoint_hash, options, [how[name] for name in names])
+    return digest(checkpoint_hash, options, [execution[name] for name in names])
 
 
-def setting(contents: str, options: Mapping, how: Mapping, counts: Mapping) -> str:
+def setting(
+    contents: str, options: Mapping, execution: Mapping, counts: Mapping
+) -> str:
     """The hash of everything that decides the times of a run on one machine.
 
     Args:
-        contents: hash of the checkpoint; of a finished bundle its identity.
-        how: as in `values`, and the columns fast and reads.
-        counts: `COUNTS`, null for those that are left open.
+        contents: the checkpoint's hash, or the identity of a finished bundle.
+        options: of the export (see `chosen`).
+        execution: as in `values`, and the columns fast and reads.
+        counts: a value for each of `COUNTS`; a null one is left out.
     """
     counts = {name: count for name, count in counts.items() if count is not None}
-    fused = "all rows" if how["fast"] and how["reads"] == "all" else how["fast"]
-    return digest(values(contents, options, how), fused, counts)
+    fused = execution["fast"]
+    if fused and execution["reads"] == "all":
+        # `reads` is newer than `fast`: the hash of `used` is that of older rows
+        fused = "all rows"
+    return digest(values(contents, options, execution), fused, counts)

@@ -1,5 +1,5 @@
-"""One measurement of a log at a time on a machine: two at once would share its cores,
-and both would measure the same cells."""
+"""One measurement of a log at a time on a machine. Two at once would share its cores,
+and would measure the same cells."""
 
 import json
 import os
@@ -21,17 +21,17 @@ from workbench.sweep.identity import digest
 POLL_S = 0.2
 _BUSY = InputError("log", "another measurement", "none", "wait for it")
 _announced: set[Path] = set()
-"""Locks of which this process has said that it waits for them."""
+"""The locks for which this process has already said that it waits."""
 
 
 @contextmanager
 def measuring_alone(root: Path, stop: threading.Event | None = None) -> Iterator[None]:
-    """Holds the lock of this machine on the log at `root`; waits for another process,
-    or another thread, that holds it, and says so in one line on stderr.
+    """Holds this machine's lock on the log at `root`. While another process or thread
+    holds it, this one waits and says so in one line on stderr.
 
-    The system frees the lock of a process that ends, however it ends. The file has a
-    name of its own for every machine, since file systems differ in whether a lock holds
-    on other machines; the name does not tell the machine's.
+    The system frees the lock of a process that ends, however it ends. Every machine has
+    a lock file of its own, since file systems differ in whether a lock holds on other
+    machines; the file's name contains a hash of the machine's name.
 
     Raises:
         process.Cancelled: `stop` was set while it waited.
@@ -62,13 +62,13 @@ def _this_process() -> dict:
 
 
 def _waiting(path: Path) -> str:
-    """The line that names the process that holds a lock."""
+    """The line that names the process that holds the lock."""
     try:
         holder = json.loads(path.read_text())
-        who = f"process {holder['pid']}, started {holder['started']},"
-    except (OSError, ValueError, KeyError, TypeError):  # it is writing the file
-        who = "another process"
+        name = f"process {holder['pid']}, started {holder['started']},"
+    except (OSError, ValueError, KeyError, TypeError):  # the holder is writing the file
+        name = "another process"
     return (
-        f"workbench: {who} measures into the same log {path.parent}; this one waits for "
-        "each of its cells, and measures those that the log then lacks"
+        f"workbench: {name} measures into the same log {path.parent}; this process "
+        "waits before each of its cells, and then measures those that the log lacks"
     )

@@ -27,22 +27,26 @@ def measure_presets(
     compute_units: str = "CPU_AND_NE",
     **options,
 ) -> pd.DataFrame:
-    """The mean KL of other presets on the tokens of `golden`, in nats, one after the
-    other until one keeps the user's limit: no rows where `results`, the gates of a
-    bundle stored as `compress`, are RED for another reason or keep the limit.
+    """Measures other presets, one after the other, until one keeps the user's limit on
+    the mean KL. Nothing is measured, and there are no rows, where the bundle keeps the
+    limit or is RED for another reason.
 
     Args:
-        Ts: tokens a call, as in the validation that `results` are from.
+        golden: with its checkpoint; the mean KL is that on its tokens.
+        results: the gates of the bundle.
+        compress: the preset of the bundle.
+        Ts: tokens a call, as in the validation that gave `results`.
         options: of the export.
+
+    Returns:
+        Columns compress, MiB (of the bundle), kl_mean (nats), passes.
     """
     rows = []
     limit = next(gate for gate in results if gate.name == gates.USER_LIMIT)
-    tried = PRESETS
+    presets = [preset for preset in PRESETS if preset != compress]
     if gates.faults(results) or limit.verdict != gates.RED:
-        tried = ()
-    for preset in tried:
-        if preset == compress:
-            continue
+        presets = []
+    for preset in presets:
         bundle = export(golden.source.path, compress=preset, **options)
         decoder = Decoder(bundle, runtime, compute_units=compute_units)
         cost = float(np.mean(chained_kl(decoder, golden, Ts)))

@@ -9,10 +9,13 @@ import pandas as pd
 
 from workbench import log
 from workbench.errors import check_choice
-from workbench.sweep.grid import Grid, cells
+from workbench.sweep.grid import Grid, stored_cells
 from workbench.sweep.identity import RUNTIMES
 from workbench.sweep.run import MEASURED
 from workbench.sweep.summary import BUNDLE, repeated, with_tail
+
+LAYER_MS = "layer_ms"
+"""A column of the log's `layers` that `processes` takes like a phase."""
 
 
 def stored_tables(
@@ -21,12 +24,13 @@ def stored_tables(
     """The log's tables `samples`, `layers` and `fidelity` of a grid's cells, each with
     the columns of its run.
 
-    Times are of the first run of each setting and round, on one machine with the
-    software of its newest run; their column `invalid` is the reason why a run is
-    invalid, `disturbed` why other work disturbed it (see `log.disturbed`), else null.
-    Fidelity is of the newest validation of each bundle and way to run it, on any
-    machine; where there are some on the grid's prompt, of the newest of those. Rows of
-    another definition are left out (see `log.select_current`), which stderr says once.
+    Times come from the first run of each setting and round, on one machine with the
+    software of its newest run. Their column `invalid` is the reason why a run is
+    invalid, `disturbed` the reason why other work disturbed it (see `log.disturbed`);
+    both are null otherwise. Fidelity comes from the newest validation of each bundle
+    and way to run it, on any machine; validations on the grid's prompt take precedence.
+    Rows of another definition are left out (see `log.select_current`), and stderr says
+    so once.
 
     Args:
         machine: the machine of the times (see `log.environment`); default: this machine
@@ -38,51 +42,52 @@ def stored_tables(
     timed, validated = _runs(grid, root, machine)
     tables = {}
     for table, runs in (("samples", timed), ("layers", timed), ("fidelity", validated)):
-        own = log.load(table, root, {"run_id": runs["run_id"]})
-        more = runs.columns.difference([*own, "config", "versions"], sort=False)
+        rows = log.load(table, root, {"run_id": runs["run_id"]})
+        of_run = runs.columns.difference([*rows, "config", "versions"], sort=False)
         if table == "fidelity":
-            own, left_out = log.select_current(own)
+            rows, left_out = log.select_current(rows)
             if left_out:
                 _say(left_out)
-        tables[table] = own.merge(runs[["run_id", *more]], on="run_id")
+        tables[table] = rows.merge(runs[["run_id", *of_run]], on="run_id")
     return tables
 
 
-LAYER_MS = "layer_ms"
-"""A column of the log's `layers`, named like a phase."""
-
-
 @cache  # a slider reads the tables again at every move
-def _say(words: str) -> None:
-    print(words, file=sys.stderr)
+def _say(sentence: str) -> None:
+    """Prints a sentence on stderr, once in this process."""
+    print(sentence, file=sys.stderr)
 
 
 def configurations(
     grid: Grid, root: log.Root = None, machine: str | None = None
 ) -> pd.DataFrame:
-    """One row per setting of a grid, from runs of one machine.
-
-    The fastest comes first; rows that only invalid runs measured come last. For
-    `machine` see `stored_tables`.
+    """One row per setting of a grid, from runs of one machine (for `machine` see
+    `stored_tables`). The fastest comes first; rows that only invalid runs measured come
+    last.
 
     Returns:
-        The columns of the newest run; name: the values of the axes that vary.
+        The columns of the newest run, and:
+        name: the values of the axes that vary.
         tokens_per_s, call_ms, call_p90_ms, slowest, fastest, n, run_ids, disturbed: see
-        `summary.repeated`. worst_cosine, kl_mean, kl_p99 (nats): of the bundle's
-        validation (see `stored_tables`);
-        verdict: RED if a gate other than the user's limit is, or if the mean KL is above the grid's
-        `max_kl`; faulty: whether a gate other than the user's limit is RED.
-        ane_ops_share: the Neural Engine's share (null: no plan). invalid: the
-        reason if no run is valid.
+            `summary.repeated`.
+        worst_cosine, kl_mean, kl_p99 (nats): of the bundle's validation (see
+            `stored_tables`).
+        verdict: RED if a gate other than the user's limit is RED, or if the mean KL is
+            above the grid's `max_kl`.
+        faulty: whether a gate other than the user's limit is RED.
+        ane_ops_share: the Neural Engine's share of operations (null: no plan).
+        invalid: the reason why no run is valid, otherwise null.
     """
     timed, validated = _runs(grid, root, machine)
-    verdicts = [_verdict(run, grid.max_kl) for run in validated.to_dict("records")]
-    validated["verdict"] = pd.Series(verdicts, validated.index, object)
-    red = [bool(_red(run)) for run in validated.to_dict("records")]
-    faulty = validated.assign(faulty=red).set_index(BUNDLE)["faulty"]
+    runs = validated.to_dict("records")
+    validated["verdict"] = pd.Series(
+        [_verdict(run, grid.max_kl) for run in runs], validated.index, object
+    )
+    validated["faulty"] = [bool(_red_gates(run)) for run in runs]
+    faulty = validated[[*BUNDLE, "faulty"]]
     rows = repeated(timed, ["setting", "status"], validated, root)
     rows["verdict"] = rows["verdict"].fillna("not_run")
-    rows = rows.merge(faulty.reset_index(), "left", BUNDLE)
+    rows = rows.merge(faulty, "left", BUNDLE)
     rows["faulty"] = rows["faulty"].eq(True)
     rows["name"] = _names(grid, rows)
     ranked = rows.sort_values("tokens_per_s", ascending=False)
@@ -96,18 +101,19 @@ def processes(
     machine: str | None = None,
     phase: str = "tokens_per_s",
 ) -> pd.DataFrame:
-    """One row per process, which is a run, of a grid on one machine.
-
-    For `machine` see `stored_tables`.
+    """One row per process, which is a run, of a grid on one machine (for `machine` see
+    `stored_tables`).
 
     Args:
-        phase: of the log's `samples`, or `layer_ms`: ms of a layer in a call, the
-            median over the layers of each one's median of its calls.
+        phase: of the log's `samples`; or `layer_ms`, the ms of a layer in a call: the
+            median over the layers of each layer's median over calls.
 
     Returns:
-        The columns of the run; value (see `log.by_process`); invalid, disturbed: the
-        reason why the process says nothing, else null. Disturbed processes are left out
-        of settings that have others; name: the values of the axes that vary.
+        The columns of the run, and:
+        value: see `log.by_process`.
+        invalid, disturbed: the reason why the process says nothing, otherwise null.
+            Disturbed processes are left out of settings that have others.
+        name: the values of the axes that vary.
     """
     tables = stored_tables(grid, root, machine)
     rows = per_process(tables["layers" if phase == LAYER_MS else "samples"], phase)
@@ -115,8 +121,8 @@ def processes(
 
 
 def per_process(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """One row per process, and its value, of rows of the table `samples` or `layers` of
-    `stored_tables`; see `processes`."""
+    """One row per process with its value, from the rows of the table `samples` or
+    `layers` of `stored_tables`; see `processes`."""
     if phase == LAYER_MS:
         values = rows.groupby("run_id")[LAYER_MS].median()
     else:
@@ -128,15 +134,20 @@ def per_process(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
 
 
 def _names(grid: Grid, rows: pd.DataFrame) -> list[str]:
-    """The values of the axes of a grid that vary and T, for each row; where no axis
-    varies, all export options that the grid gives."""
+    """The name of each row: the values of T and of the axes of the grid that vary;
+    where no axis varies, of T and of all export options in the grid."""
     axes = grid.export | {"bundle": grid.bundle} | dict(grid.run)
-    varied = [n for n in axes if isinstance(axes[n], list) and axes[n][1:]]
+    varied = [
+        name
+        for name, values in axes.items()
+        if isinstance(values, list) and len(values) > 1
+    ]
     if not varied:
-        varied = [n for n in grid.export if n in rows]
-    varied += [name for name in axes if name == "T" and name not in varied]
-    words = rows[varied].astype(object).fillna("none").to_dict("records")
-    return [", ".join(f"{k} {v}" for k, v in row.items()) for row in words]
+        varied = [name for name in grid.export if name in rows]
+    if "T" not in varied:
+        varied.append("T")
+    settings = rows[varied].astype(object).fillna("none").to_dict("records")
+    return [", ".join(f"{k} {v}" for k, v in row.items()) for row in settings]
 
 
 def _runs(
@@ -144,50 +155,61 @@ def _runs(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows of `runs`: the first of each setting and round of one machine, and the
     newest validation of each bundle and way to run it."""
-    every = list(cells(grid, root))
-    hashes = pd.DataFrame(cell.columns(auto) for cell in every for auto in RUNTIMES)
+    cells = stored_cells(grid, root)
+    hashes = pd.DataFrame(cell.columns() for cell in cells)
     runs = with_tail(log.load("runs", root, {"status": MEASURED}))
     runs["disturbed"] = log.disturbed(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
     if grid.bundle:
-        known = {cell.source.contents for cell in every}
-        runs = runs[runs["bundle_hash"].isin(known)]
-    judged = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
-    validated = judged[judged["values"].isin(hashes["values"])]
-    # on the grid's prompt counts as newer than on another one
-    asked = validated["prompt"].isin(hashes["prompt"].dropna())
-    validated = validated.loc[asked.sort_values(kind="stable").index]
+        contents = {cell.source.contents for cell in cells}
+        runs = runs[runs["bundle_hash"].isin(contents)]
+    validated = runs[(runs["status"] == "ok") & runs["verdict"].notna()]
+    validated = validated[validated["values"].isin(hashes["values"])]
+    # a validation on the grid's prompt counts as newer than one on another prompt
+    on_prompt = validated["prompt"].isin(hashes["prompt"].dropna())
+    validated = validated.loc[on_prompt.sort_values(kind="stable").index]
     timed = runs[runs["setting"].isin(hashes["setting"]) & runs["round"].notna()]
     if len(timed) or machine is not None:
-        # the machine and its software of the newest run
-        names = timed["machine"].iloc[::-1].unique().tolist()
-        here = log.environment()["machine"]
-        machine = machine or (here if here in names else names[0])
-        check_choice("machine", machine, names)
+        machine = _machine(timed, machine)
         timed = timed[timed["machine"] == machine]
         timed = timed[timed["software"] == timed["software"].iloc[-1]]
     if grid.run.runtime == ["auto"]:
-        found = set((timed if len(timed) else validated)["runtime"])
-        # a plug-in's target has a runtime of its own
-        others = [name for name in RUNTIMES if name in found][1:]
-        timed = timed[~timed["runtime"].isin(others)]
-        validated = validated[~validated["runtime"].isin(others)]
-    # a later run of the same round was made for its validation; were it to count, a
-    # setting would have another value after a validation, in another place of the order
+        # one runtime of those that `auto` stands for; a plug-in's target has another
+        names = set((timed if len(timed) else validated)["runtime"])
+        less_preferred = [name for name in RUNTIMES if name in names][1:]
+        timed = timed[~timed["runtime"].isin(less_preferred)]
+        validated = validated[~validated["runtime"].isin(less_preferred)]
+    # A later run of a round was made for its validation. If it counted, a validation
+    # would change the value of a setting and its place in the order of the round.
     timed = timed.drop_duplicates(["setting", "round"], keep="first")
     return timed, validated.drop_duplicates(BUNDLE, keep="last")
 
 
+def _machine(timed: pd.DataFrame, machine: str | None) -> str:
+    """The machine of the times: the one named, else this machine where it has timed
+    runs, else the machine of the newest run.
+
+    Raises:
+        InputError: no timed run is of the machine named.
+    """
+    newest_first = timed["machine"].iloc[::-1].unique().tolist()
+    if machine is None:
+        here = log.environment()["machine"]
+        machine = here if here in newest_first else newest_first[0]
+    check_choice("machine", machine, newest_first)
+    return machine
+
+
 def _verdict(run: dict, max_kl: float) -> str:
-    """A run's verdict under another limit on the mean KL; the logged one where no KL
-    was measured."""
+    """A run's verdict under another limit on the mean KL; the logged verdict where no
+    KL was measured."""
     if pd.isna(run["kl_mean"]):
         return run["verdict"]
-    return "RED" if _red(run) or run["kl_mean"] > max_kl else "GREEN"
+    return "RED" if _red_gates(run) or run["kl_mean"] > max_kl else "GREEN"
 
 
-def _red(run: dict) -> set[str]:
-    """The gates of a run that are RED, but for the user's limit on the mean KL."""
+def _red_gates(run: dict) -> set[str]:
+    """The gates of a run that are RED, except for the user's limit on the mean KL."""
     config = run["config"] if isinstance(run["config"], str) else "{}"
     gates = json.loads(config).get("gates", [])
     return {gate["name"] for gate in gates if gate["verdict"] == "RED"} - {"max_kl"}

@@ -1,5 +1,5 @@
-"""The grids of first light, on checkpoints of seeded weights that are equal on every
-machine."""
+"""The grids of first light. The weights of their checkpoints are seeded, and equal on
+every machine."""
 
 import shutil
 from collections.abc import Callable
@@ -20,29 +20,45 @@ VALIDATE_IDS = {"validated": [1, 42, 100, 200, 7, 9], "timed": []}
 
 def noise(seed: int) -> Callable:
     """A function from a shape to seeded float32 values of mean 0 and variance 1, which
-    are equal on every machine."""
+    are equal on every machine: Philox is the same everywhere, and the uniform values
+    are scaled without a function whose rounding may differ."""
     draw = np.random.Generator(np.random.Philox(key=seed)).random
     width = np.float32(12**0.5)
     return lambda shape: torch.from_numpy((draw(tuple(shape), "f4") - 0.5) * width)
 
 
 def first_light(project: Path, runtime: str = "auto") -> list[Grid]:
-    """The shipped grids of first light (`first_light.yaml`); their checkpoints are
-    written to `project` where they are missing. A validated bundle is compared with
-    Hugging Face's model and with the portable runtime."""
+    """The shipped grids of first light (`first_light.yaml`), whose bundles are compared
+    with Hugging Face's model and with the portable runtime.
+
+    Args:
+        project: the folder to whose `data/checkpoints` missing checkpoints are written.
+        runtime: of all cells.
+    """
     shipped = yaml.safe_load(Path(__file__).with_name("first_light.yaml").read_text())
     grids = []
     for kind, ids in VALIDATE_IDS.items():
-        for rung in shipped[kind]:
-            config = shipped["layer"] | rung.get("checkpoint", {})
+        for entry in shipped[kind]:
+            config = shipped["layer"] | entry.get("checkpoint", {})
             path = project / "data" / "checkpoints" / f"seeded-{digest(config)}"
-            with locked(path.with_name(f".{path.name}.lock")):
-                if not path.exists():
-                    begun = paths.partial(path)
-                    shutil.rmtree(begun, ignore_errors=True)
-                    random(begun, noise=noise(0), **config).rename(path)
+            _write_checkpoint(path, config)
             run = {"n_gen": 8, "repetitions": 1, "runtime": [runtime], "timeout_s": 600}
-            grid = {"checkpoint": str(path), "experiment": "first-light"}
-            grid |= {"run": run | rung.get("run", {}), "validate_ids": ids}
-            grids.append(make_grid(grid | {"export": rung["export"]}))
+            grid = {
+                "checkpoint": str(path),
+                "experiment": "first-light",
+                "export": entry["export"],
+                "run": run | entry.get("run", {}),
+                "validate_ids": ids,
+            }
+            grids.append(make_grid(grid))
     return grids
+
+
+def _write_checkpoint(path: Path, config: dict) -> None:
+    """Writes a checkpoint of a configuration with seeded weights, unless it exists."""
+    with locked(path.with_name(f".{path.name}.lock")):
+        if path.exists():
+            return
+        partial = paths.partial(path)
+        shutil.rmtree(partial, ignore_errors=True)  # of an earlier, interrupted call
+        random(partial, noise=noise(0), **config).rename(path)

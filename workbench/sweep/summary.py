@@ -1,5 +1,5 @@
-"""The log as one table, a row per setting, as wide as the terminal, and two of its runs
-side by side."""
+"""The log as one table, with a row per setting and as wide as the terminal; and two of
+its runs side by side."""
 
 import itertools
 import json
@@ -13,19 +13,22 @@ import pandas as pd
 from workbench import log
 
 WIDTH = 100
-"""Of the table where the output is no terminal."""
-LONGEST = 18
-"""Characters of a cell of the table."""
-TELLING = ("verdict", "n", "tokens_per_s", "kl_mean")
+"""Columns of the table where the output is no terminal."""
+MAX_CELL = 18
+"""Characters of a cell of the table; longer texts are cut."""
+FIRST_SETTINGS = 4
+"""The number of varied settings that a narrow terminal shows before figures."""
+FIRST_FIGURES = ("verdict", "n", "tokens_per_s", "kl_mean")
 """Figures that a narrow terminal shows before others."""
-LONG = ("machine", "software")
-"""Settings whose values are too long for a table."""
+LETTERED = ("machine", "software")
+"""Settings whose values are too long for a cell; the table has letters for them."""
 BUNDLE = ["values", "bundle_hash"]
 """Columns that are equal for runs that compute the same."""
 SPEEDS = ["tokens_per_s", "call_ms", "call_p90_ms"]
 JUDGED = ["verdict", "worst_update", "worst_cosine", "kl_mean", "kl_p99"]
-"""Of a validation; `kl_p99` stands in its `config`. Settings are compared by both KL:
-the worst cosine of a model with an attention sink says nothing about a setting."""
+"""What a validation says; `kl_p99` is part of its `config`. Settings are compared by
+mean and 99% KL: in a model with an attention sink, whose residual is huge beside its
+updates, the worst cosine says nothing about a setting."""
 FIGURES = {
     "verdict": "verdict",
     "n": "n",
@@ -44,32 +47,49 @@ FIGURES = {
 def repeated(
     runs: pd.DataFrame, by: list[str], validated: pd.DataFrame, root: log.Root = None
 ) -> pd.DataFrame:
-    """One row per group of runs, each of which is a process: the columns of the newest
-    one; medians over processes of `SPEEDS`; the `slowest` and `fastest` tok/s; the
-    number `n` and the `run_ids` of the processes; `disturbed`, the number of those that
-    were left out because other work disturbed them (all are used, and counted in both,
-    where every one was); `JUDGED` of the newest of the `validated` runs of the same
-    bundle."""
+    """One row per group of runs, each of which is a process.
+
+    Args:
+        by: the columns that are equal within a group.
+        validated: runs with a verdict.
+
+    Returns:
+        The columns of the newest run of each group, and:
+        tokens_per_s, call_ms, call_p90_ms: medians over processes.
+        slowest, fastest: tok/s of a process.
+        n, run_ids: number and ids of the processes.
+        disturbed: the number of processes that were left out, since other work
+            disturbed them. Where every process was disturbed, all are used, and `n`
+            and `disturbed` count the same ones.
+        verdict, worst_update, worst_cosine, kl_mean, kl_p99: of the newest validation
+            of the same bundle.
+    """
     runs = with_speeds(runs, root)
-    counts = (
-        runs["disturbed"].notna().groupby([runs[name] for name in by], dropna=False)
-    )
+    keys = [runs[name] for name in by]
+    counts = runs["disturbed"].notna().groupby(keys, dropna=False)
     used = runs[log.select_undisturbed(runs, by)]
     groups = used.groupby(by, sort=False, dropna=False)
     rates = groups["tokens_per_s"]
-    extent = {"slowest": rates.min(), "fastest": rates.max(), "n": groups.size()}
-    extent["run_ids"] = groups["run_id"].agg(list)
-    extent["disturbed"] = counts.sum()
-    speeds = groups[SPEEDS].median().assign(**extent).reset_index()
+    speeds = (
+        groups[SPEEDS]
+        .median()
+        .assign(
+            slowest=rates.min(),
+            fastest=rates.max(),
+            n=groups.size(),
+            run_ids=groups["run_id"].agg(list),
+            disturbed=counts.sum(),
+        )
+    )
     last = runs.drop_duplicates(by, keep="last")
     last = last.drop(columns=[*SPEEDS, *JUDGED, "disturbed"])
     judged = validated.drop_duplicates(BUNDLE, keep="last")[[*BUNDLE, *JUDGED]]
-    return last.merge(speeds, on=by).merge(judged, "left", BUNDLE)
+    return last.merge(speeds.reset_index(), on=by).merge(judged, "left", BUNDLE)
 
 
 def with_speeds(runs: pd.DataFrame, root: log.Root = None) -> pd.DataFrame:
     """Runs with `SPEEDS` computed from their raw samples, where the log has some, and
-    the column `disturbed` (see `log.disturbed`). The stored columns of older rows are
+    the column `disturbed` (see `log.disturbed`). The stored speeds of older rows are
     medians over repetitions."""
     runs = runs.assign(disturbed=log.disturbed(runs))
     measured = runs.loc[runs[SPEEDS].notna().any(axis=1), "run_id"]
@@ -84,40 +104,41 @@ def with_speeds(runs: pd.DataFrame, root: log.Root = None) -> pd.DataFrame:
 def with_tail(runs: pd.DataFrame) -> pd.DataFrame:
     """Runs with `kl_p99`, the 99th percentile over tokens of the KL (nats) of their
     validation."""
+    return runs.assign(kl_p99=runs["config"].map(_kl_p99).astype(float))
 
-    def read(text: str | None) -> float | None:
-        price = json.loads(text).get("price") if isinstance(text, str) else None
-        return ((price or {}).get("kl") or {}).get("p99")
 
-    return runs.assign(kl_p99=runs["config"].map(read).astype(float))
+def _kl_p99(config: str | None) -> float | None:
+    """The 99% KL that a run's `config` holds."""
+    price = json.loads(config).get("price") if isinstance(config, str) else None
+    return ((price or {}).get("kl") or {}).get("p99")
 
 
 def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFrame:
     """One row per setting, machine, software and status of the log's runs that fit
-    `where` (see `log.load`); runs without a setting have a row each. The newest are
-    last.
+    `where` (see `log.load`), the newest last. Every run without a setting has a row of
+    its own.
 
     Returns:
-        The columns of `repeated`, validations of any machine; `JUDGED` of the newest
-        run itself where it was validated.
+        The columns of `repeated`, with validations of any machine. A newest run that
+        was validated itself has its own verdict and errors.
     """
     runs = with_tail(log.load("runs", root, where)).drop(columns=["config", "versions"])
     runs["setting"] = runs["setting"].fillna(runs["run_id"])
     validated = with_tail(log.load("runs", root)).dropna(subset=["verdict", *BUNDLE])
     by = ["setting", "machine", "software", "status"]
     rows = repeated(runs, by, validated, root).set_index("run_id")
-    rows.update(runs.set_index("run_id")[JUDGED])  # a run's own verdict stands
+    rows.update(runs.set_index("run_id")[JUDGED])
     rows = rows.reset_index()
     ok = rows["status"] == "ok"
     rows["verdict"] = rows["verdict"].astype(object).where(ok)
-    said = rows[["verdict", "tokens_per_s"]].notna().any(axis=1)
-    return rows[said | ~ok].sort_values("run_id", ignore_index=True)
+    has_result = rows[["verdict", "tokens_per_s"]].notna().any(axis=1)
+    return rows[has_result | ~ok].sort_values("run_id", ignore_index=True)
 
 
 def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
-    """Rows of `summary`: what is equal in all of them once, then one table, whose first
-    column is the short id that every command takes for a run, then what the table
-    leaves out.
+    """Rows of `summary` as lines: first what is equal in all of them, then a table,
+    then what the table leaves out. The table's first column is the short id by which
+    every command knows a run.
 
     Machines and software have a letter in the table and their name above it.
 
@@ -133,48 +154,64 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
     common = rows[log.SETTINGS].iloc[0].drop(varied).dropna().to_dict()
     figures = [name for name in FIGURES if rows[name].notna().any()]
-    if len(rows) > 1:  # of one row, every figure is equal
+    if len(rows) > 1:  # every figure of a single row would be "equal"
         equal = [name for name in figures if rows[name].nunique(dropna=False) == 1]
         common |= {FIGURES[name]: rows[name].iloc[0] for name in equal}
         figures = [name for name in figures if name not in equal]
     above = ["; ".join(f"{name} {_word(value)}" for name, value in common.items())]
-    for name in set(varied) & set(LONG):
-        letters = dict(zip(rows[name].dropna().unique(), _letters()))
-        rows[name] = rows[name].map(letters)
-        above += [f"{name} {letter}: {value}" for value, letter in letters.items()]
-    # the machine and the most telling settings, then figures, then other settings
-    telling = [name for name in varied if name in LONG or name in varied[:4]]
-    names = [*telling, *figures, *(name for name in varied if name not in telling)]
+    for name in LETTERED:
+        if name in varied:
+            letters = dict(zip(rows[name].dropna().unique(), _letters()))
+            rows[name] = rows[name].map(letters)
+            above += [f"{name} {letter}: {value}" for value, letter in letters.items()]
+    # machines and the first settings, then figures, then other settings
+    most_varied = varied[:FIRST_SETTINGS]
+    leading = [name for name in varied if name in LETTERED or name in most_varied]
+    names = [*leading, *figures, *(name for name in varied if name not in leading)]
     columns = {
-        name: [FIGURES.get(name, name), *rows[name].map(_word)] for name in names
+        name: [_cut(text) for text in (FIGURES.get(name, name), *rows[name].map(_word))]
+        for name in names
     }
+    preferred = [*most_varied, *FIRST_FIGURES, *LETTERED, *figures, *names]
+    preferred = list(dict.fromkeys(name for name in preferred if name in names))
     ids = ["", *rows.index]
-    size = max(map(len, ids))
-    shown = []
-    first = [*varied[:4], *TELLING, *LONG, *figures]
-    order = dict.fromkeys([*(name for name in first if name in names), *names])
-    for name in order:  # the most telling first, while the line has room
-        columns[name] = [_cut(text) for text in columns[name]]
-        needed = 2 + max(map(len, columns[name]))
-        if size + needed <= width:
-            shown.append(name)
-            size += needed
+    shown = _fitting(columns, preferred, width - max(map(len, ids)))
     shown.sort(key=names.index)
-    cells = [ids, *(columns[name] for name in shown)]
-    widths = [max(map(len, column)) for column in cells]
-    table = [
-        "  ".join(text.rjust(size) for text, size in zip(line, widths)).rstrip()
-        for line in zip(*cells)
-    ]
     below = [f"{run}: {reason}" for run, reason in rows["reason"].dropna().items()]
     if left_out := [FIGURES.get(name, name) for name in names if name not in shown]:
         below.append(
             f"left out, since the line has {width} columns: {', '.join(left_out)}; "
             "`workbench log --rows` prints every column, --json all of them as JSON"
         )
-    wrapped = (textwrap.wrap(text, width) for text in above)
-    more = (textwrap.wrap(text, width) for text in below)
-    return [*itertools.chain(*wrapped), *table, *itertools.chain(*more)]
+    return [
+        *_wrapped(above, width),
+        *_aligned([ids, *(columns[name] for name in shown)]),
+        *_wrapped(below, width),
+    ]
+
+
+def _fitting(columns: dict[str, list[str]], order: list[str], width: int) -> list[str]:
+    """The names of the columns that fit into `width` characters, where those that come
+    first in `order` take precedence."""
+    names = []
+    for name in order:
+        needed = 2 + max(map(len, columns[name]))  # two spaces before it
+        if needed <= width:
+            names.append(name)
+            width -= needed
+    return names
+
+
+def _aligned(columns: list[list[str]]) -> Iterator[str]:
+    """The lines of a table, each column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in columns]
+    for cells in zip(*columns):
+        yield "  ".join(cell.rjust(w) for cell, w in zip(cells, widths)).rstrip()
+
+
+def _wrapped(texts: list[str], width: int) -> Iterator[str]:
+    for text in texts:
+        yield from textwrap.wrap(text, width)
 
 
 def _word(value: object) -> str:
@@ -185,7 +222,7 @@ def _word(value: object) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= MAX_CELL else text[: MAX_CELL - 1] + "…"
 
 
 def _letters() -> Iterator[str]:
@@ -199,8 +236,8 @@ def difference(run_a: str, run_b: str, root: log.Root = None) -> dict:
     """Where two runs differ.
 
     Returns:
-        settings, measures, alike (see `log.compare`), changed_gates (gate, a, b:
-        verdicts that differ).
+        settings, measures, alike: see `log.compare`.
+        changed_gates: gate, and its verdicts a and b, where these differ.
 
     Raises:
         InputError: the log lacks a run.

@@ -1,9 +1,9 @@
-"""Times of calls as raw samples, warm-ups marked. A portable run's times are this
-machine's, never the Neural Engine's.
+"""Times of calls as raw samples; warm-ups are marked. The times of the portable runtime
+are this machine's, never the Neural Engine's.
 
-A call is timed from token ids to logits and split into layer shards, head and host
-(embedding, masks, rope, transfers). The prefill to a depth is timed as a whole.
-Compilation, loading and first prediction of each shard are samples of their own."""
+A call is timed from token ids to logits, and split into layer shards, head and host
+(embedding, masks, rope, transfers). The prefill to a depth is timed as a whole. The
+compilation, the loading and the first prediction of each shard are samples, too."""
 
 import math
 import re
@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # half a second to import, which every first call would wait
 WARMUP_CALLS = 2
 RAMP_CALLS = 3
 SIZES = ("T", "depth", "n_gen", "repetitions", "min_tokens", "min_seconds")
-"""Arguments of `measure_speed`."""
+"""The arguments of `measure_speed`."""
 CLOCKS = ["value", "cpu_ms", "native_ms"]
 PARTS = {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}
-"""Modules of a decoder layer, and the part of it that they are."""
+"""A module of a decoder layer → the part of the layer."""
 
 
 def measure_speed(
@@ -46,19 +46,28 @@ def measure_speed(
     calls.
 
     Args:
-        repetitions: fresh sequences, each prefilled to `depth` and then timed.
+        repetitions: the number of fresh sequences that are prefilled to `depth` and
+            then timed.
         min_tokens, min_seconds: further sequences follow until as many tokens of one
             sequence of the batch are timed, and as much time has passed since the first
-            call; of these sequences only whole calls and rates are samples.
+            call. Only whole calls and rates of these sequences are samples.
 
     Returns:
-        The log's `samples`: phases `call` (one whole call), `layer` (one per shard),
-        `head`, `host` in ms, `prefill` in ms (the first one, which compiles, is a
-        warm-up; with one sequence there is no other) and
-        `tokens_per_s` per repetition; `compile`, `cold_load`, `load` and
-        `first_predict` per shard. A call and its parts have `cpu_ms`, CPU time of this
-        thread, and but for the host `native_ms`, Core ML's own time (null on other
-        runtimes). ``elapsed_s`` is the time from the start to the end of a call.
+        Rows of the log's `samples`, with one of these phases:
+        call (ms): one whole call.
+        layer (ms): one shard in a call.
+        head, host (ms): in a call.
+        prefill (ms): of a sequence. The first one, which compiles, is a warm-up, so
+            that a single sequence times no prefill.
+        tokens_per_s: of a sequence.
+        compile, cold_load, load, first_predict (ms): of a shard.
+
+        Calls and their parts have `cpu_ms`, the CPU time of this thread; all but the
+        host have `native_ms`, Core ML's own time (null on other runtimes). `elapsed_s`
+        is the time from the first call to the end of this one.
+
+    Raises:
+        InputError: see `check_size`.
     """
     calls = check_size(decoder.options, T, depth, n_gen)
     rng, rows = np.random.default_rng(0), []
@@ -67,38 +76,37 @@ def measure_speed(
         for _ in range(RAMP_CALLS):
             seqs.advance(_ids(decoder, rng, T))
     sequences = max(repetitions, math.ceil((min_tokens or 0) / (calls * T)))
-    began, elapsed_s = time.perf_counter(), 0.0
+    start, elapsed_s = time.perf_counter(), 0.0
     repetition = order = 0
     while repetition < sequences or elapsed_s < (min_seconds or 0):
-        seqs, about = (
-            decoder.new_sequences(),
-            {"repetition": repetition, "n_prompt": depth},
-        )
+        seqs = decoder.new_sequences()
+        columns = {"repetition": repetition, "n_prompt": depth}
         if depth:
-            start = time.perf_counter()
+            prefill_start = time.perf_counter()
             seqs.prefill(_ids(decoder, rng, depth))
-            prefill = {"phase": "prefill", "value": (time.perf_counter() - start) * 1e3}
-            prefill["warmup"] = repetition == 0
-            rows.append(about | prefill)
-        about |= {"T": T, "depth": depth, "n_gen": n_gen}
+            ms = (time.perf_counter() - prefill_start) * 1e3
+            prefill = {"phase": "prefill", "value": ms, "warmup": repetition == 0}
+            rows.append(columns | prefill)
+        columns |= {"T": T, "depth": depth, "n_gen": n_gen}
         total_ms = 0.0
         for call in range(WARMUP_CALLS + calls):
             phases = _timed_call(decoder, seqs, _ids(decoder, rng, T))
-            elapsed_s = time.perf_counter() - began
-            if call >= WARMUP_CALLS:
+            elapsed_s = time.perf_counter() - start
+            is_warmup = call < WARMUP_CALLS
+            if not is_warmup:
                 total_ms += phases[0]["value"]
-            about |= {"order": order, "elapsed_s": elapsed_s}
-            about["warmup"] = call < WARMUP_CALLS
-            kept = phases if repetition < repetitions else phases[:1]
-            rows += [about | phase for phase in kept]
+            if repetition >= repetitions:
+                phases = phases[:1]  # the whole call, without its parts
+            columns |= {"order": order, "elapsed_s": elapsed_s, "warmup": is_warmup}
+            rows += [columns | phase for phase in phases]
             order += 1
         rate = calls * T * decoder.options.batch / total_ms * 1e3
-        rows.append(about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
+        rows.append(columns | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
         repetition += 1
     for model in (*decoder.layers, *decoder.heads):
-        about = {"shard": model.shard.name, "repetition": 0, "warmup": False}
+        columns = {"shard": model.shard.name, "repetition": 0, "warmup": False}
         for phase, ms in model.loading_ms.items():
-            rows.append(about | {"phase": phase, "value": ms})
+            rows.append(columns | {"phase": phase, "value": ms})
     import pandas as pd
 
     samples = pd.DataFrame(rows).dropna(subset="value")
@@ -106,58 +114,67 @@ def measure_speed(
 
 
 def check_size(options: Options, T: int, depth: int, n_gen: int) -> int:
-    """How many calls of T tokens a measurement times; refuses what the bundle's cache
-    or T cannot hold."""
+    """The number of calls of T tokens that a measurement times.
+
+    Raises:
+        InputError: the bundle has no programs of this T, or its cache cannot hold the
+            tokens.
+    """
     S, t_max = options.max_seq_len, options.t_max
     if not 1 <= T <= t_max:
         needed, step = f"1 to t_max = {t_max}", "export with more --tokens"
         raise InputError("T", str(T), needed, step)
-    calls = -(-n_gen // T)
-    timed = (calls + WARMUP_CALLS) * T
-    if depth + timed > S:
-        found = f"{depth} + {timed} tokens in calls of T = {T}"
+    calls = math.ceil(n_gen / T)
+    tokens = (calls + WARMUP_CALLS) * T
+    if depth + tokens > S:
+        actual = f"{depth} + {tokens} tokens in calls of T = {T}"
         step = "measure fewer tokens, or export with a larger --max-seq-len"
         needed = f"at most max_seq_len = {S}"
-        raise InputError("depth and n_gen", found, needed, step)
+        raise InputError("depth and n_gen", actual, needed, step)
     return calls
 
 
 def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
+    """`count` random token ids for each sequence of the batch."""
     shape = decoder.options.batch, count
     return rng.integers(0, decoder.manifest.dims.V, shape).tolist()
 
 
 def _timed_call(decoder: Decoder, seqs: Sequences, ids: list[list[int]]) -> list[dict]:
-    """The phases of one call, ms: the whole call, each layer shard, the head, and the
-    host."""
+    """The phases of one call in ms: the whole call, each layer shard, the head, and the
+    host, which is the rest of the call."""
     start = time.thread_time()
     _, times = seqs.step(ids)
-    cpu = (time.thread_time() - start) * 1e3
+    call_cpu_ms = (time.thread_time() - start) * 1e3
     ms, cpu_ms, native_ms = zip(*times.parts)
-    native = None if None in native_ms else sum(native_ms)
-    parts = [{"phase": "layer", "shard": m.shard.name} for m in decoder.layers]
-    parts.append({"phase": "head"})
-    return [
-        {"phase": "call", "value": times.total, "cpu_ms": cpu, "native_ms": native},
-        *(part | dict(zip(CLOCKS, each)) for part, each in zip(parts, times.parts)),
-        {"phase": "host", "value": times.total - sum(ms), "cpu_ms": cpu - sum(cpu_ms)},
+    call = {"phase": "call", "value": times.total, "cpu_ms": call_cpu_ms}
+    call["native_ms"] = None if None in native_ms else sum(native_ms)
+    names = [{"phase": "layer", "shard": m.shard.name} for m in decoder.layers]
+    names.append({"phase": "head"})
+    parts = [
+        name | dict(zip(CLOCKS, clocks)) for name, clocks in zip(names, times.parts)
     ]
+    host = {"phase": "host", "value": times.total - sum(ms)}
+    host["cpu_ms"] = call_cpu_ms - sum(cpu_ms)
+    return [call, *parts, host]
 
 
 def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
-    """The log's `layers`: median ms per decoder layer (a shard's time over its layers),
-    MAD and n, and the medians of its CPU time and of Core ML's own."""
+    """The log's `layers`: the median ms of each decoder layer (the time of its shard
+    over the shard's number of layers), the MAD, the number of calls, and the medians of
+    the CPU time and of Core ML's own time."""
     import pandas as pd
 
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     rows = []
     for model in decoder.layers:
         layers = range(*model.shard.layers)
-        own = timed[timed["shard"] == model.shard.name]
-        each = own[CLOCKS].astype(float) / len(layers)
-        row = own[["shard", "T", "depth"]].iloc[0].to_dict() | {"n": len(own)}
-        row |= each.median().rename({"value": "layer_ms"})
-        row["mad_ms"] = (each["value"] - row["layer_ms"]).abs().median()
+        of_shard = timed[timed["shard"] == model.shard.name]
+        ms = of_shard[CLOCKS].astype(float) / len(layers)
+        row = of_shard[["shard", "T", "depth"]].iloc[0].to_dict()
+        row |= {"n": len(of_shard)}
+        row |= ms.median().rename({"value": "layer_ms"})
+        row["mad_ms"] = (ms["value"] - row["layer_ms"]).abs().median()
         rows += [{"layer": layer} | row for layer in layers]
     return pd.DataFrame(rows)
 
@@ -165,13 +182,14 @@ def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
 def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFrame":
     """Milliseconds per MIL operation of a portable call of one token, by source module.
 
-    Each time is the gap between two operations, hook included. The first call is a
-    warm-up and is left out. Experts are loaded before. The decoder's own sequences stay
-    as they were.
+    The time of an operation is the gap between two calls of the hook, which it
+    includes. The first call is a warm-up and is left out. All experts are loaded first.
+    The sequences of the decoder do not change.
 
     Returns:
-        Columns module (`self_attn.q_proj`), op, ms, part (attention, moe, mlp or rest):
-        medians over calls of the sums over layers and equal operations.
+        Columns module (such as `self_attn.q_proj`), op, ms, part (attention, moe, mlp
+        or rest). `ms` is the median over calls of the sum over layers and equal
+        operations.
     """
     import pandas as pd
 
@@ -194,7 +212,6 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
         ids, last = _ids(decoder, rng, 1), time.perf_counter()
         seqs.advance(ids, partial(clock, call))
     timed = pd.DataFrame(rows).query("call > 0").groupby(["call", "module", "op"])["ms"]
-    # whichever expert ran
     medians = timed.sum().groupby(["module", "op"]).median().reset_index()
     parts = medians["module"].str.split(".").str[0].map(PARTS)
     return medians.assign(part=parts.fillna("rest"))

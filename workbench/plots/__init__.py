@@ -1,0 +1,28 @@
+"""Six figures, each a function from a DataFrame to a matplotlib Figure, and `save`.
+
+The data come first; everything else is a keyword. All six functions have the keywords
+`title`, `width` in inches (`COLUMN` or `PAGE`), and `figure`, a figure to draw into,
+such as a widget's canvas, in place of a new one. pyplot neither keeps nor shows the
+figure that they return.
+
+A null is a group of its own, ``not set``. The legend counts the rows that a figure
+cannot draw."""
+
+from workbench.plots.bars import bars
+from workbench.plots.cache_rows import CACHE_ROWS as CACHE_ROWS
+from workbench.plots.cache_rows import cache_rows
+from workbench.plots.grid import grid
+from workbench.plots.heatmap import BUDGET as BUDGET
+from workbench.plots.heatmap import HALF_ULP as HALF_ULP
+from workbench.plots.heatmap import TOLERANCE_FACTOR as TOLERANCE_FACTOR
+from workbench.plots.heatmap import heatmap
+from workbench.plots.lines import lines
+from workbench.plots.styled import BEYOND_COLOUR as BEYOND_COLOUR
+from workbench.plots.styled import COLUMN as COLUMN
+from workbench.plots.styled import MARKERS as MARKERS
+from workbench.plots.styled import PAGE as PAGE
+from workbench.plots.styled import StyledFigure as StyledFigure
+from workbench.plots.styled import save
+from workbench.plots.tradeoff import tradeoff
+
+__all__ = ["bars", "cache_rows", "grid", "heatmap", "lines", "save", "tradeoff"]

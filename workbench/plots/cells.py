@@ -1,0 +1,103 @@
+"""Coloured cells: the drawing that `heatmap` and `grid` share."""
+
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import ListedColormap, Normalize
+
+from workbench.plots.styled import BEYOND_COLOUR, UNMEASURED
+
+HATCH = "//////"
+"""Of a cell beyond its tolerance."""
+
+
+def draw_cells(
+    ax: Axes,
+    table: pd.DataFrame,
+    norm: Normalize,
+    block: tuple[int, int] = (1, 1),
+    raster: bool = False,
+) -> QuadMesh:
+    """Draws a table as coloured cells, row 0 on top. Nulls are dotted.
+
+    Args:
+        block: rows and columns of the table that one drawn cell stands for; it shows
+            the largest of their values.
+        raster: whether the cells are an image even in a vector format.
+    """
+    ax.spines[:].set_visible(False)
+    ax.patch.set(**UNMEASURED)
+    colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
+    values = worst_of_blocks(table.to_numpy(dtype=float), block)
+    # infinite values are drawn in the colour of what lies above the scale
+    values = np.where(np.isinf(values), 2 * norm.vmax, values)
+    rows, columns = map(_edges, table.shape, block)
+    mesh = ax.pcolormesh(
+        columns, rows, values, norm=norm, cmap=colours, rasterized=raster
+    )
+    ax.set_ylim(len(table), 0)
+    ax.tick_params(length=0)
+    return mesh
+
+
+def worst_of_blocks(values: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """The largest value of each block of rows and columns; blocks at the ends may be
+    smaller. A block of nulls alone is null."""
+    gaps = [(0, -length % size) for length, size in zip(values.shape, block)]
+    padded = np.pad(values, gaps, constant_values=np.nan)
+    rows, columns = (length // size for length, size in zip(padded.shape, block))
+    blocks = padded.reshape(rows, block[0], columns, block[1])
+    return np.fmax.reduce(np.fmax.reduce(blocks, axis=3), axis=1)
+
+
+def _edges(length: int, size: int) -> np.ndarray:
+    """The edges of blocks of `size` cells along an axis of `length` cells."""
+    return np.append(np.arange(0, length, size), length)
+
+
+def contrasting(mesh: QuadMesh) -> np.ndarray:
+    """White or black for each cell, whichever contrasts with the cell's colour."""
+    colours = mesh.to_rgba(mesh.get_array())[..., :3]
+    return np.where(colours.mean(axis=-1) < 0.45, "white", "black")
+
+
+def hatch(mesh: QuadMesh, marked: np.ndarray, raster: bool) -> None:
+    """Hatches the marked cells."""
+    colours = contrasting(mesh)
+    corners = mesh.get_coordinates()
+    for colour in ("white", "black"):
+        cells = np.ma.masked_where(~marked | (colours != colour), marked)
+        polygons = mesh.axes.pcolor(
+            *(corners[..., 0], corners[..., 1], cells),
+            hatch=HATCH,
+            facecolor="none",
+            edgecolor=colour,
+            linewidth=0,
+        )
+        polygons.set_rasterized(raster)
+
+
+def recolour(mesh: QuadMesh, marked: np.ndarray) -> None:
+    """Draws the marked cells in one colour, except for those that are not finite."""
+    finite = mesh.get_array().filled(0) <= mesh.norm.vmax
+    cells = np.ma.masked_where(~(marked & finite), marked.astype(float))
+    corners = mesh.get_coordinates()
+    mesh.axes.pcolormesh(
+        *(corners[..., 0], corners[..., 1], cells),
+        cmap=ListedColormap([BEYOND_COLOUR]),
+        rasterized=True,
+    )
+
+
+def label_cells(axis, labels: Sequence, most: int) -> None:
+    """Labels the cells along an axis: all of them, or every 2nd, 3rd … where there are
+    more than `most`."""
+    step = -(-len(labels) // most)
+    places = np.arange(0, len(labels), step) + 0.5
+    axis.set_ticks(places, labels=[str(label) for label in labels[::step]])
+    for text in axis.get_ticklabels():
+        text.set_parse_math(False)

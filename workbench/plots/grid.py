@@ -1,0 +1,51 @@
+"""A table as coloured cells with their numbers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from workbench.plots.cells import contrasting, draw_cells, label_cells
+from workbench.plots.styled import add_legend, returns_figure, unmeasured_key
+from workbench.plots.text import labels_of, wrap
+
+MAX_LABELS = 40
+
+
+@returns_figure
+def grid(
+    table: pd.DataFrame,
+    figure: Figure,
+    *,
+    texts: Sequence[Sequence[str]] | None = None,
+    label: str = "",
+) -> None:
+    """A table as coloured cells. Nulls are dotted. The names of index and columns label
+    the axes.
+
+    Args:
+        texts: of the cells; default: their numbers.
+        label: what the colours show.
+    """
+    values = table.to_numpy(dtype=float)
+    norm = Normalize(*np.nanquantile(values, (0, 1)))
+    figure.set_figheight(1.1 + 0.25 * len(table))
+    ax = figure.subplots()
+    mesh = draw_cells(ax, table, norm)
+    mesh.set(edgecolor="white", linewidth=1)
+    if texts is None:
+        texts = table.map("{:.3g}".format).replace("nan", "").to_numpy()
+    for (y, x), colour in np.ndenumerate(contrasting(mesh)):
+        text = texts[y][x]
+        ax.text(x + 0.5, y + 0.5, text, color=colour, ha="center", va="center")
+    share = 0.6 / len(table.columns)
+    columns = [wrap(figure, name, share) for name in labels_of(table.columns)]
+    label_cells(ax.xaxis, columns, MAX_LABELS)
+    label_cells(ax.yaxis, labels_of(table.index), MAX_LABELS)
+    ax.set(xlabel=table.columns.name, ylabel=table.index.name)
+    if label:
+        figure.colorbar(mesh, ax=ax, label=label)
+    if np.isnan(values).any():
+        add_legend(figure, [unmeasured_key()])

@@ -1,0 +1,134 @@
+"""Medians over a number, as lines."""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from workbench.plots.styled import (
+    DASHED,
+    MARKERS,
+    PALETTE,
+    add_legend,
+    panels_in,
+    returns_figure,
+)
+from workbench.plots.text import (
+    describe_unplaced,
+    format_count,
+    format_number,
+    group_by,
+    label_log,
+)
+
+MAX_VECTOR_POINTS = 2000
+"""More points are drawn as an image, also in a vector format."""
+
+
+@returns_figure
+def lines(
+    data: pd.DataFrame,
+    figure: Figure,
+    *,
+    x: str,
+    y: str,
+    hue: str,
+    col: str | None = None,
+    spread: Sequence[float] = (0, 1),
+    marks: Mapping[str, float] = {},
+    xlog: float = 0,
+    ylog: bool = False,
+    xlabel: str | None = None,
+    ylabel: str | None = None,
+) -> None:
+    """Medians of `y` over `x`, a line for each value of `hue`, a panel for each value of
+    `col`; bars span the quantiles `spread` of the rows of a point.
+
+    The lists of colours and markers differ in length, so that 63 lines look different.
+    The legend says what points and bars are, and what is not drawn. A linear axis that
+    starts above 0 says so.
+
+    Args:
+        marks: names and values of dashed horizontal lines.
+        xlog: base of a logarithmic x axis; 0: linear, with whole numbers.
+        ylabel: "" where each panel shows a quantity of its own, without a common scale.
+    """
+    panels = group_by(data, col)
+    shares_y = ylabel != ""
+    axes = panels_in(figure, len(panels), 1.7, shares_y)
+    looks = {}
+    kinds = zip(group_by(data, hue), cycle(PALETTE), cycle(MARKERS))
+    for (name, _), colour, marker in kinds:
+        looks[name] = {"color": colour, "marker": marker, "label": name}
+    columns = [name for name in (x, hue, col) if name]
+    is_crowded = len(data[columns].drop_duplicates()) > MAX_VECTOR_POINTS
+    keys = {}
+    has_several = False  # rows of one point
+    # points without a place on a logarithmic axis, those below 0 in y by their line
+    outside_x, outside_y = 0, {}
+    for ax, (title, panel) in zip(axes, panels):
+        for name, group in group_by(panel, hue):
+            points = group.groupby(x)[y]
+            medians = points.median().dropna()
+            has_several |= (points.count() > 1).any()
+            if xlog:
+                outside_x += (medians.index <= 0).sum()
+                medians = medians[medians.index > 0]
+            if ylog:
+                outside_y[name] = outside_y.get(name, 0) + (medians <= 0).sum()
+                medians = medians[medians > 0]
+            if medians.empty:
+                continue
+            low, high = (points.quantile(share)[medians.index] for share in spread)
+            bars = [medians - low, high - medians]
+            drawn = ax.errorbar(medians.index, medians, bars, **looks[name], capsize=2)
+            for artist in drawn.get_children():
+                artist.set_rasterized(is_crowded)
+            keys[name] = Line2D([], [], **looks[name])
+        for value in marks.values():
+            ax.axhline(value, **DASHED)
+        if xlog:
+            _set_log_x(ax, data[x], xlog)
+        else:
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        if ylog:
+            ax.set_yscale("log")
+            label_log(ax.yaxis)
+        ax.grid(axis="y")
+        label = y if ylabel is None else ylabel
+        if not ylog and ax.get_ylim()[0] > 0:
+            label = f"{label}\n(axis starts above 0)".strip()
+        ax.set(title=title, xlabel=xlabel or x, ylabel=label)
+        if shares_y:
+            ax.label_outer()
+    # in the order of the groups, whichever panel has them first
+    legend = [keys[name] for name in looks if name in keys]
+    legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]
+    notes = []
+    if has_several:
+        ends = "the least to the most"
+        if tuple(spread) != (0, 1):
+            ends = "{:.0%} to {:.0%} of the values".format(*spread)
+        notes.append(f"points: medians; bars: {ends}")
+    if outside_x:
+        points = format_count(outside_x, "point")
+        notes.append(f"{xlabel or x} ≤ 0 is not on the logarithmic axis: {points}")
+    if names := [name for name, count in outside_y.items() if count]:
+        count = format_count(sum(outside_y.values()), "point")
+        points = f"{count} of {', '.join(names)}"
+        notes.append(f"{ylabel or y} ≤ 0 is not on the logarithmic axis: {points}")
+    notes += describe_unplaced(data, [x, y])
+    add_legend(figure, legend, notes)
+
+
+def _set_log_x(ax: Axes, values: pd.Series, base: float) -> None:
+    """Makes the x axis logarithmic, with a tick at each of the positive values."""
+    ax.set_xscale("log", base=base)
+    ticks = sorted(value for value in values.dropna().unique() if value > 0)
+    ax.set_xticks(ticks, labels=map(format_number, ticks))
+    if len(ticks) == 1:  # matplotlib's margins of a single place have no width
+        ax.set_xlim(ticks[0] / base, ticks[0] * base)
+    ax.minorticks_off()

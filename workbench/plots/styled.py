@@ -1,0 +1,157 @@
+"""The look of every figure: colours, sizes, and the figure that is drawn and saved in
+this look whatever the user's settings are."""
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from pathlib import Path
+
+import matplotlib
+import matplotlib.style
+import pandas as pd
+from matplotlib import cycler
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from workbench.plots import text
+
+COLUMN = 3.5  # inches: width of a column of a two-column page
+PAGE = 7.1  # inches: width of a page
+LINE = 0.16  # inches: height of a line of a title or a legend
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+"""The colours of Okabe and Ito, which colour-blind readers can tell apart."""
+MARKERS = "os^DvPX<>"
+BEYOND_COLOUR = PALETTE[5]
+DASHED = {"color": "black", "linestyle": "--", "linewidth": 0.8}
+UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.7", "hatch": "...."}
+STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": cycler(color=PALETTE),
+    "axes.axisbelow": True,
+    "grid.color": "0.9",
+    "lines.markersize": 4.5,
+    "hatch.linewidth": 0.6,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 200,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "workbench",
+    "svg.fonttype": "none",  # text stays text: searchable, in the reader's font
+}
+
+
+def style() -> AbstractContextManager:
+    """A context with the look of every figure. It starts from matplotlib's defaults, so
+    that no setting of the user takes part, and gives the user's settings back."""
+    return matplotlib.style.context(["default", STYLE])
+
+
+class StyledFigure(Figure):
+    """A figure that is drawn, shown and saved in the look of this module. matplotlib
+    creates ticks and reads settings as late as at drawing."""
+
+    def draw(self, renderer) -> None:
+        with style():
+            super().draw(renderer)
+
+    def savefig(self, fname, **options) -> None:
+        with style():
+            super().savefig(fname, **options)
+
+    def _repr_png_(self) -> bytes:
+        """The picture in a notebook."""
+        png = io.BytesIO()
+        self.savefig(png, format="png", dpi=100)
+        return png.getvalue()
+
+
+def returns_figure(draw: Callable) -> Callable:
+    """Makes a function that draws into a figure one that returns the figure: a new one,
+    or the given one after its contents were removed, in the look of every figure and
+    with its title."""
+
+    @wraps(draw)
+    def drawn(
+        data: pd.DataFrame,
+        *,
+        title: str = "",
+        width: float = PAGE,
+        figure: Figure | None = None,
+        **options,
+    ) -> Figure:
+        with style():
+            if figure is None:
+                figure = StyledFigure(figsize=(width, 3))
+            figure.clear()
+            draw(data, figure, **options)
+            for ax in figure.axes:
+                ax.xaxis.label.set_text(text.wrap(figure, ax.get_xlabel()))
+            set_title(figure, title)
+            text.write_code_points(figure)
+        return figure
+
+    return drawn
+
+
+def set_title(figure: Figure, *paragraphs: str) -> None:
+    """Writes each paragraph above all axes, wrapped at the width of the figure."""
+    lines = [text.wrap(figure, words, 1) for words in paragraphs if words]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=9)
+
+
+def panels_in(
+    figure: Figure, count: int, height: float, sharey: bool = True
+) -> Sequence[Axes]:
+    """Axes of `count` panels, each `height` inches high: side by side on a page, one
+    above the other in a column."""
+    shape = (1, count) if figure.get_figwidth() > COLUMN else (count, 1)
+    figure.set_figheight(1.2 + height * shape[0])
+    return figure.subplots(*shape, squeeze=False, sharex=True, sharey=sharey).flat
+
+
+def add_legend(figure: Figure, keys: Sequence, notes: Sequence[str] = ()) -> None:
+    """A legend below all axes, in as many columns as fit into the width, under the
+    notes."""
+    if not keys and not notes:
+        return
+    labels = [key.get_label() for key in keys]
+    longest = max(
+        (len(line) for label in labels for line in label.split("\n")), default=0
+    )
+    columns = max(1, int(16 * figure.get_figwidth() / (longest + 7)))
+    title = "\n".join(text.wrap(figure, note, 0.95) for note in notes)
+    lines = -(-len(keys) // columns) + len(title.splitlines())
+    figure.set_figheight(figure.get_figheight() + lines * LINE)
+    look = {"title": title, "alignment": "left"} if title else {}
+    figure.legend(handles=keys, loc="outside lower left", ncols=columns, **look)
+
+
+def unmeasured_key() -> Patch:
+    """The legend's key for cells without a value."""
+    return Patch(**UNMEASURED, label="not measured")
+
+
+def save(figure: Figure, stem: Path, *, about: str = "") -> list[Path]:
+    """Writes ``stem.svg``, ``.pdf`` and ``.png`` and returns their paths; equal data
+    give equal bytes.
+
+    Args:
+        about: checkpoint, options and machine of the data, which end the title.
+    """
+    title = figure.get_suptitle().replace("\n", " ")
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with style():
+        set_title(figure, title, about)
+        text.write_code_points(figure)
+        for suffix, metadata in undated.items():
+            paths.append(stem.with_name(f"{stem.name}.{suffix}"))
+            figure.savefig(paths[-1], metadata={"Title": title} | metadata)
+    return paths

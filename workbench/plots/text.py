@@ -1,0 +1,139 @@
+"""Texts in figures: labels of values, wrapped lines, and code points in place of
+characters that the font lacks."""
+
+import re
+import textwrap
+import warnings
+from collections.abc import Sequence
+from functools import cache
+
+import pandas as pd
+from matplotlib import style
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.text import Text
+from matplotlib.ticker import (
+    FixedLocator,
+    LogFormatterSciNotation,
+    LogLocator,
+    NullFormatter,
+)
+
+NOT_SET = "not set"
+MAX_CODE_POINTS = 3
+"""Code points that are written for adjacent characters that the font lacks."""
+
+
+def wrap(figure: Figure, text: str, share: float = 0.5) -> str:
+    """A text in lines of a share of the figure's width."""
+    return textwrap.fill(text, max(8, int(14 * share * figure.get_figwidth())))
+
+
+def label_of(column: str | None, value) -> str:
+    """A value of a column as a label: a text alone, a number with the column's name."""
+    if isinstance(value, str):
+        return value
+    if pd.isna(value):
+        return f"{column} {NOT_SET}"
+    return f"{column} = {format_number(value)}"
+
+
+def format_number(value) -> str:
+    """A number without ".0": a null in a column makes floats of its whole numbers."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def format_count(count: int, thing: str) -> str:
+    """A number of things in words."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def labels_of(names: Sequence) -> list[str]:
+    """Labels of the rows or columns of a table."""
+    return [NOT_SET if pd.isna(name) else str(name) for name in names]
+
+
+def group_by(data: pd.DataFrame, column: str | None) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of each value of a column with the value's label, in the order of the
+    rows; without a column all rows. A null is a value."""
+    if column is None:
+        return [("", data)]
+    parts = data.groupby(column, sort=False, dropna=False)
+    return [(label_of(column, value), part) for value, part in parts]
+
+
+def describe_unplaced(data: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+    """A note on the rows that a figure cannot place, since a column is null."""
+    count = data[list(columns)].isna().any(axis=1).sum()
+    if not count:
+        return []
+    rows = format_count(len(data), "row")
+    return [f"not drawn: {count} of {rows}, without {' or '.join(columns)}"]
+
+
+def label_log(axis) -> None:
+    """Labels a logarithmic axis: powers of ten, their double and fivefold where it has
+    few decades, and every tick where it is shorter. The labels are plain numbers where
+    all lie from 0.01 to 9999."""
+    low, high = axis.get_view_interval()
+    is_plain = 0.01 <= low and high < 1e4
+    formatter = "{x:g}" if is_plain else LogFormatterSciNotation()
+    axis.set_major_formatter(formatter)
+    if high > 4 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 40 * low else (1,)))
+        formatter = NullFormatter()
+    axis.set_minor_formatter(formatter)
+
+
+@cache
+def _characters() -> frozenset[int]:
+    """Code points of the characters that the font of every figure has."""
+    # the font does not depend on the rest of the style
+    with style.context("default"):
+        return frozenset(get_font(findfont(FontProperties())).get_charmap())
+
+
+def _lacking(text: str) -> set[str]:
+    """The characters of a text that the font lacks."""
+    return {c for c in text if c != "\n" and ord(c) not in _characters()}
+
+
+def _code_points(characters: re.Match) -> str:
+    points = [f"U+{ord(c):04X}" for c in characters[0][:MAX_CODE_POINTS]]
+    words = " ".join(points)
+    return f"{words}…" if len(characters[0]) > MAX_CODE_POINTS else words
+
+
+def in_code_points(text: str) -> str:
+    """A text with code points, such as U+4F60, in place of characters that the font
+    lacks, which would be drawn as boxes."""
+    lacking = _lacking(text)
+    if not lacking:
+        return text
+    return re.sub(f"[{re.escape(''.join(lacking))}]+", _code_points, text)
+
+
+def write_code_points(figure: Figure) -> None:
+    """Changes all texts of a figure as `in_code_points` does, with one warning for the
+    whole figure."""
+    lacking = set()
+    for axis in figure.findobj(Axis):
+        if isinstance(axis.get_major_locator(), FixedLocator):
+            ticks = [label.get_text() for label in axis.get_ticklabels()]
+            if missing := set().union(*map(_lacking, ticks)):
+                lacking |= missing
+                words = [in_code_points(tick) for tick in ticks]
+                axis.set_ticks(axis.get_majorticklocs(), labels=words)
+    for text in figure.findobj(Text):
+        if missing := _lacking(text.get_text()):
+            lacking |= missing
+            text.set_text(in_code_points(text.get_text()))
+    if lacking:
+        points = ", ".join(f"U+{ord(character):04X}" for character in sorted(lacking))
+        warnings.warn(
+            f"the font of the figures lacks {points}; they are written as code points",
+            stacklevel=3,
+        )

@@ -1,0 +1,78 @@
+"""Speed against fidelity."""
+
+from itertools import cycle, product
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from workbench.plots.styled import DASHED, MARKERS, PALETTE, add_legend, returns_figure
+from workbench.plots.text import describe_unplaced, group_by, label_log, label_of, wrap
+
+LEAST_KL = 1e-8
+"""The KL at which smaller ones are drawn; a logarithmic axis has no 0."""
+FASTER = 1.02
+"""A numbered setting is this many times as fast as all of a lower KL: smaller
+differences are noise."""
+
+
+@returns_figure
+def tradeoff(
+    configurations: pd.DataFrame,
+    figure: Figure,
+    *,
+    hue: str | None = None,
+    max_kl: float | None = None,
+) -> None:
+    """Tokens per second over mean KL. The best settings that pass are numbered, and the
+    legend names them.
+
+    Args:
+        configurations: name, kl_mean (nats), tokens_per_s, verdict, and the column
+            `hue`, which gives the colours.
+        max_kl: the user's limit on the mean KL, drawn as a dashed line.
+    """
+    shown = configurations.dropna(subset=["kl_mean", "tokens_per_s"])
+    low = (shown["kl_mean"] < LEAST_KL).sum()
+    shown = shown.assign(kl_mean=shown["kl_mean"].clip(lower=LEAST_KL))
+    figure.set_figheight(3.2)
+    ax = figure.subplots()
+    looks = cycle(product(MARKERS, PALETTE))
+    for (name, group), (marker, colour) in zip(group_by(shown, hue), looks):
+        for verdict, points in group.groupby("verdict", dropna=False):
+            look = {"color": colour, "marker": "X" if verdict == "RED" else marker}
+            verdict = label_of("verdict", verdict)
+            look["label"] = f"{name}, {verdict}" if hue else verdict
+            ax.scatter("kl_mean", "tokens_per_s", data=points, **look)
+    best = _front(shown)
+    for number, row in enumerate(best.itertuples(), 1):
+        point = (row.kl_mean, row.tokens_per_s)
+        offset = {"textcoords": "offset points", "ha": "right"}
+        ax.annotate(str(number), point, (-3, 4), **offset)
+        name = wrap(figure, f"{number}: {row.name}", 0.8)
+        ax.plot([], [], linestyle="", label=name)  # a line of the legend without a mark
+    if max_kl:
+        ax.axvline(max_kl, **DASHED, label=f"your limit, {max_kl:g} nats")
+    ax.grid()
+    ax.margins(0.1)
+    ax.set(xscale="log", ylabel="tokens per second", ylim=0)
+    ax.set_xlabel("mean KL from Hugging Face's model (nats)")
+    label_log(ax.xaxis)
+    notes = []
+    if len(best) > 1:
+        share = f"{FASTER - 1:.0%}"
+        notes.append(
+            f"numbered: GREEN, and more than {share} faster than all of a lower KL"
+        )
+    if low:
+        notes.append(f"{low} with a KL below {LEAST_KL:g} are drawn at {LEAST_KL:g}")
+    notes += describe_unplaced(configurations, ["kl_mean", "tokens_per_s"])
+    add_legend(figure, ax.get_legend_handles_labels()[0], notes)
+
+
+def _front(configurations: pd.DataFrame) -> pd.DataFrame:
+    """The GREEN rows that are faster than all of a lower KL, by their KL."""
+    green = configurations[configurations["verdict"] == "GREEN"].sort_values(
+        ["kl_mean", "tokens_per_s"], ascending=[True, False]
+    )
+    fastest = green["tokens_per_s"].cummax().shift(fill_value=0)
+    return green[green["tokens_per_s"] > FASTER * fastest]
