@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "lab": "",
 }
 # rooms of one file at the root
-FILES = set("doctor harness kernel lab widgets".split())
+FILES = set("doctor harness kernel lab".split())
 
 
 def dotted(path: Path) -> str:

@@ -1,5 +1,7 @@
-"""Executes a notebook in a Jupyter kernel of its own. Every run ends: a kernel that has
-answered is always heard, and one that fails ends the run with one message."""
+"""Executes a notebook in a Jupyter kernel of its own.
+
+Every run ends. No answer of the kernel is missed, and a kernel that fails ends the run
+with one message."""
 
 import ctypes
 import logging
@@ -22,22 +24,22 @@ from workbench.errors import CellError, InputError, one_line
 from workbench.escape import path_template
 
 POLL_S = 1.0
-START_S = 60  # within which a kernel answers, or it has failed
-# of a socket's path: 108 bytes on Linux and 104 on macOS with the final null byte
-SOCKET_PATH_BYTES = 103
+START_S = 60  # a kernel that does not answer within this time has failed
+# a socket's path has 108 bytes on Linux and 104 on macOS, with the final null byte
+MAX_SOCKET_PATH_BYTES = 103
 SOCKET_NAME = "/kernel-ipc-5"  # jupyter_client's longest name in the folder of sockets
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-# runs in a kernel, among whose names it leaves none
+# runs in a kernel, and leaves no name there
 END_WITH_PARENT = '__import__("workbench.kernel").kernel.end_with_parent()'
 
 
 class PolledChannel(AsyncZMQSocketChannel):
-    """A channel whose reader asks its socket about once a second.
+    """A channel whose reader looks at its socket about once a second.
 
-    A message that nbclient sends on a channel while a reader awaits it can take the
-    signal that would wake the reader: jupyter_client sends past zmq.asyncio, and the
-    file descriptor of a ZeroMQ socket signals a change once. The reader would wait for
-    ever for a message that is there (jupyter_client #1059, nbclient #312).
+    The file descriptor of a ZeroMQ socket signals a change once. If nbclient sends on a
+    channel while a reader waits for it, jupyter_client, which sends without
+    zmq.asyncio, may consume this signal. The reader would then wait for ever for a
+    message that has arrived (jupyter_client #1059, nbclient #312).
     """
 
     async def get_msg(self, timeout: float | None = None) -> dict:
@@ -60,8 +62,8 @@ class PolledClient(AsyncKernelClient):
 
 
 class KernelManager(AsyncKernelManager):
-    """Starts a kernel; a process that the system cannot start is the kernel's
-    failure, as is one that ends at once."""
+    """Starts a kernel. A process that the system cannot start is a RuntimeError, like a
+    kernel that ends at once."""
 
     async def start_kernel(self, *, extra_arguments: Sequence[str] = (), **options):
         arguments = list(extra_arguments)
@@ -87,8 +89,8 @@ def execute(
         source: the notebook.
         copy: the notebook with outputs, written after every cell.
         parameters: values for names that the cell tagged `parameters` sets.
-        progress: shows a bar of cells.
-        folder: the kernel's; default: the notebook's.
+        progress: whether a bar counts cells.
+        folder: the kernel's working folder; default: the notebook's.
 
     Raises:
         InputError: a cell raised it.
@@ -102,7 +104,7 @@ def execute(
     config = Config(KernelManager={"client_factory": PolledClient, "transport": "ipc"})
     config.NotebookClient.kernel_manager_class = KernelManager
     try:
-        # sockets in a folder of its own: TCP ports are open to all users of the machine
+        # sockets are files, since TCP ports are open to all users of the machine
         with silent_logs(), tempfile.TemporaryDirectory(dir=socket_root()) as sockets:
             config.KernelManager.connection_file = f"{sockets}/kernel.json"
             papermill.execute_notebook(
@@ -132,8 +134,8 @@ def execute(
 
 @contextmanager
 def silent_logs() -> Iterator[None]:
-    """Within the block, libraries log no failure of a kernel: the error says it, and
-    their logs would write it a second time, with a traceback."""
+    """Silences the libraries' logs within the block. They would repeat the failure of a
+    kernel, which the error names, with a traceback."""
     loggers = [logging.getLogger(name) for name in ("traitlets", "papermill")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -146,20 +148,22 @@ def silent_logs() -> Iterator[None]:
 
 
 def socket_root() -> str | None:
-    """The folder for folders of sockets: /tmp where a path below the folder for
-    temporary files (None) is too long for a socket, as below a cluster's scratch."""
+    """The folder in which a folder of sockets is made. None stands for the folder for
+    temporary files; it is /tmp where paths below that folder are too long for a socket,
+    as they are in the scratch folder of a cluster."""
     longest = f"{tempfile.gettempdir()}/tmp12345678{SOCKET_NAME}"
-    return "/tmp" if len(os.fsencode(longest)) > SOCKET_PATH_BYTES else None
+    return "/tmp" if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES else None
 
 
 def end_with_parent() -> None:
-    """In a kernel on Linux: has it killed when its parent ends, even by SIGKILL.
+    """In a kernel on Linux: asks the system to kill it when its parent ends, even if
+    that was killed.
 
-    ipykernel notices that end only where process 1 adopts orphans. Elsewhere (below
-    systemd's user session or a container's supervisor) the kernel would stay."""
+    ipykernel notices its parent's end only where process 1 adopts orphans. The kernel
+    would stay below systemd's user session or a container's supervisor."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.environ.get("JPY_PARENT_PID")
     if parent and os.getppid() != int(parent):
-        os._exit(1)  # it has ended before
+        os._exit(1)  # the parent ended before the system was asked

@@ -1,10 +1,15 @@
 """Calls one function in a process of its own; a crash is a reason in words.
 
 A child starts with modules imported and nothing loaded, compiled or warmed up, and ends
-when its caller does. Imports take seconds, so a server of this module makes them once
-and is forked for every call. It runs no call itself, and no threads, and waits for the
-next call as long as its caller lives. macOS' frameworks do not survive a fork; there a
-server becomes the child of its only call.
+when its caller does. Imports take seconds, so a server, which is another process, makes
+them once and forks for every call. It runs no call itself and no threads, and waits for
+the next call as long as its caller lives. macOS' frameworks do not survive a fork;
+there a server becomes the child of its only call.
+
+multiprocessing's fork server is not used. It imports the caller's main module into each
+child, so that a script without a guard would run again; it has one environment for
+all children, though OpenMP reads its number of threads there; and nothing ends its
+children when their caller is killed.
 """
 
 import atexit
@@ -14,6 +19,7 @@ import math
 import os
 import pickle
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -24,12 +30,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from miltorch.quiet import coremltools, uncollected
 from workbench.errors import InputError, is_full_disk, last_message
 
 FORKS = sys.platform != "darwin"
-# what most calls import late; a server imports them for its second call
+# Most calls import these late; a server imports them before its second call. Its only
+# call may need none of them.
 LATE = "pandas", "transformers.modeling_utils"
 TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
 # Core ML writes these lines on stderr while a call goes on. All of them are logged; a
@@ -45,23 +53,58 @@ INVALIDATING = re.compile(
     r"|MPSGraph.* failed"
 )
 MESSAGES = 100  # of Core ML in an `Outcome` and a row
-NO_FORK = (
-    1000  # and the errno of a fork that the system refused: the answer of a server
-)
-FILES = "job", "reply", "stderr"  # in the folder of a call
-# a child imports what its caller would and nothing more: `python -m` would put the
-# working folder first, whose random.py would stand for Python's own
+# A server answers with a child's exit code, or with this and the errno of a fork that
+# the system refused.
+NO_FORK = 1000
+# A child imports what its caller would and nothing more: `python -m` would put the
+# working folder first, whose random.py would stand for Python's own.
 SERVE = (
     "import sys; sys.path[:] = {path!r}; from workbench import process; process.serve()"
 )
-# servers that wait for a call, each with its code and environment
-_idle: list[tuple[tuple[str, dict[str, str]], subprocess.Popen]] = []
+POLL_S = 0.2
+"""Seconds between two looks whether a call is late or cancelled."""
+
+
+class Files(NamedTuple):
+    """The files of one call."""
+
+    job: Path
+    """The pickled function and its arguments."""
+    reply: Path
+    """The pickled outcome; absent where the child died."""
+    stderr: Path
+
+    @classmethod
+    def of(cls, folder: Path) -> "Files":
+        return cls(*(folder / name for name in cls._fields))
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that waits for calls, with the code and the environment that it was
+    started with; children of other ones need another server."""
+
+    code: str
+    environment: dict[str, str]
+    process: subprocess.Popen
+
+    def end(self) -> None:
+        """Waits for a server that is told by the end of its stdin to end."""
+        self.process.communicate()
+
+    def kill(self) -> None:
+        """Kills the server and its child, which are one group of processes."""
+        with suppress(ProcessLookupError, PermissionError):  # they have ended
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+_idle: list[Server] = []
 
 
 @atexit.register
 def _end_idle() -> None:
-    for _, server in _idle:
-        server.communicate()  # the end of its stdin ends it
+    for server in _idle:
+        server.end()
 
 
 class Cancelled(BaseException):
@@ -70,12 +113,13 @@ class Cancelled(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a call: its `value`, or `failure`, the reason why there is none;
-    `lines` are Core ML's messages and, of a child that died, the end of stderr."""
+    """The result of a call."""
 
     value: object = None
     failure: str | None = None
+    """The reason why there is no value."""
     lines: tuple[str, ...] = ()
+    """Core ML's messages and, for a child that died, the end of stderr."""
 
 
 def call(
@@ -90,7 +134,7 @@ def call(
     Args:
         threads: OpenMP threads of the child; the caller's environment is overridden.
         timeout_s: seconds after which the child is killed, which counts as a failure.
-        stop: an event; once it is set, the child is killed within 0.2 s.
+        stop: an event; once it is set, the child is killed within `POLL_S`.
 
     Raises:
         Cancelled: `stop` was set.
@@ -98,43 +142,44 @@ def call(
         InputError, OSError: a disk is full: the child's own error, since no later call
             would find room either.
     """
-    stop, over = stop or threading.Event(), threading.Event()
+    stop, has_ended = stop or threading.Event(), threading.Event()
     deadline = time.monotonic() + (timeout_s or math.inf)
 
     def kill_in_time() -> None:
-        while not over.wait(0.2):
+        while not has_ended.wait(POLL_S):
             if stop.is_set() or time.monotonic() >= deadline:
-                return _kill(server)
+                return server.kill()
 
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PWD": os.getcwd()}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        job, reply, errors = (Path(folder, name) for name in FILES)
-        job.write_bytes(pickle.dumps((function, args)))
-        server = stack.enter_context(_server(environment, errors))
+        files = Files.of(Path(folder))
+        files.job.write_bytes(pickle.dumps((function, args)))
+        server = stack.enter_context(_server(environment, files.stderr))
         threading.Thread(target=kill_in_time, daemon=True).start()
         try:
             with suppress(BrokenPipeError):  # the server has ended
-                print(folder, file=server.stdin, flush=True)
+                print(folder, file=server.process.stdin, flush=True)
             # no answer: the server has ended, which on a Mac is the child
-            code = int(server.stdout.readline() or server.wait())
+            code = int(server.process.stdout.readline() or server.process.wait())
         finally:
-            over.set()
+            has_ended.set()
         if stop.is_set():
             raise Cancelled
         if code >= NO_FORK:
             raise OSError(code - NO_FORK, os.strerror(code - NO_FORK))
-        if late := time.monotonic() >= deadline:
-            _kill(server)
-            server.wait()
-        lines = _lines(errors.read_bytes() if errors.exists() else b"")
+        if is_late := time.monotonic() >= deadline:
+            server.kill()
+            server.process.wait()
+        written = files.stderr.read_bytes() if files.stderr.exists() else b""
+        lines = written.decode(errors="replace").splitlines()
         if code == 0:
-            outcome = pickle.loads(reply.read_bytes())
+            outcome = pickle.loads(files.reply.read_bytes())
             if problem := outcome.get("full_disk"):
                 raise problem
             return Outcome(**outcome, lines=tuple(_messages(lines)))
     failure = f"exit code {code}: {last_message(lines)}"
-    if late:
+    if is_late:
         failure = f"no answer in {timeout_s} s"
     elif code < 0:
         failure = f"killed by {signal.Signals(-code).name}"
@@ -142,48 +187,46 @@ def call(
     return Outcome(failure=failure, lines=tuple(notes))
 
 
-def _kill(server: subprocess.Popen) -> None:
-    """Kills a server and its child, which are one group of processes."""
-    with suppress(ProcessLookupError, PermissionError):  # they have ended
-        os.killpg(server.pid, signal.SIGKILL)
-
-
 @contextmanager
-def _server(environment: dict[str, str], errors: Path) -> Iterator[subprocess.Popen]:
-    """A server of the environment that waits for a call, or a new one, which writes to
-    the file `errors` before it reads a call; it is killed with its child if the block
-    raises."""
+def _server(environment: dict[str, str], stderr: Path) -> Iterator[Server]:
+    """A server with an environment: one that waits, or a new one, which writes to the
+    file `stderr` until it reads its first call. It is killed with its child if the
+    block raises."""
+    code = SERVE.format(path=[p for p in sys.path if isinstance(p, str)])
     server = None
-    setting = (
-        SERVE.format(path=[p for p in sys.path if isinstance(p, str)]),
-        environment,
-    )
     while _idle and server is None:
-        its_setting, server = _idle.pop()
-        if its_setting != setting or server.poll() is not None:
-            server.communicate()
+        server = _idle.pop()
+        fits = server.code == code and server.environment == environment
+        if not fits or server.process.poll() is not None:
+            server.end()
             server = None
     if server is None:
-        with errors.open("ab") as file:
-            server = subprocess.Popen(
-                [sys.executable, "-c", setting[0]],
-                env=environment,
-                process_group=0,  # an interrupt is the caller's, which ends its children
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
+        server = _start_server(code, environment, stderr)
     waits = False
     try:
         yield server
-        waits = server.poll() is None
+        waits = server.process.poll() is None
     finally:
         if waits:
-            _idle.append((setting, server))
+            _idle.append(server)
         else:
-            _kill(server)
-            server.communicate()
+            server.kill()
+            server.end()
+
+
+def _start_server(code: str, environment: dict[str, str], stderr: Path) -> Server:
+    with stderr.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            # an interrupt reaches the caller alone, which ends its children
+            process_group=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+        )
+    return Server(code, environment, process)
 
 
 @contextmanager
@@ -205,8 +248,8 @@ def awake() -> Iterator[None]:
 
 
 def invalidating(outcome: Outcome) -> str | None:
-    """The first message of a call after which it did not use the compute unit that it
-    names: Core ML reports a failed compilation and goes on."""
+    """The first message of a call which says that the named compute unit was not used;
+    None without one. Core ML reports a failed compilation and goes on."""
     return next(filter(INVALIDATING.search, outcome.lines), None)
 
 
@@ -218,23 +261,21 @@ def _messages(lines: list[str]) -> list[str]:
     return messages[:MESSAGES]
 
 
-def _lines(stderr: bytes) -> list[str]:
-    return stderr.decode(errors="replace").splitlines()
+# in a server
 
 
 def serve() -> None:
-    """The server: reads folders of calls from stdin, forks a child for each, and writes
-    its exit code to the original stdout. Other prints go to stderr, which is the call's
-    file."""
+    """Reads folders of calls from stdin, forks a child for each, and writes its exit
+    code to the original stdout. Everything else that is printed goes to stderr, which
+    is a file of the call."""
     answers = os.fdopen(os.dup(1), "w")
     for count, line in enumerate(sys.stdin):
-        folder = Path(line.rstrip("\n"))
-        job, reply, errors = (folder / name for name in FILES)
-        with errors.open("a+b") as file:
+        files = Files.of(Path(line.rstrip("\n")))
+        with files.stderr.open("a+b") as file:
             os.dup2(file.fileno(), 2)
         os.dup2(2, 1)
         with uncollected():
-            pickle.loads(job.read_bytes())  # imports what it names
+            pickle.loads(files.job.read_bytes())  # imports what it names
         if FORKS and count:
             _import_late()
         try:
@@ -244,9 +285,27 @@ def serve() -> None:
             continue
         if not child:
             answers.close()  # the caller reads until the last holder has ended
-            _run(job, reply)
-        status = os.waitpid(child, 0)[1]
+            _run(files)
+        status = _wait(child)
         print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
+def _wait(child: int) -> int:
+    """The status of a child that has ended. If the caller ends first, which holds stdin
+    open, the child is killed and this server ends: a native call may hold the thread of
+    the child that would notice the caller's end (see `_end_with_caller`)."""
+    try:
+        descriptor = os.pidfd_open(child)
+    except OSError:  # Linux before 5.3, or a sandbox without it
+        return os.waitpid(child, 0)[1]
+    try:
+        ready, _, _ = select.select([0, descriptor], [], [])
+        if descriptor not in ready:
+            os.kill(child, signal.SIGKILL)
+            os._exit(3)
+    finally:
+        os.close(descriptor)
+    return os.waitpid(child, 0)[1]
 
 
 @uncollected()
@@ -257,12 +316,11 @@ def _import_late() -> None:
 
 
 @uncollected()
-def _run(job: Path, reply: Path) -> None:
-    """The child: writes what a call returns, why it was refused, or the error of a full
-    disk, and ends. Another error ends it with a traceback on stderr. It ends
-    with its caller, too, which holds stdin open."""
-    function, args = pickle.loads(job.read_bytes())
-    threading.Thread(target=lambda: (os.read(0, 1), os._exit(3)), daemon=True).start()
+def _run(files: Files) -> None:
+    """The child: writes what the call returned, why it was refused, or the error of a
+    full disk, and ends. Any other error ends it with a traceback on stderr."""
+    function, args = pickle.loads(files.job.read_bytes())
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     try:
         outcome = {"value": function(*args)}
     except Exception as problem:
@@ -272,8 +330,14 @@ def _run(job: Path, reply: Path) -> None:
             outcome = {"failure": str(problem)}
         else:
             raise
-    reply.write_bytes(pickle.dumps(outcome))
+    files.reply.write_bytes(pickle.dumps(outcome))
     os._exit(0)  # skips exit handlers of libraries, which could fail a finished call
+
+
+def _end_with_caller() -> None:
+    """Ends this process once stdin ends, which the caller holds open."""
+    os.read(0, 1)
+    os._exit(3)
 
 
 def _sendable(problem: Exception) -> Exception:

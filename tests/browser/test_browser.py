@@ -63,7 +63,7 @@ def test_the_explorer_measures_follows_splits_and_saves(lab, small_project):
         explorer.move(name)
     explorer.click_picture(0.4, 0.4)
     explorer.says("relative RMS that each step adds")
-    explorer.says("× the rounding floor")
+    explorer.says("× the rounding budget")
     explorer.press("Save figure")
     explorer.says("-k-error (svg")
     assert notebook.errors() == []

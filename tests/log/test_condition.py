@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from refusal import refused
 
-from workbench.log.condition import LONGEST, rows_that_fit
+from workbench.log.condition import MAX_LENGTH, rows_that_fit
 
 ROWS = pd.DataFrame(
     {
@@ -65,8 +65,8 @@ def test_comparisons_of_columns_select_rows(condition, rows):
         "'text'",
         "",
         "(" * 300 + "T" + ")" * 300,
-        "T == " + "-" * (LONGEST - 5) + "1",
-        "T == 4" + " or T == 4" * LONGEST,
+        "T == " + "-" * (MAX_LENGTH - 5) + "1",
+        "T == 4" + " or T == 4" * MAX_LENGTH,
         "depht == 1",
     ],
 )

@@ -158,6 +158,19 @@ def test_the_next_process_reads_only_the_runs_that_are_new_to_it(
     assert list(pd.read_parquet(tmp_path / "runs")) == list(first)
 
 
+def test_runs_that_come_one_at_a_time_are_stored_for_the_next_process(
+    tmp_path, files_read, monkeypatch
+):
+    monkeypatch.setattr(store, "_STORED_FROM", 3)
+    for name in ("a", "b", "c", "d"):
+        log.append("runs", {"status": "ok"}, tmp_path, name)
+        log.load("runs", tmp_path)
+    files_read.clear()
+    store._blocks.clear()
+    assert log.load("runs", tmp_path)["run_id"].tolist() == ["a", "b", "c", "d"]
+    assert files_read == ["d"]
+
+
 def test_a_file_under_another_run_s_name_is_refused(tmp_path):
     path = log.append("runs", {"status": "ok"}, tmp_path, "a")
     shutil.copy(path, path.with_name("copy.parquet"))

@@ -9,6 +9,7 @@ import socket
 import zipfile
 from pathlib import Path
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -44,6 +45,34 @@ def test_a_packed_log_names_nobody_and_is_taken_in_once(filled, tmp_path, monkey
         assert len(log.load(table, tmp_path / "b")) == 2
     (stderr,) = json.loads(log.load("runs", tmp_path / "b")["config"][0])["stderr"]
     assert stderr.startswith("…/models of … on ")
+
+
+def test_runs_that_were_unpacked_are_not_read_from_their_files(
+    filled, tmp_path, monkeypatch
+):
+    """A run that the log has already is read from its file, whatever was unpacked."""
+    monkeypatch.setattr(store, "_STORED_FROM", 2)
+    path = tmp_path / "log.zip"
+    log.pack(path, filled)
+    root = tmp_path / "b"
+    log.append("runs", {"status": "failed"}, root, "1-a")
+    log.append("runs", {"status": "ok"}, filled, "3-c")
+    log.pack(path, filled)
+    assert log.unpack(path, root) == ["2-b", "3-c"]
+    files, read_file = [], store._read_file
+
+    def reads(table, file):
+        files.append(Path(file.path).stem)
+        return read_file(table, file)
+
+    monkeypatch.setattr(store, "_read_file", reads)
+    store._blocks.clear()
+    unpacked = log.load("runs", root)
+    assert unpacked["status"].tolist() == ["failed", "ok", "ok"]
+    assert files == ["1-a"]
+    (root / "runs" / store._STORED).unlink()
+    store._blocks.clear()
+    pd.testing.assert_frame_equal(log.load("runs", root), unpacked)
 
 
 @pytest.mark.parametrize(

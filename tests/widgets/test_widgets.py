@@ -17,11 +17,14 @@ import pytest
 from ipywidgets.widgets.widget import _instances
 from tiny import DATA
 
-from workbench import plots, process, widgets
+from workbench import plots, process
 from workbench.bundle import PRESETS
 from workbench.experiment import Experiment
 from workbench.explain import operation
-from workbench.widgets import Explorer, planner
+from workbench.widgets import Explorer, planner, planning, sentences
+from workbench.widgets import explorer as explorers
+from workbench.widgets.jobs import Job
+from workbench.widgets.views import Place
 
 GRID = {
     "checkpoint": str(DATA / "tiny-llama"),
@@ -49,7 +52,7 @@ def root(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "call", in_process.call)
         made.run.click()
-        made.thread.join()
+        made.queue.thread.join()
     check(made)
     assert said[0] == "measuring int8-tensor, max_seq_len 16, about 16 s to go"
     assert made.run.description == "Nothing is missing" and made.run.disabled
@@ -67,11 +70,11 @@ def explorer(root, tmp_path, monkeypatch):
 
 
 def mesh(explorer) -> np.ndarray:
-    return explorer.canvas.figure.axes[0].collections[0].get_array()
+    return explorer.heatmap.canvas.figure.axes[0].collections[0].get_array()
 
 
 def click(explorer, layer: int, position: int) -> None:
-    axes = explorer.canvas.figure.axes[0]
+    axes = explorer.heatmap.canvas.figure.axes[0]
     at = {"xdata": position + 0.5, "ydata": layer + 0.5}
     explorer.click(SimpleNamespace(inaxes=axes, **at))
 
@@ -83,40 +86,40 @@ def test_it_starts_with_the_cosine_of_the_updates_and_describes_what_is_pointed_
     drawn = (1 - rows["cosine"]).clip(lower=1e-8)
     np.testing.assert_allclose(mesh(explorer).ravel(), drawn)
     (row,) = rows.query("layer == 1 and position == 2").to_dict("records")
-    said = explorer.canvas.figure.axes[0].format_coord(2.5, 1.5)
+    said = explorer.heatmap.canvas.figure.axes[0].format_coord(2.5, 1.5)
     assert f"1 − cosine {max(0, 1 - row['cosine']):.2g}" in said
-    assert explorer.tokens[2] in said and "× the rounding floor" in said
+    assert explorer.tokens[2] in said and "× the rounding budget" in said
 
 
 def test_both_sliders_move_tokens_per_second_and_ms_per_layer(explorer):
     said = [explorer.message.value]
     explorer.axes["T"].value = 2
     check(explorer)
-    titles = [ax.get_title("left") for ax in explorer.speed.figure.axes]
-    assert titles == [widgets.SPEED, widgets.LAYER]
+    titles = [ax.get_title("left") for ax in explorer.speed.canvas.figure.axes]
+    assert titles == [sentences.SPEED, sentences.LAYER]
     assert explorer.message.value not in said
 
 
 def test_a_setting_that_is_not_measured_shows_the_nearest_one_and_says_so(explorer):
     before = explorer.shown
-    explorer.canvas.send_json({"type": "message", "message": "of a cell"})
+    explorer.heatmap.canvas.send_json({"type": "message", "message": "of a cell"})
     explorer.axes["max_seq_len"].value = 32
     check(explorer)
-    assert not explorer.canvas._message
+    assert not explorer.heatmap.canvas._message
     said = "Not measured at max_seq_len 32; showing 16. "
     said += "<i>Run what is missing</i> measures it."
     assert explorer.message.value == said
     pd.testing.assert_frame_equal(explorer.shown, before)
-    assert explorer.speed.layout.display == "none"
+    assert explorer.speed.canvas.layout.display == "none"
 
 
 def test_every_tensor_and_metric_is_drawn_within_half_a_second(explorer):
-    explorer.canvas.draw()
+    explorer.heatmap.canvas.draw()
     seconds = []
-    for tensor, metric in product(widgets.TENSORS, ("cosine", "error")):
+    for tensor, metric in product(explorers.TENSORS, ("cosine", "error")):
         start = time.process_time()
         explorer.tensor.value, explorer.metric.value = tensor, metric
-        explorer.canvas.draw()
+        explorer.heatmap.canvas.draw()
         seconds.append(time.process_time() - start)
         check(explorer)
         assert set(explorer.shown["tensor"]) == {tensor}
@@ -131,37 +134,38 @@ def test_a_click_shows_the_cell_and_measures_its_layer_s_split_once(
     assert "layer 1, position 2" in explorer.words.value
     assert "error split" in explorer.status.value
     assert "about 15 s" in explorer.status.value
-    explorer.thread.join()
+    explorer.queue.thread.join()
     check(explorer)
     assert "quantization" in explorer.words.value
     assert "Layer 1, all positions together" in explorer.words.value
     click(explorer, 0, 0)
-    assert not explorer.thread.is_alive()
+    assert not explorer.queue.thread.is_alive()
     assert "layer 0" in explorer.words.value and "quantization" in explorer.words.value
     assert "“" in explorer.words.value
     other = Explorer(GRID | {"validate_ids": [9, 8, 7, 6]}, None, root=explorer.root)
-    other.chosen = 0, 0
+    other.chosen = Place(0, 0)
     assert other.describe() and "“" not in other.words.value
     explorer.tensor.value = "logits"  # of no layer
     click(explorer, 0, 1)
     check(explorer)
-    assert "layer -1" in explorer.words.value
+    assert "<b>logits, position " in explorer.words.value
 
 
 @pytest.mark.slow("searches a program twice")
 def test_the_operation_of_a_cell_is_searched_for_and_cancelled(explorer, monkeypatch):
     assert explorer.which.disabled
     click(explorer, 1, 2)
-    explorer.thread and explorer.thread.join()
+    if explorer.queue.thread:
+        explorer.queue.thread.join()
     explorer.which.click()
     assert "layer 1, position 2, about 90 s" in explorer.status.value
-    explorer.thread.join()
+    explorer.queue.thread.join()
     check(explorer)
     assert explorer.answer.value.startswith("none: no operation")
     monkeypatch.setattr(operation, "find", lambda *_, stop, **__: cancelled(stop))
     explorer.which.click()
     explorer.cancel.click()
-    explorer.thread.join()
+    explorer.queue.thread.join()
     assert explorer.status.value.startswith("cancelled")
 
 
@@ -175,14 +179,14 @@ def test_cancel_kills_the_process_and_keeps_what_was_finished(explorer, monkeypa
 
     def measure(cell):
         waiting.set()
-        process.call(time.sleep, 60, stop=explorer.stopped)
+        process.call(time.sleep, 60, stop=explorer.queue.stopped)
 
     monkeypatch.setattr(explorer, "_measure", measure)
     explorer.run.click()
     assert waiting.wait(30)
     explorer.cancel.click()
-    explorer.thread.join(30)
-    assert not explorer.thread.is_alive()
+    explorer.queue.thread.join(30)
+    assert not explorer.queue.thread.is_alive()
     assert explorer.status.value == "cancelled; what was finished is kept"
 
 
@@ -205,14 +209,14 @@ def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
 
 def test_a_failed_measurement_is_shown_and_ends_the_queue(explorer, monkeypatch):
     monkeypatch.setattr(explorer, "_measure", lambda *_: [][1])
-    explorer.begin(*explorer.missing())
-    explorer.thread.join()
-    assert not explorer.queue and "IndexError" in explorer.message.value
+    explorer.queue.add_first(*explorer.missing())
+    explorer.queue.thread.join()
+    assert not explorer.queue.jobs and "IndexError" in explorer.message.value
 
 
 def test_the_planner_has_a_row_for_each_compression(monkeypatch):
     shown = []
-    monkeypatch.setattr(widgets, "display", shown.append)
+    monkeypatch.setattr(planning, "display", shown.append)
     made = planner(DATA / "tiny-llama")
     made.update()
     table = shown[-1].data
@@ -228,9 +232,9 @@ def test_the_planner_has_a_row_for_each_compression(monkeypatch):
 
 
 def test_times_are_shown_where_errors_were_not_measured(explorer, monkeypatch):
-    rows = explorer.stored["samples"]
+    rows = explorer.results.tables["samples"]
     assert set(rows["max_seq_len"]) == {16}
-    monkeypatch.setattr(explorer, "_draw_speed", lambda S, T: "<b>12 tok/s</b>")
+    monkeypatch.setattr(explorer.speed, "draw", lambda *_: "<b>12 tok/s</b>")
     explorer.axes["max_seq_len"].value = 32
     assert "<b>12 tok/s</b><br>Errors: Not measured" in explorer.message.value
 
@@ -238,11 +242,11 @@ def test_times_are_shown_where_errors_were_not_measured(explorer, monkeypatch):
 def test_what_was_found_at_a_setting_is_shown_at_this_setting_alone(
     explorer, monkeypatch
 ):
-    monkeypatch.setattr(widgets, "find_operation", lambda *_: "none <here>")
-    explorer.chosen = 1, 2
+    monkeypatch.setattr(explorers, "find_operation", lambda *_: "none <here>")
+    explorer.chosen = Place(1, 2)
     explorer.draw()
     explorer.search()
-    explorer.thread.join()
+    explorer.queue.thread.join()
     assert explorer.answer.value == "none &lt;here&gt;"
     explorer.axes["T"].value = 2
     assert explorer.answer.value == ""
@@ -256,8 +260,7 @@ def test_cells_and_layers_are_ranked_by_error_over_rounding_not_by_cosine(explor
     second = rows["T"].eq(1) & rows["layer"].eq(2) & rows["position"].eq(3)
     rows.loc[first, ["cosine", "error", "budget"]] = [0.5, 1.0, 1.0]
     rows.loc[second, ["cosine", "error", "budget"]] = [0.99, 0.1, 0.001]
-    explorer.shown = rows
-    said = explorer._ranks()
+    said = sentences.describe_ranks(rows)
     assert said.index("layer 2, position 3") < said.index("layer 0, position 0")
     assert "RMS over positions: layer 2" in said and plots.BUDGET in said
 
@@ -266,7 +269,7 @@ def test_settings_are_compared_by_mean_and_99_percent_kl(explorer, monkeypatch):
     """And what comes from the log is text."""
     runs = pd.DataFrame({"kl_mean": [0.2, 0.1], "compress": ["<b>", "fp16"]})
     runs["config"] = ['{"price": {"kl": {"mean": 0.2, "p99": 0.9}}}', None]
-    monkeypatch.setattr(widgets.log, "load", lambda *_, **__: runs.copy())
+    monkeypatch.setattr(explorers.log, "load", lambda *_, **__: runs.copy())
     said = explorer._costs()
     assert said.index("fp16") < said.index("&lt;b&gt;") and "0.9" in said
     assert "99% KL" in said and "cosine" not in said
@@ -274,7 +277,7 @@ def test_settings_are_compared_by_mean_and_99_percent_kl(explorer, monkeypatch):
 
 def test_the_machine_of_the_times_is_text(explorer):
     for table in ("samples", "layers"):
-        explorer.stored[table]["machine"] = "<img onerror=x>"
+        explorer.results.tables[table]["machine"] = "<img onerror=x>"
     explorer.draw()
     assert "&lt;img" in explorer.message.value and "<img" not in explorer.message.value
 
@@ -284,20 +287,22 @@ def test_buttons_follow_what_is_measured_and_the_countdown_moves(explorer, monke
     monkeypatch.setattr(explorer, "_measure", lambda _: go.wait(30))
     explorer.status.observe(lambda change: said.append(change["new"]), names="value")
     assert explorer.cancel.disabled and not explorer.run.disabled
-    explorer.begin(("a <b>", 5.0, lambda: go.wait(30)))
+    explorer.queue.add_first(Job("a <b>", 5.0, lambda: go.wait(30)))
     assert explorer.run.disabled and not explorer.cancel.disabled
     end = time.monotonic() + 20
     while len(said) < 3 and time.monotonic() < end:
         time.sleep(0.1)
     go.set()
-    explorer.thread.join()
+    explorer.queue.thread.join()
     assert said[0] == "measuring a &lt;b&gt;, about 5 s to go"
     assert len({*said[:3]}) == 3
     assert explorer.cancel.disabled and not explorer.run.disabled
 
 
 def test_making_it_again_frees_the_picture_of_the_one_before(explorer):
-    pictures = [weakref.ref(c.figure) for c in (explorer.canvas, explorer.speed)]
+    pictures = [
+        weakref.ref(c.figure) for c in (explorer.heatmap.canvas, explorer.speed.canvas)
+    ]
     before = len(_instances)
     again = Explorer(GRID, explorer.experiment, root=explorer.root)
     check(again)

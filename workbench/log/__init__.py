@@ -2,9 +2,9 @@
 DataFrames.
 
 The log is append-only Parquet with one immutable file per run and table, so that any
-number of processes write without a lock and a killed one leaves no partial file. Null
-means "not measured". The log knows nothing of bundles and runtimes. The names below are
-imported when they are first used, so that a process that measures starts without
+number of processes can write without a lock, and a killed one leaves no partial file. A
+null was not measured. The log knows nothing of bundles and runtimes. The names below
+are imported when they are first used, so that a process that measures starts without
 pandas."""
 
 from importlib import import_module

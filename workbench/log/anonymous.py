@@ -16,11 +16,11 @@ _UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
 
 
 def anonymous(value, names: Iterable[str] = ()):
-    """A row's value, in mappings, lists and tuples too, with every text changed.
+    """A row's value with every text changed, also within mappings, lists and tuples.
 
-    An absolute path becomes ``…/name``; UUIDs, this host and the words `names`, in any
-    case, become ``…``. Other values than text stay as they are, and so does a text that
-    was changed before."""
+    An absolute path becomes ``…/name``. UUIDs, this host's name and the words in
+    `names`, in any case, become ``…``. Values other than text stay as they are, and so
+    does a text that was changed before."""
     host = socket.gethostname()
     hidden = {name for name in (host, host.partition(".")[0]) if len(name) > 3}
     hidden = sorted({*names, *hidden} - {"localhost"}, key=len, reverse=True)
@@ -40,7 +40,8 @@ def anonymous(value, names: Iterable[str] = ()):
 
 
 def identifiers() -> set[str]:
-    """Names of this machine's user and home folder."""
+    """Names of this machine's user and home folder; those of at most two letters would
+    hide too much."""
     names = set()
     with suppress(KeyError, OSError):  # a user without a name
         names.add(getpass.getuser())

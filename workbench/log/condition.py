@@ -1,8 +1,8 @@
 """Conditions on rows that a user writes, such as ``T == 4 and depth > 0``.
 
-pandas evaluates a query with Python's own attributes and calls, so that a query can run
-any code. A condition is therefore parsed here first, and only comparisons of columns
-and values reach pandas."""
+pandas evaluates a query with Python's attributes and calls, so that a query can run any
+code. A condition is therefore parsed here first, and only comparisons of columns and
+values reach pandas."""
 
 import ast
 from collections.abc import Collection
@@ -11,7 +11,7 @@ import pandas as pd
 
 from workbench.errors import InputError
 
-LONGEST = 2000
+MAX_LENGTH = 2000
 """Characters of a condition; the parser's memory grows with its depth."""
 _OPERATORS = (
     *(ast.And, ast.Or, ast.Not, ast.USub),
@@ -29,21 +29,20 @@ def rows_that_fit(rows: pd.DataFrame, condition: str) -> pd.DataFrame:
     """The rows of a table for which a condition over its columns holds.
 
     Raises:
-        InputError: not a condition of columns, values, comparisons, ``in``, ``and``,
-            ``or``, ``not`` and parentheses; or one that compares what cannot be
-            compared.
+        InputError: the condition has other parts than columns, values, comparisons,
+            ``in``, ``and``, ``or``, ``not`` and parentheses; or it compares what cannot
+            be compared.
     """
     check_condition(condition, rows.columns)
     try:
-        fitting = rows.query(condition, parser="pandas", engine="python")
+        return rows.query(condition, parser="pandas", engine="python")
     except Exception as error:  # pandas raises many types for an invalid query
         raise _refusal(condition, str(error), rows.columns) from error
-    return fitting
 
 
 def check_condition(condition: str, columns: Collection[str]) -> None:
-    """Refuses a condition with anything but columns, values and comparisons."""
-    if len(condition) > LONGEST:
+    """Raises an InputError unless a condition compares columns and values alone."""
+    if len(condition) > MAX_LENGTH:
         raise _refusal(condition[:40], f"{len(condition)} characters", columns)
     try:
         tree = ast.parse(condition.strip(), mode="eval")
@@ -66,14 +65,14 @@ def check_condition(condition: str, columns: Collection[str]) -> None:
 
 
 def _words(node: ast.AST) -> str:
-    """A part of Python that a condition must not have, as a user would call it."""
-    words = {
+    """A part of Python that a condition must not have, in a user's words."""
+    names = {
         ast.Attribute: "an attribute",
         ast.Call: "a call",
         ast.Subscript: "an index",
         ast.BinOp: "arithmetic (write and, or in place of &, |)",
     }
-    return words.get(type(node), type(node).__name__)
+    return names.get(type(node), type(node).__name__)
 
 
 def _refusal(condition: str, reason: str, columns: Collection[str]) -> InputError:

@@ -1,6 +1,6 @@
-"""The machine, its software and its state now, as columns of the table `runs`.
+"""The machine, its software and its present state, as columns of the table `runs`.
 
-All values come from the operating system; a value is None if its command is missing,
+All values come from the operating system. A value is None if its command is missing,
 fails, or prints nothing usable. The name of a chip does not imply that a model ran on
 its Neural Engine."""
 
@@ -26,15 +26,19 @@ THERMAL_KEY = "com.apple.system.thermalpressurelevel"
 
 
 def environment() -> dict:
-    """The columns of ``runs`` that describe this machine now, those of `state`
-    included.
+    """The columns of ``runs`` that describe this machine now, with those of `state`.
 
-    ``machine`` are its `hardware` in words (``Apple M4 Max, Mac16,5, 64 GiB, 16
-    cores``) and ``software`` what else affects a timing: the system's build, versions
-    of coremltools and torch. Times of two machines, or of two versions of software, are
-    never mixed. ``commit`` ends in ``-dirty`` when the checkout has changes;
-    ``versions`` maps ``python`` and the packages that decide a result to their
-    versions. What names this host is left out (see `anonymous`), as in a logged row."""
+    Returns:
+        machine: the `hardware` in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16
+            cores``. Times of two machines are never mixed.
+        software: what else affects a timing: the system's build and the versions of
+            coremltools and torch. Times of two versions are never mixed.
+        commit: of the checkout; it ends in ``-dirty`` when files were changed.
+        versions: ``python`` and the packages that decide a result → their versions.
+        time, platform.
+
+        Names of this host are left out (see `anonymous`), as in a logged row.
+    """
     versions = {"python": platform.python_version()}
     for name in PACKAGES.split():
         try:
@@ -55,8 +59,8 @@ def environment() -> dict:
 
 
 def hardware() -> dict:
-    """chip, model (the maker's name, ``Mac16,5``), memory_bytes, cores."""
-    cpu = _found(r"^model name\s*: (.+)$", _text("/proc/cpuinfo"))
+    """chip, model (the maker's name for it, such as ``Mac16,5``), memory_bytes, cores."""
+    cpu = _first_match(r"^model name\s*: (.+)$", _text("/proc/cpuinfo"))
     return {
         "chip": command_output("sysctl", "-n", "machdep.cpu.brand_string") or cpu,
         "model": command_output("sysctl", "-n", "hw.model")
@@ -67,14 +71,20 @@ def hardware() -> dict:
 
 
 def machine_name(chip, model, memory_bytes, cores) -> str:
-    """Nulls are left out; memory is rounded to GiB, since systems report a few pages
-    more or less."""
-    memory = memory_bytes and f"{round(memory_bytes / 2**30)} GiB"
-    words = [chip or "unknown chip", model, memory, cores and f"{cores} cores"]
-    return ", ".join(filter(None, words))
+    """The column `machine`. Nulls are left out; memory is rounded to GiB, since systems
+    report a few pages more or less."""
+    parts = [chip or "unknown chip"]
+    if model:
+        parts.append(model)
+    if memory_bytes:
+        parts.append(f"{round(memory_bytes / 2**30)} GiB")
+    if cores:
+        parts.append(f"{cores} cores")
+    return ", ".join(parts)
 
 
 def software_name(build: str | None, versions: dict) -> str:
+    """The column `software`."""
     text = build or "unknown build"
     for name in ("coremltools", "torch"):
         if versions.get(name):
@@ -94,9 +104,9 @@ def state() -> dict:
     """
     battery = psutil.sensors_battery()
     sources = {True: "AC Power", False: "Battery Power"}
-    mode = _found(r"\b(?:low)?powermode (\d)", command_output("pmset", "-g"))
-    said = command_output("notifyutil", "-g", THERMAL_KEY)
-    level = _found(r"thermalpressurelevel (\d+)$", said)
+    mode = _first_match(r"\b(?:low)?powermode (\d)", command_output("pmset", "-g"))
+    output = command_output("notifyutil", "-g", THERMAL_KEY)
+    level = _first_match(r"thermalpressurelevel (\d+)$", output)
     pressures = dict(zip("01234", THERMAL_PRESSURES))
     return {
         "power_source": battery and sources.get(battery.power_plugged),
@@ -108,8 +118,8 @@ def state() -> dict:
 
 @contextmanager
 def disturbance() -> Iterator[dict[str, float | None]]:
-    """Yields the columns of ``runs`` that show whether other work disturbed a
-    measurement; they are filled in when the block ends.
+    """Yields the columns of ``runs`` that show whether other work disturbed the block;
+    they are filled in when it ends.
 
     ``load_start``, ``load_end``: processes that ran or waited to run, averaged over the
     minute before. ``steal``: the share of the processors' time within the block that a
@@ -137,7 +147,7 @@ def _processor_ticks() -> tuple[int, int] | None:
 
     The line is ``cpu user nice system idle iowait irq softirq steal guest
     guest_nice``; the two for guests are parts of user and nice."""
-    line = _found(r"^cpu +(\d+(?: \d+){7})", _text("/proc/stat"))
+    line = _first_match(r"^cpu +(\d+(?: \d+){7})", _text("/proc/stat"))
     if line is None:
         return None
     ticks = [int(count) for count in line.split()]
@@ -164,8 +174,9 @@ def _commit() -> str | None:
     return command_output("git", "-C", str(source), *options.split())
 
 
-def _found(pattern: str, text: str | None) -> str | None:
-    """The first group of the pattern's first match in any line of a text."""
+def _first_match(pattern: str, text: str | None) -> str | None:
+    """The first group of the pattern's first match in a text; None without one. ``^``
+    and ``$`` are the ends of any line."""
     match = re.search(pattern, text or "", re.MULTILINE)
     return match and match[1]
 

@@ -24,6 +24,7 @@ from workbench.log.store import (
     RUN_ID,
     VERSION_KEY,
     load,
+    note_written,
     to_arrow,
     to_frame,
     with_all_columns,
@@ -31,19 +32,21 @@ from workbench.log.store import (
 )
 
 MOST_BYTES = 1 << 30
-"""Of all rows of a packed log in memory: about a million samples for each 100 MiB."""
+"""Bytes in memory of all rows of a packed log; a million samples take about 100 MiB."""
 MOST_FILE_BYTES = 1 << 28
-"""Of one table's file in a packed log."""
+"""Bytes of one table's file in a packed log."""
 CODEC = "SNAPPY"
-"""Of a packed table: its output is at most about 20 times as large as its input."""
+"""The compression of a packed table. What it decompresses is at most about 20 times as
+large as its input."""
 TABLES = tuple(reversed(SCHEMAS))
-"""In the order in which they are written: runs last, so that a listed run is whole."""
+"""The tables in the order in which they are written: `runs` last, so that a listed run
+is whole."""
 
 
 def pack(out: Path, root: Root = None) -> int:
-    """Writes the log at `root`, without the runs that came with the project, as one zip
-    without names of user, host and home, paths and UUIDs. Returns the number of
-    runs.
+    """Writes the log at `root` as one zip, without the runs that came with the project,
+    and without paths, UUIDs and the names of user, host and home folder. Returns the
+    number of runs.
 
     Raises:
         InputError: more rows than `unpack` takes in.
@@ -53,7 +56,7 @@ def pack(out: Path, root: Root = None) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     packed, decoded_bytes = BytesIO(), 0
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for table in reversed(SCHEMAS):
+        for table in TABLES:
             rows = load(table, root)
             rows = rows[~rows["run_id"].isin(shipped)]
             for name in rows.select_dtypes("str"):
@@ -65,10 +68,10 @@ def pack(out: Path, root: Root = None) -> int:
                 data = to_arrow(table, rows)
                 decoded_bytes += data.nbytes
                 if decoded_bytes > MOST_BYTES:
-                    found = f"{decoded_bytes:,} bytes of rows"
+                    actual = f"{decoded_bytes:,} bytes of rows"
                     needed = f"at most {MOST_BYTES:,} in one packed log"
                     step = "move some runs to another folder, and pack it with --log"
-                    raise InputError(f"log {root}", found, needed, step)
+                    raise InputError(f"log {root}", actual, needed, step)
                 with archive.open(_member(table), "w") as file:
                     pq.write_table(data, file, compression=CODEC)
     write_whole(out, packed.getvalue())
@@ -76,34 +79,34 @@ def pack(out: Path, root: Root = None) -> int:
 
 
 def unpack(path: Path, root: Root = None) -> list[str]:
-    """Adds the runs of a packed log to the log at `root`, and returns the ids of those
-    that it lacked. A run that the log has is not changed: its rows in the packed log
-    are left out, those of all tables.
+    """Adds the runs that the log at `root` lacks from a packed log, and returns their
+    ids. A run that the log has is not changed: the packed log's rows of it are left
+    out, in all tables.
 
     Raises:
-        InputError: a file of another kind, damaged, too large, of another version, or
-            with rows that the log would refuse; or a log that cannot be written. The
-            log is not changed.
+        InputError: the file is of another kind or version, damaged or too large, or has
+            rows that the log would refuse; or the log cannot be written. The log is not
+            changed.
     """
     root = Path(root or default_root()).absolute()
     try:
         tables = _read(path)
     # damaged files raise errors of many types; a bomb may raise MemoryError
     except Exception as problem:
-        found = getattr(problem, "actual", None) or str(problem)
+        fault = getattr(problem, "actual", None) or str(problem)
+        fault = " ".join(fault.split()) or type(problem).__name__
         needed = "a file of `workbench log --pack`"
         step = "ask for the file again; nothing was taken in"
-        found = " ".join(found.split()) or type(problem).__name__
-        raise InputError(f"packed log {path.name}", found, needed, step) from None
+        raise InputError(f"packed log {path.name}", fault, needed, step) from None
     runs_there = load("runs", root, {"run_id": tables["runs"]["run_id"].to_pylist()})
     new = set(tables["runs"]["run_id"].to_pylist()) - set(runs_there["run_id"])
     try:
         _add(tables, new, root)
     except OSError as problem:
-        found = problem.strerror or str(problem)
+        fault = problem.strerror or str(problem)
         step = f"nothing of {path.name} was taken in; repeat the command then"
         needed = "a folder that can be written, with room"
-        raise InputError(f"log {root}", found, needed, step) from None
+        raise InputError(f"log {root}", fault, needed, step) from None
     return sorted(new)
 
 
@@ -120,8 +123,8 @@ def _check_size(table: str, size: int, most: int) -> None:
 
 
 def _read(path: Path) -> dict[str, pa.Table]:
-    """The tables of a packed log, `TABLES` in order, every row checked. Raises errors
-    of many types."""
+    """The tables of a packed log, in the order of `TABLES`, with every row checked.
+    Raises errors of many types."""
     check_regular(path, MOST_BYTES)
     tables, decoded_bytes = {}, 0
     with zipfile.ZipFile(path) as archive:
@@ -153,11 +156,11 @@ def _read(path: Path) -> dict[str, pa.Table]:
 
 
 def _decoded(table: str, contents: bytes, most_bytes: int) -> pa.Table:
-    """The rows of a table's file, checked like those that `append` takes.
+    """The rows of a table's file, checked as `append` checks rows.
 
     A small file may hold any number of equal values. Its rows and the bytes of its
-    pages are therefore counted before they are read, and its texts, which are read as
-    places in a dictionary, before they are copied for every row."""
+    pages are therefore counted before they are read. Its texts are read as indices into
+    a dictionary, and counted before they are copied for every row."""
     schema = SCHEMAS[table]
     metadata = pq.read_metadata(pa.BufferReader(contents))
     fields = metadata.schema.to_arrow_schema()
@@ -188,7 +191,7 @@ def _decoded(table: str, contents: bytes, most_bytes: int) -> pa.Table:
 
 
 def _text_bytes(texts: pa.DictionaryArray) -> int:
-    """The bytes that texts take once each row has its own."""
+    """The bytes that texts take once each row has a copy."""
     lengths = pc.binary_length(texts.dictionary)
     return pc.sum(lengths.cast(pa.int64()).take(texts.indices)).as_py() or 0
 
@@ -196,9 +199,9 @@ def _text_bytes(texts: pa.DictionaryArray) -> int:
 def _add(tables: dict[str, pa.Table], run_ids: set[str], root: Path) -> None:
     """Writes the rows of some runs to the log, all of them or none.
 
-    All files are written beside the log's own ones and renamed at the end, those of
-    table `runs` last. Where this process is killed while it renames, the runs that are
-    listed are whole, and the same call adds the others."""
+    All files are written to a folder of the log and moved to their places at the end,
+    those of table `runs` last. If this process is killed meanwhile, the listed runs are
+    whole, and the same call adds the others."""
     root.mkdir(parents=True, exist_ok=True)
     folder, added = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=root)), []
     try:
@@ -207,13 +210,17 @@ def _add(tables: dict[str, pa.Table], run_ids: set[str], root: Path) -> None:
             groups = pd.Series(np.arange(len(rows))).groupby(rows["run_id"].to_numpy())
             for run_id, places in groups.indices.items():
                 if run_id in run_ids:
-                    own_rows = rows.take(pa.array(places))
-                    write_rows(folder / table / f"{run_id}.parquet", own_rows)
+                    of_run = rows.take(pa.array(places))
+                    write_rows(folder / table / f"{run_id}.parquet", of_run)
         for table in tables:
             (root / table).mkdir(exist_ok=True)
             for file in sorted((folder / table).iterdir()):
                 added.append(root / table / file.name)
                 os.replace(file, added[-1])
+        is_new = pc.is_in(
+            tables["runs"]["run_id"], pa.array(sorted(run_ids), pa.string())
+        )
+        note_written(root / "runs", tables["runs"].filter(is_new))
     except BaseException:
         for file in added:
             file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Where a log lies, and the names of its runs."""
+"""The folders of a log, and the ids of its runs."""
 
 import secrets
 from contextlib import suppress
@@ -18,8 +18,8 @@ def new_run_id(after: str = "") -> str:
     time.
 
     Args:
-        after: the newest id of a log. Where its time lies ahead, since the clock was
-            set back, the new id has the next microsecond.
+        after: the newest id of a log. If the clock was set back since, the new id has
+            the next microsecond after this one's.
     """
     time = datetime.now(UTC)
     with suppress(ValueError, OverflowError):  # an id of another form
@@ -29,22 +29,22 @@ def new_run_id(after: str = "") -> str:
 
 
 def default_root() -> Path:
-    """``experiments/log`` of the checkout around the working directory, else of the
-    directory, or of the folder that takes its place (see `files.output_root`)."""
+    """``experiments/log`` in the folder for outputs (see `files.output_root`), which is
+    usually the checkout around the working directory."""
     return output_root() / "experiments" / "log"
 
 
 def shipped_root(root: Path) -> Path:
-    """The log of the runs that came with the project of the log at `root`; for a log
-    outside the checkout that takes the place of the checkout's, the checkout's."""
+    """The log of the runs that came with the project of the log at `root`. A default
+    log outside of the checkout has the checkout's."""
     if root == default_root() and not (root / SHIPPED).exists():
         return checkout() / "experiments" / "log" / SHIPPED
     return root / SHIPPED
 
 
 def project(root: Root = None) -> Path:
-    """The project whose ``experiments/log`` a log is, else the folder that contains the
-    log."""
+    """The project whose ``experiments/log`` is the log at `root`, or else the folder
+    that contains the log."""
     root = Path(root or default_root()).absolute()
     is_projects = root.parts[-2:] == ("experiments", "log")
     return root.parent.parent if is_projects else root.parent

@@ -13,19 +13,23 @@ from workbench.log.store import append
 
 
 def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> str:
-    """Writes one run and its tables; the `runs` row goes last, so that a run that is
-    listed is whole.
+    """Writes one run and its tables. The row of `runs` goes last, so that a listed run
+    is whole.
 
-    The row is completed by `environment` and by what its tables say (see `scalars`);
-    paths in it, in its `config` too, are shortened (see `anonymous`). Its id sorts after
-    those of all runs of the log, also where the clock was set back since.
+    `environment` and `scalars` fill in columns that the row lacks. Paths in the row, also
+    in its `config`, are shortened (see `anonymous`). The run's id sorts after those of
+    all runs of the log, even if the clock was set back since.
 
     Args:
-        tables: `fidelity`, `samples` and `layers` of the run; None or an empty one is
+        row: columns of `runs`.
+        tables: `fidelity`, `samples` and `layers` of the run; None and empty ones are
             left out.
 
     Returns:
         The run id.
+
+    Raises:
+        InputError, OSError: see `append`. No file of the run is left behind.
     """
     if tables.get("fidelity") is not None:
         rows = tables["fidelity"]
@@ -43,7 +47,8 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
         append("runs", anonymous(columns), root, run_id)
     except BaseException:
         if not (folder / f"{run_id}.parquet").exists():
-            for path in written:  # rows of a run that is not listed
+            # the run is not listed: its rows in other tables are no run's
+            for path in written:
                 path.unlink(missing_ok=True)
         raise
     return run_id
@@ -52,12 +57,13 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
 def scalars(
     samples: pd.DataFrame | None = None, fidelity: pd.DataFrame | None = None, **_
 ) -> dict:
-    """The columns of `runs` that sum up a run's tables, those that are there.
+    """The columns of `runs` that sum up a run's tables, where the run has them.
 
     Returns:
-        tokens_per_s, call_ms, call_p90_ms: see `times.speeds`. worst_cosine (the least
-        of an isolated update), worst_update (1 less it); null where a value is not
-        finite.
+        tokens_per_s, call_ms, call_p90_ms: from `samples` (see `times.speeds`).
+        worst_cosine: from `fidelity`, the least cosine of an isolated update; null where
+            a value is not finite.
+        worst_update: 1 − worst_cosine.
     """
     row = {}
     if samples is not None:

@@ -1,13 +1,14 @@
-"""The schemas of the log's tables and their allowed words.
+"""The schemas of the log's tables, and the words that a column allows.
 
-Units stand in the names (``_ms``, ``_db``, ``_bytes``) or, for ``samples.value``, in
-the column ``unit``. A new column needs no new version: files that lack it read as null
-there. `tools/rewrite_log.py` adds it to them, for readers other than `load`."""
+Names contain their unit (``_ms``, ``_db``, ``_bytes``); ``samples.value`` has the
+column ``unit``. A new column needs no new version: in files without it, it reads as
+null. `tools/rewrite_log.py` adds it to such files, for readers other than `load`."""
 
 import pyarrow as pa
 
 VERSION = 5
-"""Of all tables; files of another version are refused (see `tools/rewrite_log.py`)."""
+"""The version of all tables. Files of another version are refused (see
+`tools/rewrite_log.py`)."""
 
 _TYPES = {
     "text": pa.string(),
@@ -99,7 +100,8 @@ SCHEMAS: dict[str, pa.Schema] = {
 SETTINGS = """checkpoint compress max_seq_len T depth runtime batch layers_per_shard
 kv_write layout moe tokens sliding target precision compute_units hints fast reads n_gen
 threads min_tokens min_seconds command experiment machine software""".split()
-"""Columns of `runs` that say what was run and where, the most telling first."""
+"""Columns of `runs` that say what was run and where; those by which runs are mostly
+told apart come first."""
 
 JSON_COLUMNS = {"config", "versions", "hints", "placement"}
 

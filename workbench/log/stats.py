@@ -15,33 +15,35 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """Columns that are equal for repetitions of one measurement within a run."""
 
 _FALSE_ALARMS = 0.01
-_AROUND = ["commit", "versions", "platform", "power_source", "low_power"]
-_SAME = ["setting", "machine", "software", *_AROUND]
+# what else may differ between two runs of a setting
+_CIRCUMSTANCES = ["commit", "versions", "platform", "power_source", "low_power"]
+_SAME = ["setting", "machine", "software", *_CIRCUMSTANCES]
 _RESULTS = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
 
 
 def compare(
     run_a: str, run_b: str, root: Root = None
 ) -> tuple[pd.DataFrame, pd.DataFrame, int]:
-    """Two logged runs, a and b, each with all that repeat its setting on the same
-    machine and code.
+    """Compares two logged runs, a and b, each together with the runs that repeat its
+    setting on the same machine and code.
 
     Returns:
-        The columns of ``runs`` that differ: ``setting, a, b``. A row per measurement
-        (see `MEASUREMENT`) whose difference is not chance: ``n_a, n_b`` runs (null:
-        none), the medians over them ``median_a, median_b``, ``ratio`` (b over a), its
-        interval ``low, high``, and ``note`` where there is no interval. The number of
-        measurements left out because their interval contains 1.
+        settings: the columns of ``runs`` that differ: ``setting, a, b``.
+        measures: a row per measurement (see `MEASUREMENT`) whose difference is not
+            chance: the numbers of runs ``n_a, n_b`` (null: none), the medians over them
+            ``median_a, median_b``, ``ratio`` (b over a), its interval ``low, high``,
+            and ``note``, the reason where there is no interval.
+        alike: the number of measurements left out because their interval contains 1.
 
     Each run, which is one process, counts as one value (see `times.by_process`), since
-    processes differ by more than the calls within one. The note is "not enough
-    runs" with fewer than three interleaved rounds: if one side were measured after the
-    other, the warming up of the machine would appear as a difference. Times of two
+    processes differ by more than the calls within one. With fewer than three
+    interleaved rounds the note is "not enough runs": if one side were measured after
+    the other, a machine that warms up would appear as a difference. Times of two
     machines have both medians, no ratio and the note "two machines".
 
-    The interval is Student's for the difference of mean logarithms. Its confidence,
-    corrected after Bonferroni for the number of measurements, allows one false alarm in
-    a hundred comparisons.
+    The interval is Student's for the difference of mean logarithms. Bonferroni's
+    correction for the number of measurements allows one false alarm in a hundred
+    comparisons.
 
     Raises:
         InputError: the log lacks one of the runs.
@@ -67,33 +69,34 @@ def compare(
     bounds = pd.DataFrame(intervals, compared.index, ["low", "high"], dtype=float)
     measures = measures.join(np.exp(bounds))[[*MEASUREMENT, *_RESULTS]]
     alike = measures["low"].le(1) & measures["high"].ge(1)
-    both = plain(sides).loc[[*SETTINGS, *_AROUND]]
+    both = plain(sides).loc[[*SETTINGS, *_CIRCUMSTANCES]]
     settings = both[both["a"].ne(both["b"]) & both.notna().any(axis=1)]
     settings = settings.rename_axis("setting").reset_index()
     return settings, measures[~alike].reset_index(drop=True), int(alike.sum())
 
 
 def find(run: str, runs: pd.DataFrame) -> pd.Series:
-    """The only row of `runs` whose id is `run` or ends in it.
+    """The one row of `runs` whose id is `run` or ends in it.
 
     Raises:
         InputError: there is none, or several.
     """
     rows = runs[runs["run_id"].str.endswith(run)] if run else runs[:0]
     if len(rows) != 1:
-        actual, step = f"{len(rows)} with this end", "list them with `workbench log`"
+        actual = f"{len(rows)} runs whose id ends so"
+        step = "list them with `workbench log`"
         raise InputError(f"run {run}", actual, "a run in the log", step)
     return rows.iloc[0]
 
 
 def _repeats(row: pd.Series, runs: pd.DataFrame) -> list[str]:
-    """The run and those with status ok of the same setting, machine and code; a run
-    without a setting alone."""
-    own = runs["run_id"] == row["run_id"]
+    """The ids of the run and of those with status ok of the same setting, machine and
+    code; the run alone where it has no setting."""
+    repeats = runs["run_id"] == row["run_id"]
     if pd.notna(row["setting"]):
         group = runs.groupby(_SAME, dropna=False).ngroup()
-        own |= group.isin(group[own]) & (runs["status"] == "ok")
-    return runs.loc[own, "run_id"].tolist()
+        repeats |= group.isin(group[repeats]) & (runs["status"] == "ok")
+    return runs.loc[repeats, "run_id"].tolist()
 
 
 def _by_run(samples: pd.DataFrame) -> pd.DataFrame:

@@ -1,8 +1,8 @@
 """Rows in, immutable Parquet files ``<root>/<table>/<run_id>.parquet``, DataFrames out.
 
-``<root>/shipped`` is the log of the runs that came with the project; loading a log
-includes them, and only publishing writes there. Every value is checked against the
-table's schema before anything is written."""
+``<root>/shipped`` is the log of the runs that came with the project. Loading a log
+includes them; only publishing writes there. Every value is checked against the table's
+schema before anything is written."""
 
 import json
 import os
@@ -27,12 +27,13 @@ from workbench.log.schema import ALLOWED, JSON_COLUMNS, SCHEMAS, VERSION
 
 VERSION_KEY = b"workbench.log.version"
 Rows = pd.DataFrame | Mapping | Sequence[Mapping]
-_CHUNKS = 64
-"""Of a table in memory; with more, every selection takes longer."""
+_MAX_CHUNKS = 64
+"""Chunks of a table in memory; with more, every selection takes longer."""
 _STORED = ".rows.arrow"
+"""The file, beside those of the table `runs`, with the rows of many of them."""
 _STORED_FILES = b"workbench.log.files"
 _STORED_FROM = 256
-"""Files that a process reads before it stores their rows for the next one."""
+"""So many files whose rows are not stored yet are worth a new `_STORED`."""
 RUN_ID = re.compile(r"\w[\w-]*", re.ASCII)
 _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
@@ -44,11 +45,11 @@ def append(
     run id.
 
     Args:
-        rows: a DataFrame, one mapping or several. Missing columns are null. So is NaN;
-            a measured value that is not finite has ``fidelity.finite`` false. JSON
+        rows: a DataFrame, one mapping or several. Missing columns are null, and so is
+            NaN: a measured value that is not finite has ``fidelity.finite`` false. JSON
             columns take mappings or their text.
         root: default: `default_root()`.
-        run_id: filled into every row; default: a new one.
+        run_id: is filled into every row; default: a new one.
 
     Raises:
         InputError: an unknown table or column, a value that does not fit its column, no
@@ -79,9 +80,11 @@ def append(
 
 def write_rows(path: Path, data: pa.Table) -> None:
     """Writes a file of the log, whole or not at all."""
-    # a row's file is opened half as long without what serves large tables
-    small = {"use_dictionary": False, "write_statistics": False, "compression": "none"}
-    options = small if len(data) == 1 else {}
+    options = {}
+    if len(data) == 1:
+        # opening the file takes half as long without what serves large tables
+        options = {"use_dictionary": False, "write_statistics": False}
+        options["compression"] = "none"
     write_whole(path, lambda file: pq.write_table(data, file, **options))
 
 
@@ -103,50 +106,51 @@ def load(
     table: str, root: Root = None, where: Mapping | str | None = None
 ) -> pd.DataFrame:
     """The rows of a table, sorted by run, as Int64, boolean, str, float64 and UTC time
-    columns; nulls were not measured.
+    columns. A null was not measured.
 
     Rows of the runs shipped under `root` are included. An absent log has no rows.
 
     Args:
-        where: columns with the value or list of values to select (None selects nulls),
+        where: columns with the value or list of values to select (None selects nulls);
             or a condition such as ``"T == 4 and cosine < 0.97"`` (see `condition`).
 
     Raises:
         InputError: an unknown table, column or value; a file that is torn, of another
             version, or with columns that the table lacks.
     """
-    query = where if isinstance(where, str) else None
-    columns = {} if query else {k: np.atleast_1d(v) for k, v in (where or {}).items()}
-    # a run in both folders is read once, from the log's own
-    folders = [(path, _files(path)) for path in _folders(table, root)]
-    own_names = folders[-1][1].keys()
+    condition = where if isinstance(where, str) else None
+    columns = {}
+    if where and not condition:
+        columns = {name: np.atleast_1d(values) for name, values in where.items()}
+    shipped_folder, folder = _folders(table, root)
+    files = _files(folder)
+    # a run in both folders is read once, from the log's folder
+    shipped = {n: file for n, file in _files(shipped_folder).items() if n not in files}
     if table == "runs":
-        (shipped, files), (folder, own_files) = folders
-        files = {name: file for name, file in files.items() if name not in own_names}
-        parts = [_run_rows(shipped, files), _run_rows(folder, own_files)]
+        parts = [_run_rows(shipped_folder, shipped), _run_rows(folder, files)]
         rows = _sorted_by_run(pa.concat_tables(parts))
     else:
-        files = {name: file for _, part in folders for name, file in part.items()}
+        files |= shipped
         # a file is named after its run
         names = sorted(files.keys() & set(columns.pop("run_id", files)))
         rows = _read(table, tuple(files[name] for name in names))
     try:
         for name, values in columns.items():
-            # as Python's values: an empty array's type would not fit the column's
-            kept = pa.array(values.tolist(), SCHEMAS[table].field(name).type)
-            rows = rows.filter(pc.is_in(rows[name], kept))
+            # Python's values: the type of an empty array would not fit the column's
+            selected = pa.array(values.tolist(), SCHEMAS[table].field(name).type)
+            rows = rows.filter(pc.is_in(rows[name], selected))
     except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
-        found = f"{where!r} ({error})"
+        actual = f"{where!r} ({error})"
         needed = f"values of the columns {', '.join(SCHEMAS[table].names)}"
         step = "write for example: {'T': 4, 'compress': ['fp16', 'int8-channel']}"
-        raise InputError("log filter", found, needed, step) from error
+        raise InputError("log filter", actual, needed, step) from error
     frame = to_frame(rows)
-    return rows_that_fit(frame, query) if query else frame
+    return rows_that_fit(frame, condition) if condition else frame
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file of a table; equal to another one only if neither was written since."""
+    """A file of a table. Two are equal only if the file was not written in between."""
 
     path: str
     modified_ns: int
@@ -156,15 +160,17 @@ class _File:
 
 @dataclass(frozen=True)
 class _Block:
-    """The rows of all files of a folder of the table `runs` that were read."""
+    """The rows of files of a folder of the table `runs`."""
 
     files: dict[str, _File]
     rows: pa.Table
+    unstored: int = 0
+    """How many of the files `_STORED` lacks."""
 
 
 _blocks: dict[Path, _Block] = {}
-"""The rows of the folders that this process has read. A file never changes, so that
-only new ones are read."""
+"""What this process has read of each folder. A file never changes, so that only new
+files are read."""
 
 
 def _files(folder: Path) -> dict[str, _File]:
@@ -185,24 +191,56 @@ def _files(folder: Path) -> dict[str, _File]:
 
 
 def _run_rows(folder: Path, files: dict[str, _File]) -> pa.Table:
-    """The rows of `files` of a folder of the table `runs`; those that were read before
+    """The rows of `files` of a folder of the table `runs`. Those that were read before
     are taken from memory."""
+    block = _block(folder, files)
+    unread = files.keys() - block.files.keys()
+    if unread:
+        new = [_read_file("runs", files[name]) for name in unread]
+        block = _extend(block, {name: files[name] for name in unread}, new)
+    _blocks[folder] = block
+    _store_if_large(folder)
+    return block.rows
+
+
+def note_written(folder: Path, rows: pa.Table) -> None:
+    """Takes rows of the table `runs` whose files were just written to `folder` as read,
+    since reading thousands of files takes long."""
+    files = _files(folder)
+    block = _block(folder, files)
+    names = set(rows["run_id"].to_pylist()) & (files.keys() - block.files.keys())
+    rows = rows.filter(pc.is_in(rows["run_id"], pa.array(sorted(names), pa.string())))
+    new = rows.replace_schema_metadata(None)
+    _blocks[folder] = _extend(block, {name: files[name] for name in names}, [new])
+    _store_if_large(folder)
+
+
+def _block(folder: Path, files: dict[str, _File]) -> _Block:
+    """What is known of a folder, without the rows of files that were removed or
+    replaced since."""
     block = _blocks.get(folder) or _stored_block(folder)
-    if block.files == files:
-        return block.rows
     stale = [name for name, file in block.files.items() if files.get(name) != file]
-    rows = block.rows
-    if stale:
-        rows = rows.filter(pc.invert(pc.is_in(rows["run_id"], pa.array(stale))))
-    unread = files.keys() - (block.files.keys() - stale)
-    rows = pa.concat_tables([rows, *(_read_file("runs", files[n]) for n in unread)])
-    if rows["run_id"].num_chunks > _CHUNKS:
-        rows = rows.combine_chunks()
-    _blocks[folder] = _Block(files, rows)
-    if len(unread) >= _STORED_FROM:
+    if not stale:
+        return block
+    rows = block.rows.filter(pc.invert(pc.is_in(block.rows["run_id"], pa.array(stale))))
+    files = {name: block.files[name] for name in block.files.keys() - stale}
+    return _Block(files, rows, block.unstored)
+
+
+def _extend(block: _Block, files: dict[str, _File], rows: list[pa.Table]) -> _Block:
+    table = pa.concat_tables([block.rows, *rows])
+    if table["run_id"].num_chunks > _MAX_CHUNKS:
+        table = table.combine_chunks()
+    return _Block(block.files | files, table, block.unstored + len(files))
+
+
+def _store_if_large(folder: Path) -> None:
+    """Stores what was read of a folder once `_STORED` lacks many files."""
+    if _blocks[folder].unstored >= _STORED_FROM:
         with suppress(OSError):  # a log that cannot be written is read all the same
             _store_block(folder)
-    return rows
+        block = _blocks[folder]
+        _blocks[folder] = _Block(block.files, block.rows)
 
 
 def _stored_block(folder: Path) -> _Block:
@@ -225,9 +263,9 @@ def _stored_block(folder: Path) -> _Block:
 
 
 def _store_block(folder: Path) -> None:
-    """Stores the rows that were read of a folder in one file beside them, since opening
-    thousands of files takes half a minute. The file is no part of the log: another one,
-    or none, changes no row that is loaded."""
+    """Stores the rows of a folder in one file beside theirs, since opening thousands of
+    files takes half a minute. The file is no part of the log: another one, or none,
+    changes no row that is loaded."""
     block = _blocks[folder]
     stored = [
         (name, file.modified_ns, file.size, file.inode)
@@ -244,7 +282,7 @@ def _store_block(folder: Path) -> None:
 
 
 def _sorted_by_run(rows: pa.Table) -> pa.Table:
-    """The rows by run id; those of one run stay in their order."""
+    """The rows sorted by run id. Rows of one run stay in their order."""
     order = np.argsort(rows["run_id"].to_numpy(), kind="stable")
     return rows.take(pa.array(order))
 
@@ -271,23 +309,22 @@ def _read_file(table: str, file: _File) -> pa.Table:
         data = reader.read_all(use_threads=False)
         version = int((data.schema.metadata or {}).get(VERSION_KEY, 0))
         unknown = set(data.schema.names) - set(names)
-        found = None
         if version != VERSION:
-            found, step = f"schema version {version}", "update the workbench"
+            fault, step = f"schema version {version}", "update the workbench"
             if version < VERSION:
                 step = f"run: python tools/rewrite_log.py {path.parents[1]}"
         elif unknown:
-            found, step = f"columns {sorted(unknown)}", "update the workbench"
+            fault, step = f"columns {sorted(unknown)}", "update the workbench"
         elif set(data["run_id"].unique().to_pylist()) != {path.stem}:
-            found = "rows of another run than the file's name says"
+            fault = "rows of another run than the file's name says"
         elif data.schema.equals(SCHEMAS[table]):
             return data.replace_schema_metadata(None)
         else:
             return with_all_columns(table, data).replace_schema_metadata(None)
     except (OSError, KeyError, pa.ArrowException) as error:
-        found = " ".join(str(error).split())
+        fault = " ".join(str(error).split())
     needed = f"a whole Parquet file of table {table}, version {VERSION}"
-    raise InputError(f"log file {path}", found, needed, step)
+    raise InputError(f"log file {path}", fault, needed, step)
 
 
 def to_frame(rows: pa.Table) -> pd.DataFrame:
@@ -301,16 +338,16 @@ def plain(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _folders(table: str, root: Root) -> tuple[Path, Path]:
-    """The folders of a table in the log at `root`: of shipped runs, and its own."""
+    """The folders of a table in the log at `root`: that of shipped runs first."""
     check_choice("log table", table, SCHEMAS, "correct the name")
     root = Path(root or default_root()).absolute()
     return shipped_root(root) / table, root / table
 
 
 def to_arrow(table: str, frame: pd.DataFrame) -> pa.Table:
-    """The rows in all columns of the table, each of its type, so that a reader that
-    takes the schema of one file finds every column. Raises errors of Python's and
-    Arrow's for what does not fit."""
+    """The rows with all columns of the table, each of its type: a reader that takes the
+    schema of one file finds every column. Rows that do not fit raise errors of Python
+    or Arrow."""
     schema = SCHEMAS[table]
     if frame.empty:
         raise ValueError("no rows")

@@ -1,9 +1,10 @@
 """The one statistic of times, and what may be concluded from it.
 
-A process is one value: its tokens over the time of its timed calls, or the median of
-its timed calls, since calls of one process resemble each other more than those of two.
-A setting is the median over its processes, with the least and the most of them. Two
-settings differ only where at least `MIN_ROUNDS` interleaved rounds agree."""
+A process gives one value: its tokens over the time of its timed calls, or the median of
+its timed calls. Calls of one process resemble each other more than those of two, so
+that they are no independent values. A setting is the median over its processes, beside
+the least and the most of them. Two settings differ only where at least `MIN_ROUNDS`
+interleaved rounds agree."""
 
 import re
 from collections.abc import Sequence
@@ -18,20 +19,22 @@ RATE = "tokens_per_s"
 MIN_ROUNDS = 3
 CONFIDENCE = 0.95
 MIN_CHANGE = 1.02
-"""Ratio below which the order within a round, on a machine that slows down meanwhile,
-may be all that there is."""
+"""A smaller ratio may come from the order within a round alone, on a machine that slows
+down meanwhile."""
 FAR_APART = 1.25
-"""Ratio of a setting's processes from which no conclusion is drawn."""
+"""No conclusion is drawn from a setting whose processes differ by this ratio."""
 TRIMMED_FROM = 5
-"""Number of processes from which one odd process at either end disturbs nothing."""
+"""With so many processes, one odd process at either end disturbs nothing."""
 LOAD_MARGIN = 0.5
-"""Load beyond the cores that a measurement causes itself."""
+"""A measurement itself may cause so much load beyond the number of cores."""
 MAX_STEAL = 0.02
+"""The share of processor time that other machines may take."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What the interleaved rounds of two settings say of the second over the first."""
+    """The times of a second setting over those of a first one, from their interleaved
+    rounds."""
 
     ratio: float
     """The geometric mean over rounds."""
@@ -85,13 +88,12 @@ def summarize(
     """The median over processes of each group, the least and the most of them, and
     their number: columns median, least, most, n."""
     groups = processes.groupby(by, dropna=False)[value]
-    how = {"median": "median", "least": "min", "most": "max", "n": "count"}
-    return groups.agg(**how)
+    return groups.agg(median="median", least="min", most="max", n="count")
 
 
 def count_rounds(first: Sequence[str], second: Sequence[str]) -> int:
-    """The number of interleaved rounds of two sets of runs: how often, in the order of
-    time, both had been run equally often."""
+    """The number of interleaved rounds of two sets of run ids: how often, in the order
+    of time, both sets had been run equally often."""
     order = sorted([*first, *second])  # run ids sort by time
     sides = np.where(np.isin(order, list(first)), 1, -1)
     return int((np.cumsum(sides) == 0).sum())
@@ -119,8 +121,8 @@ def difference(first: pd.Series, second: pd.Series) -> Difference:
 
 
 def are_apart(values: Sequence[float]) -> bool:
-    """Whether processes of one setting differ by more than `FAR_APART`; from
-    `TRIMMED_FROM` of them on without the least and the most."""
+    """Whether processes of one setting differ by more than `FAR_APART`. Of
+    `TRIMMED_FROM` or more, the least and the most are left out."""
     ordered = sorted(values)
     if len(ordered) >= TRIMMED_FROM:
         ordered = ordered[1:-1]
@@ -128,30 +130,32 @@ def are_apart(values: Sequence[float]) -> bool:
 
 
 def select_undisturbed(runs: pd.DataFrame, by: Sequence[str]) -> pd.Series:
-    """Which rows count: those that nothing disturbed, and all of a group (`by`) in
-    which everything was disturbed. Of boolean type, with the index of `runs`."""
+    """Whether each row counts: those that nothing disturbed do, and all of a group (the
+    columns `by`) in which every one was disturbed. Booleans with the index of
+    `runs`."""
     was_disturbed = runs["disturbed"].notna()
     keys = [runs[name] for name in by]
     return ~was_disturbed | was_disturbed.groupby(keys, dropna=False).transform("all")
 
 
 def disturbed(runs: pd.DataFrame) -> pd.Series:
-    """Why each run's times say little, in words; None where nothing shows it.
+    """The reason, in words, why the times of each run say little: other work disturbed
+    it. None where nothing shows it.
 
     Args:
-        runs: rows of the log's table `runs`; a row without load and steal, such as an
-            older one, is not judged.
+        runs: rows of the log's table `runs`. Older rows lack load and steal, and are
+            never called disturbed.
     """
     reasons = []
     for run in runs.to_dict("records"):
         cores = re.search(r"\b(\d+) cores", str(run.get("machine")))
-        words = []
+        causes = []
         for name, when in (("load_start", "before"), ("load_end", "after")):
             load = run.get(name)
             if cores and pd.notna(load) and load > int(cores[1]) + LOAD_MARGIN:
-                words.append(f"load {load:.1f} on {cores[1]} cores {when} it")
+                causes.append(f"load {load:.1f} on {cores[1]} cores {when} it")
         steal = run.get("steal")
         if pd.notna(steal) and steal > MAX_STEAL:
-            words.append(f"{steal:.0%} of processor time went to other machines")
-        reasons.append(", ".join(words) or None)
+            causes.append(f"{steal:.0%} of processor time went to other machines")
+        reasons.append(", ".join(causes) or None)
     return pd.Series(reasons, runs.index, object)

@@ -59,10 +59,10 @@ def lines(
     panels = group_by(data, col)
     shares_y = ylabel != ""
     axes = panels_in(figure, len(panels), 1.7, shares_y)
-    looks = {}
+    line_styles = {}
     kinds = zip(group_by(data, hue), cycle(PALETTE), cycle(MARKERS))
     for (name, _), colour, marker in kinds:
-        looks[name] = {"color": colour, "marker": marker, "label": name}
+        line_styles[name] = {"color": colour, "marker": marker, "label": name}
     columns = [name for name in (x, hue, col) if name]
     is_crowded = len(data[columns].drop_duplicates()) > MAX_VECTOR_POINTS
     keys = {}
@@ -84,10 +84,12 @@ def lines(
                 continue
             low, high = (points.quantile(share)[medians.index] for share in spread)
             bars = [medians - low, high - medians]
-            drawn = ax.errorbar(medians.index, medians, bars, **looks[name], capsize=2)
+            drawn = ax.errorbar(
+                medians.index, medians, bars, **line_styles[name], capsize=2
+            )
             for artist in drawn.get_children():
                 artist.set_rasterized(is_crowded)
-            keys[name] = Line2D([], [], **looks[name])
+            keys[name] = Line2D([], [], **line_styles[name])
         for value in marks.values():
             ax.axhline(value, **DASHED)
         if xlog:
@@ -105,7 +107,7 @@ def lines(
         if shares_y:
             ax.label_outer()
     # in the order of the groups, whichever panel has them first
-    legend = [keys[name] for name in looks if name in keys]
+    legend = [keys[name] for name in line_styles if name in keys]
     legend += [Line2D([], [], **DASHED, label=mark) for mark in marks]
     notes = []
     if has_several:

@@ -31,19 +31,19 @@ def tradeoff(
             `hue`, which gives the colours.
         max_kl: the user's limit on the mean KL, drawn as a dashed line.
     """
-    shown = configurations.dropna(subset=["kl_mean", "tokens_per_s"])
-    low = (shown["kl_mean"] < LEAST_KL).sum()
-    shown = shown.assign(kl_mean=shown["kl_mean"].clip(lower=LEAST_KL))
+    measured = configurations.dropna(subset=["kl_mean", "tokens_per_s"])
+    low = (measured["kl_mean"] < LEAST_KL).sum()
+    measured = measured.assign(kl_mean=measured["kl_mean"].clip(lower=LEAST_KL))
     figure.set_figheight(3.2)
     ax = figure.subplots()
-    looks = cycle(product(MARKERS, PALETTE))
-    for (name, group), (marker, colour) in zip(group_by(shown, hue), looks):
+    styles = cycle(product(MARKERS, PALETTE))
+    for (name, group), (marker, colour) in zip(group_by(measured, hue), styles):
         for verdict, points in group.groupby("verdict", dropna=False):
             look = {"color": colour, "marker": "X" if verdict == "RED" else marker}
             verdict = label_of("verdict", verdict)
             look["label"] = f"{name}, {verdict}" if hue else verdict
             ax.scatter("kl_mean", "tokens_per_s", data=points, **look)
-    best = _front(shown)
+    best = _front(measured)
     for number, row in enumerate(best.itertuples(), 1):
         point = (row.kl_mean, row.tokens_per_s)
         offset = {"textcoords": "offset points", "ha": "right"}

@@ -39,6 +39,7 @@ def describe_axis(processes: pd.DataFrame, axis: str, unit: str, command: str) -
     settings = _by(processes, axis)
     keys = list(settings)
     pairs = list(pairwise(keys))
+    # neighbours may be too close to tell apart where the ends are not
     if len(keys) > 2:
         pairs.append((keys[0], keys[-1]))
     medians = ", ".join(f"{key}: {_figures(settings[key])}" for key in keys)
@@ -178,6 +179,7 @@ def _objections(settings: Series) -> list[str]:
     """Why nothing is concluded from settings, whatever their values say."""
     reasons = []
     for key, rows in settings.items():
+        # `processes` leaves out disturbed ones where a setting has others
         if rows["disturbed"].notna().all():
             cause = rows["disturbed"].iloc[0]
             reasons.append(f"every process of {key} was disturbed: {cause}")

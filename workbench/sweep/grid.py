@@ -103,8 +103,10 @@ class Grid(BaseModel, extra="forbid"):
             raise ValueError("either checkpoint (and export), or bundle")
         if several and self.validate_ids and not self.golden:
             raise ValueError("golden (run: workbench golden CHECKPOINT --out G)")
+        # every cell would be killed before it had measured for so long
         if (self.run.min_seconds or 0) >= self.run.timeout_s:
             raise ValueError("min_seconds below timeout_s")
+        # counted before anything lists the cells, which would fill the memory
         axes = [getattr(self.run, name) for name in RUN_AXES]
         lengths = [len(axis) for axis in (*self.export.values(), *axes)]
         if self.run.rounds * math.prod(lengths) > MAX_CELLS:
@@ -284,6 +286,7 @@ def cells(
     """
     run = grid.run.model_dump(exclude_none=True)
     axes = {name: run.pop(name) for name in RUN_AXES}
+    # a validation does not depend on T and depth of the cell: one for each bundle
     smallest = min(axes["T"]), min(axes["depth"])
     bundles = list(_bundles(grid, root))
     for round_, (source, options) in itertools.product(range(run["rounds"]), bundles):

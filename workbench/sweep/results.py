@@ -85,6 +85,7 @@ def configurations(
     )
     validated["faulty"] = [bool(_red_gates(run)) for run in runs]
     faulty = validated[[*BUNDLE, "faulty"]]
+    # by status, too: the times of invalid runs are no repetitions of valid ones
     rows = repeated(timed, ["setting", "status"], validated, root)
     rows["verdict"] = rows["verdict"].fillna("not_run")
     rows = rows.merge(faulty, "left", BUNDLE)
@@ -160,6 +161,7 @@ def _runs(
     runs = with_tail(log.load("runs", root, {"status": MEASURED}))
     runs["disturbed"] = log.disturbed(runs)
     runs["invalid"] = runs["reason"].where(runs["status"] == "invalid")
+    # `values` is equal for bundles that were exported alike by different versions
     if grid.bundle:
         contents = {cell.source.contents for cell in cells}
         runs = runs[runs["bundle_hash"].isin(contents)]

@@ -85,21 +85,22 @@ def sweep(
     else:
         client = cluster.connect(scheduler)
         planned = list(cells(grid, root, cluster.runtimes(client, grid.run.runtime)))
+    # every n-th cell, so that each part has cells of all bundles and rounds
     planned = planned[part[0] - 1 :: part[1]]
     # workers look into the log themselves, for runs of their machine
     todo = missing(planned, root) if here else in_random_order(planned)
     measure = partial(run_cell, grid=grid, bundles=bundles, root=root)
     outcomes = []
     try:
-        with bar(desc=progress, total=len(todo), unit="cell") as shown:
+        with bar(desc=progress, total=len(todo), unit="cell") as progress_bar:
             if here:
-                measure = partial(measure, report=shown.set_postfix_str)
+                measure = partial(measure, report=progress_bar.set_postfix_str)
                 results = map(measure, todo)
             else:
                 results = cluster.run(client, measure, todo)
             for outcome in results:
                 outcomes.append(outcome)
-                shown.update()
+                progress_bar.update()
     except (KeyboardInterrupt, InputError, OSError, MemoryError) as problem:
         logged = len(planned) - len(todo)
         logged += sum(status in MEASURED for status, _ in outcomes)
@@ -145,6 +146,7 @@ def in_random_order(cells: Iterable[Cell]) -> list[Cell]:
     distinct: dict[Measurement, Cell] = {}
     for cell in cells:
         distinct.setdefault(cell.measurement(), cell)
+    # in order, a machine that warms up would slow down the last settings of each round
     shuffled = random.Random(0).sample(list(distinct.values()), len(distinct))
     return sorted(shuffled, key=lambda cell: cell.round)
 
@@ -222,6 +224,7 @@ def _measured_cell(
                 row = _with_placement(row, path, call)
     if outcome.failure:
         row |= {"status": "failed", "reason": outcome.failure}
+    # the columns of a failed run come from the cell, since no decoder described them
     row["config"] |= {
         "export": cell.options.model_dump(),
         "run": cell.run,
@@ -305,6 +308,7 @@ def measure(cell: Cell, grid: Grid, path: Path) -> tuple[dict, dict]:
         compute_units=run["compute_units"],
         hints=run["hints"],
     )
+    # imports and loading, which every process of a user pays once
     startup_s = time.time() - psutil.Process().create_time()
     sizes = {name: run[name] for name in timing.SIZES if name in run}
     with energy.metered() as used, log.disturbance() as disturbance:

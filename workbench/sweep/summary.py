@@ -81,6 +81,7 @@ def repeated(
             disturbed=counts.sum(),
         )
     )
+    # run ids, by which the log is sorted, begin with their time
     last = runs.drop_duplicates(by, keep="last")
     last = last.drop(columns=[*SPEEDS, *JUDGED, "disturbed"])
     judged = validated.drop_duplicates(BUNDLE, keep="last")[[*BUNDLE, *JUDGED]]
@@ -129,6 +130,7 @@ def summary(root: log.Root = None, where: str | dict | None = None) -> pd.DataFr
     rows = repeated(runs, by, validated, root).set_index("run_id")
     rows.update(runs.set_index("run_id")[JUDGED])
     rows = rows.reset_index()
+    # a verdict on a run that failed, or ran elsewhere, would be another run's
     ok = rows["status"] == "ok"
     rows["verdict"] = rows["verdict"].astype(object).where(ok)
     has_result = rows[["verdict", "tokens_per_s"]].notna().any(axis=1)
@@ -150,6 +152,7 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     width = width or shutil.get_terminal_size((WIDTH, 0)).columns
     rows = rows.set_axis(rows["run_id"].str.split("-").str[-1])
     rows["verdict"] = rows["verdict"].fillna(rows["status"].replace("ok", None))
+    # a single process is neither the slowest nor the fastest
     rows.loc[rows["n"] == 1, ["slowest", "fastest"]] = None
     varied = [name for name in log.SETTINGS if rows[name].nunique(dropna=False) > 1]
     common = rows[log.SETTINGS].iloc[0].drop(varied).dropna().to_dict()
@@ -175,17 +178,17 @@ def table_lines(rows: pd.DataFrame, width: int | None = None) -> list[str]:
     preferred = [*most_varied, *FIRST_FIGURES, *LETTERED, *figures, *names]
     preferred = list(dict.fromkeys(name for name in preferred if name in names))
     ids = ["", *rows.index]
-    shown = _fitting(columns, preferred, width - max(map(len, ids)))
-    shown.sort(key=names.index)
+    fitting = _fitting(columns, preferred, width - max(map(len, ids)))
+    fitting.sort(key=names.index)
     below = [f"{run}: {reason}" for run, reason in rows["reason"].dropna().items()]
-    if left_out := [FIGURES.get(name, name) for name in names if name not in shown]:
+    if left_out := [FIGURES.get(name, name) for name in names if name not in fitting]:
         below.append(
             f"left out, since the line has {width} columns: {', '.join(left_out)}; "
             "`workbench log --rows` prints every column, --json all of them as JSON"
         )
     return [
         *_wrapped(above, width),
-        *_aligned([ids, *(columns[name] for name in shown)]),
+        *_aligned([ids, *(columns[name] for name in fitting)]),
         *_wrapped(below, width),
     ]
 

@@ -75,6 +75,7 @@ def measure_speed(
         seqs = decoder.new_sequences()
         for _ in range(RAMP_CALLS):
             seqs.advance(_ids(decoder, rng, T))
+    # a sequence ends at max_seq_len: more tokens need more sequences
     sequences = max(repetitions, math.ceil((min_tokens or 0) / (calls * T)))
     start, elapsed_s = time.perf_counter(), 0.0
     repetition = order = 0
@@ -109,6 +110,7 @@ def measure_speed(
             rows.append(columns | {"phase": phase, "value": ms})
     import pandas as pd
 
+    # a runtime that does not compile has no such time
     samples = pd.DataFrame(rows).dropna(subset="value")
     return samples.fillna({"unit": "ms"})
 
@@ -174,6 +176,7 @@ def layer_table(samples: "pd.DataFrame", decoder: Decoder) -> "pd.DataFrame":
         row = of_shard[["shard", "T", "depth"]].iloc[0].to_dict()
         row |= {"n": len(of_shard)}
         row |= ms.median().rename({"value": "layer_ms"})
+        # layers of one shard share its figures: Core ML times shards
         row["mad_ms"] = (ms["value"] - row["layer_ms"]).abs().median()
         rows += [{"layer": layer} | row for layer in layers]
     return pd.DataFrame(rows)
@@ -209,6 +212,7 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8) -> "pd.DataFram
     if depth:
         seqs.prefill(_ids(decoder, rng, depth))
     for call in range(calls + 1):
+        # `clock` measures the first gap from here
         ids, last = _ids(decoder, rng, 1), time.perf_counter()
         seqs.advance(ids, partial(clock, call))
     timed = pd.DataFrame(rows).query("call > 0").groupby(["call", "module", "op"])["ms"]

@@ -1,0 +1,122 @@
+"""Whoever is killed while it measures leaves no process: a call, a sweep, and a run of pytest on two
+workers. The signal reaches one process alone, as a user or a scheduler would send it."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny import ROOT
+
+from workbench import process
+
+ENDS_S = 10
+STARTS_S = 120
+HERE = Path(__file__).parent
+SIGNALS = pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name
+)
+
+CALL = """
+import called, pathlib
+from workbench import process
+process.call(called.hangs, pathlib.Path("started"))
+"""
+SWEEP = """
+from workbench import sweep
+sweep.sweep(sweep.make_grid({grid!r}), root="log", bundles={bundles!r}, progress=False)
+"""
+TESTS = """
+import pathlib, subprocess
+import called
+from workbench import process
+
+def test_one():
+    process.call(called.sleeps, pathlib.Path("one"))
+
+def test_other(forks):
+    code = "import pathlib, time; pathlib.Path('forked').touch(); time.sleep(600)"
+    subprocess.Popen([forks, "-c", code])
+    process.call(called.hangs, pathlib.Path("other"))
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A function that starts Python in `tmp_path`; what still lives at the end is killed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(HERE), os.pathsep)
+    started = []
+
+    def run(*arguments: str) -> psutil.Popen:
+        started.append(psutil.Popen([sys.executable, *arguments]))
+        return started[-1]
+
+    yield run
+    for running in started:
+        if running.is_running():
+            for one in (*running.children(recursive=True), running):
+                one.kill()
+            running.wait()
+
+
+def wait_for(condition, running: psutil.Popen) -> None:
+    deadline = time.monotonic() + STARTS_S
+    while not condition():
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def survivors(running: psutil.Popen, number: signal.Signals) -> list[psutil.Process]:
+    """Ends a process by a signal; the processes below it that live on, which are killed."""
+    below = running.children(recursive=True)
+    assert below
+    running.send_signal(number)
+    assert running.wait(ENDS_S) == -number
+    _, alive = psutil.wait_procs(below, timeout=ENDS_S)
+    # an orphan without a parent that waits for it stays a zombie
+    alive = [p for p in alive if p.is_running() and p.status() != "zombie"]
+    for one in alive:
+        one.kill()
+    return alive
+
+
+@pytest.mark.skipif(not process.FORKS, reason="on a Mac the child is the server")
+@SIGNALS
+def test_a_call_leaves_no_process_though_no_thread_of_its_child_can_run(start, number):
+    running = start("-c", CALL)
+    wait_for(lambda: Path("started").exists(), running)
+    assert survivors(running, number) == []
+
+
+@pytest.mark.slow("a process imports what cells need, and so does its child")
+@pytest.mark.wide
+@SIGNALS
+def test_a_sweep_leaves_no_process(start, swept, grid, number):
+    bundles = str(swept[0] / "bundles")
+    run = {"T": [1], "min_seconds": 600}
+    changed = grid | {"run": run, "validate_ids": []}
+    running = start("-c", SWEEP.format(grid=changed, bundles=bundles))
+    # a server and the child that measures
+    wait_for(lambda: len(running.children(recursive=True)) > 1, running)
+    assert survivors(running, number) == []
+
+
+@pytest.mark.slow("pytest and two workers start, and each of them a child")
+@pytest.mark.wide
+@SIGNALS
+def test_a_run_of_pytest_leaves_no_process(start, tmp_path, monkeypatch, number):
+    (tmp_path / "test_both.py").write_text(TESTS)
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("WORKBENCH_TEST_FORKS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent), os.pathsep)
+    settings = ["-c", ROOT / "pyproject.toml", "-o", "addopts=", "--rootdir", tmp_path]
+    options = ["-p", "conftest", "-p", "no:cacheprovider", "-n", "2", "test_both.py"]
+    running = start("-m", "pytest", *map(str, settings), *options)
+    names = ("one", "other", "forked")
+    wait_for(lambda: all(Path(name).exists() for name in names), running)
+    assert survivors(running, number) == []

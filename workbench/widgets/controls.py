@@ -1,0 +1,51 @@
+"""Controls, buttons and canvases as the widgets of this project look."""
+
+from collections.abc import Callable
+
+import ipywidgets as ui
+import matplotlib
+from IPython import get_ipython
+
+from workbench import plots
+
+WIDTH = 9.5  # inches: width of a canvas
+
+
+def control(label: str, values: list) -> ui.Widget:
+    """A slider over whole numbers, or a list of other values; it begins at the first
+    value."""
+    look = {"description": label, "style": {"description_width": "initial"}}
+    if type(values[0]) is int:
+        return ui.SelectionSlider(options=sorted(set(values)), value=values[0], **look)
+    return ui.Dropdown(options=values, **look)
+
+
+def button(label: str, icon: str, action: Callable[[], None]) -> ui.Button:
+    layout = ui.Layout(width="auto")
+    widget = ui.Button(description=label, icon=icon, layout=layout)
+    widget.on_click(lambda _: action())
+    return widget
+
+
+def canvas():
+    """A figure in the page whose events reach Python. matplotlib's backend stays what it
+    was, though ipympl replaces it when it is imported."""
+    backend = matplotlib.get_backend(auto_select=False) or "agg"
+    from ipympl.backend_nbagg import Canvas, FigureManager
+
+    matplotlib.use(backend)
+    figure = plots.StyledFigure(figsize=(WIDTH, 3), layout="constrained")
+    canvas = Canvas(figure)
+    FigureManager(canvas, 0)
+    canvas.header_visible = canvas.toolbar_visible = canvas.resizable = False
+    return canvas
+
+
+def call_on_kernel_thread(action: Callable[[], None]) -> None:
+    """Calls `action` on the thread that draws the canvases: a drawing on another thread
+    may reach the page in part. Without a kernel it is called here."""
+    kernel = getattr(get_ipython(), "kernel", None)
+    if kernel:
+        kernel.io_loop.add_callback(action)
+    else:
+        action()

@@ -1,0 +1,390 @@
+"""Sliders over what the log holds of a grid."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import ipywidgets as ui
+from IPython import get_ipython
+
+from workbench import escape, log, plots, sweep
+from workbench.decode.transcript import token_labels
+from workbench.errors import InputError
+from workbench.experiment import Experiment
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import identity
+from workbench.sweep.error_split import find_operation, measure_split, stored_split
+from workbench.sweep.grid import Cell
+from workbench.sweep.run import run_cell
+from workbench.widgets import sentences
+from workbench.widgets.controls import button, control
+from workbench.widgets.jobs import Job, JobQueue, about_seconds
+from workbench.widgets.results import FIRST_AXES, GridResults, Setting, mode_of
+from workbench.widgets.views import Heatmap, Place, Speed
+
+TENSORS = ("update", "k", "v", "logits")
+METRICS = [("1 − cosine", "cosine"), ("relative error ÷ its tolerance", "error")]
+CELL_S = 8.0  # seconds of a cell of the grid, until one was measured
+SPLIT_S, SEARCH_S = 15, 90  # about the seconds of an error split and of a search
+NOTHING = "Nothing is missing"
+HINT = "Click on a cell to see its values and its layer's error split."
+_open: list["Explorer"] = []
+"""Explorers whose pictures take memory, which `close` frees."""
+
+
+class Explorer(ui.VBox):
+    """Error by layer and token, tokens per second and ms per layer at every setting of a
+    grid.
+
+    What the log holds is drawn at once. The cell under the pointer is described below
+    the picture. A click chooses the cell and shows how its layer's error splits; the
+    split is measured first where the log lacks it. *Run what is missing* measures the
+    rest of the grid in child processes, beginning with the shown bundle.
+
+    Cells and layers of the shown bundle are ranked by their error over the rounding
+    budget, settings by their KL: that ratio contains the rounding of a setting's own
+    weights. An Explorer is closed when its cell of a notebook runs again; outside of a
+    notebook, when another one shows the same grid.
+
+    Args:
+        grid: a sweep (see `workbench.sweep.make_grid`). Each control begins at the
+            first value of its axis.
+        experiment: takes the figures that *Save figure* saves.
+        root: the log's folder.
+    """
+
+    def __init__(
+        self, grid: dict, experiment: Experiment, *, root: str | Path | None = None
+    ):
+        self.grid, self.experiment = sweep.make_grid(grid), experiment
+        self.root = Path(root or log.default_root()).absolute()
+        self.notebook_cell = _notebook_cell()
+        self.closed = True  # until all widgets are there
+        _close_replaced(self)
+        self.results = GridResults(self.grid, self.root)
+        source = self.results.cells["cell"].iloc[0].source
+        # a finished bundle has no checkpoint, and its error is not split
+        self.checkpoint = None if source.finished else Checkpoint(source.path)
+        self.name = source.name if source.finished else self.checkpoint.name
+        self.tokens = token_labels(source.tokenizer, self.grid.validate_ids)
+        self.cell_s = CELL_S
+        self.chosen: Place | None = None
+        self.answers: dict[tuple, str] = {}  # to `search`, by setting and place
+        self.shown_options = None  # of the export whose rows are drawn
+        self.queue = JobQueue(
+            say=self._say,
+            on_change=self._enable,
+            on_result=partial(self.guarded, self.refresh),
+            on_error=self._show_error,
+        )
+        self.heatmap, self.speed = Heatmap(), Speed()
+        self.heatmap.canvas.mpl_connect("button_press_event", self.click)
+        self._make_widgets()
+        rows = [self._row(self.controls), self._row(self.buttons)]
+        texts = [self.ranks, self.words, self.answer, self.costs]
+        pictures = [self.message, self.heatmap.canvas, *texts, self.speed.canvas]
+        super().__init__([*rows, *pictures], layout={"overflow": "visible"})
+        self.add_class("workbench-explorer")
+        self.closed = False
+        _open.append(self)
+        self.guarded(self.refresh)
+
+    def _make_widgets(self) -> None:
+        self.axes = {
+            name: control(name, values) for name, values in self.results.axes().items()
+        }
+        self.tensor = control("tensor", TENSORS)
+        self.metric = control("metric", METRICS)
+        self.controls = [*self.axes.values(), self.tensor, self.metric]
+        for widget in self.controls:
+            widget.observe(lambda _: self.guarded(self.draw_anew), "value")
+        self.run = button("", "play", self._run_missing)
+        self.cancel = button("Cancel", "stop", self.queue.cancel)
+        self.cancel.disabled = True
+        self.which = button("Which operation?", "search", self.search)
+        self.keep = button("Save figure", "download", lambda: self.guarded(self.save))
+        self.status = ui.HTML()  # what is measured
+        self.message = ui.HTML()  # the times, what was not measured, or an error
+        self.ranks = ui.HTML()
+        self.words = ui.HTML()  # about the chosen cell
+        self.answer = ui.HTML()  # to `search`
+        self.costs = ui.HTML()
+        self.buttons = [self.run, self.cancel, self.which, self.keep, self.status]
+
+    @staticmethod
+    def _row(widgets: list[ui.Widget]) -> ui.HBox:
+        # boxes have scroll bars by default, also where nothing is cut
+        return ui.HBox(widgets, layout={"flex_flow": "row wrap", "overflow": "visible"})
+
+    def close(self) -> None:
+        """Ends what it measures, removes it from the page and frees its pictures."""
+        if getattr(self, "closed", True):  # a widget closes when it is deleted
+            super().close()
+            return
+        self.closed = True
+        self.queue.cancel()
+        if self in _open:
+            _open.remove(self)
+        for canvas in (self.heatmap.canvas, self.speed.canvas):
+            canvas.figure.clear()
+        widgets = [self]
+        for widget in widgets:  # grows by the widgets in a box
+            widgets += getattr(widget, "children", ())
+            # a canvas has a toolbar outside of its children, which refers to it
+            widgets += [widget.toolbar] if hasattr(widget, "toolbar") else []
+        for widget in widgets[1:]:
+            for part in (widget.layout, getattr(widget, "style", None), widget):
+                if part is not None:
+                    part.close()
+        self.children = ()
+        self.heatmap = self.speed = None
+        self.layout.close()
+        super().close()
+
+    def guarded(self, action: Callable[[], None]) -> bool:
+        """Runs a callback, whose error would be lost: it is shown, and the queue loses
+        its jobs. Returns whether there was none."""
+        if self.closed:
+            return False
+        try:
+            action()
+            return True
+        except Exception as problem:
+            self.queue.jobs.clear()
+            self._show_error(problem)
+            return False
+
+    def _show_error(self, problem: Exception) -> None:
+        if not self.closed:
+            text = escape.html(f"{type(problem).__name__}: {problem}")
+            self.message.value = f"<pre class='workbench-error'>{text}</pre>"
+
+    def _say(self, text: str) -> None:
+        if not self.closed:
+            self.status.value = escape.html(text)
+
+    # what is shown
+
+    def setting(self) -> Setting:
+        """The values of the controls that decide what is measured."""
+        return {name: widget.value for name, widget in self.axes.items()}
+
+    def refresh(self) -> None:
+        """Reads the log and draws."""
+        self.results.refresh()
+        jobs = self.missing()
+        self.run.description = NOTHING
+        if jobs:
+            seconds = about_seconds(sum(job.seconds for job in jobs))
+            self.run.description = f"Run what is missing ({seconds})"
+        self._enable()
+        self.costs.value = self._costs()
+        self.draw()
+
+    def _enable(self) -> None:
+        """Enables *Cancel* while something is measured, and *Run* while nothing is and
+        the log lacks a cell of the grid."""
+        if not self.closed:
+            is_busy = self.queue.is_busy
+            self.cancel.disabled = not is_busy
+            self.run.disabled = is_busy or self.run.description == NOTHING
+
+    def draw_anew(self) -> None:
+        """Draws at another setting. The page loses what it says about the cell under
+        the pointer."""
+        self.heatmap.forget_pointer()
+        self.draw()
+
+    def draw(self) -> None:
+        """Draws both pictures at the controls' setting, and the texts that belong to
+        them."""
+        setting, tensor = self.setting(), self.tensor.value
+        options = self.results.options(setting)
+        times = self._draw_times(setting, options.max_seq_len)
+        self.shown = self.results.fidelity(setting, tensor)
+        shown_S = None
+        if len(self.shown):
+            shown_S = int(self.shown["max_seq_len"].iloc[0])
+            self.shown_options = options.model_copy(update={"max_seq_len": shown_S})
+            self._draw_heatmap(setting["T"], tensor)
+        self.message.value = _message(times, options.max_seq_len, shown_S)
+        self.keep.disabled = shown_S is None
+        self.heatmap.canvas.layout.display = "none" if shown_S is None else None
+        self.ranks.value = sentences.describe_ranks(self.shown)
+        self.describe()
+
+    def _draw_times(self, setting: Setting, S: int) -> str:
+        """Draws the times over max_seq_len and T; returns those of the setting."""
+        rates, layers = (
+            self.results.rows(table, setting, "max_seq_len", "T")
+            for table in ("samples", "layers")
+        )
+        return self.speed.draw(rates, layers, S, setting["T"])
+
+    def _draw_heatmap(self, T: int, tensor: str) -> None:
+        options = {"tensor": tensor, "mode": mode_of(tensor)}
+        options["metric"] = self.metric.value
+        # the rows may be of a validation on another prompt
+        prompt = identity.prompt(self.grid.validate_ids)
+        if self.shown["prompt"].eq(prompt).all():
+            options["tokens"] = self.tokens
+        title = f"{tensor} against Hugging Face, T = {T}"
+        self.heatmap.draw(self.shown, options, title, self.chosen)
+
+    def _costs(self) -> str:
+        """A table of the KL of each validated setting."""
+        run_ids = self.results.tables["fidelity"]["run_id"].unique()
+        runs = log.load("runs", self.root, {"run_id": run_ids})
+        names = dict.fromkeys(["bundle", *FIRST_AXES, *self.axes])
+        return sentences.costs_table(runs, [name for name in names if name != "T"])
+
+    def describe(self) -> bool:
+        """Writes the chosen cell's values and its layer's error split below the
+        heatmap; returns whether there is a split to measure."""
+        text = "" if self.shown.empty else self.heatmap.describe(self.chosen)
+        self.which.disabled = not text
+        self.answer.value = self.answers.get(self._question(), "")
+        if not text:
+            self.words.value = HINT
+            return False
+        self.words.value = f"<b>{escape.html(text)}</b>"
+        if self.checkpoint is None:
+            return False
+        parts = stored_split(self.checkpoint, self.shown_options, self.grid, self.root)
+        if parts is None:
+            return True
+        table = sentences.split_table(parts, self.chosen.layer)
+        self.words.value += f"<br>{table}"
+        return False
+
+    # what is measured
+
+    def click(self, event) -> None:
+        """Chooses the cell under the pointer, and measures its layer's error split if
+        the log has none."""
+        if event.inaxes not in self.heatmap.axes():
+            return
+        place = self.heatmap.place_at(event.xdata, event.ydata)
+        if place is None:
+            return
+        self.chosen = place
+        if self.guarded(self.draw) and self.describe():
+            split = partial(
+                measure_split,
+                self.checkpoint,
+                self.shown_options,
+                self.grid,
+                self.root,
+                self.queue.stopped,
+            )
+            layer = "logits" if place.layer is None else f"layer {place.layer}"
+            self.queue.add_first(Job(f"error split of {layer}", SPLIT_S, split))
+
+    def search(self) -> None:
+        """Searches for the operation that computes the chosen cell wrongly."""
+        question, (layer, position) = self._question(), self.chosen
+        cell = self.results.cell(self.setting())
+
+        def answer() -> None:
+            stop = self.queue.stopped
+            words = find_operation(cell, self.grid, self.root, layer, position, stop)
+            self.answers[question] = escape.html(words)
+
+        place = "logits" if layer is None else f"layer {layer}"
+        label = f"the operation of {place}, position {position}"
+        self.queue.add_first(Job(label, SEARCH_S, answer))
+
+    def _question(self) -> tuple:
+        """What `search` answers: the setting and the chosen place."""
+        return tuple(self.setting().values()), self.chosen
+
+    def missing(self) -> list[Job]:
+        """A job for each cell that the log lacks, those of the shown bundle first."""
+        jobs = []
+        for cell in self.results.missing(self.setting()):
+            options = cell.options
+            label = f"{options.compress}, max_seq_len {options.max_seq_len}"
+            jobs.append(Job(label, self.cell_s, partial(self._measure, cell)))
+        return jobs
+
+    def _run_missing(self) -> None:
+        self.queue.add_first(*self.missing())
+
+    def _measure(self, cell: Cell) -> None:
+        start = time.monotonic()
+        status, reason = run_cell(
+            cell,
+            grid=self.grid,
+            bundles=log.project(self.root) / "data" / "bundles",
+            root=self.root,
+            stop=self.queue.stopped,
+        )
+        if status == "failed":
+            step = "see the reason; it is in the log too"
+            raise InputError("sweep", reason, "a cell that runs", step)
+        self.cell_s = time.monotonic() - start
+
+    def save(self) -> None:
+        """Saves the shown heatmap among the experiment's figures. Its name holds the
+        setting, the tensor and the metric."""
+        values, settings = ["explorer"], [self.name]
+        for widget in self.controls:
+            name, value = widget.description, str(widget.value)
+            # the label of a slider is empty until the page has sent one
+            label = widget.label or value
+            if name == "max_seq_len":
+                value = label = str(self.shown_options.max_seq_len)
+            values.append(value)
+            settings.append(f"{name} {label}")
+        name, about = "-".join(values), " · ".join(settings)
+        alt = f"By layer and token: {about}."
+        options = self.heatmap.options
+        self.experiment.figure(
+            name, plots.heatmap, self.shown, alt=alt, about=about, **options
+        )
+        folder = self.experiment.folder / "figures"
+        self._say(f"saved {name} (svg, pdf, png, parquet) in {folder}")
+
+
+def _message(times: str, S: int, shown_S: int | None) -> str:
+    """The times of a setting, and what was not measured there, as HTML.
+
+    Args:
+        times: "" where there are none.
+        S: the setting's max_seq_len.
+        shown_S: the max_seq_len of the drawn errors; None where there are none.
+    """
+    if shown_S == S:
+        return times or "No times yet."
+    lacking = "Not measured at this setting."
+    if shown_S is not None:
+        lacking = f"Not measured at max_seq_len {S}; showing {shown_S}."
+        if times:
+            lacking = f"Errors: {lacking}"
+    lacking += " <i>Run what is missing</i> measures it."
+    return f"{times}<br>{lacking}" if times else lacking
+
+
+def _notebook_cell() -> tuple[str, int] | None:
+    """The cell of a notebook that runs, and the number of its run; None outside of a
+    notebook."""
+    shell = get_ipython()
+    parent = getattr(shell, "parent_header", None) or {}
+    name = parent.get("metadata", {}).get("cellId")
+    return (name, shell.execution_count) if name else None
+
+
+def _close_replaced(explorer: Explorer) -> None:
+    """Closes the Explorers that an earlier run of the same cell made, and outside of a
+    notebook those of the same grid and log."""
+    for other in [*_open]:
+        cell, others = explorer.notebook_cell, other.notebook_cell
+        if cell is None:
+            is_same = other.grid == explorer.grid and other.root == explorer.root
+            is_replaced = others is None and is_same
+        else:
+            # the same cell of the notebook in another run
+            is_replaced = others is not None and others[0] == cell[0] and others != cell
+        if is_replaced:
+            other.close()

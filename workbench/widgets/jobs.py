@@ -1,0 +1,112 @@
+"""A queue of measurements that run one after the other beside a notebook."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from workbench import process
+from workbench.widgets.controls import call_on_kernel_thread
+
+CANCELLED = "cancelled; what was finished is kept"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A measurement."""
+
+    label: str
+    seconds: float
+    """About how long it takes."""
+    run: Callable[[], None]
+    """May raise `process.Cancelled` once the queue was cancelled."""
+
+
+class JobQueue:
+    """Runs jobs on a thread of its own; it knows nothing of widgets.
+
+    A job that raises an error, or is cancelled, ends the queue.
+
+    Args:
+        say: is given a text about what runs and what is left, every second and from
+            threads of the queue; in the end "" or that it was cancelled.
+        on_change: is called when work begins or ends; see `is_busy`.
+        on_result: is called after each job that ended well.
+        on_error: is given the error of a job that failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        say: Callable[[str], None],
+        on_change: Callable[[], None],
+        on_result: Callable[[], None],
+        on_error: Callable[[Exception], None],
+    ):
+        self.say, self.on_change = say, on_change
+        self.on_result, self.on_error = on_result, on_error
+        self.jobs: list[Job] = []
+        self.is_busy = False
+        self.thread: threading.Thread | None = None
+        self.stopped = threading.Event()
+        """Is set once the queue is cancelled; jobs watch it."""
+
+    def add_first(self, *jobs: Job) -> None:
+        """Puts jobs before all others, and starts a thread unless one is at work."""
+        self.jobs[:0] = jobs
+        if self.jobs and not self.is_busy:
+            self.is_busy = True
+            self.stopped.clear()
+            self.on_change()
+            self.thread = threading.Thread(target=self._work, daemon=True)
+            self.thread.start()
+
+    def cancel(self) -> None:
+        """Ends the running job, whose child process is killed, and drops the others."""
+        self.jobs.clear()
+        self.stopped.set()
+
+    def _work(self) -> None:
+        while self.jobs:
+            job = self.jobs.pop(0)
+            ended = threading.Event()
+            clock = threading.Thread(target=self._count_down, args=(job, ended))
+            clock.daemon = True
+            self.say(self._progress(job, 0))
+            clock.start()
+            try:
+                job.run()
+                call_on_kernel_thread(self.on_result)
+            except process.Cancelled:
+                self.jobs.clear()
+            except Exception as problem:
+                self.jobs.clear()
+                self.on_error(problem)
+            finally:
+                ended.set()
+                clock.join()
+        call_on_kernel_thread(self._end)
+
+    def _end(self) -> None:
+        self.is_busy = False
+        self.say(CANCELLED if self.stopped.is_set() else "")
+        self.on_change()
+        self.add_first()  # starts again for jobs that came while the thread ended
+
+    def _count_down(self, job: Job, ended: threading.Event) -> None:
+        """Says every second what is left, until the job has ended."""
+        start = time.monotonic()
+        while not ended.wait(1):
+            self.say(self._progress(job, time.monotonic() - start))
+
+    def _progress(self, job: Job, elapsed_s: float) -> str:
+        later_s = sum(later.seconds for later in self.jobs)
+        if elapsed_s < job.seconds:
+            left = about_seconds(job.seconds - elapsed_s + later_s)
+            return f"measuring {job.label}, {left} to go"
+        words = f"measuring {job.label}, longer than expected, {elapsed_s:.0f} s so far"
+        return f"{words}, then {about_seconds(later_s)}" if self.jobs else words
+
+
+def about_seconds(seconds: float) -> str:
+    return f"about {seconds:.0f} s"

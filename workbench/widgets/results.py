@@ -1,0 +1,110 @@
+"""The cells of a grid, and what the log holds of them at a setting."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from workbench import sweep
+from workbench.bundle import Options
+from workbench.sweep.grid import Cell, Grid, stored_cells
+
+Setting = Mapping[str, Any]
+"""A value for each axis that has a control; other axes have one value in the grid."""
+FIRST_AXES = ("bundle", "max_seq_len", "T", "compress", "precision")
+"""The axes that always have a control, the first controls first."""
+
+
+class GridResults:
+    """What the log holds of a grid's cells.
+
+    Args:
+        root: the log's folder.
+    """
+
+    def __init__(self, grid: Grid, root: Path):
+        self.grid, self.root = grid, root
+        self.cells = _table(sweep.cells(grid, root))
+        """The cells that this machine measures, with their values on every axis."""
+        # the log may come from machines on which `auto` is another runtime
+        self._stored_cells = _table(stored_cells(grid, root))
+        self.tables: dict[str, pd.DataFrame] = {}
+        """See `sweep.stored_tables`; empty before `refresh`."""
+
+    def refresh(self) -> None:
+        """Reads the log."""
+        self.tables = sweep.stored_tables(self.grid, self.root)
+
+    def axes(self) -> dict[str, list]:
+        """The axes with a control, and their values: `FIRST_AXES` and those that
+        vary."""
+        names = [*(self.grid.export or ["bundle"]), *sweep.RUN_AXES]
+        names.sort(key=lambda name: [*FIRST_AXES, name].index(name))
+        values = {name: self.cells[name].unique().tolist() for name in names}
+        return {
+            name: values[name]
+            for name in names
+            if name in FIRST_AXES or len(values[name]) > 1
+        }
+
+    def cell(self, setting: Setting) -> Cell:
+        return _at(self.cells, setting)[0]
+
+    def options(self, setting: Setting) -> Options:
+        """The export options of the bundle of a setting."""
+        return _at(self.cells, setting, sweep.RUN_AXES)[0].options
+
+    def missing(self, setting: Setting) -> list[Cell]:
+        """The cells that the log lacks, those of the setting's bundle first."""
+        first = self.options(setting)
+        cells = sweep.missing(self.cells["cell"], self.root)
+        return sorted(cells, key=lambda cell: cell.options != first)
+
+    def rows(self, table: str, setting: Setting, *free: str) -> pd.DataFrame:
+        """The rows of a table at a setting, whatever the values of the axes `free`;
+        those of `fidelity` whatever changes only times, too."""
+        name = "values" if table == "fidelity" else "setting"
+        cells = _at(self._stored_cells, setting, free)
+        hashes = {cell.columns()[name] for cell in cells}
+        rows = self.tables[table]
+        return rows[rows[name].isin(hashes)]
+
+    def fidelity(self, setting: Setting, tensor: str) -> pd.DataFrame:
+        """The rows of a tensor at the setting's max_seq_len, or else at the nearest one
+        that was measured: those of the setting's T and of the smallest T of the grid,
+        or of every T where that of the setting was not validated."""
+        rows = self.rows("fidelity", setting, "T", "depth", "fast", "max_seq_len")
+        rows = rows[rows["tensor"].eq(tensor) & rows["mode"].eq(mode_of(tensor))]
+        T = setting["T"]
+        if (rows["T"] == T).any():
+            smallest = int(self.cells["T"].min())
+            rows = rows[rows["T"].isin([smallest, T])]
+        S = self.options(setting).max_seq_len
+        lengths = rows["max_seq_len"].unique()
+        nearest = min(lengths, key=lambda length: abs(length - S), default=None)
+        return rows[rows["max_seq_len"] == nearest].sort_values("T")
+
+
+def mode_of(tensor: str) -> str:
+    """Logits are compared at the end of a chained pass, all others layer by layer."""
+    return "chained" if tensor == "logits" else "isolated"
+
+
+def _table(cells: Iterable[Cell]) -> pd.DataFrame:
+    """Cells with a column for each option and way to run them."""
+    return pd.DataFrame(
+        {"cell": cell, "bundle": cell.source.path.name}
+        | vars(cell.options)
+        | cell.run
+        | {"hints": str(cell.run["hints"])}
+        for cell in cells
+    )
+
+
+def _at(cells: pd.DataFrame, setting: Setting, free: Iterable[str] = ()) -> list[Cell]:
+    """The cells of a table at a setting, whatever the values of the axes `free`."""
+    for name, value in setting.items():
+        if name not in free:
+            cells = cells[cells[name] == value]
+    return cells["cell"].tolist()

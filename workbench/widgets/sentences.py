@@ -1,0 +1,113 @@
+"""What the Explorer says beside its pictures, as HTML or as text without HTML."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from workbench import escape, plots
+
+SPEED, LAYER = "tokens per second", "ms per layer"
+RATIO = f"error ÷ {plots.BUDGET}"
+"""Ranks the cells and layers of one bundle. It does not rank settings: it contains the
+rounding of a setting's own weights."""
+PARTS = ["storage", "quantization", "reauthoring", "precision", "runtime", "total"]
+
+
+def ratio(rows):
+    """The error of a row or of rows over the rounding budget, as in the gate
+    `budget`."""
+    return rows["error"] / np.hypot(rows["budget"], plots.HALF_ULP)
+
+
+def describe_cell(row: pd.Series, place, token: str | None) -> str:
+    """A cell of a heatmap and its values, as text."""
+    layer = "logits" if place.layer is None else f"layer {place.layer}"
+    words = f"{layer}, position {place.position}"
+    if token is not None:
+        words += f" “{token}”"
+    words += f", T = {row['T']:.0f}: 1 − cosine {max(0, 1 - row['cosine']):.2g}"
+    if row["budget"] > 0:
+        over_budget = row["error"] / row["budget"]
+        words += f", relative error {row['error']:.2g}, "
+        words += f"{over_budget:.2g} × the rounding budget, "
+        words += f"{RATIO} {ratio(row):.2g}, tolerance {plots.TOLERANCE_FACTOR:g}"
+    return words
+
+
+def describe_ranks(rows: pd.DataFrame) -> str:
+    """The cells and layers of a bundle with the largest errors over the rounding
+    budget, as text; "" where no row has both."""
+    rows = rows[rows["finite"].ne(False)].dropna(subset=["error", "budget"])
+    if rows.empty:
+        return ""
+    rows = rows.assign(ratio=ratio(rows))
+    cells = rows.groupby(["layer", "position"])["ratio"].max().nlargest(3)
+    cell_words = [
+        f"{_layer(layer)}, position {position}: {value:.2g}"
+        for (layer, position), value in cells.items()
+    ]
+    squares = (rows["ratio"] ** 2).groupby([rows["layer"], rows["T"]]).mean()
+    layers = (squares**0.5).groupby("layer").max().nlargest(3)
+    layer_words = [f"{_layer(layer)}: {value:.2g}" for layer, value in layers.items()]
+    return (
+        f"Largest {RATIO} (tolerance {plots.TOLERANCE_FACTOR:g}): "
+        f"{'; '.join(cell_words)}. RMS over positions: {'; '.join(layer_words)}."
+    )
+
+
+def _layer(layer: int) -> str:
+    return "logits" if layer < 0 else f"layer {layer}"
+
+
+def costs_table(runs: pd.DataFrame, axes: Sequence[str]) -> str:
+    """A table, as HTML, of the mean and the 99% quantile of the KL in each of the
+    validated runs, the lowest mean first; "" where nothing tells the runs apart."""
+    if runs.empty:
+        return ""
+    runs = runs.assign(**{"99% KL": runs["config"].fillna("{}").map(_kl_p99)})
+    runs = runs.rename(columns={"kl_mean": "mean KL"}).dropna(subset=["mean KL"])
+    runs = runs.sort_values("mean KL", kind="stable")
+    varied = [
+        name for name in axes if name in runs and runs[name].nunique(dropna=False) > 1
+    ]
+    if runs.empty or not varied:
+        return ""
+    table = runs[[*varied, "mean KL", "99% KL"]].astype(object)
+    table = table.map(lambda x: f"{x:.3g}" if isinstance(x, float) else x)
+    html = table.to_html(index=False, na_rep="–")
+    return f"KL from Hugging Face's model in nats, by setting:{html}"
+
+
+def _kl_p99(config: str) -> float:
+    price = json.loads(config).get("price") or {}
+    return (price.get("kl") or {}).get("p99", np.nan)
+
+
+def split_table(parts: pd.DataFrame, layer: int | None) -> str:
+    """The error split of a layer, as HTML; an empty table for the logits."""
+    row = parts[parts["layer"] == layer] if layer is not None else parts[:0]
+    table = row[PARTS].astype(float)
+    html = table.to_html(index=False, float_format="{:.2g}".format, na_rep="–")
+    title = "logits" if layer is None else f"Layer {layer}"
+    return f"{title}, all positions together: relative RMS that each step adds:{html}"
+
+
+def describe_times(rows: pd.DataFrame, summary: pd.DataFrame) -> str:
+    """The times of a setting, its machine, and why they say little, as HTML.
+
+    Args:
+        rows: one for each process and quantity (column `what`).
+        summary: `log.summarize` of the rows by `what`.
+    """
+    medians = summary["median"]
+    words = f"{medians[SPEED]:.4g} {SPEED}, {medians[LAYER]:.3g} {LAYER}"
+    count = summary["n"].max()
+    processes = f"median of {count} processes" if count > 1 else "one process"
+    words = f"<b>{words}</b> ({processes}) on {escape.html(rows['machine'].iloc[0])}"
+    if reasons := rows["disturbed"].dropna().unique().tolist():
+        words += f"; disturbed: {escape.html(reasons[0])}"
+    for reason in rows["invalid"].dropna().unique():
+        words += f"; invalid: {escape.html(reason)}"
+    return words

@@ -1,0 +1,118 @@
+"""The pictures of the Explorer: a heatmap whose cells can be pointed at, and the times
+of a setting."""
+
+from typing import NamedTuple
+
+import pandas as pd
+from matplotlib.patches import Rectangle
+
+from workbench import log, plots, sweep
+from workbench.widgets import sentences
+from workbench.widgets.controls import canvas
+
+CHOSEN = {"fill": False, "edgecolor": plots.BEYOND_COLOUR, "linewidth": 2}
+
+
+class Place(NamedTuple):
+    """A cell of a heatmap."""
+
+    layer: int | None
+    """None: the logits."""
+    position: int
+
+
+class Heatmap:
+    """Rows of `fidelity` on a canvas, by layer and token."""
+
+    def __init__(self):
+        self.canvas = canvas()
+        self.rows = pd.DataFrame()
+        self.options = {}
+        """Keywords of `plots.heatmap`."""
+        self._layers: list[int] = []
+        self._positions: list[int] = []
+
+    def draw(
+        self, rows: pd.DataFrame, options: dict, title: str, chosen: Place | None
+    ) -> None:
+        """Draws rows, and a frame around the chosen cell."""
+        # the log has -1 for the logits' layer
+        self.rows = rows.assign(layer=rows["layer"].fillna(-1).astype(int))
+        self.options = options
+        figure = self.canvas.figure
+        plots.heatmap(self.rows, **options, title=title, figure=figure)
+        self._layers = sorted(self.rows["layer"].unique())
+        self._positions = sorted(self.rows["position"].unique())
+        for ax in self.axes():
+            ax.format_coord = lambda x, y: self.describe(self.place_at(x, y))
+            if chosen and len(self._rows_of(chosen)):
+                layer = -1 if chosen.layer is None else chosen.layer
+                column = self._positions.index(chosen.position)
+                corner = column, self._layers.index(layer)
+                ax.add_patch(Rectangle(corner, 1, 1, **CHOSEN))
+        self.canvas.draw_idle()
+
+    def axes(self) -> list:
+        """The axes of the panels; the last axes of the figure are the colour bar's."""
+        return self.canvas.figure.axes[:-1]
+
+    def forget_pointer(self) -> None:
+        """Removes what the canvas says about the cell under the pointer."""
+        self.canvas.send_json({"type": "message", "message": ""})
+
+    def place_at(self, x: float, y: float) -> Place | None:
+        """The cell at a point of a panel; None outside of the cells."""
+        if not (0 <= y < len(self._layers) and 0 <= x < len(self._positions)):
+            return None
+        layer = int(self._layers[int(y)])
+        return Place(None if layer < 0 else layer, int(self._positions[int(x)]))
+
+    def describe(self, place: Place | None) -> str:
+        """Place and values of a cell at the setting's T, which is the largest in the
+        rows; "" for a cell that is not drawn."""
+        rows = self._rows_of(place)
+        if rows.empty:
+            return ""
+        tokens = self.options.get("tokens")
+        token = tokens[place.position] if tokens else None
+        return sentences.describe_cell(rows.iloc[-1], place, token)
+
+    def _rows_of(self, place: Place | None) -> pd.DataFrame:
+        if place is None or self.rows.empty:
+            return self.rows[:0]
+        layer = -1 if place.layer is None else place.layer
+        is_there = self.rows["layer"].eq(layer)
+        return self.rows[is_there & self.rows["position"].eq(place.position)]
+
+
+class Speed:
+    """Tokens per second and ms per layer over max_seq_len and T on a canvas, one value
+    for each process."""
+
+    def __init__(self):
+        self.canvas = canvas()
+
+    def draw(self, rates: pd.DataFrame, layers: pd.DataFrame, S: int, T: int) -> str:
+        """Draws times, and returns those of a setting in words as HTML; "" and an empty
+        picture where the setting has none.
+
+        Args:
+            rates, layers: rows of `samples` and `layers` at any max_seq_len and T.
+        """
+        times = pd.concat(
+            [
+                sweep.per_process(rates, "tokens_per_s").assign(what=sentences.SPEED),
+                sweep.per_process(layers, "layer_ms").assign(what=sentences.LAYER),
+            ]
+        ).sort_values("T")
+        of_setting = times[(times["max_seq_len"] == S) & (times["T"] == T)]
+        self.canvas.layout.display = "none" if of_setting.empty else None
+        if of_setting.empty:
+            return ""
+        axes = {"x": "max_seq_len", "y": "value", "hue": "T", "col": "what"}
+        figure = self.canvas.figure
+        plots.lines(times, **axes, xlog=2, ylabel="", figure=figure)
+        for ax in figure.axes:
+            ax.axvline(S, color="0.8", linewidth=5, zorder=0)
+        self.canvas.draw_idle()
+        return sentences.describe_times(of_setting, log.summarize(of_setting, "what"))
