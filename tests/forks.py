@@ -74,10 +74,10 @@ def write_kernel(folder: Path, command: str) -> None:
     words = [command, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     # its name is saved in notebooks: that of ipykernel's own kernel
     name = "Python 3 (ipykernel)"
-    about = {"argv": words, "display_name": name, "language": "python"}
+    spec = {"argv": words, "display_name": name, "language": "python"}
     path = folder / "kernels" / "python3" / "kernel.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(about))
+    path.write_text(json.dumps(spec))
 
 
 def wait_readable(descriptor: int, parent: int) -> None:

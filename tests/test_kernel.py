@@ -65,8 +65,8 @@ def test_a_reply_is_heard_that_arrives_while_a_widget_sends(tmp_path):
 def install_kernel(folder: Path, *words: str) -> None:
     path = folder / "kernels" / "broken" / "kernel.json"
     path.parent.mkdir(parents=True)
-    about = {"argv": words, "display_name": "broken", "language": "python"}
-    path.write_text(json.dumps(about))
+    spec = {"argv": words, "display_name": "broken", "language": "python"}
+    path.write_text(json.dumps(spec))
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def fidelity(fault=(), *, names=("sound", "faulty")) -> pd.DataFrame:
     for (layer, position), error in np.ndenumerate(errors):
         for name, T in product(names, (1, 4)):
             wrong = name == "faulty" and T == 4 and position in fault
-            own = error * 60 if wrong else error
-            rows.append((f"{name}, T = {T}", T, layer, position, own))
+            value = error * 60 if wrong else error
+            rows.append((f"{name}, T = {T}", T, layer, position, value))
     table = pd.DataFrame(rows, columns=["panel", "T", "layer", "position", "error"])
     table = table.assign(tensor="update", mode="isolated", budget=0.003, finite=True)
     return table.assign(cosine=1 - table["error"] ** 2 / 2)
@@ -41,8 +41,8 @@ def drawn(figure, kind):
 
 
 def texts(figure) -> str:
-    found = figure.findobj(matplotlib.text.Text)
-    return "\n".join(text.get_text() for text in found)
+    artists = figure.findobj(matplotlib.text.Text)
+    return "\n".join(text.get_text() for text in artists)
 
 
 def test_a_planted_fault_differs_from_sound_cells_by_two_decades_and_is_hatched():
@@ -200,9 +200,9 @@ def test_each_of_twenty_names_is_drawn_and_lines_have_looks_of_their_own():
     data = pd.DataFrame({"name": map(str, range(20)), "kl_mean": 0.1, "verdict": "RED"})
     data["tokens_per_s"] = 1.0
     (legend,) = plots.lines(data, x="kl_mean", y="tokens_per_s", hue="name").legends
-    looks = {(key.get_color(), key.get_marker()) for key in legend.legend_handles}
+    styles = {(key.get_color(), key.get_marker()) for key in legend.legend_handles}
     (legend,) = plots.tradeoff(data, hue="name").legends
-    assert len(looks) == len(legend.get_texts()) == 20
+    assert len(styles) == len(legend.get_texts()) == 20
 
 
 def test_cache_rows_show_missed_and_stray_rows_of_any_layer():
@@ -227,10 +227,10 @@ UNITS = [None, "CPU_AND_NE", "CPU_ONLY", None, "CPU_AND_NE", "CPU_ONLY"]
 def markers(figure) -> int:
     """Points of a figure's lines and clouds."""
     lines = [line for ax in figure.axes for line in ax.lines if line.get_marker()]
-    shown = (line for line in lines if line.get_marker() in plots.MARKERS)
+    marked = (line for line in lines if line.get_marker() in plots.MARKERS)
     clouds = (c for ax in figure.axes for c in ax.collections)
     offsets = [len(c.get_offsets()) for c in clouds if hasattr(c, "get_sizes")]
-    return sum(len(line.get_xdata()) for line in shown) + sum(offsets)
+    return sum(len(line.get_xdata()) for line in marked) + sum(offsets)
 
 
 @pytest.mark.parametrize("null", [None, np.nan, pd.NA, pd.NaT])

@@ -90,8 +90,8 @@ def test_the_commit_is_this_checkouts_and_says_when_it_has_changes(
     (tmp_path / "pyproject.toml").write_text('name = "workbench"\n')
     monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
     git = f"git -C {tmp_path} -c user.name=x -c user.email=x@x"
-    made = f"git init -q {tmp_path} && {git} add . && {git} commit -qm first"
-    assert os.system(made) == 0
+    setup = f"git init -q {tmp_path} && {git} add . && {git} commit -qm first"
+    assert os.system(setup) == 0
     clean = log.environment()["commit"]
     assert len(clean) == 40
     (tmp_path / "pyproject.toml").write_text('name = "workbench"\nversion = 2\n')

@@ -24,8 +24,8 @@ def test_only_settings_that_differ_are_shown(tmp_path):
     young = {"time": pd.Timestamp(0, tz="UTC"), "config": {"x": []}}
     a = logged(tmp_path, samples([1.0]), depth=0, **same, **young)
     b = logged(tmp_path, samples([1.0]), depth=64, runtime="portable", **same)
-    found, *_ = log.compare(a, b, tmp_path)
-    assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {
+    measures, *_ = log.compare(a, b, tmp_path)
+    assert {row.setting: (row.a, row.b) for row in measures.itertuples()} == {
         "depth": (0, 64),
         "runtime": (None, "portable"),
     }
@@ -57,13 +57,13 @@ def repeated(root, seed: int, slower=1.0, rounds=6, interleaved=True) -> list[st
 @pytest.mark.parametrize("seed", range(20))
 def test_a_slow_down_of_a_tenth_is_found_and_none_is_imagined(tmp_path, seed):
     slower = tmp_path / "slower"
-    _, found, _ = log.compare(*repeated(slower, seed, slower=1.1), slower)
-    assert set(found["phase"]) == {"call", "head", "host", "layer"}
-    assert (found["low"] > 1).all() and found["ratio"].between(1.04, 1.16).all()
-    assert (found[["n_a", "n_b"]] == 6).all(axis=None)
+    _, measures, _ = log.compare(*repeated(slower, seed, slower=1.1), slower)
+    assert set(measures["phase"]) == {"call", "head", "host", "layer"}
+    assert (measures["low"] > 1).all() and measures["ratio"].between(1.04, 1.16).all()
+    assert (measures[["n_a", "n_b"]] == 6).all(axis=None)
     same = tmp_path / "same"
-    _, found, alike = log.compare(*repeated(same, seed), same)
-    assert found.empty and alike == 4
+    _, measures, alike = log.compare(*repeated(same, seed), same)
+    assert measures.empty and alike == 4
 
 
 @pytest.mark.parametrize(("rounds", "interleaved"), [(2, True), (6, False)])
@@ -71,22 +71,24 @@ def test_too_few_rounds_or_one_side_after_the_other_are_not_enough(
     tmp_path, rounds, interleaved
 ):
     runs = repeated(tmp_path, 0, 1.5, rounds, interleaved)
-    _, found, _ = log.compare(*runs, tmp_path)
-    assert set(found["note"]) == {"not enough runs"} and (found["ratio"] > 1.3).all()
-    assert found[["low", "high"]].isna().all(axis=None)
+    _, measures, _ = log.compare(*runs, tmp_path)
+    assert (
+        set(measures["note"]) == {"not enough runs"} and (measures["ratio"] > 1.3).all()
+    )
+    assert measures[["low", "high"]].isna().all(axis=None)
 
 
 def test_two_runs_of_one_setting_stand_for_themselves(tmp_path):
     repeated(tmp_path, 0)
     ids = log.load("runs", tmp_path)["run_id"]
     first, second, *_ = ids[ids.str.endswith("a")]
-    _, found, _ = log.compare(first, second, tmp_path)
-    assert (found[["n_a", "n_b"]] == 1).all(axis=None)
-    assert set(found["note"]) == {"not enough runs"}
+    _, measures, _ = log.compare(first, second, tmp_path)
+    assert (measures[["n_a", "n_b"]] == 1).all(axis=None)
+    assert set(measures["note"]) == {"not enough runs"}
 
 
 def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path):
     a, b = logged(tmp_path, samples([1.0])), logged(tmp_path, samples([np.nan]))
-    _, found, alike = log.compare(a, b, tmp_path)
-    assert found["note"].tolist() == ["on one side only"] and alike == 0
-    assert found[["low", "high"]].isna().all(axis=None)
+    _, measures, alike = log.compare(a, b, tmp_path)
+    assert measures["note"].tolist() == ["on one side only"] and alike == 0
+    assert measures[["low", "high"]].isna().all(axis=None)

@@ -204,8 +204,8 @@ def test_a_file_this_code_cannot_read_faithfully_is_refused(
         path.write_bytes(whole[:4] + b"\xff" * 20 + whole[24:])
     else:
         table = pa.table({name: ["x"] for name in columns})
-        about = version and {b"workbench.log.version": version}
-        pq.write_table(table.replace_schema_metadata(about), path)
+        metadata = version and {b"workbench.log.version": version}
+        pq.write_table(table.replace_schema_metadata(metadata), path)
     with refused(named):
         log.load("layers", tmp_path)
 

@@ -13,29 +13,29 @@ def samples(run_id: str, repetitions: list[list[float]], T: int = 1) -> pd.DataF
     """Calls in ms of one process and the rate of each repetition, after a warm-up."""
     rows = []
     for number, calls in enumerate(repetitions):
-        about = {"repetition": number, "T": T, "unit": "ms", "warmup": False}
-        rows.append(about | {"phase": "call", "value": 500.0, "warmup": True})
-        rows += [about | {"phase": "call", "value": ms} for ms in calls]
+        columns = {"repetition": number, "T": T, "unit": "ms", "warmup": False}
+        rows.append(columns | {"phase": "call", "value": 500.0, "warmup": True})
+        rows += [columns | {"phase": "call", "value": ms} for ms in calls]
         rate = T * len(calls) / sum(calls) * 1e3
-        rows.append(about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
+        rows.append(columns | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
     return pd.DataFrame(rows).assign(run_id=run_id)
 
 
 def test_a_process_is_its_tokens_over_the_time_of_its_calls():
     """Repetitions of 100 and 25 tok/s: 8 tokens in 0.2 s, which is neither their mean
     nor their median."""
-    found = log.speeds(samples("1", [[10.0] * 4, [40.0] * 4]))
-    assert found.loc["1", "tokens_per_s"] == pytest.approx(40)
-    assert found.loc["1", "call_ms"] == 25 and found.loc["1", "call_p90_ms"] == 40
+    result = log.speeds(samples("1", [[10.0] * 4, [40.0] * 4]))
+    assert result.loc["1", "tokens_per_s"] == pytest.approx(40)
+    assert result.loc["1", "call_ms"] == 25 and result.loc["1", "call_p90_ms"] == 40
 
 
 def test_a_setting_is_the_median_over_processes_and_not_over_their_calls():
     """One process has many more calls than two others together: it counts once."""
     parts = [samples("1", [[10.0] * 90]), samples("2", [[20.0] * 5])]
     processes = log.by_process(pd.concat([*parts, samples("3", [[30.0] * 5])]))
-    found = log.summarize(processes, "phase")
-    assert found.loc["call"].tolist() == [20, 10, 30, 3]
-    assert found.loc["tokens_per_s", "median"] == pytest.approx(50)
+    result = log.summarize(processes, "phase")
+    assert result.loc["call"].tolist() == [20, 10, 30, 3]
+    assert result.loc["tokens_per_s", "median"] == pytest.approx(50)
 
 
 def test_the_table_computes_speeds_from_samples_and_leaves_disturbed_processes_out(
@@ -44,13 +44,13 @@ def test_the_table_computes_speeds_from_samples_and_leaves_disturbed_processes_o
     """The stored column of an older row is the median over repetitions."""
     row = {"status": "ok", "setting": "s", "machine": "chip, 4 GiB, 2 cores"}
     for run_id, ms, load in (("1", 10.0, 1.0), ("2", 20.0, 1.0), ("3", 90.0, 7.0)):
-        about = row | {"load_start": load, "tokens_per_s": 1.0, "call_ms": 1.0}
+        columns = row | {"load_start": load, "tokens_per_s": 1.0, "call_ms": 1.0}
         log.append("samples", samples(run_id, [[ms] * 3]), tmp_path, run_id)
-        log.append("runs", about, tmp_path, run_id)
-    (found,) = summary.summary(tmp_path).to_dict("records")
-    assert (found["n"], found["disturbed"]) == (2, 1) and found["call_ms"] == 15
-    assert found["tokens_per_s"] == pytest.approx(75)
-    assert (found["slowest"], found["fastest"]) == pytest.approx((50, 100))
+        log.append("runs", columns, tmp_path, run_id)
+    (result,) = summary.summary(tmp_path).to_dict("records")
+    assert (result["n"], result["disturbed"]) == (2, 1) and result["call_ms"] == 15
+    assert result["tokens_per_s"] == pytest.approx(75)
+    assert (result["slowest"], result["fastest"]) == pytest.approx((50, 100))
     text = summary.table_lines(summary.summary(tmp_path))
     assert "disturbed" in " ".join(text)
 
@@ -60,9 +60,9 @@ def test_settings_are_listed_by_mean_and_99_percent_kl(tmp_path):
     row = {"status": "ok", "verdict": "GREEN", "kl_mean": 0.01, "worst_update": 0.09}
     log.append("runs", row | {"config": {"price": price}}, tmp_path, "1")
     log.append("runs", row | {"config": {"other": 1}}, tmp_path, "2")
-    found = summary.summary(tmp_path)
-    assert found["kl_p99"].tolist()[0] == 0.2 and np.isnan(found["kl_p99"][1])
-    titles = " ".join(summary.table_lines(found))
+    result = summary.summary(tmp_path)
+    assert result["kl_p99"].tolist()[0] == 0.2 and np.isnan(result["kl_p99"][1])
+    titles = " ".join(summary.table_lines(result))
     assert "mean KL 0.01" in titles and "99% KL" in titles and "cos" not in titles
 
 
@@ -90,12 +90,12 @@ def test_one_odd_process_disturbs_three_but_not_five():
 def test_figures_get_one_value_of_each_process(tmp_path):
     """Of three processes the disturbed one is left out; a setting in which every one is
     disturbed keeps them, with the reason."""
-    parts, about = [], {"machine": "chip, 2 cores", "warmup": False}
+    parts, columns = [], {"machine": "chip, 2 cores", "warmup": False}
     for run_id, setting, load in (("1", "a", 1), ("2", "a", 9), ("3", "b", 9)):
         rows = samples(run_id, [[10.0] * 4, [40.0] * 4]).assign(setting=setting)
-        reason = log.disturbed(pd.DataFrame([about | {"load_start": load}]))[0]
+        reason = log.disturbed(pd.DataFrame([columns | {"load_start": load}]))[0]
         parts.append(rows.assign(disturbed=reason))
-    found = sweep.per_process(pd.concat(parts), "tokens_per_s")
-    assert found["run_id"].tolist() == ["1", "3"]
-    assert found["value"].tolist() == pytest.approx([40, 40])
-    assert found["disturbed"].notna().tolist() == [False, True]
+    result = sweep.per_process(pd.concat(parts), "tokens_per_s")
+    assert result["run_id"].tolist() == ["1", "3"]
+    assert result["value"].tolist() == pytest.approx([40, 40])
+    assert result["disturbed"].notna().tolist() == [False, True]

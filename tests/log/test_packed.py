@@ -101,8 +101,8 @@ def parquet(table: str, rows: list[dict] | pa.Table, **options) -> bytes:
         ]
         rows = pa.Table.from_pylist(rows, pa.schema(fields))
     file = io.BytesIO()
-    about = {store.VERSION_KEY: str(store.VERSION)}
-    pq.write_table(rows.replace_schema_metadata(about), file, **options)
+    metadata = {store.VERSION_KEY: str(store.VERSION)}
+    pq.write_table(rows.replace_schema_metadata(metadata), file, **options)
     return file.getvalue()
 
 

@@ -49,8 +49,8 @@ def sample(phase: str, value: float, warmup=False) -> dict:
 
 
 def update(cosine: float | None) -> dict:
-    about = {"layer": 0, "tensor": "update", "mode": "isolated"}
-    return about | {"cosine": cosine}
+    columns = {"layer": 0, "tensor": "update", "mode": "isolated"}
+    return columns | {"cosine": cosine}
 
 
 def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path, monkeypatch):
@@ -79,10 +79,10 @@ def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path, monkeypatch):
 
 
 def test_what_was_not_measured_or_is_not_finite_has_no_sum():
-    found = scalars(fidelity=pd.DataFrame([update(0.9), update(None)]))
-    assert pd.isna(found["worst_update"]) and pd.isna(found["worst_cosine"])
-    found = scalars(samples=pd.DataFrame([sample("call", 1.0)]))
-    assert pd.isna(found["tokens_per_s"])
+    columns = scalars(fidelity=pd.DataFrame([update(0.9), update(None)]))
+    assert pd.isna(columns["worst_update"]) and pd.isna(columns["worst_cosine"])
+    columns = scalars(samples=pd.DataFrame([sample("call", 1.0)]))
+    assert pd.isna(columns["tokens_per_s"])
 
 
 def test_a_run_is_listed_last(tmp_path, monkeypatch):

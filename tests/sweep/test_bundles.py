@@ -32,16 +32,16 @@ def test_bundles_are_measured_and_validated_without_their_checkpoint(
     grid, stored, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(stored.parent)
-    made = sweep.make_grid(grid | {"golden": stored.name})
-    assert made.validate_ids == IDS and made.golden == str(stored)
+    parsed = sweep.make_grid(grid | {"golden": stored.name})
+    assert parsed.validate_ids == IDS and parsed.golden == str(stored)
     root = tmp_path / "log"
-    counts = sweep.sweep(made, root=root, progress=False)
+    counts = sweep.sweep(parsed, root=root, progress=False)
     assert (counts["cells"], counts["done"], counts["failed"]) == (4, 4, 0)
     rows = log.load("runs", root)
     assert rows["bundle_hash"].nunique() == 2
     assert rows["verdict"].dropna().tolist() == ["GREEN"] * 2
-    assert sweep.sweep(made, root=root, progress=False)["resumed"] == 4
-    table = sweep.configurations(made, root=root)
+    assert sweep.sweep(parsed, root=root, progress=False)["resumed"] == 4
+    table = sweep.configurations(parsed, root=root)
     assert len(table) == 4 and set(table["bundle"]) == set(rows["bundle"])
     assert all(name.startswith("bundle ") for name in table["name"])
     one = sweep.make_grid(grid | {"bundle": grid["bundle"][:1]})

@@ -20,35 +20,35 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(
     exports, tmp_path, monkeypatch
 ):
     source = Checkpoint(exports.checkpoint("llama", num_hidden_layers=1))
-    about = source, Options(max_seq_len=16), tmp_path
-    made = bundle_for(*about)
+    arguments = source, Options(max_seq_len=16), tmp_path
+    result = bundle_for(*arguments)
     monkeypatch.setattr(
         Checkpoint, "tokenizer_files", lambda _: [source.path / WEIGHTS]
     )
     with pytest.warns(UserWarning, match="another tokenizer"):
-        made = bundle_for(*about)
-    assert [Path(e.path).name for e in made.manifest.tokens.files] == [WEIGHTS]
+        result = bundle_for(*arguments)
+    assert [Path(e.path).name for e in result.manifest.tokens.files] == [WEIGHTS]
 
     def closed(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("workbench.bundle.bundle.read_manifest", closed)
     with refused("Permission denied"):
-        bundle_for(*about)
-    assert (made.root / "bundle.json").is_file()
+        bundle_for(*arguments)
+    assert (result.root / "bundle.json").is_file()
 
 
 def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, calls_here):
     run = grid["run"] | {"T": [1], "rounds": 2}
-    made = sweep.make_grid(grid | {"validate_ids": [], "run": run})
-    first, second = sweep.cells(made)
-    how = {"grid": made, "bundles": tmp_path / "bundles", "root": tmp_path / "log"}
-    assert sweeping.run_cell(first, **how) == ("ok", None)
+    parsed = sweep.make_grid(grid | {"validate_ids": [], "run": run})
+    first, second = sweep.cells(parsed)
+    where = {"grid": parsed, "bundles": tmp_path / "bundles", "root": tmp_path / "log"}
+    assert sweeping.run_cell(first, **where) == ("ok", None)
     (root,) = (path.parent for path in (tmp_path / "bundles").glob("*/bundle.json"))
     weights = next(root.rglob("weight.bin"))
     weights.write_bytes(weights.read_bytes()[:-64])
     with pytest.warns(UserWarning, match="is exported again: .*weight.bin: found .*"):
-        assert sweeping.run_cell(second, **how) == ("ok", None)
+        assert sweeping.run_cell(second, **where) == ("ok", None)
     Bundle.open(root)
 
 
@@ -61,10 +61,10 @@ def test_what_the_counters_say_of_a_measurement_is_in_its_row(
     monitor.end_window.return_value.ane_mj = millijoules
     library = SimpleNamespace(AppleEnergyMonitor=lambda: monitor)
     monkeypatch.setitem(sys.modules, "zeus_apple_silicon", library)
-    made = sweep.make_grid(grid | {"validate_ids": []})
-    cell, _ = sweep.cells(made)
+    parsed = sweep.make_grid(grid | {"validate_ids": []})
+    cell, _ = sweep.cells(parsed)
     bundle = sweeping.prepare(cell, swept[0] / "bundles")
-    row, _ = sweeping.measure(cell, made, bundle)
+    row, _ = sweeping.measure(cell, parsed, bundle)
     monitor.end_window.assert_called_once_with(*monitor.begin_window.call_args.args)
     assert row["ane_joules"] == joules
     said = row["config"]["energy"]

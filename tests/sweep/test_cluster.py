@@ -21,8 +21,8 @@ pytestmark = pytest.mark.wide  # workers of Dask are processes
 def dask():
     from distributed import LocalCluster
 
-    how = {"threads_per_worker": 1, "resources": {"ANE": 1}, "memory_limit": 0}
-    with LocalCluster(n_workers=2, dashboard_address=":0", **how) as running:
+    options = {"threads_per_worker": 1, "resources": {"ANE": 1}, "memory_limit": 0}
+    with LocalCluster(n_workers=2, dashboard_address=":0", **options) as running:
         yield running
 
 
@@ -32,7 +32,7 @@ def test_every_cell_is_there_once_though_a_worker_is_killed(
 ):
     root = tmp_path / "log"
     run = grid["run"] | {"rounds": 4, "n_gen": 2, "repetitions": 1}
-    made = sweep.make_grid(grid | {"run": run, "validate_ids": []})
+    parsed = sweep.make_grid(grid | {"run": run, "validate_ids": []})
 
     def kill_one():
         while not list(root.glob("runs/*.parquet")):
@@ -42,20 +42,20 @@ def test_every_cell_is_there_once_though_a_worker_is_killed(
     killer = threading.Thread(target=kill_one)
     killer.start()
     where = {"root": root, "bundles": swept[0] / "bundles", "progress": False}
-    counts = sweep.sweep(made, scheduler=dask.scheduler_address, **where)
+    counts = sweep.sweep(parsed, scheduler=dask.scheduler_address, **where)
     killer.join()
     assert (counts["cells"], counts["done"], counts["failed"]) == (8, 8, 0)
     rows = log.load("runs", root)
     assert len(rows) == 8 and not rows.duplicated(["setting", "round"]).any()
-    assert sweep.sweep(made, **where)["resumed"] == 8
+    assert sweep.sweep(parsed, **where)["resumed"] == 8
 
 
 def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused(monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     from distributed import LocalCluster
 
-    how = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
-    with LocalCluster(processes=False, **how) as bare:
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with LocalCluster(processes=False, **options) as bare:
         with refused("none with ANE"):
             cluster.connect(bare.scheduler_address)
     with refused("dask scheduler"):
@@ -67,9 +67,9 @@ def cluster_here():
     """A cluster in this process; its worker has the resource."""
     from distributed import LocalCluster
 
-    how = {"n_workers": 1, "threads_per_worker": 1, "resources": {"ANE": 1}}
-    how |= {"processes": False, "dashboard_address": ":0"}
-    with LocalCluster(**how) as running:
+    options = {"n_workers": 1, "threads_per_worker": 1, "resources": {"ANE": 1}}
+    options |= {"processes": False, "dashboard_address": ":0"}
+    with LocalCluster(**options) as running:
         yield running
 
 

@@ -25,8 +25,8 @@ def rounds(
             calls = mean * (1 + 0.03 * rng.standard_normal(CALLS))
             if odd_call:
                 calls[CALLS // 2] *= odd_call
-            about = {"run_id": f"{number:04}", "S": int(key)}
-            parts.append(pd.DataFrame(about | {"value": calls}, index=range(CALLS)))
+            columns = {"run_id": f"{number:04}", "S": int(key)}
+            parts.append(pd.DataFrame(columns | {"value": calls}, index=range(CALLS)))
     samples = pd.concat(parts).assign(phase="call", warmup=False)
     return log.by_process(samples, ["S"]).assign(disturbed=None)
 
@@ -73,14 +73,14 @@ def test_a_middle_value_that_differs_is_not_hidden_by_equal_ends():
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_nothing_is_concluded_from_two_clusters_of_processes(count):
     """A process is fast or slow by half, whatever its setting."""
-    claims = apart = 0
+    claims = far_apart = 0
     for seed in range(20):
         clusters = np.random.default_rng(1000 + seed).choice([1.0, 1.53], 20)
         rows = rounds(count, EQUAL, seed, speed=clusters.__getitem__)
         text = sentence(rows)
         claims += text.count(" than ")
-        apart += "times apart" in text
-    assert claims <= (0 if count == 2 else 3) and apart >= 15
+        far_apart += "times apart" in text
+    assert claims <= (0 if count == 2 else 3) and far_apart >= 15
 
 
 def test_a_machine_that_slows_down_meanwhile_hides_no_difference_and_makes_none():
@@ -121,8 +121,8 @@ def test_disturbed_processes_are_named_and_nothing_is_concluded_from_them():
 def test_a_difference_is_that_of_paired_rounds():
     first = pd.Series([1.0, 2.0, 4.0], index=["1", "3", "5"])
     second = pd.Series([1.2, 2.4, 4.8], index=["2", "4", "6"])
-    found = log.difference(first, second)
-    assert found.ratio == pytest.approx(1.2) and found.is_decided
+    change = log.difference(first, second)
+    assert change.ratio == pytest.approx(1.2) and change.is_decided
     afterwards = second.set_axis(["6", "7", "8"])
     assert not log.difference(first, afterwards).is_decided
     assert log.difference(first, afterwards).rounds == 1

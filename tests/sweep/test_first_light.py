@@ -29,9 +29,9 @@ def test_its_grids_run_and_compare_a_state_on_the_cpu_and_the_neural_engine(
 
 
 def test_seeded_values_are_equal_on_every_machine():
-    found = noise(0)((2, 3)).numpy()
-    drawn = (found / 12**0.5 + 0.5) * 2**24
-    assert found.dtype == np.float32
+    values = noise(0)((2, 3)).numpy()
+    drawn = (values / 12**0.5 + 0.5) * 2**24
+    assert values.dtype == np.float32
     assert drawn.round().astype(int).tolist() == [
         [582872, 193722, 10266821],
         [4052523, 6131758, 1869415],

@@ -80,26 +80,26 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
         runtime = RUNTIMES.get(axis, ["portable"] * 2)[i]
         add(root, varied(axis, value), SLOW, lambda *_, i=i: 1.0 + i, HASH, runtime)
     grid = varied(axis, *values)
-    made = sweep.make_grid(grid)
-    stored = sweep.stored_tables(made, root)
+    parsed = sweep.make_grid(grid)
+    stored = sweep.stored_tables(parsed, root)
     for table in ("samples", "layers"):
         assert stored[table][axis].nunique(dropna=False) == 2
-    found = sweep.configurations(made, root)
-    assert (found["n"] == 1).all() and found["call_ms"].tolist() == [1.0, 2.0]
-    assert found["name"].nunique() == 2 and found[axis].nunique(dropna=False) == 2
-    assert found["name"].str.contains(f"{axis} ").all()
+    settings = sweep.configurations(parsed, root)
+    assert (settings["n"] == 1).all() and settings["call_ms"].tolist() == [1.0, 2.0]
+    assert settings["name"].nunique() == 2 and settings[axis].nunique(dropna=False) == 2
+    assert settings["name"].str.contains(f"{axis} ").all()
 
     explorer = Explorer(grid, None, root=root)
-    shown = set()
+    readings = set()
     for _, value in explorer.axes[axis]._options_full:
         explorer.axes[axis].value = value
         said = explorer.message.value
         assert said.endswith(f"on {SLOW_NAME}")
         rate, ms = re.findall(r"[\d.]+", said)[:2]
         assert float(rate) == 250 * explorer.axes["T"].value / float(ms)
-        shown.add(ms)
+        readings.add(ms)
         assert len(explorer.shown), "fidelity"
-    assert shown == {"0.25", "0.5"}
+    assert readings == {"0.25", "0.5"}
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def test_hashes_leave_out_fp16_and_no_other_preset(preset, expected):
     digests = {"fp16": "a612f6ccad360d24", "int8-channel": "2b3ff6cb17750c78"}
     chosen = identity.chosen(Options(compress=preset))
     assert chosen == expected
-    found = identity.setting("0" * 64, chosen, RUN, {"T": 1, "depth": 0})
-    assert found == digests[preset]
+    computed = identity.setting("0" * 64, chosen, RUN, {"T": 1, "depth": 0})
+    assert computed == digests[preset]
 
 
 def test_every_shipped_run_has_the_hash_that_its_columns_give():

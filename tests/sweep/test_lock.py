@@ -75,8 +75,8 @@ def short(swept, grid, tmp_path, calls_here):
     """A grid of four short cells, and how they are measured."""
     changed = grid | {"run": grid["run"] | {"n_gen": 2, "repetitions": 1, "rounds": 2}}
     where = {"root": tmp_path / "log", "bundles": swept[0] / "bundles"}
-    made = sweep.make_grid(changed | {"validate_ids": []})
-    return made, where | {"progress": False}
+    parsed = sweep.make_grid(changed | {"validate_ids": []})
+    return parsed, where | {"progress": False}
 
 
 def test_two_sweeps_of_a_log_at_once_measure_every_cell_once_and_never_together(

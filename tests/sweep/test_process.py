@@ -57,8 +57,8 @@ def test_a_child_imports_nothing_from_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])  # another one needs another server
     monkeypatch.syspath_prepend(Path(__file__).parent / "nowhere")
-    found = process.call(called.answer, 1)
-    assert found.failure is None
+    outcome = process.call(called.answer, 1)
+    assert outcome.failure is None
     assert str(tmp_path) not in process.call(called.search_path).value
 
 
@@ -90,27 +90,27 @@ def test_another_error_of_the_system_is_the_failure_of_the_call():
 
 @pytest.mark.usefixtures("forked")
 def test_answers_come_from_another_process_whatever_it_prints():
-    found = process.call(called.answer, {"a": [1, None]}, threads=3)
-    assert found.failure is None and found.value["got"] == {"a": [1, None]}
-    assert found.lines == (called.CORE_ML,)
-    assert found.value["pid"] != os.getpid() and found.value["threads"] == "3"
+    outcome = process.call(called.answer, {"a": [1, None]}, threads=3)
+    assert outcome.failure is None and outcome.value["got"] == {"a": [1, None]}
+    assert outcome.lines == (called.CORE_ML,)
+    assert outcome.value["pid"] != os.getpid() and outcome.value["threads"] == "3"
 
 
 @pytest.mark.usefixtures("forked")
 def test_a_crash_is_named_and_keeps_the_lines_that_tell():
-    found = process.call(called.crash, "SIGSEGV")
-    assert found.failure == "killed by SIGSEGV"
-    assert found.lines[0] == called.CORE_ML and "a line" in found.lines
+    outcome = process.call(called.crash, "SIGSEGV")
+    assert outcome.failure == "killed by SIGSEGV"
+    assert outcome.lines[0] == called.CORE_ML and "a line" in outcome.lines
 
 
 @pytest.mark.usefixtures("forked")
 def test_an_exception_is_its_last_line_and_a_refusal_its_message():
-    found = process.call(called.raises)
-    assert found.failure == "exit code 1: RuntimeError: Error compiling model: no"
-    assert any("Traceback" in line for line in found.lines)
-    found = process.call(called.refuses_after_core_ml_complained)
-    assert found.failure == "x: found 1; needs 2. Next: write 2."
-    assert found.lines == (called.CORE_ML,)
+    outcome = process.call(called.raises)
+    assert outcome.failure == "exit code 1: RuntimeError: Error compiling model: no"
+    assert any("Traceback" in line for line in outcome.lines)
+    outcome = process.call(called.refuses_after_core_ml_complained)
+    assert outcome.failure == "x: found 1; needs 2. Next: write 2."
+    assert outcome.lines == (called.CORE_ML,)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_what_takes_too_long_is_ended(tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     clock = lambda: 5 * (pid.exists() and bool(pid.read_text()))  # noqa: E731
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=clock))
-    found = process.call(called.hangs, pid, timeout_s=4)
-    assert found.failure == "no answer in 4 s"
+    outcome = process.call(called.hangs, pid, timeout_s=4)
+    assert outcome.failure == "no answer in 4 s"
     assert ends(int(pid.read_text()))
 
 
@@ -184,8 +184,8 @@ def test_a_child_ends_when_its_caller_is_killed(tmp_path):
 
 @pytest.mark.skipif(not process.FORKS, reason="on a Mac the child is the server")
 def test_a_server_that_is_killed_keeps_no_caller_waiting_for_its_child():
-    found = process.call(called.loses_its_server, timeout_s=60)
-    assert found.failure == "killed by SIGKILL"
+    outcome = process.call(called.loses_its_server, timeout_s=60)
+    assert outcome.failure == "killed by SIGKILL"
 
 
 def test_a_mac_is_kept_awake_and_no_longer_than_needed(tmp_path, monkeypatch):

@@ -25,9 +25,9 @@ def source(checkout, tiny_llama, llama_golden):
 def test_a_preset_that_keeps_the_limit_is_measured_and_named(source):
     options = {"max_seq_len": 32}
     red = results(0.2, 0.01)
-    found = recommend.measure_presets(source, red, "int4-block32", **options)
-    assert found["compress"].tolist() == ["int8-channel"] and found["passes"].all()
-    (size,) = found["MiB"]
+    presets = recommend.measure_presets(source, red, "int4-block32", **options)
+    assert presets["compress"].tolist() == ["int8-channel"] and presets["passes"].all()
+    (size,) = presets["MiB"]
     assert 0.1 < size < 10
     # no preset keeps a limit of nothing: both are tried, and the next step is the limit
     none = recommend.measure_presets(source, results(0.2, 0.0), "lut4", **options)
@@ -35,7 +35,7 @@ def test_a_preset_that_keeps_the_limit_is_measured_and_named(source):
     assert not none["passes"].any() and none["kl_mean"].is_monotonic_decreasing
     words = recommend.describe_verdict(results(0.2, 0.0), none)
     assert "No preset that was tried keeps the limit" in words[-1]
-    words = recommend.describe_verdict(red, found)
+    words = recommend.describe_verdict(red, presets)
     assert "RED stands for this limit alone" in " ".join(words)
     assert words[-1].startswith("Next step: export with compress = int8-channel")
 
@@ -44,9 +44,9 @@ def test_nothing_is_exported_for_a_kept_limit_or_a_faulty_export(source, monkeyp
     monkeypatch.setattr(recommend, "export", None)
     fault = gates.holds("host", False, "")
     for gates_of_bundle in (results(0.001, 0.05), results(0.2, 0.05, fault)):
-        found = recommend.measure_presets(source, gates_of_bundle, "lut4")
-        assert list(found) == recommend.COLUMNS and found.empty
-    words = recommend.describe_verdict(results(0.2, 0.05, fault), found)
+        presets = recommend.measure_presets(source, gates_of_bundle, "lut4")
+        assert list(presets) == recommend.COLUMNS and presets.empty
+    words = recommend.describe_verdict(results(0.2, 0.05, fault), presets)
     assert "1 of 2 gates on it are RED (host)" in words[0]
     assert "this limit alone" not in " ".join(words)
 

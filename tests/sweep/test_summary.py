@@ -63,10 +63,10 @@ def test_the_table_names_every_column_that_it_leaves_out_and_how_to_see_it(rows)
     titles = next(line for line in wide if line.startswith(" ")).split()
     assert not any("left out" in line for line in wide)
     narrow = summary.table_lines(rows, 60)
-    shown = next(line for line in narrow if line.startswith(" ")).split()
+    narrow_titles = next(line for line in narrow if line.startswith(" ")).split()
     place = next(i for i, line in enumerate(narrow) if line.startswith("left out"))
     below = " ".join(narrow[place:])
-    assert {*titles} - {*shown}
-    for title in {*titles} - {*shown}:
+    assert {*titles} - {*narrow_titles}
+    for title in {*titles} - {*narrow_titles}:
         assert title in below
     assert "`workbench log --rows`" in below

@@ -29,8 +29,8 @@ NO_MAC = pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has it")
 def measured(swept, tmp_path, calls_here):
     """A function that sweeps a grid in this process, in a log of its own; counts."""
 
-    def measure(grid: dict, **how) -> dict:
-        where = {"root": tmp_path / "log", "bundles": swept[0] / "bundles"} | how
+    def measure(grid: dict, **options) -> dict:
+        where = {"root": tmp_path / "log", "bundles": swept[0] / "bundles"} | options
         return sweep.sweep(sweep.make_grid(grid), progress=False, **where)
 
     return measure
@@ -71,15 +71,15 @@ def test_a_run_that_is_made_again_for_its_validation_changes_no_time(
 ):
     root = tmp_path / "log"
     shutil.copytree(swept[0] / "log", root)
-    made = sweep.make_grid(grid)
-    before = sweep.processes(made, root)
+    parsed = sweep.make_grid(grid)
+    before = sweep.processes(parsed, root)
     assert len(before) == 2 and (before["value"] > 0).all()
     again = before.iloc[0]["run_id"]
     row = log.load("runs", root, {"run_id": again}).drop(columns="run_id")
     samples = log.load("samples", root, {"run_id": again}).drop(columns="run_id")
     log.append("samples", samples.assign(value=samples["value"] * 3), root, "9-again")
     log.append("runs", row, root, "9-again")
-    after = sweep.processes(made, root)
+    after = sweep.processes(parsed, root)
     assert after[["run_id", "value"]].equals(before[["run_id", "value"]])
 
 
@@ -103,7 +103,7 @@ def test_a_crash_is_a_failed_row_and_runs_again_and_a_refused_unit_makes_an_inva
     changed, lines = short(grid, run={"depth": [2, 4]}), ("ANECCompile() FAILED",)
     crashed = process.Outcome(failure="killed by SIGSEGV", lines=lines)
 
-    def call(function, cell, *args, **how):
+    def call(function, cell, *args, **options):
         if function is run.measure and cell.run["T"] == 1:
             return crashed
         return replace(in_process.call(function, cell, *args), lines=lines)
@@ -144,10 +144,10 @@ def test_workers_say_what_is_done_and_what_auto_means_there(
 
 
 def test_a_cell_names_its_runtime_and_a_log_of_any_runtime_is_read(grid):
-    made = sweep.make_grid(grid)
-    assert made.run.runtime == ["auto"]
-    assert {cell.run["runtime"] for cell in sweep.cells(made)} == {"portable"}
-    stored = stored_cells(made)
+    parsed = sweep.make_grid(grid)
+    assert parsed.run.runtime == ["auto"]
+    assert {cell.run["runtime"] for cell in sweep.cells(parsed)} == {"portable"}
+    stored = stored_cells(parsed)
     assert {cell.run["runtime"] for cell in stored} == set(RUNTIMES)
     assert len(stored) == len(RUNTIMES) * 2
     named = sweep.make_grid(grid | {"run": grid["run"] | {"runtime": ["coreml"]}})
@@ -155,22 +155,22 @@ def test_a_cell_names_its_runtime_and_a_log_of_any_runtime_is_read(grid):
 
 
 def test_a_cell_is_cancelled_while_its_machine_cools_down(swept, grid, tmp_path):
-    made = sweep.make_grid(short(grid, run={"cool_down_s": 1e9}))
+    parsed = sweep.make_grid(short(grid, run={"cool_down_s": 1e9}))
     stop, where = threading.Event(), {"bundles": swept[0] / "bundles"}
     stop.set()
     with pytest.raises(process.Cancelled):
-        cell = next(sweep.cells(made))
-        run.run_cell(cell, grid=made, root=tmp_path, stop=stop, **where)
+        cell = next(sweep.cells(parsed))
+        run.run_cell(cell, grid=parsed, root=tmp_path, stop=stop, **where)
 
 
 def test_a_run_s_own_verdict_stands_and_others_have_their_bundle_s_newest(tmp_path):
     bundle = {"values": "v", "bundle_hash": "b"}
     verdicts = ["RED", "GREEN", None]
-    for number, about in enumerate([*product(({}, bundle), verdicts)]):
-        row = {"status": "ok", "tokens_per_s": 1.0, "verdict": about[1]} | about[0]
+    for number, (of_bundle, verdict) in enumerate(product(({}, bundle), verdicts)):
+        row = {"status": "ok", "tokens_per_s": 1.0, "verdict": verdict} | of_bundle
         log.append("runs", row, tmp_path, str(number))
-    found = log.plain(summary.summary(tmp_path))["verdict"].tolist()
-    assert found == [*verdicts, "RED", "GREEN", "GREEN"]
+    results = log.plain(summary.summary(tmp_path))["verdict"].tolist()
+    assert results == [*verdicts, "RED", "GREEN", "GREEN"]
 
 
 @pytest.mark.slow("two processes import torch and are killed")
@@ -196,10 +196,10 @@ def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(
         killed.send_signal(signal.SIGKILL)
         killed.wait(10)
     measured(changed)
-    found = log.load("runs", root)
-    assert sorted(found["T"]) == [1, 2] and set(found["status"]) == {"ok"}
+    results = log.load("runs", root)
+    assert sorted(results["T"]) == [1, 2] and set(results["status"]) == {"ok"}
     for table in ("samples", "layers"):
-        assert set(log.load(table, root)["run_id"]) == set(found["run_id"])
+        assert set(log.load(table, root)["run_id"]) == set(results["run_id"])
     assert log.load("fidelity", root)["run_id"].nunique() == 1
 
 
@@ -304,11 +304,11 @@ def test_the_limit_on_kl_is_the_grid_s_and_changing_it_measures_nothing(
     gates = {gate["name"]: gate["verdict"] for gate in json.loads(config)["gates"]}
     judged = ("weights", "program", "host", "max_kl", "budget")
     assert {gates[name] for name in judged} == {"GREEN"}
-    found = sweep.configurations(sweep.make_grid(grid), root)
-    assert set(found["verdict"]) == {"GREEN"} and (found["kl_mean"] > 0).all()
-    strict = grid | {"max_kl": float(found["kl_mean"].min()) / 2}
-    found = sweep.configurations(sweep.make_grid(strict), root)
-    assert set(found["verdict"]) == {"RED"}
+    results = sweep.configurations(sweep.make_grid(grid), root)
+    assert set(results["verdict"]) == {"GREEN"} and (results["kl_mean"] > 0).all()
+    strict = grid | {"max_kl": float(results["kl_mean"].min()) / 2}
+    results = sweep.configurations(sweep.make_grid(strict), root)
+    assert set(results["verdict"]) == {"RED"}
     counts = measured(strict, root=root)
     assert (counts["done"], counts["resumed"]) == (0, 2)
     assert len(log.load("runs", root)) == len(runs)

@@ -42,7 +42,7 @@ def test_a_device_ramps_up_before_anything_is_timed(llama_bundle, monkeypatch):
         spy = mock.Mock(wraps=decoder.layers[0].predict_calls)
         monkeypatch.setattr(decoder.layers[0], "predict_calls", spy)
         samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
-        calls = sum(len(each.args[0]) for each in spy.call_args_list)
+        calls = sum(len(call.args[0]) for call in spy.call_args_list)
         counts[runtime] = calls - (samples["phase"] == "call").sum()
     assert counts == {"portable": 0, "stand-in": timing.RAMP_CALLS}
 

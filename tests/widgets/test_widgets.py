@@ -35,28 +35,28 @@ GRID = {
 PART = GRID | {"export": GRID["export"] | {"max_seq_len": [16]}}
 
 
-def check(made: Explorer) -> None:
-    assert "workbench-error" not in made.message.value, made.message.value
+def check(view: Explorer) -> None:
+    assert "workbench-error" not in view.message.value, view.message.value
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """The log of what the Explorer measured of a part of the grid."""
     folder = tmp_path_factory.mktemp("explorer") / "experiments" / "log"
-    made = Explorer(PART, Experiment("05_x", {}), root=folder)
-    assert "Not measured at this setting" in made.message.value
-    assert made.cancel.disabled
-    assert made.run.description == "Run what is missing (about 16 s)"
+    view = Explorer(PART, Experiment("05_x", {}), root=folder)
+    assert "Not measured at this setting" in view.message.value
+    assert view.cancel.disabled
+    assert view.run.description == "Run what is missing (about 16 s)"
     said = []
-    made.status.observe(lambda change: said.append(change["new"]), names="value")
+    view.status.observe(lambda change: said.append(change["new"]), names="value")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "call", in_process.call)
-        made.run.click()
-        made.queue.thread.join()
-    check(made)
+        view.run.click()
+        view.queue.thread.join()
+    check(view)
     assert said[0] == "measuring int8-tensor, max_seq_len 16, about 16 s to go"
-    assert made.run.description == "Nothing is missing" and made.run.disabled
-    assert "tokens per second" in made.message.value
+    assert view.run.description == "Nothing is missing" and view.run.disabled
+    assert "tokens per second" in view.message.value
     return folder
 
 
@@ -64,9 +64,9 @@ def root(tmp_path_factory):
 def explorer(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = shutil.copytree(root, "log")  # what a test measures stays its own
-    made = Explorer(GRID, Experiment("05_x", {}), root=log)
-    check(made)
-    return made
+    view = Explorer(GRID, Experiment("05_x", {}), root=log)
+    check(view)
+    return view
 
 
 def mesh(explorer) -> np.ndarray:
@@ -198,8 +198,8 @@ def test_two_metrics_are_saved_as_two_figures_with_their_data(explorer):
         assert "saved explorer-16-" in explorer.status.value
     folder = explorer.experiment.folder / "figures"
     names = sorted(path.stem for path in folder.glob("*.png"))
-    about = json.loads((folder / f"{names[0]}.json").read_text())["about"]
-    assert "tiny-llama · max_seq_len 16 · T 1 · compress int8-tensor" in about
+    written = json.loads((folder / f"{names[0]}.json").read_text())["about"]
+    assert "tiny-llama · max_seq_len 16 · T 1 · compress int8-tensor" in written
     assert "tiny-llama" in (folder / f"{names[0]}.svg").read_text()
     setting = "explorer-16-1-int8-tensor-declared-update"
     assert names == [f"{setting}-{metric}" for metric in ("cosine", "error")]
@@ -215,20 +215,20 @@ def test_a_failed_measurement_is_shown_and_ends_the_queue(explorer, monkeypatch)
 
 
 def test_the_planner_has_a_row_for_each_compression(monkeypatch):
-    shown = []
-    monkeypatch.setattr(planning, "display", shown.append)
-    made = planner(DATA / "tiny-llama")
-    made.update()
-    table = shown[-1].data
+    displayed = []
+    monkeypatch.setattr(planning, "display", displayed.append)
+    view = planner(DATA / "tiny-llama")
+    view.update()
+    table = displayed[-1].data
     assert set(table["compress"]) == {*PRESETS}
     assert (table["tok/s at least"] < table["tok/s"]).all()
     assert (table["tok/s"] < table["tok/s at most"]).all()
-    caption = shown[-1].caption
+    caption = displayed[-1].caption
     assert "int4-block32: no decode row with int4-block32 weights" in caption
-    made.children[0].value, made.children[1].value = 1 << 15, 1
-    made.update()
-    assert (shown[-1].data["tok/s"] < table["tok/s"]).all()
-    assert (shown[-1].data["kv, MiB"] > table["kv, MiB"]).all()
+    view.children[0].value, view.children[1].value = 1 << 15, 1
+    view.update()
+    assert (displayed[-1].data["tok/s"] < table["tok/s"]).all()
+    assert (displayed[-1].data["kv, MiB"] > table["kv, MiB"]).all()
 
 
 def test_times_are_shown_where_errors_were_not_measured(explorer, monkeypatch):
