@@ -67,6 +67,14 @@ def test_a_cell_is_hatched_where_its_gate_would_be_red():
     assert sum(len(c.get_paths()) for c in drawn(figure, PolyCollection)) == 3
 
 
+@pytest.mark.parametrize("layer", [pd.NA, -1])
+def test_logits_are_a_row_of_their_own_in_rows_of_a_validation_and_of_the_log(layer):
+    rows = fidelity(names=["sound"]).query("layer == 0")
+    rows = rows.assign(layer=pd.array([layer] * len(rows), "Int64"))
+    figure = plots.heatmap(rows.assign(tensor="logits"), tensor="logits")
+    assert figure.axes[0].get_yticklabels()[0].get_text() == "logits"
+
+
 def test_equal_tensors_at_all_T_are_drawn_once_and_said():
     rows = fidelity(names=["sound"])
     rows = rows.assign(digest=rows["layer"] * 100 + rows["position"])

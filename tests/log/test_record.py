@@ -53,6 +53,13 @@ def update(cosine: float | None) -> dict:
     return columns | {"cosine": cosine}
 
 
+def test_logits_have_one_layer_in_the_log(tmp_path):
+    layers = pd.array([0, None], "Int64")
+    rows = pd.DataFrame([update(0.9), update(0.8)]).assign(layer=layers)
+    log.record({"command": "x"}, tmp_path, fidelity=rows)
+    assert log.load("fidelity", tmp_path)["layer"].tolist() == [0, -1]
+
+
 def test_a_row_sums_up_its_tables_when_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "coremltools")
     samples = [sample("call", 9.0, True), *(sample("call", v) for v in (1, 2, 4))]

@@ -9,6 +9,7 @@ from workbench.log import definitions, times
 from workbench.log.anonymous import anonymous
 from workbench.log.machine import environment
 from workbench.log.places import Root, default_root, new_run_id
+from workbench.log.schema import LOGITS
 from workbench.log.store import append
 
 
@@ -23,7 +24,7 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
     Args:
         row: columns of `runs`.
         tables: `fidelity`, `samples` and `layers` of the run; None and empty ones are
-            left out.
+            left out. A null layer of `fidelity`, that of the logits, becomes `LOGITS`.
 
     Returns:
         The run id.
@@ -32,8 +33,10 @@ def record(row: Mapping, root: Root = None, **tables: pd.DataFrame | None) -> st
         InputError, OSError: see `append`. No file of the run is left behind.
     """
     if tables.get("fidelity") is not None:
-        rows = tables["fidelity"]
-        tables["fidelity"] = rows.assign(definition=definitions.DEFINITION)
+        rows = tables["fidelity"].assign(definition=definitions.DEFINITION)
+        if "layer" in rows:
+            rows["layer"] = rows["layer"].fillna(LOGITS)
+        tables["fidelity"] = rows
     folder = Path(root or default_root()) / "runs"
     run_id = new_run_id(
         max((file.stem for file in folder.glob("*.parquet")), default="")

@@ -97,6 +97,9 @@ SCHEMAS: dict[str, pa.Schema] = {
     """),
 }
 
+LOGITS = -1
+"""The column `layer` of `fidelity` for logits."""
+
 SETTINGS = """checkpoint compress max_seq_len T depth runtime batch layers_per_shard
 kv_write layout moe tokens sliding target precision compute_units hints fast reads n_gen
 threads min_tokens min_seconds command experiment machine software""".split()

@@ -47,6 +47,8 @@ MAX_LAYERS = 250  # that are drawn; of more layers several share a cell
 LEAST_HATCHED = 0.05  # inches: a smaller cell cannot show the lines of a hatch
 
 INDEX = ["layer", "position"]
+LOGITS = -1
+"""The layer of the logits in the log, above all others in a figure."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def heatmap(
     tolerance.
 
     Args:
-        rows: the log's table `fidelity`: layer, position, T, tensor, mode, cosine,
-            finite; for the tolerances error and budget; and digest, which names the
+        rows: the log's table `fidelity`: layer (null or −1: the logits), position, T,
+            tensor, mode, cosine, finite; for the tolerances error and budget; and digest, which names the
             values of a tensor.
         metric: ``cosine`` (1 − cosine) or ``error`` (relative RMS error ÷ its
             tolerance).
@@ -108,7 +110,7 @@ def heatmap(
     scale = _scale(cells, panels, figure.get_figwidth(), panel_height)
     for ax, (title, panel) in zip(axes, panels.items()):
         mesh = _draw_panel(ax, panel, scale)
-        names = ["logits" if layer < 0 else layer for layer in layers]
+        names = ["logits" if layer == LOGITS else layer for layer in layers]
         label_cells(ax.yaxis, names, 8)
         ax.set(title=wrap(figure, title, 0.85), ylabel="layer")
     if tokens is None:
@@ -141,7 +143,9 @@ def _with_values(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     value = ratio if metric == "error" else 1 - rows["cosine"].astype(float)
     is_broken = ~rows["finite"].fillna(True).astype(bool)
     value = value.clip(lower=LEAST_VALUE).mask(is_broken, np.inf)
-    return rows.assign(value=value, beyond=(ratio > 1) | is_broken)
+    # rows of a validation, which were not read from the log, have null for the logits
+    layer = rows["layer"].fillna(LOGITS).astype(int)
+    return rows.assign(value=value, beyond=(ratio > 1) | is_broken, layer=layer)
 
 
 def _panels(cells: pd.DataFrame, by: str | None) -> dict[str, pd.DataFrame]:
