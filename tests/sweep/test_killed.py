@@ -97,7 +97,7 @@ def test_a_call_leaves_no_process_though_no_thread_of_its_child_can_run(start, n
 @SIGNALS
 def test_a_sweep_leaves_no_process(start, swept, grid, number):
     bundles = str(swept[0] / "bundles")
-    run = {"T": [1], "min_seconds": 600}
+    run = grid["run"] | {"T": [1], "min_seconds": 600}
     changed = grid | {"run": run, "validate_ids": []}
     running = start("-c", SWEEP.format(grid=changed, bundles=bundles))
     # a server and the child that measures

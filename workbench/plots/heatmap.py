@@ -89,8 +89,8 @@ def heatmap(
 
     Args:
         rows: the log's table `fidelity`: layer (null or −1: the logits), position, T,
-            tensor, mode, cosine, finite; for the tolerances error and budget; and digest, which names the
-            values of a tensor.
+            tensor, mode, cosine, finite; for the tolerances error and budget; and
+            digest, which names the values of a tensor.
         metric: ``cosine`` (1 − cosine) or ``error`` (relative RMS error ÷ its
             tolerance).
         tokens: the text of the token at each position.
