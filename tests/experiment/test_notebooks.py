@@ -119,9 +119,6 @@ def stored(number: str, folder: Path) -> dict:
     names["presets"] = files.get("presets", pd.DataFrame(columns=recommend.COLUMNS))
     names |= {"REAUTHORING": gates.REAUTHORING, "arithmetic": "exact", "decoders": [0]}
     if number == "05":
-        # the shipped run has no such table
-        texts = pd.DataFrame({"prompt": ["a ferry"], "text": ["leaves"]})
-        names.setdefault("continuation", texts)
         names["result"] = SimpleNamespace(rows=files["fidelity"])
         for name, figure in (("late", "write_address"), ("turned", "rope")):
             rows = files[figure][files[figure]["bundle"] != "sound"]
@@ -134,6 +131,7 @@ def stored(number: str, folder: Path) -> dict:
         names["Ts"] = [1, names["T_MAX"]]
     if number == "30":
         rows = files["cosine"].query("mode == 'isolated' and not routing_tie")
+        names["result"] = SimpleNamespace(rows=files["cosine"])
         names["own"] = 1 - rows.groupby("tensor")["cosine"].min()
         names["distances"] = names["own"] * 10 ** files["ingredients"]
         names["source"] = SimpleNamespace(name=Path(names["CHECKPOINT"]).name)
@@ -234,9 +232,17 @@ def limit(value: float) -> gates.Gate:
 
 def test_the_answer_of_05_turns_with_its_rows():
     names = shipped("05") | {"largest": STREAM, "kl": KL}
-    says("05", names, "keeps its cache", "T = 1, the error of an update", "as in the")
+    says(
+        "05",
+        names,
+        "keeps its cache",
+        "T = 1 and each layer fed Hugging Face's input, the error of an update",
+        "as in the",
+    )
     says("05", names, "This fault turned RED: write_address", "an attention sink")
-    says("05", names, "“… a ferry” the bundle writes: “leaves”")
+    texts = pd.DataFrame({"prompt": ["a ferry"], "text": ["leaves"]})
+    words = answer("05", names | {"continuation": texts})
+    assert "“… a ferry” the bundle writes: “leaves”" in words
     stale = names | {"all_gates": [*red("stale_rows"), limit(0.01)]}
     says(
         "05",
@@ -316,7 +322,7 @@ def test_the_answer_of_30_tells_imposed_from_free_choices_of_experts():
         "30",
         names,
         "lies 0.00024 (1",
-        "imposed. With its own choice it lies 0.034: 8 of",
+        "and its choice of experts. With the bundle's own choice it lies 0.034: 8 of",
     )
     says("30", names, "8 of 708 choices differ")
 
@@ -468,17 +474,21 @@ OTHER = {"05": "qwen2", "30": "zaya", "31": "qwen2", "33": "llama", "34": "qwen2
 @pytest.mark.slow("a kernel runs a whole notebook")
 @each_notebook
 def test_it_runs_with_another_checkpoint_and_its_answer_is_true_of_its_files(
-    path, small_project, forked, monkeypatch
+    path, small_project, forked, monkeypatch, tmp_path
 ):
+    """Also where the checkout cannot be written: everything goes to another folder."""
     monkeypatch.chdir(small_project)
+    monkeypatch.setenv("WORKBENCH_OUT", str(tmp_path))
     number = path.name[:2]
     other = {"CHECKPOINT": f"data/random-{OTHER[number]}"} if number in OTHER else {}
     result = run_notebook(number, other, progress=False)
     assert all(Path(figure["path"]).is_file() for figure in result["figures"])
+    assert tmp_path in Path(result["report"]).parents
     if number != "33":  # the data of its figure are texts
         names = stored(number, Path(result["report"]).parent)
         assert result["conclusion"] == answer(number, names)
     assert small.changes(small_project) == ""
+    assert not (small_project / "build" / "experiments" / path.stem).exists()
 
 
 def test_34_says_why_no_run_is_valid():
