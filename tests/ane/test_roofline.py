@@ -190,6 +190,20 @@ def test_every_preset_has_a_published_stream():
     assert {stored_format(preset) for preset in PRESETS.values()} <= formats
 
 
+def test_published_rows_stand_beside_what_others_predict():
+    table, fitted = roofline.published_predictions(), roofline.calibration()
+    assert (table["low_ms"] < table["predicted_ms"]).all()
+    assert (table["predicted_ms"] < table["high_ms"]).all()
+    rows = table[table["fitted"]]
+    assert rows["id"].tolist() == fitted.rows["id"].tolist()
+    assert rows["predicted_ms"].tolist() == pytest.approx(fitted.rows["author_ms"])
+    outside = ~rows["ms"].between(rows["low_ms"], rows["high_ms"])
+    assert 0 < outside.sum() <= 0.18 * len(rows)
+    assert len(table) > len(rows) + 20 and table["route"].nunique() == 3
+    assert table["page"].nunique() == table["source"].nunique()
+    assert {"CoreML-LLM SPEED_8K", "coreai-model-zoo minicpm5-2b"} <= set(table["page"])
+
+
 def test_the_words_have_the_error_and_the_interval():
     fitted, words = roofline.calibration(), roofline.describe_fit()
     assert "assume that every operation runs on the Neural Engine" in words

@@ -23,6 +23,7 @@ Published exporters repeat K and V for each query head, so that their attention 
 read spread_mb; where a column `repeats` is False, they read cache_mb. Bytes are decimal.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -320,6 +321,41 @@ def predict(rows: pd.DataFrame, fitted: Calibration | None = None) -> pd.DataFra
         interval = {"low_ms": ms / factor, "high_ms": spread_ms * factor}
         out.append({"ms": ms} | interval | {"extrapolates": reasons})
     return pd.DataFrame(out, rows.index)
+
+
+def published_predictions() -> pd.DataFrame:
+    """Every public measurement that can be used beside its prediction: a fitted row
+    predicted without the rows of its author, another one by the fit to all.
+
+    Returns:
+        id, source, page (a short name of the source), author, model, format,
+        chip, route, T, ms, predicted_ms, low_ms, high_ms, fitted.
+    """
+    rows, fitted = points(), calibration()
+    rows = rows[rows["use"] != "no"].reset_index(drop=True)
+    predictions = predict(rows, fitted)
+    left_out_ms = rows["id"].map(fitted.rows.set_index("id")["author_ms"])
+    # the width of an interval stays that of its prediction
+    shift = (left_out_ms / predictions["ms"]).fillna(1.0)
+    table = rows[["id", "source", "author", "model", "format", "chip", "route", "T"]]
+    table = table.assign(ms=rows["ms"], predicted_ms=predictions["ms"] * shift)
+    ends = {name: predictions[name] * shift for name in ("low_ms", "high_ms")}
+    return table.assign(
+        **ends, page=table["source"].map(_page), fitted=rows["use"] == "fit"
+    )
+
+
+def _page(source: str) -> str:
+    """The repository and the file of a source, without owner, commit and folders."""
+    text = re.sub(r"@\w+| \(\w{7}\)", "", source)
+    repository, _, path = text.partition(" ")
+    if "/" not in repository:
+        return text
+    parts = path.split("/")
+    if parts[-1] == "README.md" and len(parts) > 1:
+        parts.pop()  # the folder says more
+    name = re.sub(r"\.\w+$", "", parts[-1])
+    return f"{repository.partition('/')[2]} {name}"
 
 
 # --- exports

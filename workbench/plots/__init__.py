@@ -1,6 +1,6 @@
-"""Six figures, each a function from a DataFrame to a matplotlib Figure, and `save`.
+"""Seven figures, each a function from a DataFrame to a matplotlib Figure, and `save`.
 
-The data come first; everything else is a keyword. All six functions have the keywords
+The data come first; everything else is a keyword. All seven functions have the keywords
 `title`, `width` in inches (`COLUMN` or `PAGE`), and `figure`, a figure to draw into,
 such as a widget's canvas, in place of a new one. pyplot neither keeps nor shows the
 figure that they return.
@@ -17,6 +17,7 @@ from workbench.plots.heatmap import HALF_ULP as HALF_ULP
 from workbench.plots.heatmap import TOLERANCE_FACTOR as TOLERANCE_FACTOR
 from workbench.plots.heatmap import heatmap
 from workbench.plots.lines import lines
+from workbench.plots.predictions import predictions
 from workbench.plots.styled import BEYOND_COLOUR as BEYOND_COLOUR
 from workbench.plots.styled import COLUMN as COLUMN
 from workbench.plots.styled import MARKERS as MARKERS
@@ -25,4 +26,13 @@ from workbench.plots.styled import StyledFigure as StyledFigure
 from workbench.plots.styled import save
 from workbench.plots.tradeoff import tradeoff
 
-__all__ = ["bars", "cache_rows", "grid", "heatmap", "lines", "save", "tradeoff"]
+__all__ = [
+    "bars",
+    "cache_rows",
+    "grid",
+    "heatmap",
+    "lines",
+    "predictions",
+    "save",
+    "tradeoff",
+]
