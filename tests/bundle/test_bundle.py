@@ -16,13 +16,13 @@ from workbench.check.validate import stored_gates
 
 
 @pytest.fixture(scope="module")
-def made(exports):
+def bundle(exports):
     return exports.bundle("gemma3_text", sliding="ring")
 
 
 @pytest.fixture
-def copy(made, tmp_path):
-    return shutil.copytree(made.root, tmp_path / "b")
+def copy(bundle, tmp_path):
+    return shutil.copytree(bundle.root, tmp_path / "b")
 
 
 def edited(copy, path: str, value):
@@ -183,12 +183,12 @@ BEYOND = [  # where, what, and what is named if it is not that place
 @pytest.mark.matrix(12, wide=30)
 @pytest.mark.parametrize("where", BEYOND, ids=lambda where: where[0])
 def test_a_manifest_beyond_its_schema_is_refused(copy, where):
-    path, value, *found = where
+    path, value, *message = where
     if path == "version":  # its options are refused with it, whatever they are
         edited(copy, "options/undo", True)
     edited(copy, path, value)
-    (found,) = found or [path.replace("/", ".")]
-    with refused(found) as refusal:
+    (message,) = message or [path.replace("/", ".")]
+    with refused(message) as refusal:
         Bundle.open(copy)
     assert len(str(refusal.value)) < 600 and "\n" not in str(refusal.value)
 
@@ -206,11 +206,11 @@ def test_a_manifest_beyond_its_schema_is_refused(copy, where):
         (f"{KEYS}/ring", 5, "layers_00_00 ring"),
     ],
 )
-def test_a_manifest_that_does_not_agree_with_itself_is_red(copy, path, value, found):
+def test_a_manifest_that_does_not_agree_with_itself_is_red(copy, path, value, reason):
     edited(copy, path, value)
     gate = interface_gate(Bundle.open(copy))
     assert gate.verdict == "RED"
-    assert re.search(found, gate.reason), gate.reason
+    assert re.search(reason, gate.reason), gate.reason
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "a/" * 2500, "a\0b"])
@@ -231,7 +231,7 @@ def test_a_path_that_no_system_takes_is_refused(path):
     ],
 )
 def test_the_identity_covers_what_decides_how_a_bundle_is_run(
-    made, copy, path, value, same
+    bundle, copy, path, value, same
 ):
     edited(copy, path, value)
-    assert (Bundle.open(copy).identity == made.identity) == same
+    assert (Bundle.open(copy).identity == bundle.identity) == same

@@ -34,10 +34,10 @@ def link(target):
         (link, "something else"),
     ],
 )
-def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path, place, found):
+def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path, place, message):
     place(tmp_path / "b")
     before = sorted(tmp_path.rglob("*"))
-    with refused(found), new_bundle(tmp_path / "b"):
+    with refused(message), new_bundle(tmp_path / "b"):
         pass
     assert sorted(tmp_path.rglob("*")) == before
 

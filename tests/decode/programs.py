@@ -46,18 +46,18 @@ class Lineage:
     def ids(self) -> list[int]:
         return [token for _, tokens, _ in self.calls for token in tokens]
 
-    def add(self, T: int, tokens: list[int], place: int, kept: bool) -> None:
+    def add(self, T: int, tokens: list[int], place: int, is_undoable: bool) -> None:
         if tokens:
             self.calls.append([T, tokens, place])
-        self.last = kept * len(tokens)
+        self.last = is_undoable * len(tokens)
         self.high = max(self.high, len(self.ids))
 
     def undo(self, count: int) -> None:
         self.last = max(0, self.last - count)
         for call in self.calls[::-1]:
-            gone = min(count, len(call[1]))
-            del call[1][len(call[1]) - gone :]
-            count -= gone
+            removed = min(count, len(call[1]))
+            del call[1][len(call[1]) - removed :]
+            count -= removed
 
 
 class Program:
@@ -77,10 +77,10 @@ class Program:
             self.done.append(self.rng.choice(list(OPERATIONS), p=shares))
             getattr(self, self.done[-1])()
 
-    def ran(self, chunk: list[list[int]], kept: bool) -> None:
-        """Notes a call; `kept`: recurrent states go back into it."""
+    def ran(self, chunk: list[list[int]], is_undoable: bool) -> None:
+        """Notes a call; `is_undoable`: recurrent states go back into it."""
         for seq, tokens in enumerate(chunk):
-            self.lineages[seq].add(max(map(len, chunk)), tokens, seq, kept)
+            self.lineages[seq].add(max(map(len, chunk)), tokens, seq, is_undoable)
 
     def room(self, seq: int) -> int:
         return S - 1 - len(self.lineages[seq].ids)  # one place for the last call

@@ -50,9 +50,9 @@ def test_fp16_arithmetic_stays_close(family):
 def test_64_greedy_tokens_equal_hugging_face(family, exports):
     checkpoint, _, g = family
     decoder, ids = exports.decoder(checkpoint, max_seq_len=96), g.ids[:7]
-    how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     model = exports.hf(checkpoint)
-    expected = model.generate(torch.tensor([ids]), max_new_tokens=64, **how)
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=64, **settings)
     assert decoder.generate(ids, 64, stop=[]) == expected[0, 7:].tolist()
 
 
@@ -68,7 +68,7 @@ def foreign(decoder) -> Snapshot:
 
 @pytest.mark.matrix(8, wide=9)
 @pytest.mark.parametrize(
-    "call, found",
+    "call, message",
     [
         (lambda d: d.decode_one_token(97), "token id: found 97; needs .* 0 to 96"),
         (lambda d: d.prefill([]), "0 tokens|\\[\\]"),
@@ -89,10 +89,10 @@ def foreign(decoder) -> Snapshot:
         (lambda d: d.seqs.advance([[1]], T=5), "5 tokens.*t_max = 4"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_and_changes_nothing(llama, call, found):
+def test_what_cannot_be_meant_is_refused_and_changes_nothing(llama, call, message):
     llama.prefill([3, 14, 15, 9, 2, 6])
     ids, states = state_of(llama)
-    with refused(found):
+    with refused(message):
         call(llama)
     left, after = state_of(llama)
     assert left == ids and all(map(np.array_equal, states, after))
@@ -142,11 +142,11 @@ def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(
         Decoder(bundle, "portable", fast=fast).generate([1, 2, 3], 3, stop=())
         decoder = Decoder(bundle, "portable", fast=fast)
         decoder.generate([1, 2, 3], 3, stop=())
-        made = [each for m in decoder.layers for each in m.executables.values()]
-        held = list(map(weakref.ref, made))
+        executables = [one for m in decoder.layers for one in m.executables.values()]
+        references = list(map(weakref.ref, executables))
         gc.disable()
         try:
-            del decoder, made
-            assert not any(alive() for alive in held)
+            del decoder, executables
+            assert not any(alive() for alive in references)
         finally:
             gc.enable()

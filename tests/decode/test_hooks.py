@@ -31,8 +31,8 @@ def test_a_look_leaves_the_decoder_s_sequence_as_it_was(
 ):
     """Ended by Jupyter's stop button after some calls of a shard, or by itself."""
     decoder, other = (Decoder(llama_bundle, "portable", fast=True) for _ in range(2))
-    for each in (decoder, other):
-        each.prefill(IDS)
+    for one in (decoder, other):
+        one.prefill(IDS)
     run, done = Executable.run_calls, []
 
     def stopped(self, *arguments):
@@ -48,7 +48,7 @@ def test_a_look_leaves_the_decoder_s_sequence_as_it_was(
         LOOKS[name](decoder, llama_golden)
     assert done  # the literal graph ran
     for token in (5, 42):  # the sequence that ran goes on
-        logits = [each.decode_one_token(token) for each in (decoder, other)]
+        logits = [one.decode_one_token(token) for one in (decoder, other)]
         assert np.array_equal(*logits)
 
 

@@ -64,7 +64,7 @@ def test_sequences_end_at_their_own_stop_tokens_and_limits(decoder, exports):
     prompts = [IDS[a : a + 9] for a in (0, 20, 40)]
     alone = [decoder.generate(prompt, 6, stop=()) for prompt in prompts]
     stop, limits = [alone[1][2], alone[2][0]], [6, 6, 4]
-    found = together.generate(prompts, limits, stop=stop)
-    for tokens, own, limit in zip(found, alone, limits, strict=True):
-        ends = [i + 1 for i, token in enumerate(own) if token in stop]
-        assert tokens == own[: min([*ends, limit])]
+    generated = together.generate(prompts, limits, stop=stop)
+    for tokens, expected, limit in zip(generated, alone, limits, strict=True):
+        ends = [i + 1 for i, token in enumerate(expected) if token in stop]
+        assert tokens == expected[: min([*ends, limit])]

@@ -51,12 +51,12 @@ def pairwise(family: str) -> list[dict]:
     rows = {
         frozenset(combinations(row.items(), 2)): row for row in rows if allowed(row)
     }
-    missing, taken = frozenset().union(*rows), []
+    missing, rows_taken = frozenset().union(*rows), []
     while missing:
         pairs = max(rows, key=lambda pairs: len(pairs & missing))
-        taken.append(rows[pairs])
+        rows_taken.append(rows[pairs])
         missing -= pairs
-    return taken
+    return rows_taken
 
 
 @pytest.mark.slow("exports a bundle of its own and runs both models")
@@ -71,24 +71,24 @@ def test_pairs_of_options_agree_with_hugging_face(exports, family, chosen):
     dims = SLIDING_ZAYA if family == "zaya" else {}
     checkpoint = exports.checkpoint(family, **dims)
     decoder = exports.decoder(checkpoint, max_seq_len=16, **chosen)
-    made, B = decoder.options, decoder.options.batch
+    options, B = decoder.options, decoder.options.batch
     goldens = [exports.golden(checkpoint, LENGTH + MORE, seed) for seed in range(B)]
     logits = [decoder.prefill([g.ids[:LENGTH] for g in goldens])]
-    if made.tiling.width(1) == 1 or made.kv_write == "mask":
+    if options.tiling.width(1) == 1 or options.kv_write == "mask":
         for i in range(LENGTH, LENGTH + MORE):
             logits.append(decoder.decode_one_token([g.ids[i] for g in goldens]))
     for seq, g in enumerate(goldens):
-        found = np.stack([row.reshape(B, -1)[seq] for row in logits])
-        expected = g.logits[LENGTH - 1 :][: len(found)]
-        assert tiny.relative(found, expected) < 3e-6
-        assert (found.argmax(-1) == expected.argmax(-1)).all()
+        logits_of_seq = np.stack([row.reshape(B, -1)[seq] for row in logits])
+        expected = g.logits[LENGTH - 1 :][: len(logits_of_seq)]
+        assert tiny.relative(logits_of_seq, expected) < 3e-6
+        assert (logits_of_seq.argmax(-1) == expected.argmax(-1)).all()
 
 
 @pytest.mark.wide
 def test_a_prefill_bundle_takes_64_tokens_a_call(exports):
     checkpoint = exports.checkpoint("gemma3_text")
-    how = {"tokens": "1-64", "max_seq_len": 160, "sliding": "ring"}
-    decoder, g = exports.decoder(checkpoint, **how), exports.golden(checkpoint, 150)
+    options = {"tokens": "1-64", "max_seq_len": 160, "sliding": "ring"}
+    decoder, g = exports.decoder(checkpoint, **options), exports.golden(checkpoint, 150)
     for sizes in ([64], [1, 63, 17]):
         assert tiny.logits_error(decoder, g, *sizes) < 3e-6
 
@@ -106,7 +106,7 @@ def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):
 
 
 @pytest.mark.parametrize(
-    "family, chosen, found",
+    "family, chosen, message",
     [
         ("llama", {"colour": "red"}, "colour"),
         ("llama", {"kv_write": "scatter"}, "kv_write"),
@@ -117,7 +117,7 @@ def test_a_slice_write_refuses_unequal_positions_and_dummies(exports):
     ],
 )
 def test_options_that_mean_nothing_together_are_refused(
-    exports, tmp_path, family, chosen, found
+    exports, tmp_path, family, chosen, message
 ):
-    with refused(found):
+    with refused(message):
         export(exports.checkpoint(family), tmp_path / "b", max_seq_len=16, **chosen)

@@ -49,8 +49,8 @@ def test_a_sampled_sequence_depends_on_seed_and_position_alone(exports):
     decoder = trained.decoder(exports, "tiny-gemma3")
     ids, chosen = list(range(10, 30)), Sampling(2.0, top_k=50, top_p=0.95, seed=3)
 
-    def generated(sampling, ids=ids, new=8, **how):
-        return decoder.generate(ids, new, stop=(), sampling=sampling, **how)
+    def generated(sampling, ids=ids, new=8, **more):
+        return decoder.generate(ids, new, stop=(), sampling=sampling, **more)
 
     tokens, greedy = generated(chosen), generated(Sampling())
     assert tokens == generated(chosen) != greedy
@@ -60,9 +60,11 @@ def test_a_sampled_sequence_depends_on_seed_and_position_alone(exports):
     after = decoder.snapshot()
     assert generated(chosen, tokens[3:4], 4, after=after) == tokens[4:]
     together = trained.decoder(exports, "tiny-gemma3", trained.BATCH)
-    each = [chosen, Sampling(), Sampling(0.5, seed=9)]
-    found = together.generate([ids, ids, ids[:9]], 8, stop=(), sampling=each)
-    assert found[:2] == [tokens, greedy]
+    samplings = [chosen, Sampling(), Sampling(0.5, seed=9)]
+    generated_together = together.generate(
+        [ids, ids, ids[:9]], 8, stop=(), sampling=samplings
+    )
+    assert generated_together[:2] == [tokens, greedy]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def rows(seed, heads=2, n=5, D=64, scale=1.0, dtype=np.float16):
     return (scale * (means + rng.standard_normal((heads, n, D)))).astype(dtype)
 
 
-def made(ids, identity="identity", floor=0, **chosen) -> Snapshot:
+def random_snapshot(ids, identity="identity", floor=0, **chosen) -> Snapshot:
     """A snapshot of random rows: what is stored need not have been computed."""
     seed, n = len(ids), len(ids)
     states = {
@@ -38,14 +38,14 @@ def made(ids, identity="identity", floor=0, **chosen) -> Snapshot:
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_fp16_keeps_every_bit_and_shares_nothing(dtype, tmp_path):
-    given_ = made(IDS[:9], floor=3, dtype=dtype)
-    path = store.save(tmp_path, "chat", given_)
-    size = sum(value.nbytes for value in given_.states.values())
+    snapshot = random_snapshot(IDS[:9], floor=3, dtype=dtype)
+    path = store.save(tmp_path, "chat", snapshot)
+    size = sum(value.nbytes for value in snapshot.states.values())
     assert path.stat().st_size < size + 4096
     for value in store.load(tmp_path, "chat").states.values():
         value[:] = 0
-    found = store.load(tmp_path, "chat")
-    assert same(found, given_) and found.floor == 3
+    loaded = store.load(tmp_path, "chat")
+    assert same(loaded, snapshot) and loaded.floor == 3
 
 
 @SOME
@@ -56,27 +56,27 @@ def test_fp16_keeps_every_bit_and_shares_nothing(dtype, tmp_path):
     dtype=st.sampled_from([np.float16, np.float32]),
 )
 def test_q4_is_within_half_a_step_of_its_own_group(seed, D, scale, dtype):
-    given_ = rows(seed, D=D, scale=scale, dtype=dtype)
-    codes, steps, low = store.quantize(given_)
-    width = given_.shape[-1] // steps.shape[-1]
-    assert width <= 64 and D % width == 0 and codes.nbytes * 2 == given_.size
-    found = store.dequantize(codes, steps, low)
-    once = given_.astype(np.float16).astype(np.float32)
-    error = np.abs(found - once).reshape(2, 5, -1, width)
+    values = rows(seed, D=D, scale=scale, dtype=dtype)
+    codes, steps, low = store.quantize(values)
+    width = values.shape[-1] // steps.shape[-1]
+    assert width <= 64 and D % width == 0 and codes.nbytes * 2 == values.size
+    dequantized = store.dequantize(codes, steps, low)
+    once = values.astype(np.float16).astype(np.float32)
+    error = np.abs(dequantized - once).reshape(2, 5, -1, width)
     allowed = steps[..., None].astype(np.float32) * 0.5001
     assert (error <= allowed + np.finfo(np.float16).tiny * 1e-3).all()
 
 
 def test_q4_quantizes_caches_but_for_those_with_a_few_huge_channels(tmp_path):
-    given_ = made(IDS[:40])
-    given_.states["layers.0.k_state"][..., 3] += 90
-    store.save(tmp_path, "chat", given_, "q4")
-    found = store.load(tmp_path, "chat").states
+    snapshot = random_snapshot(IDS[:40])
+    snapshot.states["layers.0.k_state"][..., 3] += 90
+    store.save(tmp_path, "chat", snapshot, "q4")
+    loaded = store.load(tmp_path, "chat").states
     for name in ("layers.0.k_state", "layers.0.conv_state"):
-        assert np.array_equal(found[name], given_.states[name])
-    values = given_.states["layers.0.v_state"]
+        assert np.array_equal(loaded[name], snapshot.states[name])
+    values = snapshot.states["layers.0.v_state"]
     expected = store.dequantize(*store.quantize(values)).astype(np.float16)
-    assert np.array_equal(found["layers.0.v_state"], expected)
+    assert np.array_equal(loaded["layers.0.v_state"], expected)
     assert not np.array_equal(expected, values)
 
 
@@ -85,7 +85,7 @@ def test_q4_refuses_what_it_cannot_hold(tmp_path):
         with refused("q4"):
             store.quantize(np.full((1, 2, width), value, np.float16))
     with refused("one of fp16, q4"):
-        store.save(tmp_path, "chat", made(IDS[:3]), "q8")
+        store.save(tmp_path, "chat", random_snapshot(IDS[:3]), "q8")
 
 
 CHILD = """
@@ -119,7 +119,9 @@ def test_find_is_the_longest_beginning_that_can_be_used(tmp_path_factory, data):
     for i in range(4):
         ids, floor = data.draw(bits), data.draw(st.integers(0, 6))
         identity = data.draw(st.sampled_from(["identity", "another"]))
-        store.save(folder, f"s{i}", made(ids, identity, min(floor, len(ids)), D=2))
+        store.save(
+            folder, f"s{i}", random_snapshot(ids, identity, min(floor, len(ids)), D=2)
+        )
         pairs = list(zip(ids, prompt[:-1]))
         length = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
         if identity == "identity" and length >= min(floor, len(ids)):
@@ -152,7 +154,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_file_is_refused_with_the_next_step(name, tmp_path):
-    path = store.save(tmp_path, "chat", made(IDS[:20]), "q4")
+    path = store.save(tmp_path, "chat", random_snapshot(IDS[:20]), "q4")
     path.write_bytes(DAMAGES[name](path.read_bytes()))
     with refused("prefill again and save"):
         store.load(tmp_path, "chat")
@@ -163,17 +165,17 @@ def test_a_damaged_file_is_refused_with_the_next_step(name, tmp_path):
 @pytest.mark.parametrize("name", ["", "../up", ".hidden", "a/b", "a" * 101, "a\n"])
 def test_names_that_could_leave_the_folder_are_refused(name, tmp_path):
     with refused("snapshot name"):
-        store.save(tmp_path / "s", name, made(IDS[:3]))
+        store.save(tmp_path / "s", name, random_snapshot(IDS[:3]))
     assert not (tmp_path / "s").exists()
 
 
 def test_a_full_disk_is_said_and_keeps_the_old_snapshot(tmp_path, monkeypatch):
-    store.save(tmp_path, "chat", made(IDS[:9]))
+    store.save(tmp_path, "chat", random_snapshot(IDS[:9]))
 
     def full(*_):
         raise OSError("No space left")
 
     monkeypatch.setattr(os, "replace", full)
     with refused("No space left.*free some space"):
-        store.save(tmp_path, "chat", made(IDS[:12]))
-    assert same(store.load(tmp_path, "chat"), made(IDS[:9]))
+        store.save(tmp_path, "chat", random_snapshot(IDS[:12]))
+    assert same(store.load(tmp_path, "chat"), random_snapshot(IDS[:9]))

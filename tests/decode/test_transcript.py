@@ -32,7 +32,7 @@ def decoder(exports):
 
 
 @pytest.mark.parametrize(
-    "max_new, name, found",
+    "max_new, name, message",
     [
         (S - len(IDS) + 1, "logits.npy", "position 16; needs .* max_seq_len = 16"),
         (2, "/proc/logits.npy", "a folder that can be written"),
@@ -41,12 +41,12 @@ def decoder(exports):
     ],
 )
 def test_a_transcript_that_cannot_be_kept_is_refused_before_a_token_is_decoded(
-    decoder, tmp_path, monkeypatch, max_new, name, found
+    decoder, tmp_path, monkeypatch, max_new, name, message
 ):
     monkeypatch.setattr(
         Sequences, "advance", lambda *_: pytest.fail("a token is decoded")
     )
-    with refused(found):
+    with refused(message):
         transcript(decoder, IDS, max_new, tmp_path / name if name else None)
     assert not list(tmp_path.iterdir())
 
@@ -65,8 +65,8 @@ def test_without_a_file_no_logits_are_kept_and_calls_are_those_that_ran(
     decoder = exports.decoder("smollm3", max_seq_len=S, tokens="1,8", kv_write="slice")
     stream, seen = decoder.stream, []
 
-    def watched(*about, **more):
-        for record in stream(*about, **more):
+    def watched(*arguments, **more):
+        for record in stream(*arguments, **more):
             assert sum(ref() is not None for ref in seen) <= 1
             seen.append(weakref.ref(record.logits))
             yield record
@@ -89,8 +89,8 @@ def test_calls_that_compile_are_in_no_figure_and_are_counted(exports, monkeypatc
         return advance(seqs, chunk, *rest, **more)
 
     monkeypatch.setattr(Sequences, "advance", compiling)
-    found = transcript(decoder, IDS, 4)
-    prefill, decode = found["prefill"], found["decode"]
+    result = transcript(decoder, IDS, 4)
+    prefill, decode = result["prefill"], result["decode"]
     assert prefill["ms"] < 300 and prefill["first_calls"] == 2  # of 4 and of 2 tokens
     assert prefill["first_calls_ms"] >= 600
     assert prefill["tokens_per_s"] == pytest.approx(len(IDS) / prefill["ms"] * 1e3)

@@ -37,8 +37,8 @@ def test_a_random_program_ends_as_the_tokens_that_count_alone(exports, family, s
 @pytest.mark.parametrize("family", tiny.DIMS)
 def test_200_random_programs_end_as_the_tokens_that_count_alone(exports, family):
     decoders = [three(exports, family, shape) for shape in (0, 1)]
-    found = {seed: programs.fault_of(decoders[seed % 2], seed) for seed in range(200)}
-    assert not {seed: fault for seed, fault in found.items() if fault}
+    faults = {seed: programs.fault_of(decoders[seed % 2], seed) for seed in range(200)}
+    assert not {seed: fault for seed, fault in faults.items() if fault}
 
 
 @pytest.mark.wide
@@ -96,7 +96,9 @@ def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(
         rest = list(enumerate(alone))[len(ids) - len(prompt) :]
         return [token if i % 5 else int(token == 0) for i, token in rest[:3]]
 
-    opened.trim = lambda *how, **more: trims.append(how) or trim(*how, **more)
+    opened.trim = lambda *arguments, **more: (
+        trims.append(arguments) or trim(*arguments, **more)
+    )
     section = GUIDE.read_text().partition("Speculative decoding")[2]
     code = section.partition("```python\n")[2].partition("```")[0]
     names = {"draft": draft, "prompt": prompt, "opened": opened}

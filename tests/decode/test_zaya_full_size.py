@@ -19,11 +19,13 @@ FULL = {
 @pytest.mark.wide
 @pytest.mark.slow("writes and runs a gigabyte of weights")
 def test_a_layer_of_full_size_decodes_as_hugging_face(tmp_path):
-    own = tiny.Exports(tmp_path)  # a gigabyte: not kept for the session
-    checkpoint = own.checkpoint("zaya", **FULL)
-    g = own.golden(checkpoint, 9)
-    own.models.clear()
-    exact, declared = (own.decoder(checkpoint, how) for how in ("exact", "declared"))
+    exports = tiny.Exports(tmp_path)  # a gigabyte: not kept for the session
+    checkpoint = exports.checkpoint("zaya", **FULL)
+    g = exports.golden(checkpoint, 9)
+    exports.models.clear()
+    exact, declared = (
+        exports.decoder(checkpoint, precision) for precision in ("exact", "declared")
+    )
     for size in (1, 2, 3, 4):
         assert tiny.logits_error(exact, g, size, width=4) < 1e-5
     assert tiny.logits_error(declared, g, 4) < 1.5e-2

@@ -33,8 +33,8 @@ def exact_tables(stack: ExitStack) -> None:
     palettes, name = passes.palettize_weights, "_get_kmeans_lookup_table_and_weight"
     compress, cluster = palettes.blockwise_compress, getattr(passes, name)
 
-    def by_clusters(self, data, mode, *how, **more):
-        return compress(data, "KMEANS", *how, **more)
+    def by_clusters(self, data, mode, *options, **more):
+        return compress(data, "KMEANS", *options, **more)
 
     def exact(nbits, weight, **_):
         return cluster(nbits, weight, force_kmeans1d=True)
@@ -51,7 +51,7 @@ def conversions(
     coremltools()
     source, options = Checkpoint(checkpoint), bundle.manifest.options
     plan = read_plan(source, options)
-    made = {}
+    converted = {}
     for spec in specs(plan, options):
         package = folder / f"{spec.name}.mlpackage"
         module, programs = blank(spec, plan, options), {}
@@ -71,5 +71,5 @@ def conversions(
         model, listed = read_package(package), template.pinned_manifest(package)
         (package / template.MODEL).write_bytes(template.serialize(model))
         (package / template.MANIFEST).write_text(listed)
-        made[spec.name] = file_entries(folder, package)
-    return made
+        converted[spec.name] = file_entries(folder, package)
+    return converted

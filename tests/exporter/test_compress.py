@@ -32,14 +32,19 @@ def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
     )
 
     if preset.startswith("lut"):
-        how = "KMEANS", int(preset[3:]), [0] * 4
-        found = palettize_weights.blockwise_compress(weight, *how)
-        return {"indices": found.indices, "lut": found.lut}
+        arguments = "KMEANS", int(preset[3:]), [0] * 4
+        stored = palettize_weights.blockwise_compress(weight, *arguments)
+        return {"indices": stored.indices, "lut": stored.lut}
     blocks = {"int8-tensor": [0] * 4, "int8-channel": [1, 0, 0, 0]}
-    how = PRESETS[preset], "LINEAR_SYMMETRIC", True, blocks.get(preset, [1, 32, 0, 0])
+    arguments = (
+        PRESETS[preset],
+        "LINEAR_SYMMETRIC",
+        True,
+        blocks.get(preset, [1, 32, 0, 0]),
+    )
     with np.errstate(all="ignore"):
-        found = linear_quantize_weights.blockwise_compress(weight, *how)
-    return {"data": found.data, "scale": found.scale}
+        stored = linear_quantize_weights.blockwise_compress(weight, *arguments)
+    return {"data": stored.data, "scale": stored.scale}
 
 
 def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:

@@ -50,14 +50,14 @@ UNUSABLE = [  # a weight, what it becomes, what is named
 ]
 
 
-@pytest.mark.parametrize("name, edit, found", UNUSABLE)
-def test_unusable_weights_are_refused_by_name(copy, tmp_path, name, edit, found):
+@pytest.mark.parametrize("name, edit, message", UNUSABLE)
+def test_unusable_weights_are_refused_by_name(copy, tmp_path, name, edit, message):
     with tiny.edited_weights(copy) as weights:
         weight = weights.pop(f"model.{name}.weight")
         if edit:
             weights[f"model.{name}.weight"] = edit(weight)
-    with refused(found):
-        compress = "int8-tensor" if "32752" in found else "fp16"
+    with refused(message):
+        compress = "int8-tensor" if "32752" in message else "fp16"
         small(copy, tmp_path / "b", compress=compress)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
@@ -75,11 +75,11 @@ def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path):
     path = shutil.copytree(whole, tmp_path / "c")
     (path / "generation_config.json").unlink(missing_ok=True)
     assert Checkpoint(path).eos == [3]
-    for own, expected in (({}, []), (5, [5]), ([5, 7], [5, 7])):
-        made = {"eos_token_id": own} if own else {}
-        (path / "generation_config.json").write_text(json.dumps(made))
+    for eos, expected in (({}, []), (5, [5]), ([5, 7], [5, 7])):
+        fields = {"eos_token_id": eos} if eos else {}
+        (path / "generation_config.json").write_text(json.dumps(fields))
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
-        assert model.generation_config.eos_token_id == (own or None)
+        assert model.generation_config.eos_token_id == (eos or None)
         assert Checkpoint(path).eos == expected
     assert small(path, tmp_path / "b").manifest.tokens.eos == expected
 
@@ -103,7 +103,7 @@ def test_the_shard_of_an_expert_is_of_one_layer(exports):
     path = exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2)
     experts = exports.bundle(path, moe="routed", tokens="1-2").shards("expert")
     one = (0, 1), (1, 2)
-    assert {(made.layers, made.rows) for made in experts} == {*product(one, one)}
+    assert {(shard.layers, shard.rows) for shard in experts} == {*product(one, one)}
 
 
 @pytest.mark.slow("exports several bundles")
@@ -180,8 +180,8 @@ def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(
     code += "from workbench import Decoder\n"
     code += f"decoder = Decoder({str(bundle)!r}, precision='exact')\n"
     code += "print(decoder.generate([1, 2, 3], 4, stop=[]))"
-    found = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert eval(found) == exports.decoder(llama).generate([1, 2, 3], 4, stop=[])
+    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert eval(output) == exports.decoder(llama).generate([1, 2, 3], 4, stop=[])
 
 
 def test_a_cache_longer_than_the_model_s_positions_is_refused(copy, tmp_path):

@@ -47,12 +47,12 @@ def test_every_shard_is_the_bytes_of_its_conversion(
     exports, tmp_path, family, changed, options
 ):
     source = exports.checkpoint(family, **changed)
-    made = small(source, tmp_path / "b", **options)
-    converted = {shard.template for shard in made.manifest.shards}
-    assert len(converted) < len(made.manifest.shards)
-    assert files(made) == conversions(made, source, tmp_path / "again")
+    bundle = small(source, tmp_path / "b", **options)
+    converted = {shard.template for shard in bundle.manifest.shards}
+    assert len(converted) < len(bundle.manifest.shards)
+    assert files(bundle) == conversions(bundle, source, tmp_path / "again")
     if "," in options.get("tokens", ""):
-        for shard in made.manifest.shards:
+        for shard in bundle.manifest.shards:
             assert ",".join(map(str, shard.functions.values())) == options["tokens"]
 
 
@@ -63,13 +63,13 @@ def test_a_large_vocabulary_is_cut_into_slices_of_two_shapes(
     assert shards.HEAD_ROWS == 16_384
     monkeypatch.setattr(shards, "HEAD_ROWS", 64)
     source = exports.checkpoint("llama", vocab_size=2 * 64 + 50, num_hidden_layers=1)
-    made = small(source, tmp_path / "b")
-    heads = made.shards("head")
+    bundle = small(source, tmp_path / "b")
+    heads = bundle.shards("head")
     assert [head.template for head in heads] == ["head_00", "head_00", "head_02"]
     assert [head.rows for head in heads] == [(0, 64), (64, 128), (128, 178)]
-    assert files(made) == conversions(made, source, tmp_path / "again")
+    assert files(bundle) == conversions(bundle, source, tmp_path / "again")
     g = tiny.golden(exports.hf(source), [63, 64, 177])
-    decoder = Decoder(made, "portable", precision="exact")
+    decoder = Decoder(bundle, "portable", precision="exact")
     assert tiny.logits_error(decoder, g, 3) < 2e-6
 
 
@@ -105,8 +105,8 @@ def test_weights_that_a_converter_would_drop_or_merge_are_stored(
 ):
     """coremltools removes a product with ones and a bias of zeros, and keeps one of two
     equal constants. A shard has the program of its shape all the same, and every weight."""
-    how = {"num_hidden_layers": len(TRICKS), "dtype": "float32"}
-    path = tiny.random(tmp_path / "c", "qwen2", **how)
+    options = {"num_hidden_layers": len(TRICKS), "dtype": "float32"}
+    path = tiny.random(tmp_path / "c", "qwen2", **options)
     with tiny.edited_weights(path) as tensors:
         for layer, trick in enumerate(TRICKS):
             trick(tensors, f"model.layers.{layer}")

@@ -97,10 +97,10 @@ def test_a_state_keeps_the_fp16_bits_of_a_value(loaded, name):
     read = native.read_state(tensor)
     with np.errstate(over="ignore"):
         wrote = np.float32(SPECIAL[name]).astype(np.float16)
-    found = read.flat[0].astype(np.float16)
+    stored = read.flat[0].astype(np.float16)
     assert read.dtype == np.float32
-    assert np.signbit(wrote) == np.signbit(found) or np.isnan(wrote)
-    np.testing.assert_array_equal(wrote, found)
+    assert np.signbit(wrote) == np.signbit(stored) or np.isnan(wrote)
+    np.testing.assert_array_equal(wrote, stored)
 
 
 def test_outputs_are_contiguous_float32(loaded):

@@ -54,7 +54,7 @@ def config(text):
 
 
 @pytest.mark.parametrize(
-    "damage, found",
+    "damage, message",
     [
         (held(lambda data: POINTER), "Git LFS pointer"),
         (held(lambda data: data[:-100]), "no whole safetensors file"),
@@ -69,9 +69,9 @@ def config(text):
         (shutil.rmtree, "nothing there"),
     ],
 )
-def test_damage_is_named(copy, damage, found):
+def test_damage_is_named(copy, damage, message):
     damage(copy)
-    with refused(found):
+    with refused(message):
         Checkpoint(copy).config  # noqa: B018
 
 
@@ -108,7 +108,7 @@ def counted(name, count=10**9):
 
 
 @pytest.mark.parametrize(
-    "damage, found",
+    "damage, message",
     [
         (pipe(WEIGHTS), "found a pipe"),
         (pipe("tokenizer_config.json"), "found a pipe"),
@@ -125,9 +125,9 @@ def counted(name, count=10**9):
         (config('{"a":' * 100_000), "no JSON object"),
     ],
 )
-def test_what_has_no_end_or_no_measure_is_refused_at_once(copy, damage, found):
+def test_what_has_no_end_or_no_measure_is_refused_at_once(copy, damage, message):
     damage(copy)
-    with refused(found):
+    with refused(message):
         Checkpoint(copy).config  # noqa: B018
 
 
@@ -187,16 +187,16 @@ def test_where_texts_end_is_part_of_the_identity(copy):
 def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transformers(
     tmp_path,
 ):
-    def made(name, seed=3, **how):
-        how = {"seed": seed, "dtype": "bfloat16"} | how
-        return Checkpoint(tiny.random(tmp_path / name, "llama", **how))
+    def checkpoint(name, seed=3, **options):
+        options = {"seed": seed, "dtype": "bfloat16"} | options
+        return Checkpoint(tiny.random(tmp_path / name, "llama", **options))
 
-    a, b = made("one"), made("many", shard_bytes=20_000)
+    a, b = checkpoint("one"), checkpoint("many", shard_bytes=20_000)
     assert len(list(b.path.glob("*.safetensors"))) > 2
     assert a.facts["dtype"] == "BF16" and a.header.keys() == b.header.keys()
     assert all(torch.equal(a.tensor(n), b.tensor(n)) for n in a.header)
-    assert made("again").sha256 == a.sha256
-    assert len({a.sha256, b.sha256, made("other", 4).sha256}) == 3
+    assert checkpoint("again").sha256 == a.sha256
+    assert len({a.sha256, b.sha256, checkpoint("other", 4).sha256}) == 3
     loaded = tiny.hf(b.path)
     assert torch.equal(loaded.model.norm.weight, a.tensor("model.norm.weight"))
 

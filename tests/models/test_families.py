@@ -94,14 +94,14 @@ UNSUPPORTED = {  # what a configuration has → what must be named
 
 @pytest.mark.matrix(15, wide=99)
 @pytest.mark.parametrize(
-    "model_type, changed, found",
+    "model_type, changed, message",
     [(name, *case) for name, cases in UNSUPPORTED.items() for case in cases],
 )
-def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
+def test_what_is_not_supported_is_refused_by_name(model_type, changed, message):
     dims = tiny.DIMS[model_type] | changed
-    made = transformers.AutoConfig.for_model(model_type, **dims)
-    with refused(found) as refusal:
-        family_of(made).plan(made)
+    config = transformers.AutoConfig.for_model(model_type, **dims)
+    with refused(message) as refusal:
+        family_of(config).plan(config)
     assert model_type in str(refusal.value)
 
 
@@ -156,8 +156,8 @@ def test_a_tied_head_with_weights_of_its_own_is_not_the_embedding(exports, tmp_p
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0)
     g = exports.golden(path, 6)
     assert tiny.logits_error(exports.decoder(path), g, 4) < 3e-6
-    own = golden.make_golden(Checkpoint(path), g.ids)
-    assert tiny.relative(own["logits"], g.logits) < 3e-6
+    reference = golden.make_golden(Checkpoint(path), g.ids)
+    assert tiny.relative(reference["logits"], g.logits) < 3e-6
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
@@ -226,11 +226,11 @@ def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):
     with tiny.edited_weights(path) as weights:
         along = weights[name("k")] / weights[name("k")].norm()
         weights |= {name("k"): 921 * along, name("q"): 100 * along.repeat(3)}
-    made, attention = [], exports.hf(path).model.layers[0].self_attn
+    outputs, attention = [], exports.hf(path).model.layers[0].self_attn
     for part in (attention.q_proj, attention.k_proj):
-        part.register_forward_hook(lambda *call: made.append(call[-1]))
+        part.register_forward_hook(lambda *call: outputs.append(call[-1]))
     g = exports.golden(path, 8)
-    query, key = (first[0, 0].reshape(-1, 128) for first in made)
+    query, key = (first[0, 0].reshape(-1, 128) for first in outputs)
     assert (query @ key.T).max() > 65504
     declared = exports.decoder(path, "declared")
     assert np.isfinite(tiny.chained(declared, g.ids, [4])).all()

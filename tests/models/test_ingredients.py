@@ -26,8 +26,8 @@ def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
         for i in range(2):
             weights[f"model.layers.{i}.post_feedforward_layernorm.weight"][7] = 30_000
     g = exports.golden(path, 12)
-    made = make_golden(Checkpoint(path), g.ids)
-    assert np.abs(made["hidden.1"]).max() > 65504
+    reference = make_golden(Checkpoint(path), g.ids)
+    assert np.abs(reference["hidden.1"]).max() > 65504
     declared = Decoder(exports.bundle(path), "portable", fast=True)
     exponent = declared.manifest.residual_exponent
     scale = declared.manifest.embedding.scale

@@ -19,6 +19,6 @@ def test_a_slow_decay_survives_fp16():
 def test_softplus_stays_relative_in_fp16():
     """Where the logarithm of 1 + e^x is 0."""
     x = torch.tensor([-9.5, -8.0, -6.0, -4.0], dtype=torch.float16)
-    made, exact = softplus(x).double(), torch.nn.functional.softplus(x.double())
+    actual, exact = softplus(x).double(), torch.nn.functional.softplus(x.double())
     assert torch.log(1 + torch.exp(x))[0] == 0
-    torch.testing.assert_close(made, exact, atol=0, rtol=4e-3)
+    torch.testing.assert_close(actual, exact, atol=0, rtol=4e-3)

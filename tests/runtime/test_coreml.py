@@ -45,10 +45,10 @@ def test_both_runtimes_generate_the_same_tokens_logits_and_states(bundle):
         assert ours.token == theirs.token and np.array_equal(ours.logits, theirs.logits)
     ours, theirs = (decoder.snapshot() for decoder in decoders)
     decoders[0].begin(ours)
-    for kept in (ours, decoders[0].snapshot()):
+    for snapshot in (ours, decoders[0].snapshot()):
         for name, value in theirs.states.items():
-            assert kept.states[name].dtype == np.float16
-            assert np.array_equal(kept.states[name], value)
+            assert snapshot.states[name].dtype == np.float16
+            assert np.array_equal(snapshot.states[name], value)
 
 
 def test_core_ml_is_refused_where_neither_it_nor_the_shim_is(bundle, shard):
@@ -126,12 +126,16 @@ def test_a_load_is_cold_for_units_and_hints_that_a_compiled_shard_was_not_loaded
     bundle, shard
 ):
     hints = {"reshapeFrequency": "Infrequent"}
-    for units, own in (("CPU_ONLY", {}), ("CPU_AND_NE", {}), ("CPU_AND_NE", hints)):
-        how = {"compute_units": units, "hints": own}
+    for units, unit_hints in (
+        ("CPU_ONLY", {}),
+        ("CPU_AND_NE", {}),
+        ("CPU_AND_NE", hints),
+    ):
+        settings = {"compute_units": units, "hints": unit_hints}
         for cold in (True, False):
-            ms = load_shard(bundle, shard, Settings("coreml", **how)).loading_ms
-            found = ms["cold_load"] is not None, ms["load"] is None
-            assert found == (cold, cold), how
+            ms = load_shard(bundle, shard, Settings("coreml", **settings)).loading_ms
+            actual = ms["cold_load"] is not None, ms["load"] is None
+            assert actual == (cold, cold), settings
 
 
 def test_a_compiled_shard_belongs_to_its_bytes_and_to_what_compiled_it(
@@ -174,9 +178,9 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard):
         load_package(bundle.package(shard), COREML, "main")
         Decoder(bundle, "coreml", compute_units="CPU_ONLY", hints=hints)
     texts = {name: str(value) for name, value in hints.items()}
-    own, *others = (call.args[2:5] for call in loaded.call_args_list)
-    assert own[1] == "main" and len(others) == len(bundle.manifest.shards)
-    assert all(each[::2] == ("CPU_ONLY", texts) for each in others)
+    package, *others = (call.args[2:5] for call in loaded.call_args_list)
+    assert package[1] == "main" and len(others) == len(bundle.manifest.shards)
+    assert all(arguments[::2] == ("CPU_ONLY", texts) for arguments in others)
     for wrong in ({"speed": "fast"}, {"reshapeFrequency": "Often"}):
         with refused("speed|Often"):
             load_shard(bundle, shard, Settings("coreml", hints=wrong))
@@ -196,21 +200,23 @@ def test_the_plan_counts_every_compute_operation_and_no_constant(
         ("ios16.cond", "cpu", [("ios18.add", "cpu")]),
         ("ios18.mul", None),
     ]
-    asked, plans = [], coremltools().models.compute_plan
+    requests, plans = [], coremltools().models.compute_plan
 
     def get_compute_plan(*arguments):
-        asked.append(arguments)
+        requests.append(arguments)
         return Plan(main=operations)
 
     native = SimpleNamespace(get_compute_plan=get_compute_plan)
     monkeypatch.setattr(plans, "_MLModelProxy", native)
     compiled = coreml.compiled_path(bundle, shard)
     plan = coreml.compute_plan(bundle.package(shard), compiled, "CPU_AND_NE")
-    found = placement.count_units(shard.name, plan)
-    assert asked == [(str(compiled), "CPU_AND_NE")] and compiled.suffix == ".mlmodelc"
-    counts = found.ops, found.ane, found.gpu, found.cpu, found.eligible
-    assert counts == (5, 1, 1, 2, 1) and found.source == "measured"
-    assert found.convolutions == (1, 2) and not found.rules
+    counted = placement.count_units(shard.name, plan)
+    assert (
+        requests == [(str(compiled), "CPU_AND_NE")] and compiled.suffix == ".mlmodelc"
+    )
+    counts = counted.ops, counted.ane, counted.gpu, counted.cpu, counted.eligible
+    assert counts == (5, 1, 1, 2, 1) and counted.source == "measured"
+    assert counted.convolutions == (1, 2) and not counted.rules
 
 
 def test_the_fake_plan_has_the_method_of_the_installed_coremltools():

@@ -32,16 +32,16 @@ def bundle(exports, source):
 def test_core_ml_copies_states_between_functions(shimmed, bundle, exports, source):
     """A prompt at T = 4, then single tokens, as with one flexible program; the head has one T."""
     flexible = exports.bundle(source, tokens="1-4", max_seq_len=24)
-    one, several = (Decoder(each, "coreml") for each in (flexible, bundle))
+    one, several = (Decoder(decoder, "coreml") for decoder in (flexible, bundle))
     ids = tiny.prompt(90, PROMPT + MORE)
-    found, expected = (
-        [each.prefill(ids[:PROMPT]), *map(each.decode_one_token, ids[PROMPT:])]
-        for each in (several, one)
+    logits, expected = (
+        [decoder.prefill(ids[:PROMPT]), *map(decoder.decode_one_token, ids[PROMPT:])]
+        for decoder in (several, one)
     )
-    assert np.array_equal(found, expected)
+    assert np.array_equal(logits, expected)
     rows, states = (
-        {name: state.read(name) for state, name in each.seqs.named_states}
-        for each in (one, several)
+        {name: state.read(name) for state, name in decoder.seqs.named_states}
+        for decoder in (one, several)
     )
     assert states.keys() == rows.keys()
     for name in rows:
@@ -93,5 +93,5 @@ def test_times_of_several_functions_are_samples_of_one_shard(exports):
     for T in (1, 4):
         samples = timing.measure_speed(decoder, depth=4, n_gen=8, T=T, repetitions=1)
         layers = samples.loc[samples["phase"] == "layer", "shard"]
-        assert set(layers) == {each.name for each in shards if each.kind == "layers"}
+        assert set(layers) == {shard.name for shard in shards if shard.kind == "layers"}
         assert (samples["phase"] == "load").sum() == len(shards)

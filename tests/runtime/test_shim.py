@@ -26,8 +26,11 @@ def package(path, module, *shape, **options) -> str:
     """A package of a torch module, traced on x of a shape, or of a program of MIL's builder."""
     ct = coremltools()
     if shape:
-        made = {"inputs": [ct.TensorType("x", shape)], "outputs": [ct.TensorType("y")]}
-        options = made | options
+        defaults = {
+            "inputs": [ct.TensorType("x", shape)],
+            "outputs": [ct.TensorType("y")],
+        }
+        options = defaults | options
         with quiet():
             traced = torch.jit.trace(module.eval(), torch.zeros(shape), False)
         module = traced
@@ -110,33 +113,35 @@ def test_a_model_predicts_however_it_was_loaded_whatever_coremltools_takes(
     model = ct.models.MLModel(doubling)
     with quiet():
         target = {"minimum_deployment_target": ct.target.iOS18}
-        made = ct.convert(program(doubled_and_whole, 2, 3), **target)
-    for each in (
+        converted = ct.convert(program(doubled_and_whole, 2, 3), **target)
+    for loaded in (
         model,
-        made,
+        converted,
         ct.models.MLModel(saved.get_spec(), weights_dir=saved.weights_dir),
         ct.models.CompiledMLModel(model.get_compiled_model_path()),
     ):
-        found = each.predict({"x": X})
-        assert (found["doubled"] == 2 * X).all() and found["doubled"].dtype == "float32"
-        assert (found["whole"] == X).all() and found["whole"].dtype == "int32"
+        outputs = loaded.predict({"x": X})
+        assert (outputs["doubled"] == 2 * X).all() and outputs[
+            "doubled"
+        ].dtype == "float32"
+        assert (outputs["whole"] == X).all() and outputs["whole"].dtype == "int32"
     arrays = np.float16, np.float32, np.float64, np.int32
-    found = model.predict([{"x": X}, {"x": -X}])
-    assert [y["doubled"].tolist() for y in found] == [
+    outputs = model.predict([{"x": X}, {"x": -X}])
+    assert [y["doubled"].tolist() for y in outputs] == [
         (2 * X).tolist(),
         (-2 * X).tolist(),
     ]
     for given in (list, torch.tensor, *arrays):
-        found = model.predict({"x": given(X.tolist())})
-        assert (found["doubled"] == 2 * X).all()
+        outputs = model.predict({"x": given(X.tolist())})
+        assert (outputs["doubled"] == 2 * X).all()
 
 
 def test_arrays_are_given_as_new_ones(counting_model):
     state, x = counting_model.make_state(), np.arange(64.0)[None, ::2]
     y = counting_model.predict({"x": x}, state)["y"]
     assert np.array_equal(y, x + 1)
-    for found in (y, state.read_state("count")):
-        found += 7  # writeable, and a copy
+    for array in (y, state.read_state("count")):
+        array += 7  # writeable, and a copy
     assert (state.read_state("count") == 1).all()
 
 
@@ -164,21 +169,23 @@ def test_images_go_in_by_their_channels(ct, model_of, layout):
 
 
 def test_images_come_out_as_pillow_images(ct, model_of):
-    made = [ct.ImageType("y", color_layout=ct.colorlayout.RGB)]
+    outputs = [ct.ImageType("y", color_layout=ct.colorlayout.RGB)]
     x = np.random.default_rng(0).uniform(-10, 300, (1, 3, 2, 4)).astype(np.float32)
-    found = model_of(torch.nn.ReLU(), *x.shape, outputs=made).predict({"x": x})["y"]
-    assert found.mode == "RGBA" and found.size == (4, 2)
+    picture = model_of(torch.nn.ReLU(), *x.shape, outputs=outputs).predict({"x": x})[
+        "y"
+    ]
+    assert picture.mode == "RGBA" and picture.size == (4, 2)
     expected = np.clip(np.round(x[0].astype(np.float16)), 0, 255)
-    assert np.array_equal(np.asarray(found)[..., :3].transpose(2, 0, 1), expected)
+    assert np.array_equal(np.asarray(picture)[..., :3].transpose(2, 0, 1), expected)
 
 
 @pytest.mark.parametrize("labels", [["cat", "dog", "eel"], [10, 20, 30]])
 def test_classifiers_give_a_label_and_probabilities(ct, model_of, labels):
     config = {"classifier_config": ct.ClassifierConfig(labels), "outputs": None}
     model = model_of(torch.nn.Softmax(-1), 1, 3, **config)
-    found = model.predict({"x": np.array([[0.0, 5, 1]])})
-    assert found.pop("classLabel") == labels[1]
-    (probabilities,) = found.values()
+    outputs = model.predict({"x": np.array([[0.0, 5, 1]])})
+    assert outputs.pop("classLabel") == labels[1]
+    (probabilities,) = outputs.values()
     assert list(probabilities) == labels and abs(sum(probabilities.values()) - 1) < 1e-3
 
 
@@ -198,8 +205,8 @@ def test_functions_of_one_package_are_chosen_by_name(ct, tmp_path):
         ct.utils.save_multifunction(descriptor, str(both))
     for name, expected in (("by_1", 1), ("by_10", 10), (None, 1)):
         model = ct.models.MLModel(str(both), function_name=name)
-        found = model.predict({"x": ROW}, model.make_state())["y"]
-        assert found[0, 0] == expected
+        counted = model.predict({"x": ROW}, model.make_state())["y"]
+        assert counted[0, 0] == expected
 
 
 def test_packages_of_ios_26_run(ct, model_of):
@@ -282,8 +289,8 @@ def test_inputs_with_enumerated_shapes_go_together_the_nth_with_the_nth(ct, mode
     """coremltools' issue 2271, seen on a Mac: length 32 with length 256 fails."""
     model = added(ct, model_of, [[1, 4], [2, 4]], [[1, 6], [1, 8]])
     for n, m in ((1, 6), (2, 8)):
-        found = model.predict({"x": np.ones((n, 4)), "y": np.zeros((1, m))})
-        assert found["z"].tolist() == [[4.0 * n] * m]
+        outputs = model.predict({"x": np.ones((n, 4)), "y": np.zeros((1, m))})
+        assert outputs["z"].tolist() == [[4.0 * n] * m]
     for n, m in ((1, 8), (2, 6)):
         with pytest.raises(RuntimeError, match="the n-th of one with the n-th"):
             model.predict({"x": np.ones((n, 4)), "y": np.zeros((1, m))})
@@ -379,8 +386,8 @@ class Element(torch.nn.Module):
 def test_the_converter_is_mended_on_request_until_it_is_uninstalled(model_of):
     x = np.arange(8.0).reshape(2, 4)
     shim.install(mend_converter=True)
-    found = model_of(Element(), 2, 4).predict({"x": x})["y"]
-    assert found.tolist() == x[:, 1:3].tolist()
+    sliced = model_of(Element(), 2, 4).predict({"x": x})["y"]
+    assert sliced.tolist() == x[:, 1:3].tolist()
     for restore in (shim.install, shim.uninstall):
         restore()
         with pytest.raises(TypeError, match="0-dimensional"):

@@ -58,9 +58,9 @@ def test_the_variable_says_what_auto_means(monkeypatch, bundle):
         "auto": "portable",
         "stand-in-chatter": "stand-in-chatter",
     }
-    for name, found in meant.items():
+    for name, expected in meant.items():
         monkeypatch.setenv("WORKBENCH_RUNTIME", name)
-        assert runtime.resolve() == runtime.resolve("auto") == found
+        assert runtime.resolve() == runtime.resolve("auto") == expected
     assert Decoder(bundle).runtime == "stand-in-chatter"
     assert Decoder(bundle, "portable").runtime == "portable"
 
@@ -123,18 +123,18 @@ def test_commands_end_as_on_portable_without_an_illegal_call(name, source, bundl
     """The shim prints every array that the binding would refuse, which is no JSON."""
     results = []
     for where in ("stand-in", "portable"):
-        made = cli(*of(name, bundle, source, where), "--json")
-        assert made.exit_code == 0, made.output
-        results.append(json.loads(made.stdout))
+        ended = cli(*of(name, bundle, source, where), "--json")
+        assert ended.exit_code == 0, ended.output
+        results.append(json.loads(ended.stdout))
     ours, portable = results
     if "verdict" in ours:
-        own, others = (
-            {gate["name"]: gate["verdict"] for gate in each["gates"]}
-            for each in results
+        verdicts, others = (
+            {gate["name"]: gate["verdict"] for gate in result["gates"]}
+            for result in results
         )
         # portable is what devices are compared with
         device = {"device": "GREEN"} if name == "validate" else {}
-        assert own == others | device and ours["verdict"] == portable["verdict"]
+        assert verdicts == others | device and ours["verdict"] == portable["verdict"]
     if name == "generate":
         assert ours["tokens"] == portable["tokens"] and ours["runtime"] == "stand-in"
 
@@ -172,9 +172,9 @@ def swept(source, tmp_path_factory):
         grid = {"checkpoint": str(source), "validate_ids": IDS}
         sizes = {"max_seq_len": [16], "tokens": ["1-2"], "batch": [batch]}
         run = {"runtime": sorted(map(name_of, faults)), "n_gen": 2, "repetitions": 1}
-        made = sweep.make_grid(grid | {"export": sizes, "run": run})
+        cells = sweep.make_grid(grid | {"export": sizes, "run": run})
         where = {"root": folder / "log", "bundles": folder / "bundles"}
-        sweep.sweep(made, progress=False, **where)
+        sweep.sweep(cells, progress=False, **where)
     return folder / "log"
 
 
@@ -183,8 +183,8 @@ def test_a_fault_ends_in_its_row(swept, fault):
     columns, reason, planless = ROWS[fault]
     rows = log.load("runs", root=swept)
     configs = rows["config"].map(json.loads)
-    own = [config["run"]["runtime"] == name_of(fault) for config in configs]
-    (row,), (config,) = rows[own].to_dict("records"), configs[own]
+    is_row = [config["run"]["runtime"] == name_of(fault) for config in configs]
+    (row,), (config,) = rows[is_row].to_dict("records"), configs[is_row]
     row = {name: None if value != value else value for name, value in row.items()}
     assert row["runtime"] == name_of(fault) and row["placement_source"] != "measured"
     assert {name: row[name] for name in columns} == columns
@@ -197,13 +197,13 @@ def test_a_fault_ends_in_its_row(swept, fault):
 
 def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
     reference, name = golden.make_golden(source, IDS), "stand-in-load14"
-    found = units.validate_units(bundle, reference, runtime=name, Ts=[1])
-    assert units.units_verdict(found) == "DIED"
-    assert set(found["runtime"]) == {"portable", name}
-    found = found.set_index("unit")
-    assert found.loc["CPU_AND_NE", "verdict"] == "DIED"
-    assert "error code: -14" in found.loc["CPU_AND_NE", "reason"]
-    assert (found.drop("CPU_AND_NE")["verdict"] == "GREEN").all()
+    rows = units.validate_units(bundle, reference, runtime=name, Ts=[1])
+    assert units.units_verdict(rows) == "DIED"
+    assert set(rows["runtime"]) == {"portable", name}
+    rows = rows.set_index("unit")
+    assert rows.loc["CPU_AND_NE", "verdict"] == "DIED"
+    assert "error code: -14" in rows.loc["CPU_AND_NE", "reason"]
+    assert (rows.drop("CPU_AND_NE")["verdict"] == "GREEN").all()
 
 
 # --- faults: messages and exit codes --------------------------------------------------------------
@@ -215,10 +215,10 @@ def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
     name, bundle, source
 ):
     arguments = of(name, bundle, source, "stand-in-load14")
-    found = cli(*arguments)
-    assert (found.exit_code, found.stdout) == (2, "")
+    ended = cli(*arguments)
+    assert (ended.exit_code, ended.stdout) == (2, "")
     words = "^workbench: shard layers_00_00: found .*error code: -14.*try other --compute-units.*$"
-    assert re.fullmatch(words, found.stderr.strip())
+    assert re.fullmatch(words, ended.stderr.strip())
     assert cli(*arguments, "--compute-units", "CPU_ONLY").exit_code == 0
 
 
@@ -226,14 +226,14 @@ def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
 @pytest.mark.parametrize("name", ["generate", "plan"])
 def test_compute_units_that_are_none_are_refused(name, where, bundle, source):
     arguments = of(name, bundle, source, where)
-    found = cli(*arguments, "--compute-units", "ANE")
-    assert found.exit_code == 2 and "compute units: found 'ANE'" in found.output
+    ended = cli(*arguments, "--compute-units", "ANE")
+    assert ended.exit_code == 2 and "compute units: found 'ANE'" in ended.output
 
 
 def test_messages_of_the_compiler_stay_out_of_the_output(source, tmp_path, capfd):
     fresh = export(source, tmp_path / "fresh", **OPTIONS)
-    found = cli(*of("generate", fresh, source, "stand-in-chatter"), "--json")
-    assert found.exit_code == 0 and len(json.loads(found.stdout)["tokens"]) == 2
+    ended = cli(*of("generate", fresh, source, "stand-in-chatter"), "--json")
+    assert ended.exit_code == 0 and len(json.loads(ended.stdout)["tokens"]) == 2
     out, err = capfd.readouterr()
     assert not out and err.count("coremlcompiler: note") == 2  # two shards
 
@@ -241,14 +241,14 @@ def test_messages_of_the_compiler_stay_out_of_the_output(source, tmp_path, capfd
 @pytest.mark.parametrize("fault", ["", "fallback", "plan-raises", "plan-aborts"])
 def test_residency_without_a_plan_predicts_and_says_why(fault, bundle, source):
     words = ROWS[fault][-1]
-    made = cli(*of("plan", bundle, source, name_of(fault)), "--json")
-    found = json.loads(made.stdout)
-    assert made.exit_code == 0
-    assert found["source"] == ("predicted" if words else "simulated")
+    ended = cli(*of("plan", bundle, source, name_of(fault)), "--json")
+    result = json.loads(ended.stdout)
+    assert ended.exit_code == 0
+    assert result["source"] == ("predicted" if words else "simulated")
     if words:
-        assert any("no plan" in fact and words in fact for fact in found["known"])
+        assert any("no plan" in fact and words in fact for fact in result["known"])
     else:
-        assert [shard["ane"] for shard in found["shards"]] == [0, 0]
+        assert [shard["ane"] for shard in result["shards"]] == [0, 0]
 
 
 # --- placement and messages -----------------------------------------------------------------------
@@ -275,9 +275,9 @@ MESSAGES = {  # a line → whether it is logged, whether it makes the run invali
 @pytest.mark.parametrize("line", MESSAGES)
 def test_messages_of_core_ml_are_logged_and_some_invalidate(line):
     logged, invalid = MESSAGES[line]
-    found = process._messages(["x", line, line])
-    assert found == [line] * logged
-    refused = process.invalidating(process.Outcome(lines=("x", *found)))
+    messages = process._messages(["x", line, line])
+    assert messages == [line] * logged
+    refused = process.invalidating(process.Outcome(lines=("x", *messages)))
     assert refused == (line if invalid else None)
 
 
@@ -288,8 +288,8 @@ def test_values_of_a_unit_that_fell_back_are_not_the_unit_s(
     outcome = process.Outcome({"verdict": "GREEN"}, lines=(line,))
     monkeypatch.setattr(process, "call", lambda *_, **__: outcome)
     reference = golden.make_golden(source, IDS)
-    found = units.validate_units(bundle, reference, runtime="stand-in")
-    assert set(found["verdict"]) == {"RED"} and set(found["reason"]) == {line}
+    rows = units.validate_units(bundle, reference, runtime="stand-in")
+    assert set(rows["verdict"]) == {"RED"} and set(rows["reason"]) == {line}
     run = Runner("stand-in", "CPU_ONLY").run(bundle.root, None, [])
     assert run.values == [] and line in run.failure
     assert "--compute-units" in run.failure
@@ -302,8 +302,8 @@ def test_a_loaded_shard_holds_its_weights_once(family, exports, tmp_path):
     """The file is mapped while it is read; what is left is what the calls take."""
     bundle = exports.bundle(family, compress="int8-tensor")
     # other tests may have the bundle itself open
-    own = shutil.copytree(bundle.root, tmp_path / "bundle")
-    decoder = Decoder(own, "stand-in")
+    root = shutil.copytree(bundle.root, tmp_path / "bundle")
+    decoder = Decoder(root, "stand-in")
     decoder.prefill([5])
     with open("/proc/self/maps") as maps:
-        assert not [line for line in maps if str(own) in line and ".bin" in line]
+        assert not [line for line in maps if str(root) in line and ".bin" in line]

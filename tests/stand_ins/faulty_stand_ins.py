@@ -120,7 +120,7 @@ class Plan:
         self.model_structure = SimpleNamespace(program=program)
 
     def block(self, operations: list) -> SimpleNamespace:
-        devices, made = coremltools().models.compute_device, []
+        devices, listed = coremltools().models.compute_device, []
         names = {unit: name for name, unit in KINDS.items()}
         for kind, unit, *inside in operations:
             usage = None
@@ -131,8 +131,8 @@ class Plan:
                 )
             operation = SimpleNamespace(operator_name=kind, usage=usage, outputs=[])
             operation.blocks = list(map(self.block, inside))
-            made.append(operation)
-        return SimpleNamespace(operations=made)
+            listed.append(operation)
+        return SimpleNamespace(operations=listed)
 
     def get_compute_device_usage_for_mlprogram_operation(self, operation):
         return operation.usage
